@@ -4,13 +4,13 @@ import json
 from pathlib import Path
 from typing import Any
 
-from deploy.dashboards import DASHBOARDS, SOURCES, Dashboard, Panel, metrics_of
 from deploy.fleet import FleetSpec
+from deploy.observability.dashboards import DASHBOARDS, SOURCES, Dashboard, Panel, metrics_of
 
 ROOT = Path(__file__).resolve().parents[1]
 SCHEMA_FILE = ROOT / "configs" / "fleet.schema.json"
 METRICS_PAGE = ROOT / "docs" / "metrics.md"
-GRAFANA = ROOT / "deploy" / "grafana"
+GRAFANA = ROOT / "deploy" / "observability" / "grafana"
 
 
 def fleet_schema() -> str:
@@ -25,8 +25,8 @@ def metrics_page() -> str:
         "",
         "Made by `python -m deploy.generated` from the modules named below; do not edit.",
         "Histograms have `_bucket`, `_sum` and `_count` series. No label holds a conversation, a request",
-        "or a key. Targets for Prometheus: `conserve targets`; dashboards: `deploy/grafana/`; alerts:",
-        "`deploy/prometheus/`.",
+        "or a key. Targets for Prometheus: `conserve targets`; dashboards and alerts:",
+        "`deploy/observability/`.",
     ]
     for source in SOURCES:
         parts += ["", f"## {source.title}", "", f"`{source.module}`, on {source.page}.", ""]

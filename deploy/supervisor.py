@@ -30,7 +30,7 @@ from deploy.ray.cluster import (
 from router.process import log_to_stderr
 from workers import processes
 from workers.host import SUPERVISOR
-from workers.leased import recorded_below
+from workers.keeper.process_lease import recorded_below
 from workers.processes import Backoff
 
 log = logging.getLogger("conserve.deploy.supervisor")

@@ -31,6 +31,10 @@ from vllm.v1.kv_cache_interface import (
 )
 from vllm.v1.metrics.cache_hit_source import CacheHitSource
 
+from kvtransfer.compat.kv_connector import CONNECTOR as RELIED_ON
+from kvtransfer.compat.kv_connector import WORKER, nap_instead_of_spinning
+from kvtransfer.compat.relied_on import verify
+from kvtransfer.compat.whole_graphs import leave_out_whole_graphs, pieces_for_all_steps, refuse_whole_graph
 from kvtransfer.config import (
     CONNECTOR,
     CONNECTOR_MODULE,
@@ -40,7 +44,6 @@ from kvtransfer.config import (
     ConnectorConfigError,
     host_slots,
 )
-from kvtransfer.conversations import STATE_WINDOW, CacheGroup, block_bytes
 from kvtransfer.metrics import COUNTERS, HistogramSpec
 from kvtransfer.parent_death import die_with_parent
 from kvtransfer.plugins import (
@@ -55,11 +58,8 @@ from kvtransfer.plugins import (
     WorkerSide,
     selected_plugins,
 )
-from kvtransfer.relied_on import verify
-from kvtransfer.residence import Residence, brings_back
-from kvtransfer.vllm_internals import CONNECTOR as RELIED_ON
-from kvtransfer.vllm_internals import WORKER, nap_instead_of_spinning
-from kvtransfer.whole_graphs import leave_out_whole_graphs, pieces_for_all_steps, refuse_whole_graph
+from kvtransfer.retention.retained_conversations import STATE_WINDOW, CacheGroup, block_bytes
+from kvtransfer.shared_state import Residence, brings_back
 
 
 @dataclass
@@ -317,7 +317,7 @@ class ConServeConnector(KVConnectorBase_V1, SupportsHMA):
                 self._matches[request.request_id] = name, match
                 return match.tokens, match.background
         if brings_back(request) is not None:
-            # Nothing is computed for it: the scheduler ends it (workers/coserving/restores.py).
+            # Nothing is computed for it: the scheduler ends it (workers/engine/coserving/restores.py).
             self.residence.back.add(request.request_id)
             return None, False
         return 0, False

@@ -10,7 +10,7 @@ from typing import Any
 
 from lmcache.integration.vllm.lmcache_mp_connector import LMCacheMPConnector
 
-from kvtransfer.vllm_internals import lmcache_is_gone, verify_lmcache
+from kvtransfer.compat.kv_connector import lmcache_is_gone, verify_lmcache
 
 logger = logging.getLogger("conserve.kvtransfer.lmcache")
 

@@ -17,10 +17,10 @@ from importlib import import_module
 from typing import Any, Protocol, Self
 
 from kvtransfer.config import ConnectorConfig, ConnectorConfigError
-from kvtransfer.conversations import CacheGroup
-from kvtransfer.feed import Handler
+from kvtransfer.control.control_socket import Handler
 from kvtransfer.metrics import CounterSpec, HistogramSpec
-from kvtransfer.residence import Residence
+from kvtransfer.retention.retained_conversations import CacheGroup
+from kvtransfer.shared_state import Residence
 
 
 class Report(Protocol):
@@ -196,9 +196,9 @@ def plugin_paths(config: ConnectorConfig) -> list[str]:
     """Own plugins first, in the order in which they are called, then those of the configuration."""
     own = {
         "kvtransfer.transfer.worker:TransferPlugin": config.own_transfer,
-        "kvtransfer.retention:RetentionPlugin": True,
-        "kvtransfer.checkpoint.worker:CheckpointPlugin": bool(config.host_kv_gib),
-        "kvtransfer.report:ReportPlugin": True,
+        "kvtransfer.retention.eviction:RetentionPlugin": True,
+        "kvtransfer.checkpoint.copier:CheckpointPlugin": bool(config.host_kv_gib),
+        "kvtransfer.control.state_report:ReportPlugin": True,
     }
     return [*(path for path, used in own.items() if used), *config.plugins]
 

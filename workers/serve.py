@@ -4,7 +4,7 @@ Options and behaviour are those of vLLM's own module, but for its processes on C
 engine core and the workers, and each imports torch and vLLM again: half of an engine's start on two cores,
 and 0.4 GiB that they could share. An only worker has a process, too: each token waits for two messages to it
 and back. It does so since threads are bound to cores when OpenMP is loaded. Where nothing is bound, as in a
-fleet's engines (`workers/launch.py`), they are forked, and an only worker is in the engine core's process as
+fleet's engines, they are forked, and an only worker is in the engine core's process as
 it is on GPUs, unless the environment has VLLM_WORKER_MULTIPROC_METHOD=spawn. With the engine's option
 `distributed-executor-backend: mp`, and with data parallel ranks, workers have processes as vLLM has it.
 """
@@ -17,8 +17,8 @@ from collections.abc import Iterator
 from contextlib import suppress
 
 from kvtransfer.parent_death import die_with_parent
-from workers.grammars.compile_process import new_address, start_process
-from workers.grammars.config import ADDRESS
+from workers.engine.grammars.compile_process import new_address, start_process
+from workers.engine.grammars.config import ADDRESS
 
 METHOD = "VLLM_WORKER_MULTIPROC_METHOD"
 BINDING = "VLLM_CPU_OMP_THREADS_BIND"
@@ -62,8 +62,8 @@ def main() -> None:
 
     start_process(os.environ[ADDRESS])
     if os.environ.get(BINDING) == NOT_BOUND and os.environ.get(METHOD) != "spawn":
-        from kvtransfer.relied_on import verify
-        from kvtransfer.vllm_internals import STARTING, fork_engine_on_cpu
+        from kvtransfer.compat.kv_connector import STARTING, fork_engine_on_cpu
+        from kvtransfer.compat.relied_on import verify
 
         verify(STARTING)
         fork_engine_on_cpu()

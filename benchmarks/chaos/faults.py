@@ -17,7 +17,7 @@ import psutil
 
 from deploy.home import FleetHome
 from deploy.lifecycle.down import marked
-from workers.launch import SERVER
+from workers.keeper.launch import SERVER
 
 ENGINE = ("VLLM::EngineCore", SERVER)
 KEEPS = ("ray::KeeperActor",)

@@ -21,8 +21,8 @@ from typing import Any
 from benchmarks.coserving.turns import BLOCK, LAYERS, LoadOutcome, OnlineLoad, PartLengths, bench
 from benchmarks.harness.output import command, print_figures, print_rows, quantile, write_json
 from placement.scheduling.latency_model import LatencyModel
-from workers.coserving.iterations import IterationRecord
-from workers.coserving.safepoint import Armed, Flag, SafepointWorker
+from workers.engine.coserving.iterations import IterationRecord
+from workers.engine.coserving.safepoint import Armed, Flag, SafepointWorker
 from workers.profiles import Profile
 
 # Ours stands between the two that it is compared with: neighbours in time have the same machine.

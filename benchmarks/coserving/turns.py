@@ -22,9 +22,9 @@ from deploy.small_model import ModelShape, make_model
 from placement.scheduling.interface import ServingSettings, TurnTargets
 from placement.scheduling.latency_model import CONSERVATIVE, LatencyModel, SelfCorrecting
 from placement.scheduling.policy_registry import make_policy
-from workers.coserving.config import SAFEPOINT_PLUGIN, CoServingConfig
-from workers.coserving.iterations import IterationRecord
-from workers.coserving.profile import (
+from workers.engine.coserving.config import SAFEPOINT_PLUGIN, CoServingConfig
+from workers.engine.coserving.iterations import IterationRecord
+from workers.engine.coserving.profile import (
     Grid,
     StandaloneEngine,
     StandaloneShape,
@@ -32,7 +32,7 @@ from workers.coserving.profile import (
     measure,
     profile_of,
 )
-from workers.coserving.scheduler import CoServingScheduler
+from workers.engine.coserving.scheduler import CoServingScheduler
 from workers.processes import write_atomically
 from workers.profiles import Profile
 

@@ -17,7 +17,7 @@ from pathlib import Path
 from benchmarks.gpu.results import compare_with_plain, failed_steps, page, read_results
 from benchmarks.gpu.runner import SEQUENCE, StepSelectionError, run_step, select
 from benchmarks.harness.output import command, write_json
-from workers.coserving.profile import on_cuda
+from workers.engine.coserving.profile import on_cuda
 
 
 def names(text: str) -> list[str]:

@@ -10,7 +10,14 @@ from typing import Any
 import torch
 
 from benchmarks.gpu.decode_layers import DecodeLayers, LayerHook
-from workers.coserving.safepoint import RUN_AHEAD, Armed, Flag, LayerFence, SafepointAbort, SafepointWorker
+from workers.engine.coserving.safepoint import (
+    RUN_AHEAD,
+    Armed,
+    Flag,
+    LayerFence,
+    SafepointAbort,
+    SafepointWorker,
+)
 
 
 @dataclass(frozen=True)

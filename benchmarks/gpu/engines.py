@@ -21,7 +21,7 @@ from benchmarks.kv.engine import KvEngine
 from deploy.small_model import write_tokenizer
 from kvtransfer.config import SECRET_VARIABLE, ConnectorConfig
 from placement.scheduling.interface import ServingSettings, TurnTargets
-from workers.coserving.config import (
+from workers.engine.coserving.config import (
     CPU_WORKER_CLASS,
     PROMPT_SCHEDULER,
     SAFEPOINT_PLUGIN,

@@ -15,7 +15,7 @@ import torch
 from benchmarks.gpu.batch_memcpy import AT_ANY_TIME, IN_STREAM_ORDER, BatchMemcpyError, batch_memcpy, pointers
 from benchmarks.gpu.figures import Figures, bandwidth
 from kvtransfer.checkpoint.cuda_mover import CudaMover, memory_for
-from kvtransfer.checkpoint.host_memory import THREADS, CudaRegistry, HostSlots
+from kvtransfer.checkpoint.host_slots import THREADS, CudaRegistry, HostSlots
 from kvtransfer.checkpoint.scheduler import BlockCopy
 from kvtransfer.side_stream import cuda_of
 

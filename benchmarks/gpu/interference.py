@@ -14,7 +14,7 @@ from benchmarks.gpu.decode_layers import DecodeLayers
 from benchmarks.gpu.figures import Figures, spread
 from benchmarks.gpu.host_tier_copies import finish, made_blocks, shape_for
 from kvtransfer.checkpoint.cuda_mover import CudaMover, memory_for
-from kvtransfer.checkpoint.host_memory import CHUNK_BYTES, CudaRegistry, Registry
+from kvtransfer.checkpoint.host_slots import CHUNK_BYTES, CudaRegistry, Registry
 from kvtransfer.checkpoint.scheduler import BlockCopy
 from kvtransfer.side_stream import cuda_of
 

@@ -16,7 +16,7 @@ from benchmarks.gpu.step_clock import parts_between
 from benchmarks.harness.output import quantile
 from benchmarks.kv.engine import EngineAnswer, KvEngine, counter
 from benchmarks.kv.restore import leave_accelerator, restored_blocks
-from workers.coserving.iterations import read_iterations
+from workers.engine.coserving.iterations import read_iterations
 
 OFFLINE = 10  # priority of offline requests
 TIGHT_TTFT_MS = 60.0

@@ -7,10 +7,10 @@ from typing import Any
 import torch
 
 from benchmarks.gpu.figures import Figures
-from workers.overload.pages.cpu_pages import CpuPageDriver
-from workers.overload.pages.cuda_pages import CudaPageDriver
-from workers.overload.pages.layer_memory import LayerWeights, ReservedKv
-from workers.overload.pages.physical_memory import PageDriver, PhysicalMemory
+from workers.engine.overload.pages.cpu_pages import CpuPageDriver
+from workers.engine.overload.pages.cuda_pages import CudaPageDriver
+from workers.engine.overload.pages.layer_memory import LayerWeights, ReservedKv
+from workers.engine.overload.pages.physical_memory import PageDriver, PhysicalMemory
 
 
 def pages(device: str) -> Figures:

@@ -12,7 +12,7 @@ from deploy.fleet import FleetSpec
 from deploy.fleet.components import engine_spec, engines
 from deploy.home import FleetHome
 from placement.engines import Role
-from workers.launch import SERVER, EngineKeys, Start, engine_command
+from workers.keeper.launch import SERVER, EngineKeys, Start, engine_command
 from workers.processes import free_port
 
 VLLM_SERVER = "vllm.entrypoints.openai.api_server"

@@ -15,7 +15,7 @@ from typing import Any
 from benchmarks.harness.output import quantile
 from benchmarks.kv.engine import REPOSITORY, KvEngine, KvShape, counter, kv_engine
 from kvtransfer.config import ConnectorConfig
-from kvtransfer.feed import EngineFeed
+from kvtransfer.control.control_socket import EngineFeed
 from traces.format import TraceConversation, load
 from traces.generators import Scale, fit, scale
 

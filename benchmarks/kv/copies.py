@@ -16,12 +16,12 @@ from multiprocessing.connection import Connection
 
 import torch
 
+from kvtransfer.checkpoint.copier import Copier, come_after_the_model
 from kvtransfer.checkpoint.cuda_mover import memory_for, mover_for
-from kvtransfer.checkpoint.host_memory import block_bytes
+from kvtransfer.checkpoint.host_slots import block_bytes
 from kvtransfer.checkpoint.scheduler import BlockCopy, BlockLoad, CheckpointOrder
-from kvtransfer.checkpoint.worker import Copier, come_after_the_model
 from kvtransfer.transfer.exports import Exports
-from kvtransfer.transfer.memory import BlockMemory, HostBlockMemory
+from kvtransfer.transfer.kv_memory import BlockMemory, HostBlockMemory
 from kvtransfer.transfer.peers import Cancellation, TransferEnd, TransferServer, TransferSource, fetch
 from kvtransfer.transfer.staging import StagedBlockMemory
 

@@ -13,7 +13,7 @@ from secrets import token_hex
 
 import psutil
 
-from workers.launch import SERVER
+from workers.keeper.launch import SERVER
 
 MARK = "CONSERVE_BENCHMARK_RUN"
 # A process is of the first kind whose text its command line contains.

@@ -36,7 +36,7 @@ from router.gateway.config import (
 from router.http import ServerLimits, UpstreamLimits
 from router.identity.conversation_ids import namespace
 from router.identity.prefix_groups import EVERYBODY
-from workers.coserving.config import (
+from workers.engine.coserving.config import (
     CPU_WORKER_CLASS,
     PROMPT_SCHEDULER,
     SAFEPOINT_PLUGIN,
@@ -44,10 +44,7 @@ from workers.coserving.config import (
     WORKER_CLASS,
     CoServingConfig,
 )
-from workers.keeper import KeeperSettings
-from workers.launch import FLEET_MARK, PLAIN_CPU_WORKER, Device, EngineKeys, LaunchSpec
-from workers.lmcache_server import LmcacheServer
-from workers.overload.config import (
+from workers.engine.overload.config import (
     COSERVING_DROPPING_CPU_WORKER,
     COSERVING_DROPPING_SCHEDULER,
     COSERVING_DROPPING_WORKER,
@@ -56,6 +53,9 @@ from workers.overload.config import (
     DROPPING_WORKER,
     OVERLOAD_PLUGIN,
 )
+from workers.keeper.keeper import KeeperSettings
+from workers.keeper.launch import FLEET_MARK, PLAIN_CPU_WORKER, Device, EngineKeys, LaunchSpec
+from workers.keeper.lmcache_server import LmcacheServer
 from workers.power.engine_power import PowerSettings
 
 LOOPBACK = ("127.0.0.1", "localhost", "::1")

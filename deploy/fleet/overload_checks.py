@@ -6,7 +6,7 @@ from deploy.errors import Problem
 from deploy.fleet.engine_needs import arguments, find_architecture, parallel
 from deploy.fleet.schema import SMALL_MODEL, FleetSpec, TierSpec
 from placement.engines import Role
-from workers.overload.config import SPLIT_MODELS
+from workers.engine.overload.config import SPLIT_MODELS
 
 
 def in_the_way(fleet: FleetSpec, tier: TierSpec) -> Iterator[str]:

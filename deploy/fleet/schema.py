@@ -31,9 +31,9 @@ from router.batch.config import BatchConfig, BatchLimits, DispatchSettings
 from router.gateway.config import AnswersConfig, GatewayConfig, SloClass, TracingConfig
 from router.http import ServerLimits, UpstreamLimits
 from router.requests.hints import LONGEST_HINT_S
-from workers.coserving.config import CoServingConfig
-from workers.keeper import KeeperSettings
-from workers.launch import LaunchSpec as Engine
+from workers.engine.coserving.config import CoServingConfig
+from workers.keeper.keeper import KeeperSettings
+from workers.keeper.launch import LaunchSpec as Engine
 
 LongestTtl = Annotated[Duration, Field(gt=0, le=LONGEST_HINT_S)]  # clients may not ask for more at all
 SMALL_MODEL = "small"

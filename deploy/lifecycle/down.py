@@ -18,8 +18,8 @@ from deploy.home import FleetHome, RunRecord
 from deploy.ray.cluster import connect, remove_temporary_directory, temporary_directory
 from deploy.ray.common import AUTOSCALER, DIRECTORY, GATEWAYS, engines_of, keeper_name
 from workers import processes
-from workers.launch import FLEET_MARK
-from workers.leased import recorded_below
+from workers.keeper.launch import FLEET_MARK
+from workers.keeper.process_lease import recorded_below
 
 log = logging.getLogger("conserve.deploy.down")
 

@@ -27,8 +27,8 @@ from deploy.ray.control import ControlClient, ControlError
 from router.directory import messages
 from router.directory.rpc import BadReply, Method, Stub
 from workers import processes
+from workers.keeper.engine_status import KeeperReport
 from workers.processes import write_atomically
-from workers.status import KeeperReport
 
 LIMIT_S = 3.0
 CONTROL_FILE = "control"

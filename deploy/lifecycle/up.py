@@ -24,8 +24,8 @@ from deploy.small_model import ensure_model
 from router.directory.journal import Journal
 from router.http import descriptors_problem
 from workers import processes
+from workers.keeper.engine_status import KeeperPhase, KeeperStatus
 from workers.processes import write_atomically
-from workers.status import KeeperPhase, KeeperStatus
 
 Tell = Callable[[str], None]
 

@@ -15,9 +15,9 @@ from deploy.lifecycle import status as ask
 from deploy.ray.common import Background, SealedFleet, log_to_stderr, replica
 from deploy.ray.keepers import Keepers
 from placement.sizing.autoscaling import TierScaler, load_of
+from workers.keeper.engine_status import KeeperPhase
 from workers.oom_score import OomScore, set_oom_score
 from workers.profiles import Coefficients
-from workers.status import KeeperPhase
 
 log = logging.getLogger("conserve.deploy.autoscaler")
 

@@ -27,8 +27,8 @@ from deploy.errors import LifecycleError
 from deploy.fleet import FleetSpec
 from deploy.home import LONGEST_SOCKET_PATH, TOKEN, FleetHome, RunRecord, token
 from workers import processes
-from workers.engine_log import last_lines
-from workers.launch import FLEET_MARK
+from workers.keeper.engine_log import last_lines
+from workers.keeper.launch import FLEET_MARK
 from workers.processes import free_port, with_our_packages
 
 log = logging.getLogger("conserve.deploy.cluster")

@@ -10,10 +10,10 @@ from typing import Any, TypeVar
 import grpc
 
 from deploy.errors import DeployError
-from kvtransfer.feed import FeedError
+from kvtransfer.control.control_socket import FeedError
 from router.directory.rpc import BadReply, Method, Service, Stub
 from workers import processes
-from workers.status import ConnectorFeed, KeeperReport, StatusStore
+from workers.keeper.engine_status import ConnectorFeed, KeeperReport, StatusStore
 
 Reply = TypeVar("Reply")
 

@@ -19,9 +19,9 @@ from router.directory.directory import Directory
 from router.directory.server import DirectoryServer
 from router.process import collect_when_idle, settle_heap
 from workers import processes
+from workers.keeper.engine_status import KeeperReport
 from workers.oom_score import OomScore, set_oom_score
 from workers.processes import LogOnChange, write_atomically
-from workers.status import KeeperReport
 
 log = logging.getLogger("conserve.deploy.directory")
 

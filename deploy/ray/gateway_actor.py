@@ -18,8 +18,8 @@ from deploy.home import FleetHome, FleetKeys
 from deploy.ray.cluster import common_environment
 from deploy.ray.common import Background, SealedFleet, log_to_stderr
 from workers import processes
-from workers.launch import FLEET_MARK, ProcessCommand
-from workers.leased import LEASE, LeasedProcess
+from workers.keeper.launch import FLEET_MARK, ProcessCommand
+from workers.keeper.process_lease import LEASE, LeasedProcess
 from workers.oom_score import OomScore, set_oom_score
 from workers.processes import Backoff
 

@@ -38,14 +38,14 @@ from deploy.ray.common import (
 )
 from deploy.ray.control import ControlClient, ControlError, ControlServer
 from deploy.small_model import ensure_model
-from workers.keeper import Keeper
-from workers.launch import FEED_SOCKET
-from workers.leased import LeasedProcess
+from workers.keeper.engine_status import ConnectorFeed, KeeperStatus, StatusStore
+from workers.keeper.keeper import Keeper
+from workers.keeper.launch import FEED_SOCKET
+from workers.keeper.process_lease import LeasedProcess
 from workers.oom_score import OomScore, set_oom_score
 from workers.power.engine_power import EnginePower, visible_gpus
 from workers.processes import write_atomically
 from workers.profiles import Coefficients, StartingKnowledge
-from workers.status import ConnectorFeed, KeeperStatus, StatusStore
 
 log = logging.getLogger("conserve.deploy.keepers")
 

@@ -11,10 +11,10 @@ from typing import Any
 
 import torch
 
-from kvtransfer.checkpoint.host_memory import THREADS, CudaRegistry, HostMover, HostSlots, Mover, block_bytes
+from kvtransfer.checkpoint.host_slots import THREADS, CudaRegistry, HostMover, HostSlots, Mover, block_bytes
 from kvtransfer.checkpoint.scheduler import BlockCopy
 from kvtransfer.side_stream import Launched, SideStream, cuda_of
-from kvtransfer.transfer.memory import byte_rows
+from kvtransfer.transfer.kv_memory import byte_rows
 
 UNIT_BYTES = 32 << 20  # as long on the bus as a hundred launches take
 UNITS_A_THREAD = 2  # in a piece: it is over when the slowest thread is

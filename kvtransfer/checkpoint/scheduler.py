@@ -8,9 +8,9 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from kvtransfer.conversations import RetainedConversation, block_key
 from kvtransfer.plugins import LATER, EngineContext, Match, SchedulerSide, StepOutcome
-from kvtransfer.residence import admitted_now, brings_back, confirmed_blocks, is_offline
+from kvtransfer.retention.retained_conversations import RetainedConversation, block_key
+from kvtransfer.shared_state import admitted_now, brings_back, confirmed_blocks, is_offline
 
 
 @dataclass(frozen=True, slots=True)

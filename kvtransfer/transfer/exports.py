@@ -15,7 +15,7 @@ from dataclasses import dataclass, field
 from functools import partial
 
 from kvtransfer.metrics import Reason
-from kvtransfer.transfer.memory import BlockMemory
+from kvtransfer.transfer.kv_memory import BlockMemory
 from kvtransfer.transfer.wire import TransferRefused
 
 MAX_TOMBSTONES = 8192

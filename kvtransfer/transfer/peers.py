@@ -23,7 +23,7 @@ import msgspec
 from kvtransfer.metrics import Reason
 from kvtransfer.transfer import wire
 from kvtransfer.transfer.exports import Exports, Reader
-from kvtransfer.transfer.memory import BlockMemory
+from kvtransfer.transfer.kv_memory import BlockMemory
 from kvtransfer.transfer.wire import TransferRefused
 
 logger = logging.getLogger("conserve.kvtransfer.transfer")

@@ -16,9 +16,9 @@ from typing import Any
 import xxhash
 from vllm.v1.request import RequestStatus
 
-from kvtransfer.conversations import transferred_tokens
 from kvtransfer.metrics import Reason
 from kvtransfer.plugins import EngineContext, Match, SchedulerSide, StepOutcome
+from kvtransfer.retention.retained_conversations import transferred_tokens
 from kvtransfer.transfer.peers import TransferSource
 
 BlocksByGroup = Sequence[list[int]]  # block ids, by KV cache group

@@ -16,7 +16,7 @@ import torch
 from kvtransfer.config import ConnectorConfigError
 from kvtransfer.metrics import Reason
 from kvtransfer.side_stream import SideStream
-from kvtransfer.transfer.memory import (
+from kvtransfer.transfer.kv_memory import (
     ONE,
     PIECE_BYTES,
     BlockMemory,

@@ -15,7 +15,7 @@ from kvtransfer.metrics import Reason
 from kvtransfer.plugins import EngineContext, LoadsEnded, Plugin, WorkerSide
 from kvtransfer.side_stream import cuda_of
 from kvtransfer.transfer.exports import Exports
-from kvtransfer.transfer.memory import BlockMemory, HostBlockMemory
+from kvtransfer.transfer.kv_memory import BlockMemory, HostBlockMemory
 from kvtransfer.transfer.peers import (
     Cancellation,
     TransferEnd,

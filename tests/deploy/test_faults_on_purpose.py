@@ -15,7 +15,7 @@ import pytest
 
 from benchmarks.chaos.faults import ENGINE, FRONT, KEEPS, RAY, Fault, faults, inflict, set_clock
 from deploy.home import FleetHome
-from workers.launch import FLEET_MARK
+from workers.keeper.launch import FLEET_MARK
 
 WRITER = """
 import sys, time

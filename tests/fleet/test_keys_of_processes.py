@@ -21,7 +21,7 @@ from router.directory import messages
 from router.directory.rpc import Method, Stub
 from tests.fleet.talk import client, opening, text_turn
 from tests.support.fleet import ROOT, RunningFleet
-from workers.engine_key import KEY_HEADER
+from workers.engine.engine_key import KEY_HEADER
 
 pytestmark = [pytest.mark.fleet, pytest.mark.timeout(1500)]
 

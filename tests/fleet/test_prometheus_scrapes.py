@@ -7,7 +7,7 @@ from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 
-from deploy.dashboards import quantile, rate
+from deploy.observability.dashboards import quantile, rate
 from tests.deploy.observe.test_catalogue_is_complete import compared, expressions
 from tests.fleet.talk import client, opening, tool_turn
 from tests.router.batch.jobs import jsonl

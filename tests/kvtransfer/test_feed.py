@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from kvtransfer.feed import (
+from kvtransfer.control.control_socket import (
     NAMED_AT_MOST,
     NAMED_S,
     EngineFeed,

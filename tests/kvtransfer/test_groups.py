@@ -10,7 +10,7 @@ from vllm.v1.kv_cache_interface import FullAttentionSpec, KVCacheGroupSpec, Mamb
 
 from kvtransfer.config import ConnectorConfigError
 from kvtransfer.connector import groups_of
-from kvtransfer.conversations import STATE_WINDOW, CacheGroup, transferred_tokens
+from kvtransfer.retention.retained_conversations import STATE_WINDOW, CacheGroup, transferred_tokens
 
 FULL, WINDOW = CacheGroup(("a",), 32, 64), CacheGroup(("b",), 32, 64, window=63)
 STATE = CacheGroup(("c",), 32, 64, STATE_WINDOW, state=True)

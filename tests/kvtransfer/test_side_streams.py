@@ -8,10 +8,10 @@ from typing import Any
 import pytest
 import torch
 
+from kvtransfer.checkpoint.copier import Copier
 from kvtransfer.checkpoint.cuda_mover import CudaMover
-from kvtransfer.checkpoint.host_memory import HostSlots, block_bytes
+from kvtransfer.checkpoint.host_slots import HostSlots, block_bytes
 from kvtransfer.checkpoint.scheduler import BlockCopy, BlockLoad, CheckpointOrder
-from kvtransfer.checkpoint.worker import Copier
 from kvtransfer.side_stream import SideStream
 from kvtransfer.transfer.exports import Exports
 from kvtransfer.transfer.staging import StagedBlockMemory

@@ -14,11 +14,11 @@ import pytest
 
 pytest.importorskip("vllm", reason="vLLM is not installed: make install")
 
+from kvtransfer.compat.kv_connector import CONNECTOR, LMCACHE, WORKER
+from kvtransfer.compat.relied_on import ReliedOn, UnsupportedVllmError, differences, verify
 from kvtransfer.config import ConnectorConfigError
 from kvtransfer.connector import ConServeConnector
-from kvtransfer.relied_on import ReliedOn, UnsupportedVllmError, differences, verify
-from kvtransfer.vllm_internals import CONNECTOR, LMCACHE, WORKER
-from workers.exact_tokens import ExactTokensMiddleware
+from workers.engine.exact_tokens import ExactTokensMiddleware
 
 
 def module_at(path: str) -> ModuleType:
@@ -28,17 +28,14 @@ def module_at(path: str) -> ModuleType:
 ROOT = Path(__file__).resolve().parents[2]
 PACKAGES = ("kvtransfer", "workers", "router", "placement", "traces", "deploy")
 CONTACTS = {
-    "kvtransfer/vllm_internals.py",
-    "kvtransfer/whole_graphs.py",
-    "workers/coserving/runner_internals.py",
-    "workers/coserving/vllm_internals.py",
-    "workers/grammars/vllm_internals.py",
-    "workers/overload/vllm_internals.py",
+    "kvtransfer/compat/kv_connector.py",
+    "kvtransfer/compat/whole_graphs.py",
+    "workers/engine/compat/coserving_runner.py",
+    "workers/engine/compat/coserving_scheduler.py",
+    "workers/engine/compat/grammar_checks.py",
+    "workers/engine/compat/parameter_drop.py",
 }
-HANDED = (  # vLLM's objects
-    "workers/coserving/", "workers/overload/", "workers/cpu_worker", "workers/exact_tokens",
-    "workers/answer_middleware",
-)  # fmt: skip
+HANDED = ("workers/engine/",)  # modules that get vLLM's objects
 TABLES = {
     f"{path}: {name}": table
     for path in sorted(CONTACTS)

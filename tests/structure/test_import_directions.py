@@ -37,13 +37,13 @@ def test_no_modules_import_one_another_in_a_circle() -> None:
 
 def test_engines_that_do_not_drop_parameters_load_nothing_of_it() -> None:
     """vLLM loads it by name, where the fleet file has `overload: {policy: drop}`."""
-    by_name = {"workers.overload.config"}
+    by_name = {"workers.engine.overload.config"}
     wrong = [
         f"{module.path} imports {source}"
         for name, module in PRODUCT_MODULES.items()
-        if not name.startswith("workers.overload")
+        if not name.startswith("workers.engine.overload")
         for source, _ in module.imported()
-        if source.startswith("workers.overload") and source not in by_name
+        if source.startswith("workers.engine.overload") and source not in by_name
     ]
     assert not wrong, "\n".join(wrong)
 
@@ -52,7 +52,10 @@ def test_engines_that_do_not_drop_parameters_load_nothing_of_it() -> None:
     ("module", "heavy"),
     [
         ("kvtransfer.metrics", {"cryptography", "numpy", "torch", "vllm"}),  # `deploy` reads what is counted
-        ("workers.engine_key", {"aiohttp", "vllm"}),  # vLLM's server has no use for the keeper's client
+        (
+            "workers.engine.engine_key",
+            {"aiohttp", "vllm"},
+        ),  # the keeper's client is for the keeper
     ],
 )
 def test_a_module_that_is_loaded_by_name_loads_little(module: str, heavy: set[str]) -> None:

@@ -1,8 +1,8 @@
 """The device of tests' engines: the GPU, on a machine where torch sees one, else its CPUs."""
 
-from workers.coserving.config import CPU_WORKER_CLASS, WORKER_CLASS
-from workers.coserving.profile import on_cuda
-from workers.overload.config import (
+from workers.engine.coserving.config import CPU_WORKER_CLASS, WORKER_CLASS
+from workers.engine.coserving.profile import on_cuda
+from workers.engine.overload.config import (
     COSERVING_DROPPING_CPU_WORKER,
     COSERVING_DROPPING_WORKER,
     DROPPING_CPU_WORKER,

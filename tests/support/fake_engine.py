@@ -73,7 +73,7 @@ class FakeEngine:
     fail_after: int = 0  # tokens of a stream, which then ends in an error event, as vLLM's own do
     cut_after: int = 0  # tokens of a stream, whose connection then breaks
     silent_after: int = 0  # tokens of a stream, of which then nothing is heard, as when its machine vanishes
-    lines: bool = True  # it says a stream's tokens when it is asked to, as workers/answer_middleware.py does
+    lines: bool = True  # it writes token lines when it is asked to
     port: int = 0
     reports: int = 0  # of its state
     _runner: web.AppRunner | None = None
@@ -362,7 +362,7 @@ def _said(body: dict[str, Any], count: int) -> list[dict[str, Any]]:
 
 
 def _history(request: web.Request) -> dict[str, Any]:
-    """As workers/answer_middleware.py has an answer say it."""
+    """As workers/engine/resume/answer_middleware.py has an answer say it."""
     said = request.headers.get("x-response-says", '{"previous_response_id": null}')
     return dict(json.loads(said))
 

@@ -10,7 +10,7 @@ from types import TracebackType
 
 from deploy.fleet.components import engine_spec, engines
 from tests.support.fleet import RunningFleet
-from workers.launch import EngineKeys, Start, engine_command
+from workers.keeper.launch import EngineKeys, Start, engine_command
 from workers.processes import free_port
 
 START_LIMIT_S = 600

@@ -18,8 +18,8 @@ from vllm.v1.engine import EngineCoreRequest
 from vllm.v1.engine.output_processor import OutputProcessor, RequestOutputCollector
 
 from deploy.small_model import write_tokenizer
-from kvtransfer.vllm_internals import ReplayedOutputs, grammar_start
-from workers.answer_middleware import TokenLines, TokenLinesMiddleware
+from kvtransfer.compat.kv_connector import ReplayedOutputs, grammar_start
+from workers.engine.resume.answer_middleware import TokenLines, TokenLinesMiddleware
 
 HEAD = {"type": "http.response.start", "status": 200, "headers": [(b"content-type", b"text/event-stream")]}
 END = {"type": "http.response.body", "body": b"", "more_body": False}

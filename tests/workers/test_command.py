@@ -9,8 +9,16 @@ import pytest
 
 from kvtransfer.config import SECRET_VARIABLE, ConnectorConfig
 from placement.engines import Role
-from workers.coserving.config import CoServingConfig
-from workers.launch import KEY_MIDDLEWARE, KEY_VARIABLE, Device, EngineKeys, LaunchSpec, Start, engine_command
+from workers.engine.coserving.config import CoServingConfig
+from workers.keeper.launch import (
+    KEY_MIDDLEWARE,
+    KEY_VARIABLE,
+    Device,
+    EngineKeys,
+    LaunchSpec,
+    Start,
+    engine_command,
+)
 from workers.profiles import StartingKnowledge
 
 KEYS = EngineKeys("the key of engines", "the key of transfers")
@@ -117,5 +125,5 @@ def test_an_engine_whose_feed_is_of_another_version_is_not_the_one_that_is_wante
 ) -> None:
     """A keeper that was upgraded could not hear an engine from before, nor ask anything of it."""
     before = SPEC.fingerprint()
-    monkeypatch.setattr("kvtransfer.feed.VERSION", -1)
+    monkeypatch.setattr("kvtransfer.control.control_socket.VERSION", -1)
     assert SPEC.fingerprint() != before

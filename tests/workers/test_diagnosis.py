@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 
-from workers.engine_log import diagnose
+from workers.keeper.engine_log import diagnose
 
 LOGS = Path(__file__).parent / "engine_logs"
 

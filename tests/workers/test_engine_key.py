@@ -11,8 +11,8 @@ from starlette.routing import Route, WebSocketRoute
 from starlette.testclient import TestClient
 from starlette.websockets import WebSocket, WebSocketDisconnect
 
-from workers.engine_key import KEY_HEADER, EngineKeyMiddleware
-from workers.launch import KEY_VARIABLE
+from workers.engine.engine_key import KEY_HEADER, EngineKeyMiddleware
+from workers.keeper.launch import KEY_VARIABLE
 from workers.processes import WorkerError
 
 KEY = "the key of these engines"

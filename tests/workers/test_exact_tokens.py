@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 from prometheus_client import REGISTRY
 
-from workers.exact_tokens import (
+from workers.engine.exact_tokens import (
     BESIDE_TOKENS,
     TOKENS_OF,
     ExactTokens,

@@ -23,8 +23,8 @@ Messages = list[dict[str, Any]]
 def engine(tmp_path_factory: pytest.TempPathFactory) -> Iterator[EngineProcess]:
     model: Path = tmp_path_factory.mktemp("model") / "drifting"
     make_model(model, ModelShape(merges=MERGES))
-    exact = ("--middleware", "workers.exact_tokens.ExactTokensMiddleware")
-    both = ("--middleware", "workers.answer_middleware.TokenLinesMiddleware")
+    exact = ("--middleware", "workers.engine.exact_tokens.ExactTokensMiddleware")
+    both = ("--middleware", "workers.engine.resume.answer_middleware.TokenLinesMiddleware")
     tools = ("--enable-auto-tool-choice", "--tool-call-parser", "hermes", "--enable-prompt-tokens-details")
     arguments = ("--model", str(model), *both, *exact, *tools)
     with running(EngineProcess(ConnectorConfig(), arguments=arguments)) as (one,):

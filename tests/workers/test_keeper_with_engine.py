@@ -20,8 +20,8 @@ from deploy.ray.control import ControlClient, ControlError
 from deploy.small_model import make_model
 from tests.support.keeper_process import LEASE_S, SECRET
 from workers import processes
-from workers.leased import ProcessRecord
-from workers.status import KeeperPhase, KeeperReport
+from workers.keeper.engine_status import KeeperPhase, KeeperReport
+from workers.keeper.process_lease import ProcessRecord
 
 pytestmark = pytest.mark.engine
 

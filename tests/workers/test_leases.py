@@ -14,8 +14,8 @@ import pytest
 
 from workers import processes
 from workers.host import SUPERVISOR
-from workers.launch import ProcessCommand
-from workers.leased import LEASE, RECORD, LeasedProcess
+from workers.keeper.launch import ProcessCommand
+from workers.keeper.process_lease import LEASE, RECORD, LeasedProcess
 from workers.oom_score import OomScore
 
 pytestmark = pytest.mark.slow

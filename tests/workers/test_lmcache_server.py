@@ -11,9 +11,9 @@ from pathlib import Path
 import pytest
 
 from workers import processes
-from workers.launch import ProcessCommand
-from workers.leased import RECORD, LeasedProcess, ProcessRecord
-from workers.lmcache_server import LmcacheServer
+from workers.keeper.launch import ProcessCommand
+from workers.keeper.lmcache_server import LmcacheServer
+from workers.keeper.process_lease import RECORD, LeasedProcess, ProcessRecord
 
 
 class AnyServer(LmcacheServer):

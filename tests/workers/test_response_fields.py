@@ -7,7 +7,7 @@ import pytest
 
 pytest.importorskip("vllm", reason="vLLM is not installed: make install")
 
-from workers.answer_middleware import ResponseFieldsMiddleware
+from workers.engine.resume.answer_middleware import ResponseFieldsMiddleware
 
 SAYS = {"previous_response_id": None, "conversation": {"id": "conv_1"}}
 ECHO = [{"name": "f", "parameters": {"default": {"previous_response_id": None, "response": {}}}}]

@@ -4,10 +4,10 @@ import asyncio
 from dataclasses import replace
 from pathlib import Path
 
-from kvtransfer.feed import FeedCommand, FeedServer, Reply
+from kvtransfer.control.control_socket import FeedCommand, FeedServer, Reply
 from placement.engines import EngineInfo, EngineState, Role
 from tests.support.waiting import until
-from workers.status import ConnectorFeed, KeeperPhase, StatusStore
+from workers.keeper.engine_status import ConnectorFeed, KeeperPhase, StatusStore
 
 INFO = EngineInfo("decode-0", "decode", Role.DECODE, 5, "h:1", "h:2", "h:3", 4096, 16, 8192)
 STATE = EngineState("decode-0", 5, 1, 10, 0, 0, 90, 1, 0, confirmed={"a": 1})

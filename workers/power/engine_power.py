@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
 
-from workers import metrics
+from workers.keeper import metrics
 from workers.power.limits import WantedLimit, apply, boot_id, set_back
 from workers.power.nvml import Gpus, PowerError
 from workers.processes import LogOnChange

@@ -34,7 +34,7 @@ from deploy.lifecycle.status import (
 )
 from deploy.lifecycle.status import targets as pages
 from placement.sizing.capacity import Recommendation, Signals
-from workers.engine_log import last_lines
+from workers.keeper.engine_log import last_lines
 
 app = typer.Typer()
 EVERY_S = 10.0

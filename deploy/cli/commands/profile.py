@@ -64,8 +64,8 @@ def _instead_of(former_at: float | None) -> str:
 async def _measure(
     fleet: FleetSpec, tier: TierSpec, home: FleetHome, repeats: int
 ) -> tuple[ProfileKey, Profile, list[Sample], int]:
-    from workers.coserving import profile as profiling
-    from workers.coserving.starting_model import key_of
+    from workers.engine.coserving import profile as profiling
+    from workers.engine.coserving.starting_model import key_of
 
     home.root.mkdir(parents=True, exist_ok=True)
     ensure_model(fleet, home)
@@ -109,7 +109,7 @@ def draw(profile: Profile, samples: list[Sample], path: Path) -> None:
 
 
 def show(key: ProfileKey, found: Profile, chunk_tokens: int) -> None:
-    from workers.coserving.profile import safepoint_every
+    from workers.engine.coserving.profile import safepoint_every
 
     table = Table(title=f"{key}")
     for column in ("iterations", "shapes", "median error", "p90", "worst"):

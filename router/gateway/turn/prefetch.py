@@ -1,9 +1,9 @@
 """Prefetch of parked conversations: their KV is back on the accelerator before their tool call returns.
 
 A prefetch sends the conversation's last prompt again as offline work. The engine loads the blocks from its
-host and computes nothing (`workers/coserving/restores.py`), and the next turn finds them. Only conversations
-that the directory reports as parked are prefetched, one of this gateway at a time on an engine. A turn that
-arrives while its engine is loading waits there for the rest of the load (`kvtransfer/checkpoint`).
+host and computes nothing, and the next turn finds them. Only conversations that the directory reports as
+parked are prefetched, one of this gateway at a time on an engine. A turn that arrives while its engine is
+loading waits there for the rest of the load (`kvtransfer/checkpoint`).
 """
 
 import asyncio

@@ -1,7 +1,7 @@
 """Resume protocol of streams: what another engine needs to continue a stream after its engine was lost.
 
 On request an engine writes a *token line* in front of each event: the ids of the tokens generated since the
-last one, as in ``:12,13;14;`` (`workers/answer_middleware.py`). The first line also says how long the prompt
+last one, as in ``:12,13;14;`` (`workers/engine/resume/`). The first line also says how long the prompt
 is and how much of it was cached. The gateway keeps the lines and removes them from what the client gets.
 """
 

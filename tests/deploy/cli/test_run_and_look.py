@@ -26,7 +26,7 @@ from deploy.ray.control import ControlError
 from kvtransfer.config import ConnectorConfigError
 from router.errors import GatewayConfigError
 from tests.support.fleet import ROOT, conserve
-from workers.status import KeeperPhase, KeeperReport, KeeperStatus
+from workers.keeper.engine_status import KeeperPhase, KeeperReport, KeeperStatus
 
 pytestmark = pytest.mark.slow
 

@@ -24,7 +24,7 @@ from deploy.home import FleetHome, FleetKeys
 from placement.engines import Role
 from placement.routing.placer_settings import PlacingPolicy
 from router.gateway.config import Handover, dump, load
-from workers.coserving.config import PROMPT_SCHEDULER, SCHEDULER_CLASS
+from workers.engine.coserving.config import PROMPT_SCHEDULER, SCHEDULER_CLASS
 
 CONFIGS = SCHEMA_FILE.parent
 HOME = FleetHome(Path("/state"))

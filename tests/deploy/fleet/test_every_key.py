@@ -51,10 +51,10 @@ from router.gateway.config import (
 from router.http import ServerLimits, UpstreamLimits
 from router.identity.conversation_ids import namespace
 from tests.support.fleet import ROOT
-from workers.coserving.config import PROMPT_SCHEDULER, CoServingConfig
-from workers.keeper import KeeperSettings
-from workers.launch import EngineKeys, LaunchSpec, Start, engine_command
-from workers.overload.config import DROPPING_CPU_WORKER
+from workers.engine.coserving.config import PROMPT_SCHEDULER, CoServingConfig
+from workers.engine.overload.config import DROPPING_CPU_WORKER
+from workers.keeper.keeper import KeeperSettings
+from workers.keeper.launch import EngineKeys, LaunchSpec, Start, engine_command
 from workers.power.engine_power import PowerSettings
 
 HOME = FleetHome(Path("/state/fleets/base"))
@@ -170,7 +170,7 @@ CASES = {
     "engine.args": case({"max-num-seqs": 7}, lambda got: "--max-num-seqs 7" in got.argv, True),
     "engine.env": case({"A_NAME": "b"}, lambda got: got.env.get("A_NAME"), "b"),
     "engine.threads": case(3, lambda got: got.env.get("OMP_NUM_THREADS"), "3", engine__device="cpu"),
-    "engine.exact_tokens": case(False, lambda got: "workers.exact_tokens" in got.argv),
+    "engine.exact_tokens": case(False, lambda got: "workers.engine.exact_tokens" in got.argv),
     "engine.start_together": case(5, lambda got: got.keeper.start_together),
     "engine.start_limit": case(11, lambda got: got.keeper.start_limit_s),
     "engine.stall_limit": case(12, lambda got: got.keeper.stall_limit_s),

@@ -20,7 +20,7 @@ from deploy.generated import SCHEMA_FILE
 from deploy.home import FleetHome
 from tests.deploy.fleet.test_gpu_hour_mistakes import QWEN3_32B
 from tests.support.final_config import OPTIONS, Commands, Flat, final_configurations
-from workers.launch import EngineKeys, LaunchSpec, Start, engine_command
+from workers.keeper.launch import EngineKeys, LaunchSpec, Start, engine_command
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]
 

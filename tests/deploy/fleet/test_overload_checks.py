@@ -10,8 +10,7 @@ from deploy.fleet import FleetFileError, parse_fleet
 from deploy.fleet.components import connector, engine_spec, engines
 from deploy.home import FleetHome
 from placement.engines import Role
-from workers.launch import Device
-from workers.overload.config import (
+from workers.engine.overload.config import (
     COSERVING_DROPPING_CPU_WORKER,
     COSERVING_DROPPING_SCHEDULER,
     COSERVING_DROPPING_WORKER,
@@ -19,6 +18,7 @@ from workers.overload.config import (
     DROPPING_SCHEDULER,
     DROPPING_WORKER,
 )
+from workers.keeper.launch import Device
 
 DROPS = """\
 name: test

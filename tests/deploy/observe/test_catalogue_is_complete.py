@@ -7,12 +7,12 @@ from pathlib import Path
 import pytest
 import yaml
 
-from deploy.dashboards import DASHBOARDS, SOURCES, catalogue
 from deploy.generated import ROOT
+from deploy.observability.dashboards import DASHBOARDS, SOURCES, catalogue
 
 COMPONENTS = ("placement", "kvtransfer", "router", "workers", "traces", "deploy")
 KINDS = {"Counter", "Gauge", "Histogram", "Summary", "Info", "Enum"}
-RULES = ROOT / "deploy" / "prometheus" / "conserve.rules.yml"
+RULES = ROOT / "deploy" / "observability" / "prometheus" / "conserve.rules.yml"
 OPERATORS_PAGE = ROOT / "docs" / "operate.md"
 FORBIDDEN_LABELS = {"conversation", "conversation_id", "request", "request_id", "key", "user", "session"}
 NAME = re.compile(r"\b(?:conserve_|vllm:)[a-z0-9_:]+")

@@ -10,8 +10,8 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 import pytest
 import yaml
 
-from deploy.dashboards import catalogue
 from deploy.lifecycle.status import page_of
+from deploy.observability.dashboards import catalogue
 from tests.deploy.observe.test_catalogue_is_complete import RULES, VLLM, compared, expressions
 from tests.support.prometheus import MISSING, PROMETHEUS, PROMTOOL, Prometheus, prometheus
 

@@ -8,9 +8,9 @@ from pathlib import Path
 
 import pytest
 
-from deploy.dashboards import catalogue
 from deploy.errors import LifecycleError
 from deploy.lifecycle.status import EngineStatus, FleetStatus, Targets, discovery, targets, write_targets
+from deploy.observability.dashboards import catalogue
 from deploy.ray.common import serve_metrics
 
 PAGES = ("127.0.0.1:6001", "127.0.0.1:6002")

@@ -7,9 +7,9 @@ from dataclasses import dataclass, field
 import pytest
 
 from deploy.ray.control import ControlClient, ControlError, ControlServer
-from kvtransfer.feed import FeedError
+from kvtransfer.control.control_socket import FeedError
 from tests.workers.test_status import INFO, STATE
-from workers.status import KeeperPhase, StatusStore
+from workers.keeper.engine_status import KeeperPhase, StatusStore
 
 SECRET = "a-secret-of-16-chars"
 

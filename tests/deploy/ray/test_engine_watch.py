@@ -15,7 +15,7 @@ from placement.engines import EngineInfo, EngineState
 from placement.routing.placer import MissingCurve
 from tests.deploy.ray.test_control import SECRET, Feed
 from tests.workers.test_status import INFO, STATE
-from workers.status import KeeperPhase, StatusStore
+from workers.keeper.engine_status import KeeperPhase, StatusStore
 
 pytestmark = pytest.mark.slow
 

@@ -8,8 +8,8 @@ from pathlib import Path
 import pytest
 
 from deploy.ray.gateway_actor import place_of
-from workers.launch import ProcessCommand
-from workers.leased import LeasedProcess
+from workers.keeper.launch import ProcessCommand
+from workers.keeper.process_lease import LeasedProcess
 from workers.oom_score import OomScore
 
 SLEEP = ProcessCommand((sys.executable, "-c", "import time; time.sleep(600)"), dict(os.environ))

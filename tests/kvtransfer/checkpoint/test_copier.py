@@ -9,9 +9,9 @@ import numpy as np
 import pytest
 import torch
 
-from kvtransfer.checkpoint.host_memory import THREADS, HostMover, HostSlots, block_bytes
+from kvtransfer.checkpoint.copier import Copier
+from kvtransfer.checkpoint.host_slots import THREADS, HostMover, HostSlots, block_bytes
 from kvtransfer.checkpoint.scheduler import BlockCopy, BlockLoad, CheckpointOrder
-from kvtransfer.checkpoint.worker import Copier
 from kvtransfer.plugins import LoadsEnded
 
 BLOCKS, SLOTS = 12, 8
@@ -190,7 +190,7 @@ def ends(host: CopyingHost, seconds: float) -> bool:
 
 @pytest.fixture
 def hours_of_rest(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("kvtransfer.checkpoint.worker.SHARE_BESIDE_STEPS", 1e-9)
+    monkeypatch.setattr("kvtransfer.checkpoint.copier.SHARE_BESIDE_STEPS", 1e-9)
 
 
 def test_beside_a_step_that_computes_pieces_are_followed_by_a_rest(

@@ -8,7 +8,7 @@ import torch
 import xxhash
 
 from kvtransfer.checkpoint.cuda_mover import CudaMover
-from kvtransfer.checkpoint.host_memory import (
+from kvtransfer.checkpoint.host_slots import (
     THREADS,
     HostMover,
     HostSlots,
@@ -91,9 +91,9 @@ def test_what_is_not_what_was_stored_is_told(mover: Mover, memory: HostSlots, de
 def test_a_piece_is_a_whole_number_of_blocks_however_large_one_is(
     device: list[Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("kvtransfer.checkpoint.host_memory.HOST_PART_BYTES", 1)
+    monkeypatch.setattr("kvtransfer.checkpoint.host_slots.HOST_PART_BYTES", 1)
     assert HostMover(device).at_once == THREADS
-    monkeypatch.setattr("kvtransfer.checkpoint.host_memory.HOST_PART_BYTES", 10_000)
+    monkeypatch.setattr("kvtransfer.checkpoint.host_slots.HOST_PART_BYTES", 10_000)
     assert HostMover(device).at_once == THREADS * (10_000 // len(bytes_of(device, 0)))
 
 

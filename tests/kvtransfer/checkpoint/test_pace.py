@@ -2,7 +2,7 @@
 
 import time
 
-from kvtransfer.checkpoint.worker import CopyThrottle
+from kvtransfer.checkpoint.copier import CopyThrottle
 
 
 def test_computing_is_followed_by_a_rest() -> None:

@@ -12,10 +12,10 @@ from types import SimpleNamespace
 import pytest
 import torch
 
+from kvtransfer.checkpoint.copier import CheckpointWorker, Copier
 from kvtransfer.checkpoint.cuda_mover import CudaMover
-from kvtransfer.checkpoint.host_memory import HostSlots, Registry, block_bytes
+from kvtransfer.checkpoint.host_slots import HostSlots, Registry, block_bytes
 from kvtransfer.checkpoint.scheduler import BlockCopy, CheckpointOrder
-from kvtransfer.checkpoint.worker import CheckpointWorker, Copier
 from tests.support.device import LateCuda
 
 SLOTS = 40
@@ -42,7 +42,7 @@ class RegistryLog(Registry):
 
 @pytest.fixture(autouse=True)
 def small_chunks(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("kvtransfer.checkpoint.host_memory.CHUNK_BYTES", 8 * ROW)
+    monkeypatch.setattr("kvtransfer.checkpoint.host_slots.CHUNK_BYTES", 8 * ROW)
 
 
 def copies(*slots: int) -> list[BlockCopy]:

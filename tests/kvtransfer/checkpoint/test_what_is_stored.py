@@ -7,9 +7,9 @@ from typing import Any
 
 from kvtransfer.checkpoint.scheduler import CheckpointReport, CheckpointScheduler
 from kvtransfer.config import ConnectorConfig
-from kvtransfer.conversations import CacheGroup
 from kvtransfer.plugins import EngineContext, Match, StepOutcome
-from kvtransfer.residence import Residence
+from kvtransfer.retention.retained_conversations import CacheGroup
+from kvtransfer.shared_state import Residence
 
 BLOCK = 16
 

@@ -6,7 +6,7 @@ from vllm.v1.core.block_pool import BlockPool
 from vllm.v1.engine.core import EngineCore
 
 from kvtransfer.connector import ConServeConnector
-from workers.coserving.scheduler import CoServingScheduler
+from workers.engine.coserving.scheduler import CoServingScheduler
 
 
 def _touch(self: BlockPool, block_ids: list[int]) -> None:

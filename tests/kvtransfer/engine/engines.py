@@ -24,22 +24,22 @@ import psutil
 
 from deploy.small_model import make_model
 from kvtransfer.config import SECRET_VARIABLE, ConnectorConfig
-from kvtransfer.feed import EngineFeed
+from kvtransfer.control.control_socket import EngineFeed
 from placement.engines import EngineState
 from tests.support import engine_device
-from workers.coserving.config import (
+from workers.engine.coserving.config import (
     PROMPT_SCHEDULER,
     SAFEPOINT_PLUGIN,
     SCHEDULER_CLASS,
     CoServingConfig,
 )
-from workers.launch import SERVER
+from workers.keeper.launch import SERVER
 from workers.processes import tree
 
 SECRET = "a secret only for these tests"
 START_S = 400.0
 ASK_S = 240.0
-DONE_AT_ONCE = ["--no-async-scheduling"]  # as workers/launch.py has it for a GPU; CPUs have no other way
+DONE_AT_ONCE = ["--no-async-scheduling"]
 _asking = ThreadPoolExecutor(32)
 
 

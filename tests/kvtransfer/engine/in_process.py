@@ -15,7 +15,7 @@ from unittest import mock
 from kvtransfer.config import SECRET_VARIABLE, ConnectorConfig
 from kvtransfer.connector import ConServeConnector
 from tests.support import engine_device
-from workers.coserving.config import (
+from workers.engine.coserving.config import (
     PROMPT_SCHEDULER,
     SAFEPOINT_PLUGIN,
     SCHEDULER_CLASS,

@@ -12,7 +12,7 @@ from typing import Any
 
 import numpy as np
 
-from kvtransfer.checkpoint.host_memory import HostSlots
+from kvtransfer.checkpoint.host_slots import HostSlots
 from kvtransfer.plugins import EngineContext, Plugin, SchedulerSide, WorkerSide
 
 VARIABLE = "CONSERVE_TEST_SABOTAGE"

@@ -16,7 +16,7 @@ import pytest
 pytest.importorskip("vllm", reason="vLLM is not installed: make install")
 
 from kvtransfer.config import ConnectorConfig
-from kvtransfer.conversations import transferred_tokens
+from kvtransfer.retention.retained_conversations import transferred_tokens
 from tests.kvtransfer.engine.engines import free_port
 from tests.kvtransfer.engine.in_process import EngineHere, forget_the_model
 from tests.support.architectures import SERVED, ServedArchitecture, architecture_directory

@@ -16,8 +16,8 @@ import pytest
 from kvtransfer.config import ConnectorConfig
 from tests.kvtransfer.engine.engines import EngineProcess, eventually, faults_of, feed_path, running, state_of
 from tests.kvtransfer.engine.script import said
-from workers.leased import LeasedProcess, ProcessRecord
-from workers.lmcache_server import LmcacheServer
+from workers.keeper.lmcache_server import LmcacheServer
+from workers.keeper.process_lease import LeasedProcess, ProcessRecord
 
 pytest.importorskip("lmcache", reason="no LMCache: pip install --no-deps -r requirements/lmcache.txt")
 

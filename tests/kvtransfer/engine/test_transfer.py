@@ -31,8 +31,8 @@ from tests.kvtransfer.engine.engines import (
 )
 from tests.kvtransfer.engine.staged import SAID, STAGED_PLUGIN
 from tests.kvtransfer.transfer.test_delivery import FlippingProxy
-from workers.coserving.config import SAFEPOINT_PLUGIN
-from workers.coserving.iterations import read_iterations
+from workers.engine.coserving.config import SAFEPOINT_PLUGIN
+from workers.engine.coserving.iterations import read_iterations
 
 pytestmark = [pytest.mark.engine, pytest.mark.timeout(1200)]
 

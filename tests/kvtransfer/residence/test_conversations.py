@@ -1,6 +1,6 @@
 """Who owns a block, through a conversation's life."""
 
-from kvtransfer.conversations import (
+from kvtransfer.retention.retained_conversations import (
     EvictionRank,
     RetainedConversations,
     RetentionPhase,

@@ -3,8 +3,8 @@
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from kvtransfer.conversations import EvictionRank, RetainedConversations
-from kvtransfer.retention import eviction_order, in_danger, shared_order
+from kvtransfer.retention.eviction import eviction_order, in_danger, shared_order
+from kvtransfer.retention.retained_conversations import EvictionRank, RetainedConversations
 
 
 @dataclass(eq=False)

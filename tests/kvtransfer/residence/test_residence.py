@@ -5,8 +5,8 @@ from hypothesis import settings
 from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
 
 from kvtransfer.config import ConnectorConfig
-from kvtransfer.conversations import RetainedConversation, RetentionPhase
-from kvtransfer.residence import Residence, Slot, block_faults, host_faults
+from kvtransfer.retention.retained_conversations import RetainedConversation, RetentionPhase
+from kvtransfer.shared_state import Residence, Slot, block_faults, host_faults
 
 SLOTS = 6
 KEYS = st.sampled_from("abcd")

@@ -36,9 +36,9 @@ from vllm.v1.structured_output import StructuredOutputManager
 
 from kvtransfer.config import SECRET_VARIABLE, SEVERAL, SEVERAL_MODULE, ConnectorConfig
 from kvtransfer.connector import ConServeConnector
-from kvtransfer.residence import Residence
+from kvtransfer.shared_state import Residence
 from tests.kvtransfer.engine.engines import model_directory
-from workers.coserving.planned import prompt_scheduler
+from workers.engine.coserving.planned import prompt_scheduler
 
 BLOCK_TOKENS = 32
 LAYERS = ("layer0", "layer1")

@@ -9,10 +9,10 @@ import pytest
 
 pytest.importorskip("vllm", reason="vLLM is not installed: make install")
 
-from kvtransfer.checkpoint.host_memory import HostSlots
+from kvtransfer.checkpoint.host_slots import HostSlots
 from kvtransfer.checkpoint.scheduler import BlockCopy
 from kvtransfer.config import ConnectorConfig
-from kvtransfer.conversations import RetentionPhase
+from kvtransfer.retention.retained_conversations import RetentionPhase
 from tests.kvtransfer.engine.engines import free_port
 from tests.kvtransfer.simulated.engine import BLOCK_TOKENS, SteppedEngine
 

@@ -7,7 +7,7 @@ import pytest
 pytest.importorskip("vllm", reason="vLLM is not installed: make install")
 
 from kvtransfer.config import ConnectorConfig
-from kvtransfer.conversations import EvictionRank
+from kvtransfer.retention.retained_conversations import EvictionRank
 from tests.kvtransfer.engine.engines import eventually, free_port
 from tests.kvtransfer.simulated.engine import BLOCK_TOKENS, SteppedEngine
 

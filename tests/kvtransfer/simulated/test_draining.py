@@ -7,7 +7,7 @@ import pytest
 pytest.importorskip("vllm", reason="vLLM is not installed: make install")
 
 from kvtransfer.config import ConnectorConfig
-from kvtransfer.feed import NAMED_AT_MOST
+from kvtransfer.control.control_socket import NAMED_AT_MOST
 from tests.kvtransfer.engine.engines import free_port
 from tests.kvtransfer.simulated.engine import BLOCK_TOKENS, SteppedEngine
 

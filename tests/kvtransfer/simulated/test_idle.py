@@ -10,7 +10,7 @@ import pytest
 pytest.importorskip("vllm", reason="vLLM is not installed: make install")
 
 from kvtransfer.config import ConnectorConfig
-from kvtransfer.transfer.memory import HostBlockMemory
+from kvtransfer.transfer.kv_memory import HostBlockMemory
 from placement.engines import EngineState
 from tests.kvtransfer.engine.engines import eventually, feed_path, free_port
 from tests.kvtransfer.simulated.engine import BLOCK_TOKENS, SteppedEngine

@@ -17,7 +17,7 @@ import pytest
 pytest.importorskip("vllm", reason="vLLM is not installed: make install")
 
 
-from kvtransfer.checkpoint.worker import Copier
+from kvtransfer.checkpoint.copier import Copier
 from kvtransfer.config import ConnectorConfig
 from tests.kvtransfer.engine.engines import free_port
 from tests.kvtransfer.simulated.engine import BLOCK_TOKENS, SteppedEngine, next_token

@@ -19,17 +19,17 @@ from vllm.config import CUDAGraphMode
 from vllm.v1.cudagraph_dispatcher import CudagraphDispatcher
 from vllm.v1.worker.gpu_model_runner import GPUModelRunner
 
+from kvtransfer.compat.whole_graphs import WholeGraphError
 from kvtransfer.config import ConnectorConfig
 from kvtransfer.connector import ConServeConnector
 from kvtransfer.plugins import Plugin, WorkerSide
 from kvtransfer.transfer.scheduler import Fetch, Opened, TransferOrder
 from kvtransfer.transfer.worker import TransferWorker
-from kvtransfer.whole_graphs import WholeGraphError
 from tests.kvtransfer.engine.engines import free_port
 from tests.kvtransfer.simulated import holding
 from tests.kvtransfer.simulated.engine import SteppedEngine
-from workers.coserving.config import SAFEPOINT_PLUGIN
-from workers.coserving.safepoint import Armed, Flag, SafepointWorker
+from workers.engine.coserving.config import SAFEPOINT_PLUGIN
+from workers.engine.coserving.safepoint import Armed, Flag, SafepointWorker
 
 FULL, PIECEWISE = CUDAGraphMode.FULL, CUDAGraphMode.PIECEWISE
 BATCHED = 64

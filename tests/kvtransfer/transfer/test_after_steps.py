@@ -9,10 +9,10 @@ pytest.importorskip("vllm", reason="vLLM is not installed: make install")
 import torch
 
 from kvtransfer.config import SECRET_VARIABLE, ConnectorConfig
-from kvtransfer.conversations import CacheGroup
 from kvtransfer.plugins import EngineContext
-from kvtransfer.residence import Residence
-from kvtransfer.transfer.memory import HostBlockMemory
+from kvtransfer.retention.retained_conversations import CacheGroup
+from kvtransfer.shared_state import Residence
+from kvtransfer.transfer.kv_memory import HostBlockMemory
 from kvtransfer.transfer.peers import Cancellation, TransferEnd, TransferSource, fetch
 from kvtransfer.transfer.scheduler import Opened, TransferOrder
 from kvtransfer.transfer.wire import TransferRefused

@@ -15,7 +15,7 @@ import pytest
 from kvtransfer.metrics import Reason
 from kvtransfer.transfer import wire
 from kvtransfer.transfer.exports import Export, Exports, Written
-from kvtransfer.transfer.memory import BlockMemory
+from kvtransfer.transfer.kv_memory import BlockMemory
 from kvtransfer.transfer.peers import (
     Cancellation,
     TransferEnd,

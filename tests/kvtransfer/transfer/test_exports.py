@@ -7,7 +7,7 @@ import pytest
 
 from kvtransfer.metrics import Reason
 from kvtransfer.transfer.exports import Exports, Written
-from kvtransfer.transfer.memory import BlockMemory
+from kvtransfer.transfer.kv_memory import BlockMemory
 from kvtransfer.transfer.wire import TransferRefused
 from tests.support.clock import Clock
 

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from kvtransfer.transfer.exports import Exports
-from kvtransfer.transfer.memory import BlockMemory, HostBlockMemory, layout_fingerprint
+from kvtransfer.transfer.kv_memory import BlockMemory, HostBlockMemory, layout_fingerprint
 from kvtransfer.transfer.staging import StagedBlockMemory
 from kvtransfer.transfer.wire import TransferRefused
 

@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 from kvtransfer.config import ConnectorConfigError
 from kvtransfer.metrics import Reason
 from kvtransfer.transfer.exports import Exports
-from kvtransfer.transfer.memory import BlockMemory, HostBlockMemory
+from kvtransfer.transfer.kv_memory import BlockMemory, HostBlockMemory
 from kvtransfer.transfer.peers import Cancellation, TransferEnd, TransferServer, TransferSource, fetch
 from kvtransfer.transfer.staging import SlotWindow, StagedBlockMemory
 from kvtransfer.transfer.wire import TransferRefused

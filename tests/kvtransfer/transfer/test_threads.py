@@ -9,9 +9,9 @@ import pytest
 import torch
 
 from kvtransfer.config import SECRET_VARIABLE, ConnectorConfig
-from kvtransfer.conversations import CacheGroup
 from kvtransfer.plugins import EngineContext
-from kvtransfer.residence import Residence
+from kvtransfer.retention.retained_conversations import CacheGroup
+from kvtransfer.shared_state import Residence
 from kvtransfer.transfer.peers import TransferSource
 from kvtransfer.transfer.scheduler import Fetch, TransferOrder
 from kvtransfer.transfer.worker import TransferWorker

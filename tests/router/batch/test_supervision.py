@@ -22,7 +22,7 @@ from deploy.ray.common import SealedFleet
 from deploy.ray.gateway_actor import GatewaysActor
 from tests.router.batch.processes import free_port
 from tests.support.waiting import until
-from workers.leased import RECORD, ProcessRecord
+from workers.keeper.process_lease import RECORD, ProcessRecord
 from workers.processes import alive
 
 FLEET = """

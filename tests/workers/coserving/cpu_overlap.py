@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from vllm.platforms.cpu import CpuPlatform
 
-from workers.cpu_worker import CoServingCpuWorker
+from workers.engine.cpu_worker import CoServingCpuWorker
 
 WORKER = "tests.workers.coserving.cpu_overlap.OverlappingCpuWorker"
 

@@ -9,9 +9,9 @@ from pathlib import Path
 from typing import Any
 
 from tests.workers.coserving.audit import AUDIT_VARIABLE
-from workers.coserving import rollback
-from workers.coserving import vllm_internals as internals
-from workers.coserving.scheduler import CoServingScheduler
+from workers.engine.compat import coserving_scheduler as internals
+from workers.engine.coserving import rollback
+from workers.engine.coserving.scheduler import CoServingScheduler
 
 
 class Audited(CoServingScheduler):

@@ -14,9 +14,9 @@ from typing import Any
 from kvtransfer.config import SEVERAL, SEVERAL_MODULE, ConnectorConfig
 from placement.scheduling.interface import ServingSettings, TurnTargets
 from placement.scheduling.latency_model import LatencyModel, SelfCorrecting
-from workers.coserving import rollback
-from workers.coserving import safepoint as page
-from workers.coserving.config import SAFEPOINT_PLUGIN, SCHEDULER_CLASS, CoServingConfig
+from workers.engine.coserving import rollback
+from workers.engine.coserving import safepoint as page
+from workers.engine.coserving.config import SAFEPOINT_PLUGIN, SCHEDULER_CLASS, CoServingConfig
 
 BLOCK, BLOCKS, GARBAGE = 32, 48, -1
 # Tokens cost nothing, and every iteration with an offline request is worth arming.

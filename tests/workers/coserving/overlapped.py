@@ -14,7 +14,7 @@ from vllm.v1.outputs import EMPTY_MODEL_RUNNER_OUTPUT, KVConnectorOutput, ModelR
 from vllm.v1.request import RequestStatus
 
 from tests.workers.coserving.model_free import ModelFreeEngine
-from workers.coserving import safepoint as page
+from workers.engine.coserving import safepoint as page
 
 
 class LateResult:

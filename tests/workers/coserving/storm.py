@@ -21,10 +21,10 @@ from benchmarks.harness.output import command, write_json
 from placement.scheduling.interface import ServingSettings, TurnTargets
 from placement.scheduling.latency_model import LatencyModel
 from tests.workers.coserving import cpu_overlap
-from workers.coserving import safepoint as page
-from workers.coserving.config import CoServingConfig
-from workers.coserving.profile import StandaloneEngine, StandaloneShape, coserving_engine, on_cuda
-from workers.coserving.safepoint import Flag
+from workers.engine.coserving import safepoint as page
+from workers.engine.coserving.config import CoServingConfig
+from workers.engine.coserving.profile import StandaloneEngine, StandaloneShape, coserving_engine, on_cuda
+from workers.engine.coserving.safepoint import Flag
 
 # Roughly the small model on two cores, so that policies decide on times that are real.
 SMALL_MODEL = LatencyModel(per_token=3e-4, per_attended=2e-8, per_context=1e-7, constant=1.5e-2)

@@ -14,7 +14,7 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import (
 )
 
 from tests.workers.coserving.model_free import BLOCK, ModelFreeEngine, expected
-from workers.coserving import safepoint
+from workers.engine.coserving import safepoint
 
 
 class OtherMetadata(KVConnectorMetadata):

@@ -7,8 +7,8 @@ import pytest
 
 from placement.scheduling.interface import ServingSettings, TurnTargets
 from placement.scheduling.latency_model import CONSERVATIVE, LatencyModel
-from workers.coserving.config import CoServingConfig, CoServingConfigError, with_knowledge
-from workers.coserving.starting_model import starting_model
+from workers.engine.coserving.config import CoServingConfig, CoServingConfigError, with_knowledge
+from workers.engine.coserving.starting_model import starting_model
 from workers.profiles import ProfileKey, StartingKnowledge
 
 MEASURED = LatencyModel(1e-4, 1e-8, 1e-7, 1e-3)

@@ -13,7 +13,7 @@ import pytest
 pytest.importorskip("vllm", reason="vLLM is not installed: make install")
 
 from tests.workers.coserving.model_free import ModelFreeEngine
-from workers.coserving.config import PROMPT_SCHEDULER, SCHEDULER_CLASS
+from workers.engine.coserving.config import PROMPT_SCHEDULER, SCHEDULER_CLASS
 
 REPOSITORY = Path(__file__).resolve().parents[3]
 OURS = tuple(str(REPOSITORY / package) + "/" for package in ("workers", "kvtransfer", "placement"))

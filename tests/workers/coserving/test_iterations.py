@@ -7,7 +7,7 @@ import pytest
 from kvtransfer.metrics import COUNTERS as CONNECTOR_COUNTERS
 from placement.scheduling.interface import RunningBatch
 from placement.scheduling.latency_model import BatchWork
-from workers.coserving.iterations import COUNTERS, HISTOGRAMS, PendingIteration, count, observe
+from workers.engine.coserving.iterations import COUNTERS, HISTOGRAMS, PendingIteration, count, observe
 
 
 def counted(online: int, offline: int, aborted: bool) -> tuple[Counter[str], dict[str, list[float]]]:

@@ -5,7 +5,7 @@ from itertools import product
 import pytest
 
 from tests.support.device import LateCuda
-from workers.coserving.safepoint import RUN_AHEAD, LayerFence
+from workers.engine.coserving.safepoint import RUN_AHEAD, LayerFence
 
 LAYERS = 5
 PROGRESS = (0, 1, 9)  # kernels that the device has done by the next layer: none, one, all

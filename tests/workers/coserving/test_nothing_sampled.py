@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from tests.support.device import LateCuda
-from workers.coserving.runner_internals import nothing_sampled
+from workers.engine.compat.coserving_runner import nothing_sampled
 
 
 def test_the_next_step_may_overwrite_the_inputs_of_one_that_was_left(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -5,8 +5,8 @@ from pathlib import Path
 import pytest
 
 from placement.scheduling.latency_model import BatchWork, LatencyModel, Sample
-from workers.coserving.iterations import IterationLog, IterationRecord, read_iterations
-from workers.coserving.profile import Grid, profile_of, safepoint_every, samples_of
+from workers.engine.coserving.iterations import IterationLog, IterationRecord, read_iterations
+from workers.engine.coserving.profile import Grid, profile_of, safepoint_every, samples_of
 
 GRID = Grid(max_tokens=2048, max_context=8192, max_requests=64, block_tokens=32)
 

@@ -19,7 +19,7 @@ from tests.traces.simulator.conftest import profile, work
 from tests.workers.coserving.model_free import ModelFreeEngine, expected
 from traces.simulator.engine import EventQueue, SimulatedEngine
 from traces.simulator.kv import LiveConversation, Pressure
-from workers.coserving.config import PROMPT_SCHEDULER
+from workers.engine.coserving.config import PROMPT_SCHEDULER
 
 MODEL = LatencyModel(per_token=1e-3, per_attended=0.0, per_context=0.0, constant=0.02)
 TBT = TurnTargets(5.0, 0.1)  # 80 tokens beside what decodes, less the margin

@@ -7,7 +7,7 @@ import pytest
 
 from placement.scheduling.interface import ServingSettings, TurnTargets
 from placement.scheduling.policy_registry import make_policy
-from workers.coserving.requests import TrackedRequests, queue_weight_of, slo_of
+from workers.engine.coserving.requests import TrackedRequests, queue_weight_of, slo_of
 
 DEFAULT = TurnTargets(2.0, 0.2)
 

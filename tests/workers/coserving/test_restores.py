@@ -9,7 +9,7 @@ pytest.importorskip("vllm", reason="vLLM is not installed: make install")
 
 from kvtransfer.plugins import LATER, Match, Plugin, SchedulerSide
 from tests.workers.coserving.model_free import BLOCK, ModelFreeEngine
-from workers.coserving.config import PROMPT_SCHEDULER, SCHEDULER_CLASS
+from workers.engine.coserving.config import PROMPT_SCHEDULER, SCHEDULER_CLASS
 
 AHEAD = {"brings_back": {"conversation": "s", "due_in_s": 60.0}}
 BLOCKS = 4

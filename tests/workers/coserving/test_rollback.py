@@ -11,7 +11,7 @@ pytest.importorskip("vllm", reason="vLLM is not installed: make install")
 from kvtransfer.plugins import Match, Plugin, SchedulerSide
 from tests.workers.coserving.model_free import BLOCK, ModelFreeEngine, expected
 from tests.workers.coserving.overlapped import OverlappedEngine
-from workers.coserving import rollback
+from workers.engine.coserving import rollback
 
 # Tokens that the layers of each KV cache group attend to.
 KINDS = [ModelFreeEngine, OverlappedEngine]

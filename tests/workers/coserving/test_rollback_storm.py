@@ -20,7 +20,7 @@ from tests.workers.coserving.storm import (
     storm_config,
     storm_shape,
 )
-from workers.coserving.profile import coserving_engine
+from workers.engine.coserving.profile import coserving_engine
 
 CRIPPLED = "tests.workers.coserving.crippled."
 STEPS = {

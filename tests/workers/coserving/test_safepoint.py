@@ -9,8 +9,14 @@ from typing import Any
 
 import pytest
 
-from workers.coserving import safepoint as page
-from workers.coserving.safepoint import Armed, Flag, SafepointAbort, SafepointScheduler, SafepointWorker
+from workers.engine.coserving import safepoint as page
+from workers.engine.coserving.safepoint import (
+    Armed,
+    Flag,
+    SafepointAbort,
+    SafepointScheduler,
+    SafepointWorker,
+)
 
 LAYERS = [f"layer{index}" for index in range(12)]
 

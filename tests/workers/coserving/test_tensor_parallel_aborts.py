@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 import torch
 
-from workers.coserving.safepoint import (
+from workers.engine.coserving.safepoint import (
     RUN_AHEAD,
     Armed,
     Flag,

@@ -9,10 +9,10 @@ import pytest
 
 pytest.importorskip("vllm", reason="vLLM is not installed: make install")
 
-from kvtransfer.relied_on import ReliedOn, UnsupportedVllmError, verify
-from kvtransfer.whole_graphs import GRAPHS
-from workers.coserving import runner_internals
-from workers.coserving import vllm_internals as internals
+from kvtransfer.compat.relied_on import ReliedOn, UnsupportedVllmError, verify
+from kvtransfer.compat.whole_graphs import GRAPHS
+from workers.engine.compat import coserving_runner as runner_internals
+from workers.engine.compat import coserving_scheduler as internals
 
 TABLES = (internals.SCHEDULING, runner_internals.WORKING, GRAPHS)
 

@@ -16,9 +16,9 @@ from prometheus_client import REGISTRY
 from vllm.exceptions import GracefulHTTPError, VLLMValidationError
 
 from deploy.small_model import make_model
-from workers.grammars.checks import GrammarChecks
-from workers.grammars.compile_process import TITLE, failure, new_address
-from workers.grammars.config import ADDRESS, GrammarBudget
+from workers.engine.grammars.checks import GrammarChecks
+from workers.engine.grammars.compile_process import TITLE, failure, new_address
+from workers.engine.grammars.config import ADDRESS, GrammarBudget
 
 # A key of a fleet sent this, 19 KB: xgrammar takes minutes and gigabytes for it.
 MANY_REPETITIONS = "((a{1,999}b){1,999}c){1,999}|" + "|".join(
@@ -51,7 +51,7 @@ class CompileProcess:
 
     def __init__(self, config: Any) -> None:
         self.config, self.address = config, new_address()
-        argv = [sys.executable, "-m", "workers.grammars.compile_process"]
+        argv = [sys.executable, "-m", "workers.engine.grammars.compile_process"]
         env = {**os.environ, ADDRESS: self.address, **BUDGET.to_environment()}
         self.process = psutil.Process(subprocess.Popen(argv, env=env).pid)
 

@@ -15,14 +15,14 @@ pytest.importorskip("vllm", reason="vLLM is not installed: make install")
 from kvtransfer.config import ConnectorConfig
 from tests.fleet.talk import CITY_TOOL
 from tests.kvtransfer.engine.engines import EngineProcess, running
-from workers.grammars.config import GrammarBudget
-from workers.memory import session_bytes
+from workers.engine.grammars.config import GrammarBudget
+from workers.keeper.engine_memory import session_bytes
 
 pytestmark = [pytest.mark.engine, pytest.mark.timeout(900)]
 
 ARGUMENTS = (
-    *("--middleware", "workers.grammars.middleware.GrammarMiddleware"),
-    *("--middleware", "workers.answer_middleware.TokenLinesMiddleware"),
+    *("--middleware", "workers.engine.grammars.middleware.GrammarMiddleware"),
+    *("--middleware", "workers.engine.resume.answer_middleware.TokenLinesMiddleware"),
     *("--enable-auto-tool-choice", "--tool-call-parser", "hermes"),
     *("--structured-outputs-config", '{"backend": "xgrammar"}'),
 )

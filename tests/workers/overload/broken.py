@@ -5,13 +5,13 @@ from typing import Any
 
 import torch
 
-from workers.overload.pages.layer_memory import LayerWeights
-from workers.overload.split.engine_split import EngineSplit
-from workers.overload.split.exchange import KvExchange
-from workers.overload.split.membership import Membership, SplitPhase
-from workers.overload.split.peer_link import Message
-from workers.overload.split.peer_service import PeerService
-from workers.overload.split.split_model import SplitModel
+from workers.engine.overload.pages.layer_memory import LayerWeights
+from workers.engine.overload.split.engine_split import EngineSplit
+from workers.engine.overload.split.exchange import KvExchange
+from workers.engine.overload.split.membership import Membership, SplitPhase
+from workers.engine.overload.split.peer_link import Message
+from workers.engine.overload.split.peer_service import PeerService
+from workers.engine.overload.split.split_model import SplitModel
 
 
 class WithoutRegions(PeerService):

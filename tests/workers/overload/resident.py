@@ -2,7 +2,7 @@
 
 from pathlib import Path
 
-from workers.overload.pages.physical_memory import PhysicalMemory
+from workers.engine.overload.pages.physical_memory import PhysicalMemory
 
 
 def resident_bytes(memory: PhysicalMemory) -> int:

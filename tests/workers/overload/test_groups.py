@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 
-from kvtransfer.feed import FeedCommand
+from kvtransfer.control.control_socket import FeedCommand
 from placement.overload.drop_plan import EngineShape
 from tests.workers.overload import broken
 from tests.workers.overload.workers_here import (
@@ -29,10 +29,10 @@ from tests.workers.overload.workers_here import (
     scheduler_side,
     split,
 )
-from workers.overload.orders import DropOrder, SplitEvent
-from workers.overload.pages.cpu_pages import PageError
-from workers.overload.pages.layer_memory import ReservedKv
-from workers.overload.split.peer_link import Message, MessageKind, PeerConnection, PeerRefused
+from workers.engine.overload.orders import DropOrder, SplitEvent
+from workers.engine.overload.pages.cpu_pages import PageError
+from workers.engine.overload.pages.layer_memory import ReservedKv
+from workers.engine.overload.split.peer_link import Message, MessageKind, PeerConnection, PeerRefused
 
 
 @pytest.mark.parametrize("size", [2, 3, 4])

@@ -8,12 +8,12 @@ import torch
 from vllm.model_executor.layers.utils import dispatch_cpu_unquantized_gemm
 
 from tests.workers.overload.resident import resident_bytes
-from workers.overload.config import OverloadConfigError
-from workers.overload.pages.cpu_pages import CpuPageDriver, PageError
-from workers.overload.pages.layer_memory import LayerWeights, ReservedKv, RowsUnmapped
-from workers.overload.pages.physical_memory import PhysicalMemory
-from workers.overload.split.membership import EngineMemory
-from workers.overload.vllm_internals import PackedWeights
+from workers.engine.compat.parameter_drop import PackedWeights
+from workers.engine.overload.config import OverloadConfigError
+from workers.engine.overload.pages.cpu_pages import CpuPageDriver, PageError
+from workers.engine.overload.pages.layer_memory import LayerWeights, ReservedKv, RowsUnmapped
+from workers.engine.overload.pages.physical_memory import PhysicalMemory
+from workers.engine.overload.split.membership import EngineMemory
 
 PAGE = 4096
 LAYERS, BLOCKS, ROW = 4, 64, (2, 32, 64)  # a row of 16 KiB

@@ -10,9 +10,9 @@ from collections.abc import Iterator, Sequence
 import pytest
 
 from tests.workers.overload.resident import resident_bytes
-from workers.overload.pages import cuda_pages
-from workers.overload.pages.cpu_pages import CpuPageDriver, PageError
-from workers.overload.pages.physical_memory import PhysicalMemory
+from workers.engine.overload.pages import cuda_pages
+from workers.engine.overload.pages.cpu_pages import CpuPageDriver, PageError
+from workers.engine.overload.pages.physical_memory import PhysicalMemory
 
 PAGE = 4096
 
@@ -76,8 +76,8 @@ def test_pages_that_the_system_refuses_to_map_stay_free(memory: PhysicalMemory) 
 
 
 TOUCH = f"""
-from workers.overload.pages.cpu_pages import CpuPageDriver
-from workers.overload.pages.physical_memory import PhysicalMemory
+from workers.engine.overload.pages.cpu_pages import CpuPageDriver
+from workers.engine.overload.pages.physical_memory import PhysicalMemory
 memory = PhysicalMemory(CpuPageDriver({PAGE}))
 one = memory.reserve(2 * {PAGE})
 memory.create(2 * {PAGE})

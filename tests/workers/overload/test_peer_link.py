@@ -14,8 +14,8 @@ import torch
 
 from kvtransfer.transfer import wire
 from kvtransfer.transfer.wire import TransferRefused
-from workers.overload.split import peer_link
-from workers.overload.split.peer_link import (
+from workers.engine.overload.split import peer_link
+from workers.engine.overload.split.peer_link import (
     Message,
     MessageKind,
     PeerChannel,

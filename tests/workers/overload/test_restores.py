@@ -6,7 +6,7 @@ from dataclasses import replace
 
 import pytest
 
-from kvtransfer.feed import FeedCommand
+from kvtransfer.control.control_socket import FeedCommand
 from tests.workers.overload import broken
 from tests.workers.overload.workers_here import (
     BLOCKS,
@@ -23,9 +23,9 @@ from tests.workers.overload.workers_here import (
     scheduler_side,
     split,
 )
-from workers.overload.orders import RestoreOrder, SplitEvent, SplitReport
-from workers.overload.plugin import OverloadScheduler
-from workers.overload.split.peer_link import Message, MessageKind, PeerConnection, SplitEnded
+from workers.engine.overload.orders import RestoreOrder, SplitEvent, SplitReport
+from workers.engine.overload.plugin import OverloadScheduler
+from workers.engine.overload.split.peer_link import Message, MessageKind, PeerConnection, SplitEnded
 
 
 @pytest.mark.parametrize("size", [2, 3, 4])
@@ -119,8 +119,8 @@ class RestoringSide:
 
 @pytest.fixture
 def restoring_side(monkeypatch: pytest.MonkeyPatch) -> RestoringSide:
-    monkeypatch.setattr("workers.overload.vllm_internals.shrink_pool", lambda scheduler, blocks: {9: 3})
-    monkeypatch.setattr("workers.overload.vllm_internals.used_blocks", lambda pool: ([1, 3], []))
+    monkeypatch.setattr("workers.engine.compat.parameter_drop.shrink_pool", lambda scheduler, blocks: {9: 3})
+    monkeypatch.setattr("workers.engine.compat.parameter_drop.used_blocks", lambda pool: ([1, 3], []))
     made = RestoringSide()
     assert made.side.inbox.restore(FeedCommand("restore", epoch=1)).done
     return made
@@ -143,7 +143,7 @@ def test_a_restore_is_one_order_and_blocks_other_commands_meanwhile(restoring_si
 def test_a_restore_of_a_split_that_is_lost_meanwhile_is_forgotten(
     restoring_side: RestoringSide, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("workers.overload.vllm_internals.start_over", lambda scheduler, blocks: None)
+    monkeypatch.setattr("workers.engine.compat.parameter_drop.start_over", lambda scheduler, blocks: None)
     restoring_side.report(SplitEvent.LOST)
     assert not restoring_side.side.pending and restoring_side.order() is None
 

@@ -7,9 +7,9 @@ import pytest
 from router.directory.dropping import CHANGE_S
 from tests.workers.overload import broken
 from tests.workers.overload.workers_here import LAYERS, LIMITS, USED, WorkerHere, at_once, drops, restores
-from workers.overload.orders import SplitEvent, SplitReport
-from workers.overload.plugin import FENCE_S
-from workers.overload.split.membership import SplitLimits
+from workers.engine.overload.orders import SplitEvent, SplitReport
+from workers.engine.overload.plugin import FENCE_S
+from workers.engine.overload.split.membership import SplitLimits
 
 SLOW_S = 0.2  # of each of ten messages
 

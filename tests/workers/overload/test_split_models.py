@@ -9,10 +9,10 @@ import pytest
 from vllm.model_executor.models.registry import ModelRegistry
 from vllm.v1.worker.gpu_worker import Worker
 
-from kvtransfer.relied_on import UnsupportedVllmError
-from workers.overload import vllm_internals as internals
-from workers.overload.config import SPLIT_MODELS, OverloadConfigError
-from workers.overload.drop_worker import DroppingWorkerMixin
+from kvtransfer.compat.relied_on import UnsupportedVllmError
+from workers.engine.compat import parameter_drop as internals
+from workers.engine.overload.config import SPLIT_MODELS, OverloadConfigError
+from workers.engine.overload.drop_worker import DroppingWorkerMixin
 
 
 def modules_of(architecture: str) -> list[ModuleType]:

@@ -11,14 +11,14 @@ from vllm.v1.core.block_pool import BlockPool
 from vllm.v1.core.kv_cache_utils import BlockHash
 
 from kvtransfer.config import ConnectorConfig
-from kvtransfer.feed import FeedCommand
-from kvtransfer.residence import Residence
+from kvtransfer.control.control_socket import FeedCommand
+from kvtransfer.shared_state import Residence
 from tests.workers.overload.workers_here import scheduler_side
-from workers.overload.metrics import COUNTERS
-from workers.overload.orders import DropOrder, SplitEvent, SplitReport, WorkerFacts
-from workers.overload.plugin import CACHED_KV_S, OverloadScheduler, OverloadWorker
-from workers.overload.split.passes import PassCounts
-from workers.overload.split_statistics import DEFAULT_LINK_BYTES_PER_S, MEASUREMENT_VALID_S
+from workers.engine.overload.metrics import COUNTERS
+from workers.engine.overload.orders import DropOrder, SplitEvent, SplitReport, WorkerFacts
+from workers.engine.overload.plugin import CACHED_KV_S, OverloadScheduler, OverloadWorker
+from workers.engine.overload.split.passes import PassCounts
+from workers.engine.overload.split_statistics import DEFAULT_LINK_BYTES_PER_S, MEASUREMENT_VALID_S
 
 
 def test_worker_counts_are_reported_once_under_known_names() -> None:

@@ -16,16 +16,16 @@ from pathlib import Path
 from typing import Any
 
 from kvtransfer.config import SECRET_VARIABLE, ConnectorConfig
-from kvtransfer.feed import FeedCommand, Reply
+from kvtransfer.control.control_socket import FeedCommand, Reply
 from tests.kvtransfer.engine.in_process import ENVIRONMENT, EngineHere
 from tests.support.engine_device import dropping_worker
-from workers.coserving.config import SAFEPOINT_PLUGIN
-from workers.coserving.safepoint import ABORTS, RUNNING, Flag
-from workers.coserving.vllm_internals import tell_of_arrivals
-from workers.overload.config import COSERVING_DROPPING_SCHEDULER, DROPPING_SCHEDULER, OVERLOAD_PLUGIN
-from workers.overload.plugin import NAME
-from workers.overload.split.membership import SplitLimits
-from workers.overload.split.split_model import SplitModel
+from workers.engine.compat.coserving_scheduler import tell_of_arrivals
+from workers.engine.coserving.config import SAFEPOINT_PLUGIN
+from workers.engine.coserving.safepoint import ABORTS, RUNNING, Flag
+from workers.engine.overload.config import COSERVING_DROPPING_SCHEDULER, DROPPING_SCHEDULER, OVERLOAD_PLUGIN
+from workers.engine.overload.plugin import NAME
+from workers.engine.overload.split.membership import SplitLimits
+from workers.engine.overload.split.split_model import SplitModel
 
 BLOCKS = 41
 LIMIT_S = 240.0
@@ -153,7 +153,7 @@ class SplitChild:
         """KV of a split that is over, sent to a peer as if it had been on its way for long."""
         import torch
 
-        from workers.overload.split.peer_link import Message, MessageKind, PeerConnection, SplitEnded
+        from workers.engine.overload.split.peer_link import Message, MessageKind, PeerConnection, SplitEnded
 
         member = self.split.member
         assert member is not None

@@ -9,13 +9,13 @@ from typing import Any
 
 import torch
 
-from workers.overload.orders import DropOrder, RestoreOrder, SplitEvent, SplitReport, WorkerFacts
-from workers.overload.pages.cpu_pages import CpuPageDriver
-from workers.overload.pages.layer_memory import LayerWeights, ReservedKv
-from workers.overload.pages.physical_memory import PhysicalMemory
-from workers.overload.plugin import OverloadScheduler
-from workers.overload.split.membership import DeviceLock, EngineMemory, PeerSettings, SplitLimits
-from workers.overload.split.split_model import SplitModel
+from workers.engine.overload.orders import DropOrder, RestoreOrder, SplitEvent, SplitReport, WorkerFacts
+from workers.engine.overload.pages.cpu_pages import CpuPageDriver
+from workers.engine.overload.pages.layer_memory import LayerWeights, ReservedKv
+from workers.engine.overload.pages.physical_memory import PhysicalMemory
+from workers.engine.overload.plugin import OverloadScheduler
+from workers.engine.overload.split.membership import DeviceLock, EngineMemory, PeerSettings, SplitLimits
+from workers.engine.overload.split.split_model import SplitModel
 
 LAYERS, BLOCKS, WIDTH, BLOCK_TOKENS, PAGE = 20, 16, 64, 16, 4096
 LIMITS = SplitLimits(meet_s=5.0, answer_s=5.0, order_s=1.0)

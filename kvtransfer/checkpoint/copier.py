@@ -1,0 +1,291 @@
+"""The worker side of the checkpoint: a thread that copies blocks in the background, and its throttle.
+
+Loads go before stores: a turn waits for them. While the model computes on the same cores, the copier rests
+after each piece: requests that decode lose little, and a turn that waits still has its KV long before it
+could be computed. The longer copies wait, the less it rests: until a block is on the host its place on the
+accelerator is nobody's. Beside no step it does not rest: an engine with nothing to do takes none, and nothing
+tells it so.
+
+Whatever goes wrong with a copy is logged and reported as a copy that ended badly, which the scheduler counts:
+a request waits for it, and blocks are held for it. So nothing that a copy raises may end the thread.
+"""
+
+import logging
+import os
+import threading
+import time
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from concurrent.futures import Future, ThreadPoolExecutor, wait
+from typing import Any
+
+from kvtransfer.checkpoint.cuda_mover import memory_for, mover_for
+from kvtransfer.checkpoint.host_slots import THREADS, HostSlots, Mover
+from kvtransfer.checkpoint.scheduler import (
+    BlockCopy,
+    BlockLoad,
+    CheckpointOrder,
+    CheckpointReport,
+    CheckpointScheduler,
+)
+from kvtransfer.plugins import EngineContext, LoadsEnded, Plugin, WorkerSide
+from kvtransfer.transfer.kv_memory import by_block_first
+
+logger = logging.getLogger("conserve.kvtransfer.checkpoint")
+
+SHARE_BESIDE_STEPS = 0.05  # of a core, when nothing has waited long
+PATIENCE_S = 0.25
+CLOSE_S = 3.0
+BETWEEN_STEPS_S = 0.05  # without a step for longer, the engine is idle
+NICE = 10
+
+
+class CopyThrottle:
+    """How much of a core copies take from the model: a rest after each piece of work.
+
+    In proportion to the processor time that the piece took, not to the time that passed: work that others
+    hold up would rest for it too, and never end. The longer work has waited, the shorter the rests: after
+    `patience_s` the share of a core is twice `share`, after twice that three times. So the share becomes what
+    the load needs, and the wait stays in bounds.
+    """
+
+    def __init__(self, share: float, patience_s: float) -> None:
+        self._share = share
+        self._patience_s = patience_s
+        self._until = 0.0
+        self._began = 0.0
+
+    def begin(self) -> None:
+        self._began = time.thread_time()
+
+    def end(self, waited_s: float) -> None:
+        """`waited_s`: how long the oldest work that is not done has waited."""
+        share = min(1.0, self._share * (1 + waited_s / self._patience_s))
+        self._until = time.monotonic() + (time.thread_time() - self._began) * (1 / share - 1)
+
+    def left_s(self) -> float:
+        return self._until - time.monotonic()
+
+
+class Copier:
+    def __init__(self, memory: HostSlots, mover: Mover) -> None:
+        self.memory = memory
+        self._mover = mover
+        self._loads: deque[tuple[float, BlockLoad]] = deque()  # with the time they were asked for
+        self._stores: deque[tuple[float, list[BlockCopy]]] = deque()
+        self._work = threading.Condition()
+        self._throttle = CopyThrottle(SHARE_BESIDE_STEPS, PATIENCE_S)
+        self._beside_steps = False  # of those that compute
+        self._in_step = False
+        self._step_ended_at = 0.0
+        self._closed = False
+        self._report = CheckpointReport()
+        self._ended = LoadsEnded()
+        self._threads = min(THREADS, os.cpu_count() or 1)
+        self._part = max(1, mover.at_once // THREADS)
+        self._helpers = ThreadPoolExecutor(THREADS - 1, "kv-copier", initializer=self._takes_its_place)
+        self._thread = threading.Thread(target=self._run, name="kv-copier", daemon=True)
+        self._thread.start()
+
+    def submit(self, order: CheckpointOrder) -> None:
+        now = time.monotonic()
+        if order.loads:
+            self._mover.mark()
+        with self._work:
+            self._loads.extend((now, load) for load in order.loads)
+            self._stores.extend((now, copies) for copies in self._pieces(order.stores))
+            self._beside_steps = order.beside_step
+            self._work.notify()
+
+    def step_began(self) -> None:
+        self._in_step = True
+
+    def step_ended(self) -> None:
+        self._in_step, self._step_ended_at = False, time.monotonic()
+
+    def _pieces(self, copies: list[BlockCopy]) -> Iterator[list[BlockCopy]]:
+        size = self._mover.at_once
+        return (copies[at : at + size] for at in range(0, len(copies), size))
+
+    def take_report(self) -> CheckpointReport:
+        with self._work:
+            report, self._report = self._report, CheckpointReport()
+            return report
+
+    def take_ended(self) -> LoadsEnded:
+        with self._work:
+            ended, self._ended = self._ended, LoadsEnded()
+            return ended
+
+    def close(self) -> None:
+        with self._work:
+            self._closed = True
+            self._work.notify()
+        self._helpers.shutdown(wait=False)
+        self._thread.join(CLOSE_S)  # one that is in torch when the interpreter ends aborts the process
+
+    def _run(self) -> None:
+        self._takes_its_place()
+        while True:
+            with self._work:
+                self._work.wait_for(lambda: self._loads or self._stores or self._closed)
+            self._rest()
+            with self._work:
+                if self._closed:
+                    break
+                asked_for, work = self._next()
+            if isinstance(work, BlockLoad):
+                self._load(work, asked_for)
+            else:
+                self._store(work, asked_for)
+        self.memory.close()  # here nothing is under way
+
+    def _next(self) -> tuple[float, BlockLoad | list[BlockCopy]]:
+        """Of a store by one thread, no more than that thread's part of a piece: a load may come meanwhile."""
+        if self._loads:
+            return self._loads.popleft()
+        asked_for, copies = self._stores.popleft()
+        if not self._mover.takes_cores and self._store_threads() == 1:
+            copies, later = copies[: self._part], copies[self._part :]
+            if later:
+                self._stores.appendleft((asked_for, later))
+        return asked_for, copies
+
+    def _rest(self) -> None:
+        if not self._mover.takes_cores:
+            return
+        with self._work:
+            while self._steps_go_on() and not self._closed and (left := self._throttle.left_s()) > 0:
+                self._work.wait(min(left, BETWEEN_STEPS_S))
+
+    def _steps_go_on(self) -> bool:
+        recently = self._in_step or time.monotonic() - self._step_ended_at < BETWEEN_STEPS_S
+        return self._beside_steps and recently
+
+    def _takes_its_place(self) -> None:
+        if self._mover.takes_cores:
+            come_after_the_model()
+
+    def _in_parts(
+        self,
+        work: Callable[[HostSlots, list[BlockCopy], int], Any],
+        copies: list[BlockCopy],
+        threads: int,
+    ) -> list[Any]:
+        size = -(-len(copies) // threads)
+        parts = [(self.memory, copies[at : at + size], at) for at in range(0, len(copies), size)]
+        others: list[Future[Any]] = []
+        try:
+            others.extend(self._helpers.submit(work, *part) for part in parts[1:])
+            mine = work(*parts[0])
+        finally:
+            wait(others)  # whatever happened: the rows are the next piece's
+        return [mine, *(other.result() for other in others)]
+
+    def _store_threads(self) -> int:
+        """One beside steps, whatever moves the bytes: nobody waits for a store, and each thread of ours takes
+        turns with the model's for Python's lock."""
+        return 1 if self._steps_go_on() else self._threads
+
+    def _load_threads(self) -> int:
+        return 1 if self._mover.takes_cores and self._steps_go_on() else self._threads
+
+    def _waited_s(self, asked_for: float) -> float:
+        """The oldest work that is not done: the one at hand, or a store that loads went before."""
+        with self._work:
+            oldest = self._stores[0][0] if self._stores else asked_for
+        return time.monotonic() - min(oldest, asked_for)
+
+    def _store(self, copies: list[BlockCopy], asked_for: float) -> None:
+        failed: list[BlockCopy] = []
+        self._throttle.begin()
+        try:
+            self._in_parts(self._mover.store, copies, self._store_threads())
+        except Exception:
+            logger.exception("%d blocks could not be copied to the host", len(copies))
+            failed = copies
+        self._throttle.end(self._waited_s(asked_for))
+        with self._work:
+            self._report.stored.update(copy.slot for copy in copies)
+            self._report.failed.update(copy.slot for copy in failed)
+
+    def _load(self, load: BlockLoad, asked_for: float) -> None:
+        failed: list[BlockCopy] = []
+        corrupt: list[BlockCopy] = []
+        for copies in self._pieces(load.copies):
+            self._rest()
+            self._throttle.begin()
+            try:
+                parts = self._in_parts(self._mover.load, copies, self._load_threads())
+                good = [copy for part in parts for copy in part]
+            except Exception:
+                logger.exception(
+                    "request %s: %d blocks could not be copied from the host", load.request_id, len(copies)
+                )
+                failed += copies
+            else:
+                corrupt += set(copies).difference(good)
+            self._throttle.end(self._waited_s(asked_for))
+        if corrupt:
+            logger.error(
+                "request %s: %d blocks on the host are not what they were", load.request_id, len(corrupt)
+            )
+        with self._work:
+            self._ended.requests.add(load.request_id)
+            if failed or corrupt:
+                self._ended.failed.add(load.request_id)
+            self._ended.failed_blocks.update(copy.block for copy in failed + corrupt)
+            self._report.failed.update(copy.slot for copy in failed)
+            self._report.corrupt.update(copy.slot for copy in corrupt)
+
+
+def come_after_the_model() -> None:
+    """This thread gets a core when one is left, a small share when none is, and never interrupts another."""
+    thread = threading.get_native_id()
+    os.setpriority(os.PRIO_PROCESS, thread, NICE)
+    os.sched_setscheduler(thread, os.SCHED_BATCH, os.sched_param(0))
+
+
+def pages(layers: Iterable[Any]) -> list[Any]:
+    """Layers of different KV cache groups share memory: a block is one group's at a time. Each place once, as
+    the layer with most in it sees it."""
+    by_size = sorted(layers, key=lambda layer: int(layer[0].nbytes))
+    return list({layer.data_ptr(): layer for layer in by_size}.values())
+
+
+class CheckpointWorker(WorkerSide):
+    def __init__(self, context: EngineContext, rank: int) -> None:
+        self._blocks = int(context.kv_cache_config.num_blocks)
+        self._slots = context.residence.host.capacity
+        self.copier: Copier
+
+    def register(self, kv_caches: Mapping[str, Any]) -> None:
+        device = pages([by_block_first(tensor, self._blocks) for tensor in kv_caches.values()])
+        self.copier = Copier(memory_for(device, self._slots), mover_for(device))
+
+    def before_step(self, order: CheckpointOrder | None) -> None:
+        self.copier.step_began()
+        if order is not None:
+            self.copier.submit(order)
+
+    def after_step(self) -> None:
+        self.copier.step_ended()
+
+    def loads_ended(self) -> LoadsEnded:
+        return self.copier.take_ended()
+
+    def report(self) -> CheckpointReport | None:
+        return self.copier.take_report() or None
+
+    def take_counts(self) -> Mapping[str, float]:
+        refused = self.copier.memory.take_refused()
+        return {"unregistered_chunks": refused} if refused else {}
+
+    def shutdown(self) -> None:
+        self.copier.close()
+
+
+class CheckpointPlugin(Plugin):
+    name = "checkpoint"
+    scheduler = CheckpointScheduler
+    worker = CheckpointWorker

@@ -1,0 +1,146 @@
+"""Whole CUDA graphs beside layer hooks: vLLM's dispatcher is told which steps may not run as one.
+
+A whole graph has all layers in it, and replaying one calls no Python: a safepoint would not look at its flag,
+an export would publish nothing. So a step whose orders have work between layers runs as pieces of graphs (or
+without, where there are none of its size), and every other step as plain vLLM runs it. Which it is follows
+from the orders alone, which are the same on all ranks.
+
+A contact with vLLM's internals like `vllm_internals.py`, and found by the same tests. What it meets there:
+
+* Capture and warm-up: no step's orders are out, so nothing is left out, and vLLM calls no hook without them.
+* Idle ranks of a data-parallel engine: as capture. Ranks agree on the least of their graphs.
+* Attention that lacks whole graphs, LoRA, layers with states, models that are not compiled: vLLM decides
+  which graphs there are; here one kind of them is left out for a step. With none left it runs without. vLLM
+  0.32 has no cascade attention. Drafts are refused beside co-serving and transfers.
+* `enforce_eager` and the CPU build: no graphs, and nothing is patched.
+* FlashInfer keeps a wrapper, 8 MiB of it on the device, for each size of a batch that only decodes, since
+  those are to be whole graphs; steps that are not come in every size. Pieces for all steps.
+* The V2 runner chooses a step's graph before it gives out orders: pieces for all steps, as vLLM does for any
+  connector that asks for it.
+"""
+
+import functools
+import inspect
+import logging
+from collections.abc import Callable, Set
+from typing import Any
+
+import vllm.envs as envs
+from vllm.config import CUDAGraphMode
+from vllm.forward_context import get_forward_context, is_forward_context_available
+
+from kvtransfer import KVTransferError
+from kvtransfer.compat.relied_on import ReliedOn, differences
+
+logger = logging.getLogger("conserve.kvtransfer")
+
+_DISPATCHER = "vllm.v1.cudagraph_dispatcher:CudagraphDispatcher"
+_RUNNER = "vllm.v1.worker.gpu_model_runner:GPUModelRunner"
+_MIXIN = "vllm.v1.worker.kv_connector_model_runner_mixin:KVConnectorModelRunnerMixin"
+
+GRAPHS = ReliedOn(
+    signatures={
+        _DISPATCHER: {
+            "dispatch": (
+                "self", "num_tokens", "uniform_decode", "has_lora", "num_active_loras", "valid_modes",
+                "invalid_modes",
+            ),
+        },
+    },
+    attributes={
+        _RUNNER: ("cudagraph_dispatcher",),
+        "vllm.forward_context:ForwardContext": ("cudagraph_runtime_mode",),
+    },
+    uses={
+        # Orders are out when a step's graph is chosen, and are bound when it has been.
+        _RUNNER: {
+            "execute_model": (
+                "handle_preemptions", "_determine_batch_execution_and_padding", "set_forward_context",
+                "maybe_get_kv_connector_output",
+            ),
+            "_determine_batch_execution_and_padding": ("cudagraph_dispatcher", "dispatch"),
+        },
+        _MIXIN: {"_get_kv_connector_output": ("bind_connector_metadata",)},
+        _DISPATCHER: {"dispatch": ("FULL", "cudagraph_keys")},
+    },
+)  # fmt: skip
+
+FLASHINFER = "FlashInfer would keep a wrapper for each size of a batch in steps that run as pieces"
+V2_RUNNER = (
+    "vLLM's V2 model runner chooses a step's graph before connectors hear of the step "
+    "(set VLLM_USE_V2_MODEL_RUNNER=0)"
+)
+
+
+class WholeGraphError(KVTransferError, RuntimeError):
+    """A step with work between its layers was about to run as a whole graph, which leaves that work out."""
+
+
+def pieces_for_all_steps() -> bool:
+    """When vLLM makes its configuration: unless it is told to take the V1 runner. It may take V2 all the same
+    (watermarks); then the worker sees to it.
+    """
+    if envs.VLLM_USE_V2_MODEL_RUNNER is False:
+        return False
+    logger.warning("where there are CUDA graphs they are piecewise for all steps: %s", V2_RUNNER)
+    return True
+
+
+def leave_out_whole_graphs(vllm_config: Any, needed: Callable[[], bool]) -> bool:
+    """A patch of this worker, before it captures: while `needed()`, no step gets a whole graph.
+
+    False: that cannot be had here, and all steps have pieces. The log says why.
+    """
+    compilation = vllm_config.compilation_config
+    if not compilation.cudagraph_mode:
+        return True
+    if problem := _in_the_way(vllm_config):
+        if compilation.cudagraph_mode.has_full_cudagraphs():
+            pieces = compilation.is_attention_compiled_piecewise()
+            compilation.cudagraph_mode = CUDAGraphMode.PIECEWISE if pieces else CUDAGraphMode.NONE
+        graphs = "piecewise CUDA graphs" if compilation.cudagraph_mode else "no CUDA graphs"
+        logger.warning("%s for all steps: %s", graphs, problem)
+        return False
+    if compilation.cudagraph_mode.has_full_cudagraphs():
+        _patch_dispatcher(needed)
+    return True
+
+
+def _in_the_way(vllm_config: Any) -> str:
+    # Unsaid, the configuration has asked for pieces already, whichever runner it is now.
+    if vllm_config.use_v2_model_runner or envs.VLLM_USE_V2_MODEL_RUNNER is not False:
+        return V2_RUNNER
+    layers = vllm_config.compilation_config.static_forward_context.values()
+    backends = {layer.get_attn_backend().get_name() for layer in layers if hasattr(layer, "get_attn_backend")}
+    if any(name.startswith("FLASHINFER") for name in backends):
+        return FLASHINFER
+    difference = next(differences(GRAPHS), "")
+    return f"{difference} in this vLLM" if difference else ""
+
+
+def _patch_dispatcher(needed: Callable[[], bool]) -> None:
+    from vllm.v1.cudagraph_dispatcher import CudagraphDispatcher
+
+    dispatching = inspect.unwrap(CudagraphDispatcher.dispatch)  # a connector before this one is gone
+
+    @functools.wraps(dispatching)
+    def dispatch(
+        self: CudagraphDispatcher, *args: Any, invalid_modes: Set[Any] | None = None, **named: Any
+    ) -> Any:
+        if needed():
+            invalid_modes = {CUDAGraphMode.FULL, *(invalid_modes or ())}
+        return dispatching(self, *args, invalid_modes=invalid_modes, **named)
+
+    CudagraphDispatcher.dispatch = dispatch
+
+
+def refuse_whole_graph() -> None:
+    """Of a step that has work between its layers, when all is chosen and the forward pass is next."""
+    if is_forward_context_available():
+        mode = get_forward_context().cudagraph_runtime_mode
+        if mode != CUDAGraphMode.FULL:
+            return
+    raise WholeGraphError(
+        "this step has work between its layers (a safepoint, or KV that is sent) and would run as a whole "
+        "CUDA graph, which leaves it out: set cudagraph_mode to PIECEWISE"
+    )

@@ -1,0 +1,456 @@
+"""All use of vLLM's private names for dropping layers, checked when an engine starts."""
+
+import functools
+import inspect
+import time
+from collections import deque
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from vllm.distributed.kv_transfer import get_kv_transfer_group
+from vllm.forward_context import get_forward_context, is_forward_context_available, set_forward_context
+from vllm.model_executor.layers import utils as layer_utils
+from vllm.v1.attention.backend import CommonAttentionMetadata
+from vllm.v1.core.kv_cache_utils import KVCacheBlock
+from vllm.v1.engine import EngineCoreRequestType
+from vllm.v1.engine.core import EngineCore
+from vllm.v1.request import RequestStatus
+
+from kvtransfer.compat.kv_connector import free_queue
+from kvtransfer.compat.relied_on import ReliedOn, verify
+from workers.engine.overload.config import SPLIT_MODELS, OverloadConfigError
+
+_RUNNER = "vllm.v1.worker.gpu_model_runner:GPUModelRunner"
+_SCHEDULER = "vllm.v1.core.sched.scheduler:Scheduler"
+_POOL = "vllm.v1.core.block_pool:BlockPool"
+_QUEUE = "vllm.v1.core.kv_cache_utils:FreeKVCacheBlockQueue"
+
+WORKING = ReliedOn(
+    signatures={
+        "vllm.model_executor.layers.utils": {"dispatch_cpu_unquantized_gemm": ("layer", "remove_weight")},
+        _RUNNER: {
+            "initialize_kv_cache_tensors": (
+                "self", "kv_cache_config", "kernel_block_sizes", "kv_cache_allocation_context",
+            ),
+        },
+        "vllm.v1.worker.gpu_worker:Worker": {"initialize_from_config": ("self", "kv_cache_config")},
+        "vllm.model_executor.layers.attention_layer_base:AttentionLayerBase": {
+            "bind_kv_cache": ("self", "kv_cache"),
+        },
+    },
+    attributes={
+        _RUNNER: ("attn_groups", "kv_caches", "requests", "input_batch", "compilation_config", "device"),
+    },
+    # KV tensors are bound when they are allocated; the connector gets what that method returns.
+    uses={_RUNNER: {"initialize_kv_cache": ("initialize_kv_cache_tensors", "register_kv_caches")}},
+)  # fmt: skip
+
+# Attention backends that can be split, by module: their builder, and the metadata fields that are read.
+_BUILDS = {"build": ("self", "common_prefix_len", "common_attn_metadata", "fast_build")}
+_METADATA = (
+    "num_actual_tokens", "max_query_len", "query_start_loc", "max_seq_len", "seq_lens", "block_table",
+    "slot_mapping",
+)  # fmt: skip
+ATTENTION = {
+    module: ReliedOn(
+        signatures={f"{module}:{name}MetadataBuilder": _BUILDS},
+        attributes={f"{module}:{name}Metadata": _METADATA},
+    )
+    for module, name in (
+        ("vllm.v1.attention.backends.cpu_attn", "CPUAttention"),
+        ("vllm.v1.attention.backends.flash_attn", "FlashAttention"),
+    )
+}
+
+SCHEDULING = ReliedOn(
+    signatures={
+        _SCHEDULER: {
+            "has_requests": ("self",),
+            "reset_prefix_cache": ("self", "reset_running_requests", "reset_connector"),
+            "_preempt_request": ("self", "request", "timestamp", "drop_stale_output"),
+        },
+        _POOL: {
+            "touch": ("self", "blocks"),
+            "free_blocks": ("self", "ordered_blocks"),
+            "evict_blocks": ("self", "block_ids"),
+            "move_block_hashes": ("self", "src_block", "dst_block"),
+        },
+        _QUEUE: {"prepend_n": ("self", "blocks"), "remove": ("self", "block")},
+    },
+    attributes={
+        _POOL: ("blocks", "free_block_queue", "num_gpu_blocks", "null_block"),
+        _SCHEDULER: (
+            "running", "kv_cache_manager", "cache_config", "kv_cache_config", "prev_step_scheduled_req_ids",
+            "kv_holding_waiting", "finished_recving_kv_req_ids",
+        ),
+        "vllm.v1.engine.core:EngineCoreProc": ("input_queue",),
+        "vllm.v1.engine:EngineCoreRequestType": ("WAKEUP",),
+        "vllm.v1.outputs:ModelRunnerOutput": ("kv_connector_output",),
+        "vllm.v1.outputs:KVConnectorOutput": ("kv_connector_worker_meta",),
+    },
+    uses={"vllm.v1.engine.core:EngineCoreProc": {"_process_input_queue": ("has_work", "input_queue")}},
+)  # fmt: skip
+
+
+# The worker
+
+
+@contextmanager
+def weights_kept() -> Iterator[None]:
+    """Keep weights that vLLM's CPU build deletes after packing a copy of them, while a model is loaded."""
+    pack = layer_utils.dispatch_cpu_unquantized_gemm
+
+    def pack_and_keep(layer: torch.nn.Module, remove_weight: bool) -> None:
+        pack(layer, remove_weight=False)
+
+    layer_utils.dispatch_cpu_unquantized_gemm = pack_and_keep
+    try:
+        yield
+    finally:
+        layer_utils.dispatch_cpu_unquantized_gemm = pack
+
+
+class PackedWeights:
+    """Packed copies with which linear layers compute on the CPU build; other builds have none."""
+
+    def __init__(self, layers: Sequence[torch.nn.Module]) -> None:
+        self._linear = [[one for one in layer.modules() if hasattr(one, "cpu_linear")] for layer in layers]
+
+    def drop(self, layer: int) -> None:
+        for linear in self._linear[layer]:
+            linear.cpu_linear = torch.nn.functional.linear
+
+    def make(self, layer: int) -> None:
+        for linear in self._linear[layer]:
+            layer_utils.dispatch_cpu_unquantized_gemm(linear, remove_weight=False)
+
+
+@dataclass(frozen=True, slots=True)
+class DecoderModel:
+    """Parts of a model's forward pass. Every member of a split has the embedding and the last norm."""
+
+    layers: list[torch.nn.Module]
+    embed: Callable[[torch.Tensor], torch.Tensor]
+    norm: Callable[..., Any]
+    attention: list[str]  # name of each layer's attention
+
+
+def decoder_of(runner: Any) -> DecoderModel:
+    """Return the parts of the runner's model; refuse models whose layers are not called in plain order."""
+    if (name := type(runner.get_model()).__name__) not in SPLIT_MODELS:
+        known = ", ".join(SPLIT_MODELS)
+        raise OverloadConfigError(f"models that can be split are {known}, and this one is {name}")
+    inner = getattr(runner.get_model(), "model", None)
+    layers = list(getattr(inner, "layers", ()))
+    embed, norm = getattr(inner, "embed_input_ids", None), getattr(inner, "norm", None)
+    expected = ["positions", "hidden_states", "residual"]
+    if not layers or embed is None or norm is None:
+        raise OverloadConfigError("this model is not an embedding, layers and a norm: it cannot be split")
+    if any(list(inspect.signature(one.forward).parameters) != expected for one in layers):
+        raise OverloadConfigError(
+            f"layers of this model do not take exactly {', '.join(expected)}: it cannot be split"
+        )
+    attentions = (getattr(getattr(one, "self_attn", None), "attn", None) for one in layers)
+    names = [getattr(attention, "layer_name", "") for attention in attentions]
+    if not all(names) or len(runner.kv_cache_config.kv_cache_groups) != 1:
+        raise OverloadConfigError("layers of this model have different attention: it cannot be split")
+    return DecoderModel(layers, embed, norm, names)
+
+
+def verify_attention(runner: Any) -> None:
+    """Check the attention backend that the engine has chosen."""
+    builder = runner.attn_groups[0][0].get_metadata_builder(0)
+    relied = ATTENTION.get(type(builder).__module__)
+    if relied is None:
+        raise OverloadConfigError(
+            f"batches of {type(builder).__name__} cannot be split: choose attention-backend FLASH_ATTN"
+        )
+    verify(relied)
+
+
+def on_kv_allocated(
+    runner: Any,
+    released: Callable[[], None],
+    replaced: Callable[[Mapping[str, torch.Tensor]], Mapping[str, torch.Tensor]],
+) -> None:
+    """Replace the runner's KV tensors as soon as it has allocated them.
+
+    `replaced` gets tensors without memory, of the same shapes, and returns those to use. `released` is called
+    before the allocation, when an earlier one is given up.
+    """
+    allocate = runner.initialize_kv_cache_tensors
+
+    @functools.wraps(allocate)
+    def initialize_kv_cache_tensors(
+        kv_cache_config: Any, kernel_block_sizes: Any, *args: Any, **kwargs: Any
+    ) -> dict[str, torch.Tensor]:
+        if set(kernel_block_sizes) != {runner.cache_config.block_size}:
+            raise OverloadConfigError(
+                f"attention computes in blocks of {kernel_block_sizes}: set engine.args.block-size to that"
+            )
+        released()
+        like = _without_memory(allocate(kv_cache_config, kernel_block_sizes, *args, **kwargs))
+        for name, tensor in like.items():
+            bind_kv(runner, name, tensor)
+        runner.kv_caches.clear()
+        own = replaced(like)
+        for name, tensor in own.items():
+            bind_kv(runner, name, tensor)
+        runner.kv_caches[:] = own.values()
+        return dict(own)
+
+    runner.initialize_kv_cache_tensors = initialize_kv_cache_tensors
+
+
+def _without_memory(tensors: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    """Return tensors of the same shapes and types on torch's meta device."""
+    return {
+        name: torch.empty_strided(one.shape, one.stride(), dtype=one.dtype, device="meta")
+        for name, one in tensors.items()
+    }
+
+
+def bind_kv(runner: Any, name: str, tensor: torch.Tensor) -> None:
+    runner.compilation_config.static_forward_context[name].bind_kv_cache(tensor)
+
+
+def connector() -> Any:
+    """Return this worker's connector."""
+    return get_kv_transfer_group()
+
+
+@dataclass(frozen=True, slots=True)
+class BatchKv:
+    """Attention's view of a batch: where its tokens are in their requests and in the KV."""
+
+    query_start: torch.Tensor
+    seq_lens: torch.Tensor
+    blocks: torch.Tensor  # one row per request
+    slots: torch.Tensor  # one per token
+    tokens: int
+    longest_query: int
+    longest: int
+
+    def entries_in_use(self, pool: int, block_tokens: int, rows: int) -> torch.Tensor | None:
+        """Return which entries of `blocks` belong to requests; later entries of a row are stale.
+
+        None if this is not a valid batch of so many rows in a pool of so many blocks: attention would read or
+        write outside of it.
+        """
+        count, lens, slots, blocks = len(self.seq_lens), self.seq_lens, self.slots, self.blocks
+        if blocks.shape[:1] != (count,) or blocks.dim() != 2 or len(self.query_start) != count + 1:
+            return None
+        width = blocks.shape[1] * block_tokens
+        longest = max([0, *lens.tolist()])
+        if min([0, *lens.tolist()]) < 0 or not longest <= self.longest <= width:
+            return None
+        starts = self.query_start.tolist()
+        if starts != sorted(starts) or starts[0] < 0 or not starts[-1] <= self.tokens <= rows:
+            return None
+        if not 0 <= self.longest_query <= self.tokens or len(slots) > rows:
+            return None
+        named = torch.arange(blocks.shape[1])[None, :] * block_tokens < lens[:, None]
+        inside = blocks[named].ge(0) & blocks[named].lt(pool)
+        written = slots.ge(-1) & slots.lt(pool * block_tokens)
+        return named if bool(inside.all()) and bool(written.all()) else None
+
+
+def batch_in_model(block_tokens: int) -> BatchKv | None:
+    """Return the batch of the present forward pass; None if it has no KV, as in a warm-up."""
+    context = get_forward_context() if is_forward_context_available() else None
+    if context is None or not context.attn_metadata:
+        return None
+    seen = next(iter(context.attn_metadata.values()))
+    width = -(-int(seen.max_seq_len) // block_tokens)
+    return BatchKv(
+        seen.query_start_loc,
+        seen.seq_lens,
+        seen.block_table[:, :width],
+        seen.slot_mapping,
+        int(seen.num_actual_tokens),
+        int(seen.max_query_len),
+        int(seen.max_seq_len),
+    )
+
+
+@contextmanager
+def attention_on(runner: Any, names: list[str], batch: BatchKv, positions: torch.Tensor) -> Iterator[None]:
+    """Let a pass through these attention layers use a batch's KV, on the positions' device."""
+    builder = runner.attn_groups[0][0].get_metadata_builder(0)
+    device = positions.device
+    slots = batch.slots.to(device)
+    common = CommonAttentionMetadata(
+        query_start_loc=batch.query_start.to(device),
+        query_start_loc_cpu=batch.query_start,
+        seq_lens=batch.seq_lens.to(device),
+        num_reqs=len(batch.seq_lens),
+        num_actual_tokens=batch.tokens,
+        max_query_len=batch.longest_query,
+        max_seq_len=batch.longest,
+        block_table_tensor=batch.blocks.to(device),
+        slot_mapping=slots,
+        causal=True,
+        positions=positions,
+    )
+    metadata = builder.build(0, common)
+    with (
+        torch.cuda.device_of(positions),  # the peer server's thread has no current device; no-op on a CPU
+        set_forward_context(
+            dict.fromkeys(names, metadata),
+            runner.vllm_config,
+            num_tokens=len(positions),
+            slot_mapping=dict.fromkeys(names, slots),
+            skip_compiled=True,
+        ),
+    ):
+        yield
+
+
+def rename_blocks(runner: Any, moves: Mapping[int, int]) -> None:
+    """Change block numbers in the runner's records of its requests."""
+    table = runner.input_batch.block_table[0].block_table.np
+    for request_id, request in runner.requests.items():
+        (blocks,) = request.block_ids
+        row = runner.input_batch.req_id_to_index.get(request_id)
+        for place, block in enumerate(blocks):
+            if block in moves:
+                blocks[place] = moves[block]
+                if row is not None:
+                    table[row, place] = moves[block]
+
+
+# The scheduler
+
+
+def connector_meta(model_runner_output: Any) -> Any:
+    """Return the report of the connector's worker side on the step."""
+    outcome = model_runner_output.kv_connector_output
+    return outcome.kv_connector_worker_meta if outcome is not None else None
+
+
+def grow_pool(scheduler: Any, blocks: int) -> None:
+    """Add blocks to the pool until it has so many; they are allocated before cached ones."""
+    pool = scheduler.kv_cache_manager.block_pool
+    new = [KVCacheBlock(number, pool=pool) for number in range(len(pool.blocks), blocks)]
+    pool.blocks += new
+    pool.free_block_queue.prepend_n(new)
+    _set_size(scheduler, blocks)
+
+
+def shrink_pool(scheduler: Any, blocks: int) -> dict[int, int]:
+    """Shrink the pool and return the new numbers of blocks that had too high ones.
+
+    Blocks of requests take precedence; cached blocks move as far as empty blocks are left. Requests that do
+    not fit are preempted, the youngest first.
+    """
+    pool = scheduler.kv_cache_manager.block_pool
+    while sum(1 for block in pool.blocks if block.ref_cnt and not block.is_null) >= blocks:
+        request = max(scheduler.running, key=lambda one: (one.priority, one.arrival_time))
+        scheduler.running.remove(request)
+        scheduler._preempt_request(request, time.monotonic(), drop_stale_output=True)
+        scheduler.prev_step_scheduled_req_ids.discard(request.request_id)
+    free = list(free_queue(pool))
+    places = deque(sorted((one for one in free if one.block_id < blocks), key=_is_cached))
+    held = [block for block in pool.blocks[blocks:] if block.ref_cnt]
+    cached = [block for block in reversed(free) if block.block_id >= blocks and _is_cached(block)]
+    moved: list[tuple[KVCacheBlock, KVCacheBlock]] = []
+    for block in (*held, *cached):
+        if not places or (not block.ref_cnt and _is_cached(places[0])):
+            break
+        moved.append((block, places.popleft()))
+        _take_place(pool, *moved[-1])
+    kept = [new for _, new in moved if not new.ref_cnt]
+    pool.touch(kept)
+    pool.free_blocks(reversed(kept))  # what was used last goes last
+    new_places = {old.block_id: new for old, new in moved}
+    for of_request in scheduler.kv_cache_manager.coordinator.single_type_managers[0].req_to_blocks.values():
+        of_request[:] = [new_places.get(block.block_id, block) for block in of_request]
+    _cut(scheduler, blocks)
+    return {old: new.block_id for old, new in new_places.items()}
+
+
+def _is_cached(block: KVCacheBlock) -> bool:
+    return block.block_hash is not None
+
+
+def _take_place(pool: Any, old: KVCacheBlock, new: KVCacheBlock) -> None:
+    """Let `new` hold what `old` held, and free `old`."""
+    held = old.ref_cnt
+    pool.evict_blocks({new.block_id})
+    if old.block_hash is not None:
+        pool.move_block_hashes(old, new)
+    if held:
+        pool.touch([new])
+        new.ref_cnt, old.ref_cnt = held, 1
+        pool.free_blocks([old])
+
+
+def start_over(scheduler: Any, blocks: int) -> None:
+    """Compute all requests again, in a pool of so many blocks, because the KV in blocks is lost.
+
+    vLLM frees the blocks of running requests, and raises if waiting ones hold some: those whose KV was loaded
+    and that wait for a place in the batch.
+    """
+    for request in scheduler.kv_holding_waiting:
+        scheduler.kv_cache_manager.free(request)
+        scheduler.finished_recving_kv_req_ids.discard(request.request_id)
+        request.num_computed_tokens = 0
+        request.status = RequestStatus.PREEMPTED if request.num_preemptions else RequestStatus.WAITING
+    scheduler.reset_prefix_cache(reset_running_requests=True)
+    _cut(scheduler, blocks)
+
+
+def _cut(scheduler: Any, blocks: int) -> None:
+    pool = scheduler.kv_cache_manager.block_pool
+    pool.evict_blocks({block.block_id for block in pool.blocks[blocks:]})
+    for block in pool.blocks[blocks:]:
+        pool.free_block_queue.remove(block)
+    del pool.blocks[blocks:]
+    _set_size(scheduler, blocks)
+
+
+def _set_size(scheduler: Any, blocks: int) -> None:
+    scheduler.kv_cache_manager.block_pool.num_gpu_blocks = blocks
+    scheduler.cache_config.num_gpu_blocks = scheduler.kv_cache_config.num_blocks = blocks
+
+
+def used_blocks(pool: Any) -> tuple[list[int], list[int]]:
+    """Return the blocks that requests hold, and those that only the prefix cache holds, newest first."""
+    held = [block.block_id for block in pool.blocks if block.ref_cnt and not block.is_null]
+    return held, [block.block_id for block in reversed(list(free_queue(pool))) if _is_cached(block)]
+
+
+def evict_blocks(pool: Any, blocks: list[int]) -> None:
+    """Evict blocks from the prefix cache."""
+    pool.evict_blocks(set(blocks))
+
+
+class _EngineCoreOfProcess:
+    """Holder of this process's engine core, known once it has received a request."""
+
+    core: Any = None
+
+
+def remember_engine_core() -> None:
+    """Patch vLLM so that an idle engine can be woken, once it has received a first request (the warm-up)."""
+    original = EngineCore.preprocess_add_request
+    if getattr(original, "remembers_core", False):
+        return
+
+    @functools.wraps(original)
+    def preprocess_add_request(self: EngineCore, request: Any) -> Any:
+        _EngineCoreOfProcess.core = self
+        return original(self, request)
+
+    preprocess_add_request.remembers_core = True  # type: ignore[attr-defined]
+    EngineCore.preprocess_add_request = preprocess_add_request
+
+
+def wake_engine() -> None:
+    """Make the engine core step although it has no requests."""
+    queue = getattr(_EngineCoreOfProcess.core, "input_queue", None)
+    if queue is not None:
+        queue.put_nowait((EngineCoreRequestType.WAKEUP, None))

@@ -1,0 +1,68 @@
+"""Settings of an engine's co-serving, carried in vLLM's `--additional-config` under the key `coserving`."""
+
+import json
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, field, fields, replace
+from typing import Any
+
+from placement.scheduling.interface import ServingSettings, TurnTargets
+from placement.scheduling.latency_model import CONSERVATIVE, LatencyModel
+from workers.processes import WorkerError
+from workers.profiles import Coefficients, StartingKnowledge
+
+KEY = "coserving"
+SCHEDULER_CLASS = "workers.engine.coserving.scheduler.CoServingScheduler"
+PROMPT_SCHEDULER = "workers.engine.coserving.planned.prompt_scheduler"
+WORKER_CLASS = "workers.engine.coserving.worker.CoServingWorker"
+CPU_WORKER_CLASS = "workers.engine.cpu_worker.CoServingCpuWorker"
+SAFEPOINT_PLUGIN = "workers.engine.coserving.safepoint:SafepointPlugin"
+
+
+class CoServingConfigError(WorkerError, ValueError):
+    """The co-serving settings cannot be used; the message says which and why."""
+
+
+@dataclass(frozen=True, slots=True)
+class CoServingConfig:
+    serving: ServingSettings = field(default_factory=ServingSettings)
+    model: LatencyModel = CONSERVATIVE
+    profiled: bool = False  # True: `model` was measured; else one of `profiles` is, or a guess is made
+    profiles: Mapping[str, Coefficients] = field(default_factory=dict)  # measured latency models, by key
+    power_cap_w: float | None = None  # of this engine's GPUs, for the key
+    planned: bool = True  # False: vLLM's own rules, for measuring
+    safepoint_every: int = 1  # layers between two checks of the flag
+    iteration_log: str = ""  # file that gets one JSON line an iteration; empty: none
+
+    def __post_init__(self) -> None:
+        if self.safepoint_every < 1:
+            raise CoServingConfigError(f"safepoint_every must be 1 or more, not {self.safepoint_every}")
+
+    def to_additional_config(self) -> dict[str, Any]:
+        """The value of vLLM's `--additional-config`."""
+        return {KEY: asdict(self)}
+
+    @classmethod
+    def from_additional_config(cls, additional: Any) -> "CoServingConfig":
+        if not isinstance(additional, Mapping) or KEY not in additional:
+            return cls()
+        values = dict(additional[KEY])
+        serving = dict(values.pop("serving", {}))
+        try:
+            if "slo" in serving:
+                serving["slo"] = TurnTargets(**serving["slo"])
+            model = values.pop("model", None)
+            if model is not None:
+                values["model"] = LatencyModel(**model)
+            return cls(serving=ServingSettings(**serving), **values)
+        except TypeError as wrong:
+            known = sorted(f.name for f in fields(cls)), sorted(f.name for f in fields(ServingSettings))
+            raise CoServingConfigError(
+                f"co-serving settings: {wrong}; known are {known[0]}, and under `serving` {known[1]}"
+            ) from wrong
+
+
+def with_knowledge(additional: str, known: StartingKnowledge) -> str:
+    """The value of vLLM's `--additional-config`, and what an engine is told at a start."""
+    config = CoServingConfig.from_additional_config(json.loads(additional))
+    told = replace(config, profiles=known.profiles, power_cap_w=known.power_cap_w)
+    return json.dumps(told.to_additional_config())

@@ -1,0 +1,403 @@
+"""vLLM's scheduler with a policy in it: translates its state, lets the policy decide, carries it out.
+
+Decisions are in placement/scheduling/. Nothing here decides.
+"""
+
+import logging
+import math
+import time
+from collections.abc import Callable, Iterable
+from dataclasses import astuple, replace
+from typing import Any, TypeVar
+
+import scipy.optimize  # noqa: F401  what the first correction of the model needs; it must not wait for it then
+
+from kvtransfer.compat.kv_connector import GRAMMARS, advance_grammars
+from kvtransfer.compat.relied_on import verify
+from placement.scheduling.interface import (
+    BatchBuilder,
+    EngineView,
+    IterationDone,
+    IterationPlan,
+    RequestView,
+    RunningBatch,
+    ServingSettings,
+)
+from placement.scheduling.latency_model import PROMPT_TOKENS, BatchWork, LatencyModel, SelfCorrecting
+from placement.scheduling.policy_registry import make_policy
+from placement.scheduling.prefill_curve import curve_of
+from placement.scheduling.prompt_order import PromptSharing
+from workers.engine.compat import coserving_scheduler as internals
+from workers.engine.compat.grammar_checks import compile_at_low_priority
+from workers.engine.coserving.config import CoServingConfig
+from workers.engine.coserving.iterations import (
+    IterationLog,
+    IterationRecord,
+    PendingIteration,
+    ScheduledRequest,
+)
+from workers.engine.coserving.requests import TrackedRequest, TrackedRequests
+from workers.engine.coserving.restores import Restores
+from workers.engine.coserving.starting_model import guess_of, key_of, starting_model
+
+log = logging.getLogger("conserve.workers.coserving.planned")
+
+Step = TypeVar("Step")
+
+CURVE_S = 1.0  # between reports of the curve of prompts: drawing it takes milliseconds
+LOOK_UP_S = 0.5  # how long it stands what of a waiting prompt is cached: walking its blocks is no free thing
+
+
+class PlannedScheduling(internals.OpenScheduling):
+    """In front of one of vLLM's schedulers. An offline request is one of a priority above 0."""
+
+    clock = staticmethod(time.monotonic)
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        verify(internals.SCHEDULING)
+        verify(GRAMMARS)
+        advance_grammars()
+        compile_at_low_priority()
+        super().__init__(*args, **kwargs)
+        config = self.adapted(CoServingConfig.from_additional_config(self.vllm_config.additional_config))
+        self.policy = make_policy(config.serving)
+        key = key_of(self.vllm_config, config.power_cap_w)
+        guess = guess_of(self.vllm_config, key.hardware)
+        self.latency = SelfCorrecting(starting_model(config, key, guess))
+        self._planned = config.planned
+        self.checkpoint = self.plugin("checkpoint")
+        self._transfer = self.plugin("transfer")
+        self._report = self.plugin("report")
+        self.tracked = TrackedRequests(
+            config.serving.slo,
+            internals.extra_args,
+            self.blocks_held,
+            self._saved_blocks,
+            self._restore_blocks,
+            self.clock,
+        )
+        if self._report is not None:
+            self._report.account_for("steps in flight", self.deferred_blocks)
+        self.restores = Restores(self, self.plugin("retention"))
+        self._log = IterationLog(config.iteration_log)
+        self.builder: BatchBuilder | None = None
+        self._views: dict[str, RequestView] = {}  # of the running requests, as the plan in force saw them
+        self._unplanned = 0
+        self.budget = 0  # offline tokens that fit into the iteration planned last
+        # By the step's output: steps may overlap. None: it is empty, or noting it failed.
+        self.under_way: dict[int, PendingIteration | None] = {}
+        self._ended = 0.0  # the iteration before
+        self._drawn: LatencyModel | None = None  # whose curve of prompts was reported, and when
+        self._curve_at = 0.0
+        self.report_curve(0.0)
+
+    def adapted(self, config: CoServingConfig) -> CoServingConfig:
+        """What of the engine's settings this scheduler has a say in."""
+        return config
+
+    def add_request(self, request: Any) -> None:
+        known = request.request_id in self.requests
+        super().add_request(request)  # type: ignore[misc]
+        if not known:
+            self.tracked.add(request)
+            self.restores.add(request)
+
+    def finish_requests(self, request_ids: str | Iterable[str] | None, finished_status: Any) -> Any:
+        ended = super().finish_requests(request_ids, finished_status)  # type: ignore[misc]
+        for request in ended:
+            self.tracked.drop(request.request_id)
+            self.restores.drop(request.request_id)
+        return ended
+
+    def schedule(self, throttle_prefills: bool = False) -> Any:
+        output, iteration = self.planned_step(throttle_prefills)
+        if iteration is not None:
+            iteration.overlapped = bool(self.under_way)
+        self.under_way[id(output)] = iteration
+        if iteration is not None:
+            self.guarded(self.began, iteration)
+        return output
+
+    def began(self, iteration: PendingIteration) -> None:
+        """An iteration was scheduled, and is about to run."""
+
+    def update_from_output(self, scheduler_output: Any, model_runner_output: Any) -> Any:
+        iteration = self.under_way.pop(id(scheduler_output), None)
+        requests = [request for request, _ in self.scheduled_requests(scheduler_output)]
+        outputs = super().update_from_output(scheduler_output, model_runner_output)  # type: ignore[misc]
+        self.guarded(self.restores.end, outputs)
+        if iteration is not None:
+            self.guarded(self.ended, iteration, requests)
+        self.drop_finished()
+        return outputs
+
+    def shutdown(self) -> None:
+        self._log.close()
+        super().shutdown()  # type: ignore[misc]
+
+    def planned_step(self, throttle_prefills: bool) -> tuple[Any, PendingIteration | None]:
+        """vLLM's step, by the policy's plan; None: nothing was scheduled."""
+        started = self.clock()
+        self.let_holders_go_first()
+        plan = self.guarded(self._plan, started)
+        running_before = {request.request_id for request in self.running}
+        output = super().schedule(throttle_prefills)  # type: ignore[misc]
+        self.builder = None
+        self._views = {}
+        if plan is not None:
+            self.guarded(self._note_refused, plan)
+        if not output.total_num_scheduled_tokens:
+            return output, None
+        iteration = self.guarded(self._noted, output, started, running_before)
+        if plan is not None and iteration is not None:
+            iteration.preempted = len(plan.preempt)
+            iteration.budget_tokens = self.budget
+        return output, iteration
+
+    def tokens_for(self, request: Any, computed: int, tokens: int) -> int:
+        tracked = self.tracked.by_id.get(request.request_id)
+        if tokens <= 0 or self.builder is None or tracked is None:
+            return tokens
+        view = self._views.get(request.request_id)
+        if view is None or view.computed != computed or not internals.is_running(request):
+            view = self.tracked.view(tracked, internals.is_running(request), computed)
+        taken = self.guarded(self.builder.take, view, tokens)
+        if taken == 0 and not view.running and view.blocks:
+            # Its KV was loaded. vLLM looks at such requests before all others that wait, and ends its round
+            # at one without tokens: nobody behind it would ever start.
+            return 1
+        # Some models attend within an image in both directions: vLLM says where such a prompt may be cut.
+        return tokens if taken is None or (taken and request.mm_features) else taken
+
+    def guarded(self, step: Callable[..., Step], *args: Any) -> Step | None:
+        """A step of ours around vLLM's schedule. When it fails, vLLM's own rules hold for this iteration."""
+        try:
+            return step(*args)
+        except Exception:
+            self.builder, self.budget = None, 0
+            self.count_unplanned()
+            self._unplanned += 1
+            if self._unplanned.bit_count() == 1:  # 1, 2, 4, ...: it may fail with every iteration
+                how = "iteration not planned, vLLM's own schedule is used step=%s times=%d"
+                log.exception(how, step.__name__, self._unplanned)
+            return None
+
+    def count_unplanned(self) -> None:
+        if self._report is not None:
+            self._report.counts["prompts_unplanned"] += 1
+
+    def needs_plan(self) -> bool:
+        return self._planned and not self.pause_state.value  # paused: vLLM's own rules
+
+    def carry_out(self, plan: IterationPlan, now: float) -> None:
+        """What there is of a plan beside the order and the tokens of requests."""
+
+    def _plan(self, now: float) -> IterationPlan | None:
+        if not self.needs_plan():
+            return None
+        view = self.engine_view(now)
+        plan = self.policy.plan(view, self.latency.model)
+        self.budget = plan.builder.offline_budget()
+        by_key = {request.request_id: request for request in self.running}
+        self._views = {request.key: request for request in view.running}
+        for key in plan.preempt:
+            self.preempt(by_key.pop(key), now)
+            del self._views[key]
+        self.running = [by_key[key] for key in plan.order]
+        if plan.waiting is not None:
+            self.waiting.name_online(self.requests[key] for key in plan.waiting)
+        self.builder = plan.builder
+        self.carry_out(plan, now)
+        return plan
+
+    def engine_view(self, now: float) -> EngineView:
+        tracked = self.tracked
+        known = [(request, tracked.by_id.get(request.request_id)) for request in self.running]
+        running = tuple(tracked.view(one or tracked.add(request), True) for request, one in known)
+        waiting = tuple(
+            tracked.view(one, False, self._computed_if_started(one))
+            for one in tracked.online()
+            if internals.is_waiting(one.request)
+        )
+        pool = self.kv_cache_manager.block_pool
+        head = next(tracked.offline_waiting(self.max_num_active_reqs, internals.is_waiting), None)
+        return EngineView(
+            now=now,
+            running=running,
+            online_waiting=waiting,
+            offline_waiting=tracked.offline_count - sum(request.offline for request in running),
+            offline_head=tracked.view(head, False) if head is not None else None,
+            free_blocks=int(pool.get_num_free_blocks()),
+            total_blocks=int(pool.num_gpu_blocks),
+            block_tokens=int(self.block_size),
+            max_tokens=self.max_num_scheduled_tokens,
+            max_running=self.max_num_active_reqs,
+        )
+
+    def _computed_if_started(self, tracked: TrackedRequest) -> int:
+        """With what is cached, on the host, or comes from a prefiller."""
+        request = tracked.request
+        if request.num_computed_tokens:
+            return int(request.num_computed_tokens)
+        now = self.clock()
+        if now >= tracked.looked_up + LOOK_UP_S:
+            tracked.looked_up, tracked.there = now, self._there(request)
+        return tracked.there
+
+    def _there(self, request: Any) -> int:
+        cached = self.cached_tokens(request)
+        if self._transfer is not None and (match := self._transfer.match(request, cached)) is not None:
+            cached += match.tokens
+        elif self.checkpoint is not None:
+            cached += int(self.checkpoint.restorable_blocks(request, cached)) * int(self.block_size)
+        return min(cached, int(request.num_tokens) - 1)
+
+    def _saved_blocks(self, request: Any) -> int:
+        return int(self.checkpoint.saved_blocks(request.request_id)) if self.checkpoint is not None else 0
+
+    def _restore_blocks(self, request: Any) -> int:
+        if self.checkpoint is None:
+            return 0
+        return int(self.checkpoint.restorable_blocks(request, self.cached_tokens(request)))
+
+    def _note_refused(self, plan: IterationPlan) -> None:
+        """Prompts that had tokens coming and did not get in: memory or slots, vLLM knows."""
+        for key in plan.waiting or ():
+            tracked = self.tracked.by_id.get(key)
+            if tracked is None or plan.builder.caps.get(key, 1) == 0:
+                continue
+            tracked.refused = internals.is_waiting(tracked.request)
+
+    def epoch_of(self, output: Any) -> int:
+        """Of a step that may be aborted; 0: this one may not."""
+        return 0
+
+    def _noted(self, output: Any, started: float, running_before: set[str]) -> PendingIteration:
+        epoch = self.epoch_of(output)
+        # New tokens and context of each request.
+        online: list[tuple[int, int]] = []
+        offline: list[tuple[int, int]] = []  # it has what prompts leave
+        decoding: list[tuple[int, int]] = []
+        prompt_tokens = again = 0
+        slack = tightest = math.inf
+        scheduled: list[ScheduledRequest] = []
+        by_id = self.tracked.by_id
+        for request, tokens in self.scheduled_requests(output):
+            tracked = by_id[request.request_id]
+            context = request.num_computed_tokens - tokens
+            if tracked.offline:
+                offline.append((tokens, context))
+            else:
+                decodes = context >= request.num_prompt_tokens
+                if decodes:
+                    decoding.append((tokens, context))
+                    tightest = min(tightest, tracked.slo.tbt_s)
+                else:
+                    prompt_tokens += tokens
+                online.append((tokens, context))
+                slack = min(slack, tracked.deadline - started)
+            admitted = request.request_id not in running_before
+            if admitted:
+                tracked.adopted = self.full_blocks(context)
+                again += max(tracked.held - context, 0) if tracked.offline else 0
+                tracked.held = 0
+            if epoch:
+                scheduled.append(self.noted(request, tokens, tracked.adopted, admitted))
+        model = self.latency.model
+        online_work, offline_work = BatchWork.of(online), BatchWork.of(offline)
+        work = online_work + offline_work
+        batch = RunningBatch(
+            work, online_work, len(offline), work.requests - len(offline), model.seconds(work), 0.0,
+            slack if online else None,
+        )  # fmt: skip
+        share = PromptSharing(tightest).share(model.seconds(BatchWork.of(decoding))) if decoding else 1.0
+        return PendingIteration(
+            started, batch, epoch, tuple(scheduled), offline_work.new_tokens, again_tokens=again,
+            prompt_tokens=prompt_tokens, prompt_share=share,
+        )  # fmt: skip
+
+    def ended(self, iteration: PendingIteration, requests: list[Any]) -> None:
+        """Its result was taken: what model, policy and reports learn of it."""
+        now = self.clock()
+        # With asynchronous scheduling it was planned while the one before ran.
+        seconds = now - max(iteration.started, self._ended)
+        self._ended = now
+        late = 0
+        if not iteration.aborted:
+            late = sum(self.tracked.served(request, now) for request in requests)
+            self.latency.observe(iteration.batch.work, seconds)
+        batch = iteration.batch
+        self.policy.observe(
+            IterationDone(
+                now, batch.work, batch.seconds, seconds, batch.online_requests, batch.offline_requests, late,
+                iteration.aborted,
+            )
+        )  # fmt: skip
+        if self._report is not None:
+            self._report.prompt_share = iteration.prompt_share
+            if iteration.prompt_tokens and not iteration.aborted:
+                self._report.prompt_rate.observe(iteration.prompt_tokens, seconds)
+                self._report.prompts += iteration.prompt_tokens >= PROMPT_TOKENS
+                self._report.counts["prompt_tokens"] += iteration.prompt_tokens
+                self._report.counts["prompt_seconds"] += seconds
+        # After a prompt at once: an engine that only prefills may end no iteration for a long while.
+        due = iteration.prompt_tokens or now >= self._curve_at + CURVE_S
+        if due and self._drawn is not self.latency.fitted:
+            self.report_curve(now)
+        self.count(iteration, seconds, late)
+        if self._log.kept:
+            self._log.write(self.entry(iteration, now, seconds, late))
+
+    def report_curve(self, now: float) -> None:
+        """What a prompt takes here alone, as far as is known: placers go by it."""
+        if self._report is None:
+            return
+        self._curve_at, self._drawn = now, self.latency.fitted
+        model = self._drawn
+        chunk = PromptSharing.chunk(model, self.max_num_scheduled_tokens)
+        self._report.prefill_curve = astuple(curve_of(model, chunk))
+
+    def drop_finished(self) -> None:
+        for request_id in self.finished_req_ids:
+            self.tracked.drop(request_id)
+            self.restores.drop(request_id)
+
+    def count(self, iteration: PendingIteration, seconds: float, late: int) -> None:
+        """Into metrics."""
+
+    def entry(self, iteration: PendingIteration, now: float, seconds: float, late: int) -> IterationRecord:
+        batch, work = iteration.batch, iteration.batch.work
+        return IterationRecord(
+            at=now, seconds=seconds, predicted_s=batch.seconds, new_tokens=work.new_tokens,
+            attended=work.attended, context=work.context, online_requests=batch.online_requests,
+            offline_requests=batch.offline_requests, offline_tokens=iteration.offline_tokens,
+            preempted=iteration.preempted, late_requests=late, aborted=iteration.aborted,
+            overlapped=iteration.overlapped, again_tokens=iteration.again_tokens, before=work.before,
+            prompt_tokens=iteration.prompt_tokens,
+        )  # fmt: skip
+
+
+class PromptScheduling(PlannedScheduling):
+    """Without co-serving: vLLM's own rules, but for the order of prompts and the size of their chunks."""
+
+    def adapted(self, config: CoServingConfig) -> CoServingConfig:
+        serving = ServingSettings("prompts_in_order", config.serving.slo, config.serving.margin)
+        return replace(config, serving=serving)
+
+    def needs_plan(self) -> bool:
+        return super().needs_plan() and self.waits_or_prefills()
+
+
+class PromptScheduler(PromptScheduling, internals.SyncScheduler):
+    """For engines without asynchronous scheduling."""
+
+
+class OverlappingPromptScheduler(PromptScheduling, internals.OverlappingScheduler):
+    """For engines with asynchronous scheduling."""
+
+
+def prompt_scheduler(vllm_config: Any, *args: Any, **kwargs: Any) -> Any:
+    """For vLLM's `--scheduler-cls`, which it calls: the class that goes with what it decided by itself."""
+    overlaps = vllm_config.scheduler_config.async_scheduling
+    kind = OverlappingPromptScheduler if overlaps else PromptScheduler
+    return kind(vllm_config, *args, **kwargs)

@@ -1,0 +1,304 @@
+"""A co-serving vLLM in this process's tree, for profiling, benchmarks and tests: no HTTP, no fleet."""
+
+import asyncio
+import itertools
+import json
+import math
+import os
+import random
+import tempfile
+import time
+import uuid
+from collections import defaultdict
+from collections.abc import AsyncIterator, Iterator, Mapping
+from contextlib import asynccontextmanager
+from dataclasses import dataclass, field, fields, replace
+from pathlib import Path
+from typing import Any
+
+from kvtransfer.config import ConnectorConfig
+from placement.scheduling.latency_model import Sample, error_by_region, fit
+from workers.engine.coserving.config import (
+    CPU_WORKER_CLASS,
+    SAFEPOINT_PLUGIN,
+    SCHEDULER_CLASS,
+    WORKER_CLASS,
+    CoServingConfig,
+)
+from workers.engine.coserving.iterations import IterationRecord, read_iterations
+from workers.engine.coserving.safepoint import Flag
+from workers.keeper.launch import FLEET_MARK, EngineKeys, LaunchSpec, Start, engine_command
+from workers.profiles import Profile
+
+REPOSITORY = Path(__file__).resolve().parents[3]
+
+
+@dataclass(frozen=True)
+class StandaloneShape:
+    model: Path | str
+    blocks: int | None = 1024  # None: as many as fit
+    block_tokens: int = 32
+    max_tokens: int = 512
+    max_running: int = 32
+    max_context: int = 4096
+    compiled: bool = False
+    ranks: int = 1
+    scheduler: str = SCHEDULER_CLASS
+    plugins: tuple[str, ...] = (SAFEPOINT_PLUGIN,)
+    host_kv_gib: float = 0.0
+    environment: Mapping[str, str] = field(default_factory=dict)
+    arguments: Mapping[str, Any] = field(default_factory=dict)  # more of vLLM's own
+
+
+@dataclass
+class LoggedEngine:
+    llm: Any  # vLLM's AsyncLLM
+    log: Path
+
+    def iterations(self) -> list[IterationRecord]:
+        return read_iterations(self.log)
+
+
+@dataclass
+class StandaloneEngine(LoggedEngine):
+    flag: Flag
+
+    async def empty(self) -> None:
+        """No request and no cached prefix is left."""
+        for _ in range(100):
+            if await self.llm.reset_prefix_cache():
+                return
+            await asyncio.sleep(0.05)
+        raise TimeoutError("the engine still held blocks after 5 s without requests")
+
+
+def on_cuda() -> bool:
+    os.environ["PYTORCH_NVML_BASED_CUDA_CHECK"] = "1"  # as vLLM: else looking forbids to fork
+    import torch
+
+    return bool(torch.cuda.is_available())
+
+
+@asynccontextmanager
+async def coserving_engine(
+    shape: StandaloneShape, config: CoServingConfig
+) -> AsyncIterator[StandaloneEngine]:
+    """Starts vLLM with our scheduler, worker and connector; ends its processes."""
+    os.environ.update(
+        {
+            "VLLM_USE_V2_MODEL_RUNNER": "0",
+            "VLLM_CPU_KVCACHE_SPACE": "2",
+            "VLLM_LOGGING_LEVEL": "WARNING",
+            "HF_HUB_OFFLINE": "1",
+            "PYTHONPATH": os.pathsep.join([str(REPOSITORY), os.environ.get("PYTHONPATH", "")]),
+            **shape.environment,
+        }
+    )
+    from vllm.engine.arg_utils import AsyncEngineArgs
+    from vllm.v1.engine.async_llm import AsyncLLM
+
+    with tempfile.TemporaryDirectory(prefix="coserving-") as folder:
+        log = Path(folder) / "iterations.jsonl"
+        connector = ConnectorConfig(
+            safepoint=f"conserve-{uuid.uuid4().hex[:12]}",
+            plugins=shape.plugins,
+            host_kv_gib=shape.host_kv_gib,
+            transfer=False,
+        )
+        settings = config.to_additional_config()
+        settings["coserving"]["iteration_log"] = str(log)
+        own = {
+            "model": str(shape.model),
+            "max_model_len": shape.max_context,
+            "block_size": shape.block_tokens,
+            "num_gpu_blocks_override": shape.blocks,
+            "max_num_batched_tokens": shape.max_tokens,
+            "max_num_seqs": shape.max_running,
+            "enforce_eager": not shape.compiled,
+            "tensor_parallel_size": shape.ranks,
+            "enable_prefix_caching": True,
+            "scheduling_policy": "priority",
+            "scheduler_cls": shape.scheduler,
+            "worker_cls": WORKER_CLASS if on_cuda() else CPU_WORKER_CLASS,
+            "additional_config": settings,
+            "kv_transfer_config": connector.to_kv_transfer_config(),
+            "disable_log_stats": True,
+        }
+        # Options of the server in front of the engine (tool parsers and the like) mean nothing here.
+        known = {option.name for option in fields(AsyncEngineArgs)}
+        more = {name: value for name, value in shape.arguments.items() if name in known}
+        llm = AsyncLLM.from_engine_args(AsyncEngineArgs(**{"dtype": "float32", **own, **more}))
+        flag = Flag(connector.safepoint)
+        try:
+            yield StandaloneEngine(llm, log, flag)
+        finally:
+            llm.shutdown()
+            flag.close()
+            flag.remove()
+
+
+@asynccontextmanager
+async def launched_engine(spec: LaunchSpec) -> AsyncIterator[LoggedEngine]:
+    """The engine that a keeper would launch, alone: without HTTP, peers and host memory, and planned by
+    vLLM's own rules, so that an iteration is what it is asked for."""
+    from vllm.engine.arg_utils import AsyncEngineArgs
+    from vllm.entrypoints.launchers.cli_args import make_arg_parser
+    from vllm.usage.usage_lib import UsageContext
+    from vllm.utils.argparse_utils import FlexibleArgumentParser
+    from vllm.v1.engine.async_llm import AsyncLLM
+
+    with tempfile.TemporaryDirectory(prefix="profile-") as folder:
+        log = Path(folder) / "iterations.jsonl"
+        config = CoServingConfig.from_additional_config(json.loads(spec.additional or "{}"))
+        alone = replace(
+            spec,
+            directory=Path(folder),
+            connector=replace(spec.connector or ConnectorConfig(), transfer=False, host_kv_gib=0.0),
+            additional=json.dumps(
+                replace(config, planned=False, iteration_log=str(log)).to_additional_config()
+            ),
+        )
+        command = engine_command(alone, Start(1, 0, 0), EngineKeys(), os.environ)
+        # What is marked ends with the fleet, which may be up.
+        os.environ.update({name: value for name, value in command.env.items() if name != FLEET_MARK})
+        given = make_arg_parser(FlexibleArgumentParser()).parse_args(list(command.argv[3:]))
+        arguments = AsyncEngineArgs.from_cli_args(given)
+        arguments.disable_log_stats = True
+        # Defaults are those of the server, which differ.
+        llm = AsyncLLM.from_engine_args(arguments, usage_context=UsageContext.OPENAI_API_SERVER)
+        try:
+            yield LoggedEngine(llm, log)
+        finally:
+            llm.shutdown()
+
+
+CHECK_SHARE = 0.005  # of an iteration's time that checking the flag may cost
+
+
+@dataclass(frozen=True, slots=True)
+class Point:
+    """An iteration to provoke: `requests` of `new` tokens, each on top of `context` tokens."""
+
+    requests: int
+    new: int
+    context: int
+
+
+@dataclass(frozen=True, slots=True)
+class Grid:
+    max_tokens: int  # of an iteration
+    max_context: int
+    max_requests: int
+    block_tokens: int
+    repeats: int = 3
+
+    def points(self) -> Iterator[Point]:
+        contexts = [0, *_powers(4 * self.block_tokens, self.max_context // 2)]
+        for new, context in itertools.product(_powers(32, self.max_tokens), contexts):
+            if new + context + 8 <= self.max_context:
+                yield Point(1, new, context)
+        for requests, context in itertools.product(_powers(1, self.max_requests), contexts[1:]):
+            if requests * context <= 4 * self.max_tokens:  # more would take minutes to prepare
+                yield Point(requests, 1, context)
+
+
+def _powers(first: int, last: int) -> list[int]:
+    """`first`, four times that and so on, and `last`."""
+    values = []
+    while first < last:
+        values.append(first)
+        first *= 4
+    return [*values, last]
+
+
+def grid_of(engine: LoggedEngine, repeats: int) -> Grid:
+    """Of what the engine takes."""
+    config = engine.llm.vllm_config
+    most = int(config.scheduler_config.max_num_batched_tokens)
+    longest = min(int(config.model_config.max_model_len), 4 * most)
+    requests, block = int(config.scheduler_config.max_num_seqs), int(config.cache_config.block_size)
+    return Grid(most, longest, requests, block, repeats)
+
+
+async def measure(engine: LoggedEngine, grid: Grid, seed: int = 0) -> list[Sample]:
+    """Provokes every point, `repeats` times over."""
+    rng = random.Random(seed)
+    points = list(grid.points())
+    await warm_up(engine, grid, rng)
+    before = len(engine.iterations())
+    for _ in range(grid.repeats):
+        rng.shuffle(points)  # so that a slow minute of the machine does not look like a slow shape
+        for point in points:
+            await _provoke(engine, point, rng)
+    return samples_of(engine.iterations()[before:], grid.repeats)
+
+
+async def warm_up(engine: LoggedEngine, grid: Grid, rng: random.Random) -> None:
+    """Every block of KV is used once: memory touched for the first time costs an iteration a third more.
+
+    The first iterations also compile and allocate.
+    """
+    config = engine.llm.vllm_config.cache_config
+    length = min(grid.max_tokens, grid.max_context - 8)
+    for _ in range(-(-int(config.num_gpu_blocks or 0) * grid.block_tokens // length)):
+        await _provoke(engine, Point(1, length, 0), rng)
+    await _provoke(engine, Point(min(grid.max_requests, 16), 1, 4 * grid.block_tokens), rng)
+
+
+def samples_of(records: list[IterationRecord], repeats: int) -> list[Sample]:
+    """One sample a shape: of the iterations of much the same shape, that at the lower quartile of time.
+
+    What disturbs an iteration (another process on its core) only ever adds to its time, so the lower quartile
+    is nearer than the median to what the same work takes undisturbed. Shapes seen less often than points were
+    repeated came about by accident: requests of one point that arrived in two iterations.
+    """
+    alike: dict[tuple[int, int, int], list[IterationRecord]] = defaultdict(list)
+    for record in records:
+        if not record.aborted:
+            work = record.work
+            alike[work.requests, _size(work.new_tokens), _size(work.context)].append(record)
+    samples = []
+    for shape in alike.values():
+        if len(shape) >= repeats:
+            shape.sort(key=lambda record: record.seconds)
+            typical = shape[(len(shape) - 1) // 4]
+            samples.append(Sample(typical.work, typical.seconds))
+    return samples
+
+
+def _size(tokens: int) -> int:
+    """The same for numbers of tokens that differ by a few percent."""
+    return round(math.log(max(tokens, 1)) / math.log(1.06))
+
+
+async def _provoke(engine: LoggedEngine, point: Point, rng: random.Random) -> None:
+    """The context is computed first and stays in the prefix cache; then the requests come together."""
+    prompts = [[rng.randint(32, 120) for _ in range(point.context)] for _ in range(point.requests)]
+    if point.context:
+        await asyncio.gather(*(_ask(engine, prompt, 1) for prompt in prompts))
+    tails = [[rng.randint(32, 120) for _ in range(point.new)] for _ in prompts]
+    output = 4 if point.new == 1 else 1
+    asked = (_ask(engine, prompt + tail, output) for prompt, tail in zip(prompts, tails, strict=True))
+    await asyncio.gather(*asked)
+
+
+async def _ask(engine: LoggedEngine, prompt: list[int], output: int) -> None:
+    from vllm import SamplingParams
+
+    params = SamplingParams(temperature=0.0, max_tokens=output, ignore_eos=True)
+    name = f"profile-{time.monotonic_ns()}-{id(prompt)}"
+    async for _ in engine.llm.generate({"prompt_token_ids": prompt}, params, name):
+        pass
+
+
+def profile_of(samples: list[Sample], layers: int, now: float) -> Profile:
+    model = fit(samples)
+    largest = max(samples, key=lambda sample: sample.seconds)
+    return Profile(model, error_by_region(model, samples), largest.seconds / layers, now)
+
+
+def safepoint_every(layer_seconds: float, check_seconds: float, layers: int) -> int:
+    """Layers between two checks: the fewest for which checking costs no more than its share."""
+    if layer_seconds <= 0:
+        return 1
+    return max(1, min(layers, math.ceil(check_seconds / (CHECK_SHARE * layer_seconds))))

@@ -1,0 +1,220 @@
+"""vLLM's requests as a policy sees them: by class, in order of arrival, and while an iteration runs."""
+
+import logging
+import math
+import time
+from collections import Counter
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, field, replace
+from itertools import islice
+from math import inf
+from typing import Any
+
+from placement.scheduling.interface import RequestView, ServingPolicy, TurnTargets
+from placement.scheduling.latency_model import LatencyModel
+from workers.engine.coserving.iterations import PendingIteration
+from workers.engine.coserving.safepoint import Flag
+
+logger = logging.getLogger("conserve.workers.coserving")
+
+TTFT_ARGUMENT = "slo_ttft_ms"
+TBT_ARGUMENT = "slo_tbt_ms"
+# Set by the gateway: seconds that a turn's class is worth while it waits (router/gateway/slo_classes.py).
+QUEUE_WEIGHT_ARGUMENT = "queue_weight"
+START_WINDOW = 64  # of the oldest that wait: what a policy may start in another order, looked up each step
+
+
+@dataclass(slots=True)
+class TrackedRequest:
+    """What is remembered of a request beside vLLM's own record."""
+
+    request: Any
+    offline: bool
+    arrival: float  # on the scheduler's clock
+    slo: TurnTargets
+    queue_weight: float = 0.0
+    last_token: float | None = None
+    last_served: float = 0.0
+    outputs: int = 0
+    held: int = 0  # tokens it had computed when it was last preempted
+    refused: bool = False  # the engine had no place for it when it was last to start
+    looked_up: float = -math.inf  # when it was last seen what of its prompt is there
+    there: int = 0  # tokens
+    adopted: tuple[int, ...] = ()  # blocks taken as prefix hits at its last admission, by KV cache group
+
+    @property
+    def deadline(self) -> float:
+        """When its next token is due."""
+        if self.last_token is None:
+            return self.arrival + self.slo.ttft_s
+        return self.last_token + self.slo.tbt_s
+
+
+def slo_of(arguments: Mapping[str, Any], default: TurnTargets) -> TurnTargets:
+    """The SLO target a request brings (`vllm_xargs`: slo_ttft_ms, slo_tbt_ms), else the engine's."""
+    try:
+        ttft = float(arguments[TTFT_ARGUMENT]) / 1000 if TTFT_ARGUMENT in arguments else default.ttft_s
+        tbt = float(arguments[TBT_ARGUMENT]) / 1000 if TBT_ARGUMENT in arguments else default.tbt_s
+    except (TypeError, ValueError, OverflowError):
+        logger.warning("slo of a request is not a number of milliseconds, the engine's is used")
+        return default
+    if not (0 < ttft < inf and 0 < tbt < inf):
+        logger.warning("slo of a request is not above zero and finite, the engine's is used")
+        return default
+    return TurnTargets(ttft, tbt)
+
+
+def queue_weight_of(arguments: Mapping[str, Any]) -> float:
+    """Return the queue weight that the gateway gave the request; 0 where it gave none, or no number."""
+    try:
+        seconds = float(arguments.get(QUEUE_WEIGHT_ARGUMENT, 0.0))
+    except (TypeError, ValueError, OverflowError):
+        return 0.0
+    return seconds if math.isfinite(seconds) else 0.0
+
+
+@dataclass(slots=True)
+class TrackedRequests:
+    """Requests of an engine by class, in order of arrival."""
+
+    default_slo: TurnTargets
+    arguments_of: Callable[[Any], Mapping[str, Any]]
+    blocks_of: Callable[[Any], int]
+    saved_blocks_of: Callable[[Any], int]  # of its blocks, how many the host has too
+    restore_blocks_of: Callable[[Any], int]  # to bring back from the host before it can run
+    clock: Callable[[], float] = time.monotonic
+    wall: Callable[[], float] = time.time
+    by_id: dict[str, TrackedRequest] = field(default_factory=dict)
+    _online: dict[str, TrackedRequest] = field(default_factory=dict)
+    _offline: dict[str, TrackedRequest] = field(default_factory=dict)
+
+    def add(self, request: Any) -> TrackedRequest:
+        # vLLM stamps an arrival with the wall clock of its front end; ages are kept, clocks are not mixed.
+        age = max(self.wall() - request.arrival_time, 0.0)
+        offline = request.priority > 0
+        arguments = self.arguments_of(request)
+        # Whoever puts a target into a line of a batch would have turns wait for it.
+        slo = self.default_slo if offline else slo_of(arguments, self.default_slo)
+        weight = queue_weight_of(arguments)
+        tracked = TrackedRequest(request, offline, self.clock() - age, slo, weight)
+        self.by_id[request.request_id] = tracked
+        (self._offline if offline else self._online)[request.request_id] = tracked
+        return tracked
+
+    def drop(self, request_id: str) -> None:
+        """It ended: there is place again for those that were refused."""
+        if self.by_id.pop(request_id, None) is not None:
+            for tracked in self._online.values():
+                tracked.refused = False
+        self._online.pop(request_id, None)
+        self._offline.pop(request_id, None)
+
+    def online(self) -> Iterator[TrackedRequest]:
+        return iter(self._online.values())
+
+    def offline_waiting(self, at_most: int, is_waiting: Callable[[Any], bool]) -> Iterator[TrackedRequest]:
+        """Offline requests that wait, the oldest first: those among the `at_most` oldest and one."""
+        first = islice(self._offline.values(), at_most + 1)
+        return (tracked for tracked in first if is_waiting(tracked.request))
+
+    @property
+    def offline_count(self) -> int:
+        return len(self._offline)
+
+    def view(self, tracked: TrackedRequest, running: bool, computed: int | None = None) -> RequestView:
+        request = tracked.request
+        return RequestView(
+            key=request.request_id,
+            offline=tracked.offline,
+            arrival=tracked.arrival,
+            tokens=request.num_tokens,
+            computed=request.num_computed_tokens if computed is None else computed,
+            blocks=self.blocks_of(request),
+            saved_blocks=self.saved_blocks_of(request) if tracked.offline else 0,
+            running=running,
+            last_token=tracked.last_token,
+            last_served=tracked.last_served,
+            slo=tracked.slo,
+            refused=tracked.refused,
+            queue_weight=tracked.queue_weight,
+        )
+
+    def start_order(
+        self, policy: ServingPolicy, at_most: int, is_waiting: Callable[[Any], bool]
+    ) -> list[Any]:
+        """Offline requests that wait, in the order in which the policy starts them.
+
+        Only where the policy has an order of its own: what a request brings back from the host is looked up.
+        """
+        if type(policy).start_order is ServingPolicy.start_order:
+            return []
+        waiting = islice(self.offline_waiting(at_most + START_WINDOW, is_waiting), START_WINDOW)
+        views = [
+            (replace(self.view(one, False), restore_blocks=self.restore_blocks_of(one.request)), one.request)
+            for one in waiting
+        ]
+        views.sort(key=lambda pair: policy.start_order(pair[0]))
+        return [request for _, request in views]
+
+    def served(self, request: Any, now: float) -> bool:
+        """After an iteration that held the request. Whether an online token came after its deadline."""
+        tracked = self.by_id.get(request.request_id)
+        if tracked is None:
+            return False
+        tracked.last_served = now
+        outputs = request.num_output_tokens
+        if outputs <= tracked.outputs:
+            return False
+        tracked.outputs = outputs
+        late = not tracked.offline and now > tracked.deadline
+        tracked.last_token = now
+        return late
+
+
+class ArrivalWatch:
+    """Asks the policy about requests that arrive while an armed iteration runs, and raises the flag."""
+
+    def __init__(
+        self,
+        policy: Callable[[], ServingPolicy],
+        flag: Flag,
+        model: Callable[[], LatencyModel],
+        view_of: Callable[[Any, float], RequestView],
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self._policy = policy
+        self._flag = flag
+        self._model = model
+        self._view_of = view_of
+        self._clock = clock
+        self.in_flight: PendingIteration | None = None  # armed, in the model; the scheduler sets it
+        self.counts: Counter[str] = Counter()
+
+    def take_counts(self) -> Counter[str]:
+        counts, self.counts = self.counts, Counter()
+        return counts
+
+    def on_arrival(self, request: Any) -> None:
+        """In the receiving thread. Reads what the scheduler published; writes the flag only."""
+        try:
+            self._judge(request)
+        except Exception:
+            # The request must reach the scheduler whatever becomes of the decision to hurry for it.
+            self.counts["coserving_unjudged"] += 1
+            logger.exception("arrival not judged request=%s", request.request_id)
+
+    def _judge(self, request: Any) -> None:
+        running = self.in_flight
+        if running is None or request.priority > 0 or running.raised:
+            return
+        now = self._clock()
+        view = self._view_of(request, now)
+        running.arrivals.append(view)
+        queued = running.queued
+        for arrival in running.arrivals:
+            queued = queued.plus(arrival.pending, arrival.computed)
+        batch = replace(running.batch, passed_s=now - running.started)
+        if self._policy().interrupts(view, queued, batch, self._model()):
+            self._flag.raise_for(running.epoch)
+            running.raised = True
+            self.counts["coserving_signals"] += 1

@@ -1,0 +1,312 @@
+"""The safepoint: a plugin of the engine's connector that looks at the preemption flag between layers, and
+leaves.
+
+vLLM calls the connector before the attention of every layer, in eager and in compiled models, but not in a
+whole CUDA graph: an armed step never runs as one. That is the place where an
+iteration may end early: no layer is incomplete, and what it wrote is undone by the roll-back.
+
+Tensor parallel ranks must leave at the same layer, or the others wait in a collective for ever. Rank 0
+decides, for a layer far enough ahead that no rank can have passed it: every layer holds a collective, which
+no rank leaves before rank 0 has entered it, and a rank's host runs at most so many layers ahead of its device
+as the step's order says, which all ranks get.
+"""
+
+import math
+import mmap
+import os
+import time
+from collections import Counter, defaultdict, deque
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from kvtransfer.plugins import EngineContext, Plugin, SchedulerSide, WorkerSide
+from workers.engine.coserving.config import CoServingConfig, CoServingConfigError
+from workers.engine.coserving.iterations import COUNTERS, HISTOGRAMS
+
+_FIELDS = 16
+_LAYER_BITS = 12
+
+RAISED = 0  # epoch of the iteration to abort
+RAISED_NS = 1
+DECIDED = 2  # rank 0's word on it: epoch and layer in one number, so that no rank reads a part of it
+RUNNING = 3  # epoch of the armed iteration in the model now; 0: none
+ABORTED = 4  # epoch of the last iteration aborted
+ABORTED_NS = 5
+ABORTED_LAYER = 6
+ABORTS = 7  # how many iterations have been aborted
+GAP_NS = 8  # at the last abort: time since the check before it, that is, how long the layers between took
+
+
+def new_epoch() -> int:
+    """Where an engine's epochs start: past every epoch that a crashed predecessor left in the page."""
+    return time.time_ns() >> 20
+
+
+def pack(epoch: int, layer: int) -> int:
+    return epoch << _LAYER_BITS | layer
+
+
+def unpack(decision: int) -> tuple[int, int]:
+    return decision >> _LAYER_BITS, decision & ((1 << _LAYER_BITS) - 1)
+
+
+class Flag:
+    """The preemption flag: a page of shared memory between an engine's scheduler process and its workers.
+
+    Every armed iteration has an epoch, and whoever raises the flag writes the epoch it wants gone. A signal
+    that comes late therefore names an iteration that is over, and stops nothing; nothing has to be reset in
+    between. Fields are aligned eight-byte integers, so that each is read and written whole.
+    """
+
+    def __init__(self, name: str) -> None:
+        self.path = Path("/dev/shm") / name
+        handle = os.open(self.path, os.O_RDWR | os.O_CREAT, 0o600)
+        try:
+            os.ftruncate(handle, _FIELDS * 8)
+            self._map = mmap.mmap(handle, _FIELDS * 8)
+        finally:
+            os.close(handle)
+        self.fields = memoryview(self._map).cast("q")
+
+    def raise_for(self, epoch: int) -> None:
+        """Asks the workers to abort that iteration, if it still runs."""
+        self.fields[RAISED_NS] = time.monotonic_ns()
+        self.fields[RAISED] = epoch
+
+    def aborted(self, epoch: int) -> bool:
+        return self.fields[ABORTED] == epoch
+
+    def abort_wait_s(self) -> float:
+        """Of the last abort: from the signal to the safepoint that heeded it."""
+        return max(self.fields[ABORTED_NS] - self.fields[RAISED_NS], 0) / 1e9
+
+    def close(self) -> None:
+        self.fields.release()
+        self._map.close()
+
+    def remove(self) -> None:
+        self.path.unlink(missing_ok=True)
+
+
+NAME = "safepoint"
+# What a host may queue beyond the layer that its device has finished, in armed iterations: layers at least,
+# and predicted work at least, so that a host that loses Python's lock for a moment does not idle its device.
+RUN_AHEAD, RUN_AHEAD_S = 2, 1e-3
+
+
+class SafepointAbort(BaseException):
+    """Leaves the model's forward pass. Not an `Exception`: nothing on the way may swallow it."""
+
+
+@dataclass(frozen=True, slots=True)
+class Armed:
+    """The order for a step that may be aborted."""
+
+    epoch: int
+    run_ahead: int = 0  # layers, where the worker's own bound is less
+
+
+def run_ahead_of(seconds: float, layers: int) -> int:
+    """Layers that a host may queue of a step of `layers` that is predicted to take `seconds`."""
+    wanted = math.ceil(RUN_AHEAD_S * layers / seconds) if seconds > 0 else layers
+    return max(RUN_AHEAD, min(wanted, layers // 2))
+
+
+class SafepointScheduler(SchedulerSide):
+    """Arms the steps that are worth leaving early, each with an epoch of its own."""
+
+    def __init__(
+        self, flag: Flag, enabled: bool, fenced: Callable[[], bool] = lambda: False, layers: int = 0
+    ) -> None:
+        """`layers`: of the model, where hosts run ahead of their devices."""
+        self.flag = flag
+        self._enabled = enabled
+        self._fenced = fenced  # layers are shared, or about to be: others' parts of a step are not left
+        self._layers = layers
+        # Seconds that the step being scheduled is predicted to take, if it is worth arming; else 0. The
+        # engine's scheduler says so.
+        self.worth_arming: Callable[[], float] = lambda: 0.0
+        # The engine's scheduler counts here, too (iterations.py).
+        self.counts: Counter[str] = Counter()
+        self.observations: defaultdict[str, list[float]] = defaultdict(list)
+        self._epoch = new_epoch()
+        self.armed = 0  # epoch of the step that was ordered last; 0: it may not be aborted
+
+    @property
+    def arms(self) -> bool:
+        """Whether steps are armed at all now."""
+        return self._enabled and not self._fenced()
+
+    def order(self, scheduler_output: Any) -> Armed | None:
+        self.armed = 0
+        # A step with a synchronous load is not armed: its requests count tokens that the load brings layer by
+        # layer.
+        if not self.arms or scheduler_output.has_sync_kv_loads or not scheduler_output.num_scheduled_tokens:
+            return None
+        seconds = self.worth_arming()
+        if not seconds:
+            return None
+        self._epoch = self.armed = self._epoch + 1
+        return Armed(self._epoch, run_ahead_of(seconds, self._layers) if self._layers else 0)
+
+    def take_counts(self) -> Mapping[str, float]:
+        counts, self.counts = self.counts, Counter()
+        return counts
+
+    def take_observations(self) -> Mapping[str, Sequence[float]]:
+        observations, self.observations = self.observations, defaultdict(list)
+        return observations
+
+    def shutdown(self) -> None:
+        self.flag.remove()
+
+
+class SafepointWorker(WorkerSide):
+    def __init__(self, flag: Flag, every: int, rank: int, ranks: int, run_ahead: int) -> None:
+        self._flag = flag
+        self._fields = flag.fields
+        self._every = every
+        self._decides = rank == 0
+        self._agree = ranks > 1
+        self._lead = 1  # layers between rank 0's decision and the layer it is for
+        self._epoch = 0
+        self._at = 0  # layers that this step has entered
+        self._checked_ns = 0
+        self._fence: LayerFence | None = None
+        self._run_ahead = run_ahead  # layers at least
+
+    def register(self, kv_caches: Any) -> None:
+        tensor = next(iter(kv_caches.values()))
+        if tensor.device.type == "cuda":
+            import torch
+
+            self._fence = LayerFence(torch.cuda.Event)
+
+    def before_step(self, order: Armed | None) -> None:
+        self._epoch = order.epoch if order is not None else 0
+        self._at = 0
+        if order is not None:
+            run_ahead = max(self._run_ahead, order.run_ahead)
+            self._lead = 1 + run_ahead
+            if self._fence is not None:
+                self._fence.begin(run_ahead)
+        self._checked_ns = time.monotonic_ns()
+        if self._decides:
+            self._fields[RUNNING] = self._epoch
+
+    def needs_layers(self, order: Armed | None) -> bool:
+        return order is not None
+
+    def before_layer(self, layer: str) -> None:
+        epoch = self._epoch
+        if not epoch:
+            return
+        # Counted, not looked up by name: vLLM registers layers by KV cache group, in another order than the
+        # model's.
+        index = self._at
+        if index % self._every == 0:
+            if self._fence is not None:
+                self._fence.wait()
+            if self._agree:
+                self._check_agreed(epoch, index)
+            elif self._fields[RAISED] == epoch:
+                self._abort(epoch, index)
+            self._checked_ns = time.monotonic_ns()
+        self._at = index + 1
+
+    def after_layer(self, layer: str) -> None:
+        if self._epoch and self._fence is not None:
+            self._fence.passed()
+
+    def after_step(self) -> None:
+        self._epoch = 0
+        if self._decides:
+            self._fields[RUNNING] = 0
+
+    def shutdown(self) -> None:
+        self._fields = memoryview(bytearray(len(self._fields) * 8)).cast("q")
+        self._flag.close()
+
+    def _check_agreed(self, epoch: int, index: int) -> None:
+        decided_epoch, layer = unpack(self._fields[DECIDED])
+        if decided_epoch == epoch:
+            if index >= layer:
+                self._abort(epoch, index)
+        elif self._decides and self._fields[RAISED] == epoch:
+            self._fields[DECIDED] = pack(epoch, index + self._lead)
+
+    def _abort(self, epoch: int, index: int) -> None:
+        if self._decides:
+            now = time.monotonic_ns()
+            self._fields[GAP_NS] = now - self._checked_ns
+            self._fields[ABORTED_NS] = now
+            self._fields[ABORTED_LAYER] = index
+            self._fields[ABORTS] += 1
+            self._fields[ABORTED] = epoch
+        raise SafepointAbort
+
+
+class LayerFence:
+    """Keeps the host from queueing more than a few layers beyond what the device has done (CUDA).
+
+    Without it the host is through all layers before the device has done the first, and the flag stops
+    nothing.
+    """
+
+    def __init__(self, event: Callable[[], Any]) -> None:
+        self._event = event
+        self._ahead = 1
+        self._queued: deque[Any] = deque()  # one event for each layer that may still run, the oldest first
+        self._spare: list[Any] = []
+
+    def begin(self, ahead: int) -> None:
+        """A step begins of which at most `ahead` layers may be queued."""
+        self._ahead = ahead
+        self._spare += self._queued
+        self._queued.clear()
+
+    def passed(self) -> None:
+        """The device gets here when it has done the layer that was queued last."""
+        event = self._spare.pop() if self._spare else self._event()
+        event.record()
+        self._queued.append(event)
+
+    def wait(self) -> None:
+        """Returns when less than `ahead` layers are queued, so that one more may be."""
+        over = len(self._queued) - self._ahead
+        if over >= 0:
+            self._queued[over].synchronize()
+            self._spare += (self._queued.popleft() for _ in range(over + 1))
+
+
+class SafepointPlugin(Plugin):
+    name = NAME
+    counters = COUNTERS
+    histograms = HISTOGRAMS
+
+    def scheduler_side(self, context: EngineContext) -> SafepointScheduler:
+        config = CoServingConfig.from_additional_config(context.vllm_config.additional_config)
+        enabled = config.serving.safepoints and config.serving.policy == "conserve"
+        layers = sum(len(group.layers) for group in context.groups) if _on_cuda(context) else 0
+        return SafepointScheduler(_flag(context), enabled, lambda: context.residence.fenced, layers)
+
+    def worker_side(self, context: EngineContext, rank: int) -> SafepointWorker:
+        config = CoServingConfig.from_additional_config(context.vllm_config.additional_config)
+        ranks = context.vllm_config.parallel_config.tensor_parallel_size
+        run_ahead = RUN_AHEAD if _on_cuda(context) else 0
+        return SafepointWorker(_flag(context), config.safepoint_every, rank, ranks, run_ahead)
+
+
+def _on_cuda(context: EngineContext) -> bool:
+    return bool(context.vllm_config.device_config.device_type == "cuda")
+
+
+def _flag(context: EngineContext) -> Flag:
+    if not context.config.safepoint:
+        raise CoServingConfigError(
+            "the safepoint plugin needs the name of its shared memory: "
+            "set `safepoint` in the connector's settings"
+        )
+    return Flag(context.config.safepoint)

@@ -1,0 +1,165 @@
+"""The scheduler of a co-serving engine: the policy's plan, and the end of iterations that were left early.
+
+What an iteration did is undone in rollback.py.
+"""
+
+from collections.abc import Iterable
+from dataclasses import replace
+from typing import Any
+
+from placement.scheduling.interface import IterationPlan, RequestView
+from placement.scheduling.latency_model import BatchWork
+from workers.engine.compat import coserving_scheduler as internals
+from workers.engine.coserving import rollback, safepoint
+from workers.engine.coserving.iterations import IterationRecord, PendingIteration, count, observe
+from workers.engine.coserving.planned import PlannedScheduling
+from workers.engine.coserving.requests import ArrivalWatch, queue_weight_of, slo_of
+
+
+class CoServingScheduler(PlannedScheduling, internals.OpenScheduler):
+    """For vLLM's `--scheduler-cls`; needs `--scheduling-policy priority`. Priority above 0 means offline."""
+
+    rollback_steps = rollback.STEPS
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        self._safepoint: safepoint.SafepointScheduler | None = self.plugin(safepoint.NAME)
+        self.iteration: PendingIteration | None = None  # the armed one, between its scheduling and its result
+        self._online_s = 0.0  # what its online requests take alone, by the plan in force
+        self._offline_prompts_arm = False  # by the plan before: an iteration with some is worth arming
+        self._watch: ArrivalWatch | None = None
+        if self._safepoint is not None:
+            self._safepoint.worth_arming = self._worth_arming
+            internals.keep_armed_steps_alone()
+            self._watch = ArrivalWatch(
+                lambda: self.policy, self._safepoint.flag, lambda: self.latency.model, self._arriving
+            )
+            internals.tell_of_arrivals(self._watch.on_arrival)
+
+    @property
+    def armed_step_runs(self) -> bool:
+        return self.iteration is not None
+
+    def waits_for_result(self) -> bool:
+        """Whether the result of the step in flight is taken before the next step is scheduled: that one may
+        be worth arming, and a step is armed only when no other is in flight.
+        """
+        if self._safepoint is None or not self._safepoint.arms or not self.needs_plan():
+            return False
+        return bool(self.guarded(self._offline_prompt_may_run))
+
+    def _offline_prompt_may_run(self) -> bool:
+        if not self._offline_prompts_arm:
+            return False
+        offline = [request for request in self.running if request.priority > 0]
+        if any(map(internals.has_prompt_left, offline)):
+            return True
+        return self.tracked.offline_count > len(offline) and len(self.running) < self.max_num_active_reqs
+
+    def _worth_arming(self) -> float:
+        """Seconds that the step being scheduled is predicted to take, if it is worth arming; else 0."""
+        if self.builder is None or self.under_way:
+            return 0.0
+        seconds = self.latency.model.seconds(self.builder.work)
+        offline = self.builder.offline_tokens and self.policy.worth_arming(seconds, self._online_s)
+        return seconds if offline else 0.0
+
+    def began(self, iteration: PendingIteration) -> None:
+        if iteration.epoch:
+            self.iteration = iteration
+        self._publish(iteration)
+
+    def before_preemption(self, request: Any) -> None:
+        tracked = self.tracked.by_id.get(request.request_id)
+        if tracked is not None:
+            tracked.held = max(tracked.held, request.num_computed_tokens)
+
+    def update_from_output(self, scheduler_output: Any, model_runner_output: Any) -> Any:
+        self.settle_abort()
+        outputs = super().update_from_output(scheduler_output, model_runner_output)
+        self.iteration = None
+        return outputs
+
+    def finish_requests(self, request_ids: str | Iterable[str] | None, finished_status: Any) -> Any:
+        # A client that hangs up ends its request before the iteration's result is taken. What an aborted
+        # iteration registered for it must be disowned first: its blocks are about to be kept or freed.
+        self.settle_abort()
+        return super().finish_requests(request_ids, finished_status)
+
+    def settle_abort(self) -> PendingIteration | None:
+        """Undoes the armed iteration if the workers left it early. Once, whoever asks first."""
+        iteration = self.iteration
+        if iteration is None or iteration.aborted:
+            return iteration
+        if self._watch is not None:
+            self._watch.in_flight = None
+        if self._safepoint is not None and self._safepoint.flag.aborted(iteration.epoch):
+            iteration.disowned = rollback.roll_back(iteration.scheduled, self, self.rollback_steps)
+            iteration.aborted = True
+        return iteration
+
+    def carry_out(self, plan: IterationPlan, now: float) -> None:
+        builder, budget = plan.builder, self.budget
+        self._online_s = builder.model.seconds(builder.work) if builder.work.requests else 0.0
+        filled_s = builder.model.seconds(builder.work.plus(budget, 0)) if budget > 0 else 0.0
+        self._offline_prompts_arm = self.policy.worth_arming(filled_s, self._online_s)
+        if self.checkpoint is not None:  # vLLM does not ask before it loads KV from the host
+            self.checkpoint.offline_may_start = plan.builder.admit_waiting
+        if plan.builder.admit_waiting:
+            started = self.tracked.start_order(self.policy, self.max_num_active_reqs, internals.is_waiting)
+            self.waiting.name_offline([*self.restores.waiting, *started])
+
+    def epoch_of(self, output: Any) -> int:
+        return self._safepoint.armed if self._safepoint is not None else 0
+
+    def count_unplanned(self) -> None:
+        if self._safepoint is not None:
+            self._safepoint.counts["coserving_unplanned"] += 1
+
+    def _arriving(self, request: Any, now: float) -> RequestView:
+        """In the receiving thread."""
+        arguments = internals.extra_args(request)
+        return RequestView(
+            request.request_id,
+            offline=False,
+            arrival=now,
+            tokens=request.num_tokens,
+            computed=self.cached_tokens(request),
+            slo=slo_of(arguments, self.tracked.default_slo),
+            queue_weight=queue_weight_of(arguments),
+        )
+
+    def _publish(self, iteration: PendingIteration) -> None:
+        if self._watch is None:
+            return
+        if not iteration.epoch:  # it cannot be aborted: nobody asks what waits behind it
+            self._watch.in_flight = None
+            return
+        queued = BatchWork()
+        for tracked in self.tracked.online():
+            request = tracked.request
+            left = request.num_tokens - request.num_computed_tokens  # of running ones: after this iteration
+            if left > 0 and (internals.is_waiting(request) or internals.is_running(request)):
+                queued = queued.plus(left, request.num_computed_tokens)
+        iteration.queued = queued
+        self._watch.in_flight = iteration
+
+    def count(self, iteration: PendingIteration, seconds: float, late: int) -> None:
+        side = self._safepoint
+        if side is not None and self._watch is not None:
+            count(iteration, side.counts, seconds, late)
+            observe(iteration, side.observations, seconds, side.flag.abort_wait_s())
+            side.counts.update(self._watch.take_counts())
+
+    def entry(self, iteration: PendingIteration, now: float, seconds: float, late: int) -> IterationRecord:
+        record = super().entry(iteration, now, seconds, late)
+        if not iteration.aborted or self._safepoint is None:
+            return record
+        flag = self._safepoint.flag
+        return replace(
+            record,
+            abort_layer=flag.fields[safepoint.ABORTED_LAYER],
+            signal_to_abort_s=flag.abort_wait_s(),
+            check_gap_s=flag.fields[safepoint.GAP_NS] / 1e9,
+            disowned_blocks=iteration.disowned,
+        )

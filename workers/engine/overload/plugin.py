@@ -1,0 +1,216 @@
+"""Connector plugin of an engine that can drop layers.
+
+The scheduler side turns commands of the directory into orders for the worker, at step boundaries, and grows
+or shrinks the pool of blocks when the worker reports how an order ended. While an engine is split, or about
+to be, no KV is loaded into it or copied from it (`residence.fenced`): what transfers, the checkpoint and
+parking would have brought is computed. Copies under way end first.
+"""
+
+import logging
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from kvtransfer.plugins import EngineContext, Plugin, SchedulerSide, WorkerSide
+from kvtransfer.retention.eviction import rank_of
+from placement.engines import SplitState
+from placement.overload.drop_plan import EngineShape
+from placement.scheduling.latency_model import LatencyModel
+from workers.engine.compat import parameter_drop as internals
+from workers.engine.overload.command_inbox import CommandInbox
+from workers.engine.overload.metrics import COUNTERS, HISTOGRAMS
+from workers.engine.overload.orders import DropOrder, RestoreOrder, SplitEvent, SplitReport
+from workers.engine.overload.split.split_model import SplitModel
+from workers.engine.overload.split_statistics import SplitStatistics
+
+logger = logging.getLogger("conserve.workers.overload")
+
+NAME = "overload"
+FENCE_S = 5.0  # for copies and transfers that are under way before a drop
+CACHED_KV_S = 1.0  # of the link, for KV that only the prefix cache holds; the rest is evicted
+SplitOrder = DropOrder | RestoreOrder
+
+
+class OverloadScheduler(SchedulerSide):
+    """State machine of a split: whole, ordered to drop, split, ordered to restore."""
+
+    def __init__(self, context: EngineContext) -> None:
+        self._residence = context.residence
+        self.inbox = CommandInbox(self._residence.clock)
+        self._statistics = SplitStatistics(self._residence.clock)
+        context.commands.update(drop=self.inbox.drop, restore=self.inbox.restore)
+        internals.remember_engine_core()
+        self._order: SplitOrder | None = None
+        self._latency: LatencyModel | None = None  # of the whole model
+        self._block_tokens = int(context.vllm_config.cache_config.block_size)
+        self._pool: Any = None
+        self._whole_blocks = 0
+
+    def bind(self, manager: Any) -> None:
+        self._pool = manager.block_pool
+        self._whole_blocks = int(self._pool.num_gpu_blocks)
+
+    @property
+    def pending(self) -> bool:
+        """A command is under way, for which an engine without requests must step, too."""
+        return self.inbox.command is not None
+
+    @property
+    def fenced(self) -> bool:
+        """Layers are shared, or about to be."""
+        return bool(self._residence.fenced)
+
+    def between_steps(self, scheduler: Any) -> None:
+        """Turn a command into an order for the step that is about to be planned."""
+        if self._statistics.forget_old_measurement():
+            self._publish()
+        command = self.inbox.command
+        if command is None or self._order is not None:
+            return
+        if command.command == "drop":
+            self._residence.fenced = True
+            if self._residence.at_rest:
+                self._order = DropOrder(command.epoch, command.members, command.part, [])
+            elif self.inbox.age_s > FENCE_S:
+                self._end(SplitEvent.NOT_SPLIT, command.epoch, "copies or transfers did not end in time")
+        elif command.epoch != self.inbox.epoch:
+            self.inbox.done()  # the split was lost meanwhile
+        else:
+            moves = internals.shrink_pool(scheduler, self._whole_blocks)
+            self._order = RestoreOrder(command.epoch, moves, [])
+
+    def order(self, scheduler_output: Any) -> SplitOrder | None:
+        """Return the order of this step, with the blocks that hold KV now that the step is planned."""
+        match self._order:
+            case DropOrder(epoch, members, part):
+                return DropOrder(epoch, members, part, self._blocks_to_move())
+            case RestoreOrder(epoch, moves):
+                return RestoreOrder(epoch, moves, self._blocks_to_move())
+        return None
+
+    def _blocks_to_move(self) -> list[int]:
+        """Return the blocks of requests, and of the prefix cache those most worth the link's time.
+
+        The others are evicted from the prefix cache. KV of offline requests ranks last there.
+        """
+        held, cached = internals.used_blocks(self._pool)
+        with self._residence.lock:
+            ranks = {b: rank_of(self._residence.conversations, self._pool.blocks[b]) for b in cached}
+        cached.sort(key=lambda block: -ranks[block])
+        facts = self.inbox.facts
+        block_bytes = facts.row_bytes * facts.layers if facts is not None else 1
+        most = int(CACHED_KV_S * self._statistics.link_bytes_per_s / block_bytes)
+        if evicted := cached[most:]:
+            internals.evict_blocks(self._pool, evicted)
+            self._statistics.count("split_forgotten_blocks", len(evicted))
+            logger.warning("%d blocks of the prefix cache are evicted, not moved", len(evicted))
+        return [*held, *cached[:most]]
+
+    def after_step(self, scheduler: Any, report: SplitReport | None) -> None:
+        """Take the worker's report, before the tokens of the step are taken."""
+        order, self._order = self._order, None
+        if report is None:
+            if order is not None:
+                logger.error("the worker did not carry out an order epoch=%d", order.epoch)
+                self.inbox.done()
+            return
+        if report.facts is not None:
+            self.inbox.facts = report.facts
+            self._publish()
+            return
+        self._statistics.add(report)
+        if report.event is SplitEvent.LOST:
+            internals.start_over(scheduler, self._whole_blocks)
+        elif report.event is SplitEvent.SPLIT:
+            internals.grow_pool(scheduler, report.blocks)
+        self._end(report.event, report.epoch, report.reason)
+
+    def _end(self, event: SplitEvent, epoch: int, reason: str) -> None:
+        is_split = event is SplitEvent.SPLIT
+        self._residence.fenced = is_split
+        self.inbox.epoch = epoch if is_split else 0
+        self.inbox.done()
+        self._statistics.count(f"splits.{event}")
+        self._publish()
+        succeeded = event in (SplitEvent.SPLIT, SplitEvent.RESTORED)
+        level = logging.INFO if succeeded else logging.WARNING
+        blocks = self._pool.num_gpu_blocks
+        logger.log(level, "overload %s epoch=%d blocks=%d reason=%r", event, epoch, blocks, reason)
+
+    def measured(self, latency: LatencyModel) -> None:
+        """Take the latency model of the whole model, which drops are planned with."""
+        if not self.inbox.epoch and latency != self._latency:
+            self._latency = latency
+            self._publish()
+
+    def _publish(self) -> None:
+        """Update what the directory is told of this engine."""
+        inbox, facts = self.inbox, self.inbox.facts
+        if facts is None:
+            return
+        shape = EngineShape(
+            layers=facts.layers,
+            layer_bytes=facts.layer_bytes,
+            kv_tokens=self._whole_blocks * self._block_tokens,
+            kv_bytes_per_token=facts.row_bytes * facts.layers / self._block_tokens,
+            activation_bytes=facts.activation_bytes,
+            link_bytes_per_s=self._statistics.link_bytes_per_s,
+            latency=self._latency,
+        )
+        kv_tokens = int(self._pool.num_gpu_blocks) * self._block_tokens
+        partners = inbox.partners if inbox.epoch else ()
+        self._residence.split = SplitState(
+            facts.address, shape, inbox.epoch, kv_tokens, inbox.newest_epoch, partners
+        )
+
+    def take_counts(self) -> Mapping[str, float]:
+        return self._statistics.take_counts()
+
+    def take_observations(self) -> Mapping[str, Sequence[float]]:
+        return self._statistics.take_observations()
+
+
+class OverloadWorker(WorkerSide):
+    """Hands orders to the worker's split model, and its reports back."""
+
+    model: SplitModel  # set by the worker when its KV is allocated
+
+    def __init__(self, context: EngineContext, rank: int) -> None:
+        self._counted: Mapping[str, float] = {}
+
+    def take_counts(self) -> Mapping[str, float]:
+        """Return what was counted since the last call, within a step, when no peer's batch is computed."""
+        if not hasattr(self, "model"):
+            return {}
+        counts, before = self.model.passes.counts, self._counted
+        now = self._counted = {
+            "split_batches.own": counts.own,
+            "split_batches.peer": counts.served,
+            "split_peer_seconds": counts.peer_s,
+            "split_idle_seconds": counts.idle_s,
+            "split_served_seconds": counts.served_s,
+            "split_peer_bytes": counts.peer_bytes,
+        }
+        return {name: new for name, count in now.items() if (new := count - before.get(name, 0))}
+
+    def before_step(self, order: SplitOrder | None) -> None:
+        if isinstance(order, DropOrder):
+            self.model.drop(order)
+        elif isinstance(order, RestoreOrder):
+            self.model.restore(order)
+
+    def report(self) -> SplitReport | None:
+        return self.model.take_report()
+
+    def shutdown(self) -> None:
+        if hasattr(self, "model"):
+            self.model.close()
+
+
+class OverloadPlugin(Plugin):
+    """Adds dropping layers to the connector."""
+
+    name = NAME
+    scheduler = OverloadScheduler
+    worker = OverloadWorker
+    counters = COUNTERS
+    histograms = HISTOGRAMS

@@ -1,0 +1,124 @@
+"""Status store of a keeper: what it knows of its engine, for all who watch; and the engine's feed into it.
+
+A watcher is told the newest report each time, whole: a slow one is told less often, never wrongly.
+"""
+
+import asyncio
+import logging
+from collections.abc import AsyncIterator
+from dataclasses import dataclass, replace
+from enum import StrEnum
+from pathlib import Path
+
+from kvtransfer.control.control_socket import EngineFeed, FeedError
+from placement.engines import EngineInfo, EngineState
+from workers.keeper import metrics
+from workers.processes import LogOnChange
+
+log = logging.getLogger("conserve.workers.feed")
+
+RETRY_S = 0.5
+
+
+class KeeperPhase(StrEnum):
+    WAITING = "waiting"  # for its turn to start, where engines start one at a time
+    STARTING = "starting"
+    WARMING = "warming"
+    SERVING = "serving"
+    BACKING_OFF = "backing off"
+    STOPPED = "stopped"
+
+
+@dataclass(frozen=True, slots=True)
+class KeeperStatus:
+    """For people: what the keeper is doing."""
+
+    engine: str
+    phase: KeeperPhase
+    detail: str = ""
+    epoch: int = 0
+    pid: int = 0
+    restarts: int = 0
+    failures: int = 0  # starts and runs that ended, since it last served for long
+    failure: str = ""  # why the last start or run ended
+    log_lines: tuple[str, ...] = ()  # the last of the log at that failure
+    metrics: str = ""  # host:port of the keeper's metrics page
+
+
+@dataclass(frozen=True, slots=True)
+class KeeperReport:
+    """All that a keeper knows."""
+
+    status: KeeperStatus
+    info: EngineInfo | None = None  # None while no engine serves
+    state: EngineState | None = None  # of that engine, as it last reported
+    over: int = 0  # the newest epoch that this keeper saw end
+
+
+class StatusStore:
+    def __init__(self, engine: str) -> None:
+        self.report = KeeperReport(KeeperStatus(engine, KeeperPhase.WAITING))
+        self._changed = asyncio.Event()
+
+    @property
+    def status(self) -> KeeperStatus:
+        return self.report.status
+
+    def tell(self, phase: KeeperPhase, detail: str = "", **values: object) -> None:
+        self._put(status=replace(self.status, phase=phase, detail=detail, **values))  # type: ignore[arg-type]
+
+    def engine_up(self, info: EngineInfo) -> None:
+        self._put(info=info, state=None)
+
+    def engine_down(self) -> None:
+        if (gone := self.report.info) is not None:
+            self._put(info=None, state=None, over=gone.epoch)
+
+    def engine_state(self, state: EngineState) -> None:
+        if self.report.info is not None and state.epoch == self.report.info.epoch:
+            self._put(state=state)
+
+    async def watch(self) -> AsyncIterator[KeeperReport]:
+        """The report as it is, then again whenever it has changed."""
+        while True:
+            changed = self._changed
+            yield self.report
+            await changed.wait()
+
+    def _put(self, **values: object) -> None:
+        report = replace(self.report, **values)  # type: ignore[arg-type]
+        if report != self.report:
+            self.report = report
+            self._changed.set()
+            self._changed = asyncio.Event()
+
+
+class ConnectorFeed(EngineFeed):
+    """The keeper's line to its engine: states into the store, commands to the connector; it reconnects."""
+
+    def __init__(self, engine: str, socket: Path) -> None:
+        super().__init__(socket)
+        self._engine = engine
+        self._draining = False
+
+    async def follow(self, store: StatusStore) -> None:
+        """Until cancelled. An engine that restarts or a line that breaks is met by connecting again."""
+        say = LogOnChange(lambda why: log.warning("no state feed engine=%s reason=%r", self._engine, why))
+        while True:
+            try:
+                if self._draining:  # an adopted or restarted engine does not know it
+                    await self.drain()
+                # An engine that is adopted has served for long: is its bookkeeping of KV in order?
+                for fault in await self.check():
+                    metrics.FAULTS_FOUND.labels(self._engine).inc()
+                    log.error("integrity engine=%s fault=%r", self._engine, fault)
+                async for state in self.states():
+                    store.engine_state(state)
+                say("it ended")
+            except FeedError as error:
+                say(str(error))
+            await asyncio.sleep(RETRY_S)
+
+    async def drain(self, draining: bool = True) -> None:
+        self._draining = draining
+        await super().drain(draining)

@@ -1,0 +1,192 @@
+"""Leased processes outlive their starter and can be adopted: the keeper's side of `workers.host`.
+
+At most so many engines of a host start at once: a start takes all cores, and a slow one looks failed.
+"""
+
+import asyncio
+import fcntl
+import json
+import os
+import subprocess
+import sys
+from collections.abc import AsyncIterator, Sequence
+from contextlib import asynccontextmanager, suppress
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+import psutil
+
+from workers import processes
+from workers.keeper.engine_memory import session_bytes
+from workers.keeper.launch import ProcessCommand
+from workers.oom_score import OomScore
+
+RECORD, LEASE, LOG, IDLE = "engine.json", "lease", "log", "idle_bytes"
+KEEP_LOGS_BELOW = 64 << 20
+LOOK_EVERY_S = 0.2
+
+
+@dataclass(frozen=True, slots=True)
+class ProcessRecord:
+    """Written beside the lease; who finds it can adopt the process, if it is still that process."""
+
+    pid: int
+    started: float
+    fingerprint: str
+    epoch: int
+    ports: tuple[int, ...]
+
+    def write(self, file: Path) -> None:
+        processes.write_atomically(file, json.dumps(asdict(self)))
+
+    @classmethod
+    def read(cls, file: Path) -> "ProcessRecord | None":
+        try:
+            content = json.loads(file.read_text())
+            return cls(**{**content, "ports": tuple(content["ports"])})
+        except (OSError, ValueError, TypeError, KeyError):
+            return None  # no record, or one of another version: nothing to adopt
+
+
+class LeasedProcess:
+    def __init__(
+        self, directory: Path, record: ProcessRecord, child: subprocess.Popen[bytes] | None = None
+    ) -> None:
+        self.directory, self.record = directory, record
+        self._child = child  # None when adopted
+
+    @property
+    def log(self) -> Path:
+        return self.directory / LOG
+
+    @classmethod
+    def start(
+        cls,
+        directory: Path,
+        command: ProcessCommand,
+        *,
+        fingerprint: str,
+        epoch: int,
+        ports: Sequence[int],
+        lease_s: float,
+        grace_s: float,
+        oom_score: OomScore,
+    ) -> "LeasedProcess":
+        directory.mkdir(parents=True, exist_ok=True)
+        lease = directory / LEASE
+        lease.touch()
+        (directory / IDLE).unlink(missing_ok=True)
+        host = [sys.executable, "-m", "workers.host", "--lease", str(lease), "--lease-s", str(lease_s)]
+        host += ["--record", str(directory / RECORD), "--oom-score", str(int(oom_score))]
+        host += ["--grace-s", str(grace_s), "--", *command.argv]
+        log = directory / LOG
+        _rotate(log)
+        child = processes.start(host, processes.with_our_packages(command.env), log, directory)
+        started = psutil.Process(child.pid).create_time()
+        record = ProcessRecord(child.pid, started, fingerprint, epoch, tuple(ports))
+        record.write(directory / RECORD)
+        return cls(directory, record, child)
+
+    @classmethod
+    def recorded(cls, directory: Path) -> "LeasedProcess | None":
+        """The process that was started there last, whether or not it still runs."""
+        record = ProcessRecord.read(directory / RECORD)
+        return cls(directory, record) if record is not None else None
+
+    @classmethod
+    def adopt(cls, directory: Path, fingerprint: str, grace_s: float) -> "LeasedProcess | None":
+        """The process that still runs there; one of another fingerprint is ended."""
+        process = cls.recorded(directory)
+        if process is None:
+            return None
+        if not process.alive() or process.record.fingerprint != fingerprint:
+            process.end(grace_s)
+            return None
+        process.renew()
+        return process
+
+    def expire(self) -> None:
+        """End its lease: it ends by itself, in its own time."""
+        (self.directory / LEASE).unlink(missing_ok=True)
+
+    def renew(self) -> None:
+        """Does nothing for one that is being ended."""
+        with suppress(FileNotFoundError):
+            os.utime(self.directory / LEASE)
+
+    def alive(self) -> bool:
+        if self._child is not None and self._child.poll() is not None:
+            return False
+        return processes.find(self.record.pid, self.record.started) is not None
+
+    def memory_bytes(self, enough: int = 0) -> int:
+        """Return the memory of the whole tree; exact only where it may be above `enough`."""
+        return session_bytes(self.record.pid, enough)
+
+    def idle_bytes(self) -> int:
+        """Return the memory that the tree had when this was first asked, also after an adoption."""
+        file = self.directory / IDLE
+        try:
+            return int(file.read_text())
+        except (OSError, ValueError):
+            idle = self.memory_bytes()
+            processes.write_atomically(file, str(idle))
+            return idle
+
+    def end(self, grace_s: float) -> bool:
+        """End the host and everything under it; also what a killed host left in its session."""
+        self.expire()
+        host = processes.find(self.record.pid, self.record.started)
+        members = processes.tree(host) if host else self._orphans()
+        gone = processes.end(members, grace_s)
+        if self._child is not None:
+            self._child.poll()
+        return gone
+
+    def _orphans(self) -> list[psutil.Process]:
+        """What a killed host left in its session. One led by a live process is somebody else's by now."""
+        if processes.alive(self.record.pid):
+            return []
+        return list(processes.session(self.record.pid))
+
+
+def recorded_below(*folders: Path) -> list[LeasedProcess]:
+    """The processes that were started last in the directories of these folders, whether they still run."""
+    directories = [directory for folder in folders for directory in folder.glob("*/")]
+    return [process for process in map(LeasedProcess.recorded, directories) if process is not None]
+
+
+def last_epoch(directory: Path) -> int:
+    record = ProcessRecord.read(directory / RECORD)
+    return record.epoch if record else 0
+
+
+def _rotate(log: Path) -> None:
+    if log.exists() and log.stat().st_size > KEEP_LOGS_BELOW:
+        os.replace(log, log.with_suffix(".old"))
+
+
+@asynccontextmanager
+async def start_slot(directory: Path, slots: int | None) -> AsyncIterator[None]:
+    """Hold one of `slots` file locks in `directory` (None: no limit). A holder that dies frees its slot."""
+    if slots is None:
+        yield
+        return
+    held = await _acquire(directory, slots)
+    try:
+        yield
+    finally:
+        os.close(held)
+
+
+async def _acquire(directory: Path, slots: int) -> int:
+    while True:
+        for number in range(slots):
+            file = os.open(directory / f"start-{number}", os.O_RDWR | os.O_CREAT, 0o600)
+            try:
+                fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            except BlockingIOError:
+                os.close(file)
+            else:
+                return file
+        await asyncio.sleep(LOOK_EVERY_S)
