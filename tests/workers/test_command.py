@@ -1,5 +1,6 @@
 """A spec becomes the command line it says, and nothing secret is in it."""
 
+import importlib.util
 import json
 import os
 from dataclasses import replace
@@ -79,6 +80,17 @@ def test_whatever_a_fleet_adds_the_key_is_asked_for_first(options: tuple[tuple[s
     asked = [argv[at + 1] for at, option in enumerate(argv) if option == "--middleware"]
     # vLLM's server calls the last one first.
     assert asked.count(KEY_MIDDLEWARE) == 1 and asked[-1] == KEY_MIDDLEWARE
+
+
+def test_every_middleware_exists() -> None:
+    argv = engine_command(SPEC, START, KEYS, {}).argv
+    named = [argv[at + 1] for at, option in enumerate(argv) if option == "--middleware"]
+    assert len(named) == 5
+    for name in named:
+        module, _, kind = name.rpartition(".")
+        spec = importlib.util.find_spec(module)
+        assert spec is not None and spec.origin is not None
+        assert f"\nclass {kind}:" in Path(spec.origin).read_text()
 
 
 def test_a_fleets_own_option_replaces_ours() -> None:

@@ -128,12 +128,15 @@ _OWN_OPTIONS: tuple[tuple[str, object], ...] = (
 
 
 def _middleware(spec: LaunchSpec) -> Options:
-    """Of vLLM's server, the innermost first."""
-    names = ["answer_middleware.ResponseFieldsMiddleware", "answer_middleware.TokenLinesMiddleware"]
-    if spec.exact_tokens:
-        names.insert(0, "exact_tokens.ExactTokensMiddleware")
-    names.insert(0, "grammars.middleware.GrammarMiddleware")
-    return tuple(("middleware", f"workers.{name}") for name in names)
+    """Return the middleware of vLLM's server, innermost first."""
+    exact_tokens = ("exact_tokens.ExactTokensMiddleware",) if spec.exact_tokens else ()
+    names = (
+        "grammars.middleware.GrammarMiddleware",
+        *exact_tokens,
+        "resume.answer_middleware.ResponseFieldsMiddleware",
+        "resume.answer_middleware.TokenLinesMiddleware",
+    )
+    return tuple(("middleware", f"workers.engine.{name}") for name in names)
 
 
 def _worker_options(spec: LaunchSpec) -> Options:
