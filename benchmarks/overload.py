@@ -26,7 +26,7 @@ from statistics import median
 import aiohttp
 
 from benchmarks.harness.engines import Bench, PlainEngines
-from benchmarks.harness.fleet import LAPTOP, UP_LIMIT_S, brought_up, samples
+from benchmarks.harness.fleet import RANDOM, UP_LIMIT_S, brought_up, samples
 from benchmarks.harness.output import command, print_figures, print_rows, write_json
 from benchmarks.harness.rounds import forth_and_back
 from deploy.fleet import FleetSpec, load_fleet
@@ -181,7 +181,7 @@ class PolicyBursts:
 
 def prepared(policy: str, kv: EngineKv = BRIEF, model: Path | None = None) -> FleetSpec:
     """Return a fleet of two mixed engines; without a model's path it makes the small one."""
-    content = load_fleet(LAPTOP).model_dump(mode="json", exclude_unset=True)
+    content = load_fleet(RANDOM).model_dump(mode="json", exclude_unset=True)
     content |= {"name": f"live-{policy}", "policy": "collocated", "overload": {"policy": policy}}
     content["model"] |= {"max_context": kv.context} | ({"path": str(model)} if model else {})
     content["engine"]["args"] |= {"num-gpu-blocks-override": kv.blocks, "block-size": BLOCK}

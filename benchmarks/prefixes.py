@@ -22,7 +22,7 @@ from statistics import median, quantiles
 
 import httpx
 
-from benchmarks.harness.fleet import LAPTOP, brought_up, changed, counted
+from benchmarks.harness.fleet import RANDOM, brought_up, changed, counted
 from benchmarks.harness.output import command, print_figures, write_json
 from benchmarks.harness.streams import events, words
 from deploy.fleet import FleetSpec, load_fleet
@@ -160,7 +160,7 @@ def main() -> None:
     parser.add_argument("--tokens", type=int, default=TOKENS, help="of a framework's system prompt")
     parser.add_argument("--kv-tokens", type=int, help="of an engine's KV (default: as in the fleet file)")
     parser.add_argument("--before", help="a second fleet: its gateway's URL, and host:port of each engine")
-    parser.add_argument("--fleet", type=Path, default=LAPTOP)
+    parser.add_argument("--fleet", type=Path, default=RANDOM)
     options = parser.parse_args()
     fleet = prepared(options.fleet, options.kv_tokens)
     table: dict[str, PrefixFigures] = {}

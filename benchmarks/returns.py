@@ -27,7 +27,7 @@ from typing import Any
 
 import httpx
 
-from benchmarks.harness.fleet import LAPTOP, brought_up, changed
+from benchmarks.harness.fleet import RANDOM, brought_up, changed
 from benchmarks.harness.output import command, print_figures, write_json
 from benchmarks.harness.streams import events, words
 from deploy.fleet import FleetSpec, load_fleet
@@ -184,7 +184,7 @@ def figures_of(rounds: Sequence[ReturnRound]) -> dict[str, float]:
 def main() -> None:
     parser = command(__doc__, quick="each round twice, not four times")
     parser.add_argument("--turns", type=int, default=TURNS, help="of each round")
-    parser.add_argument("--fleet", type=Path, default=LAPTOP)
+    parser.add_argument("--fleet", type=Path, default=RANDOM)
     options = parser.parse_args()
     with tempfile.TemporaryDirectory(prefix="heavy-") as directory:
         path = Path(directory) / "heavy"

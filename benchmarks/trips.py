@@ -1,6 +1,6 @@
 """Count the product files that one turn runs, observed on a fleet of real engines.
 
-The fleet is configs/laptop.yaml: directory, gateway, one prefiller, two decoders. The first turn of a
+The fleet is configs/random.yaml: directory, gateway, one prefiller, two decoders. The first turn of a
 conversation passes through the prefiller, the later turn does not. A file counts when one of its functions
 runs between the turn's first byte and its last, in any process of the fleet, and does not run in an idle
 window of `IDLE_S` as well. Each turn is taken `TRIPS` times after `WARM_UP` unmeasured conversations. Only
@@ -97,7 +97,7 @@ def measure(root: Path) -> dict[str, int]:
 @contextmanager
 def fleet(root: Path, folder: Path, window: Path, log: Path) -> Iterator[tuple[str, str]]:
     """Run the laptop fleet of a checkout with its own libraries; yield its URL and its model's name."""
-    content = yaml.safe_load((root / "configs" / "laptop.yaml").read_text())
+    content = yaml.safe_load((root / "configs" / "random.yaml").read_text())
     content["gateway"]["port"] = port = free_port("127.0.0.1")
     file = folder / "fleet.yaml"
     file.write_text(yaml.safe_dump(content))

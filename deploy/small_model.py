@@ -1,12 +1,7 @@
 """python -m deploy.small_model --out DIR: a small model made on the spot, real vLLM without a download."""
 
 import argparse
-import fcntl
 import json
-import logging
-import os
-import shutil
-import tempfile
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass, fields
 from pathlib import Path
@@ -17,10 +12,7 @@ from safetensors.numpy import save_file
 from tokenizers import AddedToken, Tokenizer, decoders, pre_tokenizers
 from tokenizers.models import BPE
 
-from deploy.errors import DeployError
-from deploy.fleet import FleetSpec
-from deploy.fleet.schema import SMALL_MODEL
-from deploy.home import FleetHome
+from deploy.models.directory import made_in
 
 END_OF_TURN = "<|im_end|>"
 START_OF_TURN = "<|im_start|>"
@@ -47,7 +39,7 @@ class ModelShape:
     kv_heads: int = 2
     head_dim: int = 64  # vLLM's CPU attention supports 32, 64, 80, 96, 112, 128, 192, 256
     intermediate: int = 768
-    max_context: int = 32_768
+    max_context: int = 131_072  # as far as an agent's prompts go
     seed: int = 0
     std: float = 0.15  # smaller falls into loops of two tokens, which hides wrong KV
     merges: int = 0  # pairs of characters that text tokenises to one token, and answers do not
@@ -185,34 +177,14 @@ def _bytes_to_ids() -> dict[str, int]:
     return {stand_in[byte]: byte for byte in range(256)}
 
 
-RECIPE = "conserve.json"
-RECIPE_VERSION = 2  # raise when the same shape would give other files
+RECIPE_VERSION = 3  # raise when the same shape would give other files
 
 
 def make_model(directory: Path, shape: ModelShape | None = None) -> bool:
-    """Make the model unless `directory` already holds it; says whether it was written.
-
-    It is written beside `directory` and moved into place: an interrupted run leaves nothing half made.
-    """
+    """Make the model unless `directory` already holds it; say whether it was written."""
     shape = shape or ModelShape()
     recipe = json.dumps({"version": RECIPE_VERSION, **asdict(shape)}, indent=2) + "\n"
-    made = directory / RECIPE
-    if made.exists() and made.read_text() == recipe:
-        return False
-    if directory.exists() and any(directory.iterdir()) and not made.exists():
-        raise DeployError(f"{directory} holds something else; choose an empty directory for the model")
-    directory.parent.mkdir(parents=True, exist_ok=True)
-    draft = Path(tempfile.mkdtemp(prefix=".making-", dir=directory.parent))
-    try:
-        _write(draft, shape)
-        (draft / RECIPE).write_text(recipe)
-        draft.chmod(0o755)
-        if directory.exists():
-            shutil.rmtree(directory)
-        os.replace(draft, directory)
-    finally:
-        shutil.rmtree(draft, ignore_errors=True)
-    return True
+    return made_in(directory, recipe, lambda draft: _write(draft, shape))
 
 
 def _write(directory: Path, shape: ModelShape) -> None:
@@ -225,16 +197,6 @@ def _write(directory: Path, shape: ModelShape) -> None:
     }
     (directory / "generation_config.json").write_text(json.dumps(generation, indent=2) + "\n")
     write_tokenizer(directory, shape.max_context, shape.merges)
-
-
-def ensure_model(fleet: FleetSpec, home: FleetHome) -> None:
-    """Make the small model on this node; several keepers do so at the same time, one of them in fact."""
-    if fleet.model.path != SMALL_MODEL:
-        return
-    with (home.root / "model.lock").open("w") as lock:
-        fcntl.flock(lock, fcntl.LOCK_EX)
-        if make_model(home.model):
-            logging.getLogger("conserve.deploy.model").info("small model made in %s", home.model)
 
 
 def main() -> None:

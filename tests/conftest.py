@@ -59,11 +59,11 @@ def kept_environment() -> Iterator[None]:
 
 @pytest.fixture(scope="session")
 def laptop_fleet() -> Iterator[RunningFleet]:
-    """configs/laptop.yaml, up: Ray, one prefiller, two decoders, directory, gateway. A minute or more.
+    """configs/random.yaml, up: Ray, one prefiller, two decoders, directory, gateway. A minute or more.
 
     A prefiller's queue may be long: twenty prompts take their time on a busy machine.
     """
-    with fleet_up("laptop", lambda content: content["conversation"].update(prefiller_wait="2m")) as fleet:
+    with fleet_up("random", lambda content: content["conversation"].update(prefiller_wait="2m")) as fleet:
         yield fleet
 
 

@@ -31,7 +31,7 @@ from benchmarks import overload
 from benchmarks.chaos.agents import AgentLengths, Agents
 from benchmarks.chaos.faults import Fault, faults, inflict
 from benchmarks.chaos.watching import AbortedIterations, Batch, layer_changes, settled, whole
-from benchmarks.harness.fleet import LAPTOP, brought_up, changed
+from benchmarks.harness.fleet import RANDOM, brought_up, changed
 from benchmarks.harness.output import command, print_figures, write_json
 from deploy.fleet import FleetSpec, load_fleet
 from deploy.home import FleetHome
@@ -137,7 +137,7 @@ def main() -> None:
     parser = command(__doc__, quick=f"{QUICK_MINUTES:.0f} minutes")
     parser.add_argument("--minutes", type=float, default=MINUTES)
     parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--fleet", type=Path, default=LAPTOP)
+    parser.add_argument("--fleet", type=Path, default=RANDOM)
     parser.add_argument("--set-clock", action="store_true", help="also set this machine's clock")
     parser.add_argument("--drop", action="store_true", help="on decoders that share their layers")
     parser.add_argument("--conversations", type=int, help=f"end after so many; --drop: {DROP_CONVERSATIONS}")

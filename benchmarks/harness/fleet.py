@@ -20,7 +20,7 @@ from deploy.lifecycle.status import serving
 from workers.processes import free_port
 
 ROOT = Path(__file__).parents[2]
-LAPTOP = ROOT / "configs" / "laptop.yaml"
+RANDOM = ROOT / "configs" / "random.yaml"
 CO_SERVING = ROOT / "configs" / "co-serving.yaml"
 UP_LIMIT_S, DOWN_LIMIT_S = 600.0, 60.0
 

@@ -19,7 +19,7 @@ from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 
 from benchmarks.harness.engines import Bench, DoesNotRun, PlainEngines
-from benchmarks.harness.fleet import LAPTOP, changed
+from benchmarks.harness.fleet import RANDOM, changed
 from benchmarks.harness.output import command, print_figures, print_rows, write_json
 from benchmarks.harness.rounds import rotated
 from benchmarks.peers import cpu, figures
@@ -122,7 +122,7 @@ def main() -> None:
     parser.add_argument("--peers", type=Path, default=os.environ.get("CONSERVE_PEERS"))
     parser.add_argument("--trace", type=Path, help="play this one only, as it is")
     parser.add_argument("--rounds", type=int, default=3)
-    parser.add_argument("--fleet", type=Path, default=LAPTOP)
+    parser.add_argument("--fleet", type=Path, default=RANDOM)
     parser.add_argument("--only", default="", help="only these contenders, separated by semicolons")
     options = parser.parse_args()
     cpu.mark()

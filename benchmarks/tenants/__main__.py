@@ -128,7 +128,7 @@ def ratio(beside: list[float], alone: list[float]) -> float:
 def main() -> None:
     parser = command(__doc__, quick=f"{QUICK_ROUNDS} rounds of {QUICK_PHASE_S:.0f} s")
     parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--fleet", type=Path, default=ROOT / "configs" / "laptop.yaml")
+    parser.add_argument("--fleet", type=Path, default=ROOT / "configs" / "random.yaml")
     options = parser.parse_args()
     rounds, phase_s = (QUICK_ROUNDS, QUICK_PHASE_S) if options.quick else (ROUNDS, PHASE_S)
     with tempfile.TemporaryDirectory(prefix="keys-") as folder:

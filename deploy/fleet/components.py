@@ -3,12 +3,13 @@
 import json
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, fields
-from pathlib import Path
 from typing import Any, TypeVar
 
 from deploy.fleet.key_types import MIB
-from deploy.fleet.schema import SMALL_MODEL, AutoscaleSpec, FleetSpec, Spec, TierSpec
+from deploy.fleet.schema import AutoscaleSpec, FleetSpec, Spec, TierSpec
 from deploy.home import POWER, FleetHome, FleetKeys, Purpose
+from deploy.models import smollm2
+from deploy.models.built_in import model_path
 from kvtransfer.config import ConnectorConfig
 from placement.engines import Role
 from placement.overload.drop_plan import DropLimits
@@ -145,6 +146,8 @@ def _engine_tracing(fleet: FleetSpec, engine: EngineName) -> tuple[dict[str, str
 
 def _model_options(fleet: FleetSpec) -> dict[str, object]:
     options: dict[str, object] = {}
+    if fleet.model.path == smollm2.NAME and (fleet.model.max_context or 0) > smollm2.TRAINED_CONTEXT:
+        options["hf-overrides"] = smollm2.stretched(fleet.model.max_context or 0)
     if fleet.model.aliases:
         options["served-model-name"] = [fleet.model.name, *fleet.model.aliases]
     if fleet.model.embeddings:
@@ -161,13 +164,6 @@ def _worker_class(device: Device, coserves: bool, drops: bool) -> str | None:
     if device is Device.CPU:
         return CPU_WORKER_CLASS if coserves else PLAIN_CPU_WORKER
     return WORKER_CLASS if coserves else None
-
-
-def model_path(fleet: FleetSpec, home: FleetHome) -> str:
-    if fleet.model.path == SMALL_MODEL:
-        return str(home.model)
-    path = Path(fleet.model.path).expanduser()
-    return str(path.resolve()) if path.is_dir() else fleet.model.path
 
 
 def has_safepoints(fleet: FleetSpec) -> bool:

@@ -12,7 +12,7 @@ from typing import Any
 from deploy.errors import KeyPath, Problem
 from deploy.fleet import vllm_options
 from deploy.fleet.engine_needs import BYTES, Architecture, Parallel, arguments, find_architecture, parallel
-from deploy.fleet.schema import SMALL_MODEL, FleetSpec, TierSpec
+from deploy.fleet.schema import FleetSpec, TierSpec
 from placement.engines import Role
 from placement.sizing.accelerators import ACCELERATORS, Accelerator
 
@@ -104,7 +104,7 @@ class TierEngines:
 
 
 def check_engines(fleet: FleetSpec) -> Iterator[Problem]:
-    model = None if fleet.model.path == SMALL_MODEL else find_architecture(fleet.model.path)
+    model = find_architecture(fleet.model.path)
     tiers = [TierEngines(fleet, index, tier, model) for index, tier in enumerate(fleet.tiers)]
     found = [problem for one in tiers for check in CHECKS for problem in check(one)]
     if fleet.policy != "collocated":

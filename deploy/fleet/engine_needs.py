@@ -3,11 +3,12 @@
 import json
 import os
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from deploy.fleet.schema import FleetSpec, TierSpec
+from deploy.fleet.schema import SMALL_MODEL, FleetSpec, TierSpec
+from deploy.models import smollm2
 
 
 @dataclass(frozen=True, slots=True)
@@ -82,8 +83,12 @@ class Architecture:
 
 
 def find_architecture(model: str) -> Architecture | None:
-    """Of a directory, or of a model in the Hugging Face cache of this machine; None: it is not here."""
-    directory = _directory(model)
+    """Of a model that is here: `smollm2`, a directory, or in the Hugging Face cache of this machine."""
+    if model == smollm2.NAME:
+        return replace(
+            architecture_of(smollm2.CONFIG, smollm2.WEIGHT_BYTES), max_context=smollm2.LONGEST_CONTEXT
+        )
+    directory = None if model == SMALL_MODEL else _directory(model)
     if directory is None:
         return None
     try:

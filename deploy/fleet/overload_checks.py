@@ -4,7 +4,7 @@ from collections.abc import Iterator, Mapping
 
 from deploy.errors import Problem
 from deploy.fleet.engine_needs import arguments, find_architecture, parallel
-from deploy.fleet.schema import SMALL_MODEL, FleetSpec, TierSpec
+from deploy.fleet.schema import FleetSpec, TierSpec
 from placement.engines import Role
 from workers.engine.overload.config import SPLIT_MODELS
 
@@ -42,7 +42,7 @@ def _compiled(fleet: FleetSpec, given: Mapping[str, object]) -> str:
 
 def model_in_the_way(fleet: FleetSpec) -> Iterator[str]:
     """As far as its config.json is here; an engine refuses at its start what is not seen in it."""
-    model = None if fleet.model.path == SMALL_MODEL else find_architecture(fleet.model.path)
+    model = find_architecture(fleet.model.path)
     if model is None:
         return
     instead = "set overload.policy: park"

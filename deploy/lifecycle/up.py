@@ -18,9 +18,9 @@ from deploy.fleet.schema import TierSpec
 from deploy.home import FleetHome, RunRecord
 from deploy.lifecycle.down import bring_down
 from deploy.lifecycle.status import endpoint_of, trust_of
+from deploy.models.built_in import ensure_model
 from deploy.ray.cluster import connect, refuse_open_cluster, start_own_cluster
 from deploy.ray.common import replica
-from deploy.small_model import ensure_model
 from router.directory.journal import Journal
 from router.http import descriptors_problem
 from workers import processes
@@ -36,7 +36,7 @@ LOOK_EVERY_S = 0.5
 SUPERVISOR_GONE_S = 5.0
 
 
-def prepare(fleet: FleetSpec, home: FleetHome) -> None:
+def prepare(fleet: FleetSpec, home: FleetHome, tell: Tell) -> None:
     refuse_missing_model(fleet)
     if home.read_run() is not None:
         bring_down(home)  # what a run left that was killed
@@ -46,7 +46,7 @@ def prepare(fleet: FleetSpec, home: FleetHome) -> None:
     refuse_taken_port(fleet)
     home.create()
     write_fleet(fleet, home)
-    ensure_model(fleet, home)
+    ensure_model(fleet, home, tell)
 
 
 def write_fleet(fleet: FleetSpec, home: FleetHome) -> None:
@@ -83,7 +83,7 @@ def refuse_missing_model(fleet: FleetSpec) -> None:
     if fleet.ray.address is None and is_path and not (Path(path).expanduser() / "config.json").is_file():
         raise LifecycleError(
             f"model.path: there is no model in {Path(path).expanduser().absolute()}; it must be a directory "
-            "with config.json, a Hugging Face id as in Qwen/Qwen3-0.6B, or `small`"
+            "with config.json, a Hugging Face id as in Qwen/Qwen3-0.6B, or `smollm2`"
         )
 
 
@@ -105,7 +105,7 @@ def refuse_what_does_not_fit(fleet: FleetSpec, there: Mapping[str, float]) -> No
 
 def bring_up(fleet: FleetSpec, home: FleetHome, tell: Tell, *, end_with_us: bool) -> str:
     """Returns the endpoint. If it cannot, or is interrupted, nothing is left behind."""
-    prepare(fleet, home)
+    prepare(fleet, home, tell)
     try:
         if fleet.ray.address is None:
             tell("starting Ray")

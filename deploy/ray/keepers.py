@@ -25,6 +25,7 @@ from deploy.fleet.components import (
 )
 from deploy.fleet.engine_needs import engine_resources
 from deploy.home import FleetHome, FleetKeys, Purpose
+from deploy.models.built_in import ensure_model
 from deploy.ray.common import (
     Background,
     SealedFleet,
@@ -37,7 +38,6 @@ from deploy.ray.common import (
     serve_metrics,
 )
 from deploy.ray.control import ControlClient, ControlError, ControlServer
-from deploy.small_model import ensure_model
 from workers.keeper.engine_status import ConnectorFeed, KeeperStatus, StatusStore
 from workers.keeper.keeper import Keeper
 from workers.keeper.launch import FEED_SOCKET

@@ -29,8 +29,8 @@ pytestmark = pytest.mark.slow
 Edit = Callable[[dict[str, Any]], object]
 
 
-def laptop(edit: Edit) -> str:
-    content = yaml.safe_load((ROOT / "configs" / "laptop.yaml").read_text())
+def random(edit: Edit) -> str:
+    content = yaml.safe_load((ROOT / "configs" / "random.yaml").read_text())
     content["gateway"]["port"] = free_port("127.0.0.1")
     edit(content)
     return yaml.safe_dump(content)
@@ -45,11 +45,11 @@ def base() -> Iterator[Path]:
 
 def refused(base: Path, edit: Edit) -> str:
     file = base / "fleet.yaml"
-    file.write_text(laptop(edit))
+    file.write_text(random(edit))
     answer = conserve(base, "up", str(file), "--detach")
     assert answer.returncode == 1, answer.stdout
     assert "Traceback" not in answer.stderr
-    assert not marked(FleetHome.of("laptop", str(base)))
+    assert not marked(FleetHome.of("random", str(base)))
     return answer.stderr.strip()
 
 
@@ -67,7 +67,7 @@ def test_a_port_that_is_taken(base: Path) -> None:
 
 
 def test_a_journal_that_is_damaged(base: Path) -> None:
-    home = FleetHome.of("laptop", str(base))
+    home = FleetHome.of("random", str(base))
     Journal.create(home.journal, [Row(f"c:{number}", "whole", b"{}") for number in range(2000)])
     data = bytearray(home.journal.read_bytes())
     data[len(data) // 2] ^= 8
@@ -87,7 +87,7 @@ SAYS = (
 def test_fewer_files_than_connections_need(base: Path) -> None:
     """Said by `conserve up`, and by a gateway on whichever machine."""
     fleet = base / "fleet.yaml"
-    fleet.write_text(laptop(lambda content: None))
+    fleet.write_text(random(lambda content: None))
     config = GatewayConfig("127.0.0.1:9", (ServedModel("small"),), port=0)
     (base / "gateway.json").write_bytes(router.gateway.config.dump(config))
     for code in (
@@ -113,7 +113,7 @@ def test_a_ray_cluster_that_is_not_there_and_the_fleet_can_be_forgotten(
     said = refused(base, lambda content: content.update(ray={"address": address}))
     assert f"no Ray cluster answers at {address}" in said
     assert "start Ray there first" in said
-    assert "nothing was up" in conserve(base, "down", "laptop").stdout
+    assert "nothing was up" in conserve(base, "down", "random").stdout
 
 
 @pytest.mark.parametrize(
@@ -126,7 +126,7 @@ def test_a_ray_cluster_that_is_not_there_and_the_fleet_can_be_forgotten(
     ],
 )
 def test_resources_that_this_machine_lacks(resources: dict[str, float], there: Any, fits: bool) -> None:
-    fleet = parse_fleet(laptop(lambda content: content["tiers"][1].update(resources=resources)), "f")
+    fleet = parse_fleet(random(lambda content: content["tiers"][1].update(resources=resources)), "f")
     there = {"prefill_tier": 1.0, **there}
     if fits:
         refuse_what_does_not_fit(fleet, there)

@@ -39,7 +39,7 @@ def fleet(nodes: Nodes, monkeypatch: pytest.MonkeyPatch) -> Iterator[RunningFlee
         content["engine"]["lease"] = "15s"
         content["ray"] = {"address": nodes.address, "control_resources": {"control_node": 1}}
 
-    with fleet_up("laptop", edit) as fleet:
+    with fleet_up("random", edit) as fleet:
         yield fleet
 
 

@@ -32,7 +32,7 @@ def small_decoders(content: Any) -> None:
 
 @pytest.fixture(scope="module")
 def fleet() -> Iterator[RunningFleet]:
-    with fleet_up("laptop", small_decoders) as up:
+    with fleet_up("random", small_decoders) as up:
         yield up
 
 

@@ -23,7 +23,7 @@ SERVER = "lmcache.v1.multiprocess.http_server"
 @pytest.fixture(scope="module")
 def fleet() -> Iterator[RunningFleet]:
     kv = {"host_kv_gib": 1, "kv_tiers": ["host", "lmcache"], "lmcache": {"gib": 1}}
-    with fleet_up("laptop", lambda content: content.update(name="shared", kv=kv)) as fleet:
+    with fleet_up("random", lambda content: content.update(name="shared", kv=kv)) as fleet:
         yield fleet
 
 

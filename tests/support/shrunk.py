@@ -15,13 +15,13 @@ MOST_BATCHED = 4096  # tokens; more take memory that the machine shares
 
 def shrunk(replicas: dict[str, int], more: Edit = lambda content: None) -> Edit:
     """An edit of `fleet_up`; `replicas` by tier."""
-    laptop = yaml.safe_load((ROOT / "configs" / "laptop.yaml").read_text())
+    random = yaml.safe_load((ROOT / "configs" / "random.yaml").read_text())
 
     def edit(content: Any) -> None:
-        engine, small = content["engine"], laptop["engine"]
+        engine, small = content["engine"], random["engine"]
         its_own = {name: value for name, value in engine.get("args", {}).items() if name not in OF_GPUS}
         content["engine"] = {**engine, **small, "start_together": 2, "args": {**small["args"], **its_own}}
-        content["model"] = laptop["model"]
+        content["model"] = random["model"]
         content["gateway"]["host"] = "127.0.0.1"
         content["kv"]["host_kv_gib"] = 1
         for tier in content["tiers"]:

@@ -44,7 +44,7 @@ def test_a_peer_that_fails_conversations_is_nobody_to_beat() -> None:
 
 
 def test_ours_in_both_ways_are_no_peers_and_a_peer_that_is_not_installed_says_so(tmp_path: Path) -> None:
-    bench = Bench(load_fleet(REPOSITORY / "configs" / "laptop.yaml"), tmp_path, tmp_path, 1.0)
+    bench = Bench(load_fleet(REPOSITORY / "configs" / "random.yaml"), tmp_path, tmp_path, 1.0)
     everyone = contenders(bench, PlainEngines(bench))
     assert [one.name for one in everyone if not one.peer] == ["ours", "ours, first_turns: prefiller"]
     for contender in everyone:

@@ -16,7 +16,7 @@ from deploy.fleet.components import EngineName, engine_spec, power_settings
 from deploy.fleet.engine_needs import parallel
 from deploy.fleet.schema import FleetSpec, TierSpec
 from deploy.home import FleetHome
-from deploy.small_model import ensure_model
+from deploy.models.built_in import ensure_model
 from placement.scheduling.latency_model import Sample
 from placement.scheduling.prefill_curve import curve_of
 from workers.power.engine_power import EnginePower, visible_gpus

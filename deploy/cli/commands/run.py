@@ -121,7 +121,7 @@ def curl_line(fleet: FleetSpec) -> str:
     key = ' -H "Authorization: Bearer $CONSERVE_API_KEY"' if asked else ""
     body = (
         f'{{"model": "{fleet.model.name}", "max_tokens": 32, '
-        '"messages": [{"role": "user", "content": "Hello"}]}'
+        '"messages": [{"role": "user", "content": "What is the capital of France?"}]}'
     )
     return f"{curl(fleet)}/v1/chat/completions -H 'Content-Type: application/json'{key} -d '{body}'"
 

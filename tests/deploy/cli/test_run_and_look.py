@@ -68,7 +68,7 @@ def alive() -> RunRecord:
 def test_a_good_file_is_valid(base: Path) -> None:
     answer = conserve(base, "check", "configs/laptop.yaml")
     assert answer.returncode == 0
-    assert "valid: fleet 'laptop', model small, 1 x prefill (prefill), 2 x decode (decode)" in answer.stdout
+    assert "valid: fleet 'laptop', model smollm2, 1 x prefill (prefill), 2 x decode (decode)" in answer.stdout
 
 
 def test_a_wrong_file_is_told_with_its_line_and_without_a_traceback(base: Path) -> None:

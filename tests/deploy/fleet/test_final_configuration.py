@@ -18,6 +18,7 @@ from deploy.fleet import FleetSpec, parse_fleet, vllm_options
 from deploy.fleet.components import EngineName, engine_spec
 from deploy.generated import SCHEMA_FILE
 from deploy.home import FleetHome
+from deploy.models import smollm2
 from tests.deploy.fleet.test_gpu_hour_mistakes import QWEN3_32B
 from tests.support.final_config import OPTIONS, Commands, Flat, final_configurations
 from workers.keeper.launch import EngineKeys, LaunchSpec, Start, engine_command
@@ -39,6 +40,7 @@ LLAMA_3_1_8B = {
 MODELS = {
     "Qwen/Qwen3-32B": QWEN3_32B,
     "meta-llama/Llama-3.1-8B-Instruct": LLAMA_3_1_8B,
+    "smollm2": smollm2.CONFIG,
     "small": {**QWEN3_32B, "torch_dtype": "float32"},  # its shape is of no account here
 }
 

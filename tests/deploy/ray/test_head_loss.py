@@ -42,7 +42,7 @@ from pathlib import Path
 from deploy.fleet import load_fleet
 from deploy.home import FleetHome
 from deploy.ray.cluster import connect
-fleet = load_fleet(Path("configs/laptop.yaml"))
+fleet = load_fleet(Path("configs/random.yaml"))
 home = FleetHome.of(fleet.name)
 ray = connect(fleet, home, home.read_run())
 deadline = time.monotonic() + 60
@@ -56,10 +56,10 @@ while True:
 print(json.dumps([first, ray.get(make("second").add.remote(), timeout=60)]))
 '''
 
-fleet = load_fleet(Path("configs/laptop.yaml"))
+fleet = load_fleet(Path("configs/random.yaml"))
 home = FleetHome.of(fleet.name)
 home.create()
-home.fleet_file.write_text(Path("configs/laptop.yaml").read_text())  # as `conserve up` does
+home.fleet_file.write_text(Path("configs/random.yaml").read_text())  # as `conserve up` does
 ray = connect(fleet, home, start_own_cluster(fleet, home, end_with_us=True))
 exec(COUNTER)
 
@@ -120,6 +120,6 @@ def test_the_head_comes_back_and_nothing_else_stops() -> None:
             "restarted_actor": 1,
         }
     finally:
-        conserve(base, "down", "laptop", timeout_s=120)
-        assert not marked(FleetHome.of("laptop", str(base)))
+        conserve(base, "down", "random", timeout_s=120)
+        assert not marked(FleetHome.of("random", str(base)))
         shutil.rmtree(base, ignore_errors=True)

@@ -1,0 +1,30 @@
+"""The models that are made on this machine: `smollm2` and `small`."""
+
+import logging
+from collections.abc import Callable
+from pathlib import Path
+
+from deploy.fleet.schema import SMALL_MODEL, FleetSpec
+from deploy.home import FleetHome
+from deploy.models import smollm2
+from deploy.small_model import make_model
+
+_logger = logging.getLogger("conserve.deploy.model")
+
+
+def ensure_model(fleet: FleetSpec, home: FleetHome, tell: Callable[[str], None] = _logger.info) -> None:
+    """Make the fleet's model on this node, if it is one that is made. Several keepers may do so at once."""
+    if fleet.model.path == smollm2.NAME:
+        smollm2.ensure(tell)
+    elif fleet.model.path == SMALL_MODEL and make_model(home.model):
+        tell(f"small model made in {home.model}")
+
+
+def model_path(fleet: FleetSpec, home: FleetHome) -> str:
+    """Return the directory or the Hugging Face id that engines are given."""
+    if fleet.model.path == SMALL_MODEL:
+        return str(home.model)
+    if fleet.model.path == smollm2.NAME:
+        return str(smollm2.directory())
+    path = Path(fleet.model.path).expanduser()
+    return str(path.resolve()) if path.is_dir() else fleet.model.path

@@ -1,0 +1,39 @@
+"""A model's directory that is made on this machine: as a whole or not at all, and once."""
+
+import fcntl
+import os
+import shutil
+import tempfile
+from collections.abc import Callable
+from pathlib import Path
+
+from deploy.errors import DeployError
+
+RECIPE = "conserve.json"  # what the directory was made from
+
+
+def made_in(directory: Path, recipe: str, write: Callable[[Path], None]) -> bool:
+    """Have `write` make a model unless `directory` holds the one of this recipe; say whether it did.
+
+    `write` is given a directory beside it, which is moved into place: an interrupted run leaves nothing half
+    made. Of several processes that do so at the same time one makes it.
+    """
+    directory.parent.mkdir(parents=True, exist_ok=True)
+    with (directory.parent / f".{directory.name}.lock").open("w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        made = directory / RECIPE
+        if made.exists() and made.read_text() == recipe:
+            return False
+        if directory.exists() and any(directory.iterdir()) and not made.exists():
+            raise DeployError(f"{directory} holds something else; choose an empty directory for the model")
+        draft = Path(tempfile.mkdtemp(prefix=".making-", dir=directory.parent))
+        try:
+            write(draft)
+            (draft / RECIPE).write_text(recipe)
+            draft.chmod(0o755)
+            if directory.exists():
+                shutil.rmtree(directory)
+            os.replace(draft, directory)
+        finally:
+            shutil.rmtree(draft, ignore_errors=True)
+        return True

@@ -1,0 +1,43 @@
+"""A model's directory is made once, and as a whole or not at all."""
+
+import threading
+from pathlib import Path
+
+import pytest
+
+from deploy.models.directory import made_in
+
+
+def leftovers(directory: Path) -> list[str]:
+    return [path.name for path in directory.iterdir() if path.name.startswith(".making")]
+
+
+def test_what_fails_halfway_leaves_nothing(tmp_path: Path) -> None:
+    def fail(draft: Path) -> None:
+        (draft / "config.json").write_text("{}")
+        raise OSError("no space left")
+
+    with pytest.raises(OSError, match="no space"):
+        made_in(tmp_path / "m", "recipe", fail)
+    assert not (tmp_path / "m").exists() and not leftovers(tmp_path)
+
+
+def test_of_several_at_once_one_makes_it(tmp_path: Path) -> None:
+    together, made = threading.Barrier(4), []
+
+    def make() -> None:
+        together.wait()
+        made.append(made_in(tmp_path / "m", "recipe", lambda draft: (draft / "a").write_text("a")))
+
+    threads = [threading.Thread(target=make) for _ in range(4)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert sorted(made) == [False, False, False, True]
+
+
+def test_another_recipe_makes_it_anew(tmp_path: Path) -> None:
+    assert made_in(tmp_path / "m", "first", lambda draft: (draft / "one").write_text(""))
+    assert made_in(tmp_path / "m", "second", lambda draft: (draft / "other").write_text(""))
+    assert (tmp_path / "m" / "other").exists() and not (tmp_path / "m" / "one").exists()
