@@ -101,7 +101,8 @@ class EngineProcess:
         command += ["--host", "127.0.0.1", "--port", str(self.http), "--max-model-len", str(self.context())]
         command += ["--num-gpu-blocks-override", str(self.blocks), "--block-size", str(self.block_tokens)]
         command += ["--max-num-batched-tokens", str(self.batched_tokens), "--max-num-seqs", "16"]
-        command += ["--enforce-eager", "--disable-uvicorn-access-log", *self.arguments]
+        command += ["--enforce-eager", "--disable-uvicorn-access-log", "--enable-prompt-tokens-details"]
+        command += self.arguments
         for name, value in engine_device.options().items():
             command += [f"--{name.replace('_', '-')}", str(value)]
         if self.connector is not None:
