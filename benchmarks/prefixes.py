@@ -22,9 +22,9 @@ from statistics import median, quantiles
 
 import httpx
 
+from benchmarks.harness.chats import events, words
 from benchmarks.harness.fleet import RANDOM, brought_up, changed, counted
 from benchmarks.harness.output import command, print_figures, write_json
-from benchmarks.harness.streams import events, words
 from deploy.fleet import FleetSpec, load_fleet
 from deploy.lifecycle.status import fleet_status, serving
 

@@ -27,9 +27,9 @@ from typing import Any
 
 import httpx
 
+from benchmarks.harness.chats import events, words
 from benchmarks.harness.fleet import RANDOM, brought_up, changed
 from benchmarks.harness.output import command, print_figures, write_json
-from benchmarks.harness.streams import events, words
 from deploy.fleet import FleetSpec, load_fleet
 from deploy.lifecycle.status import serving
 from deploy.small_model import ModelShape, make_model

@@ -8,7 +8,7 @@ import asyncio
 import math
 import time
 from collections import Counter
-from collections.abc import AsyncGenerator, Sequence
+from collections.abc import AsyncGenerator
 from contextlib import aclosing
 from dataclasses import dataclass, field
 from random import Random
@@ -26,15 +26,6 @@ STREAMED = 0.7  # share of requests
 
 
 @dataclass(frozen=True, slots=True)
-class Script:
-    """Messages of the system, and of the user and the tools, and the lengths of answers."""
-
-    system: str
-    messages: tuple[str, ...]
-    tokens: tuple[int, ...]
-
-
-@dataclass(frozen=True, slots=True)
 class AgentLengths:
     """Lengths of messages and answers, and the rhythm of agents."""
 
@@ -49,6 +40,15 @@ class AgentLengths:
     apart: bool = False
 
 
+@dataclass(slots=True)
+class Script:
+    """A system message, the user's messages with the lengths of their answers, and the known answers."""
+
+    system: str
+    turns: list[tuple[str, int]]
+    answers: list[str] = field(default_factory=list)
+
+
 def scripts(seed: int, lengths: AgentLengths) -> list[Script]:
     """Return scripts that share no long prefix."""
     found = []
@@ -57,8 +57,8 @@ def scripts(seed: int, lengths: AgentLengths) -> list[Script]:
         words = [f"{number}-{random.randrange(10_000)}" for _ in range(random.choice(lengths.words))]
         messages = [f"Read this and act: {' '.join(words)}"]
         messages += [f"The tool says {random.randrange(10_000)}. Go on." for _ in range(TURNS - 1)]
-        tokens = tuple(random.choice(lengths.tokens) for _ in messages)
-        found.append(Script(f"You are agent {number} of {seed}.", tuple(messages), tokens))
+        turns = [(message, random.choice(lengths.tokens)) for message in messages]
+        found.append(Script(f"You are agent {number} of {seed}.", turns))
     return found
 
 
@@ -75,17 +75,6 @@ class AgentResults:
     longest_turn_s: float = 0.0
 
 
-@dataclass(frozen=True)
-class AgentTurn:
-    """A turn to be answered, and its known answer."""
-
-    name: str
-    messages: Sequence[dict[str, str]]
-    tokens: int
-    headers: dict[str, str]
-    expected: str
-
-
 class Agents:
     """Agents on one fleet."""
 
@@ -95,17 +84,21 @@ class Agents:
         self._model, self._seed = model, seed
         self._lengths = lengths or AgentLengths()
         self._scripts = scripts(seed, self._lengths)
-        self._answers: list[list[str]] = []
         self._number = 0
         self.seen = AgentResults()
 
     async def learn(self) -> None:
         """Learn the answers of the undisturbed fleet twice: they must be the same."""
-        for _ in range(2):
-            before, self._answers = self._answers, []
-            for script in self._scripts:
-                self._answers.append(await self._undisturbed(script))
-            if before and before != self._answers:
+        for script in self._scripts * 2:
+            before, script.answers = script.answers, []
+            self._number += 1
+            headers, messages = {"x-conversation-id": f"chaos-{self._number}"}, _begin(script)
+            for message, tokens in script.turns:
+                messages.append({"role": "user", "content": message})
+                parts = [part async for part in self._ask(messages, tokens, headers, stream=False)]
+                script.answers.append("".join(parts))
+                messages.append({"role": "assistant", "content": script.answers[-1]})
+            if before and before != script.answers:
                 raise SystemExit("the undisturbed fleet does not give the same answers twice")
 
     async def run(self, agents: int, until: float, conversations: float = math.inf) -> None:
@@ -123,31 +116,18 @@ class Agents:
                 lost, wrong = len(self.seen.lost), len(self.seen.wrong)
                 print(f"  {self.seen.conversations} conversations, {lost} lost, {wrong} wrong", flush=True)
 
-    async def _undisturbed(self, script: Script) -> list[str]:
-        messages, answers = [{"role": "system", "content": script.system}], list[str]()
-        self._number += 1
-        for message, tokens in zip(script.messages, script.tokens, strict=True):
-            messages.append({"role": "user", "content": message})
-            headers = {"x-conversation-id": f"chaos-{self._number}"}
-            turn = AgentTurn("", messages, tokens, headers, "")
-            answers.append("".join([part async for part in self._ask(turn, stream=False)]))
-            messages.append({"role": "assistant", "content": answers[-1]})
-        return answers
-
     async def _conversation(self, name: str, random: Random) -> None:
-        which = random.randrange(len(self._scripts))
-        script, answers = self._scripts[which], self._answers[which]
-        messages = [{"role": "system", "content": script.system}]
-        for number, expected in enumerate(answers):
-            messages.append({"role": "user", "content": script.messages[number]})
-            headers = {"x-conversation-id": name}
-            if self._lengths.apart:
-                headers["Authorization"] = f"Bearer {name}"
-            if number == len(answers) - 1:
+        script = random.choice(self._scripts)
+        messages, headers = _begin(script), {"x-conversation-id": name}
+        if self._lengths.apart:
+            headers["Authorization"] = f"Bearer {name}"
+        turns = zip(script.turns, script.answers, strict=True)
+        for number, ((message, tokens), expected) in enumerate(turns, 1):
+            messages.append({"role": "user", "content": message})
+            if number == len(script.turns):
                 headers["x-conversation-final"] = "true"
             await asyncio.sleep(self._rest_left_s())
-            turn = AgentTurn(f"{name}, turn {number}", messages, script.tokens[number], headers, expected)
-            if not await self._take(turn, random):
+            if not await self._take(f"{name}, turn {number}", messages, tokens, headers, expected, random):
                 return
             messages.append({"role": "assistant", "content": expected})
             await asyncio.sleep(random.choice(self._lengths.waits_s))
@@ -159,46 +139,58 @@ class Agents:
         into_s = time.monotonic() % (lengths.busy_s + lengths.rest_s)
         return max(0.0, lengths.busy_s + lengths.rest_s - into_s) if into_s >= lengths.busy_s else 0.0
 
-    async def _take(self, turn: AgentTurn, random: Random) -> bool:
+    async def _take(
+        self,
+        name: str,
+        messages: list[dict[str, str]],
+        tokens: int,
+        headers: dict[str, str],
+        expected: str,
+        random: Random,
+    ) -> bool:
         """Try until the turn is answered, wrong or lost; tell whether its answer is right."""
         began = time.monotonic()
         while time.monotonic() < began + LOST_AFTER_S:
             text, outcome = "", "answered"
             leaves = random.random() < self._lengths.hang_ups
-            stays = random.uniform(0, len(turn.expected)) if leaves else math.inf
+            stays = random.uniform(0, len(expected)) if leaves else math.inf
+            stream = leaves or random.random() < STREAMED
             try:
-                async with asyncio.timeout(REQUEST_LIMIT_S):
-                    asked = self._ask(turn, stream=leaves or random.random() < STREAMED)
-                    async with aclosing(asked):
-                        async for part in asked:
-                            text += part
-                            if len(text) > stays:
-                                outcome = "left"
-                                break
+                async with (
+                    asyncio.timeout(REQUEST_LIMIT_S),
+                    aclosing(self._ask(messages, tokens, headers, stream)) as parts,
+                ):
+                    async for part in parts:
+                        text += part
+                        if len(text) > stays:
+                            outcome = "left"
+                            break
             except TimeoutError:
                 outcome = "hung"
-                self.seen.hung.append(f"{turn.name}: {time.monotonic() - began:.0f} s")
+                self.seen.hung.append(f"{name}: {time.monotonic() - began:.0f} s")
             except openai.APIStatusError as refused:
                 outcome = f"{refused.status_code} {refused.code or ''}".strip()
             except (openai.APIError, httpx.HTTPError) as broken:  # a connection, or an error within a stream
                 outcome = f"{type(broken).__name__}{', in a stream' if text else ''}"
             self.seen.tries[outcome] += 1
             answered = outcome == "answered"
-            if not turn.expected.startswith(text) or (answered and text != turn.expected):
-                self.seen.wrong.append(f"{turn.name} ({outcome}): {text!r} is not {turn.expected!r}")
+            if not expected.startswith(text) or (answered and text != expected):
+                self.seen.wrong.append(f"{name} ({outcome}): {text!r} is not {expected!r}")
                 return False
             if answered:
                 self.seen.turns += 1
                 self.seen.longest_turn_s = max(self.seen.longest_turn_s, time.monotonic() - began)
                 return True
             await asyncio.sleep(random.uniform(*RETRY_S))
-        self.seen.lost.append(turn.name)
+        self.seen.lost.append(name)
         return False
 
-    async def _ask(self, turn: AgentTurn, stream: bool) -> AsyncGenerator[str, None]:
-        body: dict[str, Any] = {"model": self._model, "messages": list(turn.messages), "temperature": 0.0}
-        body |= {"max_tokens": turn.tokens, "extra_headers": turn.headers}
-        body |= {"extra_body": {"min_tokens": turn.tokens, "ignore_eos": True}}
+    async def _ask(
+        self, messages: list[dict[str, str]], tokens: int, headers: dict[str, str], stream: bool
+    ) -> AsyncGenerator[str, None]:
+        body: dict[str, Any] = {"model": self._model, "messages": messages, "temperature": 0.0}
+        body |= {"max_tokens": tokens, "extra_headers": headers}
+        body |= {"extra_body": {"min_tokens": tokens, "ignore_eos": True}}
         if not stream:
             answer = await self._http.chat.completions.create(**body)
             yield answer.choices[0].message.content or ""
@@ -211,3 +203,7 @@ class Agents:
                     ended = ended or choice.finish_reason is not None
         if not ended:
             raise openai.APIConnectionError(message="cut", request=chunks.response.request)
+
+
+def _begin(script: Script) -> list[dict[str, str]]:
+    return [{"role": "system", "content": script.system}]

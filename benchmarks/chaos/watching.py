@@ -1,14 +1,17 @@
 """The fleet and a batch beside the agents: their state, their counts, and whether anything is left behind."""
 
 import asyncio
-import json
 import time
 from collections import Counter, defaultdict
 from contextlib import suppress
 from typing import Any
 
 import httpx
+import orjson
+from openai import APIError, OpenAI
 
+from benchmarks.harness.chats import BATCH_ENDED, batch_file
+from benchmarks.harness.fleet import samples
 from deploy.errors import LifecycleError
 from deploy.home import FleetHome
 from deploy.lifecycle.status import FleetStatus, fleet_status
@@ -18,8 +21,6 @@ WHOLE_S, BATCH_S = 400.0, 400.0
 LINES, LINE_TOKENS, LINE_REPEATS = 60, 12, 12
 LOOK_S = 4.0
 CHANGES, ABORTS = "conserve_overload_changes_total{", "conserve_coserving_aborts_total{"
-COMPLETIONS = "/v1/completions"
-ENDED = ("completed", "failed", "expired", "cancelled")
 
 
 def status(home: FleetHome) -> FleetStatus | None:
@@ -60,9 +61,8 @@ def layer_changes(home: FleetHome) -> dict[str, float]:
     state = status(home)
     if state is None or not state.metrics:
         return {}
-    lines = httpx.get(f"http://{state.metrics}/metrics", timeout=30).text.splitlines()
-    found = (line.removeprefix(CHANGES).rpartition("} ") for line in lines if line.startswith(CHANGES))
-    return {labels: float(value) for labels, _, value in found}
+    found = samples([f"http://{state.metrics}"], CHANGES)
+    return {name.removeprefix(CHANGES).removesuffix("}"): value for name, value in found.items()}
 
 
 class AbortedIterations:
@@ -77,8 +77,7 @@ class AbortedIterations:
         state = status(self._home)
         for one in state.engines if state is not None else ():
             with suppress(httpx.HTTPError):
-                lines = httpx.get(f"http://{one.http}/metrics", timeout=30).text.splitlines()
-                now = sum(float(line.rpartition(" ")[2]) for line in lines if line.startswith(ABORTS))
+                now = sum(samples([f"http://{one.http}"], ABORTS).values())
                 before = self._last[one.engine]
                 self.total += now - before if now >= before else now
                 self._last[one.engine] = now
@@ -93,41 +92,37 @@ class Batch:
     """A batch whose lines must each be answered once, as the undisturbed fleet answers them."""
 
     def __init__(self, url: str, model: str) -> None:
-        self._http = httpx.Client(base_url=url, timeout=60.0, headers={"authorization": "Bearer chaos"})
-        lengths = {"ignore_eos": True, "min_tokens": LINE_TOKENS, "max_tokens": LINE_TOKENS}
+        self._api = OpenAI(base_url=f"{url}/v1", api_key="chaos", timeout=60.0)
+        sizes = {"max_tokens": LINE_TOKENS, "min_tokens": LINE_TOKENS, "ignore_eos": True}
         prompts = [f"Line {number}: the agent " * LINE_REPEATS for number in range(LINES)]
-        self._bodies = [{"model": model, "prompt": one, "temperature": 0.0, **lengths} for one in prompts]
+        self._bodies = [{"model": model, "prompt": one, "temperature": 0.0, **sizes} for one in prompts]
         self._expected: list[str] = []
         self._batch = ""
 
     def learn(self) -> None:
         """Learn the answers of the undisturbed fleet."""
         for body in self._bodies:
-            answer = self._http.post(COMPLETIONS, json=body).raise_for_status()
-            self._expected.append(answer.json()["choices"][0]["text"])
+            answer = self._api.completions.create(model="", prompt="", extra_body=body)
+            self._expected.append(answer.choices[0].text)
 
     def submit(self) -> None:
-        lines = "\n".join(
-            json.dumps({"custom_id": str(number), "method": "POST", "url": COMPLETIONS, "body": body})
-            for number, body in enumerate(self._bodies)
-        )
-        upload = {"file": ("lines.jsonl", lines)}
-        file = self._http.post("/v1/files", files=upload, data={"purpose": "batch"}).raise_for_status().json()
-        wanted = {"input_file_id": file["id"], "endpoint": COMPLETIONS, "completion_window": "24h"}
-        self._batch = self._http.post("/v1/batches", json=wanted).raise_for_status().json()["id"]
+        lines = batch_file("/v1/completions", self._bodies)
+        file = self._api.files.create(file=("lines.jsonl", lines), purpose="batch")
+        wanted: Any = {"endpoint": "/v1/completions", "completion_window": "24h"}
+        self._batch = self._api.batches.create(input_file_id=file.id, **wanted).id
 
     def results(self) -> tuple[list[str], list[str]]:
         """Return lines that are missing or failed, and lines that are wrong or there twice."""
-        deadline, state = time.monotonic() + BATCH_S, dict[str, Any]()
-        while state.get("status") not in ENDED and time.monotonic() < deadline:
-            with suppress(httpx.HTTPError):
-                state = self._http.get(f"/v1/batches/{self._batch}").raise_for_status().json()
+        deadline, state = time.monotonic() + BATCH_S, None
+        while (state is None or state.status not in BATCH_ENDED) and time.monotonic() < deadline:
+            with suppress(APIError):
+                state = self._api.batches.retrieve(self._batch)
             time.sleep(1)
-        if state.get("status") != "completed":
-            return [f"the batch is {state.get('status', 'gone')}: {state}"], []
-        text = self._http.get(f"/v1/files/{state['output_file_id']}/content").raise_for_status().text
+        if state is None or state.status != "completed":
+            return [f"the batch is {state.status if state else 'gone'}: {state}"], []
         answers, wrong = Counter[str](), []
-        for line in map(json.loads, text.splitlines()):
+        lines = self._api.files.content(state.output_file_id or "").read().splitlines()
+        for line in map(orjson.loads, lines):
             name, answer = line["custom_id"], line["response"]["body"]["choices"][0]["text"]
             answers[name] += 1
             if answer != self._expected[int(name)] or answers[name] > 1:

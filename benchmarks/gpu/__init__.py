@@ -1,1 +1,1 @@
-"""What only a GPU can show."""
+"""Measurements that need a GPU: `python -m benchmarks.gpu`."""

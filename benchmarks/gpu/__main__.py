@@ -1,4 +1,4 @@
-"""Measures on a GPU what only a GPU can show.
+"""Costs of mechanisms and of engines on a GPU.
 
     python -m benchmarks.gpu [--only STEP,...] [--skip STEP,...] [--limit S] [--out FILE] [--page FILE]
 
@@ -11,13 +11,14 @@ small sizes, which shows only that they run. `--list` prints the steps.
 
 import sys
 import tempfile
-from dataclasses import replace
 from pathlib import Path
 
 from benchmarks.gpu.results import compare_with_plain, failed_steps, page, read_results
 from benchmarks.gpu.runner import SEQUENCE, StepSelectionError, run_step, select
 from benchmarks.harness.output import command, write_json
 from workers.engine.coserving.profile import on_cuda
+
+CPU_LIMITS = 3  # times the limit of a GPU: an engine alone takes minutes to start on busy cores
 
 
 def names(text: str) -> list[str]:
@@ -56,8 +57,8 @@ def main() -> None:
     with tempfile.TemporaryDirectory() as folder:
         out = arguments.out or Path(folder, "results.jsonl")
         for step in steps:
-            limit = arguments.limit or step.limit_s
-            run_step(replace(step, limit_s=limit), device, out, Path(folder, "vllm"))
+            limit_s = step.limit_s if device == "cuda" else CPU_LIMITS * step.limit_s
+            run_step(step, arguments.limit or limit_s, device, out, Path(folder, "vllm"))
         found = read_results(out)
     compare_with_plain(found)
     machine = machine_name(device)

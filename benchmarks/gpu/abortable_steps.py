@@ -24,8 +24,8 @@ from workers.engine.coserving.safepoint import (
 class StepTimes:
     host_s: float  # until everything is launched
     step_s: float  # until the device is done
-    since_signal_s: float  # from the signal until the device is done
-    aborted: bool
+    since_signal_s: float = 0.0  # from the signal until the device is done
+    aborted: bool = False
 
 
 def timed(launch: Callable[[], object], finish: Callable[[], object]) -> StepTimes:
@@ -33,12 +33,20 @@ def timed(launch: Callable[[], object], finish: Callable[[], object]) -> StepTim
     launch()
     launched = time.perf_counter()
     finish()
-    return StepTimes(launched - began, time.perf_counter() - began, 0.0, False)
+    return StepTimes(launched - began, time.perf_counter() - began)
+
+
+class DoneEvent:
+    """Stands for a CUDA event on a CPU, where work is done when its call returns."""
+
+    def record(self) -> None: ...
+
+    def synchronize(self) -> None: ...
 
 
 def fence_hooks(device: str, ahead: int) -> tuple[LayerHook, LayerHook]:
     """Return what a step in pieces calls before and after each layer: a fence by itself, without a flag."""
-    event: Callable[[], Any] = torch.cuda.Event if device == "cuda" else _DoneEvent
+    event: Callable[[], Any] = torch.cuda.Event if device == "cuda" else DoneEvent
     fence = LayerFence(event)
 
     def before(layer: int) -> None:
@@ -49,21 +57,11 @@ def fence_hooks(device: str, ahead: int) -> tuple[LayerHook, LayerHook]:
     return before, lambda layer: fence.passed()
 
 
-class _DoneEvent:
-    """Stands for a CUDA event on a CPU, where work is done when its call returns."""
-
-    def record(self) -> None: ...
-
-    def synchronize(self) -> None: ...
-
-
 class AbortableSteps:
-    """Steps in pieces with the safepoint's hooks: with epoch 0 it is not armed, and only called."""
+    """Steps in pieces with the safepoint's hooks, whether it is armed or not."""
 
     def __init__(self, device: str, layers: DecodeLayers, flag: Flag) -> None:
-        self._layers = layers
-        self._flag = flag
-        self._epoch = 0
+        self._layers, self._flag, self._epoch = layers, flag, 0
         self._names = [f"layer{n}" for n in range(layers.layers)]
         self._worker = SafepointWorker(flag, 1, 0, 1, RUN_AHEAD)
         self._worker.register({name: torch.empty(1, device=device) for name in self._names})
@@ -71,34 +69,29 @@ class AbortableSteps:
     def step(self, armed: bool = True, leave_at: int | None = None, *, wait: bool = True) -> StepTimes:
         """Run a step; the signal for `leave_at` comes just after the layer before it has been checked."""
         self._epoch += 1
-        worker, signalled = self._worker, [0.0]
-
-        def signal() -> None:
-            signalled[0] = time.perf_counter()
-            self._flag.raise_for(self._epoch)
+        signalled_at = 0.0
 
         def before(layer: int) -> None:
-            worker.before_layer(self._names[layer])
+            nonlocal signalled_at
+            if layer >= 0:
+                self._worker.before_layer(self._names[layer])
             if leave_at is not None and layer == leave_at - 1:
-                signal()
+                signalled_at = time.perf_counter()
+                self._flag.raise_for(self._epoch)
 
-        def after(layer: int) -> None:
-            worker.after_layer(self._names[layer])
-
-        worker.before_step(Armed(self._epoch) if armed else None)
+        self._worker.before_step(Armed(self._epoch) if armed else None)
         began, aborted = time.perf_counter(), False
-        if leave_at == 0:
-            signal()
+        before(-1)
         try:
-            self._layers.step_in_pieces(before, after)
+            self._layers.step_in_pieces(before, lambda n: self._worker.after_layer(self._names[n]))
         except SafepointAbort:
             aborted = True
         launched = time.perf_counter()
         if wait:
             self._layers.finish()
-        worker.after_step()
+        self._worker.after_step()
         ended = time.perf_counter()
-        return StepTimes(launched - began, ended - began, ended - signalled[0], aborted)
+        return StepTimes(launched - began, ended - began, ended - signalled_at, aborted)
 
 
 @contextmanager

@@ -1,11 +1,13 @@
-"""Bytes after an aborted step: of a block that is loaded then, and of input that was on its way."""
+"""Bytes after an aborted step: those of a block that is loaded then, and of input that was on its way."""
+
+from itertools import product
 
 import torch
 
 from benchmarks.gpu.abortable_steps import AbortableSteps, abortable_steps
 from benchmarks.gpu.decode_layers import DecodeLayers
-from benchmarks.gpu.figures import Figures
 from benchmarks.gpu.host_tier_copies import made_blocks
+from benchmarks.gpu.results import Figures
 from kvtransfer.checkpoint.cuda_mover import CudaMover, memory_for
 from kvtransfer.checkpoint.scheduler import BlockCopy
 from kvtransfer.side_stream import cuda_of
@@ -60,46 +62,36 @@ def abort_inputs(device: str, decode: DecodeLayers) -> Figures:
     later bytes are seen at all.
     """
     rounds = 20 if device == "cuda" else 2
-    found: Figures = {"abort_inputs_rounds": rounds}
-    equal = True
+    found: Figures = {"abort_inputs_rounds": rounds, "abort_inputs_synchronised_equal": True}
     with abortable_steps(device, decode) as steps:
         steps.step()
-        for size_name, nbytes in INPUT_BYTES.items():
-            for leave_at in LEAVE_AT:
-                for before in BEFORE:
-                    for synchronised in (False, True):
-                        wrong = sum(
-                            not _saw_its_input(device, steps, decode, nbytes, leave_at, before, synchronised)
-                            for _ in range(rounds)
-                        )
-                        way = "synchronised" if synchronised else "unsynchronised"
-                        found[f"abort_at_{leave_at}_{size_name}_{before}_{way}_wrong"] = wrong
-                        equal &= not (synchronised and wrong)
-    found["abort_inputs_synchronised_equal"] = equal
+
+        def saw_its_input(nbytes: int, leave_at: int, before: str, synchronised: bool) -> bool:
+            pinned = torch.full((nbytes,), 1, dtype=torch.uint8, pin_memory=device == "cuda")
+            arrived = torch.zeros(nbytes, dtype=torch.uint8, device=device)
+            decode.finish()
+            work_before(before, steps, decode)
+            arrived.copy_(pinned, non_blocking=True)
+            seen = arrived.clone()
+            left = steps.step(leave_at=leave_at, wait=False)
+            if synchronised:
+                decode.finish()
+            pinned.numpy()[:] = 2
+            decode.finish()
+            return left.aborted and bool((seen == 1).all())
+
+        cases = product(INPUT_BYTES.items(), LEAVE_AT, BEFORE, (False, True))
+        for (size_name, nbytes), leave_at, before, synchronised in cases:
+            wrong = sum(not saw_its_input(nbytes, leave_at, before, synchronised) for _ in range(rounds))
+            way = "synchronised" if synchronised else "unsynchronised"
+            found[f"abort_at_{leave_at}_{size_name}_{before}_{way}_wrong"] = wrong
+            found["abort_inputs_synchronised_equal"] &= not (synchronised and wrong)
     return found
 
 
-def _saw_its_input(
-    device: str,
-    steps: AbortableSteps,
-    decode: DecodeLayers,
-    nbytes: int,
-    leave_at: int,
-    before: str,
-    synchronised: bool,
-) -> bool:
-    pinned = torch.full((nbytes,), 1, dtype=torch.uint8, pin_memory=device == "cuda")
-    arrived = torch.zeros(nbytes, dtype=torch.uint8, device=device)
-    decode.finish()
-    if before == AFTER_ABORT:
+def work_before(kind: str, steps: AbortableSteps, decode: DecodeLayers) -> None:
+    """Launch what the device still has to do when a step begins."""
+    if kind == AFTER_ABORT:
         steps.step(leave_at=decode.layers // 2, wait=False)
-    elif before == AFTER_WHOLE:
+    elif kind == AFTER_WHOLE:
         decode.step_as_whole_graph()
-    arrived.copy_(pinned, non_blocking=True)
-    seen = arrived.clone()
-    left = steps.step(leave_at=leave_at, wait=False)
-    if synchronised:
-        decode.finish()
-    pinned.numpy()[:] = 2
-    decode.finish()
-    return left.aborted and bool((seen == 1).all())

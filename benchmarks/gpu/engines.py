@@ -3,6 +3,7 @@
 import json
 import os
 import secrets
+import sys
 import tempfile
 import time
 import uuid
@@ -17,7 +18,8 @@ from benchmarks.gpu.loads import EngineUnderTest, Load
 from benchmarks.gpu.results import ResultLog
 from benchmarks.gpu.sizes import LARGE, SMALL, EngineSizes
 from benchmarks.gpu.step_clock import CLOCK_FILE, advertise, graph_modes
-from benchmarks.kv.engine import KvEngine
+from benchmarks.harness.fleet import ROOT
+from benchmarks.harness.vllm_engine import vllm_engine
 from deploy.small_model import write_tokenizer
 from kvtransfer.config import SECRET_VARIABLE, ConnectorConfig
 from placement.scheduling.interface import ServingSettings, TurnTargets
@@ -31,7 +33,6 @@ from workers.engine.coserving.config import (
 )
 from workers.processes import free_port
 
-REPOSITORY = Path(__file__).resolve().parents[2]
 V1_RUNNER: Mapping[str, str] = {"VLLM_USE_V2_MODEL_RUNNER": "0"}
 
 
@@ -39,17 +40,13 @@ V1_RUNNER: Mapping[str, str] = {"VLLM_USE_V2_MODEL_RUNNER": "0"}
 class EngineVariant:
     """An engine and the loads that are played on it."""
 
-    loads: tuple[Load, ...]
+    loads: tuple[Load, ...] = ()
     coserves: bool = False
     keeps: bool = False  # host tier and prompt scheduler, as a decoder without co-serving has them
     prefills: bool = False
     options: Mapping[str, Any] = field(default_factory=dict)  # for vLLM
     environment: Mapping[str, str] = field(default_factory=lambda: V1_RUNNER)
     ttft_target_s: float | None = None
-
-    @property
-    def plain(self) -> bool:
-        return not (self.coserves or self.keeps or self.prefills)
 
 
 ANSWERS: tuple[Load, ...] = (loads.time_between_tokens, loads.time_to_first_token)
@@ -84,40 +81,38 @@ HANDOVER = "handover"
 
 async def measure_engine(name: str, device: str, log: ResultLog) -> None:
     """Play the loads of an engine step, and log the figures of each load as soon as it is over."""
-    sizes = LARGE if device == "cuda" else SMALL
     with tempfile.TemporaryDirectory() as folder:
-        made = RunFolder(Path(folder), sizes)
+        made = RunFolder(Path(folder), device)
         if name == HANDOVER:
-            await measure_handover(made, device, log)
+            await measure_handover(made, log)
             return
         variant = VARIANTS[name]
-        async with started(name, variant, made, device, log) as engine:
+        async with started(name, variant, made, log) as engine:
             for load in variant.loads:
                 log.add(await load(engine))
-                log.add({f"graphs_{mode}": count for mode, count in graph_modes(engine.clock).items()})
+                log.add(graph_modes(engine.clock))
 
 
-async def measure_handover(made: "RunFolder", device: str, log: ResultLog) -> None:
-    """Prompts that one engine computes and another one answers; both share the GPU's memory."""
-    half = {"gpu_memory_utilization": 0.4} if device == "cuda" else {}
-    prefiller = EngineVariant((), prefills=True, options=half)
-    decoder = EngineVariant((), keeps=True, options=half)
+async def measure_handover(made: "RunFolder", log: ResultLog) -> None:
+    """Measure prompts that one engine computes and another one answers; both share the GPU's memory."""
+    half = {"gpu_memory_utilization": 0.4} if made.device == "cuda" else {}
     async with (
-        started("prefiller", prefiller, made, device, log) as prefills,
-        started("decoder", decoder, made, device, log) as decodes,
+        started("prefiller", EngineVariant(prefills=True, options=half), made, log) as prefills,
+        started("decoder", EngineVariant(keeps=True, options=half), made, log) as decodes,
     ):
         log.add(await loads.handed_over(prefills, decodes, made.port))
 
 
 class RunFolder:
-    """What the engines of a step share: the model, the transfer port and the secret."""
+    """The device and what the engines of a step share: model, transfer port and secret."""
 
-    def __init__(self, path: Path, sizes: EngineSizes) -> None:
-        self.path, self.sizes = path, sizes
-        self.model = path / "model"
+    def __init__(self, path: Path, device: str) -> None:
+        self.path, self.device = path, device
+        self.sizes = LARGE if device == "cuda" else SMALL
+        self.model, self.plugin = path / "model", path / "plugin"
         self.port, self.secret = free_port("127.0.0.1"), secrets.token_hex(16)
-        write_model(self.model, sizes)
-        advertise(path / "plugin")
+        write_model(self.model, self.sizes)
+        advertise(self.plugin)
 
 
 def write_model(directory: Path, sizes: EngineSizes) -> None:
@@ -130,42 +125,34 @@ def write_model(directory: Path, sizes: EngineSizes) -> None:
 
 @asynccontextmanager
 async def started(
-    name: str, variant: EngineVariant, made: RunFolder, device: str, log: ResultLog
+    name: str, variant: EngineVariant, made: RunFolder, log: ResultLog
 ) -> AsyncIterator[EngineUnderTest]:
     """Start an engine, log how long that took, and end it."""
     began = time.monotonic()
-    clock, iterations = made.path / f"{name}.clock", made.path / f"{name}.iterations"
-    path = [str(REPOSITORY), str(made.path / "plugin"), os.environ.get("PYTHONPATH", "")]
-    os.environ |= {
-        "VLLM_LOGGING_LEVEL": os.environ.get("VLLM_LOGGING_LEVEL", "WARNING"),
-        "VLLM_NO_USAGE_STATS": "1",
-        "VLLM_CPU_OMP_THREADS_BIND": "nobind",
+    clock, iterations, plugin = made.path / f"{name}.clock", made.path / f"{name}.iterations", made.plugin
+    sys.path.insert(0, str(plugin))  # an engine that is forked from this process inherits the patches
+    environment = {
+        "PYTHONPATH": os.pathsep.join([str(ROOT), str(plugin), os.environ.get("PYTHONPATH", "")]),
+        "VLLM_LOGGING_LEVEL": "WARNING",
         "VLLM_USE_FLASHINFER_SAMPLER": "0",
-        "HF_HUB_OFFLINE": "1",
         SECRET_VARIABLE: made.secret,
         CLOCK_FILE: str(clock),
-        "PYTHONPATH": os.pathsep.join(path),
         **variant.environment,
     }
-    sys_path_first(made.path / "plugin")
-    from vllm.engine.arg_utils import AsyncEngineArgs
-    from vllm.v1.engine.async_llm import AsyncLLM
-
-    arguments: dict[str, Any] = {
+    arguments = {
         "model": str(made.model),
         "load_format": "dummy",
-        "enable_prefix_caching": True,
-        "scheduling_policy": "priority",
         "kernel_config": {"enable_jit_warmup": False},  # a minute; each step warms up by itself
         **made.sizes.arguments,
+        **own_parts(name, variant, made, iterations),
+        **variant.options,
     }
-    if not variant.plain:
-        arguments |= own_parts(name, variant, made, iterations, device)
-    llm = AsyncLLM.from_engine_args(AsyncEngineArgs(**(arguments | dict(variant.options))))
-    try:
-        engine = EngineUnderTest(KvEngine(llm), made.sizes, clock, iterations)
-        await engine.answers(1, 20)
-        config = llm.vllm_config
+    async with vllm_engine(arguments, environment) as engine:
+        under = EngineUnderTest(
+            engine.llm, engine.asked, sizes=made.sizes, clock=clock, iterations=iterations
+        )
+        await under.answers(1, 20)
+        config = engine.llm.vllm_config
         log.add(
             {
                 f"{name}_start_s": time.monotonic() - began,
@@ -174,22 +161,13 @@ async def started(
                 "cudagraph_mode": str(config.compilation_config.cudagraph_mode),
             }
         )
-        yield engine
-    finally:
-        llm.shutdown()
+        yield under
 
 
-def sys_path_first(folder: Path) -> None:
-    """Let this process find the plugin, too: an engine that is forked from it inherits the patches."""
-    import sys
-
-    sys.path.insert(0, str(folder))
-
-
-def own_parts(
-    name: str, variant: EngineVariant, made: RunFolder, iterations: Path, device: str
-) -> dict[str, Any]:
-    """Return vLLM's options for the connector, the scheduler and the worker of a ConServe engine."""
+def own_parts(name: str, variant: EngineVariant, made: RunFolder, iterations: Path) -> dict[str, Any]:
+    """Return vLLM's options for the connector, the scheduler and the worker; plain engines have none."""
+    if not (variant.coserves or variant.keeps or variant.prefills):
+        return {}
     serving = ServingSettings()
     if variant.ttft_target_s is not None:
         serving = replace(serving, slo=TurnTargets(ttft_s=variant.ttft_target_s))
@@ -211,5 +189,5 @@ def own_parts(
         "scheduler_cls": SCHEDULER_CLASS if variant.coserves else PROMPT_SCHEDULER,
     }
     if variant.coserves:
-        options["worker_cls"] = WORKER_CLASS if device == "cuda" else CPU_WORKER_CLASS
+        options["worker_cls"] = WORKER_CLASS if made.device == "cuda" else CPU_WORKER_CLASS
     return options

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 import torch
 
 from benchmarks.gpu.batch_memcpy import AT_ANY_TIME, IN_STREAM_ORDER, BatchMemcpyError, batch_memcpy, pointers
-from benchmarks.gpu.figures import Figures, bandwidth
+from benchmarks.gpu.results import Figures, bandwidth
 from kvtransfer.checkpoint.cuda_mover import CudaMover, memory_for
 from kvtransfer.checkpoint.host_slots import THREADS, CudaRegistry, HostSlots
 from kvtransfer.checkpoint.scheduler import BlockCopy

@@ -11,8 +11,8 @@ import torch
 
 from benchmarks.gpu.abortable_steps import timed
 from benchmarks.gpu.decode_layers import DecodeLayers
-from benchmarks.gpu.figures import Figures, spread
 from benchmarks.gpu.host_tier_copies import finish, made_blocks, shape_for
+from benchmarks.gpu.results import Figures, spread
 from kvtransfer.checkpoint.cuda_mover import CudaMover, memory_for
 from kvtransfer.checkpoint.host_slots import CHUNK_BYTES, CudaRegistry, Registry
 from kvtransfer.checkpoint.scheduler import BlockCopy

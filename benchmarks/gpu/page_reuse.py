@@ -6,7 +6,7 @@ from typing import Any
 
 import torch
 
-from benchmarks.gpu.figures import Figures
+from benchmarks.gpu.results import Figures
 from workers.engine.overload.pages.cpu_pages import CpuPageDriver
 from workers.engine.overload.pages.cuda_pages import CudaPageDriver
 from workers.engine.overload.pages.layer_memory import LayerWeights, ReservedKv

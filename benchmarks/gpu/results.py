@@ -3,10 +3,29 @@
 import json
 import statistics
 import time
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 Figures = dict[str, Any]
+
+
+def spread(name: str, seconds: Sequence[float]) -> Figures:
+    """Return median, p90 and maximum in milliseconds."""
+    ordered = sorted(seconds)
+    return {
+        f"{name}_ms": statistics.median(ordered) * 1e3,
+        f"{name}_p90_ms": ordered[min(len(ordered) - 1, int(len(ordered) * 0.9))] * 1e3,
+        f"{name}_max_ms": ordered[-1] * 1e3,
+    }
+
+
+def bandwidth(name: str, nbytes: int, seconds: Sequence[float]) -> Figures:
+    """Return the median round's bandwidth and the slowest round's."""
+    return {
+        f"{name}_gbs": nbytes / statistics.median(seconds) / 1e9,
+        f"{name}_slowest_gbs": nbytes / max(seconds) / 1e9,
+    }
 
 
 class ResultLog:
@@ -56,15 +75,9 @@ def compare_with_plain(found: dict[str, Figures]) -> None:
     """Add `*_vs_plain` ratios to every engine step that has a figure of plain vLLM too."""
     plain = found.get("plain", {})
     for name, figures in found.items():
-        if name == "plain":
-            continue
-        for figure, value in list(figures.items()):
-            base = plain.get(figure)
-            if figure.startswith(("tbt", "ttft")) and base and isinstance(value, float):
-                figures[f"{figure.removesuffix('_s')}_vs_plain"] = value / base
-        for figure, value in list(figures.items()):
+        for figure, value in list(figures.items()) if name != "plain" else ():
             base = plain.get(figure.replace("handed_over_", "ttft_of_"))
-            if figure.startswith("handed_over") and base:
+            if figure.startswith(("tbt", "ttft", "handed_over")) and base and isinstance(value, float):
                 figures[f"{figure.removesuffix('_s')}_vs_plain"] = value / base
 
 

@@ -1,21 +1,18 @@
 """Runs the GPU steps one after the other, each in a process of its own with its own time limit."""
 
 import os
-import signal
 import subprocess
 import sys
 import time
 from collections.abc import Iterable, Sequence
-from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
-import psutil
-
-from benchmarks.gpu.energy import joules
 from benchmarks.gpu.results import ResultLog
+from benchmarks.harness.fleet import ROOT
+from benchmarks.harness.processes import end_tree
+from workers.power.nvml import Gpus, PowerError
 
-REPOSITORY = Path(__file__).resolve().parents[2]
 TORCH, ENGINES, TOGETHER = "torch", "engines", "together"
 
 
@@ -26,18 +23,19 @@ class Step:
     name: str
     group: str
     limit_s: float
+    module: str = ""  # of the function that has the step's name, in the group `torch`
 
 
 SEQUENCE = (
-    Step("step_anatomy", TORCH, 60),
-    Step("host_copies", TORCH, 60),
-    Step("vllm_copy_blocks", TORCH, 60),
-    Step("registration", TORCH, 30),
-    Step("aborted_steps", TORCH, 30),
-    Step("between_processes", TORCH, 60),
-    Step("kernels_beside_copies", TORCH, 30),
-    Step("safepoints", TORCH, 30),
-    Step("pages", TORCH, 30),
+    Step("step_anatomy", TORCH, 60, "step_anatomy"),
+    Step("host_copies", TORCH, 60, "host_tier_copies"),
+    Step("vllm_copy_blocks", TORCH, 60, "host_tier_copies"),
+    Step("registration", TORCH, 30, "interference"),
+    Step("aborted_steps", TORCH, 30, "aborts"),
+    Step("between_processes", TORCH, 60, "process_copies"),
+    Step("kernels_beside_copies", TORCH, 30, "interference"),
+    Step("safepoints", TORCH, 30, "step_anatomy"),
+    Step("pages", TORCH, 30, "page_reuse"),
     Step("coserving", ENGINES, 180),
     Step("plain", ENGINES, 150),
     Step("plain-sync", ENGINES, 120),
@@ -70,7 +68,7 @@ def select(only: Sequence[str], skip: Sequence[str]) -> list[Step]:
     return [step for step in SEQUENCE if named(step, wanted) and not named(step, skip)]
 
 
-def run_step(step: Step, device: str, out: Path, cache: Path) -> None:
+def run_step(step: Step, limit_s: float, device: str, out: Path, cache: Path) -> None:
     """Run one step and append how it ended: `ok`, `failed` with the status, or `out of time`."""
     log, began, energy = ResultLog(out, step.name), time.time(), joules()
     command = [sys.executable, "-m", "benchmarks.gpu.step", step.name, "--device", device, "--out", str(out)]
@@ -78,14 +76,14 @@ def run_step(step: Step, device: str, out: Path, cache: Path) -> None:
         **os.environ,
         # Later engines find what the first has compiled.
         "VLLM_CACHE_ROOT": os.environ.get("VLLM_CACHE_ROOT") or str(cache),
-        "PYTHONPATH": os.pathsep.join(filter(None, [str(REPOSITORY), os.environ.get("PYTHONPATH", "")])),
+        "PYTHONPATH": os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH", "")])),
     }
-    process = subprocess.Popen(command, env=environment, cwd=REPOSITORY, start_new_session=True)
+    process = subprocess.Popen(command, env=environment, cwd=ROOT, start_new_session=True)
     try:
-        status = process.wait(step.limit_s)
+        status = process.wait(limit_s)
         outcome = "ok" if status == 0 else f"failed with status {status}"
     except subprocess.TimeoutExpired:
-        outcome = f"out of time after {step.limit_s:.0f} s"
+        outcome = f"out of time after {limit_s:.0f} s"
     finally:
         end_tree(process.pid)
     after = joules()
@@ -93,17 +91,10 @@ def run_step(step: Step, device: str, out: Path, cache: Path) -> None:
     log.add({"outcome": outcome, "began": began, "took_s": time.time() - began, **used})
 
 
-def end_tree(pid: int) -> None:
-    """End a process, its descendants and its process group, and wait until they are gone."""
+def joules() -> float | None:
+    """Return the energy that all GPUs have used since the driver was loaded; None without GPUs."""
     try:
-        tree = psutil.Process(pid).children(recursive=True)
-    except psutil.NoSuchProcess:
-        tree = []
-    with suppress(ProcessLookupError):
-        os.killpg(pid, signal.SIGKILL)
-    for process in tree:
-        try:
-            process.kill()
-        except psutil.NoSuchProcess:
-            continue
-    psutil.wait_procs(tree, timeout=20)
+        with Gpus() as gpus:
+            return sum(gpus.joules(gpu.uuid) for gpu in gpus.all())
+    except (PowerError, ImportError):
+        return None

@@ -10,7 +10,7 @@ import torch
 
 from benchmarks.gpu.abortable_steps import StepTimes, abortable_steps, fence_hooks, timed
 from benchmarks.gpu.decode_layers import DecodeLayers
-from benchmarks.gpu.figures import Figures, spread
+from benchmarks.gpu.results import Figures, spread
 
 BURST_S, PAUSE_S = 3e-3, 7e-3  # a thread that holds Python's lock so long, and then sleeps
 FENCES = (2, 4, 8)
@@ -26,9 +26,7 @@ def step_anatomy(device: str) -> Figures:
     layers.finish()
     in_pieces = layers.hidden.clone()
     scale = in_pieces.abs().max()
-    found: Figures = {
-        "whole_vs_pieces_max_difference": float((whole - in_pieces).abs().max() / scale),
-    }
+    found: Figures = {"whole_vs_pieces_max_difference": float((whole - in_pieces).abs().max() / scale)}
     equal = bool(in_pieces.isfinite().all())
 
     def in_pieces_behind_a_fence(ahead: int) -> Callable[[], StepTimes]:
@@ -83,7 +81,7 @@ def gil_bursts(switch_interval_s: float | None) -> Iterator[None]:
 
 
 def safepoints(device: str) -> Figures:
-    """The signal comes in the middle of the step, just after a layer's check, which is the worst moment."""
+    """Measure aborts whose signal comes in mid-step, just after a layer's check: the worst moment."""
     rounds = 40 if device == "cuda" else 3
     layers = DecodeLayers(device, whole=False)
     with abortable_steps(device, layers) as abortable:

@@ -143,6 +143,8 @@ def parts_between(path: Path, began: float, ended: float) -> dict[str, float]:
 
 
 def graph_modes(path: Path) -> dict[str, int]:
-    """Return how many steps each CUDA graph mode was dispatched for."""
+    """Return how many steps each CUDA graph mode was dispatched for, as figures."""
     lines = path.read_text().splitlines() if path.exists() else []
-    return dict(json.loads(lines[-1])["modes"]) if lines else {}
+    return (
+        {f"graphs_{mode}": count for mode, count in json.loads(lines[-1])["modes"].items()} if lines else {}
+    )

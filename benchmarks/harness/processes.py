@@ -1,4 +1,4 @@
-"""Processes under test: start, readiness, CPU time, memory and end of a process tree."""
+"""Processes under test, with their readiness, CPU time, memory and end, and spawned helpers with a pipe."""
 
 import contextlib
 import os
@@ -7,8 +7,12 @@ import ssl
 import subprocess
 import time
 import urllib.request
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
+from multiprocessing import get_context
+from multiprocessing.connection import Connection
 from pathlib import Path
+from typing import Any
 
 import psutil
 
@@ -74,23 +78,54 @@ class Subject:
         return total / 1e6
 
     def stop(self) -> None:
-        """Kill the tree, including processes in groups of their own, as Ray's are."""
-        if self.process is None:
-            return
-        tree = self._tree()
-        with contextlib.suppress(ProcessLookupError):
-            os.killpg(self.process.pid, signal.SIGKILL)
-        self.process.wait(10)
-        for process in tree:
-            with contextlib.suppress(psutil.NoSuchProcess):
-                process.kill()
-        self.process = None  # another process may get the number
+        if self.process is not None:
+            end_tree(self.process.pid)
+            self.process.wait(10)
+            self.process = None  # another process may get the number
 
     def _tree(self) -> list[psutil.Process]:
-        if self.process is None:
-            return []
-        try:
-            root = psutil.Process(self.process.pid)
-            return [root, *root.children(recursive=True)]
-        except psutil.NoSuchProcess:
-            return []
+        return [] if self.process is None else tree(self.process.pid)
+
+
+def tree(pid: int) -> list[psutil.Process]:
+    """Return a process and its descendants; nothing if it has ended."""
+    try:
+        root = psutil.Process(pid)
+        return [root, *root.children(recursive=True)]
+    except psutil.NoSuchProcess:
+        return []
+
+
+def end_tree(pid: int) -> None:
+    """Kill a process, its group and its descendants, including those in groups of their own, as Ray's are."""
+    processes = tree(pid)
+    with contextlib.suppress(ProcessLookupError):
+        os.killpg(pid, signal.SIGKILL)
+    for process in processes:
+        with contextlib.suppress(psutil.NoSuchProcess):
+            process.kill()
+    psutil.wait_procs(processes, timeout=20)
+
+
+@contextlib.contextmanager
+def spawned(work: Callable[..., object], *arguments: Any) -> Iterator[Connection]:
+    """Run a function in a new process. Its first argument is the other end of the pipe that is yielded."""
+    spawn = get_context("spawn")
+    ours, theirs = spawn.Pipe()
+    process = spawn.Process(target=work, args=(theirs, *arguments))
+    process.start()
+    theirs.close()  # so that our end sees the death of the process
+    try:
+        yield ours
+    finally:
+        ours.close()
+        process.join(20)
+        if process.is_alive():
+            end_tree(process.pid or 0)
+
+
+def received(pipe: Connection, limit_s: float = 60.0) -> Any:
+    """Return the next message of a process; raise `TimeoutError` if none comes within the limit."""
+    if not pipe.poll(limit_s):
+        raise TimeoutError(f"the other process sends nothing for {limit_s:g} s")
+    return pipe.recv()

@@ -20,7 +20,7 @@ from typing import Any
 from benchmarks.harness.output import command, print_figures, print_rows, write_json
 from benchmarks.kv.conversations import HOST_KV_GIB, LoadShape, Played, compared, in_a_process, play_load
 from benchmarks.kv.copies import KvSize, measure_copies
-from benchmarks.kv.restore import RestorePlan, restore_against_recompute
+from benchmarks.kv.restore import restore_against_recompute
 from deploy.small_model import make_model
 
 LENGTHS, QUICK_LENGTHS = (1024, 2048, 4096, 8192, 16384, 32000), (1024, 8192)
@@ -38,8 +38,8 @@ def measure(load: LoadShape, quick: bool, report: Callable[[dict[str, Any]], Non
     plain: Played = in_a_process(play_load, model, load, False, False)
     found = {**compared(plain, ours), **copies}
     report(found)
-    plan = RestorePlan(QUICK_LENGTHS if quick else LENGTHS, 8192, decoded=400, host_kv_gib=HOST_KV_GIB)
-    restore = in_a_process(restore_against_recompute, model, plan)
+    lengths = QUICK_LENGTHS if quick else LENGTHS
+    restore = in_a_process(restore_against_recompute, model, lengths, HOST_KV_GIB)
     rows, beside = restore["by_length"], restore["beside"]
     found |= {
         "restore_vs_recompute_8k": next(r["restore_vs_recompute"] for r in rows if r["tokens"] == 8192),

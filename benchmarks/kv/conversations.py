@@ -12,14 +12,16 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from benchmarks.harness.fleet import ROOT
 from benchmarks.harness.output import quantile
-from benchmarks.kv.engine import REPOSITORY, KvEngine, KvShape, counter, kv_engine
+from benchmarks.harness.vllm_engine import VllmEngine, counter
+from benchmarks.kv.engine import KvShape, kv_engine
 from kvtransfer.config import ConnectorConfig
 from kvtransfer.control.control_socket import EngineFeed
 from traces.format import TraceConversation, load
 from traces.generators import Scale, fit, scale
 
-SAMPLE = REPOSITORY / "traces" / "samples" / "turns.jsonl.gz"
+SAMPLE = ROOT / "traces" / "samples" / "turns.jsonl.gz"
 OFFLINE_PRIORITY, OFFLINE_AT_ONCE = 10, 4
 HOST_KV_GIB = 3.0
 
@@ -88,7 +90,7 @@ async def play_load(model: Path, load_shape: LoadShape, ours: bool, offline: boo
 
 
 async def converse(
-    engine: KvEngine, conversation: TraceConversation, number: int, at: float, result: Played
+    engine: VllmEngine, conversation: TraceConversation, number: int, at: float, result: Played
 ) -> None:
     rng, context = random.Random(number), list[int]()
     await asyncio.sleep(at)
@@ -109,7 +111,7 @@ async def converse(
         context = prompt + answer.tokens
 
 
-async def fill_offline(engine: KvEngine, shape: KvShape, result: Played) -> None:
+async def fill_offline(engine: VllmEngine, shape: KvShape, result: Played) -> None:
     """Keep offline requests running, each of a sixth of what the accelerator holds."""
     tokens = min(shape.context - 64, shape.blocks * shape.block_tokens // 6)
     rng = random.Random(0)
@@ -125,7 +127,7 @@ async def fill_offline(engine: KvEngine, shape: KvShape, result: Played) -> None
             group.create_task(repeat())
 
 
-async def release_all(engine: KvEngine, feed_path: Path, conversations: list[str]) -> int:
+async def release_all(engine: VllmEngine, feed_path: Path, conversations: list[str]) -> int:
     """End every conversation; return how many blocks are still held and how many faults are found."""
     feed = EngineFeed(feed_path)
     for conversation in conversations:
@@ -170,8 +172,7 @@ def compared(plain: Played, ours: Played) -> dict[str, Any]:
 
 
 def in_a_process(work: Callable[..., Any], *arguments: Any) -> Any:
-    """Run a coroutine function in a process of its own, since an engine's metrics live as long as its
-    process."""
+    """Run a coroutine function in a new process, since an engine's metrics live as long as its process."""
     with ProcessPoolExecutor(1, mp_context=multiprocessing.get_context("spawn")) as pool:
         return pool.submit(run_coroutine, work, arguments).result()
 

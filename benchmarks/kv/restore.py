@@ -1,5 +1,4 @@
-"""Restores of a prompt's KV from the host, against computing it, and their effect on a request that
-decodes."""
+"""Restores of a prompt's KV from the host, against computing it, and beside a request that decodes."""
 
 import asyncio
 import itertools
@@ -10,22 +9,14 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from benchmarks.kv.engine import KvEngine, KvShape, counter, kv_engine
+from benchmarks.harness.vllm_engine import VllmEngine
+from benchmarks.kv.engine import KvShape, kv_engine, leave_accelerator, restored_blocks
 from kvtransfer.config import ConnectorConfig
 
 RESTORES = 4  # beside a request that decodes
+BESIDE_TOKENS, DECODED_TOKENS = 8192, 400  # of each restored prompt, and of the other request's answer
 ROUNDS = 4
 SHARED_STEP_S = 0.002  # both tokens of a shared step arrive within this time
-
-
-@dataclass(frozen=True)
-class RestorePlan:
-    """Lengths of prompts that are restored alone, and sizes of restores beside a request that decodes."""
-
-    lengths: tuple[int, ...]
-    beside: int  # tokens of each prompt
-    decoded: int  # tokens of the other request
-    host_kv_gib: float
 
 
 @dataclass
@@ -41,19 +32,20 @@ class Beside:
         return sum(gap - alone for gap in gaps) / len(self.seconds)
 
 
-async def restore_against_recompute(model: Path, plan: RestorePlan) -> dict[str, Any]:
-    longest = max(plan.lengths)
-    tokens = max(longest, RESTORES * plan.beside)  # all prompts that are hit again fit at once
+async def restore_against_recompute(
+    model: Path, lengths: tuple[int, ...], host_kv_gib: float
+) -> dict[str, Any]:
+    longest = max(lengths)
+    tokens = max(longest, RESTORES * BESIDE_TOKENS)  # all prompts that are hit again fit at once
     shape = KvShape(model, blocks=tokens // KvShape.block_tokens + 300, context=longest + 512)
     with tempfile.TemporaryDirectory() as folder:
-        config = ConnectorConfig(transfer=False, host_kv_gib=plan.host_kv_gib, feed=f"{folder}/engine.sock")
+        config = ConnectorConfig(transfer=False, host_kv_gib=host_kv_gib, feed=f"{folder}/engine.sock")
         async with kv_engine(shape, config) as engine:
-            rows = [await one_length(engine, length) for length in plan.lengths]
-            beside = await decode_beside_restores(engine, plan.beside, plan.decoded)
-    return {"by_length": rows, "beside": beside}
+            rows = [await one_length(engine, length) for length in lengths]
+            return {"by_length": rows, "beside": await decode_beside_restores(engine)}
 
 
-async def one_length(engine: KvEngine, length: int) -> dict[str, float]:
+async def one_length(engine: VllmEngine, length: int) -> dict[str, float]:
     rng = random.Random(length)
     recompute, restore = [], []
     for trial in range(3 if length < 4096 else 1):
@@ -75,22 +67,7 @@ async def one_length(engine: KvEngine, length: int) -> dict[str, float]:
     }
 
 
-async def restored_blocks(engine: KvEngine) -> float:
-    await engine.ask([1, 2, 3], 2)  # counts come with a step
-    return counter("conserve_kv_restored_blocks_total")
-
-
-async def leave_accelerator(engine: KvEngine) -> None:
-    """Drop every block from the accelerator once it is on the host; the host keeps what it has."""
-    for _ in range(200):
-        await engine.ask([5, 6, 7], 1)
-        if await engine.llm.reset_prefix_cache():
-            return
-        await asyncio.sleep(0.05)
-    raise TimeoutError("blocks were still being copied to the host after 10 s")
-
-
-async def decode_beside_restores(engine: KvEngine, length: int, decoded: int) -> dict[str, float]:
+async def decode_beside_restores(engine: VllmEngine) -> dict[str, float]:
     """Measure the time between tokens of one request alone, beside prompts that hit, and beside restores.
 
     A turn beside it computes a token or two in one shared step over its whole context, restored or not.
@@ -99,25 +76,25 @@ async def decode_beside_restores(engine: KvEngine, length: int, decoded: int) ->
     hits.
     """
     rng = random.Random(3)
-    prompts = [[rng.randrange(5, 250) for _ in range(length)] for _ in range(RESTORES)]
+    prompts = [[rng.randrange(5, 250) for _ in range(BESIDE_TOKENS)] for _ in range(RESTORES)]
     for number, prompt in enumerate(prompts):
         await engine.ask(prompt, 1, f"beside{number}")
     alone: list[float] = []
     restores, hits = Beside(), Beside()
     for _ in range(ROUNDS):
         await leave_accelerator(engine)
-        arrivals = (await engine.ask([7] * 64, decoded)).arrivals
+        arrivals = (await engine.ask([7] * 64, DECODED_TOKENS)).arrivals
         alone += (after - before for before, after in itertools.pairwise(arrivals))
-        await decode_beside(engine, prompts, decoded, restores)
+        await decode_beside(engine, prompts, restores)
         before = await restored_blocks(engine)
-        await decode_beside(engine, prompts, decoded, hits)
+        await decode_beside(engine, prompts, hits)
         assert await restored_blocks(engine) == before, "a prompt that should hit was restored"
     tbt_alone = statistics.mean(alone)
     tbt_copying, tbt_arriving = statistics.mean(restores.before_step), statistics.mean(hits.before_step)
     lost_to_copy = restores.lost_s(restores.before_step, tbt_alone) - hits.lost_s(hits.before_step, tbt_alone)
     gaps_each = len(restores.before_step) / len(restores.seconds)
     return {
-        "tokens": length,
+        "tokens": BESIDE_TOKENS,
         "turns": len(restores.seconds),
         "tbt_alone_s": tbt_alone,
         "tbt_while_copying_s": tbt_copying,
@@ -133,11 +110,11 @@ async def decode_beside_restores(engine: KvEngine, length: int, decoded: int) ->
     }
 
 
-async def decode_beside(engine: KvEngine, prompts: list[list[int]], decoded: int, found: Beside) -> None:
+async def decode_beside(engine: VllmEngine, prompts: list[list[int]], found: Beside) -> None:
     """Ask for the prompts one after another while another request decodes."""
     clock = asyncio.get_running_loop().time
     origin = clock()
-    decoding = asyncio.create_task(engine.ask([8] * 64, decoded))
+    decoding = asyncio.create_task(engine.ask([8] * 64, DECODED_TOKENS))
     await asyncio.sleep(0.1)
     windows = []
     for number, prompt in enumerate(prompts):

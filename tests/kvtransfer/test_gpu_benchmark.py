@@ -75,11 +75,12 @@ def test_a_killed_step_loses_no_figure_of_others_and_the_run_goes_on(tmp_path: P
 
 
 @pytest.mark.engine
-@pytest.mark.timeout(580)
+@pytest.mark.timeout(1500)
 def test_engine_steps_run_one_at_a_time_and_stand_beside_plain_vllm(tmp_path: Path) -> None:
+    """An engine takes two to three minutes to start where other tests keep the cores busy."""
     out, json_file = tmp_path / "results.jsonl", tmp_path / "gpu.json"
     running = run(out, "--only", "coserving,plain,handover", "--json", str(json_file))
-    assert running.wait(570) == 0
+    assert running.wait(1490) == 0, {name: one.get("outcome") for name, one in read_results(out).items()}
     found = json.loads(json_file.read_text())
     assert found["coserving"]["iterations"] > 10 and found["coserving"]["offline_tokens_per_s"] > 0
     assert found["coserving"]["tbt_of_4_p50_vs_plain"] > 0 and found["coserving"]["schedule_p50_of_4_ms"] > 0

@@ -8,10 +8,12 @@ import torch
 
 from benchmarks.gpu import aborts, host_tier_copies
 from benchmarks.gpu.batch_memcpy import AT_ANY_TIME, batch_memcpy, pointers
-from benchmarks.gpu.figures import spread
-from benchmarks.gpu.mechanisms import STEPS
+from benchmarks.gpu.results import spread
+from benchmarks.gpu.runner import SEQUENCE, TORCH
+from benchmarks.gpu.step import torch_step
 from kvtransfer.checkpoint.cuda_mover import CudaMover
 
+STEPS = {step.name: step for step in SEQUENCE if step.group == TORCH}
 NEEDS_CUDA = {"vllm_copy_blocks"}
 
 
@@ -26,7 +28,7 @@ def threads_of_torch() -> Iterator[None]:
 @pytest.mark.timeout(60)
 @pytest.mark.parametrize("name", sorted(STEPS.keys() - NEEDS_CUDA))
 def test_a_step_runs_on_a_cpu_and_its_bytes_are_equal(name: str) -> None:
-    found = STEPS[name]("cpu")
+    found = torch_step(STEPS[name], "cpu")
     assert found["equal"] is True
     assert all(isinstance(value, bool | int | float | str) for value in found.values())
     assert not [key for key in found if key.endswith("_failed")]
@@ -38,7 +40,7 @@ def test_vllms_batch_memcpy_says_why_it_cannot_be_measured() -> None:
 
 def test_a_mover_that_loads_nothing_is_not_called_equal(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(CudaMover, "load", lambda self, memory, copies, at=0: copies)
-    assert STEPS["host_copies"]("cpu")["equal"] is False
+    assert torch_step(STEPS["host_copies"], "cpu")["equal"] is False
 
 
 def test_input_that_the_device_reads_too_late_is_counted(monkeypatch: pytest.MonkeyPatch) -> None:
