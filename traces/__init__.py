@@ -1,9 +1,8 @@
-"""Workloads: what agents ask of a fleet, as data; and what goes wrong with them."""
+"""Workloads of agents as data, and the errors of reading and playing them."""
 
 
 class TraceError(Exception):
-    """Base of this package's exceptions; raised itself for a file that does not say what it should: the
-    message names file and line."""
+    """Base of this package's exceptions; raised itself for wrong content, with file and line."""
 
 
 class NotATrace(TraceError):
@@ -11,4 +10,4 @@ class NotATrace(TraceError):
 
 
 class ReplayError(TraceError):
-    """The replay cannot go on, or one turn of it failed; the message says what to look at."""
+    """Failure of a replay or of one of its turns; the message says what to look at."""

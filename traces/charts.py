@@ -40,7 +40,7 @@ LABEL, WIDTH = 24, 36  # with numbers on both sides a line fits 80 columns
 
 
 def panels(count: int, columns: int = 2) -> tuple[Figure, list[Any]]:
-    """A figure of `count` empty charts."""
+    """Return a figure of `count` empty charts, and the charts."""
     rows = -(-count // columns)
     with matplotlib.rc_context(STYLE):
         figure = Figure(figsize=(PANEL[0] * min(columns, count), PANEL[1] * rows), layout="constrained")
@@ -51,7 +51,7 @@ def panels(count: int, columns: int = 2) -> tuple[Figure, list[Any]]:
 
 
 def cdf(axes: Any, series: Mapping[str, Sequence[float]], title: str, unit: str, log: bool = True) -> None:
-    """Share of cases at or below a value, one line a series."""
+    """Draw the share of cases at or below a value, one line a series."""
     for colour, (name, values) in zip(COLOURS * 4, series.items(), strict=False):
         found = np.sort(np.asarray(values, dtype=float))
         found = found[found > 0.0] if log else found
@@ -68,7 +68,7 @@ def cdf(axes: Any, series: Mapping[str, Sequence[float]], title: str, unit: str,
 
 
 def counts(axes: Any, times: Sequence[float], title: str, bins: int = 60) -> None:
-    """How many of `times` fall into each slice."""
+    """Draw how many of `times` fall into each slice."""
     if times:
         axes.hist(times, bins=min(bins, max(1, len(times))), color=COLOURS[0])
     _finish(axes, title, "s", "per slice", legend=False)
@@ -98,13 +98,13 @@ def _finish(axes: Any, title: str, x: str, y: str, legend: bool) -> None:
 
 
 def save(figure: Figure, path: Path) -> None:
-    """PNG, SVG or PDF by the file's ending."""
+    """Write a figure as PNG, SVG or PDF, by the file's ending."""
     with matplotlib.rc_context(STYLE):
         figure.savefig(path, dpi=150, metadata={"Date": None} if path.suffix == ".svg" else None)
 
 
 def to_svg(figure: Figure) -> str:
-    """An <svg> element that refers to nothing outside itself."""
+    """Return an <svg> element that refers to nothing outside itself."""
     out = io.StringIO()
     with matplotlib.rc_context(STYLE):
         figure.savefig(out, format="svg", metadata={"Date": None})
@@ -155,7 +155,7 @@ def _facts(header: TraceHeader, what: Description) -> Table:
 
 def _percentiles(what: Description) -> Table:
     table = Table(box=None, pad_edge=False, padding=(0, 0, 0, 1))  # 80 columns
-    table.add_column("tokens, or as said", no_wrap=True)
+    table.add_column("tokens, or as named", no_wrap=True)
     for title in ("mean", *(f"p{percentile}" for percentile in PERCENTILES), "most"):
         table.add_column(title, justify="right", no_wrap=True)
     for quantity in QUANTITIES:
@@ -167,7 +167,7 @@ def _percentiles(what: Description) -> Table:
 
 
 def number(value: float) -> str:
-    """Three digits: 0.42, 705, 24.5k, 1.01M."""
+    """Return a number with three digits: 0.42, 705, 24.5k, 1.01M."""
     for size, suffix in ((1e9, "G"), (1e6, "M"), (1e3, "k")):
         if abs(value) >= 0.9995 * size:
             value, unit = value / size, suffix
@@ -183,7 +183,7 @@ def _label(name: str, unit: str) -> str:
 
 
 def _line(name: str, values: Sequence[float], unit: str, log: bool) -> Text:
-    """A histogram of one line: lengths span decades, so their axis is logarithmic."""
+    """Return a histogram of one line. Lengths span decades, so their axis is logarithmic."""
     found = np.asarray([value for value in values if value > 0.0 or not log], dtype=float)
     if not found.size or found.min() == found.max():
         return Text(f"{_label(name, unit):<{LABEL}}(no spread)")
@@ -196,7 +196,7 @@ def _line(name: str, values: Sequence[float], unit: str, log: bool) -> Text:
 
 
 def picture(conversations: Sequence[TraceConversation]) -> Figure:
-    """Arrivals, lengths, the shape of the first turns (Figure 1 of the paper), waits."""
+    """Draw arrivals, lengths, the shape of the first turns (Figure 1 of the paper) and waits."""
     figure, (arrivals, lengths, shape, waits) = panels(4)
     counts(arrivals, [c.arrival_s for c in conversations], "Arrivals")
     named = {quantity.name: quantity for quantity in QUANTITIES}

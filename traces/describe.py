@@ -1,4 +1,4 @@
-"""What is in a trace, in numbers: totals, percentiles, and how heavy the tail of later turns is."""
+"""Description of a trace in numbers: totals, percentiles, and how heavy the tail of later turns is."""
 
 import statistics
 from collections import Counter
@@ -19,7 +19,7 @@ PERCENTILES = (5, 25, 50, 75, 90, 95, 99)
 
 @dataclass(frozen=True, slots=True)
 class Spread:
-    """A quantity over many cases."""
+    """Distribution of a quantity over many cases."""
 
     count: int
     mean: float
@@ -32,7 +32,7 @@ class Spread:
 
 
 def spread(values: Iterable[float]) -> Spread | None:
-    """None where there is nothing to count: an empty percentile is not zero."""
+    """Return the distribution of values, or None without values: an empty percentile is not zero."""
     found = np.fromiter(values, dtype=float)
     if not found.size:
         return None
@@ -42,7 +42,7 @@ def spread(values: Iterable[float]) -> Spread | None:
 
 @dataclass(frozen=True, slots=True)
 class Quantity:
-    """One thing that is counted, by its name and unit."""
+    """A figure of conversations, with its name and unit."""
 
     name: str
     unit: str

@@ -44,7 +44,7 @@ class TraceTurn:
 
     @property
     def context_tokens(self) -> int:
-        """Tokens of KV this turn leaves behind."""
+        """Number of tokens whose KV this turn leaves behind."""
         return self.cached_tokens + self.appended_tokens + self.output_tokens
 
 
@@ -58,7 +58,7 @@ class TraceConversation:
 
     @property
     def input_tokens(self) -> int:
-        """Tokens a server that forgets nothing must prefill."""
+        """Number of tokens that a server that forgets nothing must prefill."""
         return sum(turn.appended_tokens for turn in self.turns)
 
     @property
@@ -75,7 +75,7 @@ class TraceConversation:
 
     @property
     def effective_turn(self) -> int:
-        """The turn whose first token TTFET is of: the first that speaks to the user, else the last."""
+        """Index of the turn that counts for TTFET: the first that speaks to the user, else the last."""
         for index, turn in enumerate(self.turns):
             if turn.ending is TurnEnding.END_OF_TURN:
                 return index
@@ -93,7 +93,7 @@ class TraceHeader(msgspec.Struct, frozen=True, omit_defaults=True, tag_field="fo
 
 @dataclass(frozen=True, slots=True)
 class Trace:
-    """A whole file in memory."""
+    """A trace file in memory."""
 
     header: TraceHeader
     conversations: tuple[TraceConversation, ...] = field(repr=False)
@@ -167,7 +167,7 @@ def to_json(conversation: TraceConversation) -> bytes:
 
 
 def from_json(line: bytes | str) -> TraceConversation:
-    """One line as a checked conversation; TraceError says what is wrong with it, not where."""
+    """Read one line as a checked conversation; TraceError says what is wrong with it, not where."""
     try:
         row = _DECODER.decode(line)
     except msgspec.DecodeError as error:
@@ -183,7 +183,7 @@ def from_json(line: bytes | str) -> TraceConversation:
 
 @contextlib.contextmanager
 def open_text(path: Path) -> Iterator[TextIO]:
-    """A text file, gzip or plain, by its first two bytes."""
+    """Open a text file that is gzip or plain, by its first two bytes."""
     try:
         with path.open("rb") as raw:
             zipped = raw.read(2) == b"\x1f\x8b"
@@ -208,7 +208,7 @@ def _header(line: str, path: Path) -> TraceHeader:
 
 
 def read(path: Path) -> Iterator[TraceConversation]:
-    """Conversations of a file, one at a time; every error names file and line. Arrivals must not go back."""
+    """Yield the conversations of a file; every error names file and line. Arrivals must not go back."""
     arrival, seen = 0.0, set[str]()
     with open_text(path) as lines:
         _header(lines.readline(), path)

@@ -1,4 +1,4 @@
-"""Generators of workloads: what is asked, when it arrives, and the same workload faster, longer or cut."""
+"""Generators of conversations and arrivals, and changes to them: faster, longer or cut."""
 
 import math
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -11,7 +11,7 @@ from traces.format import Trace, TraceConversation, TraceHeader, TraceTurn, Turn
 
 
 def stream(seed: int, purpose: str) -> Random:
-    """A generator of its own for each purpose, so that one more draw for lengths never moves an arrival."""
+    """Return a random generator for one purpose, so that one more draw for lengths never moves an arrival."""
     return Random(f"{seed}/{purpose}")
 
 
@@ -27,7 +27,7 @@ def tokens(random: Random, mean: float, cv: float, least: int = 1) -> int:
 
 
 def geometric(random: Random, mean: float) -> int:
-    """At least 1."""
+    """Draw from a geometric distribution; the result is at least 1."""
     if mean <= 1.0:
         return 1
     return 1 + int(math.log(1.0 - random.random()) / math.log(1.0 - 1.0 / mean))
@@ -35,7 +35,7 @@ def geometric(random: Random, mean: float) -> int:
 
 @dataclass(frozen=True, slots=True)
 class RequestLengths:
-    """The co-serving paper's online load: 4,096 tokens in, 256 out."""
+    """Lengths of requests; the defaults are the co-serving paper's online load."""
 
     prompt_tokens: float = 4_096.0
     prompt_cv: float = 0.0
@@ -78,7 +78,7 @@ class SweBench:
 def swe_bench_conversations(
     count: int, seed: int, mix: SweBench | None = None
 ) -> Iterator[TraceConversation]:
-    """All at 0: `arriving` gives them times."""
+    """Yield conversations that all arrive at 0; `arriving` gives them times."""
     mix = mix or SweBench()
     random = stream(seed, "swe-bench")
     a_turn = mix.output_tokens / mix.turns
@@ -111,7 +111,7 @@ class RateStep:
 
 
 def gamma(rate: float, cv: float, random: Random) -> Iterator[float]:
-    """Gaps of a gamma distribution: CV 1 is Poisson, above it bursts (BurstGPT), below it a steady beat."""
+    """Yield arrivals with gamma gaps: CV 1 is Poisson, above it are bursts, below it a steady beat."""
     _positive(rate=rate, cv=cv)
     shape = 1.0 / (cv * cv)
     at = 0.0
@@ -125,7 +125,7 @@ def poisson(rate: float, random: Random) -> Iterator[float]:
 
 
 def steps(pattern: Sequence[RateStep], random: Random) -> Iterator[float]:
-    """Poisson arrivals at a rate that jumps; the pattern repeats."""
+    """Yield Poisson arrivals at a rate that jumps; the pattern repeats."""
     for step in pattern:
         if step.rate < 0.0:
             raise TraceError(f"a step's rate cannot be {step.rate}")
@@ -144,7 +144,7 @@ def steps(pattern: Sequence[RateStep], random: Random) -> Iterator[float]:
 
 
 def rate_steps(texts: Iterable[str]) -> tuple[RateStep, ...]:
-    """`RATE*SECONDS` each."""
+    """Parse steps that are written as `RATE*SECONDS`."""
     try:
         return tuple(RateStep(*map(float, text.split("*"))) for text in texts)
     except (TypeError, ValueError) as error:
@@ -154,13 +154,13 @@ def rate_steps(texts: Iterable[str]) -> tuple[RateStep, ...]:
 def arriving(
     conversations: Iterable[TraceConversation], times: Iterable[float]
 ) -> Iterator[TraceConversation]:
-    """The conversations at new times, in the order given."""
+    """Yield the conversations at new times, in the order given."""
     for conversation, at in zip(conversations, times, strict=False):
         yield replace(conversation, arrival_s=round(at, 6))
 
 
 def parse(text: str, random: Random) -> Iterator[float]:
-    """`poisson:RATE`, `gamma:RATE:CV` or `steps:RATE*SECONDS,RATE*SECONDS,…`."""
+    """Return the arrivals of `poisson:RATE`, `gamma:RATE:CV` or `steps:RATE*SECONDS,RATE*SECONDS,…`."""
     kind, _, rest = text.partition(":")
     try:
         if kind == "poisson":
@@ -185,7 +185,7 @@ PAPER_PREFILL_TOKENS_PER_S = 25_000.0
 
 
 def paper(count: int, rate: float, seed: int = 0, mix: SweBench | None = None) -> Trace:
-    """SWE-bench-like conversations, Poisson arrivals."""
+    """Return SWE-bench-like conversations with Poisson arrivals."""
     times = poisson(rate, stream(seed, "arrivals"))
     return _trace(f"swe-bench, Poisson {rate}/s", seed, swe_bench_conversations(count, seed, mix), times)
 
@@ -196,7 +196,7 @@ def saturating(
     seed: int = 0,
     mix: SweBench | None = None,
 ) -> Trace:
-    """SWE-bench-like conversations spaced so that one prefiller is exactly full."""
+    """Return SWE-bench-like conversations spaced so that one prefiller is exactly full."""
     found = tuple(swe_bench_conversations(count, seed, mix))
     cost = prefill_seconds or (lambda tokens: tokens / PAPER_PREFILL_TOKENS_PER_S)
     # Each arrives when the prefiller has just finished the one before: full, no queue.
@@ -205,7 +205,7 @@ def saturating(
 
 
 def bursts(count: int, rate: float, cv: float, seed: int = 0, lengths: RequestLengths | None = None) -> Trace:
-    """BurstGPT-like: single turns with gamma gaps."""
+    """Return BurstGPT-like conversations: single turns with gamma-distributed gaps."""
     times = gamma(rate, cv, stream(seed, "arrivals"))
     return _trace(
         f"requests, gamma {rate}/s CV {cv}", seed, request_conversations(count, seed, lengths), times
@@ -215,7 +215,7 @@ def bursts(count: int, rate: float, cv: float, seed: int = 0, lengths: RequestLe
 def step_bursts(
     count: int, pattern: tuple[RateStep, ...], seed: int = 0, mix: SweBench | None = None
 ) -> Trace:
-    """SWE-bench-like conversations at a rate that jumps."""
+    """Return SWE-bench-like conversations at a rate that jumps."""
     times = steps(pattern, stream(seed, "arrivals"))
     shape = ", ".join(f"{step.rate}/s for {step.seconds} s" for step in pattern)
     return _trace(f"swe-bench, steps {shape}", seed, swe_bench_conversations(count, seed, mix), times)
@@ -228,7 +228,7 @@ def _trace(what: str, seed: int, found: Iterator[TraceConversation], times: Iter
 
 @dataclass(frozen=True, slots=True)
 class Scale:
-    """Factors. A rate of 2 halves every gap between arrivals: the pattern stays."""
+    """Factors of a change. A rate of 2 halves every gap between arrivals: the pattern stays."""
 
     rate: float = 1.0
     lengths: float = 1.0
@@ -248,7 +248,7 @@ def scale(conversations: Iterable[TraceConversation], by: Scale) -> Iterator[Tra
 
 
 def _turns(turns: tuple[TraceTurn, ...], by: Scale) -> Iterator[TraceTurn]:
-    """A turn that went on from the whole context still does; otherwise its cached part scales too."""
+    """Scale turns. A turn that went on from the whole context still does; else its cached part scales too."""
     old_context = new_context = new_largest = 0
     for index, turn in enumerate(turns):
         whole = index > 0 and turn.cached_tokens == old_context
@@ -277,7 +277,7 @@ def _tokens(count: int, factor: float) -> int:
 def fit(
     conversations: Iterable[TraceConversation], max_context: int, max_turns: int | None = None
 ) -> Iterator[TraceConversation]:
-    """Each conversation up to the first turn that does not fit; left out where that is its first."""
+    """Cut each conversation before the first turn that does not fit; leave it out if that is its first."""
     for conversation in conversations:
         kept: list[TraceTurn] = []
         for turn in conversation.turns[:max_turns]:
@@ -289,7 +289,7 @@ def fit(
 
 
 def rebased(conversations: Iterable[TraceConversation]) -> Iterator[TraceConversation]:
-    """The first arrival becomes 0."""
+    """Shift arrivals so that the first one is at 0."""
     start: float | None = None
     for conversation in conversations:
         start = conversation.arrival_s if start is None else start

@@ -28,8 +28,9 @@ LATENCIES = {
 }
 SHOWN = (50, 90, 95, 99)
 COUNTERS = (
-    "transfer", "recomput", "redisagg", "park", "restore", "refus", "prefix_cache", "preempt", "joules",
-)  # fmt: skip
+    *("transfer", "recomput", "redisagg", "park", "restore"),
+    *("refus", "prefix_cache", "preempt", "joules"),
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,7 +60,7 @@ def share(value: float) -> str:
 
 
 def _change(values: Sequence[float | None]) -> tuple[str, ...]:
-    """The last against the first, where there are two."""
+    """Return how the last value differs from the first, where there are two."""
     if len(values) < 2:
         return ()
     first, last = values[0], values[-1]
@@ -97,7 +98,7 @@ def _latencies(labels: tuple[str, ...], summaries: Sequence[ReplaySummary]) -> R
 
 
 def _censored(labels: tuple[str, ...], summaries: Sequence[ReplaySummary]) -> str:
-    """Who did not get through is missing from the percentiles: a reader must know before comparing."""
+    """Return a note on conversations that are missing from the percentiles, since they did not end."""
     parts = []
     for label, summary in zip(labels, summaries, strict=True):
         every, done = sum(summary.outcomes.values()), summary.outcomes["done"]
@@ -221,7 +222,7 @@ def in_flight_over_time(run: Replay) -> tuple[list[float], list[float]]:
 
 
 def tokens_over_time(run: Replay) -> tuple[list[float], list[float]]:
-    """An answer's tokens are spread evenly over the time it was streamed."""
+    """Return tokens a second by time. An answer's tokens are spread evenly over the time it was streamed."""
     edges = np.linspace(0.0, max(run.duration_s, 1e-9), SLICES + 1)
     done = np.zeros_like(edges)
     for result in run.conversations:
@@ -273,7 +274,7 @@ def page(runs: Sequence[Replay]) -> str:
 
 
 def _html(shown: RenderableType) -> str:
-    """What a terminal would show."""
+    """Return the HTML of what a terminal would show."""
     console = Console(width=PAGE_COLUMNS, record=True, file=io.StringIO())
     console.print(shown)
     return console.export_html(inline_styles=True, code_format="<pre>{code}</pre>")

@@ -1,4 +1,4 @@
-"""What copies and registrations cost the model beside them."""
+"""Cost of copies and registrations for the model that runs beside them."""
 
 import mmap
 import threading

@@ -38,13 +38,13 @@ CONDENSED_HEADER = TraceHeader(
 
 
 def model_class(models: Iterator[str]) -> str:
-    """The class most of a conversation's requests went to; a few ask a smaller model for a title."""
+    """Return the class of most of a conversation's requests; a few ask a smaller model for a title."""
     counts = Counter(next((name for name in CLASSES if name in model), model) for model in models)
     return counts.most_common(1)[0][0] if counts else ""
 
 
 def wait(think_s: float, gap_s: float, served_s: float | None) -> float:
-    """Tool or human time before a turn, `gap_s` after the turn before began.
+    """Return the tool or human time before a turn, which began `gap_s` after the turn before.
 
     Where the answer before was not timed, the source's think time counts from the last timed answer: it may
     be longer than the whole gap, which then bounds it.
@@ -107,7 +107,7 @@ def _leading_known(blocks: list[int], known: set[int]) -> int:
 def _condensed(
     requests: list[dict[str, Any]], block_tokens: int, known: set[int]
 ) -> Iterator[dict[str, Any]]:
-    """Requests as the condensed files have them; what they hash is `known` from then on."""
+    """Yield requests as the condensed files have them; their blocks are `known` from then on."""
     for request, before, following in zip(requests, [None, *requests], [*requests[1:], None], strict=False):
         blocks = request.get("hash_ids") or []
         cached = _leading_known(blocks, known) * block_tokens
@@ -135,7 +135,7 @@ def _recorded(
     known: set[int],
     absolute: bool,
 ) -> Iterator[TraceConversation]:
-    """One conversation of a file and, after it, its sub-agents. `absolute`: their times are its own."""
+    """Yield a conversation of a file and then its sub-agents; if `absolute`, their times are on its clock."""
     requests = [entry for entry in entries if entry["type"] != "subagent"]
     inherited = frozenset(known)
     if requests:
@@ -157,7 +157,7 @@ def _recorded(
 
 
 def _delays(entries: list[dict[str, Any]]) -> Iterator[float]:
-    """From each sub-agent's start to what is in it, as if both were on one clock."""
+    """Yield the time from each sub-agent's start to each of its entries, as if both were on one clock."""
     for agent in entries:
         if agent["type"] == "subagent":
             inner = agent.get("requests") or []
@@ -208,7 +208,7 @@ TRAJECTORY_HEADER = TraceHeader(
 
 @dataclass(frozen=True, slots=True)
 class _Call:
-    """One call of the model, in characters."""
+    """A call of the model, with its texts."""
 
     prompt: tuple[str, ...]  # messages
     answer: str
@@ -224,14 +224,14 @@ def _text(message: dict[str, Any]) -> str:
 
 
 def _from_queries(steps: Sequence[dict[str, Any]]) -> Iterator[_Call]:
-    """SWE-agent from 1.1 on: each step says exactly what the model was shown."""
+    """Yield the calls of SWE-agent from 1.1 on: each step has exactly what the model was shown."""
     for step in steps:
         prompt = tuple(_text(message) for message in step["query"])
         yield _Call(prompt, step.get("response") or "", float(step.get("execution_time") or 0.0))
 
 
 def _from_messages(messages: Sequence[dict[str, Any]], steps: Sequence[dict[str, Any]]) -> Iterator[_Call]:
-    """Older files and mini-SWE-agent: every assistant message answers all that stands before it."""
+    """Yield the calls of older files and mini-SWE-agent: an assistant answers all messages before."""
     shown: list[str] = []
     times = [float(step.get("execution_time") or 0.0) for step in steps]
     for message in messages:
@@ -254,7 +254,7 @@ def _ratio(characters: int, tokens: float | None) -> float:
 
 
 def _common(before: Sequence[str], now: Sequence[str]) -> int:
-    """Characters of the whole leading messages that two prompts share."""
+    """Return the number of characters of the whole leading messages that two prompts share."""
     pairs = zip(before, now, strict=False)
     return sum(len(new) for _, new in takewhile(lambda pair: pair[0] == pair[1], pairs))
 

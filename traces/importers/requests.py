@@ -51,9 +51,8 @@ AZURE = Importer("azure-2023", "Azure 2023 inference traces (CSV)", AZURE_HEADER
 
 ROW = {"timestamp", "input_length", "output_length", "hash_ids"}
 BLOCK_TOKENS = 512
-SYSTEM_SHARE = (
-    0.05  # a block that more of the requests begin with is the service's own prompt, not a conversation
-)
+# A block that more of the requests begin with is the service's own prompt, not a conversation.
+SYSTEM_SHARE = 0.05
 
 MOONCAKE_HEADER = TraceHeader(
     source="Mooncake conversation trace",

@@ -1,4 +1,4 @@
-"""What an importer is, and how the kind of a file is told from its content."""
+"""Interface of an importer, and the reading of files whose format is not known yet."""
 
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
@@ -13,7 +13,7 @@ from traces.format import TraceConversation, TraceHeader, open_text
 
 @dataclass(frozen=True, slots=True)
 class Importer:
-    """A kind of file, with any of these sets of fields, by which it is told from others."""
+    """Reader of one kind of file, which has any of these sets of fields."""
 
     name: str
     summary: str
@@ -26,7 +26,7 @@ class Importer:
 
 
 def fields_of(path: Path) -> list[str]:
-    """Of the JSON object that the first line, else the whole file, holds; or the columns of a table."""
+    """Return the fields of the object in the first line or the whole file, or a table's columns."""
     with open_text(path) as lines:
         first = lines.readline()
         if not first.lstrip().startswith("{"):
@@ -35,7 +35,7 @@ def fields_of(path: Path) -> list[str]:
 
 
 def is_one_a_line(path: Path) -> bool:
-    """JSON lines, and not one object over several."""
+    """Tell whether a file has one JSON object a line, rather than one object over several lines."""
     with open_text(path) as lines:
         return _object(lines.readline()) is not None
 
@@ -49,7 +49,7 @@ def _object(text: str) -> dict[str, Any] | None:
 
 
 def document(path: Path) -> dict[str, Any]:
-    """A file that is one JSON object."""
+    """Read a file that is one JSON object."""
     with open_text(path) as lines:
         found = _object(lines.read())
     if found is None:
@@ -58,7 +58,7 @@ def document(path: Path) -> dict[str, Any]:
 
 
 def rows(path: Path) -> Iterator[tuple[int, dict[str, Any]]]:
-    """JSON objects of a file, one a line, with their line numbers."""
+    """Yield the JSON objects of a file, one a line, with their line numbers."""
     with open_text(path) as lines:
         for number, line in enumerate(lines, start=1):
             if not line.strip():
@@ -70,7 +70,7 @@ def rows(path: Path) -> Iterator[tuple[int, dict[str, Any]]]:
 
 
 def plain_name(path: Path) -> str:
-    """The file's name without its endings: `trace_0116.json.gz` is trace_0116."""
+    """Return the file's name without its endings: trace_0116 for `trace_0116.json.gz`."""
     name = path.name
     for ending in (".gz", ".jsonl", ".json", ".traj", ".csv"):
         name = name.removesuffix(ending)

@@ -33,14 +33,14 @@ MODEL = ("gen_ai.request.model", "gen_ai.response.model")
 _SCALES = ((1e16, 1e9), (1e14, 1e6), (1e11, 1e3))  # nanoseconds, microseconds, milliseconds; else seconds
 MOST_OPEN = 64  # conversations of a session that a call may go on from
 ENDINGS = {
-    "tool_calls": TurnEnding.TOOL_USE, "tool_call": TurnEnding.TOOL_USE, "tool_use": TurnEnding.TOOL_USE,
-    "stop": TurnEnding.END_OF_TURN, "end_turn": TurnEnding.END_OF_TURN, "completed": TurnEnding.END_OF_TURN,
-}  # fmt: skip
+    **dict.fromkeys(("tool_calls", "tool_call", "tool_use"), TurnEnding.TOOL_USE),
+    **dict.fromkeys(("stop", "end_turn", "completed"), TurnEnding.END_OF_TURN),
+}
 
 
 @dataclass(frozen=True, slots=True)
 class ModelCall:
-    """One call of a model."""
+    """A call of a model that came to an end."""
 
     session: str
     began_s: float
@@ -71,7 +71,7 @@ def read_spans(path: Path) -> Iterator[TraceConversation]:
 
 
 def _documents(path: Path) -> list[tuple[int, dict[str, Any]]]:
-    """With the number of their line: a file is one document, or one a line."""
+    """Return the documents of a file with their line numbers: a file is one document, or has one a line."""
     try:
         return list(rows(path))
     except TraceError:
@@ -88,7 +88,7 @@ def _spans(row: Mapping[str, Any]) -> Iterator[Mapping[str, Any]]:
 
 
 def _call(span: Mapping[str, Any]) -> ModelCall | None:
-    """None: it is no call of a model, or none that came to an end."""
+    """Return the call of a span, or None if it is no call of a model or did not come to an end."""
     said = _attributes(span.get("attributes") or {})
     prompt = _first(said, INPUT)
     if prompt is None or said.get("gen_ai.operation.name", "") not in CALLS or int(prompt) < 1:
@@ -114,7 +114,7 @@ def _call(span: Mapping[str, Any]) -> ModelCall | None:
 
 
 def _read(text: str) -> Any:
-    """None of what a collector has cut off."""
+    """Parse JSON; return None if a collector has cut it off."""
     try:
         return orjson.loads(text)
     except orjson.JSONDecodeError:
@@ -130,7 +130,7 @@ def _first(fields: Mapping[str, Any], names: Iterable[str]) -> Any:
 
 
 def _attributes(found: Any) -> dict[str, Any]:
-    """OTLP's list of keys and typed values, or plain data."""
+    """Return attributes as plain data; OTLP has a list of keys and typed values."""
     if isinstance(found, Mapping):
         return dict(found)
     return {one["key"]: _value(one.get("value") or {}) for one in found}
@@ -165,7 +165,7 @@ def _ending(said: Mapping[str, Any]) -> TurnEnding:
 
 @dataclass(slots=True)
 class _Chain:
-    """Calls that go on from one another, and what of each was known."""
+    """Calls that go on from one another, and how many tokens of each prompt were known."""
 
     calls: list[ModelCall]
     cached: list[int]
@@ -190,8 +190,10 @@ def _chains(calls: Sequence[ModelCall]) -> list[_Chain]:
 
 
 def _share(chain: _Chain, call: ModelCall) -> float:
-    """Of the call's prompt, what the chain's last call began with, and its answer; 0: it is another
-    conversation. A system prompt in common makes none."""
+    """Return the share of a call's prompt that is known from the chain's last call and its answer.
+
+    The share is 0 for a call of another conversation; a common system prompt makes no conversation.
+    """
     last = chain.calls[-1]
     if call.began_s < last.ended_s:
         return 0.0  # it does not know the answer

@@ -79,7 +79,7 @@ RETRY_AFTER_S = 1.0  # where a refusal does not say when to come back
 
 
 class Refused(ReplayError):
-    """The endpoint said later: 429 or 503."""
+    """Refusal with 429 or 503: the endpoint asks to come back later."""
 
     def __init__(self, status: int, retry_after_s: float, message: str) -> None:
         super().__init__(f"HTTP {status}: {message}")
@@ -89,13 +89,12 @@ class Refused(ReplayError):
 
 @dataclass(slots=True)
 class TimedAnswer:
-    """What came back, by the client's clock."""
+    """A streamed answer with its times by the client's clock."""
 
     first_at: float = 0.0  # first token of the answer
     last_at: float = 0.0  # last token of the answer
-    arrivals: list[float] = field(
-        default_factory=list
-    )  # of every piece; it is empty while a character is incomplete
+    # Time of every piece, of empty ones too: a piece is empty while a character is incomplete.
+    arrivals: list[float] = field(default_factory=list)
     text: str = ""
     finish_reason: str = ""
     prompt_tokens: int | None = None
@@ -152,7 +151,7 @@ class ChatClient:
         return answer
 
     def _take(self, data: bytes, answer: TimedAnswer) -> bool:
-        """One event; True when it was the last."""
+        """Add an event to the answer; return True when it was the last."""
         if data == b"[DONE]":
             return True
         event = orjson.loads(data)
@@ -190,7 +189,7 @@ def _retry_after(value: str) -> float:
 
 
 async def first_model(session: aiohttp.ClientSession, url: str) -> str:
-    """The model the endpoint lists first."""
+    """Return the model that the endpoint lists first."""
     address = f"{url.rstrip('/')}/v1/models"
     try:
         async with session.get(address, timeout=aiohttp.ClientTimeout(total=15.0)) as response:
@@ -225,7 +224,7 @@ def _user(characters: int) -> Message:
 
 
 def _exchange(tools: ToolStyle) -> list[Message]:
-    """An answer and what comes back, as most turns of an agent have them."""
+    """Return an answer and the message after it, as most turns of an agent have them."""
     if tools is ToolStyle.TEXT:
         return [{"role": "assistant", "content": "yes"}, _user(SHORT)]
     result = {"role": "tool", "tool_call_id": "call_0", "content": text("calibration", SHORT)}
@@ -240,7 +239,7 @@ def tool_call(index: int) -> Message:
 async def calibrate(
     session: aiohttp.ClientSession, url: str, client: ChatClient, tools: ToolStyle
 ) -> Calibration:
-    """By the endpoint's own /tokenize where it has one, else by the prompt tokens that requests report."""
+    """Measure by the endpoint's /tokenize where it has one, else by the usage of requests."""
     short, long = [_user(SHORT)], [_user(LONG)]
     pair = [_user(SHORT), *_exchange(tools)]
     counted = [await _tokenize(session, url, client.model, messages) for messages in (short, long, pair)]

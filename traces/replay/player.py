@@ -1,4 +1,4 @@
-"""Player of one conversation, as its agent would have it: ask, wait, run the tool, append, go on."""
+"""Player of one conversation, as its agent plays it: ask, wait, run the tool, append, go on."""
 
 import asyncio
 import logging
@@ -51,7 +51,7 @@ class Dialogue:
         self.retained_tokens = 0  # of the latest prompt: what a server that forgets nothing has already
 
     def prompt(self, index: int) -> list[Message]:
-        """The messages of turn `index`; every turn before it must have been answered."""
+        """Return the messages of turn `index`; every turn before it must have been answered."""
         turn = self._conversation.turns[index]
         if index == 0:
             self.retained_tokens = 0
@@ -66,7 +66,7 @@ class Dialogue:
 
     @property
     def estimated_tokens(self) -> int:
-        """Of the latest prompt, for endpoints that do not report usage."""
+        """Estimated tokens of the latest prompt, for endpoints that do not report usage."""
         return round(sum(piece.tokens for piece in self._pieces) + self._sizes.opening_tokens)
 
     def answered(self, index: int, answer: TimedAnswer) -> None:
@@ -81,7 +81,7 @@ class Dialogue:
         self._pieces.append(_Piece(message, self._answer_tokens))
 
     def _open(self, turn: TraceTurn) -> None:
-        """A child begins with its parent's first words, as many as the trace says it shares."""
+        """Begin a conversation. A child begins with its parent's first words, as many as the trace says."""
         wanted = turn.prompt_tokens - self._sizes.opening_tokens
         shared = self._sizes.characters(turn.cached_tokens) if turn.cached_tokens else 0
         own = max(1, self._sizes.characters(wanted) - shared)
@@ -102,7 +102,7 @@ class Dialogue:
         return _Piece(message, tokens + self._sizes.exchange_tokens)
 
     def _break_off(self, index: int, turn: TraceTurn) -> None:
-        """The prefix broke (compaction, an edited history): keep what is still cached, then go on anew."""
+        """Keep what is still cached after the prefix broke (by compaction, say), and go on anew."""
         kept: list[_Piece] = []
         left = float(turn.cached_tokens - self._sizes.opening_tokens)
         tail = ""
@@ -122,7 +122,7 @@ class Dialogue:
 
 
 def _goes_on(before: TraceTurn, turn: TraceTurn) -> bool:
-    """Everything of the prompt before is still there."""
+    """Tell whether a turn's prompt still has everything of the prompt before."""
     return turn.cached_tokens >= before.prompt_tokens - BLOCK_SLACK and (
         turn.prompt_tokens > before.prompt_tokens
     )
@@ -137,7 +137,7 @@ log = logging.getLogger("conserve.traces.replay")
 
 
 class Player:
-    """Keeps what was measured where a time limit can still find it after it ended the playing."""
+    """Plays a conversation, and keeps its results where a time limit finds them after it ended the play."""
 
     def __init__(
         self,
@@ -172,7 +172,7 @@ class Player:
         return self._result(PlayOutcome.DONE)
 
     def unfinished(self) -> ConversationResult:
-        """What is known of it when it was stopped from outside."""
+        """Return what was measured before the conversation was stopped from outside."""
         return self._result(PlayOutcome.UNFINISHED)
 
     async def _turn(self, index: int, turn: TraceTurn) -> TurnResult:
@@ -197,7 +197,7 @@ class Player:
         )
 
     async def _ask(self, messages: list[Message], output_tokens: int) -> tuple[TimedAnswer, int]:
-        """Come back when told to, as agents' clients do; the time counts."""
+        """Ask until an answer comes. A refused turn waits as long as it is told to, and the time counts."""
         refusals = 0
         while True:
             try:

@@ -75,7 +75,7 @@ class ConversationResult:
 
     @property
     def served_ttfet_s(self) -> float | None:
-        """The part of it that serving took: without tools and people."""
+        """Time to the first effective token without tools and people."""
         whole = self.ttfet_s
         if whole is None:
             return None
@@ -99,7 +99,7 @@ class ConversationResult:
 
 @dataclass(frozen=True, slots=True)
 class Unloaded:
-    """How long a turn takes when nothing else runs: fitted to probes played alone.
+    """Time of a turn when nothing else runs, fitted to probes played alone.
 
     ttft = fixed + per_token * new + per_product * new * (retained + new / 2)
     tbt = step + per_context * context
@@ -142,7 +142,7 @@ class MeterReading:
 
 @dataclass(frozen=True, slots=True)
 class Replay:
-    """A whole run, as written to JSON."""
+    """Result of a replay, as it is written to JSON."""
 
     label: str
     trace: str
@@ -162,7 +162,7 @@ PROBE_TURNS = 4
 
 
 def probes(conversations: Sequence[TraceConversation], count: int) -> list[TraceConversation]:
-    """Conversations from small to large first turns, their beginnings only, without waits."""
+    """Return the beginnings of conversations with small to large first turns, without waits."""
     by_size = sorted(conversations, key=lambda c: (c.turns[0].prompt_tokens, c.id))
     if not by_size or count < 1:
         return []
@@ -184,8 +184,11 @@ def probes(conversations: Sequence[TraceConversation], count: int) -> list[Trace
 
 
 def fit(played: Sequence[ConversationResult]) -> Unloaded:
-    """TTFT by relative errors: no probe is worth more for being slow. TBT by the time of whole answers: the
-    gaps of an answer of few tokens say more about buffers than about the engine."""
+    """Fit the unloaded latency to probes.
+
+    TTFT is fitted by relative errors, so that no probe counts more for being slow. TBT is fitted by the time
+    of whole answers, since the gaps of an answer of few tokens say more about buffers than about the engine.
+    """
     turns = [turn for conversation in played for turn in conversation.turns]
     spoken = [turn for turn in turns if turn.tbt_s]
     if not turns or not spoken:
@@ -215,7 +218,7 @@ def _gap_terms(turn: TurnResult) -> tuple[float, float]:
 def _nonnegative(
     terms: Sequence[tuple[float, ...]], seconds: Sequence[float], scales: Sequence[float]
 ) -> tuple[list[float], float]:
-    """Non-negative least squares of errors in units of `scales`; and the mean error over the mean."""
+    """Solve non-negative least squares, with errors in units of `scales`; return also the mean error."""
     from scipy.optimize import nnls  # half a second to import, which only a replay with probes should pay
 
     unit = np.asarray(scales, dtype=float)
@@ -229,7 +232,7 @@ def _nonnegative(
 
 @dataclass(frozen=True, slots=True)
 class Objective:
-    """A latency against the objective: `slo_factor` times the unloaded latency of the same conversation."""
+    """Latencies beside their objective: `slo_factor` times the unloaded latency of the same conversation."""
 
     judged: int
     violations: int
@@ -309,7 +312,7 @@ def _spreads(results: Sequence[ConversationResult], turns: Sequence[TurnResult])
 
 
 def _objectives(run: Replay) -> dict[str, Objective]:
-    """Served times only: tools and people answer to no objective, and would dilute one."""
+    """Judge served times only: tools and people have no objective, and would dilute one."""
     alone = run.unloaded
     if alone is None:
         return {}

@@ -30,7 +30,7 @@ WINDOW_S = 10.0  # of the live rate
 
 
 class ReplayWatcher:
-    """Told what happens while it happens. This one shows nothing."""
+    """Observer of a replay while it runs. This one shows nothing."""
 
     def phase(self, name: str, conversations: int) -> None: ...
     def started(self, conversation: TraceConversation) -> None: ...
@@ -83,7 +83,7 @@ TIMEOUT = aiohttp.ClientTimeout(total=10.0)
 
 
 async def read_counters(session: aiohttp.ClientSession, urls: Sequence[str]) -> MeterReading:
-    """What the pages count so far, summed over labels and pages."""
+    """Read the counters of metrics pages, summed over labels and pages."""
     counters: dict[str, float] = {}
     unread: list[str] = []
 
@@ -107,7 +107,7 @@ def _add_counters(counters: dict[str, float], page: str) -> None:
 
 
 def between(before: MeterReading, after: MeterReading) -> MeterReading:
-    """What was counted in between. A counter that fell was restarted: what it says now is all one knows."""
+    """Return the counts between two readings. A counter that fell was restarted, and counts from 0."""
     grown: dict[str, float] = {}
     for name, value in sorted(after.counters.items()):
         earlier = before.counters.get(name, 0.0)
@@ -128,7 +128,7 @@ async def replay(
     stop: asyncio.Event | None = None,
     clock: Clock = time.monotonic,
 ) -> Replay:
-    """Play `conversations` (sorted by arrival) until all are done, the time limit, or `stop`."""
+    """Play `conversations`, sorted by arrival, until all are done, or until the time limit or `stop`."""
     headers = {"Authorization": f"Bearer {options.api_key}"} if options.api_key else {}
     connector = aiohttp.TCPConnector(limit=0)
     timeout = aiohttp.ClientTimeout(total=None)
@@ -149,7 +149,7 @@ async def replay(
         trace=trace,
         url=options.url,
         model=model,
-        options=_told(options),
+        options=_recorded_options(options),
         duration_s=duration,
         chars_per_token=sizes.chars_per_token,
         calibrated_by=sizes.source,
@@ -160,8 +160,8 @@ async def replay(
     )
 
 
-def _told(options: ReplayOptions) -> dict[str, str | float | int | bool]:
-    """Options for the record: no key, nothing that the record has elsewhere."""
+def _recorded_options(options: ReplayOptions) -> dict[str, str | float | int | bool]:
+    """Return the options for the record, without the key and what the record has elsewhere."""
     elsewhere = {"url", "model", "api_key", "probes", "slo_factor", "metrics_urls"}
     return {name: value for name, value in asdict(options).items() if name not in elsewhere}
 

@@ -1,1 +1,1 @@
-"""Discrete-event simulation of a fleet, with the product's own placing classes deciding."""
+"""Discrete-event simulation of a fleet, in which the product's own classes place turns."""

@@ -20,7 +20,7 @@ class Gaps:
         self._tokens = array("l")
 
     def add(self, seconds: float, tokens: int) -> None:
-        """So many tokens came after so long each: the mean of a phase in which the batch did not change."""
+        """Count tokens that came after so long each: the mean of a phase with an unchanged batch."""
         self._seconds.append(seconds)
         self._tokens.append(tokens)
 
@@ -70,7 +70,7 @@ class Iteration:
         heappush(self._ends, (self.iteration + live.left, self._joins, live.visit, live))
 
     def leave(self, live: LiveConversation) -> None:
-        """Out of the batch before its end; what it has decoded stays in its context."""
+        """Take a turn out of the batch; the tokens that it has decoded stay in its context."""
         decoded = self.iteration - live.joined
         live.context += decoded
         live.left -= decoded
@@ -79,21 +79,21 @@ class Iteration:
         self.context -= live.context
 
     def youngest(self) -> LiveConversation:
-        """The turn that joined last: it has the least to lose."""
+        """Return the turn that joined last, which loses least by a preemption."""
         return max((e for e in self._ends if e[2] == e[3].visit), key=lambda e: e[1])[3]
 
     def all(self) -> list[LiveConversation]:
         return [live for _, _, visit, live in self._ends if visit == live.visit]
 
     def until_an_end(self) -> int:
-        """Iterations until some turn has decoded its last token."""
+        """Return the iterations until some turn has decoded its last token."""
         ends = self._ends
         while ends[0][2] != ends[0][3].visit:
             heappop(ends)
         return ends[0][0] - self.iteration
 
     def advance(self, iterations: int) -> list[LiveConversation]:
-        """Let every turn decode that many tokens; returns those that are done, out of the batch."""
+        """Let every turn decode that many tokens; take finished turns out and return them."""
         self.iteration += iterations
         self.context += self.turns * iterations
         done: list[LiveConversation] = []
@@ -106,7 +106,7 @@ class Iteration:
         return done
 
     def seconds(self, iterations: int) -> float:
-        """Of the next iterations, when only decoding."""
+        """Return the time of the next iterations if no prompt is computed in them."""
         first = (
             self._constant + self._per_decoding * self.turns + self._per_read * (self.context + self.turns)
         )
@@ -114,7 +114,7 @@ class Iteration:
         return iterations * (first + growth * (iterations - 1) / 2)
 
     def iterations_in(self, seconds: float) -> int:
-        """The fewest iterations that take at least that long: the boundary that comes next."""
+        """Return the fewest iterations that take at least that long: the boundary that comes next."""
         first = (
             self._constant + self._per_decoding * self.turns + self._per_read * (self.context + self.turns)
         )
@@ -130,12 +130,12 @@ class Iteration:
 
     @property
     def work(self) -> BatchWork:
-        """Of the next iteration, when only decoding."""
+        """Work of the next iteration if no prompt is computed in it."""
         read = self.context + self.turns
         return BatchWork(self.turns, read, read, self.context, self.turns)
 
     def prefill_seconds(self, chunks: list[tuple[LiveConversation, int]]) -> float:
-        """What computing these chunks adds to one iteration."""
+        """Return the time that computing these chunks adds to one iteration."""
         seconds = 0.0
         for live, tokens in chunks:
             end = live.context + tokens

@@ -1,4 +1,4 @@
-"""Parameters that give way in a simulated fleet: the product's signal and plan decide, engines regroup.
+"""Engines of a simulated fleet that drop parameters; the product's signal and plan decide.
 
 While engines share a model they step together: each forms its own batch by its own token budget, as running
 engines do, and a round takes as long as the longest of these batches, plus the hops between engines.
@@ -58,13 +58,13 @@ class RoundsTogether:
             member.step(seconds)
 
     def _here(self) -> list[SimulatedEngine]:
-        """At a boundary; who has not come yet, or has left already, is somewhere else."""
+        """Return the members at a boundary; the others have not come yet, or have left already."""
         return [member for member in self.members if member.pipeline is self and member.idle]
 
 
 @dataclass
 class OverloadTally:
-    """What was seen and done, in the order of looks: time, share asked for, share there is of whole KV."""
+    """Counts of drops, and looks at the fleet: time, share of the whole KV asked for, share there is."""
 
     looks: list[tuple[float, float, float]] = field(default_factory=list)
     drops: int = 0
@@ -77,13 +77,13 @@ class OverloadTally:
 
     @property
     def bubble(self) -> float:
-        """Share of the stages' time in which they waited."""
+        """Share of their time in which stages waited."""
         spent = sum(pipeline.stage_s for pipeline in self.pipelines)
         return 1 - sum(pipeline.busy_s for pipeline in self.pipelines) / spent if spent else 0.0
 
 
 class Dropping:
-    """Looks at the fleet, drops and restores. One tier's engines form groups; tiers do not mix."""
+    """Looks at the fleet, and drops and restores parameters. Groups are formed within one tier."""
 
     def __init__(
         self,
@@ -95,11 +95,13 @@ class Dropping:
         report: Callable[[], list[int]],
         changed: Callable[[SimulatedEngine], None],
     ) -> None:
-        """`report` brings the placer's view up to date and says which prompts wait for a decoder; `changed`
-        is told of an engine whose KV has another size."""
+        """`report` brings the placer's view up to date and returns the prompts that wait for a decoder.
+
+        `changed` is called with an engine whose KV has another size.
+        """
         if tier.profile.shape is None:
             raise TraceError(
-                f"tier {tier.name!r}: its profile says nothing of layers; to drop some it needs "
+                f"tier {tier.name!r}: its profile has no layers; to drop some it needs "
                 "`layers`, `layer_bytes` and `activation_bytes`"
             )
         self.tally = OverloadTally()
@@ -167,7 +169,7 @@ class Dropping:
     def _regroup(
         self, engine: SimulatedEngine, group: RoundsTogether | None, kv_tokens: int, before: int, after: int
     ) -> None:
-        """Move an engine to another group, or to none; it stands still for its KV and parameters."""
+        """Move an engine to another group, or to none; it stands still while KV and parameters move."""
         exchange_s = self._shape.exchange_s(before, after, engine.kv.resident)
         self.tally.exchange_s.append(exchange_s)
         parameters_s = self._shape.restore_s(before) if group is None else 0.0
@@ -187,6 +189,6 @@ class Dropping:
             self._regroup(self._engines[name], None, self._shape.kv_tokens, len(group.members), 1)
 
 
-def tier_that_holds(tiers: Sequence[SimulatedTier]) -> SimulatedTier:
-    """The largest of those that hold conversations."""
+def largest_holding_tier(tiers: Sequence[SimulatedTier]) -> SimulatedTier:
+    """Return the largest tier of those that hold conversations."""
     return max((tier for tier in tiers if tier.role is not Role.PREFILL), key=lambda tier: tier.replicas)

@@ -15,7 +15,7 @@ from traces.simulator.tiers import EngineProfile
 
 
 class EventQueue:
-    """What happens next; at one instant in the order of scheduling, so that runs repeat exactly."""
+    """Queue of events. Those of one instant run in the order of scheduling, so that runs repeat exactly."""
 
     def __init__(self) -> None:
         self.now = 0.0
@@ -29,7 +29,7 @@ class EventQueue:
 
     @property
     def more(self) -> bool:
-        """Something is still to happen."""
+        """Tell whether an event is still to come."""
         return bool(self._heap)
 
     def run(self, until: float = float("inf")) -> None:
@@ -47,11 +47,11 @@ class Pipeline(Protocol):
     """Group of engines that share the layers of one model and step together."""
 
     def ready(self, engine: SimulatedEngine) -> None:
-        """It is at a boundary between iterations; `form` and `step` follow when all are."""
+        """Take note that an engine is at a boundary; `form` and `step` follow when all engines are."""
 
 
 class Regrouping(NamedTuple):
-    """What changes at the next boundary of an engine that drops parameters, or has them again."""
+    """Change at the next boundary of an engine that drops parameters, or has them again."""
 
     pipeline: Pipeline | None
     kv_tokens: int
@@ -59,12 +59,11 @@ class Regrouping(NamedTuple):
 
 
 class SimulatedEngine:
-    """An iteration that decodes, prompts in chunks beside it, and its KV.
+    """An engine that decodes a batch, computes prompts in chunks beside it, and holds KV.
 
-    Prompts are first come first served, or as `prompts` has it. Calls `on_finished` when a turn has decoded
-    its last token.
-
-    A turn that is to decode nothing here (`left` is 0) is a prefill leg: `on_prefilled` when it is computed.
+    Prompts are first come first served, or in the order of `prompts`. `on_finished` is called when a turn has
+    decoded its last token. A turn that decodes nothing here (`left` is 0) is a prefill leg: `on_prefilled` is
+    called when it is computed.
     """
 
     def __init__(
@@ -112,12 +111,12 @@ class SimulatedEngine:
         return self._iterations == 0
 
     def submit(self, live: LiveConversation) -> None:
-        """A turn to compute (`todo` tokens behind `context`) and then to decode (`left` tokens)."""
+        """Queue a turn that computes `todo` tokens behind `context`, and then decodes `left` tokens."""
         self.waiting.append(live)
         self._soon()
 
     def _soon(self) -> None:
-        """Something is to happen at the next boundary."""
+        """Let the engine plan anew at the next boundary."""
         if self._between:
             return
         if self.idle:
@@ -126,7 +125,7 @@ class SimulatedEngine:
             self._join_at_next_boundary()
 
     def regroup(self, change: Regrouping) -> None:
-        """At the next boundary this engine is of another pipeline, or of none, and its KV of another size."""
+        """Change the engine's pipeline and the size of its KV at the next boundary."""
         self._regrouping = change
         self._soon()
 
@@ -134,7 +133,7 @@ class SimulatedEngine:
         return sum(live.todo for live in self.waiting)
 
     def waiting_kv_tokens(self) -> int:
-        """For those that are to run here; a prefill leg's KV is its decoder's."""
+        """Return the KV that waiting turns lack here; a prefill leg's KV is its decoder's."""
         there = sum(max(0, one.context + one.todo - one.held) for one in self.waiting if one.left)
         return there + sum(one.context + one.todo for one in self.restoring)
 
@@ -142,18 +141,18 @@ class SimulatedEngine:
         return self._prompt_rate.tokens_per_s
 
     def prompt_share(self) -> float:
-        """Of its time, what running turns leave to prompts."""
+        """Return the share of the engine's time that running turns leave to prompts."""
         if self.prompts is None or not self.batch.turns:
             return 1.0
         return self.prompts.share(self.batch.seconds(1))
 
     def place_was_made(self) -> None:
-        """KV was released from outside; what waits for it may go on."""
+        """Go on with turns that waited for KV, since some was released from outside."""
         if self.idle and self.waiting and not self._between:
             self._begin()
 
     def seconds_until(self, horizon: float) -> tuple[float, float, float]:
-        """Seconds idle (or stalled, which draws the same), decoding and prefilling."""
+        """Return the seconds idle (or stalled, which draws the same), decoding and prefilling."""
         trailing = horizon - self._began if self.idle else 0.0
         return self.idle_s + trailing + self.stalled_s, self.decode_s, self.prefill_s
 
@@ -198,7 +197,7 @@ class SimulatedEngine:
             self._schedule(iterations, batch.seconds(iterations))
 
     def form(self) -> tuple[BatchWork, list[tuple[int, int]]]:
-        """The next iteration: what decodes, and prompts as (new tokens, context)."""
+        """Return the decoding work of the next iteration, and its prompts as (new tokens, context)."""
         self._plan()
         return self.batch.work, [(tokens, live.context) for live, tokens in self._chunks]
 
@@ -207,7 +206,7 @@ class SimulatedEngine:
         self._chunks = self._next_chunks()
 
     def step(self, seconds: float) -> None:
-        """Compute what was formed, in a pipeline that takes so long for it."""
+        """Compute the formed iteration, for which the pipeline takes so long."""
         if self._chunks:
             adds, base = self.batch.prefill_seconds(self._chunks), self.batch.seconds(1)
             prompts = adds / (adds + base) if self.batch.turns else 1.0
@@ -234,8 +233,9 @@ class SimulatedEngine:
         self._soon()
 
     def _next_chunks(self) -> list[tuple[LiveConversation, int]]:
-        """Prompts for one iteration, as many tokens as the budget and the KV allow: in the policy's order,
-        else oldest first.
+        """Return the prompts of one iteration, in the policy's order, else oldest first.
+
+        They have as many tokens as the budget and the KV allow.
         """
         sharing, model, work = self.prompts, self.profile.latency, self.batch.work
         budget, decoding_s = self.profile.chunk_tokens - self.batch.turns, self.batch.seconds(1)
@@ -247,7 +247,7 @@ class SimulatedEngine:
             if budget <= 0 or self.batch.turns + len(chunks) >= self.profile.max_turns:
                 break
             if live not in self.waiting:
-                continue  # it gave way to one before it
+                continue  # it was preempted by one before it
             if live.left and not self._hold_prompt_of(live, alone=not chunks):
                 if sharing is None:
                     break
@@ -271,11 +271,11 @@ class SimulatedEngine:
         return self.prompts.due(self.profile.latency, live.turn_at, live.todo, live.context)
 
     def _hold_prompt_of(self, live: LiveConversation, alone: bool) -> bool:
-        """Take the KV a prompt lacks. A prefill leg holds nothing here: its KV is the decoder's."""
+        """Take the KV that a prompt lacks; return False if there is too little."""
         missing = live.context + live.todo - live.held
         if missing <= 0:
             return True
-        available = self.kv.free + self.kv.yielding - self.batch.turns
+        available = self.kv.free + self.kv.evictable - self.batch.turns
         if alone and (self.kv.pressure is not Pressure.PIN or not self.batch.turns):
             # A turn that only waits has no claim on KV: those behind the first give way to it. What is
             # pinned does so only when nothing runs, for then nothing would end.
@@ -310,7 +310,7 @@ class SimulatedEngine:
         kv.make_place(batch.turns, even_pinned=True)
 
     def _give_way(self, live: LiveConversation) -> None:
-        """A waiting turn gives its KV up. With parking it is on the host, block by block as they filled."""
+        """Take the KV of a waiting turn. With parking it is on the host, block by block as they filled."""
         if self.kv.pressure is not Pressure.PARK:
             self.kv.lose(live)
             self.recomputed += live.context
@@ -364,7 +364,7 @@ class SimulatedEngine:
         self._begin()
 
     def _emit_first_token(self, live: LiveConversation) -> None:
-        """The last prompt token gives the first output token, or hands a prefill leg over."""
+        """Count the first output token, which the last prompt token gives, or hand a prefill leg over."""
         if not live.left:
             self._on_prefilled(self, live)
             return

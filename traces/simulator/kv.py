@@ -7,7 +7,7 @@ from traces.format import TraceConversation, TraceTurn
 
 
 class Where(IntEnum):
-    """Where the KV of the turns before is."""
+    """Place of the KV of the turns before."""
 
     NOWHERE = 0
     ACCELERATOR = 1
@@ -15,14 +15,12 @@ class Where(IntEnum):
 
 
 class LiveConversation:
-    """A conversation while it is being served. One turn runs at a time, so the work an engine does for it is
-    here as well.
-    """
+    """A conversation while it is being served, with the work that engines have for its running turn."""
 
     __slots__ = (
-        "arrived", "context", "conversation", "engine", "first_token_at", "held", "joined",
-        "lacking", "left", "order", "stall_s", "todo", "turn_at", "turn_index", "visit", "where",
-    )  # fmt: skip
+        *("arrived", "context", "conversation", "engine", "first_token_at", "held", "joined", "lacking"),
+        *("left", "order", "stall_s", "todo", "turn_at", "turn_index", "visit", "where"),
+    )
 
     def __init__(self, conversation: TraceConversation, order: int, now: float) -> None:
         self.conversation = conversation
@@ -52,7 +50,7 @@ class LiveConversation:
 
     @property
     def output_tokens(self) -> int:
-        """A turn that ended before its first token still had one decoded."""
+        """Tokens that the turn decodes: a turn that ended before its first token still had one decoded."""
         return max(1, self.turn.output_tokens)
 
     @property
@@ -61,7 +59,7 @@ class LiveConversation:
 
 
 class Pressure(StrEnum):
-    """What becomes of KV retained between turns when running turns need its place."""
+    """Fate of KV retained between turns when running turns need its place."""
 
     PARK = "park"  # to the host
     DROP = "drop"  # lost: plain prefix caching
@@ -69,7 +67,7 @@ class Pressure(StrEnum):
 
 
 class KvStore:
-    """Counts tokens. `resident` is what is on the accelerator; the retained part of it may give way.
+    """Counts of tokens. `resident` ones are on the accelerator, and the retained part of them may be evicted.
 
     Parking costs no time of its own: blocks are copied to the host as they fill, so that leaving the
     accelerator is a release. Coming back crosses the host link.
@@ -90,52 +88,52 @@ class KvStore:
 
     @property
     def live(self) -> int:
-        """What an engine reports as held for conversations. A plain prefix cache holds nothing for anyone."""
+        """Tokens that an engine reports as held for conversations; a plain prefix cache reports none."""
         return self.resident - self._retained_tokens if self.pressure is Pressure.DROP else self.resident
 
     @property
     def idle(self) -> int:
-        """Of the live, what gives way without loss."""
+        """Part of the live tokens that can be evicted without loss."""
         return self._retained_tokens if self.pressure is Pressure.PARK else 0
 
     @property
-    def yielding(self) -> int:
-        """Tokens that would give way under pressure."""
+    def evictable(self) -> int:
+        """Tokens that are evicted under pressure."""
         return 0 if self.pressure is Pressure.PIN else self._retained_tokens
 
     def take(self, tokens: int) -> None:
-        """Hold more for a turn; retained KV makes place."""
+        """Hold more for a turn, and evict retained KV for it."""
         if tokens > self.free:
             self.make_place(tokens)
         self.resident += tokens
 
     def make_place(self, tokens: int, even_pinned: bool = False) -> None:
-        while tokens > self.free and (self._retained_tokens if even_pinned else self.yielding):
+        while tokens > self.free and (self._retained_tokens if even_pinned else self.evictable):
             self.evict(next(iter(self._retained.values())))
 
     def resize(self, capacity: int) -> None:
-        """Parameters gave way to KV, or came back: then retained KV gives way first."""
+        """Change the capacity, as parameters do that are dropped, and evict retained KV that does not fit."""
         self.capacity = capacity
         self.make_place(0, even_pinned=True)
 
     def lose(self, live: LiveConversation) -> None:
-        """What a running or waiting turn holds is dropped and has to be computed again."""
+        """Drop the KV of a running or waiting turn, which has to be computed again."""
         self.resident -= live.held
         live.held = 0
 
     def trim(self, live: LiveConversation, tokens: int) -> None:
-        """The next prompt shares only its first `tokens` with what is held: the rest is of no use."""
+        """Keep only the first `tokens` that are held: the next prompt does not share the rest."""
         self.resident -= live.held - tokens
         live.held = tokens
 
     def retain(self, live: LiveConversation) -> None:
-        """A turn ended; its conversation goes on."""
+        """Keep the KV of a turn that ended, for the next turn."""
         live.where = Where.ACCELERATOR
         self._retained[live.key] = live
         self._retained_tokens += live.held
 
     def wake(self, live: LiveConversation) -> None:
-        """A retained or parked conversation has work again; its KV is held from now on."""
+        """Hold the KV of a retained or parked conversation, which has work again."""
         if live.where is Where.ACCELERATOR:
             del self._retained[live.key]
             self._retained_tokens -= live.held
@@ -145,7 +143,7 @@ class KvStore:
             live.where = Where.ACCELERATOR
 
     def evict(self, live: LiveConversation) -> None:
-        """Retained KV leaves the accelerator: to the host, or it is lost."""
+        """Move retained KV from the accelerator to the host, or lose it."""
         del self._retained[live.key]
         self._retained_tokens -= live.held
         self.resident -= live.held
@@ -158,7 +156,7 @@ class KvStore:
             live.held = 0
 
     def forget(self, live: LiveConversation) -> None:
-        """An idle conversation ended."""
+        """Release the KV of an idle conversation that ended."""
         if live.where is Where.ACCELERATOR:
             del self._retained[live.key]
             self._retained_tokens -= live.held
@@ -169,7 +167,7 @@ class KvStore:
 
 
 class Prefixes:
-    """Prefixes that a prefiller still has of earlier turns: vLLM's prefix cache, least recently used out."""
+    """Prefix cache of a prefiller, as vLLM has it: the least recently used prefix goes first."""
 
     def __init__(self, capacity: int) -> None:
         """`capacity` in tokens; 0 remembers nothing."""
@@ -181,7 +179,7 @@ class Prefixes:
         return self._held.get(conversation, 0)
 
     def remember(self, conversation: str, tokens: int) -> None:
-        """A prompt was computed; older ones make place for it."""
+        """Keep the prefix of a computed prompt, and evict older ones for it."""
         if tokens > self._capacity:
             return
         self._tokens += tokens - self._held.pop(conversation, 0)
@@ -191,13 +189,13 @@ class Prefixes:
 
 
 class Link:
-    """A link: it sends one thing after the other at a fixed rate."""
+    """Link that sends one item after the other at a fixed rate."""
 
     def __init__(self, bytes_per_s: float) -> None:
         self._bytes_per_s = bytes_per_s
         self._free_at = 0.0
 
     def send(self, size: float, now: float) -> float:
-        """When the last byte of `size` has arrived."""
+        """Return when the last byte of `size` arrives."""
         self._free_at = max(self._free_at, now) + size / self._bytes_per_s
         return self._free_at

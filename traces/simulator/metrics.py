@@ -1,4 +1,4 @@
-"""Metrics of a simulation: what was recorded, its figures, and the check that what goes in comes out."""
+"""Metrics of a simulation: records, figures, and the check that what goes in comes out."""
 
 from __future__ import annotations
 
@@ -18,12 +18,12 @@ from traces.simulator.kv import LiveConversation
 
 
 class Leak(TraceError, AssertionError):
-    """A run lost or invented something: its results are not to be trusted."""
+    """Loss or invention of tokens in a run, whose results are not to be trusted."""
 
 
 @dataclass
 class SimulationTally:
-    """What the router of a simulation asked for, to be compared with what the engines did."""
+    """Work that the router asked for, to be compared with the work that engines did."""
 
     to_prefill: int = 0
     to_decode: int = 0
@@ -69,7 +69,7 @@ def percentile(values: Sequence[float] | Values, p: float) -> float:
 
 @dataclass
 class Recorder:
-    """Filled while the simulation runs. `order` is the conversation's place in the trace."""
+    """Times that are recorded while the simulation runs. `order` is the conversation's place in the trace."""
 
     order: array[int] = field(default_factory=lambda: array("l"))
     ttfet: array[float] = field(default_factory=lambda: array("d"))
@@ -101,7 +101,7 @@ class Recorder:
 
 @dataclass(frozen=True)
 class Totals:
-    """What the fleet did, in all."""
+    """Totals of a simulated fleet."""
 
     conversations: int
     refused: int
@@ -189,15 +189,22 @@ def summarise(system: str, result: SimulationResult) -> SimulationSummary:
     first = np.asarray(recorder.turn_is_first, dtype=bool)
     tbt = result.last_tbt[~np.isnan(result.last_tbt)]
     return SimulationSummary(
-        system, totals.conversations, totals.refused, totals.abandoned, totals.horizon_s,
-        *_p50_p95(result.ttfet), *_p50_p95(ttft[first]), *_p50_p95(ttft[~first]), *_p50_p95(tbt),
-        recorder.gaps.percentile(99), *_p50_p95(result.e2e),
-        totals.transfers, totals.recomputed_tokens, totals.parked_tokens, totals.preemptions,
-        totals.through_prefiller_again, totals.last_resorts,
-        totals.gate_wait_s / max(1, totals.conversations),
-        totals.tokens_per_joule, totals.joules / max(1, totals.conversations), totals.events,
-        totals.drops, totals.split_s,
-    )  # fmt: skip
+        *(system, totals.conversations, totals.refused, totals.abandoned, totals.horizon_s),
+        *_p50_p95(result.ttfet),
+        *_p50_p95(ttft[first]),
+        *_p50_p95(ttft[~first]),
+        *_p50_p95(tbt),
+        recorder.gaps.percentile(99),
+        *_p50_p95(result.e2e),
+        *(totals.transfers, totals.recomputed_tokens, totals.parked_tokens, totals.preemptions),
+        *(totals.through_prefiller_again, totals.last_resorts),
+        gate_wait_mean_s=totals.gate_wait_s / max(1, totals.conversations),
+        tokens_per_joule=totals.tokens_per_joule,
+        joules_per_conversation=totals.joules / max(1, totals.conversations),
+        events=totals.events,
+        drops=totals.drops,
+        split_s=totals.split_s,
+    )
 
 
 def _p50_p95(values: Values) -> tuple[float, float]:

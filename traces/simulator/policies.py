@@ -1,4 +1,4 @@
-"""The systems under test. Each says, for a turn, which engine prefills it and where it runs.
+"""Systems under test. Each decides for a turn which engine prefills it and where it runs.
 
 Placing is the product's `Placer` in all of them but sticky routing; what differs from ConServe is written
 here, by name.
@@ -41,7 +41,7 @@ class StickyRouting:
         self._prefixes: dict[str, dict[str, int]] = {}  # conversation -> engine -> tokens, latest last
 
     def choose(self, conversation: str, prompt: int, repeated: int) -> str:
-        """The engine for a turn; `repeated` of its prompt is as in the turn before."""
+        """Return the engine for a turn whose first `repeated` tokens are as in the turn before."""
         sent = self._prefixes.setdefault(conversation, {})
         busiest, least = max(self._turns.values()), min(self._turns.values())
         best = max(reversed(sent), key=lambda name: min(sent[name], repeated), default=None)
@@ -57,7 +57,7 @@ class StickyRouting:
         return engine
 
     def forget(self, conversation: str) -> None:
-        """It ended; what was sent for it stays in the engines' counts, as in the router's trees."""
+        """Forget a conversation; its tokens stay in the engines' counts, as in the router's trees."""
         self._prefixes.pop(conversation, None)
 
 
@@ -68,20 +68,18 @@ class System(StrEnum):
     COLLOCATED = "collocated"
     FULL_DISAGGREGATION = "full_disaggregation"
     AMPD = "ampd"  # predicts per turn; a wrong prediction sends a later turn to the prefiller
-    PULL_BACK = (
-        "pull_back"  # every later turn on the prefiller, its KV pulled there and the new part sent back
-    )
+    PULL_BACK = "pull_back"  # later turns on the prefiller: KV is pulled there, and the new part sent back
     STICKY = "sticky"  # per turn, no disaggregation: as SGLang's router does it
 
     @classmethod
     def of(cls, placer: PlacerSettings) -> "System":
-        """What a fleet with these settings does."""
+        """Return the system of a fleet with these settings."""
         disaggregates = placer.policy is PlacingPolicy.CONSERVE
         return cls((placer.first_turns if disaggregates else placer.policy).value)
 
 
 class OverloadPolicy(StrEnum):
-    """What gives way when the KV does not suffice."""
+    """Reaction to too little KV."""
 
     OFF = "off"  # idle KV stays where it is; running turns give way to one another when nothing else can
     PREEMPT = "preempt"  # plain vLLM: idle KV is lost, and running turns are computed again
@@ -97,7 +95,7 @@ class OverloadPolicy(StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class TurnRoute:
-    """Where one turn goes. `pull` is history that must reach the prefiller before it can compute."""
+    """Route of one turn. If `pull`, its history must reach the prefiller before it can compute."""
 
     decoder: str
     prefiller: str | None = None
@@ -127,7 +125,7 @@ NEVER = 1 << 60
 
 
 class SimulatedRouter:
-    """Asks the placer, and adds what the system under test does differently."""
+    """Router that asks the placer, and adds what the system under test does differently."""
 
     def __init__(
         self,
@@ -137,7 +135,7 @@ class SimulatedRouter:
         prefillers: tuple[str, ...],
         seed: int,
     ) -> None:
-        """`turns` each engine has now, and the names of the prefillers: what per-turn baselines look at."""
+        """`turns` are those of each engine now; baselines look at them and at the prefillers' names."""
         self._settings = settings
         self._placer = placer
         self._turns = turns
@@ -153,7 +151,7 @@ class SimulatedRouter:
         return placed if isinstance(placed, Refusal) else TurnRoute(placed.decoder, placed.prefiller)
 
     def later(self, live: LiveConversation, uncached: int, prefix: tuple[str, int], now: float) -> TurnRoute:
-        """`prefix`: a prefiller, and how much of the prompt it still has."""
+        """Route a later turn; `prefix` is a prefiller, and how much of the prompt it still has."""
         system, settings = self._settings.system, self._settings
         if self._sticky is not None:
             turn = live.turn

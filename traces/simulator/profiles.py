@@ -14,7 +14,7 @@ from traces.simulator.tiers import EngineProfile
 
 
 class ProfileError(TraceError):
-    """A profile that is not known or cannot be read."""
+    """Error of a profile that is not known or cannot be read."""
 
 
 NAMED = {
@@ -78,7 +78,7 @@ def _of_replay(path: Path) -> EngineProfile:
 
 
 def of_unloaded(alone: Unloaded, base: EngineProfile) -> EngineProfile:
-    """Iterations that take as long as conversations took that were played alone; the rest from `base`."""
+    """Return `base` with iterations that take as long as those of conversations that were played alone."""
     chunk = base.chunk_tokens
     contexts = (0, chunk // 4, chunk, 2 * chunk)
     samples = [

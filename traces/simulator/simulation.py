@@ -1,4 +1,4 @@
-"""Simulation of a fleet: events, engines, and the product's own placing classes deciding."""
+"""Simulation of a fleet: events, engines, and the product's own placing classes."""
 
 from collections import deque
 from collections.abc import Iterable, Iterator
@@ -15,7 +15,7 @@ from placement.scheduling.interface import DEFAULT_TARGETS
 from placement.scheduling.prefill_curve import curve_of
 from placement.scheduling.prompt_order import PromptSharing
 from traces.format import TraceConversation
-from traces.simulator.dropping import Dropping, DroppingSettings, tier_that_holds
+from traces.simulator.dropping import Dropping, DroppingSettings, largest_holding_tier
 from traces.simulator.engine import EventQueue, OnLive, SimulatedEngine
 from traces.simulator.kv import LiveConversation, Prefixes, Pressure, Where
 from traces.simulator.metrics import Recorder, SimulationResult, SimulationTally, Totals, check
@@ -24,7 +24,7 @@ from traces.simulator.tiers import SimulatedFleet
 
 
 class SimulatedEngines:
-    """Engines report on change, as real ones do; a report is only made when the placer is about to look."""
+    """Engines of a fleet. They report changes as real ones do, once the placer is about to look."""
 
     def __init__(
         self,
@@ -70,7 +70,7 @@ class SimulatedEngines:
             visible.append(confirmed)
 
     def report(self, now: float) -> None:
-        """What changed since the last look."""
+        """Report engines that changed since the last look."""
         for name in self.engines if self.elastic else ():
             self.changed(name)  # prompts are computed all the time
         changed, self._confirmed = self._confirmed, {}
@@ -110,9 +110,7 @@ class SimulationSettings:
     linger_s: float = 0.0  # a conversation nobody ends holds its KV this long after its last turn
     prefillers_cache: bool = False  # prefillers keep prefixes of earlier turns, as vLLM does by default
     pull_blocks: bool = True  # an engine waits for history it pulls, as LMCache's load does
-    idle_reported: bool = (
-        True  # engines say which of their KV gives way; else all of it counts against what fits
-    )
+    idle_reported: bool = True  # engines report evictable KV; else all of it counts against what fits
     # Prompts that wait on an engine stay reserved until it holds their KV; the tables of docs/measurements/
     # simulation.md are without.
     reserved_until_held: bool = False
@@ -122,8 +120,9 @@ class SimulationSettings:
 
 
 class Simulation:
-    """The life of conversations: arrive, be placed (or wait at the gate), be prefilled, be transferred,
-    decode; between turns be retained or parked; come back; end.
+    """Conversations that arrive, are placed or wait at the gate, are prefilled, transferred and decoded.
+
+    Between turns they are retained or parked, until they come back or end.
     """
 
     def __init__(self, fleet: SimulatedFleet, settings: SimulationSettings) -> None:
@@ -165,7 +164,7 @@ class Simulation:
         self._served_at = 0.0  # the last turn's end: what lingers after it is nobody's work
         self.dropping: Dropping | None = None
         if settings.dropping is not None:
-            tier = tier_that_holds(fleet.tiers)
+            tier = largest_holding_tier(fleet.tiers)
             engines = [self.fleet.engines[f"{tier.name}-{number}"] for number in range(tier.replicas)]
             self.dropping = Dropping(
                 *(settings.dropping, tier, engines, self.fleet.placer, self.events),
@@ -194,7 +193,7 @@ class Simulation:
             self._gate.append(live)
 
     def _place(self, live: LiveConversation) -> bool:
-        """Place a first turn; False when it has to wait."""
+        """Place a first turn; return False when it has to wait."""
         now = self.events.now
         self.fleet.report(now)
         parent = self.bindings.look_up(live.conversation.parent) if live.conversation.parent else None
@@ -299,7 +298,7 @@ class Simulation:
             self._place_was_made(engine)
 
     def _come_back(self, argument: Any) -> None:
-        """The next turn of a bound conversation."""
+        """Start the next turn of a bound conversation."""
         live: LiveConversation = argument
         now = live.turn_at = self.events.now
         binding = self.bindings.look_up(live.key)
@@ -328,7 +327,7 @@ class Simulation:
         self.fleet.changed(live.engine, confirmed=live)
 
     def _prefix(self, live: LiveConversation) -> tuple[str, int]:
-        """The prefiller that still has most of a turn's prompt."""
+        """Return the prefiller that still has most of a turn's prompt, and how much of it."""
         name = max(self.fleet.prefillers, key=lambda name: self._still_on(name, live), default="")
         return name, self._still_on(name, live) if name else 0
 
