@@ -8,24 +8,23 @@ of their requests begin alike.
 """
 
 import asyncio
-import json
 import random
 import time
 from contextlib import suppress
 from dataclasses import dataclass, field
-from itertools import count, pairwise
+from itertools import pairwise
 from typing import Any
 
 import aiohttp
 from openai import AsyncOpenAI
 
+from benchmarks.harness.chats import BATCH_ENDED, batch_file, converse
 from benchmarks.harness.output import command, print_figures, print_rows, quantile, write_json
 from benchmarks.harness.rounds import rotated
 from traces import ReplayError
 from traces.replay.client import (
     Calibration,
     ChatClient,
-    Message,
     ReplayOptions,
     ToolStyle,
     calibrate,
@@ -34,9 +33,9 @@ from traces.replay.client import (
 )
 
 ALONE, BESIDE, BATCH = "agents", "agents_and_batch", "batch"
-ENDED = ("completed", "failed", "expired", "cancelled")
 CHAT, COMPLETIONS = "/v1/chat/completions", "/v1/completions"
 CHAT_SHARE = 0.75  # of offline requests
+OFFLINE_PROMPTS = (60, 240, 480)  # tokens
 
 
 @dataclass(frozen=True)
@@ -54,7 +53,6 @@ class BatchLoad:
     agents_s: float  # of a phase of agents alone
     most_s: float  # then a batch is cancelled
     rounds: int
-    offline_prompts: tuple[int, ...] = (60, 240, 480)  # tokens
 
 
 QUICK = BatchLoad(3, 3, 200, 60, 12, 0.2, 16, 60, 4.0, 6.0, 2)
@@ -97,7 +95,6 @@ class BatchBench:
     ) -> None:
         self._chat, self._api, self._sizes, self._load = chat, api, sizes, load
         self._random = random.Random(seed)
-        self._numbers = count()
 
     async def play(self, kind: str, phase: Phase) -> None:
         """Play one phase. Batch files are made first, since that would hold up the agents' clocks."""
@@ -113,30 +110,31 @@ class BatchBench:
             over.set()
 
     async def warm_up(self) -> None:
-        messages = [self._message("warm up", self._load.first_prompt)]
-        await self._chat.ask(messages, self._load.output, f"bench-warm-{self._random.getrandbits(48):x}")
+        over = asyncio.Event()
+        over.set()
+        await self._conversation(Phase(), over)
 
     async def _agent(self, phase: Phase, over: asyncio.Event) -> None:
         while not over.is_set():
-            name = f"bench-{self._random.getrandbits(48):x}-{next(self._numbers)}"
-            messages = [self._message(name, self._load.first_prompt)]
-            for turn in range(self._load.turns):
-                asked = time.monotonic()
-                try:
-                    answer = await self._chat.ask(messages, self._load.output, name)
-                except ReplayError:
-                    phase.refused += 1
-                    break
-                phase.ttft_s.append(answer.first_at - asked)
-                phase.tbt_s += [later - earlier for earlier, later in pairwise(answer.arrivals)]
-                messages.append({"role": "assistant", "content": answer.text})
-                messages.append(self._message(f"{name}/{turn}", self._load.append))
-                if over.is_set():
-                    return
-                await asyncio.sleep(self._random.expovariate(1 / self._load.tool_s))
+            try:
+                await self._conversation(phase, over)
+            except ReplayError:
+                phase.refused += 1
 
-    def _message(self, stream: str, tokens: int) -> Message:
-        return {"role": "user", "content": text(stream, self._sizes.characters(tokens))}
+    async def _conversation(self, phase: Phase, over: asyncio.Event) -> None:
+        """Hold a conversation that breaks off when the phase is over."""
+        name, load = f"bench-{self._random.getrandbits(60):x}", self._load
+        sizes = (load.first_prompt, *[load.append] * (load.turns - 1))
+        contents = (self._text(f"{name}/{turn}", tokens) for turn, tokens in enumerate(sizes))
+        async for asked, answer in converse(self._chat, contents, load.output, name):
+            phase.ttft_s.append(answer.first_at - asked)
+            phase.tbt_s += [later - earlier for earlier, later in pairwise(answer.arrivals)]
+            if over.is_set():
+                return
+            await asyncio.sleep(self._random.expovariate(1 / load.tool_s))
+
+    def _text(self, stream: str, tokens: int) -> str:
+        return text(stream, self._sizes.characters(tokens))
 
     async def _offline(self, phase: Phase, files: dict[str, bytes]) -> None:
         """Submit a batch for each endpoint and wait until both end or `most_s` are over."""
@@ -148,7 +146,7 @@ class BatchBench:
         began = time.monotonic()
         with suppress(TimeoutError):
             async with asyncio.timeout(self._load.most_s):
-                while not all(batch.status in ENDED for batch in batches):
+                while not all(batch.status in BATCH_ENDED for batch in batches):
                     await asyncio.sleep(0.25)
                     batches = [await self._api.batches.retrieve(batch.id) for batch in batches]
         phase.offline_s += time.monotonic() - began
@@ -158,24 +156,23 @@ class BatchBench:
             if batch.request_counts is not None:
                 phase.offline_done += batch.request_counts.completed
                 phase.offline_failed += batch.request_counts.failed
-            if batch.status not in ENDED:
+            if batch.status not in BATCH_ENDED:
                 await self._api.batches.cancel(batch.id)
 
     def _file(self, endpoint: str) -> bytes:
         chats = int(self._load.requests * CHAT_SHARE)
         lines = chats if endpoint == CHAT else self._load.requests - chats
         salt = f"{self._random.getrandbits(48):x}"
-        return "\n".join(json.dumps(self._line(endpoint, salt, number)) for number in range(lines)).encode()
+        return batch_file(endpoint, (self._body(endpoint, salt, number) for number in range(lines)))
 
-    def _line(self, endpoint: str, salt: str, number: int) -> dict[str, Any]:
-        tokens = self._random.choice(self._load.offline_prompts)
+    def _body(self, endpoint: str, salt: str, number: int) -> dict[str, Any]:
+        tokens = self._random.choice(OFFLINE_PROMPTS)
         shared = tokens // 2 if number % 2 else 0
-        prompt = text(f"shared {salt}", self._sizes.characters(shared))
-        prompt += text(f"{salt} {number}", self._sizes.characters(tokens - shared))
+        prompt = self._text(f"shared {salt}", shared) if shared else ""
+        prompt += self._text(f"{salt} {number}", tokens - shared)
         chat = {"messages": [{"role": "user", "content": prompt}]}
         body = {"model": self._chat.model, "max_tokens": self._load.offline_output, "temperature": 0.0}
-        body |= chat if endpoint == CHAT else {"prompt": prompt}
-        return {"custom_id": f"r{number}", "method": "POST", "url": endpoint, "body": body}
+        return body | (chat if endpoint == CHAT else {"prompt": prompt})
 
 
 async def measure(url: str, key: str, load: BatchLoad, seed: int) -> dict[str, Phase]:
@@ -204,14 +201,11 @@ def main() -> None:
     parser.add_argument("--api-key", default="benchmark")
     parser.add_argument("--requests", type=int, default=2_000, help="of all phases beside agents together")
     parser.add_argument("--rounds", type=int, default=4)
-    parser.add_argument("--agents", type=int, default=6)
-    parser.add_argument("--agents-seconds", type=float, default=30.0, help="of a phase of agents alone")
     parser.add_argument("--seed", type=int, default=1)
     options = parser.parse_args()
-    load, rounds = QUICK, options.rounds
+    load, each = QUICK, options.requests // options.rounds
     if not options.quick:
-        each, agents_s = options.requests // rounds, options.agents_seconds
-        load = BatchLoad(options.agents, 6, 800, 150, 32, 1.0, 32, each, agents_s, 900.0, rounds)
+        load = BatchLoad(6, 6, 800, 150, 32, 1.0, 32, each, 30.0, 900.0, options.rounds)
     phases = asyncio.run(measure(options.url, options.api_key, load, options.seed))
     alone, beside, batch = phases[ALONE], phases[BESIDE], phases[BATCH]
     figures = {

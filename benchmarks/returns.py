@@ -28,7 +28,7 @@ from typing import Any
 import httpx
 
 from benchmarks.harness.chats import events, words
-from benchmarks.harness.fleet import RANDOM, brought_up, changed
+from benchmarks.harness.fleet import RANDOM, brought_up, changed, samples
 from benchmarks.harness.output import command, print_figures, write_json
 from deploy.fleet import FleetSpec, load_fleet
 from deploy.lifecycle.status import serving
@@ -155,18 +155,25 @@ async def play(url: str, model: str, turns: int, times: int) -> list[ReturnRound
     return rounds
 
 
-def figures_of(rounds: Sequence[ReturnRound]) -> dict[str, float]:
-    """Print the figures of each variant, and return ratios to `on_arrival`."""
+def figures_of(rounds: Sequence[ReturnRound]) -> dict[str, float | None]:
+    """Print the figures of each variant, and return ratios to `on_arrival`.
+
+    A ratio of gaps is None if all agents were never in the same round, as with one turn a round.
+    """
     by_variant = {name: [one for one in rounds if one.variant == name] for name in VARIANTS}
     ttft = {name: [value for one in found for value in one.ttft_s] for name, found in by_variant.items()}
 
-    def gaps(statistic: Callable[[list[float]], float], variant: str) -> float:
-        """Return the mean over rounds of a statistic of the gaps: rounds weigh the same."""
-        return mean(statistic(one.gaps_s) for one in by_variant[variant])
+    def gaps(statistic: Callable[[list[float]], float], variant: str) -> float | None:
+        """Return the ratio of a statistic of the gaps; rounds weigh the same."""
+        of = {
+            name: [statistic(one.gaps_s) for one in by_variant[name] if one.gaps_s]
+            for name in (variant, VARIANTS[0])
+        }
+        return mean(of[variant]) / mean(of[VARIANTS[0]]) if all(of.values()) else None
 
     for name, found in by_variant.items():
         computed = median(tokens for one in found for tokens in one.computed)
-        medians = ", ".join(f"{1e3 * median(one.gaps_s):.2f}" for one in found)
+        medians = ", ".join(f"{1e3 * median(one.gaps_s):.2f}" for one in found if one.gaps_s)
         print(
             f"{name}: TTFT p50 {median(ttft[name]):.3f} ({min(ttft[name]):.3f} to {max(ttft[name]):.3f}) s "
             f"of {len(ttft[name])} turns; {computed:.0f} tokens not cached; TBT p50 by round {medians} ms"
@@ -175,9 +182,9 @@ def figures_of(rounds: Sequence[ReturnRound]) -> dict[str, float]:
     return {
         "ttft_p50_vs_on_arrival": median(ttft[ahead]) / median(ttft[arrival]),
         "early_ttft_p50_vs_on_arrival": median(ttft[early]) / median(ttft[arrival]),
-        "tbt_vs_on_arrival": gaps(median, ahead) / gaps(median, arrival),
-        "tbt_mean_vs_on_arrival": gaps(mean, ahead) / gaps(mean, arrival),
-        "early_tbt_vs_on_arrival": gaps(median, early) / gaps(median, arrival),
+        "tbt_vs_on_arrival": gaps(median, ahead),
+        "tbt_mean_vs_on_arrival": gaps(mean, ahead),
+        "early_tbt_vs_on_arrival": gaps(median, early),
     }
 
 
@@ -193,8 +200,8 @@ def main() -> None:
         with brought_up(fleet) as home:
             url, plays = serving(home).endpoint, QUICK_PLAYS if options.quick else PLAYS
             rounds = asyncio.run(play(url, fleet.model.name, options.turns, plays))
-            page = httpx.get(f"{url}/metrics", timeout=30).text
-    print("\n".join(line for line in page.splitlines() if line.startswith("conserve_restores_ahead_total")))
+            prefetched = samples([url], "conserve_restores_ahead_total")
+    print("\n".join(f"{name} {value:g}" for name, value in prefetched.items()))
     figures = figures_of(rounds)
     print_figures(figures)
     write_json(options.json, figures | {"rounds": [asdict(one) for one in rounds]})

@@ -66,6 +66,13 @@ def test_prefixes_and_returns() -> None:
         early_tbt_vs_on_arrival""")
 
 
+def test_returns_without_gaps_between_tokens_have_no_ratio_of_them() -> None:
+    """With one turn a round, all agents are never in the same round."""
+    rounds = [returns.ReturnRound(name, [2.0], [], [1]) for name in returns.VARIANTS]
+    found = returns.figures_of(rounds)
+    assert found["ttft_p50_vs_on_arrival"] == 1.0 and found["tbt_vs_on_arrival"] is None
+
+
 def test_kv_and_overload() -> None:
     played = Played({"c": [[1]]}, [1.0, 1.0])
     assert set(compared(played, played)) == keys("""
