@@ -96,7 +96,7 @@ def measure(root: Path) -> dict[str, int]:
 
 @contextmanager
 def fleet(root: Path, folder: Path, window: Path, log: Path) -> Iterator[tuple[str, str]]:
-    """Run the laptop fleet of a checkout with its own libraries; yield its URL and its model's name."""
+    """Run the random fleet of a checkout with its own libraries; yield its URL and its model's name."""
     content = yaml.safe_load((root / "configs" / "random.yaml").read_text())
     content["gateway"]["port"] = port = free_port("127.0.0.1")
     file = folder / "fleet.yaml"

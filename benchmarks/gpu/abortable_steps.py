@@ -36,7 +36,7 @@ def timed(launch: Callable[[], object], finish: Callable[[], object]) -> StepTim
     return StepTimes(launched - began, time.perf_counter() - began)
 
 
-class DoneEvent:
+class InstantEvent:
     """Stands for a CUDA event on a CPU, where work is done when its call returns."""
 
     def record(self) -> None: ...
@@ -46,7 +46,7 @@ class DoneEvent:
 
 def fence_hooks(device: str, ahead: int) -> tuple[LayerHook, LayerHook]:
     """Return what a step in pieces calls before and after each layer: a fence by itself, without a flag."""
-    event: Callable[[], Any] = torch.cuda.Event if device == "cuda" else DoneEvent
+    event: Callable[[], Any] = torch.cuda.Event if device == "cuda" else InstantEvent
     fence = LayerFence(event)
 
     def before(layer: int) -> None:
