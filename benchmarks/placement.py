@@ -26,7 +26,8 @@ from placement.routing.placer_settings import PlacerSettings
 from placement.routing.receipts import Placement
 from placement.scheduling.prefill_curve import PrefillCurve
 from router.directory.conversations import ConversationRecord
-from router.directory.journal import Journal, node, placed, turn_ended
+from router.directory.journal import Journal
+from router.directory.journal_records import node, placed, turn_ended
 from router.identity.prefix_chain import End
 
 KV_TOKENS = 4_000_000

@@ -21,7 +21,7 @@ from deploy.lifecycle.status import endpoint_of, trust_of
 from deploy.models.built_in import ensure_model
 from deploy.ray.cluster import connect, refuse_open_cluster, start_own_cluster
 from deploy.ray.common import replica
-from router.directory.journal import Journal
+from router.directory import journal
 from router.http import descriptors_problem
 from workers import processes
 from workers.keeper.engine_status import KeeperPhase, KeeperStatus
@@ -41,7 +41,7 @@ def prepare(fleet: FleetSpec, home: FleetHome, tell: Tell) -> None:
     if home.read_run() is not None:
         bring_down(home)  # what a run left that was killed
     if home.journal.exists():
-        Journal.check(home.journal)  # else its actor would end again and again
+        journal.check(home.journal)  # else its actor would end again and again
     refuse_few_descriptors(fleet)
     refuse_taken_port(fleet)
     home.create()

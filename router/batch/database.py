@@ -38,7 +38,7 @@ from sqlalchemy import (
 )
 
 from router.errors import GatewayConfigError, Unavailable
-from router.process import SteadyClock, Zero
+from router.process import SteadyClock
 
 metadata = MetaData()
 
@@ -146,14 +146,12 @@ results = Table(
 
 epochs = Table("batch_epoch", metadata, Column("id", Integer, primary_key=True), _count("epoch"))
 
-# One row: what the tables are, and the zero of the clock that their times are of.
+# One row: the version of the tables.
 stores = Table(
     "batch_store",
     metadata,
     Column("id", Integer, primary_key=True),
     Column("version", Integer, nullable=False),
-    Column("boot", String(64), nullable=False),
-    Column("zero", Float, nullable=False),
 )
 VERSION = 1
 
@@ -189,12 +187,12 @@ class Database:
         self._epoch: int | None = None
 
     def take_over(self, clock: SteadyClock) -> None:
-        """From now on this process writes, and no former one; `clock` counts on as theirs did."""
+        """From now on this process writes, and no former one; `clock` does not go back behind their times."""
         with self._engine.connect().execution_options(**{_WRITES: True}) as connection, connection.begin():
             if not self._sqlite:
                 connection.exec_driver_sql(f"SELECT pg_advisory_xact_lock({_TAKING_OVER})")
             _prepare_tables(connection)
-            _resume(connection, clock)
+            clock.not_before(_newest(connection))
             next_epoch = update(epochs).values(epoch=epochs.c.epoch + 1).returning(epochs.c.epoch)
             epoch = connection.execute(next_epoch).scalar()
             if epoch is None:
@@ -240,7 +238,8 @@ def _prepare_tables(connection: Connection) -> None:
     metadata.create_all(connection)
     for migrate in _MIGRATIONS[version:]:
         migrate(connection)
-    connection.execute(update(stores).values(version=VERSION))
+    if connection.execute(update(stores).values(version=VERSION)).rowcount == 0:
+        connection.execute(insert(stores).values(id=1, version=VERSION))
 
 
 def _queue_as_table(connection: Connection) -> None:
@@ -255,16 +254,9 @@ def _queue_as_table(connection: Connection) -> None:
 _MIGRATIONS: tuple[Callable[[Connection], None], ...] = (_queue_as_table,)  # from 0 on
 
 
-def _resume(connection: Connection, clock: SteadyClock) -> None:
-    row = connection.execute(select(stores.c.boot, stores.c.zero)).first()
-    newest = connection.execute(select(func.max(files.c.created_at))).scalar() or 0
-    latest = connection.execute(select(func.max(batches.c.created_at))).scalar() or 0
-    zero = clock.resume(Zero(*row) if row is not None else None, max(newest, latest))
-    values = {"boot": zero.boot, "zero": zero.at}
-    if row is None:
-        connection.execute(insert(stores).values(id=1, version=VERSION, **values))
-    else:
-        connection.execute(update(stores).values(values))
+def _newest(connection: Connection) -> float:
+    times = (select(func.max(table.c.created_at)) for table in (files, batches))
+    return max(connection.execute(newest).scalar() or 0 for newest in times)
 
 
 def _prepare_sqlite(engine: Any) -> None:

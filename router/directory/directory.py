@@ -83,9 +83,9 @@ class Directory:
 
     def replay(self) -> None:
         """Make the table of the journal again; before anything else."""
-        self.table.replay(self._journal.read())
+        newest = self.table.replay(self._journal.read())
         if isinstance(self.clock, SteadyClock):
-            self._journal.resume(self.clock)
+            self.clock.not_before(newest)
         self._started_at = self.clock()
         self.settled = not self.table.absent()
         self._show_awaited()

@@ -1,56 +1,49 @@
-"""Journal of the directory: what must survive it, one row a thing, in SQLite.
+"""Journal of the directory: rows that survive a restart, in one SQLite file.
 
-`append` is cheap and reaches the disk soon; `durable` returns when all that was appended before it is there.
+`append` is cheap and reaches the disk soon; `durable` returns once everything appended before it is on disk.
 Callers that come together share one transaction, and so one sync of the disk.
 
-Each row has a sum of what was written. A file that is not what was written is refused as a whole, with the
-command that says what is left of it (`repair.py`): what follows a damaged place is never dropped silently.
+A damaged journal is refused as a whole, with the command that repairs it. Three things show damage: each row
+has a checksum, SQLite checks its pages, and each transaction has a number. SQLite silently drops the end of
+its write-ahead log from the first bad frame on; the file `journal-sequence` holds the number of the last
+commit, so that more than one missing transaction is noticed. One may be missing: a crash can tear the last.
 """
 
 import asyncio
 import logging
+import os
 import sqlite3
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import suppress
-from dataclasses import asdict, dataclass
+from contextlib import closing, suppress
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
-import msgspec
-import orjson
 from xxhash import xxh3_64_intdigest
 
-from placement.engines import EngineInfo
-from placement.routing.bindings import Binding
 from router import metrics
-from router.directory import wal
-from router.directory.conversations import ConversationRecord
 from router.errors import RouterError
-from router.identity.prefix_chain import End
-from router.process import SteadyClock, Zero
 
 log = logging.getLogger("conserve.router.directory.journal")
 
 VERSION = 2
 _LAZY_S = 0.05  # how long a row that nobody waits for may stay in memory
-_RETRY_S, _LONGEST_RETRY_S = 0.2, 5.0  # after a write that failed, doubled each time
-LATE_S = 5.0  # a disk that has not answered for so long takes nothing, though it says nothing
-_CANNOT = "the directory cannot write its journal"  # said to clients, who need not know where that is
+_RETRY_S, _LONGEST_RETRY_S = 0.2, 5.0  # after a failed write, doubled each time
+LATE_S = 5.0  # a disk that has not answered for this long counts as failing
+_CANNOT = "the directory cannot write its journal"  # the client's text, without the path
 MAX_UNWRITTEN = 10_000  # rows in memory while the disk refuses them, above which nothing new is placed
-_SCHEMA = """
+CONVERSATION, ENGINE = "c:", "e:"  # prefixes of subjects
+TURNS, NODE = "turns", "n:"  # slots of turn counts and of prompt ends
+_SEQUENCE = "sequence"  # subject of the row with the number of its transaction
+_SCHEMA = f"""BEGIN;
 CREATE TABLE rows
     (id INTEGER PRIMARY KEY, subject TEXT, slot TEXT, payload BLOB, sum INTEGER, UNIQUE (subject, slot));
-"""
-_FROM: Mapping[int, str] = {
-    0: _SCHEMA,  # a new file
-    1: "ALTER TABLE rows ADD COLUMN sum INTEGER; UPDATE rows SET sum = checksum(subject, slot, payload);",
-}
-PUT = "INSERT OR REPLACE INTO rows (subject, slot, payload, sum) VALUES (?, ?, ?, ?)"  # the newest id: last
-_NEWEST = """SELECT max(json_extract(CAST(payload AS TEXT), '$.used_at')) FROM rows
-    WHERE subject LIKE 'c:%' AND slot IN ('whole', 'turns')"""
+PRAGMA user_version = {VERSION};
+COMMIT;"""
+_PUT = "INSERT OR REPLACE INTO rows (subject, slot, payload, sum) VALUES (?, ?, ?, ?)"  # the newest id: last
 _DROP = "DELETE FROM rows WHERE subject = ? AND slot = ?"
 _DROP_ALL = "DELETE FROM rows WHERE subject = ?"
+_ALL = "SELECT subject, slot, payload, sum FROM rows NOT INDEXED ORDER BY id"
 
 
 class JournalError(RouterError):
@@ -59,60 +52,51 @@ class JournalError(RouterError):
 
 @dataclass(frozen=True, slots=True)
 class Row:
-    """One thing about a conversation or an engine; without a payload it is forgotten, and without a slot all
-    about its subject."""
+    """One fact about a subject. Without a payload it deletes its slot; without a slot, the subject."""
 
     subject: str
     slot: str = ""
     payload: bytes | None = None
 
     @property
-    def may_be_missed(self) -> bool:
-        """Without it a conversation goes on after a restart, but counts or ids of prompts are older."""
-        return self.payload is not None and (self.slot == _TURNS or self.slot.startswith(_NODE))
+    def is_optional(self) -> bool:
+        """True if losing the row only makes counts or prompt ends older after a restart."""
+        return self.payload is not None and (self.slot == TURNS or self.slot.startswith(NODE))
 
 
 def checksum(subject: str, slot: str, payload: bytes) -> int:
-    """As SQLite holds it, with a sign."""
+    """Checksum of a row, as a signed number because SQLite has no other."""
     return xxh3_64_intdigest(f"{subject}\0{slot}\0".encode() + payload) - (1 << 63)
 
 
 class Journal:
+    """Journal file that is open for writing; no second process can open it."""
+
     def __init__(self, path: Path) -> None:
         self._path = path
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="journal")
         self._pending: list[Row] = []
         self._flushing: asyncio.Task[None] | None = None
-        self._lazy: asyncio.TimerHandle | None = None  # of the next flush that nobody waits for
+        self._lazy: asyncio.TimerHandle | None = None  # starts the next flush that nobody waits for
         self._retry_s = _RETRY_S
-        self._failed = ""  # why the last flush did
-        self._begun_at = self._said_of = 0.0  # the flush under way and the last late one, by the loop's clock
+        self._failed = ""  # why the last flush failed
+        self._begun_at = self._reported_at = 0.0  # loop time of the current flush, and of one logged late
         self._silent = f"{_CANNOT}: the disk has not answered for {LATE_S:g} s; fix the disk"
         path.parent.mkdir(parents=True, exist_ok=True)
-        if (log_file := wal.read(log_of(path))) is not None and log_file.damage:
-            raise damaged(path, log_file.damage)  # before SQLite opens it, and forgets what follows
+        check(path)
+        if not path.exists():  # moved away: its conversations begin anew, and so do transactions
+            _sequence_file(path).unlink(missing_ok=True)
         self._rows = sqlite3.connect(path, timeout=0.5, isolation_level=None, check_same_thread=False)
         try:
-            self._prepare()
+            self._sequence = self._prepare()
         except sqlite3.Error as wrong:
             self._rows.close()
             raise JournalError(_sentence(path, wrong)) from wrong
-        except JournalError:
-            self._rows.close()
-            raise
-
-    @classmethod
-    def check(cls, path: Path) -> None:
-        """JournalError where a directory could not begin with this file."""
-        journal = cls(path)
-        try:
-            journal.read()
-        finally:
-            journal._end()
+        self._sequence_file = os.open(_sequence_file(path), os.O_RDWR | os.O_CREAT, 0o644)
 
     @classmethod
     def create(cls, path: Path, rows: Iterable[Row]) -> None:
-        """A new file with these rows."""
+        """Write a new file with these rows."""
         made = cls(path)
         try:
             made._write(list(rows))
@@ -120,34 +104,16 @@ class Journal:
             made._end()
 
     def read(self) -> list[Row]:
-        """What has been written, in the order in which it was."""
-        try:
-            found = self._rows.execute("SELECT subject, slot, payload, sum FROM rows ORDER BY id").fetchall()
-        except sqlite3.Error as wrong:
-            raise JournalError(_sentence(self._path, wrong)) from wrong
-        bad = sum(not is_whole(*row) for row in found)
-        if bad:
-            raise damaged(self._path, f"{bad} of {len(found)} rows are not what was written")
-        return [Row(*row[:3]) for row in found if row[0] != _CLOCK]
-
-    def resume(self, clock: SteadyClock) -> None:
-        """The clock of what is written here counts on as it did."""
-        asked = "SELECT payload FROM rows WHERE subject = ?"
-        row = self._rows.execute(asked, (_CLOCK,)).fetchone()
-        kept = msgspec.json.decode(row[0], type=Zero) if row is not None else None
-        same = kept is not None and kept.boot == clock.zero.boot
-        (newest,) = (0.0,) if same else self._rows.execute(_NEWEST).fetchone()
-        zero = clock.resume(kept, newest or 0.0)
-        if zero != kept:
-            self._pending.append(Row(_CLOCK, _WHOLE, msgspec.json.encode(zero)))  # goes with the next flush
+        """Return all rows in the order in which they were written."""
+        return [Row(*row[:3]) for row in self._rows.execute(_ALL) if _is_ours(row[0])]
 
     def append(self, row: Row) -> None:
-        """Refuses what could never be written: it would hold up all rows behind it."""
+        """Queue a row. A row that can never be written is refused: it would hold up all rows behind it."""
         try:
             f"{row.subject}{row.slot}".encode()
         except UnicodeEncodeError as wrong:
             raise JournalError(f"{row.subject!r} {row.slot!r} is no text that a journal can hold") from wrong
-        if row.may_be_missed and self._full:
+        if row.is_optional and self._full:
             metrics.JOURNAL_ROWS_MISSED.inc()
             return
         self._pending.append(row)
@@ -155,7 +121,7 @@ class Journal:
             self._lazy = asyncio.get_running_loop().call_later(_LAZY_S, self._start_flush)
 
     async def durable(self) -> None:
-        """All that was appended before is on the disk. JournalError: it is not, until the disk takes it."""
+        """Wait until all rows appended so far are on disk; raise JournalError while the disk refuses them."""
         await self._flushed()
         if self._pending:
             self._start_flush()
@@ -168,19 +134,19 @@ class Journal:
             async with asyncio.timeout_at(self._begun_at + LATE_S):
                 await asyncio.shield(self._flushing)
         except TimeoutError:
-            if self._said_of != self._begun_at:
-                self._said_of = self._begun_at
+            if self._reported_at != self._begun_at:
+                self._reported_at = self._begun_at
                 log.error("disk does not answer file=%s rows=%d", self._path, len(self._pending))
             raise JournalError(self._silent) from None
 
     def check_capacity(self) -> None:
-        """Refuses new work while the disk takes nothing and too much waits for it."""
+        """Refuse new work while the disk takes nothing and too many rows wait for it."""
         if self._full:
             raise JournalError(self._failing)
 
     @property
     def _failing(self) -> str:
-        """Why the disk takes nothing; empty: it does."""
+        """Reason why the disk takes nothing; empty if it does."""
         now = asyncio.get_running_loop().time()
         late = self._flushing is not None and now >= self._begun_at + LATE_S
         return self._silent if late else self._failed
@@ -199,29 +165,21 @@ class Journal:
     def _end(self) -> None:
         self._thread.shutdown(wait=True)
         self._rows.close()
+        os.close(self._sequence_file)
 
-    def _prepare(self) -> None:
-        self._rows.execute("PRAGMA locking_mode = EXCLUSIVE")
-        self._rows.execute("PRAGMA journal_mode = WAL")
-        self._rows.execute("PRAGMA synchronous = FULL")  # a commit is on the disk when it returns
-        (version,) = self._rows.execute("PRAGMA user_version").fetchone()
-        if not 0 <= version <= VERSION:
-            raise JournalError(
-                f"{self._path} is a journal of version {version}, and this is version {VERSION}: start the "
-                "version of conserve that wrote it, or move the file away (its conversations begin anew)"
-            )
-        self._rows.execute("BEGIN IMMEDIATE")
-        self._rows.execute("COMMIT")
-        (found,) = self._rows.execute("PRAGMA integrity_check(1)").fetchone()
-        if found != "ok":
-            raise damaged(self._path, found)
-        with suppress(sqlite3.OperationalError):  # a full disk, which is said when something is written
-            self._rows.execute("PRAGMA wal_checkpoint(TRUNCATE)")  # no torn end behind new rows
-        self._rows.create_function("checksum", 3, checksum, deterministic=True)
-        while version < VERSION:
-            then = version + 1 if version else VERSION
-            self._rows.executescript(f"BEGIN; {_FROM[version]} PRAGMA user_version = {then}; COMMIT;")
-            version = then
+    def _prepare(self) -> int:
+        """Take the file's lock, create the table in a new file, and return the last transaction's number."""
+        execute = self._rows.execute
+        execute("PRAGMA locking_mode = EXCLUSIVE")
+        execute("PRAGMA journal_mode = WAL")
+        execute("PRAGMA synchronous = FULL")  # a commit is on disk when it returns
+        if execute("PRAGMA user_version").fetchone() == (0,):
+            self._rows.executescript(_SCHEMA)
+        execute("BEGIN IMMEDIATE")
+        execute("COMMIT")
+        with suppress(sqlite3.OperationalError):  # a full disk is reported when something is written
+            execute("PRAGMA wal_checkpoint(TRUNCATE)")  # leaves no torn end in front of new rows
+        return _last_sequence(self._rows)
 
     def _start_flush(self) -> None:
         if self._lazy is not None:
@@ -236,7 +194,7 @@ class Journal:
         loop, rows = asyncio.get_running_loop(), self._pending[:]
         try:
             await loop.run_in_executor(self._thread, self._write, rows)
-        except Exception as wrong:  # whatever it is: the rows stay, and are tried again
+        except Exception as wrong:  # whatever went wrong: the rows stay and are tried again
             self._flushing = None
             self._failed = f"{_CANNOT}: {wrong}; free space or fix the disk"
             self._lazy = loop.call_later(self._retry_s, self._start_flush)
@@ -248,54 +206,151 @@ class Journal:
         self._start_flush()
 
     def _write(self, rows: list[Row]) -> None:
-        execute = self._rows.execute
-        execute("BEGIN")
+        sequence = self._sequence + 1
+        self._rows.execute("BEGIN")
         try:
-            for row in rows:
-                if row.payload is not None:
-                    sum_ = checksum(row.subject, row.slot, row.payload)
-                    execute(PUT, (row.subject, row.slot, row.payload, sum_))
-                elif row.slot:
-                    execute(_DROP, (row.subject, row.slot))
-                else:
-                    execute(_DROP_ALL, (row.subject,))
-            execute("COMMIT")
+            for row in (*rows, Row(_SEQUENCE, _SEQUENCE, b"%d" % sequence)):
+                self._execute(row)
+            self._rows.execute("COMMIT")
         except Exception:
             if self._rows.in_transaction:
-                execute("ROLLBACK")
+                self._rows.execute("ROLLBACK")
             raise
+        self._sequence = sequence
+        with suppress(OSError):  # an older number only notices less
+            os.pwrite(self._sequence_file, b"%020d" % sequence, 0)
+
+    def _execute(self, row: Row) -> None:
+        if row.payload is not None:
+            sum_ = checksum(row.subject, row.slot, row.payload)
+            self._rows.execute(_PUT, (row.subject, row.slot, row.payload, sum_))
+        elif row.slot:
+            self._rows.execute(_DROP, (row.subject, row.slot))
+        else:
+            self._rows.execute(_DROP_ALL, (row.subject,))
 
 
 def _retrieve(flush: asyncio.Task[None]) -> None:
-    """Who waited has got the error, and it is in the log: an unawaited flush is not a second error."""
+    """Mark a flush's error as seen: its waiters have it, and it is in the log."""
     if not flush.cancelled():
         flush.exception()
 
 
-def is_whole(subject: str, slot: str, payload: bytes, written: int | None) -> bool:
-    """Whether a row of the file is what was written."""
+# Damage
+
+
+def check(path: Path) -> None:
+    """Raise JournalError if a directory cannot start on this file. Changes neither the file nor its log."""
+    if not path.exists():
+        return
+    try:
+        with closing(_read_only(path)) as opened:
+            _check(path, opened)
+    except sqlite3.Error as wrong:
+        raise JournalError(_sentence(path, wrong)) from wrong
+
+
+def _check(path: Path, opened: sqlite3.Connection) -> None:
+    (version,) = opened.execute("PRAGMA user_version").fetchone()
+    if version not in (0, VERSION):
+        raise JournalError(
+            f"{path} is a journal of version {version}, and this is version {VERSION}: start the "
+            "version of conserve that wrote it, or move the file away (its conversations begin anew)"
+        )
+    (found,) = opened.execute("PRAGMA integrity_check(1)").fetchone()
+    if found != "ok":
+        raise _damaged(path, found)
+    rows = opened.execute(_ALL).fetchall() if version else []
+    if bad := sum(not _is_whole(*row) for row in rows):
+        raise _damaged(path, f"{bad} of {len(rows)} rows are not what was written")
+    last, acknowledged = _last_sequence(opened) if version else 0, _acknowledged(path)
+    if last + 1 < acknowledged:
+        raise _damaged(path, f"its last {acknowledged - last} transactions are missing")
+    if last < acknowledged:
+        log.warning("last transaction lost file=%s sequence=%d", path, acknowledged)
+
+
+def salvage(path: Path) -> tuple[list[Row], int]:
+    """Read what a damaged journal still holds, from both ends of the table. Changes nothing.
+
+    Returns the intact rows, and how many others were seen.
+    """
+    seen: dict[int, tuple[str, str, bytes, int]] = {}
+    for order in ("", " DESC"):
+        try:
+            with closing(_read_only(path)) as opened:
+                for id_, *row in opened.execute(_ALL.replace("SELECT", "SELECT id,") + order):
+                    seen[id_] = tuple(row)
+        except sqlite3.Error as wrong:
+            if "locked" in str(wrong) or not path.exists():
+                raise JournalError(_sentence(path, wrong)) from wrong
+    whole = [Row(*row[:3]) for _, row in sorted(seen.items()) if _is_whole(*row)]
+    return [row for row in whole if _is_ours(row.subject)], len(seen) - len(whole)
+
+
+def replace(path: Path, rows: list[Row], suffix: str) -> Path:
+    """Put a new journal with these rows in place of a damaged one; returns where the former file lies."""
+    new, kept = path.with_name(f"{path.name}.repaired"), path.with_name(f"{path.name}.{suffix}")
+    new.unlink(missing_ok=True)
+    Journal.create(new, rows)
+    for end in ("-wal", "-sequence", ""):
+        if (former := path.with_name(path.name + end)).exists():
+            former.replace(kept.with_name(kept.name + end))
+    _sequence_file(new).replace(_sequence_file(path))
+    new.replace(path)
+    return kept
+
+
+def _read_only(path: Path) -> sqlite3.Connection:
+    """Open the file so that closing it leaves SQLite's log as it is."""
+    opened = sqlite3.connect(f"{path.absolute().as_uri()}?mode=ro", uri=True, timeout=0.5)
+    opened.text_factory = lambda text: text.decode(errors="replace")
+    return opened
+
+
+def _is_whole(subject: str, slot: str, payload: bytes, written: int | None) -> bool:
     try:
         return written == checksum(subject, slot, payload)
-    except (AttributeError, TypeError, UnicodeEncodeError):  # it has other types even
+    except (AttributeError, TypeError, UnicodeEncodeError):  # damage changed even a type
         return False
 
 
-def damaged(path: Path, what: str) -> JournalError:
+def _is_ours(subject: str) -> bool:
+    return subject.startswith((CONVERSATION, ENGINE))
+
+
+def _last_sequence(opened: sqlite3.Connection) -> int:
+    row = opened.execute("SELECT payload FROM rows WHERE subject = ?", (_SEQUENCE,)).fetchone()
+    return int(row[0]) if row is not None else 0
+
+
+def _sequence_file(path: Path) -> Path:
+    return path.with_name(f"{path.name}-sequence")
+
+
+def _acknowledged(path: Path) -> int:
+    """Number of the last transaction that was on disk; 0 where a power cut left the file empty."""
+    try:
+        text = _sequence_file(path).read_bytes().strip(b"\0")
+        return int(text or b"0")
+    except FileNotFoundError:
+        return 0
+    except ValueError:
+        raise _damaged(path, f"{_sequence_file(path).name} does not hold a number") from None
+
+
+def _damaged(path: Path, what: str) -> JournalError:
     return JournalError(
         f"{path} is damaged: {what}. `conserve journal repair {path}` says what is left of it, and keeps a "
         "copy of it as it is"
     )
 
 
-def log_of(path: Path) -> Path:
-    return path.with_name(f"{path.name}-wal")
-
-
 def _sentence(path: Path, wrong: sqlite3.Error) -> str:
     if "locked" in str(wrong):
         return f"{path} is in use by another directory; stop that one first"
     if "malformed" in str(wrong):
-        return str(damaged(path, str(wrong)))
+        return str(_damaged(path, str(wrong)))
     if "full" in str(wrong) or "I/O" in str(wrong):
         return f"cannot write {path}: {wrong}; free space or fix the disk"
     return (
@@ -303,98 +358,3 @@ def _sentence(path: Path, wrong: sqlite3.Error) -> str:
         f"`conserve journal repair {path}` says what is left of it, or of a version before 1. Move it away; "
         "its conversations begin anew"
     )
-
-
-# What is written of a conversation and an engine
-
-_CONVERSATION, _ENGINE, _CLOCK = "c:", "e:", "clock"
-_WHOLE, _TURNS, _BINDING, _NODE = "whole", "turns", "binding", "n:"
-_BOUND = tuple[str, int, float]  # engine, epoch, since when
-_COUNTS = ("used_at", "turns", "prompt_tokens", "completion_tokens", "output_tokens", "ttl_s")
-
-
-def placed(conversation: ConversationRecord, binding: Binding) -> Iterator[Row]:
-    fields = asdict(conversation)
-    for name in ("running", "gateway", "placed", "prefix"):
-        del fields[name]
-    subject = _CONVERSATION + conversation.key
-    yield Row(subject, _WHOLE, orjson.dumps(fields))
-    yield Row(subject, _BINDING, orjson.dumps([binding.engine, binding.epoch, binding.bound_at]))
-
-
-def turn_ended(conversation: ConversationRecord) -> Row:
-    counts = {name: getattr(conversation, name) for name in _COUNTS}
-    return Row(_CONVERSATION + conversation.key, _TURNS, orjson.dumps(counts))
-
-
-def node(key: str, at: float, end: End) -> Row:
-    place = [end.link.hex(), end.tail_bytes, end.tail_digest.hex(), at]
-    return Row(_CONVERSATION + key, _NODE + end.digest.hex(), orjson.dumps(place))
-
-
-def unbound(key: str) -> Row:
-    return Row(_CONVERSATION + key, _BINDING)
-
-
-def ended(key: str) -> Row:
-    return Row(_CONVERSATION + key)
-
-
-def engine(info: EngineInfo) -> Row:
-    return Row(_ENGINE + info.engine, _WHOLE, orjson.dumps(asdict(info)))
-
-
-def engine_gone(name: str) -> Row:
-    return Row(_ENGINE + name)
-
-
-@dataclass(slots=True)
-class Remembered:
-    """What the rows say, in order of use."""
-
-    engines: list[EngineInfo]
-    conversations: list[tuple[ConversationRecord, tuple[str, int, float] | None, list[End]]]
-
-
-def remembered(rows: list[Row]) -> Remembered:
-    """Of rows as they were written, or of those that are left of them. Fields that only a newer version knows
-    are passed over."""
-    try:
-        return _remembered(rows)
-    except (msgspec.MsgspecError, LookupError, TypeError, ValueError) as wrong:
-        raise JournalError(
-            f"a row of the directory's journal cannot be read ({wrong}): it is damaged, or of a newer "
-            "version. Start that version, or move the journal away (its conversations begin anew)"
-        ) from wrong
-
-
-def _remembered(rows: list[Row]) -> Remembered:
-    subjects: dict[str, dict[str, Any]] = {}
-    for row in rows:
-        slots = subjects.setdefault(row.subject, {})
-        slots.pop(row.slot, None)
-        if row.payload is not None:
-            slots[row.slot] = orjson.loads(row.payload)
-        elif not row.slot:
-            del subjects[row.subject]
-    found = Remembered([], [])
-    for subject, slots in subjects.items():
-        whole = slots.get(_WHOLE)
-        if whole is None:
-            continue
-        if subject.startswith(_ENGINE):
-            found.engines.append(msgspec.convert(whole, EngineInfo))
-            continue
-        record = msgspec.convert({**whole, **slots.get(_TURNS, {})}, ConversationRecord)
-        nodes = []
-        for slot, place in slots.items():
-            if slot.startswith(_NODE):
-                end = End(bytes.fromhex(place[0]), place[1], bytes.fromhex(place[2]))
-                record.used_at = max(record.used_at, place[-1])
-                if place[3] is not True:  # a response's id, from before answers were stored
-                    nodes.append(end)
-        record.used_at = max(record.used_at, whole["used_at"])
-        bound = msgspec.convert(slots[_BINDING][:3], _BOUND) if _BINDING in slots else None
-        found.conversations.append((record, bound, nodes))
-    found.conversations.sort(key=lambda one: one[0].used_at)
-    return found

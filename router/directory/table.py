@@ -14,9 +14,10 @@ from placement.routing.bindings import Binding, Bindings, StaleEpoch
 from placement.routing.least_kv import FirstTurn, LaterTurn
 from placement.routing.placer import Placer
 from placement.routing.receipts import Placement, Refusal, RefusalReason
-from router.directory import journal
+from router.directory import journal_records as journal
 from router.directory.conversations import ConversationRecord, ConversationRecords, PlacedTurn
 from router.directory.fleet import FleetView
+from router.directory.journal import Row
 from router.directory.messages import Ask, Placed
 from router.directory.waiting import Waiter, Waiting
 from router.identity.node_table import MAX_NODES, NodeTable
@@ -29,7 +30,7 @@ RESTARTED = Refusal(RefusalReason.NO_DECODER, "not all engines have reported sin
 
 @dataclass(slots=True)
 class Effects:
-    rows: list[journal.Row] = field(default_factory=list)  # for the journal
+    rows: list[Row] = field(default_factory=list)  # for the journal
     releases: list[tuple[str, str]] = field(default_factory=list)  # engine, conversation
     ended: list[tuple[str, str]] = field(default_factory=list)  # conversation, cause
     foreign: list[tuple[str, str]] = field(default_factory=list)  # gateway, conversation served elsewhere now
@@ -253,8 +254,8 @@ class BindingTable:
 
     # Restart
 
-    def replay(self, rows: list[journal.Row]) -> None:
-        """Be again what these rows tell of; before anything else."""
+    def replay(self, rows: list[Row]) -> float:
+        """Rebuild the table from the journal's rows, before anything else. Returns the newest time."""
         found = journal.remembered(rows)
         for info in found.engines:
             self.fleet.recall(info)
@@ -266,6 +267,7 @@ class BindingTable:
                     self._bindings.bind(conversation.key, engine, epoch, at)
             for end in nodes:
                 self.nodes.record(end, conversation.key)
+        return max((one.used_at for one, _, _ in found.conversations), default=0.0)
 
     def _attempt(self, ask: Ask, now: float) -> Placed | Refusal:
         binding = self._bindings.look_up(ask.key)

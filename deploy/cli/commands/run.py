@@ -2,7 +2,6 @@
 
 import signal
 import time
-from collections import Counter
 from datetime import UTC, datetime
 from importlib import metadata
 from pathlib import Path
@@ -18,7 +17,7 @@ from deploy.lifecycle.status import curl
 from deploy.lifecycle.up import bring_up, is_up
 from deploy.lifecycle.upgrade import upgrading
 from router.auth.keys_file import load_keys
-from router.directory.repair import replace, salvage
+from router.directory.journal import CONVERSATION, replace, salvage
 
 app = typer.Typer()
 LOOK_EVERY_S = 1.0
@@ -154,8 +153,6 @@ def version() -> None:
 
 journal_app = typer.Typer(no_args_is_help=True, help="The directory's journal: repair one that is damaged.")
 
-_SHOWN = 20
-
 
 @journal_app.callback()
 def journal() -> None:
@@ -168,21 +165,17 @@ def repair(
     yes: Annotated[bool, typer.Option("--yes", help="put what is left in its place")] = False,
     fleet: FleetOption = None,
 ) -> None:
-    """Say what of a damaged journal can be read and what is lost; with --yes, put the former in its place.
+    """Report what of a damaged journal can still be read; with --yes, replace the journal by that.
 
-    The files are kept as they were, beside it. No directory may use the journal.
+    The former files are kept beside the new one. No directory may use the journal.
     """
     path = file if file is not None else home_of(fleet).journal
-    left = salvage(path)
-    kinds = Counter(row.subject.partition(":")[0] for row in left.rows if row.slot == "whole")
-    print(f"{path}: {len(left.rows)} rows are what was written, of {kinds['c']} conversations")
-    print(f"lost: {len(left.lost)} rows")
-    for one, times in list(Counter(left.lost).items())[:_SHOWN]:
-        print(f"  {one}" + (f" ({times} times)" if times > 1 else ""))
-    if len(set(left.lost)) > _SHOWN:
-        print(f"  and {len(set(left.lost)) - _SHOWN} others")
+    rows, lost = salvage(path)
+    conversations = sum(row.subject.startswith(CONVERSATION) and row.slot == "whole" for row in rows)
+    print(f"{path}: {len(rows)} rows are intact, of {conversations} conversations; {lost} are damaged")
+    print("transactions that SQLite dropped from the end of its log are missing, too")
     if not yes:
         print("nothing was changed; --yes puts what is left in its place")
         return
-    kept = replace(path, left, f"damaged-{datetime.now(UTC):%Y%m%dT%H%M%S}")
+    kept = replace(path, rows, f"damaged-{datetime.now(UTC):%Y%m%dT%H%M%S}")
     print(f"repaired; the former files are at {kept}*")
