@@ -26,9 +26,9 @@ import aiohttp
 from benchmarks.harness.fleet import CO_SERVING, brought_up, changed
 from benchmarks.harness.output import command, print_figures, quantile, write_json
 from deploy.fleet import FleetSpec, load_fleet
-from deploy.fleet.schema import SloSpec
 from deploy.lifecycle.status import serving
 from placement.engines import Role
+from router.gateway.config import SloSettings
 from router.gateway.slo_classes import CLASS_HEADER
 from traces import ReplayError
 from traces.replay.client import ChatClient, Refused, ReplayOptions, TimedAnswer, text
@@ -153,7 +153,7 @@ def prepared(file: Path, cores: int, better_tbt_s: float, other_tbt_s: float) ->
         },
         coserving={"tbt": other_tbt_s},
     )
-    slos = {OTHER: SloSpec(), BETTER: SloSpec(ahead=AHEAD_S, last_turn_tbt=better_tbt_s)}
+    slos = {OTHER: SloSettings(), BETTER: SloSettings(queue_weight=AHEAD_S, last_turn_tbt_s=better_tbt_s)}
     fleet = fleet.model_copy(update={"slos": slos})
     if cores > 2:
         return fleet

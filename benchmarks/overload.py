@@ -189,7 +189,7 @@ def prepared(policy: str, kv: EngineKv = BRIEF, model: Path | None = None) -> Fl
     content["tiers"] = [{"name": "mixed", "role": "mixed", "replicas": 2}]
     content["conversation"] |= {"headroom_tokens": kv.headroom, "decoder_wait": f"{LIMIT_S:.0f}s"}
     content["coserving"] = {"tbt": "10s"}  # so that two busy cores do not refuse a drop plan
-    return FleetSpec.model_validate(content)
+    return FleetSpec.of(content)
 
 
 class BurstSubject:

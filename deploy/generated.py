@@ -25,8 +25,9 @@ def metrics_page() -> str:
         "",
         "Made by `python -m deploy.generated` from the modules named below; do not edit.",
         "Histograms have `_bucket`, `_sum` and `_count` series. No label holds a conversation, a request",
-        "or a key. Targets for Prometheus: `conserve targets`; dashboards and alerts:",
-        "`deploy/observability/`.",
+        "or a key. Targets for Prometheus: `conserve targets`; dashboards: `deploy/observability/grafana/`; "
+        "alerts:",
+        "`deploy/observability/prometheus/`.",
     ]
     for source in SOURCES:
         parts += ["", f"## {source.title}", "", f"`{source.module}`, on {source.page}.", ""]

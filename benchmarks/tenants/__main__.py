@@ -30,14 +30,13 @@ from benchmarks.harness.output import command, print_figures, quantile, write_js
 from benchmarks.harness.processes import received, spawned
 from benchmarks.tenants.hostile import attack
 from deploy.fleet import FleetSpec, load_fleet
-from deploy.fleet.schema import KeyLimitsSpec
 from deploy.lifecycle.status import serving
-from router.auth.keys import hash_secret
+from router.auth.keys import DefaultLimits, hash_secret
 from traces import ReplayError
 from traces.replay.client import ChatClient, ReplayOptions, text
 
 VICTIM, HOSTILE = "ck-victim", "ck-hostile"
-LIMITS = KeyLimitsSpec(requests_per_minute=600, tokens_per_minute=60_000, turns=4, batches=20)
+LIMITS = DefaultLimits(requests_per_minute=600, tokens_per_minute=60_000, turns=4, batches=20)
 ROUNDS, PHASE_S = 4, 60.0
 QUICK_ROUNDS, QUICK_PHASE_S = 2, 25.0
 GROWS_S = 5.0  # of an attack, before the victim begins

@@ -159,14 +159,14 @@ def _slos(fleet: FleetSpec) -> Iterator[Problem]:
     owner: dict[str, str] = {}
     for name, slo in fleet.slos.items():
         known = {*fleet.gateway.api_keys, *fleet.gateway.admin_keys}
-        for key in slo.keys:
+        for key in slo.owners:
             if (other := owner.setdefault(key, name)) != name:
                 sentence = f"a key of this class is of class '{other}' too: a key's turns are of one"
                 yield Problem(("slos", name, "keys"), sentence)
             if fleet.gateway.api_keys and not fleet.gateway.keys_file and key not in known:
                 yield Problem(("slos", name, "keys"), "a key of this class is none of gateway.api_keys")
         longest = fleet.conversation.decoder_wait
-        if slo.ahead and slo.ahead + HIGHEST_PRIORITY * PRIORITY_S >= longest:
+        if slo.queue_weight and slo.queue_weight + HIGHEST_PRIORITY * PRIORITY_S >= longest:
             sentence = (
                 f"expected less than conversation.decoder_wait ({longest:g} s) less {HIGHEST_PRIORITY:g} s, "
                 "which priorities may add: turns of other classes would be refused before their time comes"

@@ -2,10 +2,9 @@
 
 import json
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
 from typing import Any, TypeVar
 
-from deploy.fleet.key_types import MIB
 from deploy.fleet.schema import AutoscaleSpec, FleetSpec, Spec, TierSpec
 from deploy.home import POWER, FleetHome, FleetKeys, Purpose
 from deploy.models import smollm2
@@ -14,29 +13,20 @@ from kvtransfer.config import ConnectorConfig
 from placement.engines import Role
 from placement.overload.drop_plan import DropLimits
 from placement.prefetch_rules import PrefetchRules
-from placement.routing.placer_settings import FirstTurns, PlacerSettings, PlacingPolicy, Redisaggregation
+from placement.routing.placer_settings import PlacerSettings, Redisaggregation
 from placement.scheduling.interface import ServingSettings
 from placement.scheduling.interface import TurnTargets as ServingSlo
 from placement.scheduling.prefill_curve import PrefillCurve
 from placement.sizing.autoscaling import ScaleLimits
 from placement.sizing.capacity import Thresholds
-from router.auth.keys import Limits, StructuredOutputs, inline_keys
+from router.auth.keys import StructuredOutputs, inline_keys
 from router.batch.config import BatchConfig, BatchLimits, DispatchSettings
 from router.directory.directory import DirectorySettings
-from router.gateway.config import (
-    AnswersConfig,
-    BatchAddress,
-    GatewayConfig,
-    Handover,
-    ServedModel,
-    SloClass,
-    SloTargets,
-    TlsConfig,
-    TracingConfig,
-)
-from router.http import ServerLimits, UpstreamLimits
+from router.gateway.config import BatchAddress, GatewayConfig, Handover, ServedModel
+from router.http import ServerLimits
 from router.identity.conversation_ids import namespace
 from router.identity.prefix_groups import EVERYBODY
+from router.settings import MIB
 from workers.engine.coserving.config import (
     CPU_WORKER_CLASS,
     PROMPT_SCHEDULER,
@@ -100,7 +90,7 @@ def engine_keys(keys: FleetKeys) -> EngineKeys:
 
 
 def engine_spec(fleet: FleetSpec, engine: EngineName, home: FleetHome, host: str) -> LaunchSpec:
-    tier, device = engine.tier, Device(fleet.engine.device)
+    tier, device = engine.tier, fleet.engine.device
     coserves = coserves_on(fleet, tier.role)
     trace_options, trace_env = _engine_tracing(fleet, engine)
     options = {**trace_options, **_model_options(fleet), **fleet.engine.args, **tier.args}
@@ -194,7 +184,7 @@ def parks(fleet: FleetSpec) -> bool:
 
 
 def connector(fleet: FleetSpec, role: Role) -> ConnectorConfig:
-    coserves, transfer = coserves_on(fleet, role), fleet.policy != "collocated"
+    coserves, transfer = coserves_on(fleet, role), fleet.policy.disaggregates
     publishes = transfer and role is Role.PREFILL and fleet.transfer.backend == "tcp"
     return configured(
         ConnectorConfig,
@@ -221,14 +211,14 @@ def shared_tier(fleet: FleetSpec, engine: EngineName, home: FleetHome) -> Lmcach
 
 
 def keeper_settings(fleet: FleetSpec) -> KeeperSettings:
-    together = fleet.engine.start_together or (1 if fleet.engine.device == "cpu" else None)
+    together = fleet.engine.start_together or (1 if fleet.engine.device is Device.CPU else None)
     return configured(KeeperSettings, fleet.engine, start_together=together, kv_gib=_kv_in_host_memory(fleet))
 
 
 def _kv_in_host_memory(fleet: FleetSpec) -> float:
     """Return GiB of KV that an engine may keep in host memory; without a limit on a CPU all there is."""
     parked = fleet.kv.host_kv_gib if "host" in fleet.kv.kv_tiers else 0.0
-    if fleet.engine.device != "cpu":
+    if fleet.engine.device is not Device.CPU:
         return parked
     said = [{**fleet.engine.env, **tier.env}.get("VLLM_CPU_KVCACHE_SPACE", "inf") for tier in fleet.tiers]
     try:
@@ -242,7 +232,7 @@ def power_settings(
 ) -> PowerSettings:
     # A keeper restarted within the lease adopts the engine and its cap; what a CPU engine sees without having
     # asked for it is somebody else's.
-    its_own = fleet.engine.device == "cuda" or "GPU" in engine.tier.resources
+    its_own = fleet.engine.device is Device.CUDA or "GPU" in engine.tier.resources
     return PowerSettings(
         engine=engine.name,
         role=engine.tier.role.value,
@@ -258,8 +248,8 @@ def placer_settings(fleet: FleetSpec) -> PlacerSettings:
     return configured(
         PlacerSettings,
         times,
-        policy=PlacingPolicy(fleet.policy),
-        first_turns=FirstTurns(fleet.placement.first_turns),
+        policy=fleet.policy,
+        first_turns=fleet.placement.first_turns,
         capacity_window_s=fleet.capacity.window,
         max_prefill_wait_s=times.prefiller_wait,
         shared_tier="lmcache" in fleet.kv.kv_tiers,
@@ -273,13 +263,13 @@ def redisaggregation(fleet: FleetSpec) -> Redisaggregation:
 
 
 def prefill_curves(fleet: FleetSpec) -> Mapping[str, PrefillCurve]:
-    guess = GUESSED_CURVES[Device(fleet.engine.device)]
+    guess = GUESSED_CURVES[fleet.engine.device]
     return {tier.name: guess for tier in fleet.tiers if tier.role is not Role.DECODE}
 
 
 def alike(fleet: FleetSpec) -> Mapping[str, str]:
     """Tiers whose engines compute a prompt in the same time: a name of their hardware, by tier."""
-    on_cpu = Device(fleet.engine.device) is Device.CPU
+    on_cpu = fleet.engine.device is Device.CPU
     return {
         tier.name: f"{tier.hardware.accelerator} {tier.power_cap_w} {tier.args} {tier.env}"
         for tier in fleet.tiers
@@ -306,14 +296,10 @@ def gateway_config(
     fleet: FleetSpec, name: str, directory: str, keys: FleetKeys, batch: str, answers: str = ""
 ) -> GatewayConfig:
     """`batch`: host:port of the batch process. `answers`: the file of stored answers."""
-    tracing, kept = fleet.observe.tracing, fleet.gateway.answers
     return configured(
         GatewayConfig,
         fleet.gateway,
-        key_limits=configured(Limits, fleet.gateway.key_limits),
         keys=inline_keys(fleet.gateway.api_keys, fleet.gateway.admin_keys),
-        tls=configured(TlsConfig, fleet.gateway.tls) if fleet.gateway.tls else None,
-        trusted_proxies=tuple(fleet.gateway.trusted_proxies),
         directory=directory,
         directory_secret=keys.of(Purpose.DIRECTORY),
         engine_key=keys.of(Purpose.ENGINES),
@@ -323,29 +309,20 @@ def gateway_config(
         batch=_batch_address(fleet, batch, keys) if fleet.batch.enabled else None,
         reuse_port=True,  # a changed gateway listens before the old one ends
         metrics_host=directory.rpartition(":")[0],  # the directory's machine is the gateways'
-        policy=PlacingPolicy(fleet.policy),
+        policy=fleet.policy,
         handover=Handover.IN_TURN if fleet.transfer.backend == "nixl" else Handover.TOGETHER,
         redisaggregation=redisaggregation(fleet),
         place_wait_s=fleet.conversation.decoder_wait,
         longest_ttl_s=max(fleet.conversation.longest_ttl, fleet.conversation.ttl),
         prefetch=PrefetchRules(park_after_s=fleet.conversation.park_after),
         shared_prefixes=owners(fleet, fleet.gateway.shared_prefixes),
-        owner_share=fleet.gateway.limits.owner_share,
-        bodies_bytes=int(fleet.gateway.limits.bodies_mib * MIB),
-        prompt_bytes_per_token=fleet.gateway.limits.prompt_bytes_per_token,
         hosts=_hosts(fleet),
         audit=fleet.observe.audit,
-        answers=AnswersConfig(answers, kept.keep, int(kept.gib * (1 << 30))),
-        tracing=configured(TracingConfig, tracing) if tracing else None,
-        slo=configured(SloTargets, fleet.slos["default"]),
+        answers=replace(fleet.gateway.answers, path=fleet.gateway.answers.path or answers),
+        tracing=fleet.observe.tracing,
+        slos={name: replace(slo, owners=owners(fleet, slo.owners)) for name, slo in fleet.slos.items()},
         ttft_s=fleet.coserving.ttft,
         tbt_s=fleet.coserving.tbt,
-        classes=tuple(
-            SloClass(name, configured(SloTargets, slo), slo.ahead, owners(fleet, slo.keys))
-            for name, slo in fleet.slos.items()
-        ),
-        limits=_server_limits(fleet, max_connections=fleet.gateway.limits.connections),
-        upstream=_upstream_limits(fleet),
     )
 
 
@@ -373,28 +350,8 @@ def owners(fleet: FleetSpec, named: Sequence[str]) -> tuple[str, ...]:
     return tuple(namespace(name) if name in in_clear else name for name in named)
 
 
-def _server_limits(fleet: FleetSpec, **other: int) -> ServerLimits:
-    limits = fleet.gateway.limits
-    return ServerLimits(
-        max_headers=limits.headers,
-        max_head_bytes=limits.header_kib << 10,
-        max_body_bytes=int(limits.body_mib * MIB),
-        head_timeout_s=limits.request_timeout,
-        body_timeout_s=limits.request_timeout,
-        write_stall_s=limits.idle_timeout,
-        **other,
-    )
-
-
-def _upstream_limits(fleet: FleetSpec) -> UpstreamLimits:
-    limits = fleet.gateway.limits
-    return UpstreamLimits(
-        first_byte_timeout_s=limits.first_token_timeout, chunk_timeout_s=limits.idle_timeout
-    )
-
-
 def _models(fleet: FleetSpec) -> tuple[ServedModel, ...]:
-    return (ServedModel(fleet.model.name, tuple(fleet.model.aliases), fleet.model.embeddings),)
+    return (ServedModel(fleet.model.name, fleet.model.aliases, fleet.model.embeddings),)
 
 
 def _file_bytes(fleet: FleetSpec) -> int:
@@ -404,7 +361,7 @@ def _file_bytes(fleet: FleetSpec) -> int:
 def batch_config(
     fleet: FleetSpec, home: FleetHome, directory: str, keys: FleetKeys, host: str, port: int
 ) -> BatchConfig:
-    batch = fleet.batch
+    batch, limits = fleet.batch, fleet.gateway.limits
     return BatchConfig(
         store_url=batch.database or f"sqlite:///{home.batch / 'batch.sqlite'}",
         files_url=batch.files or str(home.batch / "files"),
@@ -418,7 +375,7 @@ def batch_config(
         limits=BatchLimits(
             file_bytes=_file_bytes(fleet),
             requests_per_batch=batch.max_requests,
-            prompt_bytes_per_token=fleet.gateway.limits.prompt_bytes_per_token,
+            prompt_bytes_per_token=limits.prompt_bytes_per_token,
             structured_outputs=fleet.gateway.key_limits.structured_outputs or StructuredOutputs.ALLOW,
         ),
         dispatch=configured(
@@ -428,8 +385,9 @@ def batch_config(
             coserving=fleet.coserving.enabled,
             keep_free_fraction=batch.keep_free,
         ),
-        server=_server_limits(fleet),  # all gateways' connections come together here: their number stays
-        upstream=_upstream_limits(fleet),
+        # Connections of all gateways come together here, so the limit of one gateway does not apply.
+        server=replace(limits.server, max_connections=ServerLimits().max_connections),
+        upstream=limits.upstream,
         file_ttl_s=int(batch.file_ttl) if batch.file_ttl else None,
         shared_prefixes=owners(fleet, fleet.gateway.shared_prefixes),
     )

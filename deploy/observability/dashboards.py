@@ -22,15 +22,16 @@ class Source:
     page: str
 
 
+ENGINE_PAGE = "an engine's `/metrics`, beside vLLM's own"
 SOURCES = (
     Source("router.metrics", "Gateway and directory", "a gateway's `/metrics`; the directory's page"),
     Source("router.batch.metrics", "Batch", "the batch process's `/metrics`"),
     Source("workers.keeper.metrics", "Keepers", "a keeper's page"),
-    Source("kvtransfer.metrics", "KV in engines", "an engine's `/metrics`"),
-    Source("workers.engine.exact_tokens", "Exact tokens in engines", "an engine's `/metrics`"),
-    Source("workers.engine.grammars.metrics", "Grammars in engines", "an engine's `/metrics`"),
+    Source("kvtransfer.metrics", "KV in engines", ENGINE_PAGE),
+    Source("workers.engine.exact_tokens", "Exact tokens in engines", ENGINE_PAGE),
+    Source("workers.engine.grammars.metrics", "Grammars in engines", ENGINE_PAGE),
     Source(
-        "workers.engine.coserving.iterations", "Co-serving in engines", "an engine's `/metrics`, co-serving"
+        "workers.engine.coserving.iterations", "Co-serving in engines", "a co-serving engine's `/metrics`"
     ),
     Source(
         "workers.engine.overload.metrics", "Dropping in engines", "an engine's `/metrics`, with policy drop"

@@ -8,13 +8,15 @@ from dataclasses import replace
 from pathlib import Path
 
 from router import metrics
-from router.auth.keys import DEFAULT_LIMITS, Key, Limits, anonymous_key, hash_secret
+from router.auth.keys import DefaultLimits, Key, Limits, anonymous_key, hash_secret
 from router.auth.keys_file import KeysFileError, parse_keys, read_keys_file
 from router.errors import Unauthorized
 from router.http import Headers
 from router.process import WatchedFiles
 
 log = logging.getLogger("conserve.router.keys")
+
+_DEFAULT_LIMITS = DefaultLimits()
 
 
 class Keyring:
@@ -29,7 +31,7 @@ class Keyring:
         self,
         inline: Sequence[Key],
         file: str | None,
-        limits: Limits = DEFAULT_LIMITS,
+        limits: Limits = _DEFAULT_LIMITS,
         clock: Callable[[], float] = time.time,
     ) -> None:
         """`inline`: keys of the fleet file itself; `limits`: defaults for keys without their own."""

@@ -17,6 +17,7 @@ from pydantic.dataclasses import dataclass
 
 from router.errors import Forbidden
 from router.identity.conversation_ids import namespace
+from router.settings import SETTINGS, Count, Gib, Share
 
 
 class Scope(StrEnum):
@@ -48,7 +49,6 @@ def _timestamp(value: object) -> object:
 
 
 _Name = Annotated[str, Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9._@-]{0,63}$")]
-_Count = Annotated[int, Field(gt=0, le=10**12)]
 _STRICT = ConfigDict(extra="forbid")
 
 
@@ -59,18 +59,40 @@ class StructuredOutputs(StrEnum):
     REFUSE = "refuse"
 
 
+_Tokens = Annotated[
+    Count | None, Field(description="Computed tokens: prompt tokens that no cache held, and answer tokens.")
+]
+_Turns = Annotated[Count | None, Field(description="Concurrent turns.")]
+_QueueShare = Annotated[
+    Share | None, Field(description="Share of the queue for first turns that the key's owner may fill.")
+]
+_Stored = Annotated[Gib | None, Field(le=1 << 30, description="Size of all files of the key's owner.")]
+_Batches = Annotated[int | None, Field(ge=0, le=10**12, description="Unfinished batches of the key's owner.")]
+_Grammars = Annotated[
+    Count | None,
+    Field(
+        description="New grammars for engines to compile: schemas, expressions, tools that must be called. "
+        "Each gateway process counts by itself."
+    ),
+]
+_Structured = Annotated[
+    StructuredOutputs | None,
+    Field(description="`refuse`: no request, and no line of a batch, may ask for a grammar or schema."),
+]
+
+
 @dataclass(frozen=True, config=_STRICT)
 class Limits:
     """Limits of a key. None stands for the fleet file's default, and there for no limit."""
 
-    requests_per_minute: _Count | None = None
-    tokens_per_minute: _Count | None = None  # computed tokens: uncached prompt tokens and answer tokens
-    turns: _Count | None = None  # concurrent turns
-    waiting_share: Annotated[float, Field(gt=0, le=1)] | None = None  # share of the queue, by owner
-    stored_gib: Annotated[float, Field(ge=0, le=1 << 30)] | None = None  # files of the owner
-    batches: Annotated[int, Field(ge=0, le=10**12)] | None = None  # unfinished batches of the owner
-    grammars_per_minute: _Count | None = None  # new grammars for engines to compile
-    structured_outputs: StructuredOutputs | None = None
+    requests_per_minute: Count | None = None
+    tokens_per_minute: _Tokens = None
+    turns: _Turns = None
+    waiting_share: _QueueShare = None
+    stored_gib: _Stored = None
+    batches: _Batches = None
+    grammars_per_minute: _Grammars = None
+    structured_outputs: _Structured = None
 
     def with_defaults(self, defaults: "Limits") -> "Limits":
         """Return these limits, with `defaults` for those that are not set."""
@@ -81,13 +103,15 @@ class Limits:
         return {name: limit for name, limit in vars(self).items() if limit is not None}
 
 
-DEFAULT_LIMITS = Limits(  # of a fleet file without limits
-    waiting_share=0.5,
-    stored_gib=100.0,
-    batches=100,
-    grammars_per_minute=120,
-    structured_outputs=StructuredOutputs.ALLOW,
-)
+@dataclass(frozen=True, config=SETTINGS)
+class DefaultLimits(Limits):
+    """Limits of keys without limits of their own. None: no limit."""
+
+    waiting_share: _QueueShare = 0.5
+    stored_gib: _Stored = 100.0
+    batches: _Batches = 100
+    grammars_per_minute: _Grammars = 120
+    structured_outputs: _Structured = StructuredOutputs.ALLOW
 
 
 @dataclass(frozen=True, config=_STRICT)

@@ -1,21 +1,25 @@
 """Configuration of a gateway: frozen dataclasses, read from a JSON file that has no unknown keys."""
 
-from dataclasses import field
+from dataclasses import dataclass, field
 from enum import StrEnum
+from itertools import starmap
 from pathlib import Path
+from typing import Annotated
 from urllib.parse import urlsplit
 
-from pydantic import ConfigDict, TypeAdapter, ValidationError
+from pydantic import AfterValidator, ConfigDict, Field, TypeAdapter, ValidationError
 from pydantic.dataclasses import dataclass as checked
 
 from placement.prefetch_rules import PrefetchRules
 from placement.routing.placer_settings import PlacingPolicy, Redisaggregation
-from router.auth.keys import DEFAULT_LIMITS, Key, Limits
+from router.auth.keys import DefaultLimits, Key
 from router.errors import GatewayConfigError
 from router.http import ServerLimits, UpstreamLimits
 from router.requests.prompt_limit import MAX_BYTES_PER_TOKEN
+from router.settings import MIB, SETTINGS, Duration, FilePath, Share
 
 _STRICT = ConfigDict(extra="forbid")
+_SERVER, _UPSTREAM = ServerLimits(), UpstreamLimits()
 
 
 class Handover(StrEnum):
@@ -34,16 +38,28 @@ class ServedModel:
     embeddings: bool = False
 
 
-@checked(frozen=True, config=_STRICT)
-class SloTargets:
-    """Latency targets of answers to users; None where there is none."""
+@checked(frozen=True, config=SETTINGS)
+class SloSettings:
+    """Targets and privileges of one SLO class."""
 
-    ttfet_s: float | None = None
-    last_turn_tbt_s: float | None = None
-    e2e_s: float | None = None
+    ttfet_s: Duration | None = None
+    """From the first turn's arrival to the first token of the last turn, which is the answer to the user.
+    A turn may ask its engine for no shorter TTFT than `coserving.ttft`; in classes other than `default` also
+    for one down to this target, where it is shorter."""
+    last_turn_tbt_s: Duration | None = None
+    """Time between tokens of the last turn. In classes other than `default`, engines hold every turn to it,
+    and no turn may ask for less. Turns of `default` are held to `coserving.tbt`."""
+    e2e_s: Duration | None = None
+    """From the first turn's arrival to the end of the last turn."""
+    queue_weight: Annotated[Duration, Field(alias="ahead")] = 0.0
+    """Where turns wait, the class with the largest value goes first. A class with a smaller one is served at
+    least once in as many seconds as the two differ."""
+    owners: Annotated[tuple[str, ...], Field(alias="keys")] = ()
+    """Owners, or keys of `gateway.api_keys`, whose turns have this class. If there are any, no other caller
+    can ask for it."""
 
     @property
-    def by_objective(self) -> dict[str, float]:
+    def targets(self) -> dict[str, float]:
         """Return the targets that are set, by objective."""
         targets = {"ttfet": self.ttfet_s, "last_turn_tbt": self.last_turn_tbt_s, "e2e": self.e2e_s}
         return {objective: target for objective, target in targets.items() if target is not None}
@@ -52,38 +68,37 @@ class SloTargets:
 DEFAULT_CLASS = "default"
 
 
-@checked(frozen=True, config=_STRICT)
+@dataclass(frozen=True, slots=True)
 class SloClass:
     """SLO class of turns."""
 
     name: str
-    targets: SloTargets
-    queue_weight: float = (
-        0.0  # the class with the largest goes first where turns wait (`placement/priorities.py`)
-    )
-    owners: tuple[str, ...] = ()  # whose turns have this class; when set, nobody else may ask for it
+    settings: SloSettings = field(default_factory=SloSettings)
 
     def open_to(self, owner: str) -> bool:
-        return not self.owners or owner in self.owners
+        """Tell whether turns of this owner may ask for the class."""
+        return not self.settings.owners or owner in self.settings.owners
 
 
-@checked(frozen=True, config=_STRICT)
+def _check_receiver(endpoint: str) -> str:
+    try:
+        parts = urlsplit(endpoint)
+        right = parts.scheme in {"http", "https"} and bool(parts.hostname) and parts.port != 0
+    except ValueError:  # not a port
+        right = False
+    if not right or parts.path.strip("/"):
+        raise ValueError("http://host:port of an OTLP receiver")
+    return endpoint
+
+
+@checked(frozen=True, config=SETTINGS)
 class TracingConfig:
     """Destination and share of traced turns."""
 
-    endpoint: str  # of an OTLP receiver over HTTP, without a path: http://collector:4318
-    sample: float = 0.05  # share of turns, where the client did not decide
-
-    def __post_init__(self) -> None:
-        try:
-            parts = urlsplit(self.endpoint)
-            right = parts.scheme in {"http", "https"} and bool(parts.hostname) and parts.port != 0
-        except ValueError:  # not a port
-            right = False
-        if not right:
-            raise ValueError(f"endpoint: {self.endpoint!r} is not http://host:port of an OTLP receiver")
-        if not 0 <= self.sample <= 1:
-            raise ValueError(f"sample: expected a share between 0 and 1, not {self.sample}")
+    endpoint: Annotated[str, AfterValidator(_check_receiver)]
+    """OTLP receiver over HTTP, as in `http://127.0.0.1:4318`. Gateways and engines send spans to it."""
+    sample: Annotated[float, Field(ge=0, le=1)] = 0.05
+    """Share of the turns that are traced. A client that sends `traceparent` decides for its own turn."""
 
 
 @checked(frozen=True, config=_STRICT)
@@ -95,21 +110,83 @@ class BatchAddress:
     max_file_bytes: int = 2 << 30
 
 
-@checked(frozen=True, config=_STRICT)
+@checked(frozen=True, config=SETTINGS)
 class TlsConfig:
-    """PEM files of the certificate with its chain, and of its key."""
+    """PEM files on the gateways' machine. Gateways read them again when they change."""
 
-    cert: str
-    key: str
+    cert: FilePath
+    """The certificate, followed by those of its issuers (`fullchain.pem`)."""
+    key: FilePath
 
 
-@checked(frozen=True, config=_STRICT)
+@checked(frozen=True, config=SETTINGS)
 class AnswersConfig:
-    """Storage of answers of the Responses API: place, time and size."""
+    """Stored answers of the Responses API (`previous_response_id`, `GET /v1/responses/{id}`)."""
 
-    path: str = ""  # of a SQLite file; empty: in the memory of this process
-    keep_s: float = 24 * 3600.0  # since the last use
-    max_bytes: int = 1 << 30
+    path: str = ""
+    """SQLite file; by default in the fleet's directory."""
+    keep_s: Duration = 24 * 3600.0
+    """How long an answer is kept after its last use."""
+    gib: Annotated[float, Field(gt=0)] = 1.0
+    """Size of all answers. Beyond it, owners with more than their share lose the answers that they have not
+    used for longest."""
+
+    @property
+    def max_bytes(self) -> int:
+        return int(self.gib * (1 << 30))
+
+
+@checked(frozen=True, config=SETTINGS)
+class GatewayLimits:
+    """Limits of one gateway process on its clients and engines."""
+
+    body_mib: Annotated[float, Field(gt=0)] = _SERVER.max_body_bytes / MIB
+    """Largest request body."""
+    headers: Annotated[int, Field(gt=0)] = _SERVER.max_headers
+    """Most headers of a request."""
+    header_kib: Annotated[int, Field(gt=0)] = _SERVER.max_head_bytes >> 10
+    """Largest request line and headers together."""
+    connections: Annotated[int, Field(gt=0)] = _SERVER.max_connections
+    """Most connections of clients at a time."""
+    owner_share: Share = 0.5
+    """Share of the connections that one owner's running requests may take; more are answered with 429."""
+    bodies_mib: Annotated[float, Field(gt=0)] = 2048.0
+    """Memory for bodies of running requests. One owner may take as much as is left for others, so half of it
+    when alone; more is answered with 429."""
+    prompt_bytes_per_token: Annotated[int, Field(gt=0, le=1024)] = MAX_BYTES_PER_TOKEN
+    """Prose has 4 to 5. A prompt with more bytes for each token of the largest context is refused before it
+    is tokenised."""
+    request_timeout_s: Duration = _SERVER.body_timeout_s
+    """Longest silence of a client that sends its request. A whole body has a minute, and longer if it is
+    large, at 64 KiB/s."""
+    first_token_timeout_s: Duration = _UPSTREAM.first_byte_timeout_s
+    """Longest wait for an engine's first byte. Without streaming that byte follows the last token."""
+    idle_timeout_s: Duration = _UPSTREAM.chunk_timeout_s
+    """Longest silence of an engine within a stream, or of a client that does not read."""
+
+    def __post_init__(self) -> None:
+        if self.bodies_mib < 2 * self.body_mib:
+            raise ValueError("bodies_mib is to hold two bodies of body_mib at least")
+
+    @property
+    def server(self) -> ServerLimits:
+        """Return the limits on clients."""
+        return ServerLimits(
+            max_connections=self.connections,
+            max_headers=self.headers,
+            max_head_bytes=self.header_kib << 10,
+            max_body_bytes=int(self.body_mib * MIB),
+            head_timeout_s=self.request_timeout_s,
+            body_timeout_s=self.request_timeout_s,
+            write_stall_s=self.idle_timeout_s,
+        )
+
+    @property
+    def upstream(self) -> UpstreamLimits:
+        """Return the limits on connections to engines."""
+        return UpstreamLimits(
+            first_byte_timeout_s=self.first_token_timeout_s, chunk_timeout_s=self.idle_timeout_s
+        )
 
 
 @checked(frozen=True, config=_STRICT)
@@ -131,10 +208,8 @@ class GatewayConfig:
     prefetch: PrefetchRules = field(default_factory=PrefetchRules)
     place_wait_s: float = 30.0  # longest wait of a first turn for capacity
     longest_ttl_s: float = 24 * 3600.0  # longest idle time that a client may ask for
-    prompt_bytes_per_token: int = MAX_BYTES_PER_TOKEN  # of the longest prompt that engines get
     tokens_per_byte: float = 0.3  # of text, until engines have reported their counts
-    slo: SloTargets = field(default_factory=SloTargets)  # of the SLO class `default`
-    classes: tuple[SloClass, ...] = ()
+    slos: dict[str, SloSettings] = field(default_factory=dict)
     ttft_s: float | None = None  # the engines' target for turns without one
     tbt_s: float | None = None  # the engines' target for classes without one
     keys: tuple[Key, ...] = ()  # of the fleet file; without any, and without a keys file, everybody may call
@@ -142,18 +217,15 @@ class GatewayConfig:
     hosts: tuple[str, ...] = ()  # names that clients may use; empty: any
     trusted_proxies: tuple[str, ...] = ()  # networks whose `X-Forwarded-For` is trusted
     audit: bool = False  # log every request
-    key_limits: Limits = DEFAULT_LIMITS  # of keys without limits of their own
+    key_limits: DefaultLimits = DefaultLimits()
     shared_prefixes: tuple[str, ...] = ()  # owners that share cached prefixes; "*": all
-    owner_share: float = 0.5  # share of the connections for one owner
-    bodies_bytes: int = 2 << 30  # of all requests in memory
     directory_secret: str = ""
     engine_key: str = ""  # that engines ask for; empty: none
     batch: BatchAddress | None = None  # None: no Files and Batch APIs, no service tier flex
     answers: AnswersConfig = field(default_factory=AnswersConfig)
     tracing: TracingConfig | None = None
     drain_s: float = 30.0
-    limits: ServerLimits = field(default_factory=ServerLimits)
-    upstream: UpstreamLimits = field(default_factory=UpstreamLimits)
+    limits: GatewayLimits = field(default_factory=GatewayLimits)
 
     def __post_init__(self) -> None:
         if not self.models:
@@ -161,12 +233,13 @@ class GatewayConfig:
         rule = self.redisaggregation
         if rule.above_tokens < 0 or self.place_wait_s < 0 or self.tokens_per_byte <= 0:
             raise ValueError("above_tokens, place_wait_s and tokens_per_byte cannot be negative")
-        if not 0 < self.owner_share <= 1:
-            raise ValueError(f"owner_share is above 0 and at most 1, not {self.owner_share}")
-        if self.bodies_bytes < 2 * self.limits.max_body_bytes:
-            raise ValueError("bodies_mib is to hold two bodies of body_mib at least")
         if not 0 <= rule.min_share <= 1:
             raise ValueError(f"redisaggregation.min_share is between 0 and 1, not {rule.min_share}")
+
+    @property
+    def classes(self) -> tuple[SloClass, ...]:
+        """Return the SLO classes; `default` is always one of them."""
+        return tuple(starmap(SloClass, ({DEFAULT_CLASS: SloSettings()} | self.slos).items()))
 
     @property
     def models_by_name(self) -> dict[str, ServedModel]:

@@ -22,7 +22,7 @@ from router.auth.keys import Key
 from router.directory.client import DirectoryClient
 from router.directory.messages import TimelineReport
 from router.errors import DirectoryUnavailable, MethodNotAllowed, NotFound, PasswordWanted, Unauthorized
-from router.gateway.config import GatewayConfig
+from router.gateway.config import DEFAULT_CLASS, GatewayConfig, SloSettings
 from router.http import Request, Responder
 
 PREFIX = "/dashboard"
@@ -116,7 +116,7 @@ class DashboardRoutes:
     def _attainment(self, counts: Mapping[str, Mapping[str, int]]) -> list[dict[str, Any]]:
         """Return the share of answers within each target that the fleet has set."""
         shown = []
-        for objective, target in self._config.slo.by_objective.items():
+        for objective, target in self._config.slos.get(DEFAULT_CLASS, SloSettings()).targets.items():
             met, missed = (counts[which].get(objective, 0) for which in ("met", "missed"))
             if met + missed:
                 share = met / (met + missed)

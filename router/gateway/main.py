@@ -44,12 +44,14 @@ class Gateway:
     def __init__(self, config: GatewayConfig) -> None:
         self.config = config
         self.directory = DirectoryClient(config.directory, config.name, secret=config.directory_secret)
-        self.pool = UpstreamPool(config.upstream, config.engine_key)
+        self.pool = UpstreamPool(config.limits.upstream, config.engine_key)
         self.directory.engines.on_gone = lambda http: self.pool.fail_endpoint(Endpoint.parse(http))
         self.tracer = _tracer(config)
         self._parser_pool = ParserPool()
-        most_bytes = config.limits.max_body_bytes
-        self._answers = Answers(config.answers, parser_pool=self._parser_pool, most_bytes=most_bytes)
+        limits = config.limits.server
+        self._answers = Answers(
+            config.answers, parser_pool=self._parser_pool, most_bytes=limits.max_body_bytes
+        )
         turns = TurnHandler(config, self.directory, self.pool, tracer=self.tracer, answers=self._answers)
         self._turns = turns
         self._batch = batch = BatchForwarding(config.batch, self.pool) if config.batch else None
@@ -68,13 +70,13 @@ class Gateway:
             self._answers,
             batch,
         )
-        self.server = Server(routes, config.limits)
-        self.page = Server(routes.own_page, config.limits)
+        self.server = Server(routes, limits)
+        self.page = Server(routes.own_page, limits)
         routes.status.http_counts = HttpCounts(self.server, self.pool, self._certificate)
 
     async def start(self) -> int:
         """Begin to serve, and return the port. New conversations wait until the directory is there."""
-        reserve_descriptors(self.config.limits.max_connections)
+        reserve_descriptors(self.config.limits.connections)
         await self._answers.start()
         host = self.config.metrics_host
         await self.directory.start(f"{host}:{await self.page.start(host, 0)}")

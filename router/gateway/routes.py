@@ -48,6 +48,7 @@ from router.identity.prefix_groups import PrefixGroups
 from router.requests.body_parser import Api
 from router.requests.parser_pool import ParserPool
 from router.requests.prompt_limit import PromptLimit
+from router.settings import MIB
 
 audit = logging.getLogger("conserve.audit")
 
@@ -78,15 +79,16 @@ class Routes:
         self._config, self._batch, self._keys, self._meters = config, batch, keys, meters
         self._hosts = frozenset(config.hosts)
         self._address = Addresses(config.trusted_proxies).of
-        most = max(1, int(config.owner_share * config.limits.max_connections))
-        self._shares = OwnerShares(most, config.bodies_bytes)
+        limits = config.limits
+        most = max(1, int(limits.owner_share * limits.connections))
+        self._shares = OwnerShares(most, int(limits.bodies_mib * MIB))
         self._models_of = models_of = lru_cache(None)(partial(_models_of, config.models_by_name))
         self._dashboard = DashboardRoutes(config, directory, keys)
         self.status = StatusRoutes(directory)
         groups = PrefixGroups(config.shared_prefixes)
 
         def prompt_limit() -> PromptLimit:
-            return PromptLimit(directory.engines.max_context, config.prompt_bytes_per_token)
+            return PromptLimit(directory.engines.max_context, limits.prompt_bytes_per_token)
 
         reader = TurnReader(parser_pool, groups, SloClasses(config), answers, prompt_limit)
         generating = TurnRoutes(reader, turns, answers, batch, meters, models_of, self._address)

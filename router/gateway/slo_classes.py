@@ -12,7 +12,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from router.errors import BadRequest
-from router.gateway.config import DEFAULT_CLASS, GatewayConfig, SloClass, SloTargets
+from router.gateway.config import DEFAULT_CLASS, GatewayConfig, SloClass, SloSettings
 from router.metrics import SLO_TARGETS_RAISED
 from router.requests.field_checks import positive
 
@@ -33,9 +33,8 @@ class SloClasses:
     """SLO classes of the fleet, by name and by owner."""
 
     def __init__(self, config: GatewayConfig) -> None:
-        default = SloClass(DEFAULT_CLASS, config.slo)
-        self._by_name = {default.name: default} | {one.name: one for one in config.classes}
-        self._by_owner = {owner: one for one in config.classes for owner in one.owners}
+        self._by_name = {one.name: one for one in config.classes}
+        self._by_owner = {owner: one for one in config.classes for owner in one.settings.owners}
         self._ttft_s, self._tbt_s = config.ttft_s, config.tbt_s
 
     def choose(self, owner: str, headers: Mapping[str, str], body: Mapping[str, Any]) -> SloClass:
@@ -75,8 +74,8 @@ class SloClasses:
         for header, argument in _TARGET_HEADERS.items():
             if header in headers:
                 arguments[argument] = _milliseconds(header, headers[header])
-        if slo_class.queue_weight:
-            arguments["queue_weight"] = slo_class.queue_weight
+        if slo_class.settings.queue_weight:
+            arguments["queue_weight"] = slo_class.settings.queue_weight
         requested = body.get("vllm_xargs") or {}
         arguments |= requested
         raised = {name: ms for name, ms in tightest_ms.items() if arguments.get(name, math.inf) < ms}
@@ -95,9 +94,9 @@ class SloClasses:
         return {_TTFT: ttft_s * 1000, _TBT: (targets.last_turn_tbt_s or self._tbt_s or 0.0) * 1000}
 
 
-def _engine_targets(slo_class: SloClass) -> SloTargets:
+def _engine_targets(slo_class: SloClass) -> SloSettings:
     """Return the targets that engines are given. Those of `default` only judge answers to users."""
-    return SloTargets() if slo_class.name == DEFAULT_CLASS else slo_class.targets
+    return SloSettings() if slo_class.name == DEFAULT_CLASS else slo_class.settings
 
 
 def _milliseconds(header: str, text: str) -> float:

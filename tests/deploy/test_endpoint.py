@@ -26,9 +26,7 @@ NAMES = [("localhost", "127.0.0.1"), ("llm.example",)]
 def spec(cert: Path, key: Path, port: int) -> FleetSpec:
     tiers = [{"name": "prefill", "role": "prefill"}, {"name": "decode", "role": "decode"}]
     gateway = {"tls": {"cert": str(cert), "key": str(key)}, "port": port}
-    return FleetSpec.model_validate(
-        {"tiers": tiers, "gateway": gateway, "model": {"path": "a/b", "served_name": MODEL}}
-    )
+    return FleetSpec.of({"tiers": tiers, "gateway": gateway, "model": {"path": "a/b", "served_name": MODEL}})
 
 
 @pytest.fixture(params=NAMES, ids=["named", "named otherwise"])

@@ -8,8 +8,9 @@ from typing import Any
 import pytest
 
 from router.auth.addresses import Addresses
-from router.auth.keys import Limits
-from router.http import Headers, Request, ServerLimits
+from router.auth.keys import DefaultLimits
+from router.gateway.config import GatewayLimits
+from router.http import Headers, Request
 from tests.support.fake_fleet import ask, fleet, user
 from tests.support.waiting import until
 
@@ -59,7 +60,7 @@ def test_no_other_header_says_it() -> None:
 async def test_limits_and_audit_are_of_whom_the_proxy_names(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    given: dict[str, Any] = {"key_limits": Limits(requests_per_minute=1), "audit": True}
+    given: dict[str, Any] = {"key_limits": DefaultLimits(requests_per_minute=1), "audit": True}
     caplog.set_level(logging.INFO, "conserve.audit")
     async with fleet(tmp_path, trusted_proxies=("127.0.0.0/8",), **given) as made:
         statuses = [
@@ -75,7 +76,7 @@ async def test_limits_and_audit_are_of_whom_the_proxy_names(
 
 
 async def test_who_is_no_proxy_names_nobody(tmp_path: Path) -> None:
-    limits = Limits(requests_per_minute=1)
+    limits = DefaultLimits(requests_per_minute=1)
     async with fleet(tmp_path, trusted_proxies=("10.0.0.0/8",), key_limits=limits) as made:
         statuses = [
             (await ask(made.urls[0], [user("hi")], headers={"x-forwarded-for": caller})).status
@@ -86,7 +87,7 @@ async def test_who_is_no_proxy_names_nobody(tmp_path: Path) -> None:
 
 async def test_invented_keys_are_one_callers_share_of_the_connections(tmp_path: Path) -> None:
     async with fleet(
-        tmp_path, limits=ServerLimits(max_connections=20), owner_share=0.2, trusted_proxies=("127.0.0.1",)
+        tmp_path, limits=GatewayLimits(connections=20, owner_share=0.2), trusted_proxies=("127.0.0.1",)
     ) as made:
         host, _, port = made.urls[0].removeprefix("http://").partition(":")
         head = (

@@ -15,13 +15,12 @@ from anthropic.types import beta as anthropic_beta
 from openai.types import chat, responses
 
 from router.auth.keys import inline_keys
-from router.gateway.config import ServedModel
-from router.http import ServerLimits
+from router.gateway.config import GatewayLimits, ServedModel
 from router.requests.fields import FIELDS
 from tests.support.fake_fleet import MODEL, FakeFleet, ask, fleet, get, user
 from tests.support.waiting import until
 
-LIMITS = ServerLimits(max_body_bytes=1 << 20, head_timeout_s=0.3, body_timeout_s=0.3, write_stall_s=0.5)
+LIMITS = GatewayLimits(body_mib=1, request_timeout_s=0.3, idle_timeout_s=0.5)
 
 
 @pytest.fixture

@@ -6,13 +6,13 @@ import pytest
 
 from router.auth.keys import Key, hash_secret, inline_keys
 from router.errors import GatewayConfigError
-from router.gateway.config import GatewayConfig, ServedModel, SloTargets, dump, load
+from router.gateway.config import GatewayConfig, ServedModel, SloSettings, dump, load
 
 
 def test_a_configuration_survives_its_file(tmp_path: Path) -> None:
     models = (ServedModel("m", ("n",)),)
     keys = (*inline_keys(("k",), ("a",)), Key("id", "owner", hash_secret("x"), models=("m",), expires=1.5))
-    config = GatewayConfig("127.0.0.1:1", models, keys=keys, slo=SloTargets(ttfet_s=1.5))
+    config = GatewayConfig("127.0.0.1:1", models, keys=keys, slos={"default": SloSettings(ttfet_s=1.5)})
     file = tmp_path / "gateway.json"
     file.write_bytes(dump(config))
     assert load(file) == config

@@ -8,7 +8,7 @@ import aiohttp
 import orjson
 
 from placement.routing.placer_settings import PlacingPolicy
-from router.gateway.config import SloTargets
+from router.gateway.config import SloSettings
 from router.identity.conversation_ids import namespace
 from tests.support.fake_engine import SeenRequest
 from tests.support.fake_fleet import FakeFleet, ask, assistant, fleet, get, user
@@ -249,7 +249,7 @@ async def test_the_metrics_count_the_turns_of_a_conversation(tmp_path: Path) -> 
         "missed": 'conserve_slo_total{met="no",objective="e2e",slo_class="default"}',
         "ended": 'conserve_conversations_ended_total{cause="deleted"}',
     }
-    async with fleet(tmp_path, slo=SloTargets(ttfet_s=60.0, e2e_s=1e-6)) as made:
+    async with fleet(tmp_path, slos={"default": SloSettings(ttfet_s=60.0, e2e_s=1e-6)}) as made:
 
         async def read() -> dict[str, float]:
             _, text = await get(f"{made.urls[0]}/metrics")

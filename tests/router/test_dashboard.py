@@ -9,7 +9,7 @@ import aiohttp
 import orjson
 
 from router.auth.keys import inline_keys
-from router.gateway.config import SloTargets
+from router.gateway.config import SloSettings
 from tests.support.fake_fleet import ask, fleet, user
 
 
@@ -56,7 +56,9 @@ async def test_the_dashboard_shows_engines_timelines_and_receipts(tmp_path: Path
 
 
 async def test_objectives_are_counted_over_all_gateways(tmp_path: Path) -> None:
-    async with fleet(tmp_path, gateways=2, slo=SloTargets(ttfet_s=30.0, last_turn_tbt_s=1e-9)) as made:
+    async with fleet(
+        tmp_path, gateways=2, slos={"default": SloSettings(ttfet_s=30.0, last_turn_tbt_s=1e-9)}
+    ) as made:
         for number, url in enumerate((*made.urls, made.urls[0])):
             await ask(url, [user(f"{number} " * 50)], stream=True)
         await made.settle()

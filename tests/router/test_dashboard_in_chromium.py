@@ -8,7 +8,7 @@ from urllib.parse import quote
 
 import pytest
 
-from router.gateway.config import SloTargets
+from router.gateway.config import SloSettings
 from tests.support.fake_fleet import ask, fleet, get, user
 
 CHROMIUM = shutil.which("chromium") or shutil.which("chromium-browser")
@@ -44,7 +44,7 @@ def size_of(png: Path) -> tuple[int, int]:
 
 
 async def test_it_draws_engines_and_lanes(tmp_path: Path) -> None:
-    async with fleet(tmp_path / "fleet", slo=SloTargets(ttfet_s=30.0)) as made:
+    async with fleet(tmp_path / "fleet", slos={"default": SloSettings(ttfet_s=30.0)}) as made:
         url = made.urls[0]
         for agent in range(3):
             messages = [user(f"agent {agent} " * 40)]

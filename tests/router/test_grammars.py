@@ -6,7 +6,7 @@ from typing import Any
 import httpx
 import pytest
 
-from router.auth.keys import Limits, StructuredOutputs
+from router.auth.keys import DefaultLimits, StructuredOutputs
 from router.gateway.config import BatchAddress
 from router.requests.grammars import grammar_of
 from tests.router.test_rates import BOB, alice, limited
@@ -102,7 +102,7 @@ async def test_a_key_without_structured_outputs_creates_no_batches(tmp_path: Pat
 
 @pytest.mark.slow
 async def test_a_fleet_may_refuse_structured_outputs(tmp_path: Path) -> None:
-    async with fleet(tmp_path, key_limits=Limits(structured_outputs=StructuredOutputs.REFUSE)) as made:
+    async with fleet(tmp_path, key_limits=DefaultLimits(structured_outputs=StructuredOutputs.REFUSE)) as made:
         refused = await ask(made.urls[0], [user("hi")], structured_outputs={"choice": ["a"]})
         assert refused.status == 403 and refused.error["code"] == "structured_outputs_refused"
         assert (await ask(made.urls[0], [user("hi")])).status == 200

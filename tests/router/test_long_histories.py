@@ -16,14 +16,15 @@ import pytest
 from prometheus_client import REGISTRY
 
 from router.errors import PayloadTooLarge
+from router.gateway.config import GatewayLimits
 from router.gateway.responses.answer_observer import AnswerObserver
 from router.gateway.responses.answer_store import AnswerStore
 from router.gateway.responses.stored_answers import Answers, History
-from router.http import ServerLimits
 from router.requests.body_parser import CHEAP_MARKS, Api, BodyParser
 from router.requests.input_items import cut_items, find_items, write_items
 from router.requests.parser_pool import MAX_WAITING, ParserPool
 from router.requests.prompt_limit import PromptLimit
+from router.settings import MIB
 from tests.router.test_large_bodies import BOUND_S, Stalls
 from tests.router.test_rates import limited
 from tests.router.test_stored_answers import ALICE, BOB, PATH, name_of, say, stored
@@ -34,7 +35,6 @@ pytestmark = pytest.mark.slow
 
 KEPT = "conserve_stored_answers_total", {"outcome": "kept"}
 FAILED = "conserve_stored_answers_total", {"outcome": "failed"}
-MIB = 1 << 20
 
 
 class Hanging:
@@ -60,7 +60,7 @@ def junk(size: int) -> list[dict[str, Any]]:
 
 
 async def test_a_history_is_bounded_like_a_body(tmp_path: Path) -> None:
-    limits = ServerLimits(max_body_bytes=40_000)
+    limits = GatewayLimits(body_mib=40_000 / MIB)
     async with fleet(tmp_path, answers=stored(tmp_path), limits=limits) as made:
         first = await say(made, junk(25_000))
         assert (await say(made, junk(10_000), name_of(first), store=False)).status == 200

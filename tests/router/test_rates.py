@@ -13,7 +13,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from router.auth import rate_limits as rates
-from router.auth.keys import Key, Limits, hash_secret
+from router.auth.keys import DefaultLimits, Key, Limits, hash_secret
 from router.auth.rate_limits import Bucket, Meters
 from router.directory.messages import Spent
 from router.errors import RateLimited
@@ -264,7 +264,7 @@ def test_meters_are_bounded_and_the_oldest_goes() -> None:
 
 
 async def test_keys_that_are_made_up_are_counted_by_their_address(tmp_path: Path) -> None:
-    async with fleet(tmp_path, key_limits=Limits(requests_per_minute=2)) as made:
+    async with fleet(tmp_path, key_limits=DefaultLimits(requests_per_minute=2)) as made:
         said = [{"authorization": f"Bearer {number}"} for number in range(3)]
         got = [await ask(made.urls[0], [user("hi")], headers=one) for one in said]
         assert [one.status for one in got] == [200, 200, 429]
@@ -304,7 +304,7 @@ async def test_a_limit_is_the_fleets(tmp_path: Path) -> None:
 
 
 async def test_where_a_key_says_nothing_the_fleet_file_does(tmp_path: Path) -> None:
-    async with limited(tmp_path, {"turns": 5}, key_limits=Limits(requests_per_minute=1)) as made:
+    async with limited(tmp_path, {"turns": 5}, key_limits=DefaultLimits(requests_per_minute=1)) as made:
         url = made.urls[0]
         assert [(await alice(url, "hi")).status for _ in range(2)] == [200, 429]
         assert [(await ask(url, [user("hi")], headers=BOB)).status for _ in range(2)] == [200, 429]

@@ -9,16 +9,17 @@ import pytest
 from prometheus_client import REGISTRY
 
 from router.errors import BadRequest
-from router.gateway.config import GatewayConfig, ServedModel, SloClass, SloTargets
+from router.gateway.config import GatewayConfig, ServedModel, SloClass, SloSettings
 from router.gateway.slo_classes import SloClasses
 from router.gateway.turn.turn import FLOW_HEADERS
 from router.identity.conversation_ids import namespace
 from tests.support.fake_fleet import ask, fleet, get, user
 from tests.support.waiting import until
 
-GOLD = SloClass("gold", SloTargets(ttfet_s=60.0, last_turn_tbt_s=0.05), queue_weight=30.0)
-PAID = SloClass("paid", SloTargets(), queue_weight=5.0, owners=(namespace("alice"),))
-CONFIG = GatewayConfig("none:1", (ServedModel("small"),), classes=(GOLD, PAID), tbt_s=0.05)
+GOLD = SloClass("gold", SloSettings(ttfet_s=60.0, last_turn_tbt_s=0.05, queue_weight=30.0))
+PAID = SloClass("paid", SloSettings(queue_weight=5.0, owners=(namespace("alice"),)))
+SLOS = {one.name: one.settings for one in (GOLD, PAID)}
+CONFIG = GatewayConfig("none:1", (ServedModel("small"),), slos=SLOS, tbt_s=0.05)
 engine_arguments = SloClasses(CONFIG).engine_arguments
 
 
@@ -46,7 +47,7 @@ def test_an_unknown_class_or_one_of_other_keys_is_refused(body: dict[str, Any]) 
 
 
 def test_engines_get_targets_and_weights_of_the_class() -> None:
-    default = SloClass("default", SloTargets(last_turn_tbt_s=0.5))  # of answers to users: not the engines'
+    default = SloClass("default", SloSettings(last_turn_tbt_s=0.5))  # of answers to users: not the engines'
     assert engine_arguments(default, {}, {"vllm_xargs": {"slo_tbt_ms": 90}}) == {}
     assert engine_arguments(GOLD, {}, {}) == {"vllm_xargs": {"slo_tbt_ms": 50.0, "queue_weight": 30.0}}
     own = engine_arguments(GOLD, {}, {"vllm_xargs": {"slo_tbt_ms": 90}})
@@ -66,8 +67,8 @@ def test_a_turn_cannot_ask_for_a_tighter_tbt_than_its_class(
     headers: dict[str, str], body: dict[str, Any]
 ) -> None:
     """All of an engine's turns would pay for it."""
-    tight = SloClass("tight", SloTargets(last_turn_tbt_s=0.02))
-    for of, least in ((SloClass("default", SloTargets()), 50), (PAID, 50), (GOLD, 50), (tight, 20)):
+    tight = SloClass("tight", SloSettings(last_turn_tbt_s=0.02))
+    for of, least in ((SloClass("default", SloSettings()), 50), (PAID, 50), (GOLD, 50), (tight, 20)):
         said = engine_arguments(of, headers, body)
         assert said["vllm_xargs"]["slo_tbt_ms"] == least
 
@@ -82,8 +83,8 @@ def test_a_turn_cannot_ask_for_a_tighter_ttft_than_its_class_or_engines(
 ) -> None:
     """Offline work would be aborted for it."""
     config = replace(CONFIG, ttft_s=2.0)
-    default = SloClass("default", SloTargets(ttfet_s=0.1))  # of answers to users: not the engines'
-    tight = SloClass("tight", SloTargets(ttfet_s=0.5))
+    default = SloClass("default", SloSettings(ttfet_s=0.1))  # of answers to users: not the engines'
+    tight = SloClass("tight", SloSettings(ttfet_s=0.5))
     for of, least in ((default, 2000), (PAID, 2000), (GOLD, 2000), (tight, 500)):
         before = raised(of)
         said = SloClasses(config).engine_arguments(of, headers, body)
@@ -124,7 +125,9 @@ async def test_flows_of_an_owner_are_named_as_llm_d_names_them(tmp_path: Path, h
 async def test_a_better_class_waits_less_and_appears_in_the_metrics(tmp_path: Path) -> None:
     """One decoder that is full: whoever comes first of the others, the better class is served before."""
     engine = {"kv_tokens": 4000, "token_s": 0.02}
-    async with fleet(tmp_path, decoders=1, engine=engine, classes=(GOLD,), place_wait_s=20.0) as made:
+    async with fleet(
+        tmp_path, decoders=1, engine=engine, slos={"gold": GOLD.settings}, place_wait_s=20.0
+    ) as made:
         full = await ask(made.urls[0], [user("x" * 3000)], max_tokens=2)
         done: list[str] = []
 

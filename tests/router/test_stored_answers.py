@@ -257,7 +257,7 @@ async def test_an_answer_with_store_false_is_not_stored(tmp_path: Path) -> None:
         assert (await get(f"{made.urls[0]}{PATH}/{name_of(first)}", headers=ALICE))[0] == 404
 
 
-@pytest.mark.parametrize("bounds", [{"keep_s": 0.0}, {"max_bytes": 1}])
+@pytest.mark.parametrize("bounds", [{"keep_s": 0.0}, {"gib": 1 / (1 << 30)}])
 async def test_stored_answers_are_bounded_by_age_and_bytes(tmp_path: Path, bounds: dict[str, Any]) -> None:
     async with fleet(tmp_path, answers=stored(tmp_path, **bounds)) as made:
         before = REGISTRY.get_sample_value(*PRUNED) or 0

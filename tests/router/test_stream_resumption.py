@@ -12,7 +12,7 @@ import orjson
 import pytest
 
 from router.errors import EngineLost
-from router.gateway.config import SloClass, SloTargets
+from router.gateway.config import SloClass
 from router.gateway.turn.resumption import StreamResumption, why_not_resumable
 from router.gateway.turn.turn import Turn
 from router.http import RelayEnd, RelayOutcome
@@ -350,7 +350,7 @@ def a_turn(api: Api, body: dict[str, Any], size: int = 0) -> Turn:
         seed, ExplicitIdentity(None, None, ""), chains.of_text(seed, b""), 0, b"", b"", None, Hints()
     )
     body = {"stream": True, **body}
-    return Turn(api, (b"x" * size,), body, [], "s", prompt, "", SloClass("default", SloTargets()), 0.0)
+    return Turn(api, (b"x" * size,), body, [], "s", prompt, "", SloClass("default"), 0.0)
 
 
 @pytest.mark.parametrize(

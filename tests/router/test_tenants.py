@@ -10,7 +10,7 @@ import pytest
 from prometheus_client import REGISTRY
 
 from router.auth.keys import inline_keys
-from router.http import ServerLimits
+from router.gateway.config import GatewayLimits
 from router.identity.conversation_ids import namespace
 from router.identity.prefix_groups import EVERYBODY, PrefixGroups
 from tests.support.fake_fleet import FakeFleet, ask, assistant, fleet, user
@@ -98,9 +98,9 @@ async def test_a_later_turn_says_what_the_first_said(made: FakeFleet) -> None:
 
 
 async def test_requests_of_one_owner_take_no_more_than_its_share_of_the_connections(tmp_path: Path) -> None:
-    limits = ServerLimits(max_connections=20)
+    limits = GatewayLimits(connections=20, owner_share=0.2)
     keys = inline_keys(["alice", "bob"], [])
-    async with fleet(tmp_path, limits=limits, owner_share=0.2, keys=keys) as made:
+    async with fleet(tmp_path, limits=limits, keys=keys) as made:
         host, _, port = made.urls[0].removeprefix("http://").partition(":")
         head = (
             b"POST /v1/chat/completions HTTP/1.1\r\nhost: x\r\nauthorization: Bearer alice\r\n"
@@ -136,8 +136,8 @@ async def slow_body(url: str, key: str, length: int, sent: int) -> asyncio.Strea
 async def test_bodies_of_one_owner_take_no_more_memory_than_is_left_to_others(tmp_path: Path) -> None:
     """However slowly they come: what has come is kept."""
     mib = 1 << 20
-    limits, keys = ServerLimits(max_body_bytes=mib), inline_keys(["alice", "bob", "carol"], [])
-    async with fleet(tmp_path, limits=limits, bodies_bytes=2 * mib, keys=keys) as made:
+    limits, keys = GatewayLimits(body_mib=1, bodies_mib=2), inline_keys(["alice", "bob", "carol"], [])
+    async with fleet(tmp_path, limits=limits, keys=keys) as made:
         url, served, before = made.urls[0], made.gateways[0].server.stats, refusals()
         slow = [await slow_body(url, "alice", mib, mib // 2 - 100) for _ in range(2)]  # half of 2 MiB
         kept = [user("x" * (mib // 8))]
@@ -161,8 +161,8 @@ async def test_bodies_of_one_owner_take_no_more_memory_than_is_left_to_others(tm
 async def test_a_stored_history_is_of_its_owners_share_too(tmp_path: Path) -> None:
     """A body of a hundred bytes may name one of megabytes."""
     kib, slow = 1 << 10, {"kv_tokens": 1_000_000, "token_s": 1.0}
-    limits = ServerLimits(max_body_bytes=64 * kib)
-    async with fleet(tmp_path, decoders=1, engine=slow, limits=limits, bodies_bytes=128 * kib) as made:
+    limits = GatewayLimits(body_mib=1 / 16, bodies_mib=1 / 8)
+    async with fleet(tmp_path, decoders=1, engine=slow, limits=limits) as made:
         first = await ask(made.urls[0], "x" * 45 * kib, headers=ALICE, path="/v1/responses")
         assert first.status == 200, first.body
         named = {"path": "/v1/responses", "previous_response_id": orjson.loads(first.body)["id"]}

@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from router.directory.cache import Known
-from router.gateway.config import SloClass, SloTargets
+from router.gateway.config import SloClass
 from router.gateway.turn.token_ratio import TokenRatio
 from router.gateway.turn.turn import Turn
 from router.identity import prefix_chain as chains
@@ -22,7 +22,7 @@ SEED = chains.seed("s", "m")
 def turn(size: int, tools: int = 0) -> Turn:
     chain = chains.of_text(SEED, b"x" * size)
     prompt = Prompt(SEED, ExplicitIdentity(None, None, ""), chain, tools, b"", b"", None, Hints())
-    return Turn(Api.CHAT, (b"",), {}, [], "s", prompt, "", SloClass("default", SloTargets()), 0.0)
+    return Turn(Api.CHAT, (b"",), {}, [], "s", prompt, "", SloClass("default"), 0.0)
 
 
 def test_tokens_generated_by_another_engine_count_as_prompt() -> None:

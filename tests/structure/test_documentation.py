@@ -9,7 +9,6 @@ from typing import Any, get_args
 
 import pytest
 import yaml
-from pydantic import BaseModel
 
 from benchmarks.structure import PRODUCT, ROOT
 from deploy.fleet import FleetSpec
@@ -139,13 +138,13 @@ def is_module(name: str) -> bool:
 
 def fleet_keys(kind: Any, above: str = "") -> Iterator[str]:
     """Yield the dotted names of the fleet file's keys; `slos.` has names of classes before its keys."""
-    if not (isinstance(kind, type) and issubclass(kind, BaseModel)):
+    if not hasattr(kind, "__pydantic_fields__"):
         for part in get_args(kind):
             yield from fleet_keys(part, above)
         return
-    for name, field in kind.model_fields.items():
-        yield above + name
-        yield from fleet_keys(field.annotation, f"{above}{name}.")
+    for name, field in kind.__pydantic_fields__.items():
+        yield above + (field.alias or name)
+        yield from fleet_keys(field.annotation, f"{above}{field.alias or name}.")
 
 
 FLEET_KEYS = set(fleet_keys(FleetSpec))

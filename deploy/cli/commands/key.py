@@ -18,9 +18,9 @@ from rich.table import Table
 from deploy.cli.common import FleetOption, home_of
 from deploy.errors import DeployError
 from deploy.fleet import load_fleet
-from deploy.fleet.key_types import seconds
 from router.auth.keys import Key, Limits, Scope, hash_secret
 from router.auth.keys_file import load_keys, parse_keys
+from router.settings import seconds
 from workers.processes import write_atomically
 
 app = typer.Typer(no_args_is_help=True, help="API keys: make, list and revoke them.")

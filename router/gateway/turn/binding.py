@@ -161,7 +161,7 @@ class Binder:
             lost=lost,
             end=found.chain.end,
             turn=found.turn,
-            queue_weight=turn.slo_class.queue_weight,
+            queue_weight=turn.slo_class.settings.queue_weight,
             priority_weight=turn.prompt.hints.priority * PRIORITY_S,
             prefixes=self._ratio.prefixes(turn) if uncached is None else (),
             flow=turn.flow,

@@ -16,7 +16,7 @@ from placement.objectives import tbt_s
 from router import metrics
 from router.directory.client import DirectoryClient
 from router.errors import ApiError, ClientLeft, DirectoryUnavailable
-from router.gateway.config import DEFAULT_CLASS, GatewayConfig, SloClass
+from router.gateway.config import GatewayConfig
 from router.gateway.responses.stored_answers import Answers
 from router.gateway.turn import legs
 from router.gateway.turn.binding import Binder, Identified, Route
@@ -52,7 +52,7 @@ class TurnHandler:
     ) -> None:
         self._directory, self._tracer, self._clock = directory, tracer, clock
         self._ratio = TokenRatio(config.tokens_per_byte)
-        self._metrics = TurnMetrics((SloClass(DEFAULT_CLASS, config.slo), *config.classes))
+        self._metrics = TurnMetrics(config.classes)
         self._quarantine, self._longest_ttl_s = CrashQuarantine(clock), config.longest_ttl_s
         self._background: set[asyncio.Task[None]] = set()
         self.prefetcher = Prefetcher(config.prefetch, directory, pool, clock)

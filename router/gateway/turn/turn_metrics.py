@@ -42,7 +42,7 @@ class TurnMetrics:
 
     def __init__(self, classes: Iterable[SloClass]) -> None:
         for one in classes:
-            for objective in one.targets.by_objective:
+            for objective in one.settings.targets:
                 metrics.from_zero(metrics.SLO, *(f"{one.name}/{objective}/{met}" for met in ("yes", "no")))
 
     def placed(self, policy: str, cause: str, transferred: bool) -> None:
@@ -80,7 +80,7 @@ class TurnMetrics:
         met: list[str] = []
         missed: list[str] = []
         if whole and _answers_the_user(seen):
-            targets = turn.slo_class.targets.by_objective
+            targets = turn.slo_class.settings.targets
             for objective, seconds in self._answered(turn.slo_class.name, known, seen, tbt):
                 if (target := targets.get(objective)) is not None:
                     within = seconds <= target

@@ -131,8 +131,8 @@ def test_the_gateways_limits_reach_both_of_its_sides() -> None:
         "gateway: {limits: {first_token_timeout: 7s, idle_timeout: 5s, request_timeout: 3s}}\n"
     )
     config = gateway_config(parse_fleet(text, "f.yaml"), "g", "d:1", KEYS, "d:2")
-    assert (config.upstream.first_byte_timeout_s, config.upstream.chunk_timeout_s) == (7, 5)
-    assert (config.limits.write_stall_s, config.limits.head_timeout_s) == (5, 3)
+    assert (config.limits.upstream.first_byte_timeout_s, config.limits.upstream.chunk_timeout_s) == (7, 5)
+    assert (config.limits.server.write_stall_s, config.limits.server.head_timeout_s) == (5, 3)
 
 
 def test_policy_and_times_reach_who_decides_by_them() -> None:

@@ -10,7 +10,6 @@ from pathlib import Path
 from typing import Any, get_args
 
 import pytest
-from pydantic import BaseModel
 
 from deploy.fleet import FleetSpec
 from deploy.fleet.checks import check
@@ -37,14 +36,15 @@ from placement.scheduling.interface import ServingSettings
 from placement.scheduling.interface import TurnTargets as ServingSlo
 from placement.sizing.autoscaling import ScaleLimits
 from placement.sizing.capacity import Thresholds
-from router.auth.keys import Limits, inline_keys
+from router.auth.keys import DefaultLimits, inline_keys
 from router.batch.config import BatchConfig, BatchLimits, DispatchSettings
 from router.directory.directory import DirectorySettings
 from router.gateway.config import (
     AnswersConfig,
     GatewayConfig,
+    GatewayLimits,
     ServedModel,
-    SloTargets,
+    SloSettings,
     TlsConfig,
     TracingConfig,
 )
@@ -59,7 +59,16 @@ from workers.power.engine_power import PowerSettings
 
 HOME = FleetHome(Path("/state/fleets/base"))
 CONFIGURATIONS = {
-    *(GatewayConfig, AnswersConfig, Limits, ServedModel, SloTargets, TlsConfig, TracingConfig),
+    *(
+        GatewayConfig,
+        AnswersConfig,
+        GatewayLimits,
+        DefaultLimits,
+        ServedModel,
+        SloSettings,
+        TlsConfig,
+        TracingConfig,
+    ),
     *(ServerLimits, UpstreamLimits),
     *(BatchConfig, BatchLimits, DispatchSettings),
     *(DirectorySettings, Thresholds),
@@ -83,7 +92,7 @@ class Everything:
     """What components get from a fleet file."""
 
     def __init__(self, content: dict[str, Any]) -> None:
-        fleet = self.fleet = FleetSpec.model_validate(content)
+        fleet = self.fleet = FleetSpec.of(content)
         assert list(check(fleet)) == []
         self.names = [engine.name for engine in engines(fleet)]
         decode = list(engines(fleet))[-1]
@@ -99,6 +108,7 @@ class Everything:
         self.directory = directory_settings(fleet)
         keys = FleetKeys("a token of a cluster", "base")
         self.gateway = gateway_config(fleet, "gateway-0", "10.0.0.1:9", keys, "10.0.0.1:8")
+        self.server = self.gateway.limits.server
         self.batch = batch_config(fleet, home, "10.0.0.1:9", keys, "10.0.0.1", 8)
         limits = decode.tier.autoscale
         self.scale = scale_limits(fleet, limits) if limits else None
@@ -140,10 +150,10 @@ def case(value: Any, arrives: Callable[[Everything], Any], expected: Any = None,
 
 
 def server_limits(got: Everything) -> tuple[ServerLimits, ServerLimits]:
-    return got.gateway.limits, got.batch.server
+    return got.gateway.limits.server, got.batch.server
 
 
-def key_limits(got: Everything) -> Limits:
+def key_limits(got: Everything) -> DefaultLimits:
     return got.gateway.key_limits
 
 
@@ -220,6 +230,7 @@ CASES = {
         lambda got: (key_limits(got).structured_outputs, got.batch.limits.structured_outputs),
         ("refuse", "refuse"),
     ),
+    "gateway.answers.path": case("/answers.sqlite", lambda got: got.gateway.answers.path),
     "gateway.answers.keep": case(65, lambda got: got.gateway.answers.keep_s),
     "gateway.answers.gib": case(2, lambda got: got.gateway.answers.max_bytes, 2 << 30),
     "gateway.limits.body_mib": case(
@@ -229,20 +240,20 @@ CASES = {
     "gateway.limits.header_kib": case(
         2, lambda got: [one.max_head_bytes for one in server_limits(got)], [2048, 2048]
     ),
-    "gateway.limits.connections": case(99, lambda got: got.gateway.limits.max_connections),
-    "gateway.limits.prompt_bytes_per_token": case(8, lambda got: got.gateway.prompt_bytes_per_token),
-    "gateway.limits.owner_share": case(0.25, lambda got: got.gateway.owner_share),
-    "gateway.limits.bodies_mib": case(98, lambda got: got.gateway.bodies_bytes, 98 << 20),
+    "gateway.limits.connections": case(99, lambda got: got.gateway.limits.server.max_connections),
+    "gateway.limits.prompt_bytes_per_token": case(8, lambda got: got.gateway.limits.prompt_bytes_per_token),
+    "gateway.limits.owner_share": case(0.25, lambda got: got.gateway.limits.owner_share),
+    "gateway.limits.bodies_mib": case(98, lambda got: got.gateway.limits.bodies_mib),
     "gateway.limits.request_timeout": case(
         3, lambda got: [(one.head_timeout_s, one.body_timeout_s) for one in server_limits(got)], [(3, 3)] * 2
     ),
     "gateway.limits.first_token_timeout": case(
-        4, lambda got: [one.upstream.first_byte_timeout_s for one in (got.gateway, got.batch)], [4, 4]
+        4, lambda got: [one.upstream.first_byte_timeout_s for one in (got.gateway.limits, got.batch)], [4, 4]
     ),
     "gateway.limits.idle_timeout": case(
         5,
         lambda got: (
-            [one.upstream.chunk_timeout_s for one in (got.gateway, got.batch)],
+            [one.upstream.chunk_timeout_s for one in (got.gateway.limits, got.batch)],
             [one.write_stall_s for one in server_limits(got)],
         ),
         ([5, 5], [5, 5]),
@@ -262,11 +273,11 @@ CASES = {
     "conversation.decoder_wait": case(13, lambda got: got.gateway.place_wait_s),
     "conversation.prefiller_wait": case(14, lambda got: got.placer.max_prefill_wait_s),
     "placement.first_turns": case("prefiller", lambda got: got.placer.first_turns),
-    "slos.ttfet": case(1.5, lambda got: got.gateway.slo.ttfet_s),
-    "slos.last_turn_tbt": case("50ms", lambda got: got.gateway.slo.last_turn_tbt_s, 0.05),
-    "slos.ahead": case("12s", lambda got: got.gateway.classes[0].queue_weight, 12.0),
-    "slos.keys": case(["k"], lambda got: got.gateway.classes[-1].owners, (namespace("k"),)),
-    "slos.e2e": case(60, lambda got: got.gateway.slo.e2e_s),
+    "slos.ttfet": case(1.5, lambda got: got.gateway.slos["default"].ttfet_s),
+    "slos.last_turn_tbt": case("50ms", lambda got: got.gateway.slos["default"].last_turn_tbt_s, 0.05),
+    "slos.ahead": case("12s", lambda got: got.gateway.slos["default"].queue_weight, 12.0),
+    "slos.keys": case(["k"], lambda got: got.gateway.slos["default"].owners, (namespace("k"),)),
+    "slos.e2e": case(60, lambda got: got.gateway.slos["default"].e2e_s),
     "transfer.backend": case(
         "nixl", lambda got: (got.engine.connector.backend, got.gateway.handover), ("nixl", "in_turn")
     ),
@@ -356,7 +367,6 @@ NOT_SET: dict[type, dict[str, str]] = {
         "directory name reuse_port metrics_host directory_secret engine_key": IDENTITY,
         "tokens_per_byte drain_s": CONSTANT,
     },
-    AnswersConfig: {"path": IDENTITY},
     BatchConfig: {"directory secret key engine_key host port": IDENTITY, "flex_timeout_s": CONSTANT},
     BatchLimits: {"line_bytes reported_errors": CONSTANT},
     DispatchSettings: {
@@ -389,7 +399,7 @@ NOT_SET: dict[type, dict[str, str]] = {
 # a component by itself.
 DERIVED = {
     (GatewayConfig, "hosts"),  # localhost, where no key is asked for
-    (GatewayConfig, "classes"),  # `default` is one of them
+    (GatewayConfig, "slos"),  # `default` is one of them
     (KeeperSettings, "start_together"),  # by the device
     (KeeperSettings, "kv_gib"),  # by kv.host_kv_gib, kv.kv_tiers and VLLM_CPU_KVCACHE_SPACE
     (ConnectorConfig, "host_kv_gib"),  # by kv.kv_tiers and overload.policy
@@ -400,17 +410,17 @@ DERIVED = {
 }
 
 
-def keys(spec: type[BaseModel], path: str = "") -> Iterator[str]:
-    for name, field in spec.model_fields.items():
-        inner = _specs(field.annotation)
+def keys(spec: Any, path: str = "") -> Iterator[str]:
+    for field_name, field in spec.__pydantic_fields__.items():
+        name, inner = field.alias or field_name, _specs(field.annotation)
         if inner:
             yield from keys(inner[0], f"{path}{name}.")
         else:
             yield f"{path}{name}"
 
 
-def _specs(kind: Any) -> list[type[BaseModel]]:
-    if isinstance(kind, type) and issubclass(kind, BaseModel):
+def _specs(kind: Any) -> list[type]:
+    if isinstance(kind, type) and hasattr(kind, "__pydantic_fields__"):
         return [kind]
     return [spec for part in get_args(kind) for spec in _specs(part)]
 
