@@ -22,7 +22,6 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import (
 )
 from vllm.distributed.kv_transfer.kv_connector.v1.metrics import KVConnectorPromMetrics, KVConnectorStats
 from vllm.distributed.kv_transfer.kv_connector.v1.multi_connector import MultiConnector
-from vllm.platforms import current_platform
 from vllm.v1.kv_cache_interface import (
     FullAttentionSpec,
     MambaSpec,
@@ -32,7 +31,7 @@ from vllm.v1.kv_cache_interface import (
 from vllm.v1.metrics.cache_hit_source import CacheHitSource
 
 from kvtransfer.compat.kv_connector import CONNECTOR as RELIED_ON
-from kvtransfer.compat.kv_connector import WORKER, nap_instead_of_spinning
+from kvtransfer.compat.kv_connector import WORKER
 from kvtransfer.compat.relied_on import verify
 from kvtransfer.compat.whole_graphs import leave_out_whole_graphs, pieces_for_all_steps, refuse_whole_graph
 from kvtransfer.config import (
@@ -59,7 +58,7 @@ from kvtransfer.plugins import (
     selected_plugins,
 )
 from kvtransfer.retention.retained_conversations import STATE_WINDOW, CacheGroup, block_bytes
-from kvtransfer.shared_state import Residence, brings_back
+from kvtransfer.shared_state import Residence
 
 
 @dataclass
@@ -212,8 +211,6 @@ class ConServeConnector(KVConnectorBase_V1, SupportsHMA):
         groups = groups_of(kv_cache_config)
         self._by_request = len(groups) > 1  # vLLM wants to be told of failed loads so
         die_with_parent()
-        if current_platform.is_cpu():
-            nap_instead_of_spinning()
         extra = vllm_config.kv_transfer_config.kv_connector_extra_config
         config = ConnectorConfig.from_extra_config(extra)
         slots = host_slots(config, int(vllm_config.parallel_config.world_size), block_bytes(groups))
@@ -316,10 +313,6 @@ class ConServeConnector(KVConnectorBase_V1, SupportsHMA):
             if match and match.tokens > 0:
                 self._matches[request.request_id] = name, match
                 return match.tokens, match.background
-        if brings_back(request) is not None:
-            # Nothing is computed for it: the scheduler ends it (workers/engine/coserving/restores.py).
-            self.residence.back.add(request.request_id)
-            return None, False
         return 0, False
 
     def update_state_after_alloc(self, request: Any, blocks: Any, num_external_tokens: int) -> None:
@@ -363,6 +356,10 @@ class ConServeConnector(KVConnectorBase_V1, SupportsHMA):
         for side in self._schedulers.values():
             params.update(side.on_finished(request, block_ids) or {})
         return False, params or None
+
+    def has_pending_push_work(self) -> bool:
+        """Keep an engine without requests stepping while a prefetch is under way."""
+        return any(side.needs_step() for side in self._schedulers.values())
 
     def reset_cache(self) -> bool:
         for side in self._schedulers.values():

@@ -121,6 +121,10 @@ class SchedulerSide(PluginSide):
     def on_outcome(self, outcome: StepOutcome) -> None:
         """After a step, once its results are back."""
 
+    def needs_step(self) -> bool:
+        """Return whether the engine has to step for this plugin although it has no requests."""
+        return False
+
     def on_finished(self, request: Any, block_ids: Sequence[list[int]]) -> dict[str, Any] | None:
         """A request ended (also by abort), its blocks by KV cache group not yet freed. Returns parameters for
         its response."""

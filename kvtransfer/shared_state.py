@@ -177,7 +177,6 @@ class Residence:
         self.requests: dict[str, tuple[Any, RetainedConversation]] = {}  # requests with a conversation, by id
         self.loading: set[str] = set()  # requests with blocks but no step yet: KV may be on its way
         self.loaded: set[str] = set()  # of these, the ones whose KV is there
-        self.back: set[str] = set()  # requests that only bring KV back, and find no more of it anywhere
         self.departing: set[str] = set()  # ended requests whose blocks vLLM holds until their load ends
         self.held_by_others: set[str] = set()  # ended requests whose blocks another connector holds
         self.confirmed: list[str] = []  # conversations that got blocks since the last report
@@ -312,18 +311,6 @@ def note_what_client_said(request: Any, conversation: RetainedConversation) -> N
     said = (request.kv_transfer_params or {}).get("conversation") or {}
     conversation.park_after_s = said.get("park_after_s")
     conversation.ttl_s = said.get("ttl_s", conversation.ttl_s)
-
-
-def brings_back(request: Any) -> tuple[str, float] | None:
-    """Return the conversation whose KV a request prefetches, and the seconds until its turn is due.
-
-    Nothing is computed for such a request: it ends when there is no more to bring.
-    """
-    match (request.kv_transfer_params or {}).get("brings_back") if is_offline(request) else None:
-        case {"conversation": str(key), "due_in_s": int() | float() as due_in_s}:
-            return key, float(due_in_s)
-        case _:
-            return None
 
 
 def confirmed_blocks(request: Any, block_tokens: int) -> int:

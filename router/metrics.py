@@ -167,7 +167,7 @@ FALLBACKS = Counter(
 RESTORES_AHEAD = Counter(
     "conserve_restores_ahead_total",
     "Conversations whose tool was likely to end, by what became of bringing their KV back from the host: "
-    "restored, gone (its engine had less than half of it left, whatever the directory said), not_parked "
+    "restored (its engine began to load it), gone (its engine had less than half of it left), not_parked "
     "(it was still there), returned (the turn came first), busy (the engine had other "
     "work, or shared its layers, all the time), failed.",
     ["outcome"],

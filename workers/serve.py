@@ -62,8 +62,8 @@ def main() -> None:
 
     start_process(os.environ[ADDRESS])
     if os.environ.get(BINDING) == NOT_BOUND and os.environ.get(METHOD) != "spawn":
-        from kvtransfer.compat.kv_connector import STARTING, fork_engine_on_cpu
         from kvtransfer.compat.relied_on import verify
+        from workers.engine.compat.cpu_build import STARTING, fork_engine_on_cpu
 
         verify(STARTING)
         fork_engine_on_cpu()

@@ -25,10 +25,17 @@ class DropOrders:
     part: int  # of the layers
 
 
+@dataclass(frozen=True, slots=True)
+class PrefetchOrder:
+    conversation: str
+    due_in_s: float  # until its next turn is expected
+
+
 _SERVICE = "/conserve.workers.v2.EngineControl"
 INFO = Method[None, KeeperReport](f"{_SERVICE}/Info", None, KeeperReport)
 WATCH = Method[None, KeeperReport](f"{_SERVICE}/Watch", None, KeeperReport)
 RELEASE = Method[str, bool](f"{_SERVICE}/Release", str, bool)  # whether the engine held any KV of it
+PREFETCH = Method[PrefetchOrder, bool](f"{_SERVICE}/Prefetch", PrefetchOrder, bool)  # whether it has the KV
 DROP = Method[DropOrders, None](f"{_SERVICE}/Drop", DropOrders, None)
 RESTORE = Method[int, None](f"{_SERVICE}/Restore", int, None)  # the epoch
 DRAIN = Method[bool, None](f"{_SERVICE}/Drain", bool, None)
@@ -47,6 +54,7 @@ class ControlServer:
         service.once(INFO, self._info)
         service.stream(WATCH, self._watch)
         service.once(RELEASE, feed.release)
+        service.once(PREFETCH, self._prefetch)
         service.once(DRAIN, feed.drain)
         service.once(DROP, self._drop)
         service.once(RESTORE, feed.restore)
@@ -62,6 +70,9 @@ class ControlServer:
 
     async def stop(self) -> None:
         await self._server.stop(grace=1.0)
+
+    async def _prefetch(self, order: PrefetchOrder) -> bool:
+        return await self._feed.prefetch(order.conversation, order.due_in_s)
 
     async def _drop(self, orders: DropOrders) -> None:
         await self._feed.drop(orders.epoch, orders.members, orders.part)
@@ -91,6 +102,10 @@ class ControlClient:
     async def release(self, conversation: str) -> bool:
         """The conversation ended: its KV may go."""
         return await self._ask(RELEASE, conversation)
+
+    async def prefetch(self, conversation: str, due_in_s: float) -> bool:
+        """Load a parked conversation's KV. Returns False if the engine does not have most of it any more."""
+        return await self._ask(PREFETCH, PrefetchOrder(conversation, due_in_s))
 
     async def drop(self, epoch: int, members: tuple[str, ...], part: int) -> None:
         """Share its layers with other engines, which are told the same; it keeps one part of them."""

@@ -54,6 +54,7 @@ class DirectoryActor:
             placer,
             self._home.journal,
             self._release,
+            prefetch=self._prefetch,
             secret=self._secret,
             drops=_DropsByKeepers(self._keepers_key),
         )
@@ -111,6 +112,10 @@ class DirectoryActor:
     async def _release(self, info: EngineInfo, conversation: str) -> None:
         async with ControlClient(info.control, self._keepers_key) as client:
             await client.release(conversation)
+
+    async def _prefetch(self, info: EngineInfo, conversation: str, due_in_s: float) -> bool:
+        async with ControlClient(info.control, self._keepers_key) as client:
+            return await client.prefetch(conversation, due_in_s)
 
 
 class _DropsByKeepers:

@@ -19,15 +19,10 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor, wait
 from typing import Any
 
+from kvtransfer.checkpoint.copy_orders import BlockCopy, BlockLoad, CheckpointOrder, CheckpointReport
 from kvtransfer.checkpoint.cuda_mover import memory_for, mover_for
 from kvtransfer.checkpoint.host_slots import THREADS, HostSlots, Mover
-from kvtransfer.checkpoint.scheduler import (
-    BlockCopy,
-    BlockLoad,
-    CheckpointOrder,
-    CheckpointReport,
-    CheckpointScheduler,
-)
+from kvtransfer.checkpoint.scheduler import CheckpointScheduler
 from kvtransfer.plugins import EngineContext, LoadsEnded, Plugin, WorkerSide
 from kvtransfer.transfer.kv_memory import by_block_first
 
@@ -231,10 +226,15 @@ class Copier:
                 "request %s: %d blocks on the host are not what they were", load.request_id, len(corrupt)
             )
         with self._work:
-            self._ended.requests.add(load.request_id)
-            if failed or corrupt:
-                self._ended.failed.add(load.request_id)
-            self._ended.failed_blocks.update(copy.block for copy in failed + corrupt)
+            unfilled = {copy.block for copy in failed + corrupt}
+            if load.prefetch:
+                self._report.prefetched[load.request_id] += 1
+                self._report.unfilled |= unfilled
+            else:
+                self._ended.requests.add(load.request_id)
+                if unfilled:
+                    self._ended.failed.add(load.request_id)
+                self._ended.failed_blocks |= unfilled
             self._report.failed.update(copy.slot for copy in failed)
             self._report.corrupt.update(copy.slot for copy in corrupt)
 

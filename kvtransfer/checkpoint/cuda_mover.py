@@ -11,8 +11,8 @@ from typing import Any
 
 import torch
 
+from kvtransfer.checkpoint.copy_orders import BlockCopy
 from kvtransfer.checkpoint.host_slots import THREADS, CudaRegistry, HostMover, HostSlots, Mover, block_bytes
-from kvtransfer.checkpoint.scheduler import BlockCopy
 from kvtransfer.side_stream import Launched, SideStream, cuda_of
 from kvtransfer.transfer.kv_memory import byte_rows
 

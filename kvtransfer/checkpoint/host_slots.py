@@ -27,7 +27,7 @@ import numpy.typing as npt
 import torch
 import xxhash
 
-from kvtransfer.checkpoint.scheduler import BlockCopy
+from kvtransfer.checkpoint.copy_orders import BlockCopy
 
 logger = logging.getLogger("conserve.kvtransfer.checkpoint")
 

@@ -1,59 +1,14 @@
-"""The scheduler side of the checkpoint: which blocks go to which host slots, and which come back.
-
-At the top, what the two sides tell each other once a step.
-"""
+"""Scheduler side of the checkpoint: decides which blocks are copied to host slots, and which return."""
 
 from collections import Counter
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
 from typing import Any
 
+from kvtransfer.checkpoint.copy_orders import BlockCopy, BlockLoad, CheckpointOrder
+from kvtransfer.checkpoint.prefetches import Prefetches
 from kvtransfer.plugins import LATER, EngineContext, Match, SchedulerSide, StepOutcome
 from kvtransfer.retention.retained_conversations import RetainedConversation, block_key
-from kvtransfer.shared_state import admitted_now, brings_back, confirmed_blocks, is_offline
-
-
-@dataclass(frozen=True, slots=True)
-class BlockCopy:
-    """One block and one host slot; the order says in which direction."""
-
-    block: int
-    slot: int
-    generation: int  # of the slot's contents
-
-
-@dataclass(frozen=True, slots=True)
-class BlockLoad:
-    """A request waits for these blocks."""
-
-    request_id: str
-    copies: list[BlockCopy]
-
-
-@dataclass(slots=True)
-class CheckpointOrder:
-    stores: list[BlockCopy] = field(default_factory=list)
-    loads: list[BlockLoad] = field(default_factory=list)
-    beside_step: bool = False  # the model computes meanwhile
-
-    def __bool__(self) -> bool:
-        return bool(self.stores or self.loads)
-
-
-@dataclass(slots=True)
-class CheckpointReport:
-    stored: Counter[int] = field(default_factory=Counter)  # slots, with the number of ranks done
-    corrupt: set[int] = field(default_factory=set)  # slots that did not hold what they should
-    failed: set[int] = field(default_factory=set)  # slots whose copy raised
-
-    def __bool__(self) -> bool:
-        return bool(self.stored or self.corrupt or self.failed)
-
-    def merge(self, other: "CheckpointReport") -> "CheckpointReport":
-        return CheckpointReport(
-            self.stored + other.stored, self.corrupt | other.corrupt, self.failed | other.failed
-        )
-
+from kvtransfer.shared_state import admitted_now, confirmed_blocks, is_offline
 
 NOWHERE = -1
 STORES_A_STEP = 512  # of running requests: bounds the references taken for copies
@@ -84,13 +39,15 @@ class CheckpointScheduler(SchedulerSide):
         self._counts: Counter[str] = Counter()
         # Set by the engine's own scheduler before each step: a load takes blocks without asking it.
         self.offline_may_start = True
+        self.prefetches = Prefetches(context)
+        context.commands["prefetch"] = self.prefetches.ask
 
     def copying_block_ids(self) -> list[int]:
         return [block.block_id for block in self.copying.values()]
 
     def bind(self, manager: Any) -> None:
         self._manager = manager
-        self._pool = manager.block_pool
+        self._pool = self.prefetches.pool = manager.block_pool
 
     def on_new_request(self, request: Any) -> None:
         if owned := self._residence.requests.get(request.request_id):
@@ -99,17 +56,16 @@ class CheckpointScheduler(SchedulerSide):
     def match(self, request: Any, computed_tokens: int) -> Match | None:
         """The last token is always computed: it is what a request is for, and its block is not full."""
         if is_offline(request) and not self.offline_may_start:
-            return LATER if brings_back(request) is not None else None
+            return None
         blocks = self.restorable_blocks(request, computed_tokens)
         if blocks and self._on_its_way(request, computed_tokens // self._block_tokens):
             return LATER
         return Match(blocks * self._block_tokens, background=True) if blocks else None
 
     def _on_its_way(self, request: Any, block: int) -> bool:
-        """Another request loads this block: brought back ahead, say, and the turn has come meanwhile. A load
-        of its own would come after that one, and bring the same."""
+        """Return whether a prefetch or another request loads this block: a second load would be of no use."""
         keys = {block_key(request.block_hashes[block], number) for number in range(len(self._groups))}
-        return any(keys & arriving for arriving in self._arriving.values())
+        return any(keys & arriving for arriving in (*self._arriving.values(), self.prefetches.arriving))
 
     def restorable_blocks(self, request: Any, computed_tokens: int) -> int:
         """Blocks that the host has of a request, beyond the tokens that are on the accelerator."""
@@ -164,6 +120,9 @@ class CheckpointScheduler(SchedulerSide):
                 owned = self._owned.get(request_id)
                 if owned and request_id not in admitted:
                     self._store(*owned, None)
+            may_load = self.offline_may_start and not self._residence.fenced
+            if (load := self.prefetches.begin_next(may_load)) is not None:
+                self._next.loads.append(load)
         order, self._next = self._next, CheckpointOrder()
         order.beside_step = bool(scheduler_output.num_scheduled_tokens)
         if not order and (order.beside_step == self._told_beside_step or not self._copies_go_on()):
@@ -172,7 +131,7 @@ class CheckpointScheduler(SchedulerSide):
         return order
 
     def _copies_go_on(self) -> bool:
-        return bool(self._loading or self.copying)
+        return bool(self._loading or self.copying or self.prefetches.arriving)
 
     def on_finished(self, request: Any, block_ids: Sequence[list[int]]) -> None:
         owned = self._owned.pop(request.request_id, None)
@@ -228,6 +187,9 @@ class CheckpointScheduler(SchedulerSide):
                 self._counts["restores"] += 1
             if outcome.report is not None:
                 self._end_stores(outcome.report.stored)
+                if restored := self.prefetches.on_report(outcome.report.prefetched, outcome.report.unfilled):
+                    self._counts["restored_blocks"] += restored
+                    self._counts["restores"] += 1
                 self._drop("corrupt_blocks", outcome.report.corrupt)
                 self._drop("failed_copies", outcome.report.failed)
 
@@ -248,6 +210,13 @@ class CheckpointScheduler(SchedulerSide):
     def saved_blocks(self, request_id: str) -> int:
         """Blocks of a request, from its first on, that are on the host or on their way."""
         return self._looked_at.get(request_id, 0)
+
+    def needs_step(self) -> bool:
+        return self.prefetches.pending
+
+    def reset(self) -> None:
+        with self._residence.lock:
+            self.prefetches.reset()
 
     def take_counts(self) -> Mapping[str, float]:
         counts, self._counts = self._counts, Counter()

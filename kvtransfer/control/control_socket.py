@@ -25,7 +25,7 @@ from placement.engines import EngineState
 
 logger = logging.getLogger("conserve.kvtransfer.feed")
 
-VERSION = 5  # of what both sides understand; an engine of another is not adopted but started again
+VERSION = 6  # of what both sides understand; an engine of another is not adopted but started again
 STATES = "states"
 SHORTEST_S = 0.05
 LONGEST_S = 1.0
@@ -42,6 +42,7 @@ class FeedCommand:
     command: str
     conversation: str = ""
     draining: bool = False
+    due_in_s: float = 0.0  # of a prefetch: seconds until the next turn is expected
     epoch: int = 0  # of a split
     members: tuple[str, ...] = ()  # host:port of each one's peer server, in the order of their parts
     part: int = 0  # of the layers, the one that is kept
@@ -205,6 +206,13 @@ class EngineFeed:
     async def release(self, conversation: str) -> bool:
         """The conversation ended. Whether the engine held any KV of it."""
         return (await self._ask(FeedCommand("release", conversation))).done
+
+    async def prefetch(self, conversation: str, due_in_s: float) -> bool:
+        """Load a parked conversation's KV for a turn that is expected in `due_in_s`.
+
+        Returns False if the engine does not have most of it any more.
+        """
+        return (await self._ask(FeedCommand("prefetch", conversation, due_in_s=due_in_s))).done
 
     async def drain(self, draining: bool = True) -> None:
         await self._ask(FeedCommand("drain", draining=draining))

@@ -11,13 +11,11 @@ at the other: a conversation's blocks are in order by themselves, what ends, is 
 not.
 """
 
-import logging
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from itertools import islice
 from typing import Any
 
 from vllm.v1.core.kv_cache_utils import get_block_hash, get_group_id
-from vllm.v1.request import RequestStatus
 
 from kvtransfer.compat.kv_connector import free_queue
 from kvtransfer.config import ConnectorConfigError
@@ -31,14 +29,11 @@ from kvtransfer.retention.retained_conversations import (
 )
 from kvtransfer.shared_state import (
     admitted_now,
-    brings_back,
     confirmed_blocks,
     is_offline,
     note_what_client_said,
     owner_key,
 )
-
-logger = logging.getLogger("conserve.kvtransfer.retention")
 
 LOOK_AHEAD = 3  # steps that take as much as they can
 
@@ -116,8 +111,6 @@ class RetentionScheduler(SchedulerSide):
         self._pool: Any = None
         # `changed` of the conversations, and of what they share, when free blocks were last put in order.
         self._ordered_at = self._shared_at = -1
-        # Restores ahead under way: of whom, when that one left, and how soon it is due.
-        self._bringing_back: dict[str, tuple[str, float, float]] = {}
         self._nobodys = 0  # so many of the blocks that are taken next were looked at, and are nobody's
         self._blocks = 0  # of the pool then
 
@@ -139,14 +132,6 @@ class RetentionScheduler(SchedulerSide):
             )
             note_what_client_said(request, conversation)
             self._residence.requests[request.request_id] = request, conversation
-            said = (request.kv_transfer_params or {}).get("brings_back")
-            if (back := brings_back(request)) is not None:
-                key, due_in_s = back
-                away = self._residence.conversations.get(key)
-                if away is not None:
-                    self._bringing_back[request.request_id] = key, away.last_used, due_in_s
-            elif said is not None:
-                logger.warning("not understood, it is computed like any other: brings_back=%r", said)
 
     def after_allocation(self, request: Any, blocks: Any, match: Match | None) -> None:
         self._nobodys = 0  # what a prompt finds in the cache leaves the queue from anywhere
@@ -183,19 +168,6 @@ class RetentionScheduler(SchedulerSide):
                 if request.request_id not in self._residence.loading:
                     self._advance(*owned)
                 self._residence.conversations.end_turn(owned[1])
-            self._residence.back.discard(request.request_id)
-            if brings_back(request) is not None:
-                self._residence.conversations.freed_strangers()  # what it loaded was never its own
-            back = self._bringing_back.pop(request.request_id, None)
-            if back is not None and request.status is RequestStatus.FINISHED_LENGTH_CAPPED:  # not given up
-                self._residence.conversations.brought_back(*back)
-
-    def is_back(self, request_id: str) -> bool:
-        """Whether a request that only brings KV back has found all that there is of it."""
-        return request_id in self._residence.back
-
-    def did_not_come(self, request_id: str) -> None:
-        self._bringing_back.pop(request_id, None)
 
     def _advance(self, request: Any, conversation: RetainedConversation) -> None:
         full = confirmed_blocks(request, self._block_tokens)

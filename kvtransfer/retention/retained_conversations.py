@@ -105,8 +105,8 @@ class RetainedConversation:
     ended: bool = False  # ended while a turn was running: forgotten when that finishes
     # What its client said; None: as the engine's settings say.
     park_after_s: float | None = None  # of this pause only
-    due_at: float = -inf  # its KV was brought back ahead of a turn that is expected then
-    kept_until: float = -inf  # and stays as long for it
+    due_at: float = -inf  # when the turn is expected that its KV was prefetched for
+    kept_until: float = -inf  # prefetched KV is retained until then
     ttl_s: float | None = None
 
     @property
@@ -243,9 +243,12 @@ class RetainedConversations:
         else:
             self._set_phase(conversation, RetentionPhase.RETAINED)
 
-    def brought_back(self, key: str, left_at: float, due_in_s: float) -> None:
-        """KV of the pause that began at `left_at` is on the accelerator again, and the turn is expected so
-        soon. It is as if used then, so that others give way first; it may be late by as much."""
+    def prefetched(self, key: str, left_at: float, due_in_s: float) -> None:
+        """Retain a parked conversation again whose KV was prefetched for a turn expected in `due_in_s`.
+
+        It counts as used at that time, so that it is evicted late, and is parked again if the turn is more
+        than `due_in_s` late. A turn since `left_at` voids this.
+        """
         conversation = self._by_key.get(key)
         if conversation is None or conversation.turns or conversation.last_used != left_at:
             return

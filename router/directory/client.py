@@ -200,6 +200,10 @@ class DirectoryClient:
             return False
         return True
 
+    async def prefetch(self, key: str, due_in_s: float) -> str:
+        """Have a parked conversation's KV loaded. Returns the outcome; raises DirectoryUnavailable."""
+        return await self._ask(m.PREFETCH, m.PrefetchRequest(key, due_in_s))
+
     async def describe(self, key: str) -> dict[str, Any] | None:
         return await self._ask(m.DESCRIBE, key)
 

@@ -28,9 +28,11 @@ from router.process import SteadyClock
 log = logging.getLogger("conserve.router.directory.directory")
 
 _TICK_S = 0.1
-_RELEASE_TIMEOUT_S = 5.0
+_COMMAND_TIMEOUT_S = 5.0
 
 Release = Callable[[EngineInfo, str], Awaitable[None]]
+Prefetch = Callable[[EngineInfo, str, float], Awaitable[bool]]  # False: the engine lost most of the KV
+_ENGINE_ERRORS = (OSError, TimeoutError, grpc.RpcError, RuntimeError)
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,6 +57,7 @@ class Directory:
         release: Release,
         clock: Callable[[], float] | None = None,
         drops: DropCommands | None = None,
+        prefetch: Prefetch | None = None,
     ) -> None:
         self.settings = settings
         self.clock = clock = clock or SteadyClock()
@@ -70,6 +73,7 @@ class Directory:
         self.metrics_page = ""  # host:port, where there is one
         self._placer = placer
         self._release = release
+        self._prefetch = prefetch
         self._dropper: Dropper | None = None
         if settings.dropping is not None and drops is not None:
             self._dropper = Dropper(settings.dropping, self.table.fleet.records, drops)
@@ -181,6 +185,19 @@ class Directory:
             self._show_awaited()
             self._push_engines()
 
+    async def prefetch(self, key: str, due_in_s: float) -> str:
+        """Have a parked conversation's KV loaded by its engine. Returns the outcome, as gateways count it."""
+        conversation, binding = self.table.conversations.get(key), self.table.binding(key)
+        info = self.table.fleet.info(binding.engine) if binding is not None else None
+        if conversation is None or not conversation.parked or info is None or self._prefetch is None:
+            return "not_parked"
+        try:
+            async with asyncio.timeout(_COMMAND_TIMEOUT_S):
+                return "restored" if await self._prefetch(info, key, due_in_s) else "gone"
+        except _ENGINE_ERRORS as wrong:
+            log.warning("not prefetched conversation=%s engine=%s reason=%r", key, info.engine, wrong)
+            return "failed"
+
     def serve_soon(self) -> None:
         """Many reports come together: look at the queue once for all of them."""
         if self._serve_timer is None:
@@ -261,9 +278,9 @@ class Directory:
 
     async def _release_on(self, info: EngineInfo, key: str) -> None:
         try:
-            async with asyncio.timeout(_RELEASE_TIMEOUT_S):
+            async with asyncio.timeout(_COMMAND_TIMEOUT_S):
                 await self._release(info, key)
-        except (OSError, TimeoutError, grpc.RpcError, RuntimeError) as wrong:
+        except _ENGINE_ERRORS as wrong:
             # The engine lets go of it by its own idle time.
             metrics.RELEASES_FAILED.inc()
             log.warning("not released conversation=%s engine=%s reason=%r", key, info.engine, wrong)

@@ -183,6 +183,12 @@ class EndRequest:
 
 
 @dataclass(frozen=True, slots=True)
+class PrefetchRequest:
+    key: str
+    due_in_s: float  # until the conversation's next turn is expected
+
+
+@dataclass(frozen=True, slots=True)
 class ListRequest:
     prefix: str
     after: str | None
@@ -226,6 +232,7 @@ IDENTIFY = Method[IdentifyRequest, IdentifyReply](f"{_SERVICE}/Identify", Identi
 REPORT = Method[ReportRequest, tuple[str, ...]](f"{_SERVICE}/Report", ReportRequest, tuple[str, ...])
 SPEND = Method[SpentRequest, None](f"{_SERVICE}/Spend", SpentRequest, None)  # passed on to the other gateways
 END = Method[EndRequest, bool](f"{_SERVICE}/End", EndRequest, bool)  # whether it was known
+PREFETCH = Method[PrefetchRequest, str](f"{_SERVICE}/Prefetch", PrefetchRequest, str)  # the outcome
 WATCH = Method[WatchRequest, Push](f"{_SERVICE}/Watch", WatchRequest, Push)
 DESCRIBE = Method[str, Described | None](f"{_SERVICE}/Describe", str, Described | None)
 LIST = Method[ListRequest, list[Described]](f"{_SERVICE}/List", ListRequest, list[Described])

@@ -9,7 +9,7 @@ from typing import Any
 from placement.routing.placer import Placer
 from placement.routing.receipts import Refusal
 from router.directory import messages as m
-from router.directory.directory import Directory, DirectorySettings, Release
+from router.directory.directory import Directory, DirectorySettings, Prefetch, Release
 from router.directory.dropping import DropCommands
 from router.directory.journal import JournalError
 from router.directory.rpc import Service
@@ -41,8 +41,9 @@ class DirectoryServer(Directory):
         secret: str,
         clock: Callable[[], float] | None = None,
         drops: DropCommands | None = None,
+        prefetch: Prefetch | None = None,
     ) -> None:
-        super().__init__(settings, placer, journal, release, clock, drops)
+        super().__init__(settings, placer, journal, release, clock, drops, prefetch)
         service = Service(secret, unavailable=(NotSettled,), broken=(JournalError,))
         service.stream(m.PLACE, self._place)
         service.stream(m.WATCH, self._watch)
@@ -50,6 +51,7 @@ class DirectoryServer(Directory):
         service.once(m.REPORT, self._report)
         service.once(m.SPEND, self._spend)
         service.once(m.END, self._end)
+        service.once(m.PREFETCH, self._prefetch_for)
         service.once(m.DESCRIBE, self._describe)
         service.once(m.LIST, self._list)
         service.once(m.STATUS, self._status)
@@ -126,6 +128,9 @@ class DirectoryServer(Directory):
         finally:
             if self.gateways.leave(request.gateway, stream):
                 self.gateway_left(request.gateway)
+
+    async def _prefetch_for(self, request: m.PrefetchRequest) -> str:
+        return await self.prefetch(request.key, request.due_in_s)
 
     async def _describe(self, key: str) -> m.Described | None:
         return self.table.describe(key)

@@ -28,12 +28,16 @@ def module_at(path: str) -> ModuleType:
 ROOT = Path(__file__).resolve().parents[2]
 PACKAGES = ("kvtransfer", "workers", "router", "placement", "traces", "deploy")
 CONTACTS = {
+    "kvtransfer/compat/block_cache.py",
     "kvtransfer/compat/kv_connector.py",
     "kvtransfer/compat/whole_graphs.py",
     "workers/engine/compat/coserving_runner.py",
     "workers/engine/compat/coserving_scheduler.py",
+    "workers/engine/compat/cpu_build.py",
+    "workers/engine/compat/grammar_advance.py",
     "workers/engine/compat/grammar_checks.py",
     "workers/engine/compat/parameter_drop.py",
+    "workers/engine/compat/stream_replay.py",
 }
 HANDED = ("workers/engine/",)  # modules that get vLLM's objects
 TABLES = {

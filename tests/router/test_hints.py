@@ -157,8 +157,8 @@ def decoder_of(made: FakeFleet) -> FakeEngine:
     return decoder
 
 
-def restores(made: FakeFleet) -> int:
-    return sum(seen.body.get("priority", 0) > 0 for seen in made.decoder_requests())
+def prefetches(made: FakeFleet) -> int:
+    return sum(len(engine.prefetched) for engine in made.engines.values())
 
 
 async def state(made: FakeFleet) -> str:
@@ -178,30 +178,12 @@ async def test_an_announced_tool_parks_at_once_and_is_back_before_its_end(tmp_pa
         await away(made, 4.0)
         await made.settle()
         assert await state(made) == "parked"
-        assert restores(made) == 0
-        await until(lambda: restores(made))
+        assert prefetches(made) == 0
+        await until(lambda: prefetches(made))
         assert 1.9 < time.monotonic() - began < 4.0
-        sent = decoder_of(made).seen[-1]
-        assert sent.body["messages"] == [user("x" * 500)]
-        assert (sent.body["max_tokens"], sent.body["stream"], sent.conversation) == (1, False, "")
-        assert sent.body["cache_salt"] == decoder_of(made).seen[0].body["cache_salt"]
         key = decoder_of(made).seen[0].conversation
-        assert sent.headers["x-tokens-of-conversation"] == key
-        assert sent.body["kv_transfer_params"] == {"brings_back": {"conversation": key, "due_in_s": 2.0}}
-
-
-async def test_a_restore_of_messages_is_offline_and_has_no_budget_of_thinking(tmp_path: Path) -> None:
-    """vLLM reads a header there and no field, and refuses a budget that `max_tokens` does not hold."""
-    async with fleet(tmp_path) as made:
-        thinking = {"type": "enabled", "budget_tokens": 1024}
-        headers = {**NAMED, "x-conversation-away": "0.4"}
-        body = {"max_tokens": 2000, "thinking": thinking}
-        await ask(made.urls[0], [user("x" * 500)], headers=headers, path="/v1/messages", **body)
-        await until(lambda: restores(made))
-        sent = decoder_of(made).seen[-1]
-        assert sent.headers["x-vllm-priority"] == "10"
-        assert (sent.body["max_tokens"], sent.body["thinking"]) == (1, {"type": "adaptive"})
-        assert decoder_of(made).seen[0].body["thinking"] == thinking
+        assert decoder_of(made).prefetched == [(key, 2.0)]
+        assert len(decoder_of(made).seen) == 1  # no request takes part
 
 
 async def test_a_turn_that_arrives_first_cancels_the_prefetch(tmp_path: Path) -> None:
@@ -209,24 +191,14 @@ async def test_a_turn_that_arrives_first_cancels_the_prefetch(tmp_path: Path) ->
         await away(made, 0.6)
         await ask(made.urls[0], [user("x" * 500), assistant("a"), user("b")], headers=NAMED)
         await asyncio.sleep(0.6)
-        assert restores(made) == 0
+        assert prefetches(made) == 0
 
 
-async def test_a_sent_prefetch_continues_when_the_turn_arrives(tmp_path: Path) -> None:
-    async with fleet(tmp_path, engine={"prefill_s": 0.4}) as made:
-        before = REGISTRY.get_sample_value(RESTORES, {"outcome": "restored"})
-        await away(made, 0.6)
-        await until(lambda: restores(made))
-        await ask(made.urls[0], [user("x" * 500), assistant("a"), user("b")], headers=NAMED)
-        assert before is not None
-        await until(lambda: REGISTRY.get_sample_value(RESTORES, {"outcome": "restored"}) == before + 1)
-
-
-@pytest.mark.parametrize(("cached", "outcome"), [(400, "restored"), (20, "gone")])
-async def test_the_outcome_of_a_prefetch_follows_from_cached_tokens(
-    tmp_path: Path, cached: int, outcome: str
+@pytest.mark.parametrize(("has_kv", "outcome"), [(True, "restored"), (False, "gone")])
+async def test_the_outcome_of_a_prefetch_is_the_engines_answer(
+    tmp_path: Path, has_kv: bool, outcome: str
 ) -> None:
-    async with fleet(tmp_path, engine={"cached": cached}) as made:
+    async with fleet(tmp_path, engine={"has_kv": has_kv}) as made:
         before = REGISTRY.get_sample_value(RESTORES, {"outcome": outcome}) or 0
         await away(made, 0.4)
         await until(lambda: REGISTRY.get_sample_value(RESTORES, {"outcome": outcome}) == before + 1)
@@ -239,31 +211,9 @@ async def test_a_prefetch_waits_while_turns_wait_at_its_engine(tmp_path: Path) -
         await made.settle()
         await away(made, 0.4)
         await asyncio.sleep(0.8)
-        assert restores(made) == 0
+        assert prefetches(made) == 0
         decoder_of(made).waiting = 0
-        await until(lambda: restores(made))
-
-
-async def test_the_owner_with_the_most_kept_prompt_bytes_loses_its_oldest(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """The one that waits longest is another owner's, and comes back."""
-    monkeypatch.setattr("router.gateway.turn.prefetch.MAX_BYTES", 20_000)
-    async with fleet(tmp_path) as made:
-        for key, count in (("few", 1), ("many", 6)):
-            for number in range(count):
-                said = {"authorization": f"Bearer {key}", "x-session-id": f"{key}-{number}"}
-                headers = {**said, "x-conversation-away": "1.5"}
-                answer = await ask(made.urls[0], [user(f"{key} {number} " * 50)], headers=headers)
-                assert answer.status == 200
-
-        def sent() -> set[str]:
-            prompts = (seen.body for seen in made.decoder_requests() if seen.body.get("priority", 0) > 0)
-            return {str(body["messages"][0]["content"])[:6] for body in prompts}
-
-        await until(lambda: len(sent()) == 4)
-        await asyncio.sleep(0.5)
-        assert sent() == {"few 0 ", "many 3", "many 4", "many 5"}
+        await until(lambda: prefetches(made))
 
 
 async def test_a_conversation_that_is_not_parked_is_not_prefetched(tmp_path: Path) -> None:
@@ -274,7 +224,7 @@ async def test_a_conversation_that_is_not_parked_is_not_prefetched(tmp_path: Pat
         made.directory.table.conversations.engine_gone(decoder_of(made).name)
         decoder_of(made).parked.clear()
         await asyncio.sleep(0.8)
-        assert restores(made) == 0
+        assert prefetches(made) == 0
 
 
 async def test_observed_tool_waits_start_a_prefetch_without_a_hint(tmp_path: Path) -> None:
@@ -283,13 +233,13 @@ async def test_observed_tool_waits_start_a_prefetch_without_a_hint(tmp_path: Pat
         messages = [user("x" * 300)]
         for number in range(4):
             await ask(made.urls[0], messages, headers=NAMED, stream=True)
-            assert restores(made) == 0
+            assert prefetches(made) == 0
             if number < 3:
                 await asyncio.sleep(0.5)
                 messages += [assistant("call"), user("result")]
         decoder = decoder_of(made)  # it has been idle for long enough by its own settings
         decoder.parked[decoder.seen[-1].conversation] = decoder.reports + 1
-        await until(lambda: restores(made))
+        await until(lambda: prefetches(made))
 
 
 async def test_a_client_says_how_long_its_conversation_lives(tmp_path: Path) -> None:

@@ -55,6 +55,8 @@ class FakeEngine:
     held: Counter[str] = field(default_factory=Counter)
     confirmed: list[str] = field(default_factory=list)
     released: list[str] = field(default_factory=list)
+    prefetched: list[tuple[str, float]] = field(default_factory=list)  # conversation, seconds until its turn
+    has_kv: bool = True  # its answer to a prefetch
     draining: bool = False
     waiting_prompt_tokens: int = 0  # these three as it reports them
     prompt_tokens_per_s: float = 0.0
@@ -132,6 +134,10 @@ class FakeEngine:
     def release(self, key: str) -> None:
         self.held.pop(key, None)
         self.released.append(key)
+
+    def prefetch(self, key: str, due_in_s: float) -> bool:
+        self.prefetched.append((key, due_in_s))
+        return self.has_kv
 
     async def _generate(self, request: web.Request) -> web.StreamResponse:
         raw = await request.read()

@@ -73,6 +73,9 @@ class FakeFleet:
     async def release(self, info: EngineInfo, key: str) -> None:
         self.engines[info.engine].release(key)
 
+    async def prefetch(self, info: EngineInfo, key: str, due_in_s: float) -> bool:
+        return self.engines[info.engine].prefetch(key, due_in_s)
+
     async def settle(self) -> None:
         """Until reports have arrived everywhere. Some of it is counted in rounds of the feed and not in
         seconds: on a busy machine those take as long as all else does."""
@@ -121,6 +124,7 @@ async def fleet(
         journal,
         made.release,
         secret="s3cret",
+        prefetch=made.prefetch,
     )
     made.address = f"127.0.0.1:{await made.directory.start('127.0.0.1', 0)}"
     for one in engines.values():

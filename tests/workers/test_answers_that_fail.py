@@ -18,7 +18,8 @@ from vllm.v1.engine import EngineCoreRequest
 from vllm.v1.engine.output_processor import OutputProcessor, RequestOutputCollector
 
 from deploy.small_model import write_tokenizer
-from kvtransfer.compat.kv_connector import ReplayedOutputs, grammar_start
+from workers.engine.compat.grammar_advance import grammar_start
+from workers.engine.compat.stream_replay import ReplayedOutputs
 from workers.engine.resume.answer_middleware import TokenLines, TokenLinesMiddleware
 
 HEAD = {"type": "http.response.start", "status": 200, "headers": [(b"content-type", b"text/event-stream")]}

@@ -12,14 +12,12 @@ from prometheus_client import REGISTRY
 
 from workers.engine.exact_tokens import (
     BESIDE_TOKENS,
-    TOKENS_OF,
     ExactTokens,
     Place,
     RememberedTurn,
     RememberedTurns,
     Vocabulary,
     agreeing,
-    on_behalf_of,
     vocabulary_of_engine,
 )
 
@@ -199,19 +197,6 @@ async def test_clients_own_tokens_several_answers_and_prompts_asked_about_are_le
     assert await turn(exact, llm, NEXT, [], text=None) == NEXT
     assert await turn(exact, llm, NEXT, [], n=2) == NEXT
     assert await turn(exact, llm, NEXT, [], prompt_logprobs=1) == NEXT
-
-
-async def test_what_is_sent_on_a_conversations_behalf_is_its_tokens_and_no_turn_of_it(
-    llm: Llm, exact: ExactTokens
-) -> None:
-    await turn(exact, llm, Q, A)
-    second = await turn(exact, llm, NEXT, A)
-    restore = {"type": "http", "headers": [(TOKENS_OF, b"k/c-1")]}
-    with on_behalf_of(restore):
-        assert await turn(exact, llm, NEXT, [ord("z")], session="") == second
-    assert await turn(exact, llm, NEXT, [], session="") == NEXT, "nobody is named any more"
-    third = [*NEXT, AB, END, ord("c")]
-    assert await turn(exact, llm, third, []) == [*second, *A, ord("c")], "the restore's answer is nobody's"
 
 
 async def test_a_tokenizer_that_raises_costs_no_turn(llm: Llm) -> None:

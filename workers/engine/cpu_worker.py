@@ -6,6 +6,7 @@ from vllm.v1.worker.cpu_worker import CPUWorker
 
 from kvtransfer.compat.relied_on import verify
 from workers.engine.compat import coserving_runner as internals
+from workers.engine.compat import cpu_build
 from workers.engine.coserving.worker import SafepointWorkerMixin
 
 
@@ -14,6 +15,8 @@ class SeedSafeCpuWorker(CPUWorker):
 
     def load_model(self, **kwargs: Any) -> None:
         verify(internals.WORKING)
+        verify(cpu_build.SPINNING)
+        cpu_build.nap_instead_of_spinning()
         super().load_model(**kwargs)
 
     def sample_tokens(self, grammar_output: Any) -> Any:

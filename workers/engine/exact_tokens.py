@@ -5,9 +5,7 @@ generated: the answer's KV is of no use from the first such place on. So an engi
 tokens of each conversation's last turn. When vLLM has rendered the next prompt, the longest beginning of them
 that says the same as a beginning of the prompt takes its place, where every API hands its tokens to the
 engine. What differs in text (edits, stripped reasoning, tool calls rendered anew) is other tokens, as without
-this. A conversation that moves begins on its other engine with what its text tokenises to. What is sent on
-its behalf and is no turn of it (`router/gateway/turn/prefetch.py`) names it in a header, and is built from
-the same tokens.
+this. A conversation that moves begins on its other engine with what its text tokenises to.
 """
 
 import asyncio
@@ -15,9 +13,8 @@ import logging
 from array import array
 from codecs import getincrementaldecoder
 from collections import OrderedDict
-from collections.abc import AsyncGenerator, Awaitable, Callable, Iterator, Mapping, MutableMapping, Sequence
-from contextlib import aclosing, contextmanager
-from contextvars import ContextVar
+from collections.abc import AsyncGenerator, Awaitable, Callable, Mapping, MutableMapping, Sequence
+from contextlib import aclosing
 from dataclasses import dataclass
 from typing import Any, NamedTuple, TypeAlias
 
@@ -25,7 +22,6 @@ from prometheus_client import Counter
 
 log = logging.getLogger("conserve.workers.exact_tokens")
 
-TOKENS_OF = b"x-tokens-of-conversation"  # what gateways say (router/gateway/turn/prefetch.py)
 MOST_BYTES = 128 << 20  # of all conversations' tokens; beyond it those go that were longest silent
 MOST_READ = 65_536  # tokens of one prompt that are compared as text, some 0.1 s
 BESIDE_TOKENS = 1_024  # bytes that a turn takes beside its tokens
@@ -215,8 +211,7 @@ class ExactTokens:
         **options: Any,
     ) -> AsyncGenerator[Any, None]:
         """Parameters have vLLM's names: its callers may name them."""
-        turn_of = options.get("session_id")
-        conversation = turn_of or _ON_BEHALF_OF.get()
+        conversation = options.get("session_id")
         transfer = (getattr(sampling_params, "extra_args", None) or {}).get("kv_transfer_params") or {}
         a_leg = "do_remote_decode" in transfer
         if not conversation or a_leg or not rendered_from_text(prompt, sampling_params):
@@ -240,8 +235,7 @@ class ExactTokens:
                         answer = array("i", generated)
                     yield output
         finally:
-            if turn_of:
-                self._conversations.put(str(turn_of), RememberedTurn(rendered, exact + answer, place))
+            self._conversations.put(str(conversation), RememberedTurn(rendered, exact + answer, place))
 
     async def _exact(
         self, llm: Any, conversation: str, rendered: Tokens, transferred: bool
@@ -291,31 +285,16 @@ def vocabulary_of_engine(llm: Any) -> Vocabulary | None:
         return None
 
 
-_ON_BEHALF_OF: ContextVar[str] = ContextVar("on_behalf_of", default="")
-
-
-@contextmanager
-def on_behalf_of(scope: MutableMapping[str, Any]) -> Iterator[None]:
-    """While a request is served: the conversation that its header names."""
-    named = dict(scope.get("headers", ())).get(TOKENS_OF, b"")
-    token = _ON_BEHALF_OF.set(named.decode("latin-1"))
-    try:
-        yield
-    finally:
-        _ON_BEHALF_OF.reset(token)
-
-
 class ExactTokensMiddleware:
     """How vLLM's server is told of it; requests pass through."""
 
     def __init__(self, app: Callable[..., Awaitable[None]]) -> None:
-        from kvtransfer.compat.kv_connector import GENERATIONS, around_generations
         from kvtransfer.compat.relied_on import verify
+        from workers.engine.compat.stream_replay import GENERATIONS, around_generations
 
         verify(GENERATIONS)
         around_generations(ExactTokens().generate)
         self._app = app
 
     async def __call__(self, scope: MutableMapping[str, Any], receive: Any, send: Any) -> None:
-        with on_behalf_of(scope):
-            await self._app(scope, receive, send)
+        await self._app(scope, receive, send)

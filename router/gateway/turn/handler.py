@@ -55,7 +55,7 @@ class TurnHandler:
         self._metrics = TurnMetrics(config.classes)
         self._quarantine, self._longest_ttl_s = CrashQuarantine(clock), config.longest_ttl_s
         self._background: set[asyncio.Task[None]] = set()
-        self.prefetcher = Prefetcher(config.prefetch, directory, pool, clock)
+        self.prefetcher = Prefetcher(config.prefetch, directory, clock)
         self.binder = Binder(config, directory, self._ratio, self._metrics, clock)
         self._runner = TurnRunner(
             config, directory, pool, self._ratio, self._quarantine, self.prefetcher, answers, clock
@@ -159,7 +159,7 @@ class TurnHandler:
         if turn.prompt.hints.final and outcome.end is RelayEnd.COMPLETE:
             self._end_soon(found.key, "final")
         elif done.generated and (seen.called_tool or turn.prompt.hints.away_s is not None):
-            self.prefetcher.tool_called(turn, route.known)
+            self.prefetcher.tool_called(turn.prompt.hints.away_s, route.known)
         log.info(
             "turn conversation=%s request=%s how=%s engine=%s cause=%s outcome=%s prompt=%d output=%d",
             *(found.key, seen.response_id or "-", found.how, route.decoder.engine, route.cause, outcome.end),

@@ -49,12 +49,16 @@ _NEUTRAL: Mapping[str, Any] = {
 }
 
 
-def one_token_body(
-    api: Api, raw: tuple[bytes, ...], body: Mapping[str, Any], more: Mapping[str, Any]
+def prefill_body(
+    api: Api,
+    raw: tuple[bytes, ...],
+    body: Mapping[str, Any],
+    transfer_id: str,
+    resume: Mapping[str, Any] | None = None,
 ) -> tuple[bytes, ...]:
-    """Return a body with the same prompt that asks for one token, without a stream.
+    """Return the body of a prefill leg, whose KV a decoder fetches under `transfer_id`.
 
-    `body` has the fields of `raw`.
+    It has the same prompt, and asks for one token without a stream. `body` has the fields of `raw`.
     """
     leg = {name: value for name, value in _NEUTRAL.items() if name in body}
     limits = _LIMIT[api]
@@ -68,19 +72,8 @@ def one_token_body(
         leg["n"] = 1
     elif isinstance(thinking := body.get("thinking"), Mapping) and thinking.get("type") == "enabled":
         leg["thinking"] = {"type": "adaptive"}  # the same prompt, without a budget that one token cannot hold
-    return with_fields(raw, {**leg, **more})
-
-
-def prefill_body(
-    api: Api,
-    raw: tuple[bytes, ...],
-    body: Mapping[str, Any],
-    transfer_id: str,
-    resume: Mapping[str, Any] | None = None,
-) -> tuple[bytes, ...]:
-    """Return the body of a prefill leg, whose KV a decoder fetches under `transfer_id`."""
-    params = {"do_remote_decode": True, "transfer_id": transfer_id, **_resumed(resume)}
-    return one_token_body(api, raw, body, {"kv_transfer_params": params})
+    leg["kv_transfer_params"] = {"do_remote_decode": True, "transfer_id": transfer_id, **_resumed(resume)}
+    return with_fields(raw, leg)
 
 
 def _resumed(resume: Mapping[str, Any] | None) -> dict[str, Any]:

@@ -27,6 +27,9 @@ class Feed:
             raise FeedError("the engine does not listen at present")
         return conversation == "known"
 
+    async def prefetch(self, conversation: str, due_in_s: float) -> bool:
+        return conversation == "known"
+
     async def drain(self, on: bool) -> None:
         self.drained.append(on)
 
@@ -72,6 +75,8 @@ async def test_commands_reach_the_engine(rig: ControlRig) -> None:
     async with ControlClient(rig.address, SECRET) as client:
         assert await client.release("known")
         assert not await client.release("other")
+        assert await client.prefetch("known", 2.0)
+        assert not await client.prefetch("other", 2.0)
         await client.drain()
         await client.drain(False)
         await client.drop(7, ("10.0.0.1:9", "10.0.0.2:9"), 1)

@@ -133,30 +133,17 @@ def test_blocks_damaged_on_the_host_are_found_and_computed(engine: EngineProcess
     assert faults_of(engine) == []
 
 
-WORDS = {"role": "user", "content": "what is brought back " * 40}
-APIS = {
-    "/v1/completions": {"prompt": WORDS["content"], "max_tokens": 1},
-    "/v1/chat/completions": {"messages": [WORDS], "max_tokens": 1},
-    "/v1/messages": {"messages": [WORDS], "max_tokens": 1},
-    "/v1/responses": {"input": WORDS["content"], "max_output_tokens": 1, "store": False},
-}
-
-
-@pytest.mark.parametrize("path", APIS)
-def test_a_restore_computes_nothing_and_is_answered(
-    engine: EngineProcess, script: TurnScript, path: str
-) -> None:
-    """Prefetch a parked conversation as the gateway does: its prompt is sent as an offline request."""
-    body = {"model": "m", **APIS[path]}
-    key = f"away{path}"
-    engine.post(path, body, X_Session_ID=key)
+def test_a_prefetch_wakes_an_idle_engine_and_computes_nothing(engine: EngineProcess) -> None:
+    prompt = said(random.Random(11), 400)
+    engine.ask(prompt, 1, session="away")
     assert eventually(lambda: state_of(engine).live_tokens == 0)  # parked
     for seed in range(2):
         engine.ask(said(random.Random(seed), 3500), 1)  # others use the room
     settle(engine)
     before = engine.metrics()
-    told = {"brings_back": {"conversation": key, "due_in_s": 60.0}}
-    engine.post(path, {**body, "priority": 10, "kv_transfer_params": told}, X_VLLM_Priority="10")
+    assert not over_feed(engine, lambda feed: feed.prefetch("unknown", 60.0))
+    assert over_feed(engine, lambda feed: feed.prefetch("away", 60.0))
+    assert eventually(lambda: state_of(engine).live_tokens > 0)
     settle(engine)
     after = engine.metrics()
 
@@ -167,9 +154,7 @@ def test_a_restore_computes_nothing_and_is_answered(
     settles = 2 * 2  # tokens of the prompts that `settle` sends
     assert grown('vllm:prompt_tokens_by_source_total{source="local_compute"}') <= settles
     assert grown("vllm:generation_tokens_total") <= settles
-    for times in ("queue_time", "prefill_time", "inference_time"):
-        assert 0 <= grown(f"vllm:request_{times}_seconds_sum") < 60
-    over_feed(engine, lambda feed: feed.release(key))
+    over_feed(engine, lambda feed: feed.release("away"))
     assert faults_of(engine) == []
 
 

@@ -129,7 +129,7 @@ def test_the_oldest_idle_conversation_comes_first() -> None:
     assert [c.key for c in conversations.retained_oldest_first()] == ["b", "c", "a"]
 
 
-def test_what_was_brought_back_ahead_goes_after_what_is_away_for_longer() -> None:
+def test_prefetched_kv_is_evicted_after_kv_that_is_idle_for_longer() -> None:
     """Until its turn was due it is as if in use; from then on it ages like the others."""
     conversations, _, clock = make()
     turn(conversations, "back", "b")
@@ -138,7 +138,7 @@ def test_what_was_brought_back_ahead_goes_after_what_is_away_for_longer() -> Non
     left_at = clock.now
     conversations.park(back)
     clock.now += 10
-    conversations.brought_back("back", left_at, 2.0)
+    conversations.prefetched("back", left_at, 2.0)
     assert back.phase is RetentionPhase.RETAINED
     assert (back.due_at, back.kept_until) == (clock.now + 2, clock.now + 4)
     clock.now += 1
@@ -151,20 +151,20 @@ def test_what_was_brought_back_ahead_goes_after_what_is_away_for_longer() -> Non
     assert back.kept_until < clock.now, "of one pause only"
 
 
-def test_a_restore_that_ends_after_its_turn_says_nothing_of_the_next_pause() -> None:
+def test_a_prefetch_that_ends_after_its_turn_does_not_change_the_next_pause() -> None:
     conversations, _, clock = make()
     turn(conversations, "a", "a")
     left_at = clock.now
-    conversations.brought_back("nobody", left_at, 2.0)
+    conversations.prefetched("nobody", left_at, 2.0)
     clock.now += 10
     running = conversations.begin_turn("a", chain("a"))
-    conversations.brought_back("a", left_at, 2.0)
+    conversations.prefetched("a", left_at, 2.0)
     assert running.phase is RetentionPhase.RUNNING, "its turn has come meanwhile"
     conversations.advance(running, chain("a"))
     clock.now += 1
     conversations.end_turn(running)
     conversations.park(running)
-    conversations.brought_back("a", left_at, 2.0)
+    conversations.prefetched("a", left_at, 2.0)
     assert running.phase is RetentionPhase.PARKED, "and gone again"
 
 

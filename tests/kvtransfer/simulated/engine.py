@@ -36,6 +36,7 @@ from vllm.v1.structured_output import StructuredOutputManager
 
 from kvtransfer.config import SECRET_VARIABLE, SEVERAL, SEVERAL_MODULE, ConnectorConfig
 from kvtransfer.connector import ConServeConnector
+from kvtransfer.control.control_socket import FeedCommand
 from kvtransfer.shared_state import Residence
 from tests.kvtransfer.engine.engines import model_directory
 from workers.engine.coserving.planned import prompt_scheduler
@@ -186,6 +187,11 @@ class SteppedEngine:
             block_hasher=self._hasher,
         )
         self.scheduler.add_request(request)
+
+    def prefetch(self, conversation: str, due_in_s: float = 60.0) -> bool:
+        """Ask for a prefetch as the keeper does, through the command's handler."""
+        command = FeedCommand("prefetch", conversation, due_in_s=due_in_s)
+        return bool(self.side("checkpoint").prefetches.ask(command).done)
 
     def abort(self, request_id: str) -> None:
         self.scheduler.finish_requests(request_id, RequestStatus.FINISHED_ABORTED)

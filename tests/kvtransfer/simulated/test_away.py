@@ -1,5 +1,4 @@
-"""A conversation whose client says that a tool takes long: parked at the end of the turn, and brought back
-by the same prompt as offline work, on vLLM's own scheduler."""
+"""A conversation whose tool takes long is parked after its turn and prefetched before the next one."""
 
 import time
 from threading import Event
@@ -16,11 +15,9 @@ from kvtransfer.retention.retained_conversations import RetentionPhase
 from tests.kvtransfer.engine.engines import free_port
 from tests.kvtransfer.simulated.engine import BLOCK_TOKENS, SteppedEngine
 
-AHEAD = {"brings_back": {"conversation": "s", "due_in_s": 60.0}}
-
 
 def loads_of(engine: SteppedEngine) -> list[Any]:
-    """Of the host's blocks, from here on."""
+    """Record the host slots whose loads end from here on."""
     loads: list[Any] = []
     index = engine.residence.host
     end_load = index.end_load
@@ -67,23 +64,34 @@ def parked(engine: SteppedEngine) -> list[int]:
     return prompt
 
 
-def engine_with_host() -> SteppedEngine:
+def engine_with_host(blocks: int = 60, **groups: Any) -> SteppedEngine:
     return SteppedEngine(
         ConnectorConfig(engine="d", epoch=1, port=free_port(), park_after_s=600.0, host_kv_gib=0.005),
-        blocks=60,
+        blocks=blocks,
+        **groups,
     )
 
 
-@pytest.mark.parametrize("due", [True, False])
-def test_what_was_brought_back_stays_while_others_take_what_has_just_left(due: bool) -> None:
-    """By when it was last used it would go first: its turn is longest ago."""
+def phase(engine: SteppedEngine) -> RetentionPhase:
+    conversation = engine.residence.conversations.get("s")
+    assert conversation is not None
+    return conversation.phase
+
+
+@pytest.mark.parametrize("prefetched", [True, False])
+def test_prefetched_kv_stays_while_blocks_of_newer_pauses_are_evicted(prefetched: bool) -> None:
+    """By the time of its last turn it would be evicted first."""
     engine = engine_with_host()
     try:
         prompt = parked(engine)
         loads = loads_of(engine)
-        engine.add("again", prompt, 1, priority=10, params=AHEAD if due else None)
+        if prefetched:
+            assert engine.prefetch("s")
+        else:
+            engine.add("again", prompt, 1, priority=10)
         engine.run(2000)
-        brought = len(loads)
+        loaded = len(loads)
+        assert loaded
         away = {"conversation": {"park_after_s": 0.0}}
         engine.add("u1", [3 + n % 240 for n in range(20 * BLOCK_TOKENS + 5)], 2, session="u", params=away)
         engine.run(2000)
@@ -91,119 +99,132 @@ def test_what_was_brought_back_stays_while_others_take_what_has_just_left(due: b
         engine.run(4000)
         engine.add("t2", [*prompt, *engine.answers["t1"], 9], 2, session="s")
         engine.run(2000)
-        assert (len(loads) == brought) is due
+        assert (len(loads) == loaded) is prefetched
         assert engine.wrong == []
     finally:
         engine.close()
 
 
-def test_what_was_brought_back_is_parked_again_when_its_turn_is_late() -> None:
+def test_prefetched_kv_is_parked_again_when_its_turn_is_late() -> None:
     engine = engine_with_host()
     try:
-        prompt = parked(engine)
+        parked(engine)
         engine.side("report").snapshot()
-        said = {"brings_back": {"conversation": "s", "due_in_s": 0.2}}
-        engine.add("again", prompt, 1, priority=10, params=said)
+        assert engine.prefetch("s", due_in_s=0.5)
         engine.run(2000)
-        conversation = engine.residence.conversations.get("s")
-        assert conversation is not None and conversation.phase is RetentionPhase.RETAINED
+        assert phase(engine) is RetentionPhase.RETAINED
         engine.residence.let_time_pass()
-        assert conversation.phase is RetentionPhase.RETAINED
-        time.sleep(0.5)
+        assert phase(engine) is RetentionPhase.RETAINED
+        time.sleep(1.1)
         engine.residence.take_counts()
         engine.residence.let_time_pass()
-        assert conversation.phase is RetentionPhase.PARKED
+        assert phase(engine) is RetentionPhase.PARKED
         assert engine.residence.take_counts()["parked.late"] == 1
     finally:
         engine.close()
 
 
-@pytest.mark.parametrize("said", ["s", {"conversation": "s"}, {"conversation": 3, "due_in_s": "soon"}, [1]])
-def test_what_is_not_understood_of_a_restore_ends_nothing(said: object) -> None:
-    engine = engine_with_host()
-    try:
-        prompt = parked(engine)
-        engine.add("again", prompt, 1, priority=10, params={"brings_back": said})
-        engine.run(2000)
-        conversation = engine.residence.conversations.get("s")
-        assert conversation is not None and conversation.phase is RetentionPhase.PARKED
-    finally:
-        engine.close()
-
-
-def test_parked_at_once_and_brought_back_before_the_next_turn() -> None:
+def test_a_prefetch_loads_all_blocks_once_and_computes_nothing() -> None:
     engine = engine_with_host()
     try:
         prompt = parked(engine)
         computed, loads = engine.computed_prompt_tokens, loads_of(engine)
-        engine.add("again", prompt, 1, priority=10, params=AHEAD)
+        assert engine.prefetch("s")
+        assert engine.busy()  # an engine without requests steps for it
         engine.run(2000)
-        assert engine.computed_prompt_tokens == computed
-        assert engine.answers["again"] == []
-        brought = len(loads)
-        assert brought >= 9
+        loaded = len(loads)
+        assert loaded >= 9
+        assert engine.prefetch("s"), "all of it is there"
+        engine.run(2000)
+        assert not engine.faults()
         engine.add("t2", [*prompt, *engine.answers["t1"], 9], 2, session="s")
         engine.run(2000)
-        assert len(loads) == brought
+        assert len(loads) == loaded
         assert engine.computed_prompt_tokens - computed < 2 * BLOCK_TOKENS
         assert engine.wrong == []
     finally:
         engine.close()
 
 
-def test_a_restore_that_finds_nothing_or_everything_ends_without_computing() -> None:
+def test_a_prefetch_of_what_the_engine_does_not_have_is_refused() -> None:
     engine = engine_with_host()
     try:
-        prompt = parked(engine)
-        computed, loads = engine.computed_prompt_tokens, loads_of(engine)
-        engine.add("unknown", [1 + n % 7 for n in range(200)], 1, priority=10, params=AHEAD)
-        engine.run(200)
-        assert (engine.answers["unknown"], loads) == ([], [])
-        brought = 0
-        for again in ("again", "and again"):
-            engine.add(again, prompt, 1, priority=10, params=AHEAD)
-            engine.run(2000)
-            assert engine.answers[again] == []
-            brought = brought or len(loads)
-        assert len(loads) == brought >= 9
-        assert engine.computed_prompt_tokens == computed
-        assert not engine.faults()
+        parked(engine)
+        assert not engine.prefetch("unknown")
+        for block in engine.residence.host.blocks():
+            engine.residence.host.drop(block)
+        assert not engine.prefetch("s")
+        assert not engine.busy()
     finally:
         engine.close()
 
 
-def test_a_restore_waits_until_offline_work_may_start() -> None:
+def test_a_prefetch_of_a_conversation_whose_turn_runs_is_refused() -> None:
     engine = engine_with_host()
     try:
         prompt = parked(engine)
-        engine.side("checkpoint").offline_may_start = False
-        engine.add("again", prompt, 1, priority=10, params=AHEAD)
+        engine.add("t2", [*prompt, *engine.answers["t1"], 9], 2, session="s")
+        assert not engine.prefetch("s")
+        engine.run(2000)
+        assert len(engine.answers["t2"]) == 2 and engine.wrong == []
+    finally:
+        engine.close()
+
+
+@pytest.mark.parametrize("why", ["offline work may not start", "layers are shared", "no room"])
+def test_a_prefetch_that_may_not_begin_waits_without_keeping_the_engine_busy(why: str) -> None:
+    engine = engine_with_host()
+    try:
+        prompt = parked(engine)
+        loads = loads_of(engine)
+        pool = engine.scheduler.kv_cache_manager.block_pool
+        taken = pool.get_new_blocks(pool.get_num_free_blocks() - 2) if why == "no room" else []
+        engine.side("checkpoint").offline_may_start = why != "offline work may not start"
+        engine.residence.fenced = why == "layers are shared"
+        assert engine.prefetch("s")
         for _ in range(20):
             engine.step()
-        assert "again" not in engine.answers
-        engine.side("checkpoint").offline_may_start = True
+        assert not loads and not engine.busy() and phase(engine) is RetentionPhase.PARKED
+        engine.side("checkpoint").offline_may_start, engine.residence.fenced = True, False
+        pool.free_blocks(taken)
+        for _ in range(200):
+            engine.step()
+            time.sleep(0.001)
+        assert len(loads) >= 9 and phase(engine) is RetentionPhase.RETAINED
+        engine.add("t2", [*prompt, *engine.answers["t1"], 9], 2, session="s")
         engine.run(2000)
-        assert engine.answers["again"] == []
+        assert engine.wrong == []
     finally:
         engine.close()
 
 
-@pytest.mark.parametrize("why", ["damaged", "shares its layers"])
-def test_kv_that_does_not_come_back_is_not_said_to_be_there(why: str) -> None:
+def test_a_prefetch_that_waits_longer_than_its_turn_was_due_is_given_up() -> None:
+    engine = engine_with_host()
+    try:
+        parked(engine)
+        loads = loads_of(engine)
+        engine.residence.fenced = True
+        assert engine.prefetch("s", due_in_s=0.05)
+        time.sleep(0.1)
+        engine.residence.fenced = False
+        for _ in range(20):
+            engine.step()
+        assert not loads and phase(engine) is RetentionPhase.PARKED
+    finally:
+        engine.close()
+
+
+def test_kv_that_is_damaged_on_the_host_is_not_taken_for_prefetched() -> None:
     engine = engine_with_host()
     try:
         prompt = parked(engine)
-        if why == "damaged":
-            copies = HeldCopies(engine, come=False)
-            copies.may_go.set()
-        engine.residence.fenced = why != "damaged"
-        computed = engine.computed_prompt_tokens
-        engine.add("again", prompt, 1, priority=10, params=AHEAD)
+        copies = HeldCopies(engine, come=False)
+        copies.may_go.set()
+        assert engine.prefetch("s")
         engine.run(2000)
-        assert (engine.answers["again"], engine.computed_prompt_tokens) == ([], computed)
-        conversation = engine.residence.conversations.get("s")
-        assert conversation is not None and conversation.phase is RetentionPhase.PARKED
-        engine.residence.fenced = False
+        assert phase(engine) is RetentionPhase.PARKED
+        engine.step()
+        assert not engine.faults()
         engine.add("t2", [*prompt, *engine.answers["t1"], 9], 2, session="s")
         engine.run(2000)
         assert len(engine.answers["t2"]) == 2 and engine.wrong == []
@@ -211,56 +232,65 @@ def test_kv_that_does_not_come_back_is_not_said_to_be_there(why: str) -> None:
         engine.close()
 
 
-def test_a_turn_that_says_so_is_answered_all_the_same() -> None:
-    """Only offline work can be a restore."""
+def test_a_reset_of_the_prefix_cache_voids_a_prefetch_under_way() -> None:
     engine = engine_with_host()
     try:
-        prompt = parked(engine)
-        engine.add("t2", [*prompt, *engine.answers["t1"], 9], 2, session="s", params=AHEAD)
-        engine.run(2000)
-        assert len(engine.answers["t2"]) == 2
-    finally:
-        engine.close()
-
-
-def test_a_restore_whose_client_leaves_holds_nothing() -> None:
-    engine = engine_with_host()
-    try:
-        prompt = parked(engine)
+        parked(engine)
         copies = HeldCopies(engine)
-        engine.add("again", prompt, 1, priority=10, params=AHEAD)
+        assert engine.prefetch("s")
         engine.step()
         assert copies.came.wait(10)
-        engine.abort("again")
+        engine.scheduler.connector.reset_cache()
         copies.may_go.set()
         engine.run(2000)
-        assert "again" not in engine.answers
         engine.step()
         assert not engine.faults()
+        pool = engine.scheduler.kv_cache_manager.block_pool
+        conversation = engine.residence.conversations.get("s")
+        assert conversation is not None and conversation.chain == []
+        assert pool.get_num_free_blocks() == engine.blocks - 1
     finally:
         engine.close()
 
 
-@pytest.mark.parametrize("given_up", [False, True])
-def test_a_turn_that_comes_while_its_kv_is_brought_back_waits_for_that(given_up: bool) -> None:
-    """Nothing is loaded twice, unless the restore is given up."""
+def test_a_turn_that_arrives_during_its_prefetch_waits_for_it() -> None:
+    """Nothing is loaded twice."""
     engine = engine_with_host()
     try:
         prompt = parked(engine)
         copies = HeldCopies(engine)
         computed, loads = engine.computed_prompt_tokens, loads_of(engine)
-        engine.add("again", prompt, 1, priority=10, params=AHEAD)
+        assert engine.prefetch("s")
         engine.step()
         assert copies.came.wait(10)
         engine.add("t2", [*prompt, *engine.answers["t1"], 9], 2, session="s")
         for _ in range(20):
             engine.step()
         assert "t2" not in engine.answers
-        if given_up:
-            engine.abort("again")
         copies.may_go.set()
         engine.run(2000)
-        assert 9 * (1 + given_up) <= len(loads) <= 10 * (1 + given_up)
+        assert 9 <= len(loads) <= 10
+        assert engine.computed_prompt_tokens - computed < 2 * BLOCK_TOKENS
+        assert engine.wrong == []
+    finally:
+        engine.close()
+
+
+@pytest.mark.parametrize(
+    "groups", [{"window": 3 * BLOCK_TOKENS, "blocks": 72}, {"states": True, "blocks": 62}]
+)
+def test_windows_and_states_are_prefetched_with_the_prompt(groups: dict[str, Any]) -> None:
+    engine = engine_with_host(**groups)
+    try:
+        prompt = parked(engine)
+        computed, loads = engine.computed_prompt_tokens, loads_of(engine)
+        assert engine.prefetch("s")
+        engine.run(2000)
+        loaded = len(loads)
+        assert loaded >= 9
+        engine.add("t2", [*prompt, *engine.answers["t1"], 9], 2, session="s")
+        engine.run(2000)
+        assert len(loads) == loaded
         assert engine.computed_prompt_tokens - computed < 2 * BLOCK_TOKENS
         assert engine.wrong == []
     finally:

@@ -134,12 +134,8 @@ class SimulatedStorm:
         self.ask("", priority=10)
 
     def restore(self) -> None:
-        """Of a conversation, away or not."""
-        key = self.rng.choice(CONVERSATIONS)
-        request_id = f"back{self.rng.getrandbits(64)}"
-        said = {"brings_back": {"conversation": key, "due_in_s": self.rng.choice([0.01, 5.0])}}
-        self.decoder.add(request_id, self.contexts[key], 1, priority=10, params=said)
-        self.asked[request_id] = self.contexts[key], 0, ""  # no token of it is computed
+        """Ask for the prefetch of a conversation, parked or not."""
+        self.decoder.prefetch(self.rng.choice(CONVERSATIONS), self.rng.choice([0.01, 5.0]))
 
     def abort(self) -> None:
         if self.prefills and self.rng.random() < 0.3:

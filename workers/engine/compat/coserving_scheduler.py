@@ -41,16 +41,12 @@ SCHEDULING = ReliedOn(
             "_reserve_prefill_lookahead": ("self", "request", "num_computed_tokens", "num_new_tokens"),
             "_preempt_request": ("self", "request", "timestamp", "drop_stale_output"),
             "_update_after_schedule": ("self", "scheduler_output"),
-            "_handle_blocked_waiting_request": ("self", "request"),
         },
         _QUEUE: {"peek_request": ("self",), "pop_request": ("self",), "remove_request": ("self", "request")},
         "vllm.v1.core.kv_cache_manager:KVCacheManager": {"evict_blocks": ("self", "block_ids")},
         "vllm.v1.core.block_pool:BlockPool": {
             "get_cached_block": ("self", "block_hash", "kv_cache_group_ids"),
             "get_num_free_blocks": ("self",),
-        },
-        "vllm.v1.metrics.stats:PrefillStats": {
-            "set": ("self", "num_prompt_tokens", "num_local_cached_tokens", "num_external_cached_tokens"),
         },
         "vllm.v1.engine.core:EngineCore": {
             "preprocess_add_request": ("self", "request"), "step_with_batch_queue": ("self",),
@@ -61,7 +57,7 @@ SCHEDULING = ReliedOn(
             "running", "waiting", "requests", "connector", "kv_cache_manager", "kv_holding_waiting",
             "_inflight_prefills", "block_size", "hash_block_size", "use_v2_model_runner", "pause_state",
             "max_num_active_reqs", "max_num_scheduled_tokens", "vllm_config", "failed_recving_kv_req_ids",
-            "finished_recving_kv_req_ids", "finished_req_ids", "deferred_frees",
+            "finished_req_ids", "deferred_frees",
         ),
         _QUEUE: ("_heap",),
         "vllm.v1.core.single_type_kv_cache_manager:FullAttentionManager": (
@@ -70,8 +66,7 @@ SCHEDULING = ReliedOn(
         "vllm.v1.core.kv_cache_manager:KVCacheManager": ("coordinator", "block_pool"),
         "vllm.v1.request:Request": (
             "arrival_time", "is_prefill_chunk", "num_output_tokens", "num_output_placeholders",
-            "sampling_params", "client_index", "trace_headers", "take_prefill_stats", "take_events",
-            "record_event",
+            "sampling_params",
         ),
         "vllm.v1.core.sched.output:SchedulerOutput": ("has_sync_kv_loads",),
     },
@@ -85,8 +80,6 @@ SCHEDULING = ReliedOn(
             "_update_waiting_for_remote_kv": ("failed_recving_kv_req_ids",),
             "schedule": ("_reserve_prefill_lookahead", "peek_request", "pop_request", "kv_holding_waiting"),
             "_update_after_schedule": ("num_computed_tokens",),
-            # A load that ended is in the prefix cache after it.
-            "_handle_blocked_waiting_request": ("_update_waiting_for_remote_kv",),
             "has_requests": ("has_unfinished_requests",),
         },
         # A step whose result is taken first schedules nothing, and waits for what is in flight.
@@ -258,10 +251,6 @@ class OpenScheduling:
             if is_waiting(request) and not self.blocks_held(request):
                 self.kv_holding_waiting.remove_request(request)
                 self.waiting.add_request(request)
-
-    def take_load(self, request: Request) -> None:
-        """Of one that waited for it, when it has ended: what came goes to the prefix cache."""
-        self._handle_blocked_waiting_request(request)  # type: ignore[attr-defined]
 
     def waits_or_prefills(self) -> bool:
         """Whether any request has a prompt, or a part of one, to compute or to load."""

@@ -15,8 +15,6 @@ from vllm.forward_context import get_forward_context, is_forward_context_availab
 from vllm.model_executor.layers import utils as layer_utils
 from vllm.v1.attention.backend import CommonAttentionMetadata
 from vllm.v1.core.kv_cache_utils import KVCacheBlock
-from vllm.v1.engine import EngineCoreRequestType
-from vllm.v1.engine.core import EngineCore
 from vllm.v1.request import RequestStatus
 
 from kvtransfer.compat.kv_connector import free_queue
@@ -86,12 +84,9 @@ SCHEDULING = ReliedOn(
             "running", "kv_cache_manager", "cache_config", "kv_cache_config", "prev_step_scheduled_req_ids",
             "kv_holding_waiting", "finished_recving_kv_req_ids",
         ),
-        "vllm.v1.engine.core:EngineCoreProc": ("input_queue",),
-        "vllm.v1.engine:EngineCoreRequestType": ("WAKEUP",),
         "vllm.v1.outputs:ModelRunnerOutput": ("kv_connector_output",),
         "vllm.v1.outputs:KVConnectorOutput": ("kv_connector_worker_meta",),
     },
-    uses={"vllm.v1.engine.core:EngineCoreProc": {"_process_input_queue": ("has_work", "input_queue")}},
 )  # fmt: skip
 
 
@@ -426,31 +421,3 @@ def used_blocks(pool: Any) -> tuple[list[int], list[int]]:
 def evict_blocks(pool: Any, blocks: list[int]) -> None:
     """Evict blocks from the prefix cache."""
     pool.evict_blocks(set(blocks))
-
-
-class _EngineCoreOfProcess:
-    """Holder of this process's engine core, known once it has received a request."""
-
-    core: Any = None
-
-
-def remember_engine_core() -> None:
-    """Patch vLLM so that an idle engine can be woken, once it has received a first request (the warm-up)."""
-    original = EngineCore.preprocess_add_request
-    if getattr(original, "remembers_core", False):
-        return
-
-    @functools.wraps(original)
-    def preprocess_add_request(self: EngineCore, request: Any) -> Any:
-        _EngineCoreOfProcess.core = self
-        return original(self, request)
-
-    preprocess_add_request.remembers_core = True  # type: ignore[attr-defined]
-    EngineCore.preprocess_add_request = preprocess_add_request
-
-
-def wake_engine() -> None:
-    """Make the engine core step although it has no requests."""
-    queue = getattr(_EngineCoreOfProcess.core, "input_queue", None)
-    if queue is not None:
-        queue.put_nowait((EngineCoreRequestType.WAKEUP, None))

@@ -11,8 +11,8 @@ from dataclasses import astuple, replace
 from typing import Any, TypeVar
 
 import scipy.optimize  # noqa: F401  what the first correction of the model needs; it must not wait for it then
+from vllm.platforms import current_platform
 
-from kvtransfer.compat.kv_connector import GRAMMARS, advance_grammars
 from kvtransfer.compat.relied_on import verify
 from placement.scheduling.interface import (
     BatchBuilder,
@@ -28,6 +28,8 @@ from placement.scheduling.policy_registry import make_policy
 from placement.scheduling.prefill_curve import curve_of
 from placement.scheduling.prompt_order import PromptSharing
 from workers.engine.compat import coserving_scheduler as internals
+from workers.engine.compat import cpu_build
+from workers.engine.compat.grammar_advance import GRAMMARS, advance_grammars
 from workers.engine.compat.grammar_checks import compile_at_low_priority
 from workers.engine.coserving.config import CoServingConfig
 from workers.engine.coserving.iterations import (
@@ -37,7 +39,6 @@ from workers.engine.coserving.iterations import (
     ScheduledRequest,
 )
 from workers.engine.coserving.requests import TrackedRequest, TrackedRequests
-from workers.engine.coserving.restores import Restores
 from workers.engine.coserving.starting_model import guess_of, key_of, starting_model
 
 log = logging.getLogger("conserve.workers.coserving.planned")
@@ -58,6 +59,9 @@ class PlannedScheduling(internals.OpenScheduling):
         verify(GRAMMARS)
         advance_grammars()
         compile_at_low_priority()
+        if current_platform.is_cpu():
+            verify(cpu_build.SPINNING)
+            cpu_build.nap_instead_of_spinning()
         super().__init__(*args, **kwargs)
         config = self.adapted(CoServingConfig.from_additional_config(self.vllm_config.additional_config))
         self.policy = make_policy(config.serving)
@@ -78,7 +82,6 @@ class PlannedScheduling(internals.OpenScheduling):
         )
         if self._report is not None:
             self._report.account_for("steps in flight", self.deferred_blocks)
-        self.restores = Restores(self, self.plugin("retention"))
         self._log = IterationLog(config.iteration_log)
         self.builder: BatchBuilder | None = None
         self._views: dict[str, RequestView] = {}  # of the running requests, as the plan in force saw them
@@ -100,13 +103,11 @@ class PlannedScheduling(internals.OpenScheduling):
         super().add_request(request)  # type: ignore[misc]
         if not known:
             self.tracked.add(request)
-            self.restores.add(request)
 
     def finish_requests(self, request_ids: str | Iterable[str] | None, finished_status: Any) -> Any:
         ended = super().finish_requests(request_ids, finished_status)  # type: ignore[misc]
         for request in ended:
             self.tracked.drop(request.request_id)
-            self.restores.drop(request.request_id)
         return ended
 
     def schedule(self, throttle_prefills: bool = False) -> Any:
@@ -125,7 +126,6 @@ class PlannedScheduling(internals.OpenScheduling):
         iteration = self.under_way.pop(id(scheduler_output), None)
         requests = [request for request, _ in self.scheduled_requests(scheduler_output)]
         outputs = super().update_from_output(scheduler_output, model_runner_output)  # type: ignore[misc]
-        self.guarded(self.restores.end, outputs)
         if iteration is not None:
             self.guarded(self.ended, iteration, requests)
         self.drop_finished()
@@ -360,7 +360,6 @@ class PlannedScheduling(internals.OpenScheduling):
     def drop_finished(self) -> None:
         for request_id in self.finished_req_ids:
             self.tracked.drop(request_id)
-            self.restores.drop(request_id)
 
     def count(self, iteration: PendingIteration, seconds: float, late: int) -> None:
         """Into metrics."""

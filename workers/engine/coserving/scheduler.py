@@ -107,7 +107,7 @@ class CoServingScheduler(PlannedScheduling, internals.OpenScheduler):
             self.checkpoint.offline_may_start = plan.builder.admit_waiting
         if plan.builder.admit_waiting:
             started = self.tracked.start_order(self.policy, self.max_num_active_reqs, internals.is_waiting)
-            self.waiting.name_offline([*self.restores.waiting, *started])
+            self.waiting.name_offline(started)
 
     def epoch_of(self, output: Any) -> int:
         return self._safepoint.armed if self._safepoint is not None else 0

@@ -3,9 +3,9 @@
 import threading
 from collections.abc import Callable
 
+from kvtransfer.compat.block_cache import wake_engine
 from kvtransfer.control.control_socket import FeedCommand, Reply
 from placement.overload.drop_plan import MAX_GROUP_SIZE
-from workers.engine.compat import parameter_drop as internals
 from workers.engine.overload.orders import WorkerFacts
 
 
@@ -58,5 +58,5 @@ class CommandInbox:
             self.newest_epoch = max(self.newest_epoch, command.epoch)
             if command.members:
                 self.partners = tuple(one for one in command.members if one != command.members[command.part])
-        internals.wake_engine()
+        wake_engine()
         return Reply(True)

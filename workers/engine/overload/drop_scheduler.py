@@ -6,7 +6,6 @@ from typing import Any
 
 from kvtransfer.compat.relied_on import verify
 from kvtransfer.connector import StepReports
-from placement.scheduling.interface import IterationPlan
 from placement.scheduling.latency_model import SelfCorrecting
 from placement.scheduling.prompts_in_order import TurnsAlone
 from workers.engine.compat import parameter_drop as internals
@@ -81,11 +80,6 @@ class CoServingDroppingScheduler(DroppingScheduling, CoServingScheduler):
         if fenced and not (self.running or self._overload.pending or any(self.tracked.online())):
             time.sleep(IDLE_S)
         return super().needs_plan()
-
-    def carry_out(self, plan: IterationPlan, now: float) -> None:
-        super().carry_out(plan, now)
-        if self._overload.fenced:
-            self.waiting.name_offline(self.restores.waiting)  # they end, because nothing is restored now
 
 
 def _report_in(model_runner_output: Any) -> SplitReport | None:

@@ -10,6 +10,7 @@ import logging
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from kvtransfer.compat.block_cache import remember_engine_core
 from kvtransfer.plugins import EngineContext, Plugin, SchedulerSide, WorkerSide
 from kvtransfer.retention.eviction import rank_of
 from placement.engines import SplitState
@@ -38,7 +39,7 @@ class OverloadScheduler(SchedulerSide):
         self.inbox = CommandInbox(self._residence.clock)
         self._statistics = SplitStatistics(self._residence.clock)
         context.commands.update(drop=self.inbox.drop, restore=self.inbox.restore)
-        internals.remember_engine_core()
+        remember_engine_core()
         self._order: SplitOrder | None = None
         self._latency: LatencyModel | None = None  # of the whole model
         self._block_tokens = int(context.vllm_config.cache_config.block_size)

@@ -27,8 +27,8 @@ from typing import Any
 import orjson
 from vllm.v1.engine.exceptions import EngineDeadError
 
-from kvtransfer.compat.kv_connector import CONTINUING, ReplayedOutputs, continue_generations
 from kvtransfer.compat.relied_on import verify
+from workers.engine.compat.stream_replay import CONTINUING, ReplayedOutputs, continue_generations
 
 logger = logging.getLogger("conserve.workers.answer_middleware")
 

@@ -7,7 +7,7 @@ from collections.abc import Iterator
 import pytest
 from vllm.distributed.device_communicators.shm_broadcast import MessageQueue, SpinCondition
 
-from kvtransfer.compat.kv_connector import nap_instead_of_spinning
+from workers.engine.compat.cpu_build import nap_instead_of_spinning
 
 
 @pytest.fixture

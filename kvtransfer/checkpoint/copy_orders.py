@@ -1,0 +1,57 @@
+"""Orders of the checkpoint's scheduler side to its workers, and their reports."""
+
+from collections import Counter
+from dataclasses import dataclass, field
+
+
+@dataclass(frozen=True, slots=True)
+class BlockCopy:
+    """Copy of one block to or from one host slot; the order says in which direction."""
+
+    block: int
+    slot: int
+    generation: int  # of the slot's contents
+
+
+@dataclass(frozen=True, slots=True)
+class BlockLoad:
+    """Blocks that a request or a prefetch waits for."""
+
+    request_id: str
+    copies: list[BlockCopy]
+    prefetch: bool = False
+
+
+@dataclass(slots=True)
+class CheckpointOrder:
+    """Copies that begin with a step."""
+
+    stores: list[BlockCopy] = field(default_factory=list)
+    loads: list[BlockLoad] = field(default_factory=list)
+    beside_step: bool = False  # the model computes meanwhile
+
+    def __bool__(self) -> bool:
+        return bool(self.stores or self.loads)
+
+
+@dataclass(slots=True)
+class CheckpointReport:
+    """Copies that ended since the report before."""
+
+    stored: Counter[int] = field(default_factory=Counter)  # slots, with the number of ranks done
+    corrupt: set[int] = field(default_factory=set)  # slots whose contents failed their check
+    failed: set[int] = field(default_factory=set)  # slots whose copy raised
+    prefetched: Counter[str] = field(default_factory=Counter)  # prefetches, with the number of ranks done
+    unfilled: set[int] = field(default_factory=set)  # blocks that a prefetch did not fill
+
+    def __bool__(self) -> bool:
+        return bool(self.stored or self.corrupt or self.failed or self.prefetched)
+
+    def merge(self, other: "CheckpointReport") -> "CheckpointReport":
+        return CheckpointReport(
+            self.stored + other.stored,
+            self.corrupt | other.corrupt,
+            self.failed | other.failed,
+            self.prefetched + other.prefetched,
+            self.unfilled | other.unfilled,
+        )

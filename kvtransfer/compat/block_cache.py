@@ -1,0 +1,78 @@
+"""Contact with vLLM's prefix cache and its engine core: register restored blocks, wake an idle engine."""
+
+import functools
+from collections.abc import Mapping
+from types import SimpleNamespace
+from typing import Any
+
+from vllm.v1.engine import EngineCoreRequestType
+from vllm.v1.engine.core import EngineCore
+
+from kvtransfer.compat.relied_on import ReliedOn
+
+_POOL = "vllm.v1.core.block_pool:BlockPool"
+_CORE = "vllm.v1.engine.core:EngineCoreProc"
+
+PREFETCHING = ReliedOn(
+    signatures={
+        _POOL: {
+            "get_new_blocks": ("self", "num_blocks"),
+            "cache_full_blocks": (
+                "self",
+                "request",
+                "blocks",
+                "num_cached_blocks",
+                "num_full_blocks",
+                "block_size",
+                "kv_cache_group_id",
+                "block_mask",
+            ),
+        },
+        "vllm.v1.engine.core:EngineCore": {"preprocess_add_request": ("self", "request")},
+    },
+    attributes={
+        _POOL: ("null_block", "enable_kv_cache_events"),
+        _CORE: ("input_queue",),
+        "vllm.v1.engine:EngineCoreRequestType": ("WAKEUP",),
+    },
+    uses={_CORE: {"_process_input_queue": ("has_work", "input_queue")}},
+)
+
+
+def cache_blocks(
+    pool: Any, chain: list[bytes], blocks: Mapping[int, Any], block_tokens: int, group: int
+) -> None:
+    """Register blocks, keyed by their index in the chain of hashes, in the prefix cache of one group."""
+    if not blocks:
+        return
+    end = max(blocks) + 1
+    listed = [blocks.get(at, pool.null_block) for at in range(end)]  # vLLM skips null blocks
+    pool.cache_full_blocks(SimpleNamespace(block_hashes=chain), listed, 0, end, block_tokens, group)
+
+
+class _EngineCoreOfProcess:
+    """Holder of this process's engine core, known once it has received a request."""
+
+    core: Any = None
+
+
+def remember_engine_core() -> None:
+    """Patch vLLM so that an idle engine can be woken, once it has received a first request (the warm-up)."""
+    original = EngineCore.preprocess_add_request
+    if getattr(original, "remembers_core", False):
+        return
+
+    @functools.wraps(original)
+    def preprocess_add_request(self: EngineCore, request: Any) -> Any:
+        _EngineCoreOfProcess.core = self
+        return original(self, request)
+
+    preprocess_add_request.remembers_core = True  # type: ignore[attr-defined]
+    EngineCore.preprocess_add_request = preprocess_add_request
+
+
+def wake_engine() -> None:
+    """Make the engine core step although it has no requests."""
+    queue = getattr(_EngineCoreOfProcess.core, "input_queue", None)
+    if queue is not None:
+        queue.put_nowait((EngineCoreRequestType.WAKEUP, None))
