@@ -10,16 +10,21 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-import matplotlib
 import numpy as np
-from matplotlib.figure import Figure
-from matplotlib.ticker import FuncFormatter, NullFormatter
 from rich.console import Group, RenderableType
 from rich.table import Table
 from rich.text import Text
 
+from traces import TraceError
 from traces.describe import PERCENTILES, QUANTITIES, Description
 from traces.format import TraceConversation, TraceHeader
+
+try:
+    import matplotlib
+    from matplotlib.figure import Figure
+    from matplotlib.ticker import FuncFormatter, NullFormatter
+except ModuleNotFoundError as missing:
+    raise TraceError("charts need matplotlib: pip install 'conserve[reports]'") from missing
 
 STYLE: dict[str, Any] = {
     "svg.fonttype": "none",

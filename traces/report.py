@@ -6,12 +6,12 @@ from dataclasses import dataclass
 from html import escape
 
 import numpy as np
-from matplotlib.figure import Figure
 from rich.console import Console, Group, RenderableType
 from rich.table import Table as RichTable
 from rich.text import Text
 
 from traces import charts
+from traces.charts import Figure
 from traces.replay.results import Replay, ReplaySummary, summarise
 
 LATENCIES = {

@@ -6,7 +6,6 @@ set -euo pipefail
 cd "$(dirname "$0")/../.."
 venv="${1:-.venv}"
 extras="${2:-cpu,dev}"
-python="${PYTHON:-python3.11}"
 lock=requirements/cpu.txt
 [ "$extras" != cuda,postgres ] || lock=requirements/cuda.txt
 
@@ -16,7 +15,16 @@ if [ -f "$stamp" ] && [ "$(cat "$stamp")" = "$key" ]; then
   exit 0
 fi
 
-command -v "$python" >/dev/null || { echo "conserve: $python is not installed; set PYTHON to a Python 3.11" >&2; exit 1; }
+if [ "$(uname -s)" != Linux ]; then
+  echo "conserve: vLLM runs on Linux only; on this machine use a container: docker run -it -v \"\$PWD\":/conserve -w /conserve -p 8000:8000 python:3.11 make up" >&2
+  exit 1
+fi
+python="${PYTHON:-}"
+for version in 3.11 3.12 3.13; do
+  # A version that pyenv knows but has not selected is a command that fails.
+  [ -n "$python" ] || ! "python$version" -c '' 2>/dev/null || python="python$version"
+done
+[ -n "$python" ] || { echo "conserve: no Python 3.11, 3.12 or 3.13 is installed; install one, or set PYTHON" >&2; exit 1; }
 [ -x "$venv/bin/python" ] || "$python" -m venv "$venv"
 pip=("$venv/bin/python" -m pip --disable-pip-version-check --quiet)
 

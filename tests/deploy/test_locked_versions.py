@@ -1,0 +1,37 @@
+"""The locks of the CPU build and of CUDA ship what was tested, and no release that is known to be harmful."""
+
+import re
+from pathlib import Path
+
+import pytest
+
+REQUIREMENTS = Path(__file__).resolve().parents[2] / "requirements"
+HARMFUL = {("litellm", "1.82.7"), ("litellm", "1.82.8")}
+
+
+def versions(name: str) -> dict[str, str]:
+    return dict(
+        re.findall(r"^([\w.-]+)(?:\[\w,]+)?==([\w.+]+)", (REQUIREMENTS / name).read_text(), re.MULTILINE)
+    )
+
+
+def major(version: str) -> str:
+    return version.split(".")[0]
+
+
+@pytest.mark.parametrize(
+    "package", ["openai", "ray", "pydantic", "starlette", "sqlalchemy", "msgspec", "grpcio"]
+)
+def test_both_locks_have_one_major_version_of_what_we_import(package: str) -> None:
+    assert major(versions("cpu.txt")[package]) == major(versions("cuda.txt")[package])
+
+
+def test_cuda_has_no_lmcache_of_its_own() -> None:
+    """A release that pip would choose lacks what the connector uses; lmcache.txt has the right one."""
+    assert "lmcache" not in versions("cuda.txt")
+    assert versions("lmcache.txt")["lmcache"] == "0.5.6"
+
+
+@pytest.mark.parametrize("file", sorted(path.name for path in REQUIREMENTS.glob("*.txt")))
+def test_no_list_has_a_harmful_release(file: str) -> None:
+    assert not HARMFUL & set(versions(file).items())
