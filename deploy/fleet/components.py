@@ -8,7 +8,7 @@ from typing import Any, TypeVar
 from deploy.fleet.schema import AutoscaleSpec, FleetSpec, Spec, TierSpec
 from deploy.home import POWER, FleetHome, FleetKeys, Purpose
 from deploy.models import smollm2
-from deploy.models.built_in import model_path
+from deploy.models.built_in import model_path, parsers
 from kvtransfer.config import ConnectorConfig
 from placement.engines import Role
 from placement.overload.drop_plan import DropLimits
@@ -94,6 +94,8 @@ def engine_spec(fleet: FleetSpec, engine: EngineName, home: FleetHome, host: str
     coserves = coserves_on(fleet, tier.role)
     trace_options, trace_env = _engine_tracing(fleet, engine)
     options = {**trace_options, **_model_options(fleet), **fleet.engine.args, **tier.args}
+    if "tool-call-parser" in options:
+        options.setdefault("enable-auto-tool-choice", True)
     env = {**trace_env, **fleet.engine.env, **tier.env, FLEET_MARK: home.mark}
     return configured(
         LaunchSpec,
@@ -135,7 +137,8 @@ def _engine_tracing(fleet: FleetSpec, engine: EngineName) -> tuple[dict[str, str
 
 
 def _model_options(fleet: FleetSpec) -> dict[str, object]:
-    options: dict[str, object] = {}
+    answers = () if fleet.model.embeddings else parsers(fleet.model.path)
+    options: dict[str, object] = {one.option: one.parser for one in answers if one.parser}
     if fleet.model.path == smollm2.NAME and (fleet.model.max_context or 0) > smollm2.TRAINED_CONTEXT:
         options["hf-overrides"] = smollm2.stretched(fleet.model.max_context or 0)
     if fleet.model.aliases:

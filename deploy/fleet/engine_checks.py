@@ -112,9 +112,13 @@ def check_engines(fleet: FleetSpec) -> Iterator[Problem]:
     yield from dict.fromkeys(found)  # an option of `engine.args` is wrong once, whatever tiers take it
 
 
+# Files that have parsers of other names.
+PARSER_PLUGINS = {"tool-call-parser": "tool-parser-plugin", "reasoning-parser": "reasoning-parser-plugin"}
+
+
 def _options(one: TierEngines) -> Iterator[Problem]:
     for name, value in one.args.items():
-        plugin = name == "tool-call-parser" and "tool-parser-plugin" in one.args
+        plugin = PARSER_PLUGINS.get(name) in one.args
         if not plugin and (said := vllm_options.problem(name, value)):
             yield Problem(one.at(name), said, at_key=said.startswith(("vLLM has no", "written as")))
 

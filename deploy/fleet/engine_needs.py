@@ -88,7 +88,7 @@ def find_architecture(model: str) -> Architecture | None:
         return replace(
             architecture_of(smollm2.CONFIG, smollm2.WEIGHT_BYTES), max_context=smollm2.LONGEST_CONTEXT
         )
-    directory = None if model == SMALL_MODEL else _directory(model)
+    directory = None if model == SMALL_MODEL else model_directory(model)
     if directory is None:
         return None
     try:
@@ -144,7 +144,7 @@ def _max_context(text: Mapping[str, Any], positions: int) -> int:
     return int(factor * positions)
 
 
-def _directory(model: str) -> Path | None:
+def model_directory(model: str) -> Path | None:
     path = Path(model).expanduser()
     if path.is_dir():
         return path

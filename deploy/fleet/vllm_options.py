@@ -108,10 +108,12 @@ def parser_actions() -> list[Action]:
 
 
 def text() -> str:
+    from vllm.reasoning import ReasoningParserManager
     from vllm.tool_parsers import ToolParserManager
 
     found = of_parser(parser_actions())
     found["tool-call-parser"] = sorted(ToolParserManager.list_registered())
+    found["reasoning-parser"] = sorted(ReasoningParserManager.list_registered())
     return json.dumps(found, indent=1) + "\n"
 
 

@@ -4,9 +4,11 @@ import logging
 from collections.abc import Callable
 from pathlib import Path
 
+from deploy.fleet.engine_needs import model_directory
 from deploy.fleet.schema import SMALL_MODEL, FleetSpec
 from deploy.home import FleetHome
 from deploy.models import smollm2
+from deploy.models.parsers import Choice, ModelText, choose, text_in
 from deploy.small_model import make_model
 
 _logger = logging.getLogger("conserve.deploy.model")
@@ -18,6 +20,14 @@ def ensure_model(fleet: FleetSpec, home: FleetHome, tell: Callable[[str], None] 
         smollm2.ensure(tell)
     elif fleet.model.path == SMALL_MODEL and make_model(home.model):
         tell(f"small model made in {home.model}")
+
+
+def parsers(model: str) -> tuple[Choice, ...]:
+    """Return which parsers of vLLM's the model's answers need, as far as its files are on this machine."""
+    if model in (SMALL_MODEL, smollm2.NAME):
+        return choose(ModelText("llama" if model == smollm2.NAME else "qwen3", smollm2.TEMPLATE))
+    directory = model_directory(model)
+    return choose(directory and text_in(directory))
 
 
 def model_path(fleet: FleetSpec, home: FleetHome) -> str:

@@ -118,8 +118,6 @@ def engine_command(
 
 
 _OWN_OPTIONS: tuple[tuple[str, object], ...] = (
-    ("enable-auto-tool-choice", True),
-    ("tool-call-parser", "hermes"),
     ("enable-prefix-caching", True),
     ("enable-prompt-tokens-details", True),  # an answer says how much of its prompt was cached
     ("disable-uvicorn-access-log", True),

@@ -16,6 +16,7 @@ from deploy.lifecycle.down import bring_down
 from deploy.lifecycle.status import curl
 from deploy.lifecycle.up import bring_up, is_up
 from deploy.lifecycle.upgrade import upgrading
+from deploy.models.built_in import parsers
 from router.auth.keys_file import load_keys
 from router.directory.journal import CONVERSATION, replace, salvage
 
@@ -30,6 +31,7 @@ def check(file: Annotated[Path, typer.Argument(help="a fleet file")]) -> None:
     refuse_wrong_keys(fleet)
     tiers = ", ".join(f"{tier.replicas} x {tier.name} ({tier.role})" for tier in fleet.tiers)
     print(f"{file}: valid: fleet '{fleet.name}', model {fleet.model.name}, {tiers}")
+    print_parsers(fleet)
 
 
 @app.command()
@@ -57,6 +59,13 @@ def up(
         print(f"fleet '{fleet.name}' is not up: everything in {file} would be started")
     else:
         start(fleet, home, detach)
+
+
+def print_parsers(fleet: FleetSpec) -> None:
+    """Say which parsers the model's answers get, and why."""
+    for choice in parsers(fleet.model.path):
+        by_hand = fleet.engine.args.get(choice.option)
+        print(f"{choice.option}: {by_hand} (as engine.args says)" if by_hand else choice)
 
 
 def refuse_wrong_keys(fleet: FleetSpec) -> None:

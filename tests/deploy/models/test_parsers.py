@@ -1,0 +1,48 @@
+"""Parsers are chosen by a model's own files; what is not known gets none."""
+
+import pytest
+
+from deploy.fleet import vllm_options
+from deploy.models.parsers import REASONING_RULES, TOOL_RULES, ModelText, choose
+
+QWEN3 = """{{- '<tool_call>\\n{"name": <function-name>, "arguments": <args>}\\n</tool_call>' }}{%- if tools %}
+{{- '<think>\\n' + reasoning_content.strip('\\n') + '\\n</think>\\n\\n' }}"""
+QWEN2 = QWEN3.partition("\n")[0]
+CODER = "{%- if tools %}<tool_call>\n<function=example_function_name>\n<parameter=example>"
+GLM = "{% if tools %}<tool_call>{function-name}\n<arg_key>{arg-key-1}</arg_key>\n<think></think>"
+LLAMA = '{{- "Environment: ipython\\n" }}{{- "<|python_tag|>" + tool_call.name }}{%- if tools %}'
+R1 = "{% if tools %}'<｜tool▁calls▁begin｜>' + '\\n```json\\n' {{'<｜Assistant｜><think>\\n'}}"
+V31 = "{% if not thinking is defined %}</think>'<｜tool▁calls▁begin｜><｜tool▁call▁begin｜>'{% if tools %}"
+
+
+@pytest.mark.parametrize(
+    ("kind", "template", "tool", "reasoning"),
+    [
+        ("qwen3", QWEN3, "hermes", "qwen3"),
+        ("qwen3_moe", QWEN3, "hermes", "qwen3"),
+        ("qwen2", QWEN2, "hermes", ""),
+        ("qwen3_moe", CODER, "qwen3_coder", ""),
+        ("glm4_moe", GLM, "glm47", "glm47"),
+        ("gpt_oss", "<|channel|>", "openai", "openai_gptoss"),
+        ("llama", LLAMA, "llama3_json", ""),
+        ("deepseek_v3", R1, "deepseek_v3", "deepseek_r1"),
+        ("deepseek_v3", V31, "deepseek_v31", "deepseek_v3"),
+        ("bailing_moe", GLM, "", ""),
+        ("opt", "", "", ""),
+    ],
+)
+def test_the_parsers_of_a_family(kind: str, template: str, tool: str, reasoning: str) -> None:
+    assert [choice.parser for choice in choose(ModelText(kind, template))] == [tool, reasoning]
+
+
+def test_every_parser_is_in_vllms_registry() -> None:
+    for option, rules in (("tool-call-parser", TOOL_RULES), ("reasoning-parser", REASONING_RULES)):
+        assert {rule.parser for rule in rules} <= set(vllm_options.options()[option])
+
+
+def test_none_has_a_sentence_that_says_what_to_do() -> None:
+    absent, unknown = choose(None)[0], choose(ModelText("bailing_moe", GLM))[0]
+    assert str(absent).startswith(
+        "tool-call-parser: none (the model's config.json is not on this machine: set"
+    )
+    assert str(unknown).startswith("tool-call-parser: none (no rule fits model_type bailing_moe")
