@@ -1,7 +1,6 @@
-"""Two SLO classes under overload: what the better class notices, and whether the other class is served.
+"""Two SLO classes under overload: the cost for the better class, and whether the other class is served.
 
-    python -m benchmarks.classes [--quick] [--json FILE] [--fleet FILE] [--seed 0] [--prompt 8000]
-        [--tbt 10] [--others-tbt 200] [--phase-s 120]
+    python -m benchmarks.classes [--quick] [--json FILE] [--fleet FILE] [--seed 0]
 
 On two cores or fewer the fleet is one engine that co-serves, since engines that take each other's CPU time
 are overloaded by that already. KV suffices, so that time is what is short. A conversation has turns that call
@@ -35,7 +34,7 @@ from traces.replay.client import ChatClient, Refused, ReplayOptions, TimedAnswer
 
 BETTER, OTHER = "better", "default"
 AHEAD_S, WAIT_S = 8.0, 20.0
-BETTER_TBT_MS, OTHER_TBT_MS = 10.0, 200.0
+BETTER_TBT_S, OTHER_TBT_S = 0.01, 0.2
 BLOCKS = 16_384  # of 32 tokens: more than all conversations of a phase hold
 TURNS, TOKENS, PROMPT, APPEND = 3, 16, 8_000, 200  # characters are tokens of the small model
 TOOL_S = 0.3
@@ -78,11 +77,11 @@ class ClassSeen:
 class ClassAgents:
     """Agents of one class."""
 
-    def __init__(self, session: aiohttp.ClientSession, url: str, model: str, prompt: int) -> None:
-        self._chat, self._prompt = ChatClient(session, ReplayOptions(url, model), model), prompt
+    def __init__(self, session: aiohttp.ClientSession, url: str, model: str) -> None:
+        self._chat = ChatClient(session, ReplayOptions(url, model), model)
 
     async def converse(self, name: str, seen: ClassSeen) -> None:
-        messages = [{"role": "user", "content": text(name, self._prompt)}]
+        messages = [{"role": "user", "content": text(name, PROMPT)}]
         waited = 0.0
         for turn in range(TURNS):
             asked = time.monotonic()
@@ -129,17 +128,15 @@ class ClassAgents:
         began = time.monotonic()
 
         async def repeat(number: int) -> None:
-            count = 0
-            while time.monotonic() < began + WARM_S + CARRIED_S:
-                await self.converse(f"{name}-{number}-{count}", ClassSeen())
+            while (now := time.monotonic()) < began + WARM_S + CARRIED_S:
+                await self.converse(f"{name}-{number}-{now}", ClassSeen())
                 done.append(time.monotonic() - began - WARM_S)
-                count += 1
 
         await asyncio.gather(*(repeat(number) for number in range(AT_ONCE)))
         return sum(0 <= at < CARRIED_S for at in done) / CARRIED_S
 
 
-def prepared(file: Path, cores: int, better_tbt_s: float, other_tbt_s: float) -> FleetSpec:
+def prepared(file: Path, cores: int) -> FleetSpec:
     fleet = load_fleet(file)
     fleet = changed(
         fleet,
@@ -151,9 +148,10 @@ def prepared(file: Path, cores: int, better_tbt_s: float, other_tbt_s: float) ->
             "args": {"num-gpu-blocks-override": BLOCKS, "max-num-seqs": 128},
             "env": {"VLLM_CPU_KVCACHE_SPACE": "5"},
         },
-        coserving={"tbt": other_tbt_s},
+        coserving={"tbt": OTHER_TBT_S},
     )
-    slos = {OTHER: SloSettings(), BETTER: SloSettings(queue_weight=AHEAD_S, last_turn_tbt_s=better_tbt_s)}
+    better = SloSettings(queue_weight=AHEAD_S, last_turn_tbt_s=BETTER_TBT_S)
+    slos = {OTHER: SloSettings(), BETTER: better}
     fleet = fleet.model_copy(update={"slos": slos})
     if cores > 2:
         return fleet
@@ -163,7 +161,7 @@ def prepared(file: Path, cores: int, better_tbt_s: float, other_tbt_s: float) ->
 
 
 async def play(
-    url: str, model: str, seed: int, prompt: int, phases: tuple[str, ...], phase_s: float
+    url: str, model: str, seed: int, phases: tuple[str, ...], phase_s: float
 ) -> tuple[float, dict[str, ClassSeen], ClassSeen]:
     """Return the capacity, the better class's measurements by phase, and the other class's."""
     better, other = {phase: ClassSeen() for phase in phases}, ClassSeen()
@@ -173,7 +171,7 @@ async def play(
             connector=aiohttp.TCPConnector(limit=0), headers={CLASS_HEADER: BETTER}
         ) as named,
     ):
-        others, betters = (ClassAgents(one, url, model, prompt) for one in (plain, named))
+        others, betters = (ClassAgents(one, url, model) for one in (plain, named))
         capacity = await others.capacity(f"carried-{seed}")
         print(f"the fleet serves {capacity:.2f} conversations a second", flush=True)
         for number, phase in enumerate(phases):
@@ -193,16 +191,12 @@ def main() -> None:
     parser = command(__doc__, quick=f"two phases of {QUICK_PHASE_S:.0f} s")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--fleet", type=Path, default=CO_SERVING)
-    parser.add_argument("--prompt", type=int, default=PROMPT, help="tokens of a first turn's prompt")
-    parser.add_argument("--tbt", type=float, default=BETTER_TBT_MS, help="ms: the better class's target")
-    parser.add_argument("--others-tbt", type=float, default=OTHER_TBT_MS, help="ms: the other class's target")
-    parser.add_argument("--phase-s", type=float, default=PHASE_S, help="seconds of arrivals")
     options = parser.parse_args()
-    phases, phase_s = (QUICK_PHASES, QUICK_PHASE_S) if options.quick else (PHASES, options.phase_s)
-    fleet = prepared(options.fleet, os.cpu_count() or 1, options.tbt / 1e3, options.others_tbt / 1e3)
+    phases, phase_s = (QUICK_PHASES, QUICK_PHASE_S) if options.quick else (PHASES, PHASE_S)
+    fleet = prepared(options.fleet, os.cpu_count() or 1)
     with brought_up(fleet) as home:
-        arguments = (fleet.model.name, options.seed, options.prompt, phases, phase_s)
-        capacity, better, other = asyncio.run(play(serving(home).endpoint, *arguments))
+        url = serving(home).endpoint
+        capacity, better, other = asyncio.run(play(url, fleet.model.name, options.seed, phases, phase_s))
     alone, beside = better["alone"], better["beside"]
     print(f"others: {other}")
     failed = (*alone.failed, *beside.failed, *other.failed)

@@ -1,14 +1,13 @@
 """Tokens computed and bytes moved for conversations that begin alike, on two prefillers and two decoders.
 
     python -m benchmarks.prefixes [--conversations 50] [--tokens 8000] [--kv-tokens N] [--quick] [--json FILE]
-                                  [--fleet FILE] [--before URL,ENGINE,ENGINE,...]
+                                  [--fleet FILE]
 
 Three frameworks have a system prompt each, and every conversation adds a question. The same arrivals are
 played three times with different texts: `apart`, each conversation under its own key, so that nothing is
 shared; `unknown`, as plain prompts, whose prefixes the directory does not learn; and `shared`, as chats.
 Engines count the prompt tokens that they compute and the bytes that they fetch. `--kv-tokens` limits an
-engine's KV, so that not all system prompts fit. `--before` names a second fleet that is up already, for
-example of an earlier commit: its gateway and host:port of each engine. Then both fleets play `shared` only.
+engine's KV, so that not all system prompts fit.
 """
 
 import asyncio
@@ -48,17 +47,16 @@ class PrefixFigures:
 
 @dataclass(frozen=True)
 class PrefixTarget:
-    """A fleet that conversations are played on."""
+    """Fleet that conversations are played on."""
 
     url: str
-    engines: Sequence[str]  # host:port
+    pages: Sequence[str]  # of the engines' metrics, without /metrics
     model: str
 
     def counts(self) -> tuple[float, float]:
         """Return the prompt tokens computed and the bytes fetched by all engines since their start."""
-        pages = [f"http://{engine}" for engine in self.engines]
-        computed = counted(pages, "vllm:prompt_tokens_by_source_total", source="local_compute")
-        return computed, counted(pages, "conserve_kv_transfer_bytes_total")
+        computed = counted(self.pages, "vllm:prompt_tokens_by_source_total", source="local_compute")
+        return computed, counted(self.pages, "conserve_kv_transfer_bytes_total")
 
     def words_in(self, tokens: int) -> int:
         """Return how many words make so many tokens."""
@@ -159,23 +157,16 @@ def main() -> None:
     parser.add_argument("--conversations", type=int, default=CONVERSATIONS)
     parser.add_argument("--tokens", type=int, default=TOKENS, help="of a framework's system prompt")
     parser.add_argument("--kv-tokens", type=int, help="of an engine's KV (default: as in the fleet file)")
-    parser.add_argument("--before", help="a second fleet: its gateway's URL, and host:port of each engine")
     parser.add_argument("--fleet", type=Path, default=RANDOM)
     options = parser.parse_args()
     fleet = prepared(options.fleet, options.kv_tokens)
-    table: dict[str, PrefixFigures] = {}
     with brought_up(fleet) as home:
-        engines = [engine.http for engine in fleet_status(home).engines]
-        target = PrefixTarget(serving(home).endpoint, engines, fleet.model.name)
+        pages = [f"http://{engine.http}" for engine in fleet_status(home).engines]
+        target = PrefixTarget(serving(home).endpoint, pages, fleet.model.name)
         system_words = target.words_in(QUICK_TOKENS if options.quick else options.tokens)
         count = QUICK_CONVERSATIONS if options.quick else options.conversations
         arrivals = poisson(target, system_words, count)
-        for variant in VARIANTS if not options.before else ("shared",):
-            table[variant] = measure(target, variant, system_words, arrivals)
-        if options.before:
-            url, *engines = options.before.split(",")
-            before = PrefixTarget(url, engines, fleet.model.name)
-            table["before"] = measure(before, "before", system_words, arrivals)
+        table = {variant: measure(target, variant, system_words, arrivals) for variant in VARIANTS}
     figures = ratios(table)
     print_figures(figures)
     write_json(options.json, figures | {"table": {name: asdict(one) for name, one in table.items()}})

@@ -1,1 +1,1 @@
-"""Our fleets beside the routers that people would run instead: `python -m benchmarks.peers`."""
+"""Our fleets beside other routers: `python -m benchmarks.peers`."""

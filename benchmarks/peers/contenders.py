@@ -6,13 +6,10 @@ since idle engines take no CPU time. Everything else starts for its turn and end
 """
 
 import importlib.util
-import json
 import subprocess
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
-from pathlib import Path
-from secrets import token_hex
 
 from benchmarks.harness.engines import Bench, DoesNotRun, PlainEngines
 from benchmarks.harness.fleet import changed, up
@@ -37,7 +34,6 @@ def contenders(bench: Bench, plain: PlainEngines) -> list[PeerSetup]:
         PeerSetup("ours, first_turns: prefiller", lambda: ours(bench, "prefiller"), peer=False),
         PeerSetup("sglang-router", lambda: sglang_router(bench, plain)),
         PeerSetup("vllm-router", lambda: vllm_router(bench, plain)),
-        PeerSetup("Ray Serve LLM", lambda: ray_serve_llm(bench)),
         PeerSetup("vllm-router, prefill/decode", lambda: vllm_router_disaggregated(bench)),
     ]
 
@@ -79,39 +75,11 @@ def vllm_router_disaggregated(bench: Bench) -> Iterator[str]:
         yield from router(bench, "vllm-router-pd", command, port)
 
 
-@contextmanager
-def ray_serve_llm(bench: Bench) -> Iterator[str]:
-    """Run engines inside Ray Serve's replicas, with requests routed by prefix."""
-    python, port = bench.path("ray-serve-llm", "bin", "python"), free_port(HOST)
-    model, engine = bench.fleet.model, bench.fleet.engine
-    options = {name.replace("-", "_"): value for name, value in engine.args.items()}
-    env = {**engine.env, "OMP_NUM_THREADS": str(engine.threads or 1), "HF_HUB_OFFLINE": "1"}
-    env |= {"VLLM_CPU_OMP_THREADS_BIND": "nobind", "VLLM_NO_USAGE_STATS": "1"}
-    settings = {
-        "port": port,
-        "replicas": bench.replicas,
-        "model_id": model.name,
-        "model": model.path,
-        "engine": options | {"dtype": model.dtype, "max_model_len": model.max_context},
-        "env": env,
-        "folder": str(bench.work / "ray"),
-    }
-    file = bench.work / "ray-serve-llm.json"
-    file.write_text(json.dumps(settings))
-    environment = {"RAY_USAGE_STATS_ENABLED": "0", "RAY_AUTH_TOKEN": token_hex(), "PYTHONPATH": "", **env}
-    command = [str(python), str(Path(__file__).with_name("ray_serve_llm.py")), str(file)]
-    limit_s, ready = bench.start_limit_s, "/v1/models"
-    yield from served(bench, Subject("ray-serve-llm", command, port, environment, limit_s, ready))
-
-
 def router(bench: Bench, name: str, command: Sequence[str], port: int) -> Iterator[str]:
     """Run a router that sends requests to the engine with their prefix."""
     options = ["--policy", "cache_aware", "--host", HOST, "--port", str(port)]
     options += ["--prometheus-port", str(free_port(HOST))]
-    yield from served(bench, Subject(name, [*command, *options], port, start_limit_s=ROUTER_LIMIT_S))
-
-
-def served(bench: Bench, subject: Subject) -> Iterator[str]:
+    subject = Subject(name, [*command, *options], port, start_limit_s=ROUTER_LIMIT_S)
     try:
         yield bench.ready(subject)
     finally:

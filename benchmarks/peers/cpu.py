@@ -43,8 +43,7 @@ class CpuTime:
     machine: float
 
     def since(self, before: "CpuTime") -> tuple[dict[str, float], float]:
-        """Return the seconds of each kind, and of all other processes. An ended process counts among
-        others."""
+        """Return the seconds of each kind, and of all other processes, ended ones included."""
         took: defaultdict[str, float] = defaultdict(float)
         for process, seconds in self.processes.items():
             took[process[1]] += seconds - before.processes.get(process, 0.0)

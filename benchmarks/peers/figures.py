@@ -1,5 +1,4 @@
-"""Figures of `benchmarks.peers`: a row a play, medians of rounds, ratios to the best peer of the same
-round."""
+"""Figures of `benchmarks.peers`: rows of plays, their medians, and ratios to the best peer of a round."""
 
 import statistics
 from collections.abc import Iterable, Mapping, Sequence

@@ -1,6 +1,6 @@
 """Traces that every contender plays: conversations of real agents, the paper's mix, and a burst."""
 
-from collections.abc import Iterable
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -18,44 +18,33 @@ BURST = "steps:0.15*20,1.5*6"  # conversations/s for so many s: half of the mix'
 
 @dataclass(frozen=True)
 class Play:
-    """A trace with a name, and a sentence about it."""
+    """A trace with a name."""
 
     name: str
-    about: str
     conversations: tuple[TraceConversation, ...]
 
 
 def plays(trace: Path | None, quick: bool) -> list[Play]:
-    """Return all three traces, or the one that is given."""
+    """Return conversations of real coding agents, the paper's mix and a burst of it, or the given trace."""
     if trace is not None:
         given = load(trace).conversations
-        found = tuple(given[:QUICK_COUNT] if quick else given)
-        return [Play(trace.stem.removesuffix(".jsonl"), f"{trace.name} as it is", found)]
+        return [Play(trace.stem.removesuffix(".jsonl"), given[:QUICK_COUNT] if quick else given)]
     count = QUICK_COUNT if quick else COUNT
-    mixed = workload.conversations(PaperMix(conversations=count))
-    real = list(generators.scale(load(SAMPLE).conversations, generators.Scale(lengths=1 / REAL_SHRINK)))
-    mix = list(generators.scale(mixed, generators.Scale(lengths=1 / MIX_SHRINK)))
-    described = (
-        (
-            "real",
-            f"{count} conversations of real coding agents (the shipped sample, lengths / {16 * REAL_SHRINK}) "
-            f"at {REAL_RATE}/s",
-            *(real, f"poisson:{REAL_RATE}"),
-        ),
-        (
-            "paper's mix",
-            f"{count} conversations of the paper's mix, lengths / {MIX_SHRINK}, {MIX_RATE}/s",
-            *(mix, f"poisson:{MIX_RATE}"),
-        ),
-        ("burst", "the same, at 0.15/s for 20 s and 1.5/s for 6 s, in turns", mix, BURST),
-    )
+    real = _shrunk(load(SAMPLE).conversations, REAL_SHRINK)
+    mix = _shrunk(workload.conversations(PaperMix(conversations=count)), MIX_SHRINK)
     every = [
-        Play(name, about, _arriving(found, arrivals, count)) for name, about, found, arrivals in described
+        Play("real", _arriving(real, f"poisson:{REAL_RATE}", count)),
+        Play("paper's mix", _arriving(mix, f"poisson:{MIX_RATE}", count)),
+        Play("burst", _arriving(mix, BURST, count)),
     ]
     return every[:1] if quick else every
 
 
-def _arriving(found: Iterable[TraceConversation], arrivals: str, count: int) -> tuple[TraceConversation, ...]:
+def _shrunk(found: Sequence[TraceConversation], divisor: int) -> list[TraceConversation]:
+    return list(generators.scale(found, generators.Scale(lengths=1 / divisor)))
+
+
+def _arriving(found: Sequence[TraceConversation], arrivals: str, count: int) -> tuple[TraceConversation, ...]:
     alone = (replace(conversation, parent=None) for conversation in found)
     times = generators.parse(arrivals, generators.stream(0, f"peers {arrivals}"))
     return tuple(generators.arriving(alone, times))[:count]
