@@ -19,7 +19,7 @@ import aiohttp
 from openai import AsyncOpenAI
 
 from benchmarks.harness.chats import BATCH_ENDED, batch_file, converse
-from benchmarks.harness.output import command, print_figures, print_rows, quantile, write_json
+from benchmarks.harness.output import command, named_rows, print_rows, quantile, report
 from benchmarks.harness.rounds import rotated
 from traces import ReplayError
 from traces.replay.client import (
@@ -196,12 +196,11 @@ def ratio(above: float, below: float) -> float | None:
 
 
 def main() -> None:
-    parser = command(__doc__, quick="within 45 seconds")
+    parser = command(__doc__, quick="within 45 seconds", seed=1)
     parser.add_argument("--url", default="http://127.0.0.1:8000")
     parser.add_argument("--api-key", default="benchmark")
     parser.add_argument("--requests", type=int, default=2_000, help="of all phases beside agents together")
     parser.add_argument("--rounds", type=int, default=4)
-    parser.add_argument("--seed", type=int, default=1)
     options = parser.parse_args()
     load, each = QUICK, options.requests // options.rounds
     if not options.quick:
@@ -214,9 +213,8 @@ def main() -> None:
         "harvest_vs_batch_only": ratio(beside.harvest, batch.harvest),
     }
     tables = {name: phase.to_json() for name, phase in phases.items()}
-    print_rows("phases", ({"phase": name, **row} for name, row in tables.items()))
-    print_figures(figures)
-    write_json(options.json, figures | {"phases": tables})
+    print_rows("phases", named_rows("phase", tables))
+    report(options.json, figures, phases=tables)
 
 
 if __name__ == "__main__":

@@ -15,7 +15,7 @@ import asyncio
 import os
 import sys
 import time
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field
 from pathlib import Path
 from random import Random
 from statistics import median
@@ -23,7 +23,7 @@ from statistics import median
 import aiohttp
 
 from benchmarks.harness.fleet import CO_SERVING, brought_up, changed
-from benchmarks.harness.output import command, print_figures, quantile, write_json
+from benchmarks.harness.output import command, quantile, report
 from deploy.fleet import FleetSpec, load_fleet
 from deploy.lifecycle.status import serving
 from placement.engines import Role
@@ -188,10 +188,8 @@ async def play(
 
 
 def main() -> None:
-    parser = command(__doc__, quick=f"two phases of {QUICK_PHASE_S:.0f} s")
-    parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--fleet", type=Path, default=CO_SERVING)
-    options = parser.parse_args()
+    quick = f"two phases of {QUICK_PHASE_S:.0f} s"
+    options = command(__doc__, quick, CO_SERVING, seed=0).parse_args()
     phases, phase_s = (QUICK_PHASES, QUICK_PHASE_S) if options.quick else (PHASES, PHASE_S)
     fleet = prepared(options.fleet, os.cpu_count() or 1)
     with brought_up(fleet) as home:
@@ -210,9 +208,7 @@ def main() -> None:
         "failed": len(failed),
         "carried_per_s": capacity,
     }
-    print_figures(figures)
-    table = {"better alone": asdict(alone), "better beside": asdict(beside), "other": asdict(other)}
-    write_json(options.json, figures | {"table": table})
+    report(options.json, figures, table={"better alone": alone, "better beside": beside, "other": other})
     sys.exit(1 if failed or figures["ttfet_p95_vs_alone"] > AIM else 0)
 
 

@@ -27,7 +27,7 @@ import aiohttp
 
 from benchmarks.harness.engines import Bench, PlainEngines
 from benchmarks.harness.fleet import RANDOM, UP_LIMIT_S, brought_up, samples
-from benchmarks.harness.output import command, print_figures, print_rows, write_json
+from benchmarks.harness.output import command, print_rows, report
 from benchmarks.harness.rounds import forth_and_back
 from deploy.fleet import FleetSpec, load_fleet
 from deploy.home import FleetHome
@@ -351,8 +351,7 @@ def main() -> None:
     loads = [load for load in LOADS if load in (options.load or LOADS)]
     figures, table = measure(loads, QUICK_ROUNDS if options.quick else ROUNDS)
     print_rows("by load and policy", ({"load": name, **row} for name, row in table.items() if ", " in name))
-    print_figures(figures)
-    write_json(options.json, figures | {"table": table})
+    report(options.json, figures, table=table)
 
 
 if __name__ == "__main__":

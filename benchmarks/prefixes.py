@@ -14,7 +14,7 @@ import asyncio
 import sys
 import time
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from pathlib import Path
 from random import Random
 from statistics import median, quantiles
@@ -23,7 +23,7 @@ import httpx
 
 from benchmarks.harness.chats import events, words
 from benchmarks.harness.fleet import RANDOM, brought_up, changed, counted
-from benchmarks.harness.output import command, print_figures, write_json
+from benchmarks.harness.output import command, report
 from deploy.fleet import FleetSpec, load_fleet
 from deploy.lifecycle.status import fleet_status, serving
 
@@ -153,11 +153,12 @@ def ratios(table: dict[str, PrefixFigures]) -> dict[str, float]:
 
 
 def main() -> None:
-    parser = command(__doc__, quick=f"{QUICK_CONVERSATIONS} conversations, {QUICK_TOKENS} tokens")
+    parser = command(
+        __doc__, quick=f"{QUICK_CONVERSATIONS} conversations, {QUICK_TOKENS} tokens", fleet=RANDOM
+    )
     parser.add_argument("--conversations", type=int, default=CONVERSATIONS)
     parser.add_argument("--tokens", type=int, default=TOKENS, help="of a framework's system prompt")
     parser.add_argument("--kv-tokens", type=int, help="of an engine's KV (default: as in the fleet file)")
-    parser.add_argument("--fleet", type=Path, default=RANDOM)
     options = parser.parse_args()
     fleet = prepared(options.fleet, options.kv_tokens)
     with brought_up(fleet) as home:
@@ -168,8 +169,7 @@ def main() -> None:
         arrivals = poisson(target, system_words, count)
         table = {variant: measure(target, variant, system_words, arrivals) for variant in VARIANTS}
     figures = ratios(table)
-    print_figures(figures)
-    write_json(options.json, figures | {"table": {name: asdict(one) for name, one in table.items()}})
+    report(options.json, figures, table=table)
     sys.exit(1 if figures["failed"] else 0)
 
 

@@ -18,7 +18,7 @@ import asyncio
 import tempfile
 import time
 from collections.abc import AsyncIterator, Callable, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field
 from itertools import zip_longest
 from pathlib import Path
 from random import Random
@@ -29,7 +29,7 @@ import httpx
 
 from benchmarks.harness.chats import events, words
 from benchmarks.harness.fleet import RANDOM, brought_up, changed, samples
-from benchmarks.harness.output import command, print_figures, write_json
+from benchmarks.harness.output import command, report
 from deploy.fleet import FleetSpec, load_fleet
 from deploy.lifecycle.status import serving
 from deploy.small_model import ModelShape, make_model
@@ -189,9 +189,8 @@ def figures_of(rounds: Sequence[ReturnRound]) -> dict[str, float | None]:
 
 
 def main() -> None:
-    parser = command(__doc__, quick="each round twice, not four times")
+    parser = command(__doc__, quick="each round twice, not four times", fleet=RANDOM)
     parser.add_argument("--turns", type=int, default=TURNS, help="of each round")
-    parser.add_argument("--fleet", type=Path, default=RANDOM)
     options = parser.parse_args()
     with tempfile.TemporaryDirectory(prefix="heavy-") as directory:
         path = Path(directory) / "heavy"
@@ -202,9 +201,7 @@ def main() -> None:
             rounds = asyncio.run(play(url, fleet.model.name, options.turns, plays))
             prefetched = samples([url], "conserve_restores_ahead_total")
     print("\n".join(f"{name} {value:g}" for name, value in prefetched.items()))
-    figures = figures_of(rounds)
-    print_figures(figures)
-    write_json(options.json, figures | {"rounds": [asdict(one) for one in rounds]})
+    report(options.json, figures_of(rounds), rounds=rounds)
 
 
 if __name__ == "__main__":

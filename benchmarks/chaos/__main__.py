@@ -32,7 +32,7 @@ from benchmarks.chaos.agents import AgentLengths, Agents
 from benchmarks.chaos.faults import Fault, faults, inflict
 from benchmarks.chaos.watching import AbortedIterations, Batch, layer_changes, settled, whole
 from benchmarks.harness.fleet import RANDOM, brought_up, changed
-from benchmarks.harness.output import command, print_figures, write_json
+from benchmarks.harness.output import command, report
 from deploy.fleet import FleetSpec, load_fleet
 from deploy.home import FleetHome
 from deploy.lifecycle.down import marked
@@ -134,10 +134,8 @@ async def play(
 
 
 def main() -> None:
-    parser = command(__doc__, quick=f"{QUICK_MINUTES:.0f} minutes")
+    parser = command(__doc__, f"{QUICK_MINUTES:.0f} minutes", RANDOM, seed=0)
     parser.add_argument("--minutes", type=float, default=MINUTES)
-    parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--fleet", type=Path, default=RANDOM)
     parser.add_argument("--set-clock", action="store_true", help="also set this machine's clock")
     parser.add_argument("--drop", action="store_true", help="on decoders that share their layers")
     parser.add_argument("--conversations", type=int, help=f"end after so many; --drop: {DROP_CONVERSATIONS}")
@@ -178,9 +176,8 @@ def main() -> None:
     print("layers:", {change: count for change, count in layers.items() if count})
     for line in (*seen.lost, *lost, *seen.wrong, *wrong, *seen.hung, *left):
         print(f"  {line[:400]}")
-    print_figures(figures)
     counts = {"tries": seen.tries, "by_fault": faulty.counts, "layers": layers, "aborts": aborted.total}
-    write_json(options.json, figures | counts)
+    report(options.json, figures, **counts)
     bad = any(figures[name] for name in ("lost", "wrong", "hung", "leaked"))
     sys.exit(1 if bad or not figures["faults"] else 0)
 

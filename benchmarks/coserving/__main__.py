@@ -12,14 +12,13 @@ import argparse
 import asyncio
 import os
 import time
-from dataclasses import asdict
 from pathlib import Path
 from statistics import mean
 from types import SimpleNamespace
 from typing import Any
 
 from benchmarks.coserving.turns import BLOCK, LAYERS, LoadOutcome, OnlineLoad, PartLengths, bench
-from benchmarks.harness.output import command, print_figures, print_rows, quantile, write_json
+from benchmarks.harness.output import command, print_rows, quantile, report
 from placement.scheduling.latency_model import LatencyModel
 from workers.engine.coserving.iterations import IterationRecord
 from workers.engine.coserving.safepoint import Armed, Flag, SafepointWorker
@@ -143,10 +142,8 @@ async def run(options: argparse.Namespace) -> None:
             )
             rows = [row_of(one, name, profile.model) for one in outcomes for name in one.by_policy]
             print_rows("co-serving", ({name: row[name] for name in SHOWN} for row in rows))
-            found = figures(outcomes, profile)
-            print_figures(found)
-            measured = {"capacity": capacity, "latency": asdict(profile.model)}
-            write_json(options.json, {**found, "engine": measured, "rows": rows})
+            measured = {"capacity": capacity, "latency": profile.model}
+            report(options.json, figures(outcomes, profile), engine=measured, rows=rows)
 
 
 def main() -> None:

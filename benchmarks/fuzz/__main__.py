@@ -30,7 +30,7 @@ from benchmarks.fuzz.described import Described, described
 from benchmarks.fuzz.mutations import Attack, attack
 from benchmarks.fuzz.stalls import long_holds, watch
 from benchmarks.harness.fleet import CO_SERVING, brought_up
-from benchmarks.harness.output import command, print_figures, write_json
+from benchmarks.harness.output import command, report
 from deploy.fleet import load_fleet
 from deploy.home import FleetHome
 from deploy.lifecycle.status import EngineStatus, fleet_status, serving
@@ -220,10 +220,8 @@ def measure(
 
 
 def main() -> None:
-    parser = command(__doc__, quick=f"{QUICK_REQUESTS:,} requests")
+    parser = command(__doc__, f"{QUICK_REQUESTS:,} requests", CO_SERVING, seed=0)
     parser.add_argument("--requests", type=int, default=REQUESTS)
-    parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--fleet", type=Path, default=CO_SERVING)
     parser.add_argument("--schemathesis", type=Path, help="path of the program")
     parser.add_argument("--schemathesis-seconds", type=float, default=DESCRIBED_S, metavar="SECONDS")
     options = parser.parse_args()
@@ -237,8 +235,7 @@ def main() -> None:
     print("slowest answer:", seen.slowest[1])
     for line in (*seen.unanswered[:SHOWN], *seen.internal[:SHOWN]):
         print(f"  {line}")
-    print_figures(figures)
-    write_json(options.json, figures)
+    report(options.json, figures)
     sys.exit(1 if any(figures[name] for name in FAULTS) else 0)
 
 

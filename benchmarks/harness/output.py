@@ -8,9 +8,13 @@ from dataclasses import asdict, is_dataclass
 from pathlib import Path
 from typing import Any
 
+Row = Mapping[str, Any]
 
-def command(doc: str | None, quick: str = "", json_file: bool = True) -> argparse.ArgumentParser:
-    """Return a parser that shows the module's text, with `--json` and, given its help, `--quick`."""
+
+def command(
+    doc: str | None, quick: str = "", fleet: Path | None = None, seed: int | None = None
+) -> argparse.ArgumentParser:
+    """Return a parser that shows the module's text, with `--json` and the options that get a value here."""
     spec = sys.modules["__main__"].__spec__
     parser = argparse.ArgumentParser(
         prog=f"python -m {spec.name.removesuffix('.__main__')}" if spec else None,
@@ -19,8 +23,11 @@ def command(doc: str | None, quick: str = "", json_file: bool = True) -> argpars
     )
     if quick:
         parser.add_argument("--quick", action="store_true", help=quick)
-    if json_file:
-        parser.add_argument("--json", type=Path, metavar="FILE", help="write the figures here")
+    if fleet:
+        parser.add_argument("--fleet", type=Path, default=fleet, help=f"fleet file (default: {fleet.name})")
+    if seed is not None:
+        parser.add_argument("--seed", type=int, default=seed)
+    parser.add_argument("--json", type=Path, metavar="FILE", help="write the figures here")
     return parser
 
 
@@ -35,12 +42,19 @@ def quantile(values: Sequence[float], share: float) -> float:
     return ordered[min(int(share * len(ordered)), len(ordered) - 1)]
 
 
-def write_json(path: Path | None, figures: Any) -> None:
+def report(path: Path | None, figures: Row, **more: Any) -> None:
+    """Print the figures, and write them with more keys to a JSON file."""
+    print_figures(figures)
+    write_json(path, {**figures, **more})
+
+
+def write_json(path: Path | None, content: Any) -> None:
+    """Write figures, rows that are dataclasses included."""
     if path is not None:
-        path.write_text(json.dumps(figures, indent=1) + "\n")
+        path.write_text(json.dumps(content, indent=1, default=asdict) + "\n")
 
 
-def print_figures(figures: Mapping[str, float | None]) -> None:
+def print_figures(figures: Row) -> None:
     """Print one figure a line."""
     for name, value in figures.items():
         print(f"{name} = {'–' if value is None else f'{value:.4g}' if isinstance(value, float) else value}")
@@ -59,3 +73,8 @@ def print_rows(title: str, rows: Iterable[Any], width: int = 200) -> None:
     for row in found:
         table.add_row(*(f"{one:.4g}" if isinstance(one, float) else str(one) for one in row.values()))
     Console(width=width).print(table)
+
+
+def named_rows(name: str, rows: Mapping[str, Row]) -> list[Row]:
+    """Return rows that have their key in the mapping as a first column."""
+    return [{name: key, **row} for key, row in rows.items()]

@@ -6,12 +6,12 @@
 """
 
 from collections.abc import Iterable, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
 
-from benchmarks.harness.output import command, print_figures, print_rows, write_json
+from benchmarks.harness.output import command, print_rows, report
 from benchmarks.paper import a40, elastic, workload
 from benchmarks.paper.workload import PaperMix
 from placement.routing.placer_settings import PlacerSettings
@@ -140,10 +140,7 @@ def main() -> None:
         print_rows(name.replace("_", " "), rows)
     print_rows("Where a first turn is computed", elastic_rows)
     named = headlines(by_rate, saturated, capped[0]) | elastic.headlines(elastic_rows)
-    print_figures(named)
-    table = {name: [asdict(row) for row in rows] for name, rows in tables.items()}
-    table["elastic"] = [asdict(row) for row in elastic_rows]
-    write_json(options.json, named | {"table": table})
+    report(options.json, named, table={**tables, "elastic": elastic_rows})
 
 
 if __name__ == "__main__":

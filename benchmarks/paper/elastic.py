@@ -9,12 +9,12 @@ KV on collocated engines too, memory is the bound, and the ratio is a figure of 
 """
 
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
 
-from benchmarks.harness.output import command, print_figures, print_rows, write_json
+from benchmarks.harness.output import command, print_rows, report
 from benchmarks.paper import a40, workload
 from benchmarks.paper.workload import PaperMix
 from placement.routing.placer_settings import PlacerSettings, Redisaggregation
@@ -146,9 +146,7 @@ def main() -> None:
     options = parser.parse_args()
     rows = list(table(options.traces, options.quick))
     print_rows("Where a first turn is computed", rows)
-    found = headlines(rows)
-    print_figures(found)
-    write_json(options.json, found | {"table": {"elastic": [asdict(one) for one in rows]}})
+    report(options.json, headlines(rows), table={"elastic": rows})
 
 
 if __name__ == "__main__":

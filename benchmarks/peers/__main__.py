@@ -15,12 +15,12 @@ import tempfile
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 from benchmarks.harness.engines import Bench, DoesNotRun, PlainEngines
 from benchmarks.harness.fleet import RANDOM, changed
-from benchmarks.harness.output import command, print_figures, print_rows, write_json
+from benchmarks.harness.output import command, named_rows, print_rows, report
 from benchmarks.harness.rounds import rotated
 from benchmarks.peers import cpu, figures
 from benchmarks.peers.contenders import PeerSetup, contenders
@@ -118,11 +118,11 @@ def prepared(fleet_file: Path, peers: Path | None, start_limit_s: float) -> Iter
 
 
 def main() -> None:
-    parser = command(__doc__, quick="one round, one trace, fewer conversations; ends within 8 minutes")
+    quick = "one round, one trace, fewer conversations; ends within 8 minutes"
+    parser = command(__doc__, quick, RANDOM)
     parser.add_argument("--peers", type=Path, default=os.environ.get("CONSERVE_PEERS"))
     parser.add_argument("--trace", type=Path, help="play this one only, as it is")
     parser.add_argument("--rounds", type=int, default=3)
-    parser.add_argument("--fleet", type=Path, default=RANDOM)
     parser.add_argument("--only", default="", help="only these contenders, separated by semicolons")
     options = parser.parse_args()
     cpu.mark()
@@ -147,12 +147,10 @@ def main() -> None:
                 run.round(number, [one for one in everyone if one.name in wanted])
     table, found = figures.medians(run.rows), figures.named(run.rows, run.lost)
     for trace, rows in table.items():
-        print_rows(trace, ({"contender": name, **row} for name, row in rows.items()))
-    print_figures(found)
+        print_rows(trace, named_rows("contender", rows))
     print("\n".join(f"left out: {name}: {why}" for name, why in run.skipped.items()))
-    lists = {"table": table, "rows": [asdict(one) for one in run.rows]}
-    counts = {"failures": figures.failures(table, run.lost), "left_out": run.skipped}
-    write_json(options.json, found | counts | lists)
+    failures = figures.failures(table, run.lost)
+    report(options.json, found, failures=failures, left_out=run.skipped, table=table, rows=run.rows)
 
 
 if __name__ == "__main__":

@@ -22,12 +22,24 @@ from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from benchmarks.harness.output import command, print_figures, print_rows, write_json
+from benchmarks.harness.output import command, named_rows, print_rows, report
 from benchmarks.harness.processes import Subject
 from benchmarks.harness.rounds import rotated
-from benchmarks.relay import report, subjects
+from benchmarks.relay import subjects
 from benchmarks.relay.client import Load
-from benchmarks.relay.report import Results
+from benchmarks.relay.report import (
+    FEW,
+    FIRST,
+    GATEWAY,
+    MANY,
+    OURS,
+    SLOW,
+    STEP,
+    WHOLE,
+    Results,
+    medians,
+    named_figures,
+)
 
 SLOW_REPETITIONS = 3  # of the slow proxy, which differs by more than the machine's noise
 SLOW_SHARE = 1 / 8  # of each load that the slow proxy gets: it collapses under the whole
@@ -45,7 +57,7 @@ class Scenario:
     only: tuple[str, ...] = ()
 
     def takes(self, subject: Subject, repetition: int) -> bool:
-        if subject.name == report.SLOW:
+        if subject.name == SLOW:
             return self.slow_too and repetition < SLOW_REPETITIONS
         return not self.only or subject.name in self.only
 
@@ -54,29 +66,28 @@ def scenarios(quick: bool) -> list[Scenario]:
     def streams(connections: int, rate: int, seconds: float, *, in_step: bool = False) -> Load:
         return Load(0, connections, int(rate * seconds), rate, in_step)
 
-    first_turns, gateway = Load(0, 64, seconds=1.0 if quick else 1.5, fresh=True), (report.GATEWAY,)
+    first_turns, gateway = Load(0, 64, seconds=1.0 if quick else 1.5, fresh=True), (GATEWAY,)
     if quick:
-        few = ("direct", report.OURS, "haproxy")
+        few = ("direct", OURS, "haproxy")
         return [
-            Scenario(report.STEP, streams(256, 40, 0.8, in_step=True), 3, slow_too=True),
-            Scenario(report.MANY, streams(1000, 40, 1.5), 1),
-            Scenario(report.FEW, streams(100, 20, 1.0), 1, only=few),
-            Scenario(report.WHOLE, Load(0, 64, seconds=1.0), 1),
-            Scenario(report.FIRST, first_turns, 1, only=gateway),
+            Scenario(STEP, streams(256, 40, 0.8, in_step=True), 3, slow_too=True),
+            Scenario(MANY, streams(1000, 40, 1.5), 1),
+            Scenario(FEW, streams(100, 20, 1.0), 1, only=few),
+            Scenario(WHOLE, Load(0, 64, seconds=1.0), 1),
+            Scenario(FIRST, first_turns, 1, only=gateway),
         ]
     return [
-        Scenario(report.STEP, streams(256, 40, 5.0, in_step=True), 7, slow_too=True),
-        Scenario(report.MANY, streams(1000, 40, 4.0), 5),
-        Scenario(report.FEW, streams(100, 20, 1.5), 5, slow_too=True),
-        Scenario(report.WHOLE, Load(0, 64, seconds=1.0), 5, slow_too=True),
-        Scenario(report.FIRST, first_turns, 3, only=gateway),
+        Scenario(STEP, streams(256, 40, 5.0, in_step=True), 7, slow_too=True),
+        Scenario(MANY, streams(1000, 40, 4.0), 5),
+        Scenario(FEW, streams(100, 20, 1.5), 5, slow_too=True),
+        Scenario(WHOLE, Load(0, 64, seconds=1.0), 5, slow_too=True),
+        Scenario(FIRST, first_turns, 3, only=gateway),
     ]
 
 
 def measure(subject: Subject, load: Load, client_processors: set[int]) -> dict[str, Any]:
-    """Play a load on a subject in a client process, and return the client's figures with the subject's
-    cost."""
-    share = SLOW_SHARE if subject.name == report.SLOW else 1.0
+    """Play a load on a subject in a client process; return the client's figures with the subject's cost."""
+    share = SLOW_SHARE if subject.name == SLOW else 1.0
     connections = max(4, int(load.connections * share))
     given = replace(load, port=subject.port, tls=subject.tls, connections=connections)
     before = subject.cpu_seconds()
@@ -158,12 +169,11 @@ def main() -> None:
     options = parser.parse_args()
     allow_many_sockets()
     results = run(options.quick, Path(options.peers) if options.peers else None)
-    table = report.medians(results)
-    figures = report.named_figures(results, table)
+    table = medians(results)
+    figures = named_figures(results, table)
     for scenario, rows in table.items():
-        print_rows(scenario, ({"subject": name, **row} for name, row in rows.items()))
-    print_figures(figures)
-    write_json(options.json, {**figures, "table": table, "runs": results})
+        print_rows(scenario, named_rows("subject", rows))
+    report(options.json, figures, table=table, runs=results)
 
 
 if __name__ == "__main__":

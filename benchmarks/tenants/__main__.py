@@ -26,7 +26,7 @@ import orjson
 
 from benchmarks.harness.chats import converse
 from benchmarks.harness.fleet import RANDOM, brought_up, changed
-from benchmarks.harness.output import command, print_figures, quantile, write_json
+from benchmarks.harness.output import command, quantile, report
 from benchmarks.harness.processes import received, spawned
 from benchmarks.tenants.hostile import attack
 from deploy.fleet import FleetSpec, load_fleet
@@ -129,10 +129,8 @@ def figures_of(alone: VictimSeen, beside: VictimSeen) -> dict[str, float]:
 
 
 def main() -> None:
-    parser = command(__doc__, quick=f"{QUICK_ROUNDS} rounds of {QUICK_PHASE_S:.0f} s")
-    parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--fleet", type=Path, default=RANDOM)
-    options = parser.parse_args()
+    quick = f"{QUICK_ROUNDS} rounds of {QUICK_PHASE_S:.0f} s"
+    options = command(__doc__, quick, RANDOM, seed=0).parse_args()
     rounds, phase_s = (QUICK_ROUNDS, QUICK_PHASE_S) if options.quick else (ROUNDS, PHASE_S)
     with tempfile.TemporaryDirectory(prefix="keys-") as folder:
         fleet = prepared(options.fleet, Path(folder) / "keys.yaml")
@@ -143,8 +141,7 @@ def main() -> None:
     print("answers to the attack:", dict(answers.most_common()))
     for line in (*alone.failed, *beside.failed):
         print(f"  failed: {line[:300]}")
-    print_figures(figures)
-    write_json(options.json, figures | {"attack": answers})
+    report(options.json, figures, attack=answers)
     late = figures["victim_ttft_p99_vs_alone"] > AIM or figures["victim_gap_p99_vs_alone"] > GAP_AIM
     sys.exit(1 if figures["victim_failed"] or late else 0)
 
