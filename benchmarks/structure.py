@@ -20,17 +20,17 @@ The figures leave out files that protoc wrote:
     later_turn_files     with --trips: product files that its second turn runs
 """
 
-import argparse
 import ast
 import gc
 import io
-import json
 import tokenize
 from collections import defaultdict
 from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
+
+from benchmarks.harness.output import command, write_json
 
 ROOT = Path(__file__).resolve().parent.parent
 PRODUCT = ("placement", "kvtransfer", "workers", "router", "deploy", "traces")
@@ -256,15 +256,10 @@ class Structure:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(
-        prog="python -m benchmarks.structure",
-        description=__doc__,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
+    parser = command(__doc__)
     parser.add_argument("--tree", type=Path, default=ROOT, help="checkout to count (default: this one)")
     parser.add_argument("--trips", action="store_true", help="start a fleet and observe two turns")
     parser.add_argument("--list", metavar="FIGURE", help="print each place that this figure counts")
-    parser.add_argument("--json", type=Path, metavar="FILE", help="write the figures here")
     arguments = parser.parse_args()
     structure = Structure(arguments.tree.resolve())
 
@@ -288,8 +283,7 @@ def main() -> None:
     print(f"{'class names twice':<20}{len(twice):>8}")
     for name, where in twice.items():
         print(f"  {name}: {', '.join(where)}")
-    if arguments.json:
-        arguments.json.write_text(json.dumps(figures, indent=1) + "\n")
+    write_json(arguments.json, figures)
 
 
 if __name__ == "__main__":

@@ -17,7 +17,7 @@ from statistics import mean
 from types import SimpleNamespace
 from typing import Any
 
-from benchmarks.coserving.turns import BLOCK, LAYERS, LoadOutcome, OnlineLoad, PartLengths, bench
+from benchmarks.coserving.turns import LAYERS, LoadOutcome, OnlineLoad, PartLengths, bench
 from benchmarks.harness.output import command, print_rows, quantile, report
 from placement.scheduling.latency_model import LatencyModel
 from workers.engine.coserving.iterations import IterationRecord
@@ -132,8 +132,7 @@ async def run(options: argparse.Namespace) -> None:
     """Compare the policies under each load, and report after every load: a run may be cut off."""
     quick, outcomes = options.quick, list[LoadOutcome]()
     lengths = PartLengths.part_of_paper(16 if quick else options.part)
-    blocks = options.blocks or 112 * lengths.iteration // BLOCK
-    async with bench(options.model, lengths, 1 if quick else 5, blocks, options.host_kv_gib) as engine:
+    async with bench(options.model, lengths, 1 if quick else 5) as engine:
         capacity, profile = await engine.capacity(2.5 if quick else 20.0), engine.profile
         print(f"capacity: {capacity:.2f} requests/s", flush=True)
         for load in loads(capacity, options, lengths):
@@ -157,8 +156,6 @@ def main() -> None:
     parser.add_argument("--loads", type=float, nargs="+", default=[0.2, 0.4, 0.6], help=about)
     parser.add_argument("--cvs", type=float, nargs="+", default=[0.5, 1.0, 2.0])
     parser.add_argument("--policies", nargs="+", default=POLICIES)
-    parser.add_argument("--blocks", type=int, help="of KV, 32 tokens each; without it 112 iterations fit")
-    parser.add_argument("--host-kv-gib", type=float, default=0.0, help="checkpoint offline KV on the host")
     asyncio.run(run(parser.parse_args()))
 
 

@@ -59,7 +59,7 @@ class PartLengths:
 
     @property
     def offline_at_once(self) -> int:
-        """Offline requests that fill every iteration.
+        """Number of offline requests that fill every iteration.
 
         While one decodes, as many others have their prompts computed as fit into that many iterations.
         """
@@ -198,12 +198,10 @@ class TurnBench:
     policy_file: Path
 
     async def turn(
-        self, name: str, load: OnlineLoad, seed: int, slo: TurnTargets, into: Experienced
+        self, policy: str, load: OnlineLoad, seed: int, slo: TurnTargets, into: Experienced
     ) -> list[IterationRecord]:
-        """Play one turn; a name may end with ` without safepoints`. Return its iterations."""
-        policy, _, without = name.partition(" without ")
-        settings = ServingSettings(policy, slo, safepoints=without != "safepoints")
-        choose(self.policy_file, settings, self.profile.model)
+        """Play one turn of a policy and return its iterations."""
+        choose(self.policy_file, ServingSettings(policy, slo), self.profile.model)
         before = len(self.engine.iterations())
         turn = PolicyTurn(self.engine, load, seed)
         await turn.run(into, with_offline=policy != BASELINE)
@@ -240,10 +238,8 @@ def choose(file: Path, settings: ServingSettings, model: LatencyModel) -> None:
 
 
 @asynccontextmanager
-async def bench(
-    model: Path | None, lengths: PartLengths, repeats: int, blocks: int, host_kv_gib: float
-) -> AsyncIterator[TurnBench]:
-    """Run a profiled engine; without a model one of 24 layers is made."""
+async def bench(model: Path | None, lengths: PartLengths, repeats: int) -> AsyncIterator[TurnBench]:
+    """Run a profiled engine whose KV holds 112 iterations; without a model one of 24 layers is made."""
     with tempfile.TemporaryDirectory() as folder:
         if model is None:
             model = Path(folder) / "model"
@@ -255,14 +251,13 @@ async def bench(
         environment = {"OMP_NUM_THREADS": threads, "VLLM_CPU_OMP_THREADS_BIND": "nobind"}
         shape = StandaloneShape(
             model,
-            blocks=blocks,
+            blocks=112 * lengths.iteration // BLOCK,
             max_tokens=lengths.iteration,
             max_running=64,
             max_context=MAX_CONTEXT,
             block_tokens=BLOCK,
             scheduler=SCHEDULER,
             plugins=(SAFEPOINT_PLUGIN,),
-            host_kv_gib=host_kv_gib,
             environment={POLICY_FILE: str(policy_file), **environment},
         )
         async with coserving_engine(shape, CoServingConfig()) as engine:

@@ -17,23 +17,26 @@ import time
 from collections import Counter
 from contextlib import suppress
 from dataclasses import dataclass, field
-from multiprocessing import get_context
 from pathlib import Path
 from random import Random
 from typing import Any
 from urllib.parse import urlsplit
 
-import httpx
+import aiohttp
 import psutil
 
 from benchmarks.fuzz.described import Described, described
 from benchmarks.fuzz.mutations import Attack, attack
 from benchmarks.fuzz.stalls import long_holds, watch
+from benchmarks.harness.chats import converse
 from benchmarks.harness.fleet import CO_SERVING, brought_up
 from benchmarks.harness.output import command, report
+from benchmarks.harness.processes import received, spawned
 from deploy.fleet import load_fleet
 from deploy.home import FleetHome
 from deploy.lifecycle.status import EngineStatus, fleet_status, serving
+from traces import ReplayError
+from traces.replay.client import ChatClient, ReplayOptions
 
 REQUESTS, QUICK_REQUESTS = 100_000, 3_000
 CLIENTS = 12
@@ -112,33 +115,25 @@ async def attackers(
     await asyncio.gather(*(client(number) for number in range(CLIENTS)))
 
 
-async def honest(http: httpx.AsyncClient, model: str, name: str) -> list[str]:
+async def honest(chat: ChatClient, name: str) -> list[str]:
     """Hold a conversation and return its answers."""
-    messages: list[dict[str, str]] = [{"role": "system", "content": "You are an agent. " * 40}]
-    answers = []
-    for turn in range(TURNS):
-        messages.append({"role": "user", "content": f"Step {turn}: {'read and act ' * 20}"})
-        body: dict[str, Any] = {"model": model, "messages": messages, "temperature": 0.0}
-        body |= {"max_tokens": TOKENS, "min_tokens": TOKENS, "ignore_eos": True}
-        answer = await http.post("/v1/chat/completions", json=body, headers={"x-conversation-id": name})
-        answer.raise_for_status()
-        answers.append(str(answer.json()["choices"][0]["message"]["content"]))
-        messages.append({"role": "assistant", "content": answers[-1]})
-    return answers
+    contents = (f"Step {turn}: {'read and act ' * (80 if turn == 0 else 20)}" for turn in range(TURNS))
+    return [answer.text async for _, answer in converse(chat, contents, TOKENS, name)]
 
 
 async def run(
     url: str, model: str, requests: int, seed: int, schemathesis: Path | None, seconds: float
 ) -> FuzzResults:
     seen, stop, split = FuzzResults(), asyncio.Event(), urlsplit(url)
-    async with httpx.AsyncClient(base_url=url, timeout=120.0) as http:
-        expected = await honest(http, model, "before")
+    async with aiohttp.ClientSession() as session:
+        chat = ChatClient(session, ReplayOptions(url, conversation_header="x-conversation-id"), model)
+        expected = await honest(chat, "before")
 
         async def repeat_honest() -> None:
             while not stop.is_set():
                 try:
-                    answers = await honest(http, model, f"honest-{seen.honest}")
-                except httpx.HTTPError as failed:
+                    answers = await honest(chat, f"honest-{seen.honest}")
+                except ReplayError as failed:
                     answers = [repr(failed)]
                 seen.honest += 1
                 if answers != expected:
@@ -184,17 +179,14 @@ def measure(
     url: str, home: FleetHome, run_arguments: tuple[Any, ...]
 ) -> tuple[FuzzResults, dict[str, float]]:
     """Attack the fleet; return what was seen, and the figures."""
-    before, process, spawn = fleet_status(home).engines, listener(url), get_context("spawn")
-    theirs, ours = spawn.Pipe()
-    prober = spawn.Process(target=watch, args=(url, theirs), daemon=True)
-    prober.start()
-    files, memory, holds = process.num_fds(), memory_mib(process), long_holds(url)
-    began = time.monotonic()
-    seen = asyncio.run(run(url, *run_arguments))
-    seconds = time.monotonic() - began
-    ours.send(None)
-    stalls: dict[str, float] = ours.recv() if ours.poll(10) else {}
-    prober.join(5)
+    before, process = fleet_status(home).engines, listener(url)
+    with spawned(watch, url) as prober:
+        files, memory, holds = process.num_fds(), memory_mib(process), long_holds(url)
+        began = time.monotonic()
+        seen = asyncio.run(run(url, *run_arguments))
+        seconds = time.monotonic() - began
+        prober.send(None)
+        stalls: dict[str, float] = received(prober)
     holds_after, after = long_holds(url), settled(home)
     lives = {one.engine: (one.pid, one.restarts) for one in before}
     described = seen.described or Described(0, False, 0, "")

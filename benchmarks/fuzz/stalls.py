@@ -34,7 +34,7 @@ def long_holds(url: str) -> int:
     return round(counted([url], name, le="+Inf") - counted([url], name, le=str(HOLD_S)))
 
 
-def watch(url: str, pipe: Connection) -> None:
+def watch(pipe: Connection, url: str) -> None:
     """Probe both servers until something comes through the pipe; then send the figures back."""
     server = ThreadingHTTPServer(("127.0.0.1", 0), IdleServer)
     threading.Thread(target=server.serve_forever, daemon=True).start()
