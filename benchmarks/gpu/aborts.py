@@ -8,8 +8,8 @@ from benchmarks.gpu.abortable_steps import AbortableSteps, abortable_steps
 from benchmarks.gpu.decode_layers import DecodeLayers
 from benchmarks.gpu.host_tier_copies import made_blocks
 from benchmarks.gpu.results import Figures
+from kvtransfer.checkpoint.copy_orders import BlockCopy
 from kvtransfer.checkpoint.cuda_mover import CudaMover, memory_for
-from kvtransfer.checkpoint.scheduler import BlockCopy
 from kvtransfer.side_stream import cuda_of
 
 INPUT_BYTES = {"64B": 64, "64KiB": 64 << 10}

@@ -14,9 +14,9 @@ import torch
 
 from benchmarks.gpu.batch_memcpy import AT_ANY_TIME, IN_STREAM_ORDER, BatchMemcpyError, batch_memcpy, pointers
 from benchmarks.gpu.results import Figures, bandwidth
+from kvtransfer.checkpoint.copy_orders import BlockCopy
 from kvtransfer.checkpoint.cuda_mover import CudaMover, memory_for
 from kvtransfer.checkpoint.host_slots import THREADS, CudaRegistry, HostSlots
-from kvtransfer.checkpoint.scheduler import BlockCopy
 from kvtransfer.side_stream import cuda_of
 
 Ways = dict[str, Callable[[], object]]

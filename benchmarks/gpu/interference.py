@@ -13,9 +13,9 @@ from benchmarks.gpu.abortable_steps import timed
 from benchmarks.gpu.decode_layers import DecodeLayers
 from benchmarks.gpu.host_tier_copies import finish, made_blocks, shape_for
 from benchmarks.gpu.results import Figures, spread
+from kvtransfer.checkpoint.copy_orders import BlockCopy
 from kvtransfer.checkpoint.cuda_mover import CudaMover, memory_for
 from kvtransfer.checkpoint.host_slots import CHUNK_BYTES, CudaRegistry, Registry
-from kvtransfer.checkpoint.scheduler import BlockCopy
 from kvtransfer.side_stream import cuda_of
 
 

@@ -18,9 +18,9 @@ import torch
 from benchmarks.harness.kv_transfer import BLOCK_TOKENS, LIMIT_S, Producer, fetch_prompt, transfer_end
 from benchmarks.harness.processes import HOST, received, spawned
 from kvtransfer.checkpoint.copier import Copier, come_after_the_model
+from kvtransfer.checkpoint.copy_orders import BlockCopy, BlockLoad, CheckpointOrder
 from kvtransfer.checkpoint.cuda_mover import memory_for, mover_for
 from kvtransfer.checkpoint.host_slots import block_bytes
-from kvtransfer.checkpoint.scheduler import BlockCopy, BlockLoad, CheckpointOrder
 from kvtransfer.transfer.kv_memory import BlockMemory, HostBlockMemory
 from kvtransfer.transfer.staging import StagedBlockMemory
 
