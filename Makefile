@@ -4,7 +4,7 @@ VENV := .venv
 PY := $(VENV)/bin/python
 FLEET := configs/laptop.yaml
 
-.PHONY: up down test check fast lint types structure install lock sbom clients broken fuzz schema wheel clean
+.PHONY: up down test check docs fast lint types structure install lock sbom clients broken fuzz schema wheel clean
 
 up: install
 	@$(VENV)/bin/conserve up $(FLEET)
@@ -12,17 +12,21 @@ up: install
 down: install
 	@$(VENV)/bin/conserve down $(FLEET)
 
-test: install lint types
+test: install lint types docs
 	@deploy/setup/packages.sh
 	@$(PY) -m tests.run fast slow engines
 
-check: install lint types fast
+check: install lint types docs fast
 
 lint:
 	@$(PY) -m ruff check . && $(PY) -m ruff format --quiet --check .
 
 types:
 	@$(PY) -m mypy
+
+# The documentation as a site, in site/. A link or anchor that leads nowhere fails it.
+docs:
+	@NO_MKDOCS_2_WARNING=1 $(PY) -m mkdocs build --quiet --strict
 
 fast:
 	@$(PY) -m tests.run fast
@@ -67,4 +71,4 @@ lock:
 	@deploy/setup/lock.sh
 
 clean:
-	rm -rf $(VENV) .venv-clients .venv-fuzz build dist *.egg-info .mypy_cache .ruff_cache .pytest_cache .hypothesis
+	rm -rf $(VENV) .venv-clients .venv-fuzz site build dist *.egg-info .mypy_cache .ruff_cache .pytest_cache .hypothesis
