@@ -24,7 +24,7 @@ try:
     from matplotlib.figure import Figure
     from matplotlib.ticker import FuncFormatter, NullFormatter
 except ModuleNotFoundError as missing:
-    raise TraceError("charts need matplotlib: pip install 'conserve[reports]'") from missing
+    raise TraceError("charts need matplotlib: pip install 'conserve-llm[reports]'") from missing
 
 STYLE: dict[str, Any] = {
     "svg.fonttype": "none",
