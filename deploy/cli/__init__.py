@@ -1,8 +1,28 @@
-"""The `conserve` command."""
+"""The `conserve` command: one module of `commands` for each of its commands or groups."""
 
 import typer
 
-from deploy.cli.commands import batch, key, look, power, profile, run, simulate, workload
+from deploy.cli.commands import (
+    advise,
+    batch,
+    check,
+    down,
+    journal,
+    key,
+    logs,
+    plan,
+    power,
+    profile,
+    replay,
+    report,
+    simulate,
+    status,
+    targets,
+    top,
+    trace,
+    up,
+    version,
+)
 from deploy.cli.common import errors_as_sentences
 
 app = typer.Typer(
@@ -12,13 +32,13 @@ app = typer.Typer(
     add_completion=False,
     pretty_exceptions_enable=False,
 )
-for module in (run, look, workload, simulate, profile):  # in the order of the help
-    app.add_typer(module.app)
-app.add_typer(batch.app, name="batch")
-app.add_typer(run.journal_app, name="journal")
-app.add_typer(key.app, name="key")
-app.add_typer(workload.traces, name="trace")
-app.add_typer(power.app, name="power")
+for command in (  # in the order of the help
+    *(check.check, up.up, down.down, status.status, top.top, logs.logs, advise.advise, targets.targets),
+    *(replay.replay, report.report, simulate.simulate, plan.plan, profile.profile, version.version),
+):
+    app.command()(command)
+for group in (batch, journal, key, trace, power):
+    app.add_typer(group.app, name=group.__name__.rpartition(".")[2])
 
 
 def main() -> None:

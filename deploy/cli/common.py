@@ -1,4 +1,4 @@
-"""What commands share: which fleet is meant, progress, and errors as sentences."""
+"""Arguments and helpers that commands share, and errors as sentences."""
 
 import sys
 import time
@@ -10,8 +10,9 @@ from typing import Annotated
 import typer
 
 from deploy.errors import DeployError
-from deploy.fleet import load_fleet
+from deploy.fleet import FleetSpec, load_fleet
 from deploy.home import FleetHome
+from deploy.lifecycle.status import serving
 from deploy.lifecycle.up import is_up
 from kvtransfer import KVTransferError
 from placement import PlacementError
@@ -21,27 +22,26 @@ from traces.format import Trace, load
 from workers.processes import WorkerError
 
 EXPECTED = (DeployError, KVTransferError, PlacementError, RouterError, TraceError, WorkerError)
+FleetFile = Annotated[Path, typer.Argument(help="A fleet file, as configs/laptop.yaml")]
+_WHICH = "Name or file of the fleet; by default the only one that is up"
+FleetName = Annotated[str | None, typer.Argument(metavar="[FLEET]", help=_WHICH)]
+FleetOption = Annotated[str | None, typer.Option("--fleet", help=_WHICH)]
+AsJson = Annotated[bool, typer.Option("--json", help="Print JSON")]
 
 
 @contextmanager
 def errors_as_sentences() -> Iterator[None]:
-    """Where errors of ours end: a sentence on standard error and an exit code, not a traceback."""
+    """Print an error of ours as a sentence and exit with 1; other errors stay tracebacks."""
     try:
         yield
     except EXPECTED as error:
-        said = str(error)
-        print(f"conserve: {said}" if "\n" not in said else said, file=sys.stderr)
+        sentence = str(error)
+        print(sentence if "\n" in sentence else f"conserve: {sentence}", file=sys.stderr)
         sys.exit(1)
 
 
-FleetName = Annotated[
-    str | None, typer.Argument(metavar="[FLEET]", help="Its name or file; else the only one that is up")
-]
-FleetOption = Annotated[str | None, typer.Option("--fleet", help="Its name or file; else the only one up")]
-
-
 def home_of(fleet: str | None) -> FleetHome:
-    """Of a fleet's name, or of the file it was brought up from, or of the only one that is up."""
+    """Return the home of the fleet with this name or file, or of the only fleet that is up."""
     if fleet is None:
         return only_fleet()
     if fleet.endswith((".yaml", ".yml")):
@@ -49,9 +49,17 @@ def home_of(fleet: str | None) -> FleetHome:
     return FleetHome.of(fleet)
 
 
+def gateway_of(fleet: str | None) -> tuple[str, FleetSpec]:
+    """Return the address of a fleet's gateway, and the fleet as it was brought up."""
+    home = home_of(fleet)
+    return serving(home).endpoint, load_fleet(home.fleet_file)
+
+
 def only_fleet(*, to_end: bool = False) -> FleetHome:
-    """Or the only one that was killed and not brought down, where none is up. `to_end`: whoever says no name
-    may mean what was killed, and must not end what serves: it has to be the only one of both."""
+    """Return the only fleet that is up; if none is up, the only one that was killed and not brought down.
+
+    With `to_end` both kinds count: a command that ends a fleet without a name must not end the wrong one.
+    """
     runs = FleetHome.of_runs()
     up = [home for home in runs if is_up(home)]
     match runs if to_end else up or runs:
@@ -68,7 +76,7 @@ def only_fleet(*, to_end: bool = False) -> FleetHome:
 
 
 def any_trace(path: Path) -> Trace:
-    """In our format, or else whatever an importer knows."""
+    """Read a trace of our format, or of one that an importer knows."""
     try:
         return load(path)
     except NotATrace:
@@ -76,7 +84,7 @@ def any_trace(path: Path) -> Trace:
 
 
 class Progress:
-    """Lines for a person who waits, each with the time since the start."""
+    """Print progress, each line with the time since the start."""
 
     def __init__(self) -> None:
         self._began = time.monotonic()

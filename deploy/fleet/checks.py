@@ -18,6 +18,7 @@ from deploy.home import FleetHome, FleetKeys
 from kvtransfer import KVTransferError
 from placement import PlacementError
 from placement.engines import Role
+from router.auth.keys_file import load_keys
 from router.gateway.slo_classes import PRIORITY_S
 from router.http import Certificate, TlsError
 from router.requests.hints import HIGHEST_PRIORITY
@@ -191,9 +192,12 @@ def _exposed(fleet: FleetSpec) -> Iterator[Problem]:
 
 
 def check_files(fleet: FleetSpec) -> Iterator[Problem]:
-    """What a gateway would not start with. Where gateways run on other machines, the files may be there."""
+    """Check files that gateways need. Where gateways run on other machines, the files may be only there."""
+    keys_file, here = Path(fleet.gateway.keys_file or "").expanduser(), fleet.ray.address is None
+    if fleet.gateway.keys_file and (here or keys_file.exists()):
+        load_keys(keys_file)  # raises KeysFileError with lines of that file
     tls = fleet.gateway.tls
-    if tls is None or (fleet.ray.address is not None and not Path(tls.cert).expanduser().exists()):
+    if tls is None or (not here and not Path(tls.cert).expanduser().exists()):
         return
     try:
         Certificate(tls.cert, tls.key)

@@ -11,8 +11,8 @@ from pathlib import Path
 
 import pytest
 
-from deploy.cli.commands.look import look
-from deploy.cli.commands.run import curl_line
+from deploy.cli.commands.top import look
+from deploy.cli.commands.up import curl_line
 from deploy.errors import DeployError
 from deploy.fleet import FleetSpec
 from deploy.lifecycle.status import endpoint_of, trust_of

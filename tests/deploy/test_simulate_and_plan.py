@@ -6,7 +6,8 @@ from pathlib import Path
 
 import pytest
 
-from deploy.cli.commands.simulate import plan, simulate, simulated_fleet, simulation_settings
+from deploy.cli.commands.plan import plan
+from deploy.cli.commands.simulate import simulate, simulated_fleet, simulation_settings
 from deploy.errors import DeployError
 from deploy.fleet import load_fleet
 from placement import PlacementError
@@ -100,7 +101,7 @@ def test_plan_overload_of_engines_that_would_be_too_slow_says_so(
     unknown = tmp_path / "profile.json"
     known = asdict(find("a40-qwen3-0.6b"))
     unknown.write_text(json.dumps({name: value for name, value in known.items() if name != "layers"}))
-    with pytest.raises(DeployError, match="says nothing of layers"):
+    with pytest.raises(DeployError, match="has no layers"):
         plan(overload=FLEET, profile=str(unknown))
 
 

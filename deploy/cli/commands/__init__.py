@@ -1,1 +1,0 @@
-"""The commands, by what a person does; each module registers its own."""

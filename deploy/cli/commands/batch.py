@@ -1,4 +1,4 @@
-"""conserve batch: hand in files of requests, watch them, fetch their results."""
+"""conserve batch: submit files of requests, watch them, fetch their results."""
 
 import json
 import os
@@ -19,10 +19,9 @@ from rich.progress import (
     TimeRemainingColumn,
 )
 
-from deploy.cli.common import FleetOption, home_of
+from deploy.cli.common import FleetOption, gateway_of
 from deploy.errors import DeployError
-from deploy.fleet import load_fleet
-from deploy.lifecycle.status import serving, trust_of
+from deploy.lifecycle.status import trust_of
 
 if TYPE_CHECKING:  # it takes a second to import, which every other command would pay
     from openai import APIStatusError, OpenAI
@@ -34,16 +33,13 @@ _TIMEOUT_S = 600.0
 
 @contextmanager
 def client(url: str | None, fleet: str | None, api_key: str | None) -> "Iterator[OpenAI]":
-    """At `url`, or where the named fleet serves on this machine. What it refuses is a DeployError."""
+    """Connect to `url`, or to the named fleet on this machine. A refusal becomes a DeployError."""
     import openai
 
     key, trust = api_key or os.environ.get(API_KEY), None
     if url is None:
-        home = home_of(fleet)
-        url = serving(home).endpoint
-        if home.fleet_file.exists():
-            up = load_fleet(home.fleet_file)
-            key, trust = key or next(iter(up.gateway.api_keys), None), trust_of(up)
+        url, up = gateway_of(fleet)
+        key, trust = key or next(iter(up.gateway.api_keys), None), trust_of(up)
     base = url.rstrip("/")
     base = base if base.endswith("/v1") else f"{base}/v1"
     calls = openai.DefaultHttpxClient(verify=trust or True)
@@ -54,7 +50,7 @@ def client(url: str | None, fleet: str | None, api_key: str | None) -> "Iterator
             yield api
     except openai.APIStatusError as refused:
         if isinstance(refused, openai.AuthenticationError) and key is None:
-            raise DeployError(f"the fleet asks for a key: say --api-key, or set ${API_KEY}") from refused
+            raise DeployError(f"the fleet asks for a key: give --api-key, or set ${API_KEY}") from refused
         raise DeployError(f"{refused.status_code}: {_message(refused)}") from refused
     except openai.APIConnectionError as broken:
         raise DeployError(f"no answer from {broken.request.url}: is the fleet up?") from broken
@@ -69,12 +65,12 @@ app = typer.Typer(no_args_is_help=True, help="Offline work: files of requests th
 console = Console()
 
 _ENDED = ("completed", "failed", "expired", "cancelled")
-_LOOK_EVERY_S = 1.0
+_POLL_S = 1.0
 _SHOWN_ERRORS = 20
 
-Url = Annotated[str | None, typer.Option(help="The gateway's address; else that of --fleet")]
-Key = Annotated[str | None, typer.Option(help="API key; else CONSERVE_API_KEY, else the fleet's first")]
-Id = Annotated[str, typer.Argument(help="The batch's id")]
+Url = Annotated[str | None, typer.Option(help="Address of the gateway; by default that of --fleet")]
+Key = Annotated[str | None, typer.Option(help="API key; by default CONSERVE_API_KEY, or the fleet's first")]
+Id = Annotated[str, typer.Argument(help="Id of the batch")]
 Follow = Annotated[bool, typer.Option("--wait", "-w", help="Show progress until it ends")]
 
 
@@ -83,8 +79,8 @@ def submit(
     file: Annotated[
         Path, typer.Argument(help="Requests, one JSON object a line", exists=True, dir_okay=False)
     ],
-    endpoint: Annotated[str | None, typer.Option(help="Else the url of the first line")] = None,
-    window: Annotated[str, typer.Option(help="Time it may take: 1h to 7d")] = "24h",
+    endpoint: Annotated[str | None, typer.Option(help="By default the url of the first line")] = None,
+    window: Annotated[str, typer.Option(help="Time within which it must end: 1h to 7d")] = "24h",
     metadata: Annotated[list[str] | None, typer.Option("--metadata", "-m", help="KEY=VALUE")] = None,
     wait: Follow = False,
     out: Annotated[Path | None, typer.Option("--out", "-o", help="Wait, then write the results here")] = None,
@@ -92,7 +88,7 @@ def submit(
     fleet: FleetOption = None,
     api_key: Key = None,
 ) -> None:
-    """Hand in a file of requests; prints the batch's id."""
+    """Submit a file of requests and print the id of its batch."""
     pairs = dict(_pair(text) for text in metadata or ())
     where = endpoint or _endpoint_of(file)
     with client(url, fleet, api_key) as api:
@@ -107,12 +103,12 @@ def submit(
 
 @app.command("list")
 def list_batches(
-    limit: Annotated[int, typer.Option(help="How many, newest first", min=1, max=100)] = 20,
+    limit: Annotated[int, typer.Option(help="Number of batches, newest first", min=1, max=100)] = 20,
     url: Url = None,
     fleet: FleetOption = None,
     api_key: Key = None,
 ) -> None:
-    """The batches of this API key, newest first."""
+    """List the batches of this API key, newest first."""
     with client(url, fleet, api_key) as api:
         found = api.batches.list(limit=limit).data
     for batch in found:
@@ -124,7 +120,7 @@ def list_batches(
 def show(
     id: Id, wait: Follow = False, url: Url = None, fleet: FleetOption = None, api_key: Key = None
 ) -> None:
-    """One batch: its state, counts and errors."""
+    """Show the state, counts and errors of a batch."""
     with client(url, fleet, api_key) as api:
         batch = api.batches.retrieve(id)
         _print(_watched(api, batch) if wait else batch)
@@ -132,7 +128,7 @@ def show(
 
 @app.command("cancel")
 def cancel(id: Id, url: Url = None, fleet: FleetOption = None, api_key: Key = None) -> None:
-    """End a batch; what is done stays available."""
+    """Cancel a batch; results that it has stay available."""
     with client(url, fleet, api_key) as api:
         _print(api.batches.cancel(id))
 
@@ -140,8 +136,10 @@ def cancel(id: Id, url: Url = None, fleet: FleetOption = None, api_key: Key = No
 @app.command("results")
 def results(
     id: Id,
-    out: Annotated[Path | None, typer.Option("--out", "-o", help="A file; else the terminal")] = None,
-    errors: Annotated[bool, typer.Option("--errors", help="What failed instead of what succeeded")] = False,
+    out: Annotated[
+        Path | None, typer.Option("--out", "-o", help="File to write; by default the terminal")
+    ] = None,
+    errors: Annotated[bool, typer.Option("--errors", help="Failed requests instead of results")] = False,
     url: Url = None,
     fleet: FleetOption = None,
     api_key: Key = None,
@@ -167,7 +165,7 @@ def _finish(api: "OpenAI", batch: "Batch", out: Path | None) -> None:
 
 
 def _watched(api: "OpenAI", batch: "Batch") -> "Batch":
-    """Follow it to its end: a bar, requests a second, and when it will be through at that rate."""
+    """Show a progress bar until the batch ends."""
     columns = (
         TextColumn("{task.description}"),
         BarColumn(),
@@ -185,7 +183,7 @@ def _watched(api: "OpenAI", batch: "Batch") -> "Batch":
             progress.update(task, description=batch.status, completed=done, total=total)
             if batch.status in _ENDED:
                 return batch
-            time.sleep(_LOOK_EVERY_S)
+            time.sleep(_POLL_S)
             batch = api.batches.retrieve(batch.id)
 
 
@@ -221,7 +219,7 @@ def _endpoint_of(file: Path) -> str:
     try:
         return str(json.loads(first)["url"])
     except (ValueError, KeyError, TypeError) as wrong:
-        raise DeployError(f"{file}: the first line has no url: say --endpoint") from wrong
+        raise DeployError(f"{file}: the first line has no url: give --endpoint") from wrong
 
 
 def _pair(text: str) -> tuple[str, str]:

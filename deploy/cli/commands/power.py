@@ -3,13 +3,13 @@
 import os
 import socket
 from collections.abc import Sequence
-from pathlib import Path
 from typing import Annotated
 
 import typer
 from rich.console import Console
 from rich.table import Table
 
+from deploy.cli.common import FleetFile
 from deploy.errors import DeployError
 from deploy.fleet import FleetSpec, load_fleet
 from deploy.fleet.engine_needs import engine_resources
@@ -21,30 +21,31 @@ from workers.power.nvml import Gpus
 app = typer.Typer(no_args_is_help=True, help="Power limits of this machine's GPUs: plan, apply, restore.")
 console = Console()
 
-File = Annotated[Path, typer.Argument(help="a fleet file")]
-Tier = Annotated[str | None, typer.Option(help="only this tier runs here; it gets all GPUs")]
+Tier = Annotated[str | None, typer.Option(help="Only this tier runs here, on all GPUs")]
 
 
 @app.command("plan")
-def plan(file: File, tier: Tier = None) -> None:
-    """Show what would be changed, and change nothing."""
+def plan(file: FleetFile, tier: Tier = None) -> None:
+    """Show the changes, and make none."""
     with Gpus() as gpus:
         _show(_planned(gpus, load_fleet(file), tier))
 
 
 @app.command("apply")
 def apply(
-    file: File,
+    file: FleetFile,
     tier: Tier = None,
-    yes: Annotated[bool, typer.Option("--yes", help="do it; without, this is a plan")] = False,
+    yes: Annotated[
+        bool, typer.Option("--yes", help="Make the changes; without it they are only shown")
+    ] = False,
 ) -> None:
-    """Set the limits. They stay until `conserve power restore`; keepers undo their own by themselves."""
+    """Set the limits. They stay until `conserve power restore`; keepers reset their own limits."""
     with Gpus() as gpus:
         fleet = load_fleet(file)
         changes = _planned(gpus, fleet, tier)
         _show(changes)
         if not yes:
-            console.print("Nothing was changed. To do it: --yes")
+            console.print("Nothing was changed; --yes makes the changes")
             return
         wishes = [change.wish for change in changes]
         holder = f"{socket.gethostname()}:{os.getpid()}"
@@ -53,11 +54,11 @@ def apply(
 
 @app.command("restore")
 def restore() -> None:
-    """Set every limit back that was changed on this machine and not set back."""
+    """Reset every limit that was changed on this machine."""
     with Gpus() as gpus:
         outcomes = limits.restore(gpus, conserve_home() / POWER, boot_id())
         if not outcomes:
-            console.print("Nothing to set back.")
+            console.print("Nothing to reset.")
         _tell(outcomes)
 
 
@@ -69,7 +70,7 @@ def _planned(gpus: Gpus, fleet: FleetSpec, tier: str | None) -> list[LimitChange
 
 
 def wishes_of(fleet: FleetSpec, gpus: int, tier: str | None) -> list[WantedLimit]:
-    """GPUs go to the tiers in the order of the file, as one machine that holds the whole fleet has them."""
+    """Return the limits of this machine's GPUs, which go to the tiers in the order of the file."""
     names = [known.name for known in fleet.tiers]
     if tier is not None:
         if tier not in names:
@@ -91,7 +92,7 @@ def _show(changes: Sequence[LimitChange]) -> None:
     table = Table("GPU", "for", "now", "cap", "takes", "")
     for change in changes:
         gpu, wish = change.gpu, change.wish
-        said = change.problem or ("" if change.needed else "is so already")
+        said = change.problem or ("" if change.needed else "already set")
         if gpu is None:
             table.add_row(wish.gpu, wish.owner, "", f"{wish.cap_w:g} W", "", said)
             continue

@@ -11,6 +11,7 @@ import typer
 from rich.console import Console
 from rich.table import Table
 
+from deploy.cli.common import FleetFile
 from deploy.fleet import load_fleet
 from deploy.fleet.components import EngineName, engine_spec, power_settings
 from deploy.fleet.engine_needs import parallel
@@ -23,18 +24,20 @@ from workers.power.engine_power import EnginePower, visible_gpus
 from workers.power.nvml import PowerError
 from workers.profiles import Profile, ProfileKey, ProfileStore
 
-app = typer.Typer()
 console = Console()
-CHECK_SECONDS = 2e-7  # of one look at the flag (benchmarks.coserving measures it)
+CHECK_SECONDS = 2e-7  # of one check of the safepoint flag (benchmarks.coserving measures it)
 
 
-@app.command()
 def profile(
-    file: Annotated[Path, typer.Argument(help="a fleet file")],
-    tier: Annotated[str, typer.Argument(help="name of a tier; its engine is started here, alone")],
-    repeats: Annotated[int, typer.Option(help="times every shape of iteration is provoked", min=1)] = 3,
-    out: Annotated[Path | None, typer.Option(help="by default what the fleet's engines are told of")] = None,
-    picture: Annotated[Path | None, typer.Option(help="also draw predicted against measured (PNG)")] = None,
+    file: FleetFile,
+    tier: Annotated[str, typer.Argument(help="Name of a tier; one engine of it is started here")],
+    repeats: Annotated[int, typer.Option(help="Number of measurements of each shape", min=1)] = 3,
+    out: Annotated[
+        Path | None, typer.Option(help="File of profiles; by default the one that engines of the fleet read")
+    ] = None,
+    picture: Annotated[
+        Path | None, typer.Option(help="Also draw predicted against measured times (PNG)")
+    ] = None,
 ) -> None:
     """Measure iterations of many shapes, fit the latency model, show its error by region, and store it."""
     fleet = load_fleet(file)
@@ -81,7 +84,7 @@ async def _measure(
 
 @asynccontextmanager
 async def under_cap(fleet: FleetSpec, engine: EngineName, home: FleetHome) -> AsyncIterator[None]:
-    """The tier's, on as many GPUs of this machine as an engine takes."""
+    """Set the tier's power cap on as many GPUs of this machine as an engine takes."""
     ranks = parallel(fleet, engine.tier).gpus
     gpus = visible_gpus() or tuple(str(index) for index in range(ranks))
     async with EnginePower(power_settings(fleet, engine, home, gpus[:ranks])) as power:
@@ -95,7 +98,7 @@ async def under_cap(fleet: FleetSpec, engine: EngineName, home: FleetHome) -> As
 
 
 def draw(profile: Profile, samples: list[Sample], path: Path) -> None:
-    """Predicted against measured, one dot a shape."""
+    """Draw predicted against measured times, one dot for each shape."""
     from traces import charts  # matplotlib: no other command should wait for it
 
     measured = [sample.seconds * 1e3 for sample in samples]

@@ -70,7 +70,7 @@ async def test_bad_lines_are_shown_with_their_numbers(gateway: GatewayWithBatch,
 async def test_a_fleet_that_asks_for_a_key_says_how_to_give_one(gateway: GatewayWithBatch) -> None:
     gateway.front.keys = Keyring([Key("one", "one", hash_secret("ck-one"))], None)
     code, _, wrong = await conserve(gateway, "list")
-    assert code == 1 and "asks for a key: say --api-key, or set $CONSERVE_API_KEY" in wrong
+    assert code == 1 and "asks for a key: give --api-key, or set $CONSERVE_API_KEY" in wrong
     code, _, wrong = await conserve(gateway, "list", "--api-key", "ck-two")
     assert code == 1 and "401" in wrong
     code, _, wrong = await conserve(gateway, "list", "--api-key", "ck-one")

@@ -56,7 +56,7 @@ def test_apply_caps_the_decode_tiers_gpu_and_restore_undoes_it(machine: GpuMachi
     code, text = conserve(machine, "restore")
     assert (code, machine.limits()) == (0, [300.0, 300.0])
     assert "decode-0: 200 W -> 300 W" in text
-    assert "Nothing to set back" in conserve(machine, "restore")[1]
+    assert "Nothing to reset" in conserve(machine, "restore")[1]
 
 
 def test_a_tier_alone_on_the_machine_has_all_its_gpus(machine: GpuMachine, fleet: str) -> None:

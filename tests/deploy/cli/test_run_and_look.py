@@ -17,7 +17,7 @@ import pytest
 import typer
 
 from deploy.cli import app
-from deploy.cli.commands import run
+from deploy.cli.commands.up import wait_for_end
 from deploy.cli.common import errors_as_sentences, only_fleet
 from deploy.errors import DeployError
 from deploy.home import FleetHome, RunRecord
@@ -184,7 +184,7 @@ def test_every_command_says_in_a_sentence_what_it_does(name: str) -> None:
 
 
 def ends_after(change: Callable[[], object], home: FleetHome) -> bool:
-    waiting = threading.Thread(target=run.wait_for_its_end, args=(home, 0.01), daemon=True)
+    waiting = threading.Thread(target=wait_for_end, args=(home, 0.01), daemon=True)
     waiting.start()
     waiting.join(0.1)
     assert waiting.is_alive()

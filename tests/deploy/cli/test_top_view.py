@@ -4,7 +4,7 @@ from typing import Any
 
 from rich.console import Console
 
-from deploy.cli.commands.look import NOTHING, SPANS, TIMELINE, WINDOW_S, cells, kv_bar, render
+from deploy.cli.commands.top import NOTHING, SPANS, TIMELINE, WINDOW_S, cells, kv_bar, render
 
 
 def engine(**changes: Any) -> dict[str, Any]:

