@@ -1,4 +1,4 @@
-"""Power of one engine, as its keeper keeps it: the cap while it runs, the joules it takes."""
+"""Power of one engine: its cap while the keeper runs, and the energy that it uses."""
 
 import asyncio
 import contextlib
@@ -27,30 +27,31 @@ class PowerSettings:
     role: str
     gpus: tuple[str, ...]  # indices or UUIDs
     cap_w: float | None
-    record: Path  # one for the machine: limits are the machine's
-    interval_s: float = 5.0  # of energy readings and looks at the cap
-    grace_s: float = 90.0  # after the keeper's death, before its caps are set back; above the engine's lease
+    record: Path  # one file for the machine, because limits belong to it
+    interval_s: float = 5.0  # between two readings of energy and cap
+    grace_s: float = 90.0  # from the keeper's death to restoring its caps; above the engine's lease
 
 
 def visible_gpus(env: Mapping[str, str] = os.environ) -> tuple[str, ...]:
-    """The GPUs given to this process."""
+    """Return the GPUs that this process may use."""
     return tuple(name.strip() for name in env.get("CUDA_VISIBLE_DEVICES", "").split(",") if name.strip())
 
 
-TRIES_AGAIN_AFTER, RARELY = 12, 720  # looks, for a cap that could not be set: a minute, at last an hour
+# Readings after which a cap that could not be set is tried again: doubles from a minute to an hour.
+FIRST_RETRY, LAST_RETRY = 12, 720
 
 
 class EnginePower:
-    """`async with`: the cap is set on entry and set back on exit. Failures are said; serving goes on."""
+    """Context in which the cap is set; a failure is logged and does not stop serving."""
 
     def __init__(self, settings: PowerSettings) -> None:
         self._settings = settings
         self._holder = uuid.uuid4().hex
         self._guard: subprocess.Popen[bytes] | None = None
         self._watching: asyncio.Task[None] | None = None
-        self._capped = False  # all of our GPUs have the cap
-        self._looks, self._wait_looks = 0, TRIES_AGAIN_AFTER  # since it was tried, and before it is again
-        self._last: dict[str, float] = {}  # GPU -> joules when last read
+        self._capped = False  # all GPUs of the engine have the cap
+        self._readings, self._retry_after = 0, FIRST_RETRY  # since the last try, and until the next
+        self._last: dict[str, float] = {}  # joules at the last reading, by GPU
 
     async def __aenter__(self) -> "EnginePower":
         if self._settings.gpus:
@@ -66,9 +67,8 @@ class EnginePower:
             with contextlib.suppress(asyncio.CancelledError):
                 await self._watching
         if self._guard is not None:
-            set_back(
-                self._settings.record, self._holder
-            )  # here: a cancelled task could not wait for a thread
+            # In this thread: a cancelled task cannot wait for another one.
+            set_back(self._settings.record, self._holder)
             guard, self._guard = self._guard, None
             if guard.stdin:
                 guard.stdin.close()
@@ -97,16 +97,15 @@ class EnginePower:
                 self._not_done(f"GPU {outcome.gpu}: {outcome.text}")
 
     def _clear(self) -> None:
-        """A cap that an earlier run left on our GPUs, whose keeper and guard are gone."""
+        """Restore a cap that an earlier run left on these GPUs, whose keeper and guard are gone."""
         settings = self._settings
         if settings.record.exists() and not set_back(settings.record, named=settings.gpus):
-            self._not_done("an old cap is left")
+            self._not_done("a cap of an earlier run could not be removed")
 
     def _not_done(self, why: str) -> None:
         metrics.POWER_NOT_DONE.labels(self._settings.engine).inc()
-        log.warning(
-            "power limit not as the fleet file has it engine=%s reason=%r", self._settings.engine, why
-        )
+        text = "power limit differs from the fleet file engine=%s reason=%r"
+        log.warning(text, self._settings.engine, why)
 
     async def _watch(self) -> None:
         engine = self._settings.engine
@@ -135,29 +134,23 @@ class EnginePower:
         metrics.POWER_WATTS.labels(settings.engine).set(watts)
         metrics.POWER_LIMIT_WATTS.labels(settings.engine).set(limit)
         wanted = (settings.cap_w or 0.0) * len(settings.gpus)
-        self._looks += 1
-        again = self._capped or self._looks >= self._wait_looks
+        self._readings += 1
+        again = self._capped or self._readings >= self._retry_after
         if settings.cap_w is not None and again and limit > wanted + len(settings.gpus):
-            log.warning("power cap is not there, set again engine=%s now_w=%g", settings.engine, limit)
+            log.warning("power cap was lost and is set again engine=%s now_w=%g", settings.engine, limit)
             self._cap()
-            self._looks = 0
-            self._wait_looks = TRIES_AGAIN_AFTER if self._capped else min(2 * self._wait_looks, RARELY)
+            self._readings = 0
+            self._retry_after = FIRST_RETRY if self._capped else min(2 * self._retry_after, LAST_RETRY)
 
 
 def start_guard(settings: PowerSettings, holder: str) -> subprocess.Popen[bytes]:
-    """A process of its own session: it must outlive a keeper that is killed with its group.
+    """Start the guard in its own session, so that it outlives a keeper that is killed with its group.
 
-    Told to end before it listens, it hears of it when it does.
+    SIGTERM is blocked until the guard handles it.
     """
-    command = [
-        sys.executable,
-        "-m",
-        "workers.power.limits",
-        str(settings.record),
-        holder,
-        str(settings.grace_s),
-    ]
-    before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGTERM})  # of this thread; children inherit it
+    command = [sys.executable, "-m", "workers.power.limits"]
+    command += [str(settings.record), holder, str(settings.grace_s)]
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGTERM})  # children inherit the mask
     try:
         return subprocess.Popen(command, stdin=subprocess.PIPE, start_new_session=True)
     finally:

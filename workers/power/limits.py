@@ -1,13 +1,12 @@
-"""Power limits: what would change, setting it, and setting it back, with a record on disk of what was before.
+"""Power limits: planning, setting and restoring them, with a record on disk of the original limits.
 
-An entry is written before a limit is set and removed after it is set back, each time to the disk itself:
-whoever comes next can always undo it. Limits do not outlive a reboot, and so neither does the record.
+An entry is on the disk before its limit is set, and until the limit is restored, so that any later process
+can restore it. Limits do not outlive a reboot, and neither does the record.
 
-python -m workers.power.limits RECORD HOLDER GRACE_S: the *guard*, which sets limits back when their keeper is
-gone. Its standard input is a pipe from the keeper. The end of it means that the keeper ended, however it
-ended. After the grace it sets back what that keeper still answers for; a restarted one has put its own name
-there. SIGTERM, as `conserve down` sends it to keeper and guard alike, means that nobody restarts it: no grace
-then.
+python -m workers.power.limits RECORD HOLDER GRACE_S runs the *guard*, which restores limits when their keeper
+is gone. Its standard input is a pipe from the keeper, which closes when the keeper ends. After the grace, the
+guard restores the entries that still name that keeper as holder; a restarted keeper has replaced the name.
+SIGTERM, which `conserve down` sends to keeper and guard, means that no keeper follows, so there is no grace.
 """
 
 import fcntl
@@ -31,22 +30,24 @@ from workers.processes import WorkerError, write_atomically
 log = logging.getLogger("conserve.workers.power")
 
 BOOT_ID = Path("/proc/sys/kernel/random/boot_id")
-SAME_W = 0.5  # limits are kept in milliwatts, some boards round to whole watts
-KEEPER_ENDS_S = 8.0  # less than what whoever ends the guard waits before it kills it
+SAME_W = 0.5  # tolerance: limits are in milliwatts, and some boards round to watts
+KEEPER_ENDS_S = 8.0  # for the keeper to end; less than the time between SIGTERM and SIGKILL
 
 
 @dataclass(frozen=True, slots=True)
 class LimitEntry:
+    """Limit that was changed and has to be restored."""
+
     uuid: str
     original_w: float
     cap_w: float
-    owner: str  # the engine or the person it was changed for
-    holder: str  # the process that answers for setting it back; another takes over by writing its own name
+    owner: str  # engine or person for whom the limit was changed
+    holder: str  # process that restores the limit; another takes over by writing its own name
 
 
 @dataclass(slots=True)
 class LimitRecord:
-    """Under the lock, each change is on the disk when the call returns."""
+    """Entries of this boot; under the lock, each change is on the disk when the call returns."""
 
     path: Path
     boot: str
@@ -71,21 +72,20 @@ def boot_id() -> str:
 def read_record(path: Path, boot: str) -> LimitRecord:
     record = LimitRecord(path, boot)
     try:
-        said = msgspec.json.decode(path.read_bytes())
-        if said["boot"] == boot:
-            record.entries = msgspec.convert(said["entries"], dict[str, LimitEntry])
+        content = msgspec.json.decode(path.read_bytes())
+        if content["boot"] == boot:
+            record.entries = msgspec.convert(content["entries"], dict[str, LimitEntry])
     except FileNotFoundError:
         pass
     except (msgspec.MsgspecError, KeyError, TypeError) as error:
-        raise PowerError(
-            f"{path} is damaged ({error}); set limits back with nvidia-smi and remove it"
-        ) from error
+        advice = "restore the limits with nvidia-smi and remove the file"
+        raise PowerError(f"{path} is damaged ({error}); {advice}") from error
     return record
 
 
 @contextmanager
 def locked_record(path: Path, boot: str) -> Iterator[LimitRecord]:
-    """The record, for one process at a time; others on this machine wait."""
+    """Open the record for one process at a time; other processes wait."""
     path.parent.mkdir(parents=True, exist_ok=True)
     with path.with_suffix(".lock").open("w") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)
@@ -103,10 +103,12 @@ class WantedLimit:
 
 @dataclass(frozen=True, slots=True)
 class LimitChange:
+    """Step of a plan: a wanted limit, and what stands in its way."""
+
     gpu: Gpu | None
     wish: WantedLimit
-    original_w: float  # what it is to be set back to
-    problem: str = ""  # why it will not be done
+    original_w: float  # to be restored later
+    problem: str = ""  # why the limit will not be set
 
     @property
     def needed(self) -> bool:
@@ -118,7 +120,7 @@ def same(one_w: float, other_w: float) -> bool:
 
 
 def plan(gpus: Gpus, wishes: Sequence[WantedLimit], record: LimitRecord) -> list[LimitChange]:
-    """What `apply` would do."""
+    """Return the changes that `apply` would make."""
     seen: dict[str, WantedLimit] = {}
     changes = []
     for wish in wishes:
@@ -138,13 +140,15 @@ def _problem(gpu: Gpu, wish: WantedLimit, other: WantedLimit | None) -> str:
     if other is not None and not same(other.cap_w, wish.cap_w):
         return f"{other.owner} wants {other.cap_w:g} W of the same GPU"
     if not gpu.least_w <= wish.cap_w <= gpu.most_w:
-        return f"{wish.cap_w:g} W is outside of {gpu.least_w:g} to {gpu.most_w:g} W, which this GPU takes"
+        return f"this GPU accepts {gpu.least_w:g} to {gpu.most_w:g} W, not {wish.cap_w:g} W"
     return ""
 
 
 @dataclass(frozen=True, slots=True)
 class Outcome:
-    gpu: str  # "0 (NVIDIA A40)", or the name that was asked for
+    """Result of setting or restoring one limit, for people."""
+
+    gpu: str  # "0 (NVIDIA A40)", or the name in the request
     owner: str
     done: bool
     text: str
@@ -162,24 +166,24 @@ def _apply_one(gpus: Gpus, change: LimitChange, record: LimitRecord, holder: str
         return Outcome(name, wish.owner, False, change.problem)
     known = gpu.uuid in record.entries
     if not known and not change.needed:
-        return Outcome(name, wish.owner, True, f"is at {wish.cap_w:g} W already; nothing to set back")
+        return Outcome(name, wish.owner, True, f"is at {wish.cap_w:g} W already; nothing to restore")
     record.put(LimitEntry(gpu.uuid, change.original_w, wish.cap_w, wish.owner, holder))
     try:
         gpus.set_limit(gpu.uuid, wish.cap_w)
         now = gpus.find(gpu.uuid).limit_w
     except PowerError as error:
         if not known and isinstance(error, NotPermitted):
-            record.remove(gpu.uuid)  # nothing was changed: nothing to set back
+            record.remove(gpu.uuid)  # nothing was changed
         return Outcome(name, wish.owner, False, str(error))
     if not same(now, wish.cap_w):
-        return Outcome(name, wish.owner, False, f"set to {wish.cap_w:g} W, but it says {now:g} W")
+        return Outcome(name, wish.owner, False, f"set to {wish.cap_w:g} W, but the GPU reports {now:g} W")
     return Outcome(name, wish.owner, True, f"{change.original_w:g} W -> {now:g} W")
 
 
 def restore(
     gpus: Gpus, path: Path, boot: str, holder: str | None = None, named: Sequence[str] = ()
 ) -> list[Outcome]:
-    """Set back what the record has: all of it, one holder's, or of some GPUs."""
+    """Restore the limits in the record: all, or those of one holder, or of the named GPUs."""
     with locked_record(path, boot) as record:
         uuids = {gpus.find(name).uuid for name in named}
         return [
@@ -196,52 +200,51 @@ def _restore_one(gpus: Gpus, entry: LimitEntry, record: LimitRecord) -> Outcome:
         if not left_alone:
             gpus.set_limit(entry.uuid, entry.original_w)
     except PowerError as error:
-        text = f"{error}; still to be set back to {entry.original_w:g} W"
+        text = f"{error}; still to be restored to {entry.original_w:g} W"
         return Outcome(entry.uuid, entry.owner, False, text)
     record.remove(entry.uuid)
     if left_alone:
-        text = f"is at {gpu.limit_w:g} W, set by somebody since; left so (before us: {entry.original_w:g} W)"
+        text = f"left at {gpu.limit_w:g} W, which somebody else set (original: {entry.original_w:g} W)"
         return Outcome(gpu.label, entry.owner, False, text)
     return Outcome(gpu.label, entry.owner, True, f"{gpu.limit_w:g} W -> {entry.original_w:g} W")
 
 
 def set_back(path: Path, holder: str | None = None, named: Sequence[str] = ()) -> bool:
-    """`restore` for who cannot fail: says what was done, and whether all of it was."""
+    """Restore limits and log the outcomes; return whether all were restored. Never raises a PowerError."""
     try:
         with Gpus() as gpus:
             outcomes = restore(gpus, path, boot_id(), holder, named)
     except PowerError as error:
-        log.error("power limits not set back, do it with conserve power restore reason=%r", str(error))
+        log.error("power limits are not restored, run conserve power restore reason=%r", str(error))
         return False
     for outcome in outcomes:
         level = logging.INFO if outcome.done else logging.ERROR
-        log.log(
-            level, "power limit set back owner=%s gpu=%s done=%r", outcome.owner, outcome.gpu, outcome.text
-        )
+        text = "power limit restored owner=%s gpu=%s done=%r"
+        log.log(level, text, outcome.owner, outcome.gpu, outcome.text)
     return all(outcome.done for outcome in outcomes)
 
 
-class Told(WorkerError):
-    """Somebody ends the guard."""
+class GuardStopped(WorkerError):
+    """The guard got SIGTERM: no keeper takes over."""
 
 
 def main(path: Path, holder: str, grace_s: float) -> int:
-    """The guard."""
-    signal.signal(signal.SIGTERM, _told)
+    """Run the guard: wait until the keeper is gone, then restore its limits."""
+    signal.signal(signal.SIGTERM, _stop)
     try:
-        signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGTERM})  # held back since before it could be met
+        signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGTERM})  # blocked by the parent until now
         _until_keeper_is_gone()
-        if _somebody_else_answers(path, holder, grace_s):
+        if _taken_over(path, holder, grace_s):
             return 0
-    except Told:
-        _until_keeper_is_gone(KEEPER_ENDS_S)  # while it lives it would set its cap again
+    except GuardStopped:
+        _until_keeper_is_gone(KEEPER_ENDS_S)  # a live keeper would set its cap again
     signal.signal(signal.SIGTERM, signal.SIG_IGN)
     return 0 if set_back(path, holder) else 1
 
 
-def _told(_signal: int, _frame: FrameType | None) -> None:
+def _stop(_signal: int, _frame: FrameType | None) -> None:
     signal.signal(signal.SIGTERM, signal.SIG_IGN)
-    raise Told
+    raise GuardStopped
 
 
 def _until_keeper_is_gone(limit_s: float | None = None) -> None:
@@ -250,8 +253,8 @@ def _until_keeper_is_gone(limit_s: float | None = None) -> None:
         pass
 
 
-def _somebody_else_answers(path: Path, holder: str, grace_s: float) -> bool:
-    """For what this keeper had set, within the grace; or nothing is left to answer for."""
+def _taken_over(path: Path, holder: str, grace_s: float) -> bool:
+    """Return whether no entry names this holder any more, within the grace."""
     end = time.monotonic() + grace_s
     while any(entry.holder == holder for entry in read_record(path, boot_id()).entries.values()):
         left = end - time.monotonic()

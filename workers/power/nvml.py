@@ -1,4 +1,4 @@
-"""GPUs as far as power goes, through nvidia-ml-py, in watts and joules."""
+"""Power and energy of NVIDIA GPUs through nvidia-ml-py, in watts and joules."""
 
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -9,11 +9,11 @@ from workers.processes import WorkerError
 
 
 class PowerError(WorkerError):
-    """Something about power could not be done; says what, and what to do."""
+    """A power operation failed; the message says which, and what to do."""
 
 
 class NoGpus(PowerError):
-    """There is no NVIDIA driver here, or it has no GPU of that name."""
+    """This machine has no NVIDIA driver, or no GPU of that name."""
 
 
 class NotPermitted(PowerError):
@@ -22,6 +22,8 @@ class NotPermitted(PowerError):
 
 @dataclass(frozen=True, slots=True)
 class Gpu:
+    """GPU with its present power limit and the limits that it accepts."""
+
     uuid: str
     index: int
     name: str
@@ -35,35 +37,37 @@ class Gpu:
 
 
 class Gpus:
-    """The GPUs of this machine while the context is open."""
+    """Context in which NVML is open, with the GPUs of this machine."""
 
     def __init__(self) -> None:
-        import pynvml  # only where there may be GPUs: no other process should load it
+        import pynvml  # here, because only processes with GPUs should load it
 
         self._nvml = pynvml
 
     def __enter__(self) -> "Gpus":
-        with self._said("opening NVML"):
+        with self._errors("opening NVML"):
             self._nvml.nvmlInit()
         return self
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        with self._said("closing NVML"):
+        with self._errors("closing NVML"):
             self._nvml.nvmlShutdown()
 
     def all(self) -> list[Gpu]:
-        with self._said("counting GPUs"):
+        with self._errors("counting GPUs"):
             return [
                 self._read(self._nvml.nvmlDeviceGetHandleByIndex(at))
                 for at in range(self._nvml.nvmlDeviceGetCount())
             ]
 
     def find(self, name: str) -> Gpu:
-        """By NVML's index or by UUID, as `CUDA_VISIBLE_DEVICES` has them. Only a UUID is never ambiguous:
-        CUDA counts in another order unless CUDA_DEVICE_ORDER is PCI_BUS_ID."""
-        with self._said(f"GPU {name}"):
+        """Return the GPU with an index or UUID, as in `CUDA_VISIBLE_DEVICES`.
+
+        An index is ambiguous: CUDA counts in another order than NVML unless CUDA_DEVICE_ORDER is PCI_BUS_ID.
+        """
+        with self._errors(f"GPU {name}"):
             if name.isdigit():
                 if int(name) >= self._nvml.nvmlDeviceGetCount():
                     raise NoGpus(f"GPU {name}: this machine has {self._nvml.nvmlDeviceGetCount()}")
@@ -71,21 +75,21 @@ class Gpus:
             return self._read(self._handle(name))
 
     def set_limit(self, uuid: str, watts: float) -> None:
-        with self._said(f"setting {uuid} to {watts:g} W"):
+        with self._errors(f"setting {uuid} to {watts:g} W"):
             self._nvml.nvmlDeviceSetPowerManagementLimit(self._handle(uuid), round(watts * 1000.0))
 
     def joules(self, uuid: str) -> float:
-        """Energy since the driver was loaded."""
-        with self._said(f"energy of {uuid}"):
+        """Return the energy used since the driver was loaded."""
+        with self._errors(f"energy of {uuid}"):
             return float(self._nvml.nvmlDeviceGetTotalEnergyConsumption(self._handle(uuid))) / 1000.0
 
     def watts(self, uuid: str) -> float:
-        with self._said(f"power of {uuid}"):
+        with self._errors(f"power of {uuid}"):
             return float(self._nvml.nvmlDeviceGetPowerUsage(self._handle(uuid))) / 1000.0
 
     @contextmanager
-    def _said(self, what: str) -> Iterator[None]:
-        """NVML's errors as ours, with what was being done."""
+    def _errors(self, what: str) -> Iterator[None]:
+        """Turn NVML's errors into a PowerError that names the operation."""
         nvml = self._nvml
         try:
             yield

@@ -66,7 +66,7 @@ def test_a_second_cap_does_not_forget_the_first_original(machine: GpuMachine) ->
 
 @pytest.mark.parametrize("cap", [99, 301])
 def test_a_cap_outside_the_range_is_refused_and_nothing_is_recorded(machine: GpuMachine, cap: int) -> None:
-    assert "outside of 100 to 300 W" in apply(machine, cap, "0")
+    assert "accepts 100 to 300 W" in apply(machine, cap, "0")
     assert machine.read(0, "sets") == 0
     assert not machine.record.exists()
 
@@ -81,7 +81,7 @@ def test_without_permission_nothing_is_owed(machine: GpuMachine) -> None:
 def test_a_gpu_that_is_lost_is_still_owed_its_limit(machine: GpuMachine) -> None:
     apply(machine, 200, "0", "1")
     machine.write(0, "fails", LOST)
-    assert "still to be set back to 300 W" in restore(machine)
+    assert "still to be restored to 300 W" in restore(machine)
     machine.write(0, "fails", 0)
     assert machine.limits() == [200.0, 300.0]
     restore(machine)
@@ -90,13 +90,13 @@ def test_a_gpu_that_is_lost_is_still_owed_its_limit(machine: GpuMachine) -> None
 
 def test_a_limit_that_does_not_take_is_said(machine: GpuMachine) -> None:
     machine.write(0, "fails", IGNORES_LIMIT)
-    assert "set to 200 W, but it says 300 W" in apply(machine, 200, "0")
+    assert "set to 200 W, but the GPU reports 300 W" in apply(machine, 200, "0")
 
 
 def test_what_somebody_else_set_since_is_left_alone(machine: GpuMachine) -> None:
     apply(machine, 200, "0")
     machine.write(0, "limit_mw", 250_000)
-    assert "set by somebody since" in restore(machine)
+    assert "which somebody else set" in restore(machine)
     assert machine.limits() == [250.0, 300.0]
 
 
