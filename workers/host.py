@@ -1,11 +1,10 @@
-"""python -m workers.host: run one command for as long as it is wanted and can be found.
+"""python -m workers.host: run one command until it ends or its lease does.
 
-The host of an engine leads a session of its own, so it outlives its keeper: a restarted keeper adopts it with
-all its KV. It holds a lease, a file: its modification time changes when the keeper renews it, and removing it
-ends the whole tree at once. Where a supervisor looks after the fleet's keepers, the lease runs while that
-supervisor lives, however long they are away; where none does, or it is gone, a lease that nobody renews ends
-the tree, so nothing is ever left behind. The lease is that of the process which the record beside it names:
-nobody would find another one.
+The host of an engine leads a session of its own and so outlives its keeper: a restarted keeper adopts the
+engine with all its KV. The lease is a file. The keeper renews it by changing its modification time; removing
+it ends the whole process tree at once. While a supervisor of the fleet's keepers lives, the lease holds
+without renewals. Otherwise a lease that nobody renews runs out and the tree ends, so nothing is left behind.
+The lease counts only for the process that the record beside it names, because no keeper finds another one.
 """
 
 import argparse
@@ -30,11 +29,13 @@ PR_SET_CHILD_SUBREAPER = 36
 
 
 class Lease:
-    """Runs out `seconds` after it was last renewed and the supervisor was last seen, by our own clock: the
-    system's may jump."""
+    """Lease that runs out `seconds` after its last renewal or the last look at a live supervisor.
+
+    Time is monotonic, because the system's clock may jump.
+    """
 
     def __init__(self, file: Path, seconds: float, record: Path, supervisor: str) -> None:
-        """`supervisor`: as in the environment; empty where there is none."""
+        """`supervisor` is the value of its environment variable; empty if there is none."""
         self._file, self._seconds, self._record = file, seconds, record
         pid, _, started = supervisor.partition(" ")
         self._supervisor = (int(pid), float(started)) if supervisor else None
@@ -54,7 +55,7 @@ class Lease:
         return self._supervisor is not None and find(*self._supervisor) is not None
 
     def _recorded(self) -> bool:
-        """Whether the record names us. One that cannot be read, on a disk that is ill, says nothing."""
+        """Return whether the record names this process; a record that cannot be read counts as if it did."""
         try:
             return bool(json.loads(self._record.read_text())["pid"] == os.getpid())
         except FileNotFoundError:
@@ -70,15 +71,15 @@ class Lease:
 
 
 class AskedToEnd(WorkerError):
-    """Somebody asked this host to end."""
+    """A signal asked this host to end."""
 
 
 def run(argv: list[str], lease: Lease, grace_s: float, oom_score: int) -> int:
     libc = ctypes.CDLL(None, use_errno=True)
-    # Orphans of the tree become ours: when vLLM's front end dies, its engine process stays findable.
+    # This process adopts orphans of the tree: when vLLM's front end dies, its engine process stays findable.
     libc.prctl(PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)
-    signal.signal(signal.SIGTERM, _end)
-    signal.signal(signal.SIGINT, _end)
+    signal.signal(signal.SIGTERM, _raise)
+    signal.signal(signal.SIGINT, _raise)
 
     def prepare() -> None:
         die_with_parent()
@@ -92,7 +93,9 @@ def run(argv: list[str], lease: Lease, grace_s: float, oom_score: int) -> int:
     try:
         while child.poll() is None:
             if not lease.held():
-                _say(f"nobody renewed the lease: ending {argv[0]}")
+                print(
+                    f"conserve host: nobody renewed the lease: ending {argv[0]}", file=sys.stderr, flush=True
+                )
                 return 3
             time.sleep(LOOK_EVERY_S)
         return child.returncode if child.returncode >= 0 else 128 - child.returncode
@@ -103,21 +106,17 @@ def run(argv: list[str], lease: Lease, grace_s: float, oom_score: int) -> int:
         end((one for one in tree(psutil.Process()) if one.pid != os.getpid()), grace_s)
 
 
-def _end(_signal: int, _frame: object) -> None:
+def _raise(_signal: int, _frame: object) -> None:
     raise AskedToEnd
-
-
-def _say(text: str) -> None:
-    print(f"conserve host: {text}", file=sys.stderr, flush=True)
 
 
 def main() -> int:
     parser = argparse.ArgumentParser(prog="python -m workers.host", description=__doc__)
     parser.add_argument("--lease", type=Path, required=True, help="file that is touched to renew the lease")
     parser.add_argument("--lease-s", type=float, required=True, help="seconds a renewal lasts")
-    parser.add_argument("--record", type=Path, required=True, help="file that says whose lease it is")
-    parser.add_argument("--oom-score", type=int, default=0, help="of the command: how early it may be killed")
-    parser.add_argument("--grace-s", type=float, default=10.0, help="seconds from asking to killing")
+    parser.add_argument("--record", type=Path, required=True, help="file that names the process of the lease")
+    parser.add_argument("--oom-score", type=int, default=0, help="oom_score_adj of the command")
+    parser.add_argument("--grace-s", type=float, default=10.0, help="seconds between SIGTERM and SIGKILL")
     parser.add_argument("argv", nargs=argparse.REMAINDER, help="-- and the command to run")
     arguments = parser.parse_args()
     argv = arguments.argv[1:] if arguments.argv[:1] == ["--"] else arguments.argv

@@ -1,8 +1,8 @@
-"""Which process of a fleet the kernel ends first when the machine's memory runs out.
+"""Order in which the kernel kills a fleet's processes when the machine's memory runs out.
 
-Without a say the kernel takes the largest, and Ray's own monitor takes actors, whoever took the memory: the
-directory and all keepers went, and the engine that had grown stayed. Engines can be started again; without
-the directory and the gateways nothing is served at all.
+By default the kernel kills the largest process, and Ray's monitor kills actors, whichever process took the
+memory: the directory and all keepers ended, and the engine that had grown stayed. An engine can be started
+again, but without the directory and the gateways nothing is served.
 """
 
 from contextlib import suppress
@@ -14,18 +14,21 @@ _HIGHEST = 1000
 
 
 class OomScore(IntEnum):
-    """Thousandths of the machine's memory that count on top of what a process has."""
+    """Thousandths of the machine's memory that the kernel adds to a process's own."""
 
     SERVING = 0  # the directory, gateways
     BATCH = 100
     KEEPER = 200
     ENGINE = 800
+    GRAMMARS = 1000
 
 
 def set_oom_score(score: int) -> None:
-    """Set it for this process and those that it starts from now on. Where its container or session was given
-    a score that it may not go below, a process adds `score` to what it has: the order stays. A system that
-    lets nobody say it is no reason not to start."""
+    """Set the score of this process and of processes that it starts later.
+
+    A process that may not go below its container's score adds `score` to it, which keeps the order. A system
+    that forbids scores altogether is ignored.
+    """
     with suppress(OSError):
         given = int(SCORE_FILE.read_text())
         try:

@@ -1,6 +1,6 @@
-"""Processes of ours: their ports and paths, files written as a whole, back-off, the end of whole trees.
+"""Helpers for processes: ports, environments, atomic files, back-off, and ending whole process trees.
 
-Trees are ended by pid, without ever touching a process that only inherited a pid.
+A tree is ended by pid and start time, so that a process that inherited a pid is never touched.
 """
 
 import contextlib
@@ -15,16 +15,18 @@ from pathlib import Path
 import psutil
 
 SOURCE = str(Path(__file__).resolve().parents[1])
-PORTS = range(20_000, 30_000)  # above Ray's workers', below Kubernetes' node ports and Linux' ephemeral ones
+PORTS = range(
+    20_000, 30_000
+)  # above the ports of Ray's workers, below Kubernetes' node ports and Linux's ephemeral ports
 TRIED_PORTS = 100
 
 
 class WorkerError(Exception):
-    """Base of what goes wrong with an engine and its keeper; says what, and what to do about it."""
+    """Base of errors of an engine and its keeper; the message says what to do."""
 
 
 class Backoff:
-    """Doubles from `first` to `longest`; a long enough calm starts over."""
+    """Waiting time that doubles from `first_s` to `longest_s`, and starts over after `calm_s` of serving."""
 
     def __init__(self, first_s: float, longest_s: float, calm_s: float) -> None:
         self._first, self._longest, self._calm = first_s, longest_s, calm_s
@@ -45,9 +47,10 @@ class Backoff:
 
 
 def free_port(host: str) -> int:
-    """A port that was free a moment ago. Who loses it to another process fails to start and tries again.
+    """Return a port that was free a moment ago.
 
-    Not one of those that the system gives to any connection: a process that was killed wants its port again.
+    A process that loses it to another one fails to start and tries again. Ephemeral ports are avoided, so
+    that a killed process can have its port again.
     """
     family = socket.AF_INET6 if ":" in host else socket.AF_INET
     for port in (*random.sample(PORTS, TRIED_PORTS), 0):
@@ -65,7 +68,7 @@ def listens(host: str, port: int) -> bool:
 
 
 def listen_problem(host: str, port: int) -> str:
-    """Why nobody could listen there now; empty where somebody could."""
+    """Return why nothing can listen there now; empty if something can."""
     with socket.socket() as probe:
         probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         try:
@@ -78,7 +81,7 @@ def listen_problem(host: str, port: int) -> str:
 def start(
     argv: Sequence[str], env: Mapping[str, str], log: Path, cwd: Path | None = None
 ) -> "subprocess.Popen[bytes]":
-    """In a session of its own, so that all it starts can be found and ended with it."""
+    """Start a process in its own session, so that everything it starts can be found and ended with it."""
     with log.open("ab") as output:
         return subprocess.Popen(
             argv,
@@ -98,7 +101,7 @@ def with_our_packages(environ: Mapping[str, str]) -> dict[str, str]:
 
 
 def write_atomically(file: Path, content: str | bytes, mode: int = 0o666) -> None:
-    """On the disk as a whole or not at all, also for who reads it meanwhile and after a crash."""
+    """Write a file so that readers see it whole or not at all, also after a crash."""
     draft = file.with_name(f"{file.name}.{os.getpid()}.draft")
     with open(draft, "wb", opener=lambda path, flags: os.open(path, flags, mode)) as opened:
         opened.write(content.encode() if isinstance(content, str) else content)
@@ -113,23 +116,23 @@ def write_atomically(file: Path, content: str | bytes, mode: int = 0o666) -> Non
 
 
 class LogOnChange:
-    """Says something once and not every few seconds, until it is something else or over."""
+    """Log function that drops repetitions of the last text; an empty text means that the problem is over."""
 
     def __init__(self, say: Callable[[str], None]) -> None:
         self._say = say
-        self._said = ""
+        self._last = ""
 
     def __call__(self, text: str) -> None:
-        if text and text != self._said:
+        if text and text != self._last:
             self._say(text)
-        self._said = text
+        self._last = text
 
 
 def find(pid: int, started: float) -> psutil.Process | None:
-    """The process of that pid and start time, or None when it is gone (a zombie is gone)."""
+    """Return the process of that pid and start time; None if it is gone or a zombie."""
     try:
         process = psutil.Process(pid)
-        # Start times are computed from the boot time, which is told in seconds and can be another one later.
+        # psutil computes start times from the boot time, which has whole seconds and can change by one.
         if abs(process.create_time() - started) > 1.5 or process.status() == psutil.STATUS_ZOMBIE:
             return None
     except psutil.Error:
@@ -145,8 +148,10 @@ def alive(pid: int) -> bool:
 
 
 def tree(root: psutil.Process) -> list[psutil.Process]:
-    """The root, its descendants, and what is left of its session when it leads one: of descendants psutil
-    leaves out those that seem older than their parent, since the boot time changed by a second meanwhile."""
+    """Return the root, its descendants, and the members of the session that it leads.
+
+    psutil omits descendants that seem older than their parent because the boot time changed by a second.
+    """
     try:
         found = {process.pid: process for process in (root, *root.children(recursive=True))}
     except psutil.Error:
@@ -157,7 +162,7 @@ def tree(root: psutil.Process) -> list[psutil.Process]:
 
 
 def end(processes: Iterable[psutil.Process], grace_s: float) -> bool:
-    """Ask, wait `grace_s`, kill; says whether all of them are gone."""
+    """Terminate, wait `grace_s`, then kill; return whether all processes are gone."""
     remaining = [process for process in processes if _running(process)]
     for process in remaining:
         with contextlib.suppress(psutil.Error):
@@ -170,17 +175,17 @@ def end(processes: Iterable[psutil.Process], grace_s: float) -> bool:
 
 
 def lower_priority(pid: int, nice: int) -> None:
-    """Let the threads that this process has now, and those that they start, yield the cores to others."""
+    """Lower the priority of a process's threads and of the threads that they start later."""
     with contextlib.suppress(OSError):
         for thread in os.listdir(f"/proc/{pid}/task"):
             os.setpriority(os.PRIO_PROCESS, int(thread), nice)
 
 
 def session(leader: int) -> Iterator[psutil.Process]:
-    """Every process of the session that `leader` leads or led.
+    """Yield every process of the session that `leader` leads or led.
 
-    The kernel gives a pid to nobody else while a session of that number exists, so a leader that was killed
-    still names what it left behind.
+    The kernel does not reuse a pid while a session of that number exists, so the pid of a killed leader still
+    identifies its session.
     """
     for process in psutil.process_iter():
         with contextlib.suppress(OSError):
@@ -190,11 +195,11 @@ def session(leader: int) -> Iterator[psutil.Process]:
 
 def _wait(processes: list[psutil.Process], limit_s: float) -> list[psutil.Process]:
     deadline = time.monotonic() + limit_s
-    while (
-        processes := [process for process in processes if _running(process)]
-    ) and time.monotonic() < deadline:
+    while remaining := [process for process in processes if _running(process)]:
+        if time.monotonic() >= deadline:
+            break
         time.sleep(0.05)
-    return processes
+    return remaining
 
 
 def _running(process: psutil.Process) -> bool:

@@ -1,4 +1,4 @@
-"""Measured latency models of a fleet's engines: one JSON file, keyed by what its times depend on."""
+"""Measured latency models of a fleet's engines, in one JSON file, keyed by what iteration times depend on."""
 
 import json
 from collections.abc import Mapping
@@ -33,23 +33,25 @@ Coefficients = Mapping[str, float]  # of a LatencyModel
 
 @dataclass(frozen=True, slots=True)
 class StartingKnowledge:
-    """What engines are told at their start of what was measured; not part of what they are, so that running
-    ones may be adopted by whoever knows more."""
+    """Measurements that an engine receives at its start.
 
-    profiles: Mapping[str, Coefficients] = field(default_factory=dict)  # by key, of all the fleet's engines
-    power_cap_w: float | None = None  # of this one's GPUs
+    They are not part of its fingerprint, so a keeper with newer measurements can adopt a running engine.
+    """
+
+    profiles: Mapping[str, Coefficients] = field(default_factory=dict)  # of all the fleet's engines, by key
+    power_cap_w: float | None = None  # of this engine's GPUs
 
 
 @dataclass(frozen=True, slots=True)
 class Profile:
     model: LatencyModel
     errors: tuple[RegionError, ...]
-    layer_seconds: float  # time of one layer in the largest batch measured: what a safepoint's distance costs
+    layer_seconds: float  # of one layer in the largest batch measured: the wait for a safepoint
     measured_at: float  # seconds since the epoch
 
 
 class ProfileStoreError(WorkerError):
-    """The profile file cannot be used as it is."""
+    """The profile file is damaged; the message says what to do."""
 
 
 class ProfileStore:
@@ -57,7 +59,7 @@ class ProfileStore:
         self._path = path
 
     def coefficients(self) -> dict[str, Coefficients]:
-        """Of all models, by key."""
+        """Return the coefficients of all models, by key."""
         entries = self._read()
         try:
             return {key: asdict(LatencyModel(**entry["model"])) for key, entry in entries.items()}
@@ -73,7 +75,7 @@ class ProfileStore:
         write_atomically(self._path, json.dumps(entries, indent=1, sort_keys=True))
 
     def measured_at(self, key: ProfileKey) -> float | None:
-        """None: it is not known, or there is none."""
+        """Return when the profile was measured; None if there is none or it has no time."""
         entry = self._read().get(str(key))
         at = entry.get("measured_at") if isinstance(entry, dict) else None
         return at if isinstance(at, int | float) else None

@@ -1,12 +1,13 @@
 """python -m workers.serve OPTIONS: vLLM's OpenAI server, the first process of an engine.
 
-Options and behaviour are those of vLLM's own module, but for its processes on CPUs. There vLLM *spawns* the
-engine core and the workers, and each imports torch and vLLM again: half of an engine's start on two cores,
-and 0.4 GiB that they could share. An only worker has a process, too: each token waits for two messages to it
-and back. It does so since threads are bound to cores when OpenMP is loaded. Where nothing is bound, as in a
-fleet's engines, they are forked, and an only worker is in the engine core's process as
-it is on GPUs, unless the environment has VLLM_WORKER_MULTIPROC_METHOD=spawn. With the engine's option
-`distributed-executor-backend: mp`, and with data parallel ranks, workers have processes as vLLM has it.
+Options and behaviour are those of vLLM's own module, except for processes on CPUs. There vLLM *spawns* the
+engine core and the workers, because OpenMP binds threads to cores when it is loaded. Each of them imports
+torch and vLLM again, which is half of an engine's start on two cores and 0.4 GiB that they could share. A
+single worker has a process of its own as well, and every token waits for two messages between them.
+
+A fleet's engines bind nothing. This module therefore forks the processes and keeps a single worker in the
+engine core's process, as vLLM does on GPUs, unless VLLM_WORKER_MULTIPROC_METHOD=spawn is set. With
+`distributed-executor-backend: mp` or data parallel ranks, vLLM's own rules apply.
 """
 
 import os
@@ -26,9 +27,9 @@ NOT_BOUND = "nobind"
 
 
 def bound() -> Iterator[int]:
-    """Descriptors of this process at which others can connect, now or as soon as it listens."""
+    """Yield descriptors of this process's bound TCP sockets that are not connections."""
     for descriptor in map(int, os.listdir("/proc/self/fd")):
-        with suppress(OSError):  # the listing's own is closed
+        with suppress(OSError):  # the descriptor of the listing itself is closed
             if not stat.S_ISSOCK(os.fstat(descriptor).st_mode):
                 continue
             with socket.socket(fileno=os.dup(descriptor)) as one:
@@ -45,9 +46,12 @@ def _is_connected(one: socket.socket) -> bool:
     return True
 
 
-def let_go_of_the_server() -> None:
-    """In a forked process: it ends with its parent (what tells vLLM of a death is held by other forks, too),
-    who connects does not wait for a server that died, and signals are its own."""
+def detach_from_server() -> None:
+    """Detach a forked process from the server.
+
+    The process ends with its parent: other forks also hold what tells vLLM of a death. Listening sockets are
+    replaced, so that clients do not wait for a server that died. Signals no longer wake the server's loop.
+    """
     die_with_parent()
     signal.set_wakeup_fd(-1)
     nothing = os.open(os.devnull, os.O_RDWR)
@@ -67,7 +71,7 @@ def main() -> None:
 
         verify(STARTING)
         fork_engine_on_cpu()
-        os.register_at_fork(after_in_child=let_go_of_the_server)
+        os.register_at_fork(after_in_child=detach_from_server)
     serve()
 
 

@@ -24,7 +24,6 @@ from deploy.small_model import write_tokenizer
 from kvtransfer.config import SECRET_VARIABLE, ConnectorConfig
 from placement.scheduling.interface import ServingSettings, TurnTargets
 from workers.engine.coserving.config import (
-    CPU_WORKER_CLASS,
     PROMPT_SCHEDULER,
     SAFEPOINT_PLUGIN,
     SCHEDULER_CLASS,
@@ -189,5 +188,5 @@ def own_parts(name: str, variant: EngineVariant, made: RunFolder, iterations: Pa
         "scheduler_cls": SCHEDULER_CLASS if variant.coserves else PROMPT_SCHEDULER,
     }
     if variant.coserves:
-        options["worker_cls"] = WORKER_CLASS if made.device == "cuda" else CPU_WORKER_CLASS
+        options["worker_cls"] = WORKER_CLASS
     return options

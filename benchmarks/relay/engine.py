@@ -5,7 +5,7 @@
 The first message says what to do, so that every router passes it on: `tokens=40 rate=40 step=1`. With `step`
 all streams of one rate advance together, as in a decode batch. Each token carries the time at which it was
 sent (CLOCK_MONOTONIC, nanoseconds). A gateway that asks for token lines gets them, as a fleet's engines send
-them (workers/engine/resume/answer_middleware.py).
+them (workers/engine/resume/token_lines.py).
 """
 
 import asyncio

@@ -28,7 +28,6 @@ from router.identity.conversation_ids import namespace
 from router.identity.prefix_groups import EVERYBODY
 from router.settings import MIB
 from workers.engine.coserving.config import (
-    CPU_WORKER_CLASS,
     PROMPT_SCHEDULER,
     SAFEPOINT_PLUGIN,
     SCHEDULER_CLASS,
@@ -36,16 +35,10 @@ from workers.engine.coserving.config import (
     CoServingConfig,
 )
 from workers.engine.overload.config import (
-    COSERVING_DROPPING_CPU_WORKER,
-    COSERVING_DROPPING_SCHEDULER,
-    COSERVING_DROPPING_WORKER,
-    DROPPING_CPU_WORKER,
-    DROPPING_SCHEDULER,
-    DROPPING_WORKER,
     OVERLOAD_PLUGIN,
 )
-from workers.keeper.keeper import KeeperSettings
-from workers.keeper.launch import FLEET_MARK, PLAIN_CPU_WORKER, Device, EngineKeys, LaunchSpec
+from workers.keeper.config import KeeperSettings
+from workers.keeper.launch import FLEET_MARK, Device, EngineKeys, LaunchSpec
 from workers.keeper.lmcache_server import LmcacheServer
 from workers.power.engine_power import PowerSettings
 
@@ -92,6 +85,7 @@ def engine_keys(keys: FleetKeys) -> EngineKeys:
 def engine_spec(fleet: FleetSpec, engine: EngineName, home: FleetHome, host: str) -> LaunchSpec:
     tier, device = engine.tier, fleet.engine.device
     coserves = coserves_on(fleet, tier.role)
+    needs_worker = coserves or drops_on(fleet, tier.role) or device is Device.CPU  # else vLLM's own does
     trace_options, trace_env = _engine_tracing(fleet, engine)
     options = {**trace_options, **_model_options(fleet), **fleet.engine.args, **tier.args}
     if "tool-call-parser" in options:
@@ -110,17 +104,15 @@ def engine_spec(fleet: FleetSpec, engine: EngineName, home: FleetHome, host: str
         options=tuple(sorted(options.items())),
         env=tuple(sorted(env.items())),
         connector=connector(fleet, tier.role),
-        scheduler_class=_scheduler_class(fleet, tier.role, coserves),
-        worker_class=_worker_class(device, coserves, drops_on(fleet, tier.role)),
+        scheduler_class=_scheduler_class(fleet, coserves),
+        worker_class=WORKER_CLASS if needs_worker else None,
         additional=json.dumps(coserving(fleet).to_additional_config()),
     )
 
 
-def _scheduler_class(fleet: FleetSpec, role: Role, coserves: bool) -> str | None:
+def _scheduler_class(fleet: FleetSpec, coserves: bool) -> str | None:
     if fleet.model.embeddings:
         return None  # vLLM's own: there are no tokens to wait for, and some of these prompts may not be cut
-    if drops_on(fleet, role):
-        return COSERVING_DROPPING_SCHEDULER if coserves else DROPPING_SCHEDULER
     return SCHEDULER_CLASS if coserves else PROMPT_SCHEDULER
 
 
@@ -146,17 +138,6 @@ def _model_options(fleet: FleetSpec) -> dict[str, object]:
     if fleet.model.embeddings:
         options["runner"] = "pooling"
     return options
-
-
-def _worker_class(device: Device, coserves: bool, drops: bool) -> str | None:
-    """vLLM's own where nothing of ours is needed."""
-    if drops and coserves:
-        return COSERVING_DROPPING_CPU_WORKER if device is Device.CPU else COSERVING_DROPPING_WORKER
-    if drops:
-        return DROPPING_CPU_WORKER if device is Device.CPU else DROPPING_WORKER
-    if device is Device.CPU:
-        return CPU_WORKER_CLASS if coserves else PLAIN_CPU_WORKER
-    return WORKER_CLASS if coserves else None
 
 
 def has_safepoints(fleet: FleetSpec) -> bool:

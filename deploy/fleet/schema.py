@@ -30,7 +30,7 @@ from router.gateway.config import (
 from router.requests.hints import LONGEST_HINT_S
 from router.settings import MIB, SETTINGS, Duration, FilePath, Gib, Name, Period, Port, Share
 from workers.engine.coserving.config import CoServingConfig
-from workers.keeper.keeper import KeeperSettings
+from workers.keeper.config import KeeperSettings
 from workers.keeper.launch import Device
 from workers.keeper.launch import LaunchSpec as Engine
 

@@ -4,7 +4,6 @@ import dis
 import inspect
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
-from functools import cache
 from importlib import import_module
 from types import CodeType
 from typing import Any
@@ -88,11 +87,10 @@ def _code(function: Any) -> CodeType | None:
     return getattr(inspect.unwrap(function), "__code__", None) if callable(function) else None
 
 
-@cache  # schedulers of one process verify the same long functions
-def _stored(function: Any) -> frozenset[str]:
-    """Return the attributes that a function assigns."""
+def _stored(function: Any) -> set[str]:
+    """The attributes that a function assigns."""
     instructions = dis.get_instructions(code) if (code := _code(function)) is not None else ()
-    return frozenset(str(one.argval) for one in instructions if one.opname == "STORE_ATTR")
+    return {str(one.argval) for one in instructions if one.opname == "STORE_ATTR"}
 
 
 def _names(function: Any) -> set[str]:

@@ -31,12 +31,15 @@ CONTACTS = {
     "kvtransfer/compat/block_cache.py",
     "kvtransfer/compat/kv_connector.py",
     "kvtransfer/compat/whole_graphs.py",
+    "workers/engine/compat/block_pool.py",
     "workers/engine/compat/coserving_runner.py",
     "workers/engine/compat/coserving_scheduler.py",
     "workers/engine/compat/cpu_build.py",
+    "workers/engine/compat/engine_core_patches.py",
     "workers/engine/compat/grammar_advance.py",
     "workers/engine/compat/grammar_checks.py",
-    "workers/engine/compat/parameter_drop.py",
+    "workers/engine/compat/policy_queue.py",
+    "workers/engine/compat/split_runner.py",
     "workers/engine/compat/stream_replay.py",
 }
 HANDED = ("workers/engine/",)  # modules that get vLLM's objects

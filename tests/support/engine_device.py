@@ -1,27 +1,10 @@
 """The device of tests' engines: the GPU, on a machine where torch sees one, else its CPUs."""
 
-from workers.engine.coserving.config import CPU_WORKER_CLASS, WORKER_CLASS
 from workers.engine.coserving.profile import on_cuda
-from workers.engine.overload.config import (
-    COSERVING_DROPPING_CPU_WORKER,
-    COSERVING_DROPPING_WORKER,
-    DROPPING_CPU_WORKER,
-    DROPPING_WORKER,
-)
 
 # Of several engines on one GPU: vLLM wants its share to be free when one starts, and measures what is left
 # unless it is told, which goes wrong while others start or end.
 BESIDE_OTHERS = {"gpu_memory_utilization": 0.2, "kv_cache_memory_bytes": 4 << 30}
-
-
-def coserving_worker() -> str:
-    return WORKER_CLASS if on_cuda() else CPU_WORKER_CLASS
-
-
-def dropping_worker(coserves: bool = False) -> str:
-    if coserves:
-        return COSERVING_DROPPING_WORKER if on_cuda() else COSERVING_DROPPING_CPU_WORKER
-    return DROPPING_WORKER if on_cuda() else DROPPING_CPU_WORKER
 
 
 def options() -> dict[str, object]:

@@ -9,8 +9,9 @@ from pathlib import Path
 from deploy.ray.control import ControlServer
 from kvtransfer.config import ConnectorConfig
 from placement.engines import Role
+from workers.keeper.config import KeeperSettings
 from workers.keeper.engine_status import ConnectorFeed, StatusStore
-from workers.keeper.keeper import Keeper, KeeperSettings
+from workers.keeper.keeper import Keeper
 from workers.keeper.launch import FEED_SOCKET, Device, EngineKeys, LaunchSpec
 
 SECRET = "the-secret-of-this-test"

@@ -20,7 +20,7 @@ from vllm.v1.engine.output_processor import OutputProcessor, RequestOutputCollec
 from deploy.small_model import write_tokenizer
 from workers.engine.compat.grammar_advance import grammar_start
 from workers.engine.compat.stream_replay import ReplayedOutputs
-from workers.engine.resume.answer_middleware import TokenLines, TokenLinesMiddleware
+from workers.engine.resume.token_lines import TokenLines, TokenLinesMiddleware
 
 HEAD = {"type": "http.response.start", "status": 200, "headers": [(b"content-type", b"text/event-stream")]}
 END = {"type": "http.response.body", "body": b"", "more_body": False}

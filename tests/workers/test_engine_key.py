@@ -1,4 +1,4 @@
-"""Who does not show an engine's key gets nothing of it but its metrics."""
+"""A client without an engine's key gets only its metrics."""
 
 from collections.abc import AsyncIterator
 

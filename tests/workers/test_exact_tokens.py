@@ -11,7 +11,7 @@ import pytest
 from prometheus_client import REGISTRY
 
 from workers.engine.exact_tokens import (
-    BESIDE_TOKENS,
+    TURN_BYTES,
     ExactTokens,
     Place,
     RememberedTurn,
@@ -104,7 +104,7 @@ def test_many_turns_keep_every_answer_as_it_was_generated() -> None:
 
 
 def test_those_that_were_longest_silent_are_forgotten() -> None:
-    kept = RememberedTurns(most_bytes=2 * (BESIDE_TOKENS + 4 * 50))
+    kept = RememberedTurns(most_bytes=2 * (TURN_BYTES + 4 * 50))
     for name in "abc":
         kept.put(name, RememberedTurn(array("i", range(10)), array("i", range(30)), Place(0, 0)))
     kept.put("b", RememberedTurn(array("i", range(10)), array("i", range(30)), Place(0, 0)))

@@ -24,7 +24,7 @@ def engine(tmp_path_factory: pytest.TempPathFactory) -> Iterator[EngineProcess]:
     model: Path = tmp_path_factory.mktemp("model") / "drifting"
     make_model(model, ModelShape(merges=MERGES))
     exact = ("--middleware", "workers.engine.exact_tokens.ExactTokensMiddleware")
-    both = ("--middleware", "workers.engine.resume.answer_middleware.TokenLinesMiddleware")
+    both = ("--middleware", "workers.engine.resume.token_lines.TokenLinesMiddleware")
     tools = ("--enable-auto-tool-choice", "--tool-call-parser", "hermes", "--enable-prompt-tokens-details")
     arguments = ("--model", str(model), *both, *exact, *tools)
     with running(EngineProcess(ConnectorConfig(), arguments=arguments)) as (one,):

@@ -122,7 +122,7 @@ def test_a_removed_lease_ends_it_under_a_supervisor_too(
 def test_what_no_record_names_ends_although_a_supervisor_lives(
     directory: Path, supervisor: "subprocess.Popen[bytes]"
 ) -> None:
-    """Its keeper was killed before it could write it down, or another process has taken its place."""
+    """A host that its record does not name ends: its keeper was killed early, or another host replaced it."""
     process = start(directory, lease_s=1.0, supervisor=named(supervisor))
     replace(process.record, pid=1).write(directory / RECORD)
     deadline = time.monotonic() + 8.0

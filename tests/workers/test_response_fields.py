@@ -1,4 +1,4 @@
-"""What an answer says of its history stands where the engine has null, whatever the answer looks like."""
+"""The field that names an answer's history replaces the engine's null, whatever the answer looks like."""
 
 import json
 from typing import Any
@@ -7,7 +7,7 @@ import pytest
 
 pytest.importorskip("vllm", reason="vLLM is not installed: make install")
 
-from workers.engine.resume.answer_middleware import ResponseFieldsMiddleware
+from workers.engine.response_fields import ResponseFieldsMiddleware
 
 SAYS = {"previous_response_id": None, "conversation": {"id": "conv_1"}}
 ECHO = [{"name": "f", "parameters": {"default": {"previous_response_id": None, "response": {}}}}]

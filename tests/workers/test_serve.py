@@ -1,4 +1,4 @@
-"""What an engine's server leaves to the processes that it forks, in processes of their own."""
+"""A process forked from an engine's server neither listens for it nor wakes it."""
 
 import subprocess
 import sys
@@ -6,8 +6,8 @@ import sys
 # A server with a bound and a connected socket, whose signals wake its loop; its fork says what it has.
 FORKS = """
 import os, signal, socket
-from workers.serve import bound, let_go_of_the_server
-os.register_at_fork(after_in_child=let_go_of_the_server)
+from workers.serve import bound, detach_from_server
+os.register_at_fork(after_in_child=detach_from_server)
 server, (here, there) = socket.socket(), socket.socketpair()
 server.bind(("127.0.0.1", 0))  # vLLM's server listens after its engine has started
 here.setblocking(False)

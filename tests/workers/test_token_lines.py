@@ -16,7 +16,7 @@ from tests.kvtransfer.engine.engines import EngineProcess, running
 
 pytestmark = [pytest.mark.engine, pytest.mark.timeout(900)]
 
-MIDDLEWARE = "workers.engine.resume.answer_middleware.TokenLinesMiddleware"
+MIDDLEWARE = "workers.engine.resume.token_lines.TokenLinesMiddleware"
 ARGUMENTS = (
     *("--middleware", MIDDLEWARE, "--enable-auto-tool-choice", "--tool-call-parser", "hermes"),
     "--enable-prompt-tokens-details",

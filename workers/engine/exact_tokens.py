@@ -1,11 +1,10 @@
-"""Exact tokens: a prompt goes to the engine in the tokens that were generated, where these say the same text.
+"""Exact tokens: build a prompt from the tokens that were generated, as far as their text is the prompt's.
 
-An answer comes back as text within the next turn's prompt, and text may tokenise otherwise than it was
-generated: the answer's KV is of no use from the first such place on. So an engine's server remembers the
-tokens of each conversation's last turn. When vLLM has rendered the next prompt, the longest beginning of them
-that says the same as a beginning of the prompt takes its place, where every API hands its tokens to the
-engine. What differs in text (edits, stripped reasoning, tool calls rendered anew) is other tokens, as without
-this. A conversation that moves begins on its other engine with what its text tokenises to.
+An answer comes back as text within the next turn's prompt. That text may tokenise differently from how it was
+generated, and the KV is useless from the first difference on. The server therefore remembers the tokens of
+each conversation's last turn. When vLLM has rendered the next prompt, the longest beginning of these tokens
+with the same text replaces the beginning of the prompt. Changed text (edits, stripped reasoning, tool calls
+rendered anew) is tokenised as usual, and so is the first prompt of a conversation on another engine.
 """
 
 import asyncio
@@ -22,11 +21,11 @@ from prometheus_client import Counter
 
 log = logging.getLogger("conserve.workers.exact_tokens")
 
-MOST_BYTES = 128 << 20  # of all conversations' tokens; beyond it those go that were longest silent
-MOST_READ = 65_536  # tokens of one prompt that are compared as text, some 0.1 s
-BESIDE_TOKENS = 1_024  # bytes that a turn takes beside its tokens
-VOCABULARY_S = 5.0  # for which a turn waits for it
-_AT_A_TIME = 4_096
+MOST_BYTES = 128 << 20  # of all conversations' tokens; the least recently used are forgotten
+MOST_READ = 65_536  # tokens of a prompt that are compared as text, which takes some 0.1 s
+TURN_BYTES = 1_024  # of a remembered turn without its tokens
+VOCABULARY_S = 5.0  # for which a turn waits for the vocabulary
+_COMPARED_AT_ONCE = 4_096
 
 KEPT = Counter(
     "conserve_prefix_exact_tokens_total",
@@ -48,40 +47,39 @@ Tokens: TypeAlias = "array[int]"
 
 
 class Vocabulary:
-    """What each token says: bytes; None for special ones, which only equal themselves."""
+    """Bytes of each token; None for special tokens, which equal only themselves."""
 
-    def __init__(self, says: Sequence[bytes | None]) -> None:
-        self._says = says
+    def __init__(self, token_bytes: Sequence[bytes | None]) -> None:
+        self._bytes = token_bytes
 
     @classmethod
     def of(cls, tokenizer: Any) -> "Vocabulary":
         from xgrammar import TokenizerInfo
 
-        says: list[bytes | None] = list(TokenizerInfo.from_huggingface(tokenizer).decoded_vocab)
+        token_bytes: list[bytes | None] = list(TokenizerInfo.from_huggingface(tokenizer).decoded_vocab)
         added = getattr(tokenizer, "added_tokens_decoder", {})
         for special in {*tokenizer.all_special_ids, *(token for token, one in added.items() if one.special)}:
-            if special < len(says):
-                says[special] = None
-        return cls(says)
+            if special < len(token_bytes):
+                token_bytes[special] = None
+        return cls(token_bytes)
 
-    def says(self, token: int) -> bytes | None:
-        return self._says[token] if 0 <= token < len(self._says) else None
+    def bytes_of(self, token: int) -> bytes | None:
+        return self._bytes[token] if 0 <= token < len(self._bytes) else None
 
-    def goes_on(self, token: int) -> bool:
-        """It begins within a character."""
-        said = self.says(token)
-        return bool(said) and said[0] & 0xC0 == 0x80  # type: ignore[index]
+    def begins_within_character(self, token: int) -> bool:
+        text = self.bytes_of(token)
+        return bool(text) and text[0] & 0xC0 == 0x80  # type: ignore[index]
 
 
 class Place(NamedTuple):
-    """In two rows of tokens, up to which both say the same."""
+    """Lengths of beginnings of two token sequences that have the same text."""
 
     known: int
     rendered: int
 
 
 class _Reader:
-    """Reads tokens as clients do: bytes that are no text become U+FFFD."""
+    """Reads tokens as clients do: bytes that are not UTF-8 become U+FFFD."""
 
     def __init__(self, tokens: Sequence[int], at: int, vocabulary: Vocabulary) -> None:
         self.at = at
@@ -94,12 +92,12 @@ class _Reader:
             return False
         token = self._tokens[self.at]
         self.at += 1
-        said = self._vocabulary.says(token)
-        if said is None:  # between surrogates, which no text has
+        text = self._vocabulary.bytes_of(token)
+        if text is None:  # between surrogates, which no text has
             self.text += self._decoder.decode(b"", final=True) + f"\ud800{token}\udfff"
             self._decoder.reset()
         else:
-            self.text += self._decoder.decode(said)
+            self.text += self._decoder.decode(text)
         return True
 
     @property
@@ -108,7 +106,7 @@ class _Reader:
 
 
 def agreeing(known: Sequence[int], rendered: Sequence[int], since: Place, vocabulary: Vocabulary) -> Place:
-    """The last place up to which both say the same, from one where they do."""
+    """Return the last place up to which both have the same text, starting from `since`."""
     place = since
     ours, theirs = _Reader(known, since.known, vocabulary), _Reader(rendered, since.rendered, vocabulary)
     for _ in range(MOST_READ):
@@ -125,10 +123,11 @@ def agreeing(known: Sequence[int], rendered: Sequence[int], since: Place, vocabu
 
 
 def common(one: Tokens, other: Tokens) -> int:
-    """So many tokens at their beginnings are equal."""
+    """Return how many tokens at the beginning of both are equal."""
     same, end = 0, min(len(one), len(other))
-    while same < end and one[same : same + _AT_A_TIME] == other[same : same + _AT_A_TIME]:
-        same = min(same + _AT_A_TIME, end)
+    step = _COMPARED_AT_ONCE
+    while same < end and one[same : same + step] == other[same : same + step]:
+        same = min(same + step, end)
     while same < end and one[same] == other[same]:
         same += 1
     return same
@@ -136,17 +135,14 @@ def common(one: Tokens, other: Tokens) -> int:
 
 @dataclass(frozen=True, slots=True)
 class RememberedTurn:
-    """The last one of a conversation."""
+    """Last turn of a conversation."""
 
-    rendered: Tokens
-    """Its prompt as the text tokenises."""
-    tokens: Tokens
-    """Its prompt as it was computed, and its answer."""
-    since: Place
-    """From here on both prompts are the same tokens."""
+    rendered: Tokens  # the prompt as its text tokenises
+    tokens: Tokens  # the prompt as it was computed, and the answer
+    since: Place  # from which both prompts are the same tokens
 
     def equal(self, rendered: Tokens) -> Place:
-        """The last place up to which a prompt is of the same tokens, where it goes on with this turn's."""
+        """Return the last place up to which a new prompt has the same tokens as this turn."""
         same = common(self.rendered, rendered)
         shift = self.since.known - self.since.rendered
         if same < self.since.rendered:
@@ -155,7 +151,7 @@ class RememberedTurn:
         return Place(same + shift, same)
 
     def continued(self, rendered: Tokens, equal: Place, vocabulary: Vocabulary) -> Place:
-        """The last place up to which it says the same."""
+        """Return the last place up to which a new prompt has the same text as this turn."""
         shift = equal.known - equal.rendered
         same = equal.rendered
         floor = self.since.rendered if same >= self.since.rendered else 0
@@ -165,15 +161,15 @@ class RememberedTurn:
 
     def _within_character(self, at: int, shift: int, rendered: Tokens, vocabulary: Vocabulary) -> bool:
         following = (*self.tokens[at + shift : at + shift + 1], *rendered[at : at + 1])
-        return any(map(vocabulary.goes_on, following))
+        return any(map(vocabulary.begins_within_character, following))
 
     @property
     def bytes(self) -> int:
-        return BESIDE_TOKENS + self.rendered.itemsize * (len(self.rendered) + len(self.tokens))
+        return TURN_BYTES + self.rendered.itemsize * (len(self.rendered) + len(self.tokens))
 
 
 class RememberedTurns:
-    """The last turn of each, as many as there is memory for."""
+    """Last turns of the most recently used conversations, within a limit of memory."""
 
     def __init__(self, most_bytes: int = MOST_BYTES) -> None:
         self._turns: OrderedDict[str, RememberedTurn] = OrderedDict()
@@ -194,7 +190,7 @@ class RememberedTurns:
 
 
 class ExactTokens:
-    """Of one engine's server: stands in front of `AsyncLLM.generate`."""
+    """Wrapper of `AsyncLLM.generate` that builds prompts from exact tokens."""
 
     def __init__(self, vocabulary_of: Callable[[Any], Vocabulary | None] | None = None) -> None:
         self._conversations = RememberedTurns()
@@ -210,11 +206,11 @@ class ExactTokens:
         request_id: str,
         **options: Any,
     ) -> AsyncGenerator[Any, None]:
-        """Parameters have vLLM's names: its callers may name them."""
+        """Generate an answer. Parameters have vLLM's names, because callers may use them as keywords."""
         conversation = options.get("session_id")
         transfer = (getattr(sampling_params, "extra_args", None) or {}).get("kv_transfer_params") or {}
-        a_leg = "do_remote_decode" in transfer
-        if not conversation or a_leg or not rendered_from_text(prompt, sampling_params):
+        prefill_leg = "do_remote_decode" in transfer
+        if not conversation or prefill_leg or not rendered_from_text(prompt, sampling_params):
             async with aclosing(generating(llm, prompt, sampling_params, request_id, **options)) as outputs:
                 async for output in outputs:
                     yield output
@@ -240,7 +236,7 @@ class ExactTokens:
     async def _exact(
         self, llm: Any, conversation: str, rendered: Tokens, transferred: bool
     ) -> tuple[Tokens, Place]:
-        """The prompt as it is computed, and up to where that is what is remembered."""
+        """Return the prompt to compute, and the place up to which it has the remembered tokens."""
         if self._vocabulary is None:
             self._vocabulary = asyncio.ensure_future(asyncio.to_thread(self._vocabulary_of, llm))
         plain, last = (rendered, Place(0, 0)), self._conversations.get(conversation)
@@ -253,7 +249,7 @@ class ExactTokens:
             if vocabulary is None:
                 _fall_back("no_vocabulary", conversation)
                 return plain
-            # Beside the loop: what follows the first drift is compared token by token.
+            # In a thread: what follows the first difference is compared token by token.
             place = await asyncio.to_thread(last.continued, rendered, equal, vocabulary)
         exact = last.tokens[: place.known] + rendered[place.rendered :]
         if exact == rendered:
@@ -267,11 +263,11 @@ class ExactTokens:
 
 def _fall_back(cause: str, conversation: str) -> None:
     FALLBACKS.labels(cause).inc()
-    log.warning("a prompt is computed as its text tokenises cause=%s conversation=%s", cause, conversation)
+    log.warning("a prompt is computed without exact tokens cause=%s conversation=%s", cause, conversation)
 
 
 def rendered_from_text(prompt: Any, params: Any) -> bool:
-    """One prompt, which vLLM tokenised, with one answer, whose tokens nobody asks about."""
+    """Return whether this is one tokenised text with one answer and without logprobs of the prompt."""
     tokens = isinstance(prompt, Mapping) and prompt.get("type") == "token"
     one = getattr(params, "n", 1) == 1 and getattr(params, "prompt_logprobs", None) is None
     return tokens and one and isinstance(prompt.get("prompt"), str) and hasattr(params, "output_kind")
@@ -280,13 +276,13 @@ def rendered_from_text(prompt: Any, params: Any) -> bool:
 def vocabulary_of_engine(llm: Any) -> Vocabulary | None:
     try:
         return Vocabulary.of(llm.get_tokenizer())
-    except Exception as wrong:  # noqa: BLE001 -- whatever a tokenizer raises costs KV, and no turn
-        log.warning("no exact tokens: what this tokenizer's tokens say is not known reason=%r", str(wrong))
+    except Exception as wrong:  # noqa: BLE001 - an unknown tokenizer costs KV, but no turn fails
+        log.warning("no exact tokens: the bytes of this tokenizer's tokens are unknown reason=%r", str(wrong))
         return None
 
 
 class ExactTokensMiddleware:
-    """How vLLM's server is told of it; requests pass through."""
+    """Middleware that installs exact tokens in vLLM's server; requests pass through."""
 
     def __init__(self, app: Callable[..., Awaitable[None]]) -> None:
         from kvtransfer.compat.relied_on import verify

@@ -1,4 +1,4 @@
-"""What a keeper asks its own engine over HTTP: is it healthy, what has it, and a first request to warm it."""
+"""HTTP requests of a keeper to its own engine: health, size, and the prompts that warm it."""
 
 import asyncio
 import re
@@ -9,9 +9,9 @@ import aiohttp
 from workers.engine.engine_key import KEY_HEADER
 from workers.processes import WorkerError
 
-WARM_TOKENS = 2048  # of the longest prompt that warms an engine, where so many fit
-WARM_SHARES = (0.25, 1.0, 0.5)  # of them, for a prompt each
-FIRST_ID, IDS = 64, 180  # tokens that any vocabulary has
+WARM_TOKENS = 2048  # of the longest prompt that warms an engine, if so many fit
+WARM_SHARES = (0.25, 1.0, 0.5)  # lengths of the prompts, in shares of the longest
+FIRST_ID, IDS = 64, 180  # token ids that any vocabulary has
 
 
 @dataclass(frozen=True, slots=True)
@@ -26,7 +26,7 @@ class EngineFacts:
 
 
 class EngineHttpError(WorkerError):
-    """The engine answered something else than was expected."""
+    """The engine did not answer a request of its keeper as expected."""
 
 
 _FAILURES = (aiohttp.ClientError, TimeoutError, OSError)
@@ -34,7 +34,7 @@ _FAILURES = (aiohttp.ClientError, TimeoutError, OSError)
 
 class EngineHttp:
     def __init__(self, address: str, served_name: str, key: str = "", *, embeds: bool = False) -> None:
-        """`embeds`: it makes embeddings instead of text."""
+        """`embeds`: the engine makes embeddings instead of text."""
         self.address, self._name, self._key, self._embeds = address, served_name, key, embeds
         self._session: aiohttp.ClientSession | None = None
 
@@ -47,32 +47,30 @@ class EngineHttp:
 
     async def facts(self, timeout_s: float) -> EngineFacts:
         try:
-            async with self._open().get(
-                f"http://{self.address}/v1/models", timeout=_limit(timeout_s)
-            ) as answer:
+            url, limit = f"http://{self.address}", _limit(timeout_s)
+            async with self._open().get(f"{url}/v1/models", timeout=limit) as answer:
                 models = (await answer.json())["data"]
-            async with self._open().get(
-                f"http://{self.address}/metrics", timeout=_limit(timeout_s)
-            ) as answer:
+            async with self._open().get(f"{url}/metrics", timeout=limit) as answer:
                 cache = cache_config(await answer.text())
         except (*_FAILURES, KeyError, ValueError) as error:
-            raise EngineHttpError(f"cannot tell its size: {error!r}") from error
+            raise EngineHttpError(f"the engine did not report its size: {error!r}") from error
         context = next((int(model["max_model_len"]) for model in models if model["id"] == self._name), 0)
         blocks, tokens = int(cache["num_gpu_blocks"]), int(cache["block_size"])
         return EngineFacts(kv_tokens=blocks * tokens, block_tokens=tokens, max_context=context)
 
     async def first(self, timeout_s: float) -> None:
-        """A short local request: an engine whose first request is a transferred one can crash."""
+        """Send a short local request: an engine whose first request is a transferred one can crash."""
         if self._embeds:
             await self._ask("embeddings", {"input": "warm up"}, timeout_s)
         else:
-            await self._ask(
-                "completions", {"prompt": "warm up", "max_tokens": 4, "temperature": 0}, timeout_s
-            )
+            body = {"prompt": "warm up", "max_tokens": 4, "temperature": 0}
+            await self._ask("completions", body, timeout_s)
 
     async def warm(self, timeout_s: float, prompt_tokens: int) -> None:
-        """Prompts as long as real ones, within the time: memory is touched and kernels are made for them, and
-        the latency model learns what they take, before any user's does."""
+        """Send prompts as long as real ones, within the time limit.
+
+        They touch memory, compile kernels and teach the latency model, before a user's prompt has to.
+        """
         if self._embeds:
             return
         try:
@@ -110,10 +108,10 @@ class EngineHttp:
 
 
 def cache_config(metrics: str) -> dict[str, str]:
-    """The labels of vLLM's `vllm:cache_config_info`."""
+    """Return the labels of vLLM's `vllm:cache_config_info`."""
     match = re.search(r"^vllm:cache_config_info\{(.*)\}", metrics, re.MULTILINE)
     if match is None:
-        raise ValueError("its /metrics lack vllm:cache_config_info")
+        raise ValueError("/metrics lacks vllm:cache_config_info")
     return dict(re.findall(r'(\w+)="([^"]*)"', match[1]))
 
 

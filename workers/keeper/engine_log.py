@@ -1,7 +1,4 @@
-"""An engine's log: its end, how far a start has come by it, and why one failed.
-
-A diagnosis is a likely cause and what to do about it.
-"""
+"""Reads an engine's log: its last lines, the stage of a start, and the likely cause of a failure."""
 
 import re
 from collections.abc import Sequence
@@ -26,7 +23,7 @@ _NOISE = re.compile(r"\x1b\[[0-9;]*m|\r")
 
 
 def last_lines(log: Path, count: int = 25, window: int = 64 << 10, since: int = 0) -> list[str]:
-    """The last lines written after offset `since`, the start of this epoch in the log."""
+    """Return the last lines written after offset `since`, where this epoch begins in the log."""
     try:
         with log.open("rb") as file:
             size = file.seek(0, 2)
@@ -42,7 +39,7 @@ def log_size(log: Path) -> int:
 
 
 def start_stage(lines: list[str]) -> str:
-    """The furthest stage that the lines tell of, in words."""
+    """Return the furthest stage of a start that the lines mention, in words."""
     for line in reversed(lines):
         for pattern, name in _STAGE_PATTERNS:
             if pattern.search(line):
@@ -52,16 +49,18 @@ def start_stage(lines: list[str]) -> str:
 
 @dataclass(frozen=True, slots=True)
 class Diagnosis:
+    """Likely cause of a failure, and what to do about it."""
+
     cause: str
     advice: str
-    evidence: str  # the line that told
+    evidence: str  # the line that showed the cause
     excerpt: tuple[str, ...]  # the log around it, or its end
 
     def __str__(self) -> str:
         return f"{self.cause}: {self.advice}" + (f" (log: {self.evidence})" if self.evidence else "")
 
 
-# In order: what comes first explains what comes after it, as a port that is taken explains a failed start.
+# In order: an earlier cause explains a later one, as a port that is taken explains a failed start.
 _CAUSES: tuple[tuple[str, str, str], ...] = (
     (
         r"unrecognized arguments|error: argument |invalid choice|error: ambiguous option|"
@@ -72,12 +71,12 @@ _CAUSES: tuple[tuple[str, str, str], ...] = (
     (
         r"Address already in use|address already in use|Errno 98",
         "port taken",
-        "another process listens there; the next start tries another port",
+        "another process listens on it; the next start tries another port",
     ),
     (
         r"CUDA out of memory|torch\.OutOfMemoryError|CUDA error: out of memory",
         "out of GPU memory",
-        "lower gpu-memory-utilization or max-num-seqs, raise tensor-parallel-size, or free the GPU of others",
+        "lower gpu-memory-utilization or max-num-seqs, raise tensor-parallel-size, or free the GPU",
     ),
     (
         r"No available memory for the cache blocks|larger than the maximum number of tokens that can be "
@@ -136,7 +135,7 @@ _CAUSE_PATTERNS = tuple((re.compile(pattern), cause, advice) for pattern, cause,
 
 def diagnose(lines: Sequence[str]) -> Diagnosis:
     for pattern, cause, advice in _CAUSE_PATTERNS:
-        for index, line in reversed(list(enumerate(lines))):  # the exception itself ends its traceback
+        for index, line in reversed(list(enumerate(lines))):  # a traceback ends with its exception
             if pattern.search(line):
                 return Diagnosis(cause, advice, _short(line), _around(lines, index))
     for index, line in enumerate(lines):

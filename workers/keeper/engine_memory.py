@@ -1,8 +1,8 @@
-"""Memory of an engine's processes: how much they have, and how much they may have.
+"""Memory of an engine's processes, and its limit.
 
-Counted is anonymous memory: caches in shared memory, files and libraries are not an engine's growth. Reading
-it exactly walks page tables, so the sum of what each process maps by itself, which counts pages that forked
-processes share more than once, decides first whether that is needed.
+Only anonymous memory counts: shared memory, files and libraries are not an engine's growth. The exact number
+requires a walk of page tables. It is read only if an upper bound, in which pages shared by forks count more
+than once, exceeds the limit.
 """
 
 import os
@@ -21,7 +21,7 @@ _MOST_SHARE = 0.9
 
 @dataclass(frozen=True, slots=True)
 class MemoryLimit:
-    """The most that an engine's processes may have together."""
+    """Limit of the memory of an engine's processes together."""
 
     limit_bytes: int
     idle_bytes: int
@@ -30,27 +30,25 @@ class MemoryLimit:
     def of(
         cls, memory_gib: float | None, kv_gib: float, idle_bytes: int, machine_bytes: int
     ) -> "MemoryLimit":
-        """`memory_gib` if it is set, else idle memory, KV in host memory, and a quarter of the machine's."""
+        """Return `memory_gib` if set, else idle memory, KV on the host and a quarter of the machine."""
         if memory_gib is not None:
             return cls(int(memory_gib * GIB), idle_bytes)
         grown = idle_bytes + kv_gib * GIB + _GROWTH_SHARE * machine_bytes
         return cls(int(min(grown, _MOST_SHARE * machine_bytes)), idle_bytes)
 
     def reached(self, has_bytes: int) -> str:
-        """A sentence for the log and for `conserve status` if the limit is reached, else an empty string."""
+        """Return a sentence for people if the limit is exceeded, else an empty string."""
         if has_bytes <= self.limit_bytes:
             return ""
-        has, may, idle = (
-            f"{value / GIB:.1f} GiB" for value in (has_bytes, self.limit_bytes, self.idle_bytes)
-        )
+        has, limit, idle = (value / GIB for value in (has_bytes, self.limit_bytes, self.idle_bytes))
         return (
-            f"its processes had {has} of memory and may have {may} (idle: {idle}); "
+            f"its processes had {has:.1f} GiB of memory and may have {limit:.1f} GiB (idle: {idle:.1f} GiB); "
             "if that was ordinary work, raise engine.memory_gib"
         )
 
 
 def machine_bytes() -> int:
-    """Return the memory of this machine or, where it is less, of the container that we are in."""
+    """Return the memory of this machine, or of this container if that is less."""
     total = int(psutil.virtual_memory().total)
     with suppress(OSError, ValueError):
         total = min(total, int(Path("/sys/fs/cgroup/memory.max").read_text()))
@@ -58,7 +56,7 @@ def machine_bytes() -> int:
 
 
 def session_bytes(leader: int, enough: int = 0) -> int:
-    """Return the memory of the session that `leader` leads; exact only where it may be above `enough`."""
+    """Return the memory of the session that `leader` leads; exact only if it may exceed `enough`."""
     pids = list(_session(leader))
     upper = sum(map(_unshared_bytes, pids))
     return upper if upper <= enough else sum(map(_exact_bytes, pids))

@@ -1,6 +1,6 @@
-"""Status store of a keeper: what it knows of its engine, for all who watch; and the engine's feed into it.
+"""Status of an engine as its keeper knows it, for watchers, and the engine's state feed.
 
-A watcher is told the newest report each time, whole: a slow one is told less often, never wrongly.
+A watcher always gets the newest report as a whole. A slow one gets fewer reports, but none that is wrong.
 """
 
 import asyncio
@@ -21,7 +21,7 @@ RETRY_S = 0.5
 
 
 class KeeperPhase(StrEnum):
-    WAITING = "waiting"  # for its turn to start, where engines start one at a time
+    WAITING = "waiting"  # for a start slot
     STARTING = "starting"
     WARMING = "warming"
     SERVING = "serving"
@@ -31,7 +31,7 @@ class KeeperPhase(StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class KeeperStatus:
-    """For people: what the keeper is doing."""
+    """Status of a keeper, for people."""
 
     engine: str
     phase: KeeperPhase
@@ -39,20 +39,20 @@ class KeeperStatus:
     epoch: int = 0
     pid: int = 0
     restarts: int = 0
-    failures: int = 0  # starts and runs that ended, since it last served for long
+    failures: int = 0  # starts and runs that ended since the engine last served for long
     failure: str = ""  # why the last start or run ended
-    log_lines: tuple[str, ...] = ()  # the last of the log at that failure
+    log_lines: tuple[str, ...] = ()  # the log around that failure
     metrics: str = ""  # host:port of the keeper's metrics page
 
 
 @dataclass(frozen=True, slots=True)
 class KeeperReport:
-    """All that a keeper knows."""
+    """Everything that a keeper knows about its engine."""
 
     status: KeeperStatus
     info: EngineInfo | None = None  # None while no engine serves
-    state: EngineState | None = None  # of that engine, as it last reported
-    over: int = 0  # the newest epoch that this keeper saw end
+    state: EngineState | None = None  # the engine's last report
+    over: int = 0  # newest epoch that this keeper saw end
 
 
 class StatusStore:
@@ -79,7 +79,7 @@ class StatusStore:
             self._put(state=state)
 
     async def watch(self) -> AsyncIterator[KeeperReport]:
-        """The report as it is, then again whenever it has changed."""
+        """Yield the present report, and again whenever it has changed."""
         while True:
             changed = self._changed
             yield self.report
@@ -94,7 +94,7 @@ class StatusStore:
 
 
 class ConnectorFeed(EngineFeed):
-    """The keeper's line to its engine: states into the store, commands to the connector; it reconnects."""
+    """The keeper's connection to its engine's control socket, which reconnects by itself."""
 
     def __init__(self, engine: str, socket: Path) -> None:
         super().__init__(socket)
@@ -102,19 +102,19 @@ class ConnectorFeed(EngineFeed):
         self._draining = False
 
     async def follow(self, store: StatusStore) -> None:
-        """Until cancelled. An engine that restarts or a line that breaks is met by connecting again."""
+        """Put the engine's states into the store, until cancelled."""
         say = LogOnChange(lambda why: log.warning("no state feed engine=%s reason=%r", self._engine, why))
         while True:
             try:
-                if self._draining:  # an adopted or restarted engine does not know it
+                if self._draining:  # an adopted or restarted engine has not been told
                     await self.drain()
-                # An engine that is adopted has served for long: is its bookkeeping of KV in order?
+                # Check the bookkeeping of KV, because an adopted engine has served for long.
                 for fault in await self.check():
                     metrics.FAULTS_FOUND.labels(self._engine).inc()
                     log.error("integrity engine=%s fault=%r", self._engine, fault)
                 async for state in self.states():
                     store.engine_state(state)
-                say("it ended")
+                say("the feed ended")
             except FeedError as error:
                 say(str(error))
             await asyncio.sleep(RETRY_S)

@@ -1,4 +1,4 @@
-"""The LMCache server of a node: whichever keeper comes first starts it, and all of them keep it alive."""
+"""LMCache server of a node: the first keeper starts it, and every keeper renews its lease."""
 
 import asyncio
 import fcntl
@@ -23,7 +23,7 @@ from workers.processes import free_port
 log = logging.getLogger("conserve.workers.lmcache")
 
 HOST = "127.0.0.1"
-LEASE_S = 120.0  # keepers end with their raylet, which a busy machine has again after a minute
+LEASE_S = 120.0  # keepers end with their raylet, which a busy machine restarts within a minute
 GRACE_S = 3.0
 LOOK_EVERY_S = 1.0
 
@@ -41,7 +41,7 @@ class LmcacheServer:
         return hashlib.sha256(text.encode()).hexdigest()[:16]
 
     async def keep(self) -> None:
-        """Until cancelled; the server ends a lease after its last keeper did."""
+        """Keep the server running until cancelled; it ends one lease after its last keeper."""
         while True:
             try:
                 await asyncio.to_thread(self.ensure)
@@ -50,7 +50,7 @@ class LmcacheServer:
             await asyncio.sleep(LOOK_EVERY_S)
 
     async def address(self, limit_s: float) -> str:
-        """host:port of the server once it answers; empty when it does not within the limit."""
+        """Return the server's host:port once it answers; empty if it does not within the limit."""
         clock = asyncio.get_running_loop().time
         end = clock() + limit_s
         while clock() < end:
@@ -61,14 +61,14 @@ class LmcacheServer:
         return ""
 
     def ensure(self) -> None:
-        """It runs, and goes on for a lease."""
+        """Start the server unless it runs, and renew its lease."""
         with self._alone():
             before = ProcessRecord.read(self.directory / RECORD)
             process = LeasedProcess.adopt(self.directory, self._fingerprint, GRACE_S)
             if process is not None:
                 return  # adopting renews its lease
-            _shared_memory(self._fingerprint).unlink(missing_ok=True)  # a killed server leaves it behind
-            # Where it was before: engines that lost it find it again.
+            _shared_memory(self._fingerprint).unlink(missing_ok=True)  # left by a killed server
+            # Reuse the ports, so that engines find the restarted server.
             known = before is not None and before.fingerprint == self._fingerprint
             ports = before.ports if before is not None and known else (free_port(HOST), free_port(HOST))
             process = LeasedProcess.start(
@@ -92,20 +92,20 @@ class LmcacheServer:
             yield
 
     def command(self, port: int, http_port: int) -> ProcessCommand:
-        """What is started: LMCache's server for engines at `port`, with its health page at `http_port`."""
+        """Return the command of LMCache's server, for engines at `port` and health checks at `http_port`."""
         argv = [sys.executable, "-m", "lmcache.v1.multiprocess.http_server"]
         argv += ["--host", HOST, "--port", str(port), "--http-host", HOST, "--http-port", str(http_port)]
         argv += ["--l1-size-gb", str(self.gib), "--eviction-policy", "LRU"]
         argv += ["--chunk-size", str(self.chunk_tokens), "--supported-transfer-mode", "engine_driven"]
         argv += ["--shm-name", _shm_name(self._fingerprint), "--disable-observability"]
         env = {name: value for name, value in os.environ.items() if not name.startswith("RAY_")}
-        env.pop(SUPERVISOR, None)  # only keepers know whether it is wanted
+        env.pop(SUPERVISOR, None)  # the server lives by the keepers' lease alone
         env |= {FLEET_MARK: self.mark, "DO_NOT_TRACK": "1", "LMCACHE_TRACK_USAGE": "false"}
         return ProcessCommand(tuple(argv), env)
 
 
 def _shared_memory(name: str) -> Path:
-    """Where LMCache 0.5.6 puts what `--shm-name` names."""
+    """Return the file of the pool that `--shm-name` names, as in LMCache 0.5.6."""
     return Path("/dev/shm") / f"lmcache_l1_pool_{_shm_name(name)}"
 
 

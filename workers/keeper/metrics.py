@@ -1,4 +1,4 @@
-"""Metrics of keepers."""
+"""Metrics of a keeper and its engine."""
 
 from prometheus_client import Counter, Gauge, Histogram
 
@@ -66,7 +66,7 @@ POWER_NOT_DONE = Counter(
 
 
 def from_zero(engine: str) -> None:
-    """Shown before the first of its kind: otherwise Prometheus does not see that one as an increase."""
+    """Create all series at zero, so that Prometheus sees the first event of each as an increase."""
     for outcome in ("served", "failed", "adopted"):
         ENGINE_STARTS.labels(engine, outcome)
     for cause in ("exited", "unhealthy", "memory"):

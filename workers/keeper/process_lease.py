@@ -1,6 +1,7 @@
-"""Leased processes outlive their starter and can be adopted: the keeper's side of `workers.host`.
+"""Processes that outlive their starter for a lease and can be adopted: the keeper's side of `workers.host`.
 
-At most so many engines of a host start at once: a start takes all cores, and a slow one looks failed.
+Start slots limit how many engines of a host start at once: a start takes all cores, and a slow one looks
+failed.
 """
 
 import asyncio
@@ -28,7 +29,7 @@ LOOK_EVERY_S = 0.2
 
 @dataclass(frozen=True, slots=True)
 class ProcessRecord:
-    """Written beside the lease; who finds it can adopt the process, if it is still that process."""
+    """Record beside the lease, by which a keeper can adopt the process if it still runs."""
 
     pid: int
     started: float
@@ -45,10 +46,12 @@ class ProcessRecord:
             content = json.loads(file.read_text())
             return cls(**{**content, "ports": tuple(content["ports"])})
         except (OSError, ValueError, TypeError, KeyError):
-            return None  # no record, or one of another version: nothing to adopt
+            return None  # no record, or one of another version
 
 
 class LeasedProcess:
+    """A process under a `workers.host`, which this process started or adopted."""
+
     def __init__(
         self, directory: Path, record: ProcessRecord, child: subprocess.Popen[bytes] | None = None
     ) -> None:
@@ -89,13 +92,13 @@ class LeasedProcess:
 
     @classmethod
     def recorded(cls, directory: Path) -> "LeasedProcess | None":
-        """The process that was started there last, whether or not it still runs."""
+        """Return the process that was last started in a directory, whether or not it still runs."""
         record = ProcessRecord.read(directory / RECORD)
         return cls(directory, record) if record is not None else None
 
     @classmethod
     def adopt(cls, directory: Path, fingerprint: str, grace_s: float) -> "LeasedProcess | None":
-        """The process that still runs there; one of another fingerprint is ended."""
+        """Return the process that still runs in a directory; end one of another fingerprint."""
         process = cls.recorded(directory)
         if process is None:
             return None
@@ -106,11 +109,11 @@ class LeasedProcess:
         return process
 
     def expire(self) -> None:
-        """End its lease: it ends by itself, in its own time."""
+        """Remove the lease; the host then ends the process by itself."""
         (self.directory / LEASE).unlink(missing_ok=True)
 
     def renew(self) -> None:
-        """Does nothing for one that is being ended."""
+        """Renew the lease, unless the process is being ended."""
         with suppress(FileNotFoundError):
             os.utime(self.directory / LEASE)
 
@@ -120,7 +123,7 @@ class LeasedProcess:
         return processes.find(self.record.pid, self.record.started) is not None
 
     def memory_bytes(self, enough: int = 0) -> int:
-        """Return the memory of the whole tree; exact only where it may be above `enough`."""
+        """Return the memory of the whole tree; exact only if it may exceed `enough`."""
         return session_bytes(self.record.pid, enough)
 
     def idle_bytes(self) -> int:
@@ -134,7 +137,7 @@ class LeasedProcess:
             return idle
 
     def end(self, grace_s: float) -> bool:
-        """End the host and everything under it; also what a killed host left in its session."""
+        """End the host and everything under it, also what a killed host left in its session."""
         self.expire()
         host = processes.find(self.record.pid, self.record.started)
         members = processes.tree(host) if host else self._orphans()
@@ -144,14 +147,14 @@ class LeasedProcess:
         return gone
 
     def _orphans(self) -> list[psutil.Process]:
-        """What a killed host left in its session. One led by a live process is somebody else's by now."""
+        """Return what a killed host left in its session; a live leader means that the pid was reused."""
         if processes.alive(self.record.pid):
             return []
         return list(processes.session(self.record.pid))
 
 
 def recorded_below(*folders: Path) -> list[LeasedProcess]:
-    """The processes that were started last in the directories of these folders, whether they still run."""
+    """Return the last process of every directory in these folders, whether or not it still runs."""
     directories = [directory for folder in folders for directory in folder.glob("*/")]
     return [process for process in map(LeasedProcess.recorded, directories) if process is not None]
 

@@ -52,8 +52,8 @@ from router.http import ServerLimits, UpstreamLimits
 from router.identity.conversation_ids import namespace
 from tests.support.fleet import ROOT
 from workers.engine.coserving.config import PROMPT_SCHEDULER, CoServingConfig
-from workers.engine.overload.config import DROPPING_CPU_WORKER
-from workers.keeper.keeper import KeeperSettings
+from workers.engine.overload.config import OVERLOAD_PLUGIN
+from workers.keeper.config import KeeperSettings
 from workers.keeper.launch import EngineKeys, LaunchSpec, Start, engine_command
 from workers.power.engine_power import PowerSettings
 
@@ -330,8 +330,9 @@ CASES = {
     "capacity.cool_down": case(18, lambda got: got.scale.cool_down_s),
     "capacity.calm": case(19, lambda got: got.scale.calm_s),
     "overload.policy": case(
-        "drop", lambda got: (got.engine.worker_class, got.directory.dropping is not None),
-        (DROPPING_CPU_WORKER, True),
+        "drop",
+        lambda got: (OVERLOAD_PLUGIN in got.engine.connector.plugins, got.directory.dropping is not None),
+        (True, True),
         engine__device="cpu", engine__args={"enforce-eager": True}, coserving__enabled=False,
     ),
     "observe.tracing.endpoint": case(

@@ -10,14 +10,8 @@ from deploy.fleet import FleetFileError, parse_fleet
 from deploy.fleet.components import connector, engine_spec, engines
 from deploy.home import FleetHome
 from placement.engines import Role
-from workers.engine.overload.config import (
-    COSERVING_DROPPING_CPU_WORKER,
-    COSERVING_DROPPING_SCHEDULER,
-    COSERVING_DROPPING_WORKER,
-    DROPPING_CPU_WORKER,
-    DROPPING_SCHEDULER,
-    DROPPING_WORKER,
-)
+from workers.engine.coserving.config import PROMPT_SCHEDULER, SCHEDULER_CLASS, WORKER_CLASS
+from workers.engine.overload.config import OVERLOAD_PLUGIN
 from workers.keeper.launch import Device
 
 DROPS = """\
@@ -52,14 +46,9 @@ def test_engines_that_co_serve_can_drop(device: Device, coserves: bool, tmp_path
     fleet = parse_fleet(text.replace("device: cpu", f"device: {device}"), "fleet.yaml")
     decoder = next(one for one in engines(fleet) if one.tier.role is Role.DECODE)
     spec = engine_spec(fleet, decoder, FleetHome(tmp_path), "127.0.0.1")
-    wanted = {
-        (Device.CPU, False): DROPPING_CPU_WORKER,
-        (Device.CPU, True): COSERVING_DROPPING_CPU_WORKER,
-        (Device.CUDA, False): DROPPING_WORKER,
-        (Device.CUDA, True): COSERVING_DROPPING_WORKER,
-    }
-    assert spec.worker_class == wanted[device, coserves]
-    assert spec.scheduler_class == (COSERVING_DROPPING_SCHEDULER if coserves else DROPPING_SCHEDULER)
+    assert spec.connector is not None and OVERLOAD_PLUGIN in spec.connector.plugins
+    assert spec.worker_class == WORKER_CLASS
+    assert spec.scheduler_class == (SCHEDULER_CLASS if coserves else PROMPT_SCHEDULER)
 
 
 @pytest.mark.parametrize(

@@ -31,6 +31,7 @@ from workers.engine.coserving.config import (
     PROMPT_SCHEDULER,
     SAFEPOINT_PLUGIN,
     SCHEDULER_CLASS,
+    WORKER_CLASS,
     CoServingConfig,
 )
 from workers.keeper.launch import SERVER
@@ -110,7 +111,7 @@ class EngineProcess:
             settings = CoServingConfig(iteration_log=str(self.iteration_log)).to_additional_config()
             coserves = SAFEPOINT_PLUGIN in self.connector.plugins
             command += ["--scheduler-cls", SCHEDULER_CLASS if coserves else PROMPT_SCHEDULER]
-            command += ["--worker-cls", engine_device.coserving_worker(), *DONE_AT_ONCE] if coserves else []
+            command += ["--worker-cls", WORKER_CLASS, *DONE_AT_ONCE] if coserves else []
             command += ["--additional-config", json.dumps(settings)]
             if "--scheduling-policy" not in command:
                 command += ["--scheduling-policy", "priority"]

@@ -19,6 +19,7 @@ from workers.engine.coserving.config import (
     PROMPT_SCHEDULER,
     SAFEPOINT_PLUGIN,
     SCHEDULER_CLASS,
+    WORKER_CLASS,
     CoServingConfig,
 )
 
@@ -47,7 +48,7 @@ class EngineHere:
             arguments["kv_transfer_config"] = connector.to_kv_transfer_config()
             if SAFEPOINT_PLUGIN in connector.plugins:
                 arguments.setdefault("scheduler_cls", SCHEDULER_CLASS)
-                arguments.setdefault("worker_cls", engine_device.coserving_worker())
+                arguments.setdefault("worker_cls", WORKER_CLASS)
                 arguments["additional_config"] = CoServingConfig().to_additional_config()
             else:
                 arguments.setdefault("scheduler_cls", PROMPT_SCHEDULER)

@@ -39,7 +39,7 @@ from kvtransfer.connector import ConServeConnector
 from kvtransfer.control.control_socket import FeedCommand
 from kvtransfer.shared_state import Residence
 from tests.kvtransfer.engine.engines import model_directory
-from workers.engine.coserving.planned import prompt_scheduler
+from workers.engine.coserving.prompt_scheduler import prompt_scheduler
 
 BLOCK_TOKENS = 32
 LAYERS = ("layer0", "layer1")

@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from vllm.platforms.cpu import CpuPlatform
 
-from workers.engine.cpu_worker import CoServingCpuWorker
+from workers.engine.worker import EngineWorker
 
 WORKER = "tests.workers.coserving.cpu_overlap.OverlappingCpuWorker"
 
@@ -56,7 +56,7 @@ class IdleStream:
     def wait_stream(self, stream: Any) -> None: ...
 
 
-class OverlappingCpuWorker(CoServingCpuWorker):
+class OverlappingCpuWorker(EngineWorker):
     """Worker with streams and events for the runner's copies of sampled tokens."""
 
     def init_device(self) -> None:

@@ -18,7 +18,7 @@ from workers.engine.coserving import safepoint
 
 
 class OtherMetadata(KVConnectorMetadata):
-    """What the connector beside ours tells its workers."""
+    """Metadata of the other connector for its workers."""
 
 
 class IdleConnector(KVConnectorBase_V1, SupportsHMA):

@@ -1,4 +1,4 @@
-"""What a step of a co-serving engine costs the host beside vLLM's own, in calls of ours."""
+"""Steps of a co-serving engine cost the host few Python calls besides vLLM's own."""
 
 import sys
 from collections import Counter

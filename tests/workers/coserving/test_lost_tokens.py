@@ -1,4 +1,4 @@
-"""What a preemption cost is counted when the work is done again, and only what really is."""
+"""Tokens that a preemption lost are counted when they are computed again, and only those."""
 
 import time
 from pathlib import Path

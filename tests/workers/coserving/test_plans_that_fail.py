@@ -15,7 +15,7 @@ UNPLANNED = "iteration not planned"
 
 
 class Endless(LatencyModel):
-    """What an infinite target came to, on the day it ended engines."""
+    """Raise as an infinite target once did, which ended engines."""
 
     def max_tokens(self, work: BatchWork, context: int, want: int, target_s: float) -> int:
         return int(float("inf"))

@@ -143,7 +143,7 @@ def test_a_prompt_without_place_does_not_stop_those_that_have_one(
 
 
 def test_offline_work_that_decodes_takes_nothing_of_what_prompts_have(small_model: Path) -> None:
-    """It has what they leave: who places counts on all of the engine's time."""
+    """A prompt gets the time that decoding leaves, as placers assume."""
     engine = Stepped(small_model)
     engine.ask("offline", words(20), 60, priority=1)
     while not engine.first:

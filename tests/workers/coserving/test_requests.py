@@ -1,4 +1,4 @@
-"""What a policy is told of vLLM's requests: class, age, SLO target, lateness, order."""
+"""A policy sees class, age, SLO target, lateness and order of vLLM's requests."""
 
 from types import SimpleNamespace
 from typing import Any

@@ -1,4 +1,4 @@
-"""In which order offline requests start beside a host that has KV: vLLM's scheduler, without a model."""
+"""Offline requests with KV on the host start in the policy's order, in vLLM's scheduler without a model."""
 
 from pathlib import Path
 from typing import Any

@@ -9,6 +9,8 @@ import pytest
 
 pytest.importorskip("vllm", reason="vLLM is not installed: make install")
 
+from vllm.v1.engine.core import EngineCore
+
 from kvtransfer.compat.relied_on import ReliedOn, UnsupportedVllmError, verify
 from kvtransfer.compat.whole_graphs import GRAPHS
 from workers.engine.compat import coserving_runner as runner_internals
@@ -41,7 +43,7 @@ def test_a_changed_signature_is_refused(
 
 
 def test_a_method_that_is_gone_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.delattr(internals.EngineCore, "preprocess_add_request")
+    monkeypatch.delattr(EngineCore, "preprocess_add_request")
     with pytest.raises(UnsupportedVllmError, match=r"preprocess_add_request.* does not exist"):
         verify(internals.SCHEDULING)
 

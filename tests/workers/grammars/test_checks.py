@@ -16,6 +16,7 @@ from prometheus_client import REGISTRY
 from vllm.exceptions import GracefulHTTPError, VLLMValidationError
 
 from deploy.small_model import make_model
+from workers import processes
 from workers.engine.grammars.checks import GrammarChecks
 from workers.engine.grammars.compile_process import TITLE, failure, new_address
 from workers.engine.grammars.config import ADDRESS, GrammarBudget
@@ -183,7 +184,8 @@ def test_a_killed_process_is_started_again(compiling: CompileProcess) -> None:
         compiling.process.kill()
         compiling.process.wait(10)
         assert (await compiling.check(checks, schema("after")))["_backend"] == "xgrammar"
-        [again] = [one for one in psutil.Process().children() if one.cmdline()[:1] == [TITLE]]
+        alive = [one for one in psutil.Process().children() if processes.alive(one.pid)]
+        [again] = [one for one in alive if one.cmdline()[:1] == [TITLE]]
         compiling.process = again
 
     run(main())

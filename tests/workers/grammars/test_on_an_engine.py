@@ -22,7 +22,7 @@ pytestmark = [pytest.mark.engine, pytest.mark.timeout(900)]
 
 ARGUMENTS = (
     *("--middleware", "workers.engine.grammars.middleware.GrammarMiddleware"),
-    *("--middleware", "workers.engine.resume.answer_middleware.TokenLinesMiddleware"),
+    *("--middleware", "workers.engine.resume.token_lines.TokenLinesMiddleware"),
     *("--enable-auto-tool-choice", "--tool-call-parser", "hermes"),
     *("--structured-outputs-config", '{"backend": "xgrammar"}'),
 )

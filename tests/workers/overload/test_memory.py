@@ -8,7 +8,7 @@ import torch
 from vllm.model_executor.layers.utils import dispatch_cpu_unquantized_gemm
 
 from tests.workers.overload.resident import resident_bytes
-from workers.engine.compat.parameter_drop import PackedWeights
+from workers.engine.compat.split_runner import PackedWeights
 from workers.engine.overload.config import OverloadConfigError
 from workers.engine.overload.pages.cpu_pages import CpuPageDriver, PageError
 from workers.engine.overload.pages.layer_memory import LayerWeights, ReservedKv, RowsUnmapped

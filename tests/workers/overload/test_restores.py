@@ -119,8 +119,8 @@ class RestoringSide:
 
 @pytest.fixture
 def restoring_side(monkeypatch: pytest.MonkeyPatch) -> RestoringSide:
-    monkeypatch.setattr("workers.engine.compat.parameter_drop.shrink_pool", lambda scheduler, blocks: {9: 3})
-    monkeypatch.setattr("workers.engine.compat.parameter_drop.used_blocks", lambda pool: ([1, 3], []))
+    monkeypatch.setattr("workers.engine.compat.block_pool.shrink_pool", lambda scheduler, blocks: {9: 3})
+    monkeypatch.setattr("workers.engine.compat.block_pool.used_blocks", lambda pool: ([1, 3], []))
     made = RestoringSide()
     assert made.side.inbox.restore(FeedCommand("restore", epoch=1)).done
     return made
@@ -143,7 +143,7 @@ def test_a_restore_is_one_order_and_blocks_other_commands_meanwhile(restoring_si
 def test_a_restore_of_a_split_that_is_lost_meanwhile_is_forgotten(
     restoring_side: RestoringSide, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("workers.engine.compat.parameter_drop.start_over", lambda scheduler, blocks: None)
+    monkeypatch.setattr("workers.engine.compat.block_pool.start_over", lambda scheduler, blocks: None)
     restoring_side.report(SplitEvent.LOST)
     assert not restoring_side.side.pending and restoring_side.order() is None
 

@@ -4,15 +4,16 @@ import inspect
 import re
 import sys
 from types import ModuleType, SimpleNamespace
+from typing import Any
 
 import pytest
 from vllm.model_executor.models.registry import ModelRegistry
 from vllm.v1.worker.gpu_worker import Worker
 
 from kvtransfer.compat.relied_on import UnsupportedVllmError
-from workers.engine.compat import parameter_drop as internals
-from workers.engine.overload.config import SPLIT_MODELS, OverloadConfigError
-from workers.engine.overload.drop_worker import DroppingWorkerMixin
+from workers.engine.compat import split_runner as internals
+from workers.engine.overload.config import OVERLOAD_PLUGIN, SPLIT_MODELS, OverloadConfigError
+from workers.engine.worker import EngineWorker
 
 
 def modules_of(architecture: str) -> list[ModuleType]:
@@ -63,6 +64,8 @@ def test_an_engine_of_another_model_does_not_start() -> None:
 def test_a_worker_of_vllm_whose_steps_are_others_is_refused(
     method: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    connector = SimpleNamespace(kv_connector_extra_config={"plugins": [OVERLOAD_PLUGIN]})
+    worker: Any = SimpleNamespace(vllm_config=SimpleNamespace(kv_transfer_config=connector))
     monkeypatch.setattr(Worker, method, lambda self, something_else: None)
     with pytest.raises(UnsupportedVllmError, match=rf"Worker\.{method}.* is relied on, .*something_else"):
-        DroppingWorkerMixin().load_model()
+        EngineWorker.load_model(worker)

@@ -7,9 +7,9 @@ import pytest
 from deploy.small_model import make_model
 from kvtransfer.config import ConnectorConfig
 from tests.kvtransfer.engine.in_process import EngineHere
-from tests.support.engine_device import dropping_worker
 from tests.workers.overload.together import requests
-from workers.engine.overload.config import DROPPING_SCHEDULER, OVERLOAD_PLUGIN
+from workers.engine.coserving.config import PROMPT_SCHEDULER, WORKER_CLASS
+from workers.engine.overload.config import OVERLOAD_PLUGIN
 
 pytestmark = pytest.mark.engine
 
@@ -32,8 +32,8 @@ def engine(tmp_path_factory: pytest.TempPathFactory) -> Iterator[EngineHere]:
         model,
         connector,
         blocks=BLOCKS,
-        scheduler_cls=DROPPING_SCHEDULER,
-        worker_cls=dropping_worker(),
+        scheduler_cls=PROMPT_SCHEDULER,
+        worker_cls=WORKER_CLASS,
         max_num_seqs=1,
     )
     yield made
@@ -42,7 +42,7 @@ def engine(tmp_path_factory: pytest.TempPathFactory) -> Iterator[EngineHere]:
 
 def test_starting_over_frees_blocks_of_a_request_that_waits_with_loaded_kv(engine: EngineHere) -> None:
     """vLLM itself frees blocks of running requests only, and raises if waiting ones hold some."""
-    from workers.engine.compat.parameter_drop import start_over
+    from workers.engine.compat.block_pool import start_over
 
     (_, prompt, _), (_, other, _) = requests(5, count=2)
     prompt *= 3

@@ -82,16 +82,20 @@ def test_steps_with_shared_layers_do_not_change_the_whole_model_s_latency(both: 
 def test_the_survivor_of_a_killed_peer_co_serves_alone(both: SplitTogether) -> None:
     """The last test: there is no peer after it."""
     online, offline = requests(27, count=8, output=60), requests(28, count=4, output=30)
-    right = both.right([*online, *offline])
+    late = requests(
+        29, count=1, output=10
+    )  # by its pass the survivor learns of the loss, if all others ended
+    right = both.right([*online, *offline, *late])
     both.fresh()
     both.add(offline, priority=10)
     both.split_in_flight(online)
     pid = both.second.process.pid
     assert pid is not None
     os.kill(pid, signal.SIGKILL)
+    both.first.add(late)
     both.first.until(lambda state: not state["epoch"])
     both.first.interrupt(True)
     both.first.until(lambda state: not state["left"])
-    own = [name for name, _, _ in (*online[::2], *offline[::2])]
+    own = [name for name, _, _ in (*online[::2], *offline[::2], *late)]
     assert both.first.answers() == {name: right[name] for name in own}
     assert both.first.faults() == []

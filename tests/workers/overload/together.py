@@ -18,11 +18,10 @@ from typing import Any
 from kvtransfer.config import SECRET_VARIABLE, ConnectorConfig
 from kvtransfer.control.control_socket import FeedCommand, Reply
 from tests.kvtransfer.engine.in_process import ENVIRONMENT, EngineHere
-from tests.support.engine_device import dropping_worker
-from workers.engine.compat.coserving_scheduler import tell_of_arrivals
-from workers.engine.coserving.config import SAFEPOINT_PLUGIN
+from workers.engine.compat.engine_core_patches import notify_of_arrivals
+from workers.engine.coserving.config import PROMPT_SCHEDULER, SAFEPOINT_PLUGIN, SCHEDULER_CLASS, WORKER_CLASS
 from workers.engine.coserving.safepoint import ABORTS, RUNNING, Flag
-from workers.engine.overload.config import COSERVING_DROPPING_SCHEDULER, DROPPING_SCHEDULER, OVERLOAD_PLUGIN
+from workers.engine.overload.config import OVERLOAD_PLUGIN
 from workers.engine.overload.plugin import NAME
 from workers.engine.overload.split.membership import SplitLimits
 from workers.engine.overload.split.split_model import SplitModel
@@ -51,8 +50,8 @@ class SplitChild:
             model,
             connector,
             blocks=blocks,
-            scheduler_cls=COSERVING_DROPPING_SCHEDULER if coserves else DROPPING_SCHEDULER,
-            worker_cls=dropping_worker(coserves),
+            scheduler_cls=SCHEDULER_CLASS if coserves else PROMPT_SCHEDULER,
+            worker_cls=WORKER_CLASS,
             max_model_len=1024,
             max_num_batched_tokens=batched_tokens,
             max_num_seqs=16,
@@ -61,7 +60,7 @@ class SplitChild:
         self.interrupts, self.arrivals = False, 0
         self.flag: Flag | None = self.engine.side("safepoint").flag if coserves else None
         if self.flag is not None:
-            tell_of_arrivals(self._arrived)  # after the engine's own, which is for arrivals beside a step
+            notify_of_arrivals(self._arrived)  # after the engine's own, which is for arrivals beside a step
             threading.Thread(target=self._interrupt, args=(self.flag,), daemon=True).start()
         self.model: SplitModel = self.engine.worker_side(NAME).model
         self.split = self.model.split
@@ -92,7 +91,7 @@ class SplitChild:
         self.interrupts = on
 
     def answers(self) -> dict[str, list[int]]:
-        """Those since the last time."""
+        """Return the answers since the last call."""
         taken, self.engine.answers = self.engine.answers, {}
         return {self.names[request_id]: tokens for request_id, tokens in taken.items()}
 
@@ -144,7 +143,7 @@ class SplitChild:
         self.split.limits = SplitLimits(meet_s=MEET_S, order_s=order_s)
 
     def broken(self, name: str) -> None:
-        """What this engine does is wrong in one way from now on; "": right again."""
+        """Break this engine in the named way; an empty name mends it."""
         from tests.workers.overload import broken
 
         broken.break_with(self.model, name)
@@ -260,7 +259,7 @@ class SplitTogether:
             engine.add(self.own(requests, number), priority)
 
     def own(self, requests: list[Request], number: int) -> list[Request]:
-        """Of all, those that go to this engine."""
+        """Return the requests that go to this engine."""
         return requests[number :: len(self.engines)]
 
     def finish(self) -> dict[str, list[int]]:
@@ -310,7 +309,7 @@ class SplitTogether:
             engine.until(lambda state: state["generated"] > 20)
         self.drop()
         for engine in self.engines:  # of those that are left: who began soon may have none any more
-            engine.until(lambda state: state["generated"] > generated or not state["left"])
+            engine.until(lambda state: state["generated"] > generated or not state["running"])
 
 
 @contextlib.contextmanager

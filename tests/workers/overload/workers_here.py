@@ -124,7 +124,7 @@ def at_once(*steps: Callable[[], SplitReport]) -> tuple[list[SplitEvent], float]
 
 
 def drops(*workers: WorkerHere, epoch: int = 1) -> list[Callable[[], SplitReport]]:
-    """Of each, its part of the layers in this order."""
+    """Order a drop of each worker, with its part of the layers."""
     members = tuple(worker.model.facts().address for worker in workers)
     return [dropping(worker, DropOrder(epoch, members, part, USED)) for part, worker in enumerate(workers)]
 

@@ -1,7 +1,4 @@
-"""Contact of co-serving's workers with vLLM's model runner, written for one release and checked at start.
-
-The scheduler's side is in vllm_internals.py.
-"""
+"""Use of vLLM's private names by this project's worker, checked when an engine starts."""
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -21,7 +18,12 @@ WORKING = ReliedOn(
             "sample_tokens": ("self", "grammar_output"),
             "execute_model": ("self", "scheduler_output", "intermediate_tensors"),
             "_model_forward": (
-                "self", "input_ids", "positions", "intermediate_tensors", "inputs_embeds", "model_kwargs",
+                "self",
+                "input_ids",
+                "positions",
+                "intermediate_tensors",
+                "inputs_embeds",
+                "model_kwargs",
             ),
         },
         _WORKER: {
@@ -32,27 +34,28 @@ WORKING = ReliedOn(
     },
     attributes={
         _RUNNER: (
-            "execute_model_state", "kv_connector_output", "input_batch", "discard_request_mask",
-            "model_config", "device",
+            "execute_model_state",
+            "kv_connector_output",
+            "input_batch",
+            "discard_request_mask",
+            "model_config",
+            "device",
         ),
     },
-    # The forward pass is left from within the connector's step, which still gets its reports out.
+    # The connector's step is around the forward pass, and reports even if the pass ends early.
     uses={_RUNNER: {"execute_model": ("_model_forward", "maybe_get_kv_connector_output")}},
-)  # fmt: skip
+)
 
 Forward = Callable[..., Any]
 
 
 def wrap_forward(runner: GPUModelRunner, wrapper: Callable[[Forward], Forward]) -> None:
-    """Puts `wrapper` around the runner's forward pass, outside of wrappers that are there already.
-
-    This is inside the connector's step: a forward pass that ends early still gets the step's reports out.
-    """
+    """Wrap the runner's forward pass, with its present wrappers, inside the connector's step."""
     runner._model_forward = wrapper(runner._model_forward)
 
 
 def empty_hidden_states(runner: GPUModelRunner, positions: Any) -> Any:
-    """Stands in for the result of a forward pass that ended early; nothing is sampled from it."""
+    """Return a stand-in for the result of a forward pass that ended early; nothing is sampled from it."""
     import torch
 
     config = runner.model_config
@@ -62,13 +65,13 @@ def empty_hidden_states(runner: GPUModelRunner, positions: Any) -> Any:
 
 
 def nothing_sampled(runner: GPUModelRunner, scheduler_output: Any) -> ModelRunnerOutput:
-    """The output of an iteration that ended early: no request has a token.
+    """Return the output of an iteration that ended early, without tokens.
 
     The runner's sampling is skipped as a whole: it would advance random generators, and take the prompt
     logprobs of requests that have to be computed again.
     """
     if runner.device.type == "cuda":
-        # The step's inputs may still be on their way out of pinned memory that the next step overwrites.
+        # The step's inputs may still be copied from pinned memory, which the next step overwrites.
         import torch
 
         torch.cuda.current_stream().synchronize()
@@ -84,11 +87,10 @@ def nothing_sampled(runner: GPUModelRunner, scheduler_output: Any) -> ModelRunne
 
 @contextmanager
 def discarded_requests_unseeded(runner: GPUModelRunner) -> Iterator[None]:
-    """Around sampling in the CPU build, which dies of requests that have a seed and get no token in this
-    step.
+    """Hide generators of requests that get no token in this step, while the CPU build samples.
 
-    vLLM winds their generators back by an offset, which generators on the CPU do not have. Without a
-    generator such a request is sampled like any other, and its own generator stays where it was.
+    vLLM rewinds such generators by an offset, which raises on CPUs. A request without its generator is
+    sampled like any other, and the generator keeps its state.
     """
     generators = runner.input_batch.generators
     discarded = runner.discard_request_mask.np[: runner.input_batch.num_reqs].nonzero()[0]

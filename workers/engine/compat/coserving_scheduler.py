@@ -1,15 +1,13 @@
-"""Co-serving's contact with vLLM's internals, written for one release and checked at start.
+"""Use of vLLM's private names by this project's schedulers, checked when an engine starts.
 
-Every private name, patch and signature that co-serving uses is here, in a table that engines check before
-they serve (kvtransfer/compat/kv_connector.py): another vLLM stops with a sentence instead of misbehaving.
+Another vLLM release then stops with a sentence instead of misbehaving (kvtransfer/compat/relied_on.py).
 """
 
-import functools
 import logging
 import time
 from bisect import bisect
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -17,10 +15,10 @@ from vllm.v1.core.sched.async_scheduler import AsyncScheduler
 from vllm.v1.core.sched.request_queue import PriorityRequestQueue
 from vllm.v1.core.sched.scheduler import Scheduler
 from vllm.v1.core.single_type_kv_cache_manager import FullAttentionManager, SlidingWindowManager
-from vllm.v1.engine.core import DPEngineCoreProc, EngineCore
 from vllm.v1.request import Request, RequestStatus
 
 from kvtransfer.compat.relied_on import ReliedOn
+from workers.engine.compat.policy_queue import PolicyQueue
 from workers.engine.coserving.iterations import ScheduledRequest
 from workers.processes import WorkerError
 
@@ -49,40 +47,59 @@ SCHEDULING = ReliedOn(
             "get_num_free_blocks": ("self",),
         },
         "vllm.v1.engine.core:EngineCore": {
-            "preprocess_add_request": ("self", "request"), "step_with_batch_queue": ("self",),
+            "preprocess_add_request": ("self", "request"),
+            "step_with_batch_queue": ("self",),
         },
     },
     attributes={
         _SCHEDULER: (
-            "running", "waiting", "requests", "connector", "kv_cache_manager", "kv_holding_waiting",
-            "_inflight_prefills", "block_size", "hash_block_size", "use_v2_model_runner", "pause_state",
-            "max_num_active_reqs", "max_num_scheduled_tokens", "vllm_config", "failed_recving_kv_req_ids",
-            "finished_req_ids", "deferred_frees",
+            "running",
+            "waiting",
+            "requests",
+            "connector",
+            "kv_cache_manager",
+            "kv_holding_waiting",
+            "_inflight_prefills",
+            "block_size",
+            "hash_block_size",
+            "use_v2_model_runner",
+            "pause_state",
+            "max_num_active_reqs",
+            "max_num_scheduled_tokens",
+            "vllm_config",
+            "failed_recving_kv_req_ids",
+            "finished_req_ids",
+            "deferred_frees",
         ),
         _QUEUE: ("_heap",),
         "vllm.v1.core.single_type_kv_cache_manager:FullAttentionManager": (
-            "req_to_blocks", "num_cached_block", "block_size",
+            "req_to_blocks",
+            "num_cached_block",
+            "block_size",
         ),
         "vllm.v1.core.kv_cache_manager:KVCacheManager": ("coordinator", "block_pool"),
         "vllm.v1.request:Request": (
-            "arrival_time", "is_prefill_chunk", "num_output_tokens", "num_output_placeholders",
+            "arrival_time",
+            "is_prefill_chunk",
+            "num_output_tokens",
+            "num_output_placeholders",
             "sampling_params",
         ),
         "vllm.v1.core.sched.output:SchedulerOutput": ("has_sync_kv_loads",),
     },
     uses={
-        # What a window has left is given back by what was computed before a step: the same if that is undone.
+        # Blocks that a window has left are freed by what was computed before a step, which an abort keeps.
         "vllm.v1.core.kv_cache_manager:KVCacheManager": {
             "allocate_slots": ("remove_skipped_blocks", "num_in_flight_tokens"),
         },
-        # Every candidate is offered to the policy, and the queue is asked before each.
+        # The policy decides on every candidate, and the queue is asked before each.
         _SCHEDULER: {
             "_update_waiting_for_remote_kv": ("failed_recving_kv_req_ids",),
             "schedule": ("_reserve_prefill_lookahead", "peek_request", "pop_request", "kv_holding_waiting"),
             "_update_after_schedule": ("num_computed_tokens",),
             "has_requests": ("has_unfinished_requests",),
         },
-        # A step whose result is taken first schedules nothing, and waits for what is in flight.
+        # Without requests to schedule it waits for the step in flight.
         "vllm.v1.engine.core:EngineCore": {
             "step_with_batch_queue": ("has_requests", "batch_queue", "pop", "update_from_output"),
         },
@@ -90,54 +107,18 @@ SCHEDULING = ReliedOn(
             "_update_after_schedule": ("num_output_placeholders",),
             "_update_request_with_output": ("num_output_placeholders",),
         },
-        # An arrival is told in the thread that receives requests, beside the model.
+        # It runs in the thread that receives requests, beside the model.
         "vllm.v1.engine.core:EngineCoreProc": {"process_input_sockets": ("preprocess_add_request",)},
     },
-)  # fmt: skip
+)
 
 
 class UnsupportedEngineError(WorkerError, RuntimeError):
-    """This engine cannot co-serve; the message says what stands in the way and what to do."""
-
-
-class PolicyQueue(PriorityRequestQueue):
-    """vLLM's queue of waiting requests, in which a policy says which are first: online, and then offline.
-
-    Online requests that it does not name come before those it does: they wait for something, and are passed
-    over. Offline requests that it does not name come last.
-    """
-
-    def __init__(self) -> None:
-        super().__init__()
-        self._online: deque[Request] = deque()
-        self._offline: deque[Request] = deque()
-
-    def name_online(self, requests: Iterable[Request]) -> None:
-        named = list(requests)
-        known = {request.request_id for request in named}
-        rest = sorted(r for r in self._heap if r.priority <= 0 and r.request_id not in known)
-        self._online = deque([*rest, *named])
-
-    def name_offline(self, requests: Iterable[Request]) -> None:
-        self._offline = deque(requests)
-
-    def peek_request(self) -> Request:
-        head = super().peek_request()
-        named = self._offline if head.priority > 0 else self._online
-        while named and named[0] not in self._heap:  # ended, or started
-            named.popleft()
-        return named[0] if named else head
-
-    def pop_request(self) -> Request:
-        first = self.peek_request()
-        if first is self._heap[0]:
-            return super().pop_request()
-        self.remove_request(first)
-        return first
+    """This engine cannot be scheduled here; the message says why and what to do."""
 
 
 class OpenScheduling:
-    """In front of a scheduler of vLLM: the steps open that a policy decides. The defaults are vLLM's own."""
+    """Mixin for a scheduler of vLLM, with hooks for a policy that change nothing by themselves."""
 
     running: list[Any]
     waiting: PolicyQueue
@@ -162,7 +143,7 @@ class OpenScheduling:
         self.waiting = PolicyQueue()
 
     def unsupported(self) -> dict[str, bool]:
-        """Settings under which the plan could not be kept, and whether the engine has them."""
+        """Return settings that do not work with a policy, and whether the engine has them."""
         return {
             "first-come scheduling (start with --scheduling-policy priority)": not isinstance(
                 self.waiting, PriorityRequestQueue
@@ -175,7 +156,7 @@ class OpenScheduling:
             raise UnsupportedEngineError(f"this scheduler does not work with {'; '.join(named)}")
 
     def tokens_for(self, request: Request, computed: int, tokens: int) -> int:
-        """Asked for every candidate, running or waiting, after all of vLLM's own caps."""
+        """Return the tokens for a candidate, running or waiting, after all limits of vLLM."""
         return tokens
 
     def _reserve_prefill_lookahead(
@@ -187,22 +168,22 @@ class OpenScheduling:
         return self.tokens_for(request, num_computed_tokens, int(tokens))
 
     def preempt(self, request: Request, now: float) -> None:
-        """Takes all blocks and the place in the batch; the request waits and resumes by itself."""
+        """Take all blocks and the slot of a request, which vLLM resumes later."""
         raise NotImplementedError("vLLM's own rules preempt here")
 
-    def noted(
+    def recorded(
         self, request: Request, tokens: int, adopted: tuple[int, ...], admitted: bool
     ) -> ScheduledRequest:
-        """Right after scheduling, when `num_computed_tokens` already counts the new tokens."""
-        raise NotImplementedError("a step that cannot be aborted is not noted")
+        """Record a scheduled request, whose `num_computed_tokens` already counts the new tokens."""
+        raise NotImplementedError("a step that cannot be aborted is not recorded")
 
     def plugin(self, name: str) -> Any | None:
-        """The scheduler side of one of our connector's plugins, if the engine has it."""
-        ours = getattr(self.connector, "scheduler_side", None)
-        return ours(name) if ours is not None else None
+        """Return the scheduler side of a plugin of this project's connector, if the engine has it."""
+        side_of = getattr(self.connector, "scheduler_side", None)
+        return side_of(name) if side_of is not None else None
 
     def blocks_held(self, request: Request) -> int:
-        """What a window has left is null in its list, from the first block on."""
+        """Return how many blocks a request holds, without the null blocks that a window has left."""
         held = 0
         for manager in self.managers:
             blocks = manager.req_to_blocks.get(request.request_id)
@@ -211,14 +192,14 @@ class OpenScheduling:
         return held
 
     def cached_tokens(self, request: Request) -> int:
-        """Tokens of a request that has not started which the prefix cache holds now.
+        """Return how many tokens of a request that has not started are in the prefix cache.
 
-        Also called from the thread that receives requests, while the scheduler works: it only looks up a
-        dict, and an answer that is out of date costs speed, not correctness.
+        The thread that receives requests calls this too, while the scheduler works. It only looks up a dict,
+        and an outdated answer costs speed, not correctness.
         """
         pool = self.kv_cache_manager.block_pool
         full = (n for n, manager in enumerate(self.managers) if isinstance(manager, FullAttentionManager))
-        groups = [next(full, 0)]  # of layers with a window nothing may be left of the prompt's start
+        groups = [next(full, 0)]  # a window may have left the prompt's beginning
         hits = 0
         for block_hash in request.block_hashes:
             if pool.get_cached_block(block_hash, groups) is None:
@@ -227,25 +208,25 @@ class OpenScheduling:
         return min(hits * int(self.hash_block_size), int(request.num_tokens) - 1)
 
     def deferred_blocks(self) -> list[int]:
-        """Blocks that nobody has any more, and that a step in flight may still write."""
+        """Return freed blocks that a step in flight may still write."""
         return [block.block_id for _, blocks in list(self.deferred_frees) for block in blocks]
 
     def full_blocks(self, tokens: int) -> tuple[int, ...]:
-        """Blocks that this many tokens fill, by KV cache group."""
+        """Return how many blocks these tokens fill, by KV cache group."""
         return tuple(tokens // manager.block_size for manager in self.managers)
 
     def scheduled_requests(self, scheduler_output: Any) -> Iterator[tuple[Request, int]]:
-        """Requests of a step that still exist, with their tokens."""
+        """Yield the requests of a step that still exist, with their tokens."""
         for request_id, tokens in scheduler_output.num_scheduled_tokens.items():
             request = self.requests.get(request_id)
             if request is not None:
                 yield request, tokens
 
     def let_holders_go_first(self) -> None:
-        """A request whose load failed has given its blocks back, and waits like those that never had any.
+        """Move requests whose load failed, and that hold no blocks any more, to the queue of other requests.
 
-        vLLM leaves it in front of those that hold blocks, and looks at nobody behind one that does not fit:
-        loads that have ended since would never be taken, and keep the blocks that it waits for.
+        vLLM leaves such a request in front of those that hold blocks and schedules none behind one that does
+        not fit. Loads that have ended since would keep the blocks that it waits for.
         """
         for request in list(self.kv_holding_waiting):
             if is_waiting(request) and not self.blocks_held(request):
@@ -253,36 +234,36 @@ class OpenScheduling:
                 self.waiting.add_request(request)
 
     def waits_or_prefills(self) -> bool:
-        """Whether any request has a prompt, or a part of one, to compute or to load."""
+        """Return whether any request has prompt tokens to compute or to load."""
         waits = bool(self.waiting) or bool(self.kv_holding_waiting)
         return waits or any(request.is_prefill_chunk for request in self.running)
 
 
 class SyncScheduler(OpenScheduling, Scheduler):
-    """The one that vLLM takes without asynchronous scheduling, with its steps open."""
+    """vLLM's scheduler without asynchronous scheduling, with hooks."""
 
 
 class OverlappingScheduler(OpenScheduling, AsyncScheduler):
-    """The one that vLLM takes with asynchronous scheduling: a step is planned while the one before runs."""
+    """vLLM's asynchronous scheduler, which plans a step while the previous one runs, with hooks."""
 
 
 class OpenScheduler(OverlappingScheduler):
-    """A co-serving engine's: also with the records that a roll-back corrects."""
+    """Scheduler of a co-serving engine, with the records that a roll-back corrects."""
 
     _only_result = False
 
     @property
     def armed_step_runs(self) -> bool:
-        """A step that may be aborted is in flight, and nothing else is."""
+        """An armed step is the only one in flight."""
         return False
 
     def waits_for_result(self) -> bool:
-        """Whether the result of the step in flight is taken before the next step is scheduled."""
+        """Return whether to take the result of the step in flight before the next step is scheduled."""
         return False
 
     @contextmanager
     def only_result(self) -> Iterator[None]:
-        """Nothing is scheduled within."""
+        """Schedule nothing while this context is open."""
         self._only_result = True
         try:
             yield
@@ -293,7 +274,7 @@ class OpenScheduler(OverlappingScheduler):
         return not self._only_result and bool(super().has_requests())
 
     def unsupported(self) -> dict[str, bool]:
-        """Settings under which an abort could not be undone, too."""
+        """Add settings under which an abort cannot be undone."""
         config = self.vllm_config
         return {
             **super().unsupported(),
@@ -306,7 +287,7 @@ class OpenScheduler(OverlappingScheduler):
         }
 
     def before_preemption(self, request: Request) -> None:
-        """The request is about to lose its blocks, by our preemption or one of vLLM's own."""
+        """Hook: a request is about to lose its blocks, by a policy or by vLLM."""
 
     def preempt(self, request: Request, now: float) -> None:
         self.running.remove(request)
@@ -316,7 +297,7 @@ class OpenScheduler(OverlappingScheduler):
         self.before_preemption(request)
         super()._preempt_request(request, timestamp, drop_stale_output)
 
-    def noted(
+    def recorded(
         self, request: Request, tokens: int, adopted: tuple[int, ...], admitted: bool
     ) -> ScheduledRequest:
         start = request.num_computed_tokens - tokens
@@ -328,7 +309,7 @@ class OpenScheduler(OverlappingScheduler):
         return ScheduledRequest(request, tokens, start, written, tuple(map(max, before, adopted)), admitted)
 
     def hashed(self, block_ids: set[int]) -> set[int]:
-        """Those that are registered in the prefix cache."""
+        """Return the blocks that are registered in the prefix cache."""
         blocks = self.kv_cache_manager.block_pool.blocks
         return {block for block in block_ids if blocks[block].block_hash is not None}
 
@@ -348,24 +329,20 @@ class OpenScheduler(OverlappingScheduler):
         return min(firsts, default=None)
 
     def compute_again_from(self, request: Request, tokens: int) -> None:
-        """Have a request that was admitted with KV which nobody computed compute it from `tokens` on.
+        """Let a request compute again what it had adopted from blocks without content.
 
-        The request starts anew where it has no block before those that it took: of layers with a window, and
-        from the first token on. vLLM takes one that waits, holds blocks and has computed nothing for one
-        whose load failed, and frees the blocks when the load ends; left as it is, vLLM would admit it with
-        blocks twice, and end the engine.
+        With sliding windows it has no blocks before those that it adopted, and starts anew.
         """
-        full = all(isinstance(manager, FullAttentionManager) for manager in self.managers)
-        if full and (tokens or is_running(request)):
+        if all(isinstance(manager, FullAttentionManager) for manager in self.managers):
             request.num_computed_tokens = min(request.num_computed_tokens, tokens)
         elif is_running(request):
             self.preempt(request, time.monotonic())
-        else:
+        else:  # its KV is being loaded in vain
             request.num_computed_tokens = 0
             self.failed_recving_kv_req_ids.add(request.request_id)
 
     def waiting_holders(self) -> list[Request]:
-        """Requests that hold blocks and wait: for KV from the host."""
+        """Return requests that hold blocks and wait for KV from the host."""
         return list(self.kv_holding_waiting)
 
     def mark_prefilling(self, request: Request, prefilling: bool) -> None:
@@ -377,7 +354,7 @@ class OpenScheduler(OverlappingScheduler):
 
 
 def _nulls(blocks: Sequence[Any]) -> int:
-    """Of blocks that begin with one."""
+    """Return how many blocks at the beginning are null."""
     return bisect(blocks, False, key=lambda block: not block.is_null)
 
 
@@ -391,76 +368,11 @@ def has_prompt_left(request: Request) -> bool:
 
 
 def is_waiting(request: Request) -> bool:
-    """Waiting for tokens of an iteration, and not for something that only comes between iterations."""
+    """Return whether a request waits for tokens of an iteration, and for nothing else."""
     return request.status in (RequestStatus.WAITING, RequestStatus.PREEMPTED)
 
 
-class _Arrivals:
-    """Who is told of arrivals in this process."""
-
-    told: Callable[[Request], None] | None = None
-
-
-def tell_of_arrivals(told: Callable[[Request], None]) -> None:
-    """A patch: requests are told of in the thread that receives them, while an iteration runs.
-
-    Without it an arrival is seen only when the iteration is over, which is what a safepoint is there to
-    prevent. vLLM is patched once a process; who asked last is told.
-    """
-    _Arrivals.told = told
-    original = EngineCore.preprocess_add_request
-    if getattr(original, "tells_of_arrivals", False):
-        return
-
-    @functools.wraps(original)
-    def preprocess_add_request(self: EngineCore, request: Any) -> Any:
-        result = original(self, request)
-        if _Arrivals.told is not None:
-            _Arrivals.told(result[0])
-        return result
-
-    preprocess_add_request.tells_of_arrivals = True  # type: ignore[attr-defined]
-    EngineCore.preprocess_add_request = preprocess_add_request
-
-
-StepResult = tuple[dict[int, Any] | None, bool]
-
-
-def keep_armed_steps_alone() -> None:
-    """A patch of this process: a step that may be aborted is the only one in flight.
-
-    With asynchronous scheduling vLLM schedules a step while the one before runs. Where the next step may be
-    armed, the result of the one in flight is taken first; and that of an armed step is taken before anything
-    else happens, so that no other step, request or command meets one that may yet be undone.
-    """
-    original = EngineCore.step_with_batch_queue
-    if hasattr(original, "__wrapped__"):
-        return
-
-    def result(core: EngineCore) -> StepResult:
-        """Not an empty step: those make vLLM sleep, and run the connector."""
-        with core.scheduler.only_result():
-            outputs, _ = original(core)
-        # Ranks of a mixture of experts must run as many steps as the others: theirs is an idle one.
-        return outputs, not isinstance(core, DPEngineCoreProc)
-
-    @functools.wraps(original)
-    def step_with_batch_queue(self: EngineCore) -> StepResult:
-        scheduler = self.scheduler
-        if not isinstance(scheduler, OpenScheduler):
-            plain: StepResult = original(self)
-            return plain
-        if self.batch_queue and scheduler.waits_for_result():
-            return result(self)
-        outputs, executed = original(self)
-        if outputs is None and scheduler.armed_step_runs:
-            outputs, _ = result(self)
-        return outputs, executed
-
-    EngineCore.step_with_batch_queue = step_with_batch_queue
-
-
 def extra_args(request: Request) -> dict[str, Any]:
-    """What the client sent as `vllm_xargs`."""
+    """Return what the client sent as `vllm_xargs`."""
     params = request.sampling_params
     return (params.extra_args if params is not None else None) or {}

@@ -1,8 +1,8 @@
-"""Contact with vLLM's structured outputs, written for the release in `kvtransfer/compat/relied_on.py`.
+"""Use of vLLM's private names for structured outputs, checked when an engine starts.
 
 vLLM parses a grammar in its front end's event loop and compiles it in the engine core, both without a limit.
-Here the front end parses nothing: a request waits for the compiling process (`compile_process.py`), and takes
-what that found. The engine core then compiles a grammar that is known to fit its budget.
+With these patches the front end parses nothing: a request waits for the compiling process
+(`compile_process.py`) and takes over its result. The engine core compiles only grammars within the budget.
 """
 
 import functools
@@ -25,14 +25,29 @@ GRAMMAR_CHECKS = ReliedOn(
     signatures={
         _LLM: {
             "add_request": (
-                "self", "request_id", "prompt", "params", "arrival_time", "lora_request",
-                "tokenization_kwargs", "trace_headers", "priority", "data_parallel_rank", "session_id",
-                "prompt_text", "reasoning_ended", "reasoning_parser_kwargs", "kv_hints",
+                "self",
+                "request_id",
+                "prompt",
+                "params",
+                "arrival_time",
+                "lora_request",
+                "tokenization_kwargs",
+                "trace_headers",
+                "priority",
+                "data_parallel_rank",
+                "session_id",
+                "prompt_text",
+                "reasoning_ended",
+                "reasoning_parser_kwargs",
+                "kv_hints",
             ),
         },
         "vllm.sampling_params:SamplingParams": {
             "_validate_structured_outputs": (
-                "self", "model_config", "structured_outputs_config", "tokenizer",
+                "self",
+                "model_config",
+                "structured_outputs_config",
+                "tokenizer",
             ),
         },
         _XGRAMMAR: {
@@ -49,14 +64,18 @@ GRAMMAR_CHECKS = ReliedOn(
         _LLM: ("vllm_config",),
         "vllm.sampling_params:StructuredOutputsParams": ("_backend", "_backend_was_auto"),
         "vllm.sampling_params:SamplingParams": (
-            "structured_outputs", "bad_words", "logit_bias", "allowed_token_ids", "extra_args",
+            "structured_outputs",
+            "bad_words",
+            "logit_bias",
+            "allowed_token_ids",
+            "extra_args",
         ),
     },
     uses={
         _LLM: {"add_request": ("process_inputs",), "generate": ("add_request",)},
         "vllm.sampling_params:SamplingParams": {"verify": ("_validate_structured_outputs",)},
     },
-)  # fmt: skip
+)
 
 _BACKENDS = {
     "xgrammar": f"{_XGRAMMAR}:XgrammarBackend",
@@ -75,7 +94,7 @@ _NAMES = tuple(field.name for field in fields(StructuredOutputsParams))
 
 
 def constraint_of(params: StructuredOutputsParams) -> dict[str, Any]:
-    """Return the constraint as plain data: its fields that say something."""
+    """Return the fields of a constraint that are set, as plain data."""
     return {name: value for name in _NAMES if (value := getattr(params, name)) not in (None, False)}
 
 
@@ -88,7 +107,7 @@ def _params(constraint: dict[str, Any], kind: type[StructuredOutputsParams]) -> 
 
 
 class Backends:
-    """vLLM's backends, as the engine core would use them."""
+    """vLLM's grammar backends, as the engine core uses them."""
 
     def __init__(self, vllm_config: Any) -> None:
         from vllm.tokenizers import cached_tokenizer_from_config
@@ -99,7 +118,7 @@ class Backends:
         self._made: dict[str, Any] = {}
         wanted = vllm_config.structured_outputs_config.backend
         self._backend("xgrammar" if wanted == "auto" else wanted)
-        self._validated({"json_object": True})  # imports what each fork would import otherwise
+        self._validated({"json_object": True})  # so that forks need not import
 
     def compile(self, constraint: dict[str, Any]) -> dict[str, Any]:
         """Validate and compile; returns the fields that vLLM's validation changed, and their values."""
@@ -150,7 +169,7 @@ def check_grammars(check: Check, accepted: Callable[[], Awaitable[None]]) -> Non
     ) -> Any:
         asked = params.structured_outputs if isinstance(params, SamplingParams) else None
         if asked is not None and _is_prefill_leg(params):
-            params.structured_outputs = None  # its one token is thrown away
+            params.structured_outputs = None  # its single token is thrown away
         elif asked is not None and not isinstance(asked, CheckedGrammar):
             constraint = constraint_of(asked)
             found = await check(self.vllm_config, constraint)
@@ -166,7 +185,7 @@ def check_grammars(check: Check, accepted: Callable[[], Awaitable[None]]) -> Non
             raise VLLMValidationError("this engine takes no grammar that was not compiled within its budget")
 
     def validate_xgrammar_grammar(sampling_params: SamplingParams) -> None:
-        """Check what costs nothing. Called while a request is read, in the event loop."""
+        """Check only what is cheap, because the event loop calls this while it reads a request."""
         asked = sampling_params.structured_outputs
         schema = asked.json if asked is not None else None
         if isinstance(schema, dict) and backend_xgrammar.has_xgrammar_unsupported_json_features(schema):
@@ -178,9 +197,9 @@ def check_grammars(check: Check, accepted: Callable[[], Awaitable[None]]) -> Non
 
 
 def compile_at_low_priority() -> None:
-    """Patch this process: threads that compile grammars yield the cores to the engine core's iterations.
+    """Patch this process so that threads which compile grammars have a lower priority than iterations.
 
-    Compiling lets go of the interpreter's lock, so that no iteration waits for a thread that yields.
+    Compiling releases the interpreter's lock, so no iteration waits for such a thread.
     """
     from vllm.v1.structured_output import StructuredOutputManager
 

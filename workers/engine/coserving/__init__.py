@@ -1,1 +1,1 @@
-"""What makes vLLM co-serve: its scheduler, its worker, the safepoint and the roll-back."""
+"""Scheduling by a policy in vLLM: schedulers, requests, the safepoint and the roll-back."""

@@ -1,4 +1,4 @@
-"""Settings of an engine's co-serving, carried in vLLM's `--additional-config` under the key `coserving`."""
+"""Settings of an engine's scheduling, in vLLM's `--additional-config` under the key `coserving`."""
 
 import json
 from collections.abc import Mapping
@@ -12,9 +12,8 @@ from workers.profiles import Coefficients, StartingKnowledge
 
 KEY = "coserving"
 SCHEDULER_CLASS = "workers.engine.coserving.scheduler.CoServingScheduler"
-PROMPT_SCHEDULER = "workers.engine.coserving.planned.prompt_scheduler"
-WORKER_CLASS = "workers.engine.coserving.worker.CoServingWorker"
-CPU_WORKER_CLASS = "workers.engine.cpu_worker.CoServingCpuWorker"
+PROMPT_SCHEDULER = "workers.engine.coserving.prompt_scheduler.prompt_scheduler"
+WORKER_CLASS = "workers.engine.worker.EngineWorker"
 SAFEPOINT_PLUGIN = "workers.engine.coserving.safepoint:SafepointPlugin"
 
 
@@ -26,19 +25,19 @@ class CoServingConfigError(WorkerError, ValueError):
 class CoServingConfig:
     serving: ServingSettings = field(default_factory=ServingSettings)
     model: LatencyModel = CONSERVATIVE
-    profiled: bool = False  # True: `model` was measured; else one of `profiles` is, or a guess is made
+    profiled: bool = False  # `model` was measured; else one of `profiles` or a guess is used
     profiles: Mapping[str, Coefficients] = field(default_factory=dict)  # measured latency models, by key
-    power_cap_w: float | None = None  # of this engine's GPUs, for the key
-    planned: bool = True  # False: vLLM's own rules, for measuring
+    power_cap_w: float | None = None  # of this engine's GPUs, part of the profile's key
+    planned: bool = True  # False: vLLM's own rules, for measurements
     safepoint_every: int = 1  # layers between two checks of the flag
-    iteration_log: str = ""  # file that gets one JSON line an iteration; empty: none
+    iteration_log: str = ""  # file with one JSON line per iteration; empty: none
 
     def __post_init__(self) -> None:
         if self.safepoint_every < 1:
             raise CoServingConfigError(f"safepoint_every must be 1 or more, not {self.safepoint_every}")
 
     def to_additional_config(self) -> dict[str, Any]:
-        """The value of vLLM's `--additional-config`."""
+        """Return the value of vLLM's `--additional-config`."""
         return {KEY: asdict(self)}
 
     @classmethod
@@ -62,7 +61,7 @@ class CoServingConfig:
 
 
 def with_knowledge(additional: str, known: StartingKnowledge) -> str:
-    """The value of vLLM's `--additional-config`, and what an engine is told at a start."""
+    """Return the value of vLLM's `--additional-config` with the measurements that an engine starts with."""
     config = CoServingConfig.from_additional_config(json.loads(additional))
-    told = replace(config, profiles=known.profiles, power_cap_w=known.power_cap_w)
-    return json.dumps(told.to_additional_config())
+    config = replace(config, profiles=known.profiles, power_cap_w=known.power_cap_w)
+    return json.dumps(config.to_additional_config())

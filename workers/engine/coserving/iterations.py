@@ -1,6 +1,6 @@
-"""The iterations of an engine: between scheduling and result, in the log, and what is counted.
+"""Iterations of an engine: their record until the result, their log line, and their metrics.
 
-vLLM's front end serves the counts at `/metrics` (kvtransfer/connector.py).
+vLLM's front end serves the metrics at `/metrics` (kvtransfer/connector.py).
 """
 
 import json
@@ -18,37 +18,37 @@ from placement.scheduling.latency_model import BatchWork
 
 @dataclass(frozen=True, slots=True)
 class ScheduledRequest:
-    """A request of the iteration, noted right after it was scheduled."""
+    """Request of an iteration, recorded right after it was scheduled."""
 
     request: Any
     tokens: int  # scheduled
     start: int  # tokens computed before
-    written: tuple[tuple[int, ...], ...]  # ids of the blocks it writes, by KV cache group
+    written: tuple[tuple[int, ...], ...]  # ids of the blocks to write, by KV cache group
     not_its_to_register: tuple[int, ...]  # full blocks before `start`, or adopted as prefix hits, by group
-    admitted: bool  # it entered the batch with this iteration, and may have taken prefix hits
+    admitted: bool  # entered the batch with this iteration, perhaps with prefix hits
 
 
 @dataclass(slots=True)
 class PendingIteration:
-    """An iteration between its scheduling and its result."""
+    """Iteration between its scheduling and its result."""
 
     started: float
     batch: RunningBatch
-    epoch: int  # 0: it cannot be aborted
+    epoch: int  # 0 if it cannot be aborted
     scheduled: tuple[ScheduledRequest, ...]
     offline_tokens: int
     preempted: int = 0
-    budget_tokens: int = 0  # offline tokens that would have fit
-    again_tokens: int = 0  # offline tokens computed before, and lost to a preemption
+    budget_tokens: int = 0  # offline tokens that fit
+    again_tokens: int = 0  # offline tokens computed again after a preemption
     aborted: bool = False
     disowned: int = 0
-    # For the arrival watch, in another thread, while it is armed and in the model.
+    # For the arrival watch, in another thread, while the iteration is armed and in the model.
     queued: BatchWork = field(default_factory=BatchWork)  # online work that waits for the next iteration
     arrivals: list[RequestView] = field(default_factory=list)
-    raised: bool = False  # the flag, for one of them
+    raised: bool = False  # the flag was raised for an arrival
     prompt_tokens: int = 0  # online, before a first token
-    prompt_share: float = 1.0  # of the engine's time, what its decoding requests leave to prompts
-    overlapped: bool = False  # it was scheduled while the one before ran
+    prompt_share: float = 1.0  # of the engine's time, left to prompts by decoding requests
+    overlapped: bool = False  # scheduled while the previous iteration ran
 
     @property
     def classes(self) -> str:
@@ -90,9 +90,9 @@ def observe(
 
 @dataclass(frozen=True, slots=True)
 class IterationRecord:
-    """One JSON line of the log, for whoever wants to know what an engine decided (`iteration_log`)."""
+    """JSON line of the iteration log, which shows what an engine decided."""
 
-    at: float  # monotonic clock, at its end
+    at: float  # end, on the monotonic clock
     seconds: float
     predicted_s: float
     new_tokens: int
@@ -104,13 +104,13 @@ class IterationRecord:
     preempted: int
     late_requests: int
     aborted: bool
-    overlapped: bool = False  # scheduled while the one before ran
+    overlapped: bool = False  # scheduled while the previous iteration ran
     abort_layer: int = -1
     signal_to_abort_s: float = 0.0
-    check_gap_s: float = 0.0  # at an abort: time since the check of the flag before
+    check_gap_s: float = 0.0  # at an abort: time between the last two checks of the flag
     disowned_blocks: int = 0
-    again_tokens: int = 0  # offline tokens that a preemption had lost
-    before: int = 0  # sum over the requests of new tokens times context
+    again_tokens: int = 0  # offline tokens computed again after a preemption
+    before: int = 0  # sum over requests of new tokens times context
     prompt_tokens: int = 0  # online, before a first token
 
     @property
@@ -137,7 +137,7 @@ class IterationLog:
 
 
 def read_iterations(path: Path) -> list[IterationRecord]:
-    """The complete lines of a log that may still be written to."""
+    """Return the complete lines of a log that may still grow."""
     lines = path.read_text().split("\n")[:-1] if path.exists() else []
     return [IterationRecord(**json.loads(line)) for line in lines]
 

@@ -1,16 +1,16 @@
-"""vLLM's scheduler with a policy in it: translates its state, lets the policy decide, carries it out.
+"""vLLM's scheduler with a policy: translates the state, asks the policy, and carries out its plan.
 
-Decisions are in placement/scheduling/. Nothing here decides.
+The decisions are in placement/scheduling/.
 """
 
 import logging
 import math
 import time
 from collections.abc import Callable, Iterable
-from dataclasses import astuple, replace
+from dataclasses import astuple
 from typing import Any, TypeVar
 
-import scipy.optimize  # noqa: F401  what the first correction of the model needs; it must not wait for it then
+import scipy.optimize  # noqa: F401  imported early, so that the first correction of the model does not wait
 from vllm.platforms import current_platform
 
 from kvtransfer.compat.relied_on import verify
@@ -21,7 +21,6 @@ from placement.scheduling.interface import (
     IterationPlan,
     RequestView,
     RunningBatch,
-    ServingSettings,
 )
 from placement.scheduling.latency_model import PROMPT_TOKENS, BatchWork, LatencyModel, SelfCorrecting
 from placement.scheduling.policy_registry import make_policy
@@ -40,19 +39,21 @@ from workers.engine.coserving.iterations import (
 )
 from workers.engine.coserving.requests import TrackedRequest, TrackedRequests
 from workers.engine.coserving.starting_model import guess_of, key_of, starting_model
+from workers.engine.overload.config import split_scheduling
 
 log = logging.getLogger("conserve.workers.coserving.planned")
 
 Step = TypeVar("Step")
 
-CURVE_S = 1.0  # between reports of the curve of prompts: drawing it takes milliseconds
-LOOK_UP_S = 0.5  # how long it stands what of a waiting prompt is cached: walking its blocks is no free thing
+CURVE_S = 1.0  # between reports of the prefill curve, which takes milliseconds to compute
+LOOK_UP_S = 0.5  # for which a look-up of a waiting prompt's cached tokens is valid
 
 
 class PlannedScheduling(internals.OpenScheduling):
-    """In front of one of vLLM's schedulers. An offline request is one of a priority above 0."""
+    """Mixin for one of vLLM's schedulers. A request with a priority above 0 is offline."""
 
     clock = staticmethod(time.monotonic)
+    coserves = False
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         verify(internals.SCHEDULING)
@@ -84,19 +85,24 @@ class PlannedScheduling(internals.OpenScheduling):
             self._report.account_for("steps in flight", self.deferred_blocks)
         self._log = IterationLog(config.iteration_log)
         self.builder: BatchBuilder | None = None
-        self._views: dict[str, RequestView] = {}  # of the running requests, as the plan in force saw them
+        self._views: dict[str, RequestView] = {}  # of running requests, as the present plan saw them
         self._unplanned = 0
         self.budget = 0  # offline tokens that fit into the iteration planned last
-        # By the step's output: steps may overlap. None: it is empty, or noting it failed.
+        # By the id of the step's output, as steps may overlap. None: empty, or its record failed.
         self.under_way: dict[int, PendingIteration | None] = {}
-        self._ended = 0.0  # the iteration before
-        self._drawn: LatencyModel | None = None  # whose curve of prompts was reported, and when
+        self._ended = 0.0  # when the last iteration ended
+        self._reported: LatencyModel | None = None  # whose prefill curve was reported last, and when
         self._curve_at = 0.0
         self.report_curve(0.0)
+        self.sharing = split_scheduling(self, config.serving)
 
     def adapted(self, config: CoServingConfig) -> CoServingConfig:
-        """What of the engine's settings this scheduler has a say in."""
+        """Return the engine's settings as this scheduler uses them."""
         return config
+
+    def has_requests(self) -> bool:
+        pending = self.sharing is not None and self.sharing.pending
+        return bool(super().has_requests()) or pending  # type: ignore[misc]
 
     def add_request(self, request: Any) -> None:
         known = request.request_id in self.requests
@@ -111,6 +117,8 @@ class PlannedScheduling(internals.OpenScheduling):
         return ended
 
     def schedule(self, throttle_prefills: bool = False) -> Any:
+        if self.sharing is not None:
+            self.sharing.before_step()
         output, iteration = self.planned_step(throttle_prefills)
         if iteration is not None:
             iteration.overlapped = bool(self.under_way)
@@ -120,14 +128,18 @@ class PlannedScheduling(internals.OpenScheduling):
         return output
 
     def began(self, iteration: PendingIteration) -> None:
-        """An iteration was scheduled, and is about to run."""
+        """Hook: an iteration was scheduled and is about to run."""
 
     def update_from_output(self, scheduler_output: Any, model_runner_output: Any) -> Any:
         iteration = self.under_way.pop(id(scheduler_output), None)
         requests = [request for request, _ in self.scheduled_requests(scheduler_output)]
+        if self.sharing is not None:
+            self.sharing.before_result(model_runner_output)
         outputs = super().update_from_output(scheduler_output, model_runner_output)  # type: ignore[misc]
         if iteration is not None:
             self.guarded(self.ended, iteration, requests)
+        if self.sharing is not None:
+            self.sharing.after_result()
         self.drop_finished()
         return outputs
 
@@ -136,7 +148,7 @@ class PlannedScheduling(internals.OpenScheduling):
         super().shutdown()  # type: ignore[misc]
 
     def planned_step(self, throttle_prefills: bool) -> tuple[Any, PendingIteration | None]:
-        """vLLM's step, by the policy's plan; None: nothing was scheduled."""
+        """Schedule a step by the policy's plan; the iteration is None if nothing was scheduled."""
         started = self.clock()
         self.let_holders_go_first()
         plan = self.guarded(self._plan, started)
@@ -145,10 +157,10 @@ class PlannedScheduling(internals.OpenScheduling):
         self.builder = None
         self._views = {}
         if plan is not None:
-            self.guarded(self._note_refused, plan)
+            self.guarded(self._mark_refused, plan)
         if not output.total_num_scheduled_tokens:
             return output, None
-        iteration = self.guarded(self._noted, output, started, running_before)
+        iteration = self.guarded(self._recorded, output, started, running_before)
         if plan is not None and iteration is not None:
             iteration.preempted = len(plan.preempt)
             iteration.budget_tokens = self.budget
@@ -163,23 +175,23 @@ class PlannedScheduling(internals.OpenScheduling):
             view = self.tracked.view(tracked, internals.is_running(request), computed)
         taken = self.guarded(self.builder.take, view, tokens)
         if taken == 0 and not view.running and view.blocks:
-            # Its KV was loaded. vLLM looks at such requests before all others that wait, and ends its round
-            # at one without tokens: nobody behind it would ever start.
+            # Its KV was loaded. vLLM looks at such requests first and stops at one without tokens, so that
+            # no request behind it would ever start.
             return 1
-        # Some models attend within an image in both directions: vLLM says where such a prompt may be cut.
+        # Some models attend within an image in both directions, so vLLM decides where to cut such a prompt.
         return tokens if taken is None or (taken and request.mm_features) else taken
 
     def guarded(self, step: Callable[..., Step], *args: Any) -> Step | None:
-        """A step of ours around vLLM's schedule. When it fails, vLLM's own rules hold for this iteration."""
+        """Run a step of planning. If it fails, vLLM's own rules hold for this iteration."""
         try:
             return step(*args)
         except Exception:
             self.builder, self.budget = None, 0
             self.count_unplanned()
             self._unplanned += 1
-            if self._unplanned.bit_count() == 1:  # 1, 2, 4, ...: it may fail with every iteration
-                how = "iteration not planned, vLLM's own schedule is used step=%s times=%d"
-                log.exception(how, step.__name__, self._unplanned)
+            if self._unplanned.bit_count() == 1:  # 1, 2, 4, ...: every iteration may fail
+                text = "iteration not planned, vLLM's own schedule is used step=%s times=%d"
+                log.exception(text, step.__name__, self._unplanned)
             return None
 
     def count_unplanned(self) -> None:
@@ -190,7 +202,7 @@ class PlannedScheduling(internals.OpenScheduling):
         return self._planned and not self.pause_state.value  # paused: vLLM's own rules
 
     def carry_out(self, plan: IterationPlan, now: float) -> None:
-        """What there is of a plan beside the order and the tokens of requests."""
+        """Hook: carry out the parts of a plan other than the order and the tokens of requests."""
 
     def _plan(self, now: float) -> IterationPlan | None:
         if not self.needs_plan():
@@ -235,16 +247,16 @@ class PlannedScheduling(internals.OpenScheduling):
         )
 
     def _computed_if_started(self, tracked: TrackedRequest) -> int:
-        """With what is cached, on the host, or comes from a prefiller."""
+        """Return the tokens that need no computation: cached, on the host, or transferred."""
         request = tracked.request
         if request.num_computed_tokens:
             return int(request.num_computed_tokens)
         now = self.clock()
         if now >= tracked.looked_up + LOOK_UP_S:
-            tracked.looked_up, tracked.there = now, self._there(request)
-        return tracked.there
+            tracked.looked_up, tracked.available = now, self._available(request)
+        return tracked.available
 
-    def _there(self, request: Any) -> int:
+    def _available(self, request: Any) -> int:
         cached = self.cached_tokens(request)
         if self._transfer is not None and (match := self._transfer.match(request, cached)) is not None:
             cached += match.tokens
@@ -260,8 +272,8 @@ class PlannedScheduling(internals.OpenScheduling):
             return 0
         return int(self.checkpoint.restorable_blocks(request, self.cached_tokens(request)))
 
-    def _note_refused(self, plan: IterationPlan) -> None:
-        """Prompts that had tokens coming and did not get in: memory or slots, vLLM knows."""
+    def _mark_refused(self, plan: IterationPlan) -> None:
+        """Mark prompts that were to get tokens and did not start, for lack of memory or slots."""
         for key in plan.waiting or ():
             tracked = self.tracked.by_id.get(key)
             if tracked is None or plan.builder.caps.get(key, 1) == 0:
@@ -269,14 +281,14 @@ class PlannedScheduling(internals.OpenScheduling):
             tracked.refused = internals.is_waiting(tracked.request)
 
     def epoch_of(self, output: Any) -> int:
-        """Of a step that may be aborted; 0: this one may not."""
+        """Return the epoch of a step that may be aborted, or 0."""
         return 0
 
-    def _noted(self, output: Any, started: float, running_before: set[str]) -> PendingIteration:
+    def _recorded(self, output: Any, started: float, running_before: set[str]) -> PendingIteration:
         epoch = self.epoch_of(output)
         # New tokens and context of each request.
         online: list[tuple[int, int]] = []
-        offline: list[tuple[int, int]] = []  # it has what prompts leave
+        offline: list[tuple[int, int]] = []
         decoding: list[tuple[int, int]] = []
         prompt_tokens = again = 0
         slack = tightest = math.inf
@@ -302,7 +314,7 @@ class PlannedScheduling(internals.OpenScheduling):
                 again += max(tracked.held - context, 0) if tracked.offline else 0
                 tracked.held = 0
             if epoch:
-                scheduled.append(self.noted(request, tokens, tracked.adopted, admitted))
+                scheduled.append(self.recorded(request, tokens, tracked.adopted, admitted))
         model = self.latency.model
         online_work, offline_work = BatchWork.of(online), BatchWork.of(offline)
         work = online_work + offline_work
@@ -317,9 +329,9 @@ class PlannedScheduling(internals.OpenScheduling):
         )  # fmt: skip
 
     def ended(self, iteration: PendingIteration, requests: list[Any]) -> None:
-        """Its result was taken: what model, policy and reports learn of it."""
+        """Let the latency model, the policy and the reports learn from an iteration with its result."""
         now = self.clock()
-        # With asynchronous scheduling it was planned while the one before ran.
+        # With asynchronous scheduling it was planned while the previous one ran.
         seconds = now - max(iteration.started, self._ended)
         self._ended = now
         late = 0
@@ -340,20 +352,20 @@ class PlannedScheduling(internals.OpenScheduling):
                 self._report.prompts += iteration.prompt_tokens >= PROMPT_TOKENS
                 self._report.counts["prompt_tokens"] += iteration.prompt_tokens
                 self._report.counts["prompt_seconds"] += seconds
-        # After a prompt at once: an engine that only prefills may end no iteration for a long while.
+        # Immediately after a prompt: an engine that only prefills may end no other iteration for long.
         due = iteration.prompt_tokens or now >= self._curve_at + CURVE_S
-        if due and self._drawn is not self.latency.fitted:
+        if due and self._reported is not self.latency.fitted:
             self.report_curve(now)
         self.count(iteration, seconds, late)
         if self._log.kept:
             self._log.write(self.entry(iteration, now, seconds, late))
 
     def report_curve(self, now: float) -> None:
-        """What a prompt takes here alone, as far as is known: placers go by it."""
+        """Report the prefill time of a prompt that is alone here, by which placers decide."""
         if self._report is None:
             return
-        self._curve_at, self._drawn = now, self.latency.fitted
-        model = self._drawn
+        self._curve_at, self._reported = now, self.latency.fitted
+        model = self._reported
         chunk = PromptSharing.chunk(model, self.max_num_scheduled_tokens)
         self._report.prefill_curve = astuple(curve_of(model, chunk))
 
@@ -362,7 +374,7 @@ class PlannedScheduling(internals.OpenScheduling):
             self.tracked.drop(request_id)
 
     def count(self, iteration: PendingIteration, seconds: float, late: int) -> None:
-        """Into metrics."""
+        """Hook: count an iteration in metrics."""
 
     def entry(self, iteration: PendingIteration, now: float, seconds: float, late: int) -> IterationRecord:
         batch, work = iteration.batch, iteration.batch.work
@@ -374,29 +386,3 @@ class PlannedScheduling(internals.OpenScheduling):
             overlapped=iteration.overlapped, again_tokens=iteration.again_tokens, before=work.before,
             prompt_tokens=iteration.prompt_tokens,
         )  # fmt: skip
-
-
-class PromptScheduling(PlannedScheduling):
-    """Without co-serving: vLLM's own rules, but for the order of prompts and the size of their chunks."""
-
-    def adapted(self, config: CoServingConfig) -> CoServingConfig:
-        serving = ServingSettings("prompts_in_order", config.serving.slo, config.serving.margin)
-        return replace(config, serving=serving)
-
-    def needs_plan(self) -> bool:
-        return super().needs_plan() and self.waits_or_prefills()
-
-
-class PromptScheduler(PromptScheduling, internals.SyncScheduler):
-    """For engines without asynchronous scheduling."""
-
-
-class OverlappingPromptScheduler(PromptScheduling, internals.OverlappingScheduler):
-    """For engines with asynchronous scheduling."""
-
-
-def prompt_scheduler(vllm_config: Any, *args: Any, **kwargs: Any) -> Any:
-    """For vLLM's `--scheduler-cls`, which it calls: the class that goes with what it decided by itself."""
-    overlaps = vllm_config.scheduler_config.async_scheduling
-    kind = OverlappingPromptScheduler if overlaps else PromptScheduler
-    return kind(vllm_config, *args, **kwargs)

@@ -1,4 +1,4 @@
-"""A co-serving vLLM in this process's tree, for profiling, benchmarks and tests: no HTTP, no fleet."""
+"""An engine in this process's tree, without HTTP and fleet, for profiling, benchmarks and tests."""
 
 import asyncio
 import itertools
@@ -19,7 +19,6 @@ from typing import Any
 from kvtransfer.config import ConnectorConfig
 from placement.scheduling.latency_model import Sample, error_by_region, fit
 from workers.engine.coserving.config import (
-    CPU_WORKER_CLASS,
     SAFEPOINT_PLUGIN,
     SCHEDULER_CLASS,
     WORKER_CLASS,
@@ -36,7 +35,7 @@ REPOSITORY = Path(__file__).resolve().parents[3]
 @dataclass(frozen=True)
 class StandaloneShape:
     model: Path | str
-    blocks: int | None = 1024  # None: as many as fit
+    blocks: int | None = 1024  # None: all that fit
     block_tokens: int = 32
     max_tokens: int = 512
     max_running: int = 32
@@ -47,7 +46,7 @@ class StandaloneShape:
     plugins: tuple[str, ...] = (SAFEPOINT_PLUGIN,)
     host_kv_gib: float = 0.0
     environment: Mapping[str, str] = field(default_factory=dict)
-    arguments: Mapping[str, Any] = field(default_factory=dict)  # more of vLLM's own
+    arguments: Mapping[str, Any] = field(default_factory=dict)  # more arguments of vLLM
 
 
 @dataclass
@@ -64,7 +63,7 @@ class StandaloneEngine(LoggedEngine):
     flag: Flag
 
     async def empty(self) -> None:
-        """No request and no cached prefix is left."""
+        """Wait until no request is left, and empty the prefix cache."""
         for _ in range(100):
             if await self.llm.reset_prefix_cache():
                 return
@@ -73,7 +72,7 @@ class StandaloneEngine(LoggedEngine):
 
 
 def on_cuda() -> bool:
-    os.environ["PYTORCH_NVML_BASED_CUDA_CHECK"] = "1"  # as vLLM: else looking forbids to fork
+    os.environ["PYTORCH_NVML_BASED_CUDA_CHECK"] = "1"  # as in vLLM: otherwise the check makes forks unsafe
     import torch
 
     return bool(torch.cuda.is_available())
@@ -83,7 +82,7 @@ def on_cuda() -> bool:
 async def coserving_engine(
     shape: StandaloneShape, config: CoServingConfig
 ) -> AsyncIterator[StandaloneEngine]:
-    """Starts vLLM with our scheduler, worker and connector; ends its processes."""
+    """Run vLLM with this project's scheduler, worker and connector, and end its processes."""
     os.environ.update(
         {
             "VLLM_USE_V2_MODEL_RUNNER": "0",
@@ -119,12 +118,12 @@ async def coserving_engine(
             "enable_prefix_caching": True,
             "scheduling_policy": "priority",
             "scheduler_cls": shape.scheduler,
-            "worker_cls": WORKER_CLASS if on_cuda() else CPU_WORKER_CLASS,
+            "worker_cls": WORKER_CLASS,
             "additional_config": settings,
             "kv_transfer_config": connector.to_kv_transfer_config(),
             "disable_log_stats": True,
         }
-        # Options of the server in front of the engine (tool parsers and the like) mean nothing here.
+        # Options of the HTTP server, such as tool parsers, are ignored.
         known = {option.name for option in fields(AsyncEngineArgs)}
         more = {name: value for name, value in shape.arguments.items() if name in known}
         llm = AsyncLLM.from_engine_args(AsyncEngineArgs(**{"dtype": "float32", **own, **more}))
@@ -139,8 +138,10 @@ async def coserving_engine(
 
 @asynccontextmanager
 async def launched_engine(spec: LaunchSpec) -> AsyncIterator[LoggedEngine]:
-    """The engine that a keeper would launch, alone: without HTTP, peers and host memory, and planned by
-    vLLM's own rules, so that an iteration is what it is asked for."""
+    """Run the engine that a keeper would launch, without HTTP, peers and KV on the host.
+
+    vLLM's own rules plan it, so that an iteration is exactly what is asked for.
+    """
     from vllm.engine.arg_utils import AsyncEngineArgs
     from vllm.entrypoints.launchers.cli_args import make_arg_parser
     from vllm.usage.usage_lib import UsageContext
@@ -159,12 +160,12 @@ async def launched_engine(spec: LaunchSpec) -> AsyncIterator[LoggedEngine]:
             ),
         )
         command = engine_command(alone, Start(1, 0, 0), EngineKeys(), os.environ)
-        # What is marked ends with the fleet, which may be up.
+        # Without the mark, so that the engine does not end with a fleet that is up.
         os.environ.update({name: value for name, value in command.env.items() if name != FLEET_MARK})
         given = make_arg_parser(FlexibleArgumentParser()).parse_args(list(command.argv[3:]))
         arguments = AsyncEngineArgs.from_cli_args(given)
         arguments.disable_log_stats = True
-        # Defaults are those of the server, which differ.
+        # With the server's defaults, which differ from those of a library.
         llm = AsyncLLM.from_engine_args(arguments, usage_context=UsageContext.OPENAI_API_SERVER)
         try:
             yield LoggedEngine(llm, log)
@@ -177,7 +178,7 @@ CHECK_SHARE = 0.005  # of an iteration's time that checking the flag may cost
 
 @dataclass(frozen=True, slots=True)
 class Point:
-    """An iteration to provoke: `requests` of `new` tokens, each on top of `context` tokens."""
+    """Iteration to provoke: `requests` with `new` tokens each, after `context` tokens."""
 
     requests: int
     new: int
@@ -186,6 +187,8 @@ class Point:
 
 @dataclass(frozen=True, slots=True)
 class Grid:
+    """Range of iterations to provoke."""
+
     max_tokens: int  # of an iteration
     max_context: int
     max_requests: int
@@ -198,12 +201,12 @@ class Grid:
             if new + context + 8 <= self.max_context:
                 yield Point(1, new, context)
         for requests, context in itertools.product(_powers(1, self.max_requests), contexts[1:]):
-            if requests * context <= 4 * self.max_tokens:  # more would take minutes to prepare
+            if requests * context <= 4 * self.max_tokens:  # more takes minutes to prepare
                 yield Point(requests, 1, context)
 
 
 def _powers(first: int, last: int) -> list[int]:
-    """`first`, four times that and so on, and `last`."""
+    """Return `first`, four times as much and so on, and `last`."""
     values = []
     while first < last:
         values.append(first)
@@ -212,7 +215,7 @@ def _powers(first: int, last: int) -> list[int]:
 
 
 def grid_of(engine: LoggedEngine, repeats: int) -> Grid:
-    """Of what the engine takes."""
+    """Return the grid of what the engine accepts."""
     config = engine.llm.vllm_config
     most = int(config.scheduler_config.max_num_batched_tokens)
     longest = min(int(config.model_config.max_model_len), 4 * most)
@@ -221,20 +224,20 @@ def grid_of(engine: LoggedEngine, repeats: int) -> Grid:
 
 
 async def measure(engine: LoggedEngine, grid: Grid, seed: int = 0) -> list[Sample]:
-    """Provokes every point, `repeats` times over."""
+    """Provoke every point `repeats` times and return the samples."""
     rng = random.Random(seed)
     points = list(grid.points())
     await warm_up(engine, grid, rng)
     before = len(engine.iterations())
     for _ in range(grid.repeats):
-        rng.shuffle(points)  # so that a slow minute of the machine does not look like a slow shape
+        rng.shuffle(points)  # so that a slow minute of the machine spreads over all shapes
         for point in points:
             await _provoke(engine, point, rng)
     return samples_of(engine.iterations()[before:], grid.repeats)
 
 
 async def warm_up(engine: LoggedEngine, grid: Grid, rng: random.Random) -> None:
-    """Every block of KV is used once: memory touched for the first time costs an iteration a third more.
+    """Use every block of KV once, because an iteration on untouched memory takes a third longer.
 
     The first iterations also compile and allocate.
     """
@@ -246,11 +249,11 @@ async def warm_up(engine: LoggedEngine, grid: Grid, rng: random.Random) -> None:
 
 
 def samples_of(records: list[IterationRecord], repeats: int) -> list[Sample]:
-    """One sample a shape: of the iterations of much the same shape, that at the lower quartile of time.
+    """Return one sample per shape: the lower quartile of the iterations of similar shape.
 
-    What disturbs an iteration (another process on its core) only ever adds to its time, so the lower quartile
-    is nearer than the median to what the same work takes undisturbed. Shapes seen less often than points were
-    repeated came about by accident: requests of one point that arrived in two iterations.
+    Disturbances, such as another process on the core, only add to an iteration's time, so the lower quartile
+    is nearer to the undisturbed time than the median. A shape that occurs less often than points were
+    repeated is an accident: requests of one point that arrived in two iterations.
     """
     alike: dict[tuple[int, int, int], list[IterationRecord]] = defaultdict(list)
     for record in records:
@@ -267,12 +270,12 @@ def samples_of(records: list[IterationRecord], repeats: int) -> list[Sample]:
 
 
 def _size(tokens: int) -> int:
-    """The same for numbers of tokens that differ by a few percent."""
+    """Return a number that is the same for token counts within a few percent."""
     return round(math.log(max(tokens, 1)) / math.log(1.06))
 
 
 async def _provoke(engine: LoggedEngine, point: Point, rng: random.Random) -> None:
-    """The context is computed first and stays in the prefix cache; then the requests come together."""
+    """Compute the context, which stays in the prefix cache, then send the requests together."""
     prompts = [[rng.randint(32, 120) for _ in range(point.context)] for _ in range(point.requests)]
     if point.context:
         await asyncio.gather(*(_ask(engine, prompt, 1) for prompt in prompts))
@@ -298,7 +301,7 @@ def profile_of(samples: list[Sample], layers: int, now: float) -> Profile:
 
 
 def safepoint_every(layer_seconds: float, check_seconds: float, layers: int) -> int:
-    """Layers between two checks: the fewest for which checking costs no more than its share."""
+    """Return the fewest layers between two checks for which checking stays within its share of time."""
     if layer_seconds <= 0:
         return 1
     return max(1, min(layers, math.ceil(check_seconds / (CHECK_SHARE * layer_seconds))))

@@ -1,4 +1,4 @@
-"""vLLM's requests as a policy sees them: by class, in order of arrival, and while an iteration runs."""
+"""vLLM's requests as a policy sees them, and arrivals while an iteration runs."""
 
 import logging
 import math
@@ -19,14 +19,14 @@ logger = logging.getLogger("conserve.workers.coserving")
 
 TTFT_ARGUMENT = "slo_ttft_ms"
 TBT_ARGUMENT = "slo_tbt_ms"
-# Set by the gateway: seconds that a turn's class is worth while it waits (router/gateway/slo_classes.py).
+# Set by the gateway (router/gateway/slo_classes.py).
 QUEUE_WEIGHT_ARGUMENT = "queue_weight"
-START_WINDOW = 64  # of the oldest that wait: what a policy may start in another order, looked up each step
+START_WINDOW = 64  # oldest waiting requests that a policy may reorder, looked up at each step
 
 
 @dataclass(slots=True)
 class TrackedRequest:
-    """What is remembered of a request beside vLLM's own record."""
+    """Request with what this scheduler remembers besides vLLM's own record."""
 
     request: Any
     offline: bool
@@ -36,36 +36,36 @@ class TrackedRequest:
     last_token: float | None = None
     last_served: float = 0.0
     outputs: int = 0
-    held: int = 0  # tokens it had computed when it was last preempted
-    refused: bool = False  # the engine had no place for it when it was last to start
-    looked_up: float = -math.inf  # when it was last seen what of its prompt is there
-    there: int = 0  # tokens
+    held: int = 0  # tokens computed at its last preemption
+    refused: bool = False  # the engine had no memory or slot when it was last to start
+    looked_up: float = -math.inf  # when `available` was determined
+    available: int = 0  # tokens of its prompt that need no computation
     adopted: tuple[int, ...] = ()  # blocks taken as prefix hits at its last admission, by KV cache group
 
     @property
     def deadline(self) -> float:
-        """When its next token is due."""
+        """Time at which the next token is due."""
         if self.last_token is None:
             return self.arrival + self.slo.ttft_s
         return self.last_token + self.slo.tbt_s
 
 
 def slo_of(arguments: Mapping[str, Any], default: TurnTargets) -> TurnTargets:
-    """The SLO target a request brings (`vllm_xargs`: slo_ttft_ms, slo_tbt_ms), else the engine's."""
+    """Return the SLO target of a request (`vllm_xargs`: slo_ttft_ms, slo_tbt_ms), else the engine's."""
     try:
         ttft = float(arguments[TTFT_ARGUMENT]) / 1000 if TTFT_ARGUMENT in arguments else default.ttft_s
         tbt = float(arguments[TBT_ARGUMENT]) / 1000 if TBT_ARGUMENT in arguments else default.tbt_s
     except (TypeError, ValueError, OverflowError):
-        logger.warning("slo of a request is not a number of milliseconds, the engine's is used")
+        logger.warning("the SLO target of a request is not a number of milliseconds; the engine's is used")
         return default
     if not (0 < ttft < inf and 0 < tbt < inf):
-        logger.warning("slo of a request is not above zero and finite, the engine's is used")
+        logger.warning("the SLO target of a request is not above zero and finite; the engine's is used")
         return default
     return TurnTargets(ttft, tbt)
 
 
 def queue_weight_of(arguments: Mapping[str, Any]) -> float:
-    """Return the queue weight that the gateway gave the request; 0 where it gave none, or no number."""
+    """Return the queue weight that the gateway set, or 0."""
     try:
         seconds = float(arguments.get(QUEUE_WEIGHT_ARGUMENT, 0.0))
     except (TypeError, ValueError, OverflowError):
@@ -80,8 +80,8 @@ class TrackedRequests:
     default_slo: TurnTargets
     arguments_of: Callable[[Any], Mapping[str, Any]]
     blocks_of: Callable[[Any], int]
-    saved_blocks_of: Callable[[Any], int]  # of its blocks, how many the host has too
-    restore_blocks_of: Callable[[Any], int]  # to bring back from the host before it can run
+    saved_blocks_of: Callable[[Any], int]  # its blocks that are on the host, too
+    restore_blocks_of: Callable[[Any], int]  # to load from the host before it can run
     clock: Callable[[], float] = time.monotonic
     wall: Callable[[], float] = time.time
     by_id: dict[str, TrackedRequest] = field(default_factory=dict)
@@ -89,11 +89,11 @@ class TrackedRequests:
     _offline: dict[str, TrackedRequest] = field(default_factory=dict)
 
     def add(self, request: Any) -> TrackedRequest:
-        # vLLM stamps an arrival with the wall clock of its front end; ages are kept, clocks are not mixed.
+        # vLLM's arrival time is on the front end's wall clock; only the age is comparable here.
         age = max(self.wall() - request.arrival_time, 0.0)
         offline = request.priority > 0
         arguments = self.arguments_of(request)
-        # Whoever puts a target into a line of a batch would have turns wait for it.
+        # A target in a line of a batch job must not make turns wait.
         slo = self.default_slo if offline else slo_of(arguments, self.default_slo)
         weight = queue_weight_of(arguments)
         tracked = TrackedRequest(request, offline, self.clock() - age, slo, weight)
@@ -102,7 +102,7 @@ class TrackedRequests:
         return tracked
 
     def drop(self, request_id: str) -> None:
-        """It ended: there is place again for those that were refused."""
+        """Forget a request that ended; refused requests may start again."""
         if self.by_id.pop(request_id, None) is not None:
             for tracked in self._online.values():
                 tracked.refused = False
@@ -113,7 +113,7 @@ class TrackedRequests:
         return iter(self._online.values())
 
     def offline_waiting(self, at_most: int, is_waiting: Callable[[Any], bool]) -> Iterator[TrackedRequest]:
-        """Offline requests that wait, the oldest first: those among the `at_most` oldest and one."""
+        """Yield waiting requests among the `at_most` + 1 oldest offline ones, oldest first."""
         first = islice(self._offline.values(), at_most + 1)
         return (tracked for tracked in first if is_waiting(tracked.request))
 
@@ -142,9 +142,9 @@ class TrackedRequests:
     def start_order(
         self, policy: ServingPolicy, at_most: int, is_waiting: Callable[[Any], bool]
     ) -> list[Any]:
-        """Offline requests that wait, in the order in which the policy starts them.
+        """Return waiting offline requests in the order in which the policy starts them.
 
-        Only where the policy has an order of its own: what a request brings back from the host is looked up.
+        The list is empty if the policy has no order of its own, because the order requires look-ups.
         """
         if type(policy).start_order is ServingPolicy.start_order:
             return []
@@ -157,7 +157,7 @@ class TrackedRequests:
         return [request for _, request in views]
 
     def served(self, request: Any, now: float) -> bool:
-        """After an iteration that held the request. Whether an online token came after its deadline."""
+        """Update a request after its iteration; return whether an online token was late."""
         tracked = self.by_id.get(request.request_id)
         if tracked is None:
             return False
@@ -187,7 +187,7 @@ class ArrivalWatch:
         self._model = model
         self._view_of = view_of
         self._clock = clock
-        self.in_flight: PendingIteration | None = None  # armed, in the model; the scheduler sets it
+        self.in_flight: PendingIteration | None = None  # armed; set by the scheduler
         self.counts: Counter[str] = Counter()
 
     def take_counts(self) -> Counter[str]:
@@ -195,11 +195,11 @@ class ArrivalWatch:
         return counts
 
     def on_arrival(self, request: Any) -> None:
-        """In the receiving thread. Reads what the scheduler published; writes the flag only."""
+        """Judge an arrival, in the receiving thread; only the flag is written."""
         try:
             self._judge(request)
         except Exception:
-            # The request must reach the scheduler whatever becomes of the decision to hurry for it.
+            # The request must reach the scheduler even if it cannot be judged.
             self.counts["coserving_unjudged"] += 1
             logger.exception("arrival not judged request=%s", request.request_id)
 

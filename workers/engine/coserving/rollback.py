@@ -1,7 +1,7 @@
 """Undoing an aborted iteration: five steps after which the scheduler is as it was before the iteration.
 
 vLLM advances `num_computed_tokens` and registers blocks in the prefix cache *before* the model runs. When
-the model then leaves early, both are lies: later requests would attend to blocks that nobody computed.
+the model then leaves early, both are wrong: later requests would attend to blocks that were never computed.
 Leaving any step out corrupts outputs or bookkeeping silently; the tests leave out each.
 """
 
@@ -14,43 +14,43 @@ from workers.engine.coserving.iterations import ScheduledRequest
 
 @dataclass(slots=True)
 class Undo:
-    """The iteration to undo, and what earlier steps found for later ones."""
+    """Iteration to undo, with the registered blocks that it was to write."""
 
     scheduled: tuple[ScheduledRequest, ...]
     scheduler: OpenScheduler
     garbage: frozenset[int] = frozenset()  # registered blocks that the iteration was to write
 
     def running(self) -> list[ScheduledRequest]:
-        """Requests still there: a client may have hung up while the iteration ran."""
+        """Return the requests that still run: a client may have disconnected meanwhile."""
         return [one for one in self.scheduled if is_running(one.request)]
 
 
 def rewind_computed(undo: Undo) -> None:
-    """1. No request computed anything, and none has a token on its way: no other step was in flight."""
+    """1. Reset progress: no request computed anything, and no token is in flight, as no other step was."""
     for one in undo.running():
         one.request.num_computed_tokens = one.start
         one.request.num_output_placeholders = 0
 
 
 def evict_written(undo: Undo) -> None:
-    """2. Nobody may find the blocks again, also those of requests that have ended meanwhile."""
+    """2. Evict the blocks, also those of requests that ended meanwhile, so that no request finds them."""
     undo.scheduler.kv_cache_manager.evict_blocks(set(undo.garbage))
 
 
 def rewind_registered(undo: Undo) -> None:
-    """3. Requests register these blocks again when they really are computed.
+    """3. Let requests register these blocks again when they are really computed.
 
-    Only those that are theirs: a block that was adopted is registered by the request it was adopted from,
-    though its adopter may have to compute it too (step 4). vLLM does not accept the same block twice.
+    An adopted block is registered by the request that it was adopted from, although its adopter may have to
+    compute it too (step 4): vLLM does not accept the same block twice.
     """
     for one in undo.running():
         undo.scheduler.limit_registered(one.request, one.not_its_to_register)
 
 
 def truncate_sharers(undo: Undo) -> None:
-    """4. Requests admitted in the same step that took such a block as a prefix hit compute it themselves.
+    """4. Let requests that adopted such a block as a prefix hit in the same step compute it themselves.
 
-    They need not be scheduled: one that waits for KV from the host took its local hits in this step too.
+    They need not be scheduled: a request that waits for KV from the host adopted local hits in this step too.
     """
     garbage = set(undo.garbage)
     if not garbage:
@@ -64,7 +64,7 @@ def truncate_sharers(undo: Undo) -> None:
 
 
 def restore_prefill_marks(undo: Undo) -> None:
-    """5. Requests that were to finish their prefill are prefilling still."""
+    """5. Mark requests that were to finish their prefill as prefilling again."""
     for one in undo.running():
         request = one.request
         undo.scheduler.mark_prefilling(request, request.num_tokens - request.num_computed_tokens > 1)
@@ -83,7 +83,7 @@ STEPS: tuple[Step, ...] = (
 def roll_back(
     scheduled: tuple[ScheduledRequest, ...], scheduler: OpenScheduler, steps: tuple[Step, ...] = STEPS
 ) -> int:
-    """Undoes the iteration of these requests; returns how many registered blocks it had to disown."""
+    """Undo the iteration of these requests; return how many registered blocks were evicted."""
     written = {block for one in scheduled for group in one.written for block in group}
     undo = Undo(scheduled, scheduler, frozenset(scheduler.hashed(written)))
     for step in steps:

@@ -1,14 +1,13 @@
-"""The safepoint: a plugin of the engine's connector that looks at the preemption flag between layers, and
-leaves.
+"""Safepoint: a connector plugin that checks the preemption flag between layers and ends the forward pass.
 
-vLLM calls the connector before the attention of every layer, in eager and in compiled models, but not in a
-whole CUDA graph: an armed step never runs as one. That is the place where an
-iteration may end early: no layer is incomplete, and what it wrote is undone by the roll-back.
+vLLM calls the connector before the attention of every layer, in eager and compiled models, but not in a whole
+CUDA graph, so an armed step never runs as one. There an iteration can end early: no layer is incomplete, and
+the roll-back undoes what was written.
 
 Tensor parallel ranks must leave at the same layer, or the others wait in a collective for ever. Rank 0
-decides, for a layer far enough ahead that no rank can have passed it: every layer holds a collective, which
-no rank leaves before rank 0 has entered it, and a rank's host runs at most so many layers ahead of its device
-as the step's order says, which all ranks get.
+decides for a layer so far ahead that no rank can have passed it: every layer has a collective that no rank
+leaves before rank 0 enters it, and a host runs at most as many layers ahead of its device as the step's order
+says.
 """
 
 import math
@@ -24,23 +23,24 @@ from typing import Any
 from kvtransfer.plugins import EngineContext, Plugin, SchedulerSide, WorkerSide
 from workers.engine.coserving.config import CoServingConfig, CoServingConfigError
 from workers.engine.coserving.iterations import COUNTERS, HISTOGRAMS
+from workers.engine.forward_ended import ForwardEnded
 
 _FIELDS = 16
 _LAYER_BITS = 12
 
 RAISED = 0  # epoch of the iteration to abort
 RAISED_NS = 1
-DECIDED = 2  # rank 0's word on it: epoch and layer in one number, so that no rank reads a part of it
+DECIDED = 2  # rank 0's decision: epoch and layer in one number, which is read as a whole
 RUNNING = 3  # epoch of the armed iteration in the model now; 0: none
 ABORTED = 4  # epoch of the last iteration aborted
 ABORTED_NS = 5
 ABORTED_LAYER = 6
-ABORTS = 7  # how many iterations have been aborted
-GAP_NS = 8  # at the last abort: time since the check before it, that is, how long the layers between took
+ABORTS = 7  # number of aborted iterations
+GAP_NS = 8  # at the last abort: time since the previous check
 
 
 def new_epoch() -> int:
-    """Where an engine's epochs start: past every epoch that a crashed predecessor left in the page."""
+    """Return the first epoch of an engine, above every epoch that a crashed predecessor left in the page."""
     return time.time_ns() >> 20
 
 
@@ -53,11 +53,11 @@ def unpack(decision: int) -> tuple[int, int]:
 
 
 class Flag:
-    """The preemption flag: a page of shared memory between an engine's scheduler process and its workers.
+    """Preemption flag: a page of shared memory between an engine's scheduler process and its workers.
 
-    Every armed iteration has an epoch, and whoever raises the flag writes the epoch it wants gone. A signal
-    that comes late therefore names an iteration that is over, and stops nothing; nothing has to be reset in
-    between. Fields are aligned eight-byte integers, so that each is read and written whole.
+    Every armed iteration has an epoch, and raising the flag writes the epoch to abort. A late signal names an
+    iteration that is over and stops nothing, so the flag needs no reset. Fields are aligned eight-byte
+    integers, each of which is read and written as a whole.
     """
 
     def __init__(self, name: str) -> None:
@@ -71,7 +71,7 @@ class Flag:
         self.fields = memoryview(self._map).cast("q")
 
     def raise_for(self, epoch: int) -> None:
-        """Asks the workers to abort that iteration, if it still runs."""
+        """Ask the workers to abort an iteration, if it still runs."""
         self.fields[RAISED_NS] = time.monotonic_ns()
         self.fields[RAISED] = epoch
 
@@ -79,7 +79,7 @@ class Flag:
         return self.fields[ABORTED] == epoch
 
     def abort_wait_s(self) -> float:
-        """Of the last abort: from the signal to the safepoint that heeded it."""
+        """Return the time from the signal of the last abort to the safepoint that saw it."""
         return max(self.fields[ABORTED_NS] - self.fields[RAISED_NS], 0) / 1e9
 
     def close(self) -> None:
@@ -91,58 +91,56 @@ class Flag:
 
 
 NAME = "safepoint"
-# What a host may queue beyond the layer that its device has finished, in armed iterations: layers at least,
-# and predicted work at least, so that a host that loses Python's lock for a moment does not idle its device.
+# Lower bounds for how far a host runs ahead of its device in armed iterations, in layers and in predicted
+# time, so that the device does not idle when the host loses Python's lock for a moment.
 RUN_AHEAD, RUN_AHEAD_S = 2, 1e-3
 
 
-class SafepointAbort(BaseException):
-    """Leaves the model's forward pass. Not an `Exception`: nothing on the way may swallow it."""
+class SafepointAbort(ForwardEnded):
+    """A safepoint ended the forward pass of an armed step."""
 
 
 @dataclass(frozen=True, slots=True)
 class Armed:
-    """The order for a step that may be aborted."""
+    """Order for a step that may be aborted."""
 
     epoch: int
-    run_ahead: int = 0  # layers, where the worker's own bound is less
+    run_ahead: int = 0  # layers, if above the worker's own bound
 
 
 def run_ahead_of(seconds: float, layers: int) -> int:
-    """Layers that a host may queue of a step of `layers` that is predicted to take `seconds`."""
+    """Return how many layers a host may queue in a step of `layers` that is predicted to take `seconds`."""
     wanted = math.ceil(RUN_AHEAD_S * layers / seconds) if seconds > 0 else layers
     return max(RUN_AHEAD, min(wanted, layers // 2))
 
 
 class SafepointScheduler(SchedulerSide):
-    """Arms the steps that are worth leaving early, each with an epoch of its own."""
+    """Arms the steps that are worth aborting, each with its own epoch."""
 
     def __init__(
         self, flag: Flag, enabled: bool, fenced: Callable[[], bool] = lambda: False, layers: int = 0
     ) -> None:
-        """`layers`: of the model, where hosts run ahead of their devices."""
+        """`layers` is the model's number of layers if hosts run ahead of their devices, else 0."""
         self.flag = flag
         self._enabled = enabled
-        self._fenced = fenced  # layers are shared, or about to be: others' parts of a step are not left
+        self._fenced = fenced  # layers are shared, and peers compute parts of a step
         self._layers = layers
-        # Seconds that the step being scheduled is predicted to take, if it is worth arming; else 0. The
-        # engine's scheduler says so.
+        # Predicted seconds of the step being scheduled, or 0 if it is not worth arming; set by the scheduler.
         self.worth_arming: Callable[[], float] = lambda: 0.0
-        # The engine's scheduler counts here, too (iterations.py).
+        # The engine's scheduler counts here too (iterations.py).
         self.counts: Counter[str] = Counter()
         self.observations: defaultdict[str, list[float]] = defaultdict(list)
         self._epoch = new_epoch()
-        self.armed = 0  # epoch of the step that was ordered last; 0: it may not be aborted
+        self.armed = 0  # epoch of the last order; 0 if its step may not be aborted
 
     @property
     def arms(self) -> bool:
-        """Whether steps are armed at all now."""
+        """Steps can be armed at present."""
         return self._enabled and not self._fenced()
 
     def order(self, scheduler_output: Any) -> Armed | None:
         self.armed = 0
-        # A step with a synchronous load is not armed: its requests count tokens that the load brings layer by
-        # layer.
+        # A step with a synchronous load is not armed: its requests count tokens that come layer by layer.
         if not self.arms or scheduler_output.has_sync_kv_loads or not scheduler_output.num_scheduled_tokens:
             return None
         seconds = self.worth_arming()
@@ -164,6 +162,8 @@ class SafepointScheduler(SchedulerSide):
 
 
 class SafepointWorker(WorkerSide):
+    """Checks the flag before layers of an armed step, on one rank."""
+
     def __init__(self, flag: Flag, every: int, rank: int, ranks: int, run_ahead: int) -> None:
         self._flag = flag
         self._fields = flag.fields
@@ -172,7 +172,7 @@ class SafepointWorker(WorkerSide):
         self._agree = ranks > 1
         self._lead = 1  # layers between rank 0's decision and the layer it is for
         self._epoch = 0
-        self._at = 0  # layers that this step has entered
+        self._at = 0  # layers entered in this step
         self._checked_ns = 0
         self._fence: LayerFence | None = None
         self._run_ahead = run_ahead  # layers at least
@@ -203,8 +203,7 @@ class SafepointWorker(WorkerSide):
         epoch = self._epoch
         if not epoch:
             return
-        # Counted, not looked up by name: vLLM registers layers by KV cache group, in another order than the
-        # model's.
+        # Counted, because vLLM registers layers by KV cache group, in another order than the model's.
         index = self._at
         if index % self._every == 0:
             if self._fence is not None:
@@ -249,32 +248,31 @@ class SafepointWorker(WorkerSide):
 
 
 class LayerFence:
-    """Keeps the host from queueing more than a few layers beyond what the device has done (CUDA).
+    """Limits how many layers the host queues beyond what the device has computed (CUDA).
 
-    Without it the host is through all layers before the device has done the first, and the flag stops
-    nothing.
+    Without it the host passes all layers before the device has computed the first, and aborts nothing.
     """
 
     def __init__(self, event: Callable[[], Any]) -> None:
         self._event = event
         self._ahead = 1
-        self._queued: deque[Any] = deque()  # one event for each layer that may still run, the oldest first
+        self._queued: deque[Any] = deque()  # one event per layer that may still run, oldest first
         self._spare: list[Any] = []
 
     def begin(self, ahead: int) -> None:
-        """A step begins of which at most `ahead` layers may be queued."""
+        """Begin a step of which at most `ahead` layers may be queued."""
         self._ahead = ahead
         self._spare += self._queued
         self._queued.clear()
 
     def passed(self) -> None:
-        """The device gets here when it has done the layer that was queued last."""
+        """Record an event behind the layer that was queued last."""
         event = self._spare.pop() if self._spare else self._event()
         event.record()
         self._queued.append(event)
 
     def wait(self) -> None:
-        """Returns when less than `ahead` layers are queued, so that one more may be."""
+        """Wait until fewer than `ahead` layers are queued."""
         over = len(self._queued) - self._ahead
         if over >= 0:
             self._queued[over].synchronize()
@@ -282,6 +280,8 @@ class LayerFence:
 
 
 class SafepointPlugin(Plugin):
+    """Adds safepoints to the connector."""
+
     name = NAME
     counters = COUNTERS
     histograms = HISTOGRAMS
@@ -306,7 +306,6 @@ def _on_cuda(context: EngineContext) -> bool:
 def _flag(context: EngineContext) -> Flag:
     if not context.config.safepoint:
         raise CoServingConfigError(
-            "the safepoint plugin needs the name of its shared memory: "
-            "set `safepoint` in the connector's settings"
+            "the safepoint plugin needs the name of its shared memory: set the connector's `safepoint`"
         )
     return Flag(context.config.safepoint)

@@ -1,7 +1,4 @@
-"""The scheduler of a co-serving engine: the policy's plan, and the end of iterations that were left early.
-
-What an iteration did is undone in rollback.py.
-"""
+"""Scheduler of a co-serving engine: arms steps and ends aborted iterations, which rollback.py undoes."""
 
 from collections.abc import Iterable
 from dataclasses import replace
@@ -10,6 +7,7 @@ from typing import Any
 from placement.scheduling.interface import IterationPlan, RequestView
 from placement.scheduling.latency_model import BatchWork
 from workers.engine.compat import coserving_scheduler as internals
+from workers.engine.compat.engine_core_patches import keep_armed_steps_alone, notify_of_arrivals
 from workers.engine.coserving import rollback, safepoint
 from workers.engine.coserving.iterations import IterationRecord, PendingIteration, count, observe
 from workers.engine.coserving.planned import PlannedScheduling
@@ -17,33 +15,32 @@ from workers.engine.coserving.requests import ArrivalWatch, queue_weight_of, slo
 
 
 class CoServingScheduler(PlannedScheduling, internals.OpenScheduler):
-    """For vLLM's `--scheduler-cls`; needs `--scheduling-policy priority`. Priority above 0 means offline."""
+    """Scheduler for vLLM's `--scheduler-cls`, together with `--scheduling-policy priority`."""
 
+    coserves = True
     rollback_steps = rollback.STEPS
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
         self._safepoint: safepoint.SafepointScheduler | None = self.plugin(safepoint.NAME)
-        self.iteration: PendingIteration | None = None  # the armed one, between its scheduling and its result
-        self._online_s = 0.0  # what its online requests take alone, by the plan in force
-        self._offline_prompts_arm = False  # by the plan before: an iteration with some is worth arming
+        self.iteration: PendingIteration | None = None  # armed, between its scheduling and its result
+        self._online_s = 0.0  # predicted time of the present plan's online requests alone
+        self._offline_prompts_arm = False  # the last plan found iterations with offline prompts worth arming
         self._watch: ArrivalWatch | None = None
         if self._safepoint is not None:
             self._safepoint.worth_arming = self._worth_arming
-            internals.keep_armed_steps_alone()
+            keep_armed_steps_alone()
             self._watch = ArrivalWatch(
                 lambda: self.policy, self._safepoint.flag, lambda: self.latency.model, self._arriving
             )
-            internals.tell_of_arrivals(self._watch.on_arrival)
+            notify_of_arrivals(self._watch.on_arrival)
 
     @property
     def armed_step_runs(self) -> bool:
         return self.iteration is not None
 
     def waits_for_result(self) -> bool:
-        """Whether the result of the step in flight is taken before the next step is scheduled: that one may
-        be worth arming, and a step is armed only when no other is in flight.
-        """
+        """Return whether the next step may be worth arming, for which no other may be in flight."""
         if self._safepoint is None or not self._safepoint.arms or not self.needs_plan():
             return False
         return bool(self.guarded(self._offline_prompt_may_run))
@@ -57,7 +54,7 @@ class CoServingScheduler(PlannedScheduling, internals.OpenScheduler):
         return self.tracked.offline_count > len(offline) and len(self.running) < self.max_num_active_reqs
 
     def _worth_arming(self) -> float:
-        """Seconds that the step being scheduled is predicted to take, if it is worth arming; else 0."""
+        """Return the predicted seconds of the step being scheduled, or 0 if it is not worth arming."""
         if self.builder is None or self.under_way:
             return 0.0
         seconds = self.latency.model.seconds(self.builder.work)
@@ -81,13 +78,13 @@ class CoServingScheduler(PlannedScheduling, internals.OpenScheduler):
         return outputs
 
     def finish_requests(self, request_ids: str | Iterable[str] | None, finished_status: Any) -> Any:
-        # A client that hangs up ends its request before the iteration's result is taken. What an aborted
-        # iteration registered for it must be disowned first: its blocks are about to be kept or freed.
+        # A client may disconnect before the iteration's result is taken. The roll-back comes first, because
+        # the request's blocks are about to be kept or freed.
         self.settle_abort()
         return super().finish_requests(request_ids, finished_status)
 
     def settle_abort(self) -> PendingIteration | None:
-        """Undoes the armed iteration if the workers left it early. Once, whoever asks first."""
+        """Undo the armed iteration if the workers aborted it, at the first call."""
         iteration = self.iteration
         if iteration is None or iteration.aborted:
             return iteration
@@ -103,7 +100,7 @@ class CoServingScheduler(PlannedScheduling, internals.OpenScheduler):
         self._online_s = builder.model.seconds(builder.work) if builder.work.requests else 0.0
         filled_s = builder.model.seconds(builder.work.plus(budget, 0)) if budget > 0 else 0.0
         self._offline_prompts_arm = self.policy.worth_arming(filled_s, self._online_s)
-        if self.checkpoint is not None:  # vLLM does not ask before it loads KV from the host
+        if self.checkpoint is not None:  # vLLM loads KV from the host without asking the policy
             self.checkpoint.offline_may_start = plan.builder.admit_waiting
         if plan.builder.admit_waiting:
             started = self.tracked.start_order(self.policy, self.max_num_active_reqs, internals.is_waiting)
@@ -117,7 +114,7 @@ class CoServingScheduler(PlannedScheduling, internals.OpenScheduler):
             self._safepoint.counts["coserving_unplanned"] += 1
 
     def _arriving(self, request: Any, now: float) -> RequestView:
-        """In the receiving thread."""
+        """Return the view of an arriving request, in the receiving thread."""
         arguments = internals.extra_args(request)
         return RequestView(
             request.request_id,
@@ -132,13 +129,13 @@ class CoServingScheduler(PlannedScheduling, internals.OpenScheduler):
     def _publish(self, iteration: PendingIteration) -> None:
         if self._watch is None:
             return
-        if not iteration.epoch:  # it cannot be aborted: nobody asks what waits behind it
+        if not iteration.epoch:  # it cannot be aborted
             self._watch.in_flight = None
             return
         queued = BatchWork()
         for tracked in self.tracked.online():
             request = tracked.request
-            left = request.num_tokens - request.num_computed_tokens  # of running ones: after this iteration
+            left = request.num_tokens - request.num_computed_tokens  # of running requests: afterwards
             if left > 0 and (internals.is_waiting(request) or internals.is_running(request)):
                 queued = queued.plus(left, request.num_computed_tokens)
         iteration.queued = queued

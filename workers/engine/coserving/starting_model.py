@@ -1,4 +1,4 @@
-"""Latency model that an engine starts from: measured of engines like it, else guessed by its accelerator."""
+"""First latency model of an engine: measured on engines like it, else guessed by its accelerator."""
 
 import logging
 import os
@@ -15,7 +15,7 @@ logger = logging.getLogger("conserve.workers.starting_model")
 
 
 def hardware_name() -> str:
-    """The accelerator, or the processor and the threads that compute."""
+    """Return the accelerator's name, or the processor's with the number of threads."""
     import torch
 
     if torch.cuda.is_available():
@@ -44,15 +44,17 @@ def key_of(vllm_config: Any, power_cap_w: float | None) -> ProfileKey:
 def _graphs(vllm_config: Any) -> str:
     if vllm_config.model_config.enforce_eager:
         return "eager"
-    # Of steps that do not only decode. Those that do may be whole graphs or not: a worker decides that, and
-    # whether its word comes here depends on whose process this is.
+    # Of steps with prompts. Whether steps without prompts are whole graphs is decided in the worker, which
+    # may be in another process.
     mode = vllm_config.compilation_config.cudagraph_mode
     return f"graphs {mode.mixed_mode().name.lower()}" if mode else "compiled"
 
 
 def starting_model(config: CoServingConfig, key: ProfileKey, guess: LatencyModel | None) -> LatencyModel:
-    """Measured, else guessed by the accelerator, else slow: an engine then admits little offline work until
-    it knows itself."""
+    """Return the measured model, else the guess, else a slow one.
+
+    With a slow model an engine admits little offline work until it has measured itself.
+    """
     if config.profiled:
         return config.model
     if (found := config.profiles.get(str(key))) is not None:
@@ -68,7 +70,7 @@ def starting_model(config: CoServingConfig, key: ProfileKey, guess: LatencyModel
 
 
 def guess_of(vllm_config: Any, device: str) -> LatencyModel | None:
-    """None: the accelerator is in no table, or the model says too little."""
+    """Guess from the accelerator and the model's size; None if either is unknown."""
     board = accelerator_of(device)
     try:
         size = _size(vllm_config)

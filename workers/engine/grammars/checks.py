@@ -1,4 +1,4 @@
-"""Checks of grammars, made by the front end: each once, within the budget, one of an owner's at a time."""
+"""Checks of grammars by the front end: each grammar once, within the budget, one per owner at a time."""
 
 import asyncio
 import json
@@ -25,19 +25,19 @@ from workers.processes import WorkerError, lower_priority
 log = logging.getLogger("conserve.workers.grammars")
 
 _KNOWN = 1024  # grammars whose outcome is remembered
-_KNOWN_BYTES = 4096  # of an outcome; a longer one is found anew
-_QUICK_S = 0.3
-_READY_S = 180.0  # importing vLLM on a machine whose cores are taken
+_KNOWN_BYTES = 4096  # longest outcome that is remembered
+_QUICK_S = 0.3  # after which a fork gets low priority
+_READY_S = 180.0  # to import vLLM on a busy machine
 
 Outcome = dict[str, Any]
 
 
 class ProcessUnavailable(WorkerError):
-    """The compiling process does not answer."""
+    """The compiling process is gone or does not answer."""
 
 
 class GrammarChecks:
-    """Asks the compiling process. Use it in one event loop."""
+    """Client of the compiling process, for one event loop."""
 
     def __init__(self, address: str, budget: GrammarBudget) -> None:
         self._address, self._budget = address, budget
@@ -49,7 +49,7 @@ class GrammarChecks:
         self._under_way: dict[bytes, asyncio.Task[Outcome]] = {}
 
     async def check(self, vllm_config: Any, constraint: Outcome, owner: str) -> Outcome:
-        """Return the fields that vLLM's validation sets; raises what the client is to be answered."""
+        """Return the fields that vLLM's validation sets, or raise the answer for the client."""
         content = json.dumps(constraint, sort_keys=True).encode()
         digest = sha256(content).digest()
         outcome = self._known.get(digest)
@@ -61,11 +61,11 @@ class GrammarChecks:
             if task is None:
                 task = asyncio.create_task(self._compile(vllm_config, content, owner))
                 self._under_way[digest] = task
-                task.add_done_callback(lambda done: self._ended(digest, done))
-            outcome = await asyncio.shield(task)  # others may wait for it, too
+                task.add_done_callback(lambda done: self._remember(digest, done))
+            outcome = await asyncio.shield(task)  # other requests may wait for the same grammar
         return self._answer(outcome)
 
-    def _ended(self, digest: bytes, task: "asyncio.Task[Outcome]") -> None:
+    def _remember(self, digest: bytes, task: "asyncio.Task[Outcome]") -> None:
         del self._under_way[digest]
         if task.cancelled() or task.exception() is not None:
             return
@@ -92,7 +92,7 @@ class GrammarChecks:
                 return await self._compile_now(vllm_config, content)
         except TimeoutError:
             metrics.CHECKS.labels("unavailable").inc()
-            raise _unavailable("other grammars of this key are being compiled", 429) from None
+            raise _unavailable("other grammars of this API key are being compiled", 429) from None
         except ProcessUnavailable as wrong:
             metrics.CHECKS.labels("unavailable").inc()
             log.error("grammars cannot be compiled: %s", wrong)
@@ -107,12 +107,12 @@ class GrammarChecks:
         kind = next(iter(outcome))
         metrics.CHECKS.labels({"set": "compiled", "invalid": "invalid"}.get(kind, "over_budget")).inc()
         if kind == "over_budget":
-            took_s = time.monotonic() - began  # not a warning: in vLLM's server only errors are shown
+            took_s = time.monotonic() - began  # an error, because vLLM's server hides warnings
             log.error("a grammar was over its budget bytes=%d seconds=%.1f", len(content), took_s)
         return outcome
 
     async def _fork(self, vllm_config: Any, content: bytes) -> Outcome:
-        """Have the process fork for this grammar, and kill the fork if it takes too long."""
+        """Let the process fork for this grammar, and kill the fork if it takes too long."""
         reader, writer = await self._connected(vllm_config)
         pid = 0
         try:
@@ -125,7 +125,12 @@ class GrammarChecks:
             async with asyncio.timeout(self._budget.wall_s):
                 outcome = json.loads(await _received_from_slow(reader, pid))
             return outcome if isinstance(outcome, dict) and outcome else {"over_budget": True}
-        except (TimeoutError, EOFError, OSError, ValueError):  # the kernel ended it, or it is ended here
+        except (
+            TimeoutError,
+            EOFError,
+            OSError,
+            ValueError,
+        ):  # the fork ended or is killed below
             return {"over_budget": True}
         finally:
             if pid:
@@ -134,7 +139,7 @@ class GrammarChecks:
             writer.close()
 
     async def _connected(self, vllm_config: Any) -> tuple[asyncio.StreamReader, asyncio.StreamWriter]:
-        """Connect, after the process has the engine's configuration; start it again if it is gone."""
+        """Connect to a process that has the engine's configuration; start it again if it is gone."""
         async with self._starting:
             if self._configured:
                 with suppress(OSError):
@@ -169,7 +174,7 @@ class GrammarChecks:
             raise ProcessUnavailable(f"the compiling process could not be set up: {answer['error']}")
 
     async def _open(self) -> tuple[asyncio.StreamReader, asyncio.StreamWriter]:
-        """Connect. uvloop cannot connect to an abstract name itself, and there is nothing to wait for."""
+        """Connect without uvloop, which cannot connect to an abstract name."""
         connection = socket.socket(socket.AF_UNIX)
         try:
             connection.setblocking(False)
@@ -189,13 +194,13 @@ class GrammarChecks:
                 await asyncio.sleep(0.2)
 
 
-# Not 503: gateways take it for an engine that ends.
 def _unavailable(why: str, status: int) -> GracefulHTTPError:
+    """Return an error with a status other than 503, which gateways take for an engine that ends."""
     return GracefulHTTPError(f"{why}; try again", HTTPStatus(status))
 
 
 async def _received_from_slow(reader: asyncio.StreamReader, pid: int) -> bytes:
-    """Receive the answer of a fork; one that takes long goes on when the engine leaves it a core."""
+    """Receive the answer of a fork; a slow fork goes on at low priority, behind the engine."""
     receiving = asyncio.ensure_future(_received(reader))
     try:
         await asyncio.wait((receiving,), timeout=_QUICK_S)

@@ -1,11 +1,11 @@
 """Process beside an engine's front end that compiles grammars, each in a fork that has a budget.
 
-The process itself never compiles: it loads the tokenizer once and forks for each connection, so a fork starts
-within milliseconds, and the kernel ends it when it has used its CPU time or memory. Who asks kills it when it
-takes too long. What comes back is plain JSON: a fork has run native code on a stranger's input.
+The process itself never compiles. It loads the tokenizer once and forks for each connection, so that a fork
+starts within milliseconds, and the kernel ends a fork at its CPU time or memory. The front end kills a fork
+that takes too long. Answers are plain JSON, because a fork has run native code on a client's input.
 
-A connection begins with one byte. `C`: the engine's configuration follows, pickled, and `{}` or an error
-comes back. `G`: a grammar as JSON follows; first the fork's pid comes back, then what the grammar is.
+A connection begins with one byte. After `C` comes the engine's pickled configuration; the answer is `{}` or
+an error. After `G` comes a grammar as JSON; the answers are the fork's pid, then the outcome.
 """
 
 import gc
@@ -26,18 +26,18 @@ from setproctitle import setproctitle
 
 from kvtransfer.parent_death import die_with_parent
 from workers.engine.grammars.config import ADDRESS, MIB, GrammarBudget
+from workers.oom_score import OomScore, set_oom_score
 
 CONFIGURE, COMPILE = b"C", b"G"
 LENGTH = struct.Struct("!I")
 TITLE = "conserve: grammars"
-ENDED_FIRST = 1000  # oom_score_adj: before any engine
 _READ_LIMIT_S = 10.0
 _MOST_BYTES = 64 << 20
 
 
 def start_process(address: str) -> int:
-    """Fork the compiling process; call it before this process has threads. Returns its pid."""
-    gc.freeze()  # pages that nobody writes to stay shared
+    """Fork the compiling process before this process has threads, and return its pid."""
+    gc.freeze()  # so that unchanged pages stay shared
     pid = os.fork()
     if pid == 0:
         try:
@@ -49,23 +49,23 @@ def start_process(address: str) -> int:
 
 
 def restart_process(address: str) -> int:
-    """Start it again after it was killed. A process with threads must not fork, so this imports vLLM anew."""
+    """Start a killed process again. It imports vLLM anew, because a process with threads must not fork."""
     argv = [sys.executable, "-m", "workers.engine.grammars.compile_process"]
     return subprocess.Popen(argv, env={**os.environ, ADDRESS: address}, stdin=subprocess.DEVNULL).pid
 
 
 def new_address() -> str:
-    """Return a name in Linux' abstract namespace: it needs no file and ends with its process."""
+    """Return a name in Linux's abstract namespace, which needs no file and ends with its process."""
     return f"conserve-grammars-{os.urandom(12).hex()}"
 
 
 def serve(address: str, budget: GrammarBudget) -> None:
-    """Answer until this process is ended."""
-    signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # forks need no burial
+    """Answer connections until this process is killed."""
+    signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # the kernel reaps forks
     signal.signal(signal.SIGINT, signal.SIG_IGN)
-    os.environ["VLLM_REGEX_COMPILATION_TIMEOUT_S"] = "0"  # it ends nothing; a fork has limits that do
-    setproctitle(TITLE)  # or it would look like the server that it was forked from
-    _end_first()
+    os.environ["VLLM_REGEX_COMPILATION_TIMEOUT_S"] = "0"  # the limits of a fork end a compilation
+    setproctitle(TITLE)  # instead of the title of the server that it was forked from
+    set_oom_score(OomScore.GRAMMARS)
     listener = socket.socket(socket.AF_UNIX)
     listener.bind(f"\0{address}")
     listener.listen(128)
@@ -82,7 +82,7 @@ def serve(address: str, budget: GrammarBudget) -> None:
                     try:
                         compiler = compiler or GrammarCompiler(pickle.loads(receive(connection)))
                         send(connection, b"{}")
-                    except Exception as wrong:  # noqa: BLE001 - who asked says it
+                    except Exception as wrong:  # noqa: BLE001 - the front end reports it
                         send(connection, json.dumps({"error": repr(wrong)}).encode())
                 elif kind == COMPILE and compiler is not None and os.fork() == 0:
                     _answer(listener, connection, compiler, budget)
@@ -91,7 +91,7 @@ def serve(address: str, budget: GrammarBudget) -> None:
 def _answer(
     listener: socket.socket, connection: socket.socket, compiler: "GrammarCompiler", budget: GrammarBudget
 ) -> None:
-    """Compile one grammar in this fork, and end."""
+    """Compile one grammar in this fork and exit."""
     try:
         listener.close()
         die_with_parent()
@@ -104,7 +104,7 @@ def _answer(
 
 
 def _limit(budget: GrammarBudget) -> None:
-    """Let the kernel end this fork at its CPU limit, and grant it no more memory than its budget has."""
+    """Limit this fork to the CPU time and memory of its budget."""
     cpu_s = math.ceil(budget.cpu_s)
     resource.setrlimit(resource.RLIMIT_CPU, (cpu_s, cpu_s))
     with open("/proc/self/statm") as file:
@@ -114,13 +114,8 @@ def _limit(budget: GrammarBudget) -> None:
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
 
 
-def _end_first() -> None:
-    with suppress(OSError), open("/proc/self/oom_score_adj", "w") as file:
-        file.write(str(ENDED_FIRST))
-
-
 def _is_ours(connection: socket.socket) -> bool:
-    """An abstract name has no permissions: only processes of this user are answered."""
+    """Return whether the client runs as this user: an abstract name has no permissions."""
     credentials = connection.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, struct.calcsize("3i"))
     _, uid, _ = struct.unpack("3i", credentials)
     return bool(uid == os.getuid())
@@ -157,16 +152,18 @@ class GrammarCompiler:
         gc.freeze()
 
     def compile(self, constraint: dict[str, Any]) -> dict[str, Any]:
-        """Return what vLLM's validation set (`set`), or why the grammar is none (`invalid`)."""
+        """Return the fields that vLLM's validation set (`set`), or why the grammar is invalid (`invalid`)."""
         try:
             return {"set": self._backends.compile(constraint)}
-        except Exception as wrong:  # noqa: BLE001 - each backend has its own
+        except Exception as wrong:  # noqa: BLE001 - each backend has its own errors
             return failure(wrong)
 
 
 def failure(wrong: Exception) -> dict[str, Any]:
-    """Return the outcome of a compilation that raised. Without memory a backend says `std::bad_alloc`, and
-    vLLM that the grammar is not valid because of it."""
+    """Return the outcome of a compilation that raised.
+
+    When memory runs out, a backend raises `std::bad_alloc` and vLLM calls the grammar invalid because of it.
+    """
     if isinstance(wrong, MemoryError) or "bad_alloc" in str(wrong):
         return {"over_budget": True}
     return {"invalid": str(wrong)[:1000]}

@@ -1,26 +1,26 @@
-"""Budget of one compilation, and how the processes of an engine find the one that compiles."""
+"""Budget of one compilation, and the environment by which an engine's processes know it."""
 
 import json
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 
-BUDGET = "CONSERVE_GRAMMAR_BUDGET"  # environment of an engine's processes
-ADDRESS = "CONSERVE_GRAMMAR_PROCESS"
+# Environment variables: the budget as JSON, and the address of the compiling process.
+BUDGET, ADDRESS = "CONSERVE_GRAMMAR_BUDGET", "CONSERVE_GRAMMAR_PROCESS"
 
 MIB = 1 << 20
-# Niceness: a fork that takes long has what engines leave; what the engine core compiles is known to be small.
+# Niceness of a slow fork, and of the engine core's compilations, which are known to be small.
 LONG_FORK_NICE, ENGINE_CORE_NICE = 19, 10
-_WALL_FACTOR = 6  # a machine whose cores are all taken computes so much slower
+_WALL_FACTOR = 6  # how much slower a busy machine computes
 
 
 @dataclass(frozen=True, slots=True)
 class GrammarBudget:
-    """Budget of one compilation; a request whose grammar is over it is refused."""
+    """Budget of one compilation; a request whose grammar exceeds it is refused."""
 
     cpu_s: float = 5.0  # of all threads together
     memory_mib: int = 256
-    at_once: int = 2  # of an engine; of one owner one
-    wait_s: float = 30.0  # for others' compilations
+    at_once: int = 2  # compilations of an engine; an owner has one at a time
+    wait_s: float = 30.0  # for other compilations
 
     @property
     def wall_s(self) -> float:

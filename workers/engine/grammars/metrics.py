@@ -1,4 +1,4 @@
-"""Metrics of grammars, on an engine's own page."""
+"""Metrics of grammars, on the engine's own metrics page."""
 
 from prometheus_client import Counter, Histogram
 

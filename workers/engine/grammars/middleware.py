@@ -1,41 +1,35 @@
-"""Middleware of vLLM's server: grammars are checked before the engine sees them, and refusals have a status.
+"""Middleware of vLLM's server that checks grammars, and gives refusals an HTTP status.
 
-vLLM begins an answer that is streamed before it looks at the request's grammar, so that a refusal would be an
-event of a stream with status 200. What a stream begins with waits here until the engine has the request.
+vLLM begins a stream before it reads the request's grammar, so a refusal would be an event of a stream with
+status 200. This middleware holds the beginning of a stream until the engine has accepted the request.
 """
 
 import os
-from collections.abc import Awaitable, Callable, MutableMapping
 from contextvars import ContextVar
 from typing import Any
 
 import orjson
 from vllm.exceptions import GracefulHTTPError, VLLMValidationError
 
+from workers.engine.asgi import App, Message, Receive, Scope, Send, answer_json, is_event_stream
 from workers.engine.compat.grammar_checks import check_grammars
 from workers.engine.grammars.checks import GrammarChecks
 from workers.engine.grammars.config import ADDRESS, GrammarBudget
 
-_MESSAGES = "/v1/messages"  # Anthropic's, whose errors have another shape
-OWNER = b"x-conserve-owner"  # whose request it is, as gateways say
-
-AsgiMessage = MutableMapping[str, Any]
-AsgiSend = Callable[[AsgiMessage], Awaitable[None]]
-AsgiReceive = Callable[[], Awaitable[AsgiMessage]]
-AsgiApp = Callable[[MutableMapping[str, Any], AsgiReceive, AsgiSend], Awaitable[None]]
-
+_MESSAGES = "/v1/messages"  # Anthropic's API, whose errors have another shape
+OWNER = b"x-conserve-owner"  # header that gateways set
 
 _ASKED: ContextVar["_HeldStream | None"] = ContextVar("grammar_request", default=None)
 
 
 class GrammarMiddleware:
-    def __init__(self, app: AsgiApp) -> None:
+    def __init__(self, app: App) -> None:
         self._app = app
         self._checks: GrammarChecks | None = None
         self._address = os.environ[ADDRESS]
         check_grammars(self._check, self._accepted)
 
-    async def __call__(self, scope: MutableMapping[str, Any], receive: AsgiReceive, send: AsgiSend) -> None:
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] != "http":
             await self._app(scope, receive, send)
             return
@@ -48,7 +42,7 @@ class GrammarMiddleware:
             _ASKED.reset(token)
 
     async def _check(self, vllm_config: Any, constraint: dict[str, Any]) -> dict[str, Any]:
-        if self._checks is None:  # now there is an event loop
+        if self._checks is None:  # needs an event loop
             self._checks = GrammarChecks(self._address, GrammarBudget.from_environment(os.environ))
         asked = _ASKED.get()
         try:
@@ -64,20 +58,20 @@ class GrammarMiddleware:
 
 
 class _HeldStream:
-    """Holds what a stream begins with until the engine has its request, or until that was refused."""
+    """Holds the beginning of a stream until the engine accepts its request or it is refused."""
 
-    def __init__(self, send: AsgiSend, owner: str, path: str) -> None:
+    def __init__(self, send: Send, owner: str, path: str) -> None:
         self.owner, self._path = owner, path
         self.refused: VLLMValidationError | GracefulHTTPError | None = None
         self._send = send
-        self._held: list[AsgiMessage] = []
+        self._held: list[Message] = []
         self._holds = True
         self._answered = False
 
-    async def send(self, message: AsgiMessage) -> None:
+    async def send(self, message: Message) -> None:
         if self._answered:
             return
-        if self._holds and (self._held or _begins_stream(message)):
+        if self._holds and (self._held or is_event_stream(message)):
             self._held.append(message)
             if self.refused is not None:
                 self._answered = True
@@ -100,13 +94,4 @@ class _HeldStream:
             body = orjson.dumps({"type": "error", "error": error})
         else:
             body = orjson.dumps({"error": {**error, "param": None, "code": status}})
-        headers = [(b"content-type", b"application/json"), (b"content-length", b"%d" % len(body))]
-        await self._send({"type": "http.response.start", "status": status, "headers": headers})
-        await self._send({"type": "http.response.body", "body": body})
-
-
-def _begins_stream(message: AsgiMessage) -> bool:
-    return message["type"] == "http.response.start" and any(
-        name.lower() == b"content-type" and value.startswith(b"text/event-stream")
-        for name, value in message.get("headers", ())
-    )
+        await answer_json(self._send, status, body)

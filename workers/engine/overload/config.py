@@ -1,16 +1,11 @@
-"""Names by which vLLM loads what an engine needs to drop layers, and the models that can; needs no vLLM."""
+"""How an engine that can drop layers loads what it needs, and the models that can be split. Needs no vLLM."""
+
+from importlib import import_module
+from typing import Any
 
 from workers.processes import WorkerError
 
 OVERLOAD_PLUGIN = "workers.engine.overload.plugin:OverloadPlugin"
-DROPPING_SCHEDULER = "workers.engine.overload.drop_scheduler.DroppingScheduler"
-DROPPING_WORKER = "workers.engine.overload.drop_worker.DroppingWorker"
-DROPPING_CPU_WORKER = "workers.engine.overload.drop_cpu_worker.DroppingCpuWorker"
-# The same for engines that co-serve.
-COSERVING_DROPPING_SCHEDULER = "workers.engine.overload.drop_scheduler.CoServingDroppingScheduler"
-COSERVING_DROPPING_WORKER = "workers.engine.overload.drop_worker.CoServingDroppingWorker"
-COSERVING_DROPPING_CPU_WORKER = "workers.engine.overload.drop_cpu_worker.CoServingDroppingCpuWorker"
-DROPPING_WORKERS = (DROPPING_WORKER, COSERVING_DROPPING_WORKER)  # on GPUs
 
 # Models whose forward pass is an embedding, layers in order with a residual, and a norm, as
 # tests/workers/overload/test_split_models.py reads in vLLM. It is a list because a model can look right and
@@ -19,6 +14,25 @@ SPLIT_MODELS = (
     *("GemmaForCausalLM", "LlamaForCausalLM", "Phi3ForCausalLM"),
     *("Qwen2ForCausalLM", "Qwen3ForCausalLM"),
 )
+
+
+def layer_sharing(vllm_config: Any) -> Any | None:
+    """Return the worker's part of dropping layers; without the overload plugin load nothing."""
+    connector = vllm_config.kv_transfer_config
+    extra = connector.kv_connector_extra_config if connector is not None else {}
+    if OVERLOAD_PLUGIN not in extra.get("plugins", ()):
+        return None
+    return import_module("workers.engine.overload.layer_sharing").LayerSharing(vllm_config)
+
+
+def split_scheduling(scheduler: Any, settings: Any) -> Any | None:
+    """Return the scheduler's part of dropping layers; without the overload plugin load nothing."""
+    side = scheduler.plugin("overload")
+    if side is None:
+        return None
+    return import_module("workers.engine.overload.split_scheduling").SplitScheduling(
+        scheduler, side, settings
+    )
 
 
 class OverloadConfigError(WorkerError, ValueError):

@@ -16,7 +16,7 @@ from kvtransfer.retention.eviction import rank_of
 from placement.engines import SplitState
 from placement.overload.drop_plan import EngineShape
 from placement.scheduling.latency_model import LatencyModel
-from workers.engine.compat import parameter_drop as internals
+from workers.engine.compat import block_pool as internals
 from workers.engine.overload.command_inbox import CommandInbox
 from workers.engine.overload.metrics import COUNTERS, HISTOGRAMS
 from workers.engine.overload.orders import DropOrder, RestoreOrder, SplitEvent, SplitReport

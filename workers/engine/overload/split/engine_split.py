@@ -10,7 +10,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
-from workers.engine.compat import parameter_drop as internals
+from workers.engine.compat import split_runner as internals
 from workers.engine.overload.pages.layer_memory import LayerWeights, ReservedKv
 from workers.engine.overload.split.membership import (
     AFTER_EXCHANGE,

@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from workers.engine.compat import parameter_drop as internals
+from workers.engine.compat import split_runner as internals
 from workers.engine.overload.split.membership import DeviceLock, Membership
 from workers.engine.overload.split.peer_link import Message, MessageKind, PeerRefused
 

@@ -7,7 +7,7 @@ needs no agreement of the others, but waits for them, because they fetch their K
 import logging
 import time
 
-from workers.engine.compat import parameter_drop as internals
+from workers.engine.compat import split_runner as internals
 from workers.engine.overload.orders import RestoreOrder
 from workers.engine.overload.split.engine_split import EngineSplit
 from workers.engine.overload.split.exchange import KvExchange

@@ -1,0 +1,5 @@
+"""Exception that ends a forward pass before its last layer."""
+
+
+class ForwardEnded(BaseException):
+    """Ends a forward pass. Not an `Exception`, so that no handler in the model swallows it."""

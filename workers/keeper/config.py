@@ -1,0 +1,24 @@
+"""Settings of a keeper."""
+
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True, slots=True)
+class KeeperSettings:
+    """Limits and intervals by which a keeper starts, watches and restarts its engine."""
+
+    start_together: int | None = None  # engines of this host that may start at the same time; None: all
+    start_limit_s: float = 900.0  # a start fails if the engine is not healthy by then
+    stall_limit_s: float = 300.0  # a start fails if the engine logs nothing for so long
+    warm_limit_s: float = 300.0
+    tier_limit_s: float = 120.0  # the engine starts without the shared tier if its server does not answer
+    health_interval_s: float = 1.0
+    health_timeout_s: float = 5.0
+    health_misses: int = 10  # in a row, before a restart
+    memory_gib: float | None = None  # of the engine's processes, before a restart; None: `MemoryLimit.of`
+    kv_gib: float = 0.0  # KV that the engine keeps in host memory
+    lease_s: float = 60.0
+    end_grace_s: float = 10.0
+    backoff_first_s: float = 1.0
+    backoff_longest_s: float = 60.0
+    calm_after_s: float = 300.0  # of serving, after which back-off starts over

@@ -1,0 +1,107 @@
+"""One run of an engine: waits until it is healthy, warms it, and watches it until it is lost."""
+
+import asyncio
+import logging
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from workers.keeper import engine_log, metrics
+from workers.keeper.config import KeeperSettings
+from workers.keeper.engine_http import EngineFacts, EngineHttp, EngineHttpError
+from workers.keeper.engine_log import Diagnosis, diagnose
+from workers.keeper.engine_memory import MemoryLimit, machine_bytes
+from workers.keeper.process_lease import LeasedProcess
+from workers.processes import WorkerError
+
+log = logging.getLogger("conserve.workers.keeper")
+
+
+class StartFailed(WorkerError):
+    """The engine did not come to serve; has the likely cause."""
+
+    def __init__(self, diagnosis: Diagnosis) -> None:
+        super().__init__(str(diagnosis))
+        self.diagnosis = diagnosis
+
+
+@dataclass(frozen=True, slots=True)
+class RunningEngine:
+    """Process of an engine with its HTTP port and its part of the log."""
+
+    engine: str
+    process: LeasedProcess
+    http: EngineHttp
+    log_from: int  # where this run begins in the log
+    settings: KeeperSettings
+    clock: Callable[[], float] = time.monotonic
+
+    async def wait_until_healthy(self, on_stage: Callable[[str], None]) -> None:
+        """Wait for the first successful health check; `on_stage` gets the stage of the start."""
+        settings, began = self.settings, self.clock()
+        size, moved, stage = -1, began, ""
+        while not await self.http.healthy(settings.health_timeout_s):
+            if not self.process.alive():
+                raise StartFailed(self.diagnosis(""))
+            now, grown = self.clock(), engine_log.log_size(self.process.log)
+            if grown != size:
+                size, moved, stage = grown, now, engine_log.start_stage(self._lines())
+                on_stage(stage)
+            if now - moved > settings.stall_limit_s:
+                waited = f"logged nothing for {settings.stall_limit_s:.0f} s while {stage}"
+                raise StartFailed(self.diagnosis(waited))
+            if now - began > settings.start_limit_s:
+                waited = f"not healthy after {settings.start_limit_s:.0f} s, while {stage}"
+                raise StartFailed(self.diagnosis(waited))
+            await asyncio.sleep(settings.health_interval_s)
+
+    async def warm(self, *, new: bool) -> EngineFacts:
+        """Make the engine's first requests. An adopted engine gets a short one, because it serves users."""
+        limit_s = self.settings.warm_limit_s
+        try:
+            facts = await self.http.facts(limit_s)
+            await self.http.first(limit_s)
+        except EngineHttpError as error:
+            raise StartFailed(self.diagnosis(str(error))) from error
+        if new:
+            try:
+                await self.http.warm(limit_s, facts.warm_tokens)
+            except EngineHttpError as error:  # a user's first prompt is slower, and nothing else
+                metrics.NOT_WARMED.labels(self.engine).inc()
+                log.warning("engine %s serves without having been warmed: %s", self.engine, error)
+        return facts
+
+    async def watch(self) -> tuple[str, str]:
+        """Wait until the engine is lost; return the cause, as metrics name it, and a sentence."""
+        settings, misses = self.settings, 0
+        limit = await asyncio.to_thread(self._memory_limit)
+        while self.process.alive():
+            used = await asyncio.to_thread(self.process.memory_bytes, limit.limit_bytes)
+            metrics.MEMORY_BYTES.labels(self.engine).set(used)
+            if reached := limit.reached(used):
+                return "memory", reached
+            if await self.http.healthy(settings.health_timeout_s):
+                misses = 0
+            else:
+                misses += 1
+                metrics.HEALTH_MISSES.labels(self.engine).inc()
+                if misses >= settings.health_misses:
+                    return "unhealthy", f"missed {misses} health checks in a row"
+            await asyncio.sleep(settings.health_interval_s)
+        return "exited", "its process ended"
+
+    def diagnosis(self, reason: str) -> Diagnosis:
+        """Return the cause that the log shows, else `reason`."""
+        found = diagnose(self._lines())
+        if reason and found.cause == "unknown cause":
+            return Diagnosis(reason, found.advice, found.evidence, found.excerpt)
+        return found
+
+    def _memory_limit(self) -> MemoryLimit:
+        idle, settings = self.process.idle_bytes(), self.settings
+        limit = MemoryLimit.of(settings.memory_gib, settings.kv_gib, idle, machine_bytes())
+        metrics.MEMORY_LIMIT_BYTES.labels(self.engine).set(limit.limit_bytes)
+        return limit
+
+    def _lines(self) -> list[str]:
+        return engine_log.last_lines(self.process.log, 1000, since=self.log_from)
