@@ -14,11 +14,9 @@ import numpy as np
 from benchmarks.harness.output import command, print_rows, report
 from benchmarks.paper import a40, elastic, workload
 from benchmarks.paper.workload import PaperMix
-from placement.routing.placer_settings import PlacerSettings
 from traces.format import TraceConversation
 from traces.simulator.metrics import SimulationResult, Values, percentile
 from traces.simulator.policies import System, SystemSettings
-from traces.simulator.simulation import Simulation, SimulationSettings
 
 RATES = (0.5, 0.75, 1.0, 1.25, 1.5)  # paper: Poisson
 SYSTEMS = (System.PREFILLER, System.AMPD, System.COLLOCATED, System.FULL_DISAGGREGATION)
@@ -59,13 +57,8 @@ class PaperBench:
     def play(
         self, system: System, trace: Iterable[TraceConversation], cap_w: float = a40.LIMIT_W
     ) -> SimulationResult:
-        fleet = a40.collocated(cap_w) if system in elastic.MIXED else a40.disaggregated(cap_w)
-        settings = SimulationSettings(
-            SystemSettings(system, error_rate=WRONG_PREDICTIONS),
-            PlacerSettings(max_prefill_wait_s=float("inf")),
-            park_after_s=PARK_AFTER_S,
-        )
-        return Simulation(fleet, settings).run(trace)
+        settings = SystemSettings(system, error_rate=WRONG_PREDICTIONS)
+        return a40.simulate(settings, trace, cap_w, park_after_s=PARK_AFTER_S)
 
     def row(
         self, system: System, rate: float, trace: Sequence[TraceConversation], cap_w: float = a40.LIMIT_W

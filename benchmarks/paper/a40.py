@@ -5,11 +5,18 @@ statements, 25k prefilled tokens a second at a mean prompt and 1k decoded tokens
 `tests/traces/simulator/test_a40_calibration.py` checks the profile against them.
 """
 
+from collections.abc import Iterable
 from dataclasses import replace
+from typing import Any
 
 from placement.engines import Role
+from placement.routing.placer_settings import PlacerSettings, Redisaggregation
 from placement.scheduling.latency_model import BatchWork
+from traces.format import TraceConversation
+from traces.simulator.metrics import SimulationResult
+from traces.simulator.policies import System, SystemSettings
 from traces.simulator.profiles import find
+from traces.simulator.simulation import Simulation, SimulationSettings
 from traces.simulator.tiers import SimulatedFleet, SimulatedTier
 
 SATURATED_RATE = 1.634  # paper: conversations a second that fill the prefiller
@@ -20,6 +27,7 @@ SLO_FACTOR = 5.0  # paper: a target is 5 x the unloaded latency
 LIMIT_W, CAP_W = 300.0, 200.0  # paper
 
 ENGINE = find("a40-qwen3-0.6b")
+MIXED = (System.COLLOCATED, System.STICKY)
 
 
 def tbt_target_s() -> float:
@@ -43,3 +51,16 @@ def collocated(cap_w: float = LIMIT_W) -> SimulatedFleet:
     return SimulatedFleet(
         (SimulatedTier("mixed", Role.MIXED, 1, engine), SimulatedTier("mixed-capped", Role.MIXED, 3, capped))
     )
+
+
+def simulate(
+    system: SystemSettings,
+    trace: Iterable[TraceConversation],
+    cap_w: float = LIMIT_W,
+    rule: Redisaggregation | None = None,
+    **settings: Any,
+) -> SimulationResult:
+    """Play a trace on the fleet of a system, whose first turns wait for a prefiller as long as they must."""
+    placer = PlacerSettings(max_prefill_wait_s=float("inf"), redisaggregation=rule or Redisaggregation())
+    fleet = collocated(cap_w) if system.system in MIXED else disaggregated(cap_w)
+    return Simulation(fleet, SimulationSettings(system, placer, **settings)).run(trace)

@@ -17,16 +17,14 @@ import numpy as np
 from benchmarks.harness.output import command, print_rows, report
 from benchmarks.paper import a40, workload
 from benchmarks.paper.workload import PaperMix
-from placement.routing.placer_settings import PlacerSettings, Redisaggregation
+from placement.routing.placer_settings import Redisaggregation
 from traces.format import TraceConversation
 from traces.simulator.metrics import SimulationResult, percentile
 from traces.simulator.policies import System, SystemSettings
-from traces.simulator.simulation import Simulation, SimulationSettings
 
 RATES, REAL_RATES = (0.5, 1.0, 1.5, 2.0, 2.5), (0.2, 0.5, 1.0, 1.5)
 OTHERS = (System.PREFILLER, System.COLLOCATED)
 SYSTEMS = (System.ELASTIC, *OTHERS, System.STICKY)
-MIXED = (System.COLLOCATED, System.STICKY)
 PARK_AFTER_S, LINGER_S = 60.0, 1800.0  # the fleet file's defaults
 LARGE_APPEND = 8_192 // workload.SHRINK  # twice the fleet file's default, in shrunk tokens
 KV_BOUND_GATE_S = 0.1  # mean wait for KV on collocated engines from which on memory is the bound
@@ -62,17 +60,16 @@ def play(
     system: System, trace: Sequence[TraceConversation], cap_w: float = a40.LIMIT_W, agents: bool = False
 ) -> SimulationResult:
     """Play a trace; `agents` are real ones, who break prefixes and never say that they are done."""
-    rule = Redisaggregation(above_tokens=LARGE_APPEND) if agents else Redisaggregation()
-    settings = SimulationSettings(
+    return a40.simulate(
         SystemSettings(system),
-        PlacerSettings(max_prefill_wait_s=float("inf"), redisaggregation=rule),
+        trace,
+        cap_w,
+        Redisaggregation(above_tokens=LARGE_APPEND) if agents else None,
         park_after_s=PARK_AFTER_S,
         linger_s=LINGER_S if agents else 0.0,
         prefillers_cache=agents,
         tbt_s=a40.tbt_target_s(),
     )
-    fleet = a40.collocated(cap_w) if system in MIXED else a40.disaggregated(cap_w)
-    return Simulation(fleet, settings).run(trace)
 
 
 def row(load: str, system: str, result: SimulationResult) -> ElasticRow:

@@ -8,11 +8,13 @@ from benchmarks.batch import Phase
 from benchmarks.coserving import __main__ as coserving
 from benchmarks.coserving.turns import Experienced, LoadOutcome, OnlineLoad, PartLengths
 from benchmarks.kv.conversations import Played, compared
+from benchmarks.kv.copies import KvSize, measure_copies
 from benchmarks.overload import PolicyBursts
 from benchmarks.paper import __main__ as paper
 from benchmarks.paper import elastic
 from benchmarks.peers import figures as peers
 from benchmarks.relay import report as relay
+from benchmarks.tenants import __main__ as tenants
 from placement.scheduling.interface import TurnTargets
 from traces.simulator.policies import System
 
@@ -100,3 +102,19 @@ def test_batch_and_placement() -> None:
         turns refused ttft_p50_s ttft_p90_s ttft_p99_s tbt_p50_s tbt_p90_s tbt_p99_s offline_done
         offline_failed offline_tokens_per_s""")
     assert set(placement.percentiles([1.0])) == keys("p50_us p90_us p99_us p99.9_us")
+
+
+def test_tenants() -> None:
+    seen = tenants.VictimSeen([1.0], [1.0])
+    assert set(tenants.figures_of(seen, seen)) == keys("""
+        victim_ttft_p99_vs_alone victim_gap_p99_vs_alone victim_failed victim_failed_alone
+        victim_ttft_p50_alone_s victim_ttft_p50_beside_s victim_ttft_p90_alone_s victim_ttft_p90_beside_s
+        victim_ttft_p99_alone_s victim_ttft_p99_beside_s victim_turns_alone victim_turns_beside""")
+
+
+def test_copies_of_kv() -> None:
+    assert set(measure_copies(KvSize(layers=1, blocks=2, rounds=1))) == keys("""
+        host_plain_store_gbs host_plain_restore_gbs host_one_call_gbs host_store_gbs host_restore_gbs
+        host_copy_vs_memcpy transfer_direct_gbs transfer_staged_gbs staged_transfer_vs_direct
+        transfer_encrypted_gbs encrypted_transfer_vs_direct processes_transfer_gbs processes_encrypted_gbs
+        processes_plain_socket_gbs processes_transfer_vs_plain_socket""")
