@@ -124,7 +124,7 @@ def spawned(work: Callable[..., object], *arguments: Any) -> Iterator[Connection
             end_tree(process.pid or 0)
 
 
-def received(pipe: Connection, limit_s: float = 60.0) -> Any:
+def received(pipe: Connection, limit_s: float = 300.0) -> Any:
     """Return the next message of a process; raise `TimeoutError` if none comes within the limit."""
     if not pipe.poll(limit_s):
         raise TimeoutError(f"the other process sends nothing for {limit_s:g} s")

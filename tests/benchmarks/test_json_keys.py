@@ -3,6 +3,8 @@
 from types import SimpleNamespace
 from typing import Any
 
+import pytest
+
 from benchmarks import placement, prefixes, returns
 from benchmarks.batch import Phase
 from benchmarks.coserving import __main__ as coserving
@@ -112,6 +114,7 @@ def test_tenants() -> None:
         victim_ttft_p99_alone_s victim_ttft_p99_beside_s victim_turns_alone victim_turns_beside""")
 
 
+@pytest.mark.timeout(400)  # a process that imports torch takes a minute on busy cores
 def test_copies_of_kv() -> None:
     assert set(measure_copies(KvSize(layers=1, blocks=2, rounds=1))) == keys("""
         host_plain_store_gbs host_plain_restore_gbs host_one_call_gbs host_store_gbs host_restore_gbs
