@@ -52,7 +52,7 @@ def start(fleet: FleetSpec, home: FleetHome, detach: bool) -> None:
     if detach:
         print(f"The fleet runs without this terminal. To end it: conserve down {fleet.name}", flush=True)
         return
-    print("Ctrl-C ends the fleet.", flush=True)
+    print("Ctrl-C ends it.", flush=True)
     try:
         wait_for_end(home)
         progress.tell("the fleet was ended from elsewhere")
