@@ -4,7 +4,7 @@ from dataclasses import dataclass
 
 
 class DeployError(Exception):
-    """Something cannot be done as asked; the text is a sentence that says why and what to do."""
+    """A request that cannot be fulfilled; the message says why and what to do."""
 
 
 class LifecycleError(DeployError):
@@ -20,9 +20,9 @@ KeyPath = tuple[str | int, ...]
 
 @dataclass(frozen=True, slots=True)
 class Problem:
-    """One mistake in a fleet file, as checks find it.
+    """A mistake in a fleet file.
 
-    `path` leads to it, `at_key` when the key itself is wrong rather than its value.
+    `path` leads to it; with `at_key` the key itself is wrong rather than its value.
     """
 
     path: KeyPath

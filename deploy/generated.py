@@ -14,7 +14,7 @@ GRAFANA = ROOT / "deploy" / "observability" / "grafana"
 
 
 def fleet_schema() -> str:
-    """What editors complete fleet files by."""
+    """Return the JSON schema by which editors complete fleet files."""
     schema = FleetSpec.model_json_schema()
     return json.dumps({"$schema": "https://json-schema.org/draft/2020-12/schema", **schema}, indent=2) + "\n"
 
@@ -85,7 +85,7 @@ def dashboard_text(dashboard: Dashboard) -> str:
 
 
 def generated() -> dict[Path, str]:
-    """Every file that is made, and its content."""
+    """Return the content of every generated file."""
     boards = {GRAFANA / f"{one.name}.json": dashboard_text(one) for one in DASHBOARDS}
     return {SCHEMA_FILE: fleet_schema(), METRICS_PAGE: metrics_page(), **boards}
 

@@ -1,9 +1,8 @@
-"""Where a fleet keeps its state on this machine (`docs/architecture.md`, State on disk), and its keys.
+"""State of a fleet on this machine (`docs/architecture.md`, State on disk), and its keys.
 
-Keys are one for each purpose, derived from the token of the fleet's Ray cluster. Every node of a cluster has
-the token, or it were none of its nodes; so nothing secret is handed to actors, whose arguments Ray keeps and
-sends about. An actor derives on its node what it needs, and gives each process that it starts the keys of
-that process's work.
+There is one key for each purpose, derived from the token of the fleet's Ray cluster. Every node of the
+cluster has that token, so actors need no secret among their arguments, which Ray stores and distributes. An
+actor derives the keys on its node, and gives each process that it starts only the keys of its work.
 """
 
 import contextlib
@@ -24,10 +23,10 @@ from deploy.errors import DeployError, LifecycleError
 from workers.processes import write_atomically
 
 DEFAULT_HOME = "~/.conserve"
-LONGEST_SOCKET_PATH = 107  # what the kernel takes for a Unix socket
+LONGEST_SOCKET_PATH = 107  # of a Unix socket, by the kernel
 
 
-POWER = "power.json"  # limits GPUs had before we changed them; of the machine, because limits are
+POWER = "power.json"  # the GPUs' former limits; one file for the machine, because limits are the machine's
 
 
 def conserve_home() -> Path:
@@ -36,7 +35,7 @@ def conserve_home() -> Path:
 
 @dataclass(frozen=True, slots=True)
 class RunRecord:
-    """What is up: written when the supervisor starts, removed when everything is down."""
+    """Record of a run, written when the supervisor starts and removed when everything is down."""
 
     pid: int  # the supervisor's
     started: float
@@ -45,7 +44,7 @@ class RunRecord:
     endpoint: str = ""  # of the gateway, once it answers
 
     def same_run(self, other: "RunRecord | None") -> bool:
-        """An upgrade changes addresses; another start is another run."""
+        """Tell whether two records are of one run; an upgrade changes only addresses."""
         return other is not None and (self.pid, self.started) == (other.pid, other.started)
 
 
@@ -81,7 +80,7 @@ class FleetHome:
 
     @classmethod
     def of_runs(cls) -> list["FleetHome"]:
-        """Of the fleets on this machine that are up, starting, or were killed and not brought down."""
+        """Return the fleets that are up, starting, or were killed and not brought down."""
         return [cls(file.parent) for file in sorted(conserve_home().glob("fleets/*/run.json"))]
 
     @property
@@ -90,7 +89,7 @@ class FleetHome:
 
     @property
     def mark(self) -> str:
-        """The value of CONSERVE_FLEET in every process of this fleet."""
+        """Value of CONSERVE_FLEET in every process of this fleet."""
         return str(self.root)
 
     def engine(self, name: str) -> Path:
@@ -105,7 +104,7 @@ class FleetHome:
             raise DeployError(f"{self.root} is too long for sockets; set CONSERVE_HOME to a shorter path")
 
     def ray_token(self) -> Path:
-        """The file of the token of a cluster of our own, made once."""
+        """Return the file with the token of our own cluster; the first call makes it."""
         file = self.ray / "token"
         with contextlib.suppress(FileExistsError), os.fdopen(_new_file(file), "w") as opened:
             opened.write(secrets.token_urlsafe(32))
@@ -132,7 +131,7 @@ _NONCE_BYTES = 12
 
 
 class TokenError(LifecycleError):
-    """There is no token of a Ray cluster, or none that keeps anybody out."""
+    """The Ray cluster has no token, or one that is too short."""
 
 
 class Purpose(StrEnum):
@@ -152,7 +151,7 @@ class FleetKeys:
 
     @classmethod
     def here(cls, fleet: str) -> Self:
-        """In a process that belongs to the cluster, or has its settings."""
+        """Return the keys in a process of the cluster, or with its settings."""
         return cls(token(os.environ), fleet)
 
     def of(self, purpose: Purpose) -> str:
@@ -173,7 +172,7 @@ class FleetKeys:
 
 
 def token(environ: Mapping[str, str]) -> str:
-    """Where Ray looks for it, in its order."""
+    """Return the cluster's token from where Ray looks for it, in Ray's order."""
     if given := environ.get(TOKEN, "").strip():
         return given
     file = Path(environ.get(TOKEN_PATH) or DEFAULT_TOKEN_PATH).expanduser()

@@ -111,7 +111,7 @@ def make_weights(shape: ModelShape) -> Weights:
 
 
 def _sizes(shape: ModelShape) -> Iterator[tuple[str, tuple[int, ...]]]:
-    """Of matrices, and of norms, which have one dimension."""
+    """Yield name and size of each weight; norms have one dimension."""
     queries, keys = shape.heads * shape.head_dim, shape.kv_heads * shape.head_dim
     yield "model.embed_tokens.weight", (shape.vocabulary, shape.hidden)
     for layer in range(shape.layers):
@@ -162,7 +162,7 @@ def write_tokenizer(directory: Path, max_context: int, merges: int = 0) -> None:
 
 
 def _pairs(count: int) -> list[tuple[str, str]]:
-    """Of characters that the model speaks."""
+    """Return pairs of printable characters in a fixed random order, for the tokenizer's merges."""
     spoken = [chr(token) for token in SPEAKABLE if token < 256]
     every = [(one, other) for one in spoken for other in spoken]
     return [every[number] for number in np.random.default_rng(0).permutation(len(every))[:count]]

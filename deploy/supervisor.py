@@ -1,7 +1,7 @@
 """python -m deploy.supervisor: keep this machine's Ray head and node running until asked to end.
 
-What ends is started again with a back-off; Ray then restarts its actors, and keepers adopt their engines.
-Until they do, engines and gateways go on: their leases run while the supervisor lives (`workers.host`).
+A process that ends is started again with a back-off. Ray then restarts its actors, and keepers adopt their
+engines. Meanwhile engines and gateways serve: their leases run while the supervisor lives (`workers.host`).
 """
 
 import argparse
@@ -37,12 +37,12 @@ log = logging.getLogger("conserve.deploy.supervisor")
 
 LOOK_EVERY_S = 0.5
 GRACE_S = 10.0
-HEAD_GRACE_S = 2.0  # asked to, it does not end within ten seconds; its tables are on disk
+HEAD_GRACE_S = 2.0  # it does not end within ten seconds when asked, and its tables are on disk
 
 
 @dataclass
 class Child:
-    """A command in a session of its own, so that what it starts can be found and ended with it."""
+    """A command in its own session, so that all of its processes can be found and ended."""
 
     name: str
     argv: Sequence[str]
@@ -83,7 +83,7 @@ class Child:
 
 
 def supervise(children: Sequence[Child], end_with: psutil.Process | None) -> None:
-    """Until SIGTERM or SIGINT, or until `end_with` is gone; ends the children in reverse order."""
+    """Keep children running until a signal, or until `end_with` is gone; end them in reverse order."""
     asked: list[int] = []
     for number in (signal.SIGTERM, signal.SIGINT):
         signal.signal(number, lambda number, _frame: asked.append(number))

@@ -1,4 +1,4 @@
-"""What differs between two fleet files, and what of a running fleet that touches."""
+"""Differences between two fleet files, and the parts of a running fleet that they change."""
 
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
@@ -24,7 +24,7 @@ SECRET = ("key", "secret", "token", "database", "headers", "env")
 
 
 class Need(StrEnum):
-    """What a running engine needs to become what a file says."""
+    """Step that makes a running engine what a file says."""
 
     NOTHING = "nothing"
     KEEPER = "keeper"  # another keeper, which adopts the engine with its KV
@@ -85,7 +85,7 @@ def not_while_running(found: list[Difference]) -> list[Difference]:
 
 
 def plan(old: FleetSpec, new: FleetSpec, home: FleetHome, running: Mapping[str, Need]) -> FleetChanges:
-    """`running`: the engines there are, the autoscaler's included, and what each needs."""
+    """Return the changes of a fleet. `running`: its engines, the autoscaler's included, and their needs."""
     wanted = {engine.name: engine for engine in _wanted(new, running)}
 
     def needing(need: Need) -> tuple[EngineName, ...]:
@@ -103,7 +103,7 @@ def plan(old: FleetSpec, new: FleetSpec, home: FleetHome, running: Mapping[str, 
 
 
 def _wanted(fleet: FleetSpec, running: Mapping[str, Need]) -> Iterator[EngineName]:
-    """As many as the file says; of a tier that follows the load, as many as there are, within its limits."""
+    """Yield the engines of the file; an autoscaled tier keeps its number of engines, within its limits."""
     for tier in fleet.tiers:
         count = tier.replicas
         if tier.autoscale is not None:
@@ -114,19 +114,22 @@ def _wanted(fleet: FleetSpec, running: Mapping[str, Need]) -> Iterator[EngineNam
 
 
 def _directory(fleet: FleetSpec) -> object:
-    """What is alike it hears when it starts: not worth a restart, since engines show what they are."""
+    """Return the settings whose change restarts the directory.
+
+    Which tiers are alike is not one of them: engines report that themselves.
+    """
     return directory_settings(fleet), placer_settings(fleet), prefill_curves(fleet)
 
 
 def _gateways(fleet: FleetSpec, home: FleetHome) -> object:
-    """The batch process too, which the same actor keeps."""
+    """Return the settings of gateways and of the batch process, which one actor keeps."""
     keys = FleetKeys("the same for both", fleet.name)
     batch = batch_config(fleet, home, "", keys, "", 0) if fleet.batch.enabled else None
     return fleet.gateway.processes, gateway_config(fleet, "", "", keys, ""), batch
 
 
 def _autoscaler(fleet: FleetSpec) -> object:
-    """Nothing, where nothing is scaled."""
+    """Return the settings of the autoscaler; None if no tier is autoscaled."""
     scaled = [tier for tier in fleet.tiers if tier.autoscale is not None]
     return (scaled, fleet.capacity, fleet.engine) if scaled else None
 

@@ -1,4 +1,4 @@
-"""What a fleet needs beyond the right types: the policy's roles, names that differ, times that fit."""
+"""Checks of a fleet beyond the types of its keys: roles, names, times, and each component's own limits."""
 
 import re
 from collections import Counter
@@ -119,7 +119,7 @@ def _power(fleet: FleetSpec) -> Iterator[Problem]:
 
 
 def _nixl(fleet: FleetSpec) -> Iterator[Problem]:
-    """Where engines run on this machine; what other nodes have is not known here."""
+    """Check that NIXL is installed, if engines run on this machine."""
     wanted = fleet.policy != "collocated" and fleet.transfer.backend == "nixl"
     if wanted and fleet.ray.address is None and find_spec("nixl") is None:
         yield Problem(
@@ -239,7 +239,7 @@ Building = tuple[tuple[KeyPath, ...], Callable[[], object]]  # the blocks of the
 
 
 def _of_components(fleet: FleetSpec) -> Iterator[Problem]:
-    """What a component refuses when its configuration is made: here, and not once its process starts."""
+    """Report what a component's own configuration refuses, before its process starts."""
     told: set[str] = set()
     for blocks, build in _buildings(fleet):
         try:
@@ -277,7 +277,7 @@ def _buildings(fleet: FleetSpec) -> Iterator[Building]:
 
 
 def _meant(fleet: FleetSpec, blocks: tuple[KeyPath, ...], said: str) -> KeyPath:
-    """The key that a component's sentence begins with, else the first of the blocks."""
+    """Return the key that a component's message begins with, or the first of the blocks."""
     name = re.match(r"\w*", said)[0].removesuffix("_s")  # type: ignore[index]
     for path in blocks:
         block: object = fleet

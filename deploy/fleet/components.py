@@ -1,4 +1,4 @@
-"""Each component's frozen configuration, from a fleet file."""
+"""Make the configuration of each component from a fleet file."""
 
 import json
 from collections.abc import Iterator, Mapping, Sequence
@@ -56,8 +56,10 @@ Config = TypeVar("Config")
 
 
 def configured(kind: type[Config], *blocks: Spec, **given: Any) -> Config:
-    """A configuration whose fields are what is given, else the blocks' keys of the same names (times in the
-    file have no `_s`), else its own defaults."""
+    """Return a configuration with the given fields, and with keys of the blocks that have a field's name.
+
+    A key of a time has no `_s`. Other fields keep their defaults.
+    """
     values = {}
     for block in blocks:
         for field in fields(kind):  # type: ignore[arg-type]
@@ -117,7 +119,7 @@ def _scheduler_class(fleet: FleetSpec, coserves: bool) -> str | None:
 
 
 def _engine_tracing(fleet: FleetSpec, engine: EngineName) -> tuple[dict[str, str], dict[str, str]]:
-    """vLLM's own spans, of the turns that a gateway samples and of no others."""
+    """Return options and environment for vLLM's own spans of the turns that a gateway samples."""
     tracing = fleet.observe.tracing
     if tracing is None:
         return {}, {}
@@ -153,17 +155,17 @@ def coserving(fleet: FleetSpec) -> CoServingConfig:
 
 
 def coserves_on(fleet: FleetSpec, role: Role) -> bool:
-    """Prefillers: where the file gives them offline work."""
+    """Tell whether engines of a role co-serve; prefillers do where the file gives them offline work."""
     return fleet.coserving.enabled and (role is not Role.PREFILL or fleet.batch.harvest_prefill)
 
 
 def drops_on(fleet: FleetSpec, role: Role) -> bool:
-    """Engines that hold conversations can share their layers."""
+    """Tell whether engines of a role may drop parameters; only those that hold conversations do."""
     return fleet.overload.policy == "drop" and role is not Role.PREFILL
 
 
 def parks(fleet: FleetSpec) -> bool:
-    """Idle conversations may go to the host."""
+    """Tell whether idle conversations may go to the host."""
     return fleet.overload.policy in ("park", "drop")
 
 
@@ -187,7 +189,7 @@ def connector(fleet: FleetSpec, role: Role) -> ConnectorConfig:
 
 
 def shared_tier(fleet: FleetSpec, engine: EngineName, home: FleetHome) -> LmcacheServer | None:
-    """This node's, which every keeper of a decoder keeps alive."""
+    """Return the node's LMCache server, which every keeper of a decoder keeps alive."""
     if "lmcache" not in fleet.kv.kv_tiers or engine.tier.role is Role.PREFILL:
         return None
     block_tokens = {**fleet.engine.args, **engine.tier.args}.get("block-size", DEFAULT_BLOCK_TOKENS)
@@ -252,7 +254,7 @@ def prefill_curves(fleet: FleetSpec) -> Mapping[str, PrefillCurve]:
 
 
 def alike(fleet: FleetSpec) -> Mapping[str, str]:
-    """Tiers whose engines compute a prompt in the same time: a name of their hardware, by tier."""
+    """Return a name of each tier's hardware; tiers with one name compute a prompt in the same time."""
     on_cpu = fleet.engine.device is Device.CPU
     return {
         tier.name: f"{tier.hardware.accelerator} {tier.power_cap_w} {tier.args} {tier.env}"
@@ -279,7 +281,10 @@ def scale_limits(fleet: FleetSpec, autoscale: AutoscaleSpec) -> ScaleLimits:
 def gateway_config(
     fleet: FleetSpec, name: str, directory: str, keys: FleetKeys, batch: str, answers: str = ""
 ) -> GatewayConfig:
-    """`batch`: host:port of the batch process. `answers`: the file of stored answers."""
+    """Return the configuration of one gateway.
+
+    `batch` is host:port of the batch process, `answers` the default file of stored answers.
+    """
     return configured(
         GatewayConfig,
         fleet.gateway,
@@ -319,7 +324,7 @@ def asks_for_keys(fleet: FleetSpec) -> bool:
 
 
 def _hosts(fleet: FleetSpec) -> tuple[str, ...]:
-    """The names that callers know, and those by which commands on the gateways' machine call it."""
+    """Return the host names that a gateway accepts, with those that commands on its machine use."""
     given, host = fleet.gateway.hosts, fleet.gateway.host
     if given:
         return tuple(dict.fromkeys((*given, *LOOPBACK, host)))
@@ -327,7 +332,7 @@ def _hosts(fleet: FleetSpec) -> tuple[str, ...]:
 
 
 def owners(fleet: FleetSpec, named: Sequence[str]) -> tuple[str, ...]:
-    """A name that is a key in clear is that of its owner, so that no process but the gateway need know it."""
+    """Replace keys in clear by their owners, so that only the gateway has to know the keys."""
     given = fleet.gateway
     any_key = () if asks_for_keys(fleet) else named  # each is an owner
     in_clear = {*given.api_keys, *given.admin_keys, *any_key} - {EVERYBODY}

@@ -1,7 +1,7 @@
-"""Engines that would not start, or would serve wrongly: found in the file, before a GPU waits for them.
+"""Checks for engines that would fail after minutes of loading, or would serve wrongly.
 
-Each check is a function of one tier's engines, or of two tiers whose engines exchange KV. What vLLM would
-refuse after minutes of loading, and what our connector or the roll-back cannot do, is a sentence here.
+Each check is a function of the engines of one tier, or of two tiers that exchange KV. It covers what vLLM
+notices late, and what our connector and the roll-back cannot do. What vLLM refuses at once is left to vLLM.
 """
 
 from collections.abc import Callable, Iterator
@@ -25,8 +25,8 @@ OUR_ENVIRONMENT = {
     "VLLM_NIXL_SIDE_CHANNEL_HOST": "each engine is given the address that others reach it by",
     "VLLM_KV_CACHE_LAYOUT": "the connector asks for the layout in which blocks can be moved",
 }
-# What KV means: engines that differ in it read each other's as something else.
-WHOLE_WINDOWS = "disable-hybrid-kv-cache-manager"  # of layers that attend to a window all KV is kept
+WHOLE_WINDOWS = "disable-hybrid-kv-cache-manager"  # keeps all KV of layers that attend to a window
+# Options that decide how KV is laid out: engines that differ in one misread each other's KV.
 SAME_KV = (
     WHOLE_WINDOWS,
     "block-size",
@@ -41,7 +41,7 @@ SAME_KV = (
 
 @dataclass(frozen=True)
 class TierEngines:
-    """A tier's engines, and what is known of their model."""
+    """Engines of a tier, with the architecture of their model if it is known."""
 
     fleet: FleetSpec
     index: int
@@ -88,17 +88,17 @@ class TierEngines:
 
     @property
     def max_context(self) -> int:
-        """0: it is not known."""
+        """Longest conversation in tokens; 0 if it is not known."""
         return self.fleet.model.max_context or (self.model.max_context if self.model else 0)
 
     def at(self, name: str) -> KeyPath:
-        """Where an option stands; the tier, where it is not set."""
+        """Return the path of an option in the file, or that of the tier if the option is not set."""
         if name in self.tier.args:
             return ("tiers", self.index, "args", name)
         return ("engine", "args", name) if name in self.args else ("tiers", self.index)
 
     def integer(self, name: str) -> int:
-        """0: not set."""
+        """Return the value of an option; 0 if it is not set."""
         value = self.args.get(name)
         return value if isinstance(value, int) else 0
 
@@ -108,8 +108,8 @@ def check_engines(fleet: FleetSpec) -> Iterator[Problem]:
     tiers = [TierEngines(fleet, index, tier, model) for index, tier in enumerate(fleet.tiers)]
     found = [problem for one in tiers for check in CHECKS for problem in check(one)]
     if fleet.policy != "collocated":
-        found += [problem for one in tiers[1:] for problem in _understand_each_other(tiers[0], one)]
-    yield from dict.fromkeys(found)  # an option of `engine.args` is wrong once, whatever tiers take it
+        found += [problem for one in tiers[1:] for problem in _exchange_kv(tiers[0], one)]
+    yield from dict.fromkeys(found)  # a wrong option of `engine.args` is reported once
 
 
 # Files that have parsers of other names.
@@ -161,9 +161,7 @@ def _gpus(one: TierEngines) -> Iterator[Problem]:
             f"from the ranks), or set tensor-parallel-size: {given:g}",
         )
     share, wanted = given if given is not None and given < 1 else 1.0, one.args.get("gpu-memory-utilization")
-    if isinstance(wanted, float | int) and not 0 < wanted <= 1:
-        yield Problem(one.at("gpu-memory-utilization"), f"expected above 0 and at most 1, not {wanted}")
-    elif share < 1 and not (isinstance(wanted, float | int) and wanted <= share):
+    if share < 1 and not (isinstance(wanted, float | int) and wanted <= share):
         yield Problem(
             one.at("gpu-memory-utilization")
             if wanted is not None
@@ -221,29 +219,12 @@ def _power(one: TierEngines) -> Iterator[Problem]:
         )
 
 
-def _ranks_fit_the_model(one: TierEngines) -> Iterator[Problem]:
-    model, ranks = one.model, one.parallel
-    if model is None or not model.heads:
-        return
-    if model.heads % ranks.tensor:
-        fitting = [str(size) for size in (1, 2, 4, 8, 16) if model.heads % size == 0]
-        yield Problem(
-            one.at("tensor-parallel-size"),
-            f"the model has {model.heads} attention heads, which {ranks.tensor} ranks do not divide: "
-            f"expected {', '.join(fitting)}",
-        )
-    elif not model.latent_dim and model.kv_heads % ranks.tensor and ranks.tensor % model.kv_heads:
-        yield Problem(
-            one.at("tensor-parallel-size"),
-            f"the model has {model.kv_heads} KV heads: expected a size that divides them or a multiple",
-        )
-    if model.layers and ranks.pipeline > model.layers:
-        yield Problem(one.at("pipeline-parallel-size"), f"the model has {model.layers} layers only")
-    every = one.fleet.coserving.safepoint_layers
-    if one.safepoints and model.layers and every >= model.layers:
+def _safepoint_layers(one: TierEngines) -> Iterator[Problem]:
+    layers = one.model.layers if one.model is not None else 0
+    if one.safepoints and 0 < layers <= one.fleet.coserving.safepoint_layers:
         yield Problem(
             ("coserving", "safepoint_layers"),
-            f"the model has {model.layers} layers: no arrival would abort anything; expected fewer than that",
+            f"the model has {layers} layers: no arrival would abort anything; expected fewer than that",
         )
 
 
@@ -281,7 +262,7 @@ def _memory(one: TierEngines) -> Iterator[Problem]:
         )
 
 
-STAGED_BLOCKS = 8  # of all layers of a rank: so many transfers are under way at once on each side
+STAGED_BLOCKS = 8  # transfers that are under way at once on each side; a block has all layers of a rank
 
 
 def _staging(one: TierEngines) -> Iterator[Problem]:
@@ -298,40 +279,7 @@ def _staging(one: TierEngines) -> Iterator[Problem]:
         )
 
 
-def _lengths(one: TierEngines) -> Iterator[Problem]:
-    asked, model = one.fleet.model.max_context, one.model
-    stretched = "hf-overrides" in one.args or "VLLM_ALLOW_LONG_MAX_MODEL_LEN" in one.fleet.engine.env
-    if asked and model and model.max_context and asked > model.max_context and not stretched:
-        yield Problem(
-            ("model", "max_context"),
-            f"the model was made for {model.max_context} tokens, not {asked}: lower it, or stretch its "
-            "positions by hf-overrides in engine.args",
-        )
-    batched, requests = one.integer("max-num-batched-tokens"), one.integer("max-num-seqs")
-    if batched and requests > batched:
-        yield Problem(
-            one.at("max-num-seqs"), f"expected at most max-num-batched-tokens ({batched}), not {requests}"
-        )
-    if batched and one.args.get("enable-chunked-prefill") is False and batched < one.max_context:
-        yield Problem(
-            one.at("max-num-batched-tokens"),
-            f"without chunked prefill a prompt is one step: expected at least {one.max_context} "
-            "(model.max_context), or remove enable-chunked-prefill",
-        )
-    block = one.integer("block-size")
-    if one.on_gpus and block % 16:
-        yield Problem(one.at("block-size"), f"attention on GPUs takes multiples of 16, not {block}")
-
-
-def _numbers(one: TierEngines) -> Iterator[Problem]:
-    board = one.accelerator
-    if board is not None and not board.bfloat16:
-        dtype = one.fleet.model.dtype
-        if "bfloat16" in (dtype, one.args.get("kv-cache-dtype")):
-            path: KeyPath = ("model", "dtype") if dtype == "bfloat16" else one.at("kv-cache-dtype")
-            yield Problem(
-                path, f"a {one.tier.hardware.accelerator} has no bfloat16: set model.dtype: float16"
-            )
+def _kv_type(one: TierEngines) -> Iterator[Problem]:
     kind = one.args.get("kv-cache-dtype", "auto")
     if kind not in KV_TYPES:
         yield Problem(
@@ -340,11 +288,11 @@ def _numbers(one: TierEngines) -> Iterator[Problem]:
         )
 
 
-def _what_the_connector_cannot(one: TierEngines) -> Iterator[Problem]:
+def _connector_limits(one: TierEngines) -> Iterator[Problem]:
     if one.args.get("enable-prefix-caching") is False and not one.fleet.model.embeddings:
         yield Problem(
             one.at("enable-prefix-caching"),
-            "what a conversation has between its turns is found by the prefix cache: remove it",
+            "a conversation finds its KV by the prefix cache: remove it",
         )
     for name in ("enable-lora", "lora-modules"):
         if one.args.get(name):
@@ -378,7 +326,7 @@ def _what_the_connector_cannot(one: TierEngines) -> Iterator[Problem]:
 
 
 def _states(one: TierEngines, model: Architecture) -> Iterator[Problem]:
-    """Layers that keep a state instead of keys and values."""
+    """Check a model with layers that keep a state instead of keys and values."""
     path = ("model", "path")
     if not model.heads:
         yield Problem(path, "no layer of this model has attention, which vLLM's prefix cache asks for")
@@ -393,7 +341,7 @@ def _states(one: TierEngines, model: Architecture) -> Iterator[Problem]:
         yield Problem(one.at(WHOLE_WINDOWS), "states have blocks of their own: remove it", at_key=True)
 
 
-def _what_co_serving_cannot(one: TierEngines) -> Iterator[Problem]:
+def _coserving_limits(one: TierEngines) -> Iterator[Problem]:
     if _speculates(one.args) and (one.coserves or one.transfers):
         name = next(name for name in SPECULATIVE if name in one.args)
         what = "co-serving" if one.coserves else "the transfer"
@@ -445,8 +393,8 @@ def _only_full_graphs(args: dict[str, Any]) -> bool:
     return "FULL" in modes and "PIECEWISE" not in modes
 
 
-def _understand_each_other(first: TierEngines, one: TierEngines) -> Iterator[Problem]:
-    """Two tiers of a fleet whose engines exchange KV."""
+def _exchange_kv(first: TierEngines, one: TierEngines) -> Iterator[Problem]:
+    """Check two tiers whose engines exchange KV."""
     for name in SAME_KV:
         if first.args.get(name) != one.args.get(name):
             yield Problem(
@@ -471,6 +419,6 @@ def _shown(one: TierEngines, name: str) -> str:
 
 CHECKS: tuple[Callable[[TierEngines], Iterator[Problem]], ...] = (
     *(_options, _environment, _gpus, _one_node, _power),
-    *(_ranks_fit_the_model, _memory, _staging, _lengths, _numbers),
-    *(_what_the_connector_cannot, _what_co_serving_cannot),
+    *(_safepoint_layers, _memory, _staging, _kv_type),
+    *(_connector_limits, _coserving_limits),
 )

@@ -1,4 +1,4 @@
-"""What an engine needs: accelerators, as its tier says; memory and ranks, as its model's config.json says."""
+"""GPUs of an engine, and the architecture that its model's config.json describes."""
 
 import json
 import os
@@ -57,7 +57,7 @@ BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
 
 @dataclass(frozen=True, slots=True)
 class Architecture:
-    """Of a model, from its config.json. None or 0: the file does not say."""
+    """Architecture of a model. None or 0: its config.json does not say."""
 
     names: tuple[str, ...]  # of vLLM's classes for it
     layers: int
@@ -75,7 +75,7 @@ class Architecture:
     weight_bytes: int  # of the files beside it
 
     def kv_bytes(self, tokens: int, tensor: int, width: int) -> int:
-        """Of one GPU, `tensor` of them having each layer, `width` bytes a number."""
+        """Return the bytes of KV on one of `tensor` GPUs, with `width` bytes a number."""
         if self.latent_dim:
             return tokens * self.attention_layers * self.latent_dim * width
         heads = max(1, self.kv_heads // tensor)
@@ -83,7 +83,7 @@ class Architecture:
 
 
 def find_architecture(model: str) -> Architecture | None:
-    """Of a model that is here: `smollm2`, a directory, or in the Hugging Face cache of this machine."""
+    """Return the architecture of a model on this machine: `smollm2`, a directory, or a cached one."""
     if model == smollm2.NAME:
         return replace(
             architecture_of(smollm2.CONFIG, smollm2.WEIGHT_BYTES), max_context=smollm2.LONGEST_CONTEXT
@@ -128,7 +128,7 @@ def architecture_of(content: Mapping[str, Any], weight_bytes: int = 0) -> Archit
 
 
 def _attention_layers(text: Mapping[str, Any], layers: int) -> int:
-    """Of a model some of whose layers keep a state."""
+    """Return the number of attention layers of a model in which other layers keep a state."""
     if types := text.get("layer_types"):
         return sum(1 for one in types if one not in STATES)
     every = text.get("full_attention_interval") or text.get("attn_layer_period")
@@ -157,7 +157,7 @@ def model_directory(model: str) -> Path | None:
 
 
 def _weight_bytes(directory: Path) -> int:
-    """An index of weights says how many bytes there are, also where they have not been fetched."""
+    """Return the size of the weights; their index names it even if they have not been fetched."""
     try:
         return int(
             json.loads((directory / "model.safetensors.index.json").read_text())["metadata"]["total_size"]

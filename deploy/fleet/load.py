@@ -1,4 +1,4 @@
-"""Reading a fleet file: every mistake in it with file, line, what was expected and the nearest key."""
+"""Read a fleet file, and report every mistake with its line, what was expected and the nearest key."""
 
 import difflib
 from collections.abc import Iterable, Mapping
@@ -15,7 +15,7 @@ from deploy.fleet.schema import FleetSpec
 
 
 class FleetFileError(DeployError, ValueError):
-    """A fleet file that cannot be used, with everything that is wrong with it: lines and what to do there."""
+    """A fleet file that cannot be used; the message has one line for each mistake."""
 
     def __init__(self, file: str, problems: Iterable[tuple[int, str]]) -> None:
         self.problems = tuple(f"{file}:{line}: {said}" for line, said in sorted(problems))
@@ -51,7 +51,7 @@ def unknown_key(key: str, valid: list[str]) -> str:
 
 
 def keys_at(path: KeyPath) -> list[str]:
-    """Of the block there, by the schema that editors complete by."""
+    """Return the keys of a block, from the JSON schema."""
     whole = FleetSpec.model_json_schema()
     found: dict[str, Any] = whole
     for part in path:
@@ -73,7 +73,7 @@ def _expected(message: str) -> str:
 
 @dataclass
 class Positions:
-    """1-based lines of keys and values by path; a mapping's line is where its first entry stands."""
+    """Lines of keys and values by path, from 1; a mapping has the line of its first entry."""
 
     keys: dict[KeyPath, int] = field(default_factory=dict)
     values: dict[KeyPath, int] = field(default_factory=dict)
@@ -102,8 +102,10 @@ class Positions:
 
 
 def load_fleet(file: Path, *, to_start: bool = False) -> FleetSpec:
-    """The fleet of `file`, or FleetFileError with all that is wrong. `to_start`: also with the files that
-    it names."""
+    """Read a fleet file. Raises FleetFileError with all mistakes.
+
+    With `to_start`, the files that it names are checked as well.
+    """
     name = str(file)
     try:
         text = file.read_text()

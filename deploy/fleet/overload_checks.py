@@ -1,4 +1,4 @@
-"""What stands in the way of an overload policy in a running fleet, said before it runs."""
+"""Checks of the overload policy: settings that it contradicts, and engines that cannot drop parameters."""
 
 from collections.abc import Iterator, Mapping
 
@@ -10,7 +10,7 @@ from workers.engine.overload.config import SPLIT_MODELS
 
 
 def in_the_way(fleet: FleetSpec, tier: TierSpec) -> Iterator[str]:
-    """Of the engines of a tier."""
+    """Yield why engines of a tier cannot drop parameters."""
     given = arguments(fleet, tier)
     ranks = parallel(fleet, tier)
     if ranks.gpus > 1:
@@ -24,7 +24,10 @@ def in_the_way(fleet: FleetSpec, tier: TierSpec) -> Iterator[str]:
 
 
 def _compiled(fleet: FleetSpec, given: Mapping[str, object]) -> str:
-    """On GPUs pieces of graphs are left unused while layers are shared; a full one would be used."""
+    """Return why compiled passes of an engine contradict dropping; empty if they do not.
+
+    While engines share layers, piecewise graphs are left unused, but a full graph would run all layers.
+    """
     if given.get("enforce-eager"):
         return ""
     if fleet.engine.device == "cpu":
@@ -41,7 +44,7 @@ def _compiled(fleet: FleetSpec, given: Mapping[str, object]) -> str:
 
 
 def model_in_the_way(fleet: FleetSpec) -> Iterator[str]:
-    """As far as its config.json is here; an engine refuses at its start what is not seen in it."""
+    """Yield why the model cannot be split; an engine itself checks what config.json does not show."""
     model = find_architecture(fleet.model.path)
     if model is None:
         return
@@ -63,7 +66,7 @@ def check_overload(fleet: FleetSpec) -> Iterator[Problem]:
 
 
 def _without_parking(fleet: FleetSpec) -> Iterator[Problem]:
-    """What the file says of parking would do nothing."""
+    """Report settings of parking, which another policy does not do."""
     policy = fleet.overload.policy
     said = {
         ("kv", "host_kv_gib"): "host_kv_gib" in fleet.kv.model_fields_set,

@@ -81,9 +81,9 @@ class ModelSpec(Spec):
     served_name: str | None = None
     """The model's name in requests; by default the last part of `path`."""
     aliases: tuple[str, ...] = ()
-    """More names that requests may call it by."""
+    """Other names of the model in requests."""
     embeddings: bool = False
-    """It makes embeddings instead of text: `/v1/embeddings`, also in batches. Policy `collocated` only."""
+    """Makes embeddings instead of text (`/v1/embeddings`, also in batches). Policy `collocated` only."""
     dtype: Literal["auto", "float32", "bfloat16", "float16"] = default(Engine, "dtype")
     max_context: Annotated[int, Field(gt=0)] | None = None
     """Longest conversation in tokens; by default what the model allows."""
@@ -94,74 +94,75 @@ class ModelSpec(Spec):
 
 
 class EngineSpec(Spec):
-    """What all engines share."""
+    """Settings of all engines."""
 
     device: Device = Device.CUDA
     args: Arguments = {}
     """vLLM's own options without the leading dashes, as in `max-num-seqs: 64`."""
     env: dict[str, str] = {}
     threads: Annotated[int, Field(gt=0)] | None = None
-    """CPU threads an engine computes with (device cpu)."""
+    """CPU threads of an engine (device cpu)."""
     exact_tokens: bool = default(Engine, "exact_tokens")
-    """A prompt has the answers of earlier turns in the tokens that were generated, where their text is the
-    same and tokenises otherwise; without it an answer's KV is computed again from there on."""
+    """Prompts contain earlier answers as the tokens that were generated. Without it, text that tokenises
+    differently than it was generated is computed again from there on."""
     start_together: Annotated[int, Field(gt=0)] | None = None
-    """Engines that may start at the same time on a node; by default 1 on cpu, all on cuda."""
+    """Engines that may start at the same time on a node; by default one on cpu, all on cuda."""
     start_limit: Duration = default(KeeperSettings, "start_limit_s")
-    """An engine that is not healthy by then counts as failed."""
+    """Time after which an engine that is not healthy counts as failed."""
     stall_limit: Duration = default(KeeperSettings, "stall_limit_s")
-    """A starting engine that logs nothing for so long counts as failed."""
+    """Time without a log line after which a starting engine counts as failed."""
     health_interval: Duration = default(KeeperSettings, "health_interval_s")
+    """Time between two health checks."""
     health_misses: Annotated[int, Field(gt=0)] = default(KeeperSettings, "health_misses")
     """Failed health checks in a row before an engine is restarted."""
     grammar_cpu: Period = default(Engine, "grammar_cpu_s")
-    """CPU time that compiling a grammar or schema may take; a request whose grammar takes more is refused."""
+    """CPU time to compile a grammar or schema; a request whose grammar takes more is refused."""
     grammar_memory_mib: Annotated[int, Field(ge=128, le=1 << 20)] = default(Engine, "grammar_memory_mib")
-    """Memory that compiling one may take, and that an engine keeps of compiled ones."""
+    """Memory to compile one, and memory for compiled ones that an engine keeps."""
     memory_gib: Annotated[float, Field(gt=0, allow_inf_nan=False)] | None = default(
         KeeperSettings, "memory_gib"
     )
-    """Memory at which an engine is restarted: that of its processes together, without libraries and shared
-    memory. By default what it has after its start, KV in host memory, and a quarter of the machine's."""
+    """Memory at which an engine is restarted: of its processes together, without libraries and shared
+    memory. By default its memory after the start, plus KV in host memory and a quarter of the machine's."""
     lease: Duration = default(KeeperSettings, "lease_s")
-    """An engine whose keeper is gone for so long ends itself; until then it can be adopted with its KV."""
+    """Time after which an engine without a keeper ends; until then a new keeper adopts it with its KV."""
 
 
 class AutoscaleSpec(Spec):
-    """Limits within which replicas follow the load; without this block their number is fixed."""
+    """Limits of the number of replicas, which then follows the load."""
 
     min: Annotated[int, Field(gt=0, le=4096)]
     max: Annotated[int, Field(gt=0, le=4096)]
 
 
 class HardwareSpec(Spec):
-    """What a tier's nodes are: for `conserve check`, and for placing."""
+    """Hardware of a tier's nodes, for `conserve check` and for placement."""
 
     accelerator: str | None = None
-    """A name of `placement/sizing/accelerators.py`, as in `H100`. Tiers that name the same, with the same
-    arguments, environment and power cap, are taken to compute a prompt in the same time."""
+    """A name in `placement/sizing/accelerators.py`, as in `H100`. Tiers with the same name, arguments,
+    environment and power cap are assumed to compute a prompt in the same time."""
     node_gpus: Annotated[int, Field(gt=0, le=256)] = 8
-    """GPUs of one node: an engine is on one."""
+    """GPUs of one node. An engine runs on one node."""
     nodes: Annotated[int, Field(gt=0, le=4096)] | None = None
-    """How many there are for this tier; without it nobody counts."""
+    """Number of nodes for this tier; without it the number is not checked."""
 
 
 class TierSpec(Spec):
-    """Engines of one kind: the same role, hardware and arguments."""
+    """Engines with the same role, hardware and arguments."""
 
     name: Name
     role: Role
     replicas: Annotated[int, Field(ge=0, le=4096)] = 1
     autoscale: AutoscaleSpec | None = None
-    """Then `replicas` is how many there are at first."""
+    """With it, `replicas` is the number at first."""
     resources: dict[str, Annotated[float, Field(gt=0)]] = {}
-    """Ray resources one engine takes; a custom resource places the tier on its nodes. GPUs follow from the
-    engine's tensor and pipeline parallel ranks."""
+    """Ray resources of one engine; a custom resource places the tier on its nodes. The number of GPUs
+    follows from the tensor and pipeline parallel sizes."""
     hardware: HardwareSpec = HardwareSpec()
     power_cap_w: Watts | None = None
     """Power limit of each GPU of the tier."""
     args: Arguments = {}
-    """Added to the engine's arguments, for this tier only."""
+    """Added to `engine.args` for this tier."""
     env: dict[str, str] = {}
 
 
@@ -175,22 +176,22 @@ class GatewaySpec(Spec):
     tls: TlsConfig | None = None
     """Without it the port speaks plain HTTP."""
     trusted_proxies: tuple[Annotated[str, AfterValidator(_network)], ...] = ()
-    """Addresses or networks (10.0.0.0/8) whose `X-Forwarded-For` says who calls: for limits of callers
-    without keys, connections and the audit. What others say there is ignored."""
+    """Addresses or networks (10.0.0.0/8) whose `X-Forwarded-For` names the caller: for limits of callers
+    without keys, for connections, and for the audit. The header is ignored from any other address."""
     open: bool = False
-    """It listens beyond this machine and asks for no key, and that is meant."""
+    """Confirms that the gateway listens beyond this machine without asking for keys."""
     hosts: tuple[str, ...] = ()
-    """Names by which it may be called (`Host`). Where no key is asked for and only this machine can reach it,
-    `localhost` alone by default, or any page in a browser could call it under a name of its own."""
+    """Accepted host names (`Host`). The default is any name; but only `localhost` where no key is asked for
+    and only this machine can reach the gateway, so that no page in a browser can call it by another name."""
     keys_file: FilePath | None = default(GatewayConfig, "keys_file")
-    """API keys, of which it holds hashes: `conserve key new` adds one. It is read again when it changes."""
+    """File with hashes of API keys; `conserve key new` adds one. Gateways read it again when it changes."""
     api_keys: tuple[_Secret, ...] = ()
-    """Accepted keys in clear, each an owner. With none, and no `keys_file`, any caller may."""
+    """Accepted keys in clear, each an owner. Without any, and without `keys_file`, no key is asked for."""
     admin_keys: tuple[_Secret, ...] = ()
-    """Keys in clear that see every conversation and open the dashboard; without any keys it is open."""
+    """Keys in clear that see every conversation and the dashboard. Without any keys, everybody sees it."""
     shared_prefixes: tuple[str, ...] = ()
     """Owners, or keys of `api_keys`, who share cached prefixes, such as a common system prompt; `"*"` for
-    all. Others have their own: who shares can tell by an answer's time what another has asked."""
+    all. Owners who share can tell from response times what the others have asked."""
     key_limits: DefaultLimits = DefaultLimits()
     answers: AnswersConfig = AnswersConfig()
     limits: GatewayLimits = GatewayLimits()
@@ -198,42 +199,42 @@ class GatewaySpec(Spec):
 
 class ConversationSpec(Spec):
     ttl: Duration = 1800.0
-    """A conversation idle for so long has ended: its KV and its binding go."""
+    """Idle time after which a conversation ends, with its KV and its binding."""
     longest_ttl: LongestTtl = default(GatewayConfig, "longest_ttl_s")
-    """Most that a client gets who asks for another time (`X-Conversation-TTL`); no less than `ttl`."""
+    """Longest time that a client may ask for (`X-Conversation-TTL`); at least `ttl`."""
     park_after: Period = default(ConnectorConfig, "park_after_s")
-    """Idle time after which its KV is held on the host only."""
+    """Idle time after which a conversation's KV is kept on the host only."""
     redisaggregate_tokens: Tokens = default(Redisaggregation, "above_tokens")
-    """A turn with more tokens that are not cached goes through a prefiller again, to the same decoder."""
+    """A later turn with more uncached tokens passes through a prefiller again, to the same decoder."""
     redisaggregate_share: Annotated[float, Field(ge=0, le=1)] = default(Redisaggregation, "min_share")
-    """And only if they are at least this share of its prompt: the prefiller computes the rest of it again."""
+    """It does so only if they are at least this share of its prompt: a prefiller computes the rest again."""
     headroom_tokens: Tokens = default(PlacerSettings, "headroom_tokens")
-    """Reserved beside the prompt at binding, for what the conversation will grow by at first."""
+    """KV reserved beside the prompt when a conversation is bound, for its first growth."""
     decoder_wait: Duration = default(GatewayConfig, "place_wait_s")
-    """How long a first turn waits for a place before 429: for a decoder with capacity, and for a prefiller
-    with a short enough queue."""
+    """Longest wait of a first turn before 429: for a decoder with capacity, and for a prefiller with a short
+    enough queue."""
     prefiller_wait: Duration = default(PlacerSettings, "max_prefill_wait_s")
-    """The longest queue with which a prefiller is given a first turn. Where all are longer, and no decoder
-    has time for the prompt, the turn waits, up to `decoder_wait`."""
+    """Longest queue of a prefiller that is given a first turn. If all are longer, and no decoder has time
+    for the prompt, the turn waits, up to `decoder_wait`."""
 
 
 class PlacementSpec(Spec):
     first_turns: FirstTurns = default(PlacerSettings, "first_turns")
-    """Where prompts of first turns are computed, and of later ones with much to compute: `elastic`, where the
-    first token comes first, on a prefiller or on the conversation's own decoder; `prefiller`, the rule of the
-    paper, always on a prefiller."""
+    """Where prompts of first turns, and large prompts of later turns, are computed. `elastic`: on a prefiller
+    or on the conversation's decoder, wherever the first token is sooner. `prefiller`: always on a prefiller,
+    as in the paper."""
 
 
 class TransferSpec(Spec):
     backend: Literal["tcp", "nixl"] = default(ConnectorConfig, "backend")
     encrypt: bool = default(ConnectorConfig, "encrypt")
-    """KV on its way between engines (`tcp`). It is authenticated with or without; whoever reads the network
-    reads prompts without. What it costs: docs/measurements/kv.md."""
+    """Encrypt KV between engines (`tcp`). Transfers are authenticated in any case; without it, readers
+    of the network can read prompts. Its cost: docs/measurements/kv.md."""
     lease: Period = default(ConnectorConfig, "lease_s")
-    """How long a prefiller holds KV for its decoder."""
+    """Time for which a prefiller holds KV for its decoder."""
     staging_gib: Annotated[float, Field(gt=0, allow_inf_nan=False)] = default(ConnectorConfig, "staging_gib")
-    """Pinned host memory of each engine on GPUs, through which moved KV passes: a window, whatever the length
-    of prompts. More lets more transfers run at once."""
+    """Pinned host memory of each engine on GPUs, through which moved KV passes. It does not grow with
+    prompts; more of it lets more transfers run at once."""
     timeout: Period = default(ConnectorConfig, "timeout_s")
     """Longest silence within a transfer before the decoder computes the prompt itself."""
 
@@ -242,21 +243,21 @@ class LmcacheSpec(Spec):
     gib: Annotated[float, Field(gt=0, allow_inf_nan=False)] = 4.0
     """Memory of a node that its LMCache server may use."""
     timeout: Period = default(ConnectorConfig, "lmcache_timeout_s")
-    """Longest wait for the server within a step of an engine, which then goes on without it."""
+    """Longest wait for the server within an iteration of an engine, which then continues without it."""
 
 
 class KvSpec(Spec):
     host_kv_gib: Gib = 4.0
     """Memory an engine may use on its host for parked conversations."""
     kv_tiers: list[Literal["host", "lmcache"]] = ["host"]
-    """Where KV goes besides the accelerator: `host`, each engine's own memory, and behind it `lmcache`, a
-    server on each node, from which a conversation whose decoder died is restored on another one."""
+    """Tiers of KV behind the accelerator: `host`, each engine's own memory, and behind it `lmcache`, a server
+    on each node, from which a conversation whose decoder died is restored on another one."""
     lmcache: LmcacheSpec = LmcacheSpec()
 
 
 class CoServingSpec(Spec):
-    """Offline work in the cycles that engines have left. `ttft` and `tbt` hold without it, too: prompts are
-    cut so that running turns keep theirs."""
+    """Offline work beside conversations. `ttft` and `tbt` hold without it, too: prompts are cut into chunks
+    so that running turns meet their targets."""
 
     enabled: bool = False
     policy: Literal["conserve", "bros", "online_only", "non_preemptive", "sarathi"] = default(
@@ -265,18 +266,18 @@ class CoServingSpec(Spec):
     ttft: Duration = default(ServingSettings, "slo").ttft_s
     """Target of a request of a conversation, from its arrival at the engine to its first token."""
     tbt: Duration = default(ServingSettings, "slo").tbt_s
-    """Target between its tokens."""
+    """Target of the time between its tokens."""
     margin: Annotated[float, Field(ge=0, lt=1)] = default(ServingSettings, "margin")
-    """Share of a target kept free for what the latency model gets wrong."""
+    """Share of a target kept free for errors of the latency model."""
     safepoints: bool = default(ServingSettings, "safepoints")
     """An arrival may abort the running iteration (policy `conserve`)."""
     safepoint_layers: Annotated[int, Field(gt=0)] = default(CoServingConfig, "safepoint_every")
-    """Layers between two places where it can be aborted."""
+    """Number of layers between two safepoints."""
     offline_share: Annotated[float, Field(ge=0, le=1)] = default(ServingSettings, "offline_share")
-    """Of an iteration's tokens, what offline work gets at least (policy `conserve`)."""
+    """Least share of an iteration's tokens for offline work (policy `conserve`)."""
     ageing: Duration | None = default(ServingSettings, "ageing_s")
-    """An offline request that was not served for so long gets a token an iteration at least, whatever the
-    targets; without it offline work waits as long as conversations fill the engine (policy `conserve`)."""
+    """An offline request that was not served for this long gets at least a token an iteration, whatever the
+    targets. Without it, offline work waits while conversations fill the engine (policy `conserve`)."""
 
 
 class BatchSpec(Spec):
@@ -284,68 +285,68 @@ class BatchSpec(Spec):
 
     enabled: bool = True
     max_requests: Annotated[int, Field(gt=0)] = default(BatchLimits, "requests_per_batch")
-    """In one batch."""
+    """Most requests of one batch."""
     max_file_mib: Annotated[float, Field(gt=0)] = default(BatchLimits, "file_bytes") / MIB
     in_flight_per_engine: Annotated[int, Field(gt=0)] = default(DispatchSettings, "max_in_flight")
-    """Offline requests at most."""
+    """Most offline requests in flight on an engine."""
     harvest_prefill: bool = default(DispatchSettings, "harvest_prefill")
-    """Prefillers take offline work too: idle ones, or as decoders do where `coserving` is enabled."""
+    """Give offline work to prefillers, too: to idle ones, or to all where `coserving` is enabled."""
     keep_free: Annotated[float, Field(ge=0, lt=1)] = default(DispatchSettings, "keep_free_fraction")
-    """Share of an engine's KV never planned for offline work."""
+    """Share of an engine's KV that offline work may not use."""
     ageing: Duration | None = default(DispatchSettings, "ageing_s")
-    """An engine without offline work for so long is given a request all the same, however busy it is."""
+    """An engine without offline work for this long gets a request, however busy it is."""
     file_ttl: Duration | None = default(BatchConfig, "file_ttl_s")
     """Files are deleted after this long; without it they are kept."""
     database: str | None = None
     """SQLAlchemy URL; by default SQLite in the fleet's directory."""
     files: str | None = None
-    """Where files lie: a directory or an fsspec URL; by default in the fleet's directory."""
+    """Place of files: a directory or an fsspec URL; by default in the fleet's directory."""
 
 
 class ObserveSpec(Spec):
     tracing: TracingConfig | None = None
     """OpenTelemetry spans; without it none are made."""
     audit: bool = default(GatewayConfig, "audit")
-    """A line in the gateways' logs for every request: key, address, what for, conversation, status."""
+    """Log a line for every request: key, address, path, conversation, status."""
 
 
 class CapacitySpec(Spec):
-    """When a tier is too small or too large: shares of prefillers' time, and of decoders' KV, in use."""
+    """Load at which a tier is too small or too large: share of prefillers' time or of decoders' KV in use."""
 
     window: Duration = default(PlacerSettings, "capacity_window_s")
-    """Time over which both are averaged."""
+    """Time over which the load is averaged."""
     high: Share = default(Thresholds, "high")
     target: Share = default(Thresholds, "target")
-    """What a change of the number of engines aims at."""
+    """Load that a change of the number of engines aims at."""
     low: Share = default(Thresholds, "low")
     cool_down: Duration = default(ScaleLimits, "cool_down_s")
-    """After the autoscaler changed a tier, it adds nothing for so long."""
+    """Time after a change for which the autoscaler adds no engine to the tier."""
     calm: Duration = default(ScaleLimits, "calm_s")
-    """A tier must have been below `low` for so long before the autoscaler takes an engine away."""
+    """Time for which a tier must be below `low` before the autoscaler removes an engine."""
     drain: Duration = 120.0
-    """How long turns may go on on an engine that is to end, before they are cut off."""
+    """Time for which turns may continue on an engine that is to end."""
 
 
 def _off(value: object) -> object:
-    """YAML reads the word `off` as false."""
+    """Return `off` for false, as which YAML reads the word `off`."""
     return "off" if value is False else value
 
 
 class OverloadSpec(Spec):
-    """What gives way when running turns ask for more KV than the decoders have."""
+    """Behaviour when running turns need more KV than the decoders have."""
 
     policy: Annotated[Literal["off", "preempt", "park", "drop"], BeforeValidator(_off)] = "park"
-    """`off`: idle conversations keep their KV, and new ones wait. `preempt`, as plain vLLM: idle KV is lost,
-    and computed again. `park`: it goes to the host, and turns wait. `drop`: beside that, two to four decoders
-    keep a part of the model's layers each and serve as a pipeline until it is over; what the other layers
-    took becomes KV. In eager mode, on GPUs also with piecewise graphs (no split engine has run there yet)."""
+    """`off`: idle conversations keep their KV, and new ones wait. `preempt`, as plain vLLM does: idle KV is
+    lost and computed again. `park`: idle KV moves to the host, and turns wait. `drop`: as `park`, and two to
+    four decoders keep only some of the model's layers each and serve as a pipeline; the memory of the other
+    layers holds KV meanwhile. It needs eager mode, or piecewise graphs on GPUs (not yet run there)."""
 
 
 class RaySpec(Spec):
     address: str | None = None
-    """An existing cluster; without it a cluster of one node is started and ended with the fleet."""
+    """Address of an existing cluster; without it a cluster of one node starts and ends with the fleet."""
     control_resources: dict[str, Annotated[float, Field(gt=0)]] = {}
-    """Ray resources that the directory and the gateways take, to place them on certain nodes."""
+    """Ray resources of the directory and the gateways, to place them on certain nodes."""
     object_store_mib: Annotated[int, Field(ge=80)] = 100
     dashboard: bool = False
 

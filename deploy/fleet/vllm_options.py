@@ -1,4 +1,4 @@
-"""vLLM's own options: which there are in the release that is pinned, and which values they take.
+"""Names and values of the options of the vLLM release that is pinned.
 
 `conserve check` has two seconds and vLLM takes twenty to import, so they are read from a file, which
 `python -m deploy.fleet.vllm_options` makes from vLLM's parser (tests/deploy/fleet/test_final_configuration.py
@@ -29,7 +29,7 @@ def options() -> dict[str, Any]:
 
 
 def problem(name: str, value: object) -> str | None:
-    """What is wrong with an option of a fleet file, if something is."""
+    """Return what is wrong with an option of a fleet file, or None."""
     known = options()
     name = name.split(".")[0]  # `compilation-config.mode`: a field of a JSON option
     if name not in known:

@@ -18,6 +18,8 @@ LOCAL_HOST = "127.0.0.1"
 
 
 class Actors(Keepers):
+    """All actors of a fleet."""
+
     def __init__(self, fleet: FleetSpec, home: FleetHome) -> None:
         host = LOCAL_HOST if fleet.ray.address is None else None
         super().__init__(fleet, home, host, ProfileStore(home.profiles).coefficients())
@@ -32,7 +34,7 @@ class Actors(Keepers):
         return self._start(GatewaysActor, GATEWAYS, directory)
 
     def start_autoscaler(self, directory: str) -> None:
-        """If a tier follows the load."""
+        """Start the autoscaler, if a tier is autoscaled."""
         if any(tier.autoscale is not None for tier in self._fleet.tiers):
             self._start(AutoscalerActor, AUTOSCALER, directory, self._host, self._profiles)
 

@@ -1,4 +1,4 @@
-"""Bringing a fleet down: its supervisor first, then engines and gateways, then all else with its mark."""
+"""End a fleet: its supervisor first, then engines and gateways, then all else with its mark."""
 
 import contextlib
 import logging
@@ -33,7 +33,7 @@ _SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 
 @contextmanager
 def uninterrupted() -> Iterator[None]:
-    """For what must not be cut short by a second Ctrl-C."""
+    """Ignore signals meanwhile: a second Ctrl-C must not interrupt the end of a fleet."""
     if threading.current_thread() is not threading.main_thread():
         yield  # signals do not arrive here
         return
@@ -46,7 +46,7 @@ def uninterrupted() -> Iterator[None]:
 
 
 def end_actors(home: FleetHome, run: RunRecord) -> None:
-    """In a Ray cluster that is not ours: its other work goes on."""
+    """End the fleet's actors in a Ray cluster that is not ours, which goes on."""
     fleet = load_fleet(home.fleet_file)
     ray = connect(fleet, home, run)
     try:
@@ -68,14 +68,14 @@ def end_actors(home: FleetHome, run: RunRecord) -> None:
 
 
 def _answering(ray: Any, handles: dict[str, Any]) -> list[Any]:
-    """Without those whose node is lost: they would answer when another comes."""
+    """Return the handles of actors that answer; one whose node is lost would block."""
     asked = {handle.__ray_ready__.remote(): handle for handle in handles.values()}
     ready, _ = ray.wait(list(asked), num_returns=len(asked), timeout=ANSWER_LIMIT_S) if asked else ([], [])
     return [asked[one] for one in ready]
 
 
 def bring_down(home: FleetHome) -> int:
-    """End every process of the fleet on this machine; returns how many ended. Nothing is lost but KV."""
+    """End every process of the fleet on this machine, and return their number. Only KV is lost."""
     with uninterrupted():
         return _bring_down(home)
 
@@ -103,7 +103,7 @@ def _bring_down(home: FleetHome) -> int:
 
 
 def marked(home: FleetHome) -> list[psutil.Process]:
-    """Every process with this fleet's mark in its environment, ourselves excepted."""
+    """Return every other process with this fleet's mark in its environment."""
     found = []
     for process in psutil.process_iter():
         with contextlib.suppress(psutil.Error):
@@ -113,7 +113,7 @@ def marked(home: FleetHome) -> list[psutil.Process]:
 
 
 def _end_leased(home: FleetHome) -> None:
-    """First all leases, so that all end at the same time; then wait for each."""
+    """Expire all leases, so that all processes end at the same time; then wait for each."""
     left = recorded_below(home.engines, home.gateways)
     for process in left:
         process.expire()

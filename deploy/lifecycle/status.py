@@ -1,22 +1,18 @@
-"""A fleet that is up, as its machine sees it: what it is doing, its metric pages, its gateway's address.
+"""Status of a fleet that is up, and its metric pages.
 
-What it is doing is what its directory knows, and what the keepers on this machine say. Needs no Ray.
+The status joins what the directory knows with the reports of the keepers on this machine. It needs no Ray.
 """
 
 import asyncio
 import json
-import ssl
 import time
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, fields
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
-from ipaddress import ip_address
 from pathlib import Path
 from typing import Any, TypeVar
 
 import grpc
-from cryptography import x509
-from cryptography.hazmat.primitives.serialization import Encoding
 
 from deploy.errors import LifecycleError
 from deploy.fleet import FleetSpec, components, load_fleet
@@ -37,19 +33,19 @@ Reply = TypeVar("Reply")
 
 
 def keys_of(fleet: FleetSpec, home: FleetHome) -> FleetKeys:
-    """For commands: a cluster of our own keeps its token with the fleet."""
+    """Return the fleet's keys for a command; our own cluster keeps its token in the fleet's directory."""
     if fleet.ray.address is not None:
         return FleetKeys.here(home.name)
     return FleetKeys(home.ray_token().read_text().strip(), home.name)
 
 
 async def directory_status(address: str, secret: str) -> messages.DirectoryStatus | None:
-    """None: it does not answer."""
+    """Return the directory's status, or None if it does not answer."""
     return await _ask(address, secret, messages.STATUS)
 
 
 async def capacity(address: str, secret: str) -> messages.CapacityReport | None:
-    """None: it does not answer."""
+    """Return the directory's capacity report, or None if it does not answer."""
     return await _ask(address, secret, messages.CAPACITY)
 
 
@@ -172,8 +168,7 @@ def _by_name(reply: messages.DirectoryStatus | None) -> dict[str, messages.Engin
 
 
 def _present(fleet: FleetSpec, home: FleetHome, known: Iterable[str]) -> list[EngineName]:
-    """Those of the file; of a tier that follows the load, those that the directory knows or that have a
-    keeper on this machine."""
+    """Return the engines of the file; of an autoscaled tier, those known to the directory or here."""
     found = [engine for engine in components.engines(fleet) if engine.tier.autoscale is None]
     keepers = {file.parent.name for file in home.engines.glob(f"*/{CONTROL_FILE}")}
     for tier in fleet.tiers:
@@ -195,14 +190,14 @@ def _engine(
     return EngineStatus(**values)
 
 
-# Where Prometheus finds its pages: as its file discovery reads them, or its HTTP discovery asks.
+# Metric pages, for the file discovery of Prometheus or its HTTP discovery.
 
 Targets = list[dict[str, Any]]
 
 
 def targets(status: FleetStatus) -> Targets:
-    """As the directory and the keepers know them, on whichever machines they are."""
-    # No label here may have the name of a label of our metrics: Prometheus would rename the metric's.
+    """Return the metric pages of all processes of a fleet, on all machines."""
+    # A label with the name of one of our metrics' labels would make Prometheus rename the latter.
     found = [page_of(page, status.fleet, "gateway") for page in status.gateways]
     found += [page_of(page, status.fleet, "batch") for page in status.batch]
     found.append(page_of(status.metrics, status.fleet, "directory"))
@@ -218,12 +213,12 @@ def page_of(address: str, fleet: str, process: str, **labels: str) -> dict[str, 
 
 
 def write_targets(path: Path, found: Targets) -> None:
-    """In one step: Prometheus reads the file whenever it changes."""
+    """Write the target file in one step: Prometheus reads it whenever it changes."""
     write_atomically(path, json.dumps(found, indent=1) + "\n")
 
 
 def discovery(address: str, look: Callable[[], Targets]) -> ThreadingHTTPServer:
-    """A server for `http_sd_configs`, which looks anew for every request; `serve_forever` runs it."""
+    """Return a server for `http_sd_configs` that calls `look` for every request."""
 
     class Handler(BaseHTTPRequestHandler):
         def do_GET(self) -> None:
@@ -241,63 +236,3 @@ def discovery(address: str, look: Callable[[], Targets]) -> ThreadingHTTPServer:
 
     host, _, port = address.rpartition(":")
     return ThreadingHTTPServer((host or "127.0.0.1", int(port)), Handler)
-
-
-# Where its gateway is called from its own machine, and by which certificate it is known there.
-
-
-def endpoint_of(fleet: FleetSpec) -> str:
-    scheme = "https" if fleet.gateway.tls is not None else "http"
-    return f"{scheme}://{_reachable(fleet)}:{fleet.gateway.port}"
-
-
-def trust_of(fleet: FleetSpec) -> ssl.SSLContext | None:
-    """None where it speaks plain HTTP, or its certificate is on another machine: what the system trusts.
-
-    Else the gateway's very certificate, under whatever name it is called: nobody else has the key of it."""
-    leaf = _certificate(fleet)
-    if leaf is None:
-        return None
-    context = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
-    context.check_hostname = False
-    context.verify_flags |= ssl.VERIFY_X509_PARTIAL_CHAIN
-    context.load_verify_locations(cadata=leaf.public_bytes(Encoding.PEM).decode())
-    return context
-
-
-def curl(fleet: FleetSpec) -> str:
-    """`curl` up to the address: under a name that the certificate has, and trusting it."""
-    leaf, endpoint = _certificate(fleet), endpoint_of(fleet)
-    if leaf is None or fleet.gateway.tls is None:
-        return f"curl {endpoint}"
-    trusting = f"curl --cacert {Path(fleet.gateway.tls.cert).expanduser()}"
-    host, port = _reachable(fleet), fleet.gateway.port
-    names = _names(leaf)
-    name = next((one for one in names if not one.startswith("*")), host)
-    if host in names or name == host:
-        return f"{trusting} {endpoint}"
-    return f"{trusting} --resolve {name}:{port}:{host} https://{name}:{port}"
-
-
-def _certificate(fleet: FleetSpec) -> x509.Certificate | None:
-    file = Path(fleet.gateway.tls.cert).expanduser() if fleet.gateway.tls is not None else None
-    return x509.load_pem_x509_certificate(file.read_bytes()) if file is not None and file.exists() else None
-
-
-def _names(leaf: x509.Certificate) -> list[str]:
-    try:
-        said = leaf.extensions.get_extension_for_class(x509.SubjectAlternativeName).value
-    except x509.ExtensionNotFound:
-        return []
-    kinds = (x509.DNSName, x509.IPAddress)
-    return [str(one) for kind in kinds for one in said.get_values_for_type(kind)]
-
-
-def _reachable(fleet: FleetSpec) -> str:
-    host = fleet.gateway.host
-    if host in ("0.0.0.0", "::"):
-        return "127.0.0.1"
-    try:
-        return f"[{host}]" if ip_address(host).version == 6 else host
-    except ValueError:
-        return host

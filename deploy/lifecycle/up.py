@@ -1,4 +1,4 @@
-"""Bringing a fleet up: Ray, keepers, directory, gateways; tell of progress; give up with a reason."""
+"""Start a fleet: Ray, keepers, directory, gateways. Progress is reported, and a failure has a reason."""
 
 import time
 import urllib.error
@@ -17,7 +17,7 @@ from deploy.fleet.engine_needs import engine_resources
 from deploy.fleet.schema import TierSpec
 from deploy.home import FleetHome, RunRecord
 from deploy.lifecycle.down import bring_down
-from deploy.lifecycle.status import endpoint_of, trust_of
+from deploy.lifecycle.endpoint import endpoint_of, trust_of
 from deploy.models.built_in import ensure_model
 from deploy.ray.cluster import connect, refuse_open_cluster, start_own_cluster
 from deploy.ray.common import replica
@@ -39,9 +39,9 @@ SUPERVISOR_GONE_S = 5.0
 def prepare(fleet: FleetSpec, home: FleetHome, tell: Tell) -> None:
     refuse_missing_model(fleet)
     if home.read_run() is not None:
-        bring_down(home)  # what a run left that was killed
+        bring_down(home)  # a killed run may have left processes
     if home.journal.exists():
-        journal.check(home.journal)  # else its actor would end again and again
+        journal.check(home.journal)  # a damaged one would end the directory's actor again and again
     refuse_few_descriptors(fleet)
     refuse_taken_port(fleet)
     home.create()
@@ -50,13 +50,13 @@ def prepare(fleet: FleetSpec, home: FleetHome, tell: Tell) -> None:
 
 
 def write_fleet(fleet: FleetSpec, home: FleetHome) -> None:
-    """As it was brought up."""
+    """Keep the fleet file as the fleet was brought up."""
     content = fleet.model_dump(mode="json", exclude_unset=True)
     write_atomically(home.fleet_file, yaml.safe_dump(content, sort_keys=False))
 
 
 def is_up(home: FleetHome) -> bool:
-    """Or may be: on a Ray cluster that is not ours only Ray itself could say."""
+    """Tell whether a fleet is up, or may be: on another Ray cluster only Ray knows."""
     run = home.read_run()
     return run is not None and (run.pid == 0 or processes.find(run.pid, run.started) is not None)
 
@@ -71,13 +71,13 @@ def refuse_taken_port(fleet: FleetSpec) -> None:
 
 
 def refuse_few_descriptors(fleet: FleetSpec) -> None:
-    """On this machine; on others only the gateway itself can look."""
+    """Refuse a start if this machine allows a gateway too few open files."""
     if problem := descriptors_problem(fleet.gateway.limits.connections):
         raise LifecycleError(problem)
 
 
 def refuse_missing_model(fleet: FleetSpec) -> None:
-    """A directory that is not there; on other machines, and in the hub, only engines can look."""
+    """Refuse a model directory that is missing; only engines can look on other machines and in the hub."""
     path = fleet.model.path
     is_path = path.startswith(("/", "./", "../", "~")) or path.count("/") > 1
     if fleet.ray.address is None and is_path and not (Path(path).expanduser() / "config.json").is_file():
@@ -88,7 +88,7 @@ def refuse_missing_model(fleet: FleetSpec) -> None:
 
 
 def refuse_what_does_not_fit(fleet: FleetSpec, there: Mapping[str, float]) -> None:
-    """On a cluster of our own, which does not grow; other clusters may be waited for."""
+    """Refuse tiers that exceed our own cluster; another cluster may still grow."""
     if fleet.ray.address is not None:
         return
     takes = {tier.name: engine_resources(fleet, tier) for tier in fleet.tiers}
@@ -104,7 +104,7 @@ def refuse_what_does_not_fit(fleet: FleetSpec, there: Mapping[str, float]) -> No
 
 
 def bring_up(fleet: FleetSpec, home: FleetHome, tell: Tell, *, end_with_us: bool) -> str:
-    """Returns the endpoint. If it cannot, or is interrupted, nothing is left behind."""
+    """Start a fleet and return its endpoint. A failure or an interrupt leaves no process behind."""
     prepare(fleet, home, tell)
     try:
         if fleet.ray.address is None:
@@ -119,7 +119,7 @@ def bring_up(fleet: FleetSpec, home: FleetHome, tell: Tell, *, end_with_us: bool
             return _start(ray, fleet, home, record, tell)
         finally:
             ray.shutdown()
-    except BaseException as error:  # Ctrl-C too: what has started would go on without us
+    except BaseException as error:  # Ctrl-C too: what has started would run on without us
         try:
             elsewhere = isinstance(error, ActorLost | ConnectionError) and ended_elsewhere(home)
         finally:
@@ -130,7 +130,7 @@ def bring_up(fleet: FleetSpec, home: FleetHome, tell: Tell, *, end_with_us: bool
 
 
 def ended_elsewhere(home: FleetHome) -> bool:
-    """Its supervisor, which ends first and takes Ray with it, is gone, or is within seconds."""
+    """Tell whether another command ended the fleet: it ends the supervisor first, and Ray with it."""
     deadline = time.monotonic() + SUPERVISOR_GONE_S
     while (run := home.read_run()) is not None and (run.pid == 0 or processes.find(run.pid, run.started)):
         if run.pid == 0 or time.monotonic() > deadline:
@@ -163,13 +163,13 @@ def directory_address(ray: Any, directory: Any) -> str:
         if address:
             return str(address)
         time.sleep(0.1)
-    raise LifecycleError("the directory did not come to listen")
+    raise LifecycleError("the directory did not begin to listen")
 
 
 def until_engines_serve(
     ray: Any, fleet: FleetSpec, keepers: dict[str, Any], home: FleetHome, tell: Tell
 ) -> None:
-    """Keepers bound their own starts, so this ends. The first failure ends it too."""
+    """Wait until all engines serve, or one has failed. Keepers limit the time of a start."""
     told: dict[str, str] = {}
     unplaced_until = time.monotonic() + fleet.engine.start_limit
     while True:
@@ -192,7 +192,7 @@ def until_engines_serve(
 
 
 def _status(ray: Any, keeper: Any, name: str) -> KeeperStatus | None:
-    """None: Ray has not found a place for it yet."""
+    """Return a keeper's status; None while Ray has no place for it."""
     try:
         status: KeeperStatus = ray.get(keeper.status.remote(), timeout=PLACE_LIMIT_S)
     except ray.exceptions.GetTimeoutError:
@@ -249,6 +249,6 @@ def _ask(ray: Any, reference: Any, who: str) -> Any:
 
 
 def _last_line(error: Exception) -> str:
-    """Of what Ray says; its indented lines are ids."""
+    """Return the last line of Ray's message that is not indented; those lines are ids."""
     lines = str(error).strip().splitlines()
     return next((line for line in reversed(lines) if not line.startswith(("\t", " "))), repr(error))

@@ -10,7 +10,7 @@ from deploy.fleet import FleetSpec, load_fleet
 from deploy.fleet.changes import Difference, FleetChanges, differences, not_while_running, plan
 from deploy.fleet.components import EngineName, engines
 from deploy.home import FleetHome, RunRecord
-from deploy.lifecycle.status import endpoint_of
+from deploy.lifecycle.endpoint import endpoint_of
 from deploy.lifecycle.up import (
     Tell,
     directory_address,
@@ -26,7 +26,7 @@ from deploy.ray.common import AUTOSCALER, DIRECTORY, GATEWAYS, keeper_name, repl
 
 @contextlib.contextmanager
 def upgrading(new: FleetSpec, home: FleetHome) -> Iterator[tuple["Upgrade", list[Difference]]]:
-    """What would change, and in the file; `run` changes it."""
+    """Yield the upgrade of a running fleet, which makes no change yet, and the differences of its file."""
     run = home.read_run()
     if run is None or not run.endpoint:
         raise LifecycleError(
@@ -50,6 +50,8 @@ def upgrading(new: FleetSpec, home: FleetHome) -> Iterator[tuple["Upgrade", list
 
 
 class Upgrade:
+    """Changes of a running fleet, one engine at a time."""
+
     def __init__(self, ray: Any, old: FleetSpec, new: FleetSpec, home: FleetHome, run: RunRecord) -> None:
         from deploy.lifecycle.actors import Actors  # imports Ray, whose environment is complete only now
 
@@ -65,16 +67,19 @@ class Upgrade:
         return endpoint_of(self._new)
 
     def run(self, tell: Tell) -> None:
-        """Bindings and conversations stay. If an engine does not start as it should be, it is put back as it
-        was, and what comes after it is left alone."""
+        """Make the changes; bindings and conversations stay.
+
+        An engine that does not start with its new settings is started with the old ones, and the rest of the
+        changes is not made.
+        """
         made = self.plan
         refuse_few_descriptors(self._new)
         before, after = self._old.gateway, self._new.gateway
         if (before.host, before.port) != (after.host, after.port):
             refuse_taken_port(self._new)
-        self._after.end_actor(AUTOSCALER)  # it would count engines that come and go
+        self._after.end_actor(AUTOSCALER)  # it would react to engines that come and go
         for name in self._after.engines():
-            self._after.resume(name)  # it, or a change before this, may have been about to end one
+            self._after.resume(name)  # the autoscaler, or an interrupted upgrade, may have drained some
         address = self._directory(tell) if made.directory else self._run.directory
         for engine in made.added:
             self._start(engine, tell)
@@ -119,7 +124,7 @@ class Upgrade:
             self._after.end(engine.name)
             if was is None:
                 raise
-            tell(f"{engine.name}: does not start; it is put back as it was")
+            tell(f"{engine.name}: does not start; it gets its former settings back")
             self._before.start(was)
             self._before.start_autoscaler(self._run.directory)
             raise LifecycleError(
@@ -130,7 +135,7 @@ class Upgrade:
         limit_s = self._new.capacity.drain
         tell(f"{name}: draining, at most {limit_s:.0f} s")
         if not self._after.drain(name, limit_s):
-            tell(f"{name}: not empty, or out of reach; it is ended all the same")
+            tell(f"{name}: not empty, or out of reach; it ends anyway")
         self._after.end(name)
 
     def _serve(self, engine: EngineName, tell: Tell) -> None:

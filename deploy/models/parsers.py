@@ -14,7 +14,7 @@ IN_JSON = r"""<tool_call>(\\n|\s)*\{\\?["'](name|arguments)"""
 
 @dataclass(frozen=True, slots=True)
 class ModelText:
-    """What decides over the form of a model's answers."""
+    """Properties of a model that decide the form of its answers."""
 
     kind: str  # model_type of its config.json
     template: str  # its chat template; empty where it has none

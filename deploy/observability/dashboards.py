@@ -1,4 +1,4 @@
-"""What is observed of a fleet: the catalogue of its metrics, and dashboards of them.
+"""Catalogue of a fleet's metrics, and the Grafana dashboards that show them.
 
 Written by hand are which modules declare metrics, and each panel's title, unit and expressions; the metrics
 are as the modules declare them. `generated.py` makes a page and Grafana's JSON of it.

@@ -1,4 +1,4 @@
-"""The Ray actor that follows the load: as many replicas of a tier as it needs, within its limits.
+"""Ray actor that keeps as many replicas of a tier as the load needs, within the tier's limits.
 
 It asks Ray for keepers with the tier's resources; where Ray's own autoscaler runs, nodes come with them.
 """
@@ -25,6 +25,8 @@ GIVE_UP_AFTER = 3  # failures of an engine that has not served for long in betwe
 
 
 class AutoscalerActor:
+    """Ray actor of the autoscaler."""
+
     def __init__(
         self,
         sealed: SealedFleet,
@@ -78,7 +80,7 @@ class AutoscalerActor:
         return [engine for engine in self._keepers.engines() if replica(engine)[0] == tier.name]
 
     def _starting(self, engines: list[str]) -> bool:
-        """Also ends what does not come to start."""
+        """Tell whether an engine is starting; end engines that fail to start."""
         starting = False
         for engine in engines:
             status = self._keepers.status(engine)
@@ -96,7 +98,7 @@ class AutoscalerActor:
 
 
 def _free(present: list[str], count: int) -> list[int]:
-    """The lowest indices that no replica has."""
+    """Return the lowest indices that no replica has."""
     taken = {replica(engine)[1] for engine in present}
     free = (index for index in range(len(taken) + max(0, count)) if index not in taken)
     return [index for index, _ in zip(free, range(count), strict=False)]

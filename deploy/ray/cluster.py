@@ -1,8 +1,7 @@
-"""The Ray cluster of a fleet: one of our own on this machine, or the one the fleet file names, connected to.
+"""Ray cluster of a fleet: our own on this machine, or the one that the fleet file names.
 
-One of our own is a head that only keeps tables, and a node that carries the fleet. Two processes rather than
-one, because a lost head takes its own node with it. The head may be lost for ten minutes, and only who has
-the token gets in.
+Our own cluster has a head that only keeps tables, and a node that carries the fleet: a single process would
+lose the node with the head. The head may be lost for ten minutes. The cluster asks for a token.
 """
 
 import contextlib
@@ -72,13 +71,13 @@ class OwnCluster:
 
 
 def temporary_directory(home: FleetHome) -> Path:
-    """Ray's sockets and logs. Not below the fleet's own directory: the path of a socket may not be long."""
+    """Return the directory of Ray's sockets and logs, whose path must be short."""
     digest = hashlib.sha256(str(home.root).encode()).hexdigest()[:10]
     return Path(tempfile.gettempdir()) / f"conserve-{os.getuid()}" / digest
 
 
 def make_temporary_directory(home: FleetHome) -> None:
-    """Empty, and below one that nobody else enters: Ray lets everybody write to its own."""
+    """Make it, empty, in a private directory: Ray lets everybody write to its own."""
     made = temporary_directory(home)
     if len(str(made / LONGEST_SOCKET)) > LONGEST_SOCKET_PATH:
         raise LifecycleError(f"{made} is too long for Ray's sockets; set TMPDIR to a shorter path")
@@ -105,8 +104,10 @@ def remove_temporary_directory(home: FleetHome) -> None:
 
 
 def resources_of(fleet: FleetSpec) -> dict[str, float]:
-    """Custom resources say on which nodes a tier may be: here there is one, and it is good for any number of
-    engines. Ray finds CPUs and GPUs by itself."""
+    """Return the node's custom resources, plenty of each: they place tiers on nodes, and here is only one.
+
+    Ray finds CPUs and GPUs by itself.
+    """
     names = {CONTROL, *fleet.ray.control_resources}
     for tier in fleet.tiers:
         names |= tier.resources.keys() - {"CPU", "GPU", "memory"}
@@ -118,7 +119,7 @@ def namespace(fleet: str) -> str:
 
 
 def common_environment(environ: Mapping[str, str]) -> dict[str, str]:
-    """For every process that starts or joins Ray, ours or not. Ray reads it when it is imported."""
+    """Return the environment of every process that uses Ray, which reads it when it is imported."""
     ours = with_our_packages(environ)
     env = {name: value for name, value in ours.items() if not name.startswith("RAY_")}
     env["RAY_gcs_rpc_server_reconnect_timeout_s"] = str(HEAD_LOSS_BRIDGED_S)
@@ -126,7 +127,7 @@ def common_environment(environ: Mapping[str, str]) -> dict[str, str]:
     env["RAY_raylet_start_wait_time_s"] = "120"  # a busy machine takes more than Ray's 30
     env["RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO"] = "0"
     env["RAY_worker_niceness"] = "0"  # engines and gateways inherit it; Ray's own is 15
-    # Ray would end actors, which have not taken the memory: `workers.oom_score` says whom the kernel ends.
+    # Ray would end actors, not the engines that took the memory; the kernel goes by `workers.oom_score`.
     env["RAY_memory_monitor_refresh_ms"] = "0"
     env["RAY_worker_oom_score_adj"] = "0"
     return env
@@ -141,7 +142,7 @@ def own_cluster_environment(home: FleetHome, environ: Mapping[str, str]) -> dict
 
 
 def head_environment(home: FleetHome, environ: Mapping[str, str]) -> dict[str, str]:
-    """The head keeps its tables on disk: restarted, it knows nodes and actors, and nothing else stops."""
+    """Return the environment of the head, which keeps its tables on disk and knows them after a restart."""
     env = own_cluster_environment(home, environ)
     env["RAY_gcs_storage"] = "rocksdb"
     env["RAY_gcs_storage_path"] = str(home.ray / "gcs")
@@ -160,7 +161,7 @@ LOGS = ("node.log", "head.log", "supervisor.log")
 
 
 def start_own_cluster(fleet: FleetSpec, home: FleetHome, end_with_us: bool) -> RunRecord:
-    """Start the supervisor of a cluster of our own. `end_with_us`: it ends when this process dies."""
+    """Start the supervisor of our own cluster. With `end_with_us` it ends when this process dies."""
     cluster = OwnCluster(fleet, home, free_port(LOOPBACK), free_port(LOOPBACK))
     make_temporary_directory(home)
     for old in (home.ray / "gcs", home.ray / "logs"):
@@ -180,7 +181,7 @@ def start_own_cluster(fleet: FleetSpec, home: FleetHome, end_with_us: bool) -> R
 
 
 def connect(fleet: FleetSpec, home: FleetHome, record: RunRecord) -> Any:
-    """Ray, connected; imported only now, because it reads its settings from the environment then."""
+    """Import Ray, connect it and return it. Its import reads settings from the environment."""
     own = fleet.ray.address is None
     settings = own_cluster_environment(home, os.environ) if own else common_environment(os.environ)
     changed = any(
@@ -218,8 +219,10 @@ def connect(fleet: FleetSpec, home: FleetHome, record: RunRecord) -> Any:
 
 
 def refuse_open_cluster(ray: Any) -> None:
-    """Who is in a Ray cluster runs code on all its nodes: one that answers without a token is no place for
-    a fleet. What else this call ends with (a Ray that has it no more, say) is no sign of that."""
+    """Refuse a cluster that asks for no token: everybody in it can run code on all of its nodes.
+
+    Only an answer counts. Any other error, as of a Ray version without this call, is logged.
+    """
     address = ray.get_runtime_context().gcs_address
     with grpc.insecure_channel(address) as channel:
         try:
@@ -229,14 +232,14 @@ def refuse_open_cluster(ray: Any) -> None:
                 log.warning("not known whether Ray at %s asks for its token: %s", address, refused.code())
             return
     raise LifecycleError(
-        f"Ray at {address} answers whoever reaches it, and who is in its cluster runs code on every node: "
+        f"Ray at {address} asks for no token, and everybody in its cluster can run code on every node: "
         "end it, `ray get-auth-token --generate`, give each node that token (~/.ray/auth_token), and start "
         "Ray with RAY_AUTH_MODE=token, as deploy/ray/ and deploy/kubernetes/ do"
     )
 
 
 def _until_listens(ray_address: str) -> None:
-    """Ray itself would try for minutes, and say so in its own words."""
+    """Wait until Ray listens; Ray itself would try for minutes."""
     host, _, port = ray_address.rpartition(":")
     deadline = time.monotonic() + REACH_LIMIT_S
     while not (port.isdigit() and processes.listens(host, int(port))):
@@ -249,7 +252,7 @@ def _until_listens(ray_address: str) -> None:
 
 
 def _until_node_is_up(home: FleetHome, record: RunRecord) -> None:
-    """`ray start --block` says so in its log, which a new supervisor begins anew."""
+    """Wait until the log of `ray start --block` says so; a new supervisor begins a new log."""
     deadline = time.monotonic() + START_LIMIT_S
     while not any("Ray runtime started" in line for line in last_lines(home.ray / LOGS[0], 200)):
         if processes.find(record.pid, record.started) is None:

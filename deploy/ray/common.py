@@ -1,4 +1,4 @@
-"""Ray actors of ours, what they have in common: names, arguments, how Ray runs them, logs, work."""
+"""Common parts of our Ray actors: names, options, sealed arguments, logs and background work."""
 
 import asyncio
 import logging
@@ -34,19 +34,19 @@ def keeper_name(engine: str) -> str:
 
 
 def engines_of(actors: list[str]) -> list[str]:
-    """The engines whose keepers are among `actors`; replicas of a tier in order."""
+    """Return the engines whose keepers are among `actors`, with replicas of a tier in order."""
     names = [actor.removeprefix(_KEEPER) for actor in actors if actor.startswith(_KEEPER)]
     return sorted(names, key=replica)
 
 
 def replica(engine: str) -> tuple[str, int]:
-    """Tier and index: `decode-10` is (`decode`, 10)."""
+    """Return tier and index of an engine: (`decode`, 10) for `decode-10`."""
     tier, _, index = engine.rpartition("-")
     return tier, int(index)
 
 
 def always(name: str) -> dict[str, Any]:
-    """Detached: it stays when the process that made it ends."""
+    """Return Ray options of a detached actor, which outlives the process that made it."""
     return {
         "name": name,
         "lifetime": "detached",
@@ -58,13 +58,13 @@ def always(name: str) -> dict[str, Any]:
 
 
 def resources(wanted: dict[str, float]) -> dict[str, Any]:
-    """Ray takes CPUs and GPUs apart from custom resources. An actor of ours takes no CPU unless told."""
+    """Return resources as Ray options. An actor takes no CPU unless the fleet file says so."""
     custom = {name: amount for name, amount in wanted.items() if name not in ("CPU", "GPU")}
     return {"num_cpus": wanted.get("CPU", 0), "num_gpus": wanted.get("GPU", 0), "resources": custom}
 
 
 def control_resources(fleet: FleetSpec) -> dict[str, Any]:
-    """For what is not an engine."""
+    """Return Ray options for actors that are no keepers."""
     wanted = fleet.ray.control_resources
     return resources({**wanted, CONTROL: 1.0} if fleet.ray.address is None else wanted)
 
@@ -75,13 +75,13 @@ def log_to_stderr() -> None:
 
 
 def serve_metrics(host: str) -> str:
-    """Serve until the process ends, on a port the system chooses; gives host:port."""
+    """Serve metrics until the process ends, on a free port; return host:port."""
     server, _ = start_http_server(0, addr=host)
     return f"{host}:{server.server_port}"
 
 
 class Background:
-    """Runs until the actor's process ends. If the work fails, so does the process: Ray restarts the actor."""
+    """Event loop in a thread. If its work fails, the process ends, and Ray restarts the actor."""
 
     def __init__(self, work: Callable[[], Coroutine[Any, Any, None]]) -> None:
         self._loop = asyncio.new_event_loop()
@@ -95,7 +95,7 @@ class Background:
         return asyncio.run_coroutine_threadsafe(coroutine, self._loop).result(timeout_s)
 
     async def stop(self) -> None:
-        """Cancel the work and wait for it; to be called through `call`."""
+        """Cancel the work and wait for it. Call it through `call`."""
         if self._task is not None:
             self._task.cancel()
             await asyncio.gather(self._task, return_exceptions=True)
@@ -116,7 +116,7 @@ def _end_process_on_failure(task: "asyncio.Task[None]") -> None:
 
 @dataclass(frozen=True, slots=True)
 class SealedFleet:
-    """A fleet as an argument: Ray keeps arguments, so what may hold API keys or passwords goes sealed."""
+    """Fleet as an encrypted argument: Ray stores arguments, and a fleet may hold keys and passwords."""
 
     content: bytes
 

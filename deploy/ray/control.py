@@ -1,6 +1,6 @@
-"""Control service of an engine's keeper: what the keeper knows, and the commands it passes on to the engine.
+"""Control service of an engine's keeper: its reports, and commands that it passes on to the engine.
 
-The directory, the command line and the autoscaler ask; nothing of it is on a token's path.
+The directory, the command line and the autoscaler call it. No token passes through it.
 """
 
 from collections.abc import AsyncIterator
@@ -42,11 +42,11 @@ DRAIN = Method[bool, None](f"{_SERVICE}/Drain", bool, None)
 
 
 class ControlError(DeployError, ConnectionError):
-    """The keeper did not do what was asked; says why."""
+    """The keeper refused a command, or is gone; the message says why."""
 
 
 class ControlServer:
-    """Listens before the keeper runs, so that its address is known when the engine is announced."""
+    """Server of the control service. It listens before the keeper runs, which announces its address."""
 
     def __init__(self, store: StatusStore, feed: ConnectorFeed, secret: str) -> None:
         self._store, self._feed = store, feed
@@ -61,7 +61,7 @@ class ControlServer:
         self._server = service.server()
 
     async def start(self, host: str, port: int = 0) -> str:
-        """Listen on `host`, on `port` if it is free, else on another; gives the address."""
+        """Listen on `port` of `host`, or on another port if that is taken; return the address."""
         if port and processes.listen_problem(host, port):
             port = 0
         bound = self._server.add_insecure_port(f"{host}:{port}")
@@ -85,6 +85,8 @@ class ControlServer:
 
 
 class ControlClient:
+    """Client of one keeper's control service."""
+
     def __init__(self, address: str, secret: str, timeout_s: float = 5.0) -> None:
         self.address = address
         self._channel = grpc.aio.insecure_channel(address)
@@ -100,7 +102,7 @@ class ControlClient:
         return await self._ask(INFO, None)
 
     async def release(self, conversation: str) -> bool:
-        """The conversation ended: its KV may go."""
+        """Free the KV of a conversation that has ended. Returns False if the engine held none."""
         return await self._ask(RELEASE, conversation)
 
     async def prefetch(self, conversation: str, due_in_s: float) -> bool:
@@ -108,20 +110,22 @@ class ControlClient:
         return await self._ask(PREFETCH, PrefetchOrder(conversation, due_in_s))
 
     async def drop(self, epoch: int, members: tuple[str, ...], part: int) -> None:
-        """Share its layers with other engines, which are told the same; it keeps one part of them."""
+        """Make the engine keep one part of the layers, and share the others with `members`."""
         await self._ask(DROP, DropOrders(epoch, members, part))
 
     async def restore(self, epoch: int) -> None:
-        """Have all layers again."""
+        """Make the engine load all of its layers again."""
         await self._ask(RESTORE, epoch)
 
     async def drain(self, on: bool = True) -> None:
-        """Take no new conversations, or take them again; those of now leave with their next turns. The state
-        says when nothing is left (`placement.engines.EngineState.drained`)."""
+        """Take no new conversations, or take them again. Running ones leave with their next turns.
+
+        `EngineState.drained` (placement/engines.py) says when none is left.
+        """
         await self._ask(DRAIN, on)
 
     async def watch(self) -> AsyncIterator[KeeperReport]:
-        """What is known, then again whenever it changed, until the keeper goes away (ControlError)."""
+        """Yield the keeper's report, and each change of it. Raises ControlError when the keeper is gone."""
         try:
             async for report in self._stub.stream(WATCH, None, wait_for_ready=False):
                 yield report

@@ -1,4 +1,4 @@
-"""The Ray actor of the directory: its gRPC server, fed by the control services of all keepers."""
+"""Ray actor of the directory: its gRPC server, fed by the control services of all keepers."""
 
 import asyncio
 import logging
@@ -44,7 +44,7 @@ class DirectoryActor:
         self._background = Background(self._work)
 
     def address(self) -> str:
-        """host:port of the gRPC service, once it listens."""
+        """Return host:port of the gRPC service; empty until it listens."""
         return self._address
 
     async def _work(self) -> None:
@@ -69,8 +69,10 @@ class DirectoryActor:
         await self._follow_keepers(server)
 
     async def _follow_keepers(self, server: DirectoryServer) -> None:
-        """A watch for each keeper that Ray knows, and for engines that outlive theirs. While Ray does not
-        answer, all stay as they are. The engines of the journal are looked for at once, where they were."""
+        """Watch each keeper that Ray knows, and engines that outlive their keepers.
+
+        While Ray does not answer, all stay as they are. Engines of the journal are watched at once.
+        """
         was_up = [record.info for record in server.table.fleet.records()]
         watches = {info.engine: self._watch(info.engine, server, info) for info in was_up}
         tasks = {engine: asyncio.create_task(watch.run()) for engine, watch in watches.items()}
@@ -99,7 +101,7 @@ class DirectoryActor:
         return EngineWatch(engine, server, self._keeper_address, self._keepers_key, lease_s, known=known)
 
     async def _keeper_address(self, engine: str) -> str:
-        """From the keeper itself: its handle, once found, also answers while Ray's head is away."""
+        """Ask the keeper for its control address; a known handle answers even without Ray's head."""
         if engine not in self._handles:
             self._handles[engine] = await asyncio.to_thread(ray.get_actor, keeper_name(engine))
         call = self._handles[engine].control_address.remote()
@@ -132,7 +134,7 @@ class _DropsByKeepers:
 
 
 def _engines() -> list[str] | None:
-    """None: Ray does not answer."""
+    """Return the engines that have a keeper; None while Ray does not answer."""
     try:
         return engines_of(ray.util.list_named_actors())
     except (RayError, RuntimeError) as error:
@@ -146,7 +148,7 @@ async def _cancelled(task: asyncio.Task[None]) -> None:
 
 
 def _read_port(file: Path) -> int:
-    """Gateways keep the address: a restarted directory listens where it did before."""
+    """Return the port of the directory before this one, which gateways know."""
     return int(file.read_text()) if file.exists() else 0
 
 

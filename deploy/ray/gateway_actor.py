@@ -1,4 +1,4 @@
-"""The Ray actor of the gateways and the batch process: keeps them running. They outlive it, as engines do."""
+"""Ray actor that keeps the gateways and the batch process running. They outlive it, as engines do."""
 
 import asyncio
 import contextlib
@@ -32,7 +32,7 @@ BATCH = "batch"  # the directory of its process, beside those of the gateways
 
 
 class PortTaken(DeployError):
-    """The batch process can listen there no more; gateways must be told of another port."""
+    """Another process took the port of the batch process; gateways must get a new one."""
 
 
 class GatewaysActor:
@@ -80,7 +80,7 @@ class GatewaysActor:
                     group.create_task(asyncio.to_thread(_end, directory))
 
     async def _keep_batch(self, port: int) -> None:
-        """One process: one of another configuration ends before this one starts."""
+        """Run the batch process. One with another configuration ends before this one starts."""
         config = batch_config(self._fleet, self._home, self._directory, self._keys, self._host, port)
         text = router.batch.config.dump(config)
         directory = self._home.gateways / BATCH
@@ -105,7 +105,7 @@ class GatewaysActor:
         grace_s: float,
         other: LeasedProcess | None = None,
     ) -> None:
-        """For ever: adopt or start it, renew its lease, start it again. `other` is taken over from."""
+        """Keep a process running: adopt or start it, renew its lease. It takes over from `other`."""
         fingerprint = _fingerprint(config)
         file = directory / "config.json"
         processes.write_atomically(file, config, 0o600)  # it holds keys
@@ -144,9 +144,10 @@ class GatewaysActor:
 
 
 def place_of(gateways: Path, name: str, fingerprint: str) -> tuple[Path, LeasedProcess | None]:
-    """The directory to run in, and a gateway with another configuration to take over from.
+    """Return the directory to run in, and a gateway with another configuration to take over from.
 
-    Two slots: while the old one finishes its streams the new one already takes connections."""
+    There are two slots: while the old gateway finishes its streams, the new one already takes connections.
+    """
     slots = [gateways / slot for slot in _slots(name)]
     live = {slot: process for slot in slots if (process := _running(slot)) is not None}
     same = (slot for slot, process in live.items() if process.record.fingerprint == fingerprint)
@@ -163,7 +164,7 @@ def _fingerprint(config: bytes) -> str:
 
 
 def _port(directory: Path, host: str) -> int:
-    """Where the process listens, or did before and nobody does now: gateways that run know that address."""
+    """Return the port of the process or of the one before it, which running gateways know."""
     last = LeasedProcess.recorded(directory)
     if last is not None and (last.alive() or not processes.listen_problem(host, last.record.ports[0])):
         return last.record.ports[0]
@@ -180,7 +181,7 @@ def _running(directory: Path) -> LeasedProcess | None:
 
 
 def _taken_over(old: LeasedProcess, new: int, port: int) -> LeasedProcess | None:
-    """Without a lease the old gateway takes no connections any more, and ends when its streams have."""
+    """Expire the old gateway once the new one listens: it then only finishes its streams."""
     if not _listens(new, port):
         old.renew()
         return old
@@ -190,7 +191,7 @@ def _taken_over(old: LeasedProcess, new: int, port: int) -> LeasedProcess | None
 
 
 def _listens(host: int, port: int) -> bool:
-    """Whether it is below this host that the port is listened on: the old gateway has the same."""
+    """Tell whether a process below this host listens on the port, which the old gateway shares."""
     with contextlib.suppress(psutil.Error):
         for process in psutil.Process(host).children(recursive=True):
             for connection in process.net_connections("tcp"):

@@ -1,6 +1,6 @@
-"""Keepers of a fleet in Ray: the actor of one, and which there are, starting, draining and ending them.
+"""Keepers of a fleet in Ray: the actor of one keeper, and the list of all to start, drain and end them.
 
-Used by whoever changes the number of engines or what they are: `conserve up` and the autoscaler.
+`conserve up` and the autoscaler use it to change engines and their number.
 """
 
 import asyncio
@@ -59,7 +59,7 @@ CONTROL_FILE = "control"
 
 
 class KeeperActor:
-    """The Ray actor of one engine: places a keeper, and restarts it. All else is in `workers`."""
+    """Ray actor that hosts the keeper of one engine; the keeper itself is in `workers/keeper/`."""
 
     def __init__(
         self,
@@ -69,7 +69,7 @@ class KeeperActor:
         host: str | None,
         profiles: Mapping[str, Coefficients],
     ) -> None:
-        """`host`: where this node is reached; None: by the address that Ray knows it by."""
+        """`host` is the address of this node; None stands for the address that Ray knows."""
         log_to_stderr()
         set_oom_score(OomScore.KEEPER)
         self._keys = FleetKeys.here(home.name)
@@ -91,14 +91,14 @@ class KeeperActor:
         self._background = Background(self._work)
 
     def control_address(self) -> str:
-        """host:port of the control service, once it listens."""
+        """Return host:port of the control service; empty until it listens."""
         return self._control
 
     def status(self) -> KeeperStatus:
         return self._store.status
 
     def compare(self, sealed: SealedFleet, profiles: Mapping[str, Coefficients]) -> str:
-        """What it would take to become what that fleet says (deploy.fleet.changes.Need)."""
+        """Return what this engine needs to match that fleet (deploy.fleet.changes.Need)."""
         fleet = sealed.opened(self._keys)
         engine = engine_named(fleet, self._engine.name)
         spec = engine_spec(fleet, engine, self._home, self._spec.host)
@@ -113,7 +113,7 @@ class KeeperActor:
         return (Need.NOTHING if same else Need.KEEPER).value
 
     def end(self) -> bool:
-        """End the engine and its tree; the keeper then does nothing more."""
+        """End the engine with all of its processes, and the keeper's work."""
         end_in_order(self._background, self._store, self._keeper)
         (self._spec.directory / CONTROL_FILE).unlink(missing_ok=True)
         return True
@@ -141,13 +141,13 @@ class KeeperActor:
             await server.stop()
 
     def _last_port(self) -> int:
-        """A restarted keeper listens where it did before, if it can: who watched it finds it again."""
+        """Return the port of the keeper before this one, so that its watchers find it again."""
         file = self._spec.directory / CONTROL_FILE
         return int(file.read_text().rsplit(":", 1)[1]) if file.exists() else 0
 
 
 def end_in_order(background: Background, store: StatusStore, keeper: Keeper | None) -> None:
-    """Say that the engine is gone while somebody hears it, or the directory would wait for its lease."""
+    """End an engine, and report that first, so that the directory does not wait for its lease."""
 
     async def withdraw() -> None:
         store.engine_down()
@@ -159,27 +159,29 @@ def end_in_order(background: Background, store: StatusStore, keeper: Keeper | No
 
 
 class Keepers:
+    """All keepers of a fleet."""
+
     def __init__(
         self, fleet: FleetSpec, home: FleetHome, host: str | None, profiles: Mapping[str, Coefficients]
     ) -> None:
         self._fleet, self._home, self._host = fleet, home, host
         self._keys = FleetKeys.here(home.name)
         self._sealed = SealedFleet.of(fleet, self._keys)
-        self._profiles = profiles  # what was measured of the fleet's engines
+        self._profiles = profiles  # measured latency models of the fleet's engines
 
     def engines(self) -> list[str]:
-        """Those that have a keeper, whatever it is doing."""
+        """Return the engines that have a keeper, in any state."""
         return engines_of(ray.util.list_named_actors())
 
     def start(self, engine: EngineName) -> Any:
-        """A keeper that is there already is given back as it is."""
+        """Start a keeper, or return the one that exists."""
         actor = ray.remote(KeeperActor).options(
             **always(keeper_name(engine.name)), **resources(engine_resources(self._fleet, engine.tier))
         )
         return actor.remote(self._sealed, engine.name, self._home, self._host, self._profiles)
 
     def status(self, engine: str) -> KeeperStatus | None:
-        """None: it does not answer, as one that waits for a node, or whose node is lost."""
+        """Return the status of a keeper; None if it waits for a node, or its node is lost."""
         try:
             status: KeeperStatus = self._ask(engine, "status")
         except (RayError, ValueError):
@@ -187,14 +189,14 @@ class Keepers:
         return status
 
     def need(self, engine: EngineName) -> Need:
-        """What this engine needs to become what the fleet file says now."""
+        """Return what an engine needs to match the fleet file."""
         try:
             return Need(self._ask(engine.name, "compare", self._sealed, self._profiles))
         except (RayError, ValueError):
             return Need.PLACE
 
     def drain(self, engine: str, limit_s: float) -> bool:
-        """Until nothing is left on it, at most so long; False if turns still ran, or it did not answer."""
+        """Drain an engine. False: turns still run after `limit_s`, or there is no answer."""
         try:
             return asyncio.run(self._drained(engine, time.monotonic() + limit_s))
         except (RayError, ValueError, ControlError) as error:
@@ -202,27 +204,29 @@ class Keepers:
             return False
 
     def resume(self, engine: str) -> None:
-        """Take back a drain that somebody began and did not end."""
+        """Undo a drain that was begun and not finished."""
         with contextlib.suppress(RayError, ValueError, ControlError):
             asyncio.run(self._resumed(engine))
 
     def end(self, engine: str) -> None:
-        """End the engine and its keeper; its name is free then."""
+        """End an engine and its keeper, so that the name is free."""
         with contextlib.suppress(ValueError):
             handle = ray.get_actor(keeper_name(engine))
             with contextlib.suppress(RayError):  # killed next
                 if self.status(engine) is not None:
                     ray.get(handle.end.remote(), timeout=END_LIMIT_S)
         self.end_actor(keeper_name(engine))
-        # Its keeper may not have answered. On another machine the engine ends by its lease then; on this one
-        # the supervisor lives.
+        # If its keeper did not answer, an engine on another machine ends by its lease. On this machine the
+        # supervisor keeps the lease alive.
         process = LeasedProcess.recorded(self._home.engine(engine)) if self._host is not None else None
         if process is not None:
             process.end(GRACE_S)
 
     def end_actor(self, name: str) -> None:
-        """And wait until its name is free; one that is not there is no mistake. What it started goes on for
-        its lease: another keeper may adopt the engine."""
+        """End an actor, if it exists, and wait until its name is free.
+
+        Its engine runs on for the time of its lease, in which another keeper may adopt it.
+        """
         try:
             ray.kill(ray.get_actor(name), no_restart=True)
         except ValueError:
@@ -230,7 +234,7 @@ class Keepers:
         deadline = time.monotonic() + FREE_LIMIT_S
         while name in ray.util.list_named_actors():
             if time.monotonic() > deadline:
-                raise TimeoutError(f"Ray does not let go of the actor {name}")
+                raise TimeoutError(f"Ray still lists the ended actor {name}")
             time.sleep(0.1)
 
     def _ask(self, engine: str, method: str, *arguments: object) -> Any:

@@ -11,15 +11,14 @@ class Accelerator:
     bandwidth_gbs: float  # memory bandwidth
     power_w: tuple[int, int]  # lowest and highest power limit that can be set
     source: str
-    bfloat16: bool = True
 
 
 # Where a name stands for several boards, the figures are the larger board's. Where a sheet states operations
 # with sparsity, half of them count. The lowest power limit is in no sheet: it is the "Min Power Limit" that
 # `nvidia-smi -q -d POWER` shows on such boards.
 ACCELERATORS: Mapping[str, Accelerator] = {
-    "T4": Accelerator(15, 65, 320, (60, 70), "NVIDIA T4 data sheet", bfloat16=False),
-    "V100": Accelerator(32, 125, 900, (100, 300), "NVIDIA V100 data sheet, SXM2 32 GB", bfloat16=False),
+    "T4": Accelerator(15, 65, 320, (60, 70), "NVIDIA T4 data sheet"),
+    "V100": Accelerator(32, 125, 900, (100, 300), "NVIDIA V100 data sheet, SXM2 32 GB"),
     "A10": Accelerator(24, 125, 600, (60, 150), "NVIDIA A10 data sheet"),
     "A10G": Accelerator(24, 70, 600, (60, 300), "NVIDIA A10G data sheet"),
     "L4": Accelerator(24, 121, 300, (40, 72), "NVIDIA L4 data sheet"),

@@ -15,7 +15,7 @@ from deploy.cli.commands.top import look
 from deploy.cli.commands.up import curl_line
 from deploy.errors import DeployError
 from deploy.fleet import FleetSpec
-from deploy.lifecycle.status import endpoint_of, trust_of
+from deploy.lifecycle.endpoint import endpoint_of, trust_of
 from router.gateway.config import TlsConfig
 from tests.support.certificates import Authority
 from tests.support.fake_fleet import MODEL, FakeFleet, fleet

@@ -21,7 +21,7 @@ from rich.progress import (
 
 from deploy.cli.common import FleetOption, gateway_of
 from deploy.errors import DeployError
-from deploy.lifecycle.status import trust_of
+from deploy.lifecycle.endpoint import trust_of
 
 if TYPE_CHECKING:  # it takes a second to import, which every other command would pay
     from openai import APIStatusError, OpenAI

@@ -15,7 +15,7 @@ from rich.text import Text
 
 from deploy.cli.common import FleetName, gateway_of
 from deploy.errors import DeployError
-from deploy.lifecycle.status import trust_of
+from deploy.lifecycle.endpoint import trust_of
 
 BAR = 30
 TIMELINE = 48

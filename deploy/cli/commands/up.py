@@ -10,7 +10,7 @@ from deploy.cli.common import FleetFile, Progress
 from deploy.fleet import FleetSpec, load_fleet
 from deploy.home import FleetHome
 from deploy.lifecycle.down import bring_down
-from deploy.lifecycle.status import curl
+from deploy.lifecycle.endpoint import curl
 from deploy.lifecycle.up import bring_up, is_up
 from deploy.lifecycle.upgrade import upgrading
 
