@@ -189,6 +189,12 @@ LIMITED = Counter(
     "turns; or for its share of a gateway process: requests_at_once, bytes_at_once (of bodies).",
     ["limit"],
 )
+IGNORED_FIELDS = Counter(
+    "conserve_ignored_fields_total",
+    "Fields of requests and batch lines that were dropped because neither the gateway nor vLLM knows them, "
+    "by endpoint. The log names each once for each key, and the response header X-Conserve-Ignored-Fields.",
+    ["path"],
+)
 KEYS_STALE = Gauge(
     "conserve_keys_stale",
     "1 while the file of API keys is missing or wrong: the keys read before are in use, and the log says "

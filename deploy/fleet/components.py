@@ -366,6 +366,7 @@ def batch_config(
             requests_per_batch=batch.max_requests,
             prompt_bytes_per_token=limits.prompt_bytes_per_token,
             structured_outputs=fleet.gateway.key_limits.structured_outputs or StructuredOutputs.ALLOW,
+            unknown_fields=fleet.gateway.unknown_fields,
         ),
         dispatch=configured(
             DispatchSettings,

@@ -27,6 +27,7 @@ from router.gateway.config import (
     TlsConfig,
     TracingConfig,
 )
+from router.requests.fields import UnknownFields
 from router.requests.hints import LONGEST_HINT_S
 from router.settings import MIB, SETTINGS, Duration, FilePath, Gib, Name, Period, Port, Share
 from workers.engine.coserving.config import CoServingConfig
@@ -193,6 +194,9 @@ class GatewaySpec(Spec):
     """Owners, or keys of `api_keys`, who share cached prefixes, such as a common system prompt; `"*"` for
     all. Owners who share can tell from response times what the others have asked."""
     key_limits: DefaultLimits = DefaultLimits()
+    unknown_fields: UnknownFields = default(GatewayConfig, "unknown_fields")
+    """Fields of requests that neither vLLM nor the gateway knows: `drop` keeps them from engines and names
+    them in the response header `X-Conserve-Ignored-Fields`, `refuse` answers 400."""
     answers: AnswersConfig = AnswersConfig()
     limits: GatewayLimits = GatewayLimits()
 

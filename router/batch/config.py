@@ -10,6 +10,7 @@ from router.auth.keys import StructuredOutputs
 from router.errors import GatewayConfigError
 from router.gateway.config import ServedModel
 from router.http import ServerLimits, UpstreamLimits
+from router.requests.fields import UnknownFields
 from router.requests.prompt_limit import MAX_BYTES_PER_TOKEN
 
 HOUR_S = 3600
@@ -24,6 +25,7 @@ class BatchLimits:
     requests_per_batch: int = 1_000_000
     prompt_bytes_per_token: int = MAX_BYTES_PER_TOKEN
     structured_outputs: StructuredOutputs = StructuredOutputs.ALLOW  # for lines
+    unknown_fields: UnknownFields = UnknownFields.DROP
     reported_errors: int = 100  # bad lines named in one failed batch; scanning stops there
 
 

@@ -20,7 +20,8 @@ from router.batch.store import Store
 from router.errors import BadRequest, EngineGarbled, EngineLost, UpstreamError
 from router.http import Endpoint, RawHeaders, UpstreamPool, UpstreamRequest, UpstreamResponse, fetch
 from router.identity.prefix_groups import PrefixGroups
-from router.requests.fields import OFFLINE_HEADER, check_fields
+from router.requests.fields import OFFLINE_HEADER, check_fields, known_part
+from router.requests.ignored_fields import IgnoredFields
 from router.requests.prompt_limit import PromptLimit
 
 log = logging.getLogger("conserve.router.batch.executor")
@@ -55,6 +56,7 @@ class Executor:
         self._tried = tried
         self._groups = groups
         self._prompt_bytes_per_token = prompt_bytes_per_token
+        self._ignored = IgnoredFields()
         self._clock = clock
         self._tasks: dict[tuple[int, int], tuple[asyncio.Task[None], EngineInfo]] = {}
 
@@ -118,7 +120,9 @@ class Executor:
     async def _ask(self, request: ClaimedRequest, line: bytes, info: EngineInfo) -> UpstreamResponse:
         """Raises BadRequest of a line that no engine is to see: it may be older than the checks of today."""
         body = orjson.loads(line)["body"]
-        check_fields(request.endpoint, body)
+        if ignored := check_fields(request.endpoint, body):
+            self._ignored.record(request.owner, request.endpoint, ignored)
+            body = known_part(request.endpoint, body)
         PromptLimit(info.max_context, self._prompt_bytes_per_token).check(request.endpoint, body)
         sent = UpstreamRequest(
             method="POST",

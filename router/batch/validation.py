@@ -12,14 +12,14 @@ from sqlalchemy import Row
 
 from router.auth.keys import StructuredOutputs
 from router.batch.blobs import Blobs
-from router.batch.config import BatchConfig
+from router.batch.config import BatchConfig, BatchLimits
 from router.batch.metrics import BATCHES_ENDED
 from router.batch.records import EMBEDDINGS, BatchError, BatchStatus, NewRequest, estimated_tokens, prefix_key
 from router.batch.store import Store
 from router.errors import BadRequest, RouterError
 from router.gateway.config import ServedModel
 from router.requests.body_parser import check_items, is_deep
-from router.requests.fields import check_fields
+from router.requests.fields import UnknownFields, check_fields
 from router.requests.grammars import grammar_of
 from router.requests.hints import HINT_FIELDS
 
@@ -79,7 +79,7 @@ class Validator:
                 log.info("batch accepted batch=%s requests=%d", batch.id, seen.total)
 
     def _check(self, line: "Line", endpoint: str, seen: "_Seen") -> NewRequest:
-        checked = check_line(line.data, endpoint, self._limits.line_bytes, self._models)
+        checked = check_line(line.data, endpoint, self._limits, self._models)
         refused = self._limits.structured_outputs is StructuredOutputs.REFUSE
         if refused and (asked := grammar_of(checked.body)) is not None:
             text = f"This fleet holds answers to no grammar or schema: leave '{asked.field}' out."
@@ -192,10 +192,10 @@ class CheckedLine:
 
 
 def check_line(
-    data: bytes | None, endpoint: str, longest: int, models: Mapping[str, ServedModel]
+    data: bytes | None, endpoint: str, limits: BatchLimits, models: Mapping[str, ServedModel]
 ) -> CheckedLine:
     if data is None:
-        raise BadLine("line_too_large", f"This line is longer than the {longest} bytes allowed.")
+        raise BadLine("line_too_large", f"This line is longer than the {limits.line_bytes} bytes allowed.")
     entry = _parse(data)
     custom_id = _required(entry, "custom_id", "a string")
     if not custom_id or "\0" in custom_id:
@@ -219,7 +219,7 @@ def check_line(
         raise BadLine("model_not_found", f"The model '{name}' is not served by this fleet.", "body.model")
     if endpoint == EMBEDDINGS and not model.embeddings:
         raise BadLine("unsupported", f"The model '{name}' generates text: it makes no embeddings.", "url")
-    _check_common(endpoint, body)
+    _check_common(endpoint, body, limits.unknown_fields)
     if endpoint == "/v1/chat/completions":
         _check_messages(_required(body, "messages", "an array", "body.messages"))
     else:
@@ -272,7 +272,7 @@ def _of_kind(value: Any, kind: str, param: str) -> Any:
     raise BadLine("invalid_type", text, param)
 
 
-def _check_common(endpoint: str, body: dict[str, Any]) -> None:
+def _check_common(endpoint: str, body: dict[str, Any], unknown: UnknownFields) -> None:
     if is_deep(body):
         raise BadLine("invalid_request", "'body' is nested too deeply.", "body")
     if body.get("stream"):
@@ -287,7 +287,7 @@ def _check_common(endpoint: str, body: dict[str, Any]) -> None:
             raise BadLine("invalid_request", text, f"body.{name}")
     try:
         check_items(body)
-        check_fields(endpoint, body)
+        check_fields(endpoint, body, unknown)
     except BadRequest as wrong:
         code = "invalid_request" if wrong.code == wrong.default_code else wrong.code
         raise BadLine(code, f"{wrong.message}.", f"body.{wrong.param}") from None

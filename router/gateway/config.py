@@ -15,6 +15,7 @@ from placement.routing.placer_settings import PlacingPolicy, Redisaggregation
 from router.auth.keys import DefaultLimits, Key
 from router.errors import GatewayConfigError
 from router.http import ServerLimits, UpstreamLimits
+from router.requests.fields import UnknownFields
 from router.requests.prompt_limit import MAX_BYTES_PER_TOKEN
 from router.settings import MIB, SETTINGS, Duration, FilePath, Share
 
@@ -208,6 +209,7 @@ class GatewayConfig:
     prefetch: PrefetchRules = field(default_factory=PrefetchRules)
     place_wait_s: float = 30.0  # longest wait of a first turn for capacity
     longest_ttl_s: float = 24 * 3600.0  # longest idle time that a client may ask for
+    unknown_fields: UnknownFields = UnknownFields.DROP  # of requests
     tokens_per_byte: float = 0.3  # of text, until engines have reported their counts
     slos: dict[str, SloSettings] = field(default_factory=dict)
     ttft_s: float | None = None  # the engines' target for turns without one

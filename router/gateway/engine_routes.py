@@ -20,7 +20,8 @@ from router.http import (
 )
 from router.identity.prefix_groups import PrefixGroups
 from router.requests.body_parser import BodyParser
-from router.requests.fields import with_fields
+from router.requests.fields import UnknownFields, with_fields
+from router.requests.ignored_fields import HEADER, IgnoredFields
 from router.requests.parser_pool import ParserPool
 from router.requests.prompt_limit import PromptLimit
 
@@ -42,15 +43,18 @@ class EngineRoutes:
         meters: Meters,
         address: Callable[[Request], str],
         tokens: Callable[[int], int],
+        unknown: UnknownFields,
+        ignored: IgnoredFields,
     ) -> None:
         """`address` returns a caller's address, `tokens` the estimated tokens of a number of bytes."""
         self._models_of, self._directory, self._pool = models_of, directory, pool
         self._parser_pool, self._prompt_limit, self._groups = parser_pool, prompt_limit, groups
         self._meters, self._address, self._tokens = meters, address, tokens
+        self._unknown, self._ignored = unknown, ignored
 
     async def embeddings(self, key: Key, request: Request, responder: Responder) -> None:
         """Serve an embeddings request under the limits of its key."""
-        raw, body = await self._read(key, request)
+        raw, body = await self._read(key, request, responder)
         model = self._models_of(key.models).get(str(body.get("model")))
         if model is None:
             raise BadRequest("model must be the name of a model", param="model")
@@ -72,10 +76,12 @@ class EngineRoutes:
 
     async def tokenize(self, key: Key, request: Request, responder: Responder) -> None:
         """Serve a request that counts or converts tokens; it is not charged."""
-        raw, _ = await self._read(key, request)
+        raw, _ = await self._read(key, request, responder)
         await self._pass(request, responder, raw)
 
-    async def _read(self, key: Key, request: Request) -> tuple[tuple[bytes, ...], Mapping[str, Any]]:
+    async def _read(
+        self, key: Key, request: Request, responder: Responder
+    ) -> tuple[tuple[bytes, ...], Mapping[str, Any]]:
         raw = await request.body.read_pieces()
         parser = BodyParser(
             path=request.path,
@@ -84,9 +90,12 @@ class EngineRoutes:
             space=key.owner,
             models=frozenset(self._models_of(key.models)),
             limit=self._prompt_limit(),
+            unknown=self._unknown,
         )
         parsed = await self._parser_pool.parse(parser, raw)
-        return raw, parsed.fields
+        if parsed.ignored:
+            responder.add_header(HEADER, self._ignored.record(key.id, request.path, parsed.ignored))
+        return parsed.known_part(raw), parsed.fields
 
     async def _pass(
         self,

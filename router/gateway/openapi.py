@@ -9,7 +9,7 @@ from typing import Any
 
 import orjson
 
-from router.requests.fields import fields_of
+from router.requests.fields import UnknownFields, fields_of
 
 _TEXT: Mapping[str, Any] = {"type": "string"}
 _MESSAGE = {
@@ -58,9 +58,14 @@ _NEW_FILE = {
 }
 
 
-def document(routes: Mapping[str, Iterable[str]]) -> bytes:
-    """Return the OpenAPI document of `routes`: methods by path, with parameters in braces."""
-    paths = {path: {one.lower(): _operation(path, one) for one in routes[path]} for path in sorted(routes)}
+def document(routes: Mapping[str, Iterable[str]], unknown: UnknownFields) -> bytes:
+    """Return the OpenAPI document of `routes`: methods by path, with parameters in braces.
+
+    `unknown`: what is done with fields that nobody knows.
+    """
+    paths = {
+        path: {one.lower(): _operation(path, one, unknown) for one in routes[path]} for path in sorted(routes)
+    }
     return orjson.dumps(
         {
             "openapi": "3.1.0",
@@ -75,7 +80,7 @@ def document(routes: Mapping[str, Iterable[str]]) -> bytes:
     )
 
 
-def _operation(path: str, method: str) -> dict[str, Any]:
+def _operation(path: str, method: str, unknown: UnknownFields) -> dict[str, Any]:
     refused = {"application/json": {"schema": {"$ref": "#/components/schemas/Error"}}}
     made: dict[str, Any] = {
         "responses": {
@@ -87,12 +92,12 @@ def _operation(path: str, method: str) -> dict[str, Any]:
     names = [part[1:-1] for part in path.split("/") if part.startswith("{")]
     if names:
         made["parameters"] = [{"name": one, "in": "path", "required": True, "schema": _TEXT} for one in names]
-    if method == "POST" and (content := _body(path)) is not None:
+    if method == "POST" and (content := _body(path, unknown)) is not None:
         made["requestBody"] = {"required": True, "content": content}
     return made
 
 
-def _body(path: str) -> dict[str, Any] | None:
+def _body(path: str, unknown: UnknownFields) -> dict[str, Any] | None:
     if path == "/v1/files":
         return {"multipart/form-data": {"schema": _NEW_FILE}}
     if path == "/v1/batches":
@@ -104,6 +109,6 @@ def _body(path: str) -> dict[str, Any] | None:
         "type": "object",
         "required": list(_NEEDED[path]),
         "properties": properties,
-        "additionalProperties": False,
+        "additionalProperties": unknown is UnknownFields.DROP,
     }
     return {"application/json": {"schema": schema}}

@@ -46,6 +46,7 @@ from router.gateway.turn_routes import TurnRoutes
 from router.http import Handler, Request, Responder, UpstreamPool
 from router.identity.prefix_groups import PrefixGroups
 from router.requests.body_parser import Api
+from router.requests.ignored_fields import IgnoredFields
 from router.requests.parser_pool import ParserPool
 from router.requests.prompt_limit import PromptLimit
 from router.settings import MIB
@@ -90,11 +91,14 @@ class Routes:
         def prompt_limit() -> PromptLimit:
             return PromptLimit(directory.engines.max_context, limits.prompt_bytes_per_token)
 
-        reader = TurnReader(parser_pool, groups, SloClasses(config), answers, prompt_limit)
-        generating = TurnRoutes(reader, turns, answers, batch, meters, models_of, self._address)
+        unknown, ignored = config.unknown_fields, IgnoredFields()
+        reader = TurnReader(parser_pool, groups, SloClasses(config), answers, prompt_limit, unknown)
+        generating = TurnRoutes(reader, turns, answers, batch, meters, models_of, self._address, ignored)
         parsing = parser_pool, prompt_limit, groups
         tokens = TokenRatio(config.tokens_per_byte).tokens
-        passing = EngineRoutes(models_of, directory, pool, *parsing, meters, self._address, tokens)
+        passing = EngineRoutes(
+            models_of, directory, pool, *parsing, meters, self._address, tokens, unknown, ignored
+        )
         conversations, stored = ConversationRoutes(directory, answers), StoredAnswerRoutes(answers)
         models = ModelRoutes(models_of, lambda: directory.engines.max_context)
         self._open: dict[str, dict[str, Handler]] = {
@@ -119,7 +123,9 @@ class Routes:
         }
         named = {f"{path}{{id}}": methods for path, methods in self._prefixes.items()}
         batches = BATCH_ROUTES if batch is not None else {}
-        self.status.description = openapi.document({**self._open, **self._exact, **named, **batches})
+        self.status.description = openapi.document(
+            {**self._open, **self._exact, **named, **batches}, config.unknown_fields
+        )
 
     async def __call__(self, request: Request, responder: Responder) -> None:
         if request.path.startswith(_MESSAGES):

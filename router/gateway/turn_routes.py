@@ -12,6 +12,7 @@ from router.gateway.turn.handler import TurnHandler
 from router.gateway.turn.turn import Models, TurnReader
 from router.http import Request, Responder
 from router.requests.body_parser import Api
+from router.requests.ignored_fields import HEADER, IgnoredFields
 
 
 @dataclass(frozen=True, slots=True)
@@ -25,6 +26,7 @@ class TurnRoutes:
     meters: Meters
     models_of: Callable[[tuple[str, ...]], Models]  # those of the names that a key may use
     address: Callable[[Request], str]
+    ignored: IgnoredFields
     clock: Callable[[], float] = time.monotonic
 
     async def generate(self, api: Api, key: Key, request: Request, responder: Responder) -> None:
@@ -34,6 +36,8 @@ class TurnRoutes:
         pieces = await request.body.read_pieces()
         with self.meters.turn(key, responder, address) as charge:
             turn = await self.reader.read(api, request, pieces, key.owner, models, arrived_at)
+            if turn.ignored:
+                responder.add_header(HEADER, self.ignored.record(key.id, request.path, turn.ignored))
             if turn.grammar is not None:
                 self.meters.grammar(key, turn.grammar, address)
             if self.batch is not None and turn.flex:

@@ -17,10 +17,10 @@ from router.errors import BadRequest, ModelNotFound
 from router.identity import prefix_chain as chains
 from router.identity.conversation_ids import ExplicitIdentity, explicit_identity
 from router.identity.prefix_chain import Chain
-from router.requests.fields import check_fields
+from router.requests.body_spans import Span, cut_fields, find_fields, find_items, write_items
+from router.requests.fields import UnknownFields, check_fields, known_part
 from router.requests.grammars import Grammar, grammar_of
 from router.requests.hints import Hints, parse_hints
-from router.requests.input_items import Span, find_items, write_items
 from router.requests.prompt_limit import PromptLimit, token_ids
 
 CHEAP_BYTES = 256 * 1024
@@ -69,6 +69,7 @@ class BodyParser:
     models: frozenset[str]  # names and aliases of the models
     limit: PromptLimit
     items: bool = False  # return the input's items too, unless the request asks to store nothing
+    unknown: UnknownFields = UnknownFields.DROP
 
     def parse(self, pieces: Sequence[bytes]) -> "ParsedBody":
         return parse_body(self, pieces)
@@ -81,7 +82,15 @@ class ParsedBody:
     fields: Mapping[str, Any]  # by name; large values of a large body are None
     prompt: "Prompt | None"  # of a turn
     grammar: Grammar | None = None
-    items: bytes | Span = b""  # of the Responses API; their place in a large body
+    ignored: tuple[str, ...] = ()  # names of unknown fields, which engines do not get
+    kept: bytes | tuple[Span, ...] = b""  # the body without them; of a large one, the places of what stays
+    items: bytes | Span = b""  # of the Responses API; their place in a large body without unknown fields
+
+    def known_part(self, pieces: tuple[bytes, ...]) -> tuple[bytes, ...]:
+        """Return the bytes of this body, which was given in `pieces`, without unknown fields."""
+        if not self.ignored:
+            return pieces
+        return (self.kept,) if isinstance(self.kept, bytes) else cut_fields(pieces, self.kept)
 
 
 @dataclass(frozen=True, slots=True)
@@ -113,17 +122,23 @@ def parse_body(parser: BodyParser, pieces: Sequence[bytes]) -> ParsedBody:
     if parser.api is not None or "model" in body:
         check_model(body, parser.models)
     check_items(body)
-    check_fields(parser.path, body)
+    ignored = check_fields(parser.path, body, parser.unknown)
+    is_large = len(raw) > CHEAP_BYTES
+    kept: bytes | tuple[Span, ...] = b""
+    if ignored:
+        body = known_part(parser.path, body)
+        kept = find_fields(raw, body.keys()) if is_large else orjson.dumps(body)
+        raw = kept if isinstance(kept, bytes) else b"".join(cut_fields((raw,), kept))
     parser.limit.check(parser.path, body)
     prompt = _prompt(parser, parser.api, body) if parser.api is not None else None
     continues = body.get("previous_response_id") or body.get("conversation")
     items: bytes | Span = b""
     if parser.items and (continues or body.get("store") is not False):
-        items = find_items(raw) if len(raw) > CHEAP_BYTES else write_items(body.get("input"))
+        items = find_items(raw) if is_large else write_items(body.get("input"))
     grammar = grammar_of(body)
-    if len(raw) > CHEAP_BYTES:
+    if is_large:
         body = {name: value if _is_small(value) else None for name, value in body.items()}
-    return ParsedBody(body, prompt, grammar, items)
+    return ParsedBody(body, prompt, grammar, ignored, kept, items)
 
 
 def _prompt(parser: BodyParser, api: Api, body: Mapping[str, Any]) -> Prompt:
@@ -161,8 +176,8 @@ def check_items(body: Mapping[str, Any]) -> None:
         items, most = (len(value), MOST_PROMPTS) if field == "prompt" else (_count_items(value), MOST_ITEMS)
         if items > most:
             raise BadRequest(f"{field} has {items} items and parts; it may have {most}", param=field)
-    counts = (body.get(name) for name in ("n", "best_of"))
-    answers = max((count for count in counts if isinstance(count, int | float)), default=1)
+    count = body.get("n")
+    answers = count if isinstance(count, int | float) else 1
     if (prompts := count_prompts(body)) > 1 and prompts * answers > MOST_PROMPTS:
         wanted = f"{prompts} prompts with {answers} answers each"
         raise BadRequest(f"a request may have {MOST_PROMPTS} answers in all, not {wanted}", param="n")

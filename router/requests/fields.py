@@ -1,12 +1,14 @@
 """Fields of a request's body: which ones may go to an engine, and their bounds.
 
 Engines accept more fields than clients need, such as the source of a request's KV, its priority and its id.
-The fleet sets those. A field that is not in the tables below is refused, and numbers are bounded before
-anything computes with them: the engine, the offline queue or its store must not be the first to find out that
-10^30 tokens or an infinite SLO target make no sense.
+The fleet sets those, and a request with one of them is refused. Fields that nobody knows are dropped, so that
+a client's newest parameter is no error and reaches no engine. Numbers are bounded before anything computes
+with them: the engine, the offline queue or its store must not be the first to find out that 10^30 tokens or
+an infinite SLO target make no sense.
 """
 
 from collections.abc import Iterable, Mapping
+from enum import StrEnum
 from typing import Any
 
 import orjson
@@ -108,181 +110,106 @@ def _prompt(name: str, value: Any) -> None:
     """Accept any value of bounded size: the engine checks the rest, and answers 400."""
 
 
-_TOKENS = integer(1, MAX_TOKENS)
-_TOKEN_ID = integer(0, _INT32)
-_SAMPLING: dict[str, Check] = {
+# Checks of the fields that have one, by name. What vLLM checks itself has none here.
+_CHECKS: Mapping[str, Check] = {
     "temperature": number(0.0, 100.0),
-    "top_p": number(0.0, 1.0),
-    "min_p": number(0.0, 1.0),
+    **dict.fromkeys(("top_p", "min_p"), number(0.0, 1.0)),
     "top_k": integer(-1, _INT32),
-    "frequency_penalty": number(-2.0, 2.0),
-    "presence_penalty": number(-2.0, 2.0),
+    **dict.fromkeys(("frequency_penalty", "presence_penalty"), number(-2.0, 2.0)),
     "repetition_penalty": number(0.01, 100.0),
     "length_penalty": number(-100.0, 100.0),
     "seed": integer(-_INT64 - 1, _INT64),
+    "n": integer(1, MAX_CHOICES),
+    **dict.fromkeys(("max_tokens", "max_completion_tokens", "max_output_tokens"), integer(1, MAX_TOKENS)),
+    "min_tokens": integer(0, MAX_TOKENS),
+    **dict.fromkeys(("thinking_token_budget", "truncate_prompt_tokens"), integer(-1, MAX_TOKENS)),
+    "max_tool_calls": integer(0, _INT32),
+    "dimensions": integer(1, 65_536),
     "stop": one_or_more(text(4096), 16),
-    "stop_token_ids": items(1024, _TOKEN_ID),
-    "allowed_token_ids": items(MAX_STEP_TOKEN_IDS, _TOKEN_ID),
-    "logprob_token_ids": items(1024, _TOKEN_ID),
+    "stop_sequences": items(16, text(4096)),
+    **dict.fromkeys(("stop_token_ids", "logprob_token_ids"), items(1024, integer(0, _INT32))),
+    "allowed_token_ids": items(MAX_STEP_TOKEN_IDS, integer(0, _INT32)),
     "bad_words": items(1024, text(1024)),
     "logit_bias": _biases,
-    "top_logprobs": integer(-1, MAX_STEP_TOKEN_IDS),
-    "prompt_logprobs": integer(-1, MAX_STEP_TOKEN_IDS),
-    "min_tokens": integer(0, MAX_TOKENS),
-    "thinking_token_budget": integer(-1, MAX_TOKENS),
-    "truncate_prompt_tokens": integer(-1, MAX_TOKENS),
-    "structured_outputs": _grammar,
+    **dict.fromkeys(("top_logprobs", "prompt_logprobs"), integer(-1, MAX_STEP_TOKEN_IDS)),
+    **dict.fromkeys(("structured_outputs", "response_format", "text", "output_config"), _grammar),
     "vllm_xargs": _extra_arguments,
     "cache_salt": text(128),
     "use_beam_search": _no_beam_search,
+    "background": _not_in_background,
+    "chat_template_kwargs": _template_arguments,
     **dict.fromkeys(
         (
-            *("ignore_eos", "skip_special_tokens", "spaces_between_special_tokens"),
-            *("include_stop_str_in_output", "add_special_tokens", "stream", "return_token_ids"),
-            *("return_tokens_as_token_ids",),
+            *("ignore_eos", "skip_special_tokens", "spaces_between_special_tokens", "stream", "echo"),
+            *("include_stop_str_in_output", "add_special_tokens", "return_token_ids", "logprobs"),
+            *("return_tokens_as_token_ids", "include_reasoning", "enable_response_messages"),
+            *("add_generation_prompt", "continue_final_message", "use_activation", "return_prompt_text"),
         ),
         flag,
     ),
+    **dict.fromkeys(("reasoning", "thinking"), nested),
+    **dict.fromkeys(("messages", "prompt", "input", "instructions", "system", "suffix", "tokens"), _prompt),
+    **dict.fromkeys(("tools", "documents", "functions", "prediction"), _prompt),
 }
-# Fields of OpenAI's and Anthropic's libraries that do not change how much an engine computes.
-_ANY: dict[str, Check] = dict.fromkeys(
-    (
-        *("model", "user", "metadata", "service_tier", "store", "stream_options", "safety_identifier"),
-        *("prompt_cache_key", "prompt_cache_options", "prompt_cache_retention", "session_id", "conversation"),
-        *("conversation_id", "truncation_side", "moderation", "kv_hints", "nvext", "slo_class"),
-    ),
-    _any_value,
-)
-_TOOLS: dict[str, Check] = {
-    "tools": _prompt,
-    **dict.fromkeys(("tool_choice", "parallel_tool_calls"), _any_value),
-}
-_CHOICES: dict[str, Check] = {"n": integer(1, MAX_CHOICES), "best_of": integer(1, MAX_CHOICES)}
-_TEMPLATE: dict[str, Check] = {
-    "chat_template_kwargs": _template_arguments,
-    "documents": _prompt,
-    **dict.fromkeys(("add_generation_prompt", "continue_final_message", "echo"), flag),
-}
-
-FIELDS: Mapping[str, Mapping[str, Check]] = {
-    "/v1/chat/completions": {
-        **_ANY,
-        **_SAMPLING,
-        **_TOOLS,
-        **_CHOICES,
-        **_TEMPLATE,
-        "messages": _prompt,
-        "max_tokens": _TOKENS,
-        "max_completion_tokens": _TOKENS,
-        "logprobs": flag,
-        "include_reasoning": flag,
-        "response_format": _grammar,
-        **dict.fromkeys(("functions", "prediction"), _prompt),
-        **dict.fromkeys(
-            (
-                *("audio", "function_call", "modalities", "reasoning_effort", "verbosity"),
-                "web_search_options",
-            ),
-            _any_value,
-        ),
-    },
+# Checks of fields that are something else at one endpoint.
+_OTHER_CHECKS: Mapping[str, Mapping[str, Check]] = {
     "/v1/completions": {
-        **_ANY,
-        **_SAMPLING,
-        **_CHOICES,
-        "prompt": _prompt,
-        "suffix": _prompt,
-        "echo": flag,
-        "response_format": _grammar,
         "max_tokens": integer(0, MAX_TOKENS),
         "logprobs": integer(-1, MAX_STEP_TOKEN_IDS),
     },
-    "/v1/responses": {
-        **_ANY,
-        **_SAMPLING,
-        **_TOOLS,
-        "input": _prompt,
-        "instructions": _prompt,
-        "max_output_tokens": _TOKENS,
-        "max_tool_calls": integer(0, _INT32),
-        "background": _not_in_background,
-        "chat_template_kwargs": _template_arguments,
-        "include_reasoning": flag,
-        "enable_response_messages": flag,
-        "text": _grammar,
-        "reasoning": nested,
-        "prompt": nested,
-        "context_management": nested,
-        **dict.fromkeys(("include", "previous_response_id", "truncation"), _any_value),
-    },
-    "/v1/messages": {
-        "max_tokens": _TOKENS,
-        "messages": _prompt,
-        "system": _prompt,
-        "temperature": number(0.0, 100.0),
-        "top_p": number(0.0, 1.0),
-        "top_k": integer(-1, _INT32),
-        "stop_sequences": items(16, text(4096)),
-        "stream": flag,
-        "vllm_xargs": _extra_arguments,
-        "chat_template_kwargs": _template_arguments,
-        "cache_salt": text(128),
-        "thinking": nested,
-        "tools": _prompt,
-        "output_config": _grammar,
-        **dict.fromkeys(
-            (
-                *("model", "metadata", "service_tier", "tool_choice", "cache_control", "container"),
-                *("diagnostics", "inference_geo", "speed", "user_profile_id", "workspace_id", "betas"),
-                *("billing_policy", "compaction", "context_management", "fallback_credit_token", "fallbacks"),
-                *("mcp_servers", "thread", "session_id", "conversation", "prompt_cache_key"),
-                *("conversation_id", "kv_hints", "nvext", "slo_class"),
-            ),
-            _any_value,
-        ),
-    },
-    "/v1/embeddings": {
-        "input": _prompt,
-        "messages": _prompt,
-        "cache_salt": text(128),
-        "dimensions": integer(1, 65_536),
-        "truncate_prompt_tokens": integer(-1, MAX_TOKENS),
-        "chat_template_kwargs": _template_arguments,
-        "add_special_tokens": flag,
-        "add_generation_prompt": flag,
-        "continue_final_message": flag,
-        "use_activation": flag,
-        **dict.fromkeys(
-            (
-                *("model", "user", "encoding_format", "embed_dtype", "endianness", "truncation_side"),
-                "padding",
-            ),
-            _any_value,
-        ),
-    },
-    "/tokenize": {
-        "chat_template_kwargs": _template_arguments,
-        **dict.fromkeys(("prompt", "messages", "tools"), _prompt),
-        **dict.fromkeys(
-            (
-                *("model", "add_generation_prompt", "return_token_strs", "continue_final_message"),
-                "add_special_tokens",
-            ),
-            _any_value,
-        ),
-    },
-    "/detokenize": {"model": _any_value, "tokens": _prompt},
+    "/v1/responses": {"prompt": nested},
+}
+
+# Fields by endpoint: what vLLM knows and clients may set, and what the gateway reads itself.
+_TURN = """model stream temperature top_p top_k cache_salt vllm_xargs user metadata service_tier session_id
+    conversation conversation_id prompt_cache_key kv_hints nvext slo_class"""
+_OPENAI = """min_p frequency_penalty presence_penalty repetition_penalty seed stop stop_token_ids logit_bias
+    ignore_eos include_stop_str_in_output skip_special_tokens structured_outputs"""
+_SAMPLED = """n max_tokens min_tokens logprobs prompt_logprobs logprob_token_ids allowed_token_ids bad_words
+    length_penalty use_beam_search truncate_prompt_tokens truncation_side thinking_token_budget
+    response_format stream_options echo add_special_tokens spaces_between_special_tokens return_token_ids
+    return_tokens_as_token_ids"""
+_TOOLS = "tools tool_choice parallel_tool_calls chat_template_kwargs include_reasoning top_logprobs"
+_TEMPLATE = "add_generation_prompt continue_final_message add_special_tokens chat_template_kwargs"
+_KNOWN: Mapping[str, str] = {
+    "/v1/chat/completions": f"""{_TURN} {_OPENAI} {_SAMPLED} {_TOOLS} {_TEMPLATE} messages documents
+        max_completion_tokens reasoning_effort return_prompt_text""",
+    "/v1/completions": f"{_TURN} {_OPENAI} {_SAMPLED} prompt suffix",
+    "/v1/responses": f"""{_TURN} {_OPENAI} {_TOOLS} input instructions include max_output_tokens
+        max_tool_calls previous_response_id store text reasoning prompt truncation background
+        enable_response_messages""",
+    "/v1/messages": f"""{_TURN} messages system max_tokens stop_sequences thinking tools tool_choice
+        output_config chat_template_kwargs""",
+    "/v1/embeddings": f"""{_TEMPLATE} model user input messages cache_salt dimensions encoding_format
+        embed_dtype endianness padding truncate_prompt_tokens truncation_side use_activation""",
+    "/tokenize": f"{_TEMPLATE} model prompt messages tools return_token_strs",
+    "/detokenize": "model tokens",
+}
+FIELDS: Mapping[str, Mapping[str, Check]] = {
+    path: {
+        name: _OTHER_CHECKS.get(path, {}).get(name) or _CHECKS.get(name, _any_value) for name in names.split()
+    }
+    for path, names in _KNOWN.items()
 }
 _SAME_FIELDS = {"/v1/messages/count_tokens": "/v1/messages"}
 
-# Fields that vLLM accepts from anybody, and only the fleet may set.
-_FLEET_FIELDS = {
+# Fields of vLLM that steer an engine, or that make it read what it should not: only the fleet may set them.
+REFUSED: Mapping[str, str] = {
     "kv_transfer_params": "leave it out of the request",
     "ec_transfer_params": "leave it out of the request",
     "priority": 'leave it out; `service_tier: "flex"` asks for offline work',
     "request_id": "leave it out; the header X-Request-Id names a request",
     "chat_template": "a model's template comes with the model",
+    "prompt_embeds": "send the prompt as text or token ids",
+    **dict.fromkeys(("media_io_kwargs", "mm_processor_kwargs"), "leave it out of the request"),
 }
+
+
+class UnknownFields(StrEnum):
+    """What is done with fields of a request that neither vLLM nor the gateway knows."""
+
+    DROP = "drop"
+    REFUSE = "refuse"
 
 
 def with_fields(raw: tuple[bytes, ...], fields: Mapping[str, Any]) -> tuple[bytes, ...]:
@@ -311,27 +238,35 @@ def fields_of(path: str) -> Mapping[str, Check]:
     return FIELDS[_SAME_FIELDS.get(path, path)]
 
 
-def check_fields(path: str, body: Mapping[str, Any]) -> None:
-    """Refuse a body with fields or values that no engine may get. `path`: of its endpoint."""
+def known_part(path: str, body: Mapping[str, Any]) -> dict[str, Any]:
+    """Return a body for the endpoint `path` without its unknown fields."""
     known = fields_of(path)
+    return {name: value for name, value in body.items() if name in known}
+
+
+def check_fields(
+    path: str, body: Mapping[str, Any], unknown: UnknownFields = UnknownFields.DROP
+) -> tuple[str, ...]:
+    """Check a body for the endpoint `path`, and return the names of its unknown fields.
+
+    Raises BadRequest for fields and values that no engine may get.
+    """
+    known, ignored = fields_of(path), []
     for name, value in body.items():
-        check = known.get(name)
-        if check is None:
-            raise _refused(name, path)
-        if value is not None:
+        if name in REFUSED:
+            raise BadRequest(f"{name} belongs to the fleet; {REFUSED[name]}", param=name)
+        if (check := known.get(name)) is None:
+            ignored.append(name)
+        elif value is not None:
             check.apply(name, value)
-    others = {name: value for name, value in body.items() if known[name].part is BodyPart.OTHER}
+    if ignored and unknown is UnknownFields.REFUSE:
+        shown = ignored[0][:100]
+        text = f"{shown!r} is no parameter of {path}; leave it out"
+        raise BadRequest(text, param=shown, code="unknown_parameter")
+    parts = {name: (known.get(name) or _CHECKS.get(name, _any_value)).part for name in body}
+    others = {name: value for name, value in body.items() if parts[name] is BodyPart.OTHER}
     if (size := len(orjson.dumps(others))) > MAX_OTHER_BYTES:
         largest = max(others, key=lambda name: len(orjson.dumps(others[name])))
-        text = f"the fields beside the prompt have {size} bytes as JSON, most of them in {largest}"
-        raise BadRequest(f"{text}; they may have {MAX_OTHER_BYTES} together", param=largest)
-
-
-def _refused(name: str, path: str) -> BadRequest:
-    why = _FLEET_FIELDS.get(name)
-    if why is not None:
-        return BadRequest(f"{name} belongs to the fleet; {why}", param=name)
-    shown = name[:100]
-    return BadRequest(
-        f"{shown!r} is no parameter of {path}; leave it out", param=shown, code="unknown_parameter"
-    )
+        text = f"the fields beside the prompt have {size} bytes as JSON, most of them in {largest[:100]}"
+        raise BadRequest(f"{text}; they may have {MAX_OTHER_BYTES} together", param=largest[:100])
+    return tuple(ignored)

@@ -18,6 +18,7 @@ from kvtransfer.compat.kv_connector import CONNECTOR, LMCACHE, WORKER
 from kvtransfer.compat.relied_on import ReliedOn, UnsupportedVllmError, differences, verify
 from kvtransfer.config import ConnectorConfigError
 from kvtransfer.connector import ConServeConnector
+from router.requests.fields import FIELDS, REFUSED
 from workers.engine.exact_tokens import ExactTokensMiddleware
 
 
@@ -356,3 +357,34 @@ def test_of_every_hook_of_the_connector_it_is_known_where_vllm_calls_it() -> Non
         for name in names
     }
     assert {name for _, name in overridden(ConServeConnector)} - used == set()
+
+
+# Fields of vLLM's requests that are dropped: they need what a fleet does not have, or have no bounds of ours.
+NOT_SERVED = {
+    "mm_payload",
+    "return_mm_kwargs",
+    "routed_experts_prompt_start",
+    "return_token_offsets",
+    "watermarking",
+    "previous_input_messages",
+    "repetition_detection",
+    "stream_interval",
+}
+REQUESTS = {
+    "/v1/chat/completions": ("openai.chat_completion", "ChatCompletionRequest"),
+    "/v1/completions": ("openai.completion", "CompletionRequest"),
+    "/v1/responses": ("openai.responses", "ResponsesRequest"),
+    "/v1/messages": ("anthropic", "AnthropicMessagesRequest"),
+    "/v1/embeddings": ("pooling.embed", "EmbeddingCompletionRequest", "EmbeddingChatRequest"),
+    "/tokenize": ("serve.tokenize", "TokenizeCompletionRequest", "TokenizeChatRequest"),
+    "/detokenize": ("serve.tokenize", "DetokenizeRequest"),
+}
+
+
+@pytest.mark.parametrize("path", REQUESTS)
+def test_every_field_of_vllms_requests_is_served_refused_or_left_out_on_purpose(path: str) -> None:
+    module, *names = REQUESTS[path]
+    protocol = import_module(f"vllm.entrypoints.{module}.protocol")
+    of_vllm = {field for name in names for field in getattr(protocol, name).model_fields}
+    assert of_vllm - FIELDS[path].keys() - REFUSED.keys() <= NOT_SERVED
+    assert not NOT_SERVED & FIELDS[path].keys()

@@ -136,7 +136,6 @@ TOO_LONG: dict[str, tuple[str, dict[str, Any]]] = {
     "text of an image": ("/v1/chat/completions", {"messages": image(image_url={"url": "x"}, text=WORDS)}),
     "an image of empty lists": ("/v1/chat/completions", {"messages": image(image_url=[[]] * BOUND)}),
     "tools": ("/v1/chat/completions", {"messages": [user("x")], "tools": [TOOL]}),
-    "functions": ("/v1/chat/completions", {"messages": [user("x")], "functions": [TOOL["function"]]}),
     "documents": ("/v1/chat/completions", {"messages": [user("x")], "documents": [{"text": WORDS}]}),
     "arguments of the template": (
         "/v1/chat/completions",

@@ -47,7 +47,6 @@ def test_the_prefill_leg_has_the_same_prompt_and_asks_for_one_token(api: Api) ->
         "stream": True,
         "stream_options": {"include_usage": True},
         "n": 4,
-        "best_of": 5,
         "min_tokens": 9,
         "logprobs": True,
         "max_tokens": 500,
@@ -59,7 +58,7 @@ def test_the_prefill_leg_has_the_same_prompt_and_asks_for_one_token(api: Api) ->
     for same in ("model", "messages", "prompt", "input", "tools", "tool_choice"):
         assert leg[same] == body[same]
     assert leg["stream"] is False
-    assert not any(leg[none] for none in ("stream_options", "min_tokens", "logprobs", "best_of"))
+    assert not any(leg[none] for none in ("stream_options", "min_tokens", "logprobs"))
     limits = {
         Api.CHAT: {"max_tokens": 1, "max_completion_tokens": 1, "n": 1},
         Api.COMPLETIONS: {"max_tokens": 1, "n": 1},

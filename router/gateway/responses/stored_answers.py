@@ -37,8 +37,8 @@ from router.gateway.responses.answer_store import (
 from router.http import RawHeaders, ServerLimits, StreamObserver
 from router.identity.conversation_ids import named_conversation
 from router.requests.body_parser import ParsedBody, is_cheap
+from router.requests.body_spans import Span, cut_items
 from router.requests.fields import with_fields, with_items
-from router.requests.input_items import Span, cut_items
 from router.requests.parser_pool import ParserPool
 
 log = logging.getLogger("conserve.router.responses")

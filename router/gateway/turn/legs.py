@@ -41,7 +41,7 @@ _LIMIT = {
 # Neutral values for fields of the prefill leg that shape or describe an answer: its one token is discarded.
 # `response_format` and `tool_choice` stay, because some templates write them into the prompt.
 _NEUTRAL: Mapping[str, Any] = {
-    **dict.fromkeys(("stream_options", "logprobs", "prompt_logprobs", "best_of", "include", "seed")),
+    **dict.fromkeys(("stream_options", "logprobs", "prompt_logprobs", "include", "seed")),
     **dict.fromkeys(("structured_outputs", "bad_words", "logit_bias", "allowed_token_ids")),
     **dict.fromkeys(("logprob_token_ids", "stop", "stop_token_ids", "stop_sequences")),
     **dict.fromkeys(("min_tokens", "top_logprobs"), 0),

@@ -37,8 +37,7 @@ def why_not_resumable(turn: Turn) -> str | None:
     unread = {name for name in _LISTS if large and body.get(name, 0) is None}
     if not turn.prompt.hints.resume:
         return "opted_out"
-    several = any(_number(body.get(name)) > 1 for name in ("n", "best_of"))
-    if several or _several_prompts(turn):
+    if _number(body.get("n")) > 1 or _several_prompts(turn):
         return "several_answers"
     probabilities = [body.get(name) for name in _PROBABILITIES]
     listed = "logprobs" in str(body.get("include")) or unread & {"include", "logprob_token_ids"}

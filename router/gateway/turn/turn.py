@@ -12,7 +12,7 @@ from router.http import Headers, RawHeaders, Request
 from router.identity.conversation_ids import normalized_hint
 from router.identity.prefix_groups import PrefixGroups
 from router.requests.body_parser import Api, BodyParser, Prompt
-from router.requests.fields import with_fields
+from router.requests.fields import UnknownFields, with_fields
 from router.requests.forwarded_headers import forwarded
 from router.requests.grammars import Grammar
 from router.requests.hints import HINT_FIELDS
@@ -46,6 +46,7 @@ class Turn:
     waiting_share: float = 1.0  # share of the waiting places that the owner may take
     grammar: Grammar | None = None  # that an engine compiles for it
     history: History | None = None  # of the Responses API
+    ignored: tuple[str, ...] = ()  # names of the client's fields that were dropped
     resume: Mapping[str, Any] | None = None  # for the engine: the part of a stream that the client has
 
     @property
@@ -78,20 +79,30 @@ class TurnReader:
         classes: SloClasses,
         answers: Answers,
         prompt_limit: Callable[[], PromptLimit],
+        unknown: UnknownFields,
     ) -> None:
         self._parser_pool, self._groups, self._classes = parser_pool, groups, classes
-        self._answers, self._prompt_limit = answers, prompt_limit
+        self._answers, self._prompt_limit, self._unknown = answers, prompt_limit, unknown
 
     async def read(
         self, api: Api, request: Request, pieces: tuple[bytes, ...], space: str, models: Models, now: float
     ) -> Turn:
         """Return the turn of a request whose body is `pieces`. Raises ApiError for bad input."""
         headers = text_headers(request.headers)
-        parser = BodyParser(api.target.decode(), api, headers, space, frozenset(models), self._prompt_limit())
+        parser = BodyParser(
+            path=api.target.decode(),
+            api=api,
+            headers=headers,
+            space=space,
+            models=frozenset(models),
+            limit=self._prompt_limit(),
+            unknown=self._unknown,
+        )
         history = None
         read = await self._parser_pool.parse(
             replace(parser, items=True) if api is Api.RESPONSES else parser, pieces
         )
+        pieces, ignored = read.known_part(pieces), read.ignored
         if api is Api.RESPONSES:
             own_bytes = sum(map(len, pieces))
             pieces, history = await self._answers.with_history(space, pieces, read)
@@ -115,6 +126,7 @@ class TurnReader:
             arrived_at=now,
             grammar=read.grammar,
             history=history,
+            ignored=ignored,
             flow=next((flow for name in FLOW_HEADERS if (flow := normalized_hint(headers.get(name)))), ""),
         )
 

@@ -230,6 +230,9 @@ CASES = {
         lambda got: (key_limits(got).structured_outputs, got.batch.limits.structured_outputs),
         ("refuse", "refuse"),
     ),
+    "gateway.unknown_fields": case(
+        "refuse", lambda got: {got.gateway.unknown_fields, got.batch.limits.unknown_fields}, {"refuse"}
+    ),
     "gateway.answers.path": case("/answers.sqlite", lambda got: got.gateway.answers.path),
     "gateway.answers.keep": case(65, lambda got: got.gateway.answers.keep_s),
     "gateway.answers.gib": case(2, lambda got: got.gateway.answers.max_bytes, 2 << 30),

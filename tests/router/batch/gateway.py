@@ -84,9 +84,8 @@ class FrontGateway:
         if request.path == "/v1/chat/completions":
             models, pieces = self._config.models_by_name, await request.body.read_pieces()
             classes = SloClasses(self._config)
-            reader = TurnReader(
-                ParserPool(), PrefixGroups(), classes, self._answers, lambda: PromptLimit(1_000_000)
-            )
+            limit, unknown = PromptLimit(1_000_000), self._config.unknown_fields
+            reader = TurnReader(ParserPool(), PrefixGroups(), classes, self._answers, lambda: limit, unknown)
             turn = await reader.read(Api.CHAT, request, pieces, key.owner, models, 0.0)
             await self._forwarding.flex(turn, responder, StreamObserver())
         else:

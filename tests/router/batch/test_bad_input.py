@@ -1,15 +1,18 @@
 """Every kind of wrong input has its own error, with the line it is on."""
 
 import json
+from dataclasses import replace
 from typing import Any
 
 import httpx
 import pytest
+from prometheus_client import REGISTRY
 
 from router.auth.keys import StructuredOutputs
 from router.batch.config import BatchLimits
 from router.batch.validation import BadLine, check_line
 from router.gateway.config import ServedModel
+from router.requests.fields import UnknownFields
 from tests.router.batch.fake_engine import OfflineEngine
 from tests.router.batch.gateway import GatewayWithBatch, StaticFleet
 from tests.router.batch.jobs import ended, jsonl, line, submit
@@ -107,7 +110,6 @@ BAD_LINES: dict[str, tuple[bytes, str, str | None]] = {
     ),
     "a beam search": (body(use_beam_search=True), "invalid_request", "body.use_beam_search"),
     "a request id": (body(request_id="other"), "invalid_request", "body.request_id"),
-    "a parameter of nobody": (body(frobnicate=1), "unknown_parameter", "body.frobnicate"),
     "a grammar, of a fleet that refuses them": (
         body(response_format={"type": "json_object"}),
         "structured_outputs_refused",
@@ -134,6 +136,31 @@ async def small(engine: OfflineEngine, sqlite_url: str, tmp_path: Any) -> Any:
     await running.start()
     yield running
     await running.stop()
+
+
+def ignored_fields() -> float:
+    return REGISTRY.get_sample_value("conserve_ignored_fields_total", {"path": "/v1/chat/completions"}) or 0.0
+
+
+async def test_a_line_loses_its_unknown_fields_and_a_fleet_may_refuse_them(
+    engine: OfflineEngine, sqlite_url: str, tmp_path: Any
+) -> None:
+    for policy, status in ((UnknownFields.DROP, "completed"), (UnknownFields.REFUSE, "failed")):
+        limits = replace(LIMITS, unknown_fields=policy)
+        running = GatewayWithBatch(
+            sqlite_url, str(tmp_path / "files"), StaticFleet(engine.address), limits=limits
+        )
+        await running.start()
+        before = ignored_fields()
+        async with running.client() as client:
+            batch = await ended(client, await submit(client, body(frobnicate=1)))
+        await running.stop()
+        assert batch.status == status
+        assert ignored_fields() - before == (1 if policy is UnknownFields.DROP else 0)
+    assert batch.errors is not None and batch.errors.data
+    assert (batch.errors.data[0].code, batch.errors.data[0].param) == ("unknown_parameter", "body.frobnicate")
+    (seen,) = engine.bodies
+    assert "frobnicate" not in seen and seen["messages"]
 
 
 async def test_each_bad_line_is_named_with_its_error(small: GatewayWithBatch, engine: OfflineEngine) -> None:
@@ -290,4 +317,4 @@ def test_a_line_has_as_many_messages_as_a_turn_may_have() -> None:
     data = jsonl([entry])
     models = {entry["body"]["model"]: ServedModel(entry["body"]["model"])}
     with pytest.raises(BadLine, match="10001 items"):
-        check_line(data, entry["url"], len(data), models)
+        check_line(data, entry["url"], BatchLimits(line_bytes=len(data)), models)

@@ -1,0 +1,90 @@
+"""Parts of a request's body as bytes: its known fields, and the items of a Responses request.
+
+The parts of a large body are cut from its bytes instead of being written again: serialising 32 MiB at once
+would hold the gateway's event loop.
+"""
+
+import json
+from collections.abc import Container, Iterable, Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import orjson
+
+_DECODER = json.JSONDecoder(parse_int=float)  # whole numbers of any length
+_SPACE = " \t\r\n"
+
+
+@dataclass(frozen=True, slots=True)
+class Span:
+    """Position of a part in a body: of a field with its name, or of items without brackets."""
+
+    start: int
+    end: int
+    text: bool = False  # it is one item, the text with its quotes
+
+
+NO_ITEMS = Span(0, 0)
+
+
+def write_items(given: object) -> bytes:
+    """Return the items of a parsed `input`, with commas between them."""
+    items = [{"role": "user", "content": given}] if isinstance(given, str) else given
+    return orjson.dumps(items)[1:-1] if isinstance(items, list) else b""
+
+
+def find_items(raw: bytes) -> Span:
+    """Return where the items of `input` are in a valid JSON object. Of a repeated name the last counts."""
+    found = NO_ITEMS
+    for name, _, start, end, value in _fields(raw):
+        if name == "input":
+            found = Span(start, end, True) if isinstance(value, str) else NO_ITEMS
+            if isinstance(value, list) and value:
+                found = Span(start + 1, end - 1)
+    return found
+
+
+def find_fields(raw: bytes, names: Container[str]) -> tuple[Span, ...]:
+    """Return where fields with these ASCII names are in a valid JSON object; of a repeated one, the last."""
+    return tuple({name: Span(at, end) for name, at, _, end, _ in _fields(raw) if name in names}.values())
+
+
+def _fields(raw: bytes) -> Iterator[tuple[str, int, int, int, Any]]:
+    """Iterate over the fields of an object: name, where it begins, where the value begins and ends, value."""
+    text = raw.decode("latin-1")  # one character for each byte
+    at = _skip_space(text, text.index("{") + 1)
+    while text[at] != "}":
+        name, after = _DECODER.raw_decode(text, at)
+        start = _skip_space(text, _skip_space(text, after) + 1)
+        value, end = _DECODER.raw_decode(text, start)
+        yield name, at, start, end, value
+        at = _skip_space(text, end)
+        if text[at] == ",":
+            at = _skip_space(text, at + 1)
+
+
+def _skip_space(text: str, at: int) -> int:
+    while text[at] in _SPACE:
+        at += 1
+    return at
+
+
+def cut_items(pieces: Iterable[bytes], where: Span) -> tuple[bytes, ...]:
+    """Return the bytes of the items at `where` from a body that is held in pieces."""
+    cut = _cut(pieces, where)
+    return (b'{"role":"user","content":', *cut, b"}") if where.text else tuple(cut)
+
+
+def cut_fields(pieces: tuple[bytes, ...], where: Iterable[Span]) -> tuple[bytes, ...]:
+    """Return an object of the fields at `where` of a body that is held in pieces."""
+    parts = [part for span in where for part in (b",", *_cut(pieces, span))]
+    return (b"{", *parts[1:], b"}")
+
+
+def _cut(pieces: Iterable[bytes], where: Span) -> list[bytes]:
+    cut, at = [], 0
+    for piece in pieces:
+        if part := piece[max(0, where.start - at) : max(0, where.end - at)]:
+            cut.append(part)
+        at += len(piece)
+    return cut
