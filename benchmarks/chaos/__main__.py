@@ -1,4 +1,4 @@
-"""Faults at random while agents hold conversations: is anything lost, wrong, hung or left behind?
+"""Random faults while agents hold conversations: is anything lost, wrong, hung or left behind?
 
     python -m benchmarks.chaos [--minutes 60] [--seed 0] [--quick] [--json FILE] [--fleet FILE] [--set-clock]
     python -m benchmarks.chaos --drop [--conversations 200] [--minutes 60] [--seed 0] [--json FILE]

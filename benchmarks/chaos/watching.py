@@ -66,7 +66,7 @@ def layer_changes(home: FleetHome) -> dict[str, float]:
 
 
 class AbortedIterations:
-    """Count of iterations that engines aborted, over all their lives."""
+    """Count of iterations that engines aborted, restarts included."""
 
     def __init__(self, home: FleetHome) -> None:
         self._home = home

@@ -188,7 +188,7 @@ def measure(
         prober.send(None)
         stalls: dict[str, float] = received(prober)
     holds_after, after = long_holds(url), settled(home)
-    lives = {one.engine: (one.pid, one.restarts) for one in before}
+    processes = {one.engine: (one.pid, one.restarts) for one in before}
     described = seen.described or Described(0, False, 0, "")
     return seen, {
         "requests": seen.sent,
@@ -196,7 +196,7 @@ def measure(
         "described_failed": int(described.failed),
         "described_unmade": described.unmade,
         "requests_per_s": round(seen.sent / seconds, 1),
-        "engines_ended": sum(lives[one.engine] != (one.pid, one.restarts) for one in after),
+        "engines_ended": sum(processes[one.engine] != (one.pid, one.restarts) for one in after),
         "unanswered": len(seen.unanswered),
         "slowest_answer_s": round(seen.slowest[0], 1),
         "internal_errors": len(seen.internal),

@@ -25,7 +25,7 @@ def aborted_steps(device: str) -> Figures:
 
 
 def load_after_abort(device: str, decode: DecodeLayers) -> Figures:
-    """A load waits for kernels that an aborted step left, which still write to its block."""
+    """Check that a load waits for kernels that an aborted step left, which still write to its block."""
     rounds = 10 if device == "cuda" else 2
     kv = made_blocks(device, 4, 16, 64 << 10)
     layers = list(kv.unbind())
@@ -55,7 +55,7 @@ def load_after_abort(device: str, decode: DecodeLayers) -> Figures:
 
 
 def abort_inputs(device: str, decode: DecodeLayers) -> Figures:
-    """Pinned input is overwritten right after an abort: count the steps in which the device saw later bytes.
+    """Overwrite pinned input right after an abort, and count the steps in which the device saw later bytes.
 
     A step copies its input, clones what arrived, and is aborted at the first layers. Before it the device has
     nothing to do, the last layers of an aborted step, or a whole step: that no engine has, and it shows that

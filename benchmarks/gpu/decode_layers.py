@@ -31,7 +31,7 @@ SMALL = LayerSizes(8, 1, 16, 2, 2, 8, 16, 4)
 
 
 def no_hook(layer: int) -> None:
-    """Does nothing before or after a layer."""
+    """Do nothing before or after a layer."""
 
 
 class DecodeLayers:

@@ -74,7 +74,7 @@ class NoRegistry(Registry):
 
 
 def registration(device: str) -> Figures:
-    """Registration of a chunk of host memory, and launches of a small kernel beside each part of it."""
+    """Measure the registration of host memory, and launches of a small kernel beside each part of it."""
     on_gpu = device == "cuda"
     nbytes, rounds, launches = (CHUNK_BYTES, 5, 3000) if on_gpu else (1 << 20, 2, 50)
     chunks = Chunks(CudaRegistry(torch.device(device)) if on_gpu else NoRegistry(), nbytes, rounds)

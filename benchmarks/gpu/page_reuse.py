@@ -14,8 +14,10 @@ from workers.engine.overload.pages.physical_memory import PageDriver, PhysicalMe
 
 
 def pages(device: str) -> Figures:
-    """Half of some layers gives way to KV of the other half, and comes back under a graph that was captured
-    before. Bandwidths of `drop` and `restore` count the parameters, the other two parameters and KV."""
+    """Drop half of some layers for KV of the other half, and restore them under a graph captured before.
+
+    Bandwidths of `drop` and `restore` count the parameters, the other two count parameters and KV.
+    """
     on_gpu, row = device == "cuda", 1 << 14
     driver: PageDriver = CudaPageDriver(torch.device(device)) if on_gpu else CpuPageDriver()
     memory, width = PhysicalMemory(driver), 8192 if on_gpu else 256

@@ -2,8 +2,8 @@
 
     python -m benchmarks.kv [--quick] [--json FILE] [--trace FILE]
 
-Agent conversations run on one decoder whose accelerator holds a third of what lives at once: how many prompt
-tokens are computed again, and how long later turns wait for their first token, beside plain vLLM; then the
+Agent conversations run on one decoder whose accelerator holds a third of their KV: how many prompt tokens are
+computed again, and how long later turns wait for their first token, beside plain vLLM; then the
 same while offline work fills the decoder. Answers must be equal, token for token. Then prompts are restored
 from the host against computing them, and beside a request that decodes. In the end everything is released,
 and blocks that are still held count. Copies by themselves come first: to the host and back, and over a

@@ -61,7 +61,7 @@ class Played:
 
 
 async def play_load(model: Path, load_shape: LoadShape, ours: bool, offline: bool) -> Played:
-    """Play the conversations on an engine that holds a third of what lives at once."""
+    """Play the conversations on an engine that holds a third of their KV."""
     conversations, result = load_shape.load(), Played()
     longest = max(c.peak_context_tokens for c in conversations)
     living = sum(c.peak_context_tokens for c in conversations)

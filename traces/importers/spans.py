@@ -89,11 +89,11 @@ def _spans(row: Mapping[str, Any]) -> Iterator[Mapping[str, Any]]:
 
 def _call(span: Mapping[str, Any]) -> ModelCall | None:
     """Return the call of a span, or None if it is no call of a model or did not come to an end."""
-    said = _attributes(span.get("attributes") or {})
-    prompt = _first(said, INPUT)
-    if prompt is None or said.get("gen_ai.operation.name", "") not in CALLS or int(prompt) < 1:
+    attributes = _attributes(span.get("attributes") or {})
+    prompt = _first(attributes, INPUT)
+    if prompt is None or attributes.get("gen_ai.operation.name", "") not in CALLS or int(prompt) < 1:
         return None
-    messages = said.get("gen_ai.input.messages")
+    messages = attributes.get("gen_ai.input.messages")
     if isinstance(messages, str):
         messages = _read(messages)
     began = _seconds(_first(span, ("startTimeUnixNano", "start_time", "start_time_unix_nano")))
@@ -102,13 +102,13 @@ def _call(span: Mapping[str, Any]) -> ModelCall | None:
         return None
     ended = _seconds(end)
     return ModelCall(
-        session=str(_first(said, SESSION) or _first(span, ("traceId", "trace_id")) or ""),
+        session=str(_first(attributes, SESSION) or _first(span, ("traceId", "trace_id")) or ""),
         began_s=began,
         ended_s=max(began, ended),
         prompt_tokens=int(prompt),
-        output_tokens=int(_first(said, OUTPUT) or 0),
-        model=str(_first(said, MODEL) or ""),
-        ending=_ending(said),
+        output_tokens=int(_first(attributes, OUTPUT) or 0),
+        model=str(_first(attributes, MODEL) or ""),
+        ending=_ending(attributes),
         messages=tuple(orjson.dumps(one, option=orjson.OPT_SORT_KEYS) for one in _list(messages)),
     )
 
@@ -155,8 +155,8 @@ def _seconds(time: Any) -> float:
     return since / scale
 
 
-def _ending(said: Mapping[str, Any]) -> TurnEnding:
-    reasons = said.get("gen_ai.response.finish_reasons")
+def _ending(attributes: Mapping[str, Any]) -> TurnEnding:
+    reasons = attributes.get("gen_ai.response.finish_reasons")
     if isinstance(reasons, str):
         reasons = _list(_read(reasons)) or [reasons]
     reasons = _list(reasons)

@@ -269,11 +269,11 @@ def summarise(run: Replay) -> ReplaySummary:
     turns = [turn for result in results for turn in result.turns]
     done = sum(result.outcome is PlayOutcome.DONE for result in results)
     output, new = sum(t.output_tokens for t in turns), sum(t.new_tokens for t in turns)
-    told = [turn for turn in turns if turn.cached_tokens is not None]
+    reporting = [turn for turn in turns if turn.cached_tokens is not None]
     joules = run.meters.joules
     # Without the turn's number, so that the same error counts as one.
     errors = Counter(r.error.partition(": ")[2] or r.error for r in results if r.error)
-    retained = [(turn.prompt_tokens - turn.new_tokens, turn.cached_tokens or 0) for turn in told]
+    retained = [(turn.prompt_tokens - turn.new_tokens, turn.cached_tokens or 0) for turn in reporting]
     return ReplaySummary(
         outcomes={outcome.value: sum(r.outcome is outcome for r in results) for outcome in PlayOutcome},
         errors=dict(errors.most_common(ERRORS_SHOWN)),
@@ -283,8 +283,8 @@ def summarise(run: Replay) -> ReplaySummary:
         prompt_tokens=sum(turn.prompt_tokens for turn in turns),
         new_tokens=new,
         output_tokens=output,
-        reported_cached_tokens=sum(cached for _, cached in retained) if told else None,
-        recomputed_tokens=sum(max(0, kept - cached) for kept, cached in retained) if told else None,
+        reported_cached_tokens=sum(cached for _, cached in retained) if reporting else None,
+        recomputed_tokens=sum(max(0, kept - cached) for kept, cached in retained) if reporting else None,
         output_tokens_per_s=output / run.duration_s if run.duration_s else 0.0,
         conversations_per_s=done / run.duration_s if run.duration_s else 0.0,
         output_tokens_per_joule=output / joules if joules else None,

@@ -97,7 +97,7 @@ class SimulatedEngine:
         self._chunks: list[tuple[LiveConversation, int]] = []
         self._phase = 0  # an event of an earlier phase is void
         self._between = False
-        self.pipeline: Pipeline | None = None  # while parameters give way
+        self.pipeline: Pipeline | None = None  # while layers are shared
         self._regrouping: Regrouping | None = None
         self._back: list[LiveConversation] = []  # turns that stood still and go on at the next boundary
         self._paused = False
@@ -277,7 +277,7 @@ class SimulatedEngine:
             return True
         available = self.kv.free + self.kv.evictable - self.batch.turns
         if alone and (self.kv.pressure is not Pressure.PIN or not self.batch.turns):
-            # A turn that only waits has no claim on KV: those behind the first give way to it. What is
+            # A turn that only waits has no claim on KV: the first preempts those behind it. What is
             # pinned does so only when nothing runs, for then nothing would end.
             for behind in reversed(tuple(self.waiting)):
                 if available >= missing or behind is live:

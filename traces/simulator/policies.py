@@ -81,7 +81,7 @@ class System(StrEnum):
 class OverloadPolicy(StrEnum):
     """Reaction to too little KV."""
 
-    OFF = "off"  # idle KV stays where it is; running turns give way to one another when nothing else can
+    OFF = "off"  # idle KV stays; running turns are preempted when there is no other KV
     PREEMPT = "preempt"  # plain vLLM: idle KV is lost, and running turns are computed again
     PARK = "park"  # both go to the host, and come back
     DROP = "drop"  # and when that does not suffice, parameters

@@ -115,7 +115,7 @@ class SimulationSettings:
     # simulation.md are without.
     reserved_until_held: bool = False
     tbt_s: float = DEFAULT_TARGETS.tbt_s  # elastic: engines cut prompts so that running turns keep it
-    dropping: DroppingSettings | None = None  # parameters give way under overload; None: they never do
+    dropping: DroppingSettings | None = None  # of parameters under overload; None: none are dropped
     seed: int = 0
 
 
@@ -289,7 +289,7 @@ class Simulation:
             self.events.at(now + settings.park_after_s, self._park, (engine, live))
         self._at(now + idle_s, self._end if over else self._come_back, live)
         if engine.kv.idle:
-            self._retry_gate()  # what is idle gives way
+            self._retry_gate()  # idle KV can be evicted
 
     def _park(self, argument: Any) -> None:
         engine, live = argument
