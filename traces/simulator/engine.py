@@ -277,8 +277,8 @@ class SimulatedEngine:
             return True
         available = self.kv.free + self.kv.evictable - self.batch.turns
         if alone and (self.kv.pressure is not Pressure.PIN or not self.batch.turns):
-            # A turn that only waits has no claim on KV: the first preempts those behind it. What is
-            # pinned does so only when nothing runs, for then nothing would end.
+            # A turn that only waits has no claim on KV: the first one takes it from those behind. Where
+            # KV is pinned, that happens only when nothing runs, for then nothing would end.
             for behind in reversed(tuple(self.waiting)):
                 if available >= missing or behind is live:
                     break
