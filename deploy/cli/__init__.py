@@ -6,6 +6,7 @@ from deploy.cli.commands import (
     advise,
     batch,
     check,
+    doctor,
     down,
     journal,
     key,
@@ -15,6 +16,7 @@ from deploy.cli.commands import (
     profile,
     replay,
     report,
+    serve_model,
     simulate,
     status,
     targets,
@@ -29,14 +31,24 @@ app = typer.Typer(
     name="conserve",
     help="Conversation-level orchestrator for agentic LLM serving on vLLM.",
     no_args_is_help=True,
-    add_completion=False,
     pretty_exceptions_enable=False,
 )
 for command in (  # in the order of the help
-    *(check.check, up.up, down.down, status.status, top.top, logs.logs, advise.advise, targets.targets),
+    *(
+        check.check,
+        doctor.doctor,
+        up.up,
+        down.down,
+        status.status,
+        top.top,
+        logs.logs,
+        advise.advise,
+        targets.targets,
+    ),
     *(replay.replay, report.report, simulate.simulate, plan.plan, profile.profile, version.version),
 ):
     app.command()(command)
+app.command("serve", context_settings={"allow_extra_args": True})(serve_model.serve)
 for group in (batch, journal, key, trace, power):
     app.add_typer(group.app, name=group.__name__.rpartition(".")[2])
 

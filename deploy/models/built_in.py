@@ -27,7 +27,7 @@ def parsers(model: str) -> tuple[Choice, ...]:
     if model in (SMALL_MODEL, smollm2.NAME):
         return choose(ModelText("llama" if model == smollm2.NAME else "qwen3", smollm2.TEMPLATE))
     directory = model_directory(model)
-    return choose(directory and text_in(directory))
+    return choose(text_in(directory) if directory else None)
 
 
 def model_path(fleet: FleetSpec, home: FleetHome) -> str:

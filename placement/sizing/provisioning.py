@@ -33,6 +33,9 @@ class Means:
     peak_kv_tokens: float
 
 
+TYPICAL = Means(15_000, 1_000, 15, 16_000)  # of an agent's conversation, where no trace says more
+
+
 @dataclass(frozen=True, slots=True)
 class Capacity:
     """Throughput and KV of one engine of each kind."""

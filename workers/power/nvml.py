@@ -87,6 +87,11 @@ class Gpus:
         with self._errors(f"power of {uuid}"):
             return float(self._nvml.nvmlDeviceGetPowerUsage(self._handle(uuid))) / 1000.0
 
+    def memory(self, uuid: str) -> int:
+        """Return the bytes of a GPU's memory."""
+        with self._said(f"memory of {uuid}"):
+            return int(self._nvml.nvmlDeviceGetMemoryInfo(self._handle(uuid)).total)
+
     @contextmanager
     def _errors(self, what: str) -> Iterator[None]:
         """Turn NVML's errors into a PowerError that names the operation."""

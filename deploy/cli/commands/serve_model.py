@@ -1,0 +1,181 @@
+"""conserve serve: a model by its name on this machine, without a fleet file to write."""
+
+import json
+import os
+from collections.abc import Iterator, Sequence
+from contextlib import suppress
+from dataclasses import replace
+from importlib import metadata
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+import yaml
+
+from deploy.cli.commands.check import print_parsers
+from deploy.cli.commands.up import start_or_change
+from deploy.errors import DeployError
+from deploy.fleet import load_fleet, vllm_options
+from deploy.fleet.engine_needs import Architecture, find_architecture, model_directory
+from deploy.fleet.for_model import Machine, Wishes, fleet_for, fleet_name
+from deploy.home import conserve_home
+from deploy.machine import describe, this_machine
+from deploy.models import hub, smollm2
+from router.auth.keys import hash_secret
+from workers.processes import write_atomically
+
+API_KEY, TRACES = "CONSERVE_API_KEY", "OTEL_EXPORTER_OTLP_ENDPOINT"
+OWN_OPTIONS = {
+    "port": "--port before the --",
+    "host": "gateway.host in a fleet file",
+    "model": "the first argument",
+}
+SCHEMA_LINE = "# Made by `conserve serve`; change it and run it with `conserve up`.\n"
+
+
+def serve(
+    context: typer.Context,
+    model: Annotated[str, typer.Argument(help="A directory, a Hugging Face id, or smollm2")],
+    prefill: Annotated[int | None, typer.Option(help="Prefillers; 0: engines do both", min=0)] = None,
+    decode: Annotated[int | None, typer.Option(help="Decoders", min=1)] = None,
+    power_cap: Annotated[int | None, typer.Option(help="Of a decoder's GPUs, W", min=1)] = None,
+    coserving: Annotated[bool, typer.Option("--coserving", help="Decoders work off batches, too")] = False,
+    port: Annotated[int | None, typer.Option(help="Of the gateway; else 8000", min=1, max=65535)] = None,
+    print_file: Annotated[
+        bool, typer.Option("--print", help="Print the fleet file, and start nothing")
+    ] = False,
+    detach: Annotated[bool, typer.Option("--detach", help="Return when the fleet serves")] = False,
+) -> None:
+    """Serve a model on the GPUs that are here, or on the CPU. vLLM's own options follow after `--`.
+
+    CONSERVE_API_KEY: the key that callers must send. OTEL_EXPORTER_OTLP_ENDPOINT: where spans go. HF_TOKEN
+    and HF_HOME are Hugging Face's.
+    """
+    options = dict(vllm_arguments(context.args))
+    wishes = wishes_of(model, options)
+    wishes = replace(
+        wishes, prefill=prefill, decode=decode, power_cap_w=power_cap, coserving=coserving, port=port
+    )
+    machine = usable(this_machine())
+    content = fleet_for(wishes, architecture(model), machine)
+    file = conserve_home() / "serve" / f"{fleet_name(model)}.yaml"
+    add_environment(content, file)
+    text = SCHEMA_LINE + yaml.safe_dump(content, sort_keys=False)
+    if print_file:
+        print(text, end="")
+        return
+    file.parent.mkdir(parents=True, exist_ok=True)
+    write_atomically(file, text, 0o600)
+    fleet = load_fleet(file, to_start=True)
+    tiers = ", ".join(f"{tier.replicas} x {tier.name}" for tier in fleet.tiers)
+    print(
+        f"{describe(machine)}: {tiers}, conversations of up to {fleet.model.max_context} tokens; as in {file}"
+    )
+    print_parsers(fleet)
+    if not is_built_in(model) and model_directory(model) is None:
+        hub.fetch(model)
+    start_or_change(fleet, file, detach=detach, dry_run=False)
+
+
+def vllm_arguments(words: Sequence[str]) -> Iterator[tuple[str, Any]]:
+    """Parse vLLM's options as its own command line takes them."""
+    rest = list(words)
+    while rest:
+        word = rest.pop(0)
+        if not word.startswith("--"):
+            raise DeployError(f"'{word}' is no option of vLLM's: they are written as --max-num-seqs 64")
+        name, _, given = word[2:].partition("=")
+        name = name.replace("_", "-")
+        positive = name.removeprefix("no-")
+        kind = vllm_options.options().get(name.split(".")[0])
+        if kind == "flag" or (kind is None and vllm_options.options().get(positive) == "flag"):
+            yield positive, name == positive
+            continue
+        values = [given] if given else []
+        while not given and rest and not rest[0].startswith("--"):
+            values.append(rest.pop(0))
+        read = [_value(one, kind) for one in values]
+        value = read[0] if len(read) == 1 else read or None
+        if problem := vllm_options.problem(name, value):
+            raise DeployError(f"--{name}: {problem}")
+        yield name, value
+
+
+def _value(text: str, kind: object) -> Any:
+    with suppress(ValueError):
+        if kind == "integer":
+            return int(text)
+        if kind == "number":
+            return float(text)
+        if text.startswith(("{", "[")):
+            return json.loads(text)
+    return text
+
+
+def wishes_of(model: str, options: dict[str, Any]) -> Wishes:
+    """Take what the fleet file has keys of its own for out of vLLM's options."""
+    for name, instead in OWN_OPTIONS.items():
+        if name in options:
+            raise DeployError(f"--{name} is not an option of each engine here: it is {instead}")
+    longest = options.pop("max-model-len", None)
+    if longest is not None and not str(longest).isdigit():
+        raise DeployError(f"--max-model-len: expected a number of tokens, not {longest!r}")
+    name = options.pop("served-model-name", None)
+    if isinstance(name, list):
+        raise DeployError("--served-model-name: one name; more are model.aliases in a fleet file")
+    dtype = options.pop("dtype", "float32" if model == smollm2.NAME else "auto")
+    trained = smollm2.TRAINED_CONTEXT if model == smollm2.NAME else None
+    context = int(longest) if longest else trained
+    return Wishes(model, dtype=dtype, max_context=context, served_name=name, options=options)
+
+
+def architecture(model: str) -> Architecture:
+    """Return what is known of a model that can be served, or raise DeployError with what to give instead."""
+    instead = "give a directory with config.json, a Hugging Face id as in Qwen/Qwen3-0.6B, or smollm2"
+    path = Path(model).expanduser()
+    is_path = path.is_dir() or model.startswith(("/", "./", "../", "~")) or model.count("/") > 1
+    if is_path and not (path / "config.json").is_file():
+        raise DeployError(f"there is no model in {path.absolute()}: {instead}")
+    weights = 0
+    if not is_built_in(model) and model_directory(model) is None:
+        _, weights = hub.describe(model)
+    found = find_architecture(model)
+    if found is None or not found.layers:
+        raise DeployError(f"the config.json of {model} cannot be read: {instead}")
+    found = replace(found, weight_bytes=found.weight_bytes or weights)
+    if not found.weight_bytes:
+        raise DeployError(f"{model} has no weights in safetensors: {instead}")
+    return found
+
+
+def is_built_in(model: str) -> bool:
+    return model == smollm2.NAME
+
+
+def usable(machine: Machine) -> Machine:
+    """Without vLLM's CUDA build GPUs are of no use."""
+    if machine.gpu_memory and not installed("vllm"):
+        print(
+            "There are GPUs here, and vLLM's CPU build is installed, which does not use them: conserve doctor"
+        )
+        return replace(machine, gpu_memory=())
+    return machine
+
+
+def installed(package: str) -> str:
+    """Return the version of a package; empty where it is not installed."""
+    with suppress(metadata.PackageNotFoundError):
+        return metadata.version(package)
+    return ""
+
+
+def add_environment(content: dict[str, Any], file: Path) -> None:
+    """Add what environment variables ask for. A key is kept as its hash."""
+    if secret := os.environ.get(API_KEY):
+        keys = file.with_suffix(".keys")
+        keys.parent.mkdir(parents=True, exist_ok=True)
+        entry = {"id": "environment", "owner": "environment", "hash": hash_secret(secret)}
+        write_atomically(keys, yaml.safe_dump([entry]), 0o600)
+        content["gateway"]["keys_file"] = str(keys)
+    if endpoint := os.environ.get(TRACES):
+        content["observe"] = {"tracing": {"endpoint": endpoint}}

@@ -1,0 +1,40 @@
+"""Hardware of this machine: memory, cores, GPUs."""
+
+import os
+
+import psutil
+
+from deploy.errors import DeployError
+from deploy.fleet.for_model import GIB, Machine
+from placement.sizing.accelerators import ACCELERATORS, accelerator_of
+from workers.power.nvml import Gpus, NoGpus, PowerError
+
+
+def this_machine() -> Machine:
+    """Look at the GPUs that CUDA_VISIBLE_DEVICES leaves; without a driver there are none."""
+    memory, cores = psutil.virtual_memory().available, len(os.sched_getaffinity(0))
+    visible = os.environ.get("CUDA_VISIBLE_DEVICES")
+    try:
+        with Gpus() as gpus:
+            found = gpus.all() if visible is None else [gpus.find(one) for one in visible.split(",") if one]
+            sizes = tuple(gpus.memory(gpu.uuid) for gpu in found)
+    except NoGpus:
+        return Machine(cores, memory)
+    except PowerError as error:
+        raise DeployError(f"{error}; see `nvidia-smi`, or hide the GPUs: CUDA_VISIBLE_DEVICES=") from error
+    if len(kinds := sorted({gpu.name for gpu in found})) > 1:
+        raise DeployError(
+            f"this machine has different GPUs ({', '.join(kinds)}): choose with CUDA_VISIBLE_DEVICES, or "
+            "give each kind a tier in a fleet file"
+        )
+    board = accelerator_of(found[0].name) if found else None
+    accelerator = next((name for name, one in ACCELERATORS.items() if one is board), None)
+    return Machine(cores, memory, sizes, accelerator)
+
+
+def describe(machine: Machine) -> str:
+    """Name the machine in words."""
+    if gpus := machine.gpu_memory:
+        kind = machine.accelerator or "GPU"
+        return f"{len(gpus)} x {kind} with {min(gpus) / GIB:.0f} GiB"
+    return f"no GPU, {machine.cores} cores, {machine.memory / GIB:.1f} GiB of free memory"

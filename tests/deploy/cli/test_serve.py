@@ -1,0 +1,154 @@
+"""`conserve serve` and `conserve doctor`: one command, and a sentence for whatever is wrong."""
+
+import json
+import socket
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+from click.testing import Result
+from typer.testing import CliRunner
+
+from deploy.cli import app
+from deploy.cli.commands.serve_model import vllm_arguments
+from deploy.errors import DeployError
+from deploy.fleet import parse_fleet
+from router.auth.keys_file import load_keys
+
+
+@pytest.fixture(autouse=True)
+def alone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("CONSERVE_HOME", str(tmp_path / "home"))
+    monkeypatch.setenv("HF_HOME", str(tmp_path / "hf"))
+    for name in ("CONSERVE_API_KEY", "OTEL_EXPORTER_OTLP_ENDPOINT", "HF_HUB_OFFLINE"):
+        monkeypatch.delenv(name, raising=False)
+
+
+def serve(*words: str) -> Result:
+    return CliRunner().invoke(app, ["serve", *words])
+
+
+def printed(*words: str) -> dict[str, Any]:
+    answer = serve(words[0], "--print", *words[1:])
+    assert answer.exception is None, answer.exception
+    parse_fleet(answer.stdout, "printed")
+    content: dict[str, Any] = yaml.safe_load(answer.stdout)
+    return content
+
+
+def model_in(directory: Path, **config: Any) -> str:
+    directory.mkdir()
+    content = {
+        "model_type": "llama",
+        "num_hidden_layers": 2,
+        "num_attention_heads": 2,
+        "hidden_size": 64,
+        **config,
+    }
+    (directory / "config.json").write_text(json.dumps(content))
+    return str(directory)
+
+
+def test_the_file_is_printed_and_valid() -> None:
+    content = printed("smollm2", "--prefill", "0", "--decode", "1", "--port", "8123")
+    assert content["model"] == {"path": "smollm2", "dtype": "float32", "max_context": 8192}
+    assert (content["policy"], content["gateway"]["port"]) == ("collocated", 8123)
+    assert content["coserving"]["enabled"]
+
+
+def test_options_of_vllm_reach_the_engines() -> None:
+    content = printed(
+        "smollm2",
+        "--",
+        "--max-num-seqs",
+        "4",
+        "--max-model-len=4096",
+        "--no-enforce-eager",
+        "--served-model-name",
+        "m",
+    )
+    assert content["engine"]["args"]["max-num-seqs"] == 4
+    assert content["engine"]["args"]["enforce-eager"] is False
+    assert (content["model"]["max_context"], content["model"]["served_name"]) == (4096, "m")
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        (
+            ["--max-num-sqs", "3"],
+            "--max-num-sqs: vLLM has no option 'max-num-sqs'; did you mean 'max-num-seqs'?",
+        ),
+        (["--max-num-seqs", "many"], "--max-num-seqs: expected an integer, not 'many'"),
+        (["seven"], "'seven' is no option of vLLM's"),
+    ],
+)
+def test_an_option_that_vllm_does_not_take(words: list[str], said: str) -> None:
+    with pytest.raises(DeployError) as raised:
+        list(vllm_arguments(words))
+    assert str(raised.value).startswith(said)
+
+
+def test_json_and_lists_are_read() -> None:
+    words = ["--compilation-config", '{"mode": 3}', "--enable-dbo", "--middleware", "a", "b"]
+    assert dict(vllm_arguments(words)) == {
+        "compilation-config": {"mode": 3}, "enable-dbo": True, "middleware": ["a", "b"],
+    }  # fmt: skip
+
+
+def test_a_path_without_a_model(tmp_path: Path) -> None:
+    for path in ("/no/such", str(tmp_path)):
+        assert str(serve(path).exception).startswith(f"there is no model in {path}: give a directory with")
+
+
+def test_a_model_that_does_not_fit(tmp_path: Path) -> None:
+    model = model_in(tmp_path / "big", max_position_embeddings=4096)
+    index = {"metadata": {"total_size": 10**15}}
+    (tmp_path / "big" / "model.safetensors.index.json").write_text(json.dumps(index))
+    assert "take a smaller or a quantised model" in str(serve(model).exception)
+
+
+def test_a_model_without_weights(tmp_path: Path) -> None:
+    assert "has no weights in safetensors" in str(serve(model_in(tmp_path / "empty")).exception)
+
+
+def test_an_id_that_the_hub_cannot_be_asked_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    with socket.socket() as taken:  # bound, and not listening
+        taken.bind(("127.0.0.1", 0))
+        monkeypatch.setattr(
+            "huggingface_hub.constants.ENDPOINT", f"http://127.0.0.1:{taken.getsockname()[1]}"
+        )
+        said = str(serve("Qwen/Qwen3-0.6B").exception)
+    assert said.startswith("Qwen/Qwen3-0.6B is not on this machine, and Hugging Face cannot be reached: give")
+
+
+def test_a_key_and_a_receiver_of_spans_come_from_the_environment(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("CONSERVE_API_KEY", "secret-of-mine")
+    monkeypatch.setenv("OTEL_EXPORTER_OTLP_ENDPOINT", "http://127.0.0.1:4318")
+    content = printed("smollm2")
+    assert content["observe"] == {"tracing": {"endpoint": "http://127.0.0.1:4318"}}
+    file = Path(content["gateway"]["keys_file"])
+    assert [key.id for key in load_keys(file)] == ["environment"]
+    assert "secret-of-mine" not in file.read_text() and file.stat().st_mode & 0o077 == 0
+
+
+def test_doctor_says_what_to_do_about_a_taken_port() -> None:
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", 0))
+        taken.listen()
+        answer = CliRunner().invoke(app, ["doctor", "--port", str(taken.getsockname()[1])])
+    assert (
+        "ok    Python: 3." in answer.stdout and "end what listens there, or serve on another" in answer.stdout
+    )
+    assert answer.exit_code == 0, answer.stdout
+
+
+def test_doctor_ends_with_1_where_the_state_cannot_be_written(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "file").write_text("")
+    monkeypatch.setenv("CONSERVE_HOME", str(tmp_path / "file" / "home"))
+    answer = CliRunner().invoke(app, ["doctor"])
+    assert answer.exit_code == 1
+    assert "/file/home cannot be written; set CONSERVE_HOME to a folder of yours" in answer.stdout

@@ -1,0 +1,83 @@
+"""The fleet that `conserve serve` makes for a model: valid, and as large as the machine allows."""
+
+from typing import Any
+
+import pytest
+import yaml
+
+from deploy.errors import DeployError
+from deploy.fleet import FleetSpec, parse_fleet
+from deploy.fleet.engine_needs import Architecture, architecture_of
+from deploy.fleet.for_model import GIB, Machine, Wishes, fleet_for
+from deploy.models import smollm2
+
+QWEN3_8B = {
+    "architectures": ["Qwen3ForCausalLM"], "model_type": "qwen3", "num_hidden_layers": 36,
+    "num_attention_heads": 32, "num_key_value_heads": 8, "head_dim": 128, "hidden_size": 4096,
+    "max_position_embeddings": 40960, "torch_dtype": "bfloat16",
+}  # fmt: skip
+SMALL = architecture_of(smollm2.CONFIG, smollm2.WEIGHT_BYTES)
+MIDDLE = architecture_of(QWEN3_8B, 16 * GIB)
+LARGE = architecture_of({**QWEN3_8B, "num_attention_heads": 64, "num_hidden_layers": 80}, 140 * GIB)
+LAPTOP = Machine(cores=4, memory=15 * GIB)
+
+
+def h100s(count: int) -> Machine:
+    return Machine(64, 500 * GIB, (80 * GIB,) * count, "H100")
+
+
+def fleet(model: Architecture, machine: Machine, **wishes: Any) -> FleetSpec:
+    content = fleet_for(Wishes("org/Some-Model.v2", **wishes), model, machine)
+    return parse_fleet(yaml.safe_dump(content), "made")
+
+
+def tiers(made: FleetSpec) -> list[tuple[str, int]]:
+    return [(tier.name, tier.replicas) for tier in made.tiers]
+
+
+def test_one_gpu_has_one_engine_that_co_serves() -> None:
+    made = fleet(MIDDLE, h100s(1))
+    assert made.name == "some-model-v2"
+    assert (made.policy, tiers(made), made.coserving.enabled) == ("collocated", [("decode", 1)], True)
+    assert made.model.max_context == 40960
+
+
+def test_several_gpus_are_split_into_prefillers_and_decoders() -> None:
+    made = fleet(MIDDLE, h100s(8), power_cap_w=400)
+    (prefill, prefillers), (decode, decoders) = tiers(made)
+    assert (prefill, decode, prefillers + decoders) == ("prefill", "decode", 8) and decoders > prefillers
+    assert [tier.power_cap_w for tier in made.tiers] == [None, 400]
+
+
+def test_a_large_model_takes_several_gpus_an_engine() -> None:
+    made = fleet(LARGE, h100s(8))
+    assert made.engine.args["tensor-parallel-size"] == 4
+    assert sum(replicas for _, replicas in tiers(made)) == 2
+
+
+def test_conversations_are_as_long_as_the_memory_allows() -> None:
+    made = fleet(MIDDLE, Machine(8, 60 * GIB, (24 * GIB,), "L4"))
+    assert 2048 <= (made.model.max_context or 0) < 40960
+
+
+def test_without_gpus_a_small_fleet_fits_a_laptop() -> None:
+    made = fleet(SMALL, LAPTOP, dtype="float32", max_context=8192)
+    assert (made.engine.device, tiers(made)) == ("cpu", [("prefill", 1), ("decode", 2)])
+    kv = made.engine.args["num-gpu-blocks-override"] * SMALL.kv_bytes(32, 1, 4)
+    assert 3 * (SMALL.weight_bytes + kv) < 8 * GIB
+
+
+@pytest.mark.parametrize(
+    ("model", "machine", "wishes", "said"),
+    [
+        (LARGE, h100s(1), {}, "weights of 140 GiB do not fit 1 x 72 GiB"),
+        (MIDDLE, LAPTOP, {}, "16.0 GiB of weights, and with 1 engine and 15.0 GiB of free memory"),
+        (MIDDLE, h100s(2), {"prefill": 1, "decode": 2}, "3 engines of 1 GPUs do not fit the 2 GPUs"),
+        (MIDDLE, h100s(1), {"max_context": 900_000}, "room for conversations of"),
+    ],
+)
+def test_what_does_not_fit_is_a_sentence(
+    model: Architecture, machine: Machine, wishes: dict[str, Any], said: str
+) -> None:
+    with pytest.raises(DeployError, match=said):
+        fleet(model, machine, **wishes)
