@@ -33,6 +33,7 @@ app = typer.Typer(
     no_args_is_help=True,
     pretty_exceptions_enable=False,
 )
+app.command("serve", context_settings={"allow_extra_args": True})(serve_model.serve)
 for command in (  # in the order of the help
     *(
         check.check,
@@ -48,7 +49,6 @@ for command in (  # in the order of the help
     *(replay.replay, report.report, simulate.simulate, plan.plan, profile.profile, version.version),
 ):
     app.command()(command)
-app.command("serve", context_settings={"allow_extra_args": True})(serve_model.serve)
 for group in (batch, journal, key, trace, power):
     app.add_typer(group.app, name=group.__name__.rpartition(".")[2])
 
