@@ -21,7 +21,7 @@ from traces.format import TraceConversation, TraceHeader
 
 try:
     import matplotlib
-    from matplotlib.figure import Figure
+    from matplotlib.figure import Figure as Figure
     from matplotlib.ticker import FuncFormatter, NullFormatter
 except ModuleNotFoundError as missing:
     raise TraceError("charts need matplotlib: pip install 'conserve-llm[reports]'") from missing
