@@ -42,6 +42,7 @@ class RunRecord:
     ray_address: str
     directory: str = ""  # host:port of its gRPC service
     endpoint: str = ""  # of the gateway, once it answers
+    ending: bool = False  # a command ends the fleet
 
     def same_run(self, other: "RunRecord | None") -> bool:
         """Tell whether two records are of one run; an upgrade changes only addresses."""

@@ -5,16 +5,13 @@ notices late, and what our connector and the roll-back cannot do. What vLLM refu
 """
 
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
-from functools import cached_property
 from typing import Any
 
 from deploy.errors import KeyPath, Problem
 from deploy.fleet import vllm_options
-from deploy.fleet.engine_needs import BYTES, Architecture, Parallel, arguments, find_architecture, parallel
-from deploy.fleet.schema import FleetSpec, TierSpec
-from placement.engines import Role
-from placement.sizing.accelerators import ACCELERATORS, Accelerator
+from deploy.fleet.engine_needs import Architecture, TierEngines, find_architecture
+from deploy.fleet.schema import FleetSpec
+from placement.sizing.accelerators import ACCELERATORS
 
 GIB = 1 << 30
 KV_TYPES = ("auto", "float16", "bfloat16", "fp8", "fp8_e4m3", "fp8_e5m2")
@@ -37,70 +34,6 @@ SAME_KV = (
     "load-format",
     *("mamba-cache-dtype", "mamba-ssm-cache-dtype"),
 )
-
-
-@dataclass(frozen=True)
-class TierEngines:
-    """Engines of a tier, with the architecture of their model if it is known."""
-
-    fleet: FleetSpec
-    index: int
-    tier: TierSpec
-    model: Architecture | None
-
-    @cached_property
-    def args(self) -> dict[str, Any]:
-        return arguments(self.fleet, self.tier)
-
-    @cached_property
-    def parallel(self) -> Parallel:
-        return parallel(self.fleet, self.tier)
-
-    @property
-    def on_gpus(self) -> bool:
-        return self.fleet.engine.device == "cuda"
-
-    @property
-    def coserves(self) -> bool:
-        return self.fleet.coserving.enabled and self.tier.role is not Role.PREFILL
-
-    @property
-    def safepoints(self) -> bool:
-        return self.coserves and self.fleet.coserving.safepoints and self.fleet.coserving.policy == "conserve"
-
-    @property
-    def transfers(self) -> bool:
-        return self.fleet.policy != "collocated"
-
-    @property
-    def accelerator(self) -> Accelerator | None:
-        return ACCELERATORS.get(self.tier.hardware.accelerator or "")
-
-    @property
-    def kv_width(self) -> int:
-        kind = str(self.args.get("kv-cache-dtype", "auto"))
-        if kind.startswith("fp8"):
-            return 1
-        named = (
-            self.fleet.model.dtype if self.fleet.model.dtype != "auto" else self.model and self.model.dtype
-        )
-        return BYTES.get(kind) or BYTES.get(str(named), 2)
-
-    @property
-    def max_context(self) -> int:
-        """Longest conversation in tokens; 0 if it is not known."""
-        return self.fleet.model.max_context or (self.model.max_context if self.model else 0)
-
-    def at(self, name: str) -> KeyPath:
-        """Return the path of an option in the file, or that of the tier if the option is not set."""
-        if name in self.tier.args:
-            return ("tiers", self.index, "args", name)
-        return ("engine", "args", name) if name in self.args else ("tiers", self.index)
-
-    def integer(self, name: str) -> int:
-        """Return the value of an option; 0 if it is not set."""
-        value = self.args.get(name)
-        return value if isinstance(value, int) else 0
 
 
 def check_engines(fleet: FleetSpec) -> Iterator[Problem]:

@@ -1,14 +1,18 @@
-"""GPUs of an engine, and the architecture that its model's config.json describes."""
+"""Engines of a tier: their arguments, GPUs and model, as far as files on this machine describe it."""
 
 import json
 import os
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
+from deploy.errors import KeyPath
 from deploy.fleet.schema import SMALL_MODEL, FleetSpec, TierSpec
 from deploy.models import smollm2
+from placement.engines import Role
+from placement.sizing.accelerators import ACCELERATORS, Accelerator
 
 
 @dataclass(frozen=True, slots=True)
@@ -164,3 +168,67 @@ def _weight_bytes(directory: Path) -> int:
         )
     except (OSError, ValueError, KeyError, TypeError):
         return sum(file.stat().st_size for file in directory.glob("*.safetensors"))
+
+
+@dataclass(frozen=True)
+class TierEngines:
+    """Engines of a tier, with the architecture of their model if it is known."""
+
+    fleet: FleetSpec
+    index: int
+    tier: TierSpec
+    model: Architecture | None
+
+    @cached_property
+    def args(self) -> dict[str, Any]:
+        return arguments(self.fleet, self.tier)
+
+    @cached_property
+    def parallel(self) -> Parallel:
+        return parallel(self.fleet, self.tier)
+
+    @property
+    def on_gpus(self) -> bool:
+        return self.fleet.engine.device == "cuda"
+
+    @property
+    def coserves(self) -> bool:
+        return self.fleet.coserving.enabled and self.tier.role is not Role.PREFILL
+
+    @property
+    def safepoints(self) -> bool:
+        return self.coserves and self.fleet.coserving.safepoints and self.fleet.coserving.policy == "conserve"
+
+    @property
+    def transfers(self) -> bool:
+        return self.fleet.policy != "collocated"
+
+    @property
+    def accelerator(self) -> Accelerator | None:
+        return ACCELERATORS.get(self.tier.hardware.accelerator or "")
+
+    @property
+    def kv_width(self) -> int:
+        kind = str(self.args.get("kv-cache-dtype", "auto"))
+        if kind.startswith("fp8"):
+            return 1
+        named = (
+            self.fleet.model.dtype if self.fleet.model.dtype != "auto" else self.model and self.model.dtype
+        )
+        return BYTES.get(kind) or BYTES.get(str(named), 2)
+
+    @property
+    def max_context(self) -> int:
+        """Longest conversation in tokens; 0 if it is not known."""
+        return self.fleet.model.max_context or (self.model.max_context if self.model else 0)
+
+    def at(self, name: str) -> KeyPath:
+        """Return the path of an option in the file, or that of the tier if the option is not set."""
+        if name in self.tier.args:
+            return ("tiers", self.index, "args", name)
+        return ("engine", "args", name) if name in self.args else ("tiers", self.index)
+
+    def integer(self, name: str) -> int:
+        """Return the value of an option; 0 if it is not set."""
+        value = self.args.get(name)
+        return value if isinstance(value, int) else 0

@@ -8,6 +8,7 @@ import threading
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from typing import Any
 
 import psutil
@@ -83,6 +84,8 @@ def bring_down(home: FleetHome) -> int:
 def _bring_down(home: FleetHome) -> int:
     before = {process.pid for process in marked(home)}
     run = home.read_run()
+    if run is not None:
+        home.write_run(replace(run, ending=True))  # a `conserve up` that waits for engines reads it
     supervisor = processes.find(run.pid, run.started) if run and run.pid else None
     if run is not None and run.pid == 0:
         try:

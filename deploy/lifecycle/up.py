@@ -33,7 +33,6 @@ CALL_LIMIT_S = 120.0
 GATEWAY_LIMIT_S = 60.0
 PLACE_LIMIT_S = 15.0
 LOOK_EVERY_S = 0.5
-SUPERVISOR_GONE_S = 5.0
 
 
 def prepare(fleet: FleetSpec, home: FleetHome, tell: Tell) -> None:
@@ -121,7 +120,7 @@ def bring_up(fleet: FleetSpec, home: FleetHome, tell: Tell, *, end_with_us: bool
             ray.shutdown()
     except BaseException as error:  # Ctrl-C too: what has started would run on without us
         try:
-            elsewhere = isinstance(error, ActorLost | ConnectionError) and ended_elsewhere(home)
+            elsewhere = ended_elsewhere(home, error)
         finally:
             bring_down(home)
         if elsewhere:
@@ -129,14 +128,15 @@ def bring_up(fleet: FleetSpec, home: FleetHome, tell: Tell, *, end_with_us: bool
         raise
 
 
-def ended_elsewhere(home: FleetHome) -> bool:
-    """Tell whether another command ended the fleet: it ends the supervisor first, and Ray with it."""
-    deadline = time.monotonic() + SUPERVISOR_GONE_S
-    while (run := home.read_run()) is not None and (run.pid == 0 or processes.find(run.pid, run.started)):
-        if run.pid == 0 or time.monotonic() > deadline:
-            return False
-        time.sleep(0.1)
-    return True
+def ended_elsewhere(home: FleetHome, error: BaseException) -> bool:
+    """Tell whether a start failed because another command ends the fleet, or its supervisor was killed."""
+    if not isinstance(error, LifecycleError | ConnectionError):
+        return False
+    run = home.read_run()
+    if run is None or run.ending:
+        return True
+    supervised = run.pid == 0 or processes.find(run.pid, run.started) is not None
+    return isinstance(error, ActorLost | ConnectionError) and not supervised
 
 
 def _start(ray: Any, fleet: FleetSpec, home: FleetHome, record: RunRecord, tell: Tell) -> str:

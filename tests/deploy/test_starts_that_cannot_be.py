@@ -7,18 +7,20 @@ import subprocess
 import sys
 import tempfile
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import psutil
 import pytest
 import yaml
 
 import router.gateway.config
-from deploy.errors import LifecycleError
+from deploy.errors import ActorLost, LifecycleError
 from deploy.fleet import parse_fleet
-from deploy.home import FleetHome
+from deploy.home import FleetHome, RunRecord
 from deploy.lifecycle.down import marked
-from deploy.lifecycle.up import refuse_what_does_not_fit
+from deploy.lifecycle.up import ended_elsewhere, refuse_what_does_not_fit
 from router.directory.journal import Journal, Row
 from router.gateway.config import GatewayConfig, ServedModel
 from tests.support.fleet import ROOT, conserve
@@ -133,3 +135,19 @@ def test_resources_that_this_machine_lacks(resources: dict[str, float], there: A
         return
     with pytest.raises(LifecycleError, match="2 x decode take 2 GPU, and this machine has"):
         refuse_what_does_not_fit(fleet, there)
+
+
+def test_a_start_that_fails_while_another_command_ends_the_fleet_says_so(base: Path) -> None:
+    home = FleetHome.of("random", str(base))
+    home.create()
+    ours = RunRecord(os.getpid(), psutil.Process().create_time(), "127.0.0.1:1")
+    home.write_run(ours)
+    lost = ActorLost("the keeper of decode-0 failed")
+    assert not ended_elsewhere(home, lost)
+    home.write_run(replace(ours, ending=True))
+    assert ended_elsewhere(home, lost)
+    assert ended_elsewhere(home, LifecycleError("engine decode-0 cannot start"))
+    assert not ended_elsewhere(home, KeyboardInterrupt())
+    home.write_run(replace(ours, started=1.0))  # the supervisor is gone
+    assert ended_elsewhere(home, lost)
+    assert not ended_elsewhere(home, LifecycleError("Ray did not start"))

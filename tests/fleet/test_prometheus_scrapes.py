@@ -7,7 +7,6 @@ from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 
-from deploy.observability.dashboards import quantile, rate
 from tests.deploy.observe.test_catalogue_is_complete import compared, expressions
 from tests.fleet.talk import client, opening, tool_turn
 from tests.router.batch.jobs import jsonl
@@ -100,14 +99,15 @@ def test_an_expression_that_nothing_serves_has_no_data(scraping: Prometheus) -> 
 
 
 COUNTS = [
-    rate("conserve_coserving_offline_tokens_total"),
-    rate("conserve_coserving_budget_tokens_total"),
-    rate("conserve_coserving_signals_total"),
-    rate("conserve_coserving_aborts_total"),
-    quantile(0.5, "conserve_coserving_abort_wait_seconds"),
-    rate("conserve_coserving_offline_tokens_lost_total", "cause"),
-    rate("conserve_coserving_late_tokens_total"),
-    rate("conserve_energy_joules_total", "role"),
+    "sum(rate(conserve_coserving_offline_tokens_total[$__rate_interval]))",
+    "sum(rate(conserve_coserving_budget_tokens_total[$__rate_interval]))",
+    "sum(rate(conserve_coserving_signals_total[$__rate_interval]))",
+    "sum(rate(conserve_coserving_aborts_total[$__rate_interval]))",
+    "histogram_quantile(0.5, "
+    "sum by (le) (rate(conserve_coserving_abort_wait_seconds_bucket[$__rate_interval])))",
+    "sum by (cause) (rate(conserve_coserving_offline_tokens_lost_total[$__rate_interval]))",
+    "sum(rate(conserve_coserving_late_tokens_total[$__rate_interval]))",
+    "sum by (role) (rate(conserve_energy_joules_total[$__rate_interval]))",
 ]
 
 
