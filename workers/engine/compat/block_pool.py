@@ -110,7 +110,7 @@ def _take_place(pool: Any, old: KVCacheBlock, new: KVCacheBlock) -> None:
 
 
 def start_over(scheduler: Any, blocks: int) -> None:
-    """Compute all requests again, in a pool of so many blocks, because the KV in blocks is lost.
+    """Compute all requests again, in a pool of `blocks` blocks, because the KV in blocks is lost.
 
     vLLM frees the blocks of running requests, and raises if waiting ones hold some: those whose KV was loaded
     and that wait for a place in the batch.

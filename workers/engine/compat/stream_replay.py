@@ -21,7 +21,11 @@ CONTINUING = ReliedOn(
         _OUTPUTS: {
             "add_request": ("self", "request", "prompt", "parent_req", "request_index", "queue"),
             "process_outputs": (
-                "self", "engine_core_outputs", "engine_core_timestamp", "iteration_stats", "weight_version",
+                "self",
+                "engine_core_outputs",
+                "engine_core_timestamp",
+                "iteration_stats",
+                "weight_version",
             ),
         },
         "vllm.v1.request:Request": {
@@ -41,20 +45,31 @@ CONTINUING = ReliedOn(
     },
     # One output at a time is taken from the queue: what is put there between two is not merged.
     uses={_LLM: {"generate": ("get_nowait", "add_request"), "_add_request": ("add_request_async",)}},
-)  # fmt: skip
+)
 
 GENERATIONS = ReliedOn(
     signatures={
         _LLM: {
             "generate": (
-                "self", "prompt", "sampling_params", "request_id", "prompt_text", "lora_request",
-                "tokenization_kwargs", "trace_headers", "priority", "data_parallel_rank", "session_id",
-                "kv_hints", "reasoning_ended", "reasoning_parser_kwargs",
+                "self",
+                "prompt",
+                "sampling_params",
+                "request_id",
+                "prompt_text",
+                "lora_request",
+                "tokenization_kwargs",
+                "trace_headers",
+                "priority",
+                "data_parallel_rank",
+                "session_id",
+                "kv_hints",
+                "reasoning_ended",
+                "reasoning_parser_kwargs",
             ),
         },
     },
     attributes={_LLM: ("model_config",)},
-)  # fmt: skip
+)
 
 AT_A_TIME = 32  # replayed outputs in one go: an API server has other streams, too
 

@@ -12,7 +12,7 @@ from typing import Any, BinaryIO
 import msgspec
 
 from kvtransfer.metrics import CounterSpec, HistogramSpec
-from placement.scheduling.interface import RequestView, RunningBatch
+from placement.scheduling.interface import IterationDone, RequestView, RunningBatch
 from placement.scheduling.latency_model import BatchWork
 
 
@@ -55,6 +55,12 @@ class PendingIteration:
         if not self.batch.online_requests:
             return "offline"
         return "mixed" if self.batch.offline_requests else "online"
+
+    def done(self, now: float, seconds: float, late: int) -> IterationDone:
+        """Return what a policy learns from this iteration."""
+        batch = self.batch
+        online, offline = batch.online_requests, batch.offline_requests
+        return IterationDone(now, batch.work, batch.seconds, seconds, online, offline, late, self.aborted)
 
 
 def count(iteration: PendingIteration, counts: MutableMapping[str, Any], seconds: float, late: int) -> None:
@@ -112,6 +118,28 @@ class IterationRecord:
     again_tokens: int = 0  # offline tokens computed again after a preemption
     before: int = 0  # sum over requests of new tokens times context
     prompt_tokens: int = 0  # online, before a first token
+
+    @classmethod
+    def of(cls, iteration: PendingIteration, now: float, seconds: float, late: int) -> "IterationRecord":
+        batch, work = iteration.batch, iteration.batch.work
+        return cls(
+            at=now,
+            seconds=seconds,
+            predicted_s=batch.seconds,
+            new_tokens=work.new_tokens,
+            attended=work.attended,
+            context=work.context,
+            online_requests=batch.online_requests,
+            offline_requests=batch.offline_requests,
+            offline_tokens=iteration.offline_tokens,
+            preempted=iteration.preempted,
+            late_requests=late,
+            aborted=iteration.aborted,
+            overlapped=iteration.overlapped,
+            again_tokens=iteration.again_tokens,
+            before=work.before,
+            prompt_tokens=iteration.prompt_tokens,
+        )
 
     @property
     def work(self) -> BatchWork:

@@ -17,7 +17,6 @@ from kvtransfer.compat.relied_on import verify
 from placement.scheduling.interface import (
     BatchBuilder,
     EngineView,
-    IterationDone,
     IterationPlan,
     RequestView,
     RunningBatch,
@@ -319,14 +318,25 @@ class PlannedScheduling(internals.OpenScheduling):
         online_work, offline_work = BatchWork.of(online), BatchWork.of(offline)
         work = online_work + offline_work
         batch = RunningBatch(
-            work, online_work, len(offline), work.requests - len(offline), model.seconds(work), 0.0,
+            work,
+            online_work,
+            len(offline),
+            work.requests - len(offline),
+            model.seconds(work),
+            0.0,
             slack if online else None,
-        )  # fmt: skip
+        )
         share = PromptSharing(tightest).share(model.seconds(BatchWork.of(decoding))) if decoding else 1.0
         return PendingIteration(
-            started, batch, epoch, tuple(scheduled), offline_work.new_tokens, again_tokens=again,
-            prompt_tokens=prompt_tokens, prompt_share=share,
-        )  # fmt: skip
+            started,
+            batch,
+            epoch,
+            tuple(scheduled),
+            offline_work.new_tokens,
+            again_tokens=again,
+            prompt_tokens=prompt_tokens,
+            prompt_share=share,
+        )
 
     def ended(self, iteration: PendingIteration, requests: list[Any]) -> None:
         """Let the latency model, the policy and the reports learn from an iteration with its result."""
@@ -338,13 +348,7 @@ class PlannedScheduling(internals.OpenScheduling):
         if not iteration.aborted:
             late = sum(self.tracked.served(request, now) for request in requests)
             self.latency.observe(iteration.batch.work, seconds)
-        batch = iteration.batch
-        self.policy.observe(
-            IterationDone(
-                now, batch.work, batch.seconds, seconds, batch.online_requests, batch.offline_requests, late,
-                iteration.aborted,
-            )
-        )  # fmt: skip
+        self.policy.observe(iteration.done(now, seconds, late))
         if self._report is not None:
             self._report.prompt_share = iteration.prompt_share
             if iteration.prompt_tokens and not iteration.aborted:
@@ -377,12 +381,4 @@ class PlannedScheduling(internals.OpenScheduling):
         """Hook: count an iteration in metrics."""
 
     def entry(self, iteration: PendingIteration, now: float, seconds: float, late: int) -> IterationRecord:
-        batch, work = iteration.batch, iteration.batch.work
-        return IterationRecord(
-            at=now, seconds=seconds, predicted_s=batch.seconds, new_tokens=work.new_tokens,
-            attended=work.attended, context=work.context, online_requests=batch.online_requests,
-            offline_requests=batch.offline_requests, offline_tokens=iteration.offline_tokens,
-            preempted=iteration.preempted, late_requests=late, aborted=iteration.aborted,
-            overlapped=iteration.overlapped, again_tokens=iteration.again_tokens, before=work.before,
-            prompt_tokens=iteration.prompt_tokens,
-        )  # fmt: skip
+        return IterationRecord.of(iteration, now, seconds, late)
