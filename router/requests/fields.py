@@ -206,7 +206,7 @@ REFUSED: Mapping[str, str] = {
 
 
 class UnknownFields(StrEnum):
-    """What is done with fields of a request that neither vLLM nor the gateway knows."""
+    """Rule for fields of a request that neither vLLM nor the gateway knows."""
 
     DROP = "drop"
     REFUSE = "refuse"
