@@ -33,7 +33,7 @@ from vllm.v1.metrics.cache_hit_source import CacheHitSource
 from kvtransfer.compat.kv_connector import CONNECTOR as RELIED_ON
 from kvtransfer.compat.kv_connector import WORKER
 from kvtransfer.compat.relied_on import verify
-from kvtransfer.compat.whole_graphs import leave_out_whole_graphs, pieces_for_all_steps, refuse_whole_graph
+from kvtransfer.compat.whole_graphs import leave_out_whole_graphs, pieces_for_all_steps, take_back_whole_graph
 from kvtransfer.config import (
     CONNECTOR,
     CONNECTOR_MODULE,
@@ -234,6 +234,7 @@ class ConServeConnector(KVConnectorBase_V1, SupportsHMA):
         self._pieces_only = bool(self._layered) and not leave_out_whole_graphs(
             vllm_config, lambda: self._needs_layers
         )
+        self._graphs_taken_back = 0
         self._counts: dict[str, float] = {"piecewise_only": 1} if self._pieces_only else {}
         self._matches: dict[str, tuple[str, Match]] = {}  # request -> plugin that loads it
         self._hit_sources: dict[str, CacheHitSource] = {}
@@ -382,8 +383,9 @@ class ConServeConnector(KVConnectorBase_V1, SupportsHMA):
 
     def bind_connector_metadata(self, connector_metadata: KVConnectorMetadata) -> None:
         """vLLM calls this right before the forward pass, or where there is none."""
-        if self._needs_layers and not self._pieces_only:
-            refuse_whole_graph()
+        if self._needs_layers and not self._pieces_only and take_back_whole_graph(self._graphs_taken_back):
+            self._graphs_taken_back += 1
+            self._counts["graphs_taken_back"] = self._counts.get("graphs_taken_back", 0) + 1
         super().bind_connector_metadata(connector_metadata)
 
     def start_load_kv(self, forward_context: Any, **kwargs: Any) -> None:

@@ -80,6 +80,11 @@ COUNTERS: Mapping[str, CounterSpec] = {
         "Ranks where all steps have piecewise CUDA graphs, because vLLM could not be told which of them need "
         "it; the engine's log has why. 0 is right.",
     ),
+    "graphs_taken_back": CounterSpec(
+        "conserve_kv_graphs_taken_back",
+        "Steps with work between their layers for which vLLM chose a whole CUDA graph all the same: they ran "
+        "without graphs; the engine's log has it. 0 is right.",
+    ),
     "host_full": CounterSpec("conserve_kv_host_full", "Times a block found no free slot in host memory."),
     "left_host": CounterSpec("conserve_kv_left_host", "Conversations whose host memory was given to others."),
     "parked": CounterSpec(

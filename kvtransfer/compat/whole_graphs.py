@@ -29,7 +29,6 @@ import vllm.envs as envs
 from vllm.config import CUDAGraphMode
 from vllm.forward_context import get_forward_context, is_forward_context_available
 
-from kvtransfer import KVTransferError
 from kvtransfer.compat.relied_on import ReliedOn, differences
 
 logger = logging.getLogger("conserve.kvtransfer")
@@ -70,10 +69,6 @@ V2_RUNNER = (
     "vLLM's V2 model runner chooses a step's graph before connectors hear of the step "
     "(set VLLM_USE_V2_MODEL_RUNNER=0)"
 )
-
-
-class WholeGraphError(KVTransferError, RuntimeError):
-    """A step with work between its layers was about to run as a whole graph, which leaves that work out."""
 
 
 def pieces_for_all_steps() -> bool:
@@ -134,13 +129,21 @@ def _patch_dispatcher(needed: Callable[[], bool]) -> None:
     CudagraphDispatcher.dispatch = dispatch
 
 
-def refuse_whole_graph() -> None:
-    """Of a step that has work between its layers, when all is chosen and the forward pass is next."""
+def take_back_whole_graph(before: int) -> bool:
+    """Run the step whose forward pass is next without graphs, if vLLM chose a whole one all the same.
+
+    Return whether it did; `before` is how often it has. A step without a forward context counts as one, and
+    runs as it is: nobody can abort it, and what it exports goes when it is over.
+    """
     if is_forward_context_available():
-        mode = get_forward_context().cudagraph_runtime_mode
-        if mode != CUDAGraphMode.FULL:
-            return
-    raise WholeGraphError(
-        "this step has work between its layers (a safepoint, or KV that is sent) and would run as a whole "
-        "CUDA graph, which leaves it out: set cudagraph_mode to PIECEWISE"
-    )
+        context = get_forward_context()
+        if context.cudagraph_runtime_mode != CUDAGraphMode.FULL:
+            return False
+        context.cudagraph_runtime_mode = CUDAGraphMode.NONE
+    if (before + 1).bit_count() == 1:  # 1, 2, 4, ...: it may happen with every such step
+        logger.error(
+            "a step with work between its layers was to run as a whole CUDA graph, and runs without graphs "
+            "times=%d: set cudagraph_mode to PIECEWISE",
+            before + 1,
+        )
+    return True

@@ -17,7 +17,7 @@ from vllm.config.compilation import CompilationMode
 from vllm.distributed.kv_transfer.kv_connector.factory import KVConnectorFactory
 from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorRole
 from vllm.engine.arg_utils import EngineArgs
-from vllm.forward_context import set_forward_context
+from vllm.forward_context import get_forward_context, set_forward_context
 from vllm.model_executor.layers.mamba.checkpoint import compute_mamba_prefill_checkpoints
 from vllm.sampling_params import SamplingParams
 from vllm.utils.hashing import sha256
@@ -206,6 +206,9 @@ class SteppedEngine:
         mode = self._graph(output.num_scheduled_tokens)
         with set_forward_context(None, self.vllm_config, cudagraph_runtime_mode=mode):
             self.worker.bind_connector_metadata(meta)
+            mode = get_forward_context().cudagraph_runtime_mode
+        if output.total_num_scheduled_tokens:
+            self.modes.append(mode)
         for source, target in output.kv_cache_block_copies or ():  # a hit on a part of somebody's last block
             for layer in self.groups[0]:
                 self.kv[layer][target] = self.kv[layer][source]
@@ -239,7 +242,6 @@ class SteppedEngine:
             return CUDAGraphMode.NONE
         decodes = all(count == 1 for count in scheduled.values())
         mode, _ = self.dispatcher.dispatch(sum(scheduled.values()), uniform_decode=decodes)
-        self.modes.append(mode)
         return mode
 
     def _forward(self, scheduled: Mapping[str, int]) -> dict[str, list[int]]:

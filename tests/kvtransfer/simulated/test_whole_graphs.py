@@ -19,7 +19,6 @@ from vllm.config import CUDAGraphMode
 from vllm.v1.cudagraph_dispatcher import CudagraphDispatcher
 from vllm.v1.worker.gpu_model_runner import GPUModelRunner
 
-from kvtransfer.compat.whole_graphs import WholeGraphError
 from kvtransfer.config import ConnectorConfig
 from kvtransfer.connector import ConServeConnector
 from kvtransfer.plugins import Plugin, WorkerSide
@@ -139,8 +138,11 @@ def test_what_another_forbids_stays_forbidden(make: Make) -> None:
 
 
 @pytest.mark.parametrize("config", [coserving, prefiller], ids=["armed", "exporting"])
-def test_a_step_that_would_leave_its_work_out_is_refused(
-    config: Callable[[], ConnectorConfig], make: Make, monkeypatch: pytest.MonkeyPatch
+def test_a_step_that_would_leave_its_work_out_runs_without_graphs(
+    config: Callable[[], ConnectorConfig],
+    make: Make,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
 ) -> None:
     unpatched = CudagraphDispatcher.dispatch
     engine = make(config())
@@ -150,19 +152,25 @@ def test_a_step_that_would_leave_its_work_out_is_refused(
     assert engine.modes == [PIECEWISE, FULL, FULL]
     engine.add("one token", [1], 3, priority=10, params=EXPORT)
     arms(engine, 0.1)
-    with pytest.raises(WholeGraphError, match="this step has work between its layers"):
+    with caplog.at_level(logging.ERROR, "conserve.kvtransfer"):
         engine.run()
-    assert engine.modes[-1] == FULL
+    taken_back = engine.modes[3:].count(CUDAGraphMode.NONE)
+    assert taken_back >= 1 and engine.modes[3] == CUDAGraphMode.NONE
+    assert engine.wrong == [] and "one token" in engine.answers
+    stats = engine.worker.get_kv_connector_stats()
+    assert stats is not None and stats.data["graphs_taken_back"] == taken_back
+    assert "was to run as a whole CUDA graph" in caplog.text
 
 
-def test_outside_of_a_forward_context_it_is_refused_too(make: Make) -> None:
+def test_a_step_without_a_forward_context_is_counted_too(make: Make) -> None:
     engine = make(coserving())
     engine.add("offline", [2] * 5, 3, priority=10)
     arms(engine, 0.1)
     meta = engine.scheduler.schedule().kv_connector_metadata
     engine.worker.handle_preemptions(meta)
-    with pytest.raises(WholeGraphError):
-        engine.worker.bind_connector_metadata(meta)
+    engine.worker.bind_connector_metadata(meta)
+    stats = engine.worker.get_kv_connector_stats()
+    assert stats is not None and stats.data["graphs_taken_back"] == 1
 
 
 class SilentWorker(WorkerSide):
