@@ -4,10 +4,11 @@ import logging
 from collections.abc import Callable
 from pathlib import Path
 
+from deploy.errors import DeployError
 from deploy.fleet.engine_needs import model_directory
 from deploy.fleet.schema import SMALL_MODEL, FleetSpec
 from deploy.home import FleetHome
-from deploy.models import smollm2
+from deploy.models import hub, smollm2
 from deploy.models.parsers import Choice, ModelText, choose, text_in
 from deploy.small_model import make_model
 
@@ -20,6 +21,11 @@ def ensure_model(fleet: FleetSpec, home: FleetHome, tell: Callable[[str], None] 
         smollm2.ensure(tell)
     elif fleet.model.path == SMALL_MODEL and make_model(home.model):
         tell(f"small model made in {home.model}")
+    elif fleet.model.path != SMALL_MODEL and model_directory(fleet.model.path) is None:
+        try:  # the files that its parsers are chosen by; an engine fetches the rest
+            hub.describe(fleet.model.path)
+        except DeployError as error:
+            _logger.warning("no parsers are chosen for the model: %s", error)
 
 
 def parsers(model: str) -> tuple[Choice, ...]:

@@ -1,5 +1,14 @@
 """Parsers are chosen by a model's own files; what is not known gets none."""
 
+import json
+import os
+import subprocess
+import sys
+import threading
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
+from typing import ClassVar
+
 import pytest
 
 from deploy.fleet import vllm_options
@@ -46,3 +55,52 @@ def test_none_has_a_sentence_that_says_what_to_do() -> None:
         "tool-call-parser: none (the model's config.json is not on this machine: set"
     )
     assert str(unknown).startswith("tool-call-parser: none (no rule fits model_type bailing_moe")
+
+
+class Hub(BaseHTTPRequestHandler):
+    """Says of every model what the Hugging Face Hub says of one, and serves its files."""
+
+    files: ClassVar[dict[str, bytes]] = {
+        "config.json": json.dumps({"model_type": "qwen3", "num_hidden_layers": 2}).encode(),
+        "chat_template.jinja": QWEN3.encode(),
+    }
+
+    def do_HEAD(self) -> None:
+        self.do_GET()
+
+    def do_GET(self) -> None:
+        name = self.path.rpartition("/")[2]
+        if self.path.startswith("/api/models/"):
+            siblings = [{"rfilename": one} for one in self.files]
+            siblings.append({"rfilename": "model.safetensors", "size": 1_000})
+            body = json.dumps({"id": "a/b", "sha": "0" * 40, "siblings": siblings}).encode()
+        else:
+            body = self.files[name]
+        self.send_response(200)
+        self.send_header("Content-Length", str(len(body)))
+        self.send_header("X-Repo-Commit", "0" * 40)
+        self.send_header("ETag", f'"{name}"')
+        self.end_headers()
+        if self.command == "GET":
+            self.wfile.write(body)
+
+    def log_message(self, format: str, *args: object) -> None:
+        pass
+
+
+def test_files_of_a_model_of_the_hub_are_fetched_before_parsers_are_chosen(tmp_path: Path) -> None:
+    server = ThreadingHTTPServer(("127.0.0.1", 0), Hub)
+    threading.Thread(target=server.serve_forever, daemon=True).start()
+    program = (
+        "import deploy.fleet\nfrom deploy.models import hub, built_in\n"
+        "assert [one.parser for one in built_in.parsers('a/b')] == ['', '']\n"
+        "assert hub.describe('a/b')[1] == 1000\n"
+        "print([one.parser for one in built_in.parsers('a/b')])\n"
+    )
+    env = {**os.environ, "HF_HOME": str(tmp_path), "HF_ENDPOINT": f"http://127.0.0.1:{server.server_port}"}
+    env.pop("HF_HUB_OFFLINE", None)
+    command = [sys.executable, "-c", program]
+    done = subprocess.run(command, env=env, capture_output=True, text=True, timeout=60, check=False)
+    server.shutdown()
+    server.server_close()
+    assert done.stdout.strip() == "['hermes', 'qwen3']", done.stderr
