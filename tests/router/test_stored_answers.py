@@ -267,7 +267,7 @@ async def test_stored_answers_are_bounded_by_age_and_bytes(tmp_path: Path, bound
 
 
 def test_one_owner_does_not_push_out_what_another_has_stored(tmp_path: Path) -> None:
-    store = AnswerStore(stored(tmp_path, max_bytes=40_000))
+    store = AnswerStore(stored(tmp_path, gib=40_000 / (1 << 30)))
     store.put("alice", StoredAnswer("first", None, ITEMS, b"{}"))
     for number in range(40):
         items = b'{"role":"user","content":"%b"}' % os.urandom(1000).hex().encode()
