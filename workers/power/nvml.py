@@ -89,7 +89,7 @@ class Gpus:
 
     def memory(self, uuid: str) -> int:
         """Return the bytes of a GPU's memory."""
-        with self._said(f"memory of {uuid}"):
+        with self._errors(f"memory of {uuid}"):
             return int(self._nvml.nvmlDeviceGetMemoryInfo(self._handle(uuid)).total)
 
     @contextmanager
