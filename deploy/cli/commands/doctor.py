@@ -22,7 +22,7 @@ from router.gateway.config import GatewayConfig
 from router.http import ServerLimits, descriptors_problem
 from workers.processes import listen_problem
 
-LEAST_MEMORY = 8 * GIB  # three engines with SmolLM2
+LEAST_MEMORY = 10 * GIB  # three engines with SmolLM2
 LEAST_DISK = 5 * GIB
 
 
