@@ -1,4 +1,4 @@
-"""KV that moves or waits, as one connector inside vLLM; and the base of what goes wrong with it."""
+"""Connector inside vLLM that transfers, retains and parks KV; and the base of its exceptions."""
 
 
 class KVTransferError(Exception):

@@ -1,4 +1,4 @@
-"""What one engine's connector is told: frozen, and the same on both sides of the command line."""
+"""Settings of one engine's connector: frozen, and the same on both sides of the command line."""
 
 import os
 from collections.abc import Mapping
@@ -27,23 +27,27 @@ class ConnectorConfig:
 
     engine: str = "engine"
     epoch: int = 0
-    transfer: bool = True  # false: this engine neither sends nor fetches, and needs no secret
-    backend: str = "tcp"  # what moves KV between engines: "tcp" is ours, "nixl" is NIXL's connector
+    transfer: bool = True  # False: the engine neither sends nor fetches, and needs no secret
+    backend: str = "tcp"  # "tcp" is our own transfer, "nixl" is NIXL's connector
     host: str = "127.0.0.1"  # where peers reach this engine's transfer server
     port: int = 0  # transfer server of rank 0; rank r listens on port + r; 0: no server
     lease_s: float = 60.0  # how long a finished prefill's KV waits for its decoder
     timeout_s: float = 30.0  # longest silence of a peer before a transfer is given up
-    encrypt: bool = False  # blocks on their way between engines; whoever reads the network else reads prompts
-    staging_gib: float = 0.25  # GPU only: pinned host memory of all ranks that blocks pass through in turns
-    feed: str = ""  # Unix socket of the state feed; empty: no feed
+    encrypt: bool = (
+        False  # encrypt blocks between engines; without it, the network carries prompts' KV readable
+    )
+    staging_gib: float = (
+        0.25  # GPU only: pinned host memory, of all ranks, that transferred blocks pass through
+    )
+    control_socket: str = ""  # path of the Unix socket to the keeper; empty: none
     park_after_s: float = PARK_AFTER_S  # idle time after which a conversation is parked
-    ttl_s: float | None = None  # idle time after which a conversation is forgotten; None: when it is ended
+    ttl_s: float | None = None  # idle time after which a conversation is forgotten; None: never
     host_kv_gib: float = 0.0  # host memory for checkpoints; 0: no checkpoint, nothing can be parked
-    idle_kv_yields: bool = False  # KV between turns gives way without a copy on the host, too, and is lost
+    idle_kv_evictable: bool = False  # idle conversations' KV may be evicted without a copy on the host
     lmcache: str = ""  # host:port of LMCache's server, the tier behind the host; empty: none
     lmcache_timeout_s: float = 1.0  # longest wait for it within a step
-    # False: no plugin does anything between layers here, so that every step may run as one CUDA graph. Then
-    # nothing is exported either: it is published layer by layer.
+    # False: no plugin has work between layers, so that every step may run as one CUDA graph. Nothing can be
+    # exported then, because exports are published layer by layer.
     layer_hooks: bool = True
     safepoint: str = ""  # shared memory name of the safepoint flag; empty: no safepoints
     plugins: tuple[str, ...] = ()  # more plugins, as "module:Class"
@@ -59,7 +63,7 @@ class ConnectorConfig:
         if self.backend not in ("tcp", "nixl"):
             raise ConnectorConfigError(f"backend must be tcp or nixl, not {self.backend!r}")
         if self.encrypt and self.backend != "tcp":
-            raise ConnectorConfigError("encrypt is of the backend tcp: NIXL moves KV in the clear")
+            raise ConnectorConfigError("encrypt needs backend tcp: NIXL does not encrypt")
         if self.lmcache and not self.lmcache.rpartition(":")[2].isdigit():
             raise ConnectorConfigError(f"lmcache must be host:port, not {self.lmcache!r}")
         if self.lmcache and self.safepoint:
@@ -87,9 +91,9 @@ class ConnectorConfig:
         return self.transfer and self.backend == "tcp"
 
     def to_kv_transfer_config(self) -> dict[str, Any]:
-        """The value of vLLM's `--kv-transfer-config`."""
+        """Return the value of vLLM's `--kv-transfer-config`."""
         ours = _connector(CONNECTOR, CONNECTOR_MODULE, self.to_extra_config())
-        # vLLM asks them in this order: NIXL moves, ours retains, LMCache has what nobody here has.
+        # vLLM asks them in this order: NIXL transfers, ours retains, LMCache is the tier behind.
         connectors = [ours]
         if self.transfer and self.backend == "nixl":
             lease_s = max(6, int(self.lease_s))
@@ -97,9 +101,8 @@ class ConnectorConfig:
         if self.lmcache:
             host, _, port = self.lmcache.rpartition(":")
             lmcache = {
-                "lmcache.mp.host": f"tcp://{host}",
-                "lmcache.mp.port": int(port),
-                "lmcache.mp.mq_timeout": self.lmcache_timeout_s,  # by default a step hangs for 300 s
+                "lmcache.mp.host": f"tcp://{host}", "lmcache.mp.port": int(port), "lmcache.mp.mq_timeout":
+                self.lmcache_timeout_s,  # LMCache's default lets a step hang for 300 s
                 "lmcache.mp.heartbeat_interval": self.lmcache_timeout_s,
             }
             connectors.append(_connector(LMCACHE, LMCACHE_MODULE, lmcache))
@@ -108,7 +111,7 @@ class ConnectorConfig:
         return _connector(SEVERAL, SEVERAL_MODULE, {"connectors": connectors})
 
     def environment(self) -> dict[str, str]:
-        """What the engine's process needs besides the argument; NIXL is told its port only this way."""
+        """Return the environment variables that the engine needs; NIXL takes its port only from there."""
         if not (self.transfer and self.backend == "nixl"):
             return {}
         return {"VLLM_NIXL_SIDE_CHANNEL_HOST": self.host, "VLLM_NIXL_SIDE_CHANNEL_PORT": str(self.port)}
@@ -119,13 +122,13 @@ def _connector(name: str, module: str, extra: dict[str, Any]) -> dict[str, Any]:
         "kv_connector": name,
         **({"kv_connector_module_path": module} if module else {}),
         "kv_role": "kv_both",
-        "kv_load_failure_policy": "recompute",  # vLLM's default answers 500
+        "kv_load_failure_policy": "recompute",  # with vLLM's default the client gets a 500
         "kv_connector_extra_config": extra,
     }
 
 
 def transfer_secret(environ: Mapping[str, str] = os.environ) -> bytes:
-    """The key of transfers: from the environment, because arguments are visible to every local user."""
+    """Read the key of transfers from the environment: arguments are visible to every local user."""
     secret = environ.get(SECRET_VARIABLE, "")
     if len(secret) < 16:
         raise ConnectorConfigError(f"{SECRET_VARIABLE} must hold the key of transfers (16 characters+)")
@@ -136,5 +139,5 @@ GIB = 1 << 30
 
 
 def host_slots(config: ConnectorConfig, ranks: int, block_bytes: int) -> int:
-    """`host_kv_gib` is of the whole engine: every rank holds its share of each block."""
+    """Return the number of host slots: `host_kv_gib` is for all ranks, which each hold a part of a block."""
     return int(config.host_kv_gib * GIB) // (block_bytes * ranks)

@@ -1,15 +1,10 @@
-"""The one vLLM connector of an engine: calls the plugins in order and merges what they return.
-
-Its counts go through vLLM, too: worker and scheduler to front end, and into its Prometheus registry.
-"""
+"""The one vLLM connector of an engine: calls the plugins in order and merges what they return."""
 
 import contextlib
 import time
-from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from prometheus_client import Counter, Histogram
 from vllm.config import VllmConfig
 from vllm.distributed.kv_transfer.kv_connector.factory import KVConnectorFactory
 from vllm.distributed.kv_transfer.kv_connector.v1.base import (
@@ -20,16 +15,10 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import (
     KVConnectorWorkerMetadata,
     SupportsHMA,
 )
-from vllm.distributed.kv_transfer.kv_connector.v1.metrics import KVConnectorPromMetrics, KVConnectorStats
 from vllm.distributed.kv_transfer.kv_connector.v1.multi_connector import MultiConnector
-from vllm.v1.kv_cache_interface import (
-    FullAttentionSpec,
-    MambaSpec,
-    SlidingWindowSpec,
-    UniformTypeKVCacheSpecs,
-)
 from vllm.v1.metrics.cache_hit_source import CacheHitSource
 
+from kvtransfer.cache_groups import groups_of
 from kvtransfer.compat.kv_connector import CONNECTOR as RELIED_ON
 from kvtransfer.compat.kv_connector import WORKER
 from kvtransfer.compat.relied_on import verify
@@ -40,10 +29,9 @@ from kvtransfer.config import (
     LMCACHE,
     LMCACHE_MODULE,
     ConnectorConfig,
-    ConnectorConfigError,
     host_slots,
 )
-from kvtransfer.metrics import COUNTERS, HistogramSpec
+from kvtransfer.connector_stats import ConnectorMetrics, ConnectorStats
 from kvtransfer.parent_death import die_with_parent
 from kvtransfer.plugins import (
     LATER,
@@ -57,20 +45,20 @@ from kvtransfer.plugins import (
     WorkerSide,
     selected_plugins,
 )
-from kvtransfer.retention.retained_conversations import STATE_WINDOW, CacheGroup, block_bytes
-from kvtransfer.shared_state import Residence
+from kvtransfer.retention.retained_conversations import block_bytes
+from kvtransfer.shared_state import SharedKvState
 
 
 @dataclass
 class StepOrders(KVConnectorMetadata):
-    """Scheduler to workers, once a step: orders by plugin name."""
+    """Orders of the scheduler to the workers, once a step, by plugin name."""
 
     orders: dict[str, Any] = field(default_factory=dict)
 
 
 @dataclass
 class StepReports(KVConnectorWorkerMetadata):
-    """Workers to scheduler, once a step: reports by plugin name."""
+    """Reports of the workers to the scheduler, once a step, by plugin name."""
 
     reports: dict[str, Report] = field(default_factory=dict)
 
@@ -82,126 +70,8 @@ class StepReports(KVConnectorWorkerMetadata):
         return self
 
 
-def groups_of(kv_cache_config: Any) -> tuple[CacheGroup, ...]:
-    """Raises a sentence about what is not kept in blocks of tokens."""
-    groups = tuple(_group(one.layer_names, one.kv_cache_spec) for one in kv_cache_config.kv_cache_groups)
-    if all(group.state for group in groups):
-        raise ConnectorConfigError(
-            "no layer of this model has attention, and vLLM's prefix cache is not made for that: use a model "
-            "with some, or serve it without the connector"
-        )
-    lengths = {group.block_tokens for group in groups}
-    if len(lengths) != 1:
-        raise ConnectorConfigError(
-            f"this model's layers have blocks of {sorted(lengths)} tokens, which are not moved together: "
-            "start the engine with --disable-hybrid-kv-cache-manager, or serve it without the connector"
-        )
-    return groups
-
-
-def _group(layers: Sequence[str], spec: Any) -> CacheGroup:
-    within = list(spec.kv_cache_specs.values()) if isinstance(spec, UniformTypeKVCacheSpecs) else [spec]
-    windows = {_window(one) for one in within}
-    if len(windows) != 1:
-        raise ConnectorConfigError(f"layers with windows of {sorted(windows)} tokens are in one group")
-    pages = int(spec.page_size_bytes) * (1 if isinstance(spec, UniformTypeKVCacheSpecs) else len(layers))
-    state = isinstance(within[0], MambaSpec)
-    return CacheGroup(tuple(layers), int(spec.block_size), pages, windows.pop(), state)
-
-
-def _window(spec: Any) -> int:
-    if isinstance(spec, FullAttentionSpec):  # also where vLLM keeps all of a layer that attends to a window
-        return 0
-    if isinstance(spec, SlidingWindowSpec):
-        return int(spec.sliding_window)
-    if isinstance(spec, MambaSpec):
-        if spec.mamba_cache_mode == "align":
-            return STATE_WINDOW
-        raise ConnectorConfigError(
-            "vLLM keeps no states of this model at the ends of blocks: start the engine with "
-            "--enable-prefix-caching and --mamba-cache-mode align, or serve it without the connector"
-        )
-    raise ConnectorConfigError(
-        f"layers of this model keep something else than blocks of a prompt ({type(spec).__name__}), which is "
-        "not moved or kept between turns: use a model with attention in all layers, or serve it without the "
-        "connector"
-    )
-
-
-class ConnectorStats(KVConnectorStats):
-    """`data`: counts since the last report, and lists of values for histograms, by short name."""
-
-    data: dict[str, Any]
-
-    def reset(self) -> None:
-        self.data = {}
-
-    def aggregate(self, other: KVConnectorStats) -> "ConnectorStats":
-        for name, count in other.data.items():
-            self.data[name] = self.data[name] + count if name in self.data else count
-        return self
-
-    def reduce(self) -> dict[str, int | float]:
-        """For vLLM's own log line: of values, how many there were."""
-        return {name: len(got) if isinstance(got, list) else got for name, got in self.data.items()}
-
-    def is_empty(self) -> bool:
-        return not self.data
-
-
-class ConnectorMetrics(KVConnectorPromMetrics):
-    def __init__(
-        self,
-        vllm_config: Any,
-        metric_types: dict[Any, Any],
-        labelnames: list[str],
-        per_engine_labelvalues: dict[int, list[object]],
-    ) -> None:
-        super().__init__(vllm_config, metric_types, labelnames, per_engine_labelvalues)
-        extra = vllm_config.kv_transfer_config.kv_connector_extra_config
-        specs = dict(COUNTERS)
-        histograms: dict[str, HistogramSpec] = {}
-        for plugin in selected_plugins(ConnectorConfig.from_extra_config(extra)):
-            specs |= plugin.counters
-            histograms |= plugin.histograms
-        self._counters = {
-            key: metric_types[Counter](
-                name=spec.name,
-                documentation=spec.help,
-                labelnames=[*labelnames, spec.label] if spec.label else labelnames,
-            )
-            for key, spec in specs.items()
-        }
-        self._histograms = {
-            key: metric_types[Histogram](
-                name=spec.name, documentation=spec.help, buckets=spec.buckets, labelnames=labelnames
-            )
-            for key, spec in histograms.items()
-        }
-        # Shown before the first of its kind: otherwise Prometheus does not see that one as an increase.
-        for labels in per_engine_labelvalues.values():
-            for key, spec in specs.items():
-                for value in spec.values:
-                    self._counters[key].labels(*labels, value)
-                if not spec.label:
-                    self._counters[key].labels(*labels)
-            for histogram in self._histograms.values():
-                histogram.labels(*labels)
-
-    def observe(self, transfer_stats_data: dict[str, Any], engine_idx: int = 0) -> None:
-        labels = self.per_engine_labelvalues[engine_idx]
-        for name, count in transfer_stats_data.items():
-            if isinstance(count, list):
-                histogram = self._histograms[name].labels(*labels)
-                for value in count:
-                    histogram.observe(value)
-                continue
-            key, _, value = name.partition(".")
-            self._counters[key].labels(*labels, *([value] if value else [])).inc(count)
-
-
 class ConServeConnector(KVConnectorBase_V1, SupportsHMA):
-    """Scheduler side or worker side, as `role` says: plugins have only that one here."""
+    """Connector of one process, with the scheduler sides or the worker sides of all plugins."""
 
     def __init__(self, vllm_config: VllmConfig, role: KVConnectorRole, kv_cache_config: Any) -> None:
         verify(RELIED_ON)
@@ -209,15 +79,15 @@ class ConServeConnector(KVConnectorBase_V1, SupportsHMA):
             verify(WORKER)
         super().__init__(vllm_config, role, kv_cache_config)
         groups = groups_of(kv_cache_config)
-        self._by_request = len(groups) > 1  # vLLM wants to be told of failed loads so
+        self._by_request = len(groups) > 1  # how vLLM wants failed loads to be named
         die_with_parent()
         extra = vllm_config.kv_transfer_config.kv_connector_extra_config
         config = ConnectorConfig.from_extra_config(extra)
         slots = host_slots(config, int(vllm_config.parallel_config.world_size), block_bytes(groups))
-        residence = Residence(config, slots, time.monotonic, [group.first_kept for group in groups])
-        context = EngineContext(config, vllm_config, kv_cache_config, residence, groups)
+        kv_state = SharedKvState(config, slots, time.monotonic, [group.first_kept for group in groups])
+        context = EngineContext(config, vllm_config, kv_cache_config, kv_state, groups)
         plugins = selected_plugins(config)
-        self.residence, self.groups = residence, groups
+        self.kv_state, self.groups = kv_state, groups
         self._schedulers: dict[str, SchedulerSide] = {}
         self._workers: dict[str, WorkerSide] = {}
         if role == KVConnectorRole.SCHEDULER:
@@ -225,12 +95,12 @@ class ConServeConnector(KVConnectorBase_V1, SupportsHMA):
         else:
             rank = vllm_config.parallel_config.rank
             self._workers = {plugin.name: plugin.worker_side(context, rank) for plugin in plugins}
-        # These run twice a layer and step: only sides that do something there are called.
+        # Hooks around layers run twice for each layer and step: only sides that override one are called.
         hooked = self._workers.items() if config.layer_hooks else ()
         self._before_layer = [h.before_layer for _, h in hooked if h.overrides("before_layer")]
         self._after_layer = [h.after_layer for _, h in hooked if h.overrides("after_layer")]
         self._layered = {name: side for name, side in hooked if side.hooks_layers}
-        self._needs_layers = False  # the step whose orders are out
+        self._needs_layers = False  # in the current step
         self._pieces_only = bool(self._layered) and not leave_out_whole_graphs(
             vllm_config, lambda: self._needs_layers
         )
@@ -242,17 +112,17 @@ class ConServeConnector(KVConnectorBase_V1, SupportsHMA):
 
     @property
     def requires_kv_delivery(self) -> bool:
-        """A preempted prefill voids its transfer and is streamed again; no request waits for delivery."""
+        """Tell vLLM that no request waits for delivery: a preempted prefill is sent again."""
         return False
 
     @classmethod
     def requires_piecewise_for_cudagraph(cls, extra_config: dict[str, Any]) -> bool:
-        """For all steps: only where vLLM cannot be told which have work between layers."""
+        """Ask for piecewise graphs in all steps if vLLM cannot choose by step (`compat/whole_graphs.py`)."""
         return ConnectorConfig.from_extra_config(extra_config).layer_hooks and pieces_for_all_steps()
 
     @classmethod
     def get_required_kvcache_layout(cls, vllm_config: VllmConfig) -> str:
-        """Layer, block, head, token, channel: one block of one layer is one contiguous range of bytes."""
+        """Ask for a layout in which one block of one layer is one contiguous range of bytes."""
         return "LBHNC"
 
     @classmethod
@@ -281,15 +151,15 @@ class ConServeConnector(KVConnectorBase_V1, SupportsHMA):
     # Scheduler side
 
     def scheduler_side(self, plugin: str) -> SchedulerSide | None:
-        """For the engine's own scheduler, which asks plugins what they hold."""
+        """Return a plugin's scheduler side, for the engine's own scheduler."""
         return self._schedulers.get(plugin)
 
     def worker_side(self, plugin: str) -> WorkerSide | None:
         return self._workers.get(plugin)
 
     def held_by_others(self, request_id: str) -> None:
-        """The request ended, but another connector saves its blocks before they are freed."""
-        self.residence.held_by_others.add(request_id)
+        """Note an ended request whose blocks another connector saves before they are freed."""
+        self.kv_state.loads.held_by_others.add(request_id)
 
     def bind_kv_cache_manager(self, kv_cache_manager: Any) -> None:
         super().bind_kv_cache_manager(kv_cache_manager)
@@ -302,11 +172,11 @@ class ConServeConnector(KVConnectorBase_V1, SupportsHMA):
 
     def get_num_new_matched_tokens(self, request: Any, num_computed_tokens: int) -> tuple[int | None, bool]:
         self._matches.pop(request.request_id, None)
-        if request.request_id in self.residence.loading:
-            # Its load failed from the first block on, and vLLM 0.32 keeps blocks for all of it: a second load
-            # would have to fit beside itself, and block what waits behind it. It is computed instead.
+        if request.request_id in self.kv_state.loads.loading:
+            # Its load failed from the first block on, and vLLM 0.32 keeps its blocks. A second load would
+            # need as many again and block the requests behind it, so the prompt is computed.
             return 0, False
-        sides = {} if self.residence.fenced else self._schedulers
+        sides = {} if self.kv_state.kv_io_suspended else self._schedulers
         for name, side in sides.items():
             match = side.match(request, num_computed_tokens)
             if match is LATER:
@@ -328,7 +198,7 @@ class ConServeConnector(KVConnectorBase_V1, SupportsHMA):
     def get_external_cache_hit_sources(
         self, request: Any, num_external_tokens: int
     ) -> dict[CacheHitSource, int]:
-        """vLLM asks right after the allocation: its counter says where external tokens came from."""
+        """Return where loaded tokens come from, for vLLM's counter. Called right after the allocation."""
         source = self._hit_sources.pop(request.request_id, None)
         return {source: num_external_tokens} if source and num_external_tokens else {}
 
@@ -341,7 +211,7 @@ class ConServeConnector(KVConnectorBase_V1, SupportsHMA):
         reports = meta.reports if isinstance(meta, StepReports) else {}
         loaded = frozenset(connector_output.finished_recving or ())
         failed = frozenset(connector_output.invalid_block_ids)
-        self.residence.held_by_others -= set(connector_output.finished_sending or ())
+        self.kv_state.loads.held_by_others -= set(connector_output.finished_sending or ())
         for name, side in self._schedulers.items():
             side.on_outcome(StepOutcome(reports.get(name), loaded, failed))
 
@@ -374,7 +244,7 @@ class ConServeConnector(KVConnectorBase_V1, SupportsHMA):
             side.register(kv_caches)
 
     def handle_preemptions(self, kv_connector_metadata: KVConnectorMetadata) -> None:
-        """vLLM calls this once a step before anything else of it: here the step's orders are given out."""
+        """Give the step's orders to the workers. vLLM calls this once a step, before anything else."""
         assert isinstance(kv_connector_metadata, StepOrders)
         orders = kv_connector_metadata.orders
         for name, side in self._workers.items():
@@ -382,14 +252,14 @@ class ConServeConnector(KVConnectorBase_V1, SupportsHMA):
         self._needs_layers = any(side.needs_layers(orders.get(n)) for n, side in self._layered.items())
 
     def bind_connector_metadata(self, connector_metadata: KVConnectorMetadata) -> None:
-        """vLLM calls this right before the forward pass, or where there is none."""
+        """Take back a whole graph that would skip hooks. vLLM calls this right before the forward pass."""
         if self._needs_layers and not self._pieces_only and take_back_whole_graph(self._graphs_taken_back):
             self._graphs_taken_back += 1
             self._counts["graphs_taken_back"] = self._counts.get("graphs_taken_back", 0) + 1
         super().bind_connector_metadata(connector_metadata)
 
     def start_load_kv(self, forward_context: Any, **kwargs: Any) -> None:
-        """Nothing: without a synchronous load vLLM calls this after the forward pass, too late to start."""
+        """Do nothing: without a synchronous load vLLM calls this after the forward pass."""
 
     def wait_for_layer_load(self, layer_name: str) -> None:
         for before_layer in self._before_layer:
@@ -432,17 +302,16 @@ class ConServeConnector(KVConnectorBase_V1, SupportsHMA):
             side.shutdown()
 
 
-# The front end finds the counters of each connector by its name, among those registered in its own process.
+# vLLM's front end finds a connector's counters by its name, among those registered in its own process.
 for name, module in ((CONNECTOR, CONNECTOR_MODULE), (LMCACHE, LMCACHE_MODULE)):
     with contextlib.suppress(ValueError):  # it is registered
         KVConnectorFactory.register_connector(name, module, name)
 
 
 class SeveralConnectors(MultiConnector):
-    """Our connector, and beside it another of vLLM's: a shared tier, or NIXL.
+    """Our connector together with another of vLLM's: a shared tier, or NIXL.
 
-    vLLM's `MultiConnector` asks them in their order, the first that has a prompt's KV loads it, and all save.
-    Added here is what it does not do for ours.
+    vLLM's `MultiConnector` asks them in order; the first that has a prompt's KV loads it, and all save.
     """
 
     @property
@@ -453,14 +322,14 @@ class SeveralConnectors(MultiConnector):
         return self.ours.scheduler_side(plugin)
 
     def request_finished(self, request: Any, blocks: list[int]) -> tuple[bool, dict[str, Any] | None]:
-        return self._noted(request, super().request_finished(request, blocks))
+        return self._note_held(request, super().request_finished(request, blocks))
 
     def request_finished_all_groups(
         self, request: Any, block_ids: tuple[list[int], ...]
     ) -> tuple[bool, dict[str, Any] | None]:
-        return self._noted(request, super().request_finished_all_groups(request, block_ids))
+        return self._note_held(request, super().request_finished_all_groups(request, block_ids))
 
-    def _noted(
+    def _note_held(
         self, request: Any, ended: tuple[bool, dict[str, Any] | None]
     ) -> tuple[bool, dict[str, Any] | None]:
         if ended[0]:
@@ -468,5 +337,5 @@ class SeveralConnectors(MultiConnector):
         return ended
 
     def reset_cache(self) -> bool:
-        """Only this engine's KV is void; what a shared tier has is not forgotten for it."""
+        """Reset our connector only: a shared tier keeps its KV."""
         return self.ours.reset_cache()

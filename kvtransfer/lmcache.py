@@ -1,8 +1,8 @@
-"""LMCache's connector, kept from taking its engine down when its server is gone.
+"""LMCache's connector, made to survive the loss of its server.
 
-LMCache 0.5.6 goes on without its server once a heartbeat has missed it. Until then its calls run into their
-time-out, which it lets out of the step, and the engine dies of that. Here the first such time-out counts as
-the missed heartbeat: what is asked for then fails as LMCache's own failures do, and is computed.
+LMCache 0.5.6 continues without its server after a missed heartbeat. Until then its calls raise time-outs out
+of the step, which ends the engine. Here the first time-out counts as the missed heartbeat; the load that was
+asked for fails, and the prompt is computed.
 """
 
 import logging
@@ -16,6 +16,8 @@ logger = logging.getLogger("conserve.kvtransfer.lmcache")
 
 
 class GuardedLMCache(LMCacheMPConnector):  # type: ignore[misc]
+    """LMCache's connector whose time-outs do not end the engine."""
+
     def __init__(self, vllm_config: Any, role: Any, kv_cache_config: Any = None) -> None:
         verify_lmcache()
         super().__init__(vllm_config, role, kv_cache_config)
@@ -41,6 +43,6 @@ class GuardedLMCache(LMCacheMPConnector):  # type: ignore[misc]
             return super().get_finished(finished_req_ids)  # type: ignore[no-any-return]
 
     def _go_on_without(self, error: TimeoutError) -> None:
-        """Until its heartbeat finds a server again."""
+        """Stop using the server until a heartbeat finds it again."""
         logger.warning("LMCache does not answer, going on without it: %s", error)
         lmcache_is_gone(self.worker_adapter)

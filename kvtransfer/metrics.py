@@ -1,8 +1,7 @@
-"""What the connector counts, also why transfers did not happen. vLLM's front end serves these at the engine's
-`/metrics`.
+"""Counters of the connector, which vLLM's front end serves at the engine's `/metrics`.
 
-The plugins count in the scheduler's and the workers' processes under short names; `connector.py` brings
-them to the front end and adds vLLM's own labels (model, engine).
+The plugins count in the scheduler's and the workers' processes under short names; `connector_stats.py` brings
+the counts to the front end and adds vLLM's labels (model, engine).
 """
 
 from collections.abc import Mapping
@@ -11,7 +10,7 @@ from enum import StrEnum
 
 
 class Reason(StrEnum):
-    """Why a decoder recomputes a prompt instead of fetching its KV; counted."""
+    """Reason why a decoder computes a prompt instead of fetching its KV."""
 
     UNAUTHORISED = "unauthorised"  # wrong or missing secret
     PROTOCOL = "protocol"  # the peer speaks something else
@@ -26,23 +25,27 @@ class Reason(StrEnum):
     NO_CAPACITY = "no_capacity"  # no slot of a staging window in time
     STALLED = "stalled"  # the prefill or the peer made no progress in time
     SHORT = "short"  # fewer blocks than the prompt has
-    CORRUPT = "corrupt"  # a tag did not match: changed on its way
+    CORRUPT = "corrupt"  # a tag did not match: bytes changed on their way
     UNREACHABLE = "unreachable"  # no connection, or it broke
     CANCELLED = "cancelled"  # the decoder's request ended first
-    INTERNAL = "internal"  # a defect of ours; the log has it
+    INTERNAL = "internal"  # a defect in this package; see the log
     INVALID = "invalid"  # the request's transfer parameters cannot be used
 
 
 @dataclass(frozen=True, slots=True)
 class CounterSpec:
+    """Name and help of one Prometheus counter."""
+
     name: str
     help: str
     label: str = ""  # short names are then "key.value"
-    values: tuple[str, ...] = ()  # of the label; shown from the start, or Prometheus misses the first of each
+    values: tuple[str, ...] = ()  # values of the label, shown from the start
 
 
 @dataclass(frozen=True, slots=True)
 class HistogramSpec:
+    """Name, help and buckets of one Prometheus histogram."""
+
     name: str
     help: str
     buckets: tuple[float, ...]

@@ -1,7 +1,7 @@
-"""A process that does not outlive its parent.
+"""Processes that do not outlive their parent.
 
-vLLM's engine core and workers are children of its front end; when that is killed they go on, holding memory
-and the accelerator. Linux can end them instead.
+vLLM's engine core and workers are children of its front end. When that is killed they would keep memory and
+the accelerator; Linux ends them instead.
 """
 
 import ctypes
@@ -12,10 +12,10 @@ PR_SET_PDEATHSIG = 1
 
 
 def die_with_parent() -> None:
-    """Nothing here has state to save, so the signal is the one that cannot be caught."""
+    """Let the kernel kill this process when its parent dies. No process here has state to save."""
     parent = os.getppid()
     libc = ctypes.CDLL(None, use_errno=True)
     if libc.prctl(PR_SET_PDEATHSIG, signal.SIGKILL) != 0:
         raise OSError(ctypes.get_errno(), "prctl(PR_SET_PDEATHSIG) failed")
-    if os.getppid() != parent:  # it died in between
+    if os.getppid() != parent:  # the parent died before prctl
         os.kill(os.getpid(), signal.SIGKILL)

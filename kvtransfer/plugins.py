@@ -1,14 +1,13 @@
-"""The plugins of the one connector an engine has: their interface, and which of them an engine gets.
+"""Interface of the connector's plugins, and the choice of plugins for an engine.
 
 vLLM gives an engine one connector, in the scheduler's process (EngineCore) and in each worker rank's, which
-is the same process where there is one rank.
-A *plugin* is a job of that connector (transfer, retention, checkpoint, safepoint). It has a scheduler side
-and a worker side; each overrides only the hooks it needs. `connector.py` calls the sides in the order of
-`plugin_paths` and merges what they return. Hooks say when they are called.
+is the same process if there is one rank. A *plugin* is a job of that connector (transfer, retention,
+checkpoint, safepoint). It has a scheduler side and a worker side; each overrides only the hooks it needs.
+`connector.py` calls the sides in the order of `plugin_paths` and merges what they return.
 
-What a plugin's sides tell each other is theirs: the scheduler side returns an *order* for the step, its
-worker side gets it before the step; the worker side returns a *report* after the step, its scheduler side
-gets it with the step's outcome. Both may cross processes, so they are plain picklable data.
+Once a step, the scheduler side returns an *order*, which its worker side gets before the step. The worker
+side returns a *report* after the step, which its scheduler side gets with the step's outcome. Both may cross
+processes, so they are plain picklable data.
 """
 
 from collections.abc import Mapping, Sequence
@@ -20,25 +19,25 @@ from kvtransfer.config import ConnectorConfig, ConnectorConfigError
 from kvtransfer.control.control_socket import Handler
 from kvtransfer.metrics import CounterSpec, HistogramSpec
 from kvtransfer.retention.retained_conversations import CacheGroup
-from kvtransfer.shared_state import Residence
+from kvtransfer.shared_state import SharedKvState
 
 
 class Report(Protocol):
-    """What a worker side tells its scheduler side after a step. Ranks' reports are merged pairwise."""
+    """Report of a worker side after a step. Reports of several ranks are merged pairwise."""
 
     def merge(self, other: Self) -> Self: ...
 
 
 @dataclass(frozen=True, slots=True)
 class EngineContext:
-    """What every side is built from. vLLM's objects are typed loosely, so that pure files need no vLLM."""
+    """Arguments of every side. vLLM's objects are typed loosely, so that pure files need no vLLM."""
 
     config: ConnectorConfig
     vllm_config: Any
     kv_cache_config: Any
-    residence: Residence  # conversations and host slots; used on the scheduler's side only
-    groups: tuple[CacheGroup, ...]  # of the model's KV
-    commands: dict[str, Handler] = field(default_factory=dict)  # of the keeper, that plugins carry out
+    kv_state: SharedKvState  # used on the scheduler's side only
+    groups: tuple[CacheGroup, ...]  # KV cache groups of the model
+    commands: dict[str, Handler] = field(default_factory=dict)  # the keeper's commands that plugins carry out
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,15 +48,15 @@ class Match:
     background: bool  # True: loaded between steps, while other requests run
 
 
-LATER = Match(0, background=True)  # it is on its way for another request: vLLM asks again
+LATER = Match(0, background=True)  # the KV is on its way already: vLLM asks again in the next step
 
 
 @dataclass(frozen=True, slots=True)
 class StepOutcome:
-    """What the workers did in one step, as one plugin sees it."""
+    """Outcome of one step for one plugin."""
 
-    report: Any | None  # this plugin's, merged over the ranks
-    loaded: frozenset[str]  # requests whose background load ended, well or not
+    report: Any | None  # the plugin's report, merged over the ranks
+    loaded: frozenset[str]  # requests whose background load ended, successful or not
     failed_blocks: frozenset[int]  # blocks a load did not fill
 
 
@@ -66,79 +65,81 @@ class LoadsEnded:
     """Background loads that ended since the last step, on one rank."""
 
     requests: set[str] = field(default_factory=set)
-    failed: set[str] = field(default_factory=set)  # of these, those that did not get all
+    failed: set[str] = field(default_factory=set)  # of these, the ones that did not get all blocks
     failed_blocks: set[int] = field(default_factory=set)
 
 
 class PluginSide:
-    """What the scheduler side and the worker side have in common."""
+    """Common base of scheduler sides and worker sides."""
 
     def take_counts(self) -> Mapping[str, float]:
-        """Counts since the last call, by the short names of metrics.py."""
+        """Return the counts since the last call, by the short names of `metrics.py`."""
         return {}
 
     def take_observations(self) -> Mapping[str, Sequence[float]]:
-        """Values for histograms since the last call, by short name."""
+        """Return the values for histograms since the last call, by short name."""
         return {}
 
     def shutdown(self) -> None:
-        """The process ends."""
+        """Release resources before the process ends."""
 
 
 class SchedulerSide(PluginSide):
-    """Runs in EngineCore, in its one scheduling thread. Never blocks.
+    """Side that runs in EngineCore's scheduling thread. No hook may block.
 
     A side never delays the freeing of a request's blocks: an engine with delayed frees spins while idle and
-    hangs a pause. Where blocks must outlive their request, it takes references on the block pool.
+    hangs a pause. To keep blocks longer than their request, it takes references on the block pool.
     """
 
-    hit_source = "external_unspecified"  # vLLM's name for where this plugin's matches come from
+    hit_source = "external_unspecified"  # vLLM's name for the source of this plugin's matches
 
     def __init__(self, context: EngineContext) -> None:
-        """In the scheduler's process only."""
+        """Build the side, in the scheduler's process."""
 
     def bind(self, manager: Any) -> None:
-        """Once, after start: vLLM's `KVCacheManager`."""
+        """Receive vLLM's `KVCacheManager`, once after start."""
 
     def on_new_request(self, request: Any) -> None:
-        """A request arrived (also while the engine was idle)."""
+        """Note a new request, also one that arrives while the engine is idle."""
 
     def match(self, request: Any, computed_tokens: int) -> Match | None:
-        """Asked when a request is about to be scheduled; the first plugin with a match loads it, or says
-        `LATER`.
+        """Return what this plugin can load of a request that is about to be scheduled, or `LATER`.
 
-        Not asked again when that load failed from its first block on: the prompt is computed.
+        The first plugin with a match loads it. There is no second call after a load that failed from its
+        first block on: the prompt is computed.
         """
         return None
 
     def after_allocation(self, request: Any, blocks: Any, match: Match | None) -> None:
-        """The request has its blocks; `match` is set when this plugin is to load its tokens into them."""
+        """Note that a request has blocks. If `match` is set, this plugin has to load its tokens into them."""
 
     def order(self, scheduler_output: Any) -> Any | None:
-        """Once a step, after scheduling: what the worker side is to do."""
+        """Return the worker side's order for a step, after scheduling."""
         return None
 
     def on_outcome(self, outcome: StepOutcome) -> None:
-        """After a step, once its results are back."""
+        """Take the results of a step."""
 
     def needs_step(self) -> bool:
         """Return whether the engine has to step for this plugin although it has no requests."""
         return False
 
     def on_finished(self, request: Any, block_ids: Sequence[list[int]]) -> dict[str, Any] | None:
-        """A request ended (also by abort), its blocks by KV cache group not yet freed. Returns parameters for
-        its response."""
+        """Note the end of a request, also by abort, whose blocks are not yet freed.
+
+        Returns transfer parameters for its response.
+        """
         return None
 
     def reset(self) -> None:
-        """The prefix cache is about to be emptied: drop references and forget."""
+        """Drop references and forget KV, because the prefix cache is about to be emptied."""
 
 
 class WorkerSide(PluginSide):
-    """Runs in a worker, one a rank."""
+    """Side that runs in a worker, one for each rank."""
 
     def __init__(self, context: EngineContext, rank: int) -> None:
-        """In a worker only."""
+        """Build the side, in the worker's process."""
 
     def overrides(self, hook: str) -> bool:
         return getattr(type(self), hook) is not getattr(WorkerSide, hook)
@@ -148,46 +149,46 @@ class WorkerSide(PluginSide):
         return self.overrides("before_layer") or self.overrides("after_layer")
 
     def register(self, kv_caches: Mapping[str, Any]) -> None:
-        """Once: the KV tensors by layer name."""
+        """Receive the KV tensors by layer name, once."""
 
     def before_step(self, order: Any | None) -> None:
-        """Every step, before anything of it overwrites a block."""
+        """Take the order of a step, before the step overwrites a block."""
 
     def needs_layers(self, order: Any | None) -> bool:
-        """Whether this side has something to do between the layers of the step with this order. Where none
-        has, the step may be one CUDA graph, and the next two hooks are not called.
+        """Return whether this side has work between the layers of the step with this order.
 
-        Of the order alone: ranks must agree. Asked of sides that override one of the two hooks; one that does
-        not say has something to do in every step.
+        If no side has, the step may be one CUDA graph, and the next two hooks are not called. The answer may
+        depend on the order only, because ranks must agree. Only sides that override one of the two hooks are
+        asked.
         """
         return True
 
     def before_layer(self, layer: str) -> None:
-        """Before the attention of one layer. The safepoint raises here."""
+        """Run before the attention of one layer. The safepoint raises here."""
 
     def after_layer(self, layer: str) -> None:
-        """The layer's KV of this step is written (CPU) or queued on the current stream (GPU)."""
+        """Run when the layer's KV of this step is written (CPU) or queued on the current stream (GPU)."""
 
     def after_step(self) -> None:
-        """After the forward pass, also of an empty step."""
+        """Run after the forward pass, also of an empty step."""
 
     def loads_ended(self) -> LoadsEnded | None:
-        """Background loads that ended since the last call."""
+        """Return the background loads that ended since the last call."""
         return None
 
     def report(self) -> Report | None:
-        """Last call of a step."""
+        """Return the report of a step; the last call in it."""
         return None
 
 
 class Plugin:
-    """Builds the two sides of one job. `name` is the key of its orders and reports."""
+    """Factory of the two sides of one job. `name` is the key of its orders and reports."""
 
     name: str
     scheduler: type[SchedulerSide] = SchedulerSide
     worker: type[WorkerSide] = WorkerSide
-    counters: Mapping[str, CounterSpec] = {}  # what its sides count beyond metrics.COUNTERS
-    histograms: Mapping[str, HistogramSpec] = {}  # what its sides observe
+    counters: Mapping[str, CounterSpec] = {}  # counters beyond metrics.COUNTERS
+    histograms: Mapping[str, HistogramSpec] = {}
 
     def scheduler_side(self, context: EngineContext) -> SchedulerSide:
         return self.scheduler(context)
@@ -197,7 +198,7 @@ class Plugin:
 
 
 def plugin_paths(config: ConnectorConfig) -> list[str]:
-    """Own plugins first, in the order in which they are called, then those of the configuration."""
+    """Return the plugins of an engine in calling order: our own, then those of the configuration."""
     own = {
         "kvtransfer.transfer.worker:TransferPlugin": config.own_transfer,
         "kvtransfer.retention.eviction:RetentionPlugin": True,
@@ -208,7 +209,7 @@ def plugin_paths(config: ConnectorConfig) -> list[str]:
 
 
 def load_plugin(path: str) -> Plugin:
-    """`module:Class`, so that packages which may import this one (and tests) bring plugins of their own."""
+    """Load a plugin named as `module:Class`, so that packages which import this one can bring their own."""
     module, _, name = path.partition(":")
     try:
         plugin = getattr(import_module(module), name)()

@@ -1,4 +1,4 @@
-"""A side stream: copies between accelerator and host beside the model's kernels, launched by our threads."""
+"""Side streams: copies between accelerator and host, launched beside the model's kernels by our threads."""
 
 import threading
 from collections.abc import Iterator
@@ -7,21 +7,21 @@ from typing import Any
 
 
 class Launched:
-    """What was launched within one `launched_here`; on the CPU it is done."""
+    """Handle of the work launched within one `launched_here`; on the CPU that is done already."""
 
     def __init__(self) -> None:
         self.event: Any = None
 
     def wait(self) -> None:
-        """The thread sleeps until it is done."""
+        """Sleep until the work is done."""
         if self.event is not None:
             self.event.synchronize()
 
 
 class SideStream:
-    """In the order in which they are launched, whichever threads launch them.
+    """Stream that runs copies in the order in which threads launch them.
 
-    `cuda` is torch's module, or None on the CPU, where all is done when it has been called.
+    `cuda` is torch's module, or None on the CPU, where a call returns when its work is done.
     """
 
     def __init__(self, cuda: Any | None) -> None:
@@ -32,37 +32,38 @@ class SideStream:
         self._lock = threading.Lock()
 
     def mark(self) -> None:
-        """What was launched up to now comes before what is launched here `after_mark`.
+        """Let work launched here `after_mark` start after everything that the calling thread has launched.
 
-        Called by the thread that launches steps, once an order is there: blocks that it names may have been
-        another request's, whose last kernels still run. That of a step is waited for before its results are
-        used; an iteration that was aborted leaves kernels of a few layers behind.
+        The thread that launches steps calls this when it gets an order. The order's blocks may have belonged
+        to another request whose last kernels still run: an aborted iteration leaves kernels of a few layers.
         """
         self._marked = self.launched()
 
     def adopt_thread(self) -> None:
-        """Makes the stream's device that of the calling thread, before it launches or waits.
+        """Make the stream's device the calling thread's, before that launches or waits.
 
-        A new thread has device 0: on a worker of another device it would leave a CUDA context there.
+        A new thread has device 0, and would create a CUDA context there on a worker of another device.
         """
         if self._cuda is not None:
             self._cuda.set_device(self._device)
 
     def launched(self) -> Any:
-        """An event of what the thread's own stream has up to now; None: it is done."""
+        """Return an event after everything on the thread's own stream, or None if that is done."""
         return self._recorded(self._cuda.current_stream()) if self._cuda is not None else None
 
     @contextmanager
     def launching(self, after_mark: bool = False) -> Iterator[None]:
-        """What is launched within is done on return: the thread sleeps, and others may launch meanwhile."""
+        """Launch work and sleep until it is done; other threads may launch meanwhile."""
         with self.launched_here(after_mark) as launched:
             yield
         launched.wait()
 
     @contextmanager
     def launched_here(self, after_mark: bool = False) -> Iterator[Launched]:
-        """What is launched within can be waited for from the end on. When it raises, what it had launched is
-        done: nobody waits for that, and its memory may be another's next."""
+        """Launch work that the caller can wait for later.
+
+        If the body raises, the work it launched is finished first, because its memory may be reused.
+        """
         launched = Launched()
         if self._cuda is None:
             with self._lock:
@@ -87,6 +88,7 @@ class SideStream:
 
 
 def cuda_of(tensor: Any) -> Any | None:
+    """Return `torch.cuda` for a tensor on a GPU, else None."""
     import torch
 
     return torch.cuda if tensor.is_cuda else None

@@ -174,7 +174,7 @@ def own_parts(name: str, variant: EngineVariant, made: RunFolder, iterations: Pa
     connector = ConnectorConfig(
         engine=name,
         epoch=1,
-        feed=str(made.path / f"{name}.sock"),
+        control_socket=str(made.path / f"{name}.sock"),
         transfer=variant.prefills or variant.keeps,
         port=made.port if variant.prefills else 0,
         host_kv_gib=made.sizes.host_kv_gib if variant.keeps else 0.0,

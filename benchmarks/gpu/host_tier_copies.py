@@ -16,7 +16,7 @@ from benchmarks.gpu.batch_memcpy import AT_ANY_TIME, IN_STREAM_ORDER, BatchMemcp
 from benchmarks.gpu.results import Figures, bandwidth
 from kvtransfer.checkpoint.copy_orders import BlockCopy
 from kvtransfer.checkpoint.cuda_mover import CudaMover, memory_for
-from kvtransfer.checkpoint.host_slots import THREADS, CudaRegistry, HostSlots
+from kvtransfer.checkpoint.host_slots import THREADS, CudaRegistrar, HostSlots
 from kvtransfer.side_stream import cuda_of
 
 Ways = dict[str, Callable[[], object]]
@@ -88,7 +88,7 @@ def mover_copies(
     if digests:
         memory = memory_for(layers, shape.blocks)
     else:
-        registry = CudaRegistry(by_layer.device) if by_layer.is_cuda else None
+        registry = CudaRegistrar(by_layer.device) if by_layer.is_cuda else None
         memory = WithoutDigests(shape.blocks, shape.layers * shape.piece_bytes, registry)
     copies = [BlockCopy(block, slot, 1) for slot, block in enumerate(order)]
     parts = [copies[first : first + mover.at_once] for first in range(0, len(copies), mover.at_once)]

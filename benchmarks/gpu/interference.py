@@ -15,7 +15,7 @@ from benchmarks.gpu.host_tier_copies import finish, made_blocks, shape_for
 from benchmarks.gpu.results import Figures, spread
 from kvtransfer.checkpoint.copy_orders import BlockCopy
 from kvtransfer.checkpoint.cuda_mover import CudaMover, memory_for
-from kvtransfer.checkpoint.host_slots import CHUNK_BYTES, CudaRegistry, Registry
+from kvtransfer.checkpoint.host_slots import CHUNK_BYTES, CudaRegistrar, PinnedMemoryRegistrar
 from kvtransfer.side_stream import cuda_of
 
 
@@ -64,7 +64,7 @@ def kernels_beside_copies(device: str) -> Figures:
 Span = tuple[float, float, float]  # when a launch began, when its call returned, when its kernel was done
 
 
-class NoRegistry(Registry):
+class NoRegistry(PinnedMemoryRegistrar):
     """Stands for the GPU's driver on a CPU."""
 
     def register(self, address: int, nbytes: int) -> str:
@@ -77,7 +77,7 @@ def registration(device: str) -> Figures:
     """Measure the registration of host memory, and launches of a small kernel beside each part of it."""
     on_gpu = device == "cuda"
     nbytes, rounds, launches = (CHUNK_BYTES, 5, 3000) if on_gpu else (1 << 20, 2, 50)
-    chunks = Chunks(CudaRegistry(torch.device(device)) if on_gpu else NoRegistry(), nbytes, rounds)
+    chunks = Chunks(CudaRegistrar(torch.device(device)) if on_gpu else NoRegistry(), nbytes, rounds)
     small = torch.zeros(1024, device=device)
 
     def launch() -> Span:
@@ -116,7 +116,7 @@ def registration(device: str) -> Figures:
 class Chunks:
     """Maps chunks of host memory, touches them, and registers and unregisters them, one after the other."""
 
-    def __init__(self, registry: Registry, nbytes: int, rounds: int) -> None:
+    def __init__(self, registry: PinnedMemoryRegistrar, nbytes: int, rounds: int) -> None:
         self._registry = registry
         self._nbytes = nbytes
         self._rounds = rounds

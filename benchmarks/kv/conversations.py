@@ -17,7 +17,7 @@ from benchmarks.harness.output import quantile
 from benchmarks.harness.vllm_engine import VllmEngine, counter
 from benchmarks.kv.engine import KvShape, kv_engine
 from kvtransfer.config import ConnectorConfig
-from kvtransfer.control.control_socket import EngineFeed
+from kvtransfer.control.control_socket import ControlSocketClient
 from traces.format import TraceConversation, load
 from traces.generators import Scale, fit, scale
 
@@ -69,7 +69,9 @@ async def play_load(model: Path, load_shape: LoadShape, ours: bool, offline: boo
     shape = KvShape(model, blocks=blocks, context=longest + 64)
     with tempfile.TemporaryDirectory() as folder:
         feed = f"{folder}/engine.sock"
-        connector = ConnectorConfig(transfer=False, host_kv_gib=HOST_KV_GIB, park_after_s=5.0, feed=feed)
+        connector = ConnectorConfig(
+            transfer=False, host_kv_gib=HOST_KV_GIB, park_after_s=5.0, control_socket=feed
+        )
         async with kv_engine(shape, connector if ours else None) as engine:
             beside = asyncio.create_task(fill_offline(engine, shape, result)) if offline else None
             began = time.monotonic()
@@ -129,7 +131,7 @@ async def fill_offline(engine: VllmEngine, shape: KvShape, result: Played) -> No
 
 async def release_all(engine: VllmEngine, feed_path: Path, conversations: list[str]) -> int:
     """End every conversation; return how many blocks are still held and how many faults are found."""
-    feed = EngineFeed(feed_path)
+    feed = ControlSocketClient(feed_path)
     for conversation in conversations:
         await feed.release(conversation)
     for _ in range(3):  # releases and ends of copies take effect in a step

@@ -17,7 +17,7 @@ import torch
 
 from benchmarks.harness.kv_transfer import BLOCK_TOKENS, LIMIT_S, Producer, fetch_prompt, transfer_end
 from benchmarks.harness.processes import HOST, received, spawned
-from kvtransfer.checkpoint.copier import Copier, come_after_the_model
+from kvtransfer.checkpoint.copier import Copier, lower_thread_priority
 from kvtransfer.checkpoint.copy_orders import BlockCopy, BlockLoad, CheckpointOrder
 from kvtransfer.checkpoint.cuda_mover import memory_for, mover_for
 from kvtransfer.checkpoint.host_slots import block_bytes
@@ -92,7 +92,7 @@ def host_copies(size: KvSize) -> dict[str, float]:
 
     plain = {"plain_store": copy_blocks, "plain_restore": copy_blocks, "one_call": copy_once}
     taken: dict[str, list[float]] = {name: [] for name in (*plain, "store", "restore")}
-    thread = ThreadPoolExecutor(1, initializer=come_after_the_model)
+    thread = ThreadPoolExecutor(1, initializer=lower_thread_priority)
     try:
         for _ in range(size.rounds + 1):  # the first round touches every page
             for name, copy in plain.items():

@@ -39,7 +39,9 @@ async def restore_against_recompute(
     tokens = max(longest, RESTORES * BESIDE_TOKENS)  # all prompts that are hit again fit at once
     shape = KvShape(model, blocks=tokens // KvShape.block_tokens + 300, context=longest + 512)
     with tempfile.TemporaryDirectory() as folder:
-        config = ConnectorConfig(transfer=False, host_kv_gib=host_kv_gib, feed=f"{folder}/engine.sock")
+        config = ConnectorConfig(
+            transfer=False, host_kv_gib=host_kv_gib, control_socket=f"{folder}/engine.sock"
+        )
         async with kv_engine(shape, config) as engine:
             rows = [await one_length(engine, length) for length in lengths]
             return {"by_length": rows, "beside": await decode_beside_restores(engine)}

@@ -183,7 +183,7 @@ def connector(fleet: FleetSpec, role: Role) -> ConnectorConfig:
         layer_hooks=publishes or (coserves and has_safepoints(fleet)),
         ttl_s=fleet.conversation.ttl + 60.0,  # the directory ends a conversation; this is for what it missed
         host_kv_gib=fleet.kv.host_kv_gib if "host" in fleet.kv.kv_tiers and parks(fleet) else 0.0,
-        idle_kv_yields=fleet.overload.policy == "preempt",
+        idle_kv_evictable=fleet.overload.policy == "preempt",
         lmcache_timeout_s=fleet.kv.lmcache.timeout,
     )
 

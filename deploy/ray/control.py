@@ -10,10 +10,10 @@ from typing import Any, TypeVar
 import grpc
 
 from deploy.errors import DeployError
-from kvtransfer.control.control_socket import FeedError
+from kvtransfer.control.control_socket import ControlSocketError
 from router.directory.rpc import BadReply, Method, Service, Stub
 from workers import processes
-from workers.keeper.engine_status import ConnectorFeed, KeeperReport, StatusStore
+from workers.keeper.engine_status import EngineLink, KeeperReport, StatusStore
 
 Reply = TypeVar("Reply")
 
@@ -48,9 +48,9 @@ class ControlError(DeployError, ConnectionError):
 class ControlServer:
     """Server of the control service. It listens before the keeper runs, which announces its address."""
 
-    def __init__(self, store: StatusStore, feed: ConnectorFeed, secret: str) -> None:
+    def __init__(self, store: StatusStore, feed: EngineLink, secret: str) -> None:
         self._store, self._feed = store, feed
-        service = Service(secret, unavailable=(FeedError,))
+        service = Service(secret, unavailable=(ControlSocketError,))
         service.once(INFO, self._info)
         service.stream(WATCH, self._watch)
         service.once(RELEASE, feed.release)

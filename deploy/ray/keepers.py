@@ -38,7 +38,7 @@ from deploy.ray.common import (
     serve_metrics,
 )
 from deploy.ray.control import ControlClient, ControlError, ControlServer
-from workers.keeper.engine_status import ConnectorFeed, KeeperStatus, StatusStore
+from workers.keeper.engine_status import EngineLink, KeeperStatus, StatusStore
 from workers.keeper.keeper import Keeper
 from workers.keeper.launch import FEED_SOCKET
 from workers.keeper.process_lease import LeasedProcess
@@ -119,7 +119,7 @@ class KeeperActor:
         return True
 
     async def _work(self) -> None:
-        feed = ConnectorFeed(self._spec.engine, self._spec.directory / FEED_SOCKET)
+        feed = EngineLink(self._spec.engine, self._spec.directory / FEED_SOCKET)
         server = ControlServer(self._store, feed, self._keys.of(Purpose.KEEPERS))
         self._control = await server.start(self._spec.host, self._last_port())
         write_atomically(self._spec.directory / CONTROL_FILE, self._control)

@@ -1,1 +1,1 @@
-"""Blocks of live conversations and of offline work go to host memory once, and return from there."""
+"""Copies of conversations' blocks in host memory, and their way back."""

@@ -1,13 +1,11 @@
-"""The worker side of the checkpoint: a thread that copies blocks in the background, and its throttle.
+"""Worker side of the checkpoint: a thread that copies blocks in the background, and its throttle.
 
-Loads go before stores: a turn waits for them. While the model computes on the same cores, the copier rests
-after each piece: requests that decode lose little, and a turn that waits still has its KV long before it
-could be computed. The longer copies wait, the less it rests: until a block is on the host its place on the
-accelerator is nobody's. Beside no step it does not rest: an engine with nothing to do takes none, and nothing
-tells it so.
+Loads come before stores, because a turn waits for them. While the model computes on the same cores, the
+copier rests after each piece, so that decoding requests lose little. The longer copies wait, the less it
+rests, because blocks are held on the accelerator until they are stored. Without steps it does not rest.
 
-Whatever goes wrong with a copy is logged and reported as a copy that ended badly, which the scheduler counts:
-a request waits for it, and blocks are held for it. So nothing that a copy raises may end the thread.
+A failed copy is logged and reported to the scheduler, which counts it: a request waits for the copy, and
+blocks are held for it. So no exception of a copy may end the thread.
 """
 
 import logging
@@ -28,20 +26,19 @@ from kvtransfer.transfer.kv_memory import by_block_first
 
 logger = logging.getLogger("conserve.kvtransfer.checkpoint")
 
-SHARE_BESIDE_STEPS = 0.05  # of a core, when nothing has waited long
+SHARE_BESIDE_STEPS = 0.05  # of a core, while no copy has waited for long
 PATIENCE_S = 0.25
 CLOSE_S = 3.0
-BETWEEN_STEPS_S = 0.05  # without a step for longer, the engine is idle
+BETWEEN_STEPS_S = 0.05  # after a longer time without a step the engine counts as idle
 NICE = 10
 
 
 class CopyThrottle:
-    """How much of a core copies take from the model: a rest after each piece of work.
+    """Limits the share of a core that copies take from the model, by a rest after each piece of work.
 
-    In proportion to the processor time that the piece took, not to the time that passed: work that others
-    hold up would rest for it too, and never end. The longer work has waited, the shorter the rests: after
-    `patience_s` the share of a core is twice `share`, after twice that three times. So the share becomes what
-    the load needs, and the wait stays in bounds.
+    The rest is proportional to the processor time of the piece, not to the elapsed time: work that others
+    delay would rest for the delay, too, and never end. The longer work has waited, the shorter the rests:
+    after `patience_s` the share of a core is twice `share`, after twice that time three times.
     """
 
     def __init__(self, share: float, patience_s: float) -> None:
@@ -54,7 +51,7 @@ class CopyThrottle:
         self._began = time.thread_time()
 
     def end(self, waited_s: float) -> None:
-        """`waited_s`: how long the oldest work that is not done has waited."""
+        """Set the rest after a piece; `waited_s` is how long the oldest unfinished work has waited."""
         share = min(1.0, self._share * (1 + waited_s / self._patience_s))
         self._until = time.monotonic() + (time.thread_time() - self._began) * (1 / share - 1)
 
@@ -63,14 +60,16 @@ class CopyThrottle:
 
 
 class Copier:
+    """Thread of one rank that copies blocks to and from the host, with helper threads."""
+
     def __init__(self, memory: HostSlots, mover: Mover) -> None:
         self.memory = memory
         self._mover = mover
-        self._loads: deque[tuple[float, BlockLoad]] = deque()  # with the time they were asked for
+        self._loads: deque[tuple[float, BlockLoad]] = deque()  # with the time of the order
         self._stores: deque[tuple[float, list[BlockCopy]]] = deque()
         self._work = threading.Condition()
         self._throttle = CopyThrottle(SHARE_BESIDE_STEPS, PATIENCE_S)
-        self._beside_steps = False  # of those that compute
+        self._beside_steps = False  # a step with requests runs
         self._in_step = False
         self._step_ended_at = 0.0
         self._closed = False
@@ -78,7 +77,7 @@ class Copier:
         self._ended = LoadsEnded()
         self._threads = min(THREADS, os.cpu_count() or 1)
         self._part = max(1, mover.at_once // THREADS)
-        self._helpers = ThreadPoolExecutor(THREADS - 1, "kv-copier", initializer=self._takes_its_place)
+        self._helpers = ThreadPoolExecutor(THREADS - 1, "kv-copier", initializer=self._lower_priority)
         self._thread = threading.Thread(target=self._run, name="kv-copier", daemon=True)
         self._thread.start()
 
@@ -117,10 +116,10 @@ class Copier:
             self._closed = True
             self._work.notify()
         self._helpers.shutdown(wait=False)
-        self._thread.join(CLOSE_S)  # one that is in torch when the interpreter ends aborts the process
+        self._thread.join(CLOSE_S)  # a thread inside torch would abort the process at its end
 
     def _run(self) -> None:
-        self._takes_its_place()
+        self._lower_priority()
         while True:
             with self._work:
                 self._work.wait_for(lambda: self._loads or self._stores or self._closed)
@@ -133,10 +132,10 @@ class Copier:
                 self._load(work, asked_for)
             else:
                 self._store(work, asked_for)
-        self.memory.close()  # here nothing is under way
+        self.memory.close()  # no copy is under way here
 
     def _next(self) -> tuple[float, BlockLoad | list[BlockCopy]]:
-        """Of a store by one thread, no more than that thread's part of a piece: a load may come meanwhile."""
+        """Return the next work; of a store by one thread only a part, because a load may arrive meanwhile."""
         if self._loads:
             return self._loads.popleft()
         asked_for, copies = self._stores.popleft()
@@ -157,9 +156,9 @@ class Copier:
         recently = self._in_step or time.monotonic() - self._step_ended_at < BETWEEN_STEPS_S
         return self._beside_steps and recently
 
-    def _takes_its_place(self) -> None:
+    def _lower_priority(self) -> None:
         if self._mover.takes_cores:
-            come_after_the_model()
+            lower_thread_priority()
 
     def _in_parts(
         self,
@@ -174,19 +173,18 @@ class Copier:
             others.extend(self._helpers.submit(work, *part) for part in parts[1:])
             mine = work(*parts[0])
         finally:
-            wait(others)  # whatever happened: the rows are the next piece's
+            wait(others)  # also after an exception: the next piece uses the same rows
         return [mine, *(other.result() for other in others)]
 
     def _store_threads(self) -> int:
-        """One beside steps, whatever moves the bytes: nobody waits for a store, and each thread of ours takes
-        turns with the model's for Python's lock."""
+        """Return one while steps run: nobody waits for a store, and threads compete with the model for the GIL."""
         return 1 if self._steps_go_on() else self._threads
 
     def _load_threads(self) -> int:
         return 1 if self._mover.takes_cores and self._steps_go_on() else self._threads
 
     def _waited_s(self, asked_for: float) -> float:
-        """The oldest work that is not done: the one at hand, or a store that loads went before."""
+        """Return how long the oldest unfinished work has waited, which may be a store that loads overtook."""
         with self._work:
             oldest = self._stores[0][0] if self._stores else asked_for
         return time.monotonic() - min(oldest, asked_for)
@@ -223,7 +221,7 @@ class Copier:
             self._throttle.end(self._waited_s(asked_for))
         if corrupt:
             logger.error(
-                "request %s: %d blocks on the host are not what they were", load.request_id, len(corrupt)
+                "request %s: %d blocks on the host failed their check", load.request_id, len(corrupt)
             )
         with self._work:
             unfilled = {copy.block for copy in failed + corrupt}
@@ -239,24 +237,28 @@ class Copier:
             self._report.corrupt.update(copy.slot for copy in corrupt)
 
 
-def come_after_the_model() -> None:
-    """This thread gets a core when one is left, a small share when none is, and never interrupts another."""
+def lower_thread_priority() -> None:
+    """Give this thread a core only when one is free, and else a small share that never preempts others."""
     thread = threading.get_native_id()
     os.setpriority(os.PRIO_PROCESS, thread, NICE)
     os.sched_setscheduler(thread, os.SCHED_BATCH, os.sched_param(0))
 
 
 def pages(layers: Iterable[Any]) -> list[Any]:
-    """Layers of different KV cache groups share memory: a block is one group's at a time. Each place once, as
-    the layer with most in it sees it."""
+    """Return each distinct KV tensor once, as the largest layer in it.
+
+    Layers of different KV cache groups share memory; a block belongs to one group at a time.
+    """
     by_size = sorted(layers, key=lambda layer: int(layer[0].nbytes))
     return list({layer.data_ptr(): layer for layer in by_size}.values())
 
 
 class CheckpointWorker(WorkerSide):
+    """Passes a step's orders to the copier, and its results back."""
+
     def __init__(self, context: EngineContext, rank: int) -> None:
         self._blocks = int(context.kv_cache_config.num_blocks)
-        self._slots = context.residence.host.capacity
+        self._slots = context.kv_state.host.capacity
         self.copier: Copier
 
     def register(self, kv_caches: Mapping[str, Any]) -> None:

@@ -1,7 +1,7 @@
-"""The mover of a GPU: blocks are gathered on the device, and cross the bus between there and their rows.
+"""Mover for GPUs: gathers blocks on the device and copies them between there and their rows on the host.
 
-Python's lock is the model's too, and a launch takes it: what counts is launches a byte. A unit of many blocks
-takes one launch a layer, and one for each run of slots that follow one another.
+Each launch takes Python's lock from the model, so launches per byte must be few. A unit of many blocks takes
+one launch for each layer and one for each run of consecutive slots.
 """
 
 import itertools
@@ -12,20 +12,22 @@ from typing import Any
 import torch
 
 from kvtransfer.checkpoint.copy_orders import BlockCopy
-from kvtransfer.checkpoint.host_slots import THREADS, CudaRegistry, HostMover, HostSlots, Mover, block_bytes
+from kvtransfer.checkpoint.host_slots import THREADS, CudaRegistrar, HostMover, HostSlots, Mover, block_bytes
 from kvtransfer.side_stream import Launched, SideStream, cuda_of
 from kvtransfer.transfer.kv_memory import byte_rows
 
-UNIT_BYTES = 32 << 20  # as long on the bus as a hundred launches take
-UNITS_A_THREAD = 2  # in a piece: it is over when the slowest thread is
+UNIT_BYTES = 32 << 20  # takes as long on the bus as a hundred launches
+UNITS_A_THREAD = 2  # in a piece, which ends with its slowest thread
 LANES = 2  # one gathers or scatters while the other has the bus
 
-Placed = tuple[list[BlockCopy], int]  # a unit, and which of the blocks moved at once its first one is
+Placed = tuple[list[BlockCopy], int]  # a unit, and the index of its first block in the piece
 
 
 class Lane:
-    """A side stream, and memory of a unit's blocks on the device. The stream keeps its order: the next unit
-    finds the memory free, whichever way it goes."""
+    """Side stream with memory on the device for one unit.
+
+    The stream keeps its order, so the next unit finds the memory free.
+    """
 
     def __init__(self, cuda: Any | None, layers: list[torch.Tensor], blocks: int) -> None:
         like = layers[0]
@@ -39,7 +41,7 @@ class Lane:
         self._first: dict[int, list[torch.Tensor]] = {}  # so many rows of each place
 
     def down(self, blocks: torch.Tensor, rows: list[torch.Tensor]) -> None:
-        """Launches a unit's way to its rows on the host."""
+        """Launch the copies of a unit to its rows on the host."""
         index = self._indexed(blocks)
         for layer, place in zip(self._layers, self._places_of(len(blocks)), strict=True):
             torch.index_select(layer, 0, index, out=place)
@@ -49,7 +51,7 @@ class Lane:
             at += len(run)
 
     def up(self, blocks: torch.Tensor, rows: list[torch.Tensor]) -> None:
-        """Launches a unit's way from its rows."""
+        """Launch the copies of a unit from its rows."""
         at = 0
         for run in rows:
             self._bytes[at : at + len(run)].copy_(run, non_blocking=True)
@@ -64,22 +66,21 @@ class Lane:
         return index
 
     def _places_of(self, count: int) -> list[torch.Tensor]:
-        """Views are calls of torch too, one a layer: they are kept."""
+        """Return views of the first `count` rows, cached because each view is a call of torch."""
         if count not in self._first:
             self._first[count] = [place[:count] for place in self._places]
         return self._first[count]
 
 
 class CudaMover(Mover):
-    """Units of blocks on side streams.
+    """Moves units of blocks on side streams.
 
-    Digests are of rows on the host: of a store when its bytes have arrived there, of a load while the row is
-    on its way. So what changes in host memory between them is found, also a row of another block or of
-    another time. Not found is what changes on the bus or on the device, whose own checks (CRC, ECC) are for
-    that, and what changes in a row between the digest's reading of it and the bus's.
+    Digests cover the rows on the host: of a store when its bytes have arrived, of a load while the row is
+    being copied. They find changes of host memory in between, also a row of another block or an older one.
+    They do not find changes on the bus or on the device, which have checks of their own (CRC, ECC).
 
-    Order: the blocks of a store were confirmed by a step whose results are back, and those of a load belong
-    to a request that does not run yet.
+    No ordering against the model is needed: a store's blocks were confirmed by a step whose results are back,
+    and a load's belong to a request that does not run yet.
     """
 
     takes_cores = False
@@ -92,7 +93,7 @@ class CudaMover(Mover):
         self.at_once = THREADS * UNITS_A_THREAD * self._unit
         self._lanes = [Lane(cuda, layers, self._unit) for _ in range(LANES)]
         self._turns = itertools.count()
-        # A place for each block that is moved at once: none is written again before its copy is done.
+        # One entry for each block of a piece, so that none is overwritten before its copy is done.
         self._indices = torch.empty(self.at_once, dtype=torch.int64, pin_memory=device[0].is_cuda)
         self._index_rows = self._indices.numpy()
 
@@ -101,7 +102,7 @@ class CudaMover(Mover):
             lane.stream.mark()
 
     def store(self, memory: HostSlots, copies: list[BlockCopy], at: int = 0) -> None:
-        """A unit is on its way while the one before is hashed."""
+        """Store blocks; a unit is copied while the one before is hashed."""
         memory.use(copies)
         under_way: deque[tuple[list[BlockCopy], Launched]] = deque()
         try:
@@ -115,7 +116,7 @@ class CudaMover(Mover):
             while under_way:
                 self._arrive(memory, *under_way.popleft())
         finally:
-            for _, launched in under_way:  # it raised: their rows are others' next
+            for _, launched in under_way:  # after an exception: the rows will be reused
                 launched.wait()
 
     def load(self, memory: HostSlots, copies: list[BlockCopy], at: int = 0) -> list[BlockCopy]:
@@ -134,7 +135,7 @@ class CudaMover(Mover):
         return [copy for copy in copies if copy in good]
 
     def _units(self, copies: list[BlockCopy], at: int) -> Iterator[Placed]:
-        """In the order of slots: those that follow one another are one copy."""
+        """Yield units in the order of slots, because consecutive slots are one copy."""
         ordered = sorted(copies, key=lambda copy: copy.slot)
         for first in range(0, len(ordered), self._unit):
             yield ordered[first : first + self._unit], at + first
@@ -142,7 +143,7 @@ class CudaMover(Mover):
     def _prepared(
         self, memory: HostSlots, unit: list[BlockCopy], place: int
     ) -> tuple[Lane, torch.Tensor, list[torch.Tensor]]:
-        """Whose turn it is, the blocks, and the runs of rows; before the stream's lock is taken."""
+        """Return the next lane, the blocks and the runs of rows, before the stream's lock is taken."""
         end = place + len(unit)
         self._index_rows[place:end] = [copy.block for copy in unit]
         rows = [memory.tensor[first : first + count] for first, count in memory.runs(unit)]
@@ -159,5 +160,5 @@ def mover_for(device: list[torch.Tensor]) -> Mover:
 
 
 def memory_for(device: list[torch.Tensor], slots: int) -> HostSlots:
-    registry = CudaRegistry(device[0].device) if device[0].is_cuda else None
+    registry = CudaRegistrar(device[0].device) if device[0].is_cuda else None
     return HostSlots(slots, block_bytes(device), registry)

@@ -1,13 +1,13 @@
-"""Host memory for blocks, and what moves blocks there and back.
+"""Host memory for blocks, the interface of movers, and the mover of the CPU build.
 
-A row is a block: its bytes of each layer, one after the other. The copier's threads share Python's lock
-with the model's: what copies or hashes bytes lets go of it meanwhile. NumPy's and xxhash's calls do, and they
-start no threads, as torch's do.
+A row holds one block: its bytes of each layer, one after the other. The copier's threads share Python's lock
+with the model. NumPy's and xxhash's calls release it while they copy or hash, and start no threads, as
+torch's do.
 
-*Registered* memory is what the GPU reads and writes itself, without a bounce buffer. It is mapped at once and
-registered with the GPU's driver in chunks, each when a row of it is first used: to register many GiB takes
-seconds and all of their pages. A chunk is whole pages and whole rows, since one copy must not reach into two
-registrations, and one page must not be in two.
+The GPU reads and writes *registered* memory itself, without a bounce buffer. Memory is mapped at once and
+registered with the GPU's driver in chunks when a row of the chunk is first used, because registering many GiB
+takes seconds and touches all pages. A chunk consists of whole pages and whole rows: a copy must not span two
+registrations, and a page must not be in two.
 """
 
 import contextlib
@@ -31,26 +31,26 @@ from kvtransfer.checkpoint.copy_orders import BlockCopy
 
 logger = logging.getLogger("conserve.kvtransfer.checkpoint")
 
-CHUNK_BYTES = 256 << 20  # some tens of milliseconds, mostly for its pages
+CHUNK_BYTES = 256 << 20  # takes some tens of milliseconds, mostly to touch its pages
 CLOSE_S = 1.0
 Rows = npt.NDArray[np.uint8]
 
 
-class Registry(Protocol):
-    """Who has to know of memory before the GPU can use it."""
+class PinnedMemoryRegistrar(Protocol):
+    """Registers host memory with the driver of a GPU."""
 
     def register(self, address: int, nbytes: int) -> str:
-        """Empty, or why not."""
+        """Register a range. Returns an error text, or an empty one."""
 
     def unregister(self, address: int) -> None:
-        """By a thread that launches nothing any more."""
+        """Unregister a range. The calling thread must launch nothing afterwards."""
 
 
-class CudaRegistry(Registry):
-    """The driver of one GPU.
+class CudaRegistrar(PinnedMemoryRegistrar):
+    """Registers with the CUDA driver of one GPU.
 
-    CUDA keeps a call's error for the thread that made it, and torch's next launch in that thread would raise
-    it: so each registration has a thread to itself.
+    CUDA keeps a failed call's error for its thread, and torch's next launch in that thread would raise it. So
+    each registration runs in a thread of its own.
     """
 
     def __init__(self, device: torch.device) -> None:
@@ -71,30 +71,33 @@ class CudaRegistry(Registry):
 
 
 class RegisteredRows:
-    """Rows of equal size. Those of a chunk that could not be registered can be used too: the driver copies
-    them through memory of its own, and the thread that asks waits for it."""
+    """Rows of equal size in registered memory.
 
-    def __init__(self, rows: int, row_bytes: int, registry: Registry) -> None:
+    Rows of a chunk that could not be registered are usable, but slower: the driver copies through its own
+    memory while the calling thread waits.
+    """
+
+    def __init__(self, rows: int, row_bytes: int, registry: PinnedMemoryRegistrar) -> None:
         self._registry = registry
-        pages_fit = mmap.PAGESIZE // math.gcd(mmap.PAGESIZE, row_bytes)  # so many rows are whole pages
+        pages_fit = mmap.PAGESIZE // math.gcd(mmap.PAGESIZE, row_bytes)  # rows that make up whole pages
         self.chunk_rows = pages_fit * max(1, CHUNK_BYTES // (pages_fit * row_bytes))
-        # Private, and not there in forked processes: a page that is shared with one is copied when it is
-        # next written, and the GPU would go on with the old one.
+        # Private and absent in forks: a page shared with a fork is copied at the next write, and the GPU
+        # would keep using the old one.
         size = max(1, -(-rows * row_bytes // mmap.PAGESIZE)) * mmap.PAGESIZE
         mapped = mmap.mmap(-1, size, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
         mapped.madvise(mmap.MADV_DONTFORK)
-        with contextlib.suppress(OSError):  # a kernel without huge pages: then there are none
+        with contextlib.suppress(OSError):  # the kernel has no huge pages
             mapped.madvise(mmap.MADV_HUGEPAGE)
         self._bytes: npt.NDArray[np.uint8] = np.frombuffer(mapped, dtype=np.uint8)
         self.rows = self._bytes[: rows * row_bytes].reshape(rows, row_bytes)
         self._lock = threading.Lock()
-        self._known: set[int] = set()  # chunks that were registered, or refused
+        self._known: set[int] = set()  # chunks that were registered or refused
         self._registered: dict[int, int] = {}  # chunk -> address
         self._refused = 0
-        self._told = 0
+        self._taken = 0
 
     def use(self, rows: Iterable[int]) -> None:
-        """Before rows are copied to. May take as long as a registration."""
+        """Register the chunks of rows that will be written. May take as long as a registration."""
         for chunk in {row // self.chunk_rows for row in rows} - self._known:
             with self._lock:
                 if chunk not in self._known:
@@ -103,10 +106,10 @@ class RegisteredRows:
     def _register(self, chunk: int) -> None:
         size = self.chunk_rows * self.rows.shape[1]
         memory = self._bytes[chunk * size : (chunk + 1) * size]
-        memory[:] = 0  # pages come here, without Python's lock, and not while the driver holds its own
+        memory[:] = 0  # touches the pages, without Python's lock and before the driver takes its own
         try:
             error = self._registry.register(memory.ctypes.data, memory.nbytes)
-        except RuntimeError as raised:  # torch's, or no thread can be started
+        except RuntimeError as raised:  # from torch, or because no thread could be started
             error = repr(raised)
         if not error:
             self._registered[chunk] = memory.ctypes.data
@@ -122,14 +125,16 @@ class RegisteredRows:
         self._known.add(chunk)
 
     def take_refused(self) -> int:
-        """Chunks since the last call. Without the lock, which a registration has: each step asks."""
+        """Return the chunks refused since the last call. Lock-free, because each step asks."""
         refused = self._refused
-        told, self._told = self._told, refused
-        return refused - told
+        taken, self._taken = self._taken, refused
+        return refused - taken
 
     def close(self) -> None:
-        """Nothing is copied any more, and nothing launched by this thread. What it has no time for the driver
-        takes back with the process."""
+        """Unregister chunks for at most `CLOSE_S`; the driver releases the rest with the process.
+
+        No copy may be under way, and the calling thread must launch nothing afterwards.
+        """
         end = time.monotonic() + CLOSE_S
         with self._lock:
             while self._registered and time.monotonic() < end:
@@ -137,13 +142,13 @@ class RegisteredRows:
 
 
 class HostSlots:
-    """One row a slot, with what must be in it. Rows are plain memory, used page by page as slots fill; with a
-    registry they are memory that a GPU copies to and from, used chunk by chunk (`RegisteredRows`).
+    """Memory with one row for each slot, and the digest of its contents.
 
-    What a digest is of, and what is compared with it, its mover says.
+    Rows are plain memory that is touched page by page as slots fill, or with a registrar registered memory
+    (`RegisteredRows`). The mover decides what a digest covers.
     """
 
-    def __init__(self, slots: int, block_bytes: int, registry: Registry | None = None) -> None:
+    def __init__(self, slots: int, block_bytes: int, registry: PinnedMemoryRegistrar | None = None) -> None:
         registered = RegisteredRows(slots, block_bytes, registry) if registry is not None else None
         self._registered = registered
         self.rows: Rows = registered.rows if registered else np.empty((slots, block_bytes), dtype=np.uint8)
@@ -151,21 +156,23 @@ class HostSlots:
         self.contents: dict[int, tuple[int, int]] = {}  # slot -> generation, digest
 
     def known(self, copies: list[BlockCopy]) -> list[BlockCopy]:
-        """Those whose slots were last written for them."""
+        """Return the copies whose slots still hold the generation that they expect."""
         return [c for c in copies if self.contents.get(c.slot, (None, 0))[0] == c.generation]
 
     def holds(self, copy: BlockCopy, digest: int) -> bool:
-        """What came back is what was stored."""
+        """Return whether the bytes that were loaded are the stored ones."""
         return self.contents[copy.slot][1] == digest
 
     def use(self, copies: list[BlockCopy]) -> None:
-        """Before their slots are copied to."""
+        """Prepare slots that will be written."""
         if self._registered is not None:
             self._registered.use(copy.slot for copy in copies)
 
     def runs(self, copies: list[BlockCopy]) -> Iterator[tuple[int, int]]:
-        """First slot and number of slots that follow one another, of copies in the order of their slots: what
-        one copy moves. It ends where a registration ends."""
+        """Yield the runs of consecutive slots: first slot and length. A run ends where a registration ends.
+
+        The copies must be in the order of their slots.
+        """
         chunk = self._registered.chunk_rows if self._registered is not None else len(self.rows)
         first, count = copies[0].slot, 0
         for copy in copies:
@@ -176,56 +183,58 @@ class HostSlots:
         yield first, count
 
     def seal(self, copies: list[BlockCopy]) -> None:
-        """Their rows are written."""
+        """Record digests after the copies to the host have completed."""
         for copy in copies:
             self.contents[copy.slot] = copy.generation, self.digest(copy)
 
     def digest(self, copy: BlockCopy) -> int:
-        """Of what its row holds now. One call a row: after each the thread must get Python's lock back."""
+        """Return the digest of the slot's current bytes."""
         return xxhash.xxh3_64_intdigest(self.rows[copy.slot])
 
     def take_refused(self) -> int:
-        """Chunks that could not be registered, since the last call."""
+        """Return the chunks that could not be registered since the last call."""
         return self._registered.take_refused() if self._registered is not None else 0
 
     def close(self) -> None:
-        """Nothing is copied any more, and nothing launched by this thread."""
+        """Release registered memory after the last copy."""
         if self._registered is not None:
             self._registered.close()
 
 
-HOST_PART_BYTES = 2 << 20  # a rest beside steps comes after so many
-THREADS = 4  # digests keep up with the bus
+HOST_PART_BYTES = 2 << 20  # copied by one thread between two rests
+THREADS = 4  # as many as hash at the speed of the bus
 
 
 class Mover(ABC):
-    """What moves blocks between the accelerator and the host. Called from threads of the copier, each with
-    blocks of its own, the first of which is number `at` of those that are moved at once."""
+    """Moves blocks between the accelerator and the host.
 
-    at_once: int  # blocks, by all threads
-    takes_cores: bool  # what moves bytes is what the model computes with
+    Several threads of the copier call it, each with blocks of its own; `at` is the index of their first block
+    in the piece.
+    """
+
+    at_once: int  # blocks of a piece, for all threads
+    takes_cores: bool  # True if moving bytes takes cores from the model
 
     @abstractmethod
     def mark(self) -> None:
-        """What was launched up to now comes before what `load` writes from now on. Called by the thread that
-        launches steps."""
+        """Let loads write only after everything that the calling thread, which launches steps, has launched."""
 
     @abstractmethod
     def store(self, memory: HostSlots, copies: list[BlockCopy], at: int = 0) -> None:
-        """Returns when they are in their slots."""
+        """Copy blocks to their slots, and return when they are there."""
 
     @abstractmethod
     def load(self, memory: HostSlots, copies: list[BlockCopy], at: int = 0) -> list[BlockCopy]:
-        """Those whose slots hold what they should: their bytes are there when it returns. Blocks of others
-        may have been written, too."""
+        """Copy blocks from their slots, and return the copies that passed their check.
+
+        Blocks of the other copies may have been written, too.
+        """
 
 
 class HostMover(Mover):
-    """KV in host memory already (CPU build): one pass, bytes are copied and hashed while they are in a core's
-    cache.
+    """Mover of the CPU build, which copies and hashes in one pass while bytes are in a core's cache.
 
-    The digest is of the bytes as they came, before they are in the row, and what is compared is the copy that
-    went back: whenever a row changes in between, it is found.
+    A store hashes the source and a load hashes the copy that it made, so any change of a row is found.
     """
 
     takes_cores = True
@@ -233,11 +242,11 @@ class HostMover(Mover):
     def __init__(self, device: list[torch.Tensor]) -> None:
         self._layers = [layer.view(len(layer), -1).view(torch.uint8).numpy() for layer in device]
         ends = list(accumulate(layer.shape[1] for layer in self._layers))
-        self._places = [slice(*ends_at) for ends_at in pairwise([0, *ends])]  # of each layer in a row
+        self._places = [slice(*ends_at) for ends_at in pairwise([0, *ends])]  # of each layer within a row
         self.at_once = at_once(device, HOST_PART_BYTES)
 
     def mark(self) -> None:
-        """What was launched is done."""
+        """Do nothing: work on the CPU is done when its call returns."""
 
     def store(self, memory: HostSlots, copies: list[BlockCopy], at: int = 0) -> None:
         for copy in copies:
@@ -245,7 +254,7 @@ class HostMover(Mover):
             for layer, place in zip(self._layers, self._places, strict=True):
                 came = layer[copy.block]
                 row[place] = came
-                digest.update(came)  # the block itself, not its copy
+                digest.update(came)  # the source, not its copy
             memory.contents[copy.slot] = copy.generation, digest.intdigest()
 
     def load(self, memory: HostSlots, copies: list[BlockCopy], at: int = 0) -> list[BlockCopy]:
@@ -262,7 +271,7 @@ class HostMover(Mover):
 
 
 def at_once(device: list[torch.Tensor], nbytes: int) -> int:
-    """As many blocks as parts of so many bytes have, one for each thread."""
+    """Return the number of blocks in a piece that has `nbytes` for each thread."""
     return THREADS * max(1, nbytes // block_bytes(device))
 
 

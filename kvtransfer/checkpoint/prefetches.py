@@ -12,7 +12,7 @@ from typing import Any
 from kvtransfer.checkpoint.copy_orders import BlockCopy, BlockLoad
 from kvtransfer.compat.block_cache import PREFETCHING, cache_blocks, remember_engine_core, wake_engine
 from kvtransfer.compat.relied_on import verify
-from kvtransfer.control.control_socket import FeedCommand, Reply
+from kvtransfer.control.control_socket import EngineCommand, Reply
 from kvtransfer.plugins import EngineContext
 from kvtransfer.retention.retained_conversations import RetainedConversation, RetentionPhase, block_key
 
@@ -48,7 +48,7 @@ class Prefetches:
     def __init__(self, context: EngineContext) -> None:
         verify(PREFETCHING)
         remember_engine_core()
-        self._state = context.residence
+        self._state = context.kv_state
         self._groups = context.groups
         self._block_tokens = int(context.vllm_config.cache_config.block_size)
         self._ranks = int(context.vllm_config.parallel_config.world_size)
@@ -56,7 +56,7 @@ class Prefetches:
         self._load: PrefetchLoad | None = None
         self._may_begin = False  # something changed since the waiting prefetches were last looked at
         self.pool: Any = None
-        self._state.references["prefetches"] = self._block_ids
+        self._state.holders.references["prefetches"] = self._block_ids
 
     @property
     def pending(self) -> bool:
@@ -69,7 +69,7 @@ class Prefetches:
         load = self._load
         return {block_key(load.chain[at], group) for at, group in load.places} if load is not None else set()
 
-    def ask(self, command: FeedCommand) -> Reply:
+    def ask(self, command: EngineCommand) -> Reply:
         """Queue a prefetch. The reply says whether most of the KV can be restored.
 
         Runs in the socket's thread. vLLM's KV cache events need tokens, and only hashes are known here.
@@ -116,7 +116,7 @@ class Prefetches:
         if not load.void:
             self._register(load)
         self.pool.free_blocks([*reversed(load.blocks), *reversed(load.kept)])
-        self._state.conversations.freed_strangers()
+        self._state.conversations.order_changed()
         if not (load.void or load.unfilled):
             prefetch = load.prefetch
             self._state.conversations.prefetched(load.conversation, prefetch.left_at, prefetch.due_in_s)

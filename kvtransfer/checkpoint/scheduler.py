@@ -7,37 +7,37 @@ from typing import Any
 from kvtransfer.checkpoint.copy_orders import BlockCopy, BlockLoad, CheckpointOrder
 from kvtransfer.checkpoint.prefetches import Prefetches
 from kvtransfer.plugins import LATER, EngineContext, Match, SchedulerSide, StepOutcome
+from kvtransfer.request_facts import admitted_now, confirmed_blocks, is_offline
 from kvtransfer.retention.retained_conversations import RetainedConversation, block_key
-from kvtransfer.shared_state import admitted_now, confirmed_blocks, is_offline
 
 NOWHERE = -1
-STORES_A_STEP = 512  # of running requests: bounds the references taken for copies
+STORES_A_STEP = 512  # of running requests; bounds the references that copies hold
 
 
 class CheckpointScheduler(SchedulerSide):
-    """Called after retention, which owns the conversations' chains."""
+    """Plugin side that is called after retention, which owns the conversations' chains."""
 
     hit_source = "host"
 
     def __init__(self, context: EngineContext) -> None:
-        self._residence = context.residence
-        self._residence.references["checkpoint"] = self.copying_block_ids
-        self._residence.ending["checkpoint"] = self.copying_block_ids
+        self._kv_state = context.kv_state
+        self._kv_state.holders.references["checkpoint"] = self.copying_block_ids
+        self._kv_state.holders.released_next_step["checkpoint"] = self.copying_block_ids
         self._block_tokens = int(context.vllm_config.cache_config.block_size)
         self._ranks = int(context.vllm_config.parallel_config.world_size)
         self._groups = context.groups
         self._manager: Any = None
         self._pool: Any = None
         self._next = CheckpointOrder()
-        self._told_beside_step = False  # what the copier was told last
-        self._owned: dict[str, tuple[Any, RetainedConversation]] = {}  # by request
-        self._looked_at: dict[str, int] = {}  # request -> blocks of its chain that are taken care of
-        self.copying: dict[int, Any] = {}  # slot -> block with a reference of ours, until it is copied
+        self._was_beside_step = False  # as of the last order
+        self._owned: dict[str, tuple[Any, RetainedConversation]] = {}  # request and conversation, by id
+        self._visited: dict[str, int] = {}  # request -> blocks of its chain that have a slot or need none
+        self.copying: dict[int, Any] = {}  # slot -> block that we reference until it is copied
         self._stored: Counter[int] = Counter()  # slot -> ranks done
         self._loading: dict[str, list[int]] = {}  # request -> slots
-        self._arriving: dict[str, set[bytes]] = {}  # request -> what its blocks will hold
+        self._arriving: dict[str, set[bytes]] = {}  # request -> keys of the blocks that it loads
         self._counts: Counter[str] = Counter()
-        # Set by the engine's own scheduler before each step: a load takes blocks without asking it.
+        # Set by the engine's scheduler before each step, because loads take blocks without asking it.
         self.offline_may_start = True
         self.prefetches = Prefetches(context)
         context.commands["prefetch"] = self.prefetches.ask
@@ -50,11 +50,11 @@ class CheckpointScheduler(SchedulerSide):
         self._pool = self.prefetches.pool = manager.block_pool
 
     def on_new_request(self, request: Any) -> None:
-        if owned := self._residence.requests.get(request.request_id):
+        if owned := self._kv_state.requests.get(request.request_id):
             self._owned[request.request_id] = owned
 
     def match(self, request: Any, computed_tokens: int) -> Match | None:
-        """The last token is always computed: it is what a request is for, and its block is not full."""
+        """Return the blocks that the host has of a request; its last token is always computed."""
         if is_offline(request) and not self.offline_may_start:
             return None
         blocks = self.restorable_blocks(request, computed_tokens)
@@ -68,11 +68,11 @@ class CheckpointScheduler(SchedulerSide):
         return any(keys & arriving for arriving in (*self._arriving.values(), self.prefetches.arriving))
 
     def restorable_blocks(self, request: Any, computed_tokens: int) -> int:
-        """Blocks that the host has of a request, beyond the tokens that are on the accelerator."""
+        """Return how many blocks the host has of a request after the tokens that are on the accelerator."""
         start = computed_tokens // self._block_tokens
         end = int(min((request.num_tokens - 1) // self._block_tokens, len(request.block_hashes)))
-        hashes, host = request.block_hashes, self._residence.host
-        with self._residence.lock:
+        hashes, host = request.block_hashes, self._kv_state.host
+        with self._kv_state.lock:
             for number, group in enumerate(self._groups):
                 if not group.window:
                     end = start + host.stored_prefix(hashes, start, end, number)
@@ -81,8 +81,8 @@ class CheckpointScheduler(SchedulerSide):
         return end - start
 
     def _gap(self, hashes: list[bytes], start: int, end: int) -> int:
-        """The last block that windows at `end` need and the host does not have; -1: none."""
-        host = self._residence.host
+        """Return the last block that windows at `end` need and the host lacks, or -1."""
+        host = self._kv_state.host
         windows = ((n, group.first_kept(end)) for n, group in enumerate(self._groups) if group.window)
         needed = ((n, reversed(range(max(start, first), end))) for n, first in windows)
         gaps = (
@@ -92,19 +92,19 @@ class CheckpointScheduler(SchedulerSide):
         return max(gaps, default=-1)
 
     def after_allocation(self, request: Any, blocks: Any, match: Match | None) -> None:
-        self._looked_at.pop(request.request_id, None)
+        self._visited.pop(request.request_id, None)
         if match is None:
             return
         count = match.tokens // self._block_tokens
-        places: list[tuple[int, bytes]] = []  # block id, and what it is to hold
+        places: list[tuple[int, bytes]] = []  # block id, and the key of what it will hold
         for number, (group, ids) in enumerate(zip(self._groups, blocks.get_block_ids(), strict=True)):
             end = len(ids)  # a background load is allocated exactly what it loads
             first = max(end - count, group.first_kept(end))
             keys = (block_key(one, number) for one in request.block_hashes[first:end])
             places += zip(ids[first:], keys, strict=True)
-        with self._residence.lock:
-            slots = [self._residence.host.begin_load(key) for _, key in places]
-        # What the feed released since `match` is loaded from nowhere: it fails its check, and is computed.
+        with self._kv_state.lock:
+            slots = [self._kv_state.host.begin_load(key) for _, key in places]
+        # A block released since `match` has no slot: its load fails the check, and it is computed.
         copies = [
             BlockCopy(block, slot.number, slot.generation) if slot else BlockCopy(block, NOWHERE, 0)
             for (block, _), slot in zip(places, slots, strict=True)
@@ -114,20 +114,20 @@ class CheckpointScheduler(SchedulerSide):
         self._arriving[request.request_id] = {key for _, key in places}
 
     def order(self, scheduler_output: Any) -> CheckpointOrder | None:
-        with self._residence.lock:
+        with self._kv_state.lock:
             admitted = admitted_now(scheduler_output)
             for request_id in scheduler_output.num_scheduled_tokens:
                 owned = self._owned.get(request_id)
                 if owned and request_id not in admitted:
                     self._store(*owned, None)
-            may_load = self.offline_may_start and not self._residence.fenced
+            may_load = self.offline_may_start and not self._kv_state.kv_io_suspended
             if (load := self.prefetches.begin_next(may_load)) is not None:
                 self._next.loads.append(load)
         order, self._next = self._next, CheckpointOrder()
         order.beside_step = bool(scheduler_output.num_scheduled_tokens)
-        if not order and (order.beside_step == self._told_beside_step or not self._copies_go_on()):
+        if not order and (order.beside_step == self._was_beside_step or not self._copies_go_on()):
             return None
-        self._told_beside_step = order.beside_step
+        self._was_beside_step = order.beside_step
         return order
 
     def _copies_go_on(self) -> bool:
@@ -135,19 +135,19 @@ class CheckpointScheduler(SchedulerSide):
 
     def on_finished(self, request: Any, block_ids: Sequence[list[int]]) -> None:
         owned = self._owned.pop(request.request_id, None)
-        if owned is not None and request.request_id not in self._residence.loading:
-            with self._residence.lock:
+        if owned is not None and request.request_id not in self._kv_state.loads.loading:
+            with self._kv_state.lock:
                 self._store(*owned, block_ids)
-        self._looked_at.pop(request.request_id, None)
+        self._visited.pop(request.request_id, None)
 
     def _store(
         self, request: Any, conversation: RetainedConversation, block_ids: Sequence[list[int]] | None
     ) -> None:
-        """By the request's own hashes: the chain may be ahead, or of another turn that runs beside it."""
+        """Store confirmed blocks by the request's own hashes: the chain may belong to a concurrent turn."""
         hashes = request.block_hashes
-        at = self._looked_at.get(request.request_id, 0)
+        at = self._visited.get(request.request_id, 0)
         end = confirmed_blocks(request, self._block_tokens)
-        if at >= end or not conversation.on_host or self._residence.fenced:
+        if at >= end or not conversation.on_host or self._kv_state.kv_io_suspended:
             return
         ids = block_ids if block_ids is not None else self._manager.get_block_ids(request.request_id)
         end = min(end, *map(len, ids))
@@ -158,13 +158,13 @@ class CheckpointScheduler(SchedulerSide):
                 self._counts["host_full"] += 1
                 break
             at += 1
-        self._looked_at[request.request_id] = at
+        self._visited[request.request_id] = at
 
     def _begin_store(self, key: bytes, block_id: int, conversation: RetainedConversation) -> bool:
-        """False: there is no capacity. A block that its window has left is not there any more, nor wanted."""
+        """Order the copy of a block if it is wanted on the host. Returns False if no slot is free."""
         if not self._is_wanted(key) or (block := self._pool.blocks[block_id]).is_null:
             return True
-        slot = self._residence.host_slot(key, conversation)
+        slot = self._kv_state.claim_host_slot(key, conversation)
         if slot is None:
             return False
         self._pool.touch([block])
@@ -173,16 +173,16 @@ class CheckpointScheduler(SchedulerSide):
         return True
 
     def _is_wanted(self, block: bytes) -> bool:
-        wanted = self._residence.conversations.wanted_on_host(block)
-        return wanted and block not in self._residence.host
+        wanted = self._kv_state.conversations.wanted_on_host(block)
+        return wanted and block not in self._kv_state.host
 
     def on_outcome(self, outcome: StepOutcome) -> None:
-        with self._residence.lock:
+        with self._kv_state.lock:
             for request_id in outcome.loaded & self._loading.keys():
                 slots = self._loading.pop(request_id)
                 del self._arriving[request_id]
                 for slot in slots:
-                    self._residence.host.end_load(slot)
+                    self._kv_state.host.end_load(slot)
                 self._counts["restored_blocks"] += len(slots)
                 self._counts["restores"] += 1
             if outcome.report is not None:
@@ -195,7 +195,7 @@ class CheckpointScheduler(SchedulerSide):
 
     def _drop(self, cause: str, slots: set[int]) -> None:
         for slot in slots - {NOWHERE}:
-            self._residence.host.drop_slot(slot)
+            self._kv_state.host.drop_slot(slot)
             self._counts[cause] += 1
 
     def _end_stores(self, stored: Counter[int]) -> None:
@@ -203,19 +203,19 @@ class CheckpointScheduler(SchedulerSide):
             self._stored[slot] += ranks
             if self._stored[slot] >= self._ranks:
                 del self._stored[slot]
-                self._residence.host.end_store(slot)
+                self._kv_state.host.end_store(slot)
                 self._pool.free_blocks([self.copying.pop(slot)])
                 self._counts["stored_blocks"] += 1
 
     def saved_blocks(self, request_id: str) -> int:
-        """Blocks of a request, from its first on, that are on the host or on their way."""
-        return self._looked_at.get(request_id, 0)
+        """Return how many leading blocks of a request are on the host or on their way."""
+        return self._visited.get(request_id, 0)
 
     def needs_step(self) -> bool:
         return self.prefetches.pending
 
     def reset(self) -> None:
-        with self._residence.lock:
+        with self._kv_state.lock:
             self.prefetches.reset()
 
     def take_counts(self) -> Mapping[str, float]:

@@ -1,4 +1,4 @@
-"""What is relied on of vLLM, as tables, and how an engine finds that its vLLM differs from one."""
+"""Tables of the vLLM names that we rely on, and the check that an engine's vLLM matches them."""
 
 import dis
 import inspect
@@ -17,7 +17,7 @@ PINNED = "0.32.0"
 
 
 class UnsupportedVllmError(KVTransferError, RuntimeError):
-    """This vLLM is not the one that was relied on; the message says where they differ and what to install."""
+    """The installed vLLM differs from the pinned one; the message says where and what to install."""
 
 
 Names = Mapping[str, tuple[str, ...]]
@@ -25,7 +25,7 @@ Names = Mapping[str, tuple[str, ...]]
 
 @dataclass(frozen=True, slots=True)
 class ReliedOn:
-    """What a package of ours takes for granted of vLLM. Keys are classes, as `module:Class`."""
+    """Names of vLLM that one feature relies on. Keys are classes, as `module:Class`."""
 
     signatures: Mapping[str, Names]  # parameters by method
     attributes: Names  # fields, properties, or what `__init__` sets
@@ -33,7 +33,7 @@ class ReliedOn:
 
 
 def verify(relied: ReliedOn, release: str = vllm.__version__) -> None:
-    """Raises a sentence that names the first difference and the release that was relied on."""
+    """Raise UnsupportedVllmError with the first difference and the release to install."""
     if not release.startswith(WRITTEN_FOR + "."):
         raise UnsupportedVllmError(
             f"this engine's connector was written for vLLM {WRITTEN_FOR} and this is {release}: "
@@ -44,13 +44,14 @@ def verify(relied: ReliedOn, release: str = vllm.__version__) -> None:
 
 
 def differences(relied: ReliedOn) -> Iterator[str]:
+    """Yield a sentence for each name of the table that is missing or different."""
     for path, methods in relied.signatures.items():
         for name, wanted in methods.items():
             method = getattr(_owner(path), name, None)
             found = tuple(inspect.signature(method).parameters) if callable(method) else None
             if found != wanted:
-                said = f"has the parameters ({', '.join(found)})" if found is not None else "does not exist"
-                yield f"{_short(path)}.{name}({', '.join(wanted)}) is relied on, but {said}"
+                actual = f"has the parameters ({', '.join(found)})" if found is not None else "does not exist"
+                yield f"{_short(path)}.{name}({', '.join(wanted)}) is relied on, but {actual}"
     for path, names in relied.attributes.items():
         owner = _owner(path)
         for name in names:
@@ -63,7 +64,7 @@ def differences(relied: ReliedOn) -> Iterator[str]:
 
 
 def _owner(path: str) -> Any:
-    """The class, or the module where the path names none; None when there is no such thing."""
+    """Return the class, or the module if the path names no class; None if it does not exist."""
     module, _, name = path.partition(":")
     try:
         found = import_module(module)
@@ -88,13 +89,13 @@ def _code(function: Any) -> CodeType | None:
 
 
 def _stored(function: Any) -> set[str]:
-    """The attributes that a function assigns."""
+    """Return the attributes that a function assigns."""
     instructions = dis.get_instructions(code) if (code := _code(function)) is not None else ()
     return {str(one.argval) for one in instructions if one.opname == "STORE_ATTR"}
 
 
 def _names(function: Any) -> set[str]:
-    """Every name that a function's code refers to, functions within it included."""
+    """Return every name that a function's code refers to, including nested functions."""
     code = _code(function)
     return _names_in(code) if code is not None else set()
 

@@ -1,22 +1,18 @@
-"""Whole CUDA graphs beside layer hooks: vLLM's dispatcher is told which steps may not run as one.
+"""Patch of vLLM's graph dispatcher: steps with work between layers do not run as one CUDA graph.
 
-A whole graph has all layers in it, and replaying one calls no Python: a safepoint would not look at its flag,
-an export would publish nothing. So a step whose orders have work between layers runs as pieces of graphs (or
-without, where there are none of its size), and every other step as plain vLLM runs it. Which it is follows
-from the orders alone, which are the same on all ranks.
+Replaying a whole graph calls no Python, so a safepoint would not check its flag and an export would publish
+nothing. A step whose orders have work between layers runs with piecewise graphs (or without, if there are
+none of its size); every other step runs as in plain vLLM. The choice depends on the orders only, which are
+the same on all ranks. Special cases:
 
-A contact with vLLM's internals like `vllm_internals.py`, and found by the same tests. What it meets there:
-
-* Capture and warm-up: no step's orders are out, so nothing is left out, and vLLM calls no hook without them.
-* Idle ranks of a data-parallel engine: as capture. Ranks agree on the least of their graphs.
-* Attention that lacks whole graphs, LoRA, layers with states, models that are not compiled: vLLM decides
-  which graphs there are; here one kind of them is left out for a step. With none left it runs without. vLLM
-  0.32 has no cascade attention. Drafts are refused beside co-serving and transfers.
+* Capture, warm-up and idle ranks of a data-parallel engine: there are no orders, so nothing is left out.
+* Attention without whole graphs, LoRA, layers with states, models that are not compiled: vLLM decides which
+  graphs exist; here one kind is left out for a step. Drafts are refused beside co-serving and transfers.
 * `enforce_eager` and the CPU build: no graphs, and nothing is patched.
-* FlashInfer keeps a wrapper, 8 MiB of it on the device, for each size of a batch that only decodes, since
-  those are to be whole graphs; steps that are not come in every size. Pieces for all steps.
-* The V2 runner chooses a step's graph before it gives out orders: pieces for all steps, as vLLM does for any
-  connector that asks for it.
+* FlashInfer keeps a wrapper with 8 MiB on the device for each size of a decode batch, which would be too many
+for
+  steps that run in pieces: piecewise graphs for all steps.
+* The V2 runner chooses a step's graph before it gives out orders: piecewise graphs for all steps.
 """
 
 import functools
@@ -41,7 +37,12 @@ GRAPHS = ReliedOn(
     signatures={
         _DISPATCHER: {
             "dispatch": (
-                "self", "num_tokens", "uniform_decode", "has_lora", "num_active_loras", "valid_modes",
+                "self",
+                "num_tokens",
+                "uniform_decode",
+                "has_lora",
+                "num_active_loras",
+                "valid_modes",
                 "invalid_modes",
             ),
         },
@@ -54,7 +55,9 @@ GRAPHS = ReliedOn(
         # Orders are out when a step's graph is chosen, and are bound when it has been.
         _RUNNER: {
             "execute_model": (
-                "handle_preemptions", "_determine_batch_execution_and_padding", "set_forward_context",
+                "handle_preemptions",
+                "_determine_batch_execution_and_padding",
+                "set_forward_context",
                 "maybe_get_kv_connector_output",
             ),
             "_determine_batch_execution_and_padding": ("cudagraph_dispatcher", "dispatch"),
@@ -62,18 +65,19 @@ GRAPHS = ReliedOn(
         _MIXIN: {"_get_kv_connector_output": ("bind_connector_metadata",)},
         _DISPATCHER: {"dispatch": ("FULL", "cudagraph_keys")},
     },
-)  # fmt: skip
+)
 
-FLASHINFER = "FlashInfer would keep a wrapper for each size of a batch in steps that run as pieces"
+FLASHINFER = "FlashInfer would keep a wrapper for each batch size of piecewise steps"
 V2_RUNNER = (
-    "vLLM's V2 model runner chooses a step's graph before connectors hear of the step "
+    "vLLM's V2 model runner chooses a step's graph before connectors get its orders "
     "(set VLLM_USE_V2_MODEL_RUNNER=0)"
 )
 
 
 def pieces_for_all_steps() -> bool:
-    """When vLLM makes its configuration: unless it is told to take the V1 runner. It may take V2 all the same
-    (watermarks); then the worker sees to it.
+    """Return whether all steps need piecewise graphs: unless the configuration demands the V1 runner.
+
+    vLLM may still take V2 (watermarks); the worker checks that later.
     """
     if envs.VLLM_USE_V2_MODEL_RUNNER is False:
         return False
@@ -82,9 +86,9 @@ def pieces_for_all_steps() -> bool:
 
 
 def leave_out_whole_graphs(vllm_config: Any, needed: Callable[[], bool]) -> bool:
-    """A patch of this worker, before it captures: while `needed()`, no step gets a whole graph.
+    """Patch this worker before it captures graphs: while `needed()`, no step gets a whole graph.
 
-    False: that cannot be had here, and all steps have pieces. The log says why.
+    Returns False if that is not possible and all steps run with piecewise graphs; the log says why.
     """
     compilation = vllm_config.compilation_config
     if not compilation.cudagraph_mode:
@@ -102,7 +106,7 @@ def leave_out_whole_graphs(vllm_config: Any, needed: Callable[[], bool]) -> bool
 
 
 def _in_the_way(vllm_config: Any) -> str:
-    # Unsaid, the configuration has asked for pieces already, whichever runner it is now.
+    # Without the variable, the configuration has asked for pieces already, whichever runner it is now.
     if vllm_config.use_v2_model_runner or envs.VLLM_USE_V2_MODEL_RUNNER is not False:
         return V2_RUNNER
     layers = vllm_config.compilation_config.static_forward_context.values()
@@ -116,7 +120,7 @@ def _in_the_way(vllm_config: Any) -> str:
 def _patch_dispatcher(needed: Callable[[], bool]) -> None:
     from vllm.v1.cudagraph_dispatcher import CudagraphDispatcher
 
-    dispatching = inspect.unwrap(CudagraphDispatcher.dispatch)  # a connector before this one is gone
+    dispatching = inspect.unwrap(CudagraphDispatcher.dispatch)  # an earlier connector of this process is gone
 
     @functools.wraps(dispatching)
     def dispatch(

@@ -1,10 +1,9 @@
-"""Feed of an engine: its line to its keeper, a Unix socket with one JSON object a line.
+"""Control socket of an engine: a Unix socket to its keeper, with one JSON object a line.
 
-A connection begins with a `FeedCommand`. `states` is answered with an `EngineState` at once, when something
-changed, at most every 50 ms, and at least every second, for as long as both sides live; every other command
-with one `Reply`. The server runs in a thread of the scheduler's process, so that it answers while the engine
-is idle: what a command means for bookkeeping happens at once, what it means for blocks in the engine's next
-step.
+A connection begins with an `EngineCommand`. The command `states` is answered with an `EngineState` at once,
+then after every change, at most every 50 ms and at least every second, for as long as both sides live. Every
+other command is answered with one `Reply`. The server runs in a thread of the scheduler's process, so that it
+answers while the engine is idle: bookkeeping changes at once, blocks in the engine's next step.
 """
 
 import asyncio
@@ -23,52 +22,56 @@ import msgspec
 from kvtransfer import KVTransferError
 from placement.engines import EngineState
 
-logger = logging.getLogger("conserve.kvtransfer.feed")
+logger = logging.getLogger("conserve.kvtransfer.control_socket")
 
-VERSION = 6  # of what both sides understand; an engine of another is not adopted but started again
+VERSION = 6  # of the protocol; a keeper restarts an engine of another version instead of adopting it
 STATES = "states"
-SHORTEST_S = 0.05
-LONGEST_S = 1.0
+MIN_INTERVAL_S = 0.05
+MAX_INTERVAL_S = 1.0
 MAX_LINE = 12 << 20  # NAMED_AT_MOST ids of 512 bytes, confirmed, parked, unparked, however they are escaped
 REPLY_S = 5.0
 OPEN_S = 10.0
 CLOSE_S = 2.0
-NAMED_S = 3.0  # for so long a conversation stays in the reports that name it
+NAMED_S = 3.0  # how long reports name a changed conversation
 NAMED_AT_MOST = 1000
 
 
 @dataclass(frozen=True, slots=True)
-class FeedCommand:
+class EngineCommand:
+    """Command of the keeper, with the arguments of all commands."""
+
     command: str
     conversation: str = ""
     draining: bool = False
     due_in_s: float = 0.0  # of a prefetch: seconds until the next turn is expected
     epoch: int = 0  # of a split
-    members: tuple[str, ...] = ()  # host:port of each one's peer server, in the order of their parts
-    part: int = 0  # of the layers, the one that is kept
+    members: tuple[str, ...] = ()  # host:port of each member's peer server, in the order of their parts
+    part: int = 0  # the part of the layers that this engine keeps
 
 
 @dataclass(frozen=True, slots=True)
 class Reply:
+    """Answer to one command."""
+
     done: bool = False
     faults: tuple[str, ...] = ()
     error: str = ""
 
 
-Handler = Callable[[FeedCommand], Reply]
+Handler = Callable[[EngineCommand], Reply]
 
-_decode_command = msgspec.json.Decoder(FeedCommand).decode
+_decode_command = msgspec.json.Decoder(EngineCommand).decode
 _decode_reply = msgspec.json.Decoder(Reply).decode
 _decode_state = msgspec.json.Decoder(EngineState).decode
 
 
-class RecentlyNamed:
-    """Conversations to which something happened lately, each with the report that named it first."""
+class RecentChanges:
+    """Conversations that changed recently, each with the number of the report that named it first."""
 
     def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
         self._clock = clock
         self._named: dict[str, tuple[int, float]] = {}  # the oldest first
-        self.after = 0  # of reports later than this one, all that they named is here
+        self.after = 0  # everything that reports later than this one named is still here
 
     def add(self, conversations: Iterable[str], seq: int) -> None:
         now = self._clock()
@@ -87,8 +90,8 @@ class RecentlyNamed:
         return {key: seq for key, (seq, _) in self._named.items()}
 
 
-class FeedServer:
-    """`snapshot` and the commands are called in the feed's thread; they take what locks they need."""
+class ControlSocketServer:
+    """Server of the socket. `snapshot` and the commands run in its thread, and take the locks they need."""
 
     def __init__(
         self, path: Path, snapshot: Callable[[], EngineState], commands: Mapping[str, Handler]
@@ -98,20 +101,24 @@ class FeedServer:
         self._commands = commands
         self._loop: asyncio.AbstractEventLoop
         self._changed = asyncio.Event()
-        self._told = False  # of a change that no report has yet
+        self._notified = False  # a change happened that no report has yet
         self._stopping = asyncio.Event()
         self._keepers: set[asyncio.StreamWriter] = set()
         self._opened = threading.Event()
-        self._thread = threading.Thread(target=lambda: asyncio.run(self._main()), name="kv-feed", daemon=True)
+        self._thread = threading.Thread(
+            target=lambda: asyncio.run(self._main()), name="kv-control", daemon=True
+        )
         self._thread.start()
         if not self._opened.wait(OPEN_S):
-            raise OSError(f"the feed cannot listen on {path}")
+            raise OSError(f"the control socket cannot listen on {path}")
 
     def notify(self) -> None:
-        """Something changed. From any thread: each step says so, and to wake the feed's takes the lock of the
-        interpreter away from it. Once is enough until the next report."""
-        if not self._told:
-            self._told = True
+        """Report a change soon. May be called from any thread, and is called in each step.
+
+        Waking the socket's thread takes the interpreter's lock from the step: once is enough for a report.
+        """
+        if not self._notified:
+            self._notified = True
             self._set(self._changed)
 
     def close(self) -> None:
@@ -125,7 +132,7 @@ class FeedServer:
 
     async def _main(self) -> None:
         self._loop = asyncio.get_running_loop()
-        self._path.unlink(missing_ok=True)  # of an engine that was killed
+        self._path.unlink(missing_ok=True)  # left by an engine that was killed
         server = await asyncio.start_unix_server(self._serve, str(self._path), limit=MAX_LINE)
         os.chmod(self._path, 0o600)
         self._opened.set()
@@ -139,15 +146,15 @@ class FeedServer:
     async def _push(self) -> None:
         while True:
             with contextlib.suppress(TimeoutError):
-                await asyncio.wait_for(self._changed.wait(), LONGEST_S)
+                await asyncio.wait_for(self._changed.wait(), MAX_INTERVAL_S)
             self._changed.clear()
-            self._told = False  # before the state is read: what changes meanwhile is told again
+            self._notified = False  # before the state is read: a change meanwhile causes another report
             if self._keepers:
                 line = _line(self._snapshot())
                 for keeper in self._keepers:
-                    if keeper.transport.get_write_buffer_size() < MAX_LINE:  # one that is slow gets the next
+                    if keeper.transport.get_write_buffer_size() < MAX_LINE:  # a slow one gets the next
                         keeper.write(line)
-            await asyncio.sleep(SHORTEST_S)
+            await asyncio.sleep(MIN_INTERVAL_S)
 
     async def _serve(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         try:
@@ -160,7 +167,7 @@ class FeedServer:
             self._changed.set()
             await reader.read()  # until the keeper goes
         except (ConnectionError, ValueError) as error:  # ValueError: a line above the limit
-            logger.warning("feed connection ended: %s", error)
+            logger.warning("control connection ended: %s", error)
         except asyncio.CancelledError:
             pass  # the engine ends: nobody awaits this task, and asyncio would log it as an error
         finally:
@@ -168,7 +175,7 @@ class FeedServer:
             writer.close()
 
     def _answer(self, line: bytes) -> Reply | None:
-        """None: this connection is for states."""
+        """Carry out a command; None if the connection asks for states."""
         try:
             command = _decode_command(line)
         except msgspec.MsgspecError as error:
@@ -180,65 +187,67 @@ class FeedServer:
             return Reply(error=f"not a command; known are {', '.join(sorted(self._commands))}")
         try:
             return handler(command)
-        except Exception as error:  # whatever it is: the keeper is told, and the next command is answered
+        except Exception as error:  # the keeper learns of it, and the next command is answered
             logger.exception("command %s of the keeper failed", command.command)
             return Reply(error=f"{command.command} failed: {error!r}")
         finally:
             self._changed.set()
 
 
-class FeedError(KVTransferError, ConnectionError):
-    """The engine's feed ended, refused a command, or did not answer in time."""
+class ControlSocketError(KVTransferError, ConnectionError):
+    """The engine's control socket ended, refused a command, or did not answer in time."""
 
 
-class EngineFeed:
-    """The keeper's side: a connection for the states, and one for each command."""
+class ControlSocketClient:
+    """Keeper's side of the socket: a connection for the states, and one for each command."""
 
     def __init__(self, path: Path) -> None:
         self._path = path
 
     async def states(self) -> AsyncIterator[EngineState]:
-        """Until the engine ends. Who reads slowly is told less often: the engine skips some."""
-        async with self._say(FeedCommand(STATES)) as engine:
+        """Yield states until the engine ends. The engine skips states for a slow reader."""
+        async with self._connected(EngineCommand(STATES)) as engine:
             while line := await engine.readline():
                 yield _decode_state(line)
 
     async def release(self, conversation: str) -> bool:
-        """The conversation ended. Whether the engine held any KV of it."""
-        return (await self._ask(FeedCommand("release", conversation))).done
+        """End a conversation. Returns whether the engine knew it."""
+        return (await self._ask(EngineCommand("release", conversation))).done
 
     async def prefetch(self, conversation: str, due_in_s: float) -> bool:
         """Load a parked conversation's KV for a turn that is expected in `due_in_s`.
 
         Returns False if the engine does not have most of it any more.
         """
-        return (await self._ask(FeedCommand("prefetch", conversation, due_in_s=due_in_s))).done
+        return (await self._ask(EngineCommand("prefetch", conversation, due_in_s=due_in_s))).done
 
     async def drain(self, draining: bool = True) -> None:
-        await self._ask(FeedCommand("drain", draining=draining))
+        await self._ask(EngineCommand("drain", draining=draining))
 
     async def drop(self, epoch: int, members: tuple[str, ...], part: int) -> None:
-        """Keep a part of the layers, and share the others with the other members, which are told the same.
-        The states say what became of it (`split`)."""
-        await self._ask(FeedCommand("drop", epoch=epoch, members=members, part=part))
+        """Keep a part of the layers and share the others with the other members, which get the same command.
+
+        The states report the progress (`split`).
+        """
+        await self._ask(EngineCommand("drop", epoch=epoch, members=members, part=part))
 
     async def restore(self, epoch: int) -> None:
-        """Have all layers again."""
-        await self._ask(FeedCommand("restore", epoch=epoch))
+        """Load all layers again and end a split."""
+        await self._ask(EngineCommand("restore", epoch=epoch))
 
     async def check(self) -> tuple[str, ...]:
-        """Faults of the integrity check; an engine that is not idle has none to tell."""
-        return (await self._ask(FeedCommand("check"))).faults
+        """Return the faults of the integrity check, which only an idle engine makes."""
+        return (await self._ask(EngineCommand("check"))).faults
 
-    async def _ask(self, command: FeedCommand) -> Reply:
-        async with self._say(command) as engine:
+    async def _ask(self, command: EngineCommand) -> Reply:
+        async with self._connected(command) as engine:
             reply = _decode_reply(await asyncio.wait_for(engine.readline(), REPLY_S))
         if reply.error:
-            raise FeedError(reply.error)
+            raise ControlSocketError(reply.error)
         return reply
 
     @asynccontextmanager
-    async def _say(self, command: FeedCommand) -> AsyncIterator[asyncio.StreamReader]:
+    async def _connected(self, command: EngineCommand) -> AsyncIterator[asyncio.StreamReader]:
         try:
             reader, writer = await asyncio.open_unix_connection(str(self._path), limit=MAX_LINE)
             try:
@@ -246,9 +255,9 @@ class EngineFeed:
                 yield reader
             finally:
                 writer.close()
-        except (OSError, ValueError) as error:  # of these: time-outs, and no message of ours
-            raise FeedError(f"{self._path} does not answer {command.command}: {error!r}") from error
+        except (OSError, ValueError) as error:  # also time-outs and unreadable messages
+            raise ControlSocketError(f"{self._path} does not answer {command.command}: {error!r}") from error
 
 
-def _line(message: FeedCommand | Reply | EngineState) -> bytes:
+def _line(message: EngineCommand | Reply | EngineState) -> bytes:
     return msgspec.json.encode(message) + b"\n"

@@ -19,23 +19,23 @@ from enum import IntEnum, StrEnum
 from math import inf
 from typing import TypeAlias, TypeVar
 
-STATE_WINDOW = 2  # a state stands in the block of the token before: as of a window of that and the next
+STATE_WINDOW = 2  # a state is in the block of the token before it, like a window of two tokens
 OwnedBlock: TypeAlias = tuple[bytes, int]  # hash and group
-FirstKept = Callable[[int], int]  # of a chain of so many blocks, the first that a group keeps
+FirstKept = Callable[[int], int]  # index of the first block that a group keeps of a chain of this length
 
 
 @dataclass(frozen=True, slots=True)
 class CacheGroup:
-    """Layers that share a list of blocks, and what each keeps of a long prompt."""
+    """Layers that share a list of blocks, and the part of a long prompt that they keep."""
 
     layers: tuple[str, ...]
     block_tokens: int
-    block_bytes: int  # of one block, over the layers, on one rank
+    block_bytes: int  # of one block, in all layers, on one rank
     window: int = 0  # tokens that a layer attends to; 0: all
     state: bool = False
 
     def first_block(self, tokens: int) -> int:
-        """The first block that what follows so many tokens attends to."""
+        """Return the first block that the token after `tokens` tokens attends to."""
         return max(0, tokens - self.window + 1) // self.block_tokens if self.window else 0
 
     def first_kept(self, blocks: int) -> int:
@@ -43,23 +43,25 @@ class CacheGroup:
 
 
 def block_bytes(groups: Iterable[CacheGroup]) -> int:
-    """Of one block of the pool, on one rank: whichever group has it, it takes as much as the largest."""
+    """Return the bytes of one block of the pool on one rank, which are those of the largest group."""
     return max(group.block_bytes for group in groups)
 
 
 def beside_tokens(groups: Sequence[CacheGroup]) -> int:
-    """What a conversation that runs takes of the pool for windows and states, in tokens of blocks. Of a state
-    it has the one at the last block's end and the one that changes."""
+    """Return what a running conversation takes of the pool for windows and states, in tokens.
+
+    Of a state it keeps the one at the end of the last block and the current one.
+    """
     blocks = (2 if one.state else -(-one.window // one.block_tokens) + 1 for one in groups if one.window)
     return sum(blocks) * groups[0].block_tokens
 
 
 def transferred_tokens(groups: Sequence[CacheGroup], prompt: int) -> int:
-    """How many tokens of a prompt come from a prefiller.
+    """Return how many tokens of a prompt come from a prefiller.
 
-    vLLM computes the last again, having made room for what the token after it attends to: where that leaves
-    out a block, room is made for one token less. A state is not what it was a token before: the last that
-    vLLM keeps is at the end of a block, and what is behind it is computed.
+    vLLM computes the last token again, with blocks allocated for the token after it. If a window leaves a
+    block out there, one token less is transferred. With states, only the tokens of full blocks are
+    transferred, because vLLM keeps states at the ends of blocks.
     """
     if any(group.state for group in groups):
         block = groups[0].block_tokens
@@ -73,45 +75,49 @@ def all_kept(blocks: int) -> int:
 
 
 def block_key(block_hash: bytes, group: int) -> bytes:
-    """Names a block of a KV cache group; in the first group a hash is enough."""
+    """Return the key of a block of a KV cache group: its hash, and the group's number if that is not 0."""
     return block_hash + group.to_bytes(4, "big") if group else block_hash
 
 
 class RetentionPhase(StrEnum):
-    RUNNING = "running"  # a turn is being computed, or waits to be
-    RETAINED = "retained"  # idle; its blocks stay on the accelerator, softly
-    PARKED = "parked"  # idle; its blocks are on the host, those on the accelerator may go
+    """Phase of a conversation on an engine."""
+
+    RUNNING = "running"  # a turn runs or waits
+    RETAINED = "retained"  # idle; its blocks stay on the accelerator as long as possible
+    PARKED = "parked"  # idle; its blocks are on the host, and evictable on the accelerator
 
 
 class EvictionRank(IntEnum):
-    """Who owns a block that no request references: the lowest goes first when blocks are needed."""
+    """Rank of a block without references, by its owner; the lowest rank is evicted first."""
 
     NOTHING = 0
     OFFLINE = 1
     PARKED = 2
     RETAINED = 3
-    SHARED = 4  # by several conversations: what they begin with, and the next one of their kind
+    SHARED = 4  # prefix of several conversations
 
 
 @dataclass(slots=True)
 class RetainedConversation:
+    """Conversation with its chain of block hashes, as one engine knows it."""
+
     key: str
     offline: bool
     last_used: float
     phase: RetentionPhase = RetentionPhase.RUNNING
-    turns: int = 0  # running or waiting now
+    turns: int = 0  # that run or wait now
     chain: list[bytes] = field(default_factory=list)
-    on_host: bool = True  # its blocks may have host slots; false once it left a full host
-    ended: bool = False  # ended while a turn was running: forgotten when that finishes
-    # What its client said; None: as the engine's settings say.
-    park_after_s: float | None = None  # of this pause only
+    on_host: bool = True  # False once it left a full host: its blocks get no slots
+    ended: bool = False  # ended while a turn ran: forgotten when the turn ends
+    # Wishes of the client; None: the engine's settings hold.
+    park_after_s: float | None = None  # for this pause only
     due_at: float = -inf  # when the turn is expected that its KV was prefetched for
     kept_until: float = -inf  # prefetched KV is retained until then
     ttl_s: float | None = None
 
     @property
     def used_at(self) -> float:
-        """Who was used longest ago gives way first."""
+        """Return the time by which idle conversations are evicted, oldest first."""
         return max(self.last_used, self.due_at)
 
     @property
@@ -122,8 +128,10 @@ class RetainedConversation:
 
 
 class SharedBlocks:
-    """Blocks that several conversations own, in the order in which they go: the longest unused first, and of
-    one beginning its last block. `changed` counts turns that have ended since there were any."""
+    """Blocks that several conversations own, in eviction order: the longest unused first, last block first.
+
+    `changed` counts the turns that ended while there were any.
+    """
 
     def __init__(self) -> None:
         self._owners: Counter[OwnedBlock] = Counter()
@@ -155,7 +163,7 @@ class SharedBlocks:
                 self._keys.remove(block_key(*block))
 
     def used(self, blocks: Iterable[OwnedBlock]) -> None:
-        """A conversation's, whose turn has ended: others' that were used since are behind them no more."""
+        """Move the shared blocks of a conversation whose turn has ended to the end of the order."""
         if not self._order:
             return
         self.changed += 1
@@ -165,7 +173,10 @@ class SharedBlocks:
 
 
 class RetainedConversations:
-    """`changed` counts changes of rank: the order of free blocks is stale when it has moved on."""
+    """Conversations of one engine and the ranks of their blocks.
+
+    `changed` counts changes of rank; the order of free blocks is stale when it has grown.
+    """
 
     def __init__(
         self,
@@ -175,7 +186,7 @@ class RetainedConversations:
     ) -> None:
         self._clock = clock
         self._groups = groups
-        self._on_unwanted = on_unwanted  # no conversation wants this block on the host any more
+        self._on_unwanted = on_unwanted  # called for a block that no conversation wants on the host any more
         self._by_key: dict[str, RetainedConversation] = {}
         self._owners: dict[EvictionRank, Counter[bytes]] = {rank: Counter() for rank in EvictionRank}
         self._host_owners: Counter[bytes] = Counter()
@@ -192,7 +203,7 @@ class RetainedConversations:
         return self._by_key.get(key)
 
     def blocks(self, conversation: RetainedConversation) -> Iterator[OwnedBlock]:
-        """Hash and group of each block that it owns, in the order of the chain."""
+        """Yield hash and group of each block of a conversation, in the order of the chain."""
         firsts = [first_kept(len(conversation.chain)) for first_kept in self._groups]
         for at, block_hash in enumerate(conversation.chain):
             yield from ((block_hash, group) for group, first in enumerate(firsts) if at >= first)
@@ -215,7 +226,7 @@ class RetainedConversations:
         return block in self._host_owners
 
     def begin_turn(self, key: str, prompt: Sequence[bytes], offline: bool = False) -> RetainedConversation:
-        """A request of this conversation arrived. What its prompt does not continue is no longer owned."""
+        """Note a new request. Blocks that its prompt does not continue lose this owner."""
         conversation = self._by_key.get(key)
         if conversation is None:
             conversation = self._by_key[key] = RetainedConversation(key, offline, self._clock())
@@ -228,7 +239,7 @@ class RetainedConversations:
         return conversation
 
     def advance(self, conversation: RetainedConversation, computed: Sequence[bytes]) -> None:
-        """The running turn's computed blocks, as far as they are confirmed."""
+        """Set the chain to the confirmed blocks of the running turn."""
         if len(computed) != len(conversation.chain):
             self._set_chain(conversation, computed)
 
@@ -258,7 +269,7 @@ class RetainedConversations:
             self._set_phase(conversation, RetentionPhase.RETAINED)
 
     def end(self, key: str) -> bool:
-        """The conversation is over; whether it was known."""
+        """End a conversation. Returns whether it was known."""
         conversation = self._by_key.get(key)
         if conversation is None:
             return False
@@ -273,7 +284,7 @@ class RetainedConversations:
             self._set_phase(conversation, RetentionPhase.PARKED)
 
     def leave_host(self, conversation: RetainedConversation) -> None:
-        """Its slots go to others. A parked one is retained again, as far as it is on the accelerator."""
+        """Give up a conversation's host slots. A parked one is retained again as far as it is on the accelerator."""
         self._set_on_host(conversation, False)
         if conversation.phase is RetentionPhase.PARKED:
             self._set_phase(conversation, RetentionPhase.RETAINED)
@@ -282,8 +293,8 @@ class RetainedConversations:
         retained = (c for c in self._by_key.values() if c.phase is RetentionPhase.RETAINED)
         return sorted(retained, key=lambda c: c.used_at)
 
-    def freed_strangers(self) -> None:
-        """Blocks that go early joined the free ones at the end where retained ones belong."""
+    def order_changed(self) -> None:
+        """Note that blocks of a low rank were freed to the end of the queue where retained ones belong."""
         self.changed += 1
 
     def idle_since(self, since: float) -> list[RetainedConversation]:
@@ -298,7 +309,7 @@ class RetainedConversations:
         conversation.phase = phase
         if conversation.rank is not before:
             keys = self.keys(conversation)
-            self._disown(before, keys)
+            self._remove_owner(before, keys)
             self._owners[conversation.rank].update(keys)
             self.changed += 1
 
@@ -309,7 +320,7 @@ class RetainedConversations:
         if on_host:
             self._host_owners.update(self.keys(conversation))
         else:
-            self._unwant(self.keys(conversation))
+            self._remove_host_owner(self.keys(conversation))
 
     def _set_chain(self, conversation: RetainedConversation, chain: Sequence[bytes]) -> None:
         same = _common(conversation.chain, chain)
@@ -323,15 +334,15 @@ class RetainedConversations:
             self.shared.lose(lost)
         gains, losses = [block_key(*one) for one in gained], [block_key(*one) for one in lost]
         self._owners[conversation.rank].update(gains)
-        self._disown(conversation.rank, losses)
+        self._remove_owner(conversation.rank, losses)
         if conversation.on_host:
             self._host_owners.update(gains)
-            self._unwant(losses)
+            self._remove_host_owner(losses)
         if lost:
             self.changed += 1
 
     def _beyond(self, chain: Sequence[bytes], other: int, same: int) -> list[OwnedBlock]:
-        """What is owned with this chain, and not with one of another length that has `same` blocks of it."""
+        """Return the blocks owned with `chain`, but not with a chain of length `other` that shares `same` blocks."""
         found: list[OwnedBlock] = []
         for group, first_kept in enumerate(self._groups):
             first, end = first_kept(len(chain)), len(chain)
@@ -340,16 +351,16 @@ class RetainedConversations:
             found += [(chain[at], group) for at in (*before_it, *after_it)]
         return found
 
-    def _disown(self, rank: EvictionRank, blocks: Sequence[bytes]) -> None:
+    def _remove_owner(self, rank: EvictionRank, blocks: Sequence[bytes]) -> None:
         _subtract(self._owners[rank], blocks)
 
-    def _unwant(self, blocks: Sequence[bytes]) -> None:
+    def _remove_host_owner(self, blocks: Sequence[bytes]) -> None:
         for block in _subtract(self._host_owners, blocks):
             self._on_unwanted(block)
 
 
 def _common(mine: Sequence[bytes], other: Sequence[bytes]) -> int:
-    """Length of the common start. A hash covers what is before it, so one equal pair settles the rest."""
+    """Return the length of the common prefix by bisection: a hash covers everything before it."""
     low, high = 0, min(len(mine), len(other))
     while low < high:
         middle = (low + high + 1) // 2
@@ -364,7 +375,7 @@ Block = TypeVar("Block")
 
 
 def _subtract(owners: Counter[Block], blocks: Sequence[Block]) -> list[Block]:
-    """Those that have no owner left."""
+    """Remove one owner from each block, and return the blocks without one."""
     gone = []
     for block in blocks:
         owners[block] -= 1

@@ -113,9 +113,9 @@ class TransferScheduler(SchedulerSide):
         self._block_tokens = int(context.vllm_config.cache_config.block_size)
         self._ranks = int(context.vllm_config.parallel_config.world_size)
         self._groups = context.groups
-        self._clock = context.residence.clock
-        context.residence.references["transfer"] = self.held_block_ids
-        context.residence.ending["transfer"] = self.expired_block_ids
+        self._clock = context.kv_state.clock
+        context.kv_state.holders.references["transfer"] = self.held_block_ids
+        context.kv_state.holders.released_next_step["transfer"] = self.expired_block_ids
         self._manager: Any = None
         self._pool: Any = None
         self._next = TransferOrder()
@@ -135,7 +135,7 @@ class TransferScheduler(SchedulerSide):
 
     def expired_block_ids(self) -> list[int]:
         """Of leases that are over; an idle engine hears of that from its workers in its next step."""
-        if self._held_since and renewed_within(self._config.feed, self._config.lease_s):
+        if self._held_since and renewed_within(self._config.control_socket, self._config.lease_s):
             return []
         over = self._clock() - self._config.lease_s
         expired = [t for t, since in list(self._held_since.items()) if since <= over]

@@ -66,7 +66,7 @@ class TransferWorker(WorkerSide):
     def register(self, kv_caches: Mapping[str, Any]) -> None:
         self._memory = self._memory_of(kv_caches)
         self._layers = {layer: index for index, layer in enumerate(self._memory.layers)}
-        lease_s, renewed = self._config.lease_s, partial(note_renewal, self._config.feed)
+        lease_s, renewed = self._config.lease_s, partial(note_renewal, self._config.control_socket)
         self._exports = Exports(self._memory, self._block_tokens, lease_s, time.monotonic, renewed)
         if self._config.port:
             self._server = self._serve()

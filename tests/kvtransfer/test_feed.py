@@ -13,11 +13,11 @@ import pytest
 from kvtransfer.control.control_socket import (
     NAMED_AT_MOST,
     NAMED_S,
-    EngineFeed,
-    FeedCommand,
-    FeedError,
-    FeedServer,
-    RecentlyNamed,
+    ControlSocketClient,
+    ControlSocketError,
+    ControlSocketServer,
+    EngineCommand,
+    RecentChanges,
     Reply,
 )
 from placement.engines import EngineState
@@ -27,15 +27,15 @@ class FedEngine:
     def __init__(self, path: Path) -> None:
         self.released: list[str] = []
         self.seq = 0
-        self.confirmed = RecentlyNamed()
-        self.server = FeedServer(path, self.snapshot, {"release": self.release})
+        self.confirmed = RecentChanges()
+        self.server = ControlSocketServer(path, self.snapshot, {"release": self.release})
 
     def snapshot(self) -> EngineState:
         self.seq += 1
         confirmed, after = self.confirmed.all(), self.confirmed.after
         return EngineState("d0", 1, self.seq, 10, 0, 0, 90, 1, 0, confirmed=confirmed, named_after=after)
 
-    def release(self, command: FeedCommand) -> Reply:
+    def release(self, command: EngineCommand) -> Reply:
         self.released.append(command.conversation)
         return Reply(True)
 
@@ -47,7 +47,7 @@ async def engine(tmp_path: Path) -> AsyncIterator[FedEngine]:
     engine.server.close()
 
 
-async def first(feed: EngineFeed) -> EngineState:
+async def first(feed: ControlSocketClient) -> EngineState:
     async with aclosing(feed.states()) as states:
         return await anext(states)
 
@@ -55,13 +55,13 @@ async def first(feed: EngineFeed) -> EngineState:
 async def test_a_keeper_is_told_the_state_at_once_and_at_least_every_second(
     engine: FedEngine, tmp_path: Path
 ) -> None:
-    feed = EngineFeed(tmp_path / "engine.sock")
+    feed = ControlSocketClient(tmp_path / "engine.sock")
     assert (await asyncio.wait_for(first(feed), 1)).live_tokens == 10
     assert (await asyncio.wait_for(first(feed), 1.5)).seq >= 2
 
 
 async def test_changes_are_told_soon_but_not_one_by_one(engine: FedEngine, tmp_path: Path) -> None:
-    async with aclosing(EngineFeed(tmp_path / "engine.sock").states()) as states:
+    async with aclosing(ControlSocketClient(tmp_path / "engine.sock").states()) as states:
         await anext(states)
         before = engine.seq
         for _ in range(300):
@@ -73,33 +73,33 @@ async def test_changes_are_told_soon_but_not_one_by_one(engine: FedEngine, tmp_p
 async def test_a_report_of_the_longest_ids_arrives(engine: FedEngine, tmp_path: Path) -> None:
     longest = {f"{number:04}".ljust(512, "\x01"): 1 for number in range(NAMED_AT_MOST)}
     state = replace(engine.snapshot(), confirmed=longest, parked=longest, unparked=longest)
-    server = FeedServer(tmp_path / "long.sock", lambda: state, {})
+    server = ControlSocketServer(tmp_path / "long.sock", lambda: state, {})
     try:
-        feed = EngineFeed(tmp_path / "long.sock")
+        feed = ControlSocketClient(tmp_path / "long.sock")
         assert len((await asyncio.wait_for(first(feed), 5)).parked) == NAMED_AT_MOST
     finally:
         server.close()
 
 
 async def test_a_command_is_done_and_answered(engine: FedEngine, tmp_path: Path) -> None:
-    feed = EngineFeed(tmp_path / "engine.sock")
+    feed = ControlSocketClient(tmp_path / "engine.sock")
     assert await feed.release("a conversation")
     assert engine.released == ["a conversation"]
 
 
 async def test_an_unknown_command_is_refused_with_the_known_ones(engine: FedEngine, tmp_path: Path) -> None:
-    feed = EngineFeed(tmp_path / "engine.sock")
-    with pytest.raises(FeedError, match="release"):
+    feed = ControlSocketClient(tmp_path / "engine.sock")
+    with pytest.raises(ControlSocketError, match="release"):
         await asyncio.wait_for(feed.drain(), 7)
 
 
 async def test_states_end_when_the_engine_does(engine: FedEngine, tmp_path: Path) -> None:
-    feed = EngineFeed(tmp_path / "engine.sock")
+    feed = ControlSocketClient(tmp_path / "engine.sock")
     async with asyncio.timeout(5), aclosing(feed.states()) as states:
         await anext(states)
         engine.server.close()
         assert [state async for state in states if state.epoch != 1] == []
-    with pytest.raises(FeedError):
+    with pytest.raises(ControlSocketError):
         await feed.release("a")
 
 
@@ -107,14 +107,14 @@ async def test_a_restarted_engine_takes_over_the_path_of_a_killed_one(tmp_path: 
     path = tmp_path / "engine.sock"
     path.touch()
     engine = FedEngine(path)
-    assert (await first(EngineFeed(path))).engine == "d0"
+    assert (await first(ControlSocketClient(path))).engine == "d0"
     engine.server.close()
 
 
 async def test_a_keeper_that_reads_or_connects_late_is_told_what_it_missed(
     engine: FedEngine, tmp_path: Path
 ) -> None:
-    feed = EngineFeed(tmp_path / "engine.sock")
+    feed = ControlSocketClient(tmp_path / "engine.sock")
     async with asyncio.timeout(5), aclosing(feed.states()) as states:
         before = await anext(states)
         for name in ("a", "b", "c"):  # nobody reads meanwhile
@@ -129,7 +129,7 @@ async def test_a_keeper_that_reads_or_connects_late_is_told_what_it_missed(
 
 def test_what_is_named_no_more_is_said_to_be_missing() -> None:
     now = 0.0
-    named = RecentlyNamed(clock=lambda: now)
+    named = RecentChanges(clock=lambda: now)
     named.add(["a", "b"], 1)
     now = NAMED_S / 2
     named.add(["a"], 2)  # once more: with its newest report
@@ -159,15 +159,15 @@ async def test_a_line_that_is_no_command_is_answered_and_ends_nothing(
 
 
 async def test_a_command_that_fails_is_told_and_ends_nothing(tmp_path: Path) -> None:
-    def release(command: FeedCommand) -> Reply:
+    def release(command: EngineCommand) -> Reply:
         if command.conversation == "bad":
             raise KeyError("no such block")
         return Reply(True)
 
-    server = FeedServer(tmp_path / "engine.sock", lambda: None, {"release": release})  # type: ignore[arg-type]
-    feed = EngineFeed(tmp_path / "engine.sock")
+    server = ControlSocketServer(tmp_path / "engine.sock", lambda: None, {"release": release})  # type: ignore[arg-type]
+    feed = ControlSocketClient(tmp_path / "engine.sock")
     try:
-        with pytest.raises(FeedError, match="no such block"):
+        with pytest.raises(ControlSocketError, match="no such block"):
             await feed.release("bad")
         assert await feed.release("good")
     finally:
@@ -178,7 +178,7 @@ async def test_a_change_wakes_the_feed_once_until_it_is_reported(
     engine: FedEngine, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A step says that something changed, hundreds of times a second."""
-    feed = EngineFeed(tmp_path / "engine.sock")
+    feed = ControlSocketClient(tmp_path / "engine.sock")
     async with aclosing(feed.states()) as states:
         await anext(states)
         woken: list[str] = []

@@ -2,7 +2,7 @@
 
 from collections import Counter
 
-from kvtransfer.checkpoint.scheduler import CheckpointReport
+from kvtransfer.checkpoint.copy_orders import CheckpointReport
 from kvtransfer.transfer.scheduler import TransferReport
 
 

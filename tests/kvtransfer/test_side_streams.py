@@ -9,9 +9,9 @@ import pytest
 import torch
 
 from kvtransfer.checkpoint.copier import Copier
+from kvtransfer.checkpoint.copy_orders import BlockCopy, BlockLoad, CheckpointOrder
 from kvtransfer.checkpoint.cuda_mover import CudaMover
 from kvtransfer.checkpoint.host_slots import HostSlots, block_bytes
-from kvtransfer.checkpoint.scheduler import BlockCopy, BlockLoad, CheckpointOrder
 from kvtransfer.side_stream import SideStream
 from kvtransfer.transfer.exports import Exports
 from kvtransfer.transfer.staging import StagedBlockMemory

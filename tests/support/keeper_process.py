@@ -10,7 +10,7 @@ from deploy.ray.control import ControlServer
 from kvtransfer.config import ConnectorConfig
 from placement.engines import Role
 from workers.keeper.config import KeeperSettings
-from workers.keeper.engine_status import ConnectorFeed, StatusStore
+from workers.keeper.engine_status import EngineLink, StatusStore
 from workers.keeper.keeper import Keeper
 from workers.keeper.launch import FEED_SOCKET, Device, EngineKeys, LaunchSpec
 
@@ -39,7 +39,7 @@ def spec(directory: Path, model: str, options: dict[str, object]) -> LaunchSpec:
 
 async def keep(directory: Path, model: str, options: dict[str, object]) -> None:
     board = StatusStore("engine-0")
-    feed = ConnectorFeed("engine-0", directory / FEED_SOCKET)
+    feed = EngineLink("engine-0", directory / FEED_SOCKET)
     control = ControlServer(board, feed, SECRET)
     address = await control.start("127.0.0.1")
     (directory / "control").write_text(address)

@@ -56,7 +56,7 @@ def test_the_connector_gets_what_this_start_chose() -> None:
     transfer = json.loads(value(engine_command(SPEC, START, KEYS, {}).argv, "--kv-transfer-config"))
     extra = ConnectorConfig.from_extra_config(transfer["kv_connector_extra_config"])
     assert (extra.engine, extra.epoch, extra.port) == ("decode-0", 9, 2345)
-    assert extra.feed == "/state/decode-0/engine.sock"
+    assert extra.control_socket == "/state/decode-0/engine.sock"
 
 
 def test_nixl_moves_kv_and_our_connector_keeps_it() -> None:

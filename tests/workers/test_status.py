@@ -4,10 +4,10 @@ import asyncio
 from dataclasses import replace
 from pathlib import Path
 
-from kvtransfer.control.control_socket import FeedCommand, FeedServer, Reply
+from kvtransfer.control.control_socket import ControlSocketServer, EngineCommand, Reply
 from placement.engines import EngineInfo, EngineState, Role
 from tests.support.waiting import until
-from workers.keeper.engine_status import ConnectorFeed, KeeperPhase, StatusStore
+from workers.keeper.engine_status import EngineLink, KeeperPhase, StatusStore
 
 INFO = EngineInfo("decode-0", "decode", Role.DECODE, 5, "h:1", "h:2", "h:3", 4096, 16, 8192)
 STATE = EngineState("decode-0", 5, 1, 10, 0, 0, 90, 1, 0, confirmed={"a": 1})
@@ -83,14 +83,14 @@ async def test_a_keeper_that_connects_checks_the_engines_bookkeeping_and_hears_i
 ) -> None:
     checked: list[str] = []
 
-    def check(command: FeedCommand) -> Reply:
+    def check(command: EngineCommand) -> Reply:
         checked.append(command.command)
         return Reply(True, ("block 3 is free and held",))
 
-    server = FeedServer(tmp_path / "engine.sock", lambda: STATE, {"check": check})
+    server = ControlSocketServer(tmp_path / "engine.sock", lambda: STATE, {"check": check})
     store = StatusStore("decode-0")
     store.engine_up(INFO)
-    following = asyncio.create_task(ConnectorFeed("decode-0", tmp_path / "engine.sock").follow(store))
+    following = asyncio.create_task(EngineLink("decode-0", tmp_path / "engine.sock").follow(store))
     await until(lambda: store.report.state == STATE)
     assert checked
     assert "block 3 is free and held" in caplog.text  # type: ignore[attr-defined]

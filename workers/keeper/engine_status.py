@@ -10,7 +10,7 @@ from dataclasses import dataclass, replace
 from enum import StrEnum
 from pathlib import Path
 
-from kvtransfer.control.control_socket import EngineFeed, FeedError
+from kvtransfer.control.control_socket import ControlSocketClient, ControlSocketError
 from placement.engines import EngineInfo, EngineState
 from workers.keeper import metrics
 from workers.processes import LogOnChange
@@ -93,7 +93,7 @@ class StatusStore:
             self._changed = asyncio.Event()
 
 
-class ConnectorFeed(EngineFeed):
+class EngineLink(ControlSocketClient):
     """The keeper's connection to its engine's control socket, which reconnects by itself."""
 
     def __init__(self, engine: str, socket: Path) -> None:
@@ -115,7 +115,7 @@ class ConnectorFeed(EngineFeed):
                 async for state in self.states():
                     store.engine_state(state)
                 say("the feed ended")
-            except FeedError as error:
+            except ControlSocketError as error:
                 say(str(error))
             await asyncio.sleep(RETRY_S)
 

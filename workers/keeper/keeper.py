@@ -11,7 +11,7 @@ from placement.engines import EngineInfo
 from workers.keeper import engine_log, metrics
 from workers.keeper.config import KeeperSettings
 from workers.keeper.engine_http import EngineFacts, EngineHttp
-from workers.keeper.engine_status import ConnectorFeed, KeeperPhase, StatusStore
+from workers.keeper.engine_status import EngineLink, KeeperPhase, StatusStore
 from workers.keeper.launch import EngineKeys, LaunchSpec, Start, engine_command
 from workers.keeper.lmcache_server import LmcacheServer
 from workers.keeper.process_lease import LOG, LeasedProcess, last_epoch, start_slot
@@ -33,7 +33,7 @@ class Keeper:
         spec: LaunchSpec,
         settings: KeeperSettings,
         store: StatusStore,
-        feed: ConnectorFeed,
+        feed: EngineLink,
         *,
         keys: EngineKeys,
         control: str,

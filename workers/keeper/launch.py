@@ -166,7 +166,7 @@ def _connector(spec: LaunchSpec, start: Start) -> ConnectorConfig | None:
         host=spec.host,
         port=start.transfer_port,
         lmcache=start.lmcache,
-        feed=str(spec.directory / FEED_SOCKET),
+        control_socket=str(spec.directory / FEED_SOCKET),
         safepoint=f"conserve-{spec.fingerprint()}-{start.epoch}" if spec.connector.plugins else "",
     )
 

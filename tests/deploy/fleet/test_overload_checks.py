@@ -132,13 +132,13 @@ def test_of_models_that_can_be_split_those_with_several_kinds_of_layers_are_refu
 
 
 @pytest.mark.parametrize(
-    ("policy", "host_kv_gib", "idle_kv_yields"),
+    ("policy", "host_kv_gib", "idle_kv_evictable"),
     [("off", 0.0, False), ("preempt", 0.0, True), ("park", 4.0, False), ("drop", 4.0, False)],
 )
-def test_what_engines_are_told_of_idle_kv(policy: str, host_kv_gib: float, idle_kv_yields: bool) -> None:
+def test_what_engines_are_told_of_idle_kv(policy: str, host_kv_gib: float, idle_kv_evictable: bool) -> None:
     fleet = parse_fleet(DROPS.replace("policy: drop", f"policy: {policy}"), "fleet.yaml")
     told = connector(fleet, Role.DECODE)
-    assert (told.host_kv_gib, told.idle_kv_yields) == (host_kv_gib, idle_kv_yields)
+    assert (told.host_kv_gib, told.idle_kv_evictable) == (host_kv_gib, idle_kv_evictable)
 
 
 @pytest.mark.parametrize("policy", ["off", "preempt"])

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 import pytest
 
 from deploy.ray.control import ControlClient, ControlError, ControlServer
-from kvtransfer.control.control_socket import FeedError
+from kvtransfer.control.control_socket import ControlSocketError
 from tests.workers.test_status import INFO, STATE
 from workers.keeper.engine_status import KeeperPhase, StatusStore
 
@@ -24,7 +24,7 @@ class Feed:
 
     async def release(self, conversation: str) -> bool:
         if not self.reachable:
-            raise FeedError("the engine does not listen at present")
+            raise ControlSocketError("the engine does not listen at present")
         return conversation == "known"
 
     async def prefetch(self, conversation: str, due_in_s: float) -> bool:

@@ -10,8 +10,8 @@ import pytest
 import torch
 
 from kvtransfer.checkpoint.copier import Copier
+from kvtransfer.checkpoint.copy_orders import BlockCopy, BlockLoad, CheckpointOrder
 from kvtransfer.checkpoint.host_slots import THREADS, HostMover, HostSlots, block_bytes
-from kvtransfer.checkpoint.scheduler import BlockCopy, BlockLoad, CheckpointOrder
 from kvtransfer.plugins import LoadsEnded
 
 BLOCKS, SLOTS = 12, 8

@@ -7,6 +7,7 @@ import pytest
 import torch
 import xxhash
 
+from kvtransfer.checkpoint.copy_orders import BlockCopy
 from kvtransfer.checkpoint.cuda_mover import CudaMover
 from kvtransfer.checkpoint.host_slots import (
     THREADS,
@@ -15,7 +16,6 @@ from kvtransfer.checkpoint.host_slots import (
     Mover,
     block_bytes,
 )
-from kvtransfer.checkpoint.scheduler import BlockCopy
 from tests.support.device import LateCuda, LateStream
 
 BLOCKS = 6

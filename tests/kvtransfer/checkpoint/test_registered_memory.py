@@ -13,16 +13,16 @@ import pytest
 import torch
 
 from kvtransfer.checkpoint.copier import CheckpointWorker, Copier
+from kvtransfer.checkpoint.copy_orders import BlockCopy, CheckpointOrder
 from kvtransfer.checkpoint.cuda_mover import CudaMover
-from kvtransfer.checkpoint.host_slots import HostSlots, Registry, block_bytes
-from kvtransfer.checkpoint.scheduler import BlockCopy, CheckpointOrder
+from kvtransfer.checkpoint.host_slots import HostSlots, PinnedMemoryRegistrar, block_bytes
 from tests.support.device import LateCuda
 
 SLOTS = 40
 ROW = 2560  # eight are five pages
 
 
-class RegistryLog(Registry):
+class RegistryLog(PinnedMemoryRegistrar):
     def __init__(self, refuses: int = 0) -> None:
         self.held: dict[int, int] = {}
         self.asked = 0
@@ -112,7 +112,7 @@ def test_a_closed_copier_gives_memory_back_and_a_worker_counts_what_was_refused(
     registry = RegistryLog(refuses=1)
     context = SimpleNamespace(
         kv_cache_config=SimpleNamespace(num_blocks=12),
-        residence=SimpleNamespace(host=SimpleNamespace(capacity=SLOTS)),
+        kv_state=SimpleNamespace(host=SimpleNamespace(capacity=SLOTS)),
     )
     worker = CheckpointWorker(context, 0)  # type: ignore[arg-type]
     worker.copier = Copier(HostSlots(SLOTS, ROW, registry), CudaMover(device, LateCuda()))

@@ -5,11 +5,12 @@ from dataclasses import dataclass, field
 from types import SimpleNamespace
 from typing import Any
 
-from kvtransfer.checkpoint.scheduler import CheckpointReport, CheckpointScheduler
+from kvtransfer.checkpoint.copy_orders import CheckpointReport
+from kvtransfer.checkpoint.scheduler import CheckpointScheduler
 from kvtransfer.config import ConnectorConfig
 from kvtransfer.plugins import EngineContext, Match, StepOutcome
 from kvtransfer.retention.retained_conversations import CacheGroup
-from kvtransfer.shared_state import Residence
+from kvtransfer.shared_state import SharedKvState
 
 BLOCK = 16
 
@@ -61,12 +62,12 @@ class BlocksInUse:
 
 class StoringEngine:
     def __init__(self, slots: int = 20) -> None:
-        self.residence = Residence(ConnectorConfig(), slots, lambda: 0.0)
+        self.kv_state = SharedKvState(ConnectorConfig(), slots, lambda: 0.0)
         vllm_config = SimpleNamespace(
             cache_config=SimpleNamespace(block_size=BLOCK), parallel_config=SimpleNamespace(world_size=1)
         )
         groups = (CacheGroup(("layer",), BLOCK, 64),)
-        context = EngineContext(ConnectorConfig(), vllm_config, None, self.residence, groups)
+        context = EngineContext(ConnectorConfig(), vllm_config, None, self.kv_state, groups)
         self.side = CheckpointScheduler(context)
         self.pool = BlocksInUse()
         self.ids = {"r": list(range(10, 30))}
@@ -76,18 +77,18 @@ class StoringEngine:
         self.side.bind(manager)
 
     def arrive(self, request: StoredRequest) -> StoredRequest:
-        conversation = self.residence.conversations.begin_turn("a", request.block_hashes)
-        self.residence.requests[request.request_id] = request, conversation
+        conversation = self.kv_state.conversations.begin_turn("a", request.block_hashes)
+        self.kv_state.requests[request.request_id] = request, conversation
         self.side.on_new_request(request)
         return request
 
     def step(self, request: StoredRequest, computed: int, in_flight: int = 0) -> list[int]:
         """Blocks ordered to the host."""
         request.num_computed_tokens, request.num_in_flight_tokens = computed, in_flight
-        conversation = self.residence.requests[request.request_id][1]
+        conversation = self.kv_state.requests[request.request_id][1]
         full = (computed - in_flight) // BLOCK
         if full > len(conversation.chain):
-            self.residence.conversations.advance(conversation, request.block_hashes[:full])
+            self.kv_state.conversations.advance(conversation, request.block_hashes[:full])
         order = self.side.order(scheduled(request.request_id))
         return [copy.block for copy in order.stores] if order else []
 
@@ -120,15 +121,15 @@ def test_a_block_is_held_until_it_is_copied() -> None:
     slot = next(iter(engine.side.copying))
     engine.copied(slot)
     assert engine.pool.blocks[10].ref_cnt == 0
-    assert engine.residence.host.stored(b"h0")
+    assert engine.kv_state.host.stored(b"h0")
 
 
 def test_a_conversation_known_for_longer_than_this_turn_has_computed_stores_no_empty_block() -> None:
     """Its earlier blocks were used up: the chain is ahead of what is computed again."""
     engine = StoringEngine()
-    conversation = engine.residence.conversations.begin_turn("a", hashes(8))
-    engine.residence.conversations.advance(conversation, hashes(8))
-    engine.residence.conversations.end_turn(conversation)
+    conversation = engine.kv_state.conversations.begin_turn("a", hashes(8))
+    engine.kv_state.conversations.advance(conversation, hashes(8))
+    engine.kv_state.conversations.end_turn(conversation)
     request = engine.arrive(StoredRequest("r", hashes(8)))
     assert engine.step(request, computed=20) == [10]
 
@@ -137,7 +138,7 @@ def test_prefix_hits_of_a_step_are_stored_from_the_next_one() -> None:
     """They may be blocks that another request of the same step has yet to compute."""
     engine = StoringEngine()
     request = engine.arrive(StoredRequest("r", hashes(8), num_computed_tokens=64))
-    engine.residence.conversations.advance(engine.residence.requests["r"][1], request.block_hashes[:4])
+    engine.kv_state.conversations.advance(engine.kv_state.requests["r"][1], request.block_hashes[:4])
     assert engine.side.order(scheduled(admitted="r")) is None
     assert engine.step(request, computed=64) == [10, 11, 12, 13]
 
@@ -148,17 +149,17 @@ def test_two_turns_at_once_do_not_store_each_others_blocks() -> None:
     one = engine.arrive(StoredRequest("r", hashes(2) + hashes(6, "one")))
     other = engine.arrive(StoredRequest("s", hashes(2) + hashes(6, "other")))
     engine.step(one, computed=3 * BLOCK)
-    conversation = engine.residence.requests["s"][1]
-    engine.residence.conversations.advance(conversation, other.block_hashes[:6])
+    conversation = engine.kv_state.requests["s"][1]
+    engine.kv_state.conversations.advance(conversation, other.block_hashes[:6])
     assert engine.step(one, computed=5 * BLOCK) == []
-    assert b"other1" not in engine.residence.host
+    assert b"other1" not in engine.kv_state.host
 
 
 def test_a_load_that_was_aborted_stores_nothing() -> None:
     """vLLM counts what is on its way as computed."""
     engine = StoringEngine()
     request = engine.arrive(StoredRequest("r", hashes(8), num_computed_tokens=128))
-    engine.residence.loading.add("r")
+    engine.kv_state.loads.loading.add("r")
     engine.side.on_finished(request, [engine.ids["r"]])
     assert engine.side.order(scheduled()) is None
 
@@ -184,7 +185,7 @@ def test_what_the_feed_released_between_match_and_allocation_is_loaded_from_nowh
     match = engine.side.match(request, 0)
     assert match == Match(64, background=True)
     for block in hashes(4):
-        engine.residence.host.drop(block)
+        engine.kv_state.host.drop(block)
     blocks = SimpleNamespace(get_block_ids=lambda: [[1, 2, 3, 4]])
     engine.side.after_allocation(request, blocks, match)
     order = engine.side.order(scheduled())
@@ -203,7 +204,7 @@ def test_while_copies_go_on_the_copier_hears_whether_a_step_computes() -> None:
     engine = StoringEngine()
     request = engine.arrive(StoredRequest("r", hashes(8)))
     request.num_computed_tokens = 16
-    engine.residence.conversations.advance(engine.residence.requests["r"][1], request.block_hashes[:1])
+    engine.kv_state.conversations.advance(engine.kv_state.requests["r"][1], request.block_hashes[:1])
     told = [engine.side.order(scheduled(*running)) for running in (["r"], ["r"], [], [], ["r"])]
     assert [None if order is None else order.beside_step for order in told] == [True, None, False, None, True]
     engine.copied(*engine.side.copying)

@@ -24,7 +24,7 @@ import psutil
 
 from deploy.small_model import make_model
 from kvtransfer.config import SECRET_VARIABLE, ConnectorConfig
-from kvtransfer.control.control_socket import EngineFeed
+from kvtransfer.control.control_socket import ControlSocketClient
 from placement.engines import EngineState
 from tests.support import engine_device
 from workers.engine.coserving.config import (
@@ -238,18 +238,18 @@ def running(*engines: EngineProcess) -> Iterator[tuple[EngineProcess, ...]]:
             engine.iteration_log.unlink(missing_ok=True)
 
 
-def feed_path() -> str:
+def socket_path() -> str:
     return str(Path(tempfile.mkdtemp(prefix="feed-")) / "engine.sock")
 
 
 T = TypeVar("T")
 
 
-def over_feed(engine: EngineProcess, talk: Callable[[EngineFeed], Awaitable[T]]) -> T:
+def over_feed(engine: EngineProcess, talk: Callable[[ControlSocketClient], Awaitable[T]]) -> T:
     """One conversation with an engine's feed, from a test that is not a coroutine."""
-    assert engine.connector is not None and engine.connector.feed
+    assert engine.connector is not None and engine.connector.control_socket
 
-    feed = EngineFeed(Path(engine.connector.feed))
+    feed = ControlSocketClient(Path(engine.connector.control_socket))
 
     async def session() -> T:
         return await asyncio.wait_for(talk(feed), 20)
@@ -258,7 +258,7 @@ def over_feed(engine: EngineProcess, talk: Callable[[EngineFeed], Awaitable[T]])
 
 
 def state_of(engine: EngineProcess) -> EngineState:
-    async def newest(feed: EngineFeed) -> EngineState:
+    async def newest(feed: ControlSocketClient) -> EngineState:
         async with aclosing(feed.states()) as states:
             return await anext(states)
 

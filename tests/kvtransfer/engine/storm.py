@@ -28,10 +28,10 @@ from tests.kvtransfer.engine.engines import (
     EngineProcess,
     eventually,
     faults_of,
-    feed_path,
     free_port,
     over_feed,
     running,
+    socket_path,
     state_of,
 )
 from tests.kvtransfer.engine.script import (
@@ -242,14 +242,14 @@ def held(engine: EngineProcess) -> int:
 def engines(plugins: tuple[str, ...]) -> Iterator[tuple[EngineProcess, EngineProcess]]:
     """A prefiller, and a decoder with room for a third of the conversations and a host that gets full."""
     prefiller = ConnectorConfig(
-        engine="prefiller", epoch=1, port=free_port(), lease_s=LEASE_S, feed=feed_path()
+        engine="prefiller", epoch=1, port=free_port(), lease_s=LEASE_S, control_socket=socket_path()
     )
     decoder = ConnectorConfig(
         engine="decoder",
         epoch=1,
         host_kv_gib=0.06,
         park_after_s=0.5,
-        feed=feed_path(),
+        control_socket=socket_path(),
         timeout_s=4,
         plugins=plugins,
     )

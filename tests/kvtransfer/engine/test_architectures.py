@@ -130,7 +130,7 @@ def test_a_parked_conversation_returns_from_the_host(fleet: ArchitectureFleet) -
         fleet.turn("b", number)
     fleet.rest()
     decoder = fleet.decoder
-    assert decoder.connector.residence.park("b")
+    assert decoder.connector.kv_state.park("b")
     pool = decoder.scheduler.kv_cache_manager.block_pool
     pool.evict_blocks(set(range(1, pool.num_gpu_blocks)))  # as if others had taken them
     new = len(fleet.script["b"][2][0]) - len(fleet.script["b"][1][0])
@@ -164,9 +164,9 @@ def test_nothing_is_wrong_in_a_storm(fleet: ArchitectureFleet) -> None:
         elif kind < 0.7:
             expected[decoder.add(prompt, OUTPUT, priority=1)] = "offline", prompt, answer
         elif kind < 0.8:
-            decoder.connector.residence.park(session)
+            decoder.connector.kv_state.park(session)
         elif kind < 0.9:
-            decoder.connector.residence.release(session)
+            decoder.connector.kv_state.release(session)
         elif expected and (gone := rng.choice(list(expected))) not in decoder.answers:
             decoder.engine.abort_request([gone])
             del expected[gone]

@@ -18,9 +18,9 @@ from tests.kvtransfer.engine.engines import (
     EngineProcess,
     eventually,
     faults_of,
-    feed_path,
     over_feed,
     running,
+    socket_path,
     state_of,
 )
 from tests.kvtransfer.engine.sabotage import VARIABLE
@@ -50,7 +50,7 @@ def plain_and_ours() -> Iterator[tuple[EngineProcess, EngineProcess]]:
         transfer=False,
         host_kv_gib=0.2,
         park_after_s=3,
-        feed=feed_path(),
+        control_socket=socket_path(),
         plugins=("tests.kvtransfer.engine.sabotage:SabotagePlugin",),
     )
     plain, ours = (

@@ -14,7 +14,14 @@ from pathlib import Path
 import pytest
 
 from kvtransfer.config import ConnectorConfig
-from tests.kvtransfer.engine.engines import EngineProcess, eventually, faults_of, feed_path, running, state_of
+from tests.kvtransfer.engine.engines import (
+    EngineProcess,
+    eventually,
+    faults_of,
+    running,
+    socket_path,
+    state_of,
+)
 from tests.kvtransfer.engine.script import said
 from workers.keeper.lmcache_server import LmcacheServer
 from workers.keeper.process_lease import LeasedProcess, ProcessRecord
@@ -54,7 +61,7 @@ def decoder(server: tuple[LmcacheServer, Path]) -> Iterator[EngineProcess]:
     address = asyncio.run(server[0].address(200))
     assert address, (server[1] / "log").read_text()[-2000:]
     connector = ConnectorConfig(
-        engine="d", transfer=False, host_kv_gib=0.1, lmcache=address, feed=feed_path()
+        engine="d", transfer=False, host_kv_gib=0.1, lmcache=address, control_socket=socket_path()
     )
     with running(EngineProcess(connector, blocks=200, block_tokens=BLOCK_TOKENS)) as (engine,):
         yield engine

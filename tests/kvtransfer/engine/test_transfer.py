@@ -23,10 +23,10 @@ from tests.kvtransfer.engine.engines import (
     GeneratedAnswer,
     eventually,
     faults_of,
-    feed_path,
     free_port,
     over_feed,
     running,
+    socket_path,
     state_of,
 )
 from tests.kvtransfer.engine.staged import SAID, STAGED_PLUGIN
@@ -96,12 +96,14 @@ class EnginePair:
 def pair(plain: dict[str, GeneratedAnswer]) -> Iterator[EnginePair]:
     port = free_port()
     coserving = ConnectorConfig(
-        engine="p", epoch=2, port=port, lease_s=LEASE_S, feed=feed_path(),
+        engine="p", epoch=2, port=port, lease_s=LEASE_S, control_socket=socket_path(),
         plugins=(SAFEPOINT_PLUGIN, STAGED_PLUGIN),
         safepoint=f"conserve-test-{uuid.uuid4().hex[:8]}",
     )  # fmt: skip
     prefiller = EngineProcess(coserving, blocks=420)
-    decoder = EngineProcess(ConnectorConfig(engine="d", epoch=1, feed=feed_path(), plugins=(STAGED_PLUGIN,)))
+    decoder = EngineProcess(
+        ConnectorConfig(engine="d", epoch=1, control_socket=socket_path(), plugins=(STAGED_PLUGIN,))
+    )
     with running(prefiller, decoder):
         yield EnginePair(prefiller, decoder, port)
 

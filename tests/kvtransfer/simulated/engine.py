@@ -36,8 +36,8 @@ from vllm.v1.structured_output import StructuredOutputManager
 
 from kvtransfer.config import SECRET_VARIABLE, SEVERAL, SEVERAL_MODULE, ConnectorConfig
 from kvtransfer.connector import ConServeConnector
-from kvtransfer.control.control_socket import FeedCommand
-from kvtransfer.shared_state import Residence
+from kvtransfer.control.control_socket import EngineCommand
+from kvtransfer.shared_state import SharedKvState
 from tests.kvtransfer.engine.engines import model_directory
 from workers.engine.coserving.prompt_scheduler import prompt_scheduler
 
@@ -160,10 +160,10 @@ class SteppedEngine:
         return self.scheduler.connector.scheduler_side(plugin)
 
     @property
-    def residence(self) -> Residence:
+    def kv_state(self) -> SharedKvState:
         connector = self.scheduler.connector
         ours: ConServeConnector = connector if isinstance(connector, ConServeConnector) else connector.ours
-        return ours.residence
+        return ours.kv_state
 
     def add(
         self,
@@ -190,7 +190,7 @@ class SteppedEngine:
 
     def prefetch(self, conversation: str, due_in_s: float = 60.0) -> bool:
         """Ask for a prefetch as the keeper does, through the command's handler."""
-        command = FeedCommand("prefetch", conversation, due_in_s=due_in_s)
+        command = EngineCommand("prefetch", conversation, due_in_s=due_in_s)
         return bool(self.side("checkpoint").prefetches.ask(command).done)
 
     def abort(self, request_id: str) -> None:
@@ -326,7 +326,7 @@ class SteppedEngine:
             f"{len(manager.get_block_ids(r.request_id)[-1])} blocks"
             for r in (*self.scheduler.running, *self.scheduler.kv_holding_waiting, *self.scheduler.waiting)
         ]
-        held = {name: len(list(ids())) for name, ids in self.residence.references.items()}
+        held = {name: len(list(ids())) for name, ids in self.kv_state.holders.references.items()}
         free = manager.block_pool.get_num_free_blocks()
         return f"{free} blocks free, held {held}, in vLLM's order {requests[:6]}"
 

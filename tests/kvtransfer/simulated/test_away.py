@@ -8,8 +8,8 @@ import pytest
 
 pytest.importorskip("vllm", reason="vLLM is not installed: make install")
 
+from kvtransfer.checkpoint.copy_orders import BlockCopy
 from kvtransfer.checkpoint.host_slots import HostSlots
-from kvtransfer.checkpoint.scheduler import BlockCopy
 from kvtransfer.config import ConnectorConfig
 from kvtransfer.retention.retained_conversations import RetentionPhase
 from tests.kvtransfer.engine.engines import free_port
@@ -19,7 +19,7 @@ from tests.kvtransfer.simulated.engine import BLOCK_TOKENS, SteppedEngine
 def loads_of(engine: SteppedEngine) -> list[Any]:
     """Record the host slots whose loads end from here on."""
     loads: list[Any] = []
-    index = engine.residence.host
+    index = engine.kv_state.host
     end_load = index.end_load
 
     def counted(number: int) -> None:
@@ -50,10 +50,10 @@ def parked(engine: SteppedEngine) -> list[int]:
     prompt = [n % 250 for n in range(10 * BLOCK_TOKENS + 5)]
     engine.add("t1", prompt, 2, session="s", params={"conversation": {"park_after_s": 0.0}})
     engine.run(2000)
-    conversation = engine.residence.conversations.get("s")
+    conversation = engine.kv_state.conversations.get("s")
     assert conversation is not None
     limit = time.monotonic() + 10
-    while not engine.residence.on_host(conversation) and time.monotonic() < limit:
+    while not engine.kv_state.on_host(conversation) and time.monotonic() < limit:
         engine.step()
         time.sleep(0.01)
     engine.side("report").snapshot()
@@ -73,7 +73,7 @@ def engine_with_host(blocks: int = 60, **groups: Any) -> SteppedEngine:
 
 
 def phase(engine: SteppedEngine) -> RetentionPhase:
-    conversation = engine.residence.conversations.get("s")
+    conversation = engine.kv_state.conversations.get("s")
     assert conversation is not None
     return conversation.phase
 
@@ -113,13 +113,13 @@ def test_prefetched_kv_is_parked_again_when_its_turn_is_late() -> None:
         assert engine.prefetch("s", due_in_s=0.5)
         engine.run(2000)
         assert phase(engine) is RetentionPhase.RETAINED
-        engine.residence.let_time_pass()
+        engine.kv_state.park_and_expire()
         assert phase(engine) is RetentionPhase.RETAINED
         time.sleep(1.1)
-        engine.residence.take_counts()
-        engine.residence.let_time_pass()
+        engine.kv_state.take_counts()
+        engine.kv_state.park_and_expire()
         assert phase(engine) is RetentionPhase.PARKED
-        assert engine.residence.take_counts()["parked.late"] == 1
+        assert engine.kv_state.take_counts()["parked.late"] == 1
     finally:
         engine.close()
 
@@ -151,8 +151,8 @@ def test_a_prefetch_of_what_the_engine_does_not_have_is_refused() -> None:
     try:
         parked(engine)
         assert not engine.prefetch("unknown")
-        for block in engine.residence.host.blocks():
-            engine.residence.host.drop(block)
+        for block in engine.kv_state.host.blocks():
+            engine.kv_state.host.drop(block)
         assert not engine.prefetch("s")
         assert not engine.busy()
     finally:
@@ -180,12 +180,12 @@ def test_a_prefetch_that_may_not_begin_waits_without_keeping_the_engine_busy(why
         pool = engine.scheduler.kv_cache_manager.block_pool
         taken = pool.get_new_blocks(pool.get_num_free_blocks() - 2) if why == "no room" else []
         engine.side("checkpoint").offline_may_start = why != "offline work may not start"
-        engine.residence.fenced = why == "layers are shared"
+        engine.kv_state.kv_io_suspended = why == "layers are shared"
         assert engine.prefetch("s")
         for _ in range(20):
             engine.step()
         assert not loads and not engine.busy() and phase(engine) is RetentionPhase.PARKED
-        engine.side("checkpoint").offline_may_start, engine.residence.fenced = True, False
+        engine.side("checkpoint").offline_may_start, engine.kv_state.kv_io_suspended = True, False
         pool.free_blocks(taken)
         for _ in range(200):
             engine.step()
@@ -203,10 +203,10 @@ def test_a_prefetch_that_waits_longer_than_its_turn_was_due_is_given_up() -> Non
     try:
         parked(engine)
         loads = loads_of(engine)
-        engine.residence.fenced = True
+        engine.kv_state.kv_io_suspended = True
         assert engine.prefetch("s", due_in_s=0.05)
         time.sleep(0.1)
-        engine.residence.fenced = False
+        engine.kv_state.kv_io_suspended = False
         for _ in range(20):
             engine.step()
         assert not loads and phase(engine) is RetentionPhase.PARKED
@@ -246,7 +246,7 @@ def test_a_reset_of_the_prefix_cache_voids_a_prefetch_under_way() -> None:
         engine.step()
         assert not engine.faults()
         pool = engine.scheduler.kv_cache_manager.block_pool
-        conversation = engine.residence.conversations.get("s")
+        conversation = engine.kv_state.conversations.get("s")
         assert conversation is not None and conversation.chain == []
         assert pool.get_num_free_blocks() == engine.blocks - 1
     finally:
@@ -305,18 +305,18 @@ def test_kv_on_its_way_for_a_turn_that_was_hung_up_is_no_rest() -> None:
         copies = HeldCopies(engine)
         engine.add("again", [*prompt, 9], 1, session="s")
         limit = time.monotonic() + 10
-        while "again" not in engine.residence.loading and time.monotonic() < limit:
+        while "again" not in engine.kv_state.loads.loading and time.monotonic() < limit:
             engine.step()
         assert copies.came.wait(10)
-        assert not engine.residence.at_rest
+        assert not engine.kv_state.no_kv_in_flight
         engine.abort("again")
         for _ in range(5):
             engine.step()
-        assert "again" not in engine.residence.loading and not engine.residence.at_rest
+        assert "again" not in engine.kv_state.loads.loading and not engine.kv_state.no_kv_in_flight
         copies.may_go.set()
-        while not engine.residence.at_rest and time.monotonic() < limit:
+        while not engine.kv_state.no_kv_in_flight and time.monotonic() < limit:
             engine.step()
             time.sleep(0.01)
-        assert engine.residence.at_rest
+        assert engine.kv_state.no_kv_in_flight
     finally:
         engine.close()

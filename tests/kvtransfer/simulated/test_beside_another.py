@@ -33,9 +33,9 @@ def test_blocks_that_another_holds_are_no_fault_and_come_back(engine: SteppedEng
     engine.add("turn", prompt_of(10), 2, session="a")
     while "turn" not in engine.answers:
         engine.step()
-    assert not report.at_rest() and engine.faults() == []
+    assert not report.is_idle() and engine.faults() == []
     engine.run(2000)
-    assert report.at_rest() and report.faults() == []
+    assert report.is_idle() and report.faults() == []
     assert report.snapshot().live_tokens == 10 * BLOCK_TOKENS
     before = engine.computed_prompt_tokens
     engine.add("again", prompt_of(10), 2, session="a")
@@ -49,18 +49,18 @@ def test_a_reset_is_ours_alone(engine: SteppedEngine) -> None:
     for number in range(500):  # copies to the host end in a step, when they are done
         engine.add(f"step {number}", [1, 2, 3], 2)
         engine.run(2000)
-        if engine.side("report").at_rest():
+        if engine.side("report").is_idle():
             break
         time.sleep(0.01)
     assert engine.scheduler.reset_prefix_cache(reset_connector=True)
     assert engine.scheduler.connector.sub_connectors[1].resets == 0  # a shared tier is others', too
-    assert engine.residence.conversations.get("a").chain == []
+    assert engine.kv_state.conversations.get("a").chain == []
 
 
 def test_counts_reach_the_front_end(engine: SteppedEngine) -> None:
     engine.add("turn", prompt_of(4), 2, session="a")
     engine.run(2000)
-    engine.residence.release("a")
+    engine.kv_state.release("a")
     stats = engine.scheduler.connector.get_kv_connector_stats()
     sent = MsgpackEncoder().encode(SchedulerStats(kv_connector_stats=stats.to_dict()))
     received = MsgpackDecoder(SchedulerStats).decode(sent).kv_connector_stats

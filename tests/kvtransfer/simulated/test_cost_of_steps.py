@@ -19,7 +19,7 @@ def end_copies(engine: SteppedEngine) -> None:
 
     def ended() -> bool:
         engine.step()
-        return not any(list(ids()) for ids in engine.residence.references.values())
+        return not any(list(ids()) for ids in engine.kv_state.holders.references.values())
 
     assert eventually(ended)
 
@@ -40,7 +40,7 @@ def test_steps_beside_retained_conversations_do_not_look_at_each_of_their_blocks
         for _ in range(8):
             engine.step()
         pool = engine.scheduler.kv_cache_manager.block_pool
-        retained = len(engine.residence.conversations.owned(EvictionRank.RETAINED))
+        retained = len(engine.kv_state.conversations.owned(EvictionRank.RETAINED))
         free, window = pool.get_num_free_blocks(), engine.side("retention").window
         assert free - retained < window < free - 30
         looked_at: list[Any] = []
@@ -92,7 +92,7 @@ def test_blocks_of_an_idle_conversation_are_seen_when_others_have_taken_those_be
         engine.run()  # its blocks are behind the conversation's
         engine.add("long", [(n * 7) % 250 for n in range(BLOCK_TOKENS)], 70 * BLOCK_TOKENS, session="long")
         engine.run()
-        conversation = engine.residence.conversations.get("idle")
+        conversation = engine.kv_state.conversations.get("idle")
         pool = engine.scheduler.kv_cache_manager.block_pool
         kept = [pool.get_cached_block(block, [0]) is not None for block in conversation.chain]
         assert all(kept)

@@ -30,7 +30,7 @@ def talk(engine: SteppedEngine, key: str, blocks: int, output: int = 2) -> None:
 
 
 def test_what_is_idle_leaves_at_once_and_what_runs_when_its_turn_ends(engine: SteppedEngine) -> None:
-    report, residence = engine.side("report"), engine.residence
+    report, kv_state = engine.side("report"), engine.kv_state
     talk(engine, "idle", 10)
     engine.run(2000)
     talk(engine, "running", 10, output=20)
@@ -38,15 +38,15 @@ def test_what_is_idle_leaves_at_once_and_what_runs_when_its_turn_ends(engine: St
         engine.step()
     assert report.snapshot().live_tokens >= 20 * BLOCK_TOKENS
 
-    residence.drain(True)
+    kv_state.drain(True)
     state = report.snapshot()
     assert state.draining and not state.drained and state.running == 1
-    assert residence.conversations.get("idle") is None
+    assert kv_state.conversations.get("idle") is None
     engine.run(2000)
     assert len(engine.answers["running-turn"]) == 20
     assert report.snapshot().drained, report.snapshot()
 
-    residence.drain(False)
+    kv_state.drain(False)
     talk(engine, "again", 10)
     engine.run(2000)
     assert report.snapshot().live_tokens >= 10 * BLOCK_TOKENS
@@ -58,7 +58,7 @@ def test_leases_of_a_sleeping_prefiller_end(engine: SteppedEngine) -> None:
     params = {"do_remote_decode": True, "transfer_id": "t"}
     engine.add("prefill", [n % 250 for n in range(10 * BLOCK_TOKENS)], 1, params=params)
     engine.run(2000)
-    engine.residence.drain(True)
+    engine.kv_state.drain(True)
     assert not report.snapshot().drained  # its decoder may still come for it
     limit = time.monotonic() + 30
     while not report.snapshot().drained and time.monotonic() < limit:
@@ -71,6 +71,6 @@ def test_many_parked_at_once_say_nothing_of_what_was_confirmed(engine: SteppedEn
     talk(engine, "known", 3)
     engine.run(2000)
     assert "known" in report.snapshot().confirmed
-    engine.residence.parked += [f"conversation {number}" for number in range(2 * NAMED_AT_MOST)]
+    engine.kv_state.changes.parked += [f"conversation {number}" for number in range(2 * NAMED_AT_MOST)]
     state = report.snapshot()
     assert "known" in state.confirmed and state.named_after < state.seq - 1

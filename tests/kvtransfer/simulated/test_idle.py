@@ -12,7 +12,7 @@ pytest.importorskip("vllm", reason="vLLM is not installed: make install")
 from kvtransfer.config import ConnectorConfig
 from kvtransfer.transfer.kv_memory import HostBlockMemory
 from placement.engines import EngineState
-from tests.kvtransfer.engine.engines import eventually, feed_path, free_port
+from tests.kvtransfer.engine.engines import eventually, free_port, socket_path
 from tests.kvtransfer.simulated.engine import BLOCK_TOKENS, SteppedEngine
 
 pytestmark = pytest.mark.slow
@@ -32,7 +32,7 @@ def copied(engine: SteppedEngine, host_kv_gib: float) -> EngineState:
 def idle_and_live_blocks(host_kv_gib: float, yields: bool = False) -> tuple[int, int, int]:
     """While a turn of ten blocks runs beside a conversation that keeps ten, and after it ended."""
     config = ConnectorConfig(engine="d", epoch=1, port=free_port(), lease_s=0.3, host_kv_gib=host_kv_gib)
-    engine = SteppedEngine(replace(config, idle_kv_yields=yields), blocks=60)
+    engine = SteppedEngine(replace(config, idle_kv_evictable=yields), blocks=60)
     try:
         for name, output in (("first", 2), ("second", 20)):
             prompt = [(n + len(name)) % 250 for n in range(10 * BLOCK_TOKENS + 5)]
@@ -74,14 +74,14 @@ def test_a_parked_conversation_that_leaves_a_full_host_is_named() -> None:
     config = ConnectorConfig(engine="d", epoch=1, transfer=False, host_kv_gib=0.0003)
     engine = SteppedEngine(config, blocks=80)
     try:
-        assert 10 < engine.residence.host.capacity < 22
+        assert 10 < engine.kv_state.host.capacity < 22
         for name in ("first", "second"):
             prompt = [(n + len(name)) % 250 for n in range(10 * BLOCK_TOKENS + 5)]
             engine.add(f"{name}-turn", prompt, 2, session=name)
             engine.run(2000)
             if name == "first":
                 copied(engine, 0.0003)
-                assert engine.residence.park("first")
+                assert engine.kv_state.park("first")
                 assert set(engine.side("report").snapshot().parked) == {"first"}
         state = engine.side("report").snapshot()
         assert set(state.unparked) == {"first"} and not state.parked
@@ -101,7 +101,7 @@ def test_a_lease_that_is_renewed_is_not_called_over(monkeypatch: pytest.MonkeyPa
     monkeypatch.setattr(HostBlockMemory, "piece_blocks", lambda memory, layer, piece_bytes: 1)
     lease_s, port = 0.4, free_port()
     prefiller = SteppedEngine(
-        ConnectorConfig(engine="p", epoch=1, port=port, lease_s=lease_s, feed=feed_path())
+        ConnectorConfig(engine="p", epoch=1, port=port, lease_s=lease_s, control_socket=socket_path())
     )
     decoder = SteppedEngine(ConnectorConfig(engine="d"))
     try:
@@ -134,7 +134,7 @@ def test_a_conversation_takes_what_the_engine_says_however_short_it_is(beside: d
             state = engine.side("report").snapshot()
             assert tokens <= state.live_tokens <= state.takes(tokens + BLOCK_TOKENS)
             engine.run()
-            engine.residence.release("a")
+            engine.kv_state.release("a")
         assert state.takes(tokens) - state.live_tokens <= 2 * BLOCK_TOKENS
         assert bool(state.kv_per_conversation) == bool(beside)
     finally:
@@ -149,14 +149,14 @@ def test_a_turn_that_comes_back_lacks_its_whole_history_where_nothing_holds_it(
 ) -> None:
     host_kv_gib = 0.0 if where in ("kept", "may be lost") else 0.005
     config = ConnectorConfig(engine="d", epoch=1, port=free_port(), host_kv_gib=host_kv_gib)
-    engine = SteppedEngine(replace(config, idle_kv_yields=where == "may be lost"), blocks=60)
+    engine = SteppedEngine(replace(config, idle_kv_evictable=where == "may be lost"), blocks=60)
     try:
         prompt = [n % 250 for n in range(10 * BLOCK_TOKENS)]
         engine.add("first", prompt, 2, session="s")
         engine.run(2000)
         copied(engine, host_kv_gib)
         if where == "parked":
-            assert engine.residence.park("s")
+            assert engine.kv_state.park("s")
         engine.add("back", prompt + [9] * 40, 2, session="s")
         state = engine.side("report").snapshot()
         assert (state.waiting_kv_tokens, state.waiting_prompt_tokens) == (lacks, 40)

@@ -146,11 +146,11 @@ class SimulatedStorm:
             self.decoder.abort(request_id)
 
     def park(self) -> None:
-        self.decoder.residence.park(self.rng.choice(CONVERSATIONS))
+        self.decoder.kv_state.park(self.rng.choice(CONVERSATIONS))
 
     def release(self) -> None:
         key = self.rng.choice(CONVERSATIONS)
-        self.decoder.residence.release(key)
+        self.decoder.kv_state.release(key)
         self.contexts[key] = self.said(100)
 
     def compact(self) -> None:
@@ -174,7 +174,7 @@ class SimulatedStorm:
     def settle(self) -> None:
         self.step_until(lambda: not (self.decoder.busy() or self.prefiller.busy()))
         for key in CONVERSATIONS:
-            self.decoder.residence.release(key)
+            self.decoder.kv_state.release(key)
         time.sleep(LEASE_S + 0.3)
         for engine in (self.decoder, self.prefiller):  # leases and copies end in a step
             engine.add("last", [1, 2, 3], 2)
@@ -205,7 +205,7 @@ def test_nothing_leaks_and_nothing_is_wrong(seed: int, beside: Mapping[str, Any]
         assert engine.faults() == [], replay
         free = engine.scheduler.kv_cache_manager.block_pool.get_num_free_blocks()
         assert free == engine.blocks - 1, replay
-    host = storm.decoder.residence.host
+    host = storm.decoder.kv_state.host
     assert host.free == host.capacity, replay
     storm.decoder.close()
     storm.prefiller.close()

@@ -11,7 +11,7 @@ import torch
 from kvtransfer.config import SECRET_VARIABLE, ConnectorConfig
 from kvtransfer.plugins import EngineContext
 from kvtransfer.retention.retained_conversations import CacheGroup
-from kvtransfer.shared_state import Residence
+from kvtransfer.shared_state import SharedKvState
 from kvtransfer.transfer.kv_memory import HostBlockMemory
 from kvtransfer.transfer.peers import Cancellation, TransferEnd, TransferSource, fetch
 from kvtransfer.transfer.scheduler import Opened, TransferOrder
@@ -29,9 +29,9 @@ def test_what_a_step_computed_is_sent_after_it(hooked: bool, monkeypatch: pytest
         parallel_config=SimpleNamespace(world_size=1), cache_config=SimpleNamespace(block_size=4)
     )
     config = ConnectorConfig(port=free_port(), timeout_s=0.5)
-    residence = Residence(config, 0, time.monotonic)
+    kv_state = SharedKvState(config, 0, time.monotonic)
     kv_config, groups = SimpleNamespace(num_blocks=BLOCKS), (CacheGroup(LAYERS, 4, 64),)
-    worker = TransferWorker(EngineContext(config, vllm_config, kv_config, residence, groups), 0)
+    worker = TransferWorker(EngineContext(config, vllm_config, kv_config, kv_state, groups), 0)
     theirs, mine = ({layer: torch.randn(BLOCKS, 4, 2) for layer in LAYERS} for _ in range(2))
     worker.register(theirs)
     worker.before_step(TransferOrder(opened=[Opened("t", [[3, 5]], 8, "p")], progress=[("t", 8)]))

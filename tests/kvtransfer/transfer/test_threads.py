@@ -11,7 +11,7 @@ import torch
 from kvtransfer.config import SECRET_VARIABLE, ConnectorConfig
 from kvtransfer.plugins import EngineContext
 from kvtransfer.retention.retained_conversations import CacheGroup
-from kvtransfer.shared_state import Residence
+from kvtransfer.shared_state import SharedKvState
 from kvtransfer.transfer.peers import TransferSource
 from kvtransfer.transfer.scheduler import Fetch, TransferOrder
 from kvtransfer.transfer.worker import TransferWorker
@@ -29,8 +29,8 @@ def worker(monkeypatch: pytest.MonkeyPatch) -> Iterator[TransferWorker]:
     kv_cache_config = SimpleNamespace(num_blocks=BLOCKS)
     groups = (CacheGroup(("layer",), 4, 64),)
     config = ConnectorConfig()
-    residence = Residence(config, 0, time.monotonic)
-    made = TransferWorker(EngineContext(config, vllm_config, kv_cache_config, residence, groups), 0)
+    kv_state = SharedKvState(config, 0, time.monotonic)
+    made = TransferWorker(EngineContext(config, vllm_config, kv_cache_config, kv_state, groups), 0)
     made.register({"layer": torch.zeros(BLOCKS, 2, 4, 2)})
     yield made
     made.shutdown()

@@ -161,10 +161,10 @@ def replace_step(**values: Any) -> SimpleNamespace:
 
 
 def test_no_step_is_armed_while_layers_are_shared(flag: Flag) -> None:
-    fenced = True
-    side = scheduler_side(flag, fenced=lambda: fenced)
+    kv_io_suspended = True
+    side = scheduler_side(flag, kv_io_suspended=lambda: kv_io_suspended)
     assert side.order(STEP) is None
-    fenced = False
+    kv_io_suspended = False
     assert side.order(STEP) is not None
 
 

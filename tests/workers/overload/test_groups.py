@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 
-from kvtransfer.control.control_socket import FeedCommand
+from kvtransfer.control.control_socket import EngineCommand
 from placement.overload.drop_plan import EngineShape
 from tests.workers.overload import broken
 from tests.workers.overload.workers_here import (
@@ -185,11 +185,11 @@ def test_a_drop_that_does_not_fit_this_engine_is_refused(
     members: tuple[str, ...], part: int, why: str
 ) -> None:
     side = scheduler_side("a:1", layers=3)
-    assert why in side.inbox.drop(FeedCommand("drop", epoch=1, members=members, part=part)).error
+    assert why in side.inbox.drop(EngineCommand("drop", epoch=1, members=members, part=part)).error
     assert not side.pending
-    assert side.inbox.drop(FeedCommand("drop", epoch=1, members=("b:1", "a:1", "c:1"), part=1)).done
+    assert side.inbox.drop(EngineCommand("drop", epoch=1, members=("b:1", "a:1", "c:1"), part=1)).done
 
 
 def test_a_drop_is_refused_before_the_worker_is_ready() -> None:
     side = scheduler_side("a:1", layers=1)
-    assert side.inbox.drop(FeedCommand("drop", epoch=1, members=("a:1", "b:1"), part=0)).error
+    assert side.inbox.drop(EngineCommand("drop", epoch=1, members=("a:1", "b:1"), part=0)).error

@@ -6,7 +6,7 @@ from dataclasses import replace
 
 import pytest
 
-from kvtransfer.control.control_socket import FeedCommand
+from kvtransfer.control.control_socket import EngineCommand
 from tests.workers.overload import broken
 from tests.workers.overload.workers_here import (
     BLOCKS,
@@ -122,17 +122,17 @@ def restoring_side(monkeypatch: pytest.MonkeyPatch) -> RestoringSide:
     monkeypatch.setattr("workers.engine.compat.block_pool.shrink_pool", lambda scheduler, blocks: {9: 3})
     monkeypatch.setattr("workers.engine.compat.block_pool.used_blocks", lambda pool: ([1, 3], []))
     made = RestoringSide()
-    assert made.side.inbox.restore(FeedCommand("restore", epoch=1)).done
+    assert made.side.inbox.restore(EngineCommand("restore", epoch=1)).done
     return made
 
 
 def test_a_restore_is_one_order_and_blocks_other_commands_meanwhile(restoring_side: RestoringSide) -> None:
     side = restoring_side.side
     assert side.pending and restoring_side.order() == RestoreOrder(1, {9: 3}, [1, 3])
-    drop = FeedCommand("drop", epoch=2, members=("a:1", "b:1"), part=0)
+    drop = EngineCommand("drop", epoch=2, members=("a:1", "b:1"), part=0)
     assert "under way" in side.inbox.drop(drop).error
     restoring_side.report(SplitEvent.RESTORED)
-    assert not side.pending and not side.fenced and restoring_side.order() is None
+    assert not side.pending and not side.kv_io_suspended and restoring_side.order() is None
     assert {name: len(seconds) for name, seconds in side.take_observations().items()} == {
         "drop_seconds": 1,
         "restore_seconds": 1,

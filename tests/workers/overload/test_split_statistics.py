@@ -11,8 +11,8 @@ from vllm.v1.core.block_pool import BlockPool
 from vllm.v1.core.kv_cache_utils import BlockHash
 
 from kvtransfer.config import ConnectorConfig
-from kvtransfer.control.control_socket import FeedCommand
-from kvtransfer.shared_state import Residence
+from kvtransfer.control.control_socket import EngineCommand
+from kvtransfer.shared_state import SharedKvState
 from tests.workers.overload.workers_here import scheduler_side
 from workers.engine.overload.metrics import COUNTERS
 from workers.engine.overload.orders import DropOrder, SplitEvent, SplitReport, WorkerFacts
@@ -42,20 +42,20 @@ def test_worker_counts_are_reported_once_under_known_names() -> None:
 
 def test_a_measured_link_is_used_until_it_is_too_old() -> None:
     now = 0.0
-    residence: Any = SimpleNamespace(clock=lambda: now, split=None, fenced=False)
-    side = scheduler_side("a:1", 8, residence=residence)
-    assert residence.split.shape.link_bytes_per_s == DEFAULT_LINK_BYTES_PER_S
+    kv_state: Any = SimpleNamespace(clock=lambda: now, split=None, kv_io_suspended=False)
+    side = scheduler_side("a:1", 8, kv_state=kv_state)
+    assert kv_state.split.shape.link_bytes_per_s == DEFAULT_LINK_BYTES_PER_S
     side.after_step(None, SplitReport(SplitEvent.NOT_SPLIT, 0, 16, moved_bytes=4096, moved_s=1.0))
-    assert residence.split.shape.link_bytes_per_s == DEFAULT_LINK_BYTES_PER_S, "too little to say so"
+    assert kv_state.split.shape.link_bytes_per_s == DEFAULT_LINK_BYTES_PER_S, "too little to say so"
     side.after_step(None, SplitReport(SplitEvent.NOT_SPLIT, 0, 16, moved_bytes=20 << 20, moved_s=2.0))
-    assert residence.split.shape.link_bytes_per_s == 10 << 20
+    assert kv_state.split.shape.link_bytes_per_s == 10 << 20
     assert side.take_counts()["split_exchanged_bytes"] == 4096 + (20 << 20)
     now = MEASUREMENT_VALID_S - 1.0
     side.between_steps(None)
-    assert residence.split.shape.link_bytes_per_s == 10 << 20
+    assert kv_state.split.shape.link_bytes_per_s == 10 << 20
     now = MEASUREMENT_VALID_S + 1.0
     side.between_steps(None)
-    assert residence.split.shape.link_bytes_per_s == DEFAULT_LINK_BYTES_PER_S, (
+    assert kv_state.split.shape.link_bytes_per_s == DEFAULT_LINK_BYTES_PER_S, (
         "a plan that it forbade is tried again"
     )
 
@@ -70,9 +70,9 @@ class SideWithBlocks:
         self.pool.cache_full_blocks(request, self.blocks, 0, 12, 16, 0)
         self.held, self.cached = self.blocks[:2], self.blocks[2:]
         self.pool.free_blocks(self.cached)  # the last of them was used last
-        self.residence = Residence(ConnectorConfig(), 0, lambda: 0.0)
+        self.kv_state = SharedKvState(ConnectorConfig(), 0, lambda: 0.0)
         config = SimpleNamespace(cache_config=SimpleNamespace(block_size=16))
-        context: Any = SimpleNamespace(residence=self.residence, commands={}, vllm_config=config)
+        context: Any = SimpleNamespace(kv_state=self.kv_state, commands={}, vllm_config=config)
         self.side = OverloadScheduler(context)
         self.side.bind(SimpleNamespace(block_pool=self.pool))
         facts = WorkerFacts("a:1", 8, 1_000, int(DEFAULT_LINK_BYTES_PER_S / 8 / blocks_per_s), 64)
@@ -88,7 +88,7 @@ class SideWithBlocks:
         self.side.after_step(scheduler, SplitReport(event, epoch, 32, **more))
 
     def ordered(self, command: str) -> Any:
-        assert self.side.inbox.drop(FeedCommand(command, epoch=1, members=("a:1", "b:1"), part=0)).done
+        assert self.side.inbox.drop(EngineCommand(command, epoch=1, members=("a:1", "b:1"), part=0)).done
         return self.order()
 
     def order(self) -> Any:
@@ -114,7 +114,7 @@ def test_cached_blocks_beyond_the_link_s_second_are_evicted_and_counted() -> Non
 def test_cached_blocks_of_offline_requests_are_evicted_first() -> None:
     """Offline blocks rank last even if they were used last."""
     made = SideWithBlocks(5 / CACHED_KV_S)
-    conversations = made.residence.conversations
+    conversations = made.kv_state.conversations
     for key, offline, numbers in (("c", False, range(2, 6)), ("offline:r", True, range(6, 12))):
         hashes = [BlockHash(b"%d" % number) for number in numbers]
         conversation = conversations.begin_turn(key, hashes, offline)

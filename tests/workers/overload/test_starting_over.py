@@ -49,7 +49,7 @@ def test_starting_over_frees_blocks_of_a_request_that_waits_with_loaded_kv(engin
     history = prompt + engine.ask(prompt, 8, session="a")
     turn = history + prompt[:20]
     right = engine.ask(turn, OUTPUT), engine.ask(other, OUTPUT)
-    assert engine.connector.residence.park("a")
+    assert engine.connector.kv_state.park("a")
     for _ in range(20):  # copies to the host are made beside steps
         engine.ask(other[:5], 1)
     pool = engine.scheduler.kv_cache_manager.block_pool
@@ -59,7 +59,7 @@ def test_starting_over_frees_blocks_of_a_request_that_waits_with_loaded_kv(engin
     for _ in range(200):
         engine.step()
         waiting = list(engine.scheduler.kv_holding_waiting)
-        if waiting and waiting[0].request_id in engine.connector.residence.loaded:
+        if waiting and waiting[0].request_id in engine.connector.kv_state.loads.loaded:
             break
     assert [request.num_tokens for request in waiting] == [len(turn)]
     start_over(engine.scheduler, BLOCKS)

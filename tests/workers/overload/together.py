@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from kvtransfer.config import SECRET_VARIABLE, ConnectorConfig
-from kvtransfer.control.control_socket import FeedCommand, Reply
+from kvtransfer.control.control_socket import EngineCommand, Reply
 from tests.kvtransfer.engine.in_process import ENVIRONMENT, EngineHere
 from workers.engine.compat.engine_core_patches import notify_of_arrivals
 from workers.engine.coserving.config import PROMPT_SCHEDULER, SAFEPOINT_PLUGIN, SCHEDULER_CLASS, WORKER_CLASS
@@ -95,16 +95,16 @@ class SplitChild:
         taken, self.engine.answers = self.engine.answers, {}
         return {self.names[request_id]: tokens for request_id, tokens in taken.items()}
 
-    def command(self, command: FeedCommand) -> Reply:
-        handler: Callable[[FeedCommand], Reply] = getattr(self.engine.side(NAME).inbox, command.command)
+    def command(self, command: EngineCommand) -> Reply:
+        handler: Callable[[EngineCommand], Reply] = getattr(self.engine.side(NAME).inbox, command.command)
         return handler(command)
 
     def state(self) -> dict[str, Any]:
-        scheduler, residence = self.engine.scheduler, self.engine.connector.residence
+        scheduler, kv_state = self.engine.scheduler, self.engine.connector.kv_state
         pool = scheduler.kv_cache_manager.block_pool
         requests = scheduler.requests.values()
         return {
-            "epoch": residence.split.epoch if residence.split else 0,
+            "epoch": kv_state.split.epoch if kv_state.split else 0,
             "pending": self.engine.side(NAME).pending,
             "blocks": pool.num_gpu_blocks,
             "highest": self.highest,
@@ -133,7 +133,7 @@ class SplitChild:
 
     def step(self) -> None:
         self.engine.step()
-        if self.flag is not None and self.engine.connector.residence.fenced:
+        if self.flag is not None and self.engine.connector.kv_state.kv_io_suspended:
             self.armed_shared += bool(self.engine.side("safepoint").armed)
         blocks = self.engine.scheduler.kv_cache_manager.block_pool.blocks
         held = (block.block_id for block in blocks if block.ref_cnt)
@@ -241,7 +241,7 @@ class SplitTogether:
     def tell(self, engine: SplitEngine, part: int, again: bool = True) -> None:
         self.epoch += again
         members = tuple(one.address for one in self.engines)
-        reply = engine.command(FeedCommand("drop", epoch=self.epoch, members=members, part=part))
+        reply = engine.command(EngineCommand("drop", epoch=self.epoch, members=members, part=part))
         assert reply.done, reply
 
     def restore(self) -> None:
@@ -251,7 +251,7 @@ class SplitTogether:
 
     def tell_restore(self) -> None:
         for engine in self.engines:
-            reply = engine.command(FeedCommand("restore", epoch=self.epoch))
+            reply = engine.command(EngineCommand("restore", epoch=self.epoch))
             assert reply.done, reply
 
     def add(self, requests: list[Request], priority: int = 0) -> None:

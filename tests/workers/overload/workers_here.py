@@ -169,15 +169,15 @@ def engine_with_a_pool() -> Any:
 
 
 def scheduler_side(
-    address: str, layers: int, clock: Callable[[], float] = lambda: 0.0, residence: Any = None
+    address: str, layers: int, clock: Callable[[], float] = lambda: 0.0, kv_state: Any = None
 ) -> OverloadScheduler:
-    """`residence`: where it says what could give way here."""
+    """`kv_state`: where it says what could give way here."""
     facts = WorkerFacts(address, layers, 1_000, 256, 64)
-    residence = residence or SimpleNamespace(
-        clock=clock, split=None, fenced=False, lock=threading.Lock(), conversations=None
+    kv_state = kv_state or SimpleNamespace(
+        clock=clock, split=None, kv_io_suspended=False, lock=threading.Lock(), conversations=None
     )
     config = SimpleNamespace(cache_config=SimpleNamespace(block_size=BLOCK_TOKENS))
-    context: Any = SimpleNamespace(residence=residence, commands={}, vllm_config=config)
+    context: Any = SimpleNamespace(kv_state=kv_state, commands={}, vllm_config=config)
     side = OverloadScheduler(context)
     side.bind(engine_with_a_pool().kv_cache_manager)
     side.after_step(None, SplitReport(SplitEvent.READY, 0, BLOCKS, facts=facts))

@@ -1,6 +1,6 @@
 """Iterations of an engine: their record until the result, their log line, and their metrics.
 
-vLLM's front end serves the metrics at `/metrics` (kvtransfer/connector.py).
+vLLM's front end serves the metrics at `/metrics` (kvtransfer/connector_stats.py).
 """
 
 import json

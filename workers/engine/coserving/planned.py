@@ -350,10 +350,10 @@ class PlannedScheduling(internals.OpenScheduling):
             self.latency.observe(iteration.batch.work, seconds)
         self.policy.observe(iteration.done(now, seconds, late))
         if self._report is not None:
-            self._report.prompt_share = iteration.prompt_share
+            self._report.speed.share = iteration.prompt_share
             if iteration.prompt_tokens and not iteration.aborted:
-                self._report.prompt_rate.observe(iteration.prompt_tokens, seconds)
-                self._report.prompts += iteration.prompt_tokens >= PROMPT_TOKENS
+                self._report.speed.rate.observe(iteration.prompt_tokens, seconds)
+                self._report.speed.long_prompts += iteration.prompt_tokens >= PROMPT_TOKENS
                 self._report.counts["prompt_tokens"] += iteration.prompt_tokens
                 self._report.counts["prompt_seconds"] += seconds
         # Immediately after a prompt: an engine that only prefills may end no other iteration for long.
@@ -371,7 +371,7 @@ class PlannedScheduling(internals.OpenScheduling):
         self._curve_at, self._reported = now, self.latency.fitted
         model = self._reported
         chunk = PromptSharing.chunk(model, self.max_num_scheduled_tokens)
-        self._report.prefill_curve = astuple(curve_of(model, chunk))
+        self._report.speed.curve = astuple(curve_of(model, chunk))
 
     def drop_finished(self) -> None:
         for request_id in self.finished_req_ids:

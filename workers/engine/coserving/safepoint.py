@@ -118,12 +118,12 @@ class SafepointScheduler(SchedulerSide):
     """Arms the steps that are worth aborting, each with its own epoch."""
 
     def __init__(
-        self, flag: Flag, enabled: bool, fenced: Callable[[], bool] = lambda: False, layers: int = 0
+        self, flag: Flag, enabled: bool, kv_io_suspended: Callable[[], bool] = lambda: False, layers: int = 0
     ) -> None:
         """`layers` is the model's number of layers if hosts run ahead of their devices, else 0."""
         self.flag = flag
         self._enabled = enabled
-        self._fenced = fenced  # layers are shared, and peers compute parts of a step
+        self._kv_io_suspended = kv_io_suspended  # layers are shared, and peers compute parts of a step
         self._layers = layers
         # Predicted seconds of the step being scheduled, or 0 if it is not worth arming; set by the scheduler.
         self.worth_arming: Callable[[], float] = lambda: 0.0
@@ -136,7 +136,7 @@ class SafepointScheduler(SchedulerSide):
     @property
     def arms(self) -> bool:
         """Steps can be armed at present."""
-        return self._enabled and not self._fenced()
+        return self._enabled and not self._kv_io_suspended()
 
     def order(self, scheduler_output: Any) -> Armed | None:
         self.armed = 0
@@ -290,7 +290,7 @@ class SafepointPlugin(Plugin):
         config = CoServingConfig.from_additional_config(context.vllm_config.additional_config)
         enabled = config.serving.safepoints and config.serving.policy == "conserve"
         layers = sum(len(group.layers) for group in context.groups) if _on_cuda(context) else 0
-        return SafepointScheduler(_flag(context), enabled, lambda: context.residence.fenced, layers)
+        return SafepointScheduler(_flag(context), enabled, lambda: context.kv_state.kv_io_suspended, layers)
 
     def worker_side(self, context: EngineContext, rank: int) -> SafepointWorker:
         config = CoServingConfig.from_additional_config(context.vllm_config.additional_config)

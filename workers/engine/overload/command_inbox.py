@@ -4,7 +4,7 @@ import threading
 from collections.abc import Callable
 
 from kvtransfer.compat.block_cache import wake_engine
-from kvtransfer.control.control_socket import FeedCommand, Reply
+from kvtransfer.control.control_socket import EngineCommand, Reply
 from placement.overload.drop_plan import MAX_GROUP_SIZE
 from workers.engine.overload.orders import WorkerFacts
 
@@ -15,7 +15,7 @@ class CommandInbox:
     def __init__(self, clock: Callable[[], float]) -> None:
         self._clock = clock
         self._lock = threading.Lock()
-        self._command: FeedCommand | None = None
+        self._command: EngineCommand | None = None
         self._arrived_at = 0.0
         self.facts: WorkerFacts | None = None  # of this engine, once its worker is ready
         self.epoch = 0  # of the present split
@@ -23,14 +23,14 @@ class CommandInbox:
         self.partners: tuple[str, ...] = ()  # the other members of the newest split
 
     @property
-    def command(self) -> FeedCommand | None:
+    def command(self) -> EngineCommand | None:
         return self._command
 
     @property
     def age_s(self) -> float:
         return self._clock() - self._arrived_at
 
-    def drop(self, command: FeedCommand) -> Reply:
+    def drop(self, command: EngineCommand) -> Reply:
         members, part, facts = command.members, command.part, self.facts
         most = min(MAX_GROUP_SIZE, facts.layers) if facts is not None else 0
         if not 2 <= len(members) <= most or len(set(members)) < len(members):
@@ -39,14 +39,14 @@ class CommandInbox:
             return Reply(error=f"part {part} of these members is not this engine")
         return self._put(command, in_epoch=0)
 
-    def restore(self, command: FeedCommand) -> Reply:
+    def restore(self, command: EngineCommand) -> Reply:
         return self._put(command, in_epoch=command.epoch)
 
     def done(self) -> None:
         """Accept the next command."""
         self._command = None
 
-    def _put(self, command: FeedCommand, in_epoch: int) -> Reply:
+    def _put(self, command: EngineCommand, in_epoch: int) -> Reply:
         with self._lock:
             if self._command is not None:
                 return Reply(error="a drop or a restore is under way")

@@ -2,8 +2,8 @@
 
 The scheduler side turns commands of the directory into orders for the worker, at step boundaries, and grows
 or shrinks the pool of blocks when the worker reports how an order ended. While an engine is split, or about
-to be, no KV is loaded into it or copied from it (`residence.fenced`): what transfers, the checkpoint and
-parking would have brought is computed. Copies under way end first.
+to be, no KV is loaded into it or copied from it (`kv_state.kv_io_suspended`): what transfers, the checkpoint
+and parking would have brought is computed. Copies under way end first.
 """
 
 import logging
@@ -35,9 +35,9 @@ class OverloadScheduler(SchedulerSide):
     """State machine of a split: whole, ordered to drop, split, ordered to restore."""
 
     def __init__(self, context: EngineContext) -> None:
-        self._residence = context.residence
-        self.inbox = CommandInbox(self._residence.clock)
-        self._statistics = SplitStatistics(self._residence.clock)
+        self._kv_state = context.kv_state
+        self.inbox = CommandInbox(self._kv_state.clock)
+        self._statistics = SplitStatistics(self._kv_state.clock)
         context.commands.update(drop=self.inbox.drop, restore=self.inbox.restore)
         remember_engine_core()
         self._order: SplitOrder | None = None
@@ -56,9 +56,9 @@ class OverloadScheduler(SchedulerSide):
         return self.inbox.command is not None
 
     @property
-    def fenced(self) -> bool:
+    def kv_io_suspended(self) -> bool:
         """Layers are shared, or about to be."""
-        return bool(self._residence.fenced)
+        return bool(self._kv_state.kv_io_suspended)
 
     def between_steps(self, scheduler: Any) -> None:
         """Turn a command into an order for the step that is about to be planned."""
@@ -68,8 +68,8 @@ class OverloadScheduler(SchedulerSide):
         if command is None or self._order is not None:
             return
         if command.command == "drop":
-            self._residence.fenced = True
-            if self._residence.at_rest:
+            self._kv_state.kv_io_suspended = True
+            if self._kv_state.no_kv_in_flight:
                 self._order = DropOrder(command.epoch, command.members, command.part, [])
             elif self.inbox.age_s > FENCE_S:
                 self._end(SplitEvent.NOT_SPLIT, command.epoch, "copies or transfers did not end in time")
@@ -94,8 +94,8 @@ class OverloadScheduler(SchedulerSide):
         The others are evicted from the prefix cache. KV of offline requests ranks last there.
         """
         held, cached = internals.used_blocks(self._pool)
-        with self._residence.lock:
-            ranks = {b: rank_of(self._residence.conversations, self._pool.blocks[b]) for b in cached}
+        with self._kv_state.lock:
+            ranks = {b: rank_of(self._kv_state.conversations, self._pool.blocks[b]) for b in cached}
         cached.sort(key=lambda block: -ranks[block])
         facts = self.inbox.facts
         block_bytes = facts.row_bytes * facts.layers if facts is not None else 1
@@ -127,7 +127,7 @@ class OverloadScheduler(SchedulerSide):
 
     def _end(self, event: SplitEvent, epoch: int, reason: str) -> None:
         is_split = event is SplitEvent.SPLIT
-        self._residence.fenced = is_split
+        self._kv_state.kv_io_suspended = is_split
         self.inbox.epoch = epoch if is_split else 0
         self.inbox.done()
         self._statistics.count(f"splits.{event}")
@@ -159,7 +159,7 @@ class OverloadScheduler(SchedulerSide):
         )
         kv_tokens = int(self._pool.num_gpu_blocks) * self._block_tokens
         partners = inbox.partners if inbox.epoch else ()
-        self._residence.split = SplitState(
+        self._kv_state.split = SplitState(
             facts.address, shape, inbox.epoch, kv_tokens, inbox.newest_epoch, partners
         )
 

@@ -42,7 +42,7 @@ class SplitScheduling:
     @property
     def shared(self) -> bool:
         """Layers are shared, or about to be."""
-        return self._side.fenced
+        return self._side.kv_io_suspended
 
     def before_step(self) -> None:
         scheduler = self._scheduler

@@ -1,0 +1,143 @@
+"""Snapshot of an engine: its `EngineState`, computed from requests, conversations and the block pool."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from vllm.v1.request import RequestStatus
+
+from kvtransfer.config import ConnectorConfig
+from kvtransfer.control.control_socket import RecentChanges
+from kvtransfer.control.waiting_prompts import WaitingPrompts
+from kvtransfer.retention.retained_conversations import RetentionPhase, block_key
+from kvtransfer.shared_state import SharedKvState
+from placement.engines import EngineState
+from placement.scheduling.prompt_order import PromptRate
+
+
+@dataclass(slots=True)
+class PromptSpeed:
+    """How fast the engine computes prompts. Measured by the schedulers of `workers/engine/coserving`."""
+
+    rate: PromptRate = field(default_factory=PromptRate)
+    share: float = 1.0  # of the engine's time that decoding requests leave to prompts
+    long_prompts: int = 0  # iterations with more than a few prompt tokens
+    curve: tuple[float, float, float] | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class IdleBlocks:
+    """Blocks of idle conversations."""
+
+    retained_free: int  # retained and without a reference
+    evictable: int  # of these, the ones that may be evicted without loss
+    parked: int  # of parked conversations only
+
+
+class EngineSnapshot:
+    """Builds states for the control socket. Runs in the socket's thread and only looks things up."""
+
+    def __init__(
+        self, config: ConnectorConfig, kv_state: SharedKvState, prompts: WaitingPrompts, block_tokens: int
+    ) -> None:
+        self._config, self._kv_state, self._prompts = config, kv_state, prompts
+        self._block_tokens = block_tokens
+        self.speed = PromptSpeed()
+        self.pool: Any = None
+        self._seq = 0
+        self._confirmed, self._parked, self._unparked = (RecentChanges() for _ in range(3))
+
+    def take(self, requests: Sequence[Any]) -> EngineState:
+        """Return the state of now. A step under way may change the sums meanwhile."""
+        prompts, tokens = self._prompts, self._block_tokens
+        self._kv_state.park_and_expire()
+        with self._kv_state.lock:
+            offline_blocks = prompts.blocks_of([r for r in requests if r.priority > 0])
+            released = self._blocks_released_next_step()
+            lacking = sum(map(prompts.missing_kv_tokens, requests))
+            free = int(self.pool.get_num_free_blocks()) + len(released)
+            used = int(self.pool.num_gpu_blocks) - 1 - free
+            idle = self._idle_blocks(released)
+            host_used, host_free = self._kv_state.host.used, self._kv_state.host.free
+            self._take_changes()
+            parked = {key: seq for key, seq in self._parked.all().items() if self._is_parked(key)}
+            unparked = {key: seq for key, seq in self._unparked.all().items() if not self._is_parked(key)}
+            draining = self._kv_state.draining
+        running = [r for r in requests if r.status == RequestStatus.RUNNING]
+        offline_running = sum(1 for r in running if r.priority > 0)
+        offline = sum(1 for r in requests if r.priority > 0)
+        live = max(0, used - offline_blocks) + idle.retained_free
+        return EngineState(
+            engine=self._config.engine,
+            epoch=self._config.epoch,
+            seq=self._seq,
+            live_tokens=live * tokens,
+            parked_tokens=idle.parked * tokens,
+            offline_tokens=offline_blocks * tokens,
+            free_tokens=max(0, free - idle.retained_free) * tokens,
+            running=len(running) - offline_running,
+            waiting=len(requests) - offline - (len(running) - offline_running),
+            offline_running=offline_running,
+            offline_waiting=offline - offline_running,
+            confirmed=self._confirmed.all(),
+            draining=draining,
+            host_used_tokens=host_used * tokens,
+            host_free_tokens=host_free * tokens,
+            parked=parked,
+            unparked=unparked,
+            named_after=self._confirmed.after,
+            idle_tokens=idle.evictable * tokens,
+            waiting_prompt_tokens=sum(map(prompts.tokens_to_compute, requests)),
+            prompt_tokens_per_s=self.speed.rate.tokens_per_s,
+            prompt_share=self.speed.share if running else 1.0,
+            waiting_kv_tokens=lacking,
+            split=self._kv_state.split,
+            kv_per_token=prompts.kv_per_token,
+            kv_per_conversation=prompts.kv_per_conversation,
+            prompts=self.speed.long_prompts,
+            prefill_curve=self.speed.curve,
+        )
+
+    def _take_changes(self) -> None:
+        self._seq += 1
+        changes = self._kv_state.changes
+        for recent, keys in (
+            (self._confirmed, changes.confirmed),
+            (self._parked, changes.parked),
+            (self._unparked, changes.unparked),
+        ):
+            recent.add(keys, self._seq)
+            keys.clear()
+
+    def _blocks_released_next_step(self) -> set[int]:
+        """Blocks whose only holder is a copy, or an expired lease, that the next step ends."""
+        ids = {block for held in self._kv_state.holders.released_next_step.values() for block in held()}
+        return {block for block in ids if self.pool.blocks[block].ref_cnt == 1}
+
+    def _idle_blocks(self, released: set[int]) -> IdleBlocks:
+        """Count the blocks of idle conversations.
+
+        A block that is on the host, too, is evictable. All are where idle KV may be lost
+        (`idle_kv_evictable`), and where layers can be shared with another engine: nothing is copied
+        meanwhile, and idle conversations alone are no reason to share.
+        """
+        conversations = self._kv_state.conversations
+        retained: set[tuple[bytes, int]] = set()
+        parked: set[tuple[bytes, int]] = set()
+        for conversation in conversations:
+            if conversation.phase is RetentionPhase.RETAINED:
+                retained.update(conversations.blocks(conversation))
+            elif conversation.phase is RetentionPhase.PARKED:
+                parked.update(conversations.blocks(conversation))
+        free = [block_key(*block) for block in retained if self._is_free(*block, released)]
+        all_evictable = self._config.idle_kv_evictable or self._kv_state.split is not None
+        evictable = len(free) if all_evictable else sum(map(self._kv_state.host.stored, free))
+        return IdleBlocks(len(free), evictable, len(parked - retained))
+
+    def _is_free(self, block_hash: bytes, group: int, released: set[int]) -> bool:
+        found = self.pool.get_cached_block(block_hash, [group])
+        return bool(found) and (found[0].ref_cnt == 0 or found[0].block_id in released)
+
+    def _is_parked(self, key: str) -> bool:
+        conversation = self._kv_state.conversations.get(key)
+        return conversation is not None and conversation.phase is RetentionPhase.PARKED

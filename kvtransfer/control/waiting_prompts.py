@@ -1,0 +1,111 @@
+"""How much prompt and KV the waiting turns of an engine still need, for its state report."""
+
+from collections.abc import Sequence
+from typing import Any
+
+from vllm.v1.request import RequestStatus
+
+from kvtransfer.retention.retained_conversations import (
+    CacheGroup,
+    beside_tokens,
+    block_key,
+    transferred_tokens,
+)
+from kvtransfer.shared_state import SharedKvState
+
+
+class WaitingPrompts:
+    """Tracks for each request what of its prompt was there when it arrived."""
+
+    def __init__(
+        self,
+        kv_state: SharedKvState,
+        groups: Sequence[CacheGroup],
+        block_tokens: int,
+        idle_kv_evictable: bool,
+    ) -> None:
+        self._kv_state, self._groups, self._block_tokens = kv_state, groups, block_tokens
+        self._idle_kv_evictable = idle_kv_evictable
+        full = [number for number, group in enumerate(groups) if not group.window]
+        self._full = full[0] if full else 0  # the group by which prefixes are looked up
+        self.kv_per_token = max(1, len(full))
+        self.kv_per_conversation = beside_tokens(groups) if full else 0
+        self._held: dict[str, int] = {}  # by request: tokens of KV that were there, and are not evictable
+        # By request: tokens of its prompt that were there or on their way when it arrived, until it has
+        # blocks. From then on vLLM counts them, and subtracts those that did not arrive.
+        self._found: dict[str, int] = {}
+        self._allocated: set[str] = set()  # requests that got blocks since the end of the last step
+        self._pool: Any = None
+        self._manager: Any = None
+
+    def bind(self, manager: Any) -> None:
+        self._manager, self._pool = manager, manager.block_pool
+
+    def arrived(self, request: Any) -> None:
+        if (request.kv_transfer_params or {}).get("do_remote_prefill"):
+            found = transferred_tokens(self._groups, int(request.num_prompt_tokens))
+        else:
+            found = self._found_tokens(request)
+        self._found[request.request_id] = found
+        self._held[request.request_id] = self._held_tokens(request)
+
+    def allocated(self, request_id: str) -> None:
+        self._allocated.add(request_id)
+
+    def preempted(self, request: Any) -> None:
+        self._found[request.request_id] = self._found_tokens(request)
+
+    def step_ended(self) -> None:
+        for request_id in self._allocated:
+            self._found.pop(request_id, None)
+        self._allocated.clear()
+
+    def finished(self, request_id: str) -> None:
+        self._found.pop(request_id, None)
+        self._held.pop(request_id, None)
+
+    def tokens_to_compute(self, request: Any) -> int:
+        """Return the prompt tokens that an online request needs before its first token."""
+        if request.priority > 0 or request.num_output_tokens:
+            return 0
+        found = max(request.num_computed_tokens, self._found.get(request.request_id, 0))
+        return int(max(0, request.num_prompt_tokens - found))
+
+    def missing_kv_tokens(self, request: Any) -> int:
+        """Return the tokens of KV that a waiting online request needs before it can run."""
+        if request.priority > 0 or (request.num_output_tokens and request.status == RequestStatus.RUNNING):
+            return 0
+        has = self.blocks_of([request]) * self._block_tokens or self._held.get(request.request_id, 0)
+        return int(max(0, request.num_tokens * self.kv_per_token + self.kv_per_conversation - has))
+
+    def blocks_of(self, requests: Sequence[Any]) -> int:
+        """Return the number of blocks that requests hold; block 0 is vLLM's null block."""
+        ids = (self._manager.get_block_ids(request.request_id) for request in requests)
+        return sum(1 for groups in ids for group in groups for block in group if block)
+
+    def _held_tokens(self, request: Any) -> int:
+        """Count KV that is in use already; not KV that would be evicted."""
+        blocks = 0
+        for block in request.block_hashes:
+            found = self._pool.get_cached_block(block, [self._full])
+            if not found:
+                break
+            on_host = self._kv_state.host.stored(block_key(block, self._full))
+            if not found[0].ref_cnt and (self._idle_kv_evictable or on_host):
+                break
+            blocks += 1
+        return blocks * self._block_tokens * self.kv_per_token
+
+    def _found_tokens(self, request: Any) -> int:
+        """Count the prompt's tokens that are on the accelerator or on the host."""
+        chain, blocks = request.block_hashes, 0
+        while blocks < len(chain) and self._is_here(chain[blocks], self._full):
+            blocks += 1
+        states = [number for number, group in enumerate(self._groups) if group.state]
+        while blocks and not all(self._is_here(chain[blocks - 1], number) for number in states):
+            blocks -= 1
+        return blocks * self._block_tokens
+
+    def _is_here(self, block: bytes, group: int) -> bool:
+        cached = self._pool.get_cached_block(block, [group]) is not None
+        return cached or self._kv_state.host.stored(block_key(block, group))

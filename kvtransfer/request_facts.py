@@ -1,0 +1,48 @@
+"""Facts about vLLM's requests that several plugins ask for."""
+
+from typing import Any
+
+from kvtransfer.retention.retained_conversations import RetainedConversation
+
+
+def is_offline(request: Any) -> bool:
+    return bool(request.priority > 0)
+
+
+def owner_key(request: Any) -> str | None:
+    """Return the key of the conversation that owns the request's blocks.
+
+    A prefill leg has none: its conversation lives on the decoder.
+    """
+    if is_offline(request):
+        return f"offline:{request.request_id}"
+    if (request.kv_transfer_params or {}).get("do_remote_decode"):
+        return None
+    return str(request.session_id) if request.session_id else None
+
+
+def apply_client_hints(request: Any, conversation: RetainedConversation) -> None:
+    """Set how long the client wants its KV kept; checked and bounded by `router/requests/body_parser.py`."""
+    hints = (request.kv_transfer_params or {}).get("conversation") or {}
+    conversation.park_after_s = hints.get("park_after_s")
+    conversation.ttl_s = hints.get("ttl_s", conversation.ttl_s)
+
+
+def confirmed_blocks(request: Any, block_tokens: int) -> int:
+    """Return the number of full blocks whose KV is certainly computed.
+
+    A step under way may still be rolled back. Not for a request whose background load runs: vLLM counts what
+    is on its way as computed.
+    """
+    confirmed = request.num_computed_tokens - request.num_in_flight_tokens
+    return int(min(max(confirmed, 0) // block_tokens, len(request.block_hashes)))
+
+
+def admitted_now(scheduler_output: Any) -> set[str]:
+    """Return the requests that entered the batch with this step.
+
+    Their prefix hits may be blocks that another request of the same step has yet to compute, because vLLM
+    registers blocks before they are computed. From the next step on they are confirmed or rolled back.
+    """
+    new = {str(request.req_id) for request in scheduler_output.scheduled_new_reqs}
+    return new.union(scheduler_output.scheduled_cached_reqs.resumed_req_ids)
