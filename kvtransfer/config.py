@@ -101,8 +101,9 @@ class ConnectorConfig:
         if self.lmcache:
             host, _, port = self.lmcache.rpartition(":")
             lmcache = {
-                "lmcache.mp.host": f"tcp://{host}", "lmcache.mp.port": int(port), "lmcache.mp.mq_timeout":
-                self.lmcache_timeout_s,  # LMCache's default lets a step hang for 300 s
+                "lmcache.mp.host": f"tcp://{host}",
+                "lmcache.mp.port": int(port),
+                "lmcache.mp.mq_timeout": self.lmcache_timeout_s,  # by default a step hangs for 300 s
                 "lmcache.mp.heartbeat_interval": self.lmcache_timeout_s,
             }
             connectors.append(_connector(LMCACHE, LMCACHE_MODULE, lmcache))

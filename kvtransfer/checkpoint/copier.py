@@ -177,7 +177,7 @@ class Copier:
         return [mine, *(other.result() for other in others)]
 
     def _store_threads(self) -> int:
-        """Return one while steps run: nobody waits for a store, and threads compete with the model for the GIL."""
+        """Return one while steps run: nobody waits for a store, and each thread takes the model's GIL."""
         return 1 if self._steps_go_on() else self._threads
 
     def _load_threads(self) -> int:

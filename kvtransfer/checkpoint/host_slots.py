@@ -217,7 +217,7 @@ class Mover(ABC):
 
     @abstractmethod
     def mark(self) -> None:
-        """Let loads write only after everything that the calling thread, which launches steps, has launched."""
+        """Let loads write only after everything that the calling thread of the model has launched."""
 
     @abstractmethod
     def store(self, memory: HostSlots, copies: list[BlockCopy], at: int = 0) -> None:

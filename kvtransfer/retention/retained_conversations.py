@@ -284,7 +284,7 @@ class RetainedConversations:
             self._set_phase(conversation, RetentionPhase.PARKED)
 
     def leave_host(self, conversation: RetainedConversation) -> None:
-        """Give up a conversation's host slots. A parked one is retained again as far as it is on the accelerator."""
+        """Give up a conversation's host slots; a parked one is retained again as far as it is here."""
         self._set_on_host(conversation, False)
         if conversation.phase is RetentionPhase.PARKED:
             self._set_phase(conversation, RetentionPhase.RETAINED)
@@ -342,7 +342,7 @@ class RetainedConversations:
             self.changed += 1
 
     def _beyond(self, chain: Sequence[bytes], other: int, same: int) -> list[OwnedBlock]:
-        """Return the blocks owned with `chain`, but not with a chain of length `other` that shares `same` blocks."""
+        """Return the blocks of `chain` that a chain of length `other` with `same` equal blocks lacks."""
         found: list[OwnedBlock] = []
         for group, first_kept in enumerate(self._groups):
             first, end = first_kept(len(chain)), len(chain)

@@ -1,1 +1,1 @@
-"""Prefiller to decoder, once a conversation: over TCP, layer by layer, while the prefill runs."""
+"""Transfer of a prompt's KV from prefiller to decoder over TCP, layer by layer while the prefill runs."""

@@ -1,10 +1,8 @@
-"""The exports of a prefiller: which blocks, how far each layer is written, for how long, to whom.
+"""Exports of a prefiller: which blocks, how far each layer is written, and until when.
 
-The worker's thread says what a step computes, the memory says when a layer of it is readable. An export is
-opened when its prefill begins, fills while it runs, and has a lease from the moment it is
-finished. Its generation changes whenever its blocks do, so that bytes read under an older generation are
-never taken for its contents. What is over stays known for a while as a tombstone, so that a late consumer is
-refused at once instead of waiting for a prefill that will not come.
+An export is opened when its prefill begins, fills while it runs, and has a lease from its end on. Its
+generation changes with its blocks, so that bytes read under an older generation are never taken for its
+contents. An ended export stays known as a tombstone for a while, so that a late consumer is refused at once.
 """
 
 import itertools
@@ -23,20 +21,22 @@ MAX_TOMBSTONES = 8192
 
 @dataclass(slots=True)
 class Export:
+    """Blocks of one prompt that a decoder may fetch."""
+
     transfer_id: str
     total_tokens: int
     prompt: str
     generation: int
     blocks: list[list[int]]  # by KV cache group
-    written: list[int]  # tokens by layer whose KV is in the blocks
-    deadline: float | None = None  # the lease's end; None while the prefill runs
+    written: list[int]  # number of tokens by layer whose KV is in the blocks
+    deadline: float | None = None  # end of the lease; None while the prefill runs
     ended: Reason | None = None
-    delivered: int = 0  # lanes whose layers the consumer has
+    delivered: int = 0  # connections whose layers the consumer has
 
 
 @dataclass(frozen=True, slots=True)
 class Written:
-    """So many tokens of a prompt are in place in one layer, in the blocks of one generation."""
+    """Tokens of a prompt that are computed in one layer, in the blocks of one generation."""
 
     transfer_id: str
     generation: int
@@ -45,19 +45,19 @@ class Written:
 
 @dataclass(slots=True)
 class Reader:
-    """Progress of one consumer's connection, a lane, through one export."""
+    """Progress of one connection (a lane) of a consumer through an export."""
 
     export: Export
     skip: Sequence[int]  # by KV cache group
-    layers: Sequence[int]  # that are its
-    lanes: int  # of this consumer
+    layers: Sequence[int]  # of this lane
+    lanes: int  # number of the consumer's lanes
     generation: int = -1
     sent: list[int] = field(default_factory=list)  # blocks by layer
 
 
 @dataclass(frozen=True, slots=True)
 class Ready:
-    """Blocks that can be sent now: (layer, index of the first block, block ids)."""
+    """Blocks that can be sent now, as runs of layer, index of the first block, and block ids."""
 
     generation: int
     runs: list[tuple[int, int, list[int]]]
@@ -65,7 +65,7 @@ class Ready:
 
 
 class Exports:
-    """Shared by the worker's thread, which writes, and the server's threads, which read."""
+    """Exports of one rank, written by the worker's thread and read by the server's threads."""
 
     def __init__(
         self,
@@ -75,7 +75,7 @@ class Exports:
         clock: Callable[[], float],
         renewed: Callable[[], None] = lambda: None,
     ) -> None:
-        """`renewed` is called whenever a lease is."""
+        """Create an empty set; `renewed` is called whenever a lease is renewed."""
         self.memory = memory
         self._renewed = renewed
         self._block_tokens = block_tokens
@@ -86,7 +86,7 @@ class Exports:
         self._tombstones: OrderedDict[str, Reason] = OrderedDict()
         self._generations = itertools.count(1)
         self._changed = threading.Condition()
-        self.written: list[Written] = []  # by the step that runs
+        self.written: list[Written] = []  # by the current step
 
     def __len__(self) -> int:
         return len(self._exports)
@@ -94,12 +94,14 @@ class Exports:
     # The worker's thread
 
     def open(self, transfer_id: str, blocks: Sequence[list[int]], total_tokens: int, prompt: str) -> int:
-        """A prefill begins, or begins again after a preemption; returns the generation of its blocks."""
+        """Open the export of a prefill that begins (again). Returns the generation of its blocks."""
         with self._changed:
             export = self._exports.get(transfer_id)
             if export is None:
                 export = self._exports[transfer_id] = Export(transfer_id, total_tokens, prompt, 0, [], [])
-                if self._tombstones.pop(transfer_id, None) is Reason.TAKEN:  # dismissed before it began
+                if (
+                    self._tombstones.pop(transfer_id, None) is Reason.TAKEN
+                ):  # the consumer dismissed it before
                     export.ended = Reason.TAKEN
             self._restart(export)
             _append(export.blocks, blocks)
@@ -112,13 +114,13 @@ class Exports:
                 _append(export.blocks, blocks)
 
     def void(self, transfer_id: str) -> None:
-        """The prefill lost its blocks; it will begin again."""
+        """Forget the blocks of a preempted prefill, which will begin again."""
         with self._changed:
             if export := self._exports.get(transfer_id):
                 self._restart(export)
 
     def begin_step(self, progress: Iterable[tuple[str, int]]) -> None:
-        """Tokens of each prompt that are computed once this step is."""
+        """Set the number of tokens of each prompt that are computed after this step."""
         self.written = []
         for transfer_id, tokens in progress:
             if export := self._exports.get(transfer_id):
@@ -130,7 +132,7 @@ class Exports:
             self.memory.publish(partial(self.wrote, layer, self.written))
 
     def wrote(self, layer: int, written: Iterable[Written]) -> None:
-        """KV of one layer is readable. It may be told late: then the generation says of which blocks."""
+        """Mark one layer as readable. A late call is ignored if the generation has changed."""
         with self._changed:
             for progress in written:
                 export = self._exports.get(progress.transfer_id)
@@ -139,7 +141,7 @@ class Exports:
             self._changed.notify_all()
 
     def finish(self, transfer_id: str) -> None:
-        """The prefill is over and its blocks are held: the lease begins."""
+        """Begin the lease: the prefill is over and its blocks are held."""
         with self._changed:
             if export := self._exports.get(transfer_id):
                 export.deadline = self._clock() + self._lease_s
@@ -153,9 +155,9 @@ class Exports:
             self._changed.notify_all()
 
     def take_released(self) -> list[str]:
-        """Finished exports that were delivered, or whose lease ran out: their blocks may be reused.
+        """End finished exports that were delivered or expired, and return their ids.
 
-        From here on nobody is told that what he read of them is good.
+        Their blocks may be reused; reads of them are not confirmed any more.
         """
         with self._changed:
             released = []
@@ -179,9 +181,9 @@ class Exports:
         layers: Sequence[int] | None = None,
         lanes: int = 1,
     ) -> Reader:
-        """Waits for the prefill to begin: both legs are started together, and the decoder may be first.
+        """Attach a consumer, after waiting for the prefill: the decoder's leg may be the first.
 
-        Without `layers` it is for all of them.
+        `layers` defaults to all.
         """
         every = range(len(self.memory.layers))
         layers = every if layers is None else layers
@@ -202,7 +204,7 @@ class Exports:
             return Reader(export, skip, layers, lanes)
 
     def wait_ready(self, reader: Reader, wait_s: float) -> Ready:
-        """The next blocks to send."""
+        """Wait for the next blocks to send."""
         with self._changed:
             ready: list[Ready] = []
 
@@ -218,14 +220,13 @@ class Exports:
             return ready[-1]
 
     def confirm(self, reader: Reader, generation: int) -> bool:
-        """Whether everything read under this generation was the export's when it was read."""
+        """Return whether everything that was read under this generation was valid when it was read."""
         with self._changed:
             self._check(reader.export)
             return reader.export.generation == generation
 
     def renew(self, reader: Reader) -> None:
-        """A piece has left: as long as its consumer takes more, the lease goes on. Who takes none is cut off
-        by the connection's own limit."""
+        """Renew the lease after a frame was sent; a stuck consumer is ended by the connection's limit."""
         with self._changed:
             self._check(reader.export)
             if reader.export.deadline is not None:
@@ -233,21 +234,21 @@ class Exports:
                 self._renewed()
 
     def delivered(self, reader: Reader) -> None:
-        """The consumer has this lane's layers. With those of all its lanes, it has everything."""
+        """Note that the consumer has this lane's layers; after all lanes the export is delivered."""
         with self._changed:
             reader.export.delivered += 1
             if reader.export.delivered >= reader.lanes and reader.export.ended is None:
                 reader.export.ended = Reason.TAKEN
 
     def leave(self, reader: Reader) -> None:
-        """The consumer is gone before it had this lane's layers; it does not come back, on any lane."""
+        """End the export of a consumer that left early; it does not come back."""
         with self._changed:
             if reader.export.ended is None:
                 reader.export.ended = Reason.TAKEN
                 self._changed.notify_all()
 
     def dismiss(self, transfer_id: str) -> None:
-        """The consumer needs nothing of it."""
+        """End an export that its consumer does not need."""
         with self._changed:
             export = self._exports.get(transfer_id)
             if export is None:
@@ -263,7 +264,7 @@ class Exports:
         export.generation = next(self._generations)
 
     def _end(self, export: Export, reason: Reason) -> None:
-        """Its blocks are read no more."""
+        """Remove an export and leave a tombstone."""
         export.ended = reason
         del self._exports[export.transfer_id]
         self._bury(export.transfer_id, reason)
@@ -284,7 +285,7 @@ class Exports:
         return Ready(export.generation, runs, complete)
 
     def _blocks_of(self, export: Export, tokens: int) -> int:
-        """Blocks that will not change any more: the last, partial one counts when the prompt is complete."""
+        """Return the number of final blocks; a partial last one counts when the prompt is complete."""
         if tokens == export.total_tokens:
             return -(-tokens // self._block_tokens)
         return tokens // self._block_tokens
@@ -295,7 +296,7 @@ class Exports:
             raise TransferRefused(export.ended, export.transfer_id)
 
     def expire(self, export: Export) -> None:
-        """Ends it where its lease has run out: what its blocks hold since may be another's."""
+        """End an export whose lease has expired, because its blocks may be reused."""
         if export.ended is None and export.deadline is not None and self._clock() >= export.deadline:
             export.ended = Reason.EXPIRED
 

@@ -1,4 +1,4 @@
-"""The bytes of KV blocks, as the transfer sees them."""
+"""KV tensors as bytes of blocks, for transfers and copies."""
 
 import ctypes
 import hashlib
@@ -10,22 +10,22 @@ from typing import Any
 
 import torch
 
-PIECE_BYTES = 4 << 20  # stays in a processor's cache between its tag and its way to or from the socket
+PIECE_BYTES = 4 << 20  # fits a processor's cache between the tag and the socket
 ONE: Mapping[str, int] = {}  # all layers are in the first KV cache group
 
 
 class BlockMemory:
-    """Where blocks are read from and written to. One block of one layer is one range of bytes."""
+    """Memory that blocks are sent from and received into. A block of a layer is one range of bytes."""
 
     layers: tuple[str, ...]
     groups: tuple[int, ...]  # KV cache group of each layer
     layout: str
 
     def view(self, layer: int, block: int) -> memoryview:
-        """The bytes of a block that is used in place."""
+        """Return the bytes of a block that is used in place."""
         raise NotImplementedError
 
-    piece_bytes = PIECE_BYTES  # that `outgoing` and `incoming` take at once, if that is a block or more
+    piece_bytes = PIECE_BYTES  # most that `outgoing` and `incoming` take at once, but at least a block
 
     def block_bytes(self, layer: int) -> int:
         return self.view(layer, 0).nbytes
@@ -36,31 +36,31 @@ class BlockMemory:
     def outgoing(
         self, layer: int, blocks: Sequence[int], wait_s: float
     ) -> AbstractContextManager[list[memoryview]]:
-        """The bytes of blocks, in their order, that are sent within; `wait_s` is the longest wait for
-        memory to send from."""
+        """Provide the bytes of blocks for sending, after at most `wait_s` of waiting for memory."""
         return nullcontext([self.view(layer, block) for block in blocks])
 
     def incoming(
         self, layer: int, blocks: Sequence[int], wait_s: float
     ) -> AbstractContextManager[list[memoryview]]:
-        """Where blocks are received within; at its end the model can read them."""
+        """Provide memory to receive blocks into; at the end of the context the model can read them."""
         return nullcontext([self.view(layer, block) for block in blocks])
 
     def publish(self, done: Callable[[], None]) -> None:
-        """A layer was launched; `done` is called when what it wrote can be sent."""
+        """Call `done` when the layer that was launched last can be sent."""
         done()
 
     def mark(self) -> None:
-        """What was launched up to now comes before what is received from now on. Called by the thread that
-        launches steps: the one before, also one that was aborted, may still write to blocks that were freed
-        and given to others."""
+        """Let received bytes land only after everything that the calling thread of the model has launched.
+
+        An aborted step may still write to blocks that were freed and given to another request.
+        """
 
     def close(self) -> None:
-        """Nothing is published any more."""
+        """Stop publishing layers to the transfer."""
 
 
 class HostBlockMemory(BlockMemory):
-    """KV tensors in host memory (CPU build), used in place: nothing is copied on either side."""
+    """KV tensors in host memory (CPU build), used in place without copies."""
 
     def __init__(self, kv_caches: Mapping[str, Any], blocks: int, groups: Mapping[str, int] = ONE) -> None:
         self.layers = tuple(kv_caches)
@@ -88,7 +88,7 @@ class HostBlockMemory(BlockMemory):
         return nullcontext(self._views(layer, blocks))
 
     def _views(self, layer: int, blocks: Sequence[int]) -> list[memoryview]:
-        """One of neighbours that touch: each view costs the tag and the socket a call or a vector."""
+        """Return one view for each run of adjacent blocks: each view costs the tag and the socket a call."""
         _, stride, size = self._places[layer]
         if stride != size:
             return [self.view(layer, block) for block in blocks]
@@ -100,14 +100,14 @@ class HostBlockMemory(BlockMemory):
 
 
 def block_ranges(tensor: Any, blocks: int) -> tuple[int, int, int]:
-    """Address of block 0, distance between blocks, and bytes of a block."""
+    """Return the address of block 0, the distance between blocks, and the bytes of a block."""
     rows = byte_rows(tensor, blocks)
     width = rows.element_size()
     return int(rows.data_ptr()), rows.stride(0) * width, rows.shape[1] * width
 
 
 def byte_rows(tensor: Any, blocks: int) -> Any:
-    """A view with a row a block, of whatever type: in the widest numbers, which are copied fastest."""
+    """Return a view with one row for each block, in the widest numbers, which are copied fastest."""
     by_block = by_block_first(tensor, blocks)
     one = by_block[0]
     if not one.is_contiguous():
@@ -122,7 +122,7 @@ def byte_rows(tensor: Any, blocks: int) -> Any:
 
 
 def by_block_first(tensor: Any, blocks: int) -> Any:
-    """A view with the block dimension first; where it is depends on the attention backend."""
+    """Return a view with the block dimension first; its place depends on the attention backend."""
     sizes = list(tensor.shape)
     if blocks not in sizes:
         raise ValueError(f"KV tensor of shape {tuple(sizes)} has no dimension of {blocks} blocks")
@@ -130,6 +130,6 @@ def by_block_first(tensor: Any, blocks: int) -> Any:
 
 
 def layout_fingerprint(tensors: Sequence[Any], blocks: int) -> str:
-    """Equal for engines whose blocks hold the same thing; their number of blocks may differ."""
+    """Return a fingerprint that is equal for engines with the same layout of a block."""
     shapes = [[str(t.dtype), *by_block_first(t, blocks).shape[1:]] for t in tensors]
     return hashlib.sha256(json.dumps(shapes).encode()).hexdigest()[:16]

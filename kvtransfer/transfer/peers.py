@@ -1,12 +1,9 @@
-"""Both ends of a transfer connection: the producer's server, and the consumer's fetch.
+"""Both ends of a transfer: the producer's server, and the consumer's fetch.
 
-A producer listens on one socket a rank and serves each connection in a thread of its own. A consumer fetches
-one prompt's KV into blocks already allocated for it, over one connection or several: its *lanes*, over which
-the prompt's layers come at the same time.
-
-Over one connection a piece is gathered, then tagged, then sent, each while the others wait, and no connection
-is faster than the one thread in the system that copies its bytes. Lanes share nothing but the export: each
-has a handshake, keys, an order of frames and an END of its own.
+A producer listens on one socket for each rank and serves each connection in a thread. A consumer fetches a
+prompt's KV into allocated blocks over one connection or several (*lanes*), each with a part of the layers,
+because one connection is not faster than the thread that gathers, tags and sends its bytes. Lanes share only
+the export: each has a handshake, keys, frames and an END of its own.
 """
 
 import logging
@@ -28,22 +25,24 @@ from kvtransfer.transfer.wire import TransferRefused
 
 logger = logging.getLogger("conserve.kvtransfer.transfer")
 
-LANES = 4  # of a prompt, at most
-LANE_BYTES = 32 << 20  # of one, at least: a handshake and a thread take as long as a few MiB
+LANES = 4  # most of one prompt
+LANE_BYTES = 32 << 20  # least of one lane: a handshake and a thread cost as much as a few MiB
 MAX_CONNECTIONS = 256 * LANES
 ACCEPT_AGAIN_S = 0.1
 HANDSHAKE_S = 10.0
-GRACE_S = 5.0  # the producer gives up first, and says why
+GRACE_S = 5.0  # longer than the producer, which gives up first and says why
 
 
 class Acceptor:
-    """A listener's connections, each served by a thread of its own, no more than so many at once. It accepts
-    until it is closed, whatever a single connection or the system does."""
+    """Accepts connections and serves each in a thread, at most `most` at once.
+
+    It accepts until it is closed, even if the system runs out of file descriptors or threads.
+    """
 
     def __init__(
         self, listener: socket.socket, serve: Callable[[socket.socket, object], None], most: int, name: str
     ) -> None:
-        """`serve` has a connection and its address; it closes the connection."""
+        """Start accepting; `serve` gets a connection with its address, and closes it."""
         self._listener, self._serve, self._name = listener, serve, name
         self._slots = threading.BoundedSemaphore(most)
         self._closed = False
@@ -52,7 +51,7 @@ class Acceptor:
     def close(self) -> None:
         self._closed = True
         with suppress(OSError):
-            self._listener.shutdown(socket.SHUT_RDWR)  # closing alone wakes nobody who waits in `accept`
+            self._listener.shutdown(socket.SHUT_RDWR)  # `close` alone does not end a waiting `accept`
         self._listener.close()
 
     def _accept(self) -> None:
@@ -63,13 +62,13 @@ class Acceptor:
             except OSError as error:
                 if self._closed:
                     return
-                self._not_accepted(error)  # no file descriptor left, say
+                self._not_accepted(error)  # for example, no file descriptor is left
                 continue
             try:
                 threading.Thread(
                     target=self._served, args=(peer, address), name=self._name, daemon=True
                 ).start()
-            except RuntimeError as error:  # no thread left
+            except RuntimeError as error:  # no thread can be started
                 peer.close()
                 self._not_accepted(error)
 
@@ -85,9 +84,12 @@ class Acceptor:
             self._slots.release()
 
 
-def shared_out(layer_bytes: Sequence[int]) -> list[list[int]]:
-    """Layers by lane, each to the one that has least. Those of which most is wanted first: only they go on
-    with every chunk of the prompt. A lane of others (windows, states) would be silent until the end."""
+def layers_by_lane(layer_bytes: Sequence[int]) -> list[list[int]]:
+    """Assign layers to lanes, each to the one with the fewest bytes.
+
+    Every lane gets some of the largest layers, which progress with every chunk of the prompt. A lane of
+    others only (windows, states) would be silent until the end.
+    """
     most = max(layer_bytes, default=0)
     full = [layer for layer, size in enumerate(layer_bytes) if size == most]
     others = [layer for layer, size in enumerate(layer_bytes) if size < most]
@@ -103,17 +105,19 @@ def shared_out(layer_bytes: Sequence[int]) -> list[list[int]]:
 
 @dataclass(frozen=True, slots=True)
 class TransferEnd:
-    """One rank of one engine: the two ends of a connection are compared."""
+    """One rank of an engine as an end of a connection."""
 
     epoch: int
     rank: int
     ranks: int
     timeout_s: float
     secret: bytes
-    encrypt: bool = False  # blocks on their way
+    encrypt: bool = False  # the blocks
 
 
 class TransferServer:
+    """Producer's server of one rank."""
+
     def __init__(self, listener: socket.socket, producer: TransferEnd, exports: Exports) -> None:
         self._producer, self._exports = producer, exports
         self._acceptor = Acceptor(listener, self._serve, MAX_CONNECTIONS, "kv-transfer")
@@ -200,17 +204,17 @@ class TransferServer:
 
 @dataclass(frozen=True, slots=True)
 class TransferSource:
-    """Where a prompt's KV comes from."""
+    """Producer of a prompt's KV, and the transfer to ask it for."""
 
     host: str
     port: int  # of rank 0
     transfer_id: str
     epoch: int | None
-    prompt: str  # digest of what the KV must be of
+    prompt: str  # digest of the prompt
 
 
 class Cancellation:
-    """Ends a fetch from another thread, on all its lanes."""
+    """Handle that ends a fetch on all its lanes from another thread."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
@@ -227,7 +231,7 @@ class Cancellation:
         with self._lock:
             self.cancelled = True
             for peer in self._peers:
-                with suppress(OSError):  # already closed: this lane is over
+                with suppress(OSError):  # the lane has ended
                     peer.shutdown(socket.SHUT_RDWR)
 
 
@@ -239,15 +243,15 @@ def fetch(
     consumer: TransferEnd,
     cancellation: Cancellation,
 ) -> int:
-    """Fills `blocks` with the prompt's from `skip` on, both by group; returns the bytes received.
+    """Fill `blocks` with the prompt's blocks from `skip` on, both by group. Returns the bytes received.
 
-    The first lane that fails ends the others; what it says is raised.
+    The first lane that fails ends the others, and its exception is raised.
     """
     due = [
         len(blocks[group]) * memory.block_bytes(layer) if blocks[group] else 0
         for layer, group in enumerate(memory.groups)
     ]
-    shares = shared_out(due)
+    shares = layers_by_lane(due)
     failures: list[BaseException] = []
     generations: set[int] = set()
 
@@ -257,7 +261,7 @@ def fetch(
                 received, generation = _receive(peer, skip, blocks, memory, layers, consumer.timeout_s)
                 generations.add(generation)
                 if len(generations) > 1:
-                    raise TransferRefused(Reason.SHORT, "the prefill began again when a lane had ended")
+                    raise TransferRefused(Reason.SHORT, "the prefill began again after a lane had ended")
                 peer.send_control(wire.Kind.RECEIVED)
                 return received
         except BaseException as failure:
@@ -275,7 +279,7 @@ def fetch(
 
 
 def dismiss(source: TransferSource, memory: BlockMemory, consumer: TransferEnd) -> None:
-    """Tells the producer that nothing of this transfer is needed."""
+    """Tell the producer that the transfer is not needed."""
     with _connected(source, [], memory, consumer, Cancellation(), [], 1, dismiss=True) as peer:
         peer.receive_control(wire.Kind.END)
 
@@ -292,7 +296,7 @@ def _connected(
     *,
     dismiss: bool = False,
 ) -> Iterator[wire.Channel]:
-    """A connection to a producer that knows who asks, and for what."""
+    """Connect to a producer, and complete the handshake."""
     address = source.host, source.port + me.rank
     which = source.transfer_id, source.epoch, me.rank, me.ranks, memory.layout, source.prompt
     wanted = wire.Wanted(*which, skip, layers, lanes, memory.piece_bytes, me.encrypt, dismiss)
@@ -318,7 +322,7 @@ def _connected(
 
 
 def pieces(blocks: list[int], size: int) -> Iterator[tuple[int, list[int]]]:
-    """With the place of each piece's first block."""
+    """Yield the blocks in pieces, each with the index of its first block."""
     return ((at, blocks[at : at + size]) for at in range(0, len(blocks), size))
 
 
@@ -330,7 +334,7 @@ def _receive(
     layers: list[int],
     wait_s: float,
 ) -> tuple[int, int]:
-    """Bytes that came, and the generation that they are of."""
+    """Receive a lane. Returns the number of bytes and their generation."""
     received = 0
     wanted = {layer: by_group[memory.groups[layer]] for layer in layers}
     generation = -1

@@ -1,7 +1,4 @@
-"""The scheduler side of the transfer: which requests export, which fetch, and whose blocks are held.
-
-At the top, what the two sides tell each other once a step.
-"""
+"""Scheduler side of the transfer: which requests export, which fetch, and which blocks are held."""
 
 import contextlib
 import logging
@@ -22,22 +19,22 @@ from kvtransfer.retention.retained_conversations import transferred_tokens
 from kvtransfer.transfer.peers import TransferSource
 
 BlocksByGroup = Sequence[list[int]]  # block ids, by KV cache group
-NULL = 0  # vLLM's block that stands where a window has left
+NULL = 0  # vLLM's null block, in place of blocks that a window has left
 
 
 @dataclass(frozen=True, slots=True)
 class Opened:
-    """A prefill begins, or begins again after a preemption."""
+    """Export of a prefill that begins, or begins again after a preemption."""
 
     transfer_id: str
     blocks: BlocksByGroup
-    total_tokens: int  # that are sent
+    total_tokens: int  # to send
     prompt: str  # digest
 
 
 @dataclass(frozen=True, slots=True)
 class Fetch:
-    """A request waits for the rest of its prompt."""
+    """Fetch of the blocks that a request waits for."""
 
     request_id: str
     source: TransferSource
@@ -47,10 +44,14 @@ class Fetch:
 
 @dataclass(slots=True)
 class TransferOrder:
+    """Work of the workers that begins with a step."""
+
     voided: list[str] = field(default_factory=list)
     opened: list[Opened] = field(default_factory=list)
     extended: list[tuple[str, BlocksByGroup]] = field(default_factory=list)
-    progress: list[tuple[str, int]] = field(default_factory=list)  # tokens in place after this step
+    progress: list[tuple[str, int]] = field(
+        default_factory=list
+    )  # transfer, and tokens computed after this step
     finished: list[str] = field(default_factory=list)
     aborted: list[str] = field(default_factory=list)
     fetches: list[Fetch] = field(default_factory=list)
@@ -63,7 +64,7 @@ class TransferOrder:
 
 @dataclass(slots=True)
 class TransferReport:
-    """Exports whose blocks may be freed, with the number of ranks that say so."""
+    """Exports whose blocks may be freed, with the number of ranks that are done."""
 
     released: Counter[str] = field(default_factory=Counter)
 
@@ -71,27 +72,29 @@ class TransferReport:
         return TransferReport(self.released + other.released)
 
 
-def note_renewal(feed: str) -> None:
-    """A worker renews a lease as pieces leave. An idle engine takes no step in which it could say so to the
-    scheduler, in another process: it touches the feed's socket."""
-    with contextlib.suppress(OSError):  # there is none
-        os.utime(feed)
+def note_renewal(control_socket: str) -> None:
+    """Tell the scheduler's process that a worker renewed a lease, by touching the control socket.
+
+    An idle engine makes no step in which the worker could report it.
+    """
+    with contextlib.suppress(OSError):  # there is no socket
+        os.utime(control_socket)
 
 
-def renewed_within(feed: str, seconds: float) -> bool:
-    """Whether any lease of the engine was: which, is not told."""
+def renewed_within(control_socket: str, seconds: float) -> bool:
+    """Return whether any lease of the engine was renewed in the last `seconds`."""
     try:
-        return time.time() - os.stat(feed).st_mtime < seconds
+        return time.time() - os.stat(control_socket).st_mtime < seconds
     except OSError:
         return False
 
 
 def prompt_digest(request: Any) -> str:
-    """What a prompt's KV depends on, as a digest that two engines can compare.
+    """Return a digest of everything that a prompt's KV depends on, which two engines can compare.
 
-    Both legs render the client's request on their own; a template with a clock, or a proxy that changed one
-    of the two, would otherwise give a decoder the KV of another prompt. vLLM's block hashes cannot tell: they
-    start from a number that every process draws for itself.
+    Each leg renders the client's request itself. A template with a clock, or a proxy that changes one of
+    them, would otherwise give a decoder the KV of another prompt. vLLM's block hashes start from a random
+    number of each process and cannot be compared.
     """
     digest = xxhash.xxh3_128(array("q", request.prompt_token_ids or ()).tobytes())
     adapter = request.lora_request.lora_name if request.lora_request else ""
@@ -106,6 +109,8 @@ DELIVERED = (RequestStatus.FINISHED_STOPPED, RequestStatus.FINISHED_LENGTH_CAPPE
 
 
 class TransferScheduler(SchedulerSide):
+    """Opens exports and fetches, and holds exported blocks for their lease."""
+
     hit_source = "p2p"
 
     def __init__(self, context: EngineContext) -> None:
@@ -120,12 +125,16 @@ class TransferScheduler(SchedulerSide):
         self._pool: Any = None
         self._next = TransferOrder()
         self._exporting: dict[str, tuple[str, Any]] = {}  # request -> transfer, vLLM's request
-        self._void: set[str] = set()  # exporting requests that lost their blocks
-        self._held: dict[str, list[Any]] = {}  # transfer -> blocks with a reference of ours
-        self._states: dict[str, list[Any]] = {}  # the same, of prompts whose last tokens are computed yet
+        self._void: set[str] = set()  # exporting requests without blocks
+        self._held: dict[str, list[Any]] = {}  # transfer -> blocks that we reference
+        self._states: dict[
+            str, list[Any]
+        ] = {}  # the same, for prompts whose last tokens are not yet computed
         self._held_since: dict[str, float] = {}
         self._released: Counter[str] = Counter()  # transfer -> ranks that released it
-        self._sources: dict[str, TransferSource] = {}  # request -> where its prompt is, until it is asked for
+        self._sources: dict[
+            str, TransferSource
+        ] = {}  # request -> source of its prompt, until the fetch is ordered
         self._fetching: dict[str, int] = {}  # request -> tokens on their way
         self._counts: Counter[str] = Counter()
 
@@ -134,7 +143,7 @@ class TransferScheduler(SchedulerSide):
         return [block.block_id for blocks in held for block in blocks]
 
     def expired_block_ids(self) -> list[int]:
-        """Of leases that are over; an idle engine hears of that from its workers in its next step."""
+        """Return blocks of expired leases; an idle engine's workers report them only in the next step."""
         if self._held_since and renewed_within(self._config.control_socket, self._config.lease_s):
             return []
         over = self._clock() - self._config.lease_s
@@ -167,7 +176,7 @@ class TransferScheduler(SchedulerSide):
                 self._sources[request.request_id] = source
 
     def _is_exported(self, transfer_id: str) -> bool:
-        """One prefill fills an export: what a second writes would count as progress of the first."""
+        """Return whether a transfer has an export: a second prefill would count as progress of the first."""
         return transfer_id in self._held or any(known == transfer_id for known, _ in self._exporting.values())
 
     def match(self, request: Any, computed_tokens: int) -> Match | None:
@@ -180,7 +189,7 @@ class TransferScheduler(SchedulerSide):
         source = self._sources.pop(request.request_id, None)
         if source is None:
             return
-        if match is None:  # all of it is here already, or nothing is sent of a prompt so short
+        if match is None:  # the prompt is here already, or too short
             self._next.dismissed.append(source)
             return
         tokens = transferred_tokens(self._groups, request.num_prompt_tokens)
@@ -234,14 +243,17 @@ class TransferScheduler(SchedulerSide):
         if self._hold(transfer_id, request, tokens):
             self._next.progress.append((transfer_id, tokens))
             return
-        logger.error("transfer %s: vLLM gave back a block that decoders need", transfer_id)
+        logger.error("transfer %s: vLLM freed a block that the decoder needs", transfer_id)
         self._counts[f"refused.{Reason.INTERNAL}"] += 1
         self._void.add(request_id)
         self._release(transfer_id)
 
     def _hold(self, transfer_id: str, request: Any, computed: int) -> bool:
-        """Before vLLM gives back what decoders need: a state when the steps behind it begin to be computed, a
-        block that a window leaves with the prompt's last step, before vLLM hears of the request's end."""
+        """Reference the blocks that the decoder needs. Returns False if vLLM has freed some.
+
+        vLLM frees a state when the steps after it begin, and a block that a window leaves with the prompt's
+        last step.
+        """
         prompt = request.num_prompt_tokens
         tokens = transferred_tokens(self._groups, prompt)
         if computed >= tokens and transfer_id not in self._held.keys() | self._states.keys():
@@ -257,7 +269,7 @@ class TransferScheduler(SchedulerSide):
         return True
 
     def _needed(self, request: Any, tokens: int, prompt: int, state: bool) -> list[Any] | None:
-        """With a reference of ours; None: some are gone."""
+        """Reference and return the blocks that the decoder needs, or None if some were freed."""
         first, end = min(tokens, prompt - 1), -(-tokens // self._block_tokens)
         by_group = zip(self._groups, self._manager.get_block_ids(request.request_id), strict=True)
         needed = [ids[group.first_block(first) : end] for group, ids in by_group if group.state is state]
@@ -271,7 +283,7 @@ class TransferScheduler(SchedulerSide):
         for request_id in outcome.loaded & self._fetching.keys():
             del self._fetching[request_id]
         if outcome.failed_blocks:
-            # What a failed load did not fill must not be found by hash, whatever registered it.
+            # Blocks that a failed load did not fill must not stay in the prefix cache.
             self._pool.evict_blocks(set(outcome.failed_blocks))
             self._counts["failed_blocks"] += len(outcome.failed_blocks)
         if outcome.report is not None:
@@ -288,7 +300,7 @@ class TransferScheduler(SchedulerSide):
 
     def on_finished(self, request: Any, block_ids: BlocksByGroup) -> dict[str, Any] | None:
         request_id = request.request_id
-        if source := self._sources.pop(request_id, None):  # ended before it was scheduled
+        if source := self._sources.pop(request_id, None):  # the request ended before it was scheduled
             self._next.dismissed.append(source)
         if self._fetching.pop(request_id, None) is not None:
             self._next.cancelled.append(request_id)
@@ -306,7 +318,7 @@ class TransferScheduler(SchedulerSide):
         return self._answer(transfer_id, request.num_prompt_tokens)
 
     def _answer(self, transfer_id: str, tokens: int) -> dict[str, Any]:
-        """For routers that start the decode leg after the prefill: its `kv_transfer_params`, as they are."""
+        """Return the decode leg's `kv_transfer_params`, for routers that start it after the prefill."""
         return {
             "do_remote_prefill": True,
             "do_remote_decode": False,
@@ -329,7 +341,7 @@ class TransferScheduler(SchedulerSide):
 
 def _count_as_computed(request: Any) -> None:
     """Leave what a prefiller computes for this request out of the cached tokens that its client is told."""
-    if (stats := request.prefill_stats) is not None:  # None: it has had its first token before
+    if (stats := request.prefill_stats) is not None:  # None after the first token
         stats.num_cached_tokens = stats.num_local_cached_tokens
 
 

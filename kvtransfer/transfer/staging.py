@@ -1,8 +1,7 @@
-"""Staging: KV on an accelerator passes through a few slots of pinned memory, a piece of a layer at a time.
+"""Staging: transferred KV of an accelerator passes through a few slots of pinned memory.
 
-A slot holds some blocks of one layer, from when they are gathered until they are sent, or from when they are
-received until they have landed. So a prompt of any length passes through a window of a few hundred MiB: what
-waits for its turn stays where it was computed, or with the peer.
+A slot holds some blocks of one layer, from gathering until they are sent, or from receiving until they have
+landed. So a prompt of any length passes through a window of a few hundred MiB.
 """
 
 import queue
@@ -25,42 +24,41 @@ from kvtransfer.transfer.kv_memory import (
 )
 from kvtransfer.transfer.wire import TransferRefused
 
-SLOT_BYTES = PIECE_BYTES  # a few tenths of a millisecond on the bus: starting a copy is little beside it
-SLOTS = 8  # at least, where blocks are not larger: as many peers may be slow at once
+SLOT_BYTES = PIECE_BYTES  # a few tenths of a millisecond on the bus, much longer than starting a copy
+SLOTS = 8  # least number, unless blocks are larger: so many peers may be slow at once
 ALIGNED = 4096
 
 
 class SlotWindow:
-    """Whose turn it is with the slots: data in, data out.
+    """Assigns slots in the order of asking; pure bookkeeping.
 
-    In the order of asking, and each asks for one slot at a time: what has many pieces to move is behind what
-    has few after each of them. The last quarter of the slots is for those that receive. They wait for bytes
-    that a peer has ready, while a sender's slot may wait for one on the other side: two engines that send to
-    each other would otherwise wait for each other.
+    Each thread asks for one slot at a time, so that long transfers do not delay short ones. The last quarter
+    of the slots is for receivers, whose bytes a peer has ready. A sender's slot may wait for one on the other
+    side, so two engines that send to each other would otherwise block each other.
     """
 
     def __init__(self, slots: int) -> None:
         self._free = list(range(slots))
-        self._sends = slots - max(1, slots // 4)  # that may have a slot at once
+        self._sends = slots - max(1, slots // 4)  # most slots of senders
         self._sending = 0
         self._asked: dict[int, bool] = {}  # ticket -> sends, in order
         self._held: dict[int, tuple[int, bool]] = {}
         self._tickets = 0
 
     def ask(self, sends: bool) -> int:
-        """A ticket; `end` takes it back."""
+        """Ask for a slot. Returns a ticket, which `end` takes back."""
         self._tickets += 1
         self._asked[self._tickets] = sends
         self._hand_out()
         return self._tickets
 
     def slot_of(self, ticket: int) -> int | None:
-        """None: it waits."""
+        """Return the slot of a ticket, or None while it waits."""
         held = self._held.get(ticket)
         return held[0] if held is not None else None
 
     def end(self, ticket: int) -> None:
-        """What it had is free again; also of one that still waits."""
+        """Take a ticket back, and free its slot if it has one."""
         if ticket in self._held:
             slot, sends = self._held.pop(ticket)
             self._free.append(slot)
@@ -81,12 +79,10 @@ class SlotWindow:
 
 
 class StagedBlockMemory(BlockMemory):
-    """KV that passes through the window. Also runs on the CPU, without streams, so that all but the overlap
-    can be tested there.
+    """KV memory of an accelerator whose transfers pass through the window.
 
-    A layer's hook only records an event. When it has completed, the layer's blocks may be read, and they stay
-    until they are sent: their request or the lease holds them, and a request that loses its blocks gets a new
-    generation, so that what was read of them is never taken for the prompt.
+    Also runs on the CPU, without streams, for tests. A layer's hook only records an event. When the event has
+    completed, the layer's blocks may be read; their request or the lease keeps them until they are sent.
     """
 
     def __init__(
@@ -118,8 +114,8 @@ class StagedBlockMemory(BlockMemory):
         self._window = SlotWindow(self.slots)
         self._changed = threading.Condition()
         self._to_slots, self._to_device = (SideStream(cuda) for _ in range(2))
-        # Where the blocks of a piece lie one after the other, so that the bus is crossed in one copy. Streams
-        # keep their order: the next piece finds it free.
+        # Device memory in which the blocks of a piece are contiguous, so that one copy crosses the bus.
+        # Streams keep their order, so the next piece finds it free.
         self._leaving, self._arriving = (
             torch.empty(self.piece_bytes, dtype=torch.uint8, device=tensors[0].device) for _ in range(2)
         )
@@ -178,7 +174,7 @@ class StagedBlockMemory(BlockMemory):
     def _piece(
         self, layer: int, count: int, slot: int, together: torch.Tensor
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Its blocks in the slot, and on the accelerator."""
+        """Return the rows of a piece in the slot and on the accelerator."""
         device, end = self._device[layer], count * self._sizes[layer]
         rows, piece = (
             memory[:end].view(device.dtype).view(count, -1) for memory in (self._memory[slot], together)
@@ -189,7 +185,7 @@ class StagedBlockMemory(BlockMemory):
         return [self._views[slot][: count * self._sizes[layer]]]
 
     def _index(self, slot: int, blocks: Sequence[int]) -> torch.Tensor:
-        """On the accelerator; from memory of the slot's own, so that nobody waits for its copy."""
+        """Return block ids on the accelerator, copied from the slot's own memory without waiting."""
         index = self._indices[slot, : len(blocks)]
         index.numpy()[:] = blocks
         return index.to(self._device[0].device, non_blocking=True)
@@ -204,6 +200,6 @@ class StagedBlockMemory(BlockMemory):
 
 
 def slot_bytes(window_bytes: int, block_bytes: int) -> int:
-    """Of a window, whose largest block of a layer has `block_bytes`."""
+    """Return the size of a slot for a window whose largest block has `block_bytes`."""
     usual = min(SLOT_BYTES, window_bytes // SLOTS // ALIGNED * ALIGNED)
     return max(usual, -(-block_bytes // ALIGNED) * ALIGNED)

@@ -1,7 +1,7 @@
-"""A transfer connection: its handshake, its frames, the typed messages in them, and the keys they are under.
+"""Protocol of a transfer connection: handshake, frames, messages and keys.
 
-`Channel` sends and receives frames, each within a time; `Seal` tags and encrypts one direction of it. A
-transfer that will not happen is `TransferRefused`.
+`Channel` sends and receives frames within time limits; `Seal` tags and encrypts one direction. A refused
+transfer raises `TransferRefused`.
 
 producer                                  consumer
 CHALLENGE nonce                    ->
@@ -11,11 +11,11 @@ BLOCKS tag, bytes  (many)          ->
 END | REFUSE                       ->
                                    <-     RECEIVED
 
-Both sides show that they know the key of transfers, without sending it. The nonces are fresh, so that a
-recorded answer is worth nothing; lengths are part of what is signed, so that bytes cannot move from one field
-to another. What follows is under keys of this one connection, one for each direction (AES-GCM, whose count of
-messages is the nonce): each frame has a tag, and so have its blocks together, so that nothing on the way can
-be changed, left out, repeated or moved. Blocks are encrypted too where both ends are told to.
+Both sides prove that they know the key of transfers without sending it. Nonces are fresh, so that a recorded
+answer is useless; signed fields include their lengths, so that bytes cannot move between fields. After the
+handshake each direction has a key of its own (AES-GCM, with the number of the message as nonce). Each frame
+has a tag, and its blocks have another, so that nothing can be changed, left out, repeated or reordered.
+Blocks are also encrypted if both ends are configured to.
 """
 
 import hmac
@@ -42,7 +42,7 @@ PROOF_BYTES = 32
 
 
 class TransferRefused(KVTransferError):
-    """A transfer that will not happen, with the reason the other side is told."""
+    """A transfer that does not happen, with the reason that is sent to the other side."""
 
     def __init__(self, reason: Reason, detail: str = "") -> None:
         super().__init__(f"{reason}: {detail}" if detail else str(reason))
@@ -51,7 +51,7 @@ class TransferRefused(KVTransferError):
 
 
 class Signer(Enum):
-    """Signed too: one side's proof cannot be sent back to it as the other's."""
+    """Side of a connection. It is signed, so that a proof cannot be sent back as the other side's."""
 
     CONSUMER = b"consumer"
     PRODUCER = b"producer"
@@ -103,7 +103,7 @@ Size = Annotated[int, msgspec.Meta(ge=0)]
 
 
 class Wanted(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """What a consumer asks for."""
+    """Request of a consumer, the payload of OPEN."""
 
     transfer_id: str
     epoch: int | None  # of the producer, as the directory knew it; None: not checked
@@ -112,11 +112,11 @@ class Wanted(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     layout: str  # fingerprint of the KV's shape and data type
     prompt: str  # digest of the prompt whose KV is wanted
     skip: list[Size]  # leading blocks the consumer has already or does not need, by KV cache group
-    layers: list[Size]  # that come over this connection
-    lanes: Size = 1  # connections over which all layers come
-    piece_bytes: Size = 0  # most of blocks that the consumer takes in a frame, if that is a block or more
-    encrypt: bool = False  # the blocks; both ends are told alike
-    dismiss: bool = False  # nothing is wanted: the producer may release at once
+    layers: list[Size]  # sent over this connection
+    lanes: Size = 1  # number of connections for all layers
+    piece_bytes: Size = 0  # most bytes of blocks in a frame, but at least a block
+    encrypt: bool = False  # encrypt the blocks; the same at both ends
+    dismiss: bool = False  # the producer may release the export at once
 
     @classmethod
     def decode(cls, text: bytes) -> "Wanted":
@@ -127,15 +127,17 @@ class Wanted(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 
 class RefusalPayload(msgspec.Struct, frozen=True):
-    """The payload of REFUSE."""
+    """Payload of REFUSE frames."""
 
     reason: Reason
     detail: str
 
 
 class Seal:
-    """One direction of a connection. Both ends count its frames; in a frame, the tag of all of it is number
-    0, and those of its blocks follow."""
+    """Tags and ciphers of one direction of a connection.
+
+    Both ends count the frames. Within a frame, tag number 0 covers the frame and number 1 its blocks.
+    """
 
     def __init__(self, secret: bytes, side: Signer, *nonces: bytes) -> None:
         key = proof(secret, side, b"seal", *nonces)[:KEY_BYTES]
@@ -155,7 +157,7 @@ class Seal:
             raise _changed() from None
 
     def encrypt(self, block: memoryview, number: int) -> memoryview:
-        """With its tag behind it."""
+        """Return the encrypted block followed by its tag."""
         return memoryview(self._cipher.encrypt(self._nonce(number), block, None))
 
     def decrypt(self, sealed: bytearray, number: int, into: memoryview) -> None:
@@ -164,10 +166,10 @@ class Seal:
         except InvalidTag:
             raise _changed() from None
 
-    # Of many bytes: without Python's lock, which `AESGCM` keeps while it reads what is only signed.
+    # For many bytes: these release Python's lock, which `AESGCM` keeps while it reads signed data.
 
     def tag_all(self, views: Sequence[memoryview], number: int) -> bytes:
-        """One, of all these one after the other."""
+        """Return one tag of all views, one after the other."""
         cipher = Cipher(self._aes, modes.GCM(self._nonce(number))).encryptor()
         for view in views:
             cipher.authenticate_additional_data(view)
@@ -181,7 +183,7 @@ class Seal:
         _finish(cipher)
 
     def encrypt_all(self, views: Sequence[memoryview], into: memoryview, number: int) -> bytes:
-        """Their tag."""
+        """Encrypt views into a buffer. Returns their tag."""
         cipher = Cipher(self._aes, modes.GCM(self._nonce(number))).encryptor()
         at = 0
         for view in views:
@@ -190,7 +192,7 @@ class Seal:
         return cipher.tag
 
     def decrypt_all(self, views: Sequence[memoryview], tag: bytes, number: int) -> None:
-        """In place."""
+        """Decrypt views in place and check their tag."""
         cipher = Cipher(self._aes, modes.GCM(self._nonce(number), tag)).decryptor()
         for view in views:
             cipher.update_into(view, view)
@@ -208,17 +210,17 @@ def _finish(cipher: AEADDecryptionContext) -> None:
 
 
 def _changed() -> TransferRefused:
-    return TransferRefused(Reason.CORRUPT, "what came is not what was sent")
+    return TransferRefused(Reason.CORRUPT, "the received bytes are not the sent ones")
 
 
 class Channel:
-    """A connection and what seals it, from the handshake's end on."""
+    """Connection that is sealed from the end of the handshake on."""
 
     def __init__(self, peer: socket.socket) -> None:
         self._peer = peer
-        self._seals: tuple[Seal, Seal] | None = None  # ours, and theirs
+        self._seals: tuple[Seal, Seal] | None = None  # ours and the peer's
         self._encrypt = False
-        self._sealed = bytearray()  # a piece as it leaves, where it is encrypted
+        self._sealed = bytearray()  # buffer of encrypted blocks
         self._until: Callable[[], None] = lambda: None
 
     def seal(self, secret: bytes, we: Signer, nonces: tuple[bytes, bytes], *, encrypt: bool) -> None:
@@ -227,12 +229,12 @@ class Channel:
         self._encrypt = encrypt
 
     def limit(self, seconds: float) -> None:
-        """Longest silence from now on."""
+        """Set the longest silence of the peer."""
         self._peer.settimeout(seconds)
 
     @contextmanager
     def within(self, seconds: float) -> Iterator[None]:
-        """All control frames from now on together, not each."""
+        """Limit the time of all control frames within the context together."""
         with all_within(self._peer, seconds) as self._until:
             yield
         self._until = lambda: None
@@ -272,7 +274,7 @@ class Channel:
             send_all(self._peer, [memoryview(head + seal.tag(head)), *views], until)
 
     def receive(self) -> tuple[FrameHeader, bytes]:
-        """The next frame with its payload: of BLOCKS the tag of those that follow."""
+        """Receive a frame with its payload, which for BLOCKS is the tag of the blocks that follow."""
         start = receive_exactly(self._peer, _HEADER.size, self._until)
         kind, version, layer, first, count, generation = _HEADER.unpack(start)
         if version != VERSION:
@@ -291,7 +293,7 @@ class Channel:
         return header, payload
 
     def receive_control(self, expected: Kind) -> bytes:
-        """The payload of the expected frame; the sender's reason if it refuses instead."""
+        """Receive the payload of an expected frame. Raises the peer's refusal if that comes instead."""
         header, payload = self.receive()
         if header.kind is Kind.REFUSE:
             raise decode_refusal(payload)
@@ -300,7 +302,7 @@ class Channel:
         return payload
 
     def receive_blocks(self, views: Sequence[memoryview], tag: bytes, limit_s: float) -> None:
-        """All of a frame into place, within `limit_s`. What is not as it was sent raises."""
+        """Receive the blocks of a frame into place within `limit_s`, and check their tag."""
         assert self._seals is not None
         seal = self._seals[1]
         with all_within(self._peer, limit_s) as until:
@@ -320,7 +322,7 @@ def decode_refusal(payload: bytes) -> TransferRefused:
 
 
 def split_open(payload: bytes) -> tuple[bytes, bytes, bytes]:
-    """Nonce, proof, and the text of `Wanted`."""
+    """Split the payload of OPEN into nonce, proof, and the text of `Wanted`."""
     end = NONCE_BYTES + PROOF_BYTES
     return payload[:NONCE_BYTES], payload[NONCE_BYTES:end], payload[end:]
 
@@ -333,9 +335,10 @@ def receive_exactly(peer: socket.socket, size: int, before_each: Callable[[], No
 
 @contextmanager
 def all_within(peer: socket.socket, limit_s: float) -> Iterator[Callable[[], None]]:
-    """A socket's own limit is of each call: one that moves a byte a call would go on for ever.
+    """Limit the time of all calls within the context together.
 
-    The system keeps the limit, not Python: a call then moves all it was given, not what a buffer holds.
+    A socket's own time-out limits each call only, so a peer could send a byte at a time for ever. The kernel
+    keeps the limit instead of Python, so that one call moves everything that it was given.
     """
     end, usual = time.monotonic() + limit_s, peer.gettimeout()
 
@@ -353,7 +356,7 @@ def all_within(peer: socket.socket, limit_s: float) -> Iterator[Callable[[], Non
         raise TimeoutError(f"it took more than {limit_s:g} s") from error
     finally:
         if peer.fileno() >= 0:
-            _limit_calls(peer, 0.0)  # none: what waits for ever afterwards would have the last one
+            _limit_calls(peer, 0.0)  # no limit any more
             peer.settimeout(usual)
 
 
@@ -364,7 +367,7 @@ def _limit_calls(peer: socket.socket, seconds: float) -> None:
 
 
 def send_all(peer: socket.socket, views: list[memoryview], before_each: Callable[[], None]) -> None:
-    """In as few calls as may be: each lets other threads have the interpreter."""
+    """Send views in as few calls as possible, because each call lets other threads take Python's lock."""
     at = 0
     while at < len(views):
         before_each()

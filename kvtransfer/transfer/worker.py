@@ -1,4 +1,4 @@
-"""The worker side of the transfer: serves what this rank computes, fetches what others computed."""
+"""Worker side of the transfer: serves this rank's exports and fetches from other engines."""
 
 import logging
 import socket
@@ -36,10 +36,12 @@ from kvtransfer.transfer.wire import TransferRefused
 
 logger = logging.getLogger("conserve.kvtransfer.transfer")
 
-MAX_FETCHES = 64  # at once; more wait for a thread
+MAX_FETCHES = 64  # at once; further ones wait for a thread
 
 
 class TransferWorker(WorkerSide):
+    """Side of one rank, with a server for exports and threads for fetches."""
+
     def __init__(self, context: EngineContext, rank: int) -> None:
         self._config = context.config
         self._block_tokens = int(context.vllm_config.cache_config.block_size)
@@ -57,10 +59,8 @@ class TransferWorker(WorkerSide):
         self._memory: BlockMemory
         self._layers: dict[str, int] = {}
         self._exports: Exports
-        self._called: set[str] = (
-            set()
-        )  # layers before whose attention vLLM calls connectors: most models' all
-        self._said = False
+        self._hooked: set[str] = set()  # layers around which vLLM calls the connector: all in most models
+        self._warned = False
         self._server: TransferServer | None = None
 
     def register(self, kv_caches: Mapping[str, Any]) -> None:
@@ -115,28 +115,28 @@ class TransferWorker(WorkerSide):
             self._in_thread(source.transfer_id, partial(self._dismiss, source))
 
     def needs_layers(self, order: TransferOrder | None) -> bool:
-        """Only what is computed for others is published by layers; what is fetched comes between steps."""
+        """Return whether the step computes exported layers; fetches need no hooks."""
         return order is not None and bool(order.progress)
 
     def before_layer(self, layer: str) -> None:
-        self._called.add(layer)
+        self._hooked.add(layer)
 
     def after_layer(self, layer: str) -> None:
         self._exports.after_layer(self._layers[layer])
 
     def after_step(self) -> None:
-        """Layers that compute a state have no call, nor has any layer of some models."""
+        """Publish layers that have no hook: layers with a state, and all layers of some models."""
         if self._config.layer_hooks and self._exports.written:
-            self._say_so()
-            for layer in self._states if self._called else self._layers:
+            self._warn_once()
+            for layer in self._states if self._hooked else self._layers:
                 self._exports.after_layer(self._layers[layer])
 
-    def _say_so(self) -> None:
-        if not (self._said or self._called):
+    def _warn_once(self) -> None:
+        if not (self._warned or self._hooked):
             logger.warning(
                 "vLLM does not call connectors between this model's layers: KV is sent after steps"
             )
-            self._said = True
+            self._warned = True
 
     def _in_thread(self, name: str, work: Callable[[], None]) -> None:
         self._threads.submit(work).add_done_callback(partial(_log_fault, name))
@@ -144,7 +144,7 @@ class TransferWorker(WorkerSide):
     def _fetch(self, wanted: Fetch, cancellation: Cancellation) -> None:
         start = time.monotonic()
         received = 0
-        reason: Reason | None = Reason.INTERNAL  # stays if something raises that should not
+        reason: Reason | None = Reason.INTERNAL  # stays if an unexpected exception is raised
         try:
             received = fetch(wanted.source, wanted.skip, wanted.blocks, self._memory, self._me, cancellation)
             reason = None
@@ -155,7 +155,7 @@ class TransferWorker(WorkerSide):
             self._record(wanted, reason, received, time.monotonic() - start)
 
     def _record(self, wanted: Fetch, reason: Reason | None, received: int, seconds: float) -> None:
-        """Whatever happened, the request goes on: vLLM waits for its load to end."""
+        """Report the end of a load in any case, because vLLM waits for it."""
         with self._lock:
             self._ended.requests.add(wanted.request_id)
             if reason is not None:
@@ -170,7 +170,7 @@ class TransferWorker(WorkerSide):
     def _dismiss(self, source: TransferSource) -> None:
         try:
             dismiss(source, self._memory, self._me)
-        except TransferRefused as refused:  # the producer's lease frees it
+        except TransferRefused as refused:  # the producer frees it when the lease expires
             logger.info("transfer %s not dismissed: %s", source.transfer_id, refused)
 
     def loads_ended(self) -> LoadsEnded:
@@ -199,7 +199,7 @@ class TransferWorker(WorkerSide):
 
 
 def _log_fault(name: str, ended: Future[None]) -> None:
-    """A defect of ours: nobody else looks at what these threads raise."""
+    """Log an unexpected exception of a thread, which nothing else would show."""
     if not ended.cancelled() and (fault := ended.exception()) is not None:
         logger.error("transfer for %s failed", name, exc_info=fault)
 

@@ -10,7 +10,7 @@ import pytest
 from kvtransfer.metrics import Reason
 from kvtransfer.transfer import peers
 from kvtransfer.transfer.exports import Exports, Reader, Written
-from kvtransfer.transfer.peers import Cancellation, TransferSource, fetch, shared_out
+from kvtransfer.transfer.peers import Cancellation, TransferSource, fetch, layers_by_lane
 from kvtransfer.transfer.wire import TransferRefused
 from tests.kvtransfer.transfer.test_delivery import (
     BLOCK_BYTES,
@@ -33,23 +33,27 @@ def a_lane_a_layer(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(peers, "LANE_BYTES", 1)
 
 
-def test_layers_are_shared_out_evenly_and_small_prompts_have_one_lane() -> None:
-    assert shared_out([MIB] * 8) == [list(range(8))]
-    assert shared_out([32 * MIB] * 8) == [[0, 4], [1, 5], [2, 6], [3, 7]]
+def test_layers_are_layers_by_lane_evenly_and_small_prompts_have_one_lane() -> None:
+    assert layers_by_lane([MIB] * 8) == [list(range(8))]
+    assert layers_by_lane([32 * MIB] * 8) == [[0, 4], [1, 5], [2, 6], [3, 7]]
     unlike = [256 * MIB if layer % 6 == 5 else 16 * MIB for layer in range(48)]
-    shares = shared_out(unlike)
+    shares = layers_by_lane(unlike)
     assert sorted(layer for share in shares for layer in share) == list(range(48))
     loads = [sum(unlike[layer] for layer in share) for share in shares]
     assert max(loads) - min(loads) <= 256 * MIB
-    assert shared_out([0] * 4) == [[0, 1, 2, 3]]
+    assert layers_by_lane([0] * 4) == [[0, 1, 2, 3]]
 
 
 def test_each_lane_has_a_layer_that_goes_on_with_the_prompt() -> None:
     """Of layers with windows or states nothing is sent until the prompt's end: a lane of such is silent."""
     hybrid = [0, 0, 0, 256 * MIB] * 3
-    assert [[layer for layer in share if layer % 4 == 3] for share in shared_out(hybrid)] == [[3], [7], [11]]
-    assert shared_out([0, 0, 0, 128 * MIB]) == [[0, 1, 2, 3]]
-    assert shared_out([100 * MIB, 90 * MIB, 90 * MIB, 100 * MIB]) == [[0, 1], [2, 3]]
+    assert [[layer for layer in share if layer % 4 == 3] for share in layers_by_lane(hybrid)] == [
+        [3],
+        [7],
+        [11],
+    ]
+    assert layers_by_lane([0, 0, 0, 128 * MIB]) == [[0, 1, 2, 3]]
+    assert layers_by_lane([100 * MIB, 90 * MIB, 90 * MIB, 100 * MIB]) == [[0, 1], [2, 3]]
 
 
 @pytest.mark.usefixtures("a_lane_a_layer")
