@@ -25,6 +25,10 @@ class BlockMemory:
         """Return the bytes of a block that is used in place."""
         raise NotImplementedError
 
+    def views(self, layer: int, blocks: Sequence[int]) -> list[memoryview]:
+        """Return the bytes of blocks in their order, as few views as possible."""
+        return [self.view(layer, block) for block in blocks]
+
     piece_bytes = PIECE_BYTES  # most that `outgoing` and `incoming` take at once, but at least a block
 
     def block_bytes(self, layer: int) -> int:
@@ -37,13 +41,13 @@ class BlockMemory:
         self, layer: int, blocks: Sequence[int], wait_s: float
     ) -> AbstractContextManager[list[memoryview]]:
         """Provide the bytes of blocks for sending, after at most `wait_s` of waiting for memory."""
-        return nullcontext([self.view(layer, block) for block in blocks])
+        return nullcontext(self.views(layer, blocks))
 
     def incoming(
         self, layer: int, blocks: Sequence[int], wait_s: float
     ) -> AbstractContextManager[list[memoryview]]:
         """Provide memory to receive blocks into; at the end of the context the model can read them."""
-        return nullcontext([self.view(layer, block) for block in blocks])
+        return nullcontext(self.views(layer, blocks))
 
     def publish(self, done: Callable[[], None]) -> None:
         """Call `done` when the layer that was launched last can be sent."""
@@ -77,17 +81,7 @@ class HostBlockMemory(BlockMemory):
         _, stride, size = self._places[layer]
         return self._bytes[layer][block * stride : block * stride + size]
 
-    def outgoing(
-        self, layer: int, blocks: Sequence[int], wait_s: float
-    ) -> AbstractContextManager[list[memoryview]]:
-        return nullcontext(self._views(layer, blocks))
-
-    def incoming(
-        self, layer: int, blocks: Sequence[int], wait_s: float
-    ) -> AbstractContextManager[list[memoryview]]:
-        return nullcontext(self._views(layer, blocks))
-
-    def _views(self, layer: int, blocks: Sequence[int]) -> list[memoryview]:
+    def views(self, layer: int, blocks: Sequence[int]) -> list[memoryview]:
         """Return one view for each run of adjacent blocks: each view costs the tag and the socket a call."""
         _, stride, size = self._places[layer]
         if stride != size:

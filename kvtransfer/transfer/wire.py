@@ -156,16 +156,6 @@ class Seal:
         except InvalidTag:
             raise _changed() from None
 
-    def encrypt(self, block: memoryview, number: int) -> memoryview:
-        """Return the encrypted block followed by its tag."""
-        return memoryview(self._cipher.encrypt(self._nonce(number), block, None))
-
-    def decrypt(self, sealed: bytearray, number: int, into: memoryview) -> None:
-        try:
-            self._cipher.decrypt_into(self._nonce(number), sealed, None, into)
-        except InvalidTag:
-            raise _changed() from None
-
     # For many bytes: these release Python's lock, which `AESGCM` keeps while it reads signed data.
 
     def tag_all(self, views: Sequence[memoryview], number: int) -> bytes:

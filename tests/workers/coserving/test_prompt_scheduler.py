@@ -167,7 +167,7 @@ def test_reports_have_waiting_tokens_rate_and_share(small_model: Path) -> None:
     for _ in range(3):
         engine.advance()
     state = report.snapshot()
-    assert 500 < engine.scheduler.plugin("report").prompt_rate.tokens_per_s < 1000
+    assert 500 < engine.scheduler.plugin("report").speed.rate.tokens_per_s < 1000
     assert abs(state.prompt_share - (1 - seconds_of({"turn": 1}) / 0.1)) < 0.01
 
 
@@ -225,8 +225,8 @@ def test_the_curve_that_placers_hear_of_follows_what_prompts_take(
     engine = Stepped(small_model, overlapping, believed=MODEL.scaled(3))
     report, (chunk, tokens) = engine.scheduler.plugin("report"), (192, 4096)
     right = curve_of(MODEL, chunk).seconds(tokens)
-    assert PrefillCurve(*report.prefill_curve).seconds(tokens) == pytest.approx(3 * right, rel=0.01)
+    assert PrefillCurve(*report.speed.curve).seconds(tokens) == pytest.approx(3 * right, rel=0.01)
     asked = {f"p{number}": (words(150 + number, number), 2) for number in range(80)}
     start(engine, asked)
     engine.finish(asked)
-    assert PrefillCurve(*report.prefill_curve).seconds(tokens) == pytest.approx(right, rel=0.15)
+    assert PrefillCurve(*report.speed.curve).seconds(tokens) == pytest.approx(right, rel=0.15)
