@@ -7,7 +7,7 @@ Prometheus reads it.
 import hmac
 import os
 
-from workers.engine.asgi import App, Receive, Scope, Send, answer_json
+from workers.engine.asgi_messages import App, Receive, Scope, Send, answer_json
 from workers.keeper.launch import KEY_VARIABLE
 from workers.processes import WorkerError
 

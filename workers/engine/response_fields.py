@@ -10,7 +10,7 @@ from typing import Any
 
 import orjson
 
-from workers.engine.asgi import App, Message, Receive, Scope, Send
+from workers.engine.asgi_messages import App, Message, Receive, Scope, Send
 
 FIELDS = b"x-response-says"  # router/gateway/responses/stored_answers.py
 _FIELD = "previous_response_id"

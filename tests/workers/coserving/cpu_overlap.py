@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from vllm.platforms.cpu import CpuPlatform
 
-from workers.engine.worker import EngineWorker
+from workers.engine.engine_worker import EngineWorker
 
 WORKER = "tests.workers.coserving.cpu_overlap.OverlappingCpuWorker"
 

@@ -12,8 +12,8 @@ from vllm.v1.worker.gpu_worker import Worker
 
 from kvtransfer.compat.relied_on import UnsupportedVllmError
 from workers.engine.compat import split_runner as internals
+from workers.engine.engine_worker import EngineWorker
 from workers.engine.overload.config import OVERLOAD_PLUGIN, SPLIT_MODELS, OverloadConfigError
-from workers.engine.worker import EngineWorker
 
 
 def modules_of(architecture: str) -> list[ModuleType]:

@@ -13,7 +13,7 @@ from workers.profiles import Coefficients, StartingKnowledge
 KEY = "coserving"
 SCHEDULER_CLASS = "workers.engine.coserving.scheduler.CoServingScheduler"
 PROMPT_SCHEDULER = "workers.engine.coserving.prompt_scheduler.prompt_scheduler"
-WORKER_CLASS = "workers.engine.worker.EngineWorker"
+WORKER_CLASS = "workers.engine.engine_worker.EngineWorker"
 SAFEPOINT_PLUGIN = "workers.engine.coserving.safepoint:SafepointPlugin"
 
 

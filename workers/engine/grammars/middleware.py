@@ -11,7 +11,7 @@ from typing import Any
 import orjson
 from vllm.exceptions import GracefulHTTPError, VLLMValidationError
 
-from workers.engine.asgi import App, Message, Receive, Scope, Send, answer_json, is_event_stream
+from workers.engine.asgi_messages import App, Message, Receive, Scope, Send, answer_json, is_event_stream
 from workers.engine.compat.grammar_checks import check_grammars
 from workers.engine.grammars.checks import GrammarChecks
 from workers.engine.grammars.config import ADDRESS, GrammarBudget

@@ -21,7 +21,7 @@ from typing import Any
 from vllm.v1.engine.exceptions import EngineDeadError
 
 from kvtransfer.compat.relied_on import verify
-from workers.engine.asgi import App, Message, Receive, Scope, Send, answer_json, is_event_stream
+from workers.engine.asgi_messages import App, Message, Receive, Scope, Send, answer_json, is_event_stream
 from workers.engine.compat.stream_replay import CONTINUING, ReplayedOutputs, continue_generations
 
 logger = logging.getLogger("conserve.workers.token_lines")
