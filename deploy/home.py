@@ -69,6 +69,7 @@ class FleetHome:
     run_file = Below("run.json")
     model = Below("model")
     ray = Below("ray")
+    directory = Below("directory")
     journal = Below("directory", "journal")
     gateways = Below("gateway")
     batch = Below("batch")
@@ -97,7 +98,7 @@ class FleetHome:
         return self.engines / name
 
     def create(self) -> None:
-        for directory in (self.ray, self.journal.parent, self.gateways, self.engines, self.batch / "files"):
+        for directory in (self.ray, self.directory, self.gateways, self.engines, self.batch / "files"):
             directory.mkdir(parents=True, exist_ok=True)
         self.root.chmod(0o700)
         longest = len(str(self.engine("x" * 40) / "engine.sock"))

@@ -21,9 +21,15 @@ from workers.keeper.launch import SERVER
 
 ENGINE = ("VLLM::EngineCore", SERVER)
 KEEPS = ("ray::KeeperActor",)
-FRONT = ("router.gateway.main", "router.batch", "ray::DirectoryActor", "ray::GatewaysActor")
+FRONT = (
+    "router.gateway.main",
+    "router.batch",
+    "deploy.directory",
+    "ray::DirectoryActor",
+    "ray::GatewaysActor",
+)
 RAY = ("gcs_server", "raylet/raylet")
-WRITES = ("ray::DirectoryActor", "router.batch", "router.gateway.main")
+WRITES = ("deploy.directory", "router.batch", "router.gateway.main")
 KINDS = ("kill", "stop", "delay", "full", "clock")
 SECONDS = {"stop": (0.5, 12.0), "delay": (3.0, 15.0), "full": (1.0, 6.0), "clock": (5.0, 20.0)}
 DELAY_S, BETWEEN_S = (0.02, 0.4), (0.01, 0.1)

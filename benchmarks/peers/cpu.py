@@ -26,6 +26,7 @@ KINDS = (
     ("launch_router", "router"),
     ("vllm-router", "router"),
     ("router.batch", "batch"),
+    ("deploy.directory", "directory"),
     ("ray", "ray"),
 )
 

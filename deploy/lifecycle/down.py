@@ -20,7 +20,7 @@ from deploy.ray.cluster import connect, remove_temporary_directory, temporary_di
 from deploy.ray.common import AUTOSCALER, DIRECTORY, GATEWAYS, engines_of, keeper_name
 from workers import processes
 from workers.keeper.launch import FLEET_MARK
-from workers.keeper.process_lease import recorded_below
+from workers.keeper.process_lease import LeasedProcess, recorded_below
 
 log = logging.getLogger("conserve.deploy.down")
 
@@ -58,10 +58,15 @@ def end_actors(home: FleetHome, run: RunRecord) -> None:
                 handles[name] = ray.get_actor(name)
         with contextlib.suppress(KeyError):
             ray.kill(handles.pop(AUTOSCALER), no_restart=True)  # it would start others
-        there = _answering(ray, {name: one for name, one in handles.items() if name != DIRECTORY})
-        ending = [handle.end.remote() for handle in there]
-        if ending:  # what does not end is killed next, and its engine ends by its lease
-            ray.wait(ending, num_returns=len(ending), timeout=END_LIMIT_S)
+        there = _answering(ray, handles)
+        directory = handles.get(DIRECTORY)
+        for some in (
+            [one for one in there if one is not directory],
+            [one for one in there if one is directory],
+        ):
+            ending = [handle.end.remote() for handle in some]
+            if ending:  # what does not end is killed next, and its process ends by its lease
+                ray.wait(ending, num_returns=len(ending), timeout=END_LIMIT_S)
         for handle in handles.values():
             ray.kill(handle, no_restart=True)
     finally:
@@ -118,6 +123,8 @@ def marked(home: FleetHome) -> list[psutil.Process]:
 def _end_leased(home: FleetHome) -> None:
     """Expire all leases, so that all processes end at the same time; then wait for each."""
     left = recorded_below(home.engines, home.gateways)
+    if (directory := LeasedProcess.recorded(home.directory)) is not None:
+        left.append(directory)
     for process in left:
         process.expire()
     for process in left:

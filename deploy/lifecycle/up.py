@@ -163,7 +163,7 @@ def directory_address(ray: Any, directory: Any) -> str:
         if address:
             return str(address)
         time.sleep(0.1)
-    raise LifecycleError("the directory did not begin to listen")
+    raise LifecycleError("the directory did not begin to listen; see directory/log in the fleet's folder")
 
 
 def until_engines_serve(

@@ -2,10 +2,8 @@
 
 import asyncio
 import contextlib
-import hashlib
 import logging
-import os
-import sys
+from collections.abc import Awaitable, Callable
 from pathlib import Path
 
 import psutil
@@ -15,19 +13,14 @@ import router.gateway.config
 from deploy.errors import DeployError
 from deploy.fleet.components import batch_config, gateway_config
 from deploy.home import FleetHome, FleetKeys
-from deploy.ray.cluster import common_environment
 from deploy.ray.common import Background, SealedFleet, log_to_stderr
+from deploy.ray.hosting import GRACE_S, HostedProcess, end, fingerprint, keep, last_port
 from workers import processes
-from workers.keeper.launch import FLEET_MARK, ProcessCommand
 from workers.keeper.process_lease import LEASE, LeasedProcess
 from workers.oom_score import OomScore, set_oom_score
-from workers.processes import Backoff
 
 log = logging.getLogger("conserve.deploy.gateways")
 
-LOOK_EVERY_S = 0.5
-LEASE_S = 60.0  # where no supervisor of ours runs; this actor may take as long to come back
-GRACE_S = 5.0
 BATCH = "batch"  # the directory of its process, beside those of the gateways
 
 
@@ -53,7 +46,7 @@ class GatewaysActor:
     def end(self) -> bool:
         self._background.call(self._background.stop(), 10.0)
         for directory in self._home.gateways.glob("*/"):
-            _end(directory)
+            end(directory)
         return True
 
     async def _work(self) -> None:
@@ -70,77 +63,49 @@ class GatewaysActor:
         async with asyncio.TaskGroup() as group:
             if self._fleet.batch.enabled:
                 wanted.add(BATCH)
-                port = _port(self._home.gateways / BATCH, self._host)
+                port = last_port(self._home.gateways / BATCH, self._host)
                 batch = f"{self._host}:{port}"
                 group.create_task(self._keep_batch(port))
             for name in names:
                 group.create_task(self._keep_gateway(name, batch))
             for directory in self._home.gateways.glob("*/"):
                 if directory.name not in wanted:  # there were more before
-                    group.create_task(asyncio.to_thread(_end, directory))
+                    group.create_task(asyncio.to_thread(end, directory))
 
     async def _keep_batch(self, port: int) -> None:
         """Run the batch process. One with another configuration ends before this one starts."""
         config = batch_config(self._fleet, self._home, self._directory, self._keys, self._host, port)
         text = router.batch.config.dump(config)
-        directory = self._home.gateways / BATCH
-        directory.mkdir(parents=True, exist_ok=True)
-        await self._keep(BATCH, "router.batch", text, directory, port, GRACE_S)
+        directory, mark = self._home.gateways / BATCH, self._home.mark
+        hosted = HostedProcess(BATCH, "router.batch", text, directory, port, mark, oom_score=OomScore.BATCH)
+
+        def ended() -> None:
+            if processes.listen_problem(self._host, port):
+                raise PortTaken(f"somebody else listens on {port} now")
+
+        await keep(hosted, self._looking(BATCH, None), ended)
 
     async def _keep_gateway(self, name: str, batch: str) -> None:
         answers = str(self._home.gateways / "answers.sqlite")
         config = gateway_config(self._fleet, name, self._directory, self._keys, batch, answers)
         text = router.gateway.config.dump(config)
-        directory, other = place_of(self._home.gateways, name, _fingerprint(text))
-        grace_s = config.drain_s + GRACE_S
-        await self._keep(name, "router.gateway.main", text, directory, config.port, grace_s, other)
+        directory, other = place_of(self._home.gateways, name, fingerprint(text))
+        grace_s, mark = config.drain_s + GRACE_S, self._home.mark
+        hosted = HostedProcess(name, "router.gateway.main", text, directory, config.port, mark, grace_s)
+        await keep(hosted, self._looking(name, other, config.port))
 
-    async def _keep(
-        self,
-        name: str,
-        module: str,
-        config: bytes,
-        directory: Path,
-        port: int,
-        grace_s: float,
-        other: LeasedProcess | None = None,
-    ) -> None:
-        """Keep a process running: adopt or start it, renew its lease. It takes over from `other`."""
-        fingerprint = _fingerprint(config)
-        file = directory / "config.json"
-        processes.write_atomically(file, config, 0o600)  # it holds keys
-        env = {**common_environment(os.environ), FLEET_MARK: self._home.mark}
-        command = ProcessCommand((sys.executable, "-m", module, "--config", str(file)), env)
-        backoff = Backoff(0.2, 10.0, 60.0)
-        process = await asyncio.to_thread(LeasedProcess.adopt, directory, fingerprint, grace_s)
-        loop = asyncio.get_running_loop()
-        while True:
-            if process is None:
-                process = LeasedProcess.start(
-                    directory,
-                    command,
-                    fingerprint=fingerprint,
-                    epoch=0,
-                    ports=(port,),
-                    lease_s=LEASE_S,
-                    grace_s=grace_s,
-                    oom_score=OomScore.BATCH if name == BATCH else OomScore.SERVING,
-                )
-                log.info("process started name=%s pid=%d", name, process.record.pid)
+    def _looking(
+        self, name: str, other: LeasedProcess | None, port: int = 0
+    ) -> Callable[[LeasedProcess], Awaitable[None]]:
+        """Note the process; let it take over from `other`."""
+
+        async def look(process: LeasedProcess) -> None:
+            nonlocal other
             self._processes[name] = process
-            backoff.serving(loop.time())
-            while process.alive():
-                process.renew()
-                if other is not None:
-                    other = await asyncio.to_thread(_taken_over, other, process.record.pid, port)
-                await asyncio.sleep(LOOK_EVERY_S)
-            await asyncio.to_thread(process.end, GRACE_S)
-            if name == BATCH and processes.listen_problem(self._host, port):
-                raise PortTaken(f"somebody else listens on {port} now")
-            process = None
-            wait_s = backoff.next(loop.time())
-            log.warning("process ended name=%s next_start_s=%.1f", name, wait_s)
-            await asyncio.sleep(wait_s)
+            if other is not None:
+                other = await asyncio.to_thread(_taken_over, other, process.record.pid, port)
+
+        return look
 
 
 def place_of(gateways: Path, name: str, fingerprint: str) -> tuple[Path, LeasedProcess | None]:
@@ -157,18 +122,6 @@ def place_of(gateways: Path, name: str, fingerprint: str) -> tuple[Path, LeasedP
     # Also where the actor before this one had begun to hand over: nobody else ends the old one.
     old = (process for slot, process in live.items() if slot != chosen and (slot / LEASE).exists())
     return chosen, next(old, None)
-
-
-def _fingerprint(config: bytes) -> str:
-    return hashlib.sha256(config).hexdigest()[:16]
-
-
-def _port(directory: Path, host: str) -> int:
-    """Return the port of the process or of the one before it, which running gateways know."""
-    last = LeasedProcess.recorded(directory)
-    if last is not None and (last.alive() or not processes.listen_problem(host, last.record.ports[0])):
-        return last.record.ports[0]
-    return processes.free_port(host)
 
 
 def _slots(name: str) -> tuple[str, str]:
@@ -198,9 +151,3 @@ def _listens(host: int, port: int) -> bool:
                 if connection.status == psutil.CONN_LISTEN and connection.laddr.port == port:
                     return True
     return False
-
-
-def _end(directory: Path) -> None:
-    process = LeasedProcess.recorded(directory)
-    if process is not None:
-        process.end(GRACE_S)

@@ -7,9 +7,9 @@ from dataclasses import dataclass, field, replace
 
 import pytest
 
+from deploy.directory.engine_watch import EngineWatch
 from deploy.ray.common import Background
 from deploy.ray.control import ControlServer
-from deploy.ray.directory_actor import EngineWatch
 from deploy.ray.keepers import end_in_order
 from placement.engines import EngineInfo, EngineState
 from placement.routing.placer import MissingCurve
@@ -48,7 +48,7 @@ class WatchRig:
     asked: int = 0
     now: float = 0.0
 
-    async def address_of(self, engine: str) -> str:
+    def address_of(self, engine: str) -> str:
         self.asked += 1
         return self.address
 

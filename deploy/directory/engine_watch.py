@@ -1,0 +1,105 @@
+"""Follows one engine through its keeper, and tells the directory when it comes, reports and goes."""
+
+import asyncio
+import logging
+import time
+from collections.abc import Callable
+
+from deploy.ray.control import ControlClient, ControlError
+from placement.engines import EngineInfo
+from placement.routing.placer import MissingCurve
+from router.directory.directory import Directory
+from workers import processes
+from workers.keeper.engine_status import KeeperReport
+from workers.processes import LogOnChange
+
+log = logging.getLogger("conserve.deploy.directory.engine_watch")
+
+RETRY_S = 0.5
+
+
+class EngineWatch:
+    """Watch of one engine's keeper.
+
+    A keeper out of reach is not an engine that is gone: the engine goes on serving for its lease, and under a
+    supervisor until it is told to end. After the lease it counts as gone when it no longer listens.
+    """
+
+    def __init__(
+        self,
+        engine: str,
+        directory: Directory,
+        address_of: Callable[[str], str],
+        secret: str,
+        lease_s: float,
+        clock: Callable[[], float] = time.monotonic,
+        known: EngineInfo | None = None,
+    ) -> None:
+        """`address_of`: where Ray knows the keeper. `known`: the engine of the journal, taken to be up."""
+        self._engine, self._directory, self._address_of = engine, directory, address_of
+        self._secret, self._lease_s, self._clock = secret, lease_s, clock
+        self._up = known
+        self._last_address = known.control if known is not None else ""
+        self._ask_ray = not self._last_address
+        self._heard = clock()
+
+    @property
+    def up(self) -> bool:
+        """Whether the directory takes the engine to be up."""
+        return self._up is not None
+
+    async def run(self) -> None:
+        engine = self._engine
+        say = LogOnChange(lambda why: log.warning("keeper not followed engine=%s reason=%r", engine, why))
+        while True:
+            try:
+                await self._follow()
+            except (ControlError, MissingCurve, TimeoutError, ValueError) as error:
+                say(str(error) or repr(error))
+            self._ask_ray = not self._ask_ray
+            late = self._clock() - self._heard > self._lease_s
+            if self._up is not None and late and not await _listens(self._up):
+                log.warning("keeper gone for longer than its lease, and its engine engine=%s", self._engine)
+                self._gone()
+            await asyncio.sleep(RETRY_S)
+
+    async def _follow(self) -> None:
+        # A restarted keeper listens where it did before, so every other try needs no Ray, whose knowledge can
+        # be out of date after its head was lost.
+        address = self._last_address
+        if self._ask_ray or not address:
+            address = self._address_of(self._engine)
+        if not address:
+            return  # the keeper does not listen yet
+        async with ControlClient(address, self._secret) as client:
+            async for report in client.watch():
+                if report.status.engine != self._engine:
+                    raise ControlError(f"at {address} is now the keeper of {report.status.engine}")
+                self._heard, self._last_address = self._clock(), address
+                self._tell(report)
+
+    def _tell(self, report: KeeperReport) -> None:
+        info = report.info
+        if self._up is not None and _over(report, self._up):
+            self._gone()
+        if info is not None and info != self._up:
+            self._directory.engine_up(info)
+            self._up = info
+        if report.state is not None:
+            self._directory.engine_state(report.state)
+
+    def _gone(self) -> None:
+        if self._up is not None:
+            self._up = None
+            self._directory.engine_down(self._engine)
+
+
+async def _listens(info: EngineInfo) -> bool:
+    host, _, port = info.http.rpartition(":")
+    return await asyncio.to_thread(processes.listens, host, int(port))
+
+
+def _over(report: KeeperReport, up: EngineInfo) -> bool:
+    """A keeper without an engine may not have adopted it yet; one that was lost and found again may have lost
+    its engine meanwhile."""
+    return report.over >= up.epoch or report.status.epoch > up.epoch

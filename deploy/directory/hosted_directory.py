@@ -1,0 +1,154 @@
+"""The directory as a process: its gRPC server, fed by the control services of all keepers.
+
+It imports no Ray and needs none. Its actor starts it, keeps it running, and writes the keepers' addresses to
+a file. While the actor is away, the process goes on with the addresses that it has.
+"""
+
+import argparse
+import asyncio
+import json
+import logging
+import signal
+import sys
+from pathlib import Path
+
+from prometheus_client import start_http_server
+
+from deploy.directory.config import HostedDirectoryConfig
+from deploy.directory.engine_watch import EngineWatch
+from deploy.ray.control import ControlClient
+from placement.engines import EngineInfo
+from placement.routing.placer import Placer
+from router.directory.journal import JournalError
+from router.directory.server import DirectoryServer
+from router.process import collect_when_idle, log_to_stderr, settle_heap
+
+log = logging.getLogger("conserve.deploy.directory")
+
+LOOK_EVERY_S = 0.5
+
+
+class KeepersFile:
+    """File of control addresses by engine, which the actor writes; an address is empty until it is known."""
+
+    def __init__(self, file: Path) -> None:
+        self._file = file
+        self._addresses: dict[str, str] = {}
+
+    def read(self) -> list[str]:
+        """Read the file again and return its engines. A file that cannot be read changes nothing."""
+        try:
+            self._addresses = json.loads(self._file.read_bytes())
+        except (OSError, ValueError) as wrong:
+            log.debug("keepers not read reason=%s", wrong)
+        return list(self._addresses)
+
+    def address_of(self, engine: str) -> str:
+        return self._addresses.get(engine, "")
+
+
+class HostedDirectory:
+    """Directory server with a watch for each engine."""
+
+    def __init__(self, config: HostedDirectoryConfig) -> None:
+        self._config = config
+        self._keepers = KeepersFile(Path(config.keepers))
+        self._watches: dict[str, EngineWatch] = {}
+        self._tasks: dict[str, asyncio.Task[None]] = {}
+
+    async def run(self) -> None:
+        """Serve until cancelled, or until a fault."""
+        config = self._config
+        server = DirectoryServer(
+            config.settings,
+            Placer(config.placer, config.curves, config.alike),
+            Path(config.journal),
+            self._release,
+            prefetch=self._prefetch,
+            secret=config.secret,
+            drops=_DropsByKeepers(config.keepers_key),
+        )
+        await server.start(config.host, config.port)
+        log.info("serving address=%s:%d", config.host, config.port)
+        settle_heap()
+        page, _ = start_http_server(0, addr=config.host)
+        server.metrics_page = f"{config.host}:{page.server_port}"
+        # One an hour: no moment is idle, and with 100,000 conversations it holds placing for half a second.
+        collecting = asyncio.create_task(collect_when_idle(lambda: False))
+        try:
+            await self._follow_keepers(server)
+        finally:
+            collecting.cancel()
+            await server.stop()
+
+    async def _follow_keepers(self, server: DirectoryServer) -> None:
+        """Watch each keeper of the file, and engines that outlive theirs.
+
+        The engines of the journal are looked for at once, where they were.
+        """
+        for record in server.table.fleet.records():
+            self._watch(record.info.engine, server, record.info)
+        while True:
+            for task in self._tasks.values():
+                if task.done():
+                    task.result()  # a watch only ends by a fault
+            present = self._keepers.read()
+            for engine in present:
+                if engine not in self._watches:
+                    self._watch(engine, server)
+            for engine in self._watches.keys() - set(present):
+                if not self._watches[engine].up:
+                    self._tasks.pop(engine).cancel()
+                    del self._watches[engine]
+            await asyncio.sleep(LOOK_EVERY_S)
+
+    def _watch(self, engine: str, server: DirectoryServer, known: EngineInfo | None = None) -> None:
+        key, lease_s = self._config.keepers_key, self._config.lease_s
+        watch = EngineWatch(engine, server, self._keepers.address_of, key, lease_s, known=known)
+        self._watches[engine] = watch
+        self._tasks[engine] = asyncio.create_task(watch.run())
+
+    async def _release(self, info: EngineInfo, conversation: str) -> None:
+        async with ControlClient(info.control, self._config.keepers_key) as client:
+            await client.release(conversation)
+
+    async def _prefetch(self, info: EngineInfo, conversation: str, due_in_s: float) -> bool:
+        async with ControlClient(info.control, self._config.keepers_key) as client:
+            return await client.prefetch(conversation, due_in_s)
+
+
+class _DropsByKeepers:
+    def __init__(self, secret: str) -> None:
+        self._secret = secret
+
+    async def drop(self, info: EngineInfo, epoch: int, members: tuple[str, ...], part: int) -> None:
+        async with ControlClient(info.control, self._secret) as client:
+            await client.drop(epoch, members, part)
+
+    async def restore(self, info: EngineInfo, epoch: int) -> None:
+        async with ControlClient(info.control, self._secret) as client:
+            await client.restore(epoch)
+
+
+async def _until_asked_to_end(directory: HostedDirectory) -> None:
+    running = asyncio.ensure_future(directory.run())
+    for number in (signal.SIGTERM, signal.SIGINT):
+        asyncio.get_running_loop().add_signal_handler(number, running.cancel)
+    try:
+        await running
+    except asyncio.CancelledError:
+        log.info("ended on request")
+
+
+def main(arguments: list[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(prog="python -m deploy.directory", description=__doc__)
+    parser.add_argument("--config", type=Path, required=True, help="a JSON file of HostedDirectoryConfig")
+    options = parser.parse_args(arguments)
+    log_to_stderr()
+    try:
+        config = HostedDirectoryConfig.load(options.config.read_bytes())
+        asyncio.run(_until_asked_to_end(HostedDirectory(config)))
+    except JournalError as wrong:
+        print(wrong, file=sys.stderr)
+        return 2
+    return 0

@@ -1,0 +1,106 @@
+"""Processes that an actor hosts: they outlive the actor, which adopts them when it is back."""
+
+import asyncio
+import hashlib
+import logging
+import os
+import sys
+from collections.abc import Awaitable, Callable
+from dataclasses import dataclass
+from pathlib import Path
+
+from deploy.ray.cluster import common_environment
+from workers import processes
+from workers.keeper.launch import FLEET_MARK, ProcessCommand
+from workers.keeper.process_lease import LeasedProcess
+from workers.oom_score import OomScore
+from workers.processes import Backoff
+
+log = logging.getLogger("conserve.deploy.hosting")
+
+LOOK_EVERY_S = 0.5
+LEASE_S = 60.0  # where no supervisor of ours runs; the actor may take as long to come back
+GRACE_S = 5.0
+
+
+@dataclass(frozen=True, slots=True)
+class HostedProcess:
+    """A process that is to run: its Python module, its configuration and its folder."""
+
+    name: str
+    module: str
+    config: bytes  # holds keys; a process with another one is not adopted
+    directory: Path
+    port: int
+    mark: str  # of the fleet
+    grace_s: float = GRACE_S
+    oom_score: OomScore = OomScore.SERVING
+
+    @property
+    def fingerprint(self) -> str:
+        return fingerprint(self.config)
+
+    def start(self) -> LeasedProcess:
+        file = self.directory / "config.json"
+        processes.write_atomically(file, self.config, 0o600)
+        env = {**common_environment(os.environ), FLEET_MARK: self.mark}
+        started = LeasedProcess.start(
+            self.directory,
+            ProcessCommand((sys.executable, "-m", self.module, "--config", str(file)), env),
+            fingerprint=self.fingerprint,
+            epoch=0,
+            ports=(self.port,),
+            lease_s=LEASE_S,
+            grace_s=self.grace_s,
+            oom_score=self.oom_score,
+        )
+        log.info("process started name=%s pid=%d", self.name, started.record.pid)
+        return started
+
+
+async def keep(
+    wanted: HostedProcess,
+    look: Callable[[LeasedProcess], Awaitable[None]],
+    ended: Callable[[], None] = lambda: None,
+) -> None:
+    """Adopt or start the process, renew its lease, and start it again when it ends; never returns.
+
+    `look` is called again and again while it runs, and `ended` each time that it has ended.
+    """
+    wanted.directory.mkdir(parents=True, exist_ok=True)
+    loop, backoff = asyncio.get_running_loop(), Backoff(0.2, 10.0, 60.0)
+    process = await asyncio.to_thread(
+        LeasedProcess.adopt, wanted.directory, wanted.fingerprint, wanted.grace_s
+    )
+    while True:
+        process = process or wanted.start()
+        backoff.serving(loop.time())
+        while process.alive():
+            process.renew()
+            await look(process)
+            await asyncio.sleep(LOOK_EVERY_S)
+        await asyncio.to_thread(process.end, GRACE_S)
+        ended()
+        process = None
+        wait_s = backoff.next(loop.time())
+        log.warning("process ended name=%s next_start_s=%.1f", wanted.name, wait_s)
+        await asyncio.sleep(wait_s)
+
+
+def fingerprint(config: bytes) -> str:
+    return hashlib.sha256(config).hexdigest()[:16]
+
+
+def last_port(directory: Path, host: str) -> int:
+    """Return the port of the process that runs there or ran last, unless somebody else has it now."""
+    last = LeasedProcess.recorded(directory)
+    if last is not None and (last.alive() or not processes.listen_problem(host, last.record.ports[0])):
+        return last.record.ports[0]
+    return processes.free_port(host)
+
+
+def end(directory: Path) -> None:
+    """End the process that runs there, if one does."""
+    process = LeasedProcess.recorded(directory)
+    if process is not None:
+        process.end(GRACE_S)
