@@ -123,7 +123,7 @@ def main() -> int:
     cluster = OwnCluster(load_fleet(home.fleet_file), home, arguments.port, arguments.client_port)
     end_with = psutil.Process(arguments.end_with) if arguments.end_with else None
     supervise(own_cluster_children(cluster), end_with)
-    for process in recorded_below(home.engines, home.gateways):
+    for process in recorded_below(home.engines, home.gateways, home.directory):
         process.expire()  # it ends now, and not when it has missed us for a lease
     return 0
 

@@ -20,7 +20,7 @@ from deploy.ray.cluster import connect, remove_temporary_directory, temporary_di
 from deploy.ray.common import AUTOSCALER, DIRECTORY, GATEWAYS, engines_of, keeper_name
 from workers import processes
 from workers.keeper.launch import FLEET_MARK
-from workers.keeper.process_lease import LeasedProcess, recorded_below
+from workers.keeper.process_lease import recorded_below
 
 log = logging.getLogger("conserve.deploy.down")
 
@@ -59,11 +59,8 @@ def end_actors(home: FleetHome, run: RunRecord) -> None:
         with contextlib.suppress(KeyError):
             ray.kill(handles.pop(AUTOSCALER), no_restart=True)  # it would start others
         there = _answering(ray, handles)
-        directory = handles.get(DIRECTORY)
-        for some in (
-            [one for one in there if one is not directory],
-            [one for one in there if one is directory],
-        ):
+        directory = handles.get(DIRECTORY)  # last: it hears of engines that go
+        for some in ([one for one in there if one != directory], [one for one in there if one == directory]):
             ending = [handle.end.remote() for handle in some]
             if ending:  # what does not end is killed next, and its process ends by its lease
                 ray.wait(ending, num_returns=len(ending), timeout=END_LIMIT_S)
@@ -122,9 +119,7 @@ def marked(home: FleetHome) -> list[psutil.Process]:
 
 def _end_leased(home: FleetHome) -> None:
     """Expire all leases, so that all processes end at the same time; then wait for each."""
-    left = recorded_below(home.engines, home.gateways)
-    if (directory := LeasedProcess.recorded(home.directory)) is not None:
-        left.append(directory)
+    left = recorded_below(home.engines, home.gateways, home.directory)
     for process in left:
         process.expire()
     for process in left:

@@ -27,7 +27,7 @@ class NotSettled(RouterError):
 
 
 class DirectoryServer(Directory):
-    """A directory that listens. `deploy` runs one in an actor: it announces engines and their reports here,
+    """A directory that listens. `deploy` runs one in a process: it announces engines and their reports here,
     and passes what tells an engine's keeper that a conversation is over (`release`), and asks it to share its
     layers (`drops`)."""
 

@@ -154,8 +154,8 @@ class LeasedProcess:
 
 
 def recorded_below(*folders: Path) -> list[LeasedProcess]:
-    """Return the last process of every directory in these folders, whether or not it still runs."""
-    directories = [directory for folder in folders for directory in folder.glob("*/")]
+    """Return the last process of these folders and of each folder in them, whether or not it still runs."""
+    directories = [directory for folder in folders for directory in (folder, *folder.glob("*/"))]
     return [process for process in map(LeasedProcess.recorded, directories) if process is not None]
 
 

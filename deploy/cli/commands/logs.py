@@ -10,13 +10,14 @@ from workers.keeper.engine_log import last_lines
 
 
 def logs(
-    engine: Annotated[str, typer.Argument(help="An engine or a gateway, as in decode-0 or gateway-0")],
+    engine: Annotated[str, typer.Argument(help="An engine, a gateway (as in gateway-0) or `directory`")],
     fleet: FleetOption = None,
     lines: Annotated[int, typer.Option(help="Number of lines")] = 50,
 ) -> None:
-    """Print the end of the log of an engine or a gateway."""
+    """Print the end of the log of an engine, a gateway or the directory."""
     home = home_of(fleet)
-    known = sorted(path for path in (*home.engines.glob("*"), *home.gateways.glob("*")) if path.is_dir())
+    folders = (*home.engines.glob("*"), *home.gateways.glob("*"), home.directory)
+    known = sorted(path for path in folders if path.is_dir())
     for directory in known:
         if directory.name == engine:
             print("\n".join(last_lines(directory / "log", lines)))
