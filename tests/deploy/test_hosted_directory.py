@@ -4,15 +4,26 @@ import asyncio
 import json
 import os
 import signal
+import subprocess
+import sys
+import tempfile
+from collections.abc import Iterator
+from concurrent.futures import Future
 from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
 
 import psutil
 import pytest
+import ray
 
 from deploy.directory.config import HostedDirectoryConfig
+from deploy.fleet.load import parse_fleet
+from deploy.home import FleetHome, FleetKeys, Purpose
+from deploy.lifecycle.status import directory_status
+from deploy.ray.common import SealedFleet
 from deploy.ray.control import ControlServer
+from deploy.ray.directory_actor import DirectoryActor
 from deploy.ray.hosting import HostedProcess, end, keep, last_port
 from placement.engines import Role
 from placement.routing.placer_settings import PlacerSettings
@@ -21,6 +32,7 @@ from router.directory.client import DirectoryClient
 from router.directory.directory import DirectorySettings
 from router.directory.messages import Ask, Placed
 from tests.deploy.ray.test_control import SECRET, Feed
+from tests.support.waiting import until
 from tests.workers.test_status import INFO, STATE
 from workers.keeper.engine_status import StatusStore
 from workers.keeper.process_lease import LeasedProcess
@@ -114,3 +126,74 @@ async def test_it_outlives_its_keeper_and_comes_back_when_it_is_killed(tmp_path:
         await keeper.stop()
     assert not listens(HOST, rig.port)
     assert not any(process.alive() for process in rig.processes.values())
+
+
+FLEET = """
+policy: collocated
+tiers: [{name: decode, role: mixed, replicas: 1}]
+gateway: {port: 1, processes: 1}
+"""
+
+
+class OneKeeper:
+    """Ray, as far as the actor asks it: the handle of one keeper, which says where the keeper listens."""
+
+    def __init__(self, address: str) -> None:
+        self.control_address, self._address = self, address
+
+    def remote(self) -> "OneKeeper":
+        return self
+
+    def future(self) -> "Future[str]":
+        done: Future[str] = Future()
+        done.set_result(self._address)
+        return done
+
+
+def start_actor(root: str, address: str) -> DirectoryActor:
+    ray.util.list_named_actors = lambda: ["keeper:decode-0", "gateways"]
+    ray.get_actor = lambda _: OneKeeper(address)
+    fleet, home = parse_fleet(FLEET, "fleet.yaml"), FleetHome(Path(root))
+    return DirectoryActor(SealedFleet.of(fleet, FleetKeys.here(home.name)), home, HOST)
+
+
+async def address_of(actor: DirectoryActor) -> str:
+    await until(actor.address, 60.0)
+    return actor.address()
+
+
+@pytest.fixture
+def root() -> Iterator[Path]:
+    """A short path: sockets lie below it."""
+    with tempfile.TemporaryDirectory(prefix="cs-") as short:
+        yield Path(short)
+
+
+async def test_an_actor_that_starts_again_adopts_the_process(
+    root: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("RAY_AUTH_TOKEN", "the token of its cluster")
+    monkeypatch.setattr(ray.util, "list_named_actors", ray.util.list_named_actors)  # put back at the end
+    monkeypatch.setattr(ray, "get_actor", ray.get_actor)
+    home, arguments = FleetHome(root), (str(root), "127.0.0.1:9")
+    load = "import time; from tests.deploy.test_hosted_directory import start_actor"
+    code = f"{load}; actor = start_actor(*{arguments!r}); time.sleep(300)"
+    first = await asyncio.to_thread(subprocess.Popen, [sys.executable, "-c", code])
+    try:
+        await until((home.directory / "keepers.json").exists, 60.0)
+        assert json.loads((home.directory / "keepers.json").read_text()) == {"decode-0": "127.0.0.1:9"}
+        await until(lambda: LeasedProcess.recorded(home.directory) is not None, 60.0)
+    finally:
+        first.kill()
+        await asyncio.to_thread(first.wait, 10)
+    process = LeasedProcess.recorded(home.directory)
+    assert process is not None
+    second = start_actor(*arguments)
+    try:
+        assert await address_of(second) == f"{HOST}:{process.record.ports[0]}"
+        assert process.alive() and LeasedProcess.recorded(home.directory) is not None
+        status = await directory_status(second.address(), FleetKeys.here(home.name).of(Purpose.DIRECTORY))
+        assert status is not None
+    finally:
+        second.end()
+    assert not process.alive()
