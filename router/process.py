@@ -1,4 +1,4 @@
-"""What a process of the router has in common with others: logs, a steady clock, a heap, files that change.
+"""Parts that all processes of the router share: logs, a steady clock, garbage collection, watched files.
 
 Logs are one line an event, as `time LEVEL logger event key=value ...`, to standard error. What concerns a
 turn names its `conversation` and, once an engine has answered, its `request`: the id of the answer, which the

@@ -89,7 +89,7 @@ class BatchApi:
         ]
 
     async def upload(self, request: Request) -> Response:
-        """What an owner's other uploads may still write counts as stored."""
+        """Store a file. What the owner's other uploads may still write counts as stored."""
         owner = self._owner_of(request)
         length = int(request.headers.get("content-length") or self._config.limits.file_bytes)
         others, self._coming[owner] = self._coming[owner], self._coming[owner] + length
@@ -219,7 +219,7 @@ class BatchApi:
 
 
 async def _away(request: Request, error: Exception) -> Response:
-    """A full disk, or a database that is away: nothing was done, and the client is told so."""
+    """Answer 503 for a full disk or a database that is away: nothing was done."""
     log.warning("not served method=%s path=%r reason=%r", request.method, request.url.path, str(error))
     text = "Files and batches cannot be kept or read at this moment; try again."
     answered: Response = await OPENAI_ERRORS[ApiError](request, Unavailable(text, retry_after_s=5.0))
@@ -240,7 +240,7 @@ def _found(batch: Row[Any] | None, batch_id: str) -> Row[Any]:
 
 
 async def _json_body(request: Request) -> bytes:
-    """Only of that type: any other, a page of another site may have a browser send."""
+    """Read a JSON body. Other content types are refused: a page of another site can have those sent."""
     kind = request.headers.get("content-type", "").partition(";")[0].strip().lower()
     if kind != "application/json":
         text = f"The request body must be application/json, not {kind[:100] or 'of no type'}."
@@ -321,7 +321,7 @@ def _limit(query: Mapping[str, str], most: int, default: int) -> int:
 
 
 def _id_of(text: str | None) -> str | None:
-    """As it may be asked of any store: PostgreSQL knows no U+0000."""
+    """Return an id without U+0000, which PostgreSQL does not take."""
     return text.replace("\0", "") if text is not None else None
 
 
@@ -376,7 +376,7 @@ def _too_much() -> Forbidden:
 
 
 def _page(objects: Sequence[dict[str, Any]], count: int) -> Response:
-    """Of one object more than asked for, if there is one."""
+    """Return a page of the objects; one more than asked for shows that there are others."""
     shown = objects[:count]
     ends = {"first_id": shown[0]["id"], "last_id": shown[-1]["id"]} if shown else {}
     page = {"object": "list", "data": shown, "first_id": None, "last_id": None, **ends}

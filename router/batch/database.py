@@ -1,7 +1,7 @@
-"""Tables, connections and transactions of the batch store. SQLite in WAL mode, or PostgreSQL.
+"""Tables, connections and transactions of the batch store: SQLite in WAL mode, or PostgreSQL.
 
-One process writes. Each takes the store over with a higher epoch, and every transaction that writes compares
-its own: what a former process that still runs wants to write is refused.
+One process writes. Each takes the store over with a higher epoch, which every writing transaction compares
+with its own: writes of a former process that still runs are refused.
 """
 
 from collections.abc import Callable, Iterator
@@ -161,7 +161,7 @@ _TAKING_OVER = 0x636F6E73  # PostgreSQL's number of our advisory lock
 
 
 class StoreTakenOver(Unavailable):
-    """Another batch process has the store now: this one has to end."""
+    """Another batch process has taken the store over, and this one has to end."""
 
 
 class Database:
@@ -187,7 +187,7 @@ class Database:
         self._epoch: int | None = None
 
     def take_over(self, clock: SteadyClock) -> None:
-        """From now on this process writes, and no former one; `clock` does not go back behind their times."""
+        """Make this process the only writer; `clock` does not go back behind the stored times."""
         with self._engine.connect().execution_options(**{_WRITES: True}) as connection, connection.begin():
             if not self._sqlite:
                 connection.exec_driver_sql(f"SELECT pg_advisory_xact_lock({_TAKING_OVER})")
@@ -202,7 +202,7 @@ class Database:
 
     @contextmanager
     def write(self, *, durable: bool = True) -> Iterator[Connection]:
-        """What is not durable by itself is with the next transaction that is; nothing waits for the disk."""
+        """Begin a writing transaction. One that is not durable reaches the disk with the next that is."""
         options = {_WRITES: True, _DURABLE: durable}
         writing = self._engine.connect().execution_options(**options)
         with self._writing, writing as connection, connection.begin():
@@ -223,7 +223,7 @@ class Database:
 
 
 def _prepare_tables(connection: Connection) -> None:
-    """Make them, or bring those of an earlier version up to this one."""
+    """Create the tables, or migrate those of an earlier version."""
     there = inspect(connection)
     version = VERSION  # of a new store
     if there.has_table(stores.name):

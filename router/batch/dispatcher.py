@@ -74,12 +74,12 @@ class Dispatcher:
         self._dry: dict[int, float] = {}
 
     def batches_changed(self) -> None:
-        """A batch was created or cancelled: look at once."""
+        """Look at once, because a batch was created or cancelled."""
         for event in (self._validate_wake, self._end_wake, self._wake):
             event.set()
 
     async def run(self) -> None:
-        """Until cancelled, or until another process takes the store over."""
+        """Run until cancelled, or until another process takes the store over."""
         try:
             async with asyncio.TaskGroup() as tasks:
                 tasks.create_task(self._results.run())
@@ -96,7 +96,7 @@ class Dispatcher:
         return self._settings.tick_s if busy else _IDLE_S
 
     async def _repeat(self, step: Callable[[], Awaitable[bool]], wake: asyncio.Event) -> None:
-        """`step` says whether there is more to do at once. A store that is away is waited for."""
+        """Repeat `step`, which returns whether there is more to do at once; wait for a store that is away."""
         while True:
             more = False
             try:
@@ -196,7 +196,7 @@ class Dispatcher:
                 self.flex.grant(job, *known[engine])
 
     def _line(self, request: ClaimedRequest) -> bytes | None:
-        """None where the files are away: the line must not stay leased."""
+        """Read a line's bytes; None if the files are away, so that the line is put back."""
         try:
             return self._blobs.part(request.input_file_id, request.offset, request.length)
         except OSError as error:

@@ -1,4 +1,4 @@
-"""Sends offline requests to engines, says what came of each, and makes that durable."""
+"""Sends offline requests to engines, judges how each try ended, and makes results durable."""
 
 import asyncio
 import logging
@@ -48,7 +48,7 @@ class Executor:
         groups: PrefixGroups,
         prompt_bytes_per_token: int,
     ) -> None:
-        """`tried` hears of every try's end, with the tokens it really took where they are known."""
+        """`tried` is called at every try's end, with the tokens that it really took if they are known."""
         self._pool = pool
         self._in_flight = in_flight
         self._results = results
@@ -68,14 +68,13 @@ class Executor:
         task.add_done_callback(lambda _: self._tasks.pop(key))
 
     def abort_closed(self, open_batches: set[int]) -> None:
-        """Take back what belongs to batches that accept no more results."""
+        """Cancel requests of batches that accept no more results."""
         for (batch, _), (task, _) in list(self._tasks.items()):
             if batch not in open_batches:
                 task.cancel()
 
     def abort_lost(self, engines: Engines) -> None:
-        """Requests at an engine that is gone, or will not run them for a while, are sent elsewhere without
-        waiting for their connections."""
+        """Cancel requests at engines that are gone or share their layers; they are sent elsewhere."""
         shares = {info.engine for info, state in engines if state is not None and state.shares_layers}
         for task, info in list(self._tasks.values()):
             if self._in_flight.lost(info):
@@ -118,7 +117,7 @@ class Executor:
         self._tried(request, tokens)
 
     async def _ask(self, request: ClaimedRequest, line: bytes, info: EngineInfo) -> UpstreamResponse:
-        """Raises BadRequest of a line that no engine is to see: it may be older than the checks of today."""
+        """Send a line; raises BadRequest for one that today's checks refuse, because it may be older."""
         body = orjson.loads(line)["body"]
         if ignored := check_fields(request.endpoint, body):
             self._ignored.record(request.owner, request.endpoint, ignored)
@@ -140,7 +139,7 @@ class Executor:
         return response
 
     def _own_body(self, owner: str, body: Mapping[str, Any]) -> dict[str, Any]:
-        """With what the fleet sets, as gateways do for turns."""
+        """Return the body with the fields that the fleet sets, as gateways do for turns."""
         return {**body, **self._groups.fields(owner, body)}
 
     def _conclude(
@@ -172,7 +171,7 @@ class Executor:
 
 
 def answered(request: ClaimedRequest, status: int, body: bytes) -> Result:
-    """An engine's answer: usage read, body kept as one line of JSON."""
+    """Return an engine's answer as a result: usage read, body kept as one line of JSON."""
     try:
         parsed = orjson.loads(body)
     except orjson.JSONDecodeError:
@@ -189,7 +188,7 @@ def _failed(request: ClaimedRequest, code: str, message: str) -> Result:
 
 
 def _usage(usage: Any) -> Usage:
-    """Both spellings: of chat completions and of responses."""
+    """Read token counts in the spelling of chat completions or of responses."""
     if not isinstance(usage, dict):
         return Usage()
 
@@ -208,7 +207,7 @@ def _usage(usage: Any) -> Usage:
 
 
 class ResultWriter:
-    """Makes the ends of tries durable, many at once: what arrives while one group commits forms the next."""
+    """Writer that makes the ends of tries durable; what arrives during one commit forms the next."""
 
     def __init__(
         self, store: Store, in_thread: Callable[[Callable[[], None]], Awaitable[None]], retry_s: float = 1.0
@@ -240,7 +239,7 @@ class ResultWriter:
                 await asyncio.sleep(self._retry_s)
 
     async def flush(self) -> None:
-        """Nothing is dropped before it is durable."""
+        """Write all collected results; none is dropped before it is durable."""
         results, put_backs = self._results[:], self._put_backs[:]
         await self._in_thread(lambda: self._write(results, put_backs))
         del self._results[: len(results)]

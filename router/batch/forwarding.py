@@ -1,4 +1,4 @@
-"""The gateway's side of the batch process: requests passed on to it, and how it knows whose they are.
+"""Client of the batch process in a gateway: passes requests on, with the name of their owner.
 
 The gateway authenticates. To the batch process it sends the caller's name space and, instead of the client's
 key, one that no client has. Of the client's own headers only those of
@@ -34,7 +34,7 @@ _ABSENT = "Batches and flex requests are not served at this moment; try again. O
 
 
 class BatchForwarding:
-    """Flex turns, which wait long, have the gateway's pool; files and batches one of their own."""
+    """Forwarding to the batch process. Flex turns use the gateway's pool; files and batches another."""
 
     def __init__(self, address: BatchAddress, pool: UpstreamPool) -> None:
         self._address = address
@@ -55,7 +55,7 @@ class BatchForwarding:
         await forward(self._short, self._endpoint, passed, responder, absent=_ABSENT)
 
     async def flex(self, turn: Turn, responder: Responder, observer: StreamObserver) -> None:
-        """A turn of service tier flex: answered by the batch process, once there is capacity for it."""
+        """Pass a flex turn on; the batch process answers once there is capacity."""
         request = UpstreamRequest(
             method="POST",
             target=turn.api.target,
@@ -80,7 +80,7 @@ def _limits(key: Key) -> RawHeaders:
 
 
 def caller_of(headers: Headers, key: str) -> str:
-    """The name space of whom a gateway speaks for; refuses who does not know the key of this process."""
+    """Return the owner for whom a gateway asks; refuses callers without this process's key."""
     given = headers.get(b"authorization") or b""
     caller = headers.text(_CALLER)
     if not hmac.compare_digest(given, b"Bearer " + key.encode()) or not caller:

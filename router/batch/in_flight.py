@@ -1,4 +1,4 @@
-"""Offline requests at the engines now, what a try's end means, and which engines rest after errors."""
+"""Offline requests at the engines, the meaning of a try's end, and engines that rest after errors."""
 
 from collections import Counter, OrderedDict
 from collections.abc import Callable, Sequence
@@ -56,7 +56,7 @@ class InFlight:
         IN_FLIGHT.labels(self._sent.pop(key).engine).dec()
 
     def engine_failed(self, engine: str) -> None:
-        """Failures of requests that were there together count as one: it already rests then."""
+        """Let an engine rest. Failures of requests that were there together count as one."""
         now = self._clock()
         if self._rest_until.get(engine, 0.0) <= now:
             self._failures[engine] += 1
@@ -66,7 +66,7 @@ class InFlight:
         self._failures.pop(engine, None)
 
     def lost(self, engine: EngineInfo) -> bool:
-        """A new epoch is proof; absence from the fleet view is, after some patience."""
+        """Return whether an engine is gone: it has a new epoch, or the fleet has missed it for long."""
         if self._epochs.get(engine.engine, engine.epoch) != engine.epoch:
             return True
         now = self._clock()
@@ -105,7 +105,7 @@ class InFlight:
 
 
 class Ending(StrEnum):
-    """How a try ended."""
+    """Reason why a try ended."""
 
     ANSWERED = "answered"
     BUSY = "busy"
@@ -118,19 +118,19 @@ class Ending(StrEnum):
 
     @property
     def counts(self) -> bool:
-        """As one of the request's tries."""
+        """Whether the try counts against the request's limit."""
         return self not in (Ending.BUSY, Ending.UNREACHABLE, Ending.SHARES_LAYERS)
 
 
 @dataclass(frozen=True, slots=True)
 class Verdict:
-    """What a try's end means for the request and for the engine it was at."""
+    """Meaning of a try's end for the request and for the engine it was at."""
 
     ending: Ending
     engine_rests: bool
 
     def final(self, tries: int, max_tries: int) -> bool:
-        """Whether it is the request's result, after `tries` that counted before this one."""
+        """Return whether this is the request's result, after `tries` that counted before."""
         last = self.ending.counts and tries + 1 >= max_tries
         return last or self.ending is Ending.ANSWERED
 
@@ -157,5 +157,5 @@ def judge_error(error: UpstreamError) -> Verdict:
 
 
 def back_off(failures: int, settings: DispatchSettings) -> float:
-    """Seconds to wait after so many failures in a row."""
+    """Return the seconds to wait after so many failures in a row."""
     return float(min(settings.backoff_max_s, settings.backoff_first_s * 2.0 ** min(failures - 1, 20)))

@@ -43,7 +43,7 @@ class BatchLifecycle:
         clock: Callable[[], float],
         keep_s: float | None = None,
     ) -> None:
-        """`keep_s`: how long files are kept; what is remembered of a batch stays for a window longer."""
+        """`keep_s`: how long files are kept. The record of a batch stays for a window longer."""
         self._store = store
         self._blobs = blobs
         self._validator = validator
@@ -77,7 +77,7 @@ class BatchLifecycle:
         return batch is not None
 
     def _sweep(self, now: float) -> None:
-        """What a former life, or a failed pass, has left: lines of ended batches, bytes of deleted files."""
+        """Remove what a former process or a failed pass left: lines of ended batches, deleted files."""
         for seq in self._store.batches.ended_with_lines():
             self._store.requests.clear(seq)
         while gone := self._store.files.unreferenced(now):
@@ -89,7 +89,7 @@ class BatchLifecycle:
             self._store.batches.forget(now - self._keep_s - MAX_WINDOW_S)
 
     def _finish(self, batch: Row[Any]) -> None:
-        """Safe to cut off and to repeat: files keep their names and appear with the last state."""
+        """Write the output files of a batch. A repeated call overwrites them under the same names."""
         output, error = _file_of(batch, "output"), _file_of(batch, "error")
         good = failed = 0
         with self._blobs.create(output) as good_lines, self._blobs.create(error) as failed_lines:
@@ -122,12 +122,12 @@ class BatchLifecycle:
 
 
 def _file_of(batch: Row[Any], kind: str) -> str:
-    """Derived from the batch, so that a second try overwrites the first; not guessable without its id."""
+    """Return a file id derived from the batch's id, so that a second try overwrites the first."""
     return f"file-{hashlib.sha256(f'{batch.id}/{kind}'.encode()).hexdigest()[:32]}"
 
 
 def result_line(outcome: LineOutcome, ended: BatchStatus) -> bytes:
-    """One line of an output or error file. The answer's body, kept as JSON, is spliced in as it is."""
+    """Return one line of an output or error file, with the answer's JSON spliced in as it is."""
     if outcome.status is None or outcome.status == 0:
         code, message = _UNDONE[ended]
         error = orjson.dumps({"code": code, "message": message}) if outcome.body is None else outcome.body

@@ -38,7 +38,7 @@ class RequestState(StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class FileRecord:
-    """A file as it is added; read, it is a row of `database.files`."""
+    """File to be added; stored files are rows of `database.files`."""
 
     id: str
     owner: str
@@ -59,7 +59,7 @@ class Usage:
 
 @dataclass(frozen=True, slots=True)
 class BatchError:
-    """Why a batch failed: one bad line, or the file as a whole (line None)."""
+    """Reason why a batch failed: one bad line, or the file as a whole (line None)."""
 
     code: str
     message: str
@@ -69,7 +69,7 @@ class BatchError:
 
 @dataclass(frozen=True, slots=True)
 class NewBatch:
-    """What the caller asked for, checked; then it is a row of `database.batches`."""
+    """Checked request for a batch, before it becomes a row of `database.batches`."""
 
     input_file_id: str
     endpoint: str
@@ -81,7 +81,7 @@ class NewBatch:
 
 @dataclass(frozen=True, slots=True)
 class NewRequest:
-    """A line that passed validation: where its bytes are and what the dispatcher must know of it."""
+    """Validated line: where its bytes are, and what the dispatcher needs to know."""
 
     line: int
     custom_id: str
@@ -93,7 +93,7 @@ class NewRequest:
 
 @dataclass(frozen=True, slots=True)
 class ClaimedRequest:
-    """A line that is leased: at an engine, or on its way there."""
+    """Leased line, which is at an engine or on its way there."""
 
     batch: int  # the batch's seq
     line: int
@@ -110,7 +110,7 @@ class ClaimedRequest:
 
 @dataclass(frozen=True, slots=True)
 class Result:
-    """What came of a line: an HTTP answer, or an error of our own (status 0)."""
+    """Result of a line: an HTTP answer, or an error of our own (status 0)."""
 
     batch: int
     line: int
@@ -126,7 +126,7 @@ class Result:
 
 @dataclass(frozen=True, slots=True)
 class Backlog:
-    """What one batch still has to do."""
+    """Work that one batch still has to do."""
 
     batch: int
     owner: str
@@ -145,7 +145,7 @@ _NOT_OFFLINE = frozenset({"service_tier", "session_id"}) | HINT_FIELDS
 
 @dataclass(frozen=True, slots=True)
 class OfflineRequest:
-    """What the dispatcher needs of a body that was read."""
+    """Parsed offline request, as the dispatcher needs it."""
 
     prefix: str
     est_tokens: int
@@ -165,13 +165,13 @@ class OfflineBodyParser:
 
 
 def offline_body(body: Mapping[str, Any]) -> bytes:
-    """As it goes to an engine: marked as offline."""
+    """Return the body as it goes to an engine, marked as offline."""
     marked = {name: value for name, value in body.items() if name not in _NOT_OFFLINE}
     return orjson.dumps({**marked, "priority": OFFLINE_PRIORITY})
 
 
 def estimated_tokens(size: int, body: Mapping[str, Any]) -> int:
-    """Of a request of `size` bytes, its answer included."""
+    """Estimate the tokens of a request of `size` bytes and of its answer."""
     for name in ("max_completion_tokens", "max_output_tokens", "max_tokens"):
         if isinstance(body.get(name), int | float):  # a whole one: router/requests/fields.py
             return size // BYTES_PER_TOKEN + int(body[name]) * int(body.get("n") or 1) * count_prompts(body)
@@ -207,7 +207,7 @@ def _leading_text(body: Mapping[str, object], enough: int) -> str:
 
 
 def _pieces(body: Mapping[str, object]) -> Iterator[str]:
-    """The parts of a request in the order in which chat templates put them before the model."""
+    """Yield the text parts of a request in the order in which chat templates render them."""
     yield str(body.get("model"))
     if body.get("tools"):
         yield orjson.dumps(body["tools"]).decode()

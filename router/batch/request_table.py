@@ -1,4 +1,4 @@
-"""The lines of the batches and their results.
+"""Lines of the batches and their results.
 
 A line is pending (and in the queue), leased (in flight) or done. The first result of a line is the result:
 later ones are not taken.
@@ -19,7 +19,7 @@ _LINES_A_WRITE = 2_000
 
 @dataclass(frozen=True, slots=True)
 class LineOutcome:
-    """A line at the end of its batch; status None where it has no result."""
+    """Line at the end of its batch; its status is None if it has no result."""
 
     line: int
     custom_id: str
@@ -30,7 +30,7 @@ class LineOutcome:
 
 @dataclass(frozen=True, slots=True)
 class PutBack:
-    """A line whose try brought no result."""
+    """Line whose try brought no result, to be put back into the queue."""
 
     batch: int
     line: int
@@ -43,11 +43,11 @@ class RequestTable:
         self._database = database
 
     def load(self, batch: int, lines: Sequence[NewRequest]) -> bool:
-        """Add lines of a batch under validation, durable when it begins; False when it no longer is."""
+        """Add lines of a batch under validation; False if it no longer is. Durable when the batch begins."""
         return self._insert(batch, requests, [{"batch": batch, **asdict(line)} for line in lines])
 
     def enqueue(self, batch: int) -> bool:
-        """All lines loaded, those with a common prefix next to one another; False as above."""
+        """Queue all loaded lines, ordered by prefix; False if the batch is no longer under validation."""
         lines = select(requests.c.batch, requests.c.prefix, requests.c.line).where(requests.c.batch == batch)
         in_order = lines.order_by(requests.c.prefix, requests.c.line)
         with self._database.read() as reading:
@@ -65,7 +65,7 @@ class RequestTable:
             return True
 
     def clear(self, batch: int, lines: int = 20_000) -> None:
-        """Forget the lines and results of a batch, some at a time so that other writers get their turn."""
+        """Forget the lines and results of a batch, in steps between which others can write."""
         with self._database.write(durable=False) as connection:
             connection.execute(delete(queue).where(queue.c.batch == batch))
         for table in (results, requests):
@@ -77,7 +77,7 @@ class RequestTable:
                     deleted = connection.execute(statement).rowcount
 
     def requeue(self) -> int:
-        """Lines in flight of a process that is gone are pending again."""
+        """Make the leased lines of a former process pending again; returns how many."""
         is_leased = requests.c.state == LEASED
         leased = select(requests.c.batch, requests.c.prefix, requests.c.line).where(is_leased)
         pending = update(requests).where(is_leased).values(state=RequestState.PENDING)
@@ -86,7 +86,7 @@ class RequestTable:
             return connection.execute(pending).rowcount
 
     def backlog(self) -> list[Backlog]:
-        """One entry for each batch that takes results. Counts only leased lines, of which there are few."""
+        """Return an entry for each batch that takes results; only leased lines are counted, which are few."""
         leased = (
             select(requests.c.batch, func.count().label("leased"))
             .where(requests.c.state == LEASED)
@@ -118,7 +118,7 @@ class RequestTable:
             ]
 
     def claim(self, wanted: Mapping[int, int], now: float) -> list[ClaimedRequest]:
-        """Lease up to so many pending lines of each batch, those with a common prefix next to one another."""
+        """Lease up to so many pending lines of each batch, ordered by prefix."""
         claimed: list[ClaimedRequest] = []
         with self._database.write() as connection:
             for batch, count in wanted.items():
@@ -126,7 +126,7 @@ class RequestTable:
         return claimed
 
     def record(self, arrived: Sequence[Result]) -> set[tuple[int, int]]:
-        """Make results durable; returns the lines whose result this is."""
+        """Make results durable; returns the lines that had none before."""
         accepted: set[tuple[int, int]] = set()
         by_batch: dict[int, list[Result]] = {}
         for result in arrived:
@@ -137,7 +137,7 @@ class RequestTable:
         return accepted
 
     def put_back(self, lines: Iterable[PutBack]) -> None:
-        """Only what is still leased: a batch may have been closed and forgotten meanwhile."""
+        """Put lines back that are still leased: a batch may have been forgotten meanwhile."""
         with self._database.write() as connection:
             for line in lines:
                 this = and_(requests.c.batch == line.batch, requests.c.line == line.line)
@@ -150,7 +150,7 @@ class RequestTable:
                     connection.execute(insert(queue).values(**at, not_before=line.not_before))
 
     def outcomes(self, batch: int) -> Iterator[LineOutcome]:
-        """Every line in the order of the input file, a page at a time: results can be larger than memory."""
+        """Yield every line in the order of the input file, read in pages because results can be large."""
         after = -1
         result_of = and_(results.c.batch == requests.c.batch, results.c.line == requests.c.line)
         found = (results.c.status, results.c.body, results.c.request_id)

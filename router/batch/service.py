@@ -1,4 +1,4 @@
-"""The batch process, put together: `python -m router.batch --config FILE.json`."""
+"""The batch process: `python -m router.batch --config FILE.json`."""
 
 import argparse
 import asyncio
@@ -78,7 +78,7 @@ class BatchService:
         return await self._server.start(self.config.host, self.config.port)
 
     async def run_until_signal(self) -> bool:
-        """False when the dispatcher ended first: another process has the store, or by a fault."""
+        """Serve until a signal; False if the dispatcher ended first (store taken over, or a fault)."""
         assert self._running is not None
         serving = asyncio.create_task(self._server.run_until_signal(_DRAIN_S))
         await asyncio.wait({serving, self._running}, return_when=asyncio.FIRST_COMPLETED)
@@ -111,7 +111,7 @@ class BatchService:
         return caller_of(Headers(list(request.headers.raw)), self.config.key)
 
     async def _serve_flex(self, api: Api, request: Request, responder: Responder) -> None:
-        """A client that leaves while its turn waits gives its place up."""
+        """Relay a flex turn. A client that leaves while it waits gives its place up."""
         if api is Api.MESSAGES:
             responder.error_shape = ANTHROPIC
         space = caller_of(request.headers, self.config.key)
@@ -152,14 +152,14 @@ class BatchService:
 
 
 def engines_of(directory: DirectoryClient) -> Engines:
-    """Those that serve now, as the directory last pushed them."""
+    """Return the serving engines and their states, as the directory last pushed them."""
     loads = [(info, directory.engines.load(info.engine)) for info in directory.engines.infos()]
     known = [(info, load.state) for info, load in loads if not load.suspect]
     return [(info, state if state.seq else None) for info, state in known]  # 0: it has not reported yet
 
 
 async def serve(config: BatchConfig) -> bool:
-    """Until SIGTERM or SIGINT, or a failure. The directory may come later: until then lines wait."""
+    """Serve until SIGTERM, SIGINT or a failure. Lines wait until the directory is there."""
     directory = DirectoryClient(config.directory, BATCH, secret=config.secret)
     service = BatchService(config, lambda: engines_of(directory))
     try:
@@ -173,7 +173,7 @@ async def serve(config: BatchConfig) -> bool:
 
 
 def _yield_the_processor() -> None:
-    """Where Linux shares it among sessions, ours counts and not the process."""
+    """Lower the priority of this process, and of its session where Linux shares by session."""
     os.nice(_NICENESS)
     with suppress(OSError):
         Path("/proc/self/autogroup").write_text(str(_NICENESS))

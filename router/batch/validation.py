@@ -116,7 +116,7 @@ class Validator:
 
 @dataclass(slots=True)
 class _Seen:
-    """What the lines so far have in common. Ids are kept as 128-bit digests: a million take about 100 MB."""
+    """Facts about all lines so far. Ids are kept as 128-bit digests: a million take about 100 MB."""
 
     ids: set[int] = field(default_factory=set)
     model: str | None = None

@@ -1,5 +1,7 @@
-"""What a gateway knows without asking: bindings and prompts of conversations it serves, and the engines as
-the directory pushed them. Enough to serve later turns while the directory is away."""
+"""Cache of a gateway: bindings and prompts of the conversations it serves, and the engines as pushed to it.
+
+It is enough to serve later turns while the directory is away.
+"""
 
 import asyncio
 from collections import OrderedDict
@@ -25,7 +27,7 @@ _KV_KINDS = {  # label of the metric: field of the state
 
 @dataclass(frozen=True, slots=True)
 class Asked:
-    """What is remembered of a conversation's newest request and its answer, to hold the next one against."""
+    """Facts about a conversation's newest request and answer, with which the next one is compared."""
 
     end: bytes  # where its prompt ended
     messages: int
@@ -122,7 +124,7 @@ class EngineList:
 
     @property
     def max_context(self) -> int:
-        """Of the largest engine; 0 while none is known."""
+        """Largest context of any engine; 0 while none is known."""
         return max((record.info.max_context for record in self._records.values()), default=0)
 
     def load(self, engine: str) -> EngineRecord:

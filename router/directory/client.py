@@ -1,5 +1,7 @@
-"""A gateway's side of the directory: asks once a conversation, reports in batches, and keeps what it needs
-to serve later turns while the directory is away."""
+"""Client of the directory in a gateway.
+
+It asks once a conversation, reports in batches, and keeps what later turns need while the directory is away.
+"""
 
 import asyncio
 import itertools
@@ -74,7 +76,7 @@ class DirectoryClient:
         self._tasks: list[asyncio.Task[None]] = []
 
     async def start(self, metrics_page: str = "") -> None:
-        """`metrics_page`: host:port of this process's own, for who looks for all of them."""
+        """Connect. `metrics_page`: host:port of this process's own page, which the directory lists."""
         self._tasks = [
             asyncio.create_task(self._watch_forever(metrics_page)),
             asyncio.create_task(self._places.run()),
@@ -95,12 +97,12 @@ class DirectoryClient:
         return known
 
     def leaving(self, known: Known) -> bool:
-        """Its decoder is draining: the next turn may go elsewhere."""
+        """Return whether the decoder is draining, so that the next turn may go elsewhere."""
         state = self.engines.state(known.engine)
         return state is not None and state.draining
 
     async def place(self, ask: Ask) -> tuple[Placed | Refusal, Known | None]:
-        """Where a turn goes; its turn counts as begun. Cancelling gives the place back."""
+        """Ask where a turn goes; the turn counts as begun. Cancelling gives the place back."""
         ask = replace(ask, gateway=self.gateway, alone=self.cache.alone(ask.key))
         outcome = await self._place(ask)
         if isinstance(outcome, Refusal):
@@ -116,8 +118,10 @@ class DirectoryClient:
         return outcome, known
 
     async def find(self, chain: Chain, name: str = "") -> tuple[KnownNode | None, Callable[[str], bool]]:
-        """The longest known prefix of a prompt, and which of its conversations have a turn in flight. `name`:
-        how the id of its own begins, if it is there."""
+        """Return the longest known prefix of a prompt, and which of its conversations have a turn in flight.
+
+        `name`: how the id of the prompt's own conversation begins, if it is known here.
+        """
         found = self.cache.nodes.find(chain, name)
         if found is not None:
             return found, self.cache.running
@@ -135,23 +139,26 @@ class DirectoryClient:
 
     @property
     def unreported(self) -> int:
-        """Activities that the directory has not been told of yet."""
+        """Number of activities that are not reported to the directory yet."""
         return len(self._reports)
 
     def next_turn(self) -> int:
-        """A number by which the directory knows a turn of this gateway from its others."""
+        """Return a number that tells a turn of this gateway from its others."""
         return next(self._turns)
 
     def turn_began(self, known: Known, turn: int, end: End) -> None:
-        """A turn that needs no place; one that was placed has begun by that."""
+        """Report the begin of a turn that needs no place; a placed turn has begun already."""
         self.cache.touch(known)
         self._reports.add(Activity(known.key, turn, began=end))
 
     def prefill_done(
         self, key: str, tokens: int = 0, lost: EngineInfo | None = None, cached: int | None = None
     ) -> None:
-        """`tokens`: that the prefiller counted, if it computed them, and had `cached` of, if it says so;
-        `lost`: it could not be reached."""
+        """Report the end of a prefill.
+
+        `tokens` and `cached`: what the prefiller counted and had, if it computed the prompt and says so.
+        `lost`: the prefiller, if it could not be reached.
+        """
         epoch = (lost.engine, lost.epoch) if lost else None
         self._reports.add(Activity(key, prefilled=m.PrefillDone(epoch, tokens, cached)))
 
@@ -159,7 +166,7 @@ class DirectoryClient:
         self._reports.add(Activity(key, first_token=True))
 
     def abandon(self, key: str, turn: int) -> None:
-        """Whoever asked for a place has left. The answer may have been on its way: its turn will not run."""
+        """Report that the asker has left: the turn will not run, even if an answer was on its way."""
         self._reports.add(Activity(key, turn, ended=m.TurnEnded()))
 
     def turn_ended(
@@ -187,13 +194,13 @@ class DirectoryClient:
         self._reports.add(Activity(known.key, turn, ended=ended))
 
     async def end(self, key: str, cause: str) -> bool:
-        """False when the directory does not know it; raises DirectoryUnavailable."""
+        """End a conversation; False if the directory does not know it. Raises DirectoryUnavailable."""
         known = await self._ask(m.END, m.EndRequest(key, cause))
         self.cache.drop(key)
         return known
 
     async def tell_spent(self, spent: tuple[m.Spent, ...]) -> bool:
-        """Whether the directory has it, for the other gateways."""
+        """Report spent budgets for the other gateways; False if the directory did not take them."""
         try:
             await self._stub.ask(m.SPEND, m.SpentRequest(self.gateway, spent), _REPORT_TIMEOUT_S)
         except (grpc.aio.AioRpcError, BadReply):
@@ -223,8 +230,10 @@ class DirectoryClient:
             raise _unavailable(wrong) from wrong
 
     async def _place(self, ask: Ask) -> Placed | Refusal:
-        """Tries again while a directory restarts: a placement made meanwhile is found, not doubled. A
-        directory that cannot write says so at once, and is not asked again."""
+        """Ask again while a directory restarts: a placement made meanwhile is found, not doubled.
+
+        A directory that cannot write answers at once and is not asked again.
+        """
         until = self._clock() + ask.wait_s + _PLACE_GRACE_S
         while True:
             left = until - self._clock()
@@ -261,7 +270,7 @@ class DirectoryClient:
         return _found(chain.links[at], chain.sizes[at], reply)
 
     def _unknown(self, key: str) -> None:
-        """The directory has ended it (or lost it with its disk): the next turn places it again."""
+        """Forget a conversation that the directory does not know: the next turn places it again."""
         metrics.FALLBACKS.labels("stale_binding").inc()
         self.cache.drop(key)
 
@@ -309,7 +318,7 @@ class PlaceCalls:
         self._calls: set[asyncio.Task[None]] = set()
 
     async def ask(self, ask: Ask, timeout_s: float) -> Placed | Refusal:
-        """Raises grpc's error or TimeoutError. Who gives up on it reports its turn as ended."""
+        """Ask for one place; raises grpc's error or TimeoutError. On both the caller calls `abandon`."""
         waiting = _Waiting(ask, timeout_s)
         self._pending.append(waiting)
         self._some.set()
@@ -317,7 +326,7 @@ class PlaceCalls:
             return await waiting.outcome
 
     async def run(self) -> None:
-        """The first after a pause is asked at once; what comes while it is, in the next call."""
+        """Send the first ask after a pause at once, and those that come meanwhile in the next call."""
         try:
             while True:
                 await self._some.wait()
@@ -353,7 +362,7 @@ class PlaceCalls:
 
 
 class ActivityReports:
-    """What happened to turns, sent in order, many at a time, off the request's path."""
+    """Reports of what happened to turns: sent in order, many at a time, off the request's path."""
 
     def __init__(self, stub: Stub, gateway: str, on_unknown: Callable[[str], None]) -> None:
         self._stub, self._gateway, self._on_unknown = stub, gateway, on_unknown

@@ -1,5 +1,4 @@
-"""Records of conversations: what the directory knows of each live one, apart from where it is bound, and a
-timeline of what each did lately."""
+"""Records of live conversations, without their bindings, and a timeline of what each did lately."""
 
 from collections import OrderedDict, deque
 from collections.abc import Iterator
@@ -20,7 +19,7 @@ ENDED_REMEMBERED = 4096
 
 @dataclass(slots=True)
 class PlacedTurn:
-    """A turn under way that was placed, and what its decoder lacked of its prompt."""
+    """Running turn that was placed, and how many of its tokens its decoder lacked."""
 
     note: dict[str, Any]  # of its placement
     tokens: int
@@ -48,11 +47,11 @@ class ConversationRecord:
 
     @property
     def context_tokens(self) -> int:
-        """What its decoder holds after its newest finished turn."""
+        """Tokens that the decoder holds after the newest finished turn."""
         return self.prompt_tokens + self.completion_tokens
 
     def described(self, binding: Binding | None) -> dict[str, Any]:
-        """As the API shows it."""
+        """Return the conversation as the API shows it."""
         return {
             "key": self.key,
             "state": self._state(binding),
@@ -122,8 +121,11 @@ class ConversationRecords:
         return conversation
 
     def park(self, key: str, engine: str) -> bool:
-        """False for one that is not known, or that has a turn: an engine that parks at once may say so before
-        its gateway says that the turn has ended. It is parked then."""
+        """Mark a conversation as parked; False if it is unknown or has a running turn.
+
+        An engine that parks at once may report before the gateway reports the turn's end. The conversation is
+        then parked at that end.
+        """
         conversation = self._live.get(key)
         if conversation is None:
             return False
@@ -135,7 +137,7 @@ class ConversationRecords:
         return True
 
     def unpark(self, key: str, engine: str) -> bool:
-        """It left the full host of the engine that parked it: what the accelerator has not, is gone."""
+        """Mark a conversation as parked no more: the full host memory of its engine dropped its KV."""
         if (conversation := self._live.get(key)) is not None and conversation.parks_on == engine:
             conversation.parks_on = ""
         if self._parked.get(key) != engine:
@@ -165,7 +167,7 @@ class ConversationRecords:
             self._running.setdefault(gateway, set()).add(conversation.key)
 
     def turn_ended(self, conversation: ConversationRecord | None, gateway: str, turn: int) -> None:
-        """An end may be heard of before its beginning: calls overtake each other."""
+        """Note the end of a turn, which may arrive before its beginning: calls overtake each other."""
         if conversation is not None:
             conversation.placed.pop((gateway, turn), None)
         here = conversation.running.get(gateway) if conversation is not None else None
@@ -186,7 +188,7 @@ class ConversationRecords:
         return (gateway, turn) in self._over
 
     def gateway_gone(self, gateway: str) -> list[ConversationRecord]:
-        """Its turns run no more; returns the conversations that had one there."""
+        """End all turns of a gateway; returns the conversations that had one there."""
         had = [self._live[key] for key in self._running.pop(gateway, ())]
         for conversation in had:
             conversation.running.pop(gateway, None)
@@ -195,7 +197,7 @@ class ConversationRecords:
         return had
 
     def let_live(self, conversation: ConversationRecord, ttl_s: float) -> None:
-        """So long without a turn, in place of the fleet's time."""
+        """Let a conversation live for `ttl_s` without a turn, in place of the fleet's default."""
         conversation.ttl_s = ttl_s
         self._look_at(conversation.key, conversation.used_at + ttl_s)
 
@@ -205,7 +207,7 @@ class ConversationRecords:
             heappush(self._dues, (due, key))
 
     def silent(self, now: float, ttl_s: float) -> list[ConversationRecord]:
-        """Without a turn for their time, and without a running one: those move to the end."""
+        """Return conversations without a turn for their time to live, and without a running one."""
         unused = list(takewhile(lambda one: one.used_at <= now - ttl_s, self._live.values()))
         for conversation in unused:
             if conversation.running or conversation.ttl_s:
@@ -235,11 +237,11 @@ class ConversationRecords:
         return self._ended.get(key)
 
     def running_tokens(self) -> int:
-        """Of conversations with a turn under way, as of their newest finished one."""
+        """Sum of the context tokens of conversations that have a running turn."""
         return sum(one.context_tokens for one in self._live.values() if one.running)
 
     def page(self, prefix: str, after: str | None, limit: int) -> list[ConversationRecord]:
-        """Those of one name space, oldest use first; `after` is the last key of the page before."""
+        """Return conversations of one name space, oldest use first, after the key `after`."""
         keys = iter([key for key in self._live if key.startswith(prefix)])
         if after is not None:
             next((key for key in keys if key == after), None)
@@ -268,7 +270,7 @@ class ConversationTimeline:
 
 
 class Timeline:
-    """What each conversation did when, for a person to look at.
+    """Timeline of what each conversation did when, for a person to look at.
 
     Bounded twice: the conversations kept are those with the latest events, each with its latest spans.
     Nothing here is needed to serve; it is fed by events in passing and read by the page once a second.
@@ -299,7 +301,7 @@ class Timeline:
             self._begin(one, SpanKind.TOOL if tool_call else SpanKind.IDLE, now)
 
     def parked(self, key: str, now: float) -> None:
-        """Unless its next turn has begun meanwhile."""
+        """Note that a conversation is parked, unless its next turn has begun meanwhile."""
         one = self._conversations.get(key)
         if one is not None and one.spans and one.spans[-1][0] in (SpanKind.TOOL, SpanKind.IDLE):
             self._begin(one, SpanKind.PARKED, now)
@@ -315,7 +317,7 @@ class Timeline:
             self._begin(one, SpanKind.IDLE, now)
 
     def newest_first(self, since: float) -> Iterator[dict[str, Any]]:
-        """Conversations with an event or a running span after `since`; spans as [kind, begin]."""
+        """Yield conversations with an event or a running span after `since`; spans as [kind, begin]."""
         for one in reversed(self._conversations.values()):
             if one.ended is not None and one.spans and one.spans[-1][1] < since:
                 continue

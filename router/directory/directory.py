@@ -1,4 +1,4 @@
-"""The directory as a process part: the table, its journal, its clock, and what leaves it."""
+"""Runs the binding table: clock ticks, journal writes, pushes to gateways, releases on engines."""
 
 import asyncio
 import logging
@@ -47,7 +47,7 @@ class DirectorySettings:
 
 
 class Directory:
-    """What `deploy` tells of engines and gateways ask; it speaks to neither by itself (`server.py`)."""
+    """Directory without its network: `deploy` reports engines to it, `server.py` calls it for gateways."""
 
     def __init__(
         self,
@@ -86,7 +86,7 @@ class Directory:
         self._started_at = 0.0
 
     def replay(self) -> None:
-        """Make the table of the journal again; before anything else."""
+        """Rebuild the table from the journal, before anything else."""
         newest = self.table.replay(self._journal.read())
         if isinstance(self.clock, SteadyClock):
             self.clock.not_before(newest)
@@ -97,7 +97,7 @@ class Directory:
         log.info("journal replayed conversations=%d engines=%d", *counts)
 
     def begin(self) -> None:
-        """Time passes from here on."""
+        """Start the clock ticks and the capacity watcher."""
         self._spawn(self._tick_forever())
         self._spawn(self.capacity.run())
         if self._dropper is not None:
@@ -111,10 +111,10 @@ class Directory:
         await asyncio.gather(*self._tasks, return_exceptions=True)
         await self._journal.close()
 
-    # Told by deploy
+    # Called by deploy
 
     def engine_up(self, info: EngineInfo) -> None:
-        """A new engine, or a new epoch of one; said again after its keeper or the directory restarted."""
+        """Take in a new engine or epoch; repeated after its keeper or the directory restarted."""
         if self.table.engine_up(info):
             self.table.conversations.engine_gone(info.engine)  # what its last epoch held
             log.info("engine up engine=%s role=%s epoch=%d", info.engine, info.role, info.epoch)
@@ -138,7 +138,7 @@ class Directory:
         return taken
 
     def engine_down(self, engine: str) -> None:
-        """Its epoch is over and its KV gone. Not for a keeper that is merely out of reach."""
+        """End an engine's epoch: its KV is gone. Not for a keeper that is merely out of reach."""
         self.table.conversations.engine_gone(engine)
         self.table.engine_down(engine)
         log.warning("engine down engine=%s", engine)
@@ -147,14 +147,14 @@ class Directory:
     # Called by the service
 
     def check_journal(self) -> None:
-        """JournalError where what would be placed could not be written for a while."""
+        """Raise JournalError if a new placement could not be written soon."""
         self._journal.check_capacity()
 
     async def durable(self) -> None:
         await self._journal.durable()
 
     def changed(self) -> None:
-        """Let out what the table's last calls produced."""
+        """Send what the last calls of the table produced to journal, engines and gateways."""
         effects = self.table.effects()
         for row in effects.rows:
             try:
@@ -199,12 +199,12 @@ class Directory:
             return "failed"
 
     def serve_soon(self) -> None:
-        """Many reports come together: look at the queue once for all of them."""
+        """Serve the queue in 5 ms, once for the many reports that come together."""
         if self._serve_timer is None:
             self._serve_timer = asyncio.get_running_loop().call_later(0.005, self._serve)
 
     def engines(self) -> tuple[EngineRecord, ...]:
-        """As gateways are told of them."""
+        """Return the engines as gateways are told of them."""
         table = self.table
         return tuple(
             replace(
@@ -217,12 +217,14 @@ class Directory:
         )
 
     def running(self, key: str) -> bool:
-        """Has it a turn that an equal request would be another of? Not at a gateway that is out of reach: if
-        it died, its client asks again at once, and must find its conversation."""
+        """Return whether a conversation has a running turn at a gateway that is connected.
+
+        The client of a gateway that died asks again at once, and must find its conversation.
+        """
         return any(gateway in self.gateways for gateway in self.table.running_at(key))
 
     def gateway_came(self, gateway: str) -> None:
-        """The process that had its name before has ended, even if its stream still seems open."""
+        """Take earlier processes of this gateway's name for ended, even if a stream still seems open."""
         for earlier in self.gateways.supersede(gateway):
             log.info("gateway superseded gateway=%s by=%s", earlier, gateway)
             self.gateway_left(earlier)

@@ -1,9 +1,8 @@
-"""Dropping: tells groups of decoders to share their layers under overload, and to have them again after it.
+"""Commands groups of decoders to share their layers under overload, and to restore them after it.
 
-What is told is decided in placement/overload/signal.py, from what engines report. An engine that does not
-hear it, or refuses, changes nothing by itself: the others wait for it, and go on with their whole models.
-Changes take as long as engines do, up to two minutes; rounds go on meanwhile, and
-leave engines that are changing alone.
+`placement/overload/` decides, from what engines report. An engine that does not get its command, or refuses
+it, changes nothing: the others wait for it, and go on with their whole models. A change takes up to two
+minutes; rounds go on meanwhile and leave changing engines alone.
 """
 
 import asyncio
@@ -24,12 +23,12 @@ from router.directory.messages import EngineRecord
 log = logging.getLogger("conserve.router.directory.dropping")
 
 _TELL_S = 5.0
-# Until all say that it has happened: steps, exchange and limits of the engines.
+# Limits until all engines report the change: their steps, exchange and own limits.
 CHANGE_S = {"drop": 45.0, "restore": 120.0}
 _LOOK_S = 0.1
 _EVERY_S = 1.0
-SILENT_S = 30.0  # that an engine which is not heard may be in a group that seems to lack one
-UNWILLING_S = 60.0  # that engines which failed at it, or whose group was lost, are left alone
+SILENT_S = 30.0  # as long as this a silent engine may belong to a group that seems to lack one
+UNWILLING_S = 60.0  # engines that failed, or whose group was lost, are left alone for this long
 
 
 def _is_heard(record: EngineRecord) -> bool:
@@ -37,7 +36,7 @@ def _is_heard(record: EngineRecord) -> bool:
 
 
 class DropCommands(Protocol):
-    """To engines, by way of their keepers."""
+    """Commands to engines, sent by way of their keepers."""
 
     async def drop(self, info: EngineInfo, epoch: int, members: tuple[str, ...], part: int) -> None: ...
 
@@ -63,21 +62,21 @@ class Dropper:
         self._said = ""
 
     async def run(self, state: Callable[[], OverloadState]) -> None:
-        """Until cancelled."""
+        """Look once a second, until cancelled."""
         try:
             while True:
                 await asyncio.sleep(_EVERY_S)
                 try:
                     self.look(state())
                 except Exception:  # groups are restored by a later round, or never
-                    if self._is_to_be_said():
+                    if self._is_to_be_logged():
                         log.exception("a round of dropping failed times=%d", self._failed)
         finally:
             for change in self._changes:
                 change.cancel()
 
     def look(self, state: OverloadState) -> None:
-        """One round: what is to change begins to."""
+        """Run one round: begin the changes that are due."""
         now = self._clock()
         self._note_lost(now)
         self._unwilling = {name: until for name, until in self._unwilling.items() if until > now}
@@ -93,7 +92,7 @@ class Dropper:
             self._begin("restore", engines)
 
     def _note_lost(self, now: float) -> None:
-        """Groups that ended by themselves: what ended them may end the next, which costs all KV again."""
+        """Leave engines of groups that ended by themselves alone: the next group may end as well."""
         for engine, epoch in [*self._sharing_in.items()]:
             if engine in self._changing or self._epoch_of(engine) == epoch:
                 continue
@@ -105,7 +104,7 @@ class Dropper:
                 )
 
     async def settled(self) -> None:
-        """When all that was told has happened, or its limit is over."""
+        """Wait until all begun changes are over."""
         while self._changes:
             await asyncio.wait(self._changes)
 
@@ -119,14 +118,14 @@ class Dropper:
         try:
             await (self._drop if what == "drop" else self._restore)(engines)
         except Exception:  # what they report says what is to be done in a later round
-            if self._is_to_be_said():
+            if self._is_to_be_logged():
                 log.exception("change=%s engines=%s failed times=%d", what, ",".join(engines), self._failed)
         finally:
             for engine in engines:
                 del self._changing[engine]
 
-    def _is_to_be_said(self) -> bool:
-        """Of what failed: the 1st, 2nd, 4th, ... time; it may fail every second."""
+    def _is_to_be_logged(self) -> bool:
+        """Count a failure; True for the 1st, 2nd, 4th, ... one, because it may fail every second."""
         metrics.OVERLOAD_ROUNDS_FAILED.inc()
         self._failed += 1
         return self._failed.bit_count() == 1
@@ -142,13 +141,13 @@ class Dropper:
         return found
 
     def _not_heard(self, now: float) -> dict[str, float]:
-        """Decoders of which nobody knows what they share: suspects, and all of them after a restart."""
+        """Return since when each decoder is silent: suspects, and all of them after a restart."""
         missing = (r.info for r in self._records() if r.info.role is not Role.PREFILL and not _is_heard(r))
         self._silent = {info.engine: self._silent.get(info.engine, now) for info in missing}
         return self._silent
 
     def _say(self, orders: SplitOrders) -> None:
-        """Why nothing gives way although it is lacking; once."""
+        """Log once why no group is formed although KV is lacking."""
         why = orders.why_no_more.value if orders.why_no_more else ""
         if why and why != self._said:
             log.warning("nothing is dropped reason=%s", why)
@@ -177,7 +176,7 @@ class Dropper:
     async def _change(
         self, what: str, engines: tuple[str, ...], tells: Sequence[Awaitable[None]], epoch: int
     ) -> None:
-        """Until all of them say that they are in this epoch."""
+        """Send the commands, and wait until all engines report this epoch."""
         began = self._clock()
         outcome = "refused"
         try:
@@ -205,12 +204,12 @@ class Dropper:
         return False
 
     def _told(self) -> Iterator[int]:
-        """Epochs that engines know, also by a former directory."""
+        """Yield the epochs that engines know, also from a former directory."""
         splits = (record.state.split for record in self._records())
         return (split.newest for split in splits if split is not None)
 
     def _epoch_of(self, engine: str) -> int:
-        """An engine that is gone shares nothing."""
+        """Return the epoch of an engine's group; 0 for one that is gone or shares nothing."""
         record = self._known(engine)
         return record.state.split.epoch if record is not None and record.state.split is not None else 0
 

@@ -1,4 +1,4 @@
-"""The engines as the directory sees them: announced, reported, suspected, gone; and how full they are."""
+"""Engines as the directory sees them (announced, reported, suspected, gone), and how full they are."""
 
 import asyncio
 import logging
@@ -19,13 +19,16 @@ _ADVISE_EVERY = 5  # looks: advice goes through all conversations
 
 
 def unreported(info: EngineInfo) -> EngineState:
-    """The state of an engine that has not said anything yet."""
+    """Return the state of an engine that has not reported yet."""
     return EngineState(info.engine, info.epoch, 0, 0, 0, 0, 0, 0, 0)
 
 
 class FleetView:
-    """Keeps the placer's engines. A suspect takes no conversation until it reports again; one that is known
-    from before a restart, until it reports at all."""
+    """View of all engines, which keeps the placer's list up to date.
+
+    A suspect takes no conversation until it reports again, and after a restart an engine of the journal takes
+    none until it reports.
+    """
 
     def __init__(self, placer: Placer) -> None:
         self._placer = placer
@@ -41,13 +44,15 @@ class FleetView:
 
     @property
     def recalled(self) -> tuple[str, ...]:
-        """Up before the restart, and silent since."""
+        """Engines that were up before the restart and have been silent since."""
         return tuple(sorted(self._recalled))
 
     @property
     def awaits_some(self) -> bool:
-        """New conversations wait for the recalled: of those that have reported, the one with the least KV in
-        use need not be the fleet's."""
+        """Whether new conversations still wait for recalled engines to report.
+
+        Among those that have reported, the one with the least KV in use need not be the fleet's.
+        """
         return self._patient and bool(self._recalled)
 
     def await_no_longer(self) -> None:
@@ -66,18 +71,18 @@ class FleetView:
         return engine in self._infos and engine not in self._suspects
 
     def draining(self, engine: str) -> bool:
-        """It is to end soon: it takes nothing new, and its conversations leave it with their next turns."""
+        """Return whether an engine is to end soon: it takes nothing new, and its conversations leave it."""
         state = self._states.get(engine)
         return state is not None and state.draining
 
     def recall(self, info: EngineInfo) -> None:
-        """It was up when the journal was written. What it holds is not known."""
+        """Add an engine of the journal: it was up then, and what it holds is not known."""
         self._infos[info.engine] = info
         self._suspects.add(info.engine)
         self._recalled.add(info.engine)
 
     def up(self, info: EngineInfo) -> bool:
-        """False when that epoch is known: another keeper announces an engine that holds what it held."""
+        """Add an announced engine; False if that epoch is known and goes on."""
         known = self._infos.get(info.engine)
         goes_on = known is not None and known.epoch == info.epoch
         if not goes_on:
@@ -90,7 +95,7 @@ class FleetView:
         return not goes_on
 
     def newly_parked(self, state: EngineState) -> tuple[list[str], list[str]]:
-        """Conversations parked, and parked no more, that the report taken in before this one did not name."""
+        """Return conversations that are newly parked, and newly parked no more, in this report."""
         before = self._states.get(state.engine)
         since = before.seq if before is not None else 0
         named = state.parked, state.unparked
@@ -98,7 +103,7 @@ class FleetView:
         return parked, unparked
 
     def observe(self, state: EngineState, now: float) -> bool:
-        """Take in a report; False when it is of another epoch, out of order, or of an unknown engine."""
+        """Take in a report; False if it is of another epoch, out of order, or of an unknown engine."""
         info = self._infos.get(state.engine)
         before = self._states.get(state.engine)
         if info is None or info.epoch != state.epoch or (before is not None and state.seq <= before.seq):
@@ -141,7 +146,7 @@ class FleetView:
 
 
 class CapacityWatcher:
-    """How full the fleet is, looked at from time to time: gauges, and advice for whoever asks."""
+    """Watcher of how full the fleet is: sets gauges, and gives advice on request."""
 
     def __init__(
         self,
@@ -162,7 +167,7 @@ class CapacityWatcher:
         return CapacityReport(signals, advice)
 
     async def run(self) -> None:
-        """Until cancelled."""
+        """Look once a second, until cancelled."""
         looks = 0
         while True:
             self._look()

@@ -13,8 +13,11 @@ from router.identity.prefix_chain import End
 
 @dataclass(frozen=True, slots=True)
 class Ask:
-    """A turn that needs a place: the first of a conversation, or a later one that may have to be moved
-    through a prefiller (`uncached_tokens`), or one whose decoder was lost (`lost`)."""
+    """Turn that needs a place.
+
+    It is the first of a conversation, a later one that may go through a prefiller (`uncached_tokens`), or one
+    whose decoder was lost (`lost`).
+    """
 
     key: str
     gateway: str
@@ -40,7 +43,7 @@ class Ask:
 
     @property
     def owner_weight(self) -> float:
-        """What its class and priority are worth among turns of its owner."""
+        """Weight of the turn's class and priority among turns of its owner, in seconds."""
         return self.queue_weight + self.priority_weight
 
 
@@ -58,7 +61,7 @@ class Placed:
 
 @dataclass(frozen=True, slots=True)
 class PlaceAnswer:
-    """To one ask of a call: one of the two."""
+    """Answer to one ask of a call: placed or refused."""
 
     index: int
     placed: Placed | None = None
@@ -67,8 +70,11 @@ class PlaceAnswer:
 
 @dataclass(frozen=True, slots=True)
 class IdentifyRequest:
-    """Which conversation a prompt goes on from: by its links, longest prefix first; or by the prefixes with
-    a tail that the answer to those asked about, longest first."""
+    """Question which conversation a prompt continues.
+
+    The first request has its links, longest prefix first. The second has the digests of prefixes with a tail
+    that the first answer named, longest first.
+    """
 
     links: tuple[bytes, ...] = ()
     digests: tuple[bytes, ...] = ()
@@ -111,7 +117,7 @@ class TurnEnded:
 
 @dataclass(frozen=True, slots=True)
 class Activity:
-    """What happened to a turn: one of the four."""
+    """Event of a turn: it began, was prefilled, had its first token, or ended."""
 
     key: str
     turn: int = 0  # as in `Ask`
@@ -129,7 +135,7 @@ class ReportRequest:
 
 @dataclass(frozen=True, slots=True)
 class Spent:
-    """What a gateway has granted a key since it last said so, and the key's turns there now."""
+    """Budget that a gateway granted a key since its last report, and the key's turns there now."""
 
     key: str
     requests: int
@@ -145,7 +151,7 @@ class SpentRequest:
 
 @dataclass(frozen=True, slots=True)
 class WatchRequest:
-    """A gateway is present while this stream is open: turns of one whose stream broke run no longer."""
+    """Request for a gateway's stream of pushes; while it is open, the gateway is present."""
 
     gateway: str
     metrics: str = ""  # host:port of this very process's metrics page
@@ -168,7 +174,7 @@ class Engines:
 
 @dataclass(frozen=True, slots=True)
 class Push:
-    """What a gateway is told without asking."""
+    """Push of changes to a gateway."""
 
     engines: Engines | None = None
     ended: tuple[tuple[str, str], ...] = ()  # conversation, cause
@@ -212,7 +218,7 @@ class CapacityReport:
 
 @dataclass(frozen=True, slots=True)
 class TimelineReport:
-    """What conversations did lately, for a person to look at."""
+    """Latest events of conversations, for a person to look at."""
 
     now: float = 0.0
     conversations: list[dict[str, Any]] = field(default_factory=list)

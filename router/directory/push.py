@@ -1,4 +1,4 @@
-"""Pushes to gateways: what they are told without asking, collected for each.
+"""Pushes to gateways, collected for each of them.
 
 A gateway's name is its place in the fleet, and one process at a time has it. What an earlier process of the
 name was doing ended with it.
@@ -16,7 +16,7 @@ BATCH = "batch"  # what the batch process calls itself
 
 
 def process_name(gateway: str) -> str:
-    """This process of a gateway, from now on: later ones of its name are greater."""
+    """Return a name for this process of a gateway that is greater than those of earlier processes."""
     return f"{gateway}.{time.time_ns():016x}"
 
 
@@ -27,7 +27,7 @@ def supersedes(newer: str, older: str) -> bool:
 
 
 class GatewayStream:
-    """One gateway's stream. What waits is merged: a slow gateway costs memory only by what changed."""
+    """Stream to one gateway. Waiting pushes are merged, so that a slow gateway costs little memory."""
 
     def __init__(self, page: str = "") -> None:
         self.page = page  # host:port of the gateway's metrics
@@ -72,7 +72,7 @@ class GatewayStreams:
         return gateway in self._by_gateway
 
     def pages(self, *, of_batch: bool) -> tuple[str, ...]:
-        """Of the gateway processes, or of the batch process, which follows the fleet as they do."""
+        """Return the metrics pages of the gateways, or of the batch process, which watches as they do."""
         streams = self._by_gateway.items()
         pages = {one.page for name, one in streams if name.startswith(f"{BATCH}.") is of_batch and one.page}
         return tuple(sorted(pages))
@@ -82,14 +82,14 @@ class GatewayStreams:
         return stream
 
     def leave(self, gateway: str, stream: GatewayStream) -> bool:
-        """False when the gateway has a newer stream already."""
+        """Remove a stream; False if the gateway has a newer one already."""
         if self._by_gateway.get(gateway) is not stream:
             return False
         del self._by_gateway[gateway]
         return True
 
     def supersede(self, gateway: str) -> list[str]:
-        """Forget the processes that had its name before; a stream of theirs ends."""
+        """Forget earlier processes of this gateway's name and end their streams."""
         earlier = [one for one in self._by_gateway if supersedes(gateway, one)]
         for one in earlier:
             stream = self._by_gateway.pop(one)

@@ -30,7 +30,7 @@ class NoSecret(RouterError, ValueError):
 
 
 class BadReply(RouterError, ConnectionError):
-    """What came back is no answer that this version understands."""
+    """The reply is not one that this version understands."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -84,7 +84,7 @@ class Stub:
 
 
 class Service:
-    """The answering side: who does not know the secret is refused, and so is what cannot be read."""
+    """Server side of methods: refuses callers without the secret, and messages that it cannot read."""
 
     def __init__(
         self,
@@ -92,8 +92,10 @@ class Service:
         unavailable: tuple[type[Exception], ...],
         broken: tuple[type[Exception], ...] = (),
     ) -> None:
-        """Exceptions of a handler whose text is the caller's reason. `unavailable`: asking again may help;
-        `broken`: somebody has to repair something first."""
+        """Name the exceptions of handlers whose text goes to the caller.
+
+        `unavailable`: asking again may help. `broken`: somebody has to repair something first.
+        """
         if not secret:
             raise NoSecret("the secret is empty: everybody would be answered; give one")
         self._secret = secret.encode()

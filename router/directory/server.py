@@ -1,4 +1,4 @@
-"""The directory's gRPC service: each call is one on the directory's parts."""
+"""gRPC service of the directory: handlers translate messages and call `Directory`."""
 
 import asyncio
 from collections.abc import AsyncIterator, Callable
@@ -23,7 +23,7 @@ Outcome = m.Placed | Refusal
 
 
 class NotSettled(RouterError):
-    """Engines are missing since a restart: an answer would be about a part of the fleet."""
+    """Engines are missing since a restart, so that an answer would be about a part of the fleet."""
 
 
 class DirectoryServer(Directory):
@@ -159,7 +159,7 @@ class DirectoryServer(Directory):
         )
 
     def _take(self, activity: m.Activity, gateway: str, now: float) -> bool:
-        """False when the conversation is not known (any more)."""
+        """Take in a report about a turn; False if its conversation is not known (any more)."""
         key, turn = activity.key, activity.turn
         if activity.first_token:
             self.timeline.first_token(key, now)
@@ -198,9 +198,9 @@ class DirectoryServer(Directory):
 
 
 class PlaceCall:
-    """One call for places: each ask is answered as soon as it can be.
+    """Call for many places, each of which is answered as soon as it can be.
 
-    Use it as a context: what has not been answered at its end must not stay reserved.
+    Use it as a context: at its end, places that nobody was told of are given back.
     """
 
     def __init__(self, directory: Directory, asks: tuple[m.Ask, ...]) -> None:
@@ -223,7 +223,7 @@ class PlaceCall:
         return self
 
     async def answers(self) -> AsyncIterator[m.PlaceAnswers]:
-        """In groups, as they are known; a placement leaves when it is in the journal."""
+        """Yield answers in groups as they are known; a placement leaves once it is in the journal."""
         while self._open:
             await self._some.wait()
             self._some.clear()

@@ -1,4 +1,4 @@
-"""The one authoritative table: which conversations live, where each is bound, who waits for a place.
+"""Authoritative table of live conversations, their bindings, and the turns that wait for a place.
 
 A state machine without I/O and without a clock. What has to leave it (journal records, releases on engines,
 pushes to gateways) collects in `effects`, which the server takes after every call.
@@ -58,7 +58,7 @@ class BindingTable:
     def place(
         self, ask: Ask, now: float, settle: Callable[[Placed | Refusal], None]
     ) -> Placed | Refusal | Waiter:
-        """An answer, or a waiter whose `settle` is called with it later."""
+        """Return an answer, or a waiter whose `settle` is called with the answer later."""
         if self.conversations.is_over(ask.gateway, ask.turn):
             return LEFT
         if ask.lost is not None:
@@ -80,17 +80,17 @@ class BindingTable:
         return waiter
 
     def _to_compute(self, ask: Ask, now: float) -> int:
-        """By which owners are served fairly."""
+        """Estimate the tokens that a turn computes, by which owners are served fairly."""
         if ask.uncached_tokens is not None:
             return ask.uncached_tokens
         return self._placer.uncached_tokens(ask.prompt_tokens, ask.prefixes, now)
 
     def give_up(self, waiter: Waiter) -> None:
-        """Nobody waits for this answer any more."""
+        """Remove a waiter whose answer nobody wants any more."""
         self._waiting.remove(waiter)
 
     def unused(self, placed: Placed, ask: Ask, now: float) -> None:
-        """An answer that could not be delivered: its turn will not run."""
+        """Take back a placement that could not be delivered: its turn will not run."""
         conversation = self.conversations.get(placed.key)
         if conversation is not None:
             self.conversations.turn_ended(conversation, ask.gateway, ask.turn)
@@ -108,7 +108,7 @@ class BindingTable:
         return self._waiting.refused_tokens()
 
     def turn_began(self, key: str, gateway: str, node: End, now: float, turn: int = 0) -> bool:
-        """False when the conversation is not known (any more): the gateway must place it again."""
+        """Note a turn's begin; False if its conversation is not known, so that it must be placed again."""
         conversation = self.conversations.get(key)
         if conversation is None:
             return False
@@ -116,7 +116,7 @@ class BindingTable:
         return True
 
     def prefill_done(self, key: str, now: float, tokens: int = 0, cached: int | None = None) -> None:
-        """`tokens`: of the prompt; 0 when its prefiller did not compute it. It had `cached` of them."""
+        """Note a prefill's end. `tokens`: of the prompt, `cached` of them known; 0 if it was not computed."""
         self._placer.prefill_done(key, now, tokens, cached)
         conversation = self.conversations.get(key)
         if tokens and conversation is not None and conversation.notes:
@@ -138,7 +138,7 @@ class BindingTable:
         ttl_s: float = 0.0,
         cached: int | None = None,
     ) -> bool:
-        """Without tokens the turn came to nothing; a conversation of which nothing came ends."""
+        """Note a turn's end. A turn without tokens failed, and ends a conversation that has no other."""
         if turn and (waiter := self._waiting.of_turn(gateway, turn)):
             self._waiting.remove(waiter)
             waiter.settle(LEFT)
@@ -187,7 +187,7 @@ class BindingTable:
         return sum(self.end(one.key, "idle", now) for one in self.conversations.silent(now, self._ttl_s))
 
     def gateway_gone(self, gateway: str, now: float) -> None:
-        """Its clients are gone with it. What had no first turn has nothing to keep."""
+        """End the turns of a lost gateway; conversations without a finished turn end with them."""
         for conversation in self.conversations.gateway_gone(gateway):
             self._placer.prefill_done(conversation.key, now)
             if not conversation.turns and not conversation.running:
@@ -196,7 +196,7 @@ class BindingTable:
     # Engines
 
     def engine_up(self, info: EngineInfo) -> bool:
-        """False when it only goes on: its keeper or this directory restarted."""
+        """Add an engine; False if it only goes on after its keeper or this directory restarted."""
         if self.fleet.info(info.engine) != info:
             self._effects.rows.append(journal.engine(info))
         new = self.fleet.up(info)
@@ -207,18 +207,18 @@ class BindingTable:
         return self.fleet.observe(state, now)
 
     def engine_down(self, engine: str) -> None:
-        """Its epoch is over. (A keeper that is out of reach is no reason to say so: its engine may live.)"""
+        """End an engine's epoch and void its bindings. Not for a keeper that is merely out of reach."""
         info = self.fleet.down(engine)
         if info is not None:
             self._effects.rows.append(journal.engine_gone(engine))
             self._void(engine, info.epoch)
 
     def absent(self) -> list[Binding]:
-        """Bindings on engines that the journal does not name."""
+        """Return bindings on engines that the journal does not name."""
         return [binding for binding in self._bindings if binding.engine not in self.fleet]
 
     def void_absent(self) -> None:
-        """After a restart, when every engine has had time to announce itself: those that did not are gone."""
+        """Void bindings on engines that did not announce themselves in time after a restart."""
         for binding in self.absent():
             self._void(binding.engine, binding.epoch)
 
@@ -231,14 +231,14 @@ class BindingTable:
         return len(self._bindings.bound_to(engine))
 
     def kv_in_use(self, engine: str) -> int:
-        """By live conversations and reservations; 0 for an engine that holds no conversations."""
+        """Return the KV tokens of live conversations and reservations on an engine."""
         try:
             return self._placer.kv_in_use(engine)
         except KeyError:
             return 0
 
     def running_at(self, key: str) -> Collection[str]:
-        """The gateways at which it has a turn."""
+        """Return the gateways at which a conversation has a turn."""
         conversation = self.conversations.get(key)
         return conversation.running.keys() if conversation is not None else ()
 
@@ -299,15 +299,17 @@ class BindingTable:
         return self._placed(ask, conversation, binding, outcome, cause, now)
 
     def _leaves(self, binding: Binding, ask: Ask) -> bool:
-        """Its decoder is draining, and no other turn of it runs there."""
+        """Return whether a conversation leaves its draining decoder, where it has no other turn."""
         conversation = self.conversations.get(binding.key)
         running = conversation.running.keys() if conversation else set()
         others = running - {ask.gateway} if ask.alone else running
         return self.fleet.draining(binding.engine) and not others
 
     def _never_ran(self, ask: Ask) -> bool:
-        """Bound by an earlier call of this ask, whose answer was lost with a directory: the very prompt it
-        was bound for is its newest, and no other turn of it is done or under way."""
+        """Return whether an earlier call of this ask bound the conversation, and its answer was lost.
+
+        Then the prompt it was bound for is its newest, and no other turn is done or running.
+        """
         conversation = self.conversations.get(ask.key)
         if not ask.again or ask.end is None or conversation is None:
             return False
@@ -377,8 +379,10 @@ class BindingTable:
             self._effects.rows.append(journal.node(conversation.key, now, node))
 
     def _lost(self, ask: Ask, engine: str, epoch: int, now: float) -> None:
-        """A gateway could not reach the decoder of a conversation. If the engine lives, it says so with its
-        next report; until then nothing new goes there."""
+        """Suspect a decoder that a gateway could not reach, and unbind the conversation from it.
+
+        Nothing new goes to the engine until its next report.
+        """
         self.fleet.suspect(engine, epoch)
         conversation = self.conversations.get(ask.key)
         if conversation is not None:

@@ -32,7 +32,7 @@ class Waiter:
 
     @property
     def place(self) -> tuple[float, float, float]:
-        """In its flow."""
+        """Sort key of the turn in its flow."""
         return -self.ask.owner_weight, -self.ask.queue_weight, self.due
 
     @property
@@ -41,15 +41,18 @@ class Waiter:
 
 
 class Flow:
-    """The waiting turns of one flow; where an owner has more than `FLOWS`, of several."""
+    """Waiting turns of one flow, or of several where an owner has more than `FLOWS`."""
 
     def __init__(self) -> None:
         self.waiters: list[Waiter] = []
         self.classes = ClassOrder()
 
     def first(self, now: float, coming_s: float = -inf) -> tuple[Waiter, float]:
-        """Who is next in it, beside one that comes, and what that counts as among other flows: a turn that
-        was left out goes in the place of a better one."""
+        """Return the next turn and the weight that it has among other flows.
+
+        `coming_s`: weight of a turn that arrives now. A turn that was left out for long takes the place, and
+        the weight, of a better one.
+        """
         best_s = max(coming_s, self.waiters[0].ask.owner_weight)
         levels = (
             (self.classes.level(one.ask.owner_weight, one.arrival, best_s, now), one)
@@ -59,14 +62,14 @@ class Flow:
         return first, min(level, best_s)
 
     def class_of(self, first: Waiter, counts_s: float) -> float:
-        """What its next turn counts as among owners: its class, or the class whose place it takes."""
+        """Return the weight of the next turn among owners: of its class, or of the class it stands for."""
         if counts_s <= first.ask.owner_weight:
             return first.ask.queue_weight
         return max(one.ask.queue_weight for one in _first_of_each_weight(self.waiters))
 
 
 class OwnerQueue:
-    """The waiting turns of one owner, by flow."""
+    """Waiting turns of one owner, by flow."""
 
     def __init__(self) -> None:
         self.flows: dict[str, Flow] = {}  # by lane
@@ -77,8 +80,10 @@ class OwnerQueue:
         self._waiting = Counter[str]()  # turns of each of these
 
     def lane(self, flow: str) -> str:
-        """One of its own while any is free, and each time the same where possible: what it has used up of a
-        round stays with it."""
+        """Return the lane of a flow: one of its own while any is free, and the same each time if possible.
+
+        What the flow has used up of a round stays with the lane.
+        """
         if (lane := self._lanes.get(flow)) is not None:
             return lane
         home = hash(flow) % FLOWS
@@ -93,7 +98,7 @@ class OwnerQueue:
         self.size += 1
 
     def remove(self, waiter: Waiter) -> bool:
-        """False: it does not wait here."""
+        """Remove a waiter; False if it does not wait here."""
         flow = waiter.ask.flow
         lane = self._lanes.get(flow, "")
         waiters = self.flows[lane].waiters if lane else []
@@ -109,7 +114,7 @@ class OwnerQueue:
         return True
 
     def served(self, ask: Ask, tokens: int, now: float) -> None:
-        """While others of its owner wait, or it did itself."""
+        """Charge a served turn to its flow and class."""
         lane = self.lane(ask.flow)
         self.rounds.served(lane, tokens)
         self.classes.served(ask.owner_weight, now)
@@ -117,8 +122,10 @@ class OwnerQueue:
             self.flows[lane].classes.served(ask.owner_weight, now)
 
     def may_pass(self, ask: Ask, tokens: int, due: float, now: float) -> bool:
-        """A turn that comes now goes before all that wait here: its flow has not had its share of what the
-        others wait for, and it is worth more, or due sooner."""
+        """Return whether an arriving turn goes before all that wait here.
+
+        It does if its flow has something left of its share, and it weighs more or is due sooner.
+        """
         own = self.lane(ask.flow)
         if not self.flows.keys() <= {own} and tokens > self.rounds.left(own):
             return False
@@ -130,7 +137,7 @@ class OwnerQueue:
         return True
 
     def first(self, now: float) -> tuple[Waiter, float]:
-        """Who is next of all its flows, and what that counts as among owners."""
+        """Return the next turn of all flows, and the weight that it has among owners."""
         best_s = self._best_s()
         firsts = {lane: flow.first(now) for lane, flow in self.flows.items()}
         heads = {lane: self._head(*first, best_s, now) for lane, first in firsts.items()}
@@ -141,7 +148,7 @@ class OwnerQueue:
         return max(flow.waiters[0].ask.owner_weight for flow in self.flows.values())
 
     def _head(self, waiter: Waiter, counts_s: float, best_s: float, now: float) -> QueueHead:
-        """Among other flows."""
+        """Return a turn as the head of its flow's queue, to be compared with other flows."""
         level = self.classes.level(waiter.ask.owner_weight, waiter.arrival, best_s, now)
         return QueueHead(waiter.tokens, waiter.due, max(level, counts_s))
 
@@ -166,7 +173,7 @@ class Waiting:
         return self._size
 
     def refused_tokens(self) -> list[int]:
-        """Of each prompt that fits on no decoder."""
+        """Return the prompt tokens of each waiting turn that fits on no decoder."""
         refused = (w for w in self._of_turn.values() if w.refusal.reason is RefusalReason.NO_CAPACITY)
         return [waiter.ask.prompt_tokens for waiter in refused]
 
@@ -176,8 +183,10 @@ class Waiting:
         return self._size >= MAX_WAITING or (mine is not None and mine.size >= share)
 
     def may_pass(self, ask: Ask, tokens: int, due: float, now: float) -> bool:
-        """A turn that comes now goes before those that wait: what they need is not there, none of its owner
-        goes before it, and its owner has not had its share of what others wait for."""
+        """Return whether an arriving turn goes before those that wait.
+
+        It does if none of its owner goes before it, and its owner has something left of its share.
+        """
         mine = self._owners.get(ask.owner)
         if mine is not None and not mine.may_pass(ask, tokens, due, now):
             return False
@@ -185,7 +194,7 @@ class Waiting:
         return alone or tokens <= self._rounds.left(ask.owner)
 
     def served(self, ask: Ask, tokens: int, now: float) -> None:
-        """Before it is removed, if it waited."""
+        """Charge a served turn to its class, owner and flow, before it is removed if it waited."""
         self._classes.served(ask.queue_weight, now)
         if self._size:
             self._rounds.served(ask.owner, tokens)
@@ -216,10 +225,11 @@ class Waiting:
             del self._of_turn[ask.gateway, ask.turn]
 
     def serve(self, now: float, attempt: Callable[[Ask], Placed | Refusal]) -> int:
-        """Place who is next until none fits; refuse those whose time is over. Returns how many were placed.
+        """Place turns until none fits; refuse those whose time is over. Returns how many were placed.
 
-        Behind a turn that does not fit, those of its owner wait, and others' pass it while they have
-        something left of the round: so a large conversation gets its place."""
+        Behind a turn that does not fit, those of its owner wait. Turns of others pass it while they have
+        something left of the round, so that a large conversation gets its place.
+        """
         placed, blocked = 0, set[str]()
         while len(blocked) < _MOST_PASSED_BY and (first := self._first(blocked, now)) is not None:
             outcome = attempt(first.ask)

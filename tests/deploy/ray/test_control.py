@@ -1,4 +1,4 @@
-"""What a keeper says over gRPC is what the other side reads, and only who has the secret may ask."""
+"""A keeper's reports arrive over gRPC as they were sent, and only for callers with the secret."""
 
 import asyncio
 from collections.abc import AsyncIterator

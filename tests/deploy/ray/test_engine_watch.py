@@ -22,7 +22,7 @@ pytestmark = pytest.mark.slow
 
 @dataclass
 class ToldDirectory:
-    """What a directory would have been told."""
+    """Directory that collects what it is told."""
 
     events: list[tuple[str, int]] = field(default_factory=list)
     confirmed: dict[str, int] = field(default_factory=dict)

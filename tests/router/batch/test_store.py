@@ -1,4 +1,4 @@
-"""What the store guarantees, on SQLite and PostgreSQL."""
+"""Guarantees of the store, on SQLite and PostgreSQL."""
 
 import threading
 from collections.abc import Callable, Iterator

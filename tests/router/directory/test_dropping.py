@@ -153,7 +153,7 @@ def test_who_refuses_is_left_alone_for_a_while() -> None:
 
 
 def test_whose_group_was_lost_is_left_alone_for_a_while() -> None:
-    """What ended it may end the next one, and each computes all requests again."""
+    """The next group may end as well, and each end computes all requests again."""
     two, now = TwoEngines(), [0.0]
     dropper = Dropper(DropLimits(1.0), two.records, two, lambda: now[0])
     one_round(dropper, LACKING)

@@ -1,4 +1,4 @@
-"""What the journal acknowledged is there after a crash, and nothing else is needed to read it back."""
+"""Acknowledged rows of the journal are there after a crash."""
 
 import asyncio
 import os

@@ -1,4 +1,4 @@
-"""What a gateway's process was doing ends with it, and its successor knows."""
+"""The turns of a gateway's process end with it."""
 
 from pathlib import Path
 

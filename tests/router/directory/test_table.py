@@ -1,4 +1,4 @@
-"""What the table guarantees: bound for life, first come first served, nothing left behind."""
+"""Guarantees of the table: bound for life, first come first served, nothing left behind."""
 
 import random
 from itertools import pairwise

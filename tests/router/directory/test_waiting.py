@@ -1,4 +1,4 @@
-"""Who waits in the directory is served by owner, flow and class, and the look at the queue stays short."""
+"""Turns that wait in the directory are served by owner, flow and class, and looks at the queue stay short."""
 
 from collections.abc import Callable
 
@@ -101,7 +101,7 @@ def test_a_lesser_turn_that_was_left_out_is_passed_by_no_better_one_of_its_flow(
 
 @pytest.mark.parametrize("flow", ["", "x"])
 def test_a_priority_counts_among_turns_of_its_owner_and_not_among_owners(flow: str) -> None:
-    """Whoever sends one may choose it."""
+    """Clients choose their priorities themselves."""
     queue = Queue()
     queue.waits("b:first", 0.0)
     queue.waits("a:second", 1.0)
