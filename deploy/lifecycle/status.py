@@ -20,8 +20,8 @@ from deploy.fleet.components import EngineName
 from deploy.home import FleetHome, FleetKeys, Purpose, RunRecord
 from deploy.ray.common import replica
 from deploy.ray.control import ControlClient, ControlError
-from router.directory import messages
-from router.directory.rpc import BadReply, Method, Stub
+from router.directory.api import messages
+from router.directory.api.rpc import BadReply, Method, Stub
 from workers import processes
 from workers.keeper.engine_status import KeeperReport
 from workers.processes import write_atomically

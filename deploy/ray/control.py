@@ -11,7 +11,7 @@ import grpc
 
 from deploy.errors import DeployError
 from kvtransfer.control.control_socket import ControlSocketError
-from router.directory.rpc import BadReply, Method, Service, Stub
+from router.directory.api.rpc import BadReply, Method, Service, Stub
 from workers import processes
 from workers.keeper.engine_status import EngineLink, KeeperReport, StatusStore
 

@@ -17,7 +17,7 @@ from contextlib import contextmanager
 
 from router import metrics
 from router.auth.keys import Key, Limits, StructuredOutputs
-from router.directory.messages import Spent
+from router.directory.api.messages import Spent
 from router.errors import ApiError, Forbidden, RateLimited
 from router.http import Responder
 from router.requests.grammars import Grammar

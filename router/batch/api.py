@@ -2,14 +2,12 @@
 
 import asyncio
 import logging
-import re
 import secrets
 from collections import Counter
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 from urllib.parse import quote
 
-import orjson
 from sqlalchemy import Row
 from sqlalchemy.exc import SQLAlchemyError
 from starlette.applications import Starlette
@@ -18,12 +16,21 @@ from starlette.responses import JSONResponse, Response, StreamingResponse
 from starlette.routing import Route
 
 from router.batch.asgi import OPENAI_ERRORS
-from router.batch.blobs import Blobs, UploadForm, receive_form
-from router.batch.config import HOUR_S, MAX_WINDOW_S, MIN_WINDOW_S, BatchConfig
+from router.batch.config import BatchConfig
 from router.batch.forwarding import MOST_BATCHES, MOST_BYTES
-from router.batch.records import ENDPOINTS, BatchStatus, FileRecord, NewBatch
+from router.batch.parameters import (
+    clean_id_text,
+    invalid,
+    missing,
+    new_batch,
+    one_of,
+    page_limit,
+    time_to_live_s,
+)
 from router.batch.routes import ROUTES
-from router.batch.store import Store
+from router.batch.store.store.blobs import Blobs, UploadForm, receive_form
+from router.batch.store.store.records import BatchStatus, FileRecord
+from router.batch.store.store.store import Store
 from router.errors import (
     ApiError,
     BadRequest,
@@ -43,9 +50,6 @@ _PURPOSES = ("batch",)
 _MAX_FILENAME = 255
 _MAX_BODY_BYTES = 64 << 10
 _CANCELLABLE = (BatchStatus.CANCELLING, BatchStatus.CANCELLED)
-_WINDOW = re.compile(r"([1-9][0-9]{0,4})(h|d)")
-_MAX_PAIRS, _MAX_KEY, _MAX_VALUE = 16, 64, 512
-_MIN_TTL_S, _MAX_TTL_S = HOUR_S, 30 * 24 * HOUR_S
 
 
 def make_app(
@@ -125,21 +129,21 @@ class BatchApi:
 
     def _checked(self, form: UploadForm) -> tuple[str, str, int | None]:
         if form.filename is None:
-            raise _missing("file")
+            raise missing("file")
         if "purpose" not in form.fields:
-            raise _missing("purpose")
-        purpose = _one_of(form.fields["purpose"], "purpose", _PURPOSES)
+            raise missing("purpose")
+        purpose = one_of(form.fields["purpose"], "purpose", _PURPOSES)
         anchor, seconds = (form.fields.get(f"expires_after[{name}]") for name in ("anchor", "seconds"))
         given = anchor is not None or seconds is not None
-        keep_s = _ttl_s(anchor, seconds, "expires_after") if given else self._config.file_ttl_s
+        keep_s = time_to_live_s(anchor, seconds, "expires_after") if given else self._config.file_ttl_s
         return form.filename.replace("\0", "")[:_MAX_FILENAME], purpose, keep_s
 
     async def list_files(self, request: Request) -> Response:
         owner = self._owner_of(request)
         query = request.query_params
-        count = _limit(query, _MOST_FILES, _MOST_FILES)
-        ascending = _one_of(query.get("order", "desc"), "order", ("asc", "desc")) == "asc"
-        after, purpose = _id_of(query.get("after")), _id_of(query.get("purpose"))
+        count = page_limit(query, _MOST_FILES, _MOST_FILES)
+        ascending = one_of(query.get("order", "desc"), "order", ("asc", "desc")) == "asc"
+        after, purpose = clean_id_text(query.get("after")), clean_id_text(query.get("purpose"))
         found = await asyncio.to_thread(
             self._files.page, owner, self._clock(), after, count + 1, ascending, purpose
         )
@@ -150,7 +154,7 @@ class BatchApi:
 
     async def delete_file(self, request: Request) -> Response:
         owner = self._owner_of(request)
-        file_id = _id_of(request.path_params["file_id"]) or ""
+        file_id = clean_id_text(request.path_params["file_id"]) or ""
         if not await asyncio.to_thread(self._files.delete, owner, file_id, self._clock()):
             raise _no_such_file(file_id)
         return JSONResponse({"id": file_id, "object": "file", "deleted": True})
@@ -166,7 +170,7 @@ class BatchApi:
 
     async def _file(self, request: Request) -> Row[Any]:
         owner = self._owner_of(request)
-        file_id = _id_of(request.path_params["file_id"]) or ""
+        file_id = clean_id_text(request.path_params["file_id"]) or ""
         file = await asyncio.to_thread(self._files.get, owner, file_id, self._clock())
         if file is None:
             raise _no_such_file(file_id)
@@ -176,14 +180,14 @@ class BatchApi:
         owner = self._owner_of(request)
         wanted = new_batch(await _json_body(request))
         now = self._clock()
-        file_id = _id_of(wanted.input_file_id) or ""
+        file_id = clean_id_text(wanted.input_file_id) or ""
         file = await asyncio.to_thread(self._files.get, owner, file_id, now)
         if file is None:
             text = f"No such File object: {wanted.input_file_id[:80]}. Upload the input file first."
-            raise _invalid("input_file_id", text, "file_not_found")
+            raise invalid("input_file_id", text, "file_not_found")
         if file.purpose != "batch":
             text = f"The file's purpose is '{file.purpose}'; a batch needs one uploaded for 'batch'."
-            raise _invalid("input_file_id", text, "invalid_file_purpose")
+            raise invalid("input_file_id", text, "invalid_file_purpose")
         batch_id = f"batch_{secrets.token_hex(16)}"
         most = _most(request, MOST_BATCHES)
         batch = await asyncio.to_thread(self._batches.create, batch_id, owner, wanted, now, most)
@@ -195,20 +199,20 @@ class BatchApi:
 
     async def list_batches(self, request: Request) -> Response:
         owner = self._owner_of(request)
-        count = _limit(request.query_params, _MOST_BATCHES, _DEFAULT_BATCHES)
-        after = _id_of(request.query_params.get("after"))
+        count = page_limit(request.query_params, _MOST_BATCHES, _DEFAULT_BATCHES)
+        after = clean_id_text(request.query_params.get("after"))
         found = await asyncio.to_thread(self._batches.page, owner, after, count + 1)
         return _page([_batch_object(batch) for batch in found], count)
 
     async def get_batch(self, request: Request) -> Response:
         owner = self._owner_of(request)
-        batch_id = _id_of(request.path_params["batch_id"]) or ""
+        batch_id = clean_id_text(request.path_params["batch_id"]) or ""
         batch = await asyncio.to_thread(self._batches.get, owner, batch_id)
         return JSONResponse(_batch_object(_found(batch, batch_id)))
 
     async def cancel_batch(self, request: Request) -> Response:
         owner = self._owner_of(request)
-        batch_id = _id_of(request.path_params["batch_id"]) or ""
+        batch_id = clean_id_text(request.path_params["batch_id"]) or ""
         found = await asyncio.to_thread(self._batches.cancel, owner, batch_id, self._clock())
         batch = _found(found, batch_id)
         if batch.status not in _CANCELLABLE:
@@ -253,118 +257,10 @@ async def _json_body(request: Request) -> bytes:
     return body
 
 
-# What callers may ask for. Refusals name the parameter and say what would be accepted.
-
-
-def new_batch(body: bytes) -> NewBatch:
-    try:
-        given = orjson.loads(body)
-    except orjson.JSONDecodeError:
-        raise BadRequest("The request body is not valid JSON.", code="invalid_json") from None
-    if not isinstance(given, dict):
-        raise BadRequest("The request body must be a JSON object.", code="invalid_json")
-    window = _text(given, "completion_window")
-    return NewBatch(
-        input_file_id=_text(given, "input_file_id"),
-        endpoint=_one_of(_text(given, "endpoint"), "endpoint", ENDPOINTS),
-        completion_window=window,
-        window_s=window_seconds(window),
-        output_ttl_s=_output_ttl_s(given.get("output_expires_after")),
-        metadata=_metadata(given.get("metadata")),
-    )
-
-
-def window_seconds(window: str) -> int:
-    match = _WINDOW.fullmatch(window)
-    seconds = int(match[1]) * (HOUR_S if match[2] == "h" else 24 * HOUR_S) if match else 0
-    if not MIN_WINDOW_S <= seconds <= MAX_WINDOW_S:
-        raise _invalid(
-            "completion_window",
-            f"Invalid value: '{window}'. The completion window is from 1h to 7d, such as '24h' or '3d'.",
-        )
-    return seconds
-
-
-def _missing(param: str) -> BadRequest:
-    return BadRequest(
-        f"Missing required parameter: '{param}'.", param=param, code="missing_required_parameter"
-    )
-
-
-def _invalid(param: str, message: str, code: str = "invalid_value") -> BadRequest:
-    return BadRequest(message, param=param, code=code)
-
-
-def _text(given: dict[str, Any], name: str) -> str:
-    value = given.get(name)
-    if value is None:
-        raise _missing(name)
-    if not isinstance(value, str):
-        raise _invalid(name, f"'{name}' must be a string.", "invalid_type")
-    return value
-
-
-def _one_of(value: object, param: str, allowed: Collection[str]) -> str:
-    if not isinstance(value, str) or value not in allowed:
-        names = ", ".join(f"'{name}'" for name in allowed)
-        raise _invalid(param, f"Invalid value: '{value}'. Supported values are: {names}.")
-    return value
-
-
-def _limit(query: Mapping[str, str], most: int, default: int) -> int:
-    text = query.get("limit")
-    if text is None:
-        return default
-    if not (text.isascii() and text.isdigit() and len(text) < 9 and 1 <= int(text) <= most):
-        raise _invalid("limit", f"'limit' must be from 1 to {most}.")
-    return int(text)
-
-
-def _id_of(text: str | None) -> str | None:
-    """Return an id without U+0000, which PostgreSQL does not take."""
-    return text.replace("\0", "") if text is not None else None
-
-
-def _ttl_s(anchor: object, seconds: object, param: str) -> int:
-    _one_of(anchor, f"{param}.anchor", ("created_at",))
-    if isinstance(seconds, str) and seconds.isascii() and seconds.isdigit():
-        seconds = int(seconds)
-    if isinstance(seconds, bool) or not isinstance(seconds, int) or not _MIN_TTL_S <= seconds <= _MAX_TTL_S:
-        allowed = f"a whole number from {_MIN_TTL_S} to {_MAX_TTL_S}"
-        raise _invalid(f"{param}.seconds", f"'{param}.seconds' must be {allowed}.")
-    return seconds
-
-
-def _output_ttl_s(given: object) -> int | None:
-    if given is None:
-        return None
-    if not isinstance(given, dict):
-        raise _invalid("output_expires_after", "'output_expires_after' must be an object.", "invalid_type")
-    return _ttl_s(given.get("anchor"), given.get("seconds"), "output_expires_after")
-
-
-def _metadata(given: object) -> dict[str, str] | None:
-    if given is None:
-        return None
-    good = (
-        isinstance(given, dict)
-        and len(given) <= _MAX_PAIRS
-        and all(len(key) <= _MAX_KEY for key in given)
-        and all(isinstance(value, str) and len(value) <= _MAX_VALUE for value in given.values())
-    )
-    if not good or not isinstance(given, dict):
-        raise _invalid(
-            "metadata",
-            f"'metadata' holds up to {_MAX_PAIRS} pairs of strings: keys up to {_MAX_KEY} characters, "
-            f"values up to {_MAX_VALUE}.",
-        )
-    return given
-
-
 def _most(request: Request, limit: str) -> int | None:
-    """As a gateway says; without, there is none."""
-    said = request.headers.get(limit)
-    return int(said) if said else None
+    """Return a limit that the gateway sent in a header; None without one."""
+    given = request.headers.get(limit)
+    return int(given) if given else None
 
 
 def _too_much() -> Forbidden:

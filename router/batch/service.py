@@ -15,16 +15,16 @@ from starlette.requests import Request as AppRequest
 
 from router.batch.api import make_app
 from router.batch.asgi import asgi_handler
-from router.batch.blobs import Blobs
 from router.batch.config import BatchConfig, load
-from router.batch.dispatcher import Dispatcher
+from router.batch.dispatch.dispatcher import Dispatcher
+from router.batch.dispatch.in_flight import Engines
 from router.batch.forwarding import caller_of
-from router.batch.in_flight import Engines
 from router.batch.metrics import REQUEUED
-from router.batch.records import OfflineBodyParser
 from router.batch.routes import PREFIXES
-from router.batch.store import Store
-from router.directory.client import DirectoryClient
+from router.batch.store.store.blobs import Blobs
+from router.batch.store.store.records import OfflineBodyParser
+from router.batch.store.store.store import Store
+from router.directory.api.client import DirectoryClient
 from router.directory.push import BATCH
 from router.errors import ANTHROPIC, GatewayConfigError, NotFound
 from router.http import (

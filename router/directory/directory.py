@@ -16,11 +16,11 @@ from placement.routing.placer import Placer
 from placement.routing.receipts import Why
 from placement.sizing.capacity import Thresholds
 from router import metrics
+from router.directory.api.messages import EngineRecord
 from router.directory.conversations import Timeline
 from router.directory.dropping import DropCommands, Dropper
 from router.directory.fleet import CapacityWatcher
 from router.directory.journal import Journal, JournalError
-from router.directory.messages import EngineRecord
 from router.directory.push import GatewayStreams
 from router.directory.table import BindingTable
 from router.process import SteadyClock

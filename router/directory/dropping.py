@@ -18,7 +18,7 @@ from placement.overload.drop_plan import DropLimits
 from placement.overload.signal import OverloadState
 from placement.overload.split_orders import SharingDecoder, SplitOrders, split_orders
 from router import metrics
-from router.directory.messages import EngineRecord
+from router.directory.api.messages import EngineRecord
 
 log = logging.getLogger("conserve.router.directory.dropping")
 

@@ -9,8 +9,8 @@ from placement.overload.signal import OverloadReason, OverloadState
 from placement.routing.placer import Placer
 from placement.sizing.capacity import Action, Thresholds, advise
 from router import metrics
+from router.directory.api.messages import CapacityReport, EngineRecord
 from router.directory.conversations import ConversationRecords
-from router.directory.messages import CapacityReport, EngineRecord
 
 log = logging.getLogger("conserve.router.directory.fleet")
 

@@ -9,7 +9,7 @@ import time
 from collections.abc import Iterable
 from dataclasses import replace
 
-from router.directory.messages import Spent
+from router.directory.api.messages import Spent
 
 MAX_PENDING = 100_000
 BATCH = "batch"  # what the batch process calls itself

@@ -8,11 +8,11 @@ from typing import Any
 
 from placement.routing.placer import Placer
 from placement.routing.receipts import Refusal
-from router.directory import messages as m
+from router.directory.api import messages as m
+from router.directory.api.rpc import Service
 from router.directory.directory import Directory, DirectorySettings, Prefetch, Release
 from router.directory.dropping import DropCommands
 from router.directory.journal import JournalError
-from router.directory.rpc import Service
 from router.directory.waiting import Waiter
 from router.errors import RouterError
 

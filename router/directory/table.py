@@ -6,35 +6,24 @@ pushes to gateways) collects in `effects`, which the server takes after every ca
 
 from collections.abc import Callable, Collection
 from contextlib import suppress
-from dataclasses import dataclass, field
 from typing import Any
 
 from placement.engines import EngineInfo, EngineState
 from placement.routing.bindings import Binding, Bindings, StaleEpoch
-from placement.routing.least_kv import FirstTurn, LaterTurn
 from placement.routing.placer import Placer
-from placement.routing.receipts import Placement, Refusal, RefusalReason
+from placement.routing.receipts import Refusal, RefusalReason
 from router.directory import journal_records as journal
-from router.directory.conversations import ConversationRecord, ConversationRecords, PlacedTurn
+from router.directory.api.messages import Ask, Placed
+from router.directory.conversations import ConversationRecords
 from router.directory.fleet import FleetView
 from router.directory.journal import Row
-from router.directory.messages import Ask, Placed
+from router.directory.placing import Effects, Placing
 from router.directory.waiting import Waiter, Waiting
 from router.identity.node_table import MAX_NODES, NodeTable
 from router.identity.prefix_chain import End
 
 LEFT = Refusal(RefusalReason.NO_CAPACITY, "whoever asked has left", 0.0)
 BEHIND = Refusal(RefusalReason.NO_CAPACITY, "conversations that go before still wait for capacity", 1.0)
-RESTARTED = Refusal(RefusalReason.NO_DECODER, "not all engines have reported since a restart; try again", 1.0)
-
-
-@dataclass(slots=True)
-class Effects:
-    rows: list[Row] = field(default_factory=list)  # for the journal
-    releases: list[tuple[str, str]] = field(default_factory=list)  # engine, conversation
-    ended: list[tuple[str, str]] = field(default_factory=list)  # conversation, cause
-    foreign: list[tuple[str, str]] = field(default_factory=list)  # gateway, conversation served elsewhere now
-    placed: list[Placed] = field(default_factory=list)
 
 
 class BindingTable:
@@ -48,10 +37,13 @@ class BindingTable:
         self.fleet = FleetView(placer)
         self.nodes = NodeTable(MAX_NODES)
         self._effects = Effects()
+        self._placing = Placing(
+            placer, self._bindings, self.conversations, self.fleet, self.nodes, self._effects
+        )
 
     def effects(self) -> Effects:
-        taken, self._effects = self._effects, Effects()
-        return taken
+        """Take the effects of all calls since the last time."""
+        return self._effects.take()
 
     # Turns
 
@@ -65,10 +57,10 @@ class BindingTable:
             self._lost(ask, *ask.lost, now)
         if not ask.again and (ask.uncached_tokens is not None or self._bindings.look_up(ask.key) is None):
             self._placer.prompt_arrived(ask.prompt_tokens, now)
-        due, tokens = now - ask.queue_weight, self._to_compute(ask, now)
+        due, tokens = now - ask.queue_weight, self._placing.tokens_to_compute(ask, now)
         bound = self._bindings.look_up(ask.key) is not None
         goes = bound or self._waiting.may_pass(ask, tokens, due, now)
-        outcome: Placed | Refusal = self._attempt(ask, now) if goes else BEHIND
+        outcome: Placed | Refusal = self._placing.attempt(ask, now) if goes else BEHIND
         if isinstance(outcome, Placed):
             if not bound:
                 self._waiting.served(ask, tokens, now)
@@ -78,12 +70,6 @@ class BindingTable:
         waiter = Waiter(ask, tokens, due, now + ask.wait_s, outcome, settle)
         self._waiting.add(waiter)
         return waiter
-
-    def _to_compute(self, ask: Ask, now: float) -> int:
-        """Estimate the tokens that a turn computes, by which owners are served fairly."""
-        if ask.uncached_tokens is not None:
-            return ask.uncached_tokens
-        return self._placer.uncached_tokens(ask.prompt_tokens, ask.prefixes, now)
 
     def give_up(self, waiter: Waiter) -> None:
         """Remove a waiter whose answer nobody wants any more."""
@@ -98,7 +84,7 @@ class BindingTable:
                 self.end(placed.key, "undelivered", now)
 
     def serve_waiting(self, now: float) -> None:
-        self._waiting.serve(now, lambda ask: self._attempt(ask, now))
+        self._waiting.serve(now, lambda ask: self._placing.attempt(ask, now))
 
     @property
     def waiting(self) -> int:
@@ -112,7 +98,7 @@ class BindingTable:
         conversation = self.conversations.get(key)
         if conversation is None:
             return False
-        self._began(conversation, gateway, turn, node, now)
+        self._placing.began(conversation, gateway, turn, node, now)
         return True
 
     def prefill_done(self, key: str, now: float, tokens: int = 0, cached: int | None = None) -> None:
@@ -269,115 +255,6 @@ class BindingTable:
                 self.nodes.record(end, conversation.key)
         return max((one.used_at for one, _, _ in found.conversations), default=0.0)
 
-    def _attempt(self, ask: Ask, now: float) -> Placed | Refusal:
-        binding = self._bindings.look_up(ask.key)
-        if binding is not None and self._never_ran(ask):
-            self._unbind(binding, now)
-            binding = None
-        if binding is not None and not self._leaves(binding, ask):
-            return self._place_later(ask, binding, now)
-        if self.fleet.awaits_some:
-            return RESTARTED if binding is None else self._place_later(ask, binding, now)
-        parent = self._bindings.look_up(ask.parent) if ask.parent else None
-        preferred = parent.engine if parent and self.fleet.placeable(parent.engine) else None
-        before = self.conversations.get(ask.key)
-        had = before is not None and before.turns > 0
-        first = FirstTurn(ask.key, ask.prompt_tokens, preferred, had, ask.prefixes, ask.queue_weight)
-        outcome = self._placer.place(first, now)
-        if isinstance(outcome, Refusal):
-            return outcome if binding is None else self._place_later(ask, binding, now)
-        info = self.fleet.info(outcome.decoder)
-        assert info is not None
-        conversation = self.conversations.get(ask.key)
-        cause = "first_turn" if conversation is None else "moved" if binding else "rebound"
-        if binding is not None:
-            self._effects.releases.append((binding.engine, binding.key))
-        if conversation is None:
-            conversation = ConversationRecord(ask.key, ask.parent, now, now)
-            self.conversations.add(conversation)
-        binding = self._bindings.bind(ask.key, info.engine, info.epoch, now)
-        return self._placed(ask, conversation, binding, outcome, cause, now)
-
-    def _leaves(self, binding: Binding, ask: Ask) -> bool:
-        """Return whether a conversation leaves its draining decoder, where it has no other turn."""
-        conversation = self.conversations.get(binding.key)
-        running = conversation.running.keys() if conversation else set()
-        others = running - {ask.gateway} if ask.alone else running
-        return self.fleet.draining(binding.engine) and not others
-
-    def _never_ran(self, ask: Ask) -> bool:
-        """Return whether an earlier call of this ask bound the conversation, and its answer was lost.
-
-        Then the prompt it was bound for is its newest, and no other turn is done or running.
-        """
-        conversation = self.conversations.get(ask.key)
-        if not ask.again or ask.end is None or conversation is None:
-            return False
-        if conversation.turns or ask.end.digest != self.nodes.tip(ask.key):
-            return False
-        self.conversations.turn_ended(conversation, ask.gateway, ask.turn)
-        return not conversation.running
-
-    def _place_later(self, ask: Ask, binding: Binding, now: float) -> Placed:
-        """Bound already: another gateway was first, or the turn appends so much that a prefiller may help."""
-        conversation = self.conversations.get(ask.key)
-        assert conversation is not None
-        if ask.uncached_tokens is not None and self.fleet.placeable(binding.engine):
-            prefix_on, epoch, tokens = conversation.prefix
-            info = self.fleet.info(prefix_on)
-            if info is None or info.epoch != epoch:
-                prefix_on = ""
-            shared = min(tokens, ask.prompt_tokens - ask.uncached_tokens)  # beyond that the prefix broke
-            sizes = ask.prompt_tokens, ask.uncached_tokens
-            later = LaterTurn(ask.key, binding.engine, *sizes, prefix_on, max(0, shared), ask.queue_weight)
-            outcome = self._placer.place_later(later, now)
-            return self._placed(ask, conversation, binding, outcome, "redisaggregated", now)
-        context = conversation.context_tokens
-        self._began(conversation, ask.gateway, ask.turn, ask.end, now)
-        note = conversation.notes[-1] if conversation.notes else {}
-        return Placed(ask.key, binding.engine, binding.epoch, None, True, "bound", note, context)
-
-    def _placed(
-        self,
-        ask: Ask,
-        conversation: ConversationRecord,
-        binding: Binding,
-        placement: Placement,
-        cause: str,
-        now: float,
-    ) -> Placed:
-        note = {
-            "at": now,
-            "cause": cause,
-            "prefiller": placement.prefiller,
-            "decoder": binding.engine,
-            "epoch": binding.epoch,
-            "receipt": placement.receipt.to_json(),
-        }
-        conversation.note(note)
-        conversation.transfers += placement.prefiller is not None
-        tokens = ask.prompt_tokens if ask.uncached_tokens is None else ask.uncached_tokens
-        conversation.placed[ask.gateway, ask.turn] = PlacedTurn(note, tokens)
-        context, known = conversation.context_tokens, cause == "redisaggregated"
-        self._effects.rows.extend(journal.placed(conversation, binding))
-        self._began(conversation, ask.gateway, ask.turn, ask.end, now)
-        placed = Placed(
-            ask.key, binding.engine, binding.epoch, placement.prefiller, known, cause, note, context
-        )
-        self._effects.placed.append(placed)
-        return placed
-
-    def _began(
-        self, conversation: ConversationRecord, gateway: str, turn: int, node: End | None, now: float
-    ) -> None:
-        if conversation.gateway and conversation.gateway != gateway:
-            self._effects.foreign.append((conversation.gateway, conversation.key))
-        self.conversations.touch(conversation, now)
-        self.conversations.turn_began(conversation, gateway, turn)
-        if node is not None:
-            self.nodes.record(node, conversation.key)
-            self._effects.rows.append(journal.node(conversation.key, now, node))
-
     def _lost(self, ask: Ask, engine: str, epoch: int, now: float) -> None:
         """Suspect a decoder that a gateway could not reach, and unbind the conversation from it.
 
@@ -389,14 +266,8 @@ class BindingTable:
             self.conversations.turn_ended(conversation, ask.gateway, ask.turn)
         binding = self._bindings.look_up(ask.key)
         if binding is not None and (binding.engine, binding.epoch) == (engine, epoch):
-            self._unbind(binding, now)
+            self._placing.unbind(binding, now)
 
     def _void(self, engine: str, epoch: int) -> None:
         for binding in self._bindings.void_epoch(engine, epoch):
             self._effects.rows.append(journal.unbound(binding.key))
-
-    def _unbind(self, binding: Binding, now: float) -> None:
-        self._bindings.end(binding.key)
-        self._placer.release(binding.key, now)
-        self._effects.releases.append((binding.engine, binding.key))
-        self._effects.rows.append(journal.unbound(binding.key))

@@ -14,7 +14,7 @@ from math import inf
 
 from placement.priorities import ClassOrder, FairRounds, QueueHead
 from placement.routing.receipts import Refusal, RefusalReason
-from router.directory.messages import Ask, Placed
+from router.directory.api.messages import Ask, Placed
 
 MAX_WAITING = 4096
 FLOWS = 64  # of one owner that are told apart at a time: ids of flows are the clients'

@@ -7,7 +7,7 @@ from urllib.parse import parse_qs
 import orjson
 
 from router.auth.keys import Key
-from router.directory.client import DirectoryClient
+from router.directory.api.client import DirectoryClient
 from router.errors import BadRequest, NotFound
 from router.gateway.responses.stored_answers import Answers
 from router.http import Request, Responder

@@ -19,8 +19,8 @@ import orjson
 from placement.engines import Role
 from router.auth.keyring import Keyring
 from router.auth.keys import Key
-from router.directory.client import DirectoryClient
-from router.directory.messages import TimelineReport
+from router.directory.api.client import DirectoryClient
+from router.directory.api.messages import TimelineReport
 from router.errors import DirectoryUnavailable, MethodNotAllowed, NotFound, PasswordWanted, Unauthorized
 from router.gateway.config import DEFAULT_CLASS, GatewayConfig, SloSettings
 from router.http import Request, Responder

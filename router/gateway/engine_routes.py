@@ -5,7 +5,7 @@ from typing import Any
 
 from router.auth.keys import Key
 from router.auth.rate_limits import Meters
-from router.directory.client import DirectoryClient
+from router.directory.api.client import DirectoryClient
 from router.errors import BadRequest, EngineUnreachable, Unavailable, Unsupported
 from router.gateway.turn.turn import Models, text_headers
 from router.http import (

@@ -13,7 +13,7 @@ import uvloop
 from router.auth.keyring import Keyring
 from router.auth.rate_limits import Meters
 from router.batch.forwarding import BatchForwarding
-from router.directory.client import DirectoryClient
+from router.directory.api.client import DirectoryClient
 from router.errors import GatewayConfigError
 from router.gateway.config import GatewayConfig, load
 from router.gateway.responses.stored_answers import Answers

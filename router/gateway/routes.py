@@ -15,7 +15,7 @@ from router.auth.rate_limits import Meters
 from router.batch.forwarding import BatchForwarding
 from router.batch.routes import PREFIXES as BATCH_PREFIXES
 from router.batch.routes import ROUTES as BATCH_ROUTES
-from router.directory.client import DirectoryClient
+from router.directory.api.client import DirectoryClient
 from router.errors import (
     ANTHROPIC,
     ApiError,

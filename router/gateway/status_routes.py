@@ -8,7 +8,7 @@ from prometheus_client import CONTENT_TYPE_LATEST, generate_latest
 
 from placement.engines import Role
 from router.auth.keys import Key
-from router.directory.client import DirectoryClient
+from router.directory.api.client import DirectoryClient
 from router.errors import ModelNotFound
 from router.gateway.turn.turn import Models
 from router.http import Request, Responder

@@ -28,9 +28,9 @@ from deploy.ray.hosting import HostedProcess, end, keep, last_port
 from placement.engines import Role
 from placement.routing.placer_settings import PlacerSettings
 from placement.scheduling.prefill_curve import PrefillCurve
-from router.directory.client import DirectoryClient
+from router.directory.api.client import DirectoryClient
+from router.directory.api.messages import Ask, Placed
 from router.directory.directory import DirectorySettings
-from router.directory.messages import Ask, Placed
 from tests.deploy.ray.test_control import SECRET, Feed
 from tests.support.waiting import until
 from tests.workers.test_status import INFO, STATE

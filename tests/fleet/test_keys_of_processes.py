@@ -17,8 +17,8 @@ from deploy.home import FleetKeys, Purpose
 from deploy.lifecycle.down import marked
 from deploy.ray.cluster import temporary_directory
 from deploy.ray.control import INFO
-from router.directory import messages
-from router.directory.rpc import Method, Stub
+from router.directory.api import messages
+from router.directory.api.rpc import Method, Stub
 from tests.fleet.talk import client, opening, text_turn
 from tests.support.fleet import ROOT, RunningFleet
 from workers.engine.engine_key import KEY_HEADER

@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 from router.auth import rate_limits as rates
 from router.auth.keys import DefaultLimits, Key, Limits, hash_secret
 from router.auth.rate_limits import Bucket, Meters
-from router.directory.messages import Spent
+from router.directory.api.messages import Spent
 from router.errors import RateLimited
 from router.gateway.config import ServedModel
 from tests.support.fake_fleet import MODEL, FakeFleet, GatewayAnswer, ask, assistant, fleet, user

@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from router.directory.cache import Known
+from router.directory.api.cache import Known
 from router.gateway.config import SloClass
 from router.gateway.turn.token_ratio import TokenRatio
 from router.gateway.turn.turn import Turn

@@ -15,9 +15,9 @@ from dataclasses import dataclass
 from placement.engines import EngineInfo
 from placement.routing.receipts import Refusal, RefusalReason
 from router import metrics
-from router.directory.cache import Known
-from router.directory.client import DirectoryClient
-from router.directory.messages import Ask, Placed
+from router.directory.api.cache import Known
+from router.directory.api.client import DirectoryClient
+from router.directory.api.messages import Ask, Placed
 from router.errors import (
     ApiError,
     ClientLeft,

@@ -7,7 +7,7 @@ from typing import Any
 from uuid import uuid4
 
 from placement.engines import EngineInfo
-from router.directory.client import DirectoryClient
+from router.directory.api.client import DirectoryClient
 from router.gateway.config import GatewayConfig, Handover
 from router.gateway.responses.stored_answers import Answers
 from router.gateway.turn import legs

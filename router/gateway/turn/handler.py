@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING
 
 from placement.objectives import tbt_s
 from router import metrics
-from router.directory.client import DirectoryClient
+from router.directory.api.client import DirectoryClient
 from router.errors import ApiError, ClientLeft, DirectoryUnavailable
 from router.gateway.config import GatewayConfig
 from router.gateway.responses.stored_answers import Answers

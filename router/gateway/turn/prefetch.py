@@ -12,8 +12,8 @@ from collections.abc import Callable
 
 from placement.prefetch_rules import REMEMBERED_WAITS, PrefetchRules, PrefetchTime, may_prefetch
 from router import metrics
-from router.directory.cache import Known
-from router.directory.client import DirectoryClient
+from router.directory.api.cache import Known
+from router.directory.api.client import DirectoryClient
 from router.errors import DirectoryUnavailable
 
 log = logging.getLogger("conserve.router.prefetch")

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from enum import StrEnum
 
 from router import metrics
-from router.directory.cache import Asked, Known
+from router.directory.api.cache import Asked, Known
 from router.gateway.turn.turn import Turn
 from router.http import Observation
 from router.identity.prefix_chain import OTHERS, REASONED

@@ -3,7 +3,7 @@
 from xxhash import xxh3_128_digest
 
 from placement.routing.prefix_map import PromptPrefix
-from router.directory.cache import Known
+from router.directory.api.cache import Known
 from router.gateway.turn.turn import Turn
 
 _WEIGHT = 0.2  # of a new observation

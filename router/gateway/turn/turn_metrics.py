@@ -9,7 +9,7 @@ from dataclasses import dataclass
 
 from placement.objectives import tbt_s, ttfet_s
 from router import metrics
-from router.directory.cache import Known
+from router.directory.api.cache import Known
 from router.gateway.config import DEFAULT_CLASS, SloClass
 from router.gateway.turn.turn import Turn
 from router.http import Observation, RelayEnd, RelayOutcome

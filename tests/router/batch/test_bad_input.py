@@ -10,7 +10,7 @@ from prometheus_client import REGISTRY
 
 from router.auth.keys import StructuredOutputs
 from router.batch.config import BatchLimits
-from router.batch.validation import BadLine, check_line
+from router.batch.dispatch.validation import BadLine, check_line
 from router.gateway.config import ServedModel
 from router.requests.fields import UnknownFields
 from tests.router.batch.fake_engine import OfflineEngine

@@ -76,7 +76,7 @@ async def test_a_line_that_no_engine_can_hold_fails_alone_and_reaches_none(
 async def test_an_expired_batch_keeps_what_was_done(
     gateway: GatewayWithBatch, engine: OfflineEngine, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("router.batch.api.window_seconds", lambda _window: 5)  # five seconds
+    monkeypatch.setattr("router.batch.parameters.window_seconds", lambda _window: 5)  # five seconds
     async with gateway.client() as client:
         quick = [line(f"a{i}") for i in range(4)]
         slow = [line(f"b{i}", f"sleep=30 b{i}") for i in range(20)]

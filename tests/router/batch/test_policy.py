@@ -4,11 +4,12 @@ from dataclasses import dataclass, replace
 
 from hypothesis import given
 from hypothesis import strategies as st
+from router.batch.store.store.records import Backlog
 
 from placement.engines import EngineState, Role, SplitState
 from placement.overload.drop_plan import EngineShape
 from router.batch.config import DispatchSettings
-from router.batch.policy import (
+from router.batch.dispatch.policy import (
     SUSPECT_AFTER,
     Allowance,
     EngineSlots,
@@ -18,7 +19,6 @@ from router.batch.policy import (
     assign,
     share_out,
 )
-from router.batch.records import Backlog
 
 R40 = Allowance(40, 10**9)
 SETTINGS = DispatchSettings(max_in_flight=64)

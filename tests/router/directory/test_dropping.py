@@ -13,9 +13,9 @@ from placement.engines import EngineInfo, SplitState
 from placement.overload.drop_plan import DropLimits, EngineShape
 from placement.overload.signal import OverloadReason, OverloadState
 from placement.scheduling.latency_model import LatencyModel
+from router.directory.api.messages import EngineRecord
 from router.directory.dropping import SILENT_S, UNWILLING_S, Dropper
 from router.directory.fleet import unreported
-from router.directory.messages import EngineRecord
 from tests.support.engines import info, state
 
 SHAPE = EngineShape(

@@ -12,8 +12,8 @@ from placement.routing.least_kv import FirstTurn
 from placement.routing.placer import Placer
 from placement.routing.receipts import Placement
 from placement.sizing.capacity import Thresholds
+from router.directory.api.messages import Ask
 from router.directory.fleet import CapacityWatcher
-from router.directory.messages import Ask
 from router.directory.table import BindingTable
 from router.directory.waiting import Waiter
 from tests.support.engines import info, placer, state

@@ -6,8 +6,8 @@ from contextlib import asynccontextmanager
 from pathlib import Path
 
 from placement.routing.receipts import Refusal
-from router.directory.client import DirectoryClient
-from router.directory.messages import Ask, Placed
+from router.directory.api.client import DirectoryClient
+from router.directory.api.messages import Ask, Placed
 from tests.support.fake_fleet import FakeFleet, fleet
 from tests.support.waiting import until
 

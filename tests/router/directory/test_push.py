@@ -3,8 +3,8 @@
 from pathlib import Path
 
 from placement.routing.receipts import Refusal
-from router.directory.client import DirectoryClient
-from router.directory.messages import Ask, Spent
+from router.directory.api.client import DirectoryClient
+from router.directory.api.messages import Ask, Spent
 from router.directory.push import GatewayStreams, process_name, supersedes
 from router.identity.prefix_chain import of_body, seed
 from tests.support.fake_fleet import fleet

@@ -11,11 +11,11 @@ from prometheus_client import REGISTRY
 
 from placement.engines import EngineInfo, Role
 from placement.routing.receipts import Refusal, RefusalReason
-from router.directory.client import DirectoryClient
+from router.directory.api.client import DirectoryClient
+from router.directory.api.messages import PLACE, Ask, Asks, Placed
+from router.directory.api.rpc import BROKEN, Stub
 from router.directory.directory import DirectorySettings
 from router.directory.journal import MAX_UNWRITTEN, JournalError
-from router.directory.messages import PLACE, Ask, Asks, Placed
-from router.directory.rpc import BROKEN, Stub
 from router.directory.server import DirectoryServer
 from router.directory.table import BindingTable
 from router.directory.waiting import Waiter

@@ -10,8 +10,8 @@ import pytest
 from placement.engines import EngineInfo, EngineState, Role
 from placement.routing.receipts import Refusal, RefusalReason
 from placement.sizing.capacity import Action, Recommendation, Signals
-from router.directory import messages as m
-from router.directory.rpc import BadReply, Method, NoSecret, Service, Stub, encode
+from router.directory.api import messages as m
+from router.directory.api.rpc import BadReply, Method, NoSecret, Service, Stub, encode
 from router.identity.prefix_chain import End
 
 INFO = EngineInfo("d0", "decode", Role.DECODE, 5, "h:1", "h:2", "h:3", 4096, 16, 8192)

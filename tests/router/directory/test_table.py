@@ -15,8 +15,8 @@ from placement.priorities import QUANTUM
 from placement.routing.placer_settings import FirstTurns
 from placement.routing.prefix_map import PromptPrefix
 from placement.routing.receipts import Refusal, RefusalReason
+from router.directory.api.messages import Ask, Placed
 from router.directory.journal import Journal, Row
-from router.directory.messages import Ask, Placed
 from router.directory.table import BindingTable
 from router.directory.waiting import MAX_WAITING, Waiter
 from router.identity import prefix_chain as chains

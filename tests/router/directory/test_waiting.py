@@ -6,7 +6,7 @@ import pytest
 
 from placement.priorities import QUANTUM, ClassOrder
 from placement.routing.receipts import Refusal, RefusalReason
-from router.directory.messages import Ask, Placed
+from router.directory.api.messages import Ask, Placed
 from router.directory.waiting import FLOWS, MAX_WAITING, Waiter, Waiting
 
 FULL = Refusal(RefusalReason.NO_CAPACITY, "full", 1.0)

@@ -10,8 +10,15 @@ from typing import Any
 
 from sqlalchemy import Connection, Table, and_, bindparam, delete, func, insert, select, update
 
-from router.batch.database import LEASED, Database, batches, queue, requests, results
-from router.batch.records import Backlog, BatchStatus, ClaimedRequest, NewRequest, RequestState, Result
+from router.batch.store.store.database import LEASED, Database, batches, queue, requests, results
+from router.batch.store.store.records import (
+    Backlog,
+    BatchStatus,
+    ClaimedRequest,
+    NewRequest,
+    RequestState,
+    Result,
+)
 
 _PAGE_LINES = 200
 _LINES_A_WRITE = 2_000

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 
 from placement.engines import EngineInfo, EngineState
 from router import metrics
-from router.directory.messages import EngineRecord, Engines
+from router.directory.api.messages import EngineRecord, Engines
 from router.identity.node_table import NodeTable
 from router.identity.prefix_chain import End
 

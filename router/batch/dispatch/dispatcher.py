@@ -8,19 +8,27 @@ from typing import TypeVar
 
 from sqlalchemy.exc import SQLAlchemyError
 
-from router.batch.blobs import Blobs
 from router.batch.config import BatchConfig
-from router.batch.database import StoreTakenOver
-from router.batch.executor import Executor, ResultWriter
-from router.batch.flex import FlexJob, FlexQueue
-from router.batch.in_flight import Engines, InFlight
-from router.batch.lifecycle import BatchLifecycle
+from router.batch.dispatch.executor import Executor, ResultWriter
+from router.batch.dispatch.flex import FlexJob, FlexQueue
+from router.batch.dispatch.in_flight import Engines, InFlight
+from router.batch.dispatch.lifecycle import BatchLifecycle
+from router.batch.dispatch.policy import (
+    SUSPECT_AFTER,
+    Allowance,
+    FairShare,
+    Rate,
+    allowance_of,
+    assign,
+    share_out,
+)
+from router.batch.dispatch.validation import Validator
 from router.batch.metrics import BACKLOG, NEAREST_DEADLINE, OLDEST_AGE, STEP_ERRORS, URGENT
-from router.batch.policy import SUSPECT_AFTER, Allowance, FairShare, Rate, allowance_of, assign, share_out
-from router.batch.records import Backlog, ClaimedRequest
-from router.batch.request_table import PutBack
-from router.batch.store import Store
-from router.batch.validation import Validator
+from router.batch.store.store.blobs import Blobs
+from router.batch.store.store.database import StoreTakenOver
+from router.batch.store.store.records import Backlog, ClaimedRequest
+from router.batch.store.store.request_table import PutBack
+from router.batch.store.store.store import Store
 from router.http import UpstreamPool
 from router.identity.prefix_groups import PrefixGroups
 

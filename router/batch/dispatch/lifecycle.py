@@ -12,13 +12,13 @@ from typing import Any
 import orjson
 from sqlalchemy import Row
 
-from router.batch.blobs import Blobs, BlobWriter
 from router.batch.config import MAX_WINDOW_S
+from router.batch.dispatch.validation import Validator
 from router.batch.metrics import BATCHES_ENDED, BATCHES_LIVE
-from router.batch.records import LIVE, BatchStatus, FileRecord
-from router.batch.request_table import LineOutcome
-from router.batch.store import ENDS, VALIDATES, Store
-from router.batch.validation import Validator
+from router.batch.store.store.blobs import Blobs, BlobWriter
+from router.batch.store.store.records import LIVE, BatchStatus, FileRecord
+from router.batch.store.store.request_table import LineOutcome
+from router.batch.store.store.store import ENDS, VALIDATES, Store
 
 log = logging.getLogger("conserve.router.batch.lifecycle")
 

@@ -7,9 +7,9 @@ from typing import Any
 from sqlalchemy import Connection, Row, and_, delete, exists, func, insert, or_, select, update
 from sqlalchemy.sql.elements import ColumnElement
 
-from router.batch.database import LEASED, Database, batches, files, requests, results
-from router.batch.records import LIVE, BatchError, BatchStatus, FileRecord, NewBatch
-from router.batch.request_table import RequestTable
+from router.batch.store.store.database import LEASED, Database, batches, files, requests, results
+from router.batch.store.store.records import LIVE, BatchError, BatchStatus, FileRecord, NewBatch
+from router.batch.store.store.request_table import RequestTable
 from router.process import SteadyClock
 
 VALIDATES = batches.c.status == BatchStatus.VALIDATING
@@ -22,7 +22,7 @@ _READ = exists().where(batches.c.input_file_id == files.c.id, batches.c.status.i
 
 
 class FileTable:
-    """Rows of files. The bytes are in `router.batch.blobs`; a row appears only once they are durable."""
+    """Rows of files. A row appears only once the file's bytes are durable (`blobs.py`)."""
 
     def __init__(self, database: Database) -> None:
         self._database = database

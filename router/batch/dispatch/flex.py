@@ -10,9 +10,9 @@ from contextlib import asynccontextmanager
 from dataclasses import dataclass
 
 from placement.engines import EngineInfo, EngineState
-from router.batch.in_flight import InFlight
+from router.batch.dispatch.in_flight import InFlight
 from router.batch.metrics import FLEX
-from router.batch.records import Backlog, OfflineRequest
+from router.batch.store.store.records import Backlog, OfflineRequest
 from router.errors import TooManyRequests
 
 

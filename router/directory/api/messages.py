@@ -7,7 +7,7 @@ from placement.engines import EngineInfo, EngineState
 from placement.routing.prefix_map import PromptPrefix
 from placement.routing.receipts import Refusal
 from placement.sizing.capacity import Recommendation, Signals
-from router.directory.rpc import Method
+from router.directory.api.rpc import Method
 from router.identity.prefix_chain import End
 
 

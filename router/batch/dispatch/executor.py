@@ -12,11 +12,19 @@ from sqlalchemy.exc import SQLAlchemyError
 
 from placement.engines import EngineInfo, EngineState
 from router.batch.config import DispatchSettings
-from router.batch.in_flight import Ending, Engines, InFlight, Verdict, back_off, judge_error, judge_status
+from router.batch.dispatch.in_flight import (
+    Ending,
+    Engines,
+    InFlight,
+    Verdict,
+    back_off,
+    judge_error,
+    judge_status,
+)
 from router.batch.metrics import COMMIT_SECONDS, DUPLICATES, HARVESTED, LOST, SET_ASIDE, STEP_ERRORS, TRIES
-from router.batch.records import ClaimedRequest, Result, Usage, offline_body
-from router.batch.request_table import PutBack
-from router.batch.store import Store
+from router.batch.store.store.records import ClaimedRequest, Result, Usage, offline_body
+from router.batch.store.store.request_table import PutBack
+from router.batch.store.store.store import Store
 from router.errors import BadRequest, EngineGarbled, EngineLost, UpstreamError
 from router.http import Endpoint, RawHeaders, UpstreamPool, UpstreamRequest, UpstreamResponse, fetch
 from router.identity.prefix_groups import PrefixGroups

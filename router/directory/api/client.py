@@ -7,9 +7,8 @@ import asyncio
 import itertools
 import logging
 import time
-from collections import deque
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 from typing import Any, TypeVar
 
 import grpc
@@ -17,11 +16,12 @@ import grpc
 from placement.engines import EngineInfo
 from placement.routing.receipts import Refusal
 from router import metrics
-from router.directory import messages as m
-from router.directory.cache import Cache, EngineList, Known
-from router.directory.messages import Activity, Ask, Placed
+from router.directory.api import messages as m
+from router.directory.api.cache import Cache, EngineList, Known
+from router.directory.api.calls import REPORT_TIMEOUT_S, ActivityReports, PlaceCalls, is_broken, reason_of
+from router.directory.api.messages import Activity, Ask, Placed
+from router.directory.api.rpc import MAX_MESSAGE, BadReply, Method, Stub
 from router.directory.push import process_name
-from router.directory.rpc import BROKEN, MAX_MESSAGE, BadReply, Method, Stub
 from router.errors import DirectoryUnavailable
 from router.identity.node_table import MAX_NODES, Holder, KnownNode
 from router.identity.prefix_chain import Chain, End
@@ -42,13 +42,6 @@ _PLACE_GRACE_S = 3.0  # beyond a placement's own waiting time: a directory resta
 _MAX_CONVERSATIONS = 200_000
 _RETRY_S = 0.1
 _ENGINE_PUSH_S = 2.0
-_PLACES_A_CALL = 500
-_PLACE_CALLS_EVERY_S = 0.002
-_ACTIVITIES_A_CALL = 2000
-_ACTIVITIES_PENDING = 200_000
-_REPORT_EVERY_S = 0.02
-_REPORT_TIMEOUT_S = 5.0
-_REPORT_RETRY_S = 0.25
 
 Reply = TypeVar("Reply")
 
@@ -131,7 +124,7 @@ class DirectoryClient:
             remote, running = await self._find_remotely(chain, name)
         except (grpc.aio.AioRpcError, BadReply) as wrong:
             metrics.FALLBACKS.labels("identify_failed").inc()
-            log.warning("not looked up, counts as a new conversation reason=%s", _reason(wrong))
+            log.warning("not looked up, counts as a new conversation reason=%s", reason_of(wrong))
         found = self.cache.nodes.find(chain, name)  # its twin may have come meanwhile
         if found is not None and (remote is None or found.size >= remote.size):
             return found, self.cache.running
@@ -202,7 +195,7 @@ class DirectoryClient:
     async def tell_spent(self, spent: tuple[m.Spent, ...]) -> bool:
         """Report spent budgets for the other gateways; False if the directory did not take them."""
         try:
-            await self._stub.ask(m.SPEND, m.SpentRequest(self.gateway, spent), _REPORT_TIMEOUT_S)
+            await self._stub.ask(m.SPEND, m.SpentRequest(self.gateway, spent), REPORT_TIMEOUT_S)
         except (grpc.aio.AioRpcError, BadReply):
             return False
         return True
@@ -241,7 +234,7 @@ class DirectoryClient:
             try:
                 return await self._places.ask(asked, max(left, 0.05))
             except (grpc.aio.AioRpcError, BadReply, TimeoutError) as wrong:
-                if _broken(wrong) or self._clock() + _RETRY_S >= until:
+                if is_broken(wrong) or self._clock() + _RETRY_S >= until:
                     self.abandon(ask.key, ask.turn)
                     raise _unavailable(wrong) from wrong
                 ask = replace(ask, again=True)
@@ -281,7 +274,7 @@ class DirectoryClient:
                 async for push in self._stub.stream(m.WATCH, request):
                     self._take(push)
             except (grpc.aio.AioRpcError, BadReply) as wrong:
-                log.warning("directory lost, serving from what is known reason=%s", _reason(wrong))
+                log.warning("directory lost, serving from what is known reason=%s", reason_of(wrong))
             self.connected = False
             metrics.DIRECTORY_UP.set(0)
             await asyncio.sleep(_RETRY_S)
@@ -301,111 +294,6 @@ class DirectoryClient:
         metrics.CACHED_BINDINGS.set(len(self.cache))
 
 
-@dataclass(slots=True)
-class _Waiting:
-    ask: Ask
-    timeout_s: float
-    outcome: asyncio.Future[Placed | Refusal] = field(default_factory=asyncio.Future)
-
-
-class PlaceCalls:
-    """Asks for places, many in one call: turns that begin together share its cost."""
-
-    def __init__(self, stub: Stub) -> None:
-        self._stub = stub
-        self._pending: list[_Waiting] = []
-        self._some = asyncio.Event()
-        self._calls: set[asyncio.Task[None]] = set()
-
-    async def ask(self, ask: Ask, timeout_s: float) -> Placed | Refusal:
-        """Ask for one place; raises grpc's error or TimeoutError. On both the caller calls `abandon`."""
-        waiting = _Waiting(ask, timeout_s)
-        self._pending.append(waiting)
-        self._some.set()
-        async with asyncio.timeout(timeout_s):
-            return await waiting.outcome
-
-    async def run(self) -> None:
-        """Send the first ask after a pause at once, and those that come meanwhile in the next call."""
-        try:
-            while True:
-                await self._some.wait()
-                self._some.clear()
-                while self._pending:
-                    batch, self._pending = self._pending[:_PLACES_A_CALL], self._pending[_PLACES_A_CALL:]
-                    call = asyncio.create_task(self._call([one for one in batch if not one.outcome.done()]))
-                    self._calls.add(call)
-                    call.add_done_callback(self._calls.discard)
-                    await asyncio.sleep(_PLACE_CALLS_EVERY_S)
-        finally:
-            for call in self._calls:
-                call.cancel()
-
-    async def _call(self, batch: list[_Waiting]) -> None:
-        if not batch:
-            return
-        asks = tuple(one.ask for one in batch)
-        longest_s = max(one.timeout_s for one in batch)
-        wrong: Exception = TimeoutError("the directory ended the call without an answer")
-        try:
-            async for answers in self._stub.stream(m.PLACE, asks, longest_s):
-                for answer in answers:
-                    outcome = answer.placed or answer.refused
-                    if outcome is not None and not batch[answer.index].outcome.done():
-                        batch[answer.index].outcome.set_result(outcome)
-        except (grpc.aio.AioRpcError, BadReply) as error:
-            wrong = error
-        finally:
-            for one in batch:
-                if not one.outcome.done():
-                    one.outcome.set_exception(wrong)
-
-
-class ActivityReports:
-    """Reports of what happened to turns: sent in order, many at a time, off the request's path."""
-
-    def __init__(self, stub: Stub, gateway: str, on_unknown: Callable[[str], None]) -> None:
-        self._stub, self._gateway, self._on_unknown = stub, gateway, on_unknown
-        self._pending: deque[Activity] = deque()
-        self._some = asyncio.Event()
-
-    def __len__(self) -> int:
-        return len(self._pending)
-
-    def add(self, activity: Activity) -> None:
-        if len(self._pending) >= _ACTIVITIES_PENDING:
-            self._pending.popleft()
-            metrics.FALLBACKS.labels("report_dropped").inc()
-        self._pending.append(activity)
-        self._some.set()
-
-    async def run(self) -> None:
-        """No delay after a pause; then at most one call every `_REPORT_EVERY_S`, with all that came
-        meanwhile: a call costs the gateway as much as a turn."""
-        while True:
-            await self._some.wait()
-            self._some.clear()
-            while self._pending:
-                count = min(_ACTIVITIES_A_CALL, len(self._pending))
-                batch = tuple(self._pending.popleft() for _ in range(count))
-                if await self._send(batch):
-                    await asyncio.sleep(_REPORT_EVERY_S)
-                else:
-                    self._pending.extendleft(reversed(batch))
-                    await asyncio.sleep(_REPORT_RETRY_S)
-
-    async def _send(self, batch: tuple[Activity, ...]) -> bool:
-        request = m.ReportRequest(self._gateway, batch)
-        try:
-            unknown = await self._stub.ask(m.REPORT, request, _REPORT_TIMEOUT_S)
-        except (grpc.aio.AioRpcError, BadReply) as wrong:
-            log.debug("report not delivered reason=%s", _reason(wrong))
-            return False
-        for key in unknown:
-            self._on_unknown(key)
-        return True
-
-
 def _found(digest: bytes, size: int, reply: m.IdentifyReply) -> tuple[KnownNode, Callable[[str], bool]]:
     running = {holder.conversation for holder in reply.holders if holder.running}
     holders = tuple(Holder(holder.conversation, holder.tip) for holder in reply.holders)
@@ -413,16 +301,6 @@ def _found(digest: bytes, size: int, reply: m.IdentifyReply) -> tuple[KnownNode,
 
 
 def _unavailable(wrong: Exception) -> DirectoryUnavailable:
-    if isinstance(wrong, grpc.aio.AioRpcError) and _broken(wrong):
+    if isinstance(wrong, grpc.aio.AioRpcError) and is_broken(wrong):
         return DirectoryUnavailable(str(wrong.details()))
-    return DirectoryUnavailable(f"the directory did not answer ({_reason(wrong)})")
-
-
-def _broken(wrong: Exception) -> bool:
-    return isinstance(wrong, grpc.aio.AioRpcError) and wrong.code() is BROKEN
-
-
-def _reason(wrong: Exception) -> str:
-    if isinstance(wrong, grpc.aio.AioRpcError):
-        return str(wrong.code().name)
-    return str(wrong) or "no answer"
+    return DirectoryUnavailable(f"the directory did not answer ({reason_of(wrong)})")
