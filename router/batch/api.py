@@ -28,9 +28,9 @@ from router.batch.parameters import (
     time_to_live_s,
 )
 from router.batch.routes import ROUTES
-from router.batch.store.store.blobs import Blobs, UploadForm, receive_form
-from router.batch.store.store.records import BatchStatus, FileRecord
-from router.batch.store.store.store import Store
+from router.batch.store.blobs import Blobs, UploadForm, receive_form
+from router.batch.store.records import BatchStatus, FileRecord
+from router.batch.store.store import Store
 from router.errors import (
     ApiError,
     BadRequest,

@@ -7,7 +7,7 @@ from typing import Any
 import orjson
 
 from router.batch.config import HOUR_S, MAX_WINDOW_S, MIN_WINDOW_S
-from router.batch.store.store.records import ENDPOINTS, NewBatch
+from router.batch.store.records import ENDPOINTS, NewBatch
 from router.errors import BadRequest
 
 _WINDOW = re.compile(r"([1-9][0-9]{0,4})(h|d)")

@@ -21,9 +21,9 @@ from router.batch.dispatch.in_flight import Engines
 from router.batch.forwarding import caller_of
 from router.batch.metrics import REQUEUED
 from router.batch.routes import PREFIXES
-from router.batch.store.store.blobs import Blobs
-from router.batch.store.store.records import OfflineBodyParser
-from router.batch.store.store.store import Store
+from router.batch.store.blobs import Blobs
+from router.batch.store.records import OfflineBodyParser
+from router.batch.store.store import Store
 from router.directory.api.client import DirectoryClient
 from router.directory.push import BATCH
 from router.errors import ANTHROPIC, GatewayConfigError, NotFound

@@ -24,11 +24,11 @@ from router.batch.dispatch.policy import (
 )
 from router.batch.dispatch.validation import Validator
 from router.batch.metrics import BACKLOG, NEAREST_DEADLINE, OLDEST_AGE, STEP_ERRORS, URGENT
-from router.batch.store.store.blobs import Blobs
-from router.batch.store.store.database import StoreTakenOver
-from router.batch.store.store.records import Backlog, ClaimedRequest
-from router.batch.store.store.request_table import PutBack
-from router.batch.store.store.store import Store
+from router.batch.store.blobs import Blobs
+from router.batch.store.database import StoreTakenOver
+from router.batch.store.records import Backlog, ClaimedRequest
+from router.batch.store.request_table import PutBack
+from router.batch.store.store import Store
 from router.http import UpstreamPool
 from router.identity.prefix_groups import PrefixGroups
 

@@ -22,9 +22,9 @@ from router.batch.dispatch.in_flight import (
     judge_status,
 )
 from router.batch.metrics import COMMIT_SECONDS, DUPLICATES, HARVESTED, LOST, SET_ASIDE, STEP_ERRORS, TRIES
-from router.batch.store.store.records import ClaimedRequest, Result, Usage, offline_body
-from router.batch.store.store.request_table import PutBack
-from router.batch.store.store.store import Store
+from router.batch.store.records import ClaimedRequest, Result, Usage, offline_body
+from router.batch.store.request_table import PutBack
+from router.batch.store.store import Store
 from router.errors import BadRequest, EngineGarbled, EngineLost, UpstreamError
 from router.http import Endpoint, RawHeaders, UpstreamPool, UpstreamRequest, UpstreamResponse, fetch
 from router.identity.prefix_groups import PrefixGroups

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from placement.engines import EngineInfo, EngineState
 from router.batch.dispatch.in_flight import InFlight
 from router.batch.metrics import FLEX
-from router.batch.store.store.records import Backlog, OfflineRequest
+from router.batch.store.records import Backlog, OfflineRequest
 from router.errors import TooManyRequests
 
 

@@ -9,7 +9,7 @@ from placement.engines import EngineInfo, EngineState
 from router.batch.config import DispatchSettings
 from router.batch.dispatch.policy import SUSPECT_AFTER, EngineSlots
 from router.batch.metrics import IN_FLIGHT
-from router.batch.store.store.records import group_of
+from router.batch.store.records import group_of
 from router.errors import EngineBusy, EngineLost, EngineSilent, EngineUnreachable, UpstreamError
 
 Engines = Sequence[tuple[EngineInfo, EngineState | None]]  # that serve now; None: no report of this epoch

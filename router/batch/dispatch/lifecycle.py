@@ -15,10 +15,10 @@ from sqlalchemy import Row
 from router.batch.config import MAX_WINDOW_S
 from router.batch.dispatch.validation import Validator
 from router.batch.metrics import BATCHES_ENDED, BATCHES_LIVE
-from router.batch.store.store.blobs import Blobs, BlobWriter
-from router.batch.store.store.records import LIVE, BatchStatus, FileRecord
-from router.batch.store.store.request_table import LineOutcome
-from router.batch.store.store.store import ENDS, VALIDATES, Store
+from router.batch.store.blobs import Blobs, BlobWriter
+from router.batch.store.records import LIVE, BatchStatus, FileRecord
+from router.batch.store.request_table import LineOutcome
+from router.batch.store.store import ENDS, VALIDATES, Store
 
 log = logging.getLogger("conserve.router.batch.lifecycle")
 

@@ -8,7 +8,7 @@ from typing import Protocol, TypeVar
 
 from placement.engines import EngineState, Role
 from router.batch.config import DispatchSettings
-from router.batch.store.store.records import Backlog, group_of
+from router.batch.store.records import Backlog, group_of
 
 QUEUE_AHEAD = 4  # requests kept waiting inside an engine beyond those that run
 SUSPECT_AFTER = 2  # failed tries, after which a request has no other such at its engine

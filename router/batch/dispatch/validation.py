@@ -13,8 +13,8 @@ from sqlalchemy import Row
 from router.auth.keys import StructuredOutputs
 from router.batch.config import BatchConfig, BatchLimits
 from router.batch.metrics import BATCHES_ENDED
-from router.batch.store.store.store.store.blobs import Blobs
-from router.batch.store.store.store.store.records import (
+from router.batch.store.blobs import Blobs
+from router.batch.store.records import (
     EMBEDDINGS,
     BatchError,
     BatchStatus,
@@ -22,7 +22,7 @@ from router.batch.store.store.store.store.records import (
     estimated_tokens,
     prefix_key,
 )
-from router.batch.store.store.store.store.store import Store
+from router.batch.store.store import Store
 from router.errors import BadRequest, RouterError
 from router.gateway.config import ServedModel
 from router.requests.body_parser import check_items, is_deep

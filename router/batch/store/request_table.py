@@ -10,8 +10,8 @@ from typing import Any
 
 from sqlalchemy import Connection, Table, and_, bindparam, delete, func, insert, select, update
 
-from router.batch.store.store.database import LEASED, Database, batches, queue, requests, results
-from router.batch.store.store.records import (
+from router.batch.store.database import LEASED, Database, batches, queue, requests, results
+from router.batch.store.records import (
     Backlog,
     BatchStatus,
     ClaimedRequest,

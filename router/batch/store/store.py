@@ -7,9 +7,9 @@ from typing import Any
 from sqlalchemy import Connection, Row, and_, delete, exists, func, insert, or_, select, update
 from sqlalchemy.sql.elements import ColumnElement
 
-from router.batch.store.store.database import LEASED, Database, batches, files, requests, results
-from router.batch.store.store.records import LIVE, BatchError, BatchStatus, FileRecord, NewBatch
-from router.batch.store.store.request_table import RequestTable
+from router.batch.store.database import LEASED, Database, batches, files, requests, results
+from router.batch.store.records import LIVE, BatchError, BatchStatus, FileRecord, NewBatch
+from router.batch.store.request_table import RequestTable
 from router.process import SteadyClock
 
 VALIDATES = batches.c.status == BatchStatus.VALIDATING

@@ -9,9 +9,9 @@ import openai
 import pytest
 from openai import AsyncOpenAI
 from openai.types import Batch
-from router.batch.store.store.database import Database, results
 from sqlalchemy import select
 
+from router.batch.store.database import Database, results
 from tests.router.batch.gateway import FrontGateway
 from tests.router.batch.jobs import ENDED, jsonl, line, lines_of, submit
 from tests.router.batch.processes import Process, batch_process, engine_process

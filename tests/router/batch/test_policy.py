@@ -4,7 +4,6 @@ from dataclasses import dataclass, replace
 
 from hypothesis import given
 from hypothesis import strategies as st
-from router.batch.store.store.records import Backlog
 
 from placement.engines import EngineState, Role, SplitState
 from placement.overload.drop_plan import EngineShape
@@ -19,6 +18,7 @@ from router.batch.dispatch.policy import (
     assign,
     share_out,
 )
+from router.batch.store.records import Backlog
 
 R40 = Allowance(40, 10**9)
 SETTINGS = DispatchSettings(max_in_flight=64)

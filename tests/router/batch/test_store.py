@@ -5,12 +5,12 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
-from router.batch.store.store.database import VERSION, StoreTakenOver, stores
-from router.batch.store.store.records import BatchStatus, FileRecord, NewBatch, NewRequest, Result
-from router.batch.store.store.request_table import PutBack
-from router.batch.store.store.store import ENDS, VALIDATES, Store
 from sqlalchemy import Row, create_engine, update
 
+from router.batch.store.database import VERSION, StoreTakenOver, stores
+from router.batch.store.records import BatchStatus, FileRecord, NewBatch, NewRequest, Result
+from router.batch.store.request_table import PutBack
+from router.batch.store.store import ENDS, VALIDATES, Store
 from router.errors import GatewayConfigError
 from tests.router.test_clocks import MachineClocks
 

@@ -10,13 +10,13 @@ from typing import Any
 import openai
 import pytest
 from prometheus_client import REGISTRY
-from router.batch.store.store.blobs import Blobs
-from router.batch.store.store.records import Result
-from router.batch.store.store.request_table import RequestTable
-from router.batch.store.store.store import BatchTable
 from sqlalchemy.exc import OperationalError
 
 from router.batch.dispatch.executor import ResultWriter
+from router.batch.store.blobs import Blobs
+from router.batch.store.records import Result
+from router.batch.store.request_table import RequestTable
+from router.batch.store.store import BatchTable
 from tests.router.batch.fake_engine import OfflineEngine
 from tests.router.batch.gateway import GatewayWithBatch
 from tests.router.batch.jobs import ended, jsonl, line, lines_of, submit

@@ -10,9 +10,9 @@ from pathlib import Path
 
 import httpx
 import pytest
-from router.batch.store.store.blobs import Blobs
 
 from router.batch.dispatch.validation import Line, split_lines
+from router.batch.store.blobs import Blobs
 from tests.router.batch.gateway import FrontGateway
 from tests.router.batch.jobs import line
 from tests.router.batch.processes import batch_process, engine_process
