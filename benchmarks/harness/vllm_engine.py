@@ -80,6 +80,7 @@ async def vllm_engine(
     from vllm.engine.arg_utils import AsyncEngineArgs
     from vllm.v1.engine.async_llm import AsyncLLM
 
+    forget_connector_counters()
     usual = {"enable_prefix_caching": True, "scheduling_policy": "priority"}
     llm = AsyncLLM.from_engine_args(AsyncEngineArgs(**{**usual, **arguments}))
     try:
@@ -88,6 +89,16 @@ async def vllm_engine(
         yield engine
     finally:
         llm.shutdown()
+
+
+def forget_connector_counters() -> None:
+    """Unregister the connector's counters of an engine before, as vLLM does with its own metrics.
+
+    Otherwise a second engine in the same process fails to register them.
+    """
+    for collector in list(REGISTRY._collector_to_names):
+        if getattr(collector, "_name", "").startswith("conserve_"):
+            REGISTRY.unregister(collector)
 
 
 def counter(name: str, **labels: str) -> float:
