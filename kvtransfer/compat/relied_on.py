@@ -4,6 +4,7 @@ import dis
 import inspect
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
+from functools import cache
 from importlib import import_module
 from types import CodeType
 from typing import Any
@@ -88,10 +89,11 @@ def _code(function: Any) -> CodeType | None:
     return getattr(inspect.unwrap(function), "__code__", None) if callable(function) else None
 
 
-def _stored(function: Any) -> set[str]:
+@cache  # schedulers of one process verify the same long functions
+def _stored(function: Any) -> frozenset[str]:
     """Return the attributes that a function assigns."""
     instructions = dis.get_instructions(code) if (code := _code(function)) is not None else ()
-    return {str(one.argval) for one in instructions if one.opname == "STORE_ATTR"}
+    return frozenset(str(one.argval) for one in instructions if one.opname == "STORE_ATTR")
 
 
 def _names(function: Any) -> set[str]:

@@ -24,6 +24,27 @@ FAST = LatencyModel(1e-6, 0, 0, 0.03, per_request=6e-3)
 EASY = TurnTargets(10.0, 10.0)
 
 
+class SeededClock:
+    """Clock that steps advance by durations drawn from a seed, so that a storm replays exactly.
+
+    Plans depend on time: a policy learns from measured steps. Steps take from an instant to seconds, and
+    whole stretches of them are fast or slow, as on a machine that others use too.
+    """
+
+    def __init__(self, seed: int) -> None:
+        self._rng = random.Random(seed)
+        self._now = 1000.0
+        self._stretch = 1.0
+
+    def __call__(self) -> float:
+        return self._now
+
+    def run_step(self) -> None:
+        if self._rng.random() < 0.1:
+            self._stretch = self._rng.choice((0.01, 0.1, 1.0, 10.0))
+        self._now += FAST.constant * self._stretch * self._rng.choice((0.1, 0.5, 1.0, 1.0, 2.0, 30.0))
+
+
 @dataclass(frozen=True)
 class StepRequest:
     """A request of a step."""
@@ -53,7 +74,7 @@ class ModelFreeEngine:
         windows: tuple[int, ...] = (0,),
     ) -> None:
         """`beside`: another connector of the engine, as in `--kv-transfer-config`. `windows`: tokens that the
-        layers of each KV cache group attend to; 0: all."""
+        layers of each KV cache group attend to; 0: all. `clock`: in place of one that `seed` determines."""
         from vllm.engine.arg_utils import EngineArgs
         from vllm.utils.hashing import sha256
         from vllm.v1.core.kv_cache_utils import get_request_block_hasher, init_none_hash
@@ -108,8 +129,9 @@ class ModelFreeEngine:
         )
         if latency is FAST:  # steps without a model would correct it
             self.scheduler.latency = SelfCorrecting(FAST, bound=1.0)
-        if clock is not None:
-            self.scheduler.clock = self.scheduler.tracked.clock = clock
+        self._seeded_clock = SeededClock(seed)
+        self._clock = clock or self._seeded_clock
+        self.scheduler.clock = self.scheduler.tracked.clock = self.scheduler.tracked.wall = self._clock
         self.scheduler.rollback_steps = tuple(step for step in rollback.STEPS if step is not left_out)
         self._flag = page.Flag(connector.safepoint)
         self._rng = random.Random(seed)
@@ -134,7 +156,10 @@ class ModelFreeEngine:
         more = {"queue_weight": queue_weight, "kv_transfer_params": transfer}
         params = SamplingParams(temperature=0.0, max_tokens=output, ignore_eos=True, extra_args=more)
         params.update_from_generation_config({}, 1)
-        request = Request(key, prompt, params, None, priority=priority, block_hasher=self._hasher)
+        request = Request(
+            key, prompt, params, None, arrival_time=self._clock(), priority=priority,
+            block_hasher=self._hasher,
+        )  # fmt: skip
         self.scheduler.add_request(request)
         self.outputs[key] = []
 
@@ -169,6 +194,7 @@ class ModelFreeEngine:
         ]
 
     def forward(self, rows: list[StepRequest], aborted: bool = False) -> list[list[int]]:
+        self._seeded_clock.run_step()
         return [self._compute(row, aborted) for row in rows]
 
     def deliver(
@@ -192,18 +218,22 @@ class ModelFreeEngine:
                 self.outputs[key] += new
 
     def _compute(self, row: StepRequest, aborted: bool) -> list[int]:
+        """Do what the step says, also for a request that has ended since: an accelerator cannot know."""
         tokens = list(row.request.all_token_ids)
-        if row.request.is_finished():
-            return [0] if row.end >= len(tokens) else []
+        while len(tokens) < row.end:  # the client hung up: nobody noted what the step before sampled
+            tokens.append(answer(tokens))
         for group, window in enumerate(self._windows):
             first = max(0, row.end - row.count - window + 1) if window else 0
             self._attend(row, tokens, group, first, aborted)
         return [answer(tokens)] if row.end == len(tokens) else []
 
     def _attend(self, row: StepRequest, tokens: list[int], group: int, first: int, aborted: bool) -> None:
-        for position in range(first, row.end):
+        right = group
+        for position, token in enumerate(tokens[: row.end]):
+            right = hash((right, token))  # of all tokens up to this one
+            if position < first:
+                continue
             slot = row.blocks[group][position // BLOCK], position % BLOCK
-            right = hash((group, *tokens[: position + 1]))
             if position >= row.end - row.count:
                 # Half a pass over what was right already writes the same again.
                 if not aborted or self._kv.get(slot) != right:
