@@ -169,6 +169,23 @@ def test_one_that_waits_for_kv_behind_what_was_undone_computes_it(
     assert engine.lies == [] and not engine.scheduler.requests
 
 
+@pytest.mark.parametrize("windows", WINDOWS.values(), ids=WINDOWS)
+def test_one_that_waits_for_kv_and_has_nothing_before_it_computes_all_of_it(
+    small_model: Path, windows: tuple[int, ...]
+) -> None:
+    engine = ModelFreeEngine(small_model, windows=windows, plugins=(f"{__name__}:Loads",))
+    prompt = [33 + number % 80 for number in range(128)]
+    engine.ask("owner", prompt + [40] * 3, 2, priority=1)
+    engine.ask("sharer", prompt + [41] * (BLOCK + 5), 2, priority=1)
+    engine.step(abort_share=1.0)
+    sharer = engine.scheduler.requests["sharer"]
+    assert engine.aborts == 1 and sharer.status is RequestStatus.WAITING_FOR_REMOTE_KVS
+    engine.step(abort_share=0.0, loaded=frozenset({"sharer"}))
+    for _ in range(8):
+        engine.step(abort_share=0.0)
+    assert engine.lies == [] and not engine.scheduler.requests
+
+
 def hits_after_an_abort(model: Path, left_out: rollback.Step | None) -> int:
     """Tokens of a prompt found in the prefix cache, after it was computed at the second attempt."""
     engine = ModelFreeEngine(model, left_out, 0)

@@ -329,15 +329,19 @@ class OpenScheduler(OverlappingScheduler):
         return min(firsts, default=None)
 
     def compute_again_from(self, request: Request, tokens: int) -> None:
-        """Let a request compute again what it had adopted from blocks without content.
+        """Have a request that was admitted with KV which nobody computed compute it from `tokens` on.
 
-        With sliding windows it has no blocks before those that it adopted, and starts anew.
+        The request starts anew where it has no block before those that it took: of layers with a window, and
+        from the first token on. vLLM takes one that waits, holds blocks and has computed nothing for one
+        whose load failed, and frees the blocks when the load ends; left as it is, vLLM would admit it with
+        blocks twice, and end the engine.
         """
-        if all(isinstance(manager, FullAttentionManager) for manager in self.managers):
+        full = all(isinstance(manager, FullAttentionManager) for manager in self.managers)
+        if full and (tokens or is_running(request)):
             request.num_computed_tokens = min(request.num_computed_tokens, tokens)
         elif is_running(request):
             self.preempt(request, time.monotonic())
-        else:  # its KV is being loaded in vain
+        else:
             request.num_computed_tokens = 0
             self.failed_recving_kv_req_ids.add(request.request_id)
 
