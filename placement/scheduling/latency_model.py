@@ -103,6 +103,8 @@ class LatencyModel:
         slack = target_s - self.seconds(work) - self.per_context * context - self.per_request
         if want <= 0 or slack < 0:
             return 0
+        if slack == math.inf:
+            return want
         linear = self.per_token + (self.per_attended + self.per_before) * context + self.per_context
         root = linear + math.sqrt(linear * linear + 4 * self.per_attended * slack)
         if root == 0 or 2 * slack >= root * want:

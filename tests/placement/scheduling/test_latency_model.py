@@ -1,5 +1,6 @@
 """The latency model: what it predicts, what it recovers from samples, and how far it may be moved."""
 
+import math
 import random
 from dataclasses import astuple
 
@@ -47,6 +48,12 @@ def test_the_most_tokens_that_fit_is_the_most(
         assert model.seconds(work.plus(tokens, context)) <= target + 1e-9
     if tokens < want:
         assert model.seconds(work.plus(tokens + 1, context)) > target - 1e-9
+
+
+def test_without_a_limit_all_tokens_fit() -> None:
+    for per_attended in (0.0, 1e-7):
+        model = LatencyModel(1e-6, per_attended, 0, 0.03)
+        assert model.max_tokens(BatchWork(), 100, 50, math.inf) == 50
 
 
 def test_longer_context_leaves_room_for_fewer_tokens() -> None:
