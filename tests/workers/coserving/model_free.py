@@ -134,6 +134,7 @@ class ModelFreeEngine:
         self.scheduler.clock = self.scheduler.tracked.clock = self.scheduler.tracked.wall = self._clock
         self.scheduler.rollback_steps = tuple(step for step in rollback.STEPS if step is not left_out)
         self._flag = page.Flag(connector.safepoint)
+        self._flag.remove()  # both sides have the page mapped: no file of it stays behind
         self._rng = random.Random(seed)
         self._kv: dict[tuple[int, int], int] = {}
         self.lies: list[str] = []
