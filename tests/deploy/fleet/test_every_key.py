@@ -395,7 +395,7 @@ NOT_SET: dict[type, dict[str, str]] = {
     },
     LaunchSpec: {"host": IDENTITY},
     PowerSettings: {"record": IDENTITY, "interval_s": CONSTANT},
-    ConnectorConfig: {"engine epoch host port feed lmcache safepoint": IDENTITY},
+    ConnectorConfig: {"engine epoch host port control_socket lmcache safepoint": IDENTITY},
     CoServingConfig: {"model profiled profiles power_cap_w planned iteration_log": MEASURED},
 }  # fmt: skip
 

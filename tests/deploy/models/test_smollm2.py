@@ -85,6 +85,7 @@ def test_prompts_are_those_of_its_own_template(model: Path, chat: list[dict[str,
         assert made == own
 
 
+@pytest.mark.filterwarnings("ignore:Setuptools is replacing distutils")  # looking for pip says so after vLLM
 def test_without_the_package_a_sentence_says_what_to_do(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
