@@ -134,7 +134,7 @@ def test_blocks_damaged_on_the_host_are_found_and_computed(engine: EngineProcess
 
 
 def test_a_prefetch_wakes_an_idle_engine_and_computes_nothing(engine: EngineProcess) -> None:
-    prompt = said(random.Random(11), 400)
+    prompt = said(random.Random(11), 900)
     engine.ask(prompt, 1, session="away")
     assert eventually(lambda: state_of(engine).live_tokens == 0)  # parked
     for seed in range(2):
