@@ -16,6 +16,7 @@ from deploy.cli.commands import (
     profile,
     replay,
     report,
+    run,
     serve_model,
     simulate,
     status,
@@ -46,6 +47,7 @@ for command in (  # in the order of the help
         advise.advise,
         targets.targets,
     ),
+    run.run,
     *(replay.replay, report.report, simulate.simulate, plan.plan, profile.profile, version.version),
 ):
     app.command()(command)

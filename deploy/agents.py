@@ -1,0 +1,142 @@
+"""Configuration with which coding agents talk to a fleet, isolated from a person's own.
+
+Each agent gets a directory for its settings and sessions, and environment variables that point to the fleet.
+HOME stays the person's, so that the agent's tools, such as git and compilers, find their settings.
+"""
+
+import json
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+
+MAX_OUTPUT_TOKENS = 8_192  # of an answer; agents ask for up to 32,000, which a small context does not hold
+
+
+@dataclass(frozen=True, slots=True)
+class Endpoint:
+    """A fleet as a client sees it."""
+
+    url: str  # without `/v1`
+    model: str
+    key: str
+    context: int  # tokens
+
+    @property
+    def output_tokens(self) -> int:
+        return min(MAX_OUTPUT_TOKENS, self.context // 4)
+
+
+@dataclass(frozen=True, slots=True)
+class Setup:
+    """What an agent needs: variables, files by path, and variables that it must not see."""
+
+    environment: Mapping[str, str]
+    files: Mapping[Path, str] = field(default_factory=dict)
+    removed: frozenset[str] = frozenset()
+
+    def write(self) -> None:
+        for path, text in self.files.items():
+            path.parent.mkdir(parents=True, exist_ok=True)
+            path.write_text(text)
+
+    def applied(self, environment: Mapping[str, str]) -> dict[str, str]:
+        """Return an environment with this setup."""
+        kept = {name: value for name, value in environment.items() if name not in self.removed}
+        return {**kept, **self.environment}
+
+
+@dataclass(frozen=True, slots=True)
+class Agent:
+    """A coding agent: its program, its npm package, and its setup in a directory for a fleet."""
+
+    program: str
+    package: str
+    setup: Callable[[Path, Endpoint], Setup]
+
+
+def _codex(directory: Path, fleet: Endpoint) -> Setup:
+    settings = f"""model = {json.dumps(fleet.model)}
+model_provider = "conserve"
+model_context_window = {fleet.context}
+check_for_update_on_startup = false
+
+[model_providers.conserve]
+name = "ConServe"
+base_url = {json.dumps(fleet.url + "/v1")}
+wire_api = "responses"
+env_key = "CONSERVE_API_KEY"
+
+[analytics]
+enabled = false
+"""
+    environment = {"CODEX_HOME": str(directory), "CONSERVE_API_KEY": fleet.key}
+    return Setup(environment, {directory / "config.toml": settings})
+
+
+def _claude(directory: Path, fleet: Endpoint) -> Setup:
+    sizes = ("", "DEFAULT_HAIKU_", "DEFAULT_SONNET_", "DEFAULT_OPUS_", "SMALL_FAST_")
+    models = [f"ANTHROPIC_{size}MODEL" for size in sizes]
+    environment = {
+        "CLAUDE_CONFIG_DIR": str(directory),
+        "ANTHROPIC_BASE_URL": fleet.url,
+        "ANTHROPIC_AUTH_TOKEN": fleet.key,
+        **dict.fromkeys(models, fleet.model),
+        "CLAUDE_CODE_MAX_CONTEXT_TOKENS": str(fleet.context),
+        "CLAUDE_CODE_MAX_OUTPUT_TOKENS": str(fleet.output_tokens),
+        "CLAUDE_CODE_DISABLE_NONESSENTIAL_TRAFFIC": "1",
+    }
+    return Setup(environment, removed=frozenset({"ANTHROPIC_API_KEY", "CLAUDE_CODE_OAUTH_TOKEN"}))
+
+
+def _opencode(directory: Path, fleet: Endpoint) -> Setup:
+    model = {"name": fleet.model, "limit": {"context": fleet.context, "output": fleet.output_tokens}}
+    provider = {
+        "npm": "@ai-sdk/openai-compatible",
+        "name": "ConServe",
+        "options": {"baseURL": f"{fleet.url}/v1", "apiKey": "{env:CONSERVE_API_KEY}"},
+        "models": {fleet.model: model},
+    }
+    name = f"conserve/{fleet.model}"
+    settings = {
+        "$schema": "https://opencode.ai/config.json",
+        "provider": {"conserve": provider},
+        **dict.fromkeys(("model", "small_model"), name),
+        "autoupdate": False,
+        "share": "disabled",
+    }
+    file = directory / "opencode.json"
+    kinds = ("CONFIG", "DATA", "STATE", "CACHE")
+    folders = {f"XDG_{kind}_HOME": str(directory / kind.lower()) for kind in kinds}
+    environment = {
+        "OPENCODE_CONFIG": str(file),
+        "OPENCODE_DISABLE_MODELS_FETCH": "1",
+        "OPENCODE_DISABLE_LSP_DOWNLOAD": "1",
+        "CONSERVE_API_KEY": fleet.key,
+        **folders,
+    }
+    return Setup(environment, {file: json.dumps(settings, indent=2) + "\n"})
+
+
+def _qwen(directory: Path, fleet: Endpoint) -> Setup:
+    settings = {
+        "security": {"auth": {"selectedType": "openai"}},
+        "model": {"name": fleet.model},
+        "general": {"enableAutoUpdate": False},
+        "privacy": {"usageStatisticsEnabled": False},
+    }
+    environment = {
+        "QWEN_HOME": str(directory),
+        "OPENAI_BASE_URL": f"{fleet.url}/v1",
+        "OPENAI_API_KEY": fleet.key,
+        "OPENAI_MODEL": fleet.model,
+        "QWEN_CODE_MAX_OUTPUT_TOKENS": str(fleet.output_tokens),
+    }
+    return Setup(environment, {directory / "settings.json": json.dumps(settings, indent=2) + "\n"})
+
+
+AGENTS: Mapping[str, Agent] = {
+    "codex": Agent("codex", "@openai/codex", _codex),
+    "claude": Agent("claude", "@anthropic-ai/claude-code", _claude),
+    "opencode": Agent("opencode", "opencode-ai", _opencode),
+    "qwen": Agent("qwen", "@qwen-code/qwen-code", _qwen),
+}
