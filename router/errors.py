@@ -111,7 +111,7 @@ class Forbidden(ApiError, status=403, type="permission_error", code="forbidden")
 
 
 class Misdirected(ApiError, status=421, type=INVALID, code="host_not_allowed"):
-    """It is not called by a name of its own: a page in a browser may have given its name to this address."""
+    """The Host header names another host: a web page may have pointed its own name to this address."""
 
 
 class NotFound(ApiError, status=404, type=INVALID, code="not_found"):
@@ -131,7 +131,7 @@ class RequestTimeout(ApiError, status=408, type=INVALID, code="request_timeout")
 
 
 class Conflict(ApiError, status=409, type=INVALID, code="conflict"):
-    """What it is about is not in a state for this."""
+    """The object that the request names is not in a state for it."""
 
 
 class PayloadTooLarge(ApiError, status=413, type=INVALID, code="request_too_large"):
@@ -185,7 +185,7 @@ class EngineLost(UpstreamError, code="engine_lost"):
 
 
 class SetAside(UpstreamError, code="request_set_aside"):
-    """It was running when engines ended, twice. Clients' libraries try again by themselves; not this."""
+    """The request was running when two engines ended. Clients' libraries should not repeat it by themselves."""
 
     def headers(self) -> list[tuple[bytes, bytes]]:
         return [*super().headers(), (b"x-should-retry", b"false")]

@@ -123,8 +123,8 @@ def _engine_tracing(fleet: FleetSpec, engine: EngineName) -> tuple[dict[str, str
     tracing = fleet.observe.tracing
     if tracing is None:
         return {}, {}
-    return {"otlp-traces-endpoint": f"{tracing.endpoint.rstrip('/')}/v1/traces"}, {
-        "OTEL_EXPORTER_OTLP_TRACES_PROTOCOL": "http/protobuf",
+    return {"otlp-traces-endpoint": tracing.traces_endpoint}, {
+        "OTEL_EXPORTER_OTLP_TRACES_PROTOCOL": "grpc" if tracing.protocol == "grpc" else "http/protobuf",
         "OTEL_TRACES_SAMPLER": "parentbased_always_off",
         "OTEL_SERVICE_NAME": f"conserve-{engine.name}",
     }

@@ -285,7 +285,7 @@ class CoServingSpec(Spec):
 
 
 class BatchSpec(Spec):
-    """The Batch API."""
+    """Limits and places of the Batch API."""
 
     enabled: bool = True
     max_requests: Annotated[int, Field(gt=0)] = default(BatchLimits, "requests_per_batch")

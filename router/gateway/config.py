@@ -4,7 +4,7 @@ from dataclasses import dataclass, field
 from enum import StrEnum
 from itertools import starmap
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Literal
 from urllib.parse import urlsplit
 
 from pydantic import AfterValidator, ConfigDict, Field, TypeAdapter, ValidationError
@@ -87,8 +87,8 @@ def _check_receiver(endpoint: str) -> str:
         right = parts.scheme in {"http", "https"} and bool(parts.hostname) and parts.port != 0
     except ValueError:  # not a port
         right = False
-    if not right or parts.path.strip("/"):
-        raise ValueError("http://host:port of an OTLP receiver")
+    if not right or parts.query or parts.fragment:
+        raise ValueError("http://host:port of an OTLP receiver, with a path if it has one")
     return endpoint
 
 
@@ -97,9 +97,23 @@ class TracingConfig:
     """Destination and share of traced turns."""
 
     endpoint: Annotated[str, AfterValidator(_check_receiver)]
-    """OTLP receiver over HTTP, as in `http://127.0.0.1:4318`. Gateways and engines send spans to it."""
+    """OTLP receiver, as in `http://127.0.0.1:4318` or `https://HOST/api/public/otel`; over HTTP, `/v1/traces`
+    is added. Gateways and engines send spans to it, with the key that `OTEL_EXPORTER_OTLP_HEADERS` has."""
     sample: Annotated[float, Field(ge=0, le=1)] = 0.05
     """Share of the turns that are traced. A client that sends `traceparent` decides for its own turn."""
+    protocol: Literal["http", "grpc"] = "http"
+    """`grpc`, as at `http://127.0.0.1:4317`, is sent in clear, because vLLM sends no other."""
+
+    def __post_init__(self) -> None:
+        parts = urlsplit(self.endpoint)
+        if self.protocol == "grpc" and (parts.scheme != "http" or parts.path.strip("/")):
+            raise ValueError("endpoint of protocol grpc: expected http://host:port, without a path or TLS")
+
+    @property
+    def traces_endpoint(self) -> str:
+        """The URL to which spans are sent."""
+        base = self.endpoint.rstrip("/")
+        return base if self.protocol == "grpc" or base.endswith("/v1/traces") else f"{base}/v1/traces"
 
 
 @checked(frozen=True, config=_STRICT)

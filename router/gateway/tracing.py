@@ -2,7 +2,7 @@
 
 A client's `traceparent` decides whether its turn is sampled; without one, a share of the turns is. Engines of
 a sampled turn get a `traceparent` that names the span of their leg; the headers of other turns do not change.
-No work is done per token. The SDK's thread sends spans to an OTLP receiver over HTTP, and turns never wait
+No work is done per token. The SDK's thread sends spans to an OTLP receiver, and turns never wait
 for it: spans that a slow or missing receiver does not take are dropped and counted, and each time this begins
 it is logged once. Attributes are OpenTelemetry's for generative AI (`gen_ai.*`), and ours where it has none.
 This module is loaded only where the fleet file asks for it (tests/router/test_tracing.py).
@@ -17,7 +17,6 @@ from types import TracebackType
 from typing import TypeAlias
 
 from opentelemetry.context import Context
-from opentelemetry.exporter.otlp.proto.http.trace_exporter import OTLPSpanExporter
 from opentelemetry.sdk.resources import Resource
 from opentelemetry.sdk.trace import ReadableSpan, TracerProvider
 from opentelemetry.sdk.trace.export import BatchSpanProcessor, SpanExporter, SpanExportResult
@@ -69,8 +68,7 @@ class TurnTracer:
         }
         # The resource and a receiver's key may also come from OTEL_RESOURCE_ATTRIBUTES and
         # OTEL_EXPORTER_OTLP_HEADERS, as the SDK's documents say.
-        url = f"{config.endpoint.rstrip('/')}/v1/traces"
-        self._exporter = _CountingExporter(exporter or OTLPSpanExporter(url, timeout=_SEND_S))
+        self._exporter = _CountingExporter(exporter or _otlp_exporter(config))
         self._provider = TracerProvider(
             sampler=ALWAYS_ON, resource=Resource.create(resource), shutdown_on_exit=False
         )
@@ -180,11 +178,23 @@ class TurnTrace:
         self._since = now  # a turn whose decoder was lost is bound again
 
     def answered(
-        self, prompt_tokens: int, output_tokens: int, response_id: str | None, finish: str | None
+        self,
+        prompt_tokens: int,
+        cached_tokens: int,
+        output_tokens: int,
+        response_id: str | None,
+        finish: str | None,
+        broken: tuple[str, int] | None,
     ) -> None:
-        """Add usage and result to the turn's attributes."""
-        counted = {"input": prompt_tokens, "output": output_tokens}
+        """Add usage and result to the turn's attributes.
+
+        `broken`: why the prompt did not continue the conversation's KV, and the tokens computed again for it.
+        """
+        counted = {"input": prompt_tokens, "cache_read.input": cached_tokens, "output": output_tokens}
         self.set_attributes({f"gen_ai.usage.{side}_tokens": tokens for side, tokens in counted.items()})
+        self.set_attributes({"conserve.computed_tokens": max(0, prompt_tokens - cached_tokens)})
+        if broken is not None:
+            self.set_attributes({"conserve.broken_by": broken[0], "conserve.recomputed_tokens": broken[1]})
         if response_id:
             self.set_attributes({"gen_ai.response.id": response_id})
         if finish:
@@ -217,6 +227,17 @@ class TurnTrace:
 
     def _ns(self, at: float) -> int:
         return self._offset_ns + int(at * 1e9)
+
+
+def _otlp_exporter(config: TracingConfig) -> SpanExporter:
+    """Return the exporter of the configured protocol; only that protocol's library is loaded."""
+    if config.protocol == "grpc":
+        from opentelemetry.exporter.otlp.proto.grpc import trace_exporter as grpc
+
+        return grpc.OTLPSpanExporter(config.traces_endpoint, timeout=_SEND_S)
+    from opentelemetry.exporter.otlp.proto.http import trace_exporter as http
+
+    return http.OTLPSpanExporter(config.traces_endpoint, timeout=_SEND_S)
 
 
 class _CountingExporter(SpanExporter):

@@ -77,7 +77,7 @@ class BodyParser:
 
 @dataclass(frozen=True, slots=True)
 class ParsedBody:
-    """A checked body."""
+    """A body whose fields were checked."""
 
     fields: Mapping[str, Any]  # by name; large values of a large body are None
     prompt: "Prompt | None"  # of a turn

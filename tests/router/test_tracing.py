@@ -7,6 +7,7 @@ import sys
 import threading
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
+from typing import Literal
 
 import pytest
 from opentelemetry.sdk.trace import ReadableSpan
@@ -80,6 +81,9 @@ async def test_a_first_turn_is_a_tree_of_its_stages_and_legs(tmp_path: Path, rec
     assert turn.attributes["gen_ai.conversation.id"] == answer.conversation
     assert turn.attributes["gen_ai.operation.name"] == "chat"
     assert turn.attributes["gen_ai.usage.output_tokens"] > 0
+    assert turn.attributes["gen_ai.usage.cache_read.input_tokens"] == 0
+    computed = turn.attributes["conserve.computed_tokens"]
+    assert computed == turn.attributes["gen_ai.usage.input_tokens"] > 0
 
 
 async def test_a_later_turn_has_one_leg(tmp_path: Path, receiver: Receiver) -> None:
@@ -272,3 +276,32 @@ async def test_tracing_libraries_are_not_loaded_when_tracing_is_off(tmp_path: Pa
     process = await asyncio.create_subprocess_exec(sys.executable, "-c", code, stdout=asyncio.subprocess.PIPE)
     printed, _ = await process.communicate()
     assert printed.strip() == b"[]"
+
+
+@pytest.mark.parametrize(
+    ("endpoint", "protocol", "expected"),
+    [
+        ("http://here:4318", "http", "http://here:4318/v1/traces"),
+        ("https://langfuse/api/public/otel/", "http", "https://langfuse/api/public/otel/v1/traces"),
+        ("https://here/otlp/v1/traces", "http", "https://here/otlp/v1/traces"),
+        ("http://here:4317", "grpc", "http://here:4317"),
+    ],
+)
+def test_a_receiver_may_have_a_path_or_speak_grpc(
+    endpoint: str, protocol: Literal["http", "grpc"], expected: str
+) -> None:
+    assert TracingConfig(endpoint, protocol=protocol).traces_endpoint == expected
+
+
+@pytest.mark.parametrize("endpoint", ["https://here:4317", "http://here:4317/path"])
+def test_a_receiver_of_grpc_has_neither_tls_nor_a_path(endpoint: str) -> None:
+    with pytest.raises(ValueError, match="without a path or TLS"):
+        TracingConfig(endpoint, protocol="grpc")
+
+
+async def test_spans_go_to_a_receiver_with_a_path(tmp_path: Path, receiver: Receiver) -> None:
+    tracing = TracingConfig(f"{receiver.endpoint}/api/public/otel", sample=1.0)
+    async with fleet(tmp_path, tracing=tracing) as made:
+        await ask(made.urls[0], [user("one")])
+        await made.settle()
+    assert receiver.paths == {"/api/public/otel/v1/traces"}

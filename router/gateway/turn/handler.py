@@ -143,13 +143,15 @@ class TurnHandler:
     ) -> None:
         """Report the end of a turn: metrics, trace, charge, directory, prefetcher, log."""
         outcome, seen = relayed.outcome, stream.with_usage(relayed.observer.observation())
+        broken = None
         if outcome.end is RelayEnd.COMPLETE and seen.status == 200:
             block = route.decoder.block_tokens
-            record_prefix(turn, found.matched_bytes, route.known, route.cause, block, seen)
+            broken = record_prefix(turn, found.matched_bytes, route.known, route.cause, block, seen)
         done = self._metrics.ended(turn, route.known, first_cause, outcome, seen)
+        cached = cached_tokens(relayed.prefill, seen)
         if turn.trace is not None:
-            counts = done.prompt_tokens, done.completion_tokens
-            turn.trace.answered(*counts, seen.response_id, seen.finish_reason)
+            counts = done.prompt_tokens, cached, done.completion_tokens
+            turn.trace.answered(*counts, seen.response_id, seen.finish_reason, broken)
         if done.generated:
             self._report_generated(turn, route, relayed.prefill, seen, done)
         else:
@@ -161,9 +163,11 @@ class TurnHandler:
         elif done.generated and (seen.called_tool or turn.prompt.hints.away_s is not None):
             self.prefetcher.tool_called(turn.prompt.hints.away_s, route.known)
         log.info(
-            "turn conversation=%s request=%s how=%s engine=%s cause=%s outcome=%s prompt=%d output=%d",
+            "turn conversation=%s request=%s how=%s engine=%s cause=%s outcome=%s "
+            "prompt=%d cached=%d output=%d recomputed=%d broken_by=%s",
             *(found.key, seen.response_id or "-", found.how, route.decoder.engine, route.cause, outcome.end),
-            *(done.prompt_tokens, done.completion_tokens),
+            *(done.prompt_tokens, cached, done.completion_tokens),
+            *((broken[1], broken[0]) if broken is not None else (0, "-")),
         )
 
     def _report_generated(
@@ -173,10 +177,7 @@ class TurnHandler:
         prompt = done.prompt_tokens or self._ratio.prompt_tokens(turn, route.decoder.max_context)
         if done.prompt_tokens:
             self._ratio.learn(turn, done.prompt_tokens)
-        cached = (seen.usage and seen.usage.cached_tokens) or 0
-        if prefill.done_at is not None:  # the decoder counts what the prefiller computed as cached
-            cached = prefill.cached_tokens
-        computed = max(0, done.prompt_tokens - cached)
+        computed = max(0, done.prompt_tokens - cached_tokens(prefill, seen))
         turn.charge.settle(computed if done.prompt_tokens else None, done.completion_tokens)
         first_token_s, handover_s = _durations(route, prefill, seen)
         if handover_s:
@@ -205,6 +206,13 @@ class TurnHandler:
             await self._directory.end(key, cause)
         except DirectoryUnavailable as error:
             log.warning("conversation ends later, when idle conversation=%s reason=%r", key, str(error))
+
+
+def cached_tokens(prefill: PrefillLeg, seen: Observation) -> int:
+    """Return the tokens of a prompt that were not computed for this turn."""
+    if prefill.done_at is not None:  # the decoder counts what the prefiller computed as cached
+        return prefill.cached_tokens
+    return (seen.usage and seen.usage.cached_tokens) or 0
 
 
 def _durations(route: Route, prefill: PrefillLeg, seen: Observation) -> tuple[float, float]:

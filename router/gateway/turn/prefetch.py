@@ -50,7 +50,7 @@ class Prefetcher:
             known.tool_called_at = None
 
     def close(self) -> None:
-        """Cancel all prefetches."""
+        """Cancel every planned prefetch."""
         for key in tuple(self._planned):
             self._cancel(key)
 

@@ -68,16 +68,18 @@ def find_prefix_break(before: Asked, turn: Turn, reuse: KvReuse) -> tuple[Prefix
 
 def record_prefix(
     turn: Turn, matched_bytes: int, known: Known, cause: str, block: int, seen: Observation
-) -> None:
+) -> tuple[PrefixBreak, int] | None:
     """Count a broken prefix of a complete turn, and remember its prompt for the next turn.
 
-    Call this before the turn's token counts replace those of the turn before.
+    Returns the cause of a broken prefix and the tokens computed again. Call this before the turn's token
+    counts replace those of the turn before.
     """
-    before, usage = known.asked, seen.usage
+    before, usage, broken = known.asked, seen.usage, None
     if before is not None and cause in _CAUSES_WITH_KV and known.context_tokens:
         cached = usage.cached_tokens if usage and cause == "bound" else None
         reuse = KvReuse(matched_bytes, known.context_tokens, known.completion_tokens, cached, block)
-        if (broken := find_prefix_break(before, turn, reuse)) is not None:
+        broken = find_prefix_break(before, turn, reuse)
+        if broken is not None:
             metrics.PREFIX_BROKEN_TOKENS.labels(broken[0]).inc(broken[1])
     known.asked = None
     if turn.prompt.authors:
@@ -90,3 +92,4 @@ def record_prefix(
             seen.reasoned,
             seen.called_tool,
         )
+    return broken

@@ -46,7 +46,7 @@ class TurnMetrics:
                 metrics.from_zero(metrics.SLO, *(f"{one.name}/{objective}/{met}" for met in ("yes", "no")))
 
     def placed(self, policy: str, cause: str, transferred: bool) -> None:
-        """Count one placement."""
+        """Count one placement by policy and cause."""
         metrics.PLACEMENTS.labels(policy, cause).inc()
         if transferred:
             metrics.TRANSFERS.labels(cause).inc()

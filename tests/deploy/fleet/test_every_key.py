@@ -342,6 +342,10 @@ CASES = {
         "http://other:1", lambda got: (got.gateway.tracing.endpoint, "http://other:1/v1/traces" in got.argv),
         ("http://other:1", True),
     ),
+    "observe.tracing.protocol": case(
+        "grpc", lambda got: (got.gateway.tracing.protocol, got.env.get("OTEL_EXPORTER_OTLP_TRACES_PROTOCOL")),
+        ("grpc", "grpc"),
+    ),
     "observe.tracing.sample": case(0.5, lambda got: got.gateway.tracing.sample),
     "observe.audit": case(True, lambda got: got.gateway.audit),
     "ray.address": case("10.0.0.1:6379", lambda got: "conserve_control" in got.control["resources"], False),
