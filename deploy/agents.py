@@ -13,7 +13,7 @@ MAX_OUTPUT_TOKENS = 8_192  # of an answer; agents ask for up to 32,000, which a 
 
 
 @dataclass(frozen=True, slots=True)
-class ServedModel:
+class AgentEndpoint:
     """One model of a fleet, as a client sees it."""
 
     url: str  # without `/v1`
@@ -51,10 +51,10 @@ class Agent:
 
     program: str
     package: str
-    setup: Callable[[Path, ServedModel], Setup]
+    setup: Callable[[Path, AgentEndpoint], Setup]
 
 
-def _codex(directory: Path, fleet: ServedModel) -> Setup:
+def _codex(directory: Path, fleet: AgentEndpoint) -> Setup:
     settings = f"""model = {json.dumps(fleet.model)}
 model_provider = "conserve"
 model_context_window = {fleet.context}
@@ -73,7 +73,7 @@ enabled = false
     return Setup(environment, {directory / "config.toml": settings})
 
 
-def _claude(directory: Path, fleet: ServedModel) -> Setup:
+def _claude(directory: Path, fleet: AgentEndpoint) -> Setup:
     sizes = ("", "DEFAULT_HAIKU_", "DEFAULT_SONNET_", "DEFAULT_OPUS_", "SMALL_FAST_")
     models = [f"ANTHROPIC_{size}MODEL" for size in sizes]
     environment = {
@@ -88,7 +88,7 @@ def _claude(directory: Path, fleet: ServedModel) -> Setup:
     return Setup(environment, removed=frozenset({"ANTHROPIC_API_KEY", "CLAUDE_CODE_OAUTH_TOKEN"}))
 
 
-def _opencode(directory: Path, fleet: ServedModel) -> Setup:
+def _opencode(directory: Path, fleet: AgentEndpoint) -> Setup:
     model = {"name": fleet.model, "limit": {"context": fleet.context, "output": fleet.output_tokens}}
     provider = {
         "npm": "@ai-sdk/openai-compatible",
@@ -117,7 +117,7 @@ def _opencode(directory: Path, fleet: ServedModel) -> Setup:
     return Setup(environment, {file: json.dumps(settings, indent=2) + "\n"})
 
 
-def _qwen(directory: Path, fleet: ServedModel) -> Setup:
+def _qwen(directory: Path, fleet: AgentEndpoint) -> Setup:
     settings = {
         "security": {"auth": {"selectedType": "openai"}},
         "model": {"name": fleet.model},

@@ -185,7 +185,7 @@ class EngineLost(UpstreamError, code="engine_lost"):
 
 
 class SetAside(UpstreamError, code="request_set_aside"):
-    """The request was running when two engines ended. Clients' libraries should not repeat it by themselves."""
+    """The request was running when two engines ended. Clients' libraries should not repeat it."""
 
     def headers(self) -> list[tuple[bytes, bytes]]:
         return [*super().headers(), (b"x-should-retry", b"false")]

@@ -13,7 +13,7 @@ from typing import Annotated, Any
 
 import typer
 
-from deploy.agents import AGENTS, ServedModel
+from deploy.agents import AGENTS, AgentEndpoint
 from deploy.cli.common import FleetOption, gateway_of
 from deploy.errors import DeployError
 from deploy.home import conserve_home
@@ -58,7 +58,7 @@ def run(
     os.execve(program, [chosen.program, *(arguments or ())], setup.applied(os.environ))
 
 
-def endpoint_at(url: str, key: str, model: str | None, trust: ssl.SSLContext | None = None) -> ServedModel:
+def endpoint_at(url: str, key: str, model: str | None, trust: ssl.SSLContext | None = None) -> AgentEndpoint:
     """Ask a gateway for its models, and return it as an agent's endpoint."""
     request = urllib.request.Request(f"{url}/v1/models", headers={"Authorization": f"Bearer {key}"})
     try:
@@ -76,7 +76,7 @@ def endpoint_at(url: str, key: str, model: str | None, trust: ssl.SSLContext | N
     context = found.get("max_model_len")
     if not context:
         raise DeployError(f"no engine of the fleet at {url} is up yet: see conserve status")
-    return ServedModel(url, found["id"], key, context)
+    return AgentEndpoint(url, found["id"], key, context)
 
 
 def described(environment: Mapping[str, str], key: str) -> list[str]:

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from deploy.agents import AGENTS, ServedModel
+from deploy.agents import AGENTS, AgentEndpoint
 from router.auth.keys import inline_keys
 from tests.support.fake_fleet import MODEL, FakeFleet, fleet
 from tests.support.fleet import ROOT
@@ -84,7 +84,7 @@ async def test_what_is_missing_is_said_in_a_sentence(made: FakeFleet, tmp_path: 
 
 @pytest.mark.parametrize("name", AGENTS)
 def test_every_agent_is_pointed_to_the_fleet_and_nowhere_else(name: str, tmp_path: Path) -> None:
-    endpoint = ServedModel("http://127.0.0.1:8000", 'm"odel', "secret", 40_000)
+    endpoint = AgentEndpoint("http://127.0.0.1:8000", 'm"odel', "secret", 40_000)
     setup = AGENTS[name].setup(tmp_path, endpoint)
     setup.write()
     environment = setup.applied({"ANTHROPIC_API_KEY": "mine", "HOME": "/home/me"})
