@@ -92,7 +92,7 @@ def test_six_turns_are_equal_to_plain_vllm() -> None:
             said += [ask(sdk, fleet.model, messages, question) for question in QUESTIONS[OFFLINE_FROM:]]
             aborts = metric(decoder, "conserve_coserving_aborts_total")
         assert conversation(fleet, "english", len(QUESTIONS))["transfers"] == 1
-        restored = metric(decoder, "conserve_kv_restores_total")
+        restored = metric(decoder, "vllm:prompt_tokens_by_source_total", source="external_kv_transfer")
         with PlainEngine(fleet) as plain:
             alone, history = client(plain.url, "english"), []  # type: ignore[var-annotated]
             expected = [ask(alone, fleet.model, history, question) for question in QUESTIONS]
