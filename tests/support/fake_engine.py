@@ -368,7 +368,7 @@ def _said(body: dict[str, Any], count: int) -> list[dict[str, Any]]:
 
 
 def _history(request: web.Request) -> dict[str, Any]:
-    """As workers/engine/resume/token_lines.py has an answer say it."""
+    """Return the history that an answer continues, as the engine's middleware names it."""
     said = request.headers.get("x-response-says", '{"previous_response_id": null}')
     return dict(json.loads(said))
 

@@ -80,7 +80,7 @@ def phase(engine: SteppedEngine) -> RetentionPhase:
 
 @pytest.mark.parametrize("prefetched", [True, False])
 def test_prefetched_kv_stays_while_blocks_of_newer_pauses_are_evicted(prefetched: bool) -> None:
-    """By the time of its last turn it would be evicted first."""
+    """Eviction by last use alone would take the prefetched conversation first."""
     engine = engine_with_host()
     try:
         prompt = parked(engine)
