@@ -5,6 +5,7 @@ import subprocess
 import threading
 import time
 from collections.abc import Iterator
+from functools import partial
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 
 import pytest
@@ -63,7 +64,7 @@ def running(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Prometheus]:
     (folder / "targets.json").write_text(
         json.dumps([page_of(f"127.0.0.1:{page.server_port}", "fleet", "gateway")])
     )
-    with prometheus(folder, "200ms") as found:
+    with prometheus(folder, "500ms") as found:
         found.until(lambda: found.ask("count_over_time(conserve_engine_up[1m]) > 5"), "scrapes")
         yield found
     page.shutdown()
@@ -71,7 +72,8 @@ def running(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Prometheus]:
 
 def test_every_expression_of_every_panel_returns_data(running: Prometheus) -> None:
     for where, expression in expressions():
-        assert running.ask(compared(expression)), f"{where}: {expression}"
+        asked = partial(running.ask, compared(expression))
+        running.until(asked, f"{where}: {expression}")  # on busy cores a scrape may be late
 
 
 def test_prometheus_has_loaded_the_rules(running: Prometheus) -> None:

@@ -101,7 +101,7 @@ def test_a_pipeline_by_configuration_is_split_all_the_time() -> None:
 
 
 def test_a_profile_that_does_not_know_its_layers_is_refused_with_a_sentence() -> None:
-    with pytest.raises(TraceError, match="says nothing of layers"):
+    with pytest.raises(TraceError, match="its profile has no layers; to drop some it needs `layers`"):
         play(burst(4), DROP, profile())
 
 
