@@ -45,19 +45,24 @@ class HeldCopies:
         host.known = waits  # type: ignore[method-assign]
 
 
+def step_until_on_host(engine: SteppedEngine, key: str) -> None:
+    conversation = engine.kv_state.conversations.get(key)
+    assert conversation is not None
+    limit = time.monotonic() + 10
+    while not engine.kv_state.on_host(conversation):
+        assert time.monotonic() < limit, f"{key} is not on the host"
+        engine.step()
+        time.sleep(0.01)
+
+
 def parked(engine: SteppedEngine) -> list[int]:
     """The prompt of a conversation `s` that is on the host alone: others have used its blocks."""
     prompt = [n % 250 for n in range(10 * BLOCK_TOKENS + 5)]
     engine.add("t1", prompt, 2, session="s", params={"conversation": {"park_after_s": 0.0}})
     engine.run(2000)
-    conversation = engine.kv_state.conversations.get("s")
-    assert conversation is not None
-    limit = time.monotonic() + 10
-    while not engine.kv_state.on_host(conversation) and time.monotonic() < limit:
-        engine.step()
-        time.sleep(0.01)
+    step_until_on_host(engine, "s")
     engine.side("report").snapshot()
-    assert conversation.phase is RetentionPhase.PARKED
+    assert phase(engine) is RetentionPhase.PARKED
     # Others need the accelerator: what is parked goes first.
     engine.add("other", [7 + n % 200 for n in range(57 * BLOCK_TOKENS)], 2)
     engine.run(4000)
@@ -95,6 +100,7 @@ def test_prefetched_kv_stays_while_blocks_of_newer_pauses_are_evicted(prefetched
         away = {"conversation": {"park_after_s": 0.0}}
         engine.add("u1", [3 + n % 240 for n in range(20 * BLOCK_TOKENS + 5)], 2, session="u", params=away)
         engine.run(2000)
+        step_until_on_host(engine, "u")  # or its blocks could not be evicted before those of `s`
         engine.add("others", [11 + n % 190 for n in range(38 * BLOCK_TOKENS)], 2)
         engine.run(4000)
         engine.add("t2", [*prompt, *engine.answers["t1"], 9], 2, session="s")
