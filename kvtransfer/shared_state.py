@@ -170,21 +170,31 @@ class SharedKvState:
                 self.host.drop(block)
 
     def claim_host_slot(self, block: bytes, owner: RetainedConversation) -> Slot | None:
-        """Reserve a slot for a block. If the host is full, idle conversations leave it, oldest first."""
+        """Reserve a slot for a block of `owner`, or return None if the host is full for it.
+
+        A conversation displaces checkpoints of offline work first, then the idle conversation that was least
+        recently used. Offline work displaces nothing: without a checkpoint it only computes more after a
+        preemption, and what another offline request would lose is worth as much.
+        """
         slot = self.host.begin_store(block)
-        if slot is not None:
+        if slot is not None or owner.offline:
             return slot
-        idle = [c for c in self.conversations if not c.turns and c.on_host and c.chain and c is not owner]
-        for conversation in sorted(idle, key=lambda c: c.last_used):
+        for conversation in self._displaceable_by(owner):
             if conversation.phase is RetentionPhase.PARKED:
                 self.changes.unparked.append(conversation.key)
                 logger.info("host memory is full, KV is lost conversation=%s", conversation.key)
             self.conversations.leave_host(conversation)
-            self.counts["left_host"] += 1
+            self.counts["left_host"] += not conversation.offline
             slot = self.host.begin_store(block)
             if slot is not None:
                 return slot
         return None
+
+    def _displaceable_by(self, owner: RetainedConversation) -> list[RetainedConversation]:
+        """Return what gives its host slots to a conversation: offline work, then idle conversations."""
+        there = (c for c in self.conversations if c.on_host and c.chain and c is not owner)
+        found = [c for c in there if c.offline or not c.turns]
+        return sorted(found, key=lambda c: (not c.offline, c.last_used))
 
     def take_counts(self) -> Mapping[str, float]:
         with self.lock:

@@ -209,7 +209,8 @@ class CheckpointScheduler(SchedulerSide):
 
     def saved_blocks(self, request_id: str) -> int:
         """Return how many leading blocks of a request are on the host or on their way."""
-        return self._visited.get(request_id, 0)
+        owned = self._owned.get(request_id)
+        return self._visited.get(request_id, 0) if owned is None or owned[1].on_host else 0
 
     def needs_step(self) -> bool:
         return self.prefetches.pending

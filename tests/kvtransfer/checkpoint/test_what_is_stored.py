@@ -1,6 +1,6 @@
 """Only blocks whose KV is certainly there go to the host, each once, held until they are copied."""
 
-from collections import Counter
+from collections import Counter, defaultdict
 from dataclasses import dataclass, field
 from types import SimpleNamespace
 from typing import Any
@@ -70,14 +70,16 @@ class StoringEngine:
         context = EngineContext(ConnectorConfig(), vllm_config, None, self.kv_state, groups)
         self.side = CheckpointScheduler(context)
         self.pool = BlocksInUse()
-        self.ids = {"r": list(range(10, 30))}
+        self.ids = defaultdict(lambda: list(range(30, 40)), {"r": list(range(10, 30))})
         manager = SimpleNamespace(
             block_pool=self.pool, get_block_ids=lambda request_id: [self.ids[request_id]]
         )
         self.side.bind(manager)
 
     def arrive(self, request: StoredRequest) -> StoredRequest:
-        conversation = self.kv_state.conversations.begin_turn("a", request.block_hashes)
+        conversation = self.kv_state.conversations.begin_turn(
+            request.session_id, request.block_hashes, offline=request.priority > 0
+        )
         self.kv_state.requests[request.request_id] = request, conversation
         self.side.on_new_request(request)
         return request
@@ -198,6 +200,17 @@ def test_a_full_host_is_counted_and_stores_what_fits() -> None:
     assert engine.step(request, computed=128) == [10, 11, 12]
     counts: dict[str, Any] = dict(engine.side.take_counts())
     assert counts["host_full"] == 1
+
+
+def test_an_offline_request_that_lost_its_slots_has_nothing_saved() -> None:
+    engine = StoringEngine(slots=2)
+    offline = engine.arrive(StoredRequest("o", hashes(2), priority=1, session_id="batch"))
+    engine.step(offline, computed=32)
+    engine.copied(*engine.side.copying)
+    assert engine.side.saved_blocks("o") == 2
+    turn = engine.arrive(StoredRequest("t", hashes(3)[2:]))
+    engine.step(turn, computed=16)
+    assert engine.side.saved_blocks("o") == 0 and engine.side.saved_blocks("t") == 1
 
 
 def test_while_copies_go_on_the_copier_hears_whether_a_step_computes() -> None:

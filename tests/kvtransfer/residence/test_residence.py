@@ -1,6 +1,7 @@
 """Host slots and conversations together: nothing leaks, whatever happens in whatever order."""
 
 import hypothesis.strategies as st
+import pytest
 from hypothesis import settings
 from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
 
@@ -202,6 +203,52 @@ def test_whole_conversations_leave_a_full_host_the_least_recently_used_first() -
     third = idle(kv_state, "third", [b"5"])
     assert (old.on_host, new.on_host, third.on_host) == (False, True, True)
     assert kv_state.host.free == 1
+
+
+def holder(kv_state: SharedKvState, kind: str, key: str, blocks: list[bytes]) -> RetainedConversation:
+    """Return an owner of host slots: offline work or a turn that runs, or a conversation between turns."""
+    if kind in ("retained", "parked"):
+        conversation = idle(kv_state, key, blocks)
+        assert kind == "retained" or kv_state.park(key)
+        return conversation
+    conversation = kv_state.conversations.begin_turn(key, blocks, offline=kind == "offline")
+    kv_state.conversations.advance(conversation, blocks)
+    for block in blocks:
+        slot = kv_state.claim_host_slot(block, conversation)
+        assert slot is not None
+        kv_state.host.end_store(slot.number)
+    return conversation
+
+
+@pytest.mark.parametrize("holds", ["offline", "retained", "parked", "running"])
+@pytest.mark.parametrize("asks", ["offline", "running"])
+def test_who_gets_the_slots_of_whom(asks: str, holds: str) -> None:
+    kv_state = SharedKvState(ConnectorConfig(), 2, lambda: 0.0)
+    there = holder(kv_state, holds, "there", [b"1", b"2"])
+    phase = there.phase
+    owner = kv_state.conversations.begin_turn("owner", [b"3"], offline=asks == "offline")
+    kv_state.conversations.advance(owner, [b"3"])
+    gets = asks == "running" and holds != "running"
+    assert (kv_state.claim_host_slot(b"3", owner) is not None) == gets
+    assert there.on_host == (not gets)
+    assert there.phase is (RetentionPhase.RETAINED if gets and holds == "parked" else phase)
+    assert kv_state.changes.unparked == (["there"] if gets and holds == "parked" else [])
+    assert kv_state.counts["left_host"] == (gets and holds != "offline")
+    assert host_faults(kv_state.host, kv_state.conversations) == []
+
+
+def test_a_conversation_displaces_offline_work_before_an_older_conversation() -> None:
+    now = [0.0]
+    kv_state = SharedKvState(ConnectorConfig(), 2, lambda: now[0])
+    parked = holder(kv_state, "parked", "agent", [b"1"])
+    now[0] = 1
+    offline = holder(kv_state, "offline", "batch", [b"2"])
+    now[0] = 2
+    holder(kv_state, "running", "new", [b"3"])
+    assert (parked.on_host, offline.on_host) == (True, False)
+    now[0] = 3
+    holder(kv_state, "running", "newer", [b"4"])
+    assert not parked.on_host
 
 
 class HeldBlock:
