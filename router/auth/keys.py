@@ -98,6 +98,12 @@ class Limits:
         """Return these limits, with `defaults` for those that are not set."""
         return Limits(**{**vars(defaults), **self.given()})
 
+    @property
+    def metered(self) -> bool:
+        """Whether a gateway has to count what a key with these limits uses."""
+        counted = self.requests_per_minute, self.tokens_per_minute, self.turns, self.grammars_per_minute
+        return any(counted)
+
     def given(self) -> dict[str, Any]:
         """Return the limits that are set, by name."""
         return {name: limit for name, limit in vars(self).items() if limit is not None}

@@ -26,7 +26,6 @@ SHARE_EVERY_S = 0.25
 _GATEWAY_SILENT_S = 3.0  # a gateway that reports nothing for so long has no turns
 _MAX_METERS = 10_000  # keys or addresses, the least recently used ones go
 _MAX_KNOWN_GRAMMARS = 1024  # of a key
-_METERED = ("requests_per_minute", "tokens_per_minute", "turns", "grammars_per_minute")
 
 
 class Bucket:
@@ -199,7 +198,7 @@ class Meters:
         The limits of the keyring now come first; `limits` are those of a key that has been removed since.
         """
         limits = self._limits_of(name) or limits
-        if limits is None or not any(getattr(limits, limit) for limit in _METERED):
+        if limits is None or not limits.metered:
             return None
         meter = self._meters.get(name)
         if meter is None:

@@ -7,7 +7,7 @@ from router.auth.keys import Key
 from router.auth.rate_limits import Meters
 from router.directory.api.client import DirectoryClient
 from router.errors import BadRequest, EngineUnreachable, Unavailable, Unsupported
-from router.gateway.turn.turn import Models, text_headers
+from router.gateway.turn.turn import Models
 from router.http import (
     Endpoint,
     RelayEnd,
@@ -86,7 +86,7 @@ class EngineRoutes:
         parser = BodyParser(
             path=request.path,
             api=None,
-            headers=text_headers(request.headers),
+            headers=request.headers.as_text(),
             space=key.owner,
             models=frozenset(self._models_of(key.models)),
             limit=self._prompt_limit(),

@@ -2,7 +2,7 @@
 
 import time
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 from router.auth.keys import Key
 from router.auth.rate_limits import Meters
@@ -35,7 +35,7 @@ class TurnRoutes:
         models = self.models_of(key.models)
         pieces = await request.body.read_pieces()
         with self.meters.turn(key, responder, address) as charge:
-            turn = await self.reader.read(api, request, pieces, key.owner, models, arrived_at)
+            turn = await self.reader.read(api, request, pieces, key, models, charge, arrived_at)
             if turn.ignored:
                 responder.add_header(HEADER, self.ignored.record(key.id, request.path, turn.ignored))
             if turn.grammar is not None:
@@ -46,5 +46,4 @@ class TurnRoutes:
                 if responder.status not in (None, 200):
                     charge.refund()
             else:
-                share = key.limits.waiting_share or 1.0
-                await self.turns.serve(replace(turn, charge=charge, waiting_share=share), responder)
+                await self.turns.serve(turn, responder)

@@ -28,10 +28,17 @@ class Headers:
 
     def get(self, name: bytes) -> bytes | None:
         """Return the first value of ``name`` (lower case)."""
-        first = self._first
-        if first is None:
-            first = self._first = {field.lower(): value for field, value in reversed(self.raw)}
-        return first.get(name)
+        return self._first_values().get(name)
+
+    def as_text(self) -> dict[str, str]:
+        """Return headers as text by lower-case name; of repeated headers, the first."""
+        values = self._first_values().items()
+        return {name.decode("latin-1"): value.decode("latin-1") for name, value in values}
+
+    def _first_values(self) -> dict[bytes, bytes]:
+        if self._first is None:
+            self._first = {field.lower(): value for field, value in reversed(self.raw)}
+        return self._first
 
     def text(self, name: bytes) -> str | None:
         value = self.get(name)

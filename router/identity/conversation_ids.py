@@ -43,6 +43,8 @@ CORRELATION_HEADER = "x-correlation-id"
 AGENT_HEADER = "x-claude-code-agent-id"
 PARENT_AGENT_HEADER = "x-claude-code-parent-agent-id"
 _BODY_SESSIONS = ("session_id", "conversation_id")  # an application may send the same value in all requests
+_ALL_HEADERS = frozenset((*ID_HEADERS, *PARENT_HEADERS, TOKEN_HEADER))
+_GROUP_FIELDS = frozenset((*_BODY_SESSIONS, "prompt_cache_key", "metadata"))
 
 MAX_ID_BYTES = 512
 _MAX_HINT_LENGTH = 64  # in the id of a conversation that is named after a hint
@@ -139,6 +141,8 @@ def explicit_identity(headers: Mapping[str, str], body: Mapping[str, Any]) -> Ex
 
 def _from_headers(headers: Mapping[str, str]) -> tuple[str | None, str, str | None]:
     """Return the id, the header that has it, and the id of the parent."""
+    if headers.keys().isdisjoint(_ALL_HEADERS):
+        return None, "", None
     parent = None
     for name in PARENT_HEADERS:
         parent = parent or clean_id(headers.get(name), name)
@@ -168,15 +172,17 @@ def _claude_code_agent(session: str, headers: Mapping[str, str]) -> tuple[str, s
 def named_conversation(body: Mapping[str, Any]) -> str | None:
     """Return the id in the body's `conversation` field, which is a string or an object with an id."""
     conversation = body.get("conversation")
-    if isinstance(conversation, Mapping):
+    if isinstance(conversation, dict):
         conversation = conversation.get("id")
     return clean_id(conversation, "conversation")
 
 
 def _groups(body: Mapping[str, Any]) -> list[str]:
     """Return the sessions and cache keys of a body. `metadata.user_id` has the session of Claude Code."""
+    if body.keys().isdisjoint(_GROUP_FIELDS):
+        return []
     metadata = body.get("metadata")
-    fields = metadata if isinstance(metadata, Mapping) else {}
+    fields = metadata if isinstance(metadata, dict) else {}
     sessions = (clean_id(body.get(name), name) for name in _BODY_SESSIONS)
     values = *sessions, body.get("prompt_cache_key"), fields.get("session_id"), fields.get("user_id")
     return [group for value in values if (group := normalized_hint(value)) is not None]

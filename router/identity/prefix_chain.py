@@ -7,7 +7,7 @@ arguments of a tool call are spaced, cache markers, and the ids and states of re
 """
 
 from array import array
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any
@@ -46,7 +46,7 @@ def canonical(message: object) -> bytes:
         role, content = message.get("role"), message.get("content")
         if type(role) is str and type(content) is str:
             return _plain(role, content)
-    if isinstance(message, Mapping):
+    if isinstance(message, dict):
         message = _message(message)
         role, content = message.get("role"), message.get("content", "")
         if isinstance(role, str) and isinstance(content, str) and message.keys() <= {"role", "content"}:
@@ -91,7 +91,7 @@ def _content(content: Any) -> Any:
 
 
 def _part(part: Any) -> Any:
-    if not isinstance(part, Mapping):
+    if not isinstance(part, dict):
         return part
     kept = {name: value for name, value in part.items() if name not in _UNSTABLE and _present(value)}
     if kept.get("type") in _TEXT_TYPES and kept.keys() <= {"type", "text"}:
@@ -100,18 +100,18 @@ def _part(part: Any) -> Any:
 
 
 def _tool_call(call: Any) -> Any:
-    if not isinstance(call, Mapping):
+    if not isinstance(call, dict):
         return call
     kept = {name: value for name, value in call.items() if name not in _UNSTABLE and _present(value)}
     function = kept.get("function")
-    if isinstance(function, Mapping) and isinstance(function.get("arguments"), str):
+    if isinstance(function, dict) and isinstance(function.get("arguments"), str):
         kept["function"] = {**function, "arguments": _arguments(function["arguments"])}
     return kept
 
 
 def _size_of(message: object, data: bytes) -> tuple[int, int]:
     """Return the size of a message, in bytes of text, and the number of its images, sounds and files."""
-    if isinstance(message, Mapping) and isinstance(message.get("content"), str) and "type" not in message:
+    if isinstance(message, dict) and isinstance(message.get("content"), str) and "type" not in message:
         return len(data), 0
     characters, media = media_in(message)
     return len(data) - characters + media * MEDIA_BYTES, media
@@ -126,11 +126,11 @@ def media_in(messages: object) -> tuple[int, int]:
 def _media_parts(parts: object) -> Iterator[Mapping[str, Any]]:
     """Yield the media parts of messages, and of the results of tools in them."""
     for part in parts if isinstance(parts, list) else [parts]:
-        if isinstance(part, Mapping) and _is_media(part):
+        if isinstance(part, dict) and _is_media(part):
             yield part
-        elif isinstance(part, Mapping):
+        elif isinstance(part, dict):
             for field in ("content", "output"):
-                if isinstance(part.get(field), list | Mapping):
+                if isinstance(part.get(field), list | dict):
                     yield from _media_parts(part[field])
 
 
@@ -140,7 +140,7 @@ def _is_media(part: Mapping[str, Any]) -> bool:
     kind = part.get("type")
     if kind == "document":
         source = part.get("source")
-        return not (isinstance(source, Mapping) and source.get("type") in ("text", "content"))
+        return not (isinstance(source, dict) and source.get("type") in ("text", "content"))
     if isinstance(kind, str):
         return kind in _MEDIA
     return not _MEDIA.isdisjoint(part)
@@ -150,7 +150,7 @@ def _characters(value: object) -> int:
     """Return the characters of a part that no template can show, at most those of its canonical form."""
     if isinstance(value, str):
         return len(value)
-    if isinstance(value, Mapping):
+    if isinstance(value, dict):
         return sum(_characters(one) for name, one in value.items() if name not in _SHOWN)
     return sum(map(_characters, value)) if isinstance(value, list) else 0
 
@@ -259,8 +259,11 @@ def messages_of(body: Mapping[str, Any]) -> list[object] | None:
 def of_body(start: bytes, body: Mapping[str, Any]) -> Chain:
     """Return the chain of a body of any API. A prompt of unknown shape becomes one opaque link."""
     messages = messages_of(body)
-    if messages is not None:
-        return of_messages(start, messages)
+    return of_messages(start, messages) if messages is not None else of_prompt(start, body)
+
+
+def of_prompt(start: bytes, body: Mapping[str, Any]) -> Chain:
+    """Return the chain of a body without messages."""
     prompt = body.get("prompt")
     if isinstance(prompt, str):
         return of_text(start, prompt.encode("utf-8", "surrogatepass"))
@@ -282,7 +285,7 @@ def _system(system: object) -> list[object]:
 
 
 def _is_billing(part: object) -> bool:
-    text = part.get("text") if isinstance(part, Mapping) else None
+    text = part.get("text") if isinstance(part, dict) else None
     return isinstance(text, str) and text.startswith("x-anthropic-billing-header")
 
 
@@ -291,13 +294,12 @@ def _tail_digest(link: bytes, tail: bytes) -> bytes:
     return xxh3_128_digest(b"tail\0" + link + tail)
 
 
-def prefixes_of(tools: bytes, body: Mapping[str, Any]) -> tuple[tuple[bytes, int], ...]:
+def prefixes_of(tools: bytes, messages: Sequence[object]) -> tuple[tuple[bytes, int], ...]:
     """Return digest and bytes of the prefixes that end with each of a prompt's first messages.
 
     A prefix includes the tools. It is independent of the chain, because prompts of different owners, groups
     or users may begin with the same blocks.
     """
-    messages = messages_of(body) or ()
     if len(messages) > MOST_MESSAGES:
         return ()
     found, link, size = [], tools, 0
@@ -308,13 +310,13 @@ def prefixes_of(tools: bytes, body: Mapping[str, Any]) -> tuple[tuple[bytes, int
     return tuple(found)
 
 
-def message_authors(body: Mapping[str, Any]) -> bytes:
-    """Return the author of each message, one byte each; empty for a plain prompt."""
-    return bytes(map(_author, messages_of(body) or ()))
+def message_authors(messages: Iterable[object]) -> bytes:
+    """Return the author of each message, one byte each."""
+    return bytes(map(_author, messages))
 
 
 def _author(message: object) -> int:
-    if not isinstance(message, Mapping):
+    if not isinstance(message, dict):
         return OTHERS
     if message.get("role") != "assistant" and message.get("type") not in _ANSWERS:
         return OTHERS
@@ -324,7 +326,7 @@ def _author(message: object) -> int:
 def _has_reasoning(message: Mapping[str, Any]) -> bool:
     content = message.get("content")
     parts = content if isinstance(content, list) else []
-    if any(isinstance(part, Mapping) and part.get("type") in _REASONING for part in parts):
+    if any(isinstance(part, dict) and part.get("type") in _REASONING for part in parts):
         return True
     if message.get("type") in _REASONING or any(message.get(name) for name in _REASONING):
         return True

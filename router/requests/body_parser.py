@@ -29,6 +29,7 @@ MOST_MARKS = 1_000_000  # arrays and objects of any body: beyond it, memory is m
 MOST_ITEMS = 10_000  # messages with their parts, or tools
 MOST_PROMPTS = 1_024  # of one request: an engine makes a request of each
 DEEPEST = 200  # nested arrays and objects; an engine's parser fails at some 900
+_LISTS = frozenset({"messages", "input", "system", "tools", "prompt"})  # fields that may be long lists
 _SMALL = 16 * 1024  # bytes of a field that is returned from a large body
 
 _TARGETS = {
@@ -154,33 +155,35 @@ def _prompt(parser: BodyParser, api: Api, body: Mapping[str, Any]) -> Prompt:
     seed = chains.seed(parser.space, str(body["model"]), user if isinstance(user, str) else "")
     identity = explicit_identity(parser.headers, body)
     tools_digest = xxh3_128_digest(definitions)
+    start, messages = chains.of_group(seed, identity.group), chains.messages_of(body)
     return Prompt(
         seed=seed,
         identity=identity,
-        chain=chains.of_body(chains.of_group(seed, identity.group), body),
+        chain=chains.of_messages(start, messages) if messages is not None else chains.of_prompt(start, body),
         tool_bytes=len(definitions),
         tools_digest=tools_digest,
-        authors=chains.message_authors(body),
+        authors=chains.message_authors(messages or ()),
         exact_tokens=len(ids) if (ids := token_ids(body.get("prompt"))) is not None else None,
         hints=parse_hints(parser.headers, body),
-        prefixes=chains.prefixes_of(tools_digest, body),
+        prefixes=chains.prefixes_of(tools_digest, messages or ()),
     )
 
 
 def check_items(body: Mapping[str, Any]) -> None:
     """Refuse a body of any endpoint with too many messages, tools, prompts or answers."""
-    for field in ("messages", "input", "system", "tools", "prompt"):
-        value = body.get(field)
+    for field in body.keys() & _LISTS:
+        value = body[field]
         if not isinstance(value, list) or token_ids(value) is not None:
             continue
         items, most = (len(value), MOST_PROMPTS) if field == "prompt" else (_count_items(value), MOST_ITEMS)
         if items > most:
             raise BadRequest(f"{field} has {items} items and parts; it may have {most}", param=field)
-    count = body.get("n")
-    answers = count if isinstance(count, int | float) else 1
-    if (prompts := count_prompts(body)) > 1 and prompts * answers > MOST_PROMPTS:
-        wanted = f"{prompts} prompts with {answers} answers each"
-        raise BadRequest(f"a request may have {MOST_PROMPTS} answers in all, not {wanted}", param="n")
+    if (prompts := count_prompts(body)) > 1:
+        count = body.get("n")
+        answers = count if isinstance(count, int | float) else 1
+        if prompts * answers > MOST_PROMPTS:
+            wanted = f"{prompts} prompts with {answers} answers each"
+            raise BadRequest(f"a request may have {MOST_PROMPTS} answers in all, not {wanted}", param="n")
 
 
 def count_prompts(body: Mapping[str, Any]) -> int:

@@ -252,19 +252,21 @@ def check_fields(
     Raises BadRequest for fields and values that no engine may get.
     """
     known, ignored = fields_of(path), []
+    others: dict[str, Any] = {}  # that are neither prompt nor grammar
     for name, value in body.items():
         if name in REFUSED:
             raise BadRequest(f"{name} belongs to the fleet; {REFUSED[name]}", param=name)
         if (check := known.get(name)) is None:
             ignored.append(name)
+            check = _CHECKS.get(name, _any_value)
         elif value is not None:
             check.apply(name, value)
+        if check.part is BodyPart.OTHER:
+            others[name] = value
     if ignored and unknown is UnknownFields.REFUSE:
         shown = ignored[0][:100]
         text = f"{shown!r} is no parameter of {path}; leave it out"
         raise BadRequest(text, param=shown, code="unknown_parameter")
-    parts = {name: (known.get(name) or _CHECKS.get(name, _any_value)).part for name in body}
-    others = {name: value for name, value in body.items() if parts[name] is BodyPart.OTHER}
     if (size := len(orjson.dumps(others))) > MAX_OTHER_BYTES:
         largest = max(others, key=lambda name: len(orjson.dumps(others[name])))
         text = f"the fields beside the prompt have {size} bytes as JSON, most of them in {largest[:100]}"

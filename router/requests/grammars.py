@@ -38,7 +38,7 @@ def _constraints(body: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:
         yield "response_format", body["response_format"]
     for block in ("text", "output_config"):  # of the Responses API, of Anthropic's
         said = body.get(block)
-        chosen = said.get("format") if isinstance(said, Mapping) else None
+        chosen = said.get("format") if isinstance(said, dict) else None
         if _type(chosen) not in _FREE:
             yield block, chosen
     if _holds_calls(body):
@@ -47,7 +47,7 @@ def _constraints(body: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:
 
 def _type(value: Any) -> Any:
     """Return the `type` of a format or choice; anything else that is said counts as one."""
-    said = value.get("type") if isinstance(value, Mapping) else value
+    said = value.get("type") if isinstance(value, dict) else value
     return said if said is None or isinstance(said, str) else "other"
 
 
@@ -61,7 +61,7 @@ def _holds_calls(body: Mapping[str, Any]) -> bool:
 
 
 def _is_strict(tool: Any) -> bool:
-    if not isinstance(tool, Mapping):
+    if not isinstance(tool, dict):
         return False
     function = tool.get("function")
-    return tool.get("strict") is True or (isinstance(function, Mapping) and function.get("strict") is True)
+    return tool.get("strict") is True or (isinstance(function, dict) and function.get("strict") is True)

@@ -114,29 +114,29 @@ def _envelope(body: Mapping[str, Any]) -> Iterator[_Hint]:
     envelope = body.get("kv_hints")
     if envelope is None:
         return
-    actions = envelope.get("actions") if isinstance(envelope, Mapping) else None
+    actions = envelope.get("actions") if isinstance(envelope, dict) else None
     if not isinstance(actions, list) or len(actions) > _MAX_ACTIONS:
         raise BadRequest(
             f"kv_hints must be vLLM's envelope, with a list of at most {_MAX_ACTIONS} actions",
             param="kv_hints",
         )
     for action in actions:
-        if not isinstance(action, Mapping):
+        if not isinstance(action, dict):
             raise BadRequest("an action of kv_hints must be an object", param="kv_hints.actions")
         action_type = action.get("action_type")
         kind = _ACTIONS.get(action_type) if isinstance(action_type, str) else None
         if kind is None:
             continue
         payload = action.get("payload")
-        value = payload.get("value", True) if isinstance(payload, Mapping) else True
+        value = payload.get("value", True) if isinstance(payload, dict) else True
         yield f"kv_hints.{action_type}", kind, value
 
 
 def _nvext(body: Mapping[str, Any]) -> Iterator[_Hint]:
     """Yield the priority of `nvext`. A `strict_priority` above 0 goes before every other priority."""
     extension = body.get("nvext")
-    hints = extension.get("agent_hints") if isinstance(extension, Mapping) else None
-    if not isinstance(hints, Mapping):
+    hints = extension.get("agent_hints") if isinstance(extension, dict) else None
+    if not isinstance(hints, dict):
         return
     if hints.get("priority") is not None:
         yield "nvext.agent_hints.priority", "priority", hints["priority"]

@@ -4,11 +4,12 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, TypeAlias
 
+from router.auth.keys import Key
 from router.auth.rate_limits import UNMETERED, Charge
 from router.gateway.config import ServedModel, SloClass
 from router.gateway.responses.stored_answers import Answers, History
 from router.gateway.slo_classes import SloClasses
-from router.http import Headers, RawHeaders, Request
+from router.http import RawHeaders, Request
 from router.identity.conversation_ids import normalized_hint
 from router.identity.prefix_groups import PrefixGroups
 from router.requests.body_parser import Api, BodyParser, Prompt
@@ -85,10 +86,18 @@ class TurnReader:
         self._answers, self._prompt_limit, self._unknown = answers, prompt_limit, unknown
 
     async def read(
-        self, api: Api, request: Request, pieces: tuple[bytes, ...], space: str, models: Models, now: float
+        self,
+        api: Api,
+        request: Request,
+        pieces: tuple[bytes, ...],
+        key: Key,
+        models: Models,
+        charge: Charge,
+        now: float,
     ) -> Turn:
         """Return the turn of a request whose body is `pieces`. Raises ApiError for bad input."""
-        headers = text_headers(request.headers)
+        space = key.owner
+        headers = request.headers.as_text()
         parser = BodyParser(
             path=api.target.decode(),
             api=api,
@@ -124,16 +133,10 @@ class TurnReader:
             salt=f"{models[str(read.fields['model'])].name}\0{added.get('cache_salt', '')}",
             slo_class=slo_class,
             arrived_at=now,
+            charge=charge,
+            waiting_share=key.limits.waiting_share or 1.0,
             grammar=read.grammar,
             history=history,
             ignored=ignored,
             flow=next((flow for name in FLOW_HEADERS if (flow := normalized_hint(headers.get(name)))), ""),
         )
-
-
-def text_headers(headers: Headers) -> dict[str, str]:
-    """Return headers as text by lower-case name; of repeated headers, the first."""
-    fields: dict[str, str] = {}
-    for name, value in headers:
-        fields.setdefault(name.decode("latin-1").lower(), value.decode("latin-1"))
-    return fields

@@ -9,6 +9,7 @@ from openai import AsyncOpenAI
 
 from placement.engines import EngineInfo, EngineState, Role
 from router.auth.keyring import Keyring
+from router.auth.rate_limits import UNMETERED
 from router.batch.config import BatchConfig, BatchLimits, DispatchSettings
 from router.batch.forwarding import BatchForwarding
 from router.batch.service import BatchService
@@ -86,7 +87,7 @@ class FrontGateway:
             classes = SloClasses(self._config)
             limit, unknown = PromptLimit(1_000_000), self._config.unknown_fields
             reader = TurnReader(ParserPool(), PrefixGroups(), classes, self._answers, lambda: limit, unknown)
-            turn = await reader.read(Api.CHAT, request, pieces, key.owner, models, 0.0)
+            turn = await reader.read(Api.CHAT, request, pieces, key, models, UNMETERED, 0.0)
             await self._forwarding.flex(turn, responder, StreamObserver())
         else:
             await self._forwarding.handle(request, responder, key)
