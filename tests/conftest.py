@@ -1,4 +1,4 @@
-"""What many tests share: one real fleet a session, and the recorded life of another."""
+"""Fixtures that many tests share: the laptop fleet, and the record of a second fleet from start to end."""
 
 import os
 import re
@@ -14,12 +14,12 @@ from hypothesis import settings
 from tests.support.fleet import RunningFleet, fleet_up
 from tests.support.whole_life import WholeLife, whole_life
 
-# A shell that starts pytest in the background has it ignore Ctrl-C, and so would all the processes that tests
-# start and end by it.
+# A shell that starts pytest in the background makes it ignore SIGINT. The processes that tests start would
+# inherit that, and tests end some of them with SIGINT.
 signal.signal(signal.SIGINT, signal.default_int_handler)
 
-# Linux tells the boot time in whole seconds, and on some machines now one, now the next: psutil, which asks
-# each time, then takes a child for older than its parent and leaves it out.
+# Linux reports the boot time in whole seconds, and on some machines the second varies between reads. psutil
+# reads it each time, may then take a child for older than its parent, and leaves the child out.
 if psutil.LINUX:
     mock.patch("psutil._pslinux.boot_time", return_value=psutil.boot_time()).start()
 
@@ -27,41 +27,45 @@ settings.register_profile("busy machine", deadline=None, max_examples=60)
 settings.load_profile("busy machine")
 
 
-MARKS_OF_ALL = re.compile(r"^pytestmark = (\[\n.*?^\]|[^\n]*)", re.MULTILINE | re.DOTALL)
+MODULE_MARKS = re.compile(r"^pytestmark = (\[\n.*?^\]|[^\n]*)", re.MULTILINE | re.DOTALL)
 
 
 def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool | None:
-    """What a suite leaves out whole is not imported for it either: that takes longer than most tests."""
-    left_out = {mark for mark in ("engine", "fleet", "slow") if f"not {mark}" in str(config.option.markexpr)}
-    if not left_out or collection_path.suffix != ".py":
+    """Skip the import of files whose tests a suite leaves out: imports take longer than most tests."""
+    excluded = {mark for mark in ("engine", "fleet", "slow") if f"not {mark}" in str(config.option.markexpr)}
+    if not excluded or collection_path.suffix != ".py":
         return None
-    marks = MARKS_OF_ALL.search(collection_path.read_text())
-    return True if marks and left_out & set(re.findall(r"mark\.(\w+)", marks[1])) else None
+    marks = MODULE_MARKS.search(collection_path.read_text())
+    return True if marks and excluded & set(re.findall(r"mark\.(\w+)", marks[1])) else None
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """The shared fleet is up only while tests use it, and those that need it unused come first."""
+    """Run the tests of the shared fleet last, so that it is up only for them, and its `unused_fleet` tests
+    first."""
 
-    def place(item: pytest.Item) -> int:
+    def position(item: pytest.Item) -> int:
         used = getattr(item, "fixturenames", ())
         return ("laptop_fleet" in used) * (1 if "unused_fleet" in used else 2)
 
-    items.sort(key=place)
+    items.sort(key=position)
 
 
 @pytest.fixture(scope="module", autouse=True)
-def kept_environment() -> Iterator[None]:
-    """What a module's tests and fixtures set in the environment, or vLLM does in this process (its CPU
-    platform has engines spawned), is not for the engines that later modules start."""
+def restored_environment() -> Iterator[None]:
+    """Restore the environment after each module, so that later modules start engines with a clean one.
+
+    Tests and fixtures set variables, and so does vLLM in this process: its CPU platform has engines spawned.
+    """
     with mock.patch.dict(os.environ):
         yield
 
 
 @pytest.fixture(scope="session")
 def laptop_fleet() -> Iterator[RunningFleet]:
-    """configs/random.yaml, up: Ray, one prefiller, two decoders, directory, gateway. A minute or more.
+    """Start configs/random.yaml: Ray, one prefiller, two decoders, directory, gateway. Takes a minute or
+    more.
 
-    A prefiller's queue may be long: twenty prompts take their time on a busy machine.
+    The prefiller's queue may be long: twenty prompts take a while on a busy machine.
     """
     with fleet_up("random", lambda content: content["conversation"].update(prefiller_wait="2m")) as fleet:
         yield fleet
@@ -69,11 +73,12 @@ def laptop_fleet() -> Iterator[RunningFleet]:
 
 @pytest.fixture
 def unused_fleet(laptop_fleet: RunningFleet) -> RunningFleet:
-    """The same, before anybody else talks on it: no KV is in use that a test would have to wait for."""
+    """Return the laptop fleet before other tests use it: a test need not wait for KV to become free."""
     return laptop_fleet
 
 
 @pytest.fixture(scope="session")
 def life(tmp_path_factory: pytest.TempPathFactory) -> WholeLife:
-    """What was seen of a co-serving fleet on a machine with GPUs that are not there. A minute and a half."""
+    """Everything observed of a co-serving fleet on a machine with simulated GPUs. Takes a minute and a
+    half."""
     return whole_life(tmp_path_factory.mktemp("life"))

@@ -1,8 +1,8 @@
-"""Runner of the suites: python -m tests.run fast slow engines
+"""Run the test suites: python -m tests.run fast slow engines
 
-What fails is run once more, alone and on fleets of its own, since every test shares the machine with others
-and with engines. What fails twice fails. What failed once and passed alone is named at the end;
-tests/flaky.toml is the list of those that may, and of how many others in a run: each is mended, or listed.
+Every test shares the machine with others and with engines, so a failed test runs once more, alone and on
+fleets of its own. A test that fails twice fails the run. A test that fails once and then passes is printed at
+the end; tests/flaky.toml lists the tests that may do so, and how many others may in one run.
 """
 
 import json
@@ -18,99 +18,111 @@ from datetime import date, timedelta
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent
-FLAKY = Path(__file__).with_name("flaky.toml")
-LISTED_FOR = timedelta(days=30)
-Suite = tuple[list[str], list[str]]  # which tests, and how they run
-# Tests without engines wait more than they compute: several at a time keep two cores busy. So do those of a
-# fleet and those that start engines themselves: they run at once, and share no engine.
-QUIET, LONGEST = ["-q", "--dist", "loadfile"], ["--durations", "30"]
+FLAKY_FILE = Path(__file__).with_name("flaky.toml")
+ENTRY_LIFETIME = timedelta(days=30)
+Suite = tuple[list[str], list[str]]  # arguments that select tests, and arguments that say how they run
+# Tests without engines wait more than they compute, so several processes keep two cores busy. Tests on the
+# shared fleet and tests that start engines of their own run in two processes at the same time.
+PARALLEL, DURATIONS = ["-q", "--dist", "loadfile"], ["--durations", "30"]
 SUITES: dict[str, list[Suite]] = {
-    "fast": [(["-m", "not engine and not fleet and not slow"], [*QUIET, "-n", "3", *LONGEST])],
-    "slow": [(["-m", "slow and not engine and not fleet"], [*QUIET, "-n", "4", *LONGEST])],
-    "engines": [(["-m", "fleet"], LONGEST), (["-m", "engine and not fleet"], LONGEST)],
+    "fast": [(["-m", "not engine and not fleet and not slow"], [*PARALLEL, "-n", "3", *DURATIONS])],
+    "slow": [(["-m", "slow and not engine and not fleet"], [*PARALLEL, "-n", "4", *DURATIONS])],
+    "engines": [(["-m", "fleet"], DURATIONS), (["-m", "engine and not fleet"], DURATIONS)],
 }
 PASSED, FAILED = 0, 1
 
 
 @dataclass(frozen=True)
 class FlakyList:
-    ids: set[str]  # of tests that may fail once
-    others: int  # how many more may, in a run
-    wrong: list[str]  # with the list
+    """The content of tests/flaky.toml."""
+
+    ids: set[str]  # tests that may fail once
+    max_unlisted: int  # how many other tests may, in one run
+    errors: list[str]  # entries that are too old or give no reason
 
 
-def listed(file: Path, today: date) -> FlakyList:
+def read_flaky_list(file: Path, today: date) -> FlakyList:
     content = tomllib.loads(file.read_text())
     tests, others = content.get("test", []), content.get("others", [])
-    entries = [(one.get("id", "others"), one) for one in (*tests, *others)]
-    wrong = [
-        f"{name}: on the list since {entry['since']}, longer than {LISTED_FOR.days} days"
+    entries = [(entry.get("id", "others"), entry) for entry in (*tests, *others)]
+    errors = [
+        f"{name}: on the list since {entry['since']}, longer than {ENTRY_LIFETIME.days} days"
         for name, entry in entries
-        if today - entry["since"] > LISTED_FOR
+        if today - entry["since"] > ENTRY_LIFETIME
     ]
-    wrong += [f"{name}: no reason" for name, entry in entries if not entry.get("reason")]
-    return FlakyList({test["id"] for test in tests}, sum(one["at_most"] for one in others), wrong)
+    errors += [f"{name}: no reason" for name, entry in entries if not entry.get("reason")]
+    return FlakyList({test["id"] for test in tests}, sum(entry["at_most"] for entry in others), errors)
 
 
-def pytest(*arguments: str, cache: str, out: int | None = None) -> tuple[int, set[str]]:
-    """Exit status, and the ids of what failed. Modules are kept compiled: else each worker compiles all
-    tests, and each process of each fleet all of ours."""
+def pytest(*arguments: str, cache: str, output: int | None = None) -> tuple[int, set[str]]:
+    """Run pytest and return its exit status and the ids of the failed tests.
+
+    Compiled modules are kept: otherwise each pytest process compiles all tests, and each fleet process all of
+    the product.
+    """
     command = [sys.executable, "-m", "pytest", "-o", f"cache_dir={cache}", *arguments]
     environment = {name: value for name, value in os.environ.items() if name != "PYTHONDONTWRITEBYTECODE"}
-    status = subprocess.run(command, check=False, env=environment, stdout=out, stderr=out).returncode
+    status = subprocess.run(command, check=False, env=environment, stdout=output, stderr=output).returncode
     failed = Path(cache, "v", "cache", "lastfailed")
     return status, set(json.loads(failed.read_text())) if failed.exists() else set()
 
 
-def at_once(suites: list[Suite], caches: list[str]) -> list[tuple[int, set[str]]]:
-    """Of each its outcome. The first writes where we do, the others when all have ended."""
+def run_together(suites: list[Suite], caches: list[str]) -> list[tuple[int, set[str]]]:
+    """Run suites at the same time and return the result of each.
+
+    The first suite writes to our own output; the output of the others is printed when all have ended.
+    """
     with ThreadPoolExecutor(len(suites)) as threads, ExitStack() as files:
         logs = [files.enter_context(tempfile.TemporaryFile()) for _ in suites[1:]]
-        outs = [None, *(log.fileno() for log in logs)]
+        outputs = [None, *(log.fileno() for log in logs)]
         running = [
-            threads.submit(pytest, *which, *how, cache=cache, out=out)
-            for (which, how), cache, out in zip(suites, caches, outs, strict=True)
+            threads.submit(pytest, *selection, *options, cache=cache, output=output)
+            for (selection, options), cache, output in zip(suites, caches, outputs, strict=True)
         ]
-        ended = [one.result() for one in running]
-        for (which, _), log in zip(suites[1:], logs, strict=True):
+        results = [future.result() for future in running]
+        for (selection, _), log in zip(suites[1:], logs, strict=True):
             log.seek(0)
-            print(f"\n{' '.join(which)}, at the same time:", flush=True)
+            print(f"\n{' '.join(selection)}, at the same time:", flush=True)
             sys.stdout.write(log.read().decode(errors="replace"))
-    return ended
+    return results
 
 
-def twice(suites: list[Suite]) -> tuple[int, set[str]]:
-    """Exit status of suites that run at once, and the ids of what failed once and passed alone."""
-    worst, once = PASSED, set[str]()
+def run_with_retry(suites: list[Suite]) -> tuple[int, set[str]]:
+    """Run suites together, then their failed tests alone.
+
+    Returns the worst exit status, and the ids of the tests that failed once and then passed.
+    """
+    worst, failed_once = PASSED, set[str]()
     with ExitStack() as folders:
         caches = [folders.enter_context(tempfile.TemporaryDirectory(prefix="pytest-cache-")) for _ in suites]
-        ended = at_once(suites, caches)
-        for (which, _), cache, (status, failed) in zip(suites, caches, ended, strict=True):
+        results = run_together(suites, caches)
+        for (selection, _), cache, (status, failed) in zip(suites, caches, results, strict=True):
             if status == FAILED:
                 print(f"\n{len(failed)} failed (above); once more, alone:", flush=True)
-                of_these = "--last-failed", "--last-failed-no-failures", "none"
-                status, again = pytest(*which, *of_these, cache=cache)
-                once |= failed - again
+                retry = "--last-failed", "--last-failed-no-failures", "none"
+                status, failed_again = pytest(*selection, *retry, cache=cache)
+                failed_once |= failed - failed_again
             worst = worst or status
-    return worst, once
+    return worst, failed_once
 
 
-def run(turns: list[list[Suite]], flaky: Path, today: date) -> int:
-    """`turns`: one after the other, each of suites that run at once."""
-    allowed = listed(flaky, today)
-    once: set[str] = set()
+def run(groups: list[list[Suite]], flaky_file: Path, today: date) -> int:
+    """Run groups of suites in order, the suites of a group at the same time; return the exit status."""
+    flaky = read_flaky_list(flaky_file, today)
+    failed_once: set[str] = set()
     status = PASSED
-    for suites in turns:
-        failed, more = twice(suites)
-        status, once = status or failed, once | more
-    if once:
+    for suites in groups:
+        group_status, group_failed_once = run_with_retry(suites)
+        status, failed_once = status or group_status, failed_once | group_failed_once
+    if failed_once:
         print("\nfailed once and passed alone:")
-        for test in sorted(once):
-            print(f"  {test}" + ("" if test in allowed.ids else f"   (not in {flaky.name})"))
-    for line in allowed.wrong:
-        print(f"{flaky.name}: {line}")
-    return status or (FAILED if allowed.wrong or len(once - allowed.ids) > allowed.others else PASSED)
+        for test in sorted(failed_once):
+            print(f"  {test}" + ("" if test in flaky.ids else f"   (not in {flaky_file.name})"))
+    for line in flaky.errors:
+        print(f"{flaky_file.name}: {line}")
+    too_many = len(failed_once - flaky.ids) > flaky.max_unlisted
+    return status or (FAILED if flaky.errors or too_many else PASSED)
 
 
 if __name__ == "__main__":
-    sys.exit(run([SUITES[name] for name in sys.argv[1:]], FLAKY, date.today()))
+    sys.exit(run([SUITES[name] for name in sys.argv[1:]], FLAKY_FILE, date.today()))

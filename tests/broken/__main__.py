@@ -1,9 +1,10 @@
-"""What reviews found, broken again one at a time in a copy of the tree: tests named beside it have to fail.
+"""Break faults that reviews found back into a copy of the tree, one at a time, and see the named tests fail.
 
     python -m tests.broken [WORD ...]
 
-Of a list (`tests/broken/*.toml`) all entries whose `what` has one of the words, or all there are. It shows
-that no test named there passes whatever the code does; `tests/test_broken.py` holds the lists to the code.
+Each entry of the lists (`tests/broken/*.toml`) is a fault and the tests that find it. WORDs select entries by
+`what`; without one all are tried. An entry whose tests stay green proves that they cannot fail.
+`tests/test_broken.py` checks that each entry still fits the code.
 """
 
 import argparse
@@ -19,11 +20,13 @@ from shutil import copy2
 ROOT = Path(__file__).parents[2]
 LISTS = sorted(Path(__file__).parent.glob("*.toml"))
 LIMIT_S = 900
-PASSED, FAILED = 0, 1  # pytest's status; others mean that none ran
+PASSED, FAILED = 0, 1  # exit statuses of pytest; with any other, no test ran
 
 
 @dataclass(frozen=True)
 class Finding:
+    """One fault: replace `was` by `broken` in `file`, and one of `tests` has to fail."""
+
     what: str
     file: str
     was: str
@@ -36,8 +39,8 @@ def findings(lists: list[Path]) -> list[Finding]:
     return [Finding(**{**entry, "tests": tuple(entry["tests"])}) for entry in entries]
 
 
-def copied(into: Path) -> None:
-    """What git tracks, as it is in the working tree."""
+def copy_tree(into: Path) -> None:
+    """Copy the files that git tracks, as they are in the working tree."""
     listed = subprocess.run(["git", "ls-files", "-z"], cwd=ROOT, capture_output=True, check=True).stdout
     for name in filter(None, listed.decode().split("\0")):
         if (ROOT / name).is_file():
@@ -46,7 +49,7 @@ def copied(into: Path) -> None:
 
 
 def status_of(tests: tuple[str, ...], tree: Path) -> int | None:
-    """pytest's; None: it takes too long, which on a busy machine says nothing of the tests."""
+    """Return the exit status of pytest, or None after LIMIT_S, which shows nothing on a busy machine."""
     command = [sys.executable, "-m", "pytest", "-q", "-x", "-p", "no:cacheprovider", *tests]
     environment = os.environ | {"PYTHONPATH": str(tree), "PYTHONDONTWRITEBYTECODE": "1"}
     try:
@@ -58,7 +61,7 @@ def status_of(tests: tuple[str, ...], tree: Path) -> int | None:
     return ran.returncode
 
 
-def is_noticed(finding: Finding, tree: Path) -> bool:
+def is_detected(finding: Finding, tree: Path) -> bool:
     file = tree / finding.file
     whole = file.read_text()
     file.write_text(whole.replace(finding.was, finding.broken))
@@ -70,23 +73,28 @@ def is_noticed(finding: Finding, tree: Path) -> bool:
 
 def main(words: list[str]) -> int:
     wanted = [one for one in findings(LISTS) if not words or any(word in one.what for word in words)]
-    unnoticed = []
+    missed = []
     with tempfile.TemporaryDirectory(prefix="broken-") as folder:
-        copied(Path(folder))
+        copy_tree(Path(folder))
         files = dict.fromkeys(test for finding in wanted for test in finding.tests)
         if (status := status_of(tuple(files), Path(folder))) != PASSED:
-            print(f"the tests do not pass as it is (status {status}): nothing can be said")
+            print(f"the tests fail in the unchanged tree (status {status}), so they show nothing")
             return 2
         for finding in wanted:
-            red = is_noticed(finding, Path(folder))
+            red = is_detected(finding, Path(folder))
             print(f"{'red ' if red else 'GREEN'} {finding.what} ({finding.file})", flush=True)
             if not red:
-                unnoticed.append(finding)
-    print(f"{len(wanted) - len(unnoticed)} of {len(wanted)} are noticed")
-    return 1 if unnoticed else 0
+                missed.append(finding)
+    print(f"{len(wanted) - len(missed)} of {len(wanted)} are noticed")
+    return 1 if missed else 0
 
 
 if __name__ == "__main__":
     parser = argparse.ArgumentParser(prog="python -m tests.broken", description=__doc__.partition("\n")[0])
-    parser.add_argument("words", nargs="*", metavar="WORD", help="of findings' descriptions (default: all)")
+    parser.add_argument(
+        "words",
+        nargs="*",
+        metavar="WORD",
+        help="word in the description of a finding (default: all findings)",
+    )
     sys.exit(main(parser.parse_args().words))

@@ -1,4 +1,4 @@
-"""What `benchmarks.chaos` does to processes, done to one of its own."""
+"""The faults of `benchmarks.chaos` have their effect on a process, and end."""
 
 import os
 import signal

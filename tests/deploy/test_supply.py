@@ -1,4 +1,4 @@
-"""What is installed is what the files of requirements/ say: every package, at one version, with hashes."""
+"""The files in requirements/ pin every installed package to one version, with hashes."""
 
 import re
 import tomllib

@@ -1,4 +1,4 @@
-"""What a real fleet keeps to itself: its engines, its processes' services, its Ray, and the keys of all."""
+"""Engines, process services and Ray of a real fleet refuse strangers, and no key leaks."""
 
 import asyncio
 import os

@@ -14,7 +14,7 @@ BY_SOURCE = "vllm:prompt_tokens_by_source_total"
 
 
 class Decoder:
-    """What the decoder of a conversation computed and received since it was last asked."""
+    """Tokens that a conversation's decoder computed and received since the last call."""
 
     def __init__(self, fleet: RunningFleet, engine: str) -> None:
         self._url = f"http://{fleet.engines()[engine]['http']}"

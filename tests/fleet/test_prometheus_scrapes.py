@@ -89,7 +89,7 @@ def test_every_page_of_the_fleet_is_scraped_as_what_it_is(
 def test_every_expression_has_data_of_a_live_fleet(
     scraping: Prometheus, life: WholeLife, where: str, expression: str
 ) -> None:
-    """Of the laptop's, or of the one that co-serves and has GPUs: an expression that neither serves fails."""
+    """Each expression has data of the laptop fleet or of the co-serving fleet with GPUs."""
     asked = compared(expression)
     assert scraping.numbers(asked) or life.seen[asked], f"{where}: {expression}"
 

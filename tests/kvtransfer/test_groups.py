@@ -1,4 +1,4 @@
-"""What the connector makes of vLLM's KV cache groups, and how much of a prompt is transferred."""
+"""The connector classifies vLLM's KV cache groups and decides how much of a prompt it transfers."""
 
 from types import SimpleNamespace
 

@@ -1,4 +1,4 @@
-"""What several tensor-parallel ranks report is one report: a thing is done when every rank has done it."""
+"""Reports of several tensor-parallel ranks become one: work is done when every rank has done it."""
 
 from collections import Counter
 

@@ -90,7 +90,7 @@ def test_what_an_aborted_iteration_still_writes_comes_before_what_is_loaded(
 def test_without_the_mark_it_would_be_overwritten(
     way: Callable[..., Restore], cuda: LateCuda, kv: list[Any]
 ) -> None:
-    """What the test above protects from."""
+    """The previous test guards against this."""
     restore = way(cuda, kv, ordered=False)
     abort_in_layer(cuda, kv, [4, 5, 6], 3)
     restore()
@@ -131,7 +131,7 @@ def test_what_raises_while_it_launches_leaves_nothing_under_way(cuda: LateCuda) 
 
 
 def test_a_thread_that_launches_takes_the_device_of_its_rank(cuda: LateCuda, kv: list[Any]) -> None:
-    """It would start with device 0, and leave a context there."""
+    """A new thread would otherwise start on device 0 and leave a CUDA context there."""
     cuda.set_device(3)
     stream, devices = SideStream(cuda), []
 

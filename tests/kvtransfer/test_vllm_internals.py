@@ -1,4 +1,4 @@
-"""What is relied on of vLLM is checked, and is in the modules of `CONTACTS` only (`CONTACTS`)."""
+"""Each use of vLLM's internals is verified at the start, and only modules in `CONTACTS` have one."""
 
 import ast
 import inspect
@@ -52,10 +52,18 @@ TABLES = {
 }
 # Not private by name, and still no interface.
 INTERNAL = {
-    "discard_request_mask", "execute_model_state", "free_block_queue", "is_prefill_chunk",
-    "iter_blocks_after", "kv_connector_output", "kv_holding_waiting", "last_read", "num_cached_block",
-    "req_to_blocks", "single_type_managers",
-}  # fmt: skip
+    "discard_request_mask",
+    "execute_model_state",
+    "free_block_queue",
+    "is_prefill_chunk",
+    "iter_blocks_after",
+    "kv_connector_output",
+    "kv_holding_waiting",
+    "last_read",
+    "num_cached_block",
+    "req_to_blocks",
+    "single_type_managers",
+}
 DEFINITIONS = (ast.FunctionDef, ast.AsyncFunctionDef)
 BY_NAME = ("getattr", "setattr")
 
@@ -151,10 +159,12 @@ def test_an_lmcache_without_the_event_that_is_cleared_is_refused(
 
     package = "lmcache.integration.vllm"
     stand_ins = {
-        "lmcache": {}, "lmcache.integration": {}, package: {},
+        "lmcache": {},
+        "lmcache.integration": {},
+        package: {},
         f"{package}.lmcache_mp_connector": {"LMCacheMPConnector": Connector},
         f"{package}.vllm_multi_process_adapter": {"LMCacheMPWorkerAdapter": adapter},
-    }  # fmt: skip
+    }
     for name, content in stand_ins.items():
         module = ModuleType(name)
         vars(module).update(content)
@@ -290,7 +300,7 @@ def test_what_it_finds(source: str, found: list[str] | None) -> None:
 
 
 def private_names(cls: type) -> set[str]:
-    """What a class defines, and what its `__init__` sets or reads."""
+    """Return the private names that a class defines or that its `__init__` sets or reads."""
     code = getattr(inspect.unwrap(vars(cls).get("__init__", lambda: None)), "__code__", None)
     return {name for name in (*vars(cls), *getattr(code, "co_names", ())) if is_private(name)} - {"_abc_impl"}
 
@@ -319,7 +329,7 @@ def classes_in(path: str) -> Iterator[type]:
 
 
 def overridden(cls: type) -> Iterator[tuple[type, str]]:
-    """What vLLM calls and reaches this class, mixins included: the class of vLLM's that it is in front of."""
+    """Yield each method of vLLM that this class or a mixin overrides, with the vLLM class it comes from."""
     for place, ours in enumerate(cls.__mro__):
         for name in vars(ours) if ours.__module__.split(".")[0] in PACKAGES else ():
             behind = (one for one in cls.__mro__[place:] if is_vllms(one) and name in vars(one))

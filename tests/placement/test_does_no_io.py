@@ -11,9 +11,21 @@ import placement
 MODULES = sorted(Path(placement.__file__).parent.rglob("*.py"))
 # What a decision on plain data is made with: numbers, collections, and the two libraries that fit curves.
 ALLOWED = {
-    "__future__", "abc", "bisect", "collections", "dataclasses", "enum", "heapq", "itertools", "math", "re",
-    "typing", "numpy", "scipy", "placement",
-}  # fmt: skip
+    "__future__",
+    "abc",
+    "bisect",
+    "collections",
+    "dataclasses",
+    "enum",
+    "heapq",
+    "itertools",
+    "math",
+    "re",
+    "typing",
+    "numpy",
+    "scipy",
+    "placement",
+}
 BUILTINS = {"open", "print", "input", "exec", "eval", "__import__"}
 
 

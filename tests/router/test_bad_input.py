@@ -1,4 +1,4 @@
-"""What clients get wrong: an OpenAI-shaped answer or a bounded wait, and nothing left behind."""
+"""Invalid requests get an OpenAI-shaped error or a bounded wait, and leave nothing behind."""
 
 import asyncio
 import json
@@ -25,7 +25,7 @@ LIMITS = GatewayLimits(body_mib=1, request_timeout_s=0.3, idle_timeout_s=0.5)
 
 @pytest.fixture
 async def made(tmp_path: Path) -> AsyncIterator[FakeFleet]:
-    """Whatever a test did, sockets and reservations must return to zero."""
+    """Yield a fleet; after each test its sockets and reservations have to return to zero."""
     models = (ServedModel(MODEL, aliases=("alias",)),)
     async with fleet(tmp_path, limits=LIMITS, models=models, keys=inline_keys(("right",), ("boss",))) as one:
         yield one

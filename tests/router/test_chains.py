@@ -1,4 +1,4 @@
-"""What counts as the same prompt, and what does not."""
+"""Two prompts have equal chains when their differences do not reach the model."""
 
 from array import array
 from typing import Any

@@ -1,4 +1,4 @@
-"""What clients send as ids, line by line: each one's real sequence of requests against a real gateway.
+"""Sequences of requests as real clients send them, with their ids, through a real gateway.
 
 A client's turns are one conversation on one decoder, with one transfer; its sub-agents are others, below it;
 what only looks like an id makes neither one conversation of many nor many of one.
@@ -229,7 +229,8 @@ async def test_aiperf_stamps_its_sessions_twice_and_its_requests_once(made: Fake
 
 
 async def test_inference_perf_continues_a_text_without_an_id(made: FakeFleet) -> None:
-    """Its conversations are prompts of `/v1/completions`: each is the one before, its answer, and more."""
+    """A conversation of this client is a prompt of `/v1/completions` that grows by each answer and more
+    text."""
     text, answers = "a system prompt " * 20, []
     for number in range(4):
         text += f" question {number}"

@@ -1,4 +1,4 @@
-"""What ends in time ends by the time that passed, whatever the system's clock is set to."""
+"""Limits count the time that passed, whatever happens to the system clock."""
 
 from dataclasses import dataclass
 from pathlib import Path
@@ -15,7 +15,7 @@ from tests.support.engines import info, placer, state
 
 @dataclass
 class MachineClocks:
-    """Its clocks; a jump moves one of them."""
+    """Clocks of a machine; a jump moves only the system clock."""
 
     system: float = 1_800_000_000.0
     up: float = 500.0

@@ -1,4 +1,4 @@
-"""What dies, and what goes on: engines, the directory, clients."""
+"""Engines, the directory or clients die, and the other parts continue."""
 
 import asyncio
 import os

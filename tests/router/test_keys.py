@@ -190,7 +190,7 @@ async def test_after_a_wrong_file_a_good_one_is_read(
 async def test_a_file_that_could_not_be_read_is_read_as_soon_as_it_can_be(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """It is the same file then: a revoked key would stay valid for good."""
+    """The file itself has not changed: without a retry a revoked key would stay valid."""
     monkeypatch.setattr("router.process.LOOK_EVERY_S", 0.02)
     file, next_file = tmp_path / "keys", tmp_path / "next"
     file.write_text(entry("good", "search"))
@@ -252,7 +252,7 @@ def test_a_pipe_is_no_file_of_keys_and_is_not_waited_for(tmp_path: Path) -> None
 
 
 def test_an_id_of_the_fleet_file_is_that_keys(tmp_path: Path) -> None:
-    """Its limits would be those of two keys."""
+    """Two keys with one id would share their limits."""
     given = inline_keys(("first",), ())
     text = ENTRY.replace("one", given[0].id)
     assert parse_keys(text, "f", given)[0].hash == given[0].hash

@@ -109,7 +109,7 @@ def cut(body: bytes) -> list[bytes]:
 async def test_reading_a_history_counts_as_a_turn_of_its_key(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """What a key may do at once bounds what it makes of 42 bytes."""
+    """The concurrency limit of a key also bounds the histories that its small requests make."""
     async with limited(tmp_path, {"turns": 1}) as made:
         disk = Hanging(monkeypatch, "history")
         both = [asyncio.create_task(say(made, "x", "resp_1")) for _ in range(2)]
@@ -268,7 +268,7 @@ async def test_a_costly_answer_is_parsed_in_a_process_and_stored(tmp_path: Path)
 
 
 async def test_costly_answers_that_end_together_are_all_stored(tmp_path: Path) -> None:
-    """Their clients have them: nobody can send one again."""
+    """The clients already have these answers and cannot send them again."""
     parser_pool = ParserPool()
     answers = Answers(stored(tmp_path), parser_pool=parser_pool)
     await answers.start()

@@ -1,4 +1,4 @@
-"""What `/openapi.json` says is what the gateway does: its routes, its fields and their bounds."""
+"""`/openapi.json` describes the routes, fields and bounds that the gateway enforces."""
 
 from collections.abc import AsyncIterator
 from pathlib import Path

@@ -14,7 +14,7 @@ TOOL = {"type": "function", "function": {"name": "read", "parameters": {"type": 
 
 
 async def cached(made: FakeFleet, question: str, key: str = "k", **body: Any) -> int:
-    """Of a new conversation's prompt, what its prefiller was thought to have."""
+    """Start a conversation and return the prompt tokens that its prefiller was expected to have cached."""
     headers = {"authorization": f"Bearer {key}"}
     answer = await ask(made.urls[0], [SYSTEM, user(question)], headers=headers, **body)
     assert answer.status == 200
@@ -51,7 +51,7 @@ async def test_what_an_engine_would_not_find_is_not_counted(tmp_path: Path) -> N
 async def test_a_decoder_that_computes_a_prompt_itself_says_what_it_had_of_it(
     tmp_path: Path, found: int
 ) -> None:
-    """Its cache holds other things too: the next prompt counts on what this one found."""
+    """The decoder's cache holds other blocks too: the next estimate follows the reported hit."""
     elastic, both = {"first_turns": FirstTurns.ELASTIC}, {"decode": CURVES["prefill"]}
     async with fleet(
         tmp_path, prefillers=0, decoders=1, engine={"cached": found}, placing=elastic, curves=both

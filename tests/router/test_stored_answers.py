@@ -324,22 +324,27 @@ async def test_a_store_that_cannot_be_read_is_a_503(tmp_path: Path) -> None:
 
 
 def test_vllm_reads_calls_and_reasoning_from_a_rebuilt_input() -> None:
-    """Its own store leaves out calls and reasoning."""
+    """vLLM's own store leaves out tool calls and reasoning."""
     protocol = pytest.importorskip("vllm.entrypoints.openai.responses.protocol", reason="vLLM: make install")
     utils = pytest.importorskip("vllm.entrypoints.openai.responses.utils")
     given = [
         {"role": "user", "content": "one"},
         {
-            "type": "reasoning", "id": "rs_1", "summary": [],
+            "type": "reasoning",
+            "id": "rs_1",
+            "summary": [],
             "content": [{"type": "reasoning_text", "text": "hm"}],
         },
         {
-            "type": "message", "id": "msg_1", "role": "assistant", "status": "completed",
+            "type": "message",
+            "id": "msg_1",
+            "role": "assistant",
+            "status": "completed",
             "content": [{"type": "output_text", "text": "hello", "annotations": []}],
         },
         {"type": "function_call", "id": "fc_1", "call_id": "c1", "name": "weather", "arguments": "{}"},
         {"type": "function_call_output", "call_id": "c1", "output": "21"},
-    ]  # fmt: skip
+    ]
     request = protocol.ResponsesRequest.model_validate(
         {"model": "m", "store": False, "previous_response_id": None, "input": given}
     )

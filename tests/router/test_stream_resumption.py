@@ -32,7 +32,7 @@ SAMPLED = b": resumed on another engine; what follows was sampled there\n\n"
 
 
 def events(body: bytes) -> list[Any]:
-    """What a client reads, without what differs from one answer of fake engines to the next."""
+    """Return the events that a client reads, without fields that differ between answers of fake engines."""
     lines = [line[6:] for line in body.split(b"\n") if line.startswith(b"data: ")]
     assert all(line == b"" or line.startswith((b"data: ", b"event: ", b": ")) for line in body.split(b"\n"))
     read = [orjson.loads(line) if line != b"[DONE]" else "[DONE]" for line in lines]
@@ -250,7 +250,7 @@ async def test_two_streams_with_one_prompt_lose_an_engine_once(tmp_path: Path) -
 
 
 async def test_an_engine_that_cannot_go_on_refuses_at_once(tmp_path: Path) -> None:
-    """Of another version, in a fleet that is being changed: it would begin from the first token again."""
+    """An engine of another version, in a fleet during an upgrade, would begin again at the first token."""
     async with fleet(tmp_path, decoders=1, prefillers=0, engine={"token_s": 0.02}) as made:
         before = await cuts(made)
         cut_first(made, 5)
@@ -300,7 +300,7 @@ async def first_tokens(made: FakeFleet) -> dict[str, float]:
 async def test_what_waits_for_a_machine_that_vanished_goes_on_when_the_directory_knows(
     tmp_path: Path, stream: bool
 ) -> None:
-    """Its socket says nothing, and `idle_timeout` is a minute."""
+    """The lost engine's socket stays silent, and `idle_timeout` is a minute."""
     async with fleet(tmp_path, prefillers=0) as made:
         before = await cuts(made)
         for engine in made.engines.values():

@@ -35,8 +35,8 @@ def test_no_modules_import_one_another_in_a_circle() -> None:
     assert circles(import_graph(PRODUCT_MODULES)) == []
 
 
-def test_engines_that_do_not_drop_parameters_load_nothing_of_it() -> None:
-    """vLLM loads it by name, where the fleet file has `overload: {policy: drop}`."""
+def test_engines_that_do_not_drop_parameters_load_no_overload_code() -> None:
+    """vLLM loads the overload code by name, and only if the fleet file has `overload: {policy: drop}`."""
     by_name = {"workers.engine.overload.config"}
     wrong = [
         f"{module.path} imports {source}"
@@ -51,14 +51,17 @@ def test_engines_that_do_not_drop_parameters_load_nothing_of_it() -> None:
 @pytest.mark.parametrize(
     ("module", "heavy"),
     [
-        ("kvtransfer.metrics", {"cryptography", "numpy", "torch", "vllm"}),  # `deploy` reads what is counted
+        (
+            "kvtransfer.metrics",
+            {"cryptography", "numpy", "torch", "vllm"},
+        ),  # `deploy` reads the metric declarations
         (
             "workers.engine.engine_key",
             {"aiohttp", "vllm"},
-        ),  # the keeper's client is for the keeper
+        ),  # aiohttp is for the client in the keeper
     ],
 )
-def test_a_module_that_is_loaded_by_name_loads_little(module: str, heavy: set[str]) -> None:
+def test_a_module_that_is_loaded_by_name_imports_nothing_heavy(module: str, heavy: set[str]) -> None:
     code = f"import sys, {module}; print(sorted({heavy} & set(sys.modules)))"
     loaded = subprocess.run([sys.executable, "-c", code], check=True, capture_output=True, text=True)
     assert loaded.stdout.strip() == "[]"

@@ -13,9 +13,9 @@ from tests.structure.trees import MODULES, TEST_MODULES
 BY_NAME = {"getattr", "setattr", "hasattr", "delattr", "delitem", "attrgetter", "object", "patch"}
 
 OTHERS = {
-    "tests.conftest: _pslinux",  # what the boot time is cannot be told to psutil
+    "tests.conftest: _pslinux",  # psutil has no public way to set the boot time
     "tests.deploy.test_ray_cluster_files: _private",  # Ray's own check of a cluster file has no public name
-    "tests.kvtransfer.engine.in_process: _KV_CONNECTOR_AGENT",  # vLLM has one a process, and no setter
+    "tests.kvtransfer.engine.in_process: _KV_CONNECTOR_AGENT",  # vLLM keeps one per process, without a setter
 }
 
 
@@ -37,7 +37,7 @@ def private_uses(module: Module) -> Iterator[str]:
 
 
 def inherited_private_uses(module: Module, others: dict[str, Module]) -> Iterator[str]:
-    """In classes made of the product's: private names of theirs that are used, or defined again."""
+    """Yield private names of product classes that their subclasses in tests use or redefine."""
     for cls in module.classes:
         theirs = {name for base in bases(cls, module, others) for name in private_names(base)}
         named = {node.attr for node in ast.walk(cls) if isinstance(node, ast.Attribute)}
@@ -45,7 +45,7 @@ def inherited_private_uses(module: Module, others: dict[str, Module]) -> Iterato
 
 
 def bases(cls: ast.ClassDef, module: Module, others: dict[str, Module]) -> Iterator[ast.ClassDef]:
-    """The product's classes above this one, also those above a class of another test."""
+    """Yield the product classes that this class derives from, also through a class of another test."""
     for base in cls.bases:
         where, name = origin(base, module)
         for found in others[where].classes if where in others else ():
@@ -56,7 +56,7 @@ def bases(cls: ast.ClassDef, module: Module, others: dict[str, Module]) -> Itera
 
 
 def origin(base: ast.expr, module: Module) -> tuple[str, str]:
-    """Module and name of a class that is named in this module."""
+    """Return the module and the name of a class that this module refers to."""
     taken = {
         alias.asname or alias.name: f"{node.module}.{alias.name}"
         for node in module.nodes
@@ -70,7 +70,7 @@ def origin(base: ast.expr, module: Module) -> tuple[str, str]:
 
 
 def private_names(cls: ast.ClassDef) -> set[str]:
-    """Of its methods, its fields and what it sets on itself."""
+    """Return the private methods and fields of a class, and the private attributes that it sets on itself."""
     found = set()
     for node in ast.walk(cls):
         match node:
@@ -84,7 +84,8 @@ def private_names(cls: ast.ClassDef) -> set[str]:
 
 
 def is_private(name: str) -> bool:
-    """`_` alone is a name nobody needs; `_replace` is what a named tuple offers."""
+    """Tell whether a name is private; `_` is a throw-away, and `_replace` is the public API of named
+    tuples."""
     return name.startswith("_") and not name.startswith("__") and name not in ("_", "_replace")
 
 
@@ -93,7 +94,7 @@ def test_no_test_uses_private_members() -> None:
     assert sorted(found - OTHERS) == []
 
 
-def test_no_class_of_a_test_uses_or_redefines_private_members_of_the_product_that_it_is_made_of() -> None:
+def test_no_subclass_in_tests_uses_or_redefines_private_members_of_the_product() -> None:
     others = {**MODULES, **TEST_MODULES}
     found = [
         f"{module.name}: {name}"
@@ -124,7 +125,7 @@ class Engine:
         ("def end(self): super().end()", []),
     ],
 )
-def test_what_is_found_of_a_class_made_of_the_products(body: str, found: list[str]) -> None:
+def test_private_names_of_product_classes_are_found_in_subclasses(body: str, found: list[str]) -> None:
     above = Module("workers.engine", Path("workers/engine.py"), PRODUCT_CLASS)
     between = Module(
         "tests.between", Path("tests/between.py"), "from workers import engine\nclass Two(engine.Engine): ..."

@@ -6,7 +6,7 @@ from pathlib import Path
 
 from tests.structure.trees import PRODUCT_MODULES
 
-UNNAMED = {"__init__.py", "__main__.py"}  # what a folder is, and how it is started
+UNNAMED = {"__init__.py", "__main__.py"}  # the folder itself, and its entry point
 
 
 def readme_of(path: Path) -> Path:
@@ -14,8 +14,11 @@ def readme_of(path: Path) -> Path:
 
 
 def named(readme: Path) -> set[Path]:
-    """Files in the first cells of tables, each in the folder of the one before it; and, in the cell behind a
-    folder, those within it, with or without their endings."""
+    """Return the files that the tables of a README name.
+
+    A first cell names files; one without a folder is in the folder of the file before it. A first cell may
+    also name a folder: the next cell then names its files, with or without `.py`.
+    """
     found: set[Path] = set()
     for line in readme.read_text().splitlines():
         if not line.startswith("| `"):
@@ -35,7 +38,7 @@ def named(readme: Path) -> set[Path]:
     return {file.resolve() for file in found}
 
 
-def test_every_file_is_in_a_readmes_table() -> None:
+def test_every_file_is_in_the_table_of_a_readme() -> None:
     by_readme: dict[Path, set[Path]] = defaultdict(set)
     for module in PRODUCT_MODULES.values():
         if module.path.name not in UNNAMED:
@@ -44,7 +47,7 @@ def test_every_file_is_in_a_readmes_table() -> None:
     assert not missing, "\n".join(map(str, missing))
 
 
-def test_every_file_in_a_readmes_table_exists() -> None:
+def test_every_file_in_the_table_of_a_readme_exists() -> None:
     readmes = {readme_of(module.path) for module in PRODUCT_MODULES.values()}
     gone = sorted(path for readme in readmes for path in named(readme) if not path.exists())
     assert not gone, "\n".join(map(str, gone))

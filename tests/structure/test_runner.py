@@ -1,4 +1,4 @@
-"""What fails once and passes alone is named, and fails the run unless the dated list has it."""
+"""A test that fails once and passes alone is named, and fails the run unless the dated list has it."""
 
 from datetime import date, timedelta
 from pathlib import Path
@@ -33,24 +33,24 @@ def suite(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> tuple[list[str], l
     return ["test_made.py"], ["-q"]
 
 
-def flaky_list(tmp_path: Path, since: date | None, reason: str = "made so") -> Path:
+def flaky_list(tmp_path: Path, since: date | None, reason: str = "known to be flaky") -> Path:
     file = tmp_path / "flaky.toml"
     test = f'[[test]]\nid = "test_made.py::test_first_time_fails"\nsince = {since}\nreason = "{reason}"\n'
     file.write_text(test if since else "")
     return file
 
 
-def test_failing_once_is_named_and_fails(
+def test_a_test_that_fails_once_is_named_and_fails_the_run(
     suite: tuple[list[str], list[str]], tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert run.run([[suite]], flaky_list(tmp_path, None), TODAY) == run.FAILED
-    said = capsys.readouterr().out
-    assert "failed once and passed alone:" in said
-    assert "test_made.py::test_first_time_fails   (not in flaky.toml)" in said
-    assert "test_passes" not in said
+    output = capsys.readouterr().out
+    assert "failed once and passed alone:" in output
+    assert "test_made.py::test_first_time_fails   (not in flaky.toml)" in output
+    assert "test_passes" not in output
 
 
-def test_failing_once_is_named_and_passes_when_listed(
+def test_a_listed_test_may_fail_once(
     suite: tuple[list[str], list[str]], tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert run.run([[suite]], flaky_list(tmp_path, TODAY), TODAY) == run.PASSED
@@ -58,7 +58,7 @@ def test_failing_once_is_named_and_passes_when_listed(
 
 
 @pytest.mark.parametrize("at_most, ended", [(0, run.FAILED), (1, run.PASSED)])
-def test_as_many_others_may_as_the_list_says(
+def test_the_list_limits_how_many_other_tests_may_fail_once(
     suite: tuple[list[str], list[str]],
     tmp_path: Path,
     capsys: pytest.CaptureFixture[str],
@@ -66,21 +66,21 @@ def test_as_many_others_may_as_the_list_says(
     ended: int,
 ) -> None:
     file = tmp_path / "flaky.toml"
-    file.write_text(f'[[others]]\nat_most = {at_most}\nsince = {TODAY}\nreason = "made so"\n')
+    file.write_text(f'[[others]]\nat_most = {at_most}\nsince = {TODAY}\nreason = "known to be flaky"\n')
     assert run.run([[suite]], file, TODAY) == ended
     assert "test_made.py::test_first_time_fails   (not in flaky.toml)" in capsys.readouterr().out
     assert run.run([], file, TODAY + timedelta(days=31)) == run.FAILED
 
 
-def test_failing_twice_fails(suite: tuple[list[str], list[str]], tmp_path: Path) -> None:
+def test_a_test_that_fails_twice_fails_the_run(suite: tuple[list[str], list[str]], tmp_path: Path) -> None:
     (tmp_path / "test_made.py").write_text(BROKEN)
     assert run.run([[suite]], flaky_list(tmp_path, TODAY), TODAY) == run.FAILED
 
 
-def test_suites_run_at_once_and_each_is_heard(
+def test_suites_run_at_the_same_time_and_the_output_of_each_is_printed(
     suite: tuple[list[str], list[str]], tmp_path: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
-    """Each waits for the other: one after the other would not end."""
+    """Each suite waits for the other one, so they cannot run one after the other."""
     meets = """
 import time
 from pathlib import Path
@@ -97,17 +97,19 @@ def test_{name}():
         (tmp_path / f"test_{name}.py").write_text(meets.format(**made))
     suites = [([f"test_{name}.py"], ["-q", "--timeout", "20"]) for name in sides]
     assert run.run([suites], flaky_list(tmp_path, TODAY), TODAY) == run.FAILED
-    said = capfd.readouterr().out
-    assert "test_two.py, at the same time:" in said and "FAILED test_two.py::test_two" in said
-    assert "1 passed" in said and said.count("1 failed") == 3, "twice, and how many are run again"
+    output = capfd.readouterr().out
+    assert "test_two.py, at the same time:" in output and "FAILED test_two.py::test_two" in output
+    assert "1 passed" in output and output.count("1 failed") == 3, (
+        "two summaries, and one line before the retry"
+    )
 
 
-@pytest.mark.parametrize("since, reason", [(TODAY - timedelta(days=31), "made so"), (TODAY, "")])
-def test_an_entry_that_is_old_or_without_reason_fails(tmp_path: Path, since: date, reason: str) -> None:
+@pytest.mark.parametrize("since, reason", [(TODAY - timedelta(days=31), "known to be flaky"), (TODAY, "")])
+def test_an_old_entry_or_one_without_a_reason_fails_the_run(tmp_path: Path, since: date, reason: str) -> None:
     assert run.run([], flaky_list(tmp_path, since, reason), TODAY) == run.FAILED
 
 
-def test_our_list_is_in_order() -> None:
-    ours = run.listed(run.FLAKY, date.today())
-    assert not ours.wrong
+def test_the_shipped_list_has_no_errors() -> None:
+    ours = run.read_flaky_list(run.FLAKY_FILE, date.today())
+    assert not ours.errors
     assert [test for test in ours.ids if not (run.ROOT / test.partition("::")[0]).exists()] == []

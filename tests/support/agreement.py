@@ -1,4 +1,4 @@
-"""A run whose bindings are compared with the simulation's, on fake engines and on real ones."""
+"""Play conversations, on fake engines or real ones, to compare their bindings with the simulation's."""
 
 import asyncio
 from collections.abc import Iterator
@@ -14,10 +14,11 @@ AT_ONCE = 3
 
 
 def conversations(count: int, headroom: int) -> Iterator[TraceConversation]:
-    """First prompts such that two decoders always differ by more than what is promised beyond prompts.
+    """Yield conversations whose first prompts keep the KV of two decoders far apart.
 
-    When an engine reports a conversation, and its promise ends, is not the same to the millisecond on both
-    sides; with decoders that far apart it decides nothing.
+    A reservation ends when an engine reports its conversation, and that moment differs by milliseconds
+    between the live run and the simulation. With decoders further apart than the reservations, it changes no
+    binding.
     """
     random, held, grown = Random(5), [0, 0], 300
     apart = AT_ONCE * headroom
@@ -32,15 +33,17 @@ def conversations(count: int, headroom: int) -> Iterator[TraceConversation]:
         yield TraceConversation(f"bound-{number}", 0.2 * number, turns)
 
 
-# Tokens of four prompts that come together. A prefiller twice as fast as decoders has the first, because it
-# is idle; the second is shorter than what is left of the first; the third is so long that the queue costs it
-# less than a decoder; and the fourth is short again. Whichever decoder it is, 0.2 s or more decide.
+# Tokens of four prompts that arrive together. The prefiller is twice as fast as decoders and idle, so it gets
+# the first. The second is shorter than the rest of the first, so a decoder computes it. The third is so long
+# that waiting for the prefiller is cheaper than a decoder; the fourth is short again. The alternatives differ
+# by at least 0.2 s.
 TOGETHER = (4_000, 1_000, 6_000, 1_500)
 SECONDS_A_TOKEN = {"prefill": 1e-4, "decode": 2e-4}
 
 
 def bursts(count: int, headroom: int) -> Iterator[list[TraceConversation]]:
-    """Prompts in fours, and decoders apart as in `conversations`; it needs a small `headroom`."""
+    """Yield bursts of four prompts that keep decoders apart as `conversations` does; needs a small
+    `headroom`."""
     random, held, grown = Random(6), [0, 0], 300
     apart = len(TOGETHER) * headroom
     for number in range(count):
@@ -58,7 +61,7 @@ def bursts(count: int, headroom: int) -> Iterator[list[TraceConversation]]:
 
 
 class TraceAgents:
-    """Plays conversations as they are, one turn after the other, a few at once, in the order of the trace."""
+    """Plays a few conversations at a time, in the order of the trace and turn after turn."""
 
     def __init__(self, session: aiohttp.ClientSession, model: str, at_once: int = AT_ONCE) -> None:
         self._session = session
@@ -67,7 +70,8 @@ class TraceAgents:
         self._places = asyncio.Semaphore(at_once)
 
     async def learn_sizes(self) -> None:
-        """And let the gateway learn them, too; nothing of it stays."""
+        """Measure characters per token, here and in the gateway, with a conversation that is deleted
+        again."""
         usage = await self._ask("sizes", [{"role": "user", "content": client.text("sizes", 4_000)}], 1)
         self._chars_per_token = 4_000 / usage["prompt_tokens"]
         async with self._session.delete("/v1/conversations/sizes") as answer:
@@ -107,4 +111,4 @@ class TraceAgents:
 
     async def _bound(self, conversation: str) -> LiveBinding:
         async with self._session.get(f"/v1/conversations/{conversation}") as answer:
-            return LiveBinding.from_note(conversation, (await answer.json())["placements"][0])
+            return LiveBinding.from_placement(conversation, (await answer.json())["placements"][0])

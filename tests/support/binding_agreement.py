@@ -1,8 +1,8 @@
-"""Does the simulation bind conversations where a live fleet bound them, and compute their prompts there?
+"""Compare the bindings of a simulation with those of a live fleet.
 
-A live run leaves a receipt for each binding. The same conversations arrive in the simulation when they did
-live, with the prompts that were counted live; the decoders, and the prefillers if any, are compared one by
-one. Engines are named alike on both sides, by tier and number.
+A live run leaves a receipt for each binding. The simulation plays the same conversations with the arrival
+times and the prompt sizes of the live run, and their decoders and prefillers are compared. Engines have the
+same names on both sides, by tier and number.
 """
 
 from collections.abc import Iterable, Mapping, Sequence
@@ -27,10 +27,12 @@ class LiveBinding:
         return self.decoder, self.prefiller
 
     @classmethod
-    def from_note(cls, conversation: str, note: Mapping[str, Any]) -> "LiveBinding":
-        """From a placement as `GET /v1/conversations/{id}` shows it."""
-        tokens = int(note["receipt"]["prompt_tokens"])
-        return cls(conversation, float(note["at"]), tokens, str(note["decoder"]), note["prefiller"])
+    def from_placement(cls, conversation: str, placement: Mapping[str, Any]) -> "LiveBinding":
+        """Read a placement in the format of `GET /v1/conversations/{id}`."""
+        tokens = int(placement["receipt"]["prompt_tokens"])
+        return cls(
+            conversation, float(placement["at"]), tokens, str(placement["decoder"]), placement["prefiller"]
+        )
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,7 +59,7 @@ def compare(
     live: Sequence[LiveBinding],
 ) -> Agreement:
     simulation = Simulation(fleet, settings)
-    simulation.run(_as_it_was(trace, live))
+    simulation.run(_trace_of_the_live_run(trace, live))
     simulated = {key: (decoder, prefiller) for key, decoder, prefiller in simulation.bound}
     return Agreement(
         len(live),
@@ -69,8 +71,10 @@ def compare(
     )
 
 
-def _as_it_was(trace: Iterable[TraceConversation], live: Sequence[LiveBinding]) -> list[TraceConversation]:
-    """The conversations that were bound, at their live arrivals and with their live first prompts."""
+def _trace_of_the_live_run(
+    trace: Iterable[TraceConversation], live: Sequence[LiveBinding]
+) -> list[TraceConversation]:
+    """Return the bound conversations with the arrivals and the first prompts of the live run."""
     by_id = {conversation.id: conversation for conversation in trace}
     start = min((one.at for one in live), default=0.0)
     played = []

@@ -1,4 +1,4 @@
-"""A process that can open nothing."""
+"""Make this process fail to open files and sockets."""
 
 import resource
 from collections.abc import Iterator
@@ -7,7 +7,7 @@ from contextlib import contextmanager
 
 @contextmanager
 def no_descriptors() -> Iterator[None]:
-    """Files, sockets and pipes that are open stay so."""
+    """Let this process open no file, socket or pipe; open ones stay open."""
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     resource.setrlimit(resource.RLIMIT_NOFILE, (3, hard))
     try:

@@ -1,8 +1,8 @@
-"""An accelerator that does what it is told as late as it may: streams and events, without one.
+"""Stand-in for CUDA streams and events that runs all work as late as permitted.
 
-What is launched on a stream waits there until something waits for it, also torch's copies within
-`LateCuda.stream`. So whatever is not ordered by an event happens in the wrong order, and memory that is used
-again too early has the wrong bytes.
+Work launched on a stream, torch's copies within `LateCuda.stream` included, runs only when something waits
+for it. Work that no event orders therefore runs in the wrong order, and memory that is reused too early gets
+the wrong bytes.
 """
 
 import threading
@@ -20,14 +20,14 @@ class LateStream:
     def __init__(self) -> None:
         self.launched: list[Callable[[], None]] = []
         self.done = 0
-        self._lock = threading.RLock()  # who waits does what is waited for, and others wait for that
+        self._lock = threading.RLock()  # the thread that waits runs the work, and other threads wait for it
 
     def launch(self, work: Callable[[], Any]) -> None:
         self.launched.append(work)
 
     def finish(self, end: int | None = None) -> None:
         end = len(self.launched) if end is None else end
-        assert end <= len(self.launched), "waits for what nobody has launched"
+        assert end <= len(self.launched), "waits for work that was never launched"
         with self._lock:
             while self.done < end:
                 work = self.launched[self.done]
@@ -42,7 +42,7 @@ class LateStream:
 
 
 class LateEvent:
-    """As CUDA's: one that was never recorded is complete, and the last record counts."""
+    """Event with CUDA's semantics: complete until it is recorded, and the last record counts."""
 
     def __init__(self, stream: LateStream) -> None:
         self._usual = self._stream = stream
@@ -60,11 +60,11 @@ class LateEvent:
         return self._stream.done >= self._at
 
 
-_at_work = threading.local()  # a thread does what was launched, and may itself be launching
+_at_work = threading.local()  # set while a thread runs launched work: its torch calls run at once
 
 
 class _Launching(TorchFunctionMode):
-    """Of one thread: what it calls of torch goes to a stream."""
+    """Sends the torch calls of one thread to a stream."""
 
     def __init__(self, stream: LateStream) -> None:
         super().__init__()
@@ -87,7 +87,7 @@ class _Launching(TorchFunctionMode):
 
 
 class LateCuda:
-    """What is used of `torch.cuda`."""
+    """Stands in for the parts of `torch.cuda` that the product uses."""
 
     def __init__(self) -> None:
         self.compute = LateStream()

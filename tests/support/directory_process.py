@@ -35,7 +35,7 @@ class DirectoryProcess:
         return self._process.pid
 
     async def start(self, *within: str) -> None:
-        """`within`: a command that becomes the one that follows it."""
+        """Start the process; `within` is a command that executes its arguments, such as `ip netns exec`."""
         command = [
             *within,
             sys.executable,

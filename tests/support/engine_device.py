@@ -1,4 +1,4 @@
-"""The device of tests' engines: the GPU, on a machine where torch sees one, else its CPUs."""
+"""Device of the engines in tests: the GPU if torch sees one, otherwise the CPUs."""
 
 from workers.engine.coserving.profile import on_cuda
 
@@ -8,12 +8,12 @@ BESIDE_OTHERS = {"gpu_memory_utilization": 0.2, "kv_cache_memory_bytes": 4 << 30
 
 
 def options() -> dict[str, object]:
-    """Of vLLM, for an engine."""
+    """Return the vLLM options of an engine on this machine."""
     return dict(BESIDE_OTHERS) if on_cuda() else {}
 
 
 def environment() -> dict[str, str]:
-    """Of an engine's processes."""
+    """Return the environment of an engine's processes."""
     cpu = {
         "VLLM_CPU_KVCACHE_SPACE": "1",
         "VLLM_CPU_OMP_THREADS_BIND": "nobind",

@@ -1,4 +1,4 @@
-"""Engine facts for tests that need a table and no engine."""
+"""Records of engines for tests that run no engine."""
 
 from collections.abc import Mapping
 

@@ -50,34 +50,36 @@ class FakeEngine:
     token_s: float = 0.002
     prefill_s: float = 0.0
     curve: PrefillCurve | None = None
-    handed_over: dict[str, asyncio.Event] = field(default_factory=dict)  # by transfer, of all engines
+    handed_over: dict[str, asyncio.Event] = field(default_factory=dict)  # by transfer; shared by all engines
     seen: list[SeenRequest] = field(default_factory=list)
     held: Counter[str] = field(default_factory=Counter)
     confirmed: list[str] = field(default_factory=list)
     released: list[str] = field(default_factory=list)
     prefetched: list[tuple[str, float]] = field(default_factory=list)  # conversation, seconds until its turn
-    has_kv: bool = True  # its answer to a prefetch
+    has_kv: bool = True  # the answer to a prefetch
     draining: bool = False
-    waiting_prompt_tokens: int = 0  # these three as it reports them
+    waiting_prompt_tokens: int = 0  # reported, like the next two
     prompt_tokens_per_s: float = 0.0
     prompt_share: float = 1.0
-    parked: dict[str, int] = field(default_factory=dict)  # conversation -> report that names it
-    lives: dict[str, float] = field(default_factory=dict)  # by conversation, as it was told
-    calls_tools: bool = False  # at the end of each streamed answer
-    reasons: bool = False  # in answers that are not streamed
-    cached: int | None = None  # tokens of a prompt, as it reports them
-    waiting: int = 0  # as it reports it
+    parked: dict[str, int] = field(default_factory=dict)  # conversation -> number of the report that names it
+    lives: dict[str, float] = field(
+        default_factory=dict
+    )  # lifetimes by conversation, as the gateway sent them
+    calls_tools: bool = False  # each streamed answer ends with a tool call
+    reasons: bool = False  # answers that are not streamed have reasoning
+    cached: int | None = None  # reported cached tokens of each prompt
+    waiting: int = 0  # reported waiting requests
     running: int = 0
     aborted: int = 0
     fail_status: int = 0
     fail_body: str = ""
-    dies_of: bytes = b""  # a request with this in it: the connection breaks, as when the process ends
-    fail_after: int = 0  # tokens of a stream, which then ends in an error event, as vLLM's own do
-    cut_after: int = 0  # tokens of a stream, whose connection then breaks
-    silent_after: int = 0  # tokens of a stream, of which then nothing is heard, as when its machine vanishes
-    lines: bool = True  # it writes token lines when it is asked to
+    dies_of: bytes = b""  # a request that contains this breaks its connection, as if the process had died
+    fail_after: int = 0  # a stream ends in vLLM's error event after so many tokens
+    cut_after: int = 0  # the connection of a stream breaks after so many tokens
+    silent_after: int = 0  # a stream goes silent after so many tokens, as if its machine had vanished
+    lines: bool = True  # writes token lines on request
     port: int = 0
-    reports: int = 0  # of its state
+    reports: int = 0  # state reports so far
     _runner: web.AppRunner | None = None
     _computing: asyncio.Lock = field(default_factory=asyncio.Lock)
 
@@ -157,7 +159,7 @@ class FakeEngine:
         self.lives.update({key: said["ttl_s"]} if "ttl_s" in said else {})
         self.parked.pop(key, None)
         try:
-            if not isinstance(body.get("stream_options") or {}, dict):  # as vLLM does
+            if not isinstance(body.get("stream_options") or {}, dict):  # vLLM refuses it, too
                 return web.json_response({"error": {"message": "stream_options is wrong"}}, status=400)
             answer = await self._answer(request, body, key, prompt)
             if said.get("park_after_s") == 0:
@@ -179,7 +181,7 @@ class FakeEngine:
             self.confirmed.append(key)
         usage = {"prompt_tokens": prompt, "completion_tokens": count, "total_tokens": prompt + count}
         if self.cached is not None:
-            cached = min(self.cached, prompt + len(_given(body)))  # vLLM took those for a prompt's
+            cached = min(self.cached, prompt + len(_given(body)))  # vLLM counts those as prompt tokens
             usage["prompt_tokens_details"] = {"cached_tokens": cached}  # type: ignore[assignment]
         responses, messages = request.path == "/v1/responses", request.path == "/v1/messages"
         if responses or messages:
@@ -260,7 +262,7 @@ class FakeEngine:
         await pieces.write(_named("message_stop"))
 
     async def _embed(self, request: web.Request) -> web.Response:
-        """A token a byte of the input."""
+        """Return one token per byte of the input."""
         if self.fail_status:
             return web.Response(status=self.fail_status, text=self.fail_body, content_type="application/json")
         await asyncio.sleep(self.token_s)
@@ -287,13 +289,13 @@ class FakeEngine:
 
 
 def _given(body: dict[str, Any]) -> list[int]:
-    """Tokens that another engine generated."""
+    """Return the tokens that another engine generated before."""
     resume = (body.get("kv_transfer_params") or {}).get("resume") or {"outputs": []}
     return [token for output in resume["outputs"] for token in output]
 
 
 class _Pieces:
-    """A stream's pieces, with their tokens in front where a gateway asked for that, from where it asked."""
+    """The events of a stream, from the requested position, with token lines in front if requested."""
 
     def __init__(
         self,
@@ -315,7 +317,7 @@ class _Pieces:
             response.headers["x-stream-pieces"] = asked or ""
 
     async def token(self, number: int) -> None:
-        """The next one: computed, or known from the engine before."""
+        """Return the next token: computed, or known from the previous engine."""
         self._tokens.append(1000 + number)
         if number < len(self._given):
             assert self._given[number] == 1000 + number
@@ -359,11 +361,13 @@ def _whole(path: str, answer_id: str, count: int, usage: dict[str, int]) -> dict
 
 
 def _said(body: dict[str, Any], count: int) -> list[dict[str, Any]]:
-    """A message, and a call of the first tool."""
+    """Return a message and a call of the first tool."""
     text = {"type": "output_text", "text": "w " * count, "annotations": []}
     said: list[dict[str, Any]] = [{"type": "message", "id": "msg_1", "role": "assistant", "content": [text]}]
-    calls = [{"type": "function_call", "id": "fc_1", "call_id": "c1", "name": tool["name"], "arguments": "{}"}
-             for tool in (body.get("tools") or [])[:1]]  # fmt: skip
+    calls = [
+        {"type": "function_call", "id": "fc_1", "call_id": "c1", "name": tool["name"], "arguments": "{}"}
+        for tool in (body.get("tools") or [])[:1]
+    ]
     return said + calls
 
 

@@ -63,7 +63,7 @@ class FakeFleet:
         return [seen for engine in engines for seen in engine.seen]
 
     async def feed(self) -> None:
-        """What keepers do: report each engine's state."""
+        """Report each engine's state to the directory, as keepers do."""
         while True:
             for engine in tuple(self.engines.values()):
                 self.directory.engine_state(engine.state())
@@ -77,8 +77,11 @@ class FakeFleet:
         return self.engines[info.engine].prefetch(key, due_in_s)
 
     async def settle(self) -> None:
-        """Until reports have arrived everywhere. Some of it is counted in rounds of the feed and not in
-        seconds: on a busy machine those take as long as all else does."""
+        """Wait until the directory and all gateways have the newest reports.
+
+        Part of the wait counts rounds of the feed instead of seconds, because rounds slow down with the
+        machine.
+        """
         await until(lambda: not any(gateway.directory.unreported for gateway in self.gateways))
         rounds = self.rounds
         await until(lambda: self.rounds >= rounds + 8)

@@ -22,11 +22,12 @@ from tests.support.fleet import ROOT
 
 Commands = dict[str, tuple[list[str], dict[str, str]]]  # arguments and environment by name
 Flat = dict[str, str]
-OPTIONS = "vllm_options"  # in place of a configuration, the file of vLLM's options as it should be
+OPTIONS = "vllm_options"  # asks for the expected file of vLLM's options instead of a configuration
 
 
 def final_configurations(commands: Commands, limit_s: float = 400) -> dict[str, Flat]:
-    """By name, each field of the configuration by its path; a command that vLLM refuses has only `error`."""
+    """Return the configuration of each command, flattened to field paths; a refused command has only
+    `error`."""
     done = subprocess.run(
         [sys.executable, "-m", "tests.support.final_config"],
         input=json.dumps(commands),
@@ -51,13 +52,14 @@ def _stand_in_for_a_gpu() -> None:
     vllm.platforms.builtin_platform_plugins["cuda"] = lambda: "tests.support.h100.H100"
     import vllm.config.vllm
 
-    vllm.config.vllm.HAS_TRITON = True  # which a CPU build has without a backend
+    vllm.config.vllm.HAS_TRITON = True  # a CPU build has Triton without a backend
     _stand_in_for_nixl()
     _stand_in_for_the_loader()
 
 
 def _stand_in_for_the_loader() -> None:
-    """It loads CUDA kernels; what is used of it here writes down what a model's class was found to be."""
+    """Replace the loader, which loads CUDA kernels, by one that records what a model's class was found to
+    be."""
 
     @contextlib.contextmanager
     def atomic_writer(file: Any, mode: str = "w", encoding: str | None = None) -> Iterator[Any]:
@@ -73,7 +75,7 @@ def _stand_in_for_the_loader() -> None:
 
 
 def _stand_in_for_nixl() -> None:
-    """Its module loads CUDA kernels, too. What is asked of the class here it leaves to its base."""
+    """Replace the NIXL connector, whose module loads CUDA kernels, by its base class."""
     from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorBase_V1, SupportsHMA
 
     class NixlConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]

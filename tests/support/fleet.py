@@ -1,4 +1,4 @@
-"""A real fleet for tests, brought up and down by the command line as a person would."""
+"""A real fleet for tests, brought up and down with the command line."""
 
 import json
 import os
@@ -49,7 +49,7 @@ class RunningFleet:
         return {engine["engine"]: engine for engine in self.status()["engines"]}
 
     def processes(self, *words: str) -> list[int]:
-        """Pids of this fleet's processes whose command line has all `words`."""
+        """Return the pids of this fleet's processes whose command line has all `words`."""
         found = []
         for process in marked(self.home):
             line = " ".join(_command_line(process.pid))
@@ -58,7 +58,7 @@ class RunningFleet:
         return found
 
     def actor(self, title: str) -> int:
-        """Pid of the Ray worker process that runs the actor class `title`, as in `DirectoryActor`."""
+        """Return the pid of the Ray worker that runs an actor class, such as `DirectoryActor`."""
         pids = self.processes(f"ray::{title}")
         assert len(pids) == 1, (title, pids)
         return pids[0]
@@ -75,11 +75,13 @@ class RunningFleet:
 
 @contextmanager
 def fleet_up(shipped: str, edit: Edit = lambda content: None) -> Iterator[RunningFleet]:
-    """`configs/SHIPPED.yaml` as `edit` leaves its content, on a free port; at the end down and forgotten.
+    """Bring up `configs/SHIPPED.yaml`, changed by `edit`, on a free port; bring it down at the end.
 
-    First turns go through a prefiller, unless `edit` says otherwise: most tests are about what happens then.
+    First turns go through a prefiller unless `edit` changes that, since most tests are about transfers.
     """
-    base = Path(tempfile.mkdtemp(prefix="conserve-"))  # a short path: sockets lie below it
+    base = Path(
+        tempfile.mkdtemp(prefix="conserve-")
+    )  # short, because the paths of Unix sockets below it have a limit
     content = yaml.safe_load((ROOT / "configs" / f"{shipped}.yaml").read_text())
     content["gateway"]["port"] = free_port("127.0.0.1")
     content["placement"] = {"first_turns": "prefiller"}

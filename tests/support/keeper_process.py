@@ -1,4 +1,5 @@
-"""python -m tests.support.keeper_process DIRECTORY MODEL [OPTIONS]: a keeper in a process, to be killed."""
+"""Run a keeper in a process that a test can kill: python -m tests.support.keeper_process DIRECTORY MODEL
+[OPTIONS]"""
 
 import asyncio
 import json

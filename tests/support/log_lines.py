@@ -1,4 +1,4 @@
-"""What a line of our processes' logs looks like."""
+"""Format of a line in the logs of our processes."""
 
 import re
 

@@ -20,6 +20,8 @@ HEAD_HOST = "127.0.0.2"
 
 
 class Nodes:
+    """A Ray head and its nodes, as process trees that a test can kill."""
+
     def __init__(self) -> None:
         self.directory = Path(tempfile.mkdtemp(prefix="conserve-ray-"))
         token = self.directory / "token"
@@ -37,14 +39,16 @@ class Nodes:
         self._until_up("head")
 
     def join(self, hosts: dict[str, str], resources: dict[str, dict[str, float]]) -> None:
-        """Nodes by name: their hosts, and what resources they have. One after the other: of several that
-        start at once on one machine, Ray now and then never sees one."""
+        """Start nodes on the given hosts with the given resources, both by node name.
+
+        They start one after the other: Ray sometimes never sees one of several that start together.
+        """
         for name, host in hosts.items():
             self._start(name, host, resources[name], ["--address", self.address])
             self._until_up(name)
 
     def lose(self, name: str) -> None:
-        """As when its machine loses power: the raylet, its workers and all they started, at once."""
+        """Kill the raylet, its workers and their children at once, as a power failure does."""
         kill_tree(self._processes.pop(name))
 
     def close(self) -> None:
@@ -76,7 +80,7 @@ class Nodes:
 def kill_tree(process: "subprocess.Popen[bytes]") -> None:
     with contextlib.suppress(psutil.Error):
         root = psutil.Process(process.pid)
-        root.suspend()  # it could start what we do not see
+        root.suspend()  # so that it starts no child after we listed them
         tree = [*root.children(recursive=True), root]
         for one in tree:
             with contextlib.suppress(psutil.Error):

@@ -1,4 +1,4 @@
-"""An OTLP receiver over HTTP: takes spans as any collector would, and keeps them."""
+"""OTLP receiver over HTTP that keeps all spans."""
 
 import threading
 import time
@@ -38,12 +38,12 @@ class Received:
 class Receiver:
     endpoint: str
     spans: list[Received] = field(default_factory=list)
-    refusals: list[int] = field(default_factory=list)  # statuses of the next answers
+    refusals: list[int] = field(default_factory=list)  # statuses for the next requests
     headers: list[dict[str, str]] = field(default_factory=list)  # of every request
     paths: set[str] = field(default_factory=set)
 
     def until(self, enough: Callable[[list[Received]], bool]) -> list[Received]:
-        """Blocks: spans come in groups, seconds after they ended."""
+        """Wait until a condition holds: spans arrive in groups, seconds after they ended."""
         end = time.monotonic() + _LIMIT_S
         while not enough(list(self.spans)):
             assert time.monotonic() < end, [span.name for span in self.spans]

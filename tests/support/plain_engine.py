@@ -17,6 +17,8 @@ START_LIMIT_S = 600
 
 
 class PlainEngine:
+    """Runs vLLM as a fleet's decoder does, without our connector, scheduler and worker."""
+
     def __init__(self, fleet: RunningFleet) -> None:
         decoder = next(engine for engine in engines(fleet.fleet) if engine.tier.role == "decode")
         plain = {"connector": None, "scheduler_class": None, "worker_class": None, "additional": None}
@@ -42,7 +44,7 @@ class PlainEngine:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        os.killpg(self._process.pid, signal.SIGKILL)  # its children are in its group
+        os.killpg(self._process.pid, signal.SIGKILL)  # the group has its children, too
         self._process.wait(30)
 
     def _healthy(self) -> bool:

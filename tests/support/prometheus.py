@@ -20,7 +20,7 @@ from workers.processes import free_port
 
 PROMETHEUS, PROMTOOL = shutil.which("prometheus"), shutil.which("promtool")
 MISSING = "needs Debian's prometheus package: deploy/setup/packages.sh"
-WINDOW = "1m"  # what Grafana would put for $__rate_interval
+WINDOW = "1m"  # the value of Grafana's $__rate_interval
 _LIMIT_S = 120.0
 
 
@@ -41,7 +41,7 @@ class Prometheus:
         return found
 
     def numbers(self, expression: str) -> list[float]:
-        """What the expression has given at any time since the start, except by division by zero."""
+        """Return all values that the expression has had since the start, without divisions by zero."""
         now = time.time()
         times = {"start": str(self.began), "end": str(now), "step": str(max(1.0, (now - self.began) / 200))}
         found = self.get("/api/v1/query_range", query=_filled(expression), **times)["result"]
@@ -57,7 +57,7 @@ class Prometheus:
 
 @contextmanager
 def prometheus(folder: Path, scrape_interval: str, **discovery: Any) -> Iterator[Prometheus]:
-    """`discovery`: as in a scrape configuration, in place of the shipped file discovery."""
+    """Run Prometheus; `discovery` replaces the file discovery of the shipped scrape configuration."""
     config = yaml.safe_load((RULES.parent / "prometheus.yml").read_text())
     config["global"] = {"scrape_interval": scrape_interval, "evaluation_interval": "1s"}
     (scrape,) = config["scrape_configs"]

@@ -13,7 +13,7 @@ from tests.support.prometheus import Prometheus, prometheus
 
 @contextmanager
 def scraped(fleet: RunningFleet, folder: Path) -> Iterator[Prometheus]:
-    """Once it has seen every page; a counter that grows from here on is seen to grow."""
+    """Yield a Prometheus that has scraped every page of the fleet at least twice."""
     serve = [sys.executable, "-m", "deploy.cli", "targets", fleet.fleet.name, "--serve", "127.0.0.1:0"]
     process = subprocess.Popen(
         serve, env=environment(fleet.base), cwd=ROOT, stdout=subprocess.PIPE, text=True

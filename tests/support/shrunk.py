@@ -1,6 +1,7 @@
-"""Fleet files for GPUs, cut down to what a machine without any takes: everything else in them stays.
+"""Edit fleet files for GPUs so that a machine without GPUs can run them.
 
-The small model on CPUs instead of the file's, an engine or two of each tier, hosts' memory by the gigabyte.
+The edit puts in the small model on CPUs, one or two engines per tier and a gigabyte of host memory.
+Everything else in the file stays.
 """
 
 from typing import Any
@@ -9,18 +10,18 @@ import yaml
 
 from tests.support.fleet import ROOT, Edit
 
-OF_GPUS = ("tensor-parallel-size", "gpu-memory-utilization", "hf-overrides")
-MOST_BATCHED = 4096  # tokens; more take memory that the machine shares
+GPU_OPTIONS = ("tensor-parallel-size", "gpu-memory-utilization", "hf-overrides")
+MAX_BATCHED_TOKENS = 4096  # more would take memory that other tests need
 
 
 def shrunk(replicas: dict[str, int], more: Edit = lambda content: None) -> Edit:
-    """An edit of `fleet_up`; `replicas` by tier."""
+    """Return an edit for `fleet_up` with the given number of replicas of each tier."""
     random = yaml.safe_load((ROOT / "configs" / "random.yaml").read_text())
 
     def edit(content: Any) -> None:
         engine, small = content["engine"], random["engine"]
-        its_own = {name: value for name, value in engine.get("args", {}).items() if name not in OF_GPUS}
-        content["engine"] = {**engine, **small, "start_together": 2, "args": {**small["args"], **its_own}}
+        kept = {name: value for name, value in engine.get("args", {}).items() if name not in GPU_OPTIONS}
+        content["engine"] = {**engine, **small, "start_together": 2, "args": {**small["args"], **kept}}
         content["model"] = random["model"]
         content["gateway"]["host"] = "127.0.0.1"
         content["kv"]["host_kv_gib"] = 1
@@ -29,8 +30,8 @@ def shrunk(replicas: dict[str, int], more: Edit = lambda content: None) -> Edit:
             tier["resources"] = dict.fromkeys(tier["resources"], 1)
             del tier["hardware"]
             tier.pop("power_cap_w", None)
-            batched = tier["args"].get("max-num-batched-tokens", MOST_BATCHED)
-            tier["args"]["max-num-batched-tokens"] = min(batched, MOST_BATCHED)
+            batched = tier["args"].get("max-num-batched-tokens", MAX_BATCHED_TOKENS)
+            tier["args"]["max-num-batched-tokens"] = min(batched, MAX_BATCHED_TOKENS)
         more(content)
 
     return edit

@@ -13,7 +13,9 @@ async def until(true: Callable[[], object], limit_s: float = LIMIT_S) -> None:
 
 
 async def let_the_loop_turn() -> None:
-    """What one end of a socket has written, the other end of it has read, when both are of this loop. One
-    long sleep is not enough: after a stall its timer comes before what the sockets have."""
+    """Let one end of a socket read what the other end has written, both on this loop.
+
+    One long sleep is not enough: after a stall its timer fires before the sockets are read.
+    """
     for _ in range(25):
         await asyncio.sleep(0.001)

@@ -1,6 +1,6 @@
-"""The whole life of a fleet of one engine that co-serves, on a machine with GPUs that are not there.
+"""Record a fleet of one co-serving engine from start to end, on a machine with simulated GPUs.
 
-It is brought up, asked, traced, worked, scraped and brought down once; tests of each look at what was seen.
+The fleet is brought up, asked, traced, loaded, scraped and brought down once; tests look at the record.
 """
 
 import itertools
@@ -93,13 +93,23 @@ def whole_life(folder: Path) -> WholeLife:
             down = fleet.cli("down", fleet.fleet.name, timeout_s=DOWN_LIMIT_S).stdout
             left = [f"{process.pid} {process.name()}" for process in marked(fleet.home)]
             return WholeLife(
-                answer, models, again, engines, spans, seen, saw_gpus, limits_w, down, left,
-                answers(fleet), machine.limits(),
-            )  # fmt: skip
+                answer,
+                models,
+                again,
+                engines,
+                spans,
+                seen,
+                saw_gpus,
+                limits_w,
+                down,
+                left,
+                answers(fleet),
+                machine.limits(),
+            )
 
 
 def work(fleet: RunningFleet) -> None:
-    """Offline prompts, and turns that may not wait for them: until each kind of count has grown."""
+    """Send offline prompts, and turns that interrupt them, until each counter in MOVED has grown."""
     (engine,) = fleet.engines().values()
     page = f"http://{engine['http']}"
     sdk = client(fleet.url, "impatient").with_options(max_retries=5)
@@ -119,7 +129,7 @@ def work(fleet: RunningFleet) -> None:
 
 
 def submit(sdk: OpenAI, model: str, seed: int) -> None:
-    """A batch of prompts that keep the engine busy for seconds."""
+    """Submit a batch of prompts that keep the engine busy for seconds."""
     lines = [
         {
             "custom_id": f"r{number}",
@@ -134,7 +144,7 @@ def submit(sdk: OpenAI, model: str, seed: int) -> None:
 
 
 def ask_impatiently(sdk: OpenAI, model: str, number: int) -> None:
-    """A conversation of one turn, promised more than any engine can keep."""
+    """Ask for one turn with SLO targets that no engine can meet."""
     sdk.chat.completions.create(
         model=model,
         messages=opening(number, 10),  # type: ignore[arg-type]
@@ -145,10 +155,10 @@ def ask_impatiently(sdk: OpenAI, model: str, number: int) -> None:
 
 
 def look(running: Prometheus) -> dict[str, list[float]]:
-    """What every expression has given, once what work() did and the GPUs drew has been scraped."""
+    """Return the values of every expression, once Prometheus has scraped the work and the GPU power."""
     grew = (*MOVED, "conserve_energy_joules_total", "conserve_conversations_ended_total")
     running.until(lambda: all(running.ask(f"sum(rate({name}[1m])) > 0") for name in grew), "all to grow")
-    time.sleep(1.5)  # and once more, for quotients of two pages
+    time.sleep(1.5)  # one more scrape, for quotients of two pages
     return {compared(expression): running.numbers(compared(expression)) for _, expression in expressions()}
 
 
@@ -168,7 +178,7 @@ def ask_as_told(fleet: RunningFleet) -> Any:
 
 
 def ask_traced(fleet: RunningFleet, receiver: Receiver) -> list[Received]:
-    """A turn of a client that traces."""
+    """Ask for a turn as a client that traces, and return the spans that arrived."""
     body = {"model": fleet.model, "prompt": "Hello", "max_tokens": 4, "stream": True}
     headers = {"content-type": "application/json", "traceparent": f"00-{CLIENTS_TRACE}-{CLIENTS_SPAN}-01"}
     request = urllib.request.Request(f"{fleet.url}/v1/completions", json.dumps(body).encode(), headers)

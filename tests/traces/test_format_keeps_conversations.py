@@ -1,4 +1,4 @@
-"""What is written is read back unchanged, and a wrong file is refused with its name and line."""
+"""A trace is read back unchanged, and an invalid file is refused with its name and line."""
 
 from pathlib import Path
 

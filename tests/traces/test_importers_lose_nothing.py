@@ -136,8 +136,15 @@ def test_agentx_rows_are_recordings_one_a_line_on_one_clock(tmp_path: Path) -> N
     """As its data sets are published: optional fields missing or null, times from the root's start."""
 
     def request(t: float, blocks: list[int], **more: Any) -> dict[str, Any]:
-        return {"t": t, "type": "s", "model": "claude-opus", "in": 64 * len(blocks) + 7, "out": 5, **more,
-                **({"hash_ids": blocks} if blocks else {})}  # fmt: skip
+        return {
+            "t": t,
+            "type": "s",
+            "model": "claude-opus",
+            "in": 64 * len(blocks) + 7,
+            "out": 5,
+            **more,
+            **({"hash_ids": blocks} if blocks else {}),
+        }
 
     agent = {"t": 4.0, "type": "subagent", "agent_id": "a1", "subagent_type": "Explore", "duration_ms": None}
     entries = [
@@ -145,8 +152,18 @@ def test_agentx_rows_are_recordings_one_a_line_on_one_clock(tmp_path: Path) -> N
         {**agent, "requests": [request(4.5, [1, 2, 9]), request(7.0, [1, 2, 9, 10])]},
         request(9.0, [1, 2, 3, 4], think_time=1.5, ttft=0.2),
     ]
-    traces = [{"id": name, "models": [], "block_size": 64, "hash_id_scope": "local", "tool_tokens": 0,
-               "system_tokens": 0, "requests": entries} for name in ("one", "two")]  # fmt: skip
+    traces = [
+        {
+            "id": name,
+            "models": [],
+            "block_size": 64,
+            "hash_id_scope": "local",
+            "tool_tokens": 0,
+            "system_tokens": 0,
+            "requests": entries,
+        }
+        for name in ("one", "two")
+    ]
     path = tmp_path / "traces.jsonl"
     path.write_text("".join(json.dumps(trace) + "\n" for trace in traces))
     found = import_files([path]).conversations

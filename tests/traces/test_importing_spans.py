@@ -69,13 +69,25 @@ def test_calls_of_one_trace_without_an_id_are_one_session_and_a_shorter_prompt_b
     tmp_path: Path,
 ) -> None:
     spans = [
-        {"span_id": "b", "start_time": "2026-01-01T00:00:05Z", "end_time": "2026-01-01T00:00:06Z",
-         "attributes": call(2_000, 20)},
-        {"span_id": "a", "start_time": "2026-01-01T00:00:00Z", "end_time": "2026-01-01T00:00:02Z",
-         "attributes": call(1_000, 20)},
-        {"span_id": "c", "start_time": "2026-01-01T00:00:07Z", "end_time": "2026-01-01T00:00:08Z",
-         "attributes": call(200, 5)},
-    ]  # fmt: skip
+        {
+            "span_id": "b",
+            "start_time": "2026-01-01T00:00:05Z",
+            "end_time": "2026-01-01T00:00:06Z",
+            "attributes": call(2_000, 20),
+        },
+        {
+            "span_id": "a",
+            "start_time": "2026-01-01T00:00:00Z",
+            "end_time": "2026-01-01T00:00:02Z",
+            "attributes": call(1_000, 20),
+        },
+        {
+            "span_id": "c",
+            "start_time": "2026-01-01T00:00:07Z",
+            "end_time": "2026-01-01T00:00:08Z",
+            "attributes": call(200, 5),
+        },
+    ]
     file = tmp_path / "set.jsonl"
     file.write_text(json.dumps({"trace_id": "t", "benchmark": "x", "spans": json.dumps(spans)}) + "\n")
     first, second = imported(file)
@@ -114,9 +126,12 @@ def test_what_runs_at_once_is_no_conversation_and_odd_spans_are_passed_over(tmp_
         {"start_time": at, "end_time": at + 1_000, "attributes": call(100, 5)},
         {"start_time": at + 500, "end_time": at + 900, "attributes": call(200, 5)},
         {"start_time": at + 2_000, "attributes": call(300, 5)},  # it never ended
-        {"start_time": at + 3_000, "end_time": at + 4_000,
-         "attributes": call(400, 5, **{"gen_ai.input.messages": '[{"role": "us'})},  # cut off by a collector
-    ]  # fmt: skip
+        {
+            "start_time": at + 3_000,
+            "end_time": at + 4_000,
+            "attributes": call(400, 5, **{"gen_ai.input.messages": '[{"role": "us'}),
+        },  # cut off by a collector
+    ]
     file = tmp_path / "spans.json"
     file.write_text(json.dumps({"spans": spans}))
     first, second = imported(file)

@@ -33,9 +33,14 @@ def engine(tmp_path_factory: pytest.TempPathFactory) -> Iterator[EngineProcess]:
 
 def chat(engine: EngineProcess, session: str, messages: Messages, **more: Any) -> dict[str, Any]:
     body = {
-        "model": "m", "messages": messages, "max_tokens": ANSWER, "min_tokens": 20, "temperature": 1.0,
-        "return_token_ids": True, **more,
-    }  # fmt: skip
+        "model": "m",
+        "messages": messages,
+        "max_tokens": ANSWER,
+        "min_tokens": 20,
+        "temperature": 1.0,
+        "return_token_ids": True,
+        **more,
+    }
     return engine.post("/v1/chat/completions", body, **({"X_Session_ID": session} if session else {}))
 
 

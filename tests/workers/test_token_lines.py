@@ -116,9 +116,16 @@ def tokens(pieces: list[tuple[bytes, bytes]]) -> list[bytes]:
 
 
 VOLATILE = {
-    "sequence_number", "completed_at", "cached_tokens", "prompt_tokens_details", "cache_read_input_tokens",
-    "cache_creation_input_tokens", "cache_write_tokens", "signature", "system_fingerprint",
-}  # fmt: skip
+    "sequence_number",
+    "completed_at",
+    "cached_tokens",
+    "prompt_tokens_details",
+    "cache_read_input_tokens",
+    "cache_creation_input_tokens",
+    "cache_write_tokens",
+    "signature",
+    "system_fingerprint",
+}
 TEXTS = {"content", "reasoning", "arguments", "text", "thinking", "partial_json"}
 
 

@@ -1,4 +1,4 @@
-"""What `conserve profile` says, and that it measures under the tier's cap or not at all."""
+"""`conserve profile` prints its measurements, and measures under the tier's power cap or not at all."""
 
 from pathlib import Path
 

@@ -61,7 +61,7 @@ def up(base: Path, name: str, record: RunRecord) -> FleetHome:
 
 
 def alive() -> RunRecord:
-    """Of a supervisor that runs: ourselves."""
+    """Return the record of a running supervisor: this process."""
     return replace(OURS, pid=os.getpid(), started=psutil.Process().create_time())
 
 
@@ -209,6 +209,6 @@ def test_an_upgrade_does_not_end_up(base: Path) -> None:
 
 
 def test_no_command_but_batch_pays_for_the_import_of_the_client_library() -> None:
-    """It takes longer than all that `conserve check` has to do."""
+    """The import takes longer than everything that `conserve check` does."""
     code = "import sys, deploy.cli; sys.exit('openai' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code], cwd=ROOT, check=False, timeout=60).returncode == 0

@@ -93,8 +93,10 @@ def test_an_option_that_vllm_does_not_take(words: list[str], said: str) -> None:
 def test_json_and_lists_are_read() -> None:
     words = ["--compilation-config", '{"mode": 3}', "--enable-dbo", "--middleware", "a", "b"]
     assert dict(vllm_arguments(words)) == {
-        "compilation-config": {"mode": 3}, "enable-dbo": True, "middleware": ["a", "b"],
-    }  # fmt: skip
+        "compilation-config": {"mode": 3},
+        "enable-dbo": True,
+        "middleware": ["a", "b"],
+    }
 
 
 def test_a_path_without_a_model(tmp_path: Path) -> None:

@@ -89,7 +89,7 @@ BASE: dict[str, Any] = {
 
 
 class Everything:
-    """What components get from a fleet file."""
+    """The configurations that all components receive from one fleet file."""
 
     def __init__(self, content: dict[str, Any]) -> None:
         fleet = self.fleet = FleetSpec.of(content)
@@ -206,9 +206,7 @@ CASES = {
     "gateway.hosts": case(["llm.example"], lambda got: got.gateway.hosts[:1], ("llm.example",)),
     "gateway.tls.cert": case("/c.pem", lambda got: got.gateway.tls.cert, **TLS),
     "gateway.tls.key": case("/k.pem", lambda got: got.gateway.tls.key, **TLS),
-    "gateway.trusted_proxies": case(
-        ["10.0.0.0/8"], lambda got: got.gateway.trusted_proxies, ("10.0.0.0/8",)
-    ),
+    "gateway.trusted_proxies": case(["10.0.0.0/8"], lambda got: got.gateway.trusted_proxies, ("10.0.0.0/8",)),
     "gateway.port": case(8001, lambda got: got.gateway.port),
     "gateway.keys_file": case("/keys.yaml", lambda got: got.gateway.keys_file),
     "gateway.api_keys": case(["k"], lambda got: got.gateway.keys, inline_keys(["k"], [])),
@@ -261,9 +259,7 @@ CASES = {
         ),
         ([5, 5], [5, 5]),
     ),
-    "conversation.ttl": case(
-        "5m", lambda got: (got.directory.ttl_s, got.engine.connector.ttl_s), (300, 360)
-    ),
+    "conversation.ttl": case("5m", lambda got: (got.directory.ttl_s, got.engine.connector.ttl_s), (300, 360)),
     "conversation.longest_ttl": case("2h", lambda got: got.gateway.longest_ttl_s, 7200),
     "conversation.park_after": case(7, lambda got: got.engine.connector.park_after_s),
     "conversation.redisaggregate_tokens": case(
@@ -290,7 +286,9 @@ CASES = {
     "transfer.timeout": case(17, lambda got: got.engine.connector.timeout_s),
     "kv.host_kv_gib": case(2, lambda got: got.engine.connector.host_kv_gib),
     "kv.kv_tiers": case(
-        ["lmcache"], lambda got: (got.placer.shared_tier, got.engine.connector.host_kv_gib), (True, 0),
+        ["lmcache"],
+        lambda got: (got.placer.shared_tier, got.engine.connector.host_kv_gib),
+        (True, 0),
         coserving__enabled=False,
     ),
     "kv.lmcache.gib": case(3, lambda got: got.shared_tier and got.shared_tier.gib, **LMCACHE),
@@ -336,14 +334,18 @@ CASES = {
         "drop",
         lambda got: (OVERLOAD_PLUGIN in got.engine.connector.plugins, got.directory.dropping is not None),
         (True, True),
-        engine__device="cpu", engine__args={"enforce-eager": True}, coserving__enabled=False,
+        engine__device="cpu",
+        engine__args={"enforce-eager": True},
+        coserving__enabled=False,
     ),
     "observe.tracing.endpoint": case(
-        "http://other:1", lambda got: (got.gateway.tracing.endpoint, "http://other:1/v1/traces" in got.argv),
+        "http://other:1",
+        lambda got: (got.gateway.tracing.endpoint, "http://other:1/v1/traces" in got.argv),
         ("http://other:1", True),
     ),
     "observe.tracing.protocol": case(
-        "grpc", lambda got: (got.gateway.tracing.protocol, got.env.get("OTEL_EXPORTER_OTLP_TRACES_PROTOCOL")),
+        "grpc",
+        lambda got: (got.gateway.tracing.protocol, got.env.get("OTEL_EXPORTER_OTLP_TRACES_PROTOCOL")),
         ("grpc", "grpc"),
     ),
     "observe.tracing.sample": case(0.5, lambda got: got.gateway.tracing.sample),
@@ -352,7 +354,7 @@ CASES = {
     "ray.control_resources": case({"CPU": 2}, lambda got: got.control["num_cpus"], 2),
     "ray.object_store_mib": case(200, lambda got: f"--object-store-memory {200 << 20}" in got.head, True),
     "ray.dashboard": case(True, lambda got: "--include-dashboard true" in got.head),
-}  # fmt: skip
+}
 
 # Other values of a key, which set other fields.
 ALSO = {"overload.policy": "preempt"}
@@ -383,7 +385,7 @@ NOT_SET: dict[type, dict[str, str]] = {
     },
     ServerLimits: {
         "max_url_bytes idle_timeout_s write_high_bytes write_low_bytes read_high_bytes linger_s": CONSTANT,
-        "handshake_timeout_s body_grace_s body_bytes_per_s": CONSTANT
+        "handshake_timeout_s body_grace_s body_bytes_per_s": CONSTANT,
     },
     UpstreamLimits: {
         "max_connections acquire_timeout_s connect_timeout_s idle_timeout_s max_head_bytes": CONSTANT
@@ -401,7 +403,7 @@ NOT_SET: dict[type, dict[str, str]] = {
     PowerSettings: {"record": IDENTITY, "interval_s": CONSTANT},
     ConnectorConfig: {"engine epoch host port control_socket lmcache safepoint": IDENTITY},
     CoServingConfig: {"model profiled profiles power_cap_w planned iteration_log": MEASURED},
-}  # fmt: skip
+}
 
 # Fields that a fleet sets from another key than the one they are named for, so that their own default is for
 # a component by itself.
@@ -485,11 +487,13 @@ def test_every_field_is_set_by_a_key_or_nobody_should_set_it(set_by_keys: set[tu
 
 
 def test_a_default_stands_in_one_place(set_by_keys: set[tuple[type, str]]) -> None:
-    """What a fleet gets without a key is what its components take by themselves."""
+    """Without a key, a component receives its own default."""
     defaults = {
-        (kind, field.name): field.default for kind in CONFIGURATIONS for field in fields(kind)
+        (kind, field.name): field.default
+        for kind in CONFIGURATIONS
+        for field in fields(kind)
         if field.default not in (MISSING, None) and (kind, field.name) in set_by_keys - DERIVED
-    }  # fmt: skip
+    }
     got = made(("name", "fleet"), ("observe", {"tracing": {"endpoint": "http://c:1"}}))
     other = {place: value for place, value in got.settings() if defaults.get(place, value) != value}
     assert other == {}

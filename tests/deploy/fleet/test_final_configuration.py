@@ -1,5 +1,5 @@
-"""What vLLM makes of our engines on GPUs: every shipped file is taken, and what differs from plain vLLM is
-listed here with its reason.
+"""vLLM accepts every shipped file on GPUs, and each difference from plain vLLM is listed here with its
+reason.
 
 vLLM's own argument parser and configuration run, on a stand-in for a node of H100s (tests/support/h100.py)
 and with the config.json of the files' models; nothing is downloaded and no engine starts.
@@ -29,14 +29,23 @@ HOME = FleetHome(Path("/state"))
 FILES = sorted(SCHEMA_FILE.parent.glob("*.yaml"))
 LLAMA_3_1_8B = {
     **QWEN3_32B,  # computed by another class, which nothing here depends on
-    "hidden_size": 4096, "intermediate_size": 14336, "num_hidden_layers": 32, "vocab_size": 128256,
-    "num_attention_heads": 32, "max_position_embeddings": 131072,
-    "rope_theta": 500000.0, "bos_token_id": 128000, "eos_token_id": [128001, 128008, 128009],
+    "hidden_size": 4096,
+    "intermediate_size": 14336,
+    "num_hidden_layers": 32,
+    "vocab_size": 128256,
+    "num_attention_heads": 32,
+    "max_position_embeddings": 131072,
+    "rope_theta": 500000.0,
+    "bos_token_id": 128000,
+    "eos_token_id": [128001, 128008, 128009],
     "rope_scaling": {
-        "rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0,
+        "rope_type": "llama3",
+        "factor": 8.0,
+        "low_freq_factor": 1.0,
+        "high_freq_factor": 4.0,
         "original_max_position_embeddings": 8192,
     },
-}  # fmt: skip
+}
 MODELS = {
     "Qwen/Qwen3-32B": QWEN3_32B,
     "meta-llama/Llama-3.1-8B-Instruct": LLAMA_3_1_8B,
@@ -103,7 +112,7 @@ def command(spec: LaunchSpec) -> tuple[list[str], dict[str, str]]:
 
 
 def plain(spec: LaunchSpec) -> tuple[list[str], dict[str, str]]:
-    """Of who only says which model and on how many GPUs."""
+    """Return the command line of a user who only names the model and the number of GPUs."""
     sizes = ["--tensor-parallel-size", str(dict(spec.options).get("tensor-parallel-size", 1))]
     return ["--model", spec.model, "--served-model-name", spec.served_name, "--dtype", spec.dtype, *sizes], {}
 

@@ -128,7 +128,7 @@ NO_RECEIVER = "observe:\n  tracing:\n    sample: 0.5\n    endpoint: http://here:
         (GOOD + "transfer: {timeout: 0s}\n", "fleet.yaml:11: transfer.timeout: expected greater than 0"),
         (GOOD + NO_RECEIVER, "fleet.yaml:14: observe.tracing.endpoint: expected http://host:port of an OTLP"),
     ],
-)  # fmt: skip
+)
 def test_what_a_component_would_refuse_at_its_start_is_a_mistake_in_the_file(
     text: str, expected: str
 ) -> None:

@@ -12,10 +12,16 @@ from deploy.fleet.for_model import GIB, Machine, Wishes, fleet_for
 from deploy.models import smollm2
 
 QWEN3_8B = {
-    "architectures": ["Qwen3ForCausalLM"], "model_type": "qwen3", "num_hidden_layers": 36,
-    "num_attention_heads": 32, "num_key_value_heads": 8, "head_dim": 128, "hidden_size": 4096,
-    "max_position_embeddings": 40960, "torch_dtype": "bfloat16",
-}  # fmt: skip
+    "architectures": ["Qwen3ForCausalLM"],
+    "model_type": "qwen3",
+    "num_hidden_layers": 36,
+    "num_attention_heads": 32,
+    "num_key_value_heads": 8,
+    "head_dim": 128,
+    "hidden_size": 4096,
+    "max_position_embeddings": 40960,
+    "torch_dtype": "bfloat16",
+}
 SMALL = architecture_of(smollm2.CONFIG, smollm2.WEIGHT_BYTES)
 MIDDLE = architecture_of(QWEN3_8B, 16 * GIB)
 LARGE = architecture_of({**QWEN3_8B, "num_attention_heads": 64, "num_hidden_layers": 80}, 140 * GIB)

@@ -15,11 +15,20 @@ from deploy.fleet import FleetFileError, load_fleet
 from tests.support.fleet import ROOT
 
 QWEN3_32B = {
-    "architectures": ["Qwen3ForCausalLM"], "model_type": "qwen3", "torch_dtype": "bfloat16",
-    "hidden_size": 5120, "intermediate_size": 25600, "num_hidden_layers": 64, "vocab_size": 151936,
-    "num_attention_heads": 64, "num_key_value_heads": 8, "head_dim": 128,
-    "max_position_embeddings": 40960, "sliding_window": None, "use_sliding_window": False,
-}  # fmt: skip
+    "architectures": ["Qwen3ForCausalLM"],
+    "model_type": "qwen3",
+    "torch_dtype": "bfloat16",
+    "hidden_size": 5120,
+    "intermediate_size": 25600,
+    "num_hidden_layers": 64,
+    "vocab_size": 151936,
+    "num_attention_heads": 64,
+    "num_key_value_heads": 8,
+    "head_dim": 128,
+    "max_position_embeddings": 40960,
+    "sliding_window": None,
+    "use_sliding_window": False,
+}
 WEIGHTS = 65_524_246_528  # bytes, as the model's index of weights says
 
 FLEET = """\

@@ -37,7 +37,7 @@ def metrics_in(expression: str) -> set[str]:
 
 
 def compared(expression: str) -> str:
-    """What an alert compares: a quiet one returns nothing itself."""
+    """Return the expression that an alert compares: an alert that does not fire returns no data itself."""
     return re.split(r" (?:>|<|==) (?=[0-9.]+(?:$| ))", expression.replace("\n", " ").strip())[0]
 
 

@@ -86,7 +86,7 @@ def test_a_byte_flipped_while_its_block_is_stored_is_found(host: CopyingHost) ->
 
 
 def test_a_byte_flipped_on_its_way_back_is_found(host: CopyingHost) -> None:
-    """What is checked is what came back: reading the row again would find it right."""
+    """The checksum covers the bytes that were read: a second read of the row would find it intact."""
     flips = [1]
 
     class FlippedWhenRead(np.ndarray):  # type: ignore[type-arg]

@@ -130,7 +130,7 @@ def test_a_unit_is_launched_with_few_calls(memory: HostSlots, device: list[Any])
 def test_a_store_that_raises_leaves_nothing_under_way(
     device: list[Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Its slots are another block's next."""
+    """The next block uses the same slots."""
     monkeypatch.setattr("kvtransfer.checkpoint.cuda_mover.UNIT_BYTES", 1)
 
     class NoRoom(HostSlots):

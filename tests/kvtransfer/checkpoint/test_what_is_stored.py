@@ -17,7 +17,7 @@ BLOCK = 16
 
 @dataclass
 class StoredRequest:
-    """What the connector reads of vLLM's."""
+    """The fields of a vLLM request that the connector reads."""
 
     request_id: str
     block_hashes: list[bytes]
@@ -127,7 +127,7 @@ def test_a_block_is_held_until_it_is_copied() -> None:
 
 
 def test_a_conversation_known_for_longer_than_this_turn_has_computed_stores_no_empty_block() -> None:
-    """Its earlier blocks were used up: the chain is ahead of what is computed again."""
+    """The conversation's earlier blocks were evicted, so its chain is longer than the recomputed prefix."""
     engine = StoringEngine()
     conversation = engine.kv_state.conversations.begin_turn("a", hashes(8))
     engine.kv_state.conversations.advance(conversation, hashes(8))
@@ -137,7 +137,7 @@ def test_a_conversation_known_for_longer_than_this_turn_has_computed_stores_no_e
 
 
 def test_prefix_hits_of_a_step_are_stored_from_the_next_one() -> None:
-    """They may be blocks that another request of the same step has yet to compute."""
+    """Another request of the same step may still have to compute those blocks."""
     engine = StoringEngine()
     request = engine.arrive(StoredRequest("r", hashes(8), num_computed_tokens=64))
     engine.kv_state.conversations.advance(engine.kv_state.requests["r"][1], request.block_hashes[:4])
@@ -146,7 +146,7 @@ def test_prefix_hits_of_a_step_are_stored_from_the_next_one() -> None:
 
 
 def test_two_turns_at_once_do_not_store_each_others_blocks() -> None:
-    """They share a start, and then each says something else."""
+    """Both turns share a prefix and then diverge."""
     engine = StoringEngine()
     one = engine.arrive(StoredRequest("r", hashes(2) + hashes(6, "one")))
     other = engine.arrive(StoredRequest("s", hashes(2) + hashes(6, "other")))

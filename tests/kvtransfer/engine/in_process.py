@@ -32,14 +32,15 @@ LIMIT_STEPS = 200_000
 
 
 def forget_the_model() -> None:
-    """What vLLM keeps of a process's model: the next may have other parallel groups."""
+    """Discard the state that vLLM keeps of a model in this process: the next one may have other parallel
+    groups."""
     from vllm.distributed.parallel_state import cleanup_dist_env_and_memory
 
     cleanup_dist_env_and_memory()
 
 
 class EngineHere:
-    """`connector=None`: plain vLLM."""
+    """One engine in this process; `connector=None` is plain vLLM."""
 
     def __init__(
         self, model: Path, connector: ConnectorConfig | None = None, blocks: int = 200, **arguments: Any
@@ -60,14 +61,23 @@ class EngineHere:
             self.engine = LLMEngine.from_engine_args(
                 EngineArgs(
                     **{
-                        "model": str(model), "dtype": "float32", "max_model_len": 2048, "enforce_eager": True,
-                        "max_num_batched_tokens": 256, "max_num_seqs": 8, "num_gpu_blocks_override": blocks,
-                        "block_size": 32, "async_scheduling": False, "scheduling_policy": "priority",
-                        "enable_prefix_caching": True, "disable_log_stats": True,
-                        **engine_device.options(), **arguments,
+                        "model": str(model),
+                        "dtype": "float32",
+                        "max_model_len": 2048,
+                        "enforce_eager": True,
+                        "max_num_batched_tokens": 256,
+                        "max_num_seqs": 8,
+                        "num_gpu_blocks_override": blocks,
+                        "block_size": 32,
+                        "async_scheduling": False,
+                        "scheduling_policy": "priority",
+                        "enable_prefix_caching": True,
+                        "disable_log_stats": True,
+                        **engine_device.options(),
+                        **arguments,
                     }
                 )
-            )  # fmt: skip
+            )
         self.scheduler: Any = self.engine.engine_core.engine_core.scheduler
         self.computed = 0  # tokens, of prompts and answers; a prefix hit or a load is none
         schedule = self.scheduler.schedule

@@ -1,4 +1,4 @@
-"""What conversations say turn by turn, and what plain vLLM answers."""
+"""Scripted conversations, and the answers of plain vLLM to each of their turns."""
 
 import random
 from dataclasses import dataclass, field

@@ -47,7 +47,7 @@ class ArchitectureFleet:
         return transferred_tokens(self.decoder.connector.groups, len(prompt))
 
     def handed_over(self, prompt: list[int]) -> dict[str, Any]:
-        """What the decode leg of a first turn is told."""
+        """Prefill a prompt and return the transfer parameters for the decode leg."""
         self.transfers += 1
         name = f"t{self.transfers}"
         request = self.prefiller.add(prompt, 1, params={"do_remote_decode": True, "transfer_id": name})

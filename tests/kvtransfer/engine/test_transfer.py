@@ -45,10 +45,24 @@ def prompt_of(tokens: int, seed: int) -> list[int]:
     return [rng.randrange(5, 250) for _ in range(tokens)]
 
 
-PROMPTS = {name: prompt_of(tokens, seed) for seed, (name, tokens) in enumerate(
-    {"1k": 1000, "4k": 4096, "chunked": 9001, "stale": 3000, "flipped": 1500, "epoch": 700,
-     "aborted": 8000, "killed": 9000, "structured": 600, "cached": 640, "beside": 6000}.items()
-)}  # fmt: skip
+PROMPTS = {
+    name: prompt_of(tokens, seed)
+    for seed, (name, tokens) in enumerate(
+        {
+            "1k": 1000,
+            "4k": 4096,
+            "chunked": 9001,
+            "stale": 3000,
+            "flipped": 1500,
+            "epoch": 700,
+            "aborted": 8000,
+            "killed": 9000,
+            "structured": 600,
+            "cached": 640,
+            "beside": 6000,
+        }.items()
+    )
+}
 GRAMMAR = {"structured_outputs": {"regex": "[abc]{4}-[0-9]{5}"}, "ignore_eos": False}
 
 
@@ -58,7 +72,7 @@ def asked(name: str) -> dict[str, Any]:
 
 @pytest.fixture(scope="module")
 def plain() -> Iterator[dict[str, GeneratedAnswer]]:
-    """What plain vLLM, without the connector, answers."""
+    """Answers of plain vLLM, without the connector."""
     with running(EngineProcess()) as (engine,):
         answers = {name: engine.ask(prompt, OUTPUT, **asked(name)) for name, prompt in PROMPTS.items()}
     yield answers
@@ -96,10 +110,14 @@ class EnginePair:
 def pair(plain: dict[str, GeneratedAnswer]) -> Iterator[EnginePair]:
     port = free_port()
     coserving = ConnectorConfig(
-        engine="p", epoch=2, port=port, lease_s=LEASE_S, control_socket=socket_path(),
+        engine="p",
+        epoch=2,
+        port=port,
+        lease_s=LEASE_S,
+        control_socket=socket_path(),
         plugins=(SAFEPOINT_PLUGIN, STAGED_PLUGIN),
         safepoint=f"conserve-test-{uuid.uuid4().hex[:8]}",
-    )  # fmt: skip
+    )
     prefiller = EngineProcess(coserving, blocks=420)
     decoder = EngineProcess(
         ConnectorConfig(engine="d", epoch=1, control_socket=socket_path(), plugins=(STAGED_PLUGIN,))
@@ -240,7 +258,7 @@ def test_an_aborted_prefill_is_recomputed_at_once(
 
 
 def test_an_aborted_decode_leaks_nothing(pair: EnginePair) -> None:
-    """Its prefill never begins: the request waits for a transfer when its client leaves."""
+    """The prefill never begins: the request still waits for its transfer when the client leaves."""
     disconnect(pair.decoder, prompt_of(5000, 93), pair.source(uuid.uuid4().hex), 1.0)
     assert eventually(lambda: state_of(pair.decoder).waiting == 0)
     assert eventually(lambda: pair.refusals("cancelled") == 1)
@@ -263,8 +281,10 @@ def test_the_session_header_reaches_the_connector_from_every_route(pair: EngineP
     pair.decoder.post("/v1/completions", completion, X_Session_ID="key:completion")
     response = {"model": "m", "input": "hi " * 40, "max_output_tokens": 2}
     pair.decoder.post("/v1/responses", response, X_Session_ID="key:response")
-    known = [over_feed(pair.decoder, lambda feed, k=k: feed.release(f"key:{k}")) for k in  # type: ignore[misc]
-             ("chat", "completion", "response", "nobody")]  # fmt: skip
+    known = [
+        over_feed(pair.decoder, lambda feed, k=k: feed.release(f"key:{k}"))
+        for k in ("chat", "completion", "response", "nobody")  # type: ignore[misc]
+    ]
     assert known == [True, True, True, False]
 
 

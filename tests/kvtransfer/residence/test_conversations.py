@@ -1,4 +1,4 @@
-"""Who owns a block, through a conversation's life."""
+"""Ownership of blocks from the first turn of a conversation to its end."""
 
 from kvtransfer.retention.retained_conversations import (
     EvictionRank,

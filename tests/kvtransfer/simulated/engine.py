@@ -63,7 +63,7 @@ def next_token(tokens: list[int]) -> int:
 
 
 def with_graphs(config: VllmConfig, mode: CUDAGraphMode = CUDAGraphMode.FULL_AND_PIECEWISE) -> None:
-    """What vLLM's configuration has of CUDA graphs on a GPU by itself."""
+    """Give a configuration the CUDA graph settings that vLLM chooses on a GPU."""
     compilation = config.compilation_config
     compilation.mode, compilation.cudagraph_mode = CompilationMode.VLLM_COMPILE, mode
     compilation.splitting_ops = None

@@ -304,7 +304,7 @@ def test_windows_and_states_are_prefetched_with_the_prompt(groups: dict[str, Any
 
 
 def test_kv_on_its_way_for_a_turn_that_was_hung_up_is_no_rest() -> None:
-    """Who takes the blocks' memory away waits for it: the load goes on although its request is over."""
+    """Code that unmaps the blocks has to wait: the load continues although its request has ended."""
     engine = engine_with_host()
     try:
         prompt = parked(engine)

@@ -1,4 +1,4 @@
-"""What retention costs each step does not grow with what is retained."""
+"""The cost that retention adds to a step does not grow with the number of retained blocks."""
 
 from typing import Any
 
@@ -54,7 +54,7 @@ def test_steps_beside_retained_conversations_do_not_look_at_each_of_their_blocks
 def test_steps_that_admit_nothing_do_not_look_at_the_free_blocks_again(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """They were looked at when the last prompt came, further than the steps since have taken."""
+    """The scan at the last admission went further than the blocks that the steps since then have taken."""
     connector = ConnectorConfig(engine="d", epoch=1, port=free_port(), park_after_s=3600.0)
     engine = SteppedEngine(connector, blocks=200)
     try:

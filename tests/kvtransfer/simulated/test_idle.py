@@ -1,4 +1,4 @@
-"""What an engine reports of KV between turns: which gives way at no cost, and what leaves a full host."""
+"""An engine reports which idle KV it can evict at no cost, and which conversations left a full host."""
 
 import time
 from contextlib import AbstractContextManager

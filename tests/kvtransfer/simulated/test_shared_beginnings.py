@@ -1,4 +1,4 @@
-"""What several conversations begin with is used up last, on vLLM's own scheduler and block pool."""
+"""Prefixes shared by several conversations are evicted last, on vLLM's own scheduler and block pool."""
 
 import pytest
 

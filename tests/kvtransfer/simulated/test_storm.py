@@ -63,10 +63,18 @@ class SimulatedStorm:
 
     def blow(self) -> None:
         actions = [
-            (self.turn, 10), (self.transferred_turn, 5), (self.offline, 2), (self.restore, 3),
-            (self.abort, 3), (self.park, 3), (self.release, 1), (self.compact, 1), (self.corrupt, 1),
-            (self.reset, 1), (self.pause, 2),
-        ]  # fmt: skip
+            (self.turn, 10),
+            (self.transferred_turn, 5),
+            (self.offline, 2),
+            (self.restore, 3),
+            (self.abort, 3),
+            (self.park, 3),
+            (self.release, 1),
+            (self.compact, 1),
+            (self.corrupt, 1),
+            (self.reset, 1),
+            (self.pause, 2),
+        ]
         kinds, weights = zip(*actions, strict=True)
         for _ in range(STEPS):
             self.step_until(lambda: len(self.asked) < 12)

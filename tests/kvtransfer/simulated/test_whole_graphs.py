@@ -105,9 +105,12 @@ def test_only_exporting_steps_have_pieces_and_what_they_send_is_right(make: Make
     first.step()
     assert first.modes[-1] == FULL, "the other goes on"
     fetch = {
-        "do_remote_prefill": True, "transfer_id": "t", "remote_host": source.host,
-        "remote_port": source.port, "remote_epoch": 1,
-    }  # fmt: skip
+        "do_remote_prefill": True,
+        "transfer_id": "t",
+        "remote_host": source.host,
+        "remote_port": source.port,
+        "remote_epoch": 1,
+    }
     second.add("leg", prompt, 3, params=fetch)
     second.run()
     assert second.wrong == [] and second.computed_prompt_tokens <= 1
@@ -304,7 +307,7 @@ def test_nothing_is_patched_where_there_are_no_graphs_or_no_hooks(
     hooks: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def unpatched(self: object) -> None:
-        """Whatever stands there."""
+        """Stand in for an unpatched method."""
 
     monkeypatch.setenv("VLLM_USE_V2_MODEL_RUNNER", "0")
     monkeypatch.setattr(CudagraphDispatcher, "dispatch", unpatched)

@@ -146,7 +146,7 @@ def test_a_prompt_that_takes_longer_than_a_lease_to_be_sent_arrives(
 
 
 def test_without_the_lease_check_the_stale_read_would_be_served() -> None:
-    """What the test above protects from: the same producer, careless."""
+    """The previous test guards against this producer, which never expires an export."""
 
     class CarelessExports(Exports):
         def expire(self, export: Export) -> None:
@@ -213,7 +213,7 @@ OF_A_FRAME = [0, 2, 4, 8, 12, 20, 20 + 16, 20 + 32 + 100, 20 + 32 + 29 * 4096 + 
 
 @pytest.mark.parametrize("at", [*(HANDSHAKE_BYTES + at for at in OF_A_FRAME), 100_000])
 def test_a_flipped_bit_on_the_way_is_refused(pair: TransferPair, at: int) -> None:
-    """Of a frame's kind, layer, place, number, generation, of its two tags and of its blocks."""
+    """The bit is in the kind, layer, position, number, generation, either tag, or the blocks of a frame."""
     pair.compute()
     before = dataclasses.replace(pair.consumer, timeout_s=2.0)
     with FlippingProxy(pair.source.port, at) as port:
@@ -222,7 +222,7 @@ def test_a_flipped_bit_on_the_way_is_refused(pair: TransferPair, at: int) -> Non
 
 
 def test_a_block_in_the_place_of_another_is_refused(pair: TransferPair) -> None:
-    """Whoever sits between could else swap two frames of one size: layers, or prompts of two connections."""
+    """A man in the middle could otherwise swap two frames of equal size, across layers or connections."""
     pair.compute()
     with FrameSwappingProxy(pair.source.port) as port:
         pair.source = dataclasses.replace(pair.source, port=port)
@@ -270,7 +270,7 @@ def test_a_wrong_secret_is_refused_and_gets_no_block(pair: TransferPair) -> None
 
 
 def test_a_producer_without_the_secret_is_refused() -> None:
-    """It could otherwise hand out KV of its own making."""
+    """An impostor could otherwise deliver KV that it made up."""
     impostor = socket.create_server(("127.0.0.1", 0))
 
     def answer() -> None:

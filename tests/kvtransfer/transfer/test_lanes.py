@@ -45,7 +45,8 @@ def test_layers_are_layers_by_lane_evenly_and_small_prompts_have_one_lane() -> N
 
 
 def test_each_lane_has_a_layer_that_goes_on_with_the_prompt() -> None:
-    """Of layers with windows or states nothing is sent until the prompt's end: a lane of such is silent."""
+    """Layers with windows or states send only at the end of the prompt: a lane of only such layers would be
+    silent."""
     hybrid = [0, 0, 0, 256 * MIB] * 3
     assert [[layer for layer in share if layer % 4 == 3] for share in layers_by_lane(hybrid)] == [
         [3],
@@ -119,7 +120,7 @@ def test_a_lane_that_fails_ends_the_others_and_says_why() -> None:
 
     class SilentExports(Exports):
         def leave(self, reader: Reader) -> None:
-            """It does not tell the other lanes: the consumer ends them itself."""
+            """Leave without notice to the other lanes, so that the consumer has to end them."""
 
     exports = SilentExports(Memory(fill=True), BLOCK_TOKENS, lease_s=10, clock=lambda: 0.0)
     server, port = serving(exports)

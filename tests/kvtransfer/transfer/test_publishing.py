@@ -1,4 +1,4 @@
-"""What a step computed becomes readable once it is where it can be read: in place, or in staging memory."""
+"""Blocks that a step computed become readable once they are where they are read: in place or staged."""
 
 from collections.abc import Callable
 

@@ -102,11 +102,16 @@ def test_eight_prompts_of_128k_tokens_pass_at_once_through_a_hundredth_of_their_
         ends = TransferEnd(1, 0, 1, 20.0, SECRET)
         fetched = [
             threads.submit(
-                fetch, TransferSource("127.0.0.1", port, f"t{number}", 1, "p"), [0], [blocks], consumer, ends,
+                fetch,
+                TransferSource("127.0.0.1", port, f"t{number}", 1, "p"),
+                [0],
+                [blocks],
+                consumer,
+                ends,
                 Cancellation(),
             )
             for number, blocks in enumerate(into)
-        ]  # fmt: skip
+        ]
         prefill()
         received = [one.result(60) for one in fetched]
     assert sum(received) == sum(tensor[1:].nbytes for tensor in made.values())
@@ -139,12 +144,17 @@ def test_engines_that_send_to_each_other_do_not_wait_for_each_other() -> None:
         ports = [both.enter_context(serving(exported(memory, *names))) for memory in memories]
         fetched = [
             threads.submit(
-                fetch, TransferSource("127.0.0.1", port, name, 1, "p"), [0], [list(range(100, 200))], memory,
-                me, Cancellation(),
+                fetch,
+                TransferSource("127.0.0.1", port, name, 1, "p"),
+                [0],
+                [list(range(100, 200))],
+                memory,
+                me,
+                Cancellation(),
             )
             for name in names
             for port, memory in zip(ports, reversed(memories), strict=True)
-        ]  # fmt: skip
+        ]
         assert [one.result(30) for one in fetched] == [kv[0][:100].nbytes] * 12
     for tensor, copy in zip(reversed(kv), copies, strict=True):
         assert torch.equal(tensor[100:], copy[:100])

@@ -1,4 +1,4 @@
-"""What a thread of a transfer raises is in the log, and the request it was for goes on."""
+"""An exception in a transfer thread is logged, and its request continues."""
 
 import logging
 import time

@@ -12,9 +12,14 @@ from placement.scheduling.latency_model import LatencyModel
 
 MODEL = LatencyModel(per_token=1.4e-4, per_attended=5e-9, per_context=1.2e-7, constant=0.02)
 SHAPE = EngineShape(
-    layers=48, layer_bytes=0.55e9, kv_tokens=220_000, kv_bytes_per_token=196_608,
-    activation_bytes=10_240, link_bytes_per_s=20e9, latency=MODEL,
-)  # fmt: skip
+    layers=48,
+    layer_bytes=0.55e9,
+    kv_tokens=220_000,
+    kv_bytes_per_token=196_608,
+    activation_bytes=10_240,
+    link_bytes_per_s=20e9,
+    latency=MODEL,
+)
 LIMITS = DropLimits(tbt_s=0.5, reserve=0.0)
 shapes = st.builds(
     EngineShape,

@@ -11,9 +11,14 @@ from placement.overload.split_orders import SharingDecoder, SplitOrders, split_o
 from placement.scheduling.latency_model import LatencyModel
 
 SHAPE = EngineShape(
-    layers=8, layer_bytes=3e6, kv_tokens=1_000, kv_bytes_per_token=8_192, activation_bytes=1_024,
-    link_bytes_per_s=1e9, latency=LatencyModel(1e-5, 1e-9, 1e-7, 0.01),
-)  # fmt: skip
+    layers=8,
+    layer_bytes=3e6,
+    kv_tokens=1_000,
+    kv_bytes_per_token=8_192,
+    activation_bytes=1_024,
+    link_bytes_per_s=1e9,
+    latency=LatencyModel(1e-5, 1e-9, 1e-7, 0.01),
+)
 LIMITS = DropLimits(tbt_s=1.0)
 OVER = OverloadState.initial()
 LACKING = OverloadState(True, OverloadReason.KV_SHORT, 1.5, 0.9, 0.0, lacking_tokens=500)

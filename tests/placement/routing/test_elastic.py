@@ -256,7 +256,7 @@ def test_a_prefillers_curve_follows_its_prompts() -> None:
 
 
 def saturated(decoders: int) -> Placer:
-    """Its only prefiller has no time left within the limit; nothing is known of decoders."""
+    """Return a placer whose only prefiller is full and whose decoders are of unknown speed."""
     settings = PlacerSettings(fill=1.0, headroom_tokens=0, max_prefill_wait_s=1.0)
     placer = Placer(settings, {"prefill": CURVE})
     placer.engine_up(engine("p0", Role.PREFILL))

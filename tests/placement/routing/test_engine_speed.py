@@ -1,4 +1,4 @@
-"""What an engine has shown counts less the longer ago it was; what its like show counts instead."""
+"""Old measurements of an engine fade; measurements of engines with the same hardware replace them."""
 
 from dataclasses import replace
 

@@ -1,4 +1,4 @@
-"""What the placer takes as asked for and given: idle KV gives way, and a larger pool is not for ever."""
+"""The placer's measure of KV demand and supply leaves out idle KV and temporary pools."""
 
 from dataclasses import replace
 

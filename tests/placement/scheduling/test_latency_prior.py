@@ -1,4 +1,4 @@
-"""What an engine that was not measured is taken to be, by its accelerator."""
+"""An engine without measurements starts with the latency model of its accelerator."""
 
 import pytest
 

@@ -67,8 +67,10 @@ def test_the_margin_follows_prediction_errors() -> None:
         return fill(policy, view(online("a", slo=TurnTargets(SLO.ttft_s, 0.05)), offline("off")))["off"]
 
     exact, configured, slow = (
-        offline_tokens_after(0.04), given(online("a"), offline("off"))["off"], offline_tokens_after(0.048),
-    )  # fmt: skip
+        offline_tokens_after(0.04),
+        given(online("a"), offline("off"))["off"],
+        offline_tokens_after(0.048),
+    )
     assert slow < configured < exact
 
 

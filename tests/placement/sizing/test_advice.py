@@ -55,7 +55,7 @@ def test_advice_follows_the_signals(seen: Signals, expected: dict[Action, int]) 
 def test_elastic_fleets_count_what_decoders_have_left(
     prompts_s: float, lent: float, expected: dict[Action, int]
 ) -> None:
-    """Whatever the prefillers alone would be asked for: here, as if they were far too few."""
+    """The prefillers alone would be far too few here."""
     assert given_for(signals(load=3.0, prompts_s=prompts_s, lent=lent)) == expected
 
 

@@ -51,7 +51,7 @@ class Process:
         self.kills += 1
 
     async def ended(self, within_s: float) -> None:
-        """By itself."""
+        """Wait until the process has ended by itself."""
         assert self._process is not None and self._process.stdout is not None
         await asyncio.to_thread(self._process.wait, within_s)
         self._process.stdout.close()

@@ -19,9 +19,14 @@ from router.directory.fleet import unreported
 from tests.support.engines import info, state
 
 SHAPE = EngineShape(
-    layers=8, layer_bytes=3e6, kv_tokens=10_000, kv_bytes_per_token=8_192, activation_bytes=1_024,
-    link_bytes_per_s=1e9, latency=LatencyModel(1e-6, 1e-10, 1e-8, 0.01),
-)  # fmt: skip
+    layers=8,
+    layer_bytes=3e6,
+    kv_tokens=10_000,
+    kv_bytes_per_token=8_192,
+    activation_bytes=1_024,
+    link_bytes_per_s=1e9,
+    latency=LatencyModel(1e-6, 1e-10, 1e-8, 0.01),
+)
 LACKING = OverloadState(True, OverloadReason.KV_SHORT, 1.5, 0.9, 0.0, lacking_tokens=500)
 OVER = OverloadState.initial()
 
@@ -102,8 +107,9 @@ def test_a_pair_is_made_and_restored() -> None:
     one_round(dropper, LACKING)
     both = ("d0:1", "d1:1")
     assert [(what, engine, part, members) for what, engine, _, part, members in two.told] == [
-        ("drop", "d0", 0, both), ("drop", "d1", 1, both),
-    ]  # fmt: skip
+        ("drop", "d0", 0, both),
+        ("drop", "d1", 1, both),
+    ]
     first, second = two.epochs()
     assert first == second > 0
     one_round(dropper, LACKING)
@@ -112,8 +118,9 @@ def test_a_pair_is_made_and_restored() -> None:
         two.holds(name, 2_000)
     one_round(dropper, OVER)
     assert [(what, engine, epoch) for what, engine, epoch, _, _ in two.told[2:]] == [
-        ("restore", "d0", first), ("restore", "d1", first),
-    ]  # fmt: skip
+        ("restore", "d0", first),
+        ("restore", "d1", first),
+    ]
     assert two.epochs() == [0, 0]
 
 

@@ -83,7 +83,7 @@ def test_first_turns_that_stall_streams_need_a_prefiller() -> None:
 
 
 def test_single_turns_that_need_no_prefiller_are_said_to_need_none() -> None:
-    """They have no later turns, whose TTFT would be compared."""
+    """Single turns have no later turns whose TTFT could be compared."""
     found = [TraceConversation(f"c{i}", 0.0, (TraceTurn(15_000, 0, 300),)) for i in range(40)]
     made = plan_fleet(found, ENGINE, ENGINE, PlanRequest(rate=0.2, ttft_s=5.0))
     assert isnan(made.elastic.later_ttft_p95_s) and isnan(made.without_prefillers.later_ttft_p95_s)

@@ -1,4 +1,4 @@
-"""What goes over the wire: history grows by the answers, tools take their time, sizes are the trace's."""
+"""Requests grow by the answers, wait for their tools and have the sizes of the trace."""
 
 from itertools import pairwise
 

@@ -19,7 +19,7 @@ LONGEST_WAIT_S = 10.0
 
 
 def played(prefillers: int, decoders: int, rate: float, count: int) -> tuple[SimulationSummary, Signals]:
-    """What came of it, and the signals as the last conversation arrived."""
+    """Simulate a fleet and return its summary and the signals at the last conversation's arrival."""
     settings = SimulationSettings(placer=PlacerSettings(capacity_window_s=WINDOW_S))
     simulation = Simulation(fleet(prefillers, decoders), settings)
     placer = simulation.fleet.placer

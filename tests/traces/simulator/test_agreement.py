@@ -15,12 +15,12 @@ SETTINGS = SimulationSettings(SystemSettings(System.PREFILLER), PlacerSettings(m
 
 
 def live_run(found: list[TraceConversation], offset: float) -> list[LiveBinding]:
-    """As a fleet would have left it: other clock, prompts as counted, decoders as bound."""
+    """Return the bindings of a simulated run as a live fleet records them, on another clock."""
     simulation = Simulation(fleet(decoders=4), SETTINGS)
     simulation.run(found)
     engines = {key: (decoder, prefiller) for key, decoder, prefiller in simulation.bound}
     return [
-        LiveBinding.from_note(
+        LiveBinding.from_placement(
             conversation.id,
             {
                 "at": offset + conversation.arrival_s,

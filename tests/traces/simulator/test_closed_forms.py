@@ -1,4 +1,4 @@
-"""What queueing theory and plain sums say, the simulated engine says as well."""
+"""The simulated engine agrees with queueing theory and with plain sums."""
 
 from random import Random
 

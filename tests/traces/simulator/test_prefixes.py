@@ -1,4 +1,4 @@
-"""What prefillers keep of earlier turns is not computed again, and only as long as there is place for it."""
+"""Prefillers do not recompute cached prefixes, and keep them only while they have space."""
 
 from traces.format import TraceConversation, TraceTurn
 from traces.simulator.kv import Prefixes

@@ -1,4 +1,4 @@
-"""What each system under test is defined to do."""
+"""Each system under test behaves as it is defined."""
 
 import pytest
 

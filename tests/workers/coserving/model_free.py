@@ -99,19 +99,30 @@ class ModelFreeEngine:
             extra = {"connectors": [beside, transfer]}
             transfer = {**transfer, **several, "kv_connector_extra_config": extra}
         vllm_config = EngineArgs(
-            model=str(model), dtype="float32", max_model_len=1024, block_size=BLOCK, max_num_seqs=8,
-            num_gpu_blocks_override=BLOCKS * len(windows), max_num_batched_tokens=192, enforce_eager=True,
-            async_scheduling=False, scheduling_policy="priority", scheduler_cls=scheduler,
+            model=str(model),
+            dtype="float32",
+            max_model_len=1024,
+            block_size=BLOCK,
+            max_num_seqs=8,
+            num_gpu_blocks_override=BLOCKS * len(windows),
+            max_num_batched_tokens=192,
+            enforce_eager=True,
+            async_scheduling=False,
+            scheduling_policy="priority",
+            scheduler_cls=scheduler,
             additional_config=config.to_additional_config(),
             kv_transfer_config=transfer,
-        ).create_engine_config()  # fmt: skip
+        ).create_engine_config()
         vllm_config.cache_config.num_gpu_blocks = BLOCKS * len(windows)
         vllm_config.scheduler_config.async_scheduling = overlapping  # the CPU build takes it back
         import torch
 
         shape: dict[str, Any] = {
-            "block_size": BLOCK, "num_kv_heads": 2, "head_size": 64, "dtype": torch.float32,
-        }  # fmt: skip
+            "block_size": BLOCK,
+            "num_kv_heads": 2,
+            "head_size": 64,
+            "dtype": torch.float32,
+        }
         groups = [
             KVCacheGroupSpec(
                 [f"layer{number}"],
@@ -158,9 +169,14 @@ class ModelFreeEngine:
         params = SamplingParams(temperature=0.0, max_tokens=output, ignore_eos=True, extra_args=more)
         params.update_from_generation_config({}, 1)
         request = Request(
-            key, prompt, params, None, arrival_time=self._clock(), priority=priority,
+            key,
+            prompt,
+            params,
+            None,
+            arrival_time=self._clock(),
+            priority=priority,
             block_hasher=self._hasher,
-        )  # fmt: skip
+        )
         self.scheduler.add_request(request)
         self.outputs[key] = []
 

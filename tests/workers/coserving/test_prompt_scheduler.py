@@ -37,9 +37,14 @@ class Stepped(ModelFreeEngine):
     ) -> None:
         self.now = 100.0
         super().__init__(
-            model, slo=TBT, scheduler=PROMPT_SCHEDULER, latency=believed, overlapping=overlapping,
-            clock=lambda: self.now, **more,
-        )  # fmt: skip
+            model,
+            slo=TBT,
+            scheduler=PROMPT_SCHEDULER,
+            latency=believed,
+            overlapping=overlapping,
+            clock=lambda: self.now,
+            **more,
+        )
         self.steps: list[dict[str, int]] = []
         self.first: dict[str, int] = {}  # the number of the step that made its first token
         self._depth = 2 if overlapping else 1

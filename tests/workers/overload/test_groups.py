@@ -58,9 +58,14 @@ def test_kv_is_in_its_region_on_every_member_and_comes_back(four: Group, size: i
 def test_a_pool_is_as_large_as_the_plan_says(four: Group, size: int) -> None:
     facts = four[0].model.facts()
     shape = EngineShape(
-        facts.layers, facts.layer_bytes, BLOCKS * BLOCK_TOKENS,
-        facts.row_bytes * LAYERS / BLOCK_TOKENS, facts.activation_bytes, 1e9, None,
-    )  # fmt: skip
+        facts.layers,
+        facts.layer_bytes,
+        BLOCKS * BLOCK_TOKENS,
+        facts.row_bytes * LAYERS / BLOCK_TOKENS,
+        facts.activation_bytes,
+        1e9,
+        None,
+    )
     split(four[:size])
     member = four[0].split.member
     assert member is not None

@@ -41,8 +41,11 @@ def test_a_listed_model_has_the_forward_pass_of_a_split(architecture: str) -> No
     modules = modules_of(architecture)
     layer, model = named(modules, "decoderlayer"), named(modules, "model")
     assert list(inspect.signature(layer.forward).parameters) == [  # type: ignore[attr-defined]
-        "self", "positions", "hidden_states", "residual",
-    ]  # fmt: skip
+        "self",
+        "positions",
+        "hidden_states",
+        "residual",
+    ]
     source = "".join(inspect.getsource(model.forward).split())  # type: ignore[attr-defined]
     assert "hidden_states=self.embed_input_ids(input_ids)residual=None" in source
     assert "hidden_states,residual=layer(positions,hidden_states,residual" in source
