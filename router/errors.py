@@ -1,7 +1,7 @@
-"""Exceptions of the router, and how those that leave it look to a client: OpenAI's shape, or Anthropic's.
+"""Exceptions of the router, and their form on the wire: OpenAI's or Anthropic's.
 
-Raise an ``ApiError`` anywhere below a handler: the HTTP server answers with its status, in the shape of the
-API that was called. Messages tell the caller what to do; they never carry prompt text.
+An ``ApiError`` may be raised anywhere below a handler: the HTTP server answers with its status, in the form
+of the API that was called. Messages tell the caller what to do and contain no prompt text.
 """
 
 from __future__ import annotations
@@ -21,15 +21,15 @@ class RouterError(Exception):
 
 
 class GatewayConfigError(RouterError, ValueError):
-    """A gateway's configuration that cannot be used; the text says where and what was expected."""
+    """A gateway's configuration is invalid. The message says where, and what was expected."""
 
 
 class ClientLeft(RouterError, OSError):
-    """The client of a request went away; nobody is left to be told. (ASGI wants an OSError.)"""
+    """The client of a request has disconnected. An OSError, because ASGI requires one."""
 
 
 class ApiError(RouterError):
-    """Base of all errors that leave the gateway; each class says its status, OpenAI's type and a code."""
+    """Base of all errors that clients receive. Each class has a status, OpenAI's type and a code."""
 
     status: ClassVar[int] = 500
     type: ClassVar[str] = "server_error"
@@ -63,7 +63,7 @@ class ApiError(RouterError):
         return orjson.dumps({"error": fields})
 
     def event(self) -> bytes:
-        """The error as a server-sent event, for a stream that has already started."""
+        """Return the error as a server-sent event, for a stream that has already started."""
         return b"data: " + self.body() + b"\n\n"
 
     def headers(self) -> list[tuple[bytes, bytes]]:
@@ -101,7 +101,7 @@ class Unauthorized(ApiError, status=401, type="authentication_error", code="inva
 
 
 class PasswordWanted(Unauthorized):
-    """For pages: the challenge that makes a browser ask its user."""
+    """A page needs a password. The challenge makes a browser ask its user for one."""
 
     challenge = b'Basic realm="ConServe: an admin key as password"'
 
@@ -115,15 +115,15 @@ class Misdirected(ApiError, status=421, type=INVALID, code="host_not_allowed"):
 
 
 class NotFound(ApiError, status=404, type=INVALID, code="not_found"):
-    """There is no such thing here."""
+    """The object or path does not exist."""
 
 
 class ModelNotFound(NotFound, code="model_not_found"):
-    """No model answers to that name."""
+    """No model has this name."""
 
 
 class MethodNotAllowed(ApiError, status=405, type=INVALID, code="method_not_allowed"):
-    """The path takes other methods: those in ``allow``."""
+    """The path allows other methods, which ``allow`` lists."""
 
 
 class RequestTimeout(ApiError, status=408, type=INVALID, code="request_timeout"):
@@ -131,53 +131,53 @@ class RequestTimeout(ApiError, status=408, type=INVALID, code="request_timeout")
 
 
 class Conflict(ApiError, status=409, type=INVALID, code="conflict"):
-    """The object that the request names is not in a state for it."""
+    """The state of the named object does not allow the request."""
 
 
 class PayloadTooLarge(ApiError, status=413, type=INVALID, code="request_too_large"):
-    """The body is over its bound."""
+    """The body exceeds its limit."""
 
 
 class UriTooLong(ApiError, status=414, type=INVALID, code="uri_too_long"):
-    """The URL is over its bound."""
+    """The URL exceeds its limit."""
 
 
 class ExpectationFailed(ApiError, status=417, type=INVALID, code="expectation_failed"):
-    """An ``Expect`` that is not met here."""
+    """The ``Expect`` header asks for something that this server does not support."""
 
 
 class TooManyRequests(ApiError, status=429, type="rate_limit_error", code="no_capacity"):
-    """No capacity now; ``retry_after_s`` says when to come back."""
+    """No capacity is free; ``retry_after_s`` says when to try again."""
 
 
 class RateLimited(TooManyRequests, code="rate_limit_exceeded"):
-    """The caller's key has had what it may have for now."""
+    """The caller's key has reached a limit."""
 
 
 class HeadersTooLarge(ApiError, status=431, type=INVALID, code="headers_too_large"):
-    """The head is over its bound."""
+    """The head exceeds its limit."""
 
 
 class InternalError(ApiError):
-    """A fault of ours."""
+    """The gateway itself failed."""
 
 
 class Unavailable(ApiError, status=503, code="unavailable"):
-    """Not now: something of the fleet is away."""
+    """A part of the fleet is unavailable at the moment."""
 
 
 class DirectoryUnavailable(Unavailable):
-    """The directory does not answer in time, or answers that it cannot do it now, and why."""
+    """The directory does not answer in time, or answers that it is unable to, with the reason."""
 
     default_retry_after_s = 2.0
 
 
 class UpstreamError(ApiError, status=502, code="engine_error"):
-    """An engine did not do its part. Never raised at a client's fault."""
+    """An engine failed. Never raised for a client's mistake."""
 
 
 class EngineUnreachable(UpstreamError, code="engine_unreachable"):
-    """No connection to the engine could be made: nothing of the request reached it."""
+    """No connection to the engine could be made, so that no part of the request reached it."""
 
 
 class EngineLost(UpstreamError, code="engine_lost"):
@@ -185,32 +185,32 @@ class EngineLost(UpstreamError, code="engine_lost"):
 
 
 class SetAside(UpstreamError, code="request_set_aside"):
-    """The request was running when two engines ended. Clients' libraries should not repeat it."""
+    """The request was running when two engines ended. Client libraries are told not to repeat it."""
 
     def headers(self) -> list[tuple[bytes, bytes]]:
         return [*super().headers(), (b"x-should-retry", b"false")]
 
 
 class EngineGarbled(UpstreamError, code="engine_garbled"):
-    """The engine's bytes are not HTTP."""
+    """The engine's response is not valid HTTP."""
 
 
 class EngineSilent(UpstreamError, status=504, code="engine_timeout"):
-    """First byte or next chunk did not come in time."""
+    """The engine's first byte or next chunk did not arrive in time."""
 
 
 class EngineBusy(UpstreamError, status=503, code="engine_busy"):
-    """Every connection allowed to this engine stayed in use for the whole waiting time."""
+    """All connections to this engine stayed in use for the whole waiting time."""
 
 
 class ErrorShape(NamedTuple):
-    """How an error looks on the wire: OpenAI's shape everywhere, Anthropic's below `/v1/messages`."""
+    """Form of an error on the wire: Anthropic's below `/v1/messages`, OpenAI's everywhere else."""
 
     body: Callable[[ApiError], bytes]
     event: Callable[[ApiError], bytes]  # inside a stream that has begun
 
 
-# Anthropic's names by status; a client library decides by them whether to try again.
+# Anthropic's error types by status, by which client libraries decide whether to retry.
 _ANTHROPIC_TYPES = {
     401: "authentication_error",
     403: "permission_error",

@@ -1,6 +1,6 @@
-"""Metrics of gateways and the directory (of offline work: batch/metrics.py).
+"""Metrics of gateways and the directory. Those of offline work are in batch/metrics.py.
 
-Labels are bounded: engines, causes, policies; never a conversation.
+Labels have few values (engines, causes, policies), never conversations.
 """
 
 from collections.abc import Mapping
@@ -24,17 +24,18 @@ _TOKENS = (64, 256, 1024, 4096, 8192, 16384, 32768, 65536, 131072, 262144)
 
 
 def from_zero(counter: Counter, *values: str) -> None:
-    """Shown before the first of its kind: otherwise Prometheus does not see that one as an increase."""
+    """Create label values at 0, because Prometheus does not see the first increase of a new series."""
     for value in values:
         counter.labels(*value.split("/"))
 
 
-# The directory's process: on its own metrics page, always zero on a gateway's
+# Of the directory. A gateway's page shows them as zero.
 
 CONVERSATIONS_LIVE = Gauge("conserve_conversations_live", "Conversations that have begun and not ended.")
 CONVERSATIONS_PARKED = Gauge(
     "conserve_conversations_parked",
-    "Live conversations that engines have parked on their hosts, as heard since the directory began.",
+    "Live conversations whose KV engines have parked on their hosts, as reported since the directory "
+    "started.",
 )
 CONVERSATIONS_ENDED = Counter(
     "conserve_conversations_ended_total",
@@ -44,71 +45,77 @@ CONVERSATIONS_ENDED = Counter(
 PLACES_WAITING = Gauge("conserve_places_waiting", "First turns that wait in the directory for capacity.")
 ENGINES_AWAITED = Gauge(
     "conserve_engines_awaited",
-    "Engines that were up before the directory restarted and have not reported since. New conversations wait "
-    "for them, for a bounded time.",
+    "Engines that were up before the directory restarted and have not reported since. New "
+    "conversations wait for them, for a limited time.",
 )
 JOURNAL_ROWS_MISSED = Counter(
     "conserve_journal_rows_missed_total",
-    "Counts and ends of prompts that were not kept while the disk took nothing and much waited for it. "
-    "After a restart such a conversation goes on, but its newest prompt may not be recognised without an id.",
+    "Token counts and prompt ends that the directory did not write because its disk was too slow or "
+    "failed. After a restart such a conversation continues, but its newest prompt may not be "
+    "recognised without an id.",
 )
 PREFILL_LOAD = Gauge(
     "conserve_prefill_load",
-    "Seconds of prompts, by the tiers' curves, that arrive a second and prefiller; 1 is saturation.",
+    "Seconds of prefill work that arrive per second and prefiller, by the tiers' latency curves; 1 is "
+    "saturation.",
 )
-PREFILL_WAIT = Gauge("conserve_prefill_wait_seconds", "Length of the shortest prefill queue, by the curves.")
+PREFILL_WAIT = Gauge(
+    "conserve_prefill_wait_seconds",
+    "Predicted wait in the shortest prefill queue, by the tiers' latency curves.",
+)
 PREFILL_SATURATES = Gauge(
     "conserve_prefill_saturates_in_seconds",
-    "Until even the shortest prefill queue is longer than first turns may wait, at the present rate; +Inf "
-    "while it does not grow.",
+    "Time until the shortest prefill queue exceeds the longest wait of a first turn, at the present "
+    "arrival rate; +Inf while it does not grow.",
 )
 DECODER_PRESSURE = Gauge(
     "conserve_decoder_pressure", "Share of the decoders' KV for conversations that is in use or reserved."
 )
 KV_ASKED = Gauge(
     "conserve_kv_asked",
-    "Share of the decoders' KV for conversations that running turns hold and waiting turns lack, averaged; "
-    "above 1 they ask for more than there is.",
+    "KV that running turns hold and waiting turns lack, as a share of the decoders' KV for "
+    "conversations, averaged; above 1 the demand exceeds the capacity.",
 )
 LAYERS_SHARED = Counter(
     "conserve_overload_changes_total",
-    "Groups of decoders told to share their layers (drop), or to have them again (restore), by how it ended: "
-    "done; failed (not all within 45 s: each is what it says it is, and the group is left alone for 60 s); "
-    "refused (an engine did not answer, or said no).",
+    "Changes of groups of decoders that share their layers (drop) or get them back (restore), by "
+    "outcome: done; failed (not complete within 45 s; the group is left alone for 60 s); refused (an "
+    "engine did not answer, or refused).",
     ["change", "outcome"],
 )
 OVERLOAD_ROUNDS_FAILED = Counter(
     "conserve_overload_rounds_failed_total",
-    "Rounds of the directory's dropping, and changes they began, that ended in an error, which its log has.",
+    "Overload rounds of the directory that ended in an error. The error is in its log.",
 )
 OVERLOAD = Gauge(
     "conserve_overload",
-    "1 at the present state of the decoders' KV: fits; evictable (it fits once idle conversations and "
+    "1 for the present state of the decoders' KV: fits; evictable (it fits once idle conversations and "
     "offline work are evicted); brief; compute (turns wait beside free KV); no_decoder (none accepts "
-    "conversations); and, under overload, kv_short or not_over.",
+    "conversations); kv_short; not_over.",
     ["reason"],
 )
 CAPACITY_ADVICE = Gauge(
     "conserve_capacity_advice",
-    "What `conserve advise` says now: 0, or how many engines to add (1 where the action has no number). "
-    "Actions: add_prefillers, add_decoders, no_prefillers, raise_host_kv, lower_prefill_caps, "
-    "lower_decode_caps.",
+    "Advice of `conserve advise`: the number of engines to add, 1 for an action without a number, 0 "
+    "for no action. Actions: add_prefillers, add_decoders, no_prefillers, raise_host_kv, "
+    "lower_prefill_caps, lower_decode_caps.",
     ["action"],
 )
 PROMPTS_PLACED = Counter(
     "conserve_prompts_placed_total",
-    "Placed turns by where their prompt is computed and why. On a prefiller: finishes_first, has_prefix (it "
-    "has some of the prompt cached). On the decoder: sooner_on_decoder, prefillers_saturated, "
-    "no_prefiller_up, prefillers_busy, prefilled_locally, restored, shares_layers. On a prefiller that holds "
-    "the conversation because it fits on no decoder: last_resort.",
+    "Placed turns by the reason for the engine that computes their prompt. A prefiller: "
+    "finishes_first, has_prefix (it has a part of the prompt cached). The decoder: sooner_on_decoder, "
+    "prefillers_saturated, no_prefiller_up, prefillers_busy, prefilled_locally, restored, "
+    "shares_layers. A prefiller that keeps the conversation because no decoder has room: last_resort.",
     ["why"],
 )
 RELEASES_FAILED = Counter(
     "conserve_releases_failed_total",
-    "Ended conversations whose engine could not be told; it frees their KV by its own idle time.",
+    "Ended conversations whose engine could not be notified. It frees their KV when they have been "
+    "idle long enough.",
 )
 
-# A gateway's process: identity and placement
+# Of gateways: identity and placement
 
 IDENTIFIED = Counter(
     "conserve_turns_identified_total",
@@ -131,19 +138,20 @@ PLACE_SECONDS = Histogram(
 )
 HANDOVER_SECONDS = Histogram(
     "conserve_handover_seconds",
-    "From the end of a prompt's prefill to its first token on the decoder, less the time of one more token: "
-    "what of a transfer was not hidden, and of streamed turns only.",
+    "Time from the end of a prompt's prefill to its first token on the decoder, less the time of one "
+    "token: the part of a transfer that was not hidden. Streamed turns only.",
     buckets=_GAP_S,
 )
 TRANSFERS = Counter(
     "conserve_transfers_asked_total",
-    "Turns whose prompt a prefiller computes and hands to the decoder, by cause (see placements).",
+    "Turns whose prompt a prefiller computes and transfers to the decoder, by cause (see "
+    "conserve_placements_total).",
     ["cause"],
 )
 PREFILL_TOKENS = Counter(
     "conserve_prefill_tokens_total",
-    "Tokens of prompts that prefillers were given, by whether they were computed or cached there (of engines "
-    "that say what was cached).",
+    "Prompt tokens of prefill legs, by source: computed, or cached on the prefiller. Engines that do "
+    "not report cached tokens are left out.",
     ["source"],
 )
 REDISAGGREGATIONS = Counter(
@@ -154,22 +162,22 @@ REDISAGGREGATIONS = Counter(
 TRACES_DROPPED = Counter(
     "conserve_traces_dropped_total",
     "Traced turns whose spans were dropped, by cause: queue_full, not_taken (the OTLP receiver did not "
-    "answer, or refused; the log says why).",
+    "answer or refused; the log has the reason).",
     ["cause"],
 )
 FALLBACKS = Counter(
     "conserve_fallbacks_total",
-    "Things done in a worse way than planned: prefill_failed (the decoder computes the prompt), decoder_lost "
-    "(bound again), identify_failed (taken as new), report_dropped, stale_binding; in the directory "
-    "engines_missing (it restarted, and placed without engines that did not report in time).",
+    "Fallbacks by kind: prefill_failed (the decoder computes the prompt), decoder_lost (the "
+    "conversation was bound again), identify_failed (treated as a new conversation), report_dropped, "
+    "stale_binding; in the directory engines_missing (after a restart it placed turns without engines "
+    "that had not reported in time).",
     ["kind"],
 )
 RESTORES_AHEAD = Counter(
     "conserve_restores_ahead_total",
-    "Conversations whose tool was likely to end, by what became of bringing their KV back from the host: "
-    "restored (its engine began to load it), gone (its engine had less than half of it left), not_parked "
-    "(it was still there), returned (the turn came first), busy (the engine had other "
-    "work, or shared its layers, all the time), failed.",
+    "Prefetches of parked KV before the next turn, by outcome: restored (the engine began to load it), "
+    "gone (the engine had less than half of it left), not_parked (it was still on the accelerator), "
+    "returned (the turn came first), busy (the engine had other work or shared its layers), failed.",
     ["outcome"],
 )
 DIRECTORY_UP = Gauge(
@@ -179,92 +187,95 @@ CACHED_BINDINGS = Gauge("conserve_cached_bindings", "Bindings this gateway serve
 
 SLO_TARGETS_RAISED = Counter(
     "conserve_slo_targets_raised_total",
-    "Turns that asked engines for less time to the first token, or between tokens, than their class has: its "
-    "target holds.",
+    "Turns that asked for a tighter TTFT or TBT target than their class has. They got the target of "
+    "their class.",
     ["slo_class"],
 )
 LIMITED = Counter(
     "conserve_key_limits_total",
-    "Requests refused for a limit of their key: requests_per_minute, tokens_per_minute, grammars_per_minute, "
-    "turns; or for its share of a gateway process: requests_at_once, bytes_at_once (of bodies).",
+    "Requests refused because of a limit: of their key (requests_per_minute, tokens_per_minute, "
+    "grammars_per_minute, turns), or of their key's share of a gateway process (requests_at_once, "
+    "bytes_at_once).",
     ["limit"],
 )
 IGNORED_FIELDS = Counter(
     "conserve_ignored_fields_total",
-    "Fields of requests and batch lines that were dropped because neither the gateway nor vLLM knows them, "
-    "by endpoint. The log names each once for each key, and the response header X-Conserve-Ignored-Fields.",
+    "Fields of requests and batch lines that were dropped because neither the gateway nor vLLM knows "
+    "them, by endpoint. The response header X-Conserve-Ignored-Fields names them; the log names each "
+    "once a key.",
     ["path"],
 )
 KEYS_STALE = Gauge(
     "conserve_keys_stale",
-    "1 while the file of API keys is missing or wrong: the keys read before are in use, and the log says "
-    "what is wrong.",
+    "1 while the file of API keys is missing or invalid. The keys read before stay in use, and the log "
+    "has the reason.",
 )
 
 # Turns
 
 TURNS = Counter(
     "conserve_turns_total",
-    "Turns by outcome: complete, client_gone, broken (after its start), failed, refused.",
+    "Turns by outcome: complete, client_gone, broken (after the answer began), failed, refused.",
     ["outcome"],
 )
 SET_ASIDE = Counter(
     "conserve_turns_set_aside_total",
-    "Turns not tried (again): two engines ended while they computed the request. 0 is right.",
+    "Turns that were refused or not repeated because two engines ended while they computed the "
+    "request. 0 in normal operation.",
 )
 STREAMS_CUT = Counter(
     "conserve_streams_cut_total",
-    "Streams whose engine ended under them: resumed (they went on, on another one); or why they ended in an "
-    "error: opted_out, several_answers, logprobs, counted_output (penalties and budgets that count an "
-    "answer's tokens), not_lined (the engine did not say its tokens), "
-    "not_exact (it said that it cannot be continued), torn (the client has a part of an event), too_long "
-    "(256 KiB of token lines), no_place, set_aside, cut_again (too often, for too long, or broken "
-    "otherwise), refused (by the next engine).",
+    "Streams whose engine ended under them, by outcome. resumed: continued on another engine. The "
+    "others ended in an error: opted_out, several_answers, logprobs, counted_output (penalties and "
+    "budgets that count an answer's tokens), not_lined (the engine did not report token ids), "
+    "not_exact (the engine reported that it cannot be continued), torn (the client has a part of an "
+    "event), too_long (256 KiB of token ids), no_place, set_aside, cut_again (too often or for too "
+    "long), refused (by the next engine).",
     ["outcome"],
 )
 ANSWERS = Counter(
     "conserve_stored_answers_total",
-    "Answers of the Responses API: kept, pruned (by age, or beyond what may be stored), failed (not stored, "
-    "or not to be read), late (their clients had them before that).",
+    "Answers of the Responses API by outcome: kept, pruned (by age or for space), failed (could not be "
+    "written or read), late (written after the client had the answer).",
     ["outcome"],
 )
 TTFT_SECONDS = Histogram(
     "conserve_ttft_seconds",
-    "From a turn's arrival to its first token, of first and of later turns.",
+    "Time from a turn's arrival to its first token, for first and later turns.",
     ["turn"],
     buckets=_LATENCY_S,
 )
 TBT_SECONDS = Histogram("conserve_tbt_seconds", "Mean time between the tokens of a turn.", buckets=_GAP_S)
 TTFET_SECONDS = Histogram(
     "conserve_ttfet_seconds",
-    "From a user's message to the first token of the turn that speaks to the user (finish reason stop); the "
-    "tool turns between count as waiting.",
+    "Time from a user's message to the first token of the turn that answers the user (finish reason "
+    "stop). Tool turns in between count as waiting.",
     buckets=_LATENCY_S,
 )
 CLASS_TTFET_SECONDS = Histogram(
     "conserve_class_ttfet_seconds",
-    "As `conserve_ttfet_seconds`, by SLO class of the turn that answered.",
+    "Like conserve_ttfet_seconds, by SLO class of the turn that answered.",
     ["slo_class"],
     buckets=_LATENCY_S,
 )
 LAST_TURN_TBT_SECONDS = Histogram(
     "conserve_last_turn_tbt_seconds",
-    "Mean time between the tokens of turns that speak to the user (finish reason stop).",
+    "Mean time between the tokens of turns that answer the user (finish reason stop).",
     buckets=_GAP_S,
 )
 E2E_SECONDS = Histogram(
     "conserve_e2e_seconds",
-    "From a user's message to the end of the turn that answers it (finish reason stop).",
+    "Time from a user's message to the end of the turn that answers it (finish reason stop).",
     buckets=_LATENCY_S,
 )
 CONVERSATION_SECONDS = Histogram(
     "conserve_conversation_seconds",
-    "From the beginning of a conversation's first turn to the end of its last.",
+    "Time from the start of a conversation's first turn to the end of its last.",
     buckets=_CONVERSATION_S,
 )
 SLO = Counter(
     "conserve_slo_total",
-    "Answers to users by SLO class, objective (ttfet, last_turn_tbt, e2e) and whether it was met.",
+    "Answers to users by SLO class, objective (ttfet, last_turn_tbt, e2e) and whether the target was met.",
     ["slo_class", "objective", "met"],
 )
 PROMPT_TOKENS = Histogram(
@@ -272,14 +283,14 @@ PROMPT_TOKENS = Histogram(
 )
 RECOMPUTED_TOKENS = Counter(
     "conserve_recomputed_tokens_total",
-    "Prompt tokens of later turns that their engine computed although the turn before had them (its KV was "
-    "not kept, or the prefix changed); of turns whose engine says what was cached.",
+    "Prompt tokens of later turns that were computed again although the turn before had them: their KV "
+    "was not kept, or the prefix changed. Engines that do not report cached tokens are left out.",
 )
 PREFIX_BROKEN_TOKENS = Counter(
     "conserve_prefix_broken_tokens_total",
-    "Tokens whose KV a later turn could not use, because its prompt does not go on with them, by cause: "
-    "changed_tools, edited_history, stripped_reasoning, rerendered_tool_call, retokenised_output. "
-    "docs/operate.md says what to do.",
+    "Tokens whose cached KV a later turn could not use because its prompt differs from the turn "
+    "before, by cause: changed_tools, edited_history, stripped_reasoning, rerendered_tool_call, "
+    "retokenised_output. docs/operate.md says what to do.",
     ["cause"],
 )
 OUTPUT_TOKENS = Counter("conserve_output_tokens_total", "Tokens generated for clients.")
@@ -296,14 +307,14 @@ GENAI_TTFT = Histogram(
 )
 GENAI_TPOT = Histogram(
     "gen_ai_server_time_per_output_token_seconds",
-    "`gen_ai.server.time_per_output_token`: between a turn's tokens, after the first.",
+    "`gen_ai.server.time_per_output_token`: time between a turn's tokens after the first.",
     _OPERATION,
     buckets=(0.01, 0.025, 0.05, 0.075, 0.1, 0.15, 0.2, 0.3, 0.4, 0.5, 0.75, 1, 2.5),
 )
 GENAI_DURATION = Histogram(
     "gen_ai_server_request_duration_seconds",
-    "`gen_ai.server.request.duration` of turns that reached an engine; the error is the outcome of "
-    "`conserve_turns_total`, empty for complete ones.",
+    "`gen_ai.server.request.duration` of turns that reached an engine. error_type is the outcome of "
+    "conserve_turns_total, empty for complete turns.",
     [*_OPERATION, "error_type"],
     buckets=(0.01, 0.02, 0.04, 0.08, 0.16, 0.32, 0.64, 1.28, 2.56, 5.12, 10.24, 20.48, 40.96, 81.92),
 )
@@ -312,8 +323,8 @@ GENAI_DURATION = Histogram(
 
 LOOP_HELD = Histogram(
     "conserve_loop_held_seconds",
-    "How late the gateway's event loop came to a timer that was due, in processor time of its thread (what "
-    "else the machine did does not count), looked at 50 times a second.",
+    "Lateness of timers in the gateway's event loop, in processor time of its thread, sampled 50 times "
+    "a second.",
     buckets=(0.001, 0.005, 0.01, 0.02, 0.05, 0.1, 0.25, 1.0),
 )
 STREAMS = Gauge("conserve_relay_streams", "Responses on their way from an engine to a client.")
@@ -324,33 +335,35 @@ HTTP_REFUSALS = Counter(
 )
 CLIENT_TIMEOUTS = Counter(
     "conserve_client_timeouts_total",
-    "Client connections closed by a time-out (head, body, idle, write), or evicted: idle ones closed for new "
-    "ones when there were as many connections as allowed.",
+    "Client connections that were closed, by timeout (head, body, idle, write) or because an idle one "
+    "made room for a new one (evicted).",
     ["what"],
 )
 TLS_HANDSHAKES = Counter(
     "conserve_tls_handshakes_total",
-    "TLS handshakes of clients by outcome: done, failed (protocol version, cipher, no TLS, client left), "
-    "timeout (after 10 s), too_many (all connections had requests), evicted (closed for a new connection).",
+    "TLS handshakes of clients by outcome: done, failed (protocol version, cipher, no TLS, client "
+    "left), timeout (after 10 s), too_many (all connections had requests), evicted (closed for a new "
+    "connection).",
     ["outcome"],
 )
 TLS_STALE = Gauge(
     "conserve_tls_stale",
-    "1 while the files of the certificate are missing or wrong: the one read before is in use, and the log "
-    "says what is wrong.",
+    "1 while the certificate's files are missing or invalid. The certificate read before stays in use, "
+    "and the log has the reason.",
 )
 TLS_EXPIRES = Gauge(
     "conserve_tls_expires_timestamp_seconds", "When the certificate in use expires; 0 without TLS."
 )
 ENGINE_CONNECTION_PROBLEMS = Counter(
     "conserve_engine_connection_problems_total",
-    "connect_failed, none_free (all stayed in use), found_dead (a kept-alive one; the request went again).",
+    "Problems with connections to engines: connect_failed, none_free (all stayed in use), found_dead "
+    "(a kept-alive connection was closed; the request was sent again).",
     ["problem"],
 )
 ENGINE_KV_TOKENS = Gauge(
     "conserve_engine_kv_tokens",
-    "Tokens of KV on an engine as last pushed by the directory: in_use (live and reserved), live, parked, "
-    "offline, free; and of its host memory for KV: host_used, host_free.",
+    "Tokens of KV on an engine, as last reported by the directory: in_use (live and reserved), live, "
+    "parked, offline, free; in its host memory: host_used, host_free.",
     ["engine", "kind"],
 )
 ENGINE_CONVERSATIONS = Gauge("conserve_engine_conversations", "Conversations bound to an engine.", ["engine"])
@@ -379,12 +392,12 @@ from_zero(TURNS, "complete", "client_gone", "broken", "failed", "refused")
 
 @cache
 def labelled(metric: _Metric, *labels: str) -> _Metric:
-    """`metric.labels(...)` for what every turn counts: remembered, at a tenth of the cost."""
+    """Return `metric.labels(...)` from a cache, at a tenth of the cost, for what every turn counts."""
     return metric.labels(*labels)
 
 
 class HttpCounts:
-    """The HTTP layer's own counts as metrics, brought over when they are asked for."""
+    """Copies the HTTP layer's counters to metrics whenever these are scraped."""
 
     def __init__(
         self, server: "Server", pool: "UpstreamPool", certificate: "Certificate | None" = None

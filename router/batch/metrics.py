@@ -6,27 +6,26 @@ from router.metrics import from_zero
 
 BACKLOG = Gauge(
     "conserve_batch_backlog_requests",
-    "Requests of running batches without a result, by what they wait for: pending or in flight.",
+    "Requests of running batches without a result, by state: pending or in flight.",
     ["state"],
 )
-BATCHES_LIVE = Gauge("conserve_batch_live_batches", "Batches not yet at their end, by status.", ["status"])
-BATCHES_ENDED = Counter(
-    "conserve_batch_ended_batches", "Batches that reached their end, by final status.", ["status"]
-)
+BATCHES_LIVE = Gauge("conserve_batch_live_batches", "Unfinished batches, by status.", ["status"])
+BATCHES_ENDED = Counter("conserve_batch_ended_batches", "Finished batches, by final status.", ["status"])
 OLDEST_AGE = Gauge(
-    "conserve_batch_oldest_age_seconds", "Age of the oldest running batch with work left, 0 without one."
+    "conserve_batch_oldest_age_seconds",
+    "Age of the oldest running batch with work left; 0 without one.",
 )
 NEAREST_DEADLINE = Gauge(
     "conserve_batch_nearest_deadline_seconds",
-    "Time left to the running batch whose window closes first, 0 without one.",
+    "Time left to the running batch with the earliest deadline; 0 without one.",
 )
 IN_FLIGHT = Gauge("conserve_batch_in_flight_requests", "Offline requests at engines.", ["engine"])
 TRIES = Counter(
-    "conserve_batch_tries", "Offline requests sent to engines, by how the try ended.", ["outcome"]
+    "conserve_batch_tries", "Offline requests sent to engines, by outcome of the attempt.", ["outcome"]
 )
 SET_ASIDE = Counter(
     "conserve_batch_set_aside_requests",
-    "Requests given up after the allowed number of tries: look at the error file.",
+    "Requests given up after the allowed number of attempts; the batch's error file has the reason.",
 )
 HARVESTED = Counter(
     "conserve_batch_harvested_tokens",
@@ -35,16 +34,17 @@ HARVESTED = Counter(
 )
 LOST = Counter(
     "conserve_batch_lost_tokens",
-    "Estimated tokens of offline tries that brought no result, by cause: "
-    "engine_lost, error, cancelled. Should stay near zero.",
+    "Estimated tokens of offline attempts without a result, by cause: engine_lost, error, cancelled. "
+    "Close to zero in normal operation.",
     ["cause"],
 )
 REQUEUED = Counter(
     "conserve_batch_requeued_requests",
-    "Requests that were in flight when an earlier batch process ended, queued again at the start.",
+    "Requests that were in flight when the batch process ended, queued again at its next start.",
 )
 DUPLICATES = Counter(
-    "conserve_batch_late_results", "Results not kept because the line had one or its batch was closed."
+    "conserve_batch_late_results",
+    "Results that were discarded because the line had one or its batch was closed.",
 )
 COMMIT_SECONDS = Histogram(
     "conserve_batch_commit_seconds",
@@ -53,11 +53,13 @@ COMMIT_SECONDS = Histogram(
 )
 FLEX = Counter("conserve_batch_flex_requests", "Requests of service tier flex, by outcome.", ["outcome"])
 URGENT = Counter(
-    "conserve_batch_urgent_dispatches", "Requests sent out of the fair order because their window gets tight."
+    "conserve_batch_urgent_dispatches",
+    "Requests sent before their fair turn because their deadline is close.",
 )
 STEP_ERRORS = Counter(
     "conserve_batch_step_errors",
-    "Steps of the dispatcher that failed and are repeated: at its store or files, or by a fault of its own.",
+    "Failed steps of the dispatcher, which are repeated, by cause: the store, the files, or an "
+    "internal error.",
     ["cause"],
 )
 

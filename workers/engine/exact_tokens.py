@@ -29,14 +29,14 @@ _COMPARED_AT_ONCE = 4_096
 
 KEPT = Counter(
     "conserve_prefix_exact_tokens_total",
-    "Tokens of answers that the next turn's prompt took as they had been generated, from the first on that "
-    "their text tokenises to otherwise: their KV stays of use.",
+    "Prompt tokens that were taken from earlier answers as they were generated, where the answer's "
+    "text tokenises differently. Their cached KV is used.",
 )
 FALLBACKS = Counter(
     "conserve_prefix_exact_fallbacks_total",
-    "Prompts whose text tokenised otherwise than it was generated and that were computed so, by cause: "
-    "transferred (a prefiller computes it, from its text), too_long (for the model's context), "
-    "no_vocabulary (what this tokenizer's tokens say is not known).",
+    "Prompts whose earlier answers were tokenised again from text, by cause: transferred (a prefiller "
+    "computes the prompt), too_long (for the model's context), no_vocabulary (the text of this "
+    "tokenizer's tokens is not known).",
     ["cause"],
 )
 for _cause in ("transferred", "too_long", "no_vocabulary"):

@@ -5,18 +5,18 @@ from prometheus_client import Counter, Gauge, Histogram
 ENGINE_UP = Gauge("conserve_engine_up", "1 while the engine serves, by its keeper's own check.", ["engine"])
 ENGINE_STARTS = Counter(
     "conserve_engine_starts_total",
-    "Starts of the engine by outcome: served, failed, or adopted (it was running already).",
+    "Starts of the engine by outcome: served, failed, adopted (it was already running).",
     ["engine", "outcome"],
 )
 ENGINE_LOST = Counter(
     "conserve_engine_lost_total",
-    "Times a serving engine was lost, by cause: exited, unhealthy (it missed its health checks), or memory "
-    "(its processes had more than they may have).",
+    "Losses of a serving engine by cause: exited, unhealthy (it missed its health checks), memory (its "
+    "processes exceeded the limit).",
     ["engine", "cause"],
 )
 ENGINE_START_SECONDS = Histogram(
     "conserve_engine_start_seconds",
-    "From starting an engine to its first answer.",
+    "Time from an engine's start to its first answer.",
     ["engine"],
     buckets=(5, 10, 20, 40, 60, 90, 120, 180, 300, 600, 900),
 )
@@ -25,7 +25,7 @@ HEALTH_MISSES = Counter(
 )
 MEMORY_BYTES = Gauge(
     "conserve_engine_memory_bytes",
-    "Anonymous memory of the engine's processes; pages that they share count more than once below the limit.",
+    "Anonymous memory of the engine's processes. Below the limit, shared pages count once for each process.",
     ["engine"],
 )
 MEMORY_LIMIT_BYTES = Gauge(
@@ -33,17 +33,17 @@ MEMORY_LIMIT_BYTES = Gauge(
 )
 FAULTS_FOUND = Counter(
     "conserve_engine_faults_total",
-    "Faults in the bookkeeping of KV that the engine's check found when its keeper connected to it.",
+    "Inconsistencies in the engine's bookkeeping of KV, found by its own check when the keeper connected.",
     ["engine"],
 )
 WITHOUT_TIER = Counter(
     "conserve_engine_without_tier_total",
-    "Starts of an engine whose shared tier did not answer: it serves, but a lost decoder's KV is lost.",
+    "Starts of an engine whose shared KV tier did not answer. It serves, but its KV is lost with it.",
     ["engine"],
 )
 NOT_WARMED = Counter(
     "conserve_engine_not_warmed_total",
-    "Starts of an engine that did not compute the prompts which warm it: its first prompt takes longer.",
+    "Starts of an engine that failed to compute its warm-up prompts. Its first prompt takes longer.",
     ["engine"],
 )
 TIER_STARTS = Counter(
@@ -54,13 +54,14 @@ ENERGY_JOULES = Counter(
     "Energy of the engine's GPUs by NVML's counter, by the engine's role (prefill, decode, mixed).",
     ["engine", "role"],
 )
-POWER_WATTS = Gauge("conserve_power_watts", "What the engine's GPUs draw now.", ["engine"])
+POWER_WATTS = Gauge("conserve_power_watts", "Present power draw of the engine's GPUs.", ["engine"])
 POWER_LIMIT_WATTS = Gauge(
     "conserve_power_limit_watts", "Power limit of the engine's GPUs, summed.", ["engine"]
 )
 POWER_NOT_DONE = Counter(
     "conserve_power_caps_not_done_total",
-    "Power caps that could not be set (no permission, no GPU, out of range); the engine serves without.",
+    "Power caps that could not be set (no permission, no GPU, out of range). The engine serves without "
+    "a cap.",
     ["engine"],
 )
 
