@@ -70,7 +70,7 @@ def test_prefixes_and_returns() -> None:
         early_tbt_vs_on_arrival""")
 
 
-def test_returns_without_gaps_between_tokens_have_no_ratio_of_them() -> None:
+def test_prefetch_figures_without_token_gaps_have_no_gap_ratio() -> None:
     """With one turn a round, all agents are never in the same round."""
     rounds = [returns.ReturnRound(name, [2.0], [], [1]) for name in returns.VARIANTS]
     found = returns.figures_of(rounds)

@@ -36,7 +36,7 @@ def base() -> Iterator[Path]:
     shutil.rmtree(made, ignore_errors=True)
 
 
-def test_a_zombie_supervisor_is_gone(base: Path, never_reaping: "subprocess.Popen[str]") -> None:
+def test_a_zombie_supervisor_counts_as_ended(base: Path, never_reaping: "subprocess.Popen[str]") -> None:
     assert never_reaping.stdout is not None
     pid = int(never_reaping.stdout.readline())
     home = FleetHome(base / "one")

@@ -39,7 +39,7 @@ async def sealed(
         yield made, spec(cert, key, int(made.urls[0].rpartition(":")[2]))
 
 
-async def test_top_and_the_readiness_check(sealed: tuple[FakeFleet, FleetSpec]) -> None:
+async def test_top_and_the_readiness_check_use_tls(sealed: tuple[FakeFleet, FleetSpec]) -> None:
     made, up = sealed
     trust, url = trust_of(up), endpoint_of(up)
     assert url == made.urls[0].replace("http://", "https://") and trust is not None
@@ -55,14 +55,14 @@ async def test_top_and_the_readiness_check(sealed: tuple[FakeFleet, FleetSpec]) 
         await asyncio.to_thread(look, url, "", None)
 
 
-async def test_the_line_that_up_prints(sealed: tuple[FakeFleet, FleetSpec]) -> None:
+async def test_the_curl_line_that_up_prints_works(sealed: tuple[FakeFleet, FleetSpec]) -> None:
     _, up = sealed
     command = [*shlex.split(curl_line(up)), "-s", "--max-time", "20"]
     run = await asyncio.to_thread(subprocess.run, command, capture_output=True, text=True, timeout=30)
     assert run.returncode == 0 and '"finish_reason"' in run.stdout, (command, run.stdout, run.stderr)
 
 
-async def test_only_its_own_certificate_is_trusted(tmp_path: Path) -> None:
+async def test_only_the_fleets_certificate_is_trusted(tmp_path: Path) -> None:
     authority = Authority(tmp_path)
     mine, other = authority.pair("mine"), authority.pair("other")  # of one issuer, and one name
     async with fleet(tmp_path / "fleet", tls=TlsConfig(*map(str, other))) as made:
@@ -74,7 +74,7 @@ async def test_only_its_own_certificate_is_trusted(tmp_path: Path) -> None:
     assert isinstance(refused.value.reason, ssl.SSLCertVerificationError)
 
 
-def test_without_tls_all_is_as_it_was(tmp_path: Path) -> None:
+def test_without_tls_the_endpoint_is_plain_http(tmp_path: Path) -> None:
     plain = spec(tmp_path / "a.pem", tmp_path / "a.key", 8000).model_copy(
         update={"gateway": FleetSpec.model_fields["gateway"].get_default()}
     )

@@ -54,12 +54,12 @@ def until(true: Callable[[], bool], limit_s: float = 10.0) -> None:
         time.sleep(0.01)
 
 
-def test_a_kill_ends_it(home: FleetHome, writer: "subprocess.Popen[bytes]") -> None:
+def test_a_kill_ends_the_process(home: FleetHome, writer: "subprocess.Popen[bytes]") -> None:
     assert inflict(home, Fault("kill", "router.batch"), Random(0)) == writer.pid
     assert writer.wait(10) == -signal.SIGKILL
 
 
-def test_a_stopped_process_goes_on(home: FleetHome, writer: "subprocess.Popen[bytes]") -> None:
+def test_a_stopped_process_continues(home: FleetHome, writer: "subprocess.Popen[bytes]") -> None:
     seen = []
     process = psutil.Process(writer.pid)
 
@@ -86,7 +86,7 @@ def test_a_full_disk_refuses_writes_and_has_room_again(
     until(lambda: written.stat().st_size > before)
 
 
-def test_a_delayed_process_is_late_again_and_again_and_goes_on(
+def test_a_delayed_process_is_slowed_repeatedly_and_continues(
     home: FleetHome, writer: "subprocess.Popen[bytes]", tmp_path: Path
 ) -> None:
     process, states = psutil.Process(writer.pid), list[bool]()
@@ -102,7 +102,7 @@ def test_a_delayed_process_is_late_again_and_again_and_goes_on(
 
 
 @pytest.mark.parametrize("by_s", [3600.0, -3600.0])
-def test_the_clock_is_right_again_however_long_it_was_not(by_s: float) -> None:
+def test_the_clock_is_right_again_after_a_shift(by_s: float) -> None:
     """This machine's is left alone."""
     changes: list[float] = []
     set_clock(by_s, 0.2, change=lambda _, at: changes.append(at - time.time()))
@@ -114,7 +114,7 @@ def test_processes_of_others_are_left_alone(tmp_path: Path, writer: "subprocess.
     assert writer.poll() is None
 
 
-def test_every_kind_of_process_is_hit_sooner_or_later() -> None:
+def test_every_kind_of_process_is_chosen_eventually() -> None:
     coming = faults(Random(1))
     killed = {fault.victim for fault in (next(coming) for _ in range(400)) if fault.kind == "kill"}
     assert killed == {*ENGINE, *FRONT, *KEEPS, *RAY}

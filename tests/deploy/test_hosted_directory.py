@@ -93,7 +93,7 @@ async def cancelled(task: asyncio.Task[None]) -> None:
     await asyncio.gather(task, return_exceptions=True)
 
 
-async def test_it_outlives_its_keeper_and_comes_back_when_it_is_killed(tmp_path: Path) -> None:
+async def test_the_directory_outlives_its_host_and_restarts_when_killed(tmp_path: Path) -> None:
     rig = Rig(tmp_path)
     store = StatusStore("decode-0")
     store.engine_up(replace(INFO, role=Role.DECODE, epoch=5))
@@ -169,9 +169,7 @@ def root() -> Iterator[Path]:
         yield Path(short)
 
 
-async def test_an_actor_that_starts_again_adopts_the_process(
-    root: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+async def test_a_restarted_actor_adopts_the_process(root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("RAY_AUTH_TOKEN", "the token of its cluster")
     monkeypatch.setattr(ray.util, "list_named_actors", ray.util.list_named_actors)  # put back at the end
     monkeypatch.setattr(ray, "get_actor", ray.get_actor)

@@ -23,7 +23,7 @@ batch: {database: 'postgresql+psycopg://user:password-of-the-database@db/x'}
 SECRETS = ("sk-in-the-fleet-file", "hf_in_the_environment", "password-of-the-database", TOKEN)
 
 
-def test_each_purpose_each_fleet_and_each_token_has_its_own() -> None:
+def test_every_purpose_fleet_and_token_has_its_own_key() -> None:
     keys = [
         FleetKeys(given, name).of(purpose)
         for given in (TOKEN, TOKEN + "x")
@@ -35,7 +35,7 @@ def test_each_purpose_each_fleet_and_each_token_has_its_own() -> None:
     assert not any(TOKEN in key for key in keys) and all(len(key) == 64 for key in keys)
 
 
-def test_a_token_is_where_ray_looks_for_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_token_is_where_ray_reads_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("HOME", str(tmp_path))
     with pytest.raises(TokenError, match=r"RAY_AUTH_TOKEN is not set, and .*auth_token cannot be read"):
         token({})
@@ -50,12 +50,12 @@ def test_a_token_is_where_ray_looks_for_it(tmp_path: Path, monkeypatch: pytest.M
         token({"RAY_AUTH_TOKEN_PATH": str(tmp_path / "none")})
 
 
-def test_a_token_that_could_be_guessed_is_none() -> None:
+def test_a_guessable_token_is_refused() -> None:
     with pytest.raises(TokenError, match="shorter than 16"):
         FleetKeys("secret", "a")
 
 
-def test_what_ray_keeps_for_an_actor_shows_nothing() -> None:
+def test_no_key_is_in_the_state_that_ray_keeps_of_an_actor() -> None:
     fleet, keys = parse_fleet(FLEET, "fleet.yaml"), FleetKeys(TOKEN, "sealed")
     argument = SealedFleet.of(fleet, keys)
     assert not any(secret.encode() in pickle.dumps(argument) for secret in (*SECRETS, "tiers"))

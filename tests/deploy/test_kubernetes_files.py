@@ -50,14 +50,14 @@ def test_the_fleet_in_the_config_map_is_a_fleet(tmp_path: Path) -> None:
     load_fleet(path)
 
 
-def test_each_tier_has_a_group_of_nodes_with_its_resource_and_enough_of_them() -> None:
+def test_each_tier_has_enough_nodes_with_its_resource() -> None:
     for tier in fleet()["tiers"]:
         (custom,) = (name for name in tier["resources"] if name != "GPU")
         groups = [group for group in GROUPS if custom in group["rayStartParams"].get("resources", "")]
         assert sum(group["replicas"] for group in groups) == tier["replicas"], tier["name"]
 
 
-def test_every_node_is_patient_with_a_head_that_is_away_and_lets_the_kernel_choose_for_memory() -> None:
+def test_every_node_tolerates_a_lost_head_and_leaves_memory_kills_to_the_kernel() -> None:
     for group in GROUPS:
         (container,) = group["template"]["spec"]["containers"]
         names = {variable["name"] for variable in container["env"]}
@@ -65,7 +65,7 @@ def test_every_node_is_patient_with_a_head_that_is_away_and_lets_the_kernel_choo
         assert {"RAY_memory_monitor_refresh_ms", "RAY_worker_oom_score_adj"} < names
 
 
-def test_who_has_no_token_is_let_in_nowhere() -> None:
+def test_the_cluster_requires_a_token() -> None:
     options = RAY_JOB["spec"]["rayClusterSpec"]["authOptions"]
     assert options == {"mode": "token", "secretName": "conserve-ray-token"}
     text = (ROOT / "deploy" / "kubernetes" / "fleet.yaml").read_text()
@@ -83,7 +83,7 @@ def test_pods_have_no_rights_that_they_do_not_need(group: dict[str, Any]) -> Non
 
 
 @pytest.mark.parametrize("group", GROUPS, ids=lambda group: group.get("groupName", "head"))
-def test_keepers_write_where_there_is_a_volume(group: dict[str, Any]) -> None:
+def test_keepers_write_to_a_volume(group: dict[str, Any]) -> None:
     (container,) = group["template"]["spec"]["containers"]
     (home,) = (one["value"] for one in container["env"] if one["name"] == "CONSERVE_HOME")
     mounted = {one["mountPath"]: one["name"] for one in container["volumeMounts"]}
@@ -93,7 +93,7 @@ def test_keepers_write_where_there_is_a_volume(group: dict[str, Any]) -> None:
     assert f"--owner=conserve --group=conserve --mode=0700 {home}" in dockerfile
 
 
-def test_the_network_lets_in_callers_the_operator_and_prometheus() -> None:
+def test_the_network_policy_admits_clients_the_operator_and_prometheus() -> None:
     policy = next(document for document in DOCUMENTS if document["kind"] == "NetworkPolicy")["spec"]
     assert policy["podSelector"] == {} and policy["policyTypes"] == ["Ingress"]
     within, callers, operator, prometheus = policy["ingress"]

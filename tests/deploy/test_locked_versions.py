@@ -22,11 +22,11 @@ def major(version: str) -> str:
 @pytest.mark.parametrize(
     "package", ["openai", "ray", "pydantic", "starlette", "sqlalchemy", "msgspec", "grpcio"]
 )
-def test_both_locks_have_one_major_version_of_what_we_import(package: str) -> None:
+def test_both_lock_files_have_the_same_major_version_of_each_import(package: str) -> None:
     assert major(versions("cpu.txt")[package]) == major(versions("cuda.txt")[package])
 
 
-def test_cuda_has_no_lmcache_of_its_own() -> None:
+def test_the_cuda_lock_has_no_separate_lmcache() -> None:
     """A release that pip would choose lacks what the connector uses; lmcache.txt has the right one."""
     assert "lmcache" not in versions("cuda.txt")
     assert versions("lmcache.txt")["lmcache"] == "0.5.6"

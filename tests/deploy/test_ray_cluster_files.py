@@ -40,7 +40,7 @@ def test_ray_refuses_the_file_with_a_misspelt_key(path: Path) -> None:
 
 
 @pytest.mark.parametrize("path", FILES, ids=lambda path: path.name)
-def test_the_loss_of_the_head_ends_nothing(path: Path) -> None:
+def test_the_loss_of_the_head_ends_no_node(path: Path) -> None:
     config = load(path)
     head, worker = config["head_start_ray_commands"][-1], config["worker_start_ray_commands"][-1]
     assert "RAY_gcs_storage=rocksdb" in head
@@ -49,7 +49,7 @@ def test_the_loss_of_the_head_ends_nothing(path: Path) -> None:
 
 
 @pytest.mark.parametrize("path", FILES, ids=lambda path: path.name)
-def test_ray_ends_no_actor_for_memory_that_an_engine_took(path: Path) -> None:
+def test_ray_does_not_kill_actors_when_an_engine_fills_the_memory(path: Path) -> None:
     config = load(path)
     for command in (config["head_start_ray_commands"][-1], config["worker_start_ray_commands"][-1]):
         for setting in ("RAY_memory_monitor_refresh_ms=0", "RAY_worker_oom_score_adj=0"):
@@ -57,7 +57,7 @@ def test_ray_ends_no_actor_for_memory_that_an_engine_took(path: Path) -> None:
 
 
 @pytest.mark.parametrize("path", FILES, ids=lambda path: path.name)
-def test_who_has_no_token_is_let_in_nowhere(path: Path) -> None:
+def test_the_cluster_requires_a_token(path: Path) -> None:
     """Ray 2.60 asks for none by itself, and `ray up` hands none out."""
     config = load(path)
     assert config["file_mounts"][TOKEN] == TOKEN
@@ -67,13 +67,13 @@ def test_who_has_no_token_is_let_in_nowhere(path: Path) -> None:
 
 
 @pytest.mark.parametrize("path", FILES, ids=lambda path: path.name)
-def test_what_its_first_line_says_to_make_can_be_made(path: Path) -> None:
+def test_the_setup_command_in_the_first_line_works(path: Path) -> None:
     (target,) = re.findall(r"make (\w+)", path.read_text().splitlines()[0])
     assert f"\n{target}:" in (ROOT / "Makefile").read_text()
 
 
 @pytest.mark.parametrize("path", FILES, ids=lambda path: path.name)
-def test_what_is_mounted_exists_or_is_built(path: Path) -> None:
+def test_every_mounted_file_exists_or_is_built(path: Path) -> None:
     for source in load(path)["file_mounts"].values():
         assert source in ("dist", TOKEN) or (ROOT / source).is_file(), source
 

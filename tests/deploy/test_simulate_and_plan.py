@@ -37,7 +37,7 @@ def test_simulate_compares_systems_on_one_fleet(trace: Path, tmp_path: Path) -> 
     assert found == {"prefiller": 20, "full_disaggregation": 40, "sticky": 0}
 
 
-def test_simulate_compares_what_gives_way(trace: Path, tmp_path: Path) -> None:
+def test_simulate_compares_eviction_policies(trace: Path, tmp_path: Path) -> None:
     out = tmp_path / "out.json"
     simulate(FLEET, trace, policy="elastic", overload="off,preempt,park,drop", json_file=out)
     found = json.loads(out.read_text())
@@ -47,13 +47,13 @@ def test_simulate_compares_what_gives_way(trace: Path, tmp_path: Path) -> None:
     assert all(one["conversations"] == 20 and one["drops"] == 0 for one in found)
 
 
-def test_what_gives_way_by_default_is_what_park_says() -> None:
+def test_the_default_eviction_policy_follows_the_park_key() -> None:
     file = load_fleet(FLEET)
     default, park = (simulation_settings(file, None, 0.1, 0, way) for way in (None, OverloadPolicy.PARK))
     assert default == park
 
 
-def test_simulated_engines_hold_running_turns_to_the_files_target(tmp_path: Path) -> None:
+def test_simulated_engines_use_the_tbt_target_of_the_file(tmp_path: Path) -> None:
     assert simulation_settings(load_fleet(FLEET), None, 0.1, 0).tbt_s == DEFAULT_TARGETS.tbt_s
     tighter = tmp_path / "fleet.yaml"
     tighter.write_text(FLEET.read_text() + "\ncoserving: {tbt: 38ms}\n")
@@ -73,12 +73,12 @@ def test_figures_that_no_turn_has_are_null(tmp_path: Path, capsys: pytest.Captur
     assert "later - s" in capsys.readouterr().out
 
 
-def test_plan_with_means_gives_the_papers_check(capsys: pytest.CaptureFixture[str]) -> None:
+def test_plan_with_means_reproduces_the_papers_check(capsys: pytest.CaptureFixture[str]) -> None:
     plan(rate=1.4)
     assert "R* = 1.667/s" in capsys.readouterr().out
 
 
-def test_plan_overload_says_who_would_pair_what_it_gives_and_what_is_in_the_way(
+def test_plan_overload_names_the_pairs_their_gain_and_the_obstacles(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     out = tmp_path / "plan.json"
@@ -91,7 +91,7 @@ def test_plan_overload_says_who_would_pair_what_it_gives_and_what_is_in_the_way(
     assert made["decode"]["most"]["gained_tokens"] == 2 * 3_836 and "prefill" not in made
 
 
-def test_plan_overload_of_engines_that_would_be_too_slow_says_so(
+def test_plan_overload_reports_engines_that_would_be_too_slow(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     slow = tmp_path / "fleet.yaml"
@@ -105,7 +105,7 @@ def test_plan_overload_of_engines_that_would_be_too_slow_says_so(
         plan(overload=FLEET, profile=str(unknown))
 
 
-def test_what_cannot_be_done_is_said_in_a_sentence(trace: Path) -> None:
+def test_an_impossible_request_is_refused_with_a_sentence(trace: Path) -> None:
     with pytest.raises(PlacementError, match="not one fits"):
         plan(peak_tokens=400_000)
     with pytest.raises(TraceError, match=r"a40-qwen3-0\.6b"):

@@ -62,13 +62,13 @@ def test_every_text_survives_the_tokenizer(model: Path) -> None:
         assert tokenizer.decode(ids) == text
 
 
-def test_what_the_model_may_say_reads_back_as_the_same_tokens(model: Path) -> None:
+def test_every_text_of_the_model_tokenizes_to_its_own_tokens(model: Path) -> None:
     tokenizer = Tokenizer.from_file(str(model / "tokenizer.json"))
     said = [token for token in SPEAKABLE if token < 256]
     assert tokenizer.encode(tokenizer.decode(said)).ids == said
 
 
-def test_unspeakable_tokens_can_never_win() -> None:
+def test_excluded_tokens_are_never_generated() -> None:
     weights = make_weights(SMALL)
     generator = np.random.default_rng(1)
     hidden = generator.normal(0, 30, (500, SMALL.hidden)).astype(np.float32)

@@ -55,12 +55,12 @@ def refused(base: Path, edit: Edit) -> str:
     return answer.stderr.strip()
 
 
-def test_a_model_that_is_not_there(base: Path) -> None:
+def test_a_missing_model_is_reported(base: Path) -> None:
     said = refused(base, lambda content: content["model"].update(path="/no/such/model"))
     assert said.startswith("conserve: model.path: there is no model in /no/such/model; it must be ")
 
 
-def test_a_port_that_is_taken(base: Path) -> None:
+def test_a_taken_port_is_reported(base: Path) -> None:
     with socket.create_server(("127.0.0.1", 0)) as taken:
         port = taken.getsockname()[1]
         said = refused(base, lambda content: content["gateway"].update(port=port))
@@ -68,7 +68,7 @@ def test_a_port_that_is_taken(base: Path) -> None:
     assert "change gateway.port or end what is there" in said
 
 
-def test_a_journal_that_is_damaged(base: Path) -> None:
+def test_a_damaged_journal_is_reported(base: Path) -> None:
     home = FleetHome.of("random", str(base))
     Journal.create(home.journal, [Row(f"c:{number}", "whole", b"{}") for number in range(2000)])
     data = bytearray(home.journal.read_bytes())
@@ -86,7 +86,7 @@ SAYS = (
 )
 
 
-def test_fewer_files_than_connections_need(base: Path) -> None:
+def test_too_low_a_limit_of_open_files_is_reported(base: Path) -> None:
     """Said by `conserve up`, and by a gateway on whichever machine."""
     fleet = base / "fleet.yaml"
     fleet.write_text(random(lambda content: None))
@@ -107,7 +107,7 @@ def test_fewer_files_than_connections_need(base: Path) -> None:
 
 
 @pytest.mark.slow
-def test_a_ray_cluster_that_is_not_there_and_the_fleet_can_be_forgotten(
+def test_a_missing_ray_cluster_is_reported_and_its_fleet_can_be_removed(
     base: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("RAY_AUTH_TOKEN", "a token" * 8)
@@ -127,7 +127,7 @@ def test_a_ray_cluster_that_is_not_there_and_the_fleet_can_be_forgotten(
         ({"decode_tier": 1}, {"decode_tier": 10_000.0}, True),
     ],
 )
-def test_resources_that_this_machine_lacks(resources: dict[str, float], there: Any, fits: bool) -> None:
+def test_missing_resources_are_reported(resources: dict[str, float], there: Any, fits: bool) -> None:
     fleet = parse_fleet(random(lambda content: content["tiers"][1].update(resources=resources)), "f")
     there = {"prefill_tier": 1.0, **there}
     if fits:

@@ -63,7 +63,7 @@ def started(tmp_path: Path) -> Iterator[Callable[..., subprocess.Popen[bytes]]]:
         process.wait()
 
 
-def test_a_child_that_is_killed_starts_again_without_its_leftovers(
+def test_a_killed_child_restarts_without_leftovers(
     started: Callable[..., subprocess.Popen[bytes]], tmp_path: Path
 ) -> None:
     supervisor = started()
@@ -80,7 +80,9 @@ def test_a_child_that_is_killed_starts_again_without_its_leftovers(
     until(lambda: not any(alive(pid) for pid in leftovers))
 
 
-def test_asked_to_end_it_ends_everything(started: Callable[..., subprocess.Popen[bytes]]) -> None:
+def test_a_terminated_supervisor_ends_all_its_processes(
+    started: Callable[..., subprocess.Popen[bytes]],
+) -> None:
     supervisor = started()
     everything = below(supervisor.pid)
     supervisor.send_signal(signal.SIGTERM)
@@ -88,7 +90,9 @@ def test_asked_to_end_it_ends_everything(started: Callable[..., subprocess.Popen
     until(lambda: not any(process.is_running() for process in everything))
 
 
-def test_it_ends_with_the_process_it_was_started_for(started: Callable[..., subprocess.Popen[bytes]]) -> None:
+def test_the_supervisor_ends_with_the_process_that_started_it(
+    started: Callable[..., subprocess.Popen[bytes]],
+) -> None:
     owner = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(600)"])
     supervisor = started(str(owner.pid))
     everything = below(supervisor.pid)

@@ -30,14 +30,14 @@ def wanted(extras: list[str]) -> list[Requirement]:
 @pytest.mark.parametrize(
     ("file", "extras"), [("cpu.txt", ["cpu", "dev", "postgres"]), ("cuda.txt", ["cuda", "postgres"])]
 )
-def test_what_the_project_needs_is_locked_with_hashes(file: str, extras: list[str]) -> None:
+def test_every_dependency_is_locked_with_hashes(file: str, extras: list[str]) -> None:
     there = locked(file)
     for needs in wanted(extras):
         (version,) = there[canonicalize_name(needs.name)].specifier
         assert needs.specifier.contains(version.version), (needs, version)
 
 
-def test_the_image_stands_on_a_digest_and_installs_what_is_locked() -> None:
+def test_the_image_pins_its_base_by_digest_and_installs_locked_packages() -> None:
     said = (ROOT / "Dockerfile").read_text()
     bases = re.findall(r"^(?:ARG BASE=|FROM )(\S+)", said, re.MULTILINE)
     assert bases and all(re.search(r"@sha256:[0-9a-f]{64}$", one) for one in bases if one != "${BASE}")

@@ -95,7 +95,7 @@ def until(true: Callable[[], object], limit_s: float, what: str) -> None:
 
 
 @pytest.mark.timeout(600)
-def test_a_start_that_fails_says_why_and_leaves_nothing(rig: FleetRig) -> None:
+def test_a_failed_start_reports_its_reason_and_leaves_nothing(rig: FleetRig) -> None:
     # `conserve check` knows vLLM's options, and not what each takes.
     answer = conserve(rig.base, "up", str(rig.file("compilation-config: none-such")), timeout_s=500)
     assert answer.returncode == 1
@@ -125,7 +125,7 @@ def test_ctrl_c_ends_a_fleet_that_serves_within_seconds(rig: FleetRig) -> None:
 
 
 @pytest.mark.timeout(600)
-def test_a_down_while_engines_start_is_told_to_who_waits_for_them(rig: FleetRig) -> None:
+def test_down_during_a_start_ends_the_waiting_up(rig: FleetRig) -> None:
     running = rig.up()
     until(lambda: "mixed-0: starting" in rig.output(), 300, "the engine to begin to start")
     assert "processes ended" in conserve(rig.base, "down", "one", timeout_s=120).stdout
@@ -153,7 +153,7 @@ def test_a_fleet_in_the_background_of_a_script_is_down_within_seconds(rig: Fleet
 
 
 @pytest.mark.timeout(900)
-def test_it_serves_as_it_says(life: WholeLife) -> None:
+def test_the_printed_command_gets_an_answer(life: WholeLife) -> None:
     assert life.answer["choices"][0]["message"]["content"]
     assert life.models["data"][0]["id"] == "small"
     assert [(name, one["phase"]) for name, one in life.engines.items()] == [("decode-0", "serving")]
@@ -161,7 +161,7 @@ def test_it_serves_as_it_says(life: WholeLife) -> None:
 
 
 @pytest.mark.timeout(900)
-def test_it_traces_a_clients_turn_down_to_the_engine(life: WholeLife) -> None:
+def test_a_clients_trace_continues_down_to_the_engine(life: WholeLife) -> None:
     """The gateway's spans, and vLLM's own below the leg that it served."""
     found = {span.name: span for span in life.spans}
     assert set(found) == {"turn", "identify", "bind", "decode leg", "llm_request"}

@@ -22,7 +22,9 @@ def talk(fleet: RunningFleet, seed: int, words: int) -> None:
     text_turn(sdk, fleet.model, messages)
 
 
-def test_each_goes_to_the_least_loaded_decoder_and_moves_once(laptop_fleet: RunningFleet) -> None:
+def test_each_conversation_goes_to_the_least_loaded_decoder_and_transfers_once(
+    laptop_fleet: RunningFleet,
+) -> None:
     fleet = laptop_fleet
     words = [random.Random(7).choice((20, 50, 100, 250)) for _ in range(CONVERSATIONS)]
     with ThreadPoolExecutor(CONVERSATIONS) as threads:

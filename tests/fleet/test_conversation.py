@@ -83,7 +83,7 @@ def test_the_responses_api_continues_by_response_id(laptop_fleet: RunningFleet) 
     assert (found["turns"], found["transfers"]) == (2, 1)
 
 
-def test_completions_go_on_from_their_text(laptop_fleet: RunningFleet) -> None:
+def test_a_completion_continues_from_its_own_text(laptop_fleet: RunningFleet) -> None:
     fleet = laptop_fleet
     sdk = client(fleet.url, "completions")
     prompt = "Once upon a time there was a fleet. " * 20

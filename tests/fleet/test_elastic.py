@@ -62,7 +62,7 @@ def took(fleet: RunningFleet, key: str, seed: int) -> float:
     return float(placement(fleet, key)["took"]["first_token_s"])
 
 
-def test_a_surge_is_refused_nothing_and_leaves_no_queue(fleet: RunningFleet) -> None:
+def test_no_turn_of_a_surge_is_refused_and_no_queue_remains(fleet: RunningFleet) -> None:
     calm = [took(fleet, f"before-{number}", 7000 + number) for number in range(3)]  # below its rate
     surge = [first_turn(fleet, f"surge-{number}", 7100 + number) for number in range(SURGE)]
     for stream in surge:
@@ -79,7 +79,7 @@ def test_a_surge_is_refused_nothing_and_leaves_no_queue(fleet: RunningFleet) -> 
     assert [one["wait_s"] for one in options if one] == [0.0], "no queue is left, nor any that is not there"
 
 
-def test_a_prefiller_killed_under_a_surge_makes_nobody_wait_for_a_timeout(fleet: RunningFleet) -> None:
+def test_no_client_waits_for_a_timeout_when_a_prefiller_is_killed_in_a_surge(fleet: RunningFleet) -> None:
     """Some are with decoders, some were taken back, some wait for the prefiller: all go on at once."""
     took(fleet, "calm", 7300)
     waited = {reason: refused(fleet, reason) for reason in ("stalled", "expired", "unknown")}

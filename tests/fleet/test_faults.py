@@ -52,7 +52,7 @@ def vllm_process(fleet: RunningFleet, engine: str, name: str) -> int:
     return found
 
 
-def test_a_killed_decoder_ends_streams_that_are_not_to_go_on_and_the_others_do(fleet: RunningFleet) -> None:
+def test_a_killed_decoder_ends_only_streams_that_may_not_resume(fleet: RunningFleet) -> None:
     messages = opening(51, 60)
     text_turn(client(fleet.url, "victim"), fleet.model, messages)
     where = conversation(fleet, "victim", 1)["decoder"]
@@ -138,7 +138,7 @@ def test_a_killed_gateway_comes_back_with_every_binding(fleet: RunningFleet) -> 
     assert answer.cached_tokens > 0
 
 
-def test_a_killed_directory_keeps_bindings_and_later_turns_do_not_notice(fleet: RunningFleet) -> None:
+def test_a_killed_directory_keeps_bindings_and_later_turns_continue(fleet: RunningFleet) -> None:
     messages = opening(54, 60)
     text_turn(client(fleet.url, "directory"), fleet.model, messages)
     before = conversation(fleet, "directory", 1)
@@ -179,7 +179,7 @@ def test_a_killed_keeper_costs_no_kv(fleet: RunningFleet) -> None:
 
 
 @pytest.mark.slow
-def test_ninety_seconds_without_rays_head_cost_nothing(fleet: RunningFleet) -> None:
+def test_ninety_seconds_without_the_ray_head_disturb_nothing(fleet: RunningFleet) -> None:
     messages = opening(56, 60)
     text_turn(client(fleet.url, "head"), fleet.model, messages)
     before = conversation(fleet, "head", 1)
@@ -209,7 +209,7 @@ def test_ninety_seconds_without_rays_head_cost_nothing(fleet: RunningFleet) -> N
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", ["raylet/raylet", "gcs_server"])
-def test_a_killed_process_of_rays_ends_no_gateway_and_no_engine(fleet: RunningFleet, name: str) -> None:
+def test_a_killed_ray_process_ends_no_gateway_and_no_engine(fleet: RunningFleet, name: str) -> None:
     """Watched for longer than their leases, which actors renew: those ended with the raylet.
 
     New conversations go on, too: the directory's process outlives its actor.
@@ -240,7 +240,7 @@ def test_a_killed_process_of_rays_ends_no_gateway_and_no_engine(fleet: RunningFl
     assert {one: (state["pid"], state["epoch"]) for one, state in fleet.engines().items()} == engines
 
 
-def test_the_kernel_would_end_engines_first_and_what_serves_last(fleet: RunningFleet) -> None:
+def test_the_kernel_would_kill_engines_first_and_gateways_last(fleet: RunningFleet) -> None:
     """As the kernel has it: Ray gives its workers 1000, and who they start inherits that."""
 
     def scores(*words: str) -> set[int]:

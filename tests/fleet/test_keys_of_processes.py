@@ -38,7 +38,7 @@ def keys(laptop_fleet: RunningFleet, token: str) -> FleetKeys:
     return FleetKeys(token, laptop_fleet.fleet.name)
 
 
-def test_strangers_use_no_engine(laptop_fleet: RunningFleet, keys: FleetKeys) -> None:
+def test_an_engine_refuses_requests_without_its_key(laptop_fleet: RunningFleet, keys: FleetKeys) -> None:
     ask = {"model": laptop_fleet.model, "prompt": "hello", "max_tokens": 2}
     for engine in laptop_fleet.engines().values():
         url = f"http://{engine['http']}"
@@ -54,7 +54,7 @@ def test_strangers_use_no_engine(laptop_fleet: RunningFleet, keys: FleetKeys) ->
         assert answered.status_code == 200 and answered.json()["choices"]
 
 
-def test_one_purposes_key_is_worth_nothing_for_another(laptop_fleet: RunningFleet, keys: FleetKeys) -> None:
+def test_a_key_is_valid_for_its_own_purpose_only(laptop_fleet: RunningFleet, keys: FleetKeys) -> None:
     async def ask(address: str, method: Method, key: str) -> bool:  # type: ignore[type-arg]
         async with grpc.aio.insecure_channel(address) as channel:
             try:
@@ -109,7 +109,7 @@ def files(fleet: RunningFleet) -> Iterator[Path]:
                 yield path
 
 
-def test_environments_hold_what_their_process_needs_and_are_its_users_own(
+def test_an_environment_holds_only_what_its_process_needs_and_only_its_user_reads_it(
     laptop_fleet: RunningFleet, keys: FleetKeys, token: str
 ) -> None:
     of_engines = {keys.of(Purpose.ENGINES), keys.of(Purpose.TRANSFER)}
@@ -132,7 +132,7 @@ def tree(pid: int) -> list[psutil.Process]:
     return [root, *root.children(recursive=True)]
 
 
-def test_a_client_without_the_token_is_none_of_rays(laptop_fleet: RunningFleet) -> None:
+def test_ray_refuses_a_client_without_the_token(laptop_fleet: RunningFleet) -> None:
     run = laptop_fleet.home.read_run()
     assert run is not None
     for mode, given in (("disabled", ""), ("token", "0123456789abcdef0123456789abcdef")):

@@ -73,7 +73,7 @@ def test_a_large_append_and_a_compaction_are_transferred_to_the_same_decoder(
     assert metric(fleet.url, "conserve_redisaggregations_total", outcome="transferred") == again + 2
 
 
-def test_a_parked_conversation_is_shown_as_parked_and_comes_back(laptop_fleet: RunningFleet) -> None:
+def test_a_parked_conversation_is_shown_as_parked_and_resumes(laptop_fleet: RunningFleet) -> None:
     fleet = laptop_fleet
     messages = opening(74, 300)
     sdk = client(fleet.url, "parks")

@@ -43,9 +43,7 @@ def fleet(nodes: Nodes, monkeypatch: pytest.MonkeyPatch) -> Iterator[RunningFlee
         yield fleet
 
 
-def test_tiers_lie_on_their_nodes_and_a_lost_node_costs_its_conversations_a_prefill(
-    fleet: RunningFleet, nodes: Nodes
-) -> None:
+def test_tiers_run_on_their_nodes_and_a_lost_node_costs_a_prefill(fleet: RunningFleet, nodes: Nodes) -> None:
     hosts = {name: one["http"].split(":")[0] for name, one in fleet.engines().items()}
     assert hosts["prefill-0"] == HOSTS["prefill-node"]
     assert {hosts["decode-0"], hosts["decode-1"]} == {HOSTS["decode-node-a"], HOSTS["decode-node-b"]}

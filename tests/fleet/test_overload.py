@@ -69,7 +69,7 @@ def changes_at(page: str, change: str) -> float:
     return metric(page, "conserve_overload_changes_total", change=change, outcome="done")
 
 
-def test_a_burst_makes_a_pair_and_its_end_restores_it(fleet: RunningFleet, right: list[str]) -> None:
+def test_a_burst_pairs_engines_and_its_end_restores_them(fleet: RunningFleet, right: list[str]) -> None:
     streams = burst(fleet, "burst")
     fleet.until(lambda: changes(fleet, "drop") == 1, 60, "the pair to share its layers")
     assert texts(streams) == right
@@ -79,7 +79,7 @@ def test_a_burst_makes_a_pair_and_its_end_restores_it(fleet: RunningFleet, right
         assert all(metric(page, f"conserve_split_{cost}_total") > 0 for page in pages)
 
 
-def test_a_killed_peer_leaves_an_engine_that_serves_alone(fleet: RunningFleet, right: list[str]) -> None:
+def test_the_survivor_of_a_killed_peer_serves_alone(fleet: RunningFleet, right: list[str]) -> None:
     """An engine without a batch notices no peer's end. A look at the fleet takes seconds beside a burst,
     which may end meanwhile: all that is to be known of it is asked for before."""
     page, survivor = f"http://{fleet.status()['metrics']}", f"http://{fleet.engines()['mixed-0']['http']}"

@@ -71,7 +71,7 @@ def talk(fleet: RunningFleet) -> None:
         list(threads.map(agent, range(2)))
 
 
-def test_every_page_of_the_fleet_is_scraped_as_what_it_is(
+def test_every_page_of_the_fleet_is_scraped_under_its_component(
     scraping: Prometheus, laptop_fleet: RunningFleet
 ) -> None:
     up = {
@@ -86,7 +86,7 @@ def test_every_page_of_the_fleet_is_scraped_as_what_it_is(
 
 
 @pytest.mark.parametrize(("where", "expression"), expressions())
-def test_every_expression_has_data_of_a_live_fleet(
+def test_every_expression_has_data_in_a_live_fleet(
     scraping: Prometheus, life: WholeLife, where: str, expression: str
 ) -> None:
     """Each expression has data of the laptop fleet or of the co-serving fleet with GPUs."""
@@ -94,7 +94,7 @@ def test_every_expression_has_data_of_a_live_fleet(
     assert scraping.numbers(asked) or life.seen[asked], f"{where}: {expression}"
 
 
-def test_an_expression_that_nothing_serves_has_no_data(scraping: Prometheus) -> None:
+def test_an_expression_of_an_unknown_metric_has_no_data(scraping: Prometheus) -> None:
     assert not scraping.numbers('sum(rate(conserve_no_such_total{kind="x"}[$__rate_interval]))')
 
 
@@ -112,18 +112,16 @@ COUNTS = [
 
 
 @pytest.mark.parametrize("expression", COUNTS)
-def test_turns_that_interrupt_offline_work_and_the_watts_of_it_are_seen(
-    life: WholeLife, expression: str
-) -> None:
+def test_interrupted_offline_work_and_its_power_are_visible(life: WholeLife, expression: str) -> None:
     assert max(life.seen[expression]) > 0
 
 
-def test_a_capped_gpu_is_seen_as_it_is(life: WholeLife) -> None:
+def test_the_power_cap_of_a_gpu_is_visible(life: WholeLife) -> None:
     assert set(life.seen["conserve_power_limit_watts"]) == {float(CAP_W)}
     assert set(life.seen["conserve_power_watts"]) == {75.0}
 
 
-def test_no_alert_says_what_is_not_so(scraping: Prometheus) -> None:
+def test_no_alert_fires_without_a_cause(scraping: Prometheus) -> None:
     alerts = {alert["labels"]["alertname"]: alert for alert in scraping.get("/api/v1/alerts")["alerts"]}
     assert not QUIET & set(alerts), alerts
     (group,) = scraping.get("/api/v1/rules")["groups"]

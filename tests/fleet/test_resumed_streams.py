@@ -64,7 +64,7 @@ def resumed(fleet: RunningFleet) -> float:
         ("workers.serve", signal.SIGTERM, FEW),  # as a machine that shuts down does
     ],
 )
-def test_streams_go_on_equal_to_undisturbed_ones(
+def test_resumed_streams_equal_undisturbed_ones(
     fleet: RunningFleet, process: str, how: signal.Signals, count: int
 ) -> None:
     calm, hit = f"calm-{process}-{how.name}", f"hit-{process}-{how.name}"

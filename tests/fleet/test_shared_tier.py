@@ -32,7 +32,7 @@ def by_source(fleet: RunningFleet, engine: str) -> dict[str, float]:
     return {s: metric(url, BY_SOURCE, source=s) for s in ("local_compute", "external_kv_transfer")}
 
 
-def test_the_conversation_of_a_killed_decoder_goes_on_elsewhere_with_its_kv(fleet: RunningFleet) -> None:
+def test_a_killed_decoders_conversation_continues_elsewhere_with_its_kv(fleet: RunningFleet) -> None:
     messages = opening(81, 500)
     sdk = client(fleet.url, "survivor")
     text_turn(sdk, fleet.model, messages)
@@ -61,7 +61,7 @@ def test_the_conversation_of_a_killed_decoder_goes_on_elsewhere_with_its_kv(flee
     assert anew.text == turn.text
 
 
-def test_serving_goes_on_without_the_server_and_with_it_again(fleet: RunningFleet) -> None:
+def test_serving_continues_without_the_server_and_uses_it_again(fleet: RunningFleet) -> None:
     def servers() -> list[int]:
         return fleet.processes("-m", SERVER, "--chunk-size")
 

@@ -33,7 +33,7 @@ async def run(fleet: RunningFleet, trace: list[TraceConversation]) -> list[LiveB
         return await agents.play(trace)
 
 
-def test_every_binding_is_the_one_that_the_simulation_makes(unused_fleet: RunningFleet) -> None:
+def test_every_binding_equals_the_simulated_one(unused_fleet: RunningFleet) -> None:
     file = unused_fleet.fleet
     trace = list(conversations(12, file.conversation.headroom_tokens))
     live = asyncio.run(run(unused_fleet, trace))

@@ -19,7 +19,7 @@ def fleet(laptop_fleet: RunningFleet) -> Iterator[RunningFleet]:
     serving(laptop_fleet)
 
 
-def test_a_killed_decoder_costs_kv_and_not_history(fleet: RunningFleet) -> None:
+def test_a_killed_decoder_loses_kv_but_no_history(fleet: RunningFleet) -> None:
     told: dict[str, Any] = {"model": fleet.model, "temperature": 0, "max_output_tokens": 24}
     sdk = client(fleet.url, "stored")
     asked = [{"role": "user", "content": text} for text in ("Which city?", "And the other one?", "Why?")]
@@ -44,7 +44,7 @@ def test_a_killed_decoder_costs_kv_and_not_history(fleet: RunningFleet) -> None:
     sdk.responses.delete(third.id)
 
 
-def test_a_conversation_is_named_and_not_repeated(fleet: RunningFleet) -> None:
+def test_a_client_names_its_conversation_instead_of_repeating_it(fleet: RunningFleet) -> None:
     told: dict[str, Any] = {"model": fleet.model, "temperature": 0, "max_output_tokens": 16}
     sdk = client(fleet.url, "named")
     first = sdk.responses.create(input="Which city?", conversation="conv_named", **told)

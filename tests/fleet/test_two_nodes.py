@@ -78,12 +78,12 @@ def by_source(fleet: RunningFleet) -> dict[str, float]:
     return {source: metric(decoder_page(fleet), BY_SOURCE, source=source) for source in sources}
 
 
-def test_engines_are_on_the_nodes_of_their_tiers(fleet: RunningFleet) -> None:
+def test_engines_run_on_the_nodes_of_their_tiers(fleet: RunningFleet) -> None:
     hosts = {name: engine["http"].split(":")[0] for name, engine in fleet.engines().items()}
     assert hosts == {"prefill-0": HOSTS["prefill-node"], "decode-0": HOSTS["decode-node"]}
 
 
-def test_a_first_turn_moves_once_and_later_turns_find_it(fleet: RunningFleet, keys: dict[str, str]) -> None:
+def test_kv_is_transferred_once_and_later_turns_find_it(fleet: RunningFleet, keys: dict[str, str]) -> None:
     messages = opening(91, 200)
     sdk = client(fleet.url, keys["carried"])
     before = by_source(fleet)
@@ -107,7 +107,9 @@ def test_a_first_turn_moves_once_and_later_turns_find_it(fleet: RunningFleet, ke
     assert anew.text == turns[-1].text
 
 
-def test_arrivals_abort_offline_work_and_nobody_notices(fleet: RunningFleet, keys: dict[str, str]) -> None:
+def test_arrivals_abort_offline_work_without_changing_any_answer(
+    fleet: RunningFleet, keys: dict[str, str]
+) -> None:
     """Safepoints fire in an engine whose KV another connector moves beside ours."""
     page, messages = decoder_page(fleet), opening(92, 100)
     offline, busy = client(fleet.url, keys["batches"]), client(fleet.url, keys["busy"])

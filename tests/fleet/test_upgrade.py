@@ -109,7 +109,7 @@ def agents(laptop_fleet: RunningFleet) -> Iterator[TalkingAgents]:
         yield talking
 
 
-def test_the_same_file_changes_nothing_and_a_dry_run_only_says(changing: Changing) -> None:
+def test_the_same_file_changes_nothing_and_a_dry_run_only_prints(changing: Changing) -> None:
     before = changing.epochs()
     assert "is up as the file says" in changing.up()
     said = changing.up(decode(args={"max-num-seqs": SEQUENCES}), "--dry-run")
@@ -121,7 +121,7 @@ def test_the_same_file_changes_nothing_and_a_dry_run_only_says(changing: Changin
     assert changing.epochs() == before
 
 
-def test_agents_talk_on_while_gateways_and_decoders_are_replaced(
+def test_conversations_continue_while_gateways_and_decoders_are_replaced(
     changing: Changing, agents: TalkingAgents
 ) -> None:
     fleet = changing.fleet

@@ -20,7 +20,7 @@ def test_impossible_settings_are_refused(wrong: dict[str, float]) -> None:
         ConnectorConfig.from_extra_config(wrong)
 
 
-def test_nixl_moves_and_ours_keeps() -> None:
+def test_nixl_transfers_kv_and_our_connector_retains_it() -> None:
     config = ConnectorConfig(backend="nixl", host="10.0.0.1", port=5600, host_kv_gib=2)
     argument = config.to_kv_transfer_config()
     moving, keeping = argument["kv_connector_extra_config"]["connectors"]
@@ -31,7 +31,7 @@ def test_nixl_moves_and_ours_keeps() -> None:
     assert "TransferPlugin" not in names and "CheckpointPlugin" in names
 
 
-def test_a_shared_tier_is_asked_last_and_never_waited_for_long() -> None:
+def test_a_shared_tier_is_asked_last_and_with_a_short_limit() -> None:
     config = ConnectorConfig(host_kv_gib=2, lmcache="127.0.0.1:5555", lmcache_timeout_s=0.5)
     ours, tier = config.to_kv_transfer_config()["kv_connector_extra_config"]["connectors"]
     assert ours["kv_connector"] == "ConServeConnector"

@@ -52,7 +52,7 @@ async def first(feed: ControlSocketClient) -> EngineState:
         return await anext(states)
 
 
-async def test_a_keeper_is_told_the_state_at_once_and_at_least_every_second(
+async def test_a_keeper_receives_the_state_at_once_and_at_least_every_second(
     engine: FedEngine, tmp_path: Path
 ) -> None:
     feed = ControlSocketClient(tmp_path / "engine.sock")
@@ -60,7 +60,7 @@ async def test_a_keeper_is_told_the_state_at_once_and_at_least_every_second(
     assert (await asyncio.wait_for(first(feed), 1.5)).seq >= 2
 
 
-async def test_changes_are_told_soon_but_not_one_by_one(engine: FedEngine, tmp_path: Path) -> None:
+async def test_changes_are_reported_soon_and_batched(engine: FedEngine, tmp_path: Path) -> None:
     async with aclosing(ControlSocketClient(tmp_path / "engine.sock").states()) as states:
         await anext(states)
         before = engine.seq
@@ -81,7 +81,7 @@ async def test_a_report_of_the_longest_ids_arrives(engine: FedEngine, tmp_path: 
         server.close()
 
 
-async def test_a_command_is_done_and_answered(engine: FedEngine, tmp_path: Path) -> None:
+async def test_a_command_is_executed_and_answered(engine: FedEngine, tmp_path: Path) -> None:
     feed = ControlSocketClient(tmp_path / "engine.sock")
     assert await feed.release("a conversation")
     assert engine.released == ["a conversation"]
@@ -111,9 +111,7 @@ async def test_a_restarted_engine_takes_over_the_path_of_a_killed_one(tmp_path: 
     engine.server.close()
 
 
-async def test_a_keeper_that_reads_or_connects_late_is_told_what_it_missed(
-    engine: FedEngine, tmp_path: Path
-) -> None:
+async def test_a_late_or_slow_keeper_receives_what_it_missed(engine: FedEngine, tmp_path: Path) -> None:
     feed = ControlSocketClient(tmp_path / "engine.sock")
     async with asyncio.timeout(5), aclosing(feed.states()) as states:
         before = await anext(states)
@@ -127,7 +125,7 @@ async def test_a_keeper_that_reads_or_connects_late_is_told_what_it_missed(
     assert set((await first(feed)).confirmed) == {"a", "b", "c"}
 
 
-def test_what_is_named_no_more_is_said_to_be_missing() -> None:
+def test_a_report_says_which_names_it_no_longer_holds() -> None:
     now = 0.0
     named = RecentChanges(clock=lambda: now)
     named.add(["a", "b"], 1)
@@ -142,7 +140,7 @@ def test_what_is_named_no_more_is_said_to_be_missing() -> None:
     assert named.after == 4
 
 
-async def test_a_line_that_is_no_command_is_answered_and_ends_nothing(
+async def test_an_invalid_command_line_is_answered_and_the_connection_continues(
     engine: FedEngine, tmp_path: Path
 ) -> None:
     async def answer(line: bytes) -> bytes:
@@ -158,7 +156,7 @@ async def test_a_line_that_is_no_command_is_answered_and_ends_nothing(
     assert engine.released == ["c"]
 
 
-async def test_a_command_that_fails_is_told_and_ends_nothing(tmp_path: Path) -> None:
+async def test_a_failed_command_is_reported_and_the_connection_continues(tmp_path: Path) -> None:
     def release(command: EngineCommand) -> Reply:
         if command.conversation == "bad":
             raise KeyError("no such block")

@@ -36,7 +36,7 @@ def test_steps_are_selected_by_name_and_by_group_in_the_order_of_the_sequence() 
     assert "together" in {step.name for step in SEQUENCE}
 
 
-def test_an_unknown_step_is_refused_with_the_names_there_are() -> None:
+def test_an_unknown_step_is_refused_with_the_known_names() -> None:
     with pytest.raises(StepSelectionError, match=r"no step or group coservin; there are .*coserving"):
         select(["coservin"], [])
 
@@ -57,7 +57,7 @@ def test_repeated_figures_become_medians_and_a_torn_line_is_ignored(tmp_path: Pa
 
 @pytest.mark.slow
 @pytest.mark.timeout(240)
-def test_a_killed_step_loses_no_figure_of_others_and_the_run_goes_on(tmp_path: Path) -> None:
+def test_a_killed_step_loses_no_other_figures_and_the_run_continues(tmp_path: Path) -> None:
     out, no_vllm = tmp_path / "results.jsonl", tmp_path / "blocked"
     (no_vllm / "vllm").mkdir(parents=True)
     (no_vllm / "vllm" / "__init__.py").write_text("raise ImportError('these steps need no vLLM')\n")
@@ -78,7 +78,7 @@ def test_a_killed_step_loses_no_figure_of_others_and_the_run_goes_on(tmp_path: P
 
 @pytest.mark.engine
 @pytest.mark.timeout(1500)
-def test_engine_steps_run_one_at_a_time_and_stand_beside_plain_vllm(tmp_path: Path) -> None:
+def test_engine_steps_run_one_at_a_time_and_are_compared_with_plain_vllm(tmp_path: Path) -> None:
     """An engine takes two to three minutes to start where other tests keep the cores busy."""
     out, json_file = tmp_path / "results.jsonl", tmp_path / "gpu.json"
     running = run(out, "--only", "coserving,plain,handover", "--json", str(json_file))

@@ -34,11 +34,11 @@ def test_a_step_runs_on_a_cpu_and_its_bytes_are_equal(name: str) -> None:
     assert not [key for key in found if key.endswith("_failed")]
 
 
-def test_vllms_batch_memcpy_says_why_it_cannot_be_measured() -> None:
+def test_an_unmeasurable_batch_memcpy_of_vllm_reports_the_reason() -> None:
     assert "needs CUDA" in str(host_tier_copies.vllm_copy_blocks("cpu")["failed_because"])
 
 
-def test_a_mover_that_loads_nothing_is_not_called_equal(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_mover_that_loads_nothing_is_reported_as_unequal(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(CudaMover, "load", lambda self, memory, copies, at=0: copies)
     assert torch_step(STEPS["host_copies"], "cpu")["equal"] is False
 

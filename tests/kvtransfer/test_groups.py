@@ -26,7 +26,7 @@ def of_attention() -> KVCacheGroupSpec:
     return KVCacheGroupSpec(["a"], spec)
 
 
-def test_a_state_is_one_block_of_those_behind_it() -> None:
+def test_a_state_stands_for_the_blocks_before_it() -> None:
     full, state = groups_of(SimpleNamespace(kv_cache_groups=[of_attention(), of_states("align")]))
     assert not full.state and state.state
     assert [state.first_block(tokens) for tokens in (0, 1, 31, 32, 33, 64, 65)] == [0, 0, 0, 0, 1, 1, 2]
@@ -34,14 +34,14 @@ def test_a_state_is_one_block_of_those_behind_it() -> None:
 
 
 @pytest.mark.parametrize("mode", ["none", "align"])
-def test_states_that_are_not_kept_and_models_without_attention_are_refused(mode: str) -> None:
+def test_models_without_attention_or_with_states_that_are_not_kept_are_refused(mode: str) -> None:
     groups = [of_states(mode)] if mode == "align" else [of_attention(), of_states(mode)]
     said = "no layer of this model has attention" if mode == "align" else "--enable-prefix-caching"
     with pytest.raises(ConnectorConfigError, match=said):
         groups_of(SimpleNamespace(kv_cache_groups=groups))
 
 
-def test_of_a_prompt_the_last_token_or_what_is_behind_the_last_state_is_not_sent() -> None:
+def test_the_last_token_and_tokens_after_the_last_state_are_not_sent() -> None:
     prompts = (1, 32, 33, 64, 65, 94)
     assert [transferred_tokens([FULL], prompt) for prompt in prompts] == list(prompts)
     assert [transferred_tokens([FULL, WINDOW], prompt) for prompt in prompts] == [1, 32, 33, 64, 65, 93]

@@ -9,12 +9,12 @@ from tests.support.fleet import ROOT
 TEXT = (ROOT / "docs" / "models.md").read_text()
 
 
-def test_the_table_has_the_architectures_that_are_run() -> None:
+def test_the_table_lists_the_architectures_that_run_in_tests() -> None:
     rows = re.findall(r"^\| `(\w+)` \([^|]*\) \| (\d)", TEXT, re.M)
     assert rows == [(one.kind, str(one.groups)) for one in SERVED.values()]
 
 
-def test_every_other_line_names_a_test_or_says_that_it_has_not_run() -> None:
+def test_every_other_row_names_a_test_or_states_that_it_has_not_run() -> None:
     rows = re.findall(r"^\| (?!-|architecture|what |`\w+` \()(.*) \|$", TEXT, re.M)
     assert rows
     for row in rows:

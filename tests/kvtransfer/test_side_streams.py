@@ -75,7 +75,7 @@ def from_a_prefiller(cuda: LateCuda, kv: list[Any], ordered: bool) -> Any:
 
 @pytest.mark.parametrize("layer", [0, 1, 3])
 @pytest.mark.parametrize("way", [from_the_host, from_a_prefiller])
-def test_what_an_aborted_iteration_still_writes_comes_before_what_is_loaded(
+def test_writes_of_an_aborted_iteration_come_before_loads(
     way: Callable[..., Restore], layer: int, cuda: LateCuda, kv: list[Any]
 ) -> None:
     restore = way(cuda, kv, ordered=True)
@@ -87,7 +87,7 @@ def test_what_an_aborted_iteration_still_writes_comes_before_what_is_loaded(
 
 
 @pytest.mark.parametrize("way", [from_the_host, from_a_prefiller])
-def test_without_the_mark_it_would_be_overwritten(
+def test_without_the_event_loaded_kv_would_be_overwritten(
     way: Callable[..., Restore], cuda: LateCuda, kv: list[Any]
 ) -> None:
     """The previous test guards against this."""
@@ -121,7 +121,7 @@ def test_a_layer_is_sent_when_it_is_computed_and_its_hook_waits_for_nothing(
     memory.close()
 
 
-def test_what_raises_while_it_launches_leaves_nothing_under_way(cuda: LateCuda) -> None:
+def test_an_exception_during_a_launch_leaves_nothing_running(cuda: LateCuda) -> None:
     """Nobody waits for it, and its memory may be another's next."""
     stream, wrote = SideStream(cuda), torch.zeros(4)
     with pytest.raises(MemoryError), stream.launching():
@@ -130,7 +130,7 @@ def test_what_raises_while_it_launches_leaves_nothing_under_way(cuda: LateCuda) 
     assert wrote.sum() == 4
 
 
-def test_a_thread_that_launches_takes_the_device_of_its_rank(cuda: LateCuda, kv: list[Any]) -> None:
+def test_a_launching_thread_uses_the_device_of_its_rank(cuda: LateCuda, kv: list[Any]) -> None:
     """A new thread would otherwise start on device 0 and leave a CUDA context there."""
     cuda.set_device(3)
     stream, devices = SideStream(cuda), []

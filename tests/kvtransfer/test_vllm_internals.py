@@ -69,7 +69,7 @@ BY_NAME = ("getattr", "setattr")
 
 
 @pytest.mark.parametrize("name", TABLES)
-def test_the_installed_release_is_the_one_written_for(name: str) -> None:
+def test_the_installed_vllm_is_the_supported_release(name: str) -> None:
     if TABLES[name] is not LMCACHE:  # an optional package
         verify(TABLES[name])
 
@@ -134,7 +134,7 @@ class Mentions:
         self.sets = other.reads
 
 
-def test_an_attribute_that_is_only_read_is_not_there() -> None:
+def test_an_attribute_that_is_read_but_never_set_counts_as_missing() -> None:
     table = ReliedOn({}, {f"{__name__}:Mentions": ("sets", "reads")})
     assert list(differences(table)) == ["Mentions.reads is relied on, but does not exist"]
 
@@ -179,7 +179,7 @@ def test_an_lmcache_without_the_event_that_is_cleared_is_refused(
         assert isinstance(guarded(None, None).worker_adapter, HealthyAdapter)
 
 
-def test_code_that_does_without_what_was_relied_on_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_code_that_no_longer_uses_a_relied_on_name_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     from vllm.v1.core.block_pool import BlockPool
 
     monkeypatch.setattr(BlockPool, "free_blocks", lambda self, ordered_blocks: self.free_blocks)
@@ -294,7 +294,7 @@ def test_no_other_module_uses_private_names_of_vllm_or_patches_it() -> None:
         ("class A:\n    def f(self):\n        self._a = 1\n        return self._a", []),
     ],
 )
-def test_what_it_finds(source: str, found: list[str] | None) -> None:
+def test_private_uses_and_patches_of_vllm_are_found(source: str, found: list[str] | None) -> None:
     wanted = sorted(["free_block_queue", "iter_blocks_after"]) if found is None else found
     assert sorted(set(contacts(source))) == wanted
 
@@ -305,7 +305,7 @@ def private_names(cls: type) -> set[str]:
     return {name for name in (*vars(cls), *getattr(code, "co_names", ())) if is_private(name)} - {"_abc_impl"}
 
 
-def test_no_class_elsewhere_overrides_what_is_private_in_vllm() -> None:
+def test_no_other_class_overrides_private_members_of_vllm() -> None:
     wrong = []
     for path in near_vllm():
         if path.name == "lmcache.py":  # an optional package; the syntax tree has shown that it is clean
@@ -338,7 +338,7 @@ def overridden(cls: type) -> Iterator[tuple[type, str]]:
                 yield theirs, name
 
 
-def test_every_method_that_overrides_one_of_vllms_is_in_a_table() -> None:
+def test_every_override_of_a_vllm_method_is_in_a_table() -> None:
     """If vLLM renamed it, an engine would start and never call ours."""
     known = {
         (path, name)
@@ -358,7 +358,7 @@ def test_every_method_that_overrides_one_of_vllms_is_in_a_table() -> None:
     assert sorted(found - known) == []
 
 
-def test_of_every_hook_of_the_connector_it_is_known_where_vllm_calls_it() -> None:
+def test_the_call_site_in_vllm_of_every_connector_hook_is_known() -> None:
     used = {
         name
         for table in (CONNECTOR, WORKER)
@@ -392,7 +392,7 @@ REQUESTS = {
 
 
 @pytest.mark.parametrize("path", REQUESTS)
-def test_every_field_of_vllms_requests_is_served_refused_or_left_out_on_purpose(path: str) -> None:
+def test_every_request_field_of_vllm_is_served_or_refused_or_ignored_on_purpose(path: str) -> None:
     module, *names = REQUESTS[path]
     protocol = import_module(f"vllm.entrypoints.{module}.protocol")
     of_vllm = {field for name in names for field in getattr(protocol, name).model_fields}

@@ -47,17 +47,19 @@ def request(peer: str, *forwarded: str, **others: str) -> Request:
         ("fe80::1%eth0", ["192.0.2.7"], "192.0.2.7"),  # of a connection the system says it
     ],
 )
-def test_the_last_that_no_proxy_of_ours_is(peer: str, forwarded: list[str], caller: str) -> None:
+def test_the_last_address_that_is_no_trusted_proxy_counts(
+    peer: str, forwarded: list[str], caller: str
+) -> None:
     assert Addresses(PROXIES).of(request(peer, *forwarded)) == caller
     assert Addresses([]).of(request(peer, *forwarded)) == peer
 
 
-def test_no_other_header_says_it() -> None:
+def test_no_other_header_names_the_client() -> None:
     said = request("10.0.0.1", Forwarded="for=192.0.2.7", **{"X-Real-IP": "192.0.2.7"})
     assert Addresses(PROXIES).of(said) == "10.0.0.1"
 
 
-async def test_limits_and_audit_are_of_whom_the_proxy_names(
+async def test_limits_and_audit_use_the_client_that_the_proxy_names(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     given: dict[str, Any] = {"key_limits": DefaultLimits(requests_per_minute=1), "audit": True}
@@ -75,7 +77,7 @@ async def test_limits_and_audit_are_of_whom_the_proxy_names(
     ]
 
 
-async def test_who_is_no_proxy_names_nobody(tmp_path: Path) -> None:
+async def test_an_untrusted_sender_cannot_name_a_client(tmp_path: Path) -> None:
     limits = DefaultLimits(requests_per_minute=1)
     async with fleet(tmp_path, trusted_proxies=("10.0.0.0/8",), key_limits=limits) as made:
         statuses = [
@@ -85,7 +87,7 @@ async def test_who_is_no_proxy_names_nobody(tmp_path: Path) -> None:
     assert statuses == [200, 429]
 
 
-async def test_invented_keys_are_one_callers_share_of_the_connections(tmp_path: Path) -> None:
+async def test_unknown_keys_share_the_connection_limit_of_their_address(tmp_path: Path) -> None:
     async with fleet(
         tmp_path, limits=GatewayLimits(connections=20, owner_share=0.2), trusted_proxies=("127.0.0.1",)
     ) as made:

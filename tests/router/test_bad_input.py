@@ -84,7 +84,7 @@ async def post(
         ),
     ],
 )
-async def test_what_is_wrong_with_a_body_is_said_without_asking_an_engine(
+async def test_invalid_bodies_are_refused_without_asking_an_engine(
     made: FakeFleet, body: bytes, status: int, code: str
 ) -> None:
     got, error = await post(made, body)
@@ -98,7 +98,7 @@ async def test_another_content_type_is_refused(made: FakeFleet) -> None:
     assert (status, error["param"]) == (400, "content-type")
 
 
-async def test_keys_are_asked_for_where_the_config_lists_them(made: FakeFleet) -> None:
+async def test_a_key_is_required_if_the_configuration_lists_keys(made: FakeFleet) -> None:
     for headers in ({}, {"authorization": "Bearer wrong"}, {"x-api-key": "wrong"}):
         answer = await ask(made.urls[0], [user("x")], headers=headers)
         assert (answer.status, answer.error["code"]) == (401, "invalid_api_key")
@@ -107,7 +107,7 @@ async def test_keys_are_asked_for_where_the_config_lists_them(made: FakeFleet) -
     assert (await ask(made.urls[0], [user("x")], headers={"x-api-key": "right"})).status == 200
 
 
-async def test_one_callers_conversations_are_not_anothers(made: FakeFleet) -> None:
+async def test_a_caller_cannot_see_conversations_of_another(made: FakeFleet) -> None:
     named = {**KEY, "x-conversation-id": "mine"}
     assert (await ask(made.urls[0], [user("x")], headers=named)).status == 200
     url = f"{made.urls[0]}/v1/conversations"
@@ -169,9 +169,7 @@ ENDLESS: list[tuple[dict[str, Any], str]] = [
 
 
 @pytest.mark.parametrize("tier", [{}, {"service_tier": "flex"}])
-async def test_numbers_without_bounds_reach_no_engine_and_no_queue(
-    made: FakeFleet, tier: dict[str, str]
-) -> None:
+async def test_unbounded_numbers_reach_no_engine_and_no_queue(made: FakeFleet, tier: dict[str, str]) -> None:
     for wrong, code in ENDLESS:
         answer = await ask(made.urls[0], [user("x")], headers=KEY, **tier, **wrong)
         assert (answer.status, answer.error["code"]) == (400, code), wrong
@@ -241,7 +239,7 @@ async def test_too_many_headers_are_refused(made: FakeFleet) -> None:
     assert answer.status == 431
 
 
-async def test_a_context_that_is_too_long_is_the_engines_own_answer_and_keeps_nothing(
+async def test_too_long_a_context_gets_the_engines_error_and_leaves_no_state(
     made: FakeFleet,
 ) -> None:
     answer = await ask(made.urls[0], [user("x" * 60_000)], headers=KEY)
@@ -256,7 +254,7 @@ async def test_embeddings_are_refused_clearly_where_the_model_has_none(made: Fak
     assert (answer.status, answer.error["code"]) == (400, "unsupported")
 
 
-async def test_unknown_paths_and_methods(made: FakeFleet) -> None:
+async def test_unknown_paths_and_methods_are_refused(made: FakeFleet) -> None:
     assert (await get(f"{made.urls[0]}/v2/none", headers=KEY))[0] == 404
     assert (await get(f"{made.urls[0]}/v1/chat/completions", headers=KEY))[0] == 405
     status, models = await get(f"{made.urls[0]}/v1/models", headers=KEY)
@@ -278,7 +276,7 @@ async def test_tokenize_is_answered_by_any_engine(made: FakeFleet) -> None:
         assert (await response.json())["tokens"] == [97, 98]
 
 
-async def test_half_a_request_and_then_silence_ends_in_time(made: FakeFleet) -> None:
+async def test_an_unfinished_request_times_out(made: FakeFleet) -> None:
     host, _, port = made.urls[0].removeprefix("http://").partition(":")
     head = (
         b"POST /v1/chat/completions HTTP/1.1\r\nhost: x\r\nauthorization: Bearer right\r\n"

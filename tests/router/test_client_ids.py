@@ -83,13 +83,13 @@ async def one_conversation_and_its_sub_agent(made: FakeFleet, main: Headers, sub
     return top, child
 
 
-async def test_opencode(made: FakeFleet) -> None:
+async def test_opencode_sends_its_session_id(made: FakeFleet) -> None:
     main = {"x-session-id": "ses_1"}
     sub = {"x-session-id": "ses_2", "x-parent-session-id": "ses_1"}
     assert await one_conversation_and_its_sub_agent(made, main, sub) == ("ses_1", "ses_2")
 
 
-async def test_claude_code(made: FakeFleet) -> None:
+async def test_claude_code_sends_its_session_id(made: FakeFleet) -> None:
     main = {"x-claude-code-session-id": "s"}
     sub = {**main, "x-claude-code-agent-id": "a1"}
     assert await one_conversation_and_its_sub_agent(made, main, sub) == ("s", "s.a1")
@@ -98,7 +98,7 @@ async def test_claude_code(made: FakeFleet) -> None:
     assert (await told(made, deeper))["parent"] == "s.a1"
 
 
-async def test_codex(made: FakeFleet) -> None:
+async def test_codex_sends_its_conversation_id(made: FakeFleet) -> None:
     main = {"session-id": "t1", "thread-id": "t1"}
     sub = {"session-id": "t1", "thread-id": "t2", "x-codex-parent-thread-id": "t1"}
     assert await one_conversation_and_its_sub_agent(made, main, sub) == ("t1", "t2")
@@ -117,7 +117,7 @@ async def test_dynamo_and_aiperf_end_their_sessions(made: FakeFleet) -> None:
 
 
 @pytest.mark.parametrize("header", ["x-smg-routing-key", "x-session-affinity"])
-async def test_routing_keys(made: FakeFleet, header: str) -> None:
+async def test_routing_keys_name_conversations(made: FakeFleet, header: str) -> None:
     assert ids(await tool_loop(made, "build it", {header: "r1"})) == {"r1"}
     assert ids(await tool_loop(made, "build it", {header: "r2"})) == {"r2"}
     assert await retried_and_compacted(made, {header: "r1"}) == {"r1"}
@@ -206,7 +206,9 @@ async def test_a_correlation_id_does_not_come_before_a_session(made: FakeFleet) 
 
 
 @pytest.mark.parametrize("header", [True, False])
-async def test_vllms_multi_turn_benchmark_names_its_conversations(made: FakeFleet, header: bool) -> None:
+async def test_the_multi_turn_benchmark_of_vllm_names_its_conversations(
+    made: FakeFleet, header: bool
+) -> None:
     """With `--send-conversation-id`; without it nothing is said, and the messages decide."""
     name = "CONV_ID_1"
     headers = {"x-session-id": name} if header else {}

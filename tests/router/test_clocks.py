@@ -29,7 +29,7 @@ class MachineClocks:
 
 
 @pytest.mark.parametrize("jump", [3600.0, -3600.0])
-def test_setting_the_system_clock_moves_nothing(jump: float) -> None:
+def test_setting_the_system_clock_does_not_change_the_time(jump: float) -> None:
     machine = MachineClocks()
     clock = machine.clock()
     began = clock()
@@ -38,7 +38,7 @@ def test_setting_the_system_clock_moves_nothing(jump: float) -> None:
     assert clock() == pytest.approx(began + 10)
 
 
-def test_a_new_clock_goes_by_the_system_but_not_back_behind_a_store() -> None:
+def test_a_new_clock_follows_the_system_but_never_goes_behind_the_stored_time() -> None:
     machine = MachineClocks()
     clock = machine.clock()
     clock.not_before(machine.system - 60)
@@ -48,7 +48,7 @@ def test_a_new_clock_goes_by_the_system_but_not_back_behind_a_store() -> None:
 
 
 @pytest.mark.parametrize("jump", [3600.0, -3600.0])
-async def test_a_conversation_lives_as_long_as_it_should(tmp_path: Path, jump: float) -> None:
+async def test_a_conversation_lives_for_its_lifetime_despite_clock_jumps(tmp_path: Path, jump: float) -> None:
     """The clock is set while the directory runs, which restarts in between."""
     machine = MachineClocks()
 

@@ -41,7 +41,7 @@ async def test_the_next_turn_of_a_conversation_goes_to_another_decoder_through_t
         assert made.engines[left].released == [made.decoder_requests()[0].conversation]
 
 
-async def test_a_turn_that_runs_ends_where_it_is_and_its_twin_stays_with_it(tmp_path: Path) -> None:
+async def test_a_running_turn_ends_on_its_decoder_and_its_twin_stays_there(tmp_path: Path) -> None:
     async with fleet(tmp_path, engine={"token_s": 0.02}) as made:
         messages, _, left = await opened(made)
         running = asyncio.create_task(ask(made.urls[0], messages, stream=True, max_tokens=40))
@@ -53,7 +53,7 @@ async def test_a_turn_that_runs_ends_where_it_is_and_its_twin_stays_with_it(tmp_
         assert done.body.endswith(b"data: [DONE]\n\n")
 
 
-async def test_with_nowhere_else_to_go_it_stays(tmp_path: Path) -> None:
+async def test_without_another_decoder_a_conversation_stays(tmp_path: Path) -> None:
     async with fleet(tmp_path, decoders=1) as made:
         messages, conversation, only = await opened(made)
         await drain(made, only)
@@ -65,7 +65,7 @@ async def test_with_nowhere_else_to_go_it_stays(tmp_path: Path) -> None:
         assert (refused.status, refused.error["code"]) == (429, "no_capacity")
 
 
-async def test_a_decoder_that_drains_no_more_takes_conversations_again(tmp_path: Path) -> None:
+async def test_a_decoder_accepts_conversations_again_after_draining(tmp_path: Path) -> None:
     async with fleet(tmp_path, decoders=1) as made:
         await drain(made, "d0")
         assert (await ask(made.urls[0], [user("one")])).status == 429

@@ -34,7 +34,7 @@ SHORT = {
 LONG = {"x-request-id": "R" * 129, "traceparent": "0" * 129, "tracestate": "a=" + "1" * 511}
 
 
-async def test_ids_and_trace_headers_go_on_only_while_they_are_short_and_printable(made: FakeFleet) -> None:
+async def test_only_short_printable_ids_and_trace_headers_are_forwarded(made: FakeFleet) -> None:
     """vLLM writes `X-Request-Id` into every event of a stream."""
     unprintable = {"x-request-id": "two words", "traceparent": "\xe9", "tracestate": "\xe9=1"}
     for headers, passed in ((SHORT, SHORT), (LONG, {}), (unprintable, {})):
@@ -56,7 +56,7 @@ async def test_beam_search_is_refused_with_a_sentence(made: FakeFleet, tier: dic
 
 
 @pytest.mark.parametrize("limit", ["%C2%B2", "%D9%A3", "9" * 4400, "0", "-1"])
-async def test_a_limit_that_is_no_number_is_the_clients_fault(made: FakeFleet, limit: str) -> None:
+async def test_a_limit_that_is_not_a_number_is_a_400(made: FakeFleet, limit: str) -> None:
     status, answer = await get(f"{made.urls[0]}/v1/conversations?limit={limit}")
     assert (status, answer["error"]["param"]) == (400, "limit")
 
@@ -198,7 +198,7 @@ def test_text_that_a_context_may_hold_is_passed_on(path: str, body: dict[str, An
     parse_body(asked, (orjson.dumps({"model": MODEL, **body}),))
 
 
-def test_while_no_engine_is_known_a_long_prompt_comes_too_early() -> None:
+def test_without_a_known_engine_a_long_prompt_gets_a_503() -> None:
     for size, error in ((UNKNOWN_CONTEXT * MAX_BYTES_PER_TOKEN - 10, None), (2_000_000, Unavailable)):
         with pytest.raises(error) if error else nullcontext():
             PromptLimit(0).check("/v1/completions", {"prompt": "x" * size})
@@ -219,7 +219,9 @@ def test_while_no_engine_is_known_a_long_prompt_comes_too_early() -> None:
         {"prompt_cache_key": "x" * 70_000},
     ],
 )
-async def test_all_that_is_no_prompt_has_kilobytes_together(made: FakeFleet, beside: dict[str, Any]) -> None:
+async def test_all_fields_besides_the_prompt_share_a_limit_of_kilobytes(
+    made: FakeFleet, beside: dict[str, Any]
+) -> None:
     answer = await ask(made.urls[0], [user("x")], **beside)
     assert (answer.status, answer.error["param"] in beside) == (400, True), answer.error
     assert str(MAX_OTHER_BYTES) in answer.error["message"]

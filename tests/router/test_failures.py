@@ -43,7 +43,7 @@ async def engine_process(name: str, token_s: float) -> AsyncIterator[tuple[Engin
         await process.wait()
 
 
-async def test_a_killed_decoder_ends_its_stream_in_an_error_and_its_conversation_goes_on(
+async def test_a_killed_decoder_ends_its_stream_in_an_error_and_its_conversation_continues(
     tmp_path: Path,
 ) -> None:
     async with fleet(tmp_path, decoders=0) as made, engine_process("d0", 0.05) as (info, pid):
@@ -89,7 +89,7 @@ async def test_a_killed_decoder_ends_its_stream_in_an_error_and_its_conversation
         await other.stop()
 
 
-async def test_an_engines_own_error_event_passes_and_its_turn_is_not_complete(tmp_path: Path) -> None:
+async def test_an_error_event_of_an_engine_is_relayed_and_its_turn_is_incomplete(tmp_path: Path) -> None:
     async with fleet(tmp_path) as made:
 
         async def outcomes() -> dict[str, float]:
@@ -115,7 +115,7 @@ async def test_an_engines_own_error_event_passes_and_its_turn_is_not_complete(tm
         assert after["complete"] - before["complete"] == 1
 
 
-async def test_a_turn_that_nothing_answered_is_tried_once_more_and_then_fails(tmp_path: Path) -> None:
+async def test_an_unanswered_turn_is_retried_once_and_then_fails(tmp_path: Path) -> None:
     async with fleet(tmp_path, decoders=2) as made:
         await ask(made.urls[0], [user("hi")], headers={"x-session-id": "s"})
         for engine in made.engines.values():
@@ -133,7 +133,7 @@ async def test_a_turn_that_nothing_answered_is_tried_once_more_and_then_fails(tm
 
 @pytest.mark.parametrize("prefillers", [0, 1])
 @pytest.mark.parametrize("stream", [False, True])
-async def test_a_request_that_ends_engines_is_tried_twice_and_no_more(
+async def test_a_request_that_crashes_engines_is_tried_only_twice(
     tmp_path: Path, prefillers: int, stream: bool
 ) -> None:
     async with fleet(tmp_path, decoders=5, prefillers=prefillers) as made:
@@ -165,7 +165,7 @@ async def test_a_new_epoch_of_an_engine_binds_its_conversations_anew(tmp_path: P
         assert [bool(seen.params) for seen in engine.seen] == [True, True]
 
 
-async def test_a_prefiller_that_fails_costs_time_and_not_the_answer(tmp_path: Path) -> None:
+async def test_a_failed_prefiller_costs_time_but_not_the_answer(tmp_path: Path) -> None:
     async with fleet(tmp_path) as made:
         made.engines["p0"].fail_status = 500
         assert (await ask(made.urls[0], [user("hi")])).status == 200
@@ -202,7 +202,7 @@ async def test_a_client_that_leaves_while_waiting_leaves_the_queue(tmp_path: Pat
         assert len(made.directory.table.conversations) == 0
 
 
-async def test_clients_that_leave_at_any_moment_leave_nothing_behind(tmp_path: Path) -> None:
+async def test_clients_that_leave_at_random_moments_leave_no_state(tmp_path: Path) -> None:
     rng = random.Random(5)
     async with fleet(tmp_path, engine={"prefill_s": 0.01, "token_s": 0.002}) as made:
 
@@ -226,7 +226,7 @@ async def test_clients_that_leave_at_any_moment_leave_nothing_behind(tmp_path: P
         assert made.gateways[0].pool.stats.connections < 100
 
 
-async def test_without_room_a_turn_waits_and_then_gets_a_429_that_says_why(tmp_path: Path) -> None:
+async def test_without_free_kv_a_turn_waits_and_then_gets_a_429_with_a_reason(tmp_path: Path) -> None:
     async with fleet(tmp_path, decoders=1, place_wait_s=0.3) as made:
         patient = await made.add_gateway(directory_secret="s3cret", place_wait_s=600.0)
         made.engines["d0"].held["somebody"] = 94_000

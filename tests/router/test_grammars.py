@@ -61,7 +61,7 @@ def test_a_grammar_is_known_by_its_content_and_not_by_the_prompt() -> None:
 
 
 @pytest.mark.slow
-async def test_new_grammars_a_minute(tmp_path: Path) -> None:
+async def test_new_grammars_per_minute_are_limited(tmp_path: Path) -> None:
     async with limited(tmp_path, {"grammars_per_minute": 2}) as made:
         url = made.urls[0]
         asked = [*("a", "b", "a", "b", "c", "a")]

@@ -44,7 +44,7 @@ def nested(depth: int) -> Any:
     return value
 
 
-def test_what_is_no_action_of_ours_is_passed_over() -> None:
+def test_unknown_actions_are_ignored() -> None:
     deep = {"kv_hints": {"actions": [{"action_type": nested(2000)}, {"action_type": "conversation.final"}]}}
     assert parse_hints({}, deep) == Hints(final=True)
     assert parse_hints({}, envelope(final=nested(2000))) == Hints(final=False)
@@ -82,7 +82,7 @@ def test_a_strict_priority_is_a_tier_before_priorities(said: dict[str, int], pri
     assert parse_hints({}, {"nvext": {"agent_hints": said}}).priority == priority
 
 
-def test_the_envelope_is_vllms() -> None:
+def test_the_hint_envelope_is_the_one_of_vllm() -> None:
     protocol = pytest.importorskip("vllm.v1.kv_hints.protocol", reason="vLLM is not installed: make install")
     import msgspec
 
@@ -115,7 +115,7 @@ def test_malformed_hints_are_refused(headers: dict[str, str], body: dict[str, An
         parse_hints(headers, body)
 
 
-async def test_engines_see_no_hints_but_what_concerns_them(tmp_path: Path) -> None:
+async def test_engines_receive_only_hints_that_concern_them(tmp_path: Path) -> None:
     async with fleet(tmp_path) as made:
         body = {**envelope(keep=7), "nvext": {"agent_hints": {"priority": 1}}}
         for messages in ([user("a")], [user("a"), assistant("b"), user("c")]):
@@ -172,7 +172,7 @@ async def away(made: FakeFleet, seconds: float) -> None:
     assert answer.status == 200
 
 
-async def test_an_announced_tool_parks_at_once_and_is_back_before_its_end(tmp_path: Path) -> None:
+async def test_an_announced_tool_call_parks_at_once_and_prefetches_before_its_end(tmp_path: Path) -> None:
     async with fleet(tmp_path) as made:
         began = time.monotonic()
         await away(made, 4.0)
@@ -255,7 +255,7 @@ async def test_a_client_says_how_long_its_conversation_lives(tmp_path: Path) -> 
         assert sorted(life for one in made.engines.values() for life in one.lives.values()) == [0.1, 600.0]
 
 
-async def test_a_client_gets_no_longer_life_than_the_fleet_allows_and_is_told(tmp_path: Path) -> None:
+async def test_a_requested_lifetime_is_capped_by_the_fleet_and_the_client_learns_it(tmp_path: Path) -> None:
     async with fleet(tmp_path, ttl_s=0.3, longest_ttl_s=0.6) as made:
         long, short = ({"x-session-id": name, "x-conversation-ttl": ttl} for name, ttl in LIVES)
         answers = [await ask(made.urls[0], [user("hi")], headers=one) for one in (long, short)]

@@ -31,7 +31,7 @@ def test_headers_count_in_their_documented_order() -> None:
         assert explicit_identity(headers, {"session_id": "body"}).source == name
 
 
-def test_of_the_body_a_conversation_is_an_id_after_headers_and_sessions_make_groups() -> None:
+def test_conversation_ids_of_the_body_come_after_headers_and_sessions_make_groups() -> None:
     body = {"session_id": "a", "conversation": {"id": "b"}, "conversation_id": "c"}
     named = explicit_identity({}, body)
     assert (named.id, named.source) == ("b", "conversation")
@@ -50,7 +50,7 @@ def test_cache_keys_and_metadata_make_groups_and_correlation_ids_hints() -> None
     assert len(explicit_identity({"x-correlation-id": "f" * 500}, {}).new_id()) < 100
 
 
-def test_of_equals_the_one_that_the_hint_has_named_comes_first() -> None:
+def test_the_hinted_conversation_comes_first_among_equal_ones() -> None:
     said = explicit_identity({"x-correlation-id": "f"}, {})
     table = NodeTable(100)
     for key in ("k:c-1", f"k:{said.new_id()}"):
@@ -80,7 +80,7 @@ def test_an_id_that_is_too_long_is_refused() -> None:
         explicit_identity({}, {"session_id": 7})
 
 
-def test_what_is_only_a_hint_refuses_nothing() -> None:
+def test_a_malformed_hint_refuses_nothing() -> None:
     of_no_use = {"prompt_cache_key": 7, "metadata": {"session_id": 5, "user_id": None}}
     assert explicit_identity({}, of_no_use) == explicit_identity({}, {})
     long = explicit_identity({"x-correlation-id": "y" * 600}, {"metadata": {"user_id": "x" * 600}})
@@ -119,14 +119,14 @@ def decide(table: NodeTable, asked: Chain, running: frozenset[str] = frozenset()
     return resolve_prefix(table.find(asked), asked.end.digest, running.__contains__)
 
 
-def test_what_is_unknown_is_new() -> None:
+def test_an_unknown_prompt_is_a_new_conversation() -> None:
     table = NodeTable(100)
     table.record(prompt("a", "b").end, "one")
     assert decide(table, prompt("a", "c")).match is PrefixMatch.NEW  # nodes are only where a request ended
     assert decide(table, prompt("a")).match is PrefixMatch.NEW
 
 
-def test_going_on_from_the_tip_continues() -> None:
+def test_a_prompt_that_extends_the_tip_continues_the_conversation() -> None:
     table = NodeTable(100)
     table.record(prompt("a").end, "one")
     got = decide(table, prompt("a", "b", "c"))
@@ -137,7 +137,7 @@ def test_going_on_from_the_tip_continues() -> None:
     )
 
 
-def test_going_on_from_an_older_point_forks_with_that_parent() -> None:
+def test_a_prompt_that_extends_an_older_point_forks_from_it() -> None:
     table = NodeTable(100)
     table.record(prompt("a").end, "one")
     table.record(prompt("a", "b", "c").end, "one")
@@ -153,7 +153,7 @@ def test_a_repeat_is_a_retry_when_idle_and_a_fork_while_running() -> None:
     assert (got.match, got.parent) == (PrefixMatch.FORKED, "one")
 
 
-def test_two_conversations_with_one_first_request_each_go_on() -> None:
+def test_two_conversations_with_the_same_first_request_both_continue() -> None:
     table = NodeTable(100)
     table.record(prompt("a").end, "one")
     table.record(prompt("a").end, "two")
@@ -163,7 +163,7 @@ def test_two_conversations_with_one_first_request_each_go_on() -> None:
     assert decide(table, prompt("a", "r", "s")).conversation == "two"
 
 
-def test_as_many_as_there_are_with_one_first_request_each_go_on_and_a_look_at_them_is_bounded() -> None:
+def test_many_conversations_with_the_same_first_request_continue_and_a_lookup_is_bounded() -> None:
     table, first = NodeTable(1000), prompt("a")
     names = {f"c{number}" for number in range(3 * MAX_TIPS)}
     for name in sorted(names):
@@ -182,7 +182,7 @@ def test_as_many_as_there_are_with_one_first_request_each_go_on_and_a_look_at_th
     assert decide(table, prompt("a", "late")).match is PrefixMatch.FORKED
 
 
-def test_as_many_as_there_are_with_one_first_request_and_names_of_their_own_find_their_own() -> None:
+def test_many_named_conversations_with_the_same_first_request_are_told_apart() -> None:
     """One task, run many times in parallel, by a client that says a correlation id."""
     table, first, count = NodeTable(1000), prompt("a"), 3 * MAX_TIPS
     keys = [f"space:session-{number}.{number:012x}" for number in range(count)]
@@ -197,7 +197,7 @@ def test_as_many_as_there_are_with_one_first_request_and_names_of_their_own_find
         table.record(asked.end, key)
 
 
-def test_who_has_gone_on_hides_nobody_who_has_not() -> None:
+def test_an_advanced_conversation_does_not_hide_an_unadvanced_one() -> None:
     table, first = NodeTable(1000), prompt("a")
     table.record(first.end, "quick")
     table.record(first.end, "slow")

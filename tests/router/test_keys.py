@@ -42,7 +42,7 @@ def in_time(when: float) -> str:
     return time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime(when))
 
 
-def test_a_file_says_what_a_key_may_do() -> None:
+def test_a_keys_file_sets_the_permissions_of_a_key() -> None:
     text = (
         f"# for the search team\n- id: k\n  owner: search\n  hash: {hash_secret('s')}\n"
         "  scopes: [read]\n  models: [small]\n  expires: 2027-01-31\n"
@@ -88,13 +88,13 @@ def test_a_file_says_what_a_key_may_do() -> None:
         ),
     ],
 )
-def test_a_wrong_file_says_where_it_is_wrong(text: str, said: str) -> None:
+def test_an_error_in_a_keys_file_names_its_line(text: str, said: str) -> None:
     with pytest.raises(KeysFileError) as wrong:
         parse_keys(text, "f")
     assert said in str(wrong.value).splitlines()[0]
 
 
-async def test_a_key_does_what_its_scopes_say(tmp_path: Path) -> None:
+async def test_a_key_may_do_what_its_scopes_allow(tmp_path: Path) -> None:
     file = tmp_path / "keys"
     file.write_text(
         entry("work", "search")
@@ -128,7 +128,7 @@ async def test_a_key_does_what_its_scopes_say(tmp_path: Path) -> None:
         assert made.decoder_requests()[0].conversation == "search:c"
 
 
-async def test_a_new_key_of_an_owner_finds_what_the_old_one_left(
+async def test_a_new_key_of_an_owner_sees_the_data_of_the_old_one(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     monkeypatch.setattr("router.process.LOOK_EVERY_S", 0.05)
@@ -169,7 +169,7 @@ WRONG = ("- {[a]: b}\n", "[" * 60_000 + "]" * 60_000, "- {id: one}\n", "\0", "#"
 
 
 @pytest.mark.parametrize("text", WRONG, ids=range(len(WRONG)))
-async def test_after_a_wrong_file_a_good_one_is_read(
+async def test_a_valid_file_is_read_after_an_invalid_one(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, text: str
 ) -> None:
     monkeypatch.setattr("router.process.LOOK_EVERY_S", 0.02)
@@ -187,7 +187,7 @@ async def test_after_a_wrong_file_a_good_one_is_read(
     watching.cancel()
 
 
-async def test_a_file_that_could_not_be_read_is_read_as_soon_as_it_can_be(
+async def test_an_unreadable_file_is_read_as_soon_as_it_is_readable(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The file itself has not changed: without a retry a revoked key would stay valid."""
@@ -209,7 +209,7 @@ async def test_a_file_that_could_not_be_read_is_read_as_soon_as_it_can_be(
         watching.cancel()
 
 
-async def test_thousands_of_keys_are_read_again_without_holding_the_loop(
+async def test_thousands_of_keys_are_reloaded_without_blocking_the_event_loop(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("router.process.LOOK_EVERY_S", 0.02)
@@ -235,7 +235,7 @@ async def test_thousands_of_keys_are_read_again_without_holding_the_loop(
 
 
 @pytest.mark.parametrize("text", [None, "[]\n", *WRONG], ids=["none", "empty", *map(str, range(len(WRONG)))])
-def test_without_a_good_file_nobody_is_let_in(tmp_path: Path, text: str | None) -> None:
+def test_without_a_valid_file_every_request_is_refused(tmp_path: Path, text: str | None) -> None:
     file = tmp_path / "keys"
     if text is not None:
         file.write_text(text)
@@ -245,13 +245,13 @@ def test_without_a_good_file_nobody_is_let_in(tmp_path: Path, text: str | None) 
             known.find(secret)
 
 
-def test_a_pipe_is_no_file_of_keys_and_is_not_waited_for(tmp_path: Path) -> None:
+def test_a_pipe_is_refused_as_a_keys_file_without_waiting_for_it(tmp_path: Path) -> None:
     os.mkfifo(tmp_path / "keys")
     with pytest.raises(KeysFileError, match="the file is empty"):
         load_keys(tmp_path / "keys")
 
 
-def test_an_id_of_the_fleet_file_is_that_keys(tmp_path: Path) -> None:
+def test_an_id_used_in_the_fleet_file_cannot_name_another_key(tmp_path: Path) -> None:
     """Two keys with one id would share their limits."""
     given = inline_keys(("first",), ())
     text = ENTRY.replace("one", given[0].id)
@@ -275,14 +275,14 @@ async def test_keys_in_the_fleet_file_go_on_beside_it(tmp_path: Path) -> None:
         assert (await ask(made.urls[0], [user("hi")], headers=bearer("second"))).status == 403
 
 
-async def test_where_only_admins_have_keys_everybody_may_call(tmp_path: Path) -> None:
+async def test_if_only_admin_keys_are_configured_requests_need_no_key(tmp_path: Path) -> None:
     async with fleet(tmp_path, keys=inline_keys((), ("boss",))) as made:
         assert (await ask(made.urls[0], [user("hi")], headers=bearer("any"))).status == 200
         assert (await get(f"{made.urls[0]}/dashboard", headers=bearer("any")))[0] == 401
         assert (await get(f"{made.urls[0]}/dashboard", headers=bearer("boss")))[0] == 200
 
 
-async def test_a_gateway_answers_to_its_names_only(tmp_path: Path) -> None:
+async def test_a_gateway_answers_requests_for_its_own_host_names_only(tmp_path: Path) -> None:
     """A page in a browser can give its own name this machine's address; `Host` says which was used."""
     async with fleet(tmp_path, hosts=("localhost", "127.0.0.1", "::1")) as made:
         url = made.urls[0]

@@ -86,7 +86,7 @@ class Stalls:
 
 
 @pytest.mark.parametrize("name", list(HOSTILE))
-async def test_a_hostile_body_is_refused_and_stalls_nobody(made: FakeFleet, name: str) -> None:
+async def test_a_hostile_body_is_refused_and_delays_no_other_request(made: FakeFleet, name: str) -> None:
     path, body = HOSTILE[name]
     longest: list[float] = []
     for _ in range(3):
@@ -103,7 +103,7 @@ async def test_a_hostile_body_is_refused_and_stalls_nobody(made: FakeFleet, name
     assert (await ask(made.urls[0], [user("an honest turn")])).status == 200
 
 
-async def test_what_holds_the_loop_is_counted_and_what_the_machine_does_besides_is_not(
+async def test_blocked_event_loop_time_is_counted_and_other_load_is_not(
     made: FakeFleet,
 ) -> None:
     def looks(longest: str) -> float:
@@ -125,7 +125,7 @@ async def test_what_holds_the_loop_is_counted_and_what_the_machine_does_besides_
     await until(lambda: longer() > before)
 
 
-async def test_what_is_read_elsewhere_is_what_would_be_read_here() -> None:
+async def test_a_parser_process_returns_the_same_result_as_the_gateway() -> None:
     parser_pool = ParserPool()
     body = {
         "model": MODEL,
@@ -149,7 +149,7 @@ async def test_what_is_read_elsewhere_is_what_would_be_read_here() -> None:
         parser_pool.close()
 
 
-async def test_a_reader_that_takes_too_long_is_ended_and_its_request_refused() -> None:
+async def test_a_parser_process_over_its_time_limit_is_killed_and_its_request_refused() -> None:
     parser_pool = ParserPool(max_parse_s=0.01)
     asked = BodyParser("/v1/chat/completions", Api.CHAT, {}, "s", frozenset({MODEL}), PromptLimit(100_000))
     with pytest.raises(ApiError, match="too much time"):
@@ -184,13 +184,13 @@ MESSAGES = replace(CHAT, path="/v1/messages", api=Api.MESSAGES)
     ],
     ids=["tools", "documents"],
 )
-def test_what_the_template_puts_beside_it_is_of_the_prompt_that_has_to_fit(beside: dict[str, Any]) -> None:
+def test_tokens_added_by_the_template_count_towards_the_context(beside: dict[str, Any]) -> None:
     with pytest.raises(ApiError) as refused:
         parse_body(CHAT, (orjson.dumps({"model": MODEL, "messages": [user("hi")], **beside}),))
     assert refused.value.code == "context_length_exceeded"
 
 
-def test_no_more_tokens_become_text_than_a_context_has() -> None:
+def test_no_more_tokens_are_detokenized_than_a_context_has() -> None:
     asked = replace(CHAT, path="/detokenize", api=None)
     parse_body(asked, (orjson.dumps({"model": MODEL, "tokens": [1] * 4096}),))
     with pytest.raises(ApiError) as refused:
@@ -210,7 +210,7 @@ COSTLY = orjson.dumps({"model": MODEL, "messages": [user("x" * 300_000)]})
         (replace(CHAT, path="/tokenize", api=None), {"messages": [user("x")] * 10_001}),
     ],
 )
-def test_items_are_bounded_wherever_they_are(asked: BodyParser, body: dict[str, Any]) -> None:
+def test_the_number_of_items_is_bounded_at_every_level(asked: BodyParser, body: dict[str, Any]) -> None:
     with pytest.raises(ApiError, match="it may have"):
         parse_body(asked, (orjson.dumps({"model": MODEL, **body}),))
 
@@ -221,7 +221,7 @@ def test_each_of_several_prompts_has_the_context_for_itself() -> None:
 
 
 @pytest.mark.parametrize("depth", [500, 1_000, 1_020])
-def test_what_is_nested_deeply_is_the_clients_fault(depth: int) -> None:
+def test_a_deeply_nested_body_is_a_400(depth: int) -> None:
     nested = "[" * depth + "]" * depth
     for body in (f'{{"model": "{MODEL}", "messages": [{{"role": "user", "content": {nested}}}]}}', nested):
         with pytest.raises(ApiError) as refused:
@@ -229,7 +229,7 @@ def test_what_is_nested_deeply_is_the_clients_fault(depth: int) -> None:
         assert refused.value.status == 400
 
 
-async def test_a_reader_that_was_killed_while_idle_costs_nobody_a_request() -> None:
+async def test_a_parser_process_killed_while_idle_fails_no_request() -> None:
     parser_pool = ParserPool(processes=1)
     asked = replace(CHAT, limit=PromptLimit(100_000))
     try:
@@ -272,7 +272,7 @@ async def test_waiting_for_a_process_has_a_limit() -> None:
         parser_pool.close()
 
 
-async def test_where_no_process_can_be_started_large_bodies_may_come_again(
+async def test_without_a_parser_process_large_bodies_get_a_503(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     parser_pool, asked = ParserPool(processes=1), replace(CHAT, limit=PromptLimit(100_000))
@@ -286,7 +286,7 @@ async def test_where_no_process_can_be_started_large_bodies_may_come_again(
         parser_pool.close()
 
 
-async def test_a_large_turn_reaches_its_engine_as_it_came(made: FakeFleet) -> None:
+async def test_a_large_turn_reaches_its_engine_unchanged(made: FakeFleet) -> None:
     raw = orjson.dumps({"model": MODEL, "messages": [user("hello")], "max_tokens": 2})
     status, text = await hostile_request(made.urls[0], "chat/completions", raw[:-1] + b" " * MIB + b"}")
     assert status == 200, text

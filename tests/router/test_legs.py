@@ -81,20 +81,20 @@ ANSWER_ONLY = {
 }
 
 
-def test_the_prefill_leg_carries_nothing_that_only_shapes_an_answer() -> None:
+def test_the_prefill_leg_omits_fields_that_only_shape_the_answer() -> None:
     body = {"model": "m", "messages": [], **ANSWER_ONLY}
     leg = orjson.loads(b"".join(prefill_body(Api.CHAT, (orjson.dumps(body),), body, "t")))
     assert {name: leg[name] for name in ANSWER_ONLY} == dict.fromkeys(ANSWER_ONLY)
 
 
-def test_the_prefill_leg_keeps_what_some_templates_write_into_the_prompt() -> None:
+def test_the_prefill_leg_keeps_fields_that_templates_render() -> None:
     formed = {"response_format": {"type": "json_object"}, "tool_choice": "required", "tools": [{}]}
     body = {"model": "m", "messages": [], **formed}
     leg = orjson.loads(b"".join(prefill_body(Api.CHAT, (orjson.dumps(body),), body, "t")))
     assert {name: leg[name] for name in formed} == formed
 
 
-def test_the_decoder_is_told_where_the_kv_will_be() -> None:
+def test_the_decoder_receives_the_location_of_the_kv() -> None:
     prefiller = info("p0", Role.PREFILL, epoch=7)
     params = pull_from(type(prefiller)(**{**_fields(prefiller), "transfer": "10.0.0.1:4001"}), "t")
     assert (params["remote_host"], params["remote_port"], params["remote_epoch"]) == ("10.0.0.1", 4001, 7)

@@ -45,7 +45,7 @@ def test_tracebacks_and_line_breaks_stay_on_one_line(lines: io.StringIO) -> None
     assert "\x1b" not in second
 
 
-async def test_a_turn_is_a_line_with_its_ids(tmp_path: Path, lines: io.StringIO) -> None:
+async def test_a_turn_is_logged_as_one_line_with_its_ids(tmp_path: Path, lines: io.StringIO) -> None:
     async with fleet(tmp_path) as made:
         answer = await ask(made.urls[0], [user("hello")], stream=True)
     (turn,) = [line for line in lines.getvalue().splitlines() if " turn conversation=" in line]
@@ -59,7 +59,7 @@ async def test_a_turn_is_a_line_with_its_ids(tmp_path: Path, lines: io.StringIO)
     assert [fields(line)["conversation"] for line in placed] == [said["conversation"]]
 
 
-async def test_nothing_of_a_prompt_is_logged_whatever_happens(tmp_path: Path, lines: io.StringIO) -> None:
+async def test_no_part_of_a_prompt_is_ever_logged(tmp_path: Path, lines: io.StringIO) -> None:
     async with fleet(tmp_path, prefillers=1) as made:
         url = made.urls[0]
         messages = [user(CANARY * 20)]
@@ -87,7 +87,7 @@ async def test_nothing_of_a_prompt_is_logged_whatever_happens(tmp_path: Path, li
     assert all(LINE.match(line) for line in said.splitlines()), said
 
 
-def test_a_gateway_process_logs_so() -> None:
+def test_a_gateway_process_logs_in_this_format() -> None:
     code = "from router.process import log_to_stderr as on; import logging; on(); logging.info('a\\nb key=1')"
     done = subprocess.run(
         [sys.executable, "-c", code], capture_output=True, text=True, check=True, timeout=60

@@ -136,7 +136,7 @@ def stream(text: str) -> list[bytes]:
     ["event: response.completed", "event: response.completed\ndata: {}", "\nevent: response.incomplete\n"],
 )
 @pytest.mark.parametrize("together", [False, True])
-def test_a_text_that_looks_like_an_event_is_not_one(text: str, together: bool) -> None:
+def test_a_text_that_looks_like_an_event_is_not_treated_as_one(text: str, together: bool) -> None:
     observer = AnswerObserver(lambda _: None)
     observer.start(200, b"text/event-stream")
     events = stream(text)
@@ -145,7 +145,7 @@ def test_a_text_that_looks_like_an_event_is_not_one(text: str, together: bool) -
     assert orjson.loads(observer.response)["response"]["id"] == "resp_1"
 
 
-async def test_a_full_disk_still_reads(tmp_path: Path) -> None:
+async def test_histories_are_readable_on_a_full_disk(tmp_path: Path) -> None:
     async with fleet(tmp_path, answers=stored(tmp_path)) as made:
         first = name_of(await say(made, "one"))
         second = await say(made, "two", conversation="c")

@@ -20,7 +20,7 @@ async def made(tmp_path: Path) -> AsyncIterator[FakeFleet]:
         yield one
 
 
-async def test_hostile_requests_are_answered_and_an_honest_one_after_them(made: FakeFleet) -> None:
+async def test_hostile_requests_are_answered_and_the_gateway_still_serves(made: FakeFleet) -> None:
     before = await ask(made.urls[0], [user("an honest question")])
     seen, url = FuzzResults(), urlsplit(made.urls[0])
     await attackers((str(url.hostname), int(url.port or 0)), MODEL, REQUESTS, 7, seen)

@@ -44,7 +44,7 @@ async def answers(made: FakeFleet) -> float:
     return float(line.split()[-1])
 
 
-async def test_a_conversation_without_an_id_is_one_and_is_transferred_once(tmp_path: Path) -> None:
+async def test_a_conversation_without_an_id_is_recognised_and_transferred_once(tmp_path: Path) -> None:
     async with fleet(tmp_path) as made, client(made) as claude:
         before = await answers(made)
         for turn in range(4):

@@ -51,7 +51,7 @@ async def gateway_process(folder: Path, config: GatewayConfig) -> AsyncIterator[
 
 
 @pytest.mark.parametrize("heir", ["one", "two"])
-async def test_an_agent_that_asks_again_after_a_kill_goes_on_with_its_conversation(
+async def test_an_agent_that_retries_after_a_kill_continues_its_conversation(
     tmp_path: Path, heir: str
 ) -> None:
     """At the gateway's next process, or at another: long before the directory gives up on the dead one."""

@@ -64,7 +64,7 @@ def test_a_bucket_grants_a_minutes_worth_and_what_the_time_adds(
         assert granted <= most + now * most / 60 + max(0, last - most) + 1e-6
 
 
-async def test_requests_a_minute(tmp_path: Path) -> None:
+async def test_requests_per_minute_are_limited(tmp_path: Path) -> None:
     async with limited(tmp_path, {"requests_per_minute": 3}) as made:
         url = made.urls[0]
         got = [await alice(url, "hi") for _ in range(3)]
@@ -82,7 +82,7 @@ async def test_requests_a_minute(tmp_path: Path) -> None:
         assert other.status == 200 and "x-ratelimit-limit-requests" not in other.headers
 
 
-async def test_tokens_a_minute_are_those_that_were_computed(tmp_path: Path) -> None:
+async def test_tokens_per_minute_count_computed_tokens(tmp_path: Path) -> None:
     """The fake engine has a token a byte of the JSON and says how many of them it had."""
     async with limited(tmp_path, {"tokens_per_minute": 2000}, engine={"cached": 300}, prefillers=0) as made:
         url, said, began = made.urls[0], {"x-session-id": "c"}, time.monotonic()
@@ -103,7 +103,7 @@ async def test_tokens_a_minute_are_those_that_were_computed(tmp_path: Path) -> N
         assert (await ask(url, [user("z" * 5000)], headers=BOB)).status == 200
 
 
-async def test_what_a_prefiller_computed_is_charged_though_the_decoder_has_it_cached(tmp_path: Path) -> None:
+async def test_tokens_that_a_prefiller_computed_are_charged(tmp_path: Path) -> None:
     async with limited(tmp_path, {"tokens_per_minute": 9000}, prefillers=1) as made:
         made.engines["d0"].cached = 100_000
         url = made.urls[0]
@@ -141,7 +141,7 @@ async def test_a_stream_that_its_client_cuts_off_keeps_what_it_reserved(tmp_path
         assert (await alice(made.urls[0], "x" * 1950)).status == 429
 
 
-async def test_what_is_refused_costs_no_tokens(tmp_path: Path) -> None:
+async def test_a_refused_request_costs_no_tokens(tmp_path: Path) -> None:
     async with limited(
         tmp_path, {"tokens_per_minute": 9000}, place_wait_s=0.05, engine={"kv_tokens": 500}
     ) as made:
@@ -151,7 +151,7 @@ async def test_what_is_refused_costs_no_tokens(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("status", [400, 500])
-async def test_what_an_engine_refuses_costs_no_tokens(tmp_path: Path, status: int) -> None:
+async def test_a_request_that_an_engine_refuses_costs_no_tokens(tmp_path: Path, status: int) -> None:
     fails = {"fail_status": status, "fail_body": '{"error":{"message":"a bad schema"}}'}
     async with limited(tmp_path, {"tokens_per_minute": 9000}, engine=fails) as made:
         got = [await alice(made.urls[0], f"{number}" * 4000) for number in range(3)]
@@ -159,7 +159,7 @@ async def test_what_an_engine_refuses_costs_no_tokens(tmp_path: Path, status: in
         assert [left(one, "tokens") // 1000 for one in got] == [4] * 3  # each reserved its own only
 
 
-async def test_who_leaves_while_waiting_for_a_place_pays_nothing(tmp_path: Path) -> None:
+async def test_a_client_that_leaves_the_queue_is_not_charged(tmp_path: Path) -> None:
     kv = {"kv_tokens": 6000}
     async with limited(
         tmp_path, {"tokens_per_minute": 9000}, place_wait_s=9.0, engine=kv, decoders=1, prefillers=0
@@ -176,7 +176,7 @@ async def test_who_leaves_while_waiting_for_a_place_pays_nothing(tmp_path: Path)
         assert left(await alice(made.urls[0], "x", max_tokens=1), "tokens") > 8000
 
 
-async def test_turns_at_once(tmp_path: Path) -> None:
+async def test_concurrent_turns_are_limited(tmp_path: Path) -> None:
     async with limited(tmp_path, {"turns": 2}, engine={"token_s": 0.05}, gateways=2) as made:
         going = [asyncio.create_task(alice(made.urls[0], f"{n}", max_tokens=100)) for n in range(2)]
         await until(lambda: len(made.decoder_requests()) == 2)
@@ -188,7 +188,7 @@ async def test_turns_at_once(tmp_path: Path) -> None:
         assert (await alice(made.urls[0], "third")).status == 200
 
 
-async def test_a_body_that_does_not_come_is_no_turn(tmp_path: Path) -> None:
+async def test_a_request_without_its_body_does_not_count_as_a_turn(tmp_path: Path) -> None:
     async with limited(tmp_path, {"turns": 1}) as made:
         host, _, port = made.urls[0].removeprefix("http://").partition(":")
         _, writer = await asyncio.open_connection(host, int(port))
@@ -217,7 +217,7 @@ def alices(**limits: Any) -> Key:
     return Key("of-alice", "a", hash_secret("alice"), limits=Limits(**limits))
 
 
-def test_another_limit_begins_with_what_was_used() -> None:
+def test_a_changed_limit_keeps_the_used_amount() -> None:
     meters = Meters({}.get, lambda: 0.0)
     assert granted(meters, alices(requests_per_minute=10), 20) == 10
     for turns in range(1, 5):
@@ -227,13 +227,13 @@ def test_another_limit_begins_with_what_was_used() -> None:
     assert granted(meters, alices(requests_per_minute=100), 200) == 6
 
 
-def test_turns_under_way_count_against_another_limit() -> None:
+def test_running_turns_count_against_a_changed_limit() -> None:
     meters = Meters({}.get, lambda: 0.0)
     with meters.turn(alices(turns=1), AddedHeaders()), pytest.raises(RateLimited):
         meters.turn(alices(turns=1, requests_per_minute=5), AddedHeaders()).__enter__()
 
 
-async def test_what_was_told_of_a_key_whose_limit_changed_meanwhile(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_reports_of_a_key_with_a_changed_limit_are_applied(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(rates, "SHARE_EVERY_S", 0.001)
     meters, told = Meters({}.get, lambda: 0.0), list[int]()
 
@@ -250,7 +250,7 @@ async def test_what_was_told_of_a_key_whose_limit_changed_meanwhile(monkeypatch:
     assert told[:2] == [300, 2]
 
 
-def test_meters_are_bounded_and_the_oldest_goes() -> None:
+def test_the_number_of_meters_is_bounded_and_the_oldest_is_dropped() -> None:
     def key(number: int) -> Key:
         return Key(f"k{number}", "o", hash_secret(""), limits=Limits(requests_per_minute=1))
 
@@ -263,14 +263,14 @@ def test_meters_are_bounded_and_the_oldest_goes() -> None:
     assert [granted(meters, key(number), 1) for number in (1, 11_999)] == [1, 0]
 
 
-async def test_keys_that_are_made_up_are_counted_by_their_address(tmp_path: Path) -> None:
+async def test_unknown_keys_are_counted_by_address(tmp_path: Path) -> None:
     async with fleet(tmp_path, key_limits=DefaultLimits(requests_per_minute=2)) as made:
         said = [{"authorization": f"Bearer {number}"} for number in range(3)]
         got = [await ask(made.urls[0], [user("hi")], headers=one) for one in said]
         assert [one.status for one in got] == [200, 200, 429]
 
 
-async def test_embeddings_are_turns_and_tokens(tmp_path: Path) -> None:
+async def test_embeddings_count_as_turns_and_tokens(tmp_path: Path) -> None:
     models = (ServedModel(MODEL, embeddings=True),)
     limits = {"tokens_per_minute": 3000, "turns": 1}
     async with limited(tmp_path, limits, models=models, engine={"token_s": 0.3}) as made:
@@ -293,7 +293,7 @@ async def embed(url: str, text: str) -> GatewayAnswer:
     return await ask(url, text, headers={"authorization": "Bearer alice"}, path="/v1/embeddings")
 
 
-async def test_a_limit_is_the_fleets(tmp_path: Path) -> None:
+async def test_a_limit_holds_across_all_gateways(tmp_path: Path) -> None:
     """Turn by turn at two gateways, with time to hear of each other between."""
     async with limited(tmp_path, {"requests_per_minute": 6}, gateways=2) as made:
         began, granted = time.monotonic(), 0
@@ -303,7 +303,7 @@ async def test_a_limit_is_the_fleets(tmp_path: Path) -> None:
         assert 6 <= granted <= 6 + (time.monotonic() - began) / 10 + 1
 
 
-async def test_where_a_key_says_nothing_the_fleet_file_does(tmp_path: Path) -> None:
+async def test_a_key_without_limits_gets_those_of_the_fleet_file(tmp_path: Path) -> None:
     async with limited(tmp_path, {"turns": 5}, key_limits=DefaultLimits(requests_per_minute=1)) as made:
         url = made.urls[0]
         assert [(await alice(url, "hi")).status for _ in range(2)] == [200, 429]

@@ -23,7 +23,7 @@ async def cached(made: FakeFleet, question: str, key: str = "k", **body: Any) ->
     return int(told["placements"][0]["receipt"]["prefiller"]["chosen"]["cached_tokens"])
 
 
-async def test_the_second_to_begin_alike_finds_the_beginning_cached(tmp_path: Path) -> None:
+async def test_the_second_conversation_with_a_prefix_finds_it_cached(tmp_path: Path) -> None:
     async with fleet(tmp_path, prefillers=2) as made:
         assert await cached(made, "one") == 0
         assert await cached(made, "two") > 1_000
@@ -31,14 +31,14 @@ async def test_the_second_to_begin_alike_finds_the_beginning_cached(tmp_path: Pa
         assert sorted((len(first.seen), len(second.seen))) == [0, 2]
 
 
-async def test_a_cache_key_of_its_own_takes_nothing_away(tmp_path: Path) -> None:
+async def test_a_separate_cache_key_removes_no_other_prefix(tmp_path: Path) -> None:
     """Codex names each conversation by its `prompt_cache_key`, and all begin alike."""
     async with fleet(tmp_path) as made:
         assert await cached(made, "one", prompt_cache_key="a") == 0
         assert await cached(made, "two", prompt_cache_key="b") > 1_000
 
 
-async def test_what_an_engine_would_not_find_is_not_counted(tmp_path: Path) -> None:
+async def test_a_prefix_that_an_engine_would_miss_is_not_counted(tmp_path: Path) -> None:
     async with fleet(tmp_path) as made:
         await cached(made, "one")
         assert await cached(made, "of another owner", key="other") == 0
@@ -48,7 +48,7 @@ async def test_what_an_engine_would_not_find_is_not_counted(tmp_path: Path) -> N
 
 
 @pytest.mark.parametrize("found", [0, 10_000])
-async def test_a_decoder_that_computes_a_prompt_itself_says_what_it_had_of_it(
+async def test_a_decoder_reports_the_cached_part_of_a_prompt_that_it_computes(
     tmp_path: Path, found: int
 ) -> None:
     """The decoder's cache holds other blocks too: the next estimate follows the reported hit."""

@@ -122,7 +122,7 @@ async def test_flows_of_an_owner_are_named_as_llm_d_names_them(tmp_path: Path, h
         assert done.index("b3") < done.index("a2")
 
 
-async def test_a_better_class_waits_less_and_appears_in_the_metrics(tmp_path: Path) -> None:
+async def test_a_higher_class_waits_less_and_appears_in_the_metrics(tmp_path: Path) -> None:
     """One decoder that is full: whoever comes first of the others, the better class is served before."""
     engine = {"kv_tokens": 4000, "token_s": 0.02}
     async with fleet(
@@ -153,7 +153,7 @@ async def test_a_better_class_waits_less_and_appears_in_the_metrics(tmp_path: Pa
         assert 'conserve_class_ttfet_seconds_count{slo_class="gold"} 1.0' in page
 
 
-async def test_a_client_cannot_put_itself_ahead(tmp_path: Path) -> None:
+async def test_a_client_cannot_raise_its_own_priority(tmp_path: Path) -> None:
     async with fleet(tmp_path) as made:
         answer = await ask(made.urls[0], [user("hi")], vllm_xargs={"queue_weight": 1000})
         assert answer.status == 400

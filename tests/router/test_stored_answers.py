@@ -102,7 +102,9 @@ async def test_any_decoder_gets_the_whole_history(tmp_path: Path, stream: bool) 
 
 @pytest.mark.parametrize("stream", [False, True])
 @pytest.mark.parametrize("named", ["conv_1", {"id": "conv_1"}])
-async def test_a_conversation_brings_its_history(tmp_path: Path, stream: bool, named: Any) -> None:
+async def test_a_turn_in_a_conversation_gets_its_stored_history(
+    tmp_path: Path, stream: bool, named: Any
+) -> None:
     async with fleet(tmp_path, gateways=2, answers=stored(tmp_path)) as made:
         first = await say(made, "one", conversation=named, stream=stream)
         second = await say(made, "two", conversation=named, stream=stream)
@@ -156,7 +158,7 @@ def test_an_answer_of_an_ended_conversation_does_not_join_the_next_one_of_its_na
     assert store.newest("o", "c")[0] is None
 
 
-def test_of_two_concurrent_turns_of_a_conversation_the_last_to_end_is_its_history(tmp_path: Path) -> None:
+def test_the_last_of_two_concurrent_turns_to_end_becomes_the_history(tmp_path: Path) -> None:
     store = AnswerStore(stored(tmp_path))
     for name, previous in (("first", None), ("quick", "first"), ("slow", "first")):
         put(store, name, previous, "c")
@@ -189,7 +191,7 @@ async def test_without_a_file_answers_are_in_memory(tmp_path: Path) -> None:
         assert (await get(f"{made.urls[0]}{PATH}/{name_of(first)}", headers=ALICE))[0] == 200
 
 
-async def test_another_gateway_and_a_later_process_find_a_stored_answer(tmp_path: Path) -> None:
+async def test_another_gateway_and_a_restarted_process_find_a_stored_answer(tmp_path: Path) -> None:
     async with fleet(tmp_path, answers=stored(tmp_path), gateways=2) as made:
         first = await say(made, "one")
         assert (await say(made, "two", name_of(first), gateway=1)).status == 200
@@ -266,7 +268,7 @@ async def test_stored_answers_are_bounded_by_age_and_bytes(tmp_path: Path, bound
         assert (await get(f"{made.urls[0]}{PATH}/{name_of(first)}", headers=ALICE))[0] == 404
 
 
-def test_one_owner_does_not_push_out_what_another_has_stored(tmp_path: Path) -> None:
+def test_one_owner_does_not_evict_stored_answers_of_another(tmp_path: Path) -> None:
     store = AnswerStore(stored(tmp_path, gib=40_000 / (1 << 30)))
     store.put("alice", StoredAnswer("first", None, ITEMS, b"{}"))
     for number in range(40):
@@ -306,7 +308,7 @@ async def test_a_conversation_whose_answers_expired_gets_a_404(
 
 
 @given(st.lists(st.integers(1, 100), max_size=8), st.integers(0, 400))
-def test_a_fair_share_fits_and_leaves_nothing_over(totals: list[int], most: int) -> None:
+def test_quotas_fit_into_the_store_and_use_all_of_it(totals: list[int], most: int) -> None:
     share = fair_share(totals, most)
     kept = sum(min(total, share) for total in totals)
     assert kept <= most
@@ -354,7 +356,7 @@ def test_vllm_reads_calls_and_reasoning_from_a_rebuilt_input() -> None:
     assert (result["role"], result["tool_call_id"]) == ("tool", "c1")
 
 
-async def test_a_file_of_an_earlier_version_begins_empty_and_a_newer_one_is_refused(tmp_path: Path) -> None:
+async def test_an_older_file_is_emptied_and_a_newer_one_refused(tmp_path: Path) -> None:
     file = tmp_path / "answers.sqlite"
     with closing(sqlite3.connect(file)) as database:
         database.executescript("CREATE TABLE answers (owner TEXT, id TEXT); PRAGMA user_version = 3;")

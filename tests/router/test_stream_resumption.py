@@ -60,7 +60,7 @@ async def counted(made: FakeFleet, before: dict[str, float]) -> dict[str, float]
 
 @pytest.mark.parametrize("path", PATHS[:2])
 @pytest.mark.parametrize("usage", [{}, {"stream_options": {"include_usage": True}}], ids=["", "usage"])
-async def test_usage_is_known_without_the_client_asking_for_it(
+async def test_usage_is_known_even_if_the_client_does_not_request_it(
     tmp_path: Path, path: str, usage: dict[str, Any]
 ) -> None:
     async with fleet(tmp_path, engine={"token_s": 0.001, "cached": 40}, prefillers=0) as made:
@@ -148,7 +148,7 @@ async def test_a_sampled_stream_resumes_with_a_comment(tmp_path: Path) -> None:
         assert contents(events(answer.body)) == [f"w{n} " for n in range(20)]
 
 
-async def test_many_streams_of_a_decoder_that_is_killed_go_on(tmp_path: Path) -> None:
+async def test_many_streams_of_a_killed_decoder_resume(tmp_path: Path) -> None:
     async with fleet(tmp_path, decoders=0) as made, engine_process("d0", 0.02) as (info, pid):
         made.directory.engine_up(info)
         await made.settle()
@@ -218,7 +218,7 @@ async def test_a_stream_without_token_lines_ends_in_an_error(tmp_path: Path) -> 
         assert await counted(made, before) == {"not_lined": 1}
 
 
-async def test_a_stream_that_ends_engines_is_set_aside_after_two(tmp_path: Path) -> None:
+async def test_a_stream_that_crashes_engines_is_not_resumed_a_second_time(tmp_path: Path) -> None:
     async with fleet(tmp_path, decoders=5) as made:
         cut_first(made, 3)
         for engine in made.engines.values():
@@ -249,7 +249,7 @@ async def test_two_streams_with_one_prompt_lose_an_engine_once(tmp_path: Path) -
         assert (await ask(made.urls[0], [user("q")], max_tokens=3)).status == 200
 
 
-async def test_an_engine_that_cannot_go_on_refuses_at_once(tmp_path: Path) -> None:
+async def test_an_engine_that_cannot_resume_refuses_at_once(tmp_path: Path) -> None:
     """An engine of another version, in a fleet during an upgrade, would begin again at the first token."""
     async with fleet(tmp_path, decoders=1, prefillers=0, engine={"token_s": 0.02}) as made:
         before = await cuts(made)
@@ -297,7 +297,7 @@ async def first_tokens(made: FakeFleet) -> dict[str, float]:
 
 
 @pytest.mark.parametrize("stream", [True, False])
-async def test_what_waits_for_a_machine_that_vanished_goes_on_when_the_directory_knows(
+async def test_requests_to_a_vanished_machine_resume_when_the_directory_reports_it(
     tmp_path: Path, stream: bool
 ) -> None:
     """The lost engine's socket stays silent, and `idle_timeout` is a minute."""
@@ -333,7 +333,7 @@ async def test_without_another_decoder_a_stream_ends_in_an_error(tmp_path: Path)
         await feeding.stop()
 
 
-async def test_a_client_that_leaves_in_between_leaves_nothing_behind(tmp_path: Path) -> None:
+async def test_a_client_that_leaves_during_a_resumption_leaves_no_state(tmp_path: Path) -> None:
     async with fleet(tmp_path, decoders=1, place_wait_s=30.0) as made:
         cut_first(made, 3)
         gone = made.engines.pop("d0")
@@ -368,7 +368,7 @@ def test_requests_that_cannot_resume_have_a_reason(body: dict[str, Any], size: i
     assert why_not_resumable(a_turn(Api.COMPLETIONS, body, size)) == why
 
 
-def test_a_stream_of_hours_may_be_cut_often_but_not_in_one_place() -> None:
+def test_a_long_stream_may_be_cut_often_but_not_at_one_position() -> None:
     now = 0.0
     turn = a_turn(Api.CHAT, {"temperature": 0})
     stream = StreamResumption(turn, lambda: now)

@@ -33,7 +33,7 @@ def prompt(path: str) -> Any:
 
 
 @pytest.mark.parametrize("path", PATHS)
-async def test_engines_hear_of_conversations_by_scoped_ids_only(made: FakeFleet, path: str) -> None:
+async def test_engines_receive_only_scoped_conversation_ids(made: FakeFleet, path: str) -> None:
     named = set()
     for name, key in (("alice", ALICE), ("bob", BOB)):
         answer = await ask(made.urls[0], prompt(path), headers=key, path=path, session_id="same")
@@ -58,7 +58,7 @@ async def test_each_owner_has_cached_prefixes_of_its_own(made: FakeFleet, path: 
     assert {one.body["cache_salt"] for one in made.prefills()} <= set(salts)
 
 
-def test_owners_share_prefixes_where_the_fleet_says_so() -> None:
+def test_owners_share_prefixes_if_the_fleet_allows_it() -> None:
     alice, bob, carol = (namespace(key) for key in ("alice", "bob", "carol"))
     some = PrefixGroups((alice, bob))
     assert some.fields(alice, {}) == some.fields(bob, {}) != some.fields(carol, {}) == {"cache_salt": carol}
@@ -82,14 +82,14 @@ async def test_a_response_of_another_owner_does_not_exist(made: FakeFleet, heade
     assert (own.status, own.conversation) == (200, first.conversation)
 
 
-async def test_offline_work_refers_to_no_response(made: FakeFleet) -> None:
+async def test_offline_work_cannot_refer_to_a_response(made: FakeFleet) -> None:
     answer = await ask(
         made.urls[0], "x", headers=ALICE, path="/v1/responses", previous_response_id="r", service_tier="flex"
     )
     assert (answer.status, answer.error["param"]) == (400, "previous_response_id")
 
 
-async def test_a_later_turn_says_what_the_first_said(made: FakeFleet) -> None:
+async def test_a_later_turn_sends_the_same_scope_as_the_first(made: FakeFleet) -> None:
     """The salt is the conversation's: with another one its KV would not be found again."""
     await ask(made.urls[0], [user("hi")], headers=ALICE)
     await ask(made.urls[0], [user("hi"), assistant("w"), user("go on")], headers=ALICE)
@@ -158,7 +158,7 @@ async def test_bodies_of_one_owner_take_no_more_memory_than_is_left_to_others(tm
             assert (await ask(url, [user("x" * (mib - mib // 8))], headers=who)).status != 429
 
 
-async def test_a_stored_history_is_of_its_owners_share_too(tmp_path: Path) -> None:
+async def test_a_stored_history_counts_against_the_share_of_its_owner(tmp_path: Path) -> None:
     """A body of a hundred bytes may name one of megabytes."""
     kib, slow = 1 << 10, {"kv_tokens": 1_000_000, "token_s": 1.0}
     limits = GatewayLimits(body_mib=1 / 16, bodies_mib=1 / 8)

@@ -44,7 +44,7 @@ def test_the_ratio_follows_what_engines_count(truth: float, size: int) -> None:
     assert abs(ratio.tokens(size) - size * truth) <= size * 0.02 + 2
 
 
-def test_an_estimate_is_never_above_what_an_engine_takes() -> None:
+def test_an_estimate_never_exceeds_the_context_of_an_engine() -> None:
     assert TokenRatio(1.0).prompt_tokens(turn(10_000_000), 32_768) == 32_768
 
 
@@ -55,7 +55,7 @@ def test_tokens_that_the_decoder_holds_are_not_uncached() -> None:
     assert ratio.uncached_tokens(grown, known(8_000, completion=2_000), 8_000) == 0
 
 
-def test_tools_count_once_and_not_again_with_every_turn() -> None:
+def test_tools_count_once_per_conversation() -> None:
     ratio = TokenRatio(1.0)
     assert ratio.prompt_tokens(turn(1_000, tools=5_000), 0) == 6_000
     assert ratio.uncached_tokens(turn(1_000, tools=5_000), known(900), 900) == 100
@@ -65,7 +65,7 @@ def test_a_broken_prefix_makes_the_whole_prompt_uncached() -> None:
     assert TokenRatio(0.5).uncached_tokens(turn(10_000), known(8_000, 600, 5_000), 0) == 5_000
 
 
-def test_a_gateway_that_has_not_seen_the_conversation_goes_by_the_decoders_count() -> None:
+def test_a_gateway_new_to_a_conversation_uses_the_decoders_count() -> None:
     assert TokenRatio(0.5).uncached_tokens(turn(10_000), known(0, 0, 4_000), 0) == 1_000
 
 
@@ -75,7 +75,7 @@ def of_ids(count: int) -> Turn:
     return replace(asked, prompt=replace(asked.prompt, chain=chain, exact_tokens=count))
 
 
-def test_token_ids_are_counted_exactly_also_those_that_a_later_prompt_adds() -> None:
+def test_token_ids_are_counted_exactly_in_later_prompts_too() -> None:
     ratio, asked = TokenRatio(9.0), of_ids(100)
     assert ratio.prompt_tokens(asked, 0) == 100
     assert ratio.uncached_tokens(asked, known(1), of_ids(77).prompt.chain.total_bytes) == 23

@@ -100,7 +100,7 @@ async def test_a_later_turn_has_one_leg(tmp_path: Path, receiver: Receiver) -> N
     assert by_name(later)["bind"].attributes["conserve.cause"] == "bound"
 
 
-async def test_a_turn_that_is_not_sampled_passes_as_it_came(tmp_path: Path, receiver: Receiver) -> None:
+async def test_an_unsampled_turn_is_forwarded_unchanged(tmp_path: Path, receiver: Receiver) -> None:
     async with fleet(tmp_path, tracing=TracingConfig(receiver.endpoint, sample=1.0)) as made:
         await ask(made.urls[0], [user("a")], headers={"traceparent": NOT_SAMPLED})
         (decode,) = made.decoder_requests()
@@ -167,7 +167,7 @@ async def send_raw(url: str, traceparent: str) -> bytes:
     return answer.split(b" ", 2)[1]
 
 
-async def test_without_a_receiver_turns_are_served_and_their_traces_counted(tmp_path: Path) -> None:
+async def test_without_a_receiver_turns_are_served_and_lost_traces_counted(tmp_path: Path) -> None:
     before = dropped()["not_taken"]
     async with fleet(tmp_path, tracing=TracingConfig("http://127.0.0.1:9", sample=1.0)) as made:
         assert (await ask(made.urls[0], [user("a")])).status == 200
@@ -294,7 +294,7 @@ def test_a_receiver_may_have_a_path_or_speak_grpc(
 
 
 @pytest.mark.parametrize("endpoint", ["https://here:4317", "http://here:4317/path"])
-def test_a_receiver_of_grpc_has_neither_tls_nor_a_path(endpoint: str) -> None:
+def test_a_grpc_receiver_with_tls_or_a_path_is_refused(endpoint: str) -> None:
     with pytest.raises(ValueError, match="without a path or TLS"):
         TracingConfig(endpoint, protocol="grpc")
 

@@ -91,7 +91,7 @@ async def test_requests_without_a_conversation_lose_unknown_fields_too(made: Fak
     assert await sent(made, orjson.dumps(body), "/tokenize") == (200, "frobnicate")
 
 
-async def test_a_fleet_may_refuse_them(tmp_path: Path) -> None:
+async def test_a_fleet_may_refuse_unknown_fields(tmp_path: Path) -> None:
     async with fleet(tmp_path, decoders=1, unknown_fields=UnknownFields.REFUSE) as made:
         for path in ("/v1/chat/completions", "/v1/responses"):
             answer = await ask(made.urls[0], [user("x")], path=path, frobnicate=1)
@@ -102,14 +102,14 @@ async def test_a_fleet_may_refuse_them(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("policy", UnknownFields)
 @pytest.mark.parametrize("path", FIELDS)
-def test_what_steers_an_engine_is_refused_everywhere(path: str, policy: UnknownFields) -> None:
+def test_fields_that_control_an_engine_are_refused_everywhere(path: str, policy: UnknownFields) -> None:
     for name in REFUSED:
         for value in (1, None):
             with pytest.raises(BadRequest, match="belongs to the fleet"):
                 check_fields(path, {"model": "m", name: value}, policy)
 
 
-async def test_a_name_written_otherwise_steers_no_engine(made: FakeFleet) -> None:
+async def test_another_spelling_of_a_field_controls_no_engine(made: FakeFleet) -> None:
     raw = b'{"model": "small", "messages": [], "k\\u0076_transfer_params": {"remote_host": "x"}}'
     assert (await sent(made, raw))[0] == 400
 
@@ -120,7 +120,7 @@ def test_unknown_fields_count_against_the_bound_of_all_fields() -> None:
         check_fields("/v1/responses", {"client_metadata": "x" * MAX_OTHER_BYTES})
 
 
-async def test_names_cannot_make_headers_and_are_not_listed_without_end(made: FakeFleet) -> None:
+async def test_field_names_cannot_inject_headers_and_their_list_is_bounded(made: FakeFleet) -> None:
     names = ["a\r\nset-cookie: x=1", "n" * 300, *(f"f{number}" for number in range(2000))]
     body: dict[str, Any] = {"model": MODEL, "messages": [user("x")], **dict.fromkeys(names, 1)}
     status, named = await sent(made, orjson.dumps(body))
@@ -129,7 +129,7 @@ async def test_names_cannot_make_headers_and_are_not_listed_without_end(made: Fa
     assert named.endswith(f", and {len(names) - 16} more") and len(named) < 500
 
 
-def test_each_field_is_logged_once_for_each_key_and_the_log_does_not_grow_without_end(
+def test_each_field_is_logged_once_per_key_and_the_log_is_bounded(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
     ignored = IgnoredFields()

@@ -46,7 +46,7 @@ def test_large_appends_are_counted_by_turns_conversations_and_tokens() -> None:
     assert large.share_of_later_tokens == 9000 / 10001
 
 
-def test_nothing_has_no_percentiles() -> None:
+def test_an_empty_trace_has_no_percentiles() -> None:
     assert spread([]) is None
     assert describe([]).spreads == {}
 
@@ -61,7 +61,7 @@ def test_the_terminal_drawing_names_the_source_and_draws_every_quantity() -> Non
 
 
 @pytest.mark.parametrize(("name", "starts"), [("p.png", b"\x89PNG"), ("p.svg", b"<?xml")])
-def test_the_picture_is_written_and_the_same_each_time(tmp_path: Path, name: str, starts: bytes) -> None:
+def test_the_picture_is_written_and_reproducible(tmp_path: Path, name: str, starts: bytes) -> None:
     for folder in ("a", "b"):
         (tmp_path / folder).mkdir()
         charts.save(charts.picture(SAMPLE.conversations), tmp_path / folder / name)

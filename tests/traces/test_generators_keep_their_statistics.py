@@ -77,7 +77,7 @@ def test_at_the_papers_rates_saturation_is_at_the_papers_rate() -> None:
     assert len(found) / found[-1].arrival_s == pytest.approx(1.634, rel=0.02)
 
 
-def test_steps_change_the_rate_where_they_say() -> None:
+def test_rate_steps_take_effect_at_their_times() -> None:
     pattern = (RateStep(1.0, 60.0), RateStep(6.0, 20.0), RateStep(0.0, 10.0))
     found = step_bursts(5000, pattern).conversations
     cycles = int(found[-1].arrival_s // 90.0)
@@ -109,7 +109,7 @@ def test_the_seed_alone_decides_and_lengths_do_not_move_arrivals() -> None:
     ),
     st.integers(0, 2**32),
 )
-def test_whatever_the_mix_the_conversations_are_valid(mix: SweBench, seed: int) -> None:
+def test_conversations_of_every_mix_are_valid(mix: SweBench, seed: int) -> None:
     for conversation in paper(5, 1.0, seed, mix).conversations:
         check(conversation)
 
@@ -124,6 +124,6 @@ def test_arrival_patterns_are_read_from_text() -> None:
 @pytest.mark.parametrize(
     "text", ["", "poisson:", "poisson:0", "gamma:1", "steps:0*5", "steps:1*0", "weekly:3"]
 )
-def test_a_pattern_that_makes_no_sense_is_refused(text: str) -> None:
+def test_an_invalid_arrival_pattern_is_refused(text: str) -> None:
     with pytest.raises(TraceError):
         next(parse(text, Random(1)))

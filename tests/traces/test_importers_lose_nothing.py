@@ -132,7 +132,7 @@ def test_sub_agents_become_children_that_share_their_parents_prefix(tmp_path: Pa
     assert parent.turns[1].wait_s == 9.0
 
 
-def test_agentx_rows_are_recordings_one_a_line_on_one_clock(tmp_path: Path) -> None:
+def test_agentx_rows_are_recordings_on_one_clock(tmp_path: Path) -> None:
     """As its data sets are published: optional fields missing or null, times from the root's start."""
 
     def request(t: float, blocks: list[int], **more: Any) -> dict[str, Any]:
@@ -186,7 +186,7 @@ def test_mooncake_conversations_follow_the_hash_chains() -> None:
     assert any(c.parent for c in found)
 
 
-def test_mooncake_goes_on_forks_and_starts_anew(tmp_path: Path) -> None:
+def test_mooncake_conversations_continue_fork_and_restart(tmp_path: Path) -> None:
     def row(at: int, tokens: int, blocks: list[int]) -> str:
         return json.dumps({"timestamp": at, "input_length": tokens, "output_length": 7, "hash_ids": blocks})
 
@@ -253,7 +253,7 @@ def test_swe_agent_history_without_queries_gives_the_same_turns(tmp_path: Path) 
         ("{}", "nonsense", "no importer is called"),
     ],
 )
-def test_what_cannot_be_imported_says_why(
+def test_a_failed_import_reports_its_reason(
     tmp_path: Path, content: str, kind: str | None, complaint: str
 ) -> None:
     path = tmp_path / "file"

@@ -120,7 +120,7 @@ def test_messages_say_what_is_shared_and_which_calls_stand_alone(tmp_path: Path)
     assert [len(other.turns) for other in others] == [1, 1]
 
 
-def test_what_runs_at_once_is_no_conversation_and_odd_spans_are_passed_over(tmp_path: Path) -> None:
+def test_concurrent_calls_make_no_conversation_and_unknown_spans_are_ignored(tmp_path: Path) -> None:
     at = 1_700_000_000_000  # milliseconds
     spans = [
         {"start_time": at, "end_time": at + 1_000, "attributes": call(100, 5)},
@@ -152,7 +152,7 @@ def test_what_runs_at_once_is_no_conversation_and_odd_spans_are_passed_over(tmp_
         '{"resourceSpans": [{"scopeSpans": [{"spans": [{"attributes": 7}]}]}]}',
     ],
 )
-def test_what_is_no_trace_of_calls_is_refused_with_its_place(tmp_path: Path, content: str) -> None:
+def test_a_file_without_calls_is_refused_with_its_line(tmp_path: Path, content: str) -> None:
     file = tmp_path / "spans.json"
     file.write_text(content)
     with pytest.raises(TraceError, match=r"spans\.json"):

@@ -36,14 +36,14 @@ def test_ratios_are_to_the_best_peer_of_the_same_round_and_the_worst_trace_count
     assert medians(rows)["real"]["quick"]["recomputed_tokens"] == 15
 
 
-def test_a_peer_that_fails_conversations_is_nobody_to_beat() -> None:
+def test_a_peer_that_fails_conversations_is_not_compared() -> None:
     rows = [a_row("ours", 2.0), a_row("fails", 0.1, failed=2), a_row("serves", 4.0, failed=1)]
     assert named(rows)["ttfet_p95_vs_best_peer"] == 0.5
     assert named(rows[:2])["ttfet_p95_vs_best_peer"] is None
     assert named([replace(rows[0], failed=3)])["failed"] == 3
 
 
-def test_ours_in_both_ways_are_no_peers_and_a_peer_that_is_not_installed_says_so(tmp_path: Path) -> None:
+def test_our_own_variants_are_not_peers_and_a_missing_peer_is_reported(tmp_path: Path) -> None:
     bench = Bench(load_fleet(REPOSITORY / "configs" / "random.yaml"), tmp_path, tmp_path, 1.0)
     everyone = contenders(bench, PlainEngines(bench))
     assert [one.name for one in everyone if not one.peer] == ["ours", "ours, first_turns: prefiller"]
@@ -53,7 +53,7 @@ def test_ours_in_both_ways_are_no_peers_and_a_peer_that_is_not_installed_says_so
                 pass
 
 
-def test_plays_that_ours_did_not_end_have_failed_and_the_next_one_is_played() -> None:
+def test_an_unfinished_play_of_ours_counts_as_failed_and_the_next_one_runs() -> None:
     started: list[str] = []
 
     def fails(name: str) -> PeerSetup:
@@ -76,7 +76,7 @@ def test_plays_that_ours_did_not_end_have_failed_and_the_next_one_is_played() ->
     assert failures(table) == {"ours": 1, "slow": 0}
 
 
-def test_traces_are_the_sample_the_mix_and_a_burst_or_the_one_that_is_given() -> None:
+def test_the_default_traces_are_sample_mix_and_burst() -> None:
     assert [play.name for play in plays(None, quick=False)] == ["real", "paper's mix", "burst"]
     (quick,) = plays(None, quick=True)
     arrivals = [one.arrival_s for one in quick.conversations]

@@ -45,13 +45,13 @@ def test_halving_lengths_halves_tokens() -> None:
         )
 
 
-def test_a_turn_that_went_on_from_everything_still_does() -> None:
+def test_a_fully_cached_turn_stays_fully_cached() -> None:
     for conversation in scale(paper(50, 1.0).conversations, Scale(lengths=0.013)):
         for before, turn in pairwise(conversation.turns):
             assert turn.cached_tokens == before.context_tokens
 
 
-def test_rounding_never_leaves_more_cached_than_there_was() -> None:
+def test_rounding_never_caches_more_than_the_context() -> None:
     grows = [TraceTurn(5, context, 5) for context in (0, 10, 20)]
     almost_all = TraceTurn(100, 29, 5)
     (scaled,) = scale([TraceConversation("a", 0.0, (*grows, almost_all))], Scale(lengths=0.25))
@@ -78,6 +78,6 @@ def test_rebasing_starts_at_zero_and_keeps_gaps() -> None:
 
 
 @pytest.mark.parametrize("by", [Scale(rate=0.0), Scale(lengths=-1.0), Scale(waits=-0.1)])
-def test_a_scale_that_makes_no_sense_is_refused(by: Scale) -> None:
+def test_an_invalid_scale_is_refused(by: Scale) -> None:
     with pytest.raises(TraceError):
         list(scale(AGENTS, by))

@@ -51,18 +51,20 @@ async def sent(had: int, *messages: dict[str, Any]) -> list[dict[str, Any]]:
 
 @pytest.mark.parametrize("error", ERRORS)
 @pytest.mark.parametrize("before", [[], [ROLE], [ROLE, TEXT]])
-async def test_an_error_before_the_place_or_at_it_is_a_refusal(error: bytes, before: list[bytes]) -> None:
+async def test_an_error_before_or_at_the_resume_position_is_a_refusal(
+    error: bytes, before: list[bytes]
+) -> None:
     told = await sent(2, HEAD, body(b": ping\n\n"), *map(body, [*before, error, DONE]), END)
     assert [message.get("status") for message in told] == [500, None]
     assert b"DONE" not in told[1]["body"]
 
 
-async def test_an_answer_that_ends_before_the_place_is_a_refusal() -> None:
+async def test_an_answer_that_ends_before_the_resume_position_is_a_refusal() -> None:
     told = await sent(3, HEAD, body(ROLE), body(DONE), END)
     assert [message.get("status") for message in told] == [500, None]
 
 
-async def test_what_follows_is_all_that_is_told() -> None:
+async def test_only_events_after_the_resume_position_are_sent() -> None:
     told = await sent(2, HEAD, body(ROLE), body(TEXT), body(TEXT), body(DONE), END)
     assert [message.get("status") for message in told] == [200, None, None, None]
     assert [message["body"] for message in told[1:]] == [b":\n" + TEXT, b":\n" + DONE, b""]
@@ -71,7 +73,7 @@ async def test_what_follows_is_all_that_is_told() -> None:
 
 
 @pytest.mark.parametrize("had", [0, 2])
-async def test_an_engine_that_ends_what_it_computes_is_a_lost_one(had: int) -> None:
+async def test_an_engine_that_aborts_its_answers_counts_as_lost(had: int) -> None:
     told: list[dict[str, Any]] = []
 
     async def send(message: Any) -> None:
@@ -92,7 +94,7 @@ async def test_an_engine_that_ends_what_it_computes_is_a_lost_one(had: int) -> N
 
 
 @pytest.mark.parametrize("pieces", [b"-1", b"x", b"", b"9" * 5000])
-async def test_a_count_that_is_none_asks_for_no_lines(pieces: bytes) -> None:
+async def test_an_invalid_count_requests_no_token_lines(pieces: bytes) -> None:
     seen: list[Any] = []
 
     async def app(scope: Any, receive: Any, send: Any) -> None:
@@ -131,7 +133,7 @@ def replaying(
     return ReplayedOutputs(llm, request, outputs), queue
 
 
-async def test_an_answer_whose_end_alone_is_missing_ends_where_it_is_traced(tmp_path: Path) -> None:
+async def test_an_answer_that_lacks_only_its_end_is_completed(tmp_path: Path) -> None:
     replay, queue = replaying(tmp_path, [[65], [66], [67]], log_stats=True, tracing_enabled=True)
     finished = []
     for _ in range(3):
@@ -142,7 +144,7 @@ async def test_an_answer_whose_end_alone_is_missing_ends_where_it_is_traced(tmp_
     assert finished == [False, False, True]
 
 
-async def test_other_streams_go_on_while_outputs_are_put_through(tmp_path: Path) -> None:
+async def test_other_streams_continue_while_outputs_are_replayed(tmp_path: Path) -> None:
     replay, queue = replaying(tmp_path, [[65]] * 3200, log_stats=False)
     turns = 0
 

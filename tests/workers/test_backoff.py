@@ -3,7 +3,7 @@
 from workers.processes import Backoff
 
 
-def test_failures_are_counted_since_the_last_calm() -> None:
+def test_failures_are_counted_since_the_last_calm_period() -> None:
     backoff = Backoff(1.0, 8.0, calm_s=60.0)
     assert [backoff.next(0.0) for _ in range(5)] == [1.0, 2.0, 4.0, 8.0, 8.0]
     assert backoff.failures == 5

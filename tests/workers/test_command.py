@@ -43,7 +43,7 @@ def value(argv: tuple[str, ...], option: str) -> str:
     return argv[argv.index(option) + 1]
 
 
-def test_the_command_says_what_the_spec_says() -> None:
+def test_the_command_matches_the_launch_spec() -> None:
     argv = engine_command(SPEC, START, KEYS, {}).argv
     assert value(argv, "--port") == "1234"
     assert value(argv, "--max-model-len") == "4096"
@@ -52,14 +52,14 @@ def test_the_command_says_what_the_spec_says() -> None:
     assert "--tool-call-parser" not in argv  # it is chosen for the model
 
 
-def test_the_connector_gets_what_this_start_chose() -> None:
+def test_the_connector_gets_the_values_of_this_start() -> None:
     transfer = json.loads(value(engine_command(SPEC, START, KEYS, {}).argv, "--kv-transfer-config"))
     extra = ConnectorConfig.from_extra_config(transfer["kv_connector_extra_config"])
     assert (extra.engine, extra.epoch, extra.port) == ("decode-0", 9, 2345)
     assert extra.control_socket == "/state/decode-0/engine.sock"
 
 
-def test_nixl_moves_kv_and_our_connector_keeps_it() -> None:
+def test_nixl_transfers_kv_and_our_connector_retains_it() -> None:
     spec = replace(SPEC, connector=ConnectorConfig(backend="nixl"))
     command = engine_command(spec, START, KEYS, {})
     transfer = json.loads(value(command.argv, "--kv-transfer-config"))
@@ -75,7 +75,9 @@ def test_keys_travel_in_the_environment_only() -> None:
 
 
 @pytest.mark.parametrize("options", [(), (("middleware", "somebody.Else"),)])
-def test_whatever_a_fleet_adds_the_key_is_asked_for_first(options: tuple[tuple[str, object], ...]) -> None:
+def test_the_engine_key_is_checked_before_middleware_of_the_fleet(
+    options: tuple[tuple[str, object], ...],
+) -> None:
     argv = engine_command(replace(SPEC, options=options), START, KEYS, {}).argv
     asked = [argv[at + 1] for at, option in enumerate(argv) if option == "--middleware"]
     # vLLM's server calls the last one first.
@@ -101,7 +103,7 @@ def test_a_fleets_own_option_replaces_ours() -> None:
     assert "--enable-prefix-caching" not in argv
 
 
-def test_rays_environment_does_not_reach_an_engine() -> None:
+def test_the_environment_of_ray_does_not_reach_an_engine() -> None:
     around = {"RAY_JOB_ID": "1", "OMP_NUM_THREADS": "1", "HOME": "/h", "PATH": os.environ["PATH"]}
     env = engine_command(SPEC, START, KEYS, around).env
     assert "RAY_JOB_ID" not in env
@@ -118,7 +120,7 @@ def test_every_engine_has_the_model_runner_that_is_checked(device: Device) -> No
     assert engine_command(spec, START, KEYS, {}).env["VLLM_USE_V2_MODEL_RUNNER"] == "1"
 
 
-def test_what_was_measured_of_engines_like_it_reaches_it_at_its_start() -> None:
+def test_measurements_of_similar_engines_reach_an_engine_at_its_start() -> None:
     """And is not part of what it is: who knows more may adopt it."""
     spec = replace(SPEC, additional=json.dumps(CoServingConfig().to_additional_config()))
     known = StartingKnowledge({"engines like it": {"per_token": 1e-4}}, 400.0)
@@ -127,12 +129,12 @@ def test_what_was_measured_of_engines_like_it_reaches_it_at_its_start() -> None:
     assert told == CoServingConfig(profiles=known.profiles, power_cap_w=400.0)
 
 
-def test_specs_that_need_other_engines_have_other_fingerprints() -> None:
+def test_different_launch_specs_have_different_fingerprints() -> None:
     others = [replace(SPEC, model="/models/n"), replace(SPEC, options=()), replace(SPEC, host="10.0.0.1")]
     assert len({spec.fingerprint() for spec in (SPEC, replace(SPEC), *others)}) == 4
 
 
-def test_an_engine_whose_feed_is_of_another_version_is_not_the_one_that_is_wanted(
+def test_an_engine_with_another_control_socket_version_is_not_adopted(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """A keeper that was upgraded could not hear an engine from before, nor ask anything of it."""

@@ -46,7 +46,7 @@ def test_a_real_failure_is_recognised(log: str, cause: str, evidence: str) -> No
         ("RuntimeError: operator torchvision::nms does not exist", "broken installation"),
     ],
 )
-def test_what_torch_and_vllm_say_elsewhere_is_recognised(line: str, cause: str) -> None:
+def test_errors_of_torch_and_vllm_on_other_machines_are_recognised(line: str, cause: str) -> None:
     assert diagnose(["INFO starting", f"(EngineCore pid=12) {line}", "INFO ending"]).cause == cause
 
 

@@ -44,7 +44,9 @@ async def engine(app: EngineKeyMiddleware) -> AsyncIterator[httpx.AsyncClient]:
 
 @pytest.mark.parametrize("path", PATHS)
 @pytest.mark.parametrize("method", ["GET", "POST"])
-async def test_strangers_are_refused(engine: httpx.AsyncClient, method: str, path: str) -> None:
+async def test_requests_without_the_key_are_refused(
+    engine: httpx.AsyncClient, method: str, path: str
+) -> None:
     name = KEY_HEADER.decode()
     twice = [(name, KEY), (name, KEY)]
     wrong = [{}, {name: "another"}, {name: ""}, {"authorization": f"Bearer {KEY}"}, twice]

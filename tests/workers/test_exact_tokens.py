@@ -41,7 +41,7 @@ def tokens(text: bytes, random: Random) -> list[int]:
 
 
 @pytest.mark.parametrize("seed", range(200))
-def test_the_longest_beginning_that_says_the_same_is_found(seed: int) -> None:
+def test_the_longest_prefix_with_equal_text_is_found(seed: int) -> None:
     random = Random(seed)
     turns = ["".join(random.choices(TEXT, k=random.randrange(12))).encode() for _ in range(3)]
 
@@ -75,7 +75,7 @@ def whole(row: Sequence[int]) -> bool:
     return "\ufffd" not in "".join(part.decode("utf-8", "replace") for part in said(row) if part != END)  # type: ignore[union-attr]
 
 
-def test_bytes_that_are_no_text_are_what_a_client_sends_back_for_them() -> None:
+def test_invalid_utf_8_matches_what_a_client_sends_back() -> None:
     known = [ord("a"), 0xFF, ord("b"), END]
     rendered = [ord("a"), *"\ufffd".encode(), ord("b"), END, ord("c")]
     assert agreeing(known, rendered, Place(0, 0), VOCABULARY) == Place(4, 6)
@@ -85,7 +85,7 @@ def test_a_special_token_is_not_the_text_that_looks_like_it() -> None:
     assert agreeing([END], list(b"<|end|>"), Place(0, 0), VOCABULARY) == Place(0, 0)
 
 
-def test_many_turns_keep_every_answer_as_it_was_generated() -> None:
+def test_every_answer_of_many_turns_keeps_its_generated_tokens() -> None:
     random, said_so_far, last, place = Random(1), [], None, Place(0, 0)
     for _ in range(12):
         said_so_far.append("".join(random.choices(TEXT, k=9)))
@@ -103,7 +103,7 @@ def test_many_turns_keep_every_answer_as_it_was_generated() -> None:
         assert [part.decode() for part in said(last.tokens)[:-1:2]] == said_so_far  # type: ignore[union-attr]
 
 
-def test_those_that_were_longest_silent_are_forgotten() -> None:
+def test_the_least_recently_used_conversations_are_forgotten() -> None:
     kept = RememberedTurns(most_bytes=2 * (TURN_BYTES + 4 * 50))
     for name in "abc":
         kept.put(name, RememberedTurn(array("i", range(10)), array("i", range(30)), Place(0, 0)))
@@ -174,7 +174,9 @@ Q, A = [ord("c"), END], [ord("a"), ord("b"), END]  # the answer's text tokenises
 NEXT = [*Q, AB, END, ord("c"), END]
 
 
-async def test_a_turn_begins_with_what_the_one_before_generated(llm: Llm, exact: ExactTokens) -> None:
+async def test_a_turn_begins_with_the_tokens_that_the_previous_one_generated(
+    llm: Llm, exact: ExactTokens
+) -> None:
     before = counted("tokens")
     assert await turn(exact, llm, Q, A) == Q
     assert await turn(exact, llm, NEXT, [ord("b"), END]) == [*Q, *A, ord("c"), END]
@@ -184,13 +186,13 @@ async def test_a_turn_begins_with_what_the_one_before_generated(llm: Llm, exact:
     assert counted("tokens") - before == len(A)  # once, by the second
 
 
-async def test_edited_text_is_computed_as_it_is(llm: Llm, exact: ExactTokens) -> None:
+async def test_edited_text_is_tokenized_anew(llm: Llm, exact: ExactTokens) -> None:
     await turn(exact, llm, Q, A)
     edited = [*Q, NUMBERS[b"ac"], END, ord("c")]
     assert await turn(exact, llm, edited, []) == edited
 
 
-async def test_clients_own_tokens_several_answers_and_prompts_asked_about_are_left_alone(
+async def test_requests_with_token_ids_several_answers_or_prompt_logprobs_are_left_alone(
     llm: Llm, exact: ExactTokens
 ) -> None:
     await turn(exact, llm, Q, A)
@@ -199,7 +201,7 @@ async def test_clients_own_tokens_several_answers_and_prompts_asked_about_are_le
     assert await turn(exact, llm, NEXT, [], prompt_logprobs=1) == NEXT
 
 
-async def test_a_tokenizer_that_raises_costs_no_turn(llm: Llm) -> None:
+async def test_a_tokenizer_that_raises_fails_no_turn(llm: Llm) -> None:
     class Broken:
         def get_tokenizer(self) -> Any:
             raise KeyError("vocab")
@@ -211,7 +213,7 @@ async def test_a_tokenizer_that_raises_costs_no_turn(llm: Llm) -> None:
     assert counted("fallbacks", cause="no_vocabulary") == before + 1
 
 
-async def test_a_turn_that_a_prefiller_computes_is_as_its_text(llm: Llm, exact: ExactTokens) -> None:
+async def test_a_turn_through_a_prefiller_uses_the_tokens_of_its_text(llm: Llm, exact: ExactTokens) -> None:
     before = counted("fallbacks", cause="transferred")
     await turn(exact, llm, Q, A)
     pulled = {"kv_transfer_params": {"do_remote_prefill": True}}
@@ -222,7 +224,7 @@ async def test_a_turn_that_a_prefiller_computes_is_as_its_text(llm: Llm, exact: 
     assert await turn(exact, llm, [*NEXT, ord("a")], []) == [*NEXT, ord("a")]
 
 
-async def test_what_would_not_fit_is_as_its_text(llm: Llm, exact: ExactTokens) -> None:
+async def test_a_turn_that_would_not_fit_uses_the_tokens_of_its_text(llm: Llm, exact: ExactTokens) -> None:
     before = counted("fallbacks", cause="too_long")
     llm.model_config = SimpleNamespace(max_model_len=len(NEXT) + 1)
     await turn(exact, llm, Q, A)
@@ -236,7 +238,7 @@ async def test_a_tokenizer_that_nobody_can_read_changes_nothing(llm: Llm) -> Non
     assert await turn(exact, llm, NEXT, []) == NEXT
 
 
-async def test_what_a_client_that_left_was_sent_is_remembered(llm: Llm, exact: ExactTokens) -> None:
+async def test_the_tokens_sent_to_a_client_that_left_are_remembered(llm: Llm, exact: ExactTokens) -> None:
     params = SimpleNamespace(answer=A, output_kind=SimpleNamespace(name="DELTA"), extra_args=None)
     given = {"type": "token", "prompt_token_ids": Q, "prompt": "text"}
     outputs = exact.generate(Llm.generate, llm, given, params, "request", session_id="k/c-1")

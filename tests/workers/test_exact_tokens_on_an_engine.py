@@ -52,7 +52,7 @@ def says(engine: EngineProcess, tokens: list[int]) -> str:
     return str(engine.post("/detokenize", {"model": "m", "tokens": tokens})["prompt"])
 
 
-def test_nothing_of_an_answer_is_computed_again(engine: EngineProcess) -> None:
+def test_no_token_of_an_answer_is_recomputed(engine: EngineProcess) -> None:
     lost = {"": 0, "exact": 0}
     for variant in lost:
         for number in range(CONVERSATIONS):
@@ -85,7 +85,7 @@ def test_nothing_of_an_answer_is_computed_again(engine: EngineProcess) -> None:
     assert engine.metrics()["conserve_prefix_exact_tokens_total"] > lost[""] / 2
 
 
-def test_an_answer_that_was_edited_is_computed_as_it_is(engine: EngineProcess) -> None:
+def test_an_edited_answer_is_recomputed(engine: EngineProcess) -> None:
     messages: Messages = [{"role": "user", "content": "edited"}]
     long = 4 * ANSWER  # every fortieth token or so is another one than its text's
     answered = chat(engine, "k/edited", messages, seed=1, min_tokens=long, max_tokens=long)
@@ -103,7 +103,7 @@ def test_an_answer_that_was_edited_is_computed_as_it_is(engine: EngineProcess) -
     assert "~ edited ~" in says(engine, plain[-same:]), "what follows is as its text tokenises"
 
 
-def test_the_tokens_of_a_client_stay_what_they_are(engine: EngineProcess) -> None:
+def test_token_ids_of_a_client_are_not_changed(engine: EngineProcess) -> None:
     first = engine.post(
         "/v1/completions",
         {"model": "m", "prompt": "once", "max_tokens": 60, "temperature": 1.0, "seed": 3, "min_tokens": 60},

@@ -129,7 +129,7 @@ def rig() -> Iterator[KeeperRig]:
 
 
 @pytest.mark.timeout(900)
-def test_a_killed_keeper_costs_nothing_and_a_killed_engine_a_new_epoch(rig: KeeperRig) -> None:
+def test_a_killed_keeper_changes_nothing_and_a_killed_engine_starts_a_new_epoch(rig: KeeperRig) -> None:
     first = rig.serving()
     assert first.info is not None
     assert (first.info.kv_tokens, first.info.block_tokens, first.info.max_context) == (256 * 32, 32, 4096)
@@ -168,7 +168,7 @@ def test_a_killed_keeper_costs_nothing_and_a_killed_engine_a_new_epoch(rig: Keep
 
 
 @pytest.mark.timeout(300)
-def test_an_engine_that_cannot_start_says_why(tmp_path: Path) -> None:
+def test_an_engine_that_cannot_start_reports_its_reason(tmp_path: Path) -> None:
     base = Path(tempfile.mkdtemp(prefix="keeper-"))
     rig = KeeperRig(base)
     rig.start_keeper({"max-numb-seqs": 4})
@@ -182,7 +182,7 @@ def test_an_engine_that_cannot_start_says_why(tmp_path: Path) -> None:
 
 
 @pytest.mark.timeout(600)
-def test_an_engine_with_more_memory_than_it_may_have_is_ended_and_started_again() -> None:
+def test_an_engine_over_its_memory_limit_is_restarted() -> None:
     rig = KeeperRig(Path(tempfile.mkdtemp(prefix="keeper-")))
     rig.start_keeper({"memory_gib": 0.2})
     try:

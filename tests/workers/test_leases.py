@@ -74,7 +74,7 @@ def directory(tmp_path: Path) -> Iterator[Path]:
         os.kill(pid, signal.SIGKILL)
 
 
-def test_ending_ends_the_whole_tree(directory: Path) -> None:
+def test_ending_a_process_ends_its_whole_tree(directory: Path) -> None:
     process = start(directory)
     assert len(left(directory)) == 3  # host, command, its child
     assert process.end(0.2)
@@ -101,7 +101,7 @@ def named(process: "subprocess.Popen[bytes]") -> str:
     return f"{process.pid} {psutil.Process(process.pid).create_time()}"
 
 
-def test_it_outlives_its_keeper_for_as_long_as_the_supervisor_lives(
+def test_a_leased_process_outlives_its_keeper_while_the_supervisor_lives(
     directory: Path, supervisor: "subprocess.Popen[bytes]"
 ) -> None:
     process = start(directory, lease_s=1.0, supervisor=named(supervisor))
@@ -112,14 +112,14 @@ def test_it_outlives_its_keeper_for_as_long_as_the_supervisor_lives(
     until(lambda: not left(directory), 8.0)
 
 
-def test_a_removed_lease_ends_it_under_a_supervisor_too(
+def test_a_removed_lease_ends_the_process_under_a_supervisor_too(
     directory: Path, supervisor: "subprocess.Popen[bytes]"
 ) -> None:
     start(directory, supervisor=named(supervisor)).expire()
     until(lambda: not left(directory), 5.0)
 
 
-def test_what_no_record_names_ends_although_a_supervisor_lives(
+def test_a_process_without_a_record_ends_although_a_supervisor_lives(
     directory: Path, supervisor: "subprocess.Popen[bytes]"
 ) -> None:
     """A host that its record does not name ends: its keeper was killed early, or another host replaced it."""
@@ -138,14 +138,14 @@ def test_a_removed_lease_ends_the_tree_at_once(directory: Path) -> None:
     until(lambda: not left(directory), 5.0)
 
 
-def test_a_command_that_dies_takes_its_children_along(directory: Path) -> None:
+def test_the_children_of_a_dead_command_are_ended(directory: Path) -> None:
     start(directory)
     child = psutil.Process(int((directory / "child").read_text()))
     child.parent().kill()  # type: ignore[union-attr]
     until(lambda: not left(directory), 5.0)
 
 
-def test_it_survives_its_starter_and_is_adopted(directory: Path) -> None:
+def test_a_leased_process_survives_its_starter_and_is_adopted(directory: Path) -> None:
     code = f"""
 import sys; sys.path[:0] = {sys.path!r}
 from pathlib import Path
@@ -162,13 +162,13 @@ import os, signal; os.kill(os.getpid(), signal.SIGKILL)
     until(lambda: not left(directory))
 
 
-def test_one_of_another_fingerprint_is_ended_rather_than_adopted(directory: Path) -> None:
+def test_a_process_with_another_fingerprint_is_ended_instead_of_adopted(directory: Path) -> None:
     start(directory)
     assert LeasedProcess.adopt(directory, "two", 0.2) is None
     until(lambda: not left(directory))
 
 
-def test_what_a_killed_host_left_is_found_and_ended(directory: Path) -> None:
+def test_leftovers_of_a_killed_host_are_found_and_ended(directory: Path) -> None:
     process = start(directory)
     os.kill(process.record.pid, signal.SIGKILL)
     until(lambda: not process.alive())
@@ -177,7 +177,7 @@ def test_what_a_killed_host_left_is_found_and_ended(directory: Path) -> None:
     until(lambda: not left(directory))
 
 
-def test_a_pid_that_went_to_another_process_is_not_ours() -> None:
+def test_a_reused_pid_is_not_our_process() -> None:
     own = psutil.Process()
     assert processes.find(own.pid, own.create_time()) is not None
     assert processes.find(own.pid, own.create_time() - 60) is None

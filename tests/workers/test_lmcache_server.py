@@ -40,7 +40,7 @@ def keeper(directory: Path, gib: float = 1.0) -> LmcacheServer:
     return AnyServer(directory, gib, 32, str(directory))
 
 
-def test_keepers_share_a_server_and_start_it_again_where_it_was(directory: Path) -> None:
+def test_keepers_share_a_server_and_restart_it_at_its_address(directory: Path) -> None:
     first, second = keeper(directory), keeper(directory)
     first.ensure()
     began = record_in(directory)
@@ -58,7 +58,7 @@ def test_keepers_share_a_server_and_start_it_again_where_it_was(directory: Path)
     assert asyncio.run(first.address(30)) == f"127.0.0.1:{again.ports[0]}"
 
 
-def test_another_size_is_another_server(directory: Path) -> None:
+def test_a_different_size_starts_a_different_server(directory: Path) -> None:
     keeper(directory).ensure()
     began = record_in(directory)
     keeper(directory, gib=2.0).ensure()

@@ -31,12 +31,12 @@ def session(code: str, size: int) -> Iterator[int]:
             os.killpg(child.pid, 9)
 
 
-def test_memory_of_a_session_is_what_its_processes_hold() -> None:
+def test_the_memory_of_a_session_is_the_sum_of_its_processes() -> None:
     with session(HOLDS, 200 * MIB) as leader:
         assert 200 * MIB < session_bytes(leader) < 230 * MIB
 
 
-def test_what_forked_processes_share_counts_once_where_it_matters() -> None:
+def test_memory_shared_by_forked_processes_counts_once_near_the_limit() -> None:
     with session(FORKS, 200 * MIB) as leader:
         assert 200 * MIB < session_bytes(leader) < 260 * MIB
         assert session_bytes(leader, enough=1 * GIB) > 600 * MIB  # an upper bound will do
@@ -50,7 +50,7 @@ def test_by_default_an_engine_may_grow_by_its_kv_and_a_quarter_of_the_machine() 
     assert MemoryLimit.of(3.0, 2.0, 1 * GIB, 24 * GIB).limit_bytes == 3 * GIB
 
 
-def test_the_sentence_says_what_there_was_and_which_key_raises_it() -> None:
+def test_the_error_names_the_used_memory_and_the_key_that_raises_the_limit() -> None:
     limit = MemoryLimit(9 * GIB, 1 * GIB)
     assert limit.reached(9 * GIB) == ""
     said = limit.reached(10 * GIB)

@@ -25,7 +25,7 @@ def ends(monkeypatch: pytest.MonkeyPatch) -> Iterator[tuple[MessageQueue, Messag
     writer.shutdown()
 
 
-def test_a_wait_takes_no_core_and_misses_nothing(ends: tuple[MessageQueue, MessageQueue]) -> None:
+def test_waiting_uses_no_core_and_misses_no_message(ends: tuple[MessageQueue, MessageQueue]) -> None:
     writer, reader = ends
     writer.enqueue("first")
     assert reader.dequeue(timeout=10) == "first"  # from here vLLM alone would spin for a second
@@ -48,7 +48,7 @@ def test_messages_in_quick_succession_all_arrive(ends: tuple[MessageQueue, Messa
     writing.join(10)
 
 
-def test_it_patches_once(ends: tuple[MessageQueue, MessageQueue]) -> None:
+def test_vllm_is_patched_once(ends: tuple[MessageQueue, MessageQueue]) -> None:
     patched = SpinCondition.wait
     nap_instead_of_spinning()
     assert SpinCondition.wait is patched

@@ -39,7 +39,7 @@ def in_another_process(code: str) -> str:
     return subprocess.run(command, capture_output=True, text=True, check=True, timeout=60).stdout.strip()
 
 
-def test_what_serves_is_ended_last_and_an_engine_first() -> None:
+def test_the_kernel_would_end_engines_first_and_gateways_last() -> None:
     assert OomScore.SERVING < OomScore.BATCH < OomScore.KEEPER < OomScore.ENGINE
 
 
@@ -50,7 +50,7 @@ def test_an_engine_has_its_score_and_its_host_does_not(directory: Path) -> None:
     assert score_of(process.record.pid) == score_of(os.getpid())
 
 
-def test_a_score_goes_up_and_down_again_without_any_right() -> None:
+def test_a_score_can_be_raised_and_lowered_without_privileges() -> None:
     """Ray gives its actors 1000."""
     code = "from workers.oom_score import set_oom_score; set_oom_score(1000); set_oom_score(200); "
     code += "print(open('/proc/self/oom_score_adj').read())"
@@ -58,7 +58,7 @@ def test_a_score_goes_up_and_down_again_without_any_right() -> None:
 
 
 @pytest.mark.parametrize(("score", "then"), [(0, 300), (100, 400), (200, 500), (500, 800), (800, 1000)])
-def test_below_what_its_container_was_given_the_order_stays(
+def test_the_order_stays_above_the_score_of_the_container(
     monkeypatch: pytest.MonkeyPatch, score: int, then: int
 ) -> None:
     file = FileWithFloor()

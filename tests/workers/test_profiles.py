@@ -13,7 +13,7 @@ KEY = ProfileKey("qwen3-8b", "bfloat16", "H200", 2, 1, 400.0, "graphs piecewise"
 PROFILE = Profile(CONSERVATIVE, (RegionError("all", 10, 0.01, 0.05, 0.2),), 0.004, 1.0)
 
 
-def test_what_was_saved_is_found(tmp_path: Path) -> None:
+def test_a_saved_profile_is_found(tmp_path: Path) -> None:
     store = ProfileStore(tmp_path / "fleet" / "profiles.json")
     assert store.coefficients() == {}
     store.save(KEY, PROFILE)
@@ -37,11 +37,11 @@ def test_a_profile_of_something_else_does_not_fit(tmp_path: Path, field: str) ->
     assert str(replace(KEY, **{field: OTHERS[field]})) not in store.coefficients()
 
 
-def test_no_cap_is_not_a_cap() -> None:
+def test_a_profile_without_a_cap_differs_from_one_with_a_cap() -> None:
     assert str(replace(KEY, power_cap_w=None)) != str(KEY)
 
 
-def test_saving_one_keeps_the_others(tmp_path: Path) -> None:
+def test_saving_a_profile_keeps_the_others(tmp_path: Path) -> None:
     store = ProfileStore(tmp_path / "profiles.json")
     other = replace(KEY, hardware="H100")
     store.save(KEY, PROFILE)
@@ -50,7 +50,7 @@ def test_saving_one_keeps_the_others(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("content", ["{", "[]", json.dumps({str(KEY): {"model": {}}})])
-def test_a_damaged_file_is_told_not_guessed(tmp_path: Path, content: str) -> None:
+def test_a_damaged_file_is_an_error(tmp_path: Path, content: str) -> None:
     path = tmp_path / "profiles.json"
     path.write_text(content)
     with pytest.raises(ProfileStoreError, match=r"profiles\.json"):

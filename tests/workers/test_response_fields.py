@@ -35,7 +35,7 @@ def start(kind: bytes, *more: tuple[bytes, bytes]) -> dict[str, Any]:
 
 
 @pytest.mark.parametrize("says", [SAYS, {"previous_response_id": "resp_0"}])
-async def test_a_whole_answer_and_its_length(says: dict[str, Any]) -> None:
+async def test_fields_are_added_to_a_whole_answer_and_its_length_is_corrected(says: dict[str, Any]) -> None:
     answer = {"id": "resp_1", "tools": ECHO, "output": [TEXT], "previous_response_id": None, "text": ECHO}
     body = json.dumps(answer, separators=(",", ":")).encode()
     sent = [
@@ -47,7 +47,7 @@ async def test_a_whole_answer_and_its_length(says: dict[str, Any]) -> None:
     assert dict(head["headers"])[b"Content-Length"] == b"%d" % len(whole["body"])
 
 
-async def test_events_that_have_the_answer_and_others() -> None:
+async def test_fields_are_added_to_events_that_carry_the_answer() -> None:
     response = {"tools": ECHO, "previous_response_id": None}
     events = [{"type": "response.created", "response": response}, {"delta": TEXT, "item": ECHO}]
     written = [b"data: " + json.dumps(one, separators=(",", ":")).encode() + b"\n\n" for one in events]
@@ -59,7 +59,7 @@ async def test_events_that_have_the_answer_and_others() -> None:
     assert head == start(b"text/event-stream")
 
 
-async def test_other_requests_pass_as_they_are() -> None:
+async def test_other_requests_pass_unchanged() -> None:
     body = b'{"previous_response_id":null}'
     sent = [start(b"application/json"), {"type": "http.response.body", "body": body}]
     assert await passed(sent, None) == sent

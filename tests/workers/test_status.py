@@ -13,7 +13,7 @@ INFO = EngineInfo("decode-0", "decode", Role.DECODE, 5, "h:1", "h:2", "h:3", 409
 STATE = EngineState("decode-0", 5, 1, 10, 0, 0, 90, 1, 0, confirmed={"a": 1})
 
 
-async def test_a_watcher_first_gets_all_that_is_known() -> None:
+async def test_a_watcher_first_receives_the_full_status() -> None:
     store = StatusStore("decode-0")
     store.engine_up(INFO)
     store.engine_state(STATE)
@@ -23,7 +23,7 @@ async def test_a_watcher_first_gets_all_that_is_known() -> None:
     assert first.status.phase is KeeperPhase.SERVING
 
 
-async def test_a_slow_watcher_gets_the_newest_report_and_that_is_all_it_needs() -> None:
+async def test_a_slow_watcher_receives_only_the_newest_report() -> None:
     store = StatusStore("decode-0")
     store.engine_up(INFO)
     reports = store.watch()
@@ -35,7 +35,7 @@ async def test_a_slow_watcher_gets_the_newest_report_and_that_is_all_it_needs() 
     assert report.state is not None and report.state.seq == 5
 
 
-async def test_a_restart_while_nobody_reads_is_told_as_another_epoch() -> None:
+async def test_an_unobserved_restart_is_reported_as_a_new_epoch() -> None:
     store = StatusStore("decode-0")
     store.engine_up(INFO)
     reports = store.watch()
@@ -49,7 +49,7 @@ async def test_a_restart_while_nobody_reads_is_told_as_another_epoch() -> None:
     assert report.state is None
 
 
-async def test_an_engine_that_went_takes_its_state_along() -> None:
+async def test_the_state_of_a_lost_engine_is_dropped() -> None:
     store = StatusStore("decode-0")
     store.engine_up(INFO)
     store.engine_state(STATE)
@@ -65,7 +65,7 @@ async def test_states_of_another_epoch_are_dropped() -> None:
     assert store.report.state is None
 
 
-async def test_nothing_new_means_waiting() -> None:
+async def test_a_watcher_waits_while_nothing_changes() -> None:
     store = StatusStore("decode-0")
     reports = store.watch()
     await anext(reports)
@@ -78,7 +78,7 @@ async def test_nothing_new_means_waiting() -> None:
     assert report.status.detail == "loading weights"
 
 
-async def test_a_keeper_that_connects_checks_the_engines_bookkeeping_and_hears_its_states(
+async def test_a_connected_keeper_checks_the_bookkeeping_of_its_engine_and_receives_states(
     tmp_path: Path, caplog: object
 ) -> None:
     checked: list[str] = []

@@ -94,7 +94,7 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
 
 
 @pytest.mark.parametrize("case", CASES)
-def test_it_goes_on_at_every_cut_with_what_would_have_followed(engine: EngineProcess, case: str) -> None:
+def test_a_stream_cut_anywhere_resumes_with_the_same_tokens(engine: EngineProcess, case: str) -> None:
     path, asked = CASES[case]
     body = {**GREEDY, **asked}
     whole = stream(engine, path, body, [])
@@ -186,7 +186,7 @@ def without_text(value: Any, added: list[str], adds: bool = False) -> Any:
 
 
 @pytest.mark.parametrize("case", ["text", "messages", "responses", "usage"])
-def test_the_first_line_says_how_long_the_prompt_is(engine: EngineProcess, case: str) -> None:
+def test_the_first_token_line_has_the_length_of_the_prompt(engine: EngineProcess, case: str) -> None:
     """As `usage` does, which few clients ask for; and that is said once."""
     path, asked = CASES[case]
     pieces = stream(engine, path, {**GREEDY, **asked}, [])
@@ -212,7 +212,7 @@ def test_a_stop_string_may_span_the_cut(engine: EngineProcess) -> None:
         assert folded(whole[:cut] + rest) == folded(whole), cut
 
 
-def test_sampled_ones_keep_what_was_sent_and_go_on(engine: EngineProcess) -> None:
+def test_sampled_streams_keep_sent_tokens_and_continue(engine: EngineProcess) -> None:
     body = {**GREEDY, "temperature": 1.0, "messages": QUESTION, "max_tokens": 30}
     body["stream_options"] = {"include_usage": True}
     whole = stream(engine, CHAT, body, [])
@@ -223,7 +223,7 @@ def test_sampled_ones_keep_what_was_sent_and_go_on(engine: EngineProcess) -> Non
     assert usage["completion_tokens"] == 30
 
 
-def test_what_the_first_engine_generated_is_not_counted_as_a_cached_prompt(engine: EngineProcess) -> None:
+def test_tokens_of_the_first_engine_do_not_count_as_cached_prompt(engine: EngineProcess) -> None:
     body = {**GREEDY, "prompt": "Long enough. " * 12, "max_tokens": 120}
     body["stream_options"] = {"include_usage": True}
     whole = stream(engine, COMPLETIONS, body, [])
@@ -234,7 +234,7 @@ def test_what_the_first_engine_generated_is_not_counted_as_a_cached_prompt(engin
     assert 0 <= cached <= usage["prompt_tokens"]
 
 
-def test_several_prompts_are_not_to_be_continued(engine: EngineProcess) -> None:
+def test_a_request_with_several_prompts_cannot_resume(engine: EngineProcess) -> None:
     body = {**GREEDY, "prompt": ["A", "B"], "max_tokens": 4}
     assert b"-" in b"".join(line for line, _ in stream(engine, COMPLETIONS, body, []))
 

@@ -59,7 +59,7 @@ def test_apply_caps_the_decode_tiers_gpu_and_restore_undoes_it(machine: GpuMachi
     assert "Nothing to reset" in conserve(machine, "restore")[1]
 
 
-def test_a_tier_alone_on_the_machine_has_all_its_gpus(machine: GpuMachine, fleet: str) -> None:
+def test_a_tier_alone_on_the_machine_owns_all_gpus(machine: GpuMachine, fleet: str) -> None:
     conserve(machine, "apply", fleet, "--tier", "decode", "--yes")
     assert machine.limits() == [200.0, 200.0]
 
@@ -67,7 +67,9 @@ def test_a_tier_alone_on_the_machine_has_all_its_gpus(machine: GpuMachine, fleet
 @pytest.mark.parametrize(
     ("fails", "says"), [(PERMISSION, "needs root"), (DRIVER, "there is no NVIDIA driver on this machine")]
 )
-def test_what_cannot_be_done_is_a_sentence(machine: GpuMachine, fleet: str, fails: int, says: str) -> None:
+def test_an_impossible_request_is_refused_with_a_sentence(
+    machine: GpuMachine, fleet: str, fails: int, says: str
+) -> None:
     for index in range(2):
         machine.write(index, "fails", fails)
     code, text = conserve(machine, "apply", fleet, "--yes")

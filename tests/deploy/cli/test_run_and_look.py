@@ -71,7 +71,7 @@ def test_a_good_file_is_valid(base: Path) -> None:
     assert "valid: fleet 'laptop', model smollm2, 1 x prefill (prefill), 2 x decode (decode)" in answer.stdout
 
 
-def test_a_wrong_file_is_told_with_its_line_and_without_a_traceback(base: Path) -> None:
+def test_an_invalid_file_is_reported_with_its_line_and_without_a_traceback(base: Path) -> None:
     file = base / "wrong.yaml"
     file.write_text(LAPTOP.read_text().replace("replicas: 2", "replcas: 2"))
     for command in ("check", "up"):
@@ -83,13 +83,15 @@ def test_a_wrong_file_is_told_with_its_line_and_without_a_traceback(base: Path) 
 
 
 @pytest.mark.parametrize("error", [ConnectorConfigError, GatewayConfigError])
-def test_what_a_component_refuses_is_a_sentence(error: type, capsys: pytest.CaptureFixture[str]) -> None:
+def test_an_error_of_a_component_is_printed_as_a_sentence(
+    error: type, capsys: pytest.CaptureFixture[str]
+) -> None:
     with pytest.raises(SystemExit), errors_as_sentences():
         raise error("that cannot be")
     assert capsys.readouterr().err == "conserve: that cannot be\n"
 
 
-def test_keepers_are_asked_together(base: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_status_asks_all_keepers_at_the_same_time(base: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     home = up(base, "laptop", alive())
     names = ("prefill-0", "decode-0", "decode-1")
     for name in names:
@@ -118,7 +120,7 @@ def test_keepers_are_asked_together(base: Path, monkeypatch: pytest.MonkeyPatch)
     assert found == {"prefill-0": "serving", "decode-0": "serving", "decode-1": "not started yet"}
 
 
-def test_what_is_not_up_is_told_as_such(base: Path) -> None:
+def test_a_fleet_that_is_not_up_is_reported(base: Path) -> None:
     answer = conserve(base, "status", "laptop")
     assert (answer.returncode, answer.stderr.strip()) == (
         1,
@@ -128,7 +130,7 @@ def test_what_is_not_up_is_told_as_such(base: Path) -> None:
     assert "no engine 'decode-0'" in conserve(base, "logs", "decode-0", "--fleet", "laptop").stderr
 
 
-def test_without_a_name_it_is_the_only_fleet_that_is_up(base: Path) -> None:
+def test_without_a_name_the_only_running_fleet_is_meant(base: Path) -> None:
     for command in ("status", "down", "advise", "top"):
         said = conserve(base, command).stderr
         assert said == "conserve: no fleet is up on this machine; start one with: conserve up FILE\n"
@@ -139,9 +141,7 @@ def test_without_a_name_it_is_the_only_fleet_that_is_up(base: Path) -> None:
     assert conserve(base, "status", "two").stdout.startswith("two ")
 
 
-def test_without_a_name_fleets_that_were_killed_are_not_in_the_way(
-    base: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_without_a_name_killed_fleets_are_ignored(base: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("CONSERVE_HOME", str(base))
     up(base, "killed", OURS)
     assert only_fleet().name == "killed"
@@ -158,7 +158,7 @@ def test_without_a_name_fleets_that_were_killed_are_not_in_the_way(
         only_fleet()
 
 
-def test_a_fleet_that_starts_is_told_as_such(base: Path) -> None:
+def test_a_starting_fleet_is_reported_as_starting(base: Path) -> None:
     up(base, "one", alive())
     said = conserve(base, "status").stdout
     assert "0 of 3 engines serve; the endpoint is open when all do" in said
@@ -166,7 +166,7 @@ def test_a_fleet_that_starts_is_told_as_such(base: Path) -> None:
     assert "still starting: see conserve status one" in conserve(base, "top").stderr
 
 
-def test_a_fleet_without_its_supervisor_is_told_as_such(base: Path) -> None:
+def test_a_fleet_without_a_supervisor_is_reported(base: Path) -> None:
     up(base, "one", OURS)
     assert "Its supervisor is gone" in conserve(base, "status").stdout
 
@@ -178,7 +178,7 @@ def test_the_help_names_every_command(base: Path) -> None:
 
 
 @pytest.mark.parametrize("name", COMMANDS)
-def test_every_command_says_in_a_sentence_what_it_does(name: str) -> None:
+def test_every_command_has_a_sentence_of_help(name: str) -> None:
     said = (COMMANDS[name].help or "").strip()
     assert said.endswith(".") and len(said.split()) > 3
 
@@ -203,12 +203,12 @@ def test_up_ends_when_another_run_has_taken_its_place(base: Path) -> None:
     assert ends_after(lambda: home.write_run(replace(OURS, pid=42, started=2.0)), home)
 
 
-def test_an_upgrade_does_not_end_up(base: Path) -> None:
+def test_an_upgrade_does_not_end_conserve_up(base: Path) -> None:
     home = up(base, "one", OURS)
     assert not ends_after(lambda: home.write_run(replace(OURS, endpoint="http://127.0.0.1:8001")), home)
 
 
-def test_no_command_but_batch_pays_for_the_import_of_the_client_library() -> None:
+def test_only_the_batch_command_imports_the_client_library() -> None:
     """The import takes longer than everything that `conserve check` does."""
     code = "import sys, deploy.cli; sys.exit('openai' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code], cwd=ROOT, check=False, timeout=60).returncode == 0

@@ -53,7 +53,7 @@ async def conserve_run(tmp_path: Path, *arguments: str, key: str = "right") -> t
     return process.returncode, said.decode()
 
 
-async def test_an_agent_gets_its_settings_its_arguments_and_its_own_exit_status(
+async def test_an_agent_gets_settings_and_arguments_and_its_exit_status_is_returned(
     made: FakeFleet, tmp_path: Path
 ) -> None:
     given = ("exec", "--json", "do it")
@@ -70,7 +70,7 @@ async def test_an_agent_gets_its_settings_its_arguments_and_its_own_exit_status(
     assert f"CODEX_HOME={environment['CODEX_HOME']}" in said and "right" not in said
 
 
-async def test_what_is_missing_is_said_in_a_sentence(made: FakeFleet, tmp_path: Path) -> None:
+async def test_a_missing_agent_or_fleet_is_reported_in_a_sentence(made: FakeFleet, tmp_path: Path) -> None:
     url = made.urls[0]
     for arguments, key, sentence in (
         (("qwen", "--url", url), "right", "npm install -g @qwen-code/qwen-code"),
@@ -83,7 +83,7 @@ async def test_what_is_missing_is_said_in_a_sentence(made: FakeFleet, tmp_path: 
 
 
 @pytest.mark.parametrize("name", AGENTS)
-def test_every_agent_is_pointed_to_the_fleet_and_nowhere_else(name: str, tmp_path: Path) -> None:
+def test_every_agent_is_configured_for_the_fleet_only(name: str, tmp_path: Path) -> None:
     endpoint = AgentEndpoint("http://127.0.0.1:8000", 'm"odel', "secret", 40_000)
     setup = AGENTS[name].setup(tmp_path, endpoint)
     setup.write()

@@ -84,7 +84,7 @@ def test_options_of_vllm_reach_the_engines() -> None:
         (["seven"], "'seven' is no option of vLLM's"),
     ],
 )
-def test_an_option_that_vllm_does_not_take(words: list[str], said: str) -> None:
+def test_an_option_unknown_to_vllm_is_refused(words: list[str], said: str) -> None:
     with pytest.raises(DeployError) as raised:
         list(vllm_arguments(words))
     assert str(raised.value).startswith(said)
@@ -99,23 +99,23 @@ def test_json_and_lists_are_read() -> None:
     }
 
 
-def test_a_path_without_a_model(tmp_path: Path) -> None:
+def test_a_path_without_a_model_is_refused(tmp_path: Path) -> None:
     for path in ("/no/such", str(tmp_path)):
         assert str(serve(path).exception).startswith(f"there is no model in {path}: give a directory with")
 
 
-def test_a_model_that_does_not_fit(tmp_path: Path) -> None:
+def test_a_model_that_does_not_fit_is_refused(tmp_path: Path) -> None:
     model = model_in(tmp_path / "big", max_position_embeddings=4096)
     index = {"metadata": {"total_size": 10**15}}
     (tmp_path / "big" / "model.safetensors.index.json").write_text(json.dumps(index))
     assert "take a smaller or a quantised model" in str(serve(model).exception)
 
 
-def test_a_model_without_weights(tmp_path: Path) -> None:
+def test_a_model_without_weights_is_refused(tmp_path: Path) -> None:
     assert "has no weights in safetensors" in str(serve(model_in(tmp_path / "empty")).exception)
 
 
-def test_an_id_that_the_hub_cannot_be_asked_for(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_invalid_hub_id_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     with socket.socket() as taken:  # bound, and not listening
         taken.bind(("127.0.0.1", 0))
         monkeypatch.setattr(
@@ -135,7 +135,7 @@ def test_a_key_and_a_receiver_of_spans_come_from_the_environment(monkeypatch: py
     assert "secret-of-mine" not in file.read_text() and file.stat().st_mode & 0o077 == 0
 
 
-def test_doctor_says_what_to_do_about_a_taken_port() -> None:
+def test_doctor_explains_how_to_free_a_taken_port() -> None:
     with socket.socket() as taken:
         taken.bind(("127.0.0.1", 0))
         taken.listen()
@@ -146,7 +146,7 @@ def test_doctor_says_what_to_do_about_a_taken_port() -> None:
     assert answer.exit_code == 0, answer.stdout
 
 
-def test_doctor_ends_with_1_where_the_state_cannot_be_written(
+def test_doctor_exits_with_1_if_the_state_folder_is_not_writable(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     (tmp_path / "file").write_text("")

@@ -66,7 +66,7 @@ def test_engines_conversations_and_targets_are_named() -> None:
         assert expected in text
 
 
-def test_an_engine_that_is_not_up_says_what_it_is() -> None:
+def test_an_engine_that_is_not_up_shows_its_state() -> None:
     assert "draining" in text_of(state(engines=[engine(status="draining")]))
 
 
@@ -98,5 +98,5 @@ def test_a_conversation_keeps_its_place_while_others_move() -> None:
         assert text.index("agent-9") < text.index("agent-7")
 
 
-def test_without_conversations_it_says_so() -> None:
+def test_a_view_without_conversations_is_not_empty() -> None:
     assert "no conversation" in text_of(state(timelines=[]))

@@ -43,7 +43,7 @@ def test_every_generator_writes_a_trace(tmp_path: Path) -> None:
         assert len(load(out).conversations) == 10
 
 
-def test_import_tells_the_kind_and_describe_reads_foreign_files(tmp_path: Path) -> None:
+def test_import_detects_the_format_and_describe_reads_foreign_files(tmp_path: Path) -> None:
     out = tmp_path / "all.jsonl.gz"
     assert run("trace", "import", SAMPLES / "sources", "--out", out).exit_code == 0
     assert "CC-BY-4.0" in load(out).header.licence
@@ -57,7 +57,7 @@ def test_pages_of_a_target_file_are_read_once(tmp_path: Path) -> None:
     assert pages_of(None, "http://a:1") == []
 
 
-def test_mistakes_are_errors_for_people(tmp_path: Path) -> None:
+def test_mistakes_are_reported_as_readable_errors(tmp_path: Path) -> None:
     for arguments in (
         ("trace", "describe", tmp_path / "none"),
         ("trace", "scale", SAMPLES / "agents.jsonl.gz", "--rate", 0, "--out", tmp_path / "x"),

@@ -50,7 +50,7 @@ def test_the_same_file_changes_nothing() -> None:
         ("batch", {"keep_free": 0.2}, False, True),
     ],
 )
-def test_what_engines_do_not_know_restarts_none_of_them(
+def test_keys_that_engines_do_not_receive_restart_no_engine(
     block: str, values: dict[str, Any], directory: bool, gateways: bool
 ) -> None:
     found = planned(lambda content: content.setdefault(block, {}).update(values))
@@ -88,7 +88,7 @@ def test_a_tier_that_follows_the_load_keeps_its_number_within_its_limits(present
     assert found.autoscaler
 
 
-def test_without_the_block_the_file_counts_again() -> None:
+def test_without_the_autoscale_block_the_file_sets_the_replicas_again() -> None:
     old = laptop(decode(autoscale={"min": 1, "max": 4}))
     running = {**NOTHING, "decode-2": Need.NOTHING}
     found = planned(lambda content: None, running, old)
@@ -104,14 +104,14 @@ def test_without_the_block_the_file_counts_again() -> None:
         (lambda content: content.update(transfer={"backend": "nixl"}), "transfer.backend"),
     ],
 )
-def test_what_all_engines_must_agree_on_cannot_change_one_by_one(
+def test_settings_that_all_engines_share_cannot_change_in_a_rolling_upgrade(
     edit: Edit, path: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("deploy.fleet.checks.find_spec", lambda name: name)
     assert [one.path for one in not_while_running(differences(laptop(), laptop(edit)))] == [path]
 
 
-def test_differences_are_by_tier_name_and_hide_what_is_secret() -> None:
+def test_differences_name_the_tier_and_hide_secrets() -> None:
     def edit(content: Any) -> None:
         content["tiers"][1]["args"] = {"max-num-seqs": 8}
         content["gateway"]["api_keys"] = ["hidden"]

@@ -41,7 +41,7 @@ def spec_of(wanted: FleetSpec, name: str) -> dict[str, object]:
     return {field: getattr(spec, field) for field in type(spec).__dataclass_fields__}
 
 
-def test_a_shared_tier_is_for_decoders_and_not_beside_co_serving(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_only_decoders_without_co_serving_use_a_shared_tier(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("deploy.fleet.checks.find_spec", lambda name: name)
     text = (CONFIGS / "laptop.yaml").read_text() + "  kv_tiers: [host, lmcache]\n"
     wanted = parse_fleet(text, "fleet.yaml")
@@ -67,7 +67,7 @@ def test_a_tiers_arguments_add_to_the_engines() -> None:
     assert "max-num-seqs" not in dict(spec_of(fleet("a40-paper"), "prefill-0")["options"])  # type: ignore[call-overload]
 
 
-def test_engines_of_one_fleet_differ_and_stay_the_same_between_runs() -> None:
+def test_engines_of_a_fleet_have_distinct_and_stable_settings() -> None:
     laptop = fleet("laptop")
     prints = [engine_spec(laptop, engine, HOME, "h").fingerprint() for engine in engines(laptop)]
     assert len(set(prints)) == 3
@@ -100,7 +100,7 @@ def gpus_of(wanted: FleetSpec) -> tuple[str, ...]:
     return power_settings(wanted, next(engines(wanted)), HOME, ("3",)).gpus
 
 
-def test_an_engines_power_is_that_of_gpus_it_asked_for_not_of_any_it_can_see() -> None:
+def test_an_engines_power_counts_only_the_gpus_that_it_asked_for() -> None:
     text = (CONFIGS / "co-serving.yaml").read_text()
     with_gpu = text.replace("{decode_tier: 1}", "{decode_tier: 1, GPU: 1}\n    power_cap_w: 200")
     assert gpus_of(parse_fleet(text, "f")) == ()
@@ -135,7 +135,7 @@ def test_the_gateways_limits_reach_both_of_its_sides() -> None:
     assert (config.limits.server.write_stall_s, config.limits.server.head_timeout_s) == (5, 3)
 
 
-def test_policy_and_times_reach_who_decides_by_them() -> None:
+def test_policies_and_times_reach_the_components_that_use_them() -> None:
     baseline = parse_fleet(
         "policy: collocated\n"
         "tiers: [{name: all, role: mixed, replicas: 2}]\n"
@@ -151,11 +151,11 @@ def test_policy_and_times_reach_who_decides_by_them() -> None:
 
 
 @pytest.mark.parametrize(("name", "together"), [("laptop", 2), ("a40-paper", None)])
-def test_engines_that_share_cores_start_some_at_a_time(name: str, together: int | None) -> None:
+def test_engines_that_share_cores_start_in_groups(name: str, together: int | None) -> None:
     assert keeper_settings(fleet(name)).start_together == together
 
 
-def test_tracing_reaches_gateways_and_engines_which_record_what_a_gateway_samples() -> None:
+def test_tracing_reaches_gateways_and_engines_and_gateways_sample() -> None:
     plain = fleet("laptop")
     block = "\nobserve: {tracing: {endpoint: 'http://collector:4318/', sample: 0.2}}\n"
     traced = parse_fleet((CONFIGS / "laptop.yaml").read_text() + block, "traced")
@@ -203,6 +203,8 @@ tiers:
         ("cuda", "", "", False),  # nobody said what they are
     ],
 )
-def test_tiers_of_the_same_hardware_are_alike(device: str, prefill: str, decode: str, same: bool) -> None:
+def test_tiers_of_the_same_hardware_share_measurements(
+    device: str, prefill: str, decode: str, same: bool
+) -> None:
     named = alike(parse_fleet(TWO_TIERS % (device, prefill, decode), "fleet.yaml"))
     assert (named.get("prefill", "p") == named.get("decode", "d")) is same

@@ -453,7 +453,7 @@ def test_every_key_has_a_case() -> None:
 
 
 @pytest.mark.parametrize("key", CASES)
-def test_a_key_arrives(key: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_key_reaches_its_component(key: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("deploy.fleet.checks.find_spec", lambda name: name)
     one = CASES[key]
     expected = one.value if one.expected is None else one.expected
@@ -462,7 +462,7 @@ def test_a_key_arrives(key: str, monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.parametrize("key", DIRECT)
-def test_a_key_is_read(key: str) -> None:
+def test_the_component_uses_the_key(key: str) -> None:
     read = key.removeprefix("tiers.")
     for file in DIRECT[key]:
         nodes = ast.walk(ast.parse((ROOT / file).read_text()))
@@ -481,12 +481,14 @@ def set_by_keys(monkeypatch: pytest.MonkeyPatch) -> set[tuple[type, str]]:
     return found
 
 
-def test_every_field_is_set_by_a_key_or_nobody_should_set_it(set_by_keys: set[tuple[type, str]]) -> None:
+def test_every_configuration_field_has_a_key_or_is_listed_as_internal(
+    set_by_keys: set[tuple[type, str]],
+) -> None:
     missing = {(kind, field.name) for kind in CONFIGURATIONS for field in fields(kind)} - set_by_keys
     assert missing == {(kind, name) for kind, names in NOT_SET.items() for name in " ".join(names).split()}
 
 
-def test_a_default_stands_in_one_place(set_by_keys: set[tuple[type, str]]) -> None:
+def test_a_default_is_defined_in_one_place(set_by_keys: set[tuple[type, str]]) -> None:
     """Without a key, a component receives its own default."""
     defaults = {
         (kind, field.name): field.default

@@ -136,7 +136,7 @@ def final(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Flat]:
 
 
 @pytest.mark.parametrize("role", ROLES)
-def test_what_differs_from_plain_vllm_has_a_reason(role: str, final: dict[str, Flat]) -> None:
+def test_each_difference_from_plain_vllm_has_a_reason(role: str, final: dict[str, Flat]) -> None:
     ours, theirs = final[role], final["plain"]
     assert "error" not in ours, ours["error"]
     different = {path for path in {*ours, *theirs} if ours.get(path) != theirs.get(path)}
@@ -159,14 +159,14 @@ def test_every_engine_has_the_model_runner_that_is_checked(role: str, final: dic
     assert (final[role]["runner"], final["plain"]["runner"]) == ("V1", "V2")
 
 
-def test_layer_hooks_cost_no_whole_graphs_but_beside_the_v2_runner(final: dict[str, Flat]) -> None:
+def test_layer_hooks_keep_full_graphs_except_with_the_v2_runner(final: dict[str, Flat]) -> None:
     modes = {role: final[role]["compilation_config.cudagraph_mode"] for role in (*ROLES, "plain", V2)}
     assert modes.pop(V2) == "PIECEWISE" and final[V2]["runner"] == "V2"
     assert set(modes.values()) == {"FULL_AND_PIECEWISE"}
 
 
 @pytest.mark.parametrize("file", FILES, ids=lambda file: file.stem)
-def test_vllm_takes_every_engine_of_a_shipped_file(file: Path, final: dict[str, Flat]) -> None:
+def test_vllm_accepts_every_engine_of_a_shipped_file(file: Path, final: dict[str, Flat]) -> None:
     content: Any = yaml.safe_load(file.read_text())
     for tier in content["tiers"]:
         made = final[f"{file.stem}: {tier['name']}"]
@@ -176,5 +176,5 @@ def test_vllm_takes_every_engine_of_a_shipped_file(file: Path, final: dict[str, 
         assert made["parallel_config.tensor_parallel_size"] == str(size)
 
 
-def test_the_options_that_check_knows_are_those_of_this_release(final: dict[str, Flat]) -> None:
+def test_the_known_vllm_options_are_those_of_the_installed_release(final: dict[str, Flat]) -> None:
     assert final[OPTIONS]["text"] == vllm_options.FILE.read_text(), "run: python -m deploy.fleet.vllm_options"

@@ -33,7 +33,7 @@ def only_mistake(text: str) -> str:
     return found[0]
 
 
-def test_the_good_file_is_good() -> None:
+def test_a_correct_file_has_no_errors() -> None:
     fleet = parse_fleet(GOOD, "fleet.yaml")
     assert [tier.replicas for tier in fleet.tiers] == [1, 2]
     assert fleet.conversation.ttl == 600
@@ -129,9 +129,7 @@ NO_RECEIVER = "observe:\n  tracing:\n    sample: 0.5\n    endpoint: http://here:
         (GOOD + NO_RECEIVER, "fleet.yaml:14: observe.tracing.endpoint: expected http://host:port of an OTLP"),
     ],
 )
-def test_what_a_component_would_refuse_at_its_start_is_a_mistake_in_the_file(
-    text: str, expected: str
-) -> None:
+def test_a_value_that_a_component_would_refuse_is_an_error_of_the_file(text: str, expected: str) -> None:
     assert only_mistake(text).startswith(expected)
 
 
@@ -145,12 +143,12 @@ def test_the_key_a_component_names_is_found_in_the_file(monkeypatch: pytest.Monk
     assert only_mistake(text) == expected
 
 
-def test_a_key_without_a_near_one_lists_the_valid_keys() -> None:
+def test_a_key_unlike_any_other_lists_the_valid_keys() -> None:
     found = only_mistake(GOOD + "gateway:\n  xyzzy: 1\n")
     assert found.startswith("fleet.yaml:12: gateway.xyzzy: unknown key 'xyzzy'; expected one of admin_keys, ")
 
 
-def test_all_mistakes_come_at_once_in_order() -> None:
+def test_all_errors_are_reported_together_in_the_order_of_lines() -> None:
     found = mistakes(GOOD.replace("replicas: 2", "replicas: x").replace("ttl: 10m", "ttI: 10m"))
     assert [line.split(":")[1] for line in found] == ["7", "9"]
 
@@ -169,7 +167,7 @@ def test_a_wrong_argument_value_is_located_once() -> None:
     )
 
 
-def test_broken_yaml_and_missing_files_are_told_as_such(tmp_path: Path) -> None:
+def test_broken_yaml_and_missing_files_are_reported(tmp_path: Path) -> None:
     assert only_mistake("tiers: [1, 2\nname: x\n").startswith("fleet.yaml:2: not valid YAML: ")
     assert only_mistake("- 1\n").startswith("fleet.yaml:1: expected a mapping")
     assert only_mistake("").startswith("fleet.yaml:1: expected a mapping")
@@ -226,5 +224,5 @@ def test_broken_yaml_and_missing_files_are_told_as_such(tmp_path: Path) -> None:
         ),
     ],
 )
-def test_what_would_have_no_effect_is_refused(block: str, expected: str) -> None:
+def test_a_key_without_effect_is_refused(block: str, expected: str) -> None:
     assert only_mistake(GOOD + block).startswith(expected)

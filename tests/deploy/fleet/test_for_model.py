@@ -41,7 +41,7 @@ def tiers(made: FleetSpec) -> list[tuple[str, int]]:
     return [(tier.name, tier.replicas) for tier in made.tiers]
 
 
-def test_one_gpu_has_one_engine_that_co_serves() -> None:
+def test_one_gpu_gets_one_co_serving_engine() -> None:
     made = fleet(MIDDLE, h100s(1))
     assert made.name == "some-model-v2"
     assert (made.policy, tiers(made), made.coserving.enabled) == ("collocated", [("decode", 1)], True)
@@ -55,7 +55,7 @@ def test_several_gpus_are_split_into_prefillers_and_decoders() -> None:
     assert [tier.power_cap_w for tier in made.tiers] == [None, 400]
 
 
-def test_a_large_model_takes_several_gpus_an_engine() -> None:
+def test_an_engine_of_a_large_model_takes_several_gpus() -> None:
     made = fleet(LARGE, h100s(8))
     assert made.engine.args["tensor-parallel-size"] == 4
     assert sum(replicas for _, replicas in tiers(made)) == 2
@@ -82,7 +82,7 @@ def test_without_gpus_a_small_fleet_fits_a_laptop() -> None:
         (MIDDLE, h100s(1), {"max_context": 900_000}, "room for conversations of"),
     ],
 )
-def test_what_does_not_fit_is_a_sentence(
+def test_a_model_that_does_not_fit_is_refused_with_a_sentence(
     model: Architecture, machine: Machine, wishes: dict[str, Any], said: str
 ) -> None:
     with pytest.raises(DeployError, match=said):

@@ -307,12 +307,12 @@ def special(name: str, text: str) -> str:
     return text
 
 
-def test_the_fleet_is_right_as_it_stands(tmp_path: Path) -> None:
+def test_the_unchanged_fleet_file_is_valid(tmp_path: Path) -> None:
     load_fleet(write(tmp_path, FLEET, {}))
 
 
 @pytest.mark.parametrize("name", CASES)
-def test_it_is_refused_with_its_line_and_what_to_write(name: str, tmp_path: Path) -> None:
+def test_a_mistake_is_refused_with_its_line_and_the_correction(name: str, tmp_path: Path) -> None:
     old, new, said, *more = CASES[name]
     assert FLEET.count(old) >= 1
     marked = special(name, old.join(FLEET.rsplit(old, 1)[:1]) + new + FLEET.rsplit(old, 1)[1])
@@ -328,17 +328,17 @@ def test_it_is_refused_with_its_line_and_what_to_write(name: str, tmp_path: Path
 
 
 @pytest.mark.parametrize("kinds", [["sliding_attention", "full_attention"], ["sliding_attention"]], ids=str)
-def test_windows_co_serve(kinds: list[str], tmp_path: Path) -> None:
+def test_models_with_windows_may_co_serve(kinds: list[str], tmp_path: Path) -> None:
     load_fleet(write(tmp_path, FLEET, {"layer_types": kinds, "sliding_window": 1024}))
 
 
 @pytest.mark.parametrize("mode", ["FULL_AND_PIECEWISE", "PIECEWISE"])
-def test_safepoints_take_graphs_that_have_pieces(mode: str, tmp_path: Path) -> None:
+def test_safepoints_need_piecewise_graphs(mode: str, tmp_path: Path) -> None:
     said = a(f"compilation-config.cudagraph_mode: {mode}").replace(">", "")
     load_fleet(write(tmp_path, said.join(FLEET.rsplit(SEQS, 1)), {}))
 
 
-def test_layers_with_states_are_served_and_take_no_kv(tmp_path: Path) -> None:
+def test_layers_with_states_are_served_and_count_no_kv(tmp_path: Path) -> None:
     """A context whose KV would not fit, if all layers had some."""
     alone = FLEET.replace("  enabled: true", "  enabled: false").replace("40960", "1000000")
     long = {"max_position_embeddings": 1_000_000}
@@ -359,7 +359,7 @@ def test_layers_with_states_are_served_and_take_no_kv(tmp_path: Path) -> None:
         load_fleet(write(tmp_path / name, alone, {**long, **some}))
 
 
-def test_states_are_moved_and_stored_by_us_only(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_only_our_connector_moves_and_stores_states(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("deploy.fleet.checks.find_spec", lambda name: True)
     wrong = ("transfer: {backend: nixl}", "not by NIXL"), ("kv: {kv_tiers: [lmcache]}", "stored in LMCache")
     for number, (line, said) in enumerate(wrong):
@@ -391,7 +391,7 @@ tiers:
     assert "latent attention" not in said[1]
 
 
-def test_nothing_heavy_is_imported_for_it() -> None:
+def test_the_checks_import_nothing_heavy() -> None:
     """Two seconds are enough for all of it: vLLM alone takes longer."""
     heavy = "{'vllm', 'torch', 'transformers', 'ray'}"
     code = f"import sys, deploy.fleet.checks; print(sorted({heavy} & set(sys.modules)))"

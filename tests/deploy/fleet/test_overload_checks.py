@@ -34,14 +34,14 @@ def every_mistake(text: str) -> list[str]:
     return []
 
 
-def test_the_file_is_good() -> None:
+def test_the_unchanged_file_is_valid() -> None:
     assert parse_fleet(DROPS, "fleet.yaml").overload.policy == "drop"
     assert parse_fleet(DROPS.replace("backend: tcp", "encrypt: true"), "fleet.yaml").transfer.encrypt
 
 
 @pytest.mark.parametrize("device", [Device.CPU, Device.CUDA])
 @pytest.mark.parametrize("coserves", [False, True])
-def test_engines_that_co_serve_can_drop(device: Device, coserves: bool, tmp_path: Path) -> None:
+def test_co_serving_engines_may_drop_parameters(device: Device, coserves: bool, tmp_path: Path) -> None:
     text = DROPS.replace("enabled: false", f"enabled: {str(coserves).lower()}")
     fleet = parse_fleet(text.replace("device: cpu", f"device: {device}"), "fleet.yaml")
     decoder = next(one for one in engines(fleet) if one.tier.role is Role.DECODE)
@@ -62,7 +62,7 @@ def test_engines_that_co_serve_can_drop(device: Device, coserves: bool, tmp_path
         ("backend: tcp", "backend: nixl", "set transfer.backend: tcp"),
     ],
 )
-def test_what_is_in_the_way_is_said(right: str, wrong: str, said: str) -> None:
+def test_a_setting_that_prevents_dropping_is_named(right: str, wrong: str, said: str) -> None:
     assert right in DROPS
     text = DROPS.replace(right, wrong)
     found = [one for one in every_mistake(text) if said in one]
@@ -84,7 +84,7 @@ ON_GPUS = DROPS.replace("device: cpu, args: {enforce-eager: true}", "device: cud
         ("max-num-seqs: 8", False),  # vLLM's default has full graphs
     ],
 )
-def test_on_gpus_full_graphs_are_in_the_way(args: str, works: bool) -> None:
+def test_full_cuda_graphs_prevent_dropping(args: str, works: bool) -> None:
     found = every_mistake(ON_GPUS.replace("ARGS", args))
     assert works == (not found)
     assert all("set compilation-config.cudagraph_mode: PIECEWISE" in one for one in found)
@@ -125,7 +125,7 @@ def test_models_whose_engines_would_not_start_are_refused(architecture: str, tmp
     assert not every_mistake(text.replace("drop", "park"))
 
 
-def test_of_models_that_can_be_split_those_with_several_kinds_of_layers_are_refused(tmp_path: Path) -> None:
+def test_splittable_models_with_several_kinds_of_layers_are_refused(tmp_path: Path) -> None:
     assert not every_mistake(of_model(tmp_path, "Qwen3ForCausalLM", layer_types=["full_attention"] * 2))
     (found,) = every_mistake(of_model(tmp_path, "LlamaForCausalLM", **WINDOWS))
     assert "layers have windows or states" in found and found.endswith("set overload.policy: park")
@@ -135,7 +135,9 @@ def test_of_models_that_can_be_split_those_with_several_kinds_of_layers_are_refu
     ("policy", "host_kv_gib", "idle_kv_evictable"),
     [("off", 0.0, False), ("preempt", 0.0, True), ("park", 4.0, False), ("drop", 4.0, False)],
 )
-def test_what_engines_are_told_of_idle_kv(policy: str, host_kv_gib: float, idle_kv_evictable: bool) -> None:
+def test_engines_receive_the_setting_for_idle_kv(
+    policy: str, host_kv_gib: float, idle_kv_evictable: bool
+) -> None:
     fleet = parse_fleet(DROPS.replace("policy: drop", f"policy: {policy}"), "fleet.yaml")
     told = connector(fleet, Role.DECODE)
     assert (told.host_kv_gib, told.idle_kv_evictable) == (host_kv_gib, idle_kv_evictable)
@@ -150,7 +152,7 @@ def test_what_engines_are_told_of_idle_kv(policy: str, host_kv_gib: float, idle_
         ("conversation: {park_after: 5s}", "conversation.park_after"),
     ],
 )
-def test_what_parks_is_refused_where_nothing_is_parked(policy: str, block: str, key: str) -> None:
+def test_parking_keys_are_refused_where_nothing_is_parked(policy: str, block: str, key: str) -> None:
     text = DROPS.replace("policy: drop", f"policy: {policy}") + block + "\n"
     said = f"fleet.yaml:9: {key}: nothing is parked with overload.policy '{policy}': take this out"
     assert [one for one in every_mistake(text) if one.startswith(said)]

@@ -42,11 +42,11 @@ def said(file: Path) -> str:
     return caught.value.problems[0].removeprefix(f"{file}:")
 
 
-def test_a_good_pair_is_good(tmp_path: Path, authority: Authority) -> None:
+def test_a_valid_certificate_and_key_are_accepted(tmp_path: Path, authority: Authority) -> None:
     load_fleet(fleet_of(tmp_path, *authority.pair()), to_start=True)
 
 
-def test_what_is_missing(tmp_path: Path, authority: Authority) -> None:
+def test_missing_files_are_refused(tmp_path: Path, authority: Authority) -> None:
     cert, key = authority.pair()
     none = tmp_path / "none.pem"
     wrong = f"7: gateway.tls.cert: {none} cannot be read: No such file or directory"
@@ -54,14 +54,16 @@ def test_what_is_missing(tmp_path: Path, authority: Authority) -> None:
     assert said(fleet_of(tmp_path, cert, none)).startswith(f"8: gateway.tls.key: {none} cannot be read")
 
 
-def test_what_has_expired_or_is_not_yet_valid(tmp_path: Path, authority: Authority) -> None:
+def test_expired_and_not_yet_valid_certificates_are_refused(tmp_path: Path, authority: Authority) -> None:
     old = authority.pair("old", begins=timedelta(days=-2), lasts=timedelta(days=1))
     assert said(fleet_of(tmp_path, *old)).startswith(f"7: gateway.tls.cert: {old[0]} expired on ")
     coming = authority.pair("coming", begins=timedelta(days=1))
     assert "is not valid before" in said(fleet_of(tmp_path, *coming))
 
 
-def test_what_does_not_belong_together_or_is_nothing(tmp_path: Path, authority: Authority) -> None:
+def test_mismatched_pairs_and_files_without_a_certificate_are_refused(
+    tmp_path: Path, authority: Authority
+) -> None:
     cert, key = authority.pair()
     _, other = authority.pair("other")
     assert said(fleet_of(tmp_path, cert, other)).startswith(f"8: gateway.tls.key: {other} is not the key of")
@@ -71,11 +73,11 @@ def test_what_does_not_belong_together_or_is_nothing(tmp_path: Path, authority: 
     assert "is encrypted" in said(fleet_of(tmp_path, *locked))
 
 
-def test_a_fleet_that_is_up_can_be_ended_whatever_became_of_its_files(tmp_path: Path) -> None:
+def test_a_running_fleet_can_be_ended_without_its_tls_files(tmp_path: Path) -> None:
     load_fleet(fleet_of(tmp_path, tmp_path / "gone.pem", tmp_path / "gone.key"))
 
 
-def test_elsewhere_the_files_may_be_on_other_machines(tmp_path: Path) -> None:
+def test_on_a_cluster_the_files_may_be_on_other_machines(tmp_path: Path) -> None:
     pair = Path("/etc/none/a.pem"), Path("/etc/none/a.key")
     file = fleet_of(tmp_path, *pair, "ray: {address: '10.0.0.1:6379'}\n")
     load_fleet(file, to_start=True)

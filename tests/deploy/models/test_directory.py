@@ -12,7 +12,7 @@ def leftovers(directory: Path) -> list[str]:
     return [path.name for path in directory.iterdir() if path.name.startswith(".making")]
 
 
-def test_what_fails_halfway_leaves_nothing(tmp_path: Path) -> None:
+def test_a_failed_build_leaves_nothing(tmp_path: Path) -> None:
     def fail(draft: Path) -> None:
         (draft / "config.json").write_text("{}")
         raise OSError("no space left")
@@ -22,7 +22,7 @@ def test_what_fails_halfway_leaves_nothing(tmp_path: Path) -> None:
     assert not (tmp_path / "m").exists() and not leftovers(tmp_path)
 
 
-def test_of_several_at_once_one_makes_it(tmp_path: Path) -> None:
+def test_only_one_of_several_concurrent_builders_makes_the_model(tmp_path: Path) -> None:
     together, made = threading.Barrier(4), []
 
     def make() -> None:
@@ -37,7 +37,7 @@ def test_of_several_at_once_one_makes_it(tmp_path: Path) -> None:
     assert sorted(made) == [False, False, False, True]
 
 
-def test_another_recipe_makes_it_anew(tmp_path: Path) -> None:
+def test_another_recipe_rebuilds_the_model(tmp_path: Path) -> None:
     assert made_in(tmp_path / "m", "first", lambda draft: (draft / "one").write_text(""))
     assert made_in(tmp_path / "m", "second", lambda draft: (draft / "other").write_text(""))
     assert (tmp_path / "m" / "other").exists() and not (tmp_path / "m" / "one").exists()

@@ -40,7 +40,7 @@ V31 = "{% if not thinking is defined %}</think>'<｜tool▁calls▁begin｜><｜
         ("opt", "", "", ""),
     ],
 )
-def test_the_parsers_of_a_family(kind: str, template: str, tool: str, reasoning: str) -> None:
+def test_each_model_family_has_its_parsers(kind: str, template: str, tool: str, reasoning: str) -> None:
     assert [choice.parser for choice in choose(ModelText(kind, template))] == [tool, reasoning]
 
 
@@ -49,7 +49,7 @@ def test_every_parser_is_in_vllms_registry() -> None:
         assert {rule.parser for rule in rules} <= set(vllm_options.options()[option])
 
 
-def test_none_has_a_sentence_that_says_what_to_do() -> None:
+def test_an_unknown_family_gets_a_sentence_that_says_what_to_do() -> None:
     absent, unknown = choose(None)[0], choose(ModelText("bailing_moe", GLM))[0]
     assert str(absent).startswith(
         "tool-call-parser: none (the model's config.json is not on this machine: set"

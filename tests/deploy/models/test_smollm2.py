@@ -55,7 +55,7 @@ def test_a_longer_context_stretches_its_positions() -> None:
 
 
 @pytest.mark.slow
-def test_engines_read_what_was_made(model: Path) -> None:
+def test_engines_load_the_converted_model(model: Path) -> None:
     assert json.loads((model / "config.json").read_text()) == smollm2.CONFIG
     assert (model / "model.safetensors").stat().st_size == smollm2.WEIGHT_BYTES
 
@@ -71,7 +71,7 @@ def test_each_digit_is_a_token_and_special_tokens_are_one(model: Path) -> None:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("chat", CHATS)
-def test_prompts_are_those_of_its_own_template(model: Path, chat: list[dict[str, str]]) -> None:
+def test_prompts_follow_the_models_own_template(model: Path, chat: list[dict[str, str]]) -> None:
     from transformers import AutoTokenizer
 
     tokenizer = AutoTokenizer.from_pretrained(model)

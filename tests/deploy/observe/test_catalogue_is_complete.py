@@ -67,7 +67,7 @@ def _made(path: Path) -> set[str]:
     return kinds & called
 
 
-def test_names_help_and_labels_keep_the_rules() -> None:
+def test_names_help_and_labels_follow_the_rules() -> None:
     for metric in catalogue().values():
         assert re.fullmatch(r"(?:conserve|gen_ai_server)_[a-z0-9_]+", metric.name), metric.name
         assert metric.help.endswith(".") and len(metric.help) > 15, metric.name
@@ -89,7 +89,7 @@ def test_every_metric_that_the_operators_page_names_has_a_panel_or_an_alert() ->
     assert named and named <= shown, sorted(named - shown)
 
 
-def test_alerts_say_what_to_do() -> None:
+def test_alerts_describe_what_to_do() -> None:
     groups = yaml.safe_load(RULES.read_text())["groups"]
     for rule in (rule for group in groups for rule in group["rules"]):
         assert rule["labels"]["severity"] in ("page", "ticket")

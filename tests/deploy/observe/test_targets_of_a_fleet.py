@@ -26,7 +26,7 @@ def engine(name: str, http: str, metrics: str = "") -> EngineStatus:
     return EngineStatus(name, "decode", "decode", "serving", http=http, metrics=metrics)
 
 
-def test_every_process_is_listed_as_what_it_is() -> None:
+def test_every_process_is_listed_with_its_component() -> None:
     found = targets(status(engine("decode-0", "127.0.0.1:9001", "10.0.0.7:7001"), metrics="127.0.0.1:7002"))
     assert [(target["labels"]["conserve_process"], *target["targets"]) for target in found] == [
         ("gateway", "127.0.0.1:6001"),  # each process: the port they share answers for one of them
@@ -48,18 +48,18 @@ def test_no_label_of_a_page_hides_a_label_of_its_metrics() -> None:
     assert all(label.startswith("conserve_") for label in of_pages)  # and vLLM's are its own
 
 
-def test_what_is_not_there_is_not_listed() -> None:
+def test_absent_processes_are_not_listed() -> None:
     found = targets(status(engine("decode-0", "")))
     assert [target["labels"]["conserve_process"] for target in found] == ["gateway", "gateway", "batch"]
 
 
-def test_a_page_is_served_where_it_is_said_to_be() -> None:
+def test_a_page_is_served_at_its_listed_address() -> None:
     address = serve_metrics("127.0.0.1")
     with urllib.request.urlopen(f"http://{address}/metrics", timeout=10) as answer:
         assert b"python_info" in answer.read()
 
 
-def test_http_discovery_looks_anew_each_time_and_says_when_the_fleet_is_down() -> None:
+def test_http_discovery_is_current_at_each_request_and_reports_a_stopped_fleet() -> None:
     looks: list[Targets | None] = [[{"targets": ["a:1"], "labels": {}}], [], None]
 
     def look() -> Targets:

@@ -57,7 +57,7 @@ async def rig() -> AsyncIterator[ControlRig]:
     await server.stop()
 
 
-async def test_watching_gives_what_the_board_has(rig: ControlRig) -> None:
+async def test_a_watcher_receives_the_stored_status(rig: ControlRig) -> None:
     rig.store.engine_up(INFO)
     rig.store.engine_state(STATE)
     rig.store.tell(KeeperPhase.SERVING, pid=12, log_lines=("one", "two"))
@@ -85,14 +85,14 @@ async def test_commands_reach_the_engine(rig: ControlRig) -> None:
     assert rig.feed.shared == [(7, ("10.0.0.1:9", "10.0.0.2:9"), 1), (7,)]
 
 
-async def test_an_engine_out_of_reach_is_an_error_with_its_reason(rig: ControlRig) -> None:
+async def test_an_unreachable_engine_is_an_error_with_a_reason(rig: ControlRig) -> None:
     rig.feed.reachable = False
     async with ControlClient(rig.address, SECRET) as client:
         with pytest.raises(ControlError, match="does not listen at present"):
             await client.release("known")
 
 
-async def test_without_the_secret_nothing_is_told_or_done(rig: ControlRig) -> None:
+async def test_without_the_secret_every_call_is_refused(rig: ControlRig) -> None:
     async with ControlClient(rig.address, "wrong") as client:
         with pytest.raises(ControlError, match="secret is missing or wrong"):
             await client.release("known")
@@ -109,7 +109,7 @@ async def test_a_keeper_that_goes_away_ends_the_watch(rig: ControlRig) -> None:
             await asyncio.wait_for(anext(reports), 5)
 
 
-async def test_a_restarted_keeper_listens_where_it_did(rig: ControlRig) -> None:
+async def test_a_restarted_keeper_listens_at_the_same_address(rig: ControlRig) -> None:
     port = int(rig.address.rsplit(":", 1)[1])
     await rig.server.stop()
     again = ControlServer(rig.store, rig.feed, SECRET)

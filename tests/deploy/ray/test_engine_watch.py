@@ -86,7 +86,7 @@ def store(epoch: int) -> StatusStore:
     return made
 
 
-async def test_a_keepers_restart_is_no_loss_of_its_engine(rig: WatchRig) -> None:
+async def test_a_restarted_keeper_does_not_lose_its_engine(rig: WatchRig) -> None:
     first = await rig.keeper(store(5))
     await rig.hears(("up", 5), ("state", 5))
     await first.stop()
@@ -96,7 +96,7 @@ async def test_a_keepers_restart_is_no_loss_of_its_engine(rig: WatchRig) -> None
     await second.stop()
 
 
-async def test_an_engine_that_died_meanwhile_is_told_as_down_before_the_new_one(rig: WatchRig) -> None:
+async def test_an_engine_that_died_during_a_gap_is_reported_down_before_its_successor(rig: WatchRig) -> None:
     first = await rig.keeper(store(5))
     await rig.hears(("up", 5), ("state", 5))
     await first.stop()
@@ -107,7 +107,7 @@ async def test_an_engine_that_died_meanwhile_is_told_as_down_before_the_new_one(
     await second.stop()
 
 
-async def test_a_watch_that_was_away_hears_what_an_engine_named_and_that_it_went(rig: WatchRig) -> None:
+async def test_a_reconnected_watch_receives_missed_reports_and_the_end_of_an_engine(rig: WatchRig) -> None:
     """Reports are whole: nothing that was said while nobody listened is missing from the newest."""
     serving = store(5)
     first = await rig.keeper(serving)
@@ -126,7 +126,7 @@ async def test_a_watch_that_was_away_hears_what_an_engine_named_and_that_it_went
     await third.stop()
 
 
-async def test_a_keeper_gone_for_longer_than_the_lease_takes_its_engine_along(rig: WatchRig) -> None:
+async def test_an_engine_is_lost_when_its_keeper_is_gone_for_longer_than_the_lease(rig: WatchRig) -> None:
     server = await rig.keeper(store(5))
     await rig.hears(("up", 5), ("state", 5))
     await server.stop()
@@ -136,7 +136,7 @@ async def test_a_keeper_gone_for_longer_than_the_lease_takes_its_engine_along(ri
     await rig.hears(("down", 0))
 
 
-async def test_a_keeper_that_listens_where_it_did_is_found_without_ray(rig: WatchRig) -> None:
+async def test_a_keeper_at_its_old_address_is_found_without_ray(rig: WatchRig) -> None:
     first = await rig.keeper(store(5))
     await rig.hears(("up", 5), ("state", 5))
     where = rig.address
@@ -177,7 +177,7 @@ async def test_a_keeper_from_before_a_restart_is_found_without_ray(quiet: WatchR
     await server.stop()
 
 
-async def test_an_epoch_that_ended_while_nobody_listened_is_told_as_down(quiet: WatchRig) -> None:
+async def test_an_epoch_that_ended_unobserved_is_reported_down(quiet: WatchRig) -> None:
     starting = StatusStore("decode-0")
     starting.tell(KeeperPhase.STARTING, epoch=6)
     server = await quiet.keeper(starting)
@@ -188,7 +188,7 @@ async def test_an_epoch_that_ended_while_nobody_listened_is_told_as_down(quiet: 
     await server.stop()
 
 
-async def test_an_engine_whose_keeper_does_not_come_back_goes_with_its_lease(quiet: WatchRig) -> None:
+async def test_an_engine_without_its_keeper_is_lost_at_the_end_of_the_lease(quiet: WatchRig) -> None:
     async with remembered(quiet, "127.0.0.1:9"):
         await until(lambda: quiet.asked > 0, quiet.asked)
         assert quiet.told.events == []
@@ -196,7 +196,7 @@ async def test_an_engine_whose_keeper_does_not_come_back_goes_with_its_lease(qui
         await quiet.hears(("down", 0))
 
 
-async def test_an_engine_that_still_listens_outlives_its_keepers_lease(quiet: WatchRig) -> None:
+async def test_an_engine_that_still_answers_survives_the_keepers_lease(quiet: WatchRig) -> None:
     engine = await asyncio.start_server(lambda _reader, writer: writer.close(), "127.0.0.1", 0)
     where = "127.0.0.1:{1}".format(*engine.sockets[0].getsockname())
     async with remembered(quiet, "127.0.0.1:9", where):
@@ -222,7 +222,7 @@ async def test_the_keeper_of_another_engine_is_not_followed(quiet: WatchRig) -> 
     await right.stop()
 
 
-async def test_a_tier_that_the_fleet_has_no_more_ends_no_watch(rig: WatchRig) -> None:
+async def test_a_removed_tier_does_not_end_other_watches(rig: WatchRig) -> None:
     """A changed fleet restarts its directory before it retires what the file does not name any more."""
     rig.told.curves.clear()
     server = await rig.keeper(store(5))
@@ -232,7 +232,7 @@ async def test_a_tier_that_the_fleet_has_no_more_ends_no_watch(rig: WatchRig) ->
     await server.stop()
 
 
-async def test_a_keeper_that_ends_its_engine_says_so_first(rig: WatchRig) -> None:
+async def test_a_keeper_reports_before_it_ends_its_engine(rig: WatchRig) -> None:
     serving = store(5)
 
     async def work() -> None:

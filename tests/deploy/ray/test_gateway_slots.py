@@ -47,28 +47,28 @@ def slots(tmp_path: Path) -> Iterator[Slots]:
         process.end(1.0)
 
 
-def test_the_first_one_takes_the_first_slot(slots: Slots) -> None:
+def test_the_first_gateway_takes_the_first_slot(slots: Slots) -> None:
     assert slots.place("a") == ("gateway-0", None)
 
 
-def test_one_that_runs_as_it_should_stays(slots: Slots) -> None:
+def test_a_gateway_with_the_wanted_configuration_stays(slots: Slots) -> None:
     slots.start("gateway-0-b", "a")
     assert slots.place("a") == ("gateway-0-b", None)
 
 
-def test_one_of_another_configuration_is_taken_over_from(slots: Slots) -> None:
+def test_a_gateway_with_another_configuration_is_replaced(slots: Slots) -> None:
     slots.start("gateway-0", "a")
     assert slots.place("b") == ("gateway-0-b", "gateway-0")
 
 
-def test_a_hand_over_that_an_actor_left_half_done_goes_on(slots: Slots) -> None:
+def test_an_interrupted_hand_over_continues(slots: Slots) -> None:
     """Nobody else would end the old one, which would go on taking connections."""
     slots.start("gateway-0", "a")
     slots.start("gateway-0-b", "b")
     assert slots.place("b") == ("gateway-0-b", "gateway-0")
 
 
-def test_one_that_finishes_its_streams_already_is_left_to_it(slots: Slots) -> None:
+def test_a_draining_gateway_is_left_alone(slots: Slots) -> None:
     old = slots.start("gateway-0", "a")
     slots.start("gateway-0-b", "b")
     old.expire()

@@ -53,13 +53,13 @@ def driver(nodes: Nodes, **environment: str) -> str:
     return run.stdout
 
 
-def test_one_that_asks_for_its_token_is_taken_by_who_has_it(nodes: Nodes) -> None:
+def test_a_cluster_that_requires_its_token_accepts_a_holder(nodes: Nodes) -> None:
     nodes.start_head({"control_node": 1})
     assert "TAKEN" in driver(nodes, **nodes.environment)
     assert "REFUSED no token of a Ray cluster" in driver(nodes)
 
 
-def test_one_that_asks_nobody_is_refused(nodes: Nodes) -> None:
+def test_a_cluster_without_authentication_is_refused(nodes: Nodes) -> None:
     token = nodes.environment["RAY_AUTH_TOKEN_PATH"]
     nodes.environment = {"RAY_AUTH_MODE": "disabled"}
     nodes.start_head({"control_node": 1})

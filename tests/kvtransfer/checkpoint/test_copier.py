@@ -56,7 +56,7 @@ def same(one: list[object], other: list[object]) -> bool:
     return all(torch.equal(a, b) for a, b in zip(one, other, strict=True))
 
 
-def test_a_block_returns_as_it_was_to_another_place(host: CopyingHost) -> None:
+def test_a_block_returns_unchanged_to_another_position(host: CopyingHost) -> None:
     before = host.block(3)
     host.store(BlockCopy(3, slot=5, generation=1))
     for tensor in host.kv.values():
@@ -85,7 +85,7 @@ def test_a_byte_flipped_while_its_block_is_stored_is_found(host: CopyingHost) ->
     assert host.load(BlockCopy(7, slot=3, generation=1)).failed_blocks == {7}
 
 
-def test_a_byte_flipped_on_its_way_back_is_found(host: CopyingHost) -> None:
+def test_a_byte_flipped_during_a_load_is_found(host: CopyingHost) -> None:
     """The checksum covers the bytes that were read: a second read of the row would find it intact."""
     flips = [1]
 
@@ -103,7 +103,7 @@ def test_a_byte_flipped_on_its_way_back_is_found(host: CopyingHost) -> None:
     assert not host.load(BlockCopy(8, slot=3, generation=1)).failed_blocks
 
 
-def test_a_copy_that_raises_ends_and_the_next_one_is_done(host: CopyingHost) -> None:
+def test_after_a_copy_that_raises_the_next_one_succeeds(host: CopyingHost) -> None:
     class Failing(HostMover):
         def store(self, memory: HostSlots, copies: list[BlockCopy], at: int = 0) -> None:
             raise IndexError(copies)
@@ -121,7 +121,7 @@ def test_a_copy_that_raises_ends_and_the_next_one_is_done(host: CopyingHost) -> 
     assert report.failed == {0} and not report.corrupt
 
 
-def test_contents_of_another_generation_are_not_copied(host: CopyingHost) -> None:
+def test_blocks_of_another_generation_are_not_copied(host: CopyingHost) -> None:
     host.store(BlockCopy(1, slot=0, generation=1))
     host.store(BlockCopy(2, slot=0, generation=2))  # the slot went to another block
     assert host.load(BlockCopy(6, slot=0, generation=1)).failed_blocks == {6}
@@ -131,7 +131,7 @@ def test_a_slot_never_written_is_not_copied(host: CopyingHost) -> None:
     assert host.load(BlockCopy(6, slot=4, generation=1)).failed_blocks == {6}
 
 
-def test_a_turn_waiting_for_its_blocks_goes_before_checkpoints(host: CopyingHost) -> None:
+def test_loads_for_a_waiting_turn_go_before_checkpoints(host: CopyingHost) -> None:
     done: list[str] = []
 
     class RecordingMover(HostMover):
@@ -193,7 +193,7 @@ def hours_of_rest(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("kvtransfer.checkpoint.copier.SHARE_BESIDE_STEPS", 1e-9)
 
 
-def test_beside_a_step_that_computes_pieces_are_followed_by_a_rest(
+def test_the_copier_rests_between_pieces_while_a_step_computes(
     host: CopyingHost, hours_of_rest: None
 ) -> None:
     moved = in_two_pieces(host, takes_cores=True)
@@ -201,7 +201,7 @@ def test_beside_a_step_that_computes_pieces_are_followed_by_a_rest(
     assert not ends(host, 0.2) and moved in ([], [[6]])
 
 
-def test_the_rest_ends_with_the_steps(host: CopyingHost, hours_of_rest: None) -> None:
+def test_the_copier_does_not_rest_when_steps_have_ended(host: CopyingHost, hours_of_rest: None) -> None:
     moved = in_two_pieces(host, takes_cores=True)
     load_beside_a_step(host)
     assert not ends(host, 0.2)
@@ -209,7 +209,7 @@ def test_the_rest_ends_with_the_steps(host: CopyingHost, hours_of_rest: None) ->
     assert ends(host, 5) and moved == [[6], [7]]
 
 
-def test_the_rest_ends_when_no_step_comes_any_more(host: CopyingHost, hours_of_rest: None) -> None:
+def test_a_rest_ends_when_no_step_follows(host: CopyingHost, hours_of_rest: None) -> None:
     """An engine that has nothing to do takes no step in which it could be told."""
     moved = in_two_pieces(host, takes_cores=True)
     load_beside_a_step(host)
@@ -268,21 +268,19 @@ def store_eight(host: CopyingHost, beside_step: bool) -> None:
     assert stored == 8
 
 
-def test_stores_over_a_bus_are_one_threads_beside_steps_and_a_part_at_a_time(
-    host: CopyingHost, bus: PartsOnTheBus
-) -> None:
+def test_one_thread_stores_in_parts_over_a_bus_while_steps_run(host: CopyingHost, bus: PartsOnTheBus) -> None:
     """A load that comes meanwhile waits for one part."""
     host.copier.step_began()
     store_eight(host, beside_step=True)
     assert bus.parts == [2, 2, 2, 2] and len(bus.threads) == 1
 
 
-def test_when_no_step_goes_on_all_threads_store(host: CopyingHost, bus: PartsOnTheBus) -> None:
+def test_all_threads_store_while_no_step_runs(host: CopyingHost, bus: PartsOnTheBus) -> None:
     store_eight(host, beside_step=False)
     assert bus.parts == [2, 2, 2, 2] and len(bus.threads) > 1
 
 
-def test_a_turn_that_waits_gets_all_threads_beside_steps(host: CopyingHost, bus: PartsOnTheBus) -> None:
+def test_a_waiting_turn_gets_all_threads_while_steps_run(host: CopyingHost, bus: PartsOnTheBus) -> None:
     store_eight(host, beside_step=False)
     bus.parts.clear()
     bus.threads.clear()

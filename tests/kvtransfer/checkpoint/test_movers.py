@@ -49,14 +49,14 @@ def memory(device: list[Any]) -> HostSlots:
     return HostSlots(BLOCKS, block_bytes(device))
 
 
-def test_a_row_is_a_block(mover: Mover, memory: HostSlots, device: list[Any]) -> None:
+def test_one_row_holds_one_block(mover: Mover, memory: HostSlots, device: list[Any]) -> None:
     mover.store(memory, [BlockCopy(4, slot=2, generation=1), BlockCopy(1, slot=0, generation=3)])
     assert [memory.rows[slot].tobytes() for slot in (2, 0)] == [bytes_of(device, 4), bytes_of(device, 1)]
     digests = [xxhash.xxh3_64_intdigest(bytes_of(device, block)) for block in (4, 1)]
     assert memory.contents == {2: (1, digests[0]), 0: (3, digests[1])}
 
 
-def test_blocks_go_where_they_are_told_and_nowhere_else(
+def test_blocks_are_moved_to_their_destinations_only(
     mover: Mover, memory: HostSlots, device: list[Any]
 ) -> None:
     before = [bytes_of(device, block) for block in range(BLOCKS)]
@@ -66,7 +66,7 @@ def test_blocks_go_where_they_are_told_and_nowhere_else(
     assert [bytes_of(device, block) for block in range(BLOCKS)] == [before[4], *before[1:5], before[1]]
 
 
-def test_parts_that_are_moved_at_once_do_not_touch_each_other(
+def test_parts_that_move_concurrently_do_not_overlap(
     mover: Mover, memory: HostSlots, device: list[Any]
 ) -> None:
     before = [bytes_of(device, block) for block in range(BLOCKS)]
@@ -78,7 +78,9 @@ def test_parts_that_are_moved_at_once_do_not_touch_each_other(
     assert [bytes_of(device, block) for block in (0, 1)] == [before[4], before[2]]
 
 
-def test_what_is_not_what_was_stored_is_told(mover: Mover, memory: HostSlots, device: list[Any]) -> None:
+def test_a_load_reports_blocks_that_changed_since_their_store(
+    mover: Mover, memory: HostSlots, device: list[Any]
+) -> None:
     mover.store(memory, [BlockCopy(block, slot=block, generation=1) for block in (1, 2, 3)])
     memory.rows[2][-1] ^= 1
     back = [BlockCopy(block, slot=block, generation=1) for block in (1, 2, 3)]
@@ -88,7 +90,7 @@ def test_what_is_not_what_was_stored_is_told(mover: Mover, memory: HostSlots, de
     ]
 
 
-def test_a_piece_is_a_whole_number_of_blocks_however_large_one_is(
+def test_a_piece_has_a_whole_number_of_blocks_of_any_size(
     device: list[Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("kvtransfer.checkpoint.host_slots.HOST_PART_BYTES", 1)
@@ -98,7 +100,7 @@ def test_a_piece_is_a_whole_number_of_blocks_however_large_one_is(
 
 
 @pytest.mark.parametrize("unit_blocks", [1, 2, 5])
-def test_units_that_use_the_same_memory_do_not_mix(
+def test_units_that_share_staging_memory_do_not_mix(
     unit_blocks: int, memory: HostSlots, device: list[Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """More units than there are lanes, some of them of fewer blocks, whatever order the slots have."""
@@ -127,9 +129,7 @@ def test_a_unit_is_launched_with_few_calls(memory: HostSlots, device: list[Any])
     assert sum(len(stream.launched) for stream in streams) == 2 * (len(device) + 1 + 2)
 
 
-def test_a_store_that_raises_leaves_nothing_under_way(
-    device: list[Any], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_failed_store_leaves_no_copy_running(device: list[Any], monkeypatch: pytest.MonkeyPatch) -> None:
     """The next block uses the same slots."""
     monkeypatch.setattr("kvtransfer.checkpoint.cuda_mover.UNIT_BYTES", 1)
 

@@ -15,7 +15,7 @@ def test_computing_is_followed_by_a_rest() -> None:
     assert 50 < pace.left_s() < 1000  # 100 s, less what a busy machine takes meanwhile
 
 
-def test_work_that_waits_makes_the_rest_shorter() -> None:
+def test_waiting_work_shortens_the_rest() -> None:
     pace = CopyThrottle(1e-4, patience_s=0.25)
     pace.begin()
     began = time.thread_time()
@@ -28,7 +28,7 @@ def test_work_that_waits_makes_the_rest_shorter() -> None:
     assert pace.left_s() <= 0
 
 
-def test_waiting_is_not() -> None:
+def test_waiting_needs_no_rest() -> None:
     pace = CopyThrottle(0.1, 1.0)
     pace.begin()
     time.sleep(0.5)

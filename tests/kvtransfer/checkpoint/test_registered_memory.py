@@ -49,7 +49,7 @@ def copies(*slots: int) -> list[BlockCopy]:
     return [BlockCopy(block, slot, 1) for block, slot in enumerate(slots)]
 
 
-def test_nothing_is_registered_before_it_is_used_and_nothing_twice() -> None:
+def test_memory_is_registered_once_and_only_when_used() -> None:
     registry = RegistryLog()
     memory = HostSlots(SLOTS, ROW, registry)
     assert not registry.held
@@ -61,7 +61,7 @@ def test_nothing_is_registered_before_it_is_used_and_nothing_twice() -> None:
 
 
 @pytest.mark.parametrize("row", [ROW, 4096, 4104, 40960])
-def test_a_row_is_in_one_chunk_and_so_is_a_page(row: int) -> None:
+def test_rows_and_pages_do_not_cross_chunks(row: int) -> None:
     registry = RegistryLog()
     memory = HostSlots(1030, row, registry)
     memory.use(copies(*range(1030)))
@@ -79,7 +79,7 @@ def test_a_run_of_slots_ends_where_a_registration_ends() -> None:
     assert list(plain.runs(copies(0, 7, 8, 9))) == [(0, 1), (7, 3)]
 
 
-def test_close_gives_everything_back() -> None:
+def test_close_unregisters_everything() -> None:
     registry = RegistryLog()
     memory = HostSlots(SLOTS, ROW, registry)
     memory.use(copies(0, 20, 39))
@@ -87,7 +87,7 @@ def test_close_gives_everything_back() -> None:
     assert not registry.held
 
 
-def test_what_is_refused_is_said_once_counted_and_copied_all_the_same(
+def test_a_refused_registration_is_logged_once_and_counted_and_its_block_is_copied(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
     torch.manual_seed(0)
@@ -107,7 +107,7 @@ def test_what_is_refused_is_said_once_counted_and_copied_all_the_same(
     assert all(torch.equal(layer[[6, 7]], was[[3, 2]]) for layer, was in zip(device, before, strict=True))
 
 
-def test_a_closed_copier_gives_memory_back_and_a_worker_counts_what_was_refused() -> None:
+def test_a_closed_copier_unregisters_memory_and_refusals_are_counted() -> None:
     device = [torch.randn(12, 2, 16, 10) for _ in range(2)]
     registry = RegistryLog(refuses=1)
     context = SimpleNamespace(
@@ -162,7 +162,7 @@ def test_a_registration_that_raises_is_a_refusal() -> None:
     assert registry.asked == 1 and memory.take_refused() == 1
 
 
-def test_closing_waits_for_memory_to_be_given_back() -> None:
+def test_closing_waits_for_memory_to_be_unregistered() -> None:
     device = [torch.randn(12, 2, 16, 10) for _ in range(2)]
     registry = RegistryLog()
     copier = Copier(HostSlots(SLOTS, ROW, registry), CudaMover(device, LateCuda()))

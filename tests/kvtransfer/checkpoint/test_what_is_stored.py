@@ -102,7 +102,7 @@ def hashes(count: int, name: str = "h") -> list[bytes]:
     return [f"{name}{n}".encode() for n in range(count)]
 
 
-def test_each_confirmed_full_block_goes_once() -> None:
+def test_each_confirmed_full_block_is_stored_once() -> None:
     engine = StoringEngine()
     request = engine.arrive(StoredRequest("r", hashes(8)))
     assert engine.step(request, computed=40) == [10, 11]
@@ -110,7 +110,7 @@ def test_each_confirmed_full_block_goes_once() -> None:
     assert engine.step(request, computed=65) == [12, 13]
 
 
-def test_blocks_of_a_step_under_way_wait() -> None:
+def test_blocks_of_a_running_step_are_not_stored_yet() -> None:
     engine = StoringEngine()
     request = engine.arrive(StoredRequest("r", hashes(8)))
     assert engine.step(request, computed=64, in_flight=32) == [10, 11]
@@ -126,7 +126,7 @@ def test_a_block_is_held_until_it_is_copied() -> None:
     assert engine.kv_state.host.stored(b"h0")
 
 
-def test_a_conversation_known_for_longer_than_this_turn_has_computed_stores_no_empty_block() -> None:
+def test_a_chain_longer_than_the_recomputed_prefix_stores_no_empty_block() -> None:
     """The conversation's earlier blocks were evicted, so its chain is longer than the recomputed prefix."""
     engine = StoringEngine()
     conversation = engine.kv_state.conversations.begin_turn("a", hashes(8))
@@ -136,7 +136,7 @@ def test_a_conversation_known_for_longer_than_this_turn_has_computed_stores_no_e
     assert engine.step(request, computed=20) == [10]
 
 
-def test_prefix_hits_of_a_step_are_stored_from_the_next_one() -> None:
+def test_prefix_hits_are_stored_from_the_next_step_on() -> None:
     """Another request of the same step may still have to compute those blocks."""
     engine = StoringEngine()
     request = engine.arrive(StoredRequest("r", hashes(8), num_computed_tokens=64))
@@ -145,7 +145,7 @@ def test_prefix_hits_of_a_step_are_stored_from_the_next_one() -> None:
     assert engine.step(request, computed=64) == [10, 11, 12, 13]
 
 
-def test_two_turns_at_once_do_not_store_each_others_blocks() -> None:
+def test_concurrent_turns_do_not_store_each_others_blocks() -> None:
     """Both turns share a prefix and then diverge."""
     engine = StoringEngine()
     one = engine.arrive(StoredRequest("r", hashes(2) + hashes(6, "one")))
@@ -157,7 +157,7 @@ def test_two_turns_at_once_do_not_store_each_others_blocks() -> None:
     assert b"other1" not in engine.kv_state.host
 
 
-def test_a_load_that_was_aborted_stores_nothing() -> None:
+def test_an_aborted_load_stores_nothing() -> None:
     """vLLM counts what is on its way as computed."""
     engine = StoringEngine()
     request = engine.arrive(StoredRequest("r", hashes(8), num_computed_tokens=128))
@@ -178,7 +178,7 @@ def test_offline_requests_load_only_when_they_may_start() -> None:
     assert engine.side.match(request, 0) == Match(64, background=True)
 
 
-def test_what_the_feed_released_between_match_and_allocation_is_loaded_from_nowhere() -> None:
+def test_blocks_released_between_match_and_allocation_are_not_loaded() -> None:
     engine = StoringEngine()
     request = engine.arrive(StoredRequest("r", hashes(4)))
     engine.step(request, computed=64)
@@ -213,7 +213,7 @@ def test_an_offline_request_that_lost_its_slots_has_nothing_saved() -> None:
     assert engine.side.saved_blocks("o") == 0 and engine.side.saved_blocks("t") == 1
 
 
-def test_while_copies_go_on_the_copier_hears_whether_a_step_computes() -> None:
+def test_a_busy_copier_learns_whether_a_step_computes() -> None:
     engine = StoringEngine()
     request = engine.arrive(StoredRequest("r", hashes(8)))
     request.num_computed_tokens = 16

@@ -138,14 +138,14 @@ def test_a_parked_conversation_returns_from_the_host(fleet: ArchitectureFleet) -
     fleet.rest()
 
 
-def test_a_transfer_that_cannot_be_is_computed(fleet: ArchitectureFleet) -> None:
+def test_an_impossible_transfer_is_recomputed(fleet: ArchitectureFleet) -> None:
     params = fleet.handed_over(fleet.script["c"][0][0])
     fleet.turn("c", 0, {**params, "transfer_id": "unknown", "remote_epoch": 7}, session="c-lost")
     fleet.turn("c", 1, session="c-lost")
     fleet.rest()
 
 
-def test_nothing_is_wrong_in_a_storm(fleet: ArchitectureFleet) -> None:
+def test_answers_are_equal_in_a_storm(fleet: ArchitectureFleet) -> None:
     seed = int(os.environ.get("CONSERVE_STORM_SEED", str(random.randrange(10**6))))
     print(f"CONSERVE_STORM_SEED={seed}")
     rng, decoder = random.Random(seed), fleet.decoder

@@ -20,7 +20,7 @@ def start(*arguments: str) -> None:
 
 @pytest.mark.engine
 @pytest.mark.timeout(300)
-def test_with_our_connector_alone() -> None:
+def test_an_engine_with_our_connector_refuses_a_changed_vllm() -> None:
     config = ConnectorConfig(transfer=False).to_kv_transfer_config()
     config |= {"kv_connector": "ConnectorOnChangedVllm", "kv_connector_module_path": CHANGED}
     sentence = r"BlockPool\.touch\(self, blocks\) is relied on, but has the parameters \(self, block_ids\) "
@@ -30,7 +30,7 @@ def test_with_our_connector_alone() -> None:
 
 @pytest.mark.engine
 @pytest.mark.timeout(300)
-def test_with_co_serving() -> None:
+def test_a_co_serving_engine_refuses_a_changed_vllm() -> None:
     sentence = r"preprocess_add_request\(self, request\) is relied on, but has .* \(self, client_request\) "
     with pytest.raises(RuntimeError, match=sentence + WHAT_TO_DO):
         start("--scheduler-cls", f"{CHANGED}.SchedulerOnChangedVllm", "--scheduling-policy", "priority")

@@ -95,7 +95,7 @@ def release_all(engine: EngineProcess, suffixes: tuple[str, ...] = ("",)) -> Non
     settle(engine)
 
 
-def test_conversations_that_do_not_fit_together_compute_only_what_is_new(
+def test_conversations_beyond_the_kv_compute_only_new_tokens(
     engine: EngineProcess, script: TurnScript
 ) -> None:
     before = engine.computed_prompt_tokens()
@@ -109,7 +109,7 @@ def test_conversations_that_do_not_fit_together_compute_only_what_is_new(
     assert faults_of(engine) == []
 
 
-def test_a_parked_conversation_takes_no_room_and_returns_without_computing(
+def test_a_parked_conversation_occupies_no_kv_and_returns_without_computing(
     engine: EngineProcess, script: TurnScript
 ) -> None:
     settle(engine)
@@ -123,7 +123,9 @@ def test_a_parked_conversation_takes_no_room_and_returns_without_computing(
     assert engine.computed_prompt_tokens() - before <= engine.block_tokens
 
 
-def test_blocks_damaged_on_the_host_are_found_and_computed(engine: EngineProcess, script: TurnScript) -> None:
+def test_blocks_damaged_on_the_host_are_found_and_recomputed(
+    engine: EngineProcess, script: TurnScript
+) -> None:
     settle(engine)
     SABOTAGE.touch()
     engine.ask(said(random.Random(5), 3900), 1)  # a step, and room for no kept block
@@ -158,7 +160,7 @@ def test_a_prefetch_wakes_an_idle_engine_and_computes_nothing(engine: EngineProc
     assert faults_of(engine) == []
 
 
-def test_what_ends_leaves_nothing(engine: EngineProcess) -> None:
+def test_an_ended_conversation_leaves_no_kv(engine: EngineProcess) -> None:
     release_all(engine)
     state = state_of(engine)
     assert (state.live_tokens, state.parked_tokens) == (0, 0)

@@ -73,7 +73,7 @@ def at_rest(engine: EngineProcess) -> bool:
     return not (state.running or state.waiting) and faults_of(engine) == []
 
 
-def test_a_new_engine_restores_what_the_killed_one_had(decoder: EngineProcess) -> None:
+def test_a_new_engine_restores_the_kv_of_a_killed_one(decoder: EngineProcess) -> None:
     prompt = said(random.Random(1), 2000)
     answer = decoder.ask(prompt, 12, session="c").tokens
     prompt += answer + said(random.Random(2), 40)
@@ -88,7 +88,7 @@ def test_a_new_engine_restores_what_the_killed_one_had(decoder: EngineProcess) -
     assert eventually(lambda: at_rest(decoder), 60)
 
 
-def test_serving_goes_on_when_the_server_dies(
+def test_serving_continues_when_the_server_dies(
     decoder: EngineProcess, server: tuple[LmcacheServer, Path]
 ) -> None:
     lost = said(random.Random(3), 1500)

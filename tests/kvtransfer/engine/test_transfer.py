@@ -139,7 +139,7 @@ def test_a_transferred_prompt_is_answered_as_plain_vllm_does(
     assert pair.decoder.computed_prompt_tokens() - before <= 1
 
 
-def test_the_decode_leg_may_also_follow_the_prefill(
+def test_the_decode_leg_may_start_after_the_prefill(
     pair: EnginePair, plain: dict[str, GeneratedAnswer]
 ) -> None:
     """The protocol of other connectors: the prefill's answer is the decode leg's parameters."""
@@ -151,7 +151,7 @@ def test_the_decode_leg_may_also_follow_the_prefill(
     assert pair.decoder.ask(PROMPTS["cached"], OUTPUT, params).tokens == plain["cached"].tokens
 
 
-def test_a_long_prompt_beside_running_turns_is_cut_and_they_have_their_token_in_every_piece(
+def test_running_turns_get_a_token_in_every_chunk_of_a_long_prompt(
     pair: EnginePair, plain: dict[str, GeneratedAnswer]
 ) -> None:
     decoder = pair.decoder
@@ -180,7 +180,7 @@ def test_a_long_prompt_beside_running_turns_is_cut_and_they_have_their_token_in_
     assert all(len(turn.result().tokens) == 400 for turn in turns)
 
 
-def test_the_shortest_prompt_has_its_first_token_first(
+def test_the_shortest_prompt_gets_its_first_token_first(
     pair: EnginePair, plain: dict[str, GeneratedAnswer]
 ) -> None:
     """On either engine: prefillers order their queue the same way."""
@@ -196,7 +196,7 @@ def test_the_shortest_prompt_has_its_first_token_first(
         assert order == ["short", "longest"]
 
 
-def test_a_prefiller_with_offline_work_leaves_its_iterations_for_a_turn_and_sends_right_kv(
+def test_a_prefiller_aborts_offline_iterations_for_a_turn_and_sends_correct_kv(
     pair: EnginePair, plain: dict[str, GeneratedAnswer]
 ) -> None:
     """Turns come while an iteration with offline work runs: it is aborted, also with prompts in it."""
@@ -265,7 +265,7 @@ def test_an_aborted_decode_leaks_nothing(pair: EnginePair) -> None:
     assert faults_of(pair.decoder) == []
 
 
-def test_nothing_is_left_on_either_side(pair: EnginePair) -> None:
+def test_no_transfer_is_left_on_either_side(pair: EnginePair) -> None:
     time.sleep(LEASE_S)
     for engine in (pair.prefiller, pair.decoder):
         engine.ask([9, 9, 9], 2)  # leases end in a step
@@ -288,7 +288,7 @@ def test_the_session_header_reaches_the_connector_from_every_route(pair: EngineP
     assert known == [True, True, True, False]
 
 
-def test_a_prefiller_killed_in_the_middle_costs_time_and_nothing_else(
+def test_a_prefiller_killed_during_a_transfer_costs_only_time(
     pair: EnginePair, plain: dict[str, GeneratedAnswer]
 ) -> None:
     transfer_id = uuid.uuid4().hex
@@ -302,7 +302,7 @@ def test_a_prefiller_killed_in_the_middle_costs_time_and_nothing_else(
     assert pair.refusals("unreachable") == 1
 
 
-def test_no_process_of_an_engine_survives_its_front_end(pair: EnginePair) -> None:
+def test_no_engine_process_survives_its_front_end(pair: EnginePair) -> None:
     processes = pair.decoder.tree()
     assert len(processes) >= 2
     os.kill(processes[0].pid, signal.SIGKILL)

@@ -43,7 +43,7 @@ def test_an_ended_conversation_owns_nothing() -> None:
     assert not conversations.end("a")
 
 
-def test_a_conversation_ended_in_a_turn_is_forgotten_after_it() -> None:
+def test_a_conversation_that_ends_during_a_turn_is_forgotten_after_it() -> None:
     conversations, _, _ = make()
     running = conversations.begin_turn("a", chain("abc"))
     conversations.advance(running, chain("abc"))
@@ -53,7 +53,7 @@ def test_a_conversation_ended_in_a_turn_is_forgotten_after_it() -> None:
     assert len(conversations) == 0
 
 
-def test_what_a_compacted_prompt_does_not_continue_is_given_up() -> None:
+def test_blocks_that_a_compacted_prompt_does_not_continue_are_released() -> None:
     conversations, unwanted, _ = make()
     turn(conversations, "a", "abcdef")
     conversations.begin_turn("a", chain("abXYZ"))
@@ -62,7 +62,7 @@ def test_what_a_compacted_prompt_does_not_continue_is_given_up() -> None:
     assert sorted(unwanted) == [b"abc", b"abcd", b"abcde", b"abcdef"]
 
 
-def test_what_several_conversations_share_is_above_all_else_until_one_is_left() -> None:
+def test_a_shared_prefix_is_protected_until_one_conversation_is_left() -> None:
     conversations, _, _ = make()
     turn(conversations, "a", "xya")
     assert conversations.rank_of(b"xy") is EvictionRank.RETAINED
@@ -77,7 +77,7 @@ def test_what_several_conversations_share_is_above_all_else_until_one_is_left() 
     assert list(conversations.shared) == []
 
 
-def test_offline_work_does_not_make_a_beginning_shared() -> None:
+def test_offline_work_does_not_make_a_prefix_shared() -> None:
     conversations, _, _ = make()
     turn(conversations, "a", "xya")
     running = conversations.begin_turn("offline:1", chain("xyz"), offline=True)
@@ -85,7 +85,7 @@ def test_offline_work_does_not_make_a_beginning_shared() -> None:
     assert conversations.rank_of(b"xy") is EvictionRank.RETAINED
 
 
-def test_of_shared_beginnings_the_longest_unused_goes_first_and_each_from_its_end() -> None:
+def test_the_least_recently_used_shared_prefix_is_evicted_first_from_its_end() -> None:
     conversations, _, _ = make()
     for key, text in (("a", "xya"), ("b", "xyb"), ("c", "pqc"), ("d", "pqd")):
         turn(conversations, key, text)
@@ -106,7 +106,7 @@ def test_offline_work_owns_its_blocks_until_it_ends() -> None:
     assert len(unwanted) == 3
 
 
-def test_a_conversation_that_left_the_host_is_kept_again_and_returns_with_its_next_turn() -> None:
+def test_a_conversation_evicted_from_the_host_is_retained_again_after_its_next_turn() -> None:
     conversations, unwanted, _ = make()
     turn(conversations, "a", "abc")
     found = conversations.get("a")
@@ -168,7 +168,7 @@ def test_a_prefetch_that_ends_after_its_turn_does_not_change_the_next_pause() ->
     assert running.phase is RetentionPhase.PARKED, "and gone again"
 
 
-def test_two_turns_at_once_end_only_with_the_last() -> None:
+def test_concurrent_turns_end_with_the_last_one() -> None:
     conversations, _, _ = make()
     first = conversations.begin_turn("a", chain("ab"))
     second = conversations.begin_turn("a", chain("ab"))
@@ -184,7 +184,7 @@ def windowed(blocks: int) -> int:
     return max(0, blocks - 2)
 
 
-def test_of_a_group_with_a_window_the_last_blocks_are_owned() -> None:
+def test_a_conversation_owns_the_last_blocks_of_a_window_group() -> None:
     unwanted: list[bytes] = []
     conversations = RetainedConversations(Clock(), unwanted.append, (all_kept, windowed))
     running = conversations.begin_turn("a", chain("abcd"))

@@ -33,13 +33,13 @@ def conversations_in_all_ranks() -> RetainedConversations:
     return conversations
 
 
-def test_offline_then_parked_then_the_oldest_kept_and_each_from_its_end() -> None:
+def test_offline_kv_is_evicted_first_then_parked_then_the_oldest_each_from_its_end() -> None:
     blocks = {name: HashedBlock(name) for name in (b"s", b"o1", b"o2", b"p1", b"n1", b"f1")}
     order = [block.hash for block in eviction_order(conversations_in_all_ranks(), block_of(blocks))]
     assert order == [b"f1", b"p1", b"o2", b"o1", b"n1", b"s"]  # the shared one stays longest
 
 
-def test_what_several_begin_with_goes_after_what_was_used_since() -> None:
+def test_a_shared_prefix_is_evicted_after_more_recent_kv() -> None:
     now = [0.0]
     conversations = RetainedConversations(lambda: now[0], lambda block: None)
     for key, chain in (("a", [b"s", b"a"]), ("b", [b"s", b"b"]), ("newest", [b"n"])):
@@ -57,12 +57,12 @@ def test_what_several_begin_with_goes_after_what_was_used_since() -> None:
     assert [block.hash for block in shared_order(conversations, block_of(blocks))] == [b"s"]
 
 
-def test_blocks_in_use_are_left_alone() -> None:
+def test_blocks_in_use_are_not_evicted() -> None:
     blocks = {b"s": HashedBlock(b"s", ref_cnt=1), b"n1": HashedBlock(b"n1")}
     assert [block.hash for block in eviction_order(conversations_in_all_ranks(), block_of(blocks))] == [b"n1"]
 
 
-def test_only_the_blocks_the_next_step_can_take_count_as_danger() -> None:
+def test_only_blocks_that_the_next_step_can_take_are_at_risk() -> None:
     conversations = conversations_in_all_ranks()
     queue = [HashedBlock(b"nobody"), HashedBlock(b"nobody"), HashedBlock(b"n1")]
 

@@ -124,7 +124,7 @@ def idle(kv_state: SharedKvState, key: str, blocks: list[bytes]) -> RetainedConv
     return conversation
 
 
-def test_only_what_is_on_the_host_entirely_is_parked() -> None:
+def test_only_conversations_entirely_on_the_host_are_parked() -> None:
     kv_state = SharedKvState(ConnectorConfig(), 4, lambda: 0.0)
     conversation = idle(kv_state, "a", [b"1", b"2"])
     kv_state.host.drop(b"2")
@@ -132,7 +132,7 @@ def test_only_what_is_on_the_host_entirely_is_parked() -> None:
     assert conversation.phase is RetentionPhase.RETAINED
 
 
-def test_only_who_is_told_when_forgets_what_nobody_ended() -> None:
+def test_only_an_engine_with_a_lifetime_setting_forgets_idle_conversations() -> None:
     now = [0.0]
     kv_state = SharedKvState(ConnectorConfig(), 4, lambda: now[0])
     idle(kv_state, "a", [b"1"])
@@ -153,7 +153,7 @@ def test_idle_conversations_are_parked_then_forgotten() -> None:
     assert len(kv_state.conversations) == 0 and kv_state.host.free == 4
 
 
-def test_a_client_says_how_long_its_kv_stays_where() -> None:
+def test_a_client_sets_how_long_its_kv_stays_on_device_and_host() -> None:
     now = [0.0]
     kv_state = SharedKvState(ConnectorConfig(park_after_s=10, ttl_s=100), 8, lambda: now[0])
     away, kept = idle(kv_state, "a", [b"1"]), idle(kv_state, "b", [b"2"])
@@ -170,7 +170,7 @@ def test_a_client_says_how_long_its_kv_stays_where() -> None:
     assert kv_state.counts["parked.said"] == 2
 
 
-def test_time_parks_what_is_still_on_its_way_to_the_host_and_pressure_does_not() -> None:
+def test_the_timer_parks_kv_that_is_still_being_stored_and_pressure_does_not() -> None:
     now = [0.0]
     kv_state = SharedKvState(ConnectorConfig(park_after_s=10), 4, lambda: now[0])
     conversation = idle(kv_state, "a", [b"1"])
@@ -183,7 +183,7 @@ def test_time_parks_what_is_still_on_its_way_to_the_host_and_pressure_does_not()
     assert conversation.phase is RetentionPhase.PARKED
 
 
-def test_time_does_not_park_what_is_not_on_its_way() -> None:
+def test_the_timer_does_not_park_kv_that_is_not_being_stored() -> None:
     now = [0.0]
     kv_state = SharedKvState(ConnectorConfig(park_after_s=10), 4, lambda: now[0])
     conversation = idle(kv_state, "a", [b"1", b"2"])
@@ -222,7 +222,7 @@ def holder(kv_state: SharedKvState, kind: str, key: str, blocks: list[bytes]) ->
 
 @pytest.mark.parametrize("holds", ["offline", "retained", "parked", "running"])
 @pytest.mark.parametrize("asks", ["offline", "running"])
-def test_who_gets_the_slots_of_whom(asks: str, holds: str) -> None:
+def test_host_slots_are_taken_in_order_of_eviction(asks: str, holds: str) -> None:
     kv_state = SharedKvState(ConnectorConfig(), 2, lambda: 0.0)
     there = holder(kv_state, holds, "there", [b"1", b"2"])
     phase = there.phase
@@ -258,7 +258,7 @@ class HeldBlock:
         self.block_id, self.ref_cnt = block_id, ref_cnt
 
 
-def test_a_reference_nobody_accounts_for_is_a_fault() -> None:
+def test_an_unaccounted_block_reference_is_a_fault() -> None:
     blocks = [HeldBlock(1, 0), HeldBlock(2, 1), HeldBlock(3, 1)]
     assert block_faults(blocks, 1, {"transfer": [2], "checkpoint": [3]}) == []
     assert len(block_faults(blocks, 1, {"transfer": [2]})) == 1

@@ -152,7 +152,7 @@ def test_a_prefetch_loads_all_blocks_once_and_computes_nothing() -> None:
         engine.close()
 
 
-def test_a_prefetch_of_what_the_engine_does_not_have_is_refused() -> None:
+def test_a_prefetch_of_an_unknown_conversation_is_refused() -> None:
     engine = engine_with_host()
     try:
         parked(engine)
@@ -178,7 +178,7 @@ def test_a_prefetch_of_a_conversation_whose_turn_runs_is_refused() -> None:
 
 
 @pytest.mark.parametrize("why", ["offline work may not start", "layers are shared", "no room"])
-def test_a_prefetch_that_may_not_begin_waits_without_keeping_the_engine_busy(why: str) -> None:
+def test_a_delayed_prefetch_does_not_keep_the_engine_busy(why: str) -> None:
     engine = engine_with_host()
     try:
         prompt = parked(engine)
@@ -204,7 +204,7 @@ def test_a_prefetch_that_may_not_begin_waits_without_keeping_the_engine_busy(why
         engine.close()
 
 
-def test_a_prefetch_that_waits_longer_than_its_turn_was_due_is_given_up() -> None:
+def test_a_prefetch_is_given_up_when_it_waits_past_its_due_time() -> None:
     engine = engine_with_host()
     try:
         parked(engine)
@@ -220,7 +220,7 @@ def test_a_prefetch_that_waits_longer_than_its_turn_was_due_is_given_up() -> Non
         engine.close()
 
 
-def test_kv_that_is_damaged_on_the_host_is_not_taken_for_prefetched() -> None:
+def test_kv_damaged_on_the_host_does_not_count_as_prefetched() -> None:
     engine = engine_with_host()
     try:
         prompt = parked(engine)
@@ -238,7 +238,7 @@ def test_kv_that_is_damaged_on_the_host_is_not_taken_for_prefetched() -> None:
         engine.close()
 
 
-def test_a_reset_of_the_prefix_cache_voids_a_prefetch_under_way() -> None:
+def test_a_reset_of_the_prefix_cache_cancels_a_running_prefetch() -> None:
     engine = engine_with_host()
     try:
         parked(engine)
@@ -303,7 +303,7 @@ def test_windows_and_states_are_prefetched_with_the_prompt(groups: dict[str, Any
         engine.close()
 
 
-def test_kv_on_its_way_for_a_turn_that_was_hung_up_is_no_rest() -> None:
+def test_a_load_for_a_disconnected_turn_still_counts_as_running() -> None:
     """Code that unmaps the blocks has to wait: the load continues although its request has ended."""
     engine = engine_with_host()
     try:

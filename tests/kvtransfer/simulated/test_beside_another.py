@@ -28,7 +28,7 @@ def prompt_of(blocks: int, first: int = 0) -> list[int]:
     return [(first + n) % 250 for n in range(blocks * BLOCK_TOKENS + 5)]
 
 
-def test_blocks_that_another_holds_are_no_fault_and_come_back(engine: SteppedEngine) -> None:
+def test_blocks_held_by_another_connector_are_no_fault_and_return(engine: SteppedEngine) -> None:
     report = engine.side("report")
     engine.add("turn", prompt_of(10), 2, session="a")
     while "turn" not in engine.answers:
@@ -43,7 +43,7 @@ def test_blocks_that_another_holds_are_no_fault_and_come_back(engine: SteppedEng
     assert engine.computed_prompt_tokens - before == 5 and engine.wrong == []
 
 
-def test_a_reset_is_ours_alone(engine: SteppedEngine) -> None:
+def test_only_our_connector_is_reset(engine: SteppedEngine) -> None:
     engine.add("turn", prompt_of(4), 2, session="a")
     engine.run(2000)
     for number in range(500):  # copies to the host end in a step, when they are done

@@ -24,7 +24,7 @@ def end_copies(engine: SteppedEngine) -> None:
     assert eventually(ended)
 
 
-def test_steps_beside_retained_conversations_do_not_look_at_each_of_their_blocks(
+def test_a_step_does_not_visit_each_retained_block(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """There is room for a step, although less than what is retained, with what runs counted, leaves."""
@@ -51,7 +51,7 @@ def test_steps_beside_retained_conversations_do_not_look_at_each_of_their_blocks
         engine.close()
 
 
-def test_steps_that_admit_nothing_do_not_look_at_the_free_blocks_again(
+def test_a_step_without_admissions_does_not_scan_the_free_blocks_again(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """The scan at the last admission went further than the blocks that the steps since then have taken."""
@@ -81,7 +81,7 @@ def test_steps_that_admit_nothing_do_not_look_at_the_free_blocks_again(
         engine.close()
 
 
-def test_blocks_of_an_idle_conversation_are_seen_when_others_have_taken_those_before_them() -> None:
+def test_idle_blocks_are_found_after_the_blocks_before_them_are_taken() -> None:
     """A request that decodes takes them one by one, and the conversation's is not among them."""
     connector = ConnectorConfig(engine="d", epoch=1, port=free_port(), park_after_s=3600.0)
     engine = SteppedEngine(connector, blocks=100)

@@ -29,7 +29,9 @@ def talk(engine: SteppedEngine, key: str, blocks: int, output: int = 2) -> None:
     )
 
 
-def test_what_is_idle_leaves_at_once_and_what_runs_when_its_turn_ends(engine: SteppedEngine) -> None:
+def test_a_draining_engine_drops_idle_conversations_at_once_and_running_ones_after_their_turn(
+    engine: SteppedEngine,
+) -> None:
     report, kv_state = engine.side("report"), engine.kv_state
     talk(engine, "idle", 10)
     engine.run(2000)
@@ -66,7 +68,7 @@ def test_leases_of_a_sleeping_prefiller_end(engine: SteppedEngine) -> None:
     assert report.snapshot().drained
 
 
-def test_many_parked_at_once_say_nothing_of_what_was_confirmed(engine: SteppedEngine) -> None:
+def test_a_report_of_many_parked_conversations_confirms_no_placement(engine: SteppedEngine) -> None:
     report = engine.side("report")
     talk(engine, "known", 3)
     engine.run(2000)

@@ -18,7 +18,7 @@ BLOCKS = 57  # both fit as loads; the small one, computed, does not fit beside t
 LIMIT_S = 20.0
 
 
-def test_who_lost_its_load_and_does_not_fit_lets_others_have_theirs() -> None:
+def test_a_request_with_a_failed_load_that_does_not_fit_does_not_block_others() -> None:
     """With windows a prompt that is loaded needs fewer blocks than one that is computed: what was free for it
     is not enough any more, and the rest is held by a load that ends later."""
     port = free_port()

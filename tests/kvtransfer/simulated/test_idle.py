@@ -53,24 +53,24 @@ def idle_and_live_blocks(host_kv_gib: float, yields: bool = False) -> tuple[int,
         engine.close()
 
 
-def test_what_waits_on_the_host_too_is_idle_and_what_runs_is_not() -> None:
+def test_a_pause_copied_to_the_host_is_idle_and_a_running_turn_is_not() -> None:
     beside, after, live = idle_and_live_blocks(host_kv_gib=0.005)
     assert beside == 10
     assert after == live
 
 
-def test_without_a_host_store_nothing_gives_way_at_no_cost() -> None:
+def test_without_a_host_store_no_kv_is_free_to_evict() -> None:
     assert idle_and_live_blocks(host_kv_gib=0.0)[:2] == (0, 0)
 
 
-def test_where_idle_kv_may_be_lost_it_gives_way_without_a_host_store() -> None:
+def test_idle_kv_that_may_be_lost_is_evictable_without_a_host_store() -> None:
     """As plain vLLM's prefix cache: `overload: {policy: preempt}`."""
     beside, after, live = idle_and_live_blocks(host_kv_gib=0.0, yields=True)
     assert beside == 10
     assert after == live
 
 
-def test_a_parked_conversation_that_leaves_a_full_host_is_named() -> None:
+def test_a_parked_conversation_evicted_from_a_full_host_is_reported() -> None:
     config = ConnectorConfig(engine="d", epoch=1, transfer=False, host_kv_gib=0.0003)
     engine = SteppedEngine(config, blocks=80)
     try:
@@ -89,7 +89,7 @@ def test_a_parked_conversation_that_leaves_a_full_host_is_named() -> None:
         engine.close()
 
 
-def test_a_lease_that_is_renewed_is_not_called_over(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_renewed_lease_is_not_reported_as_ended(monkeypatch: pytest.MonkeyPatch) -> None:
     """A prompt that takes several leases to be sent, from an engine that has nothing else to do."""
     at_once = HostBlockMemory.outgoing
 
@@ -124,7 +124,7 @@ def test_a_lease_that_is_renewed_is_not_called_over(monkeypatch: pytest.MonkeyPa
 
 
 @pytest.mark.parametrize("beside", [{}, {"window": 3 * BLOCK_TOKENS + 7}, {"states": True}], ids=str)
-def test_a_conversation_takes_what_the_engine_says_however_short_it_is(beside: dict[str, Any]) -> None:
+def test_even_a_short_conversation_occupies_what_the_engine_reports(beside: dict[str, Any]) -> None:
     engine = SteppedEngine(ConnectorConfig(engine="d", transfer=False), **beside)
     try:
         for tokens in (BLOCK_TOKENS - 4, 8 * BLOCK_TOKENS + 3, 20 * BLOCK_TOKENS + 1):
@@ -144,7 +144,7 @@ def test_a_conversation_takes_what_the_engine_says_however_short_it_is(beside: d
 @pytest.mark.parametrize(
     ("where", "lacks"), [("kept", 40), ("may be lost", 360), ("on the host too", 360), ("parked", 360)]
 )
-def test_a_turn_that_comes_back_lacks_its_whole_history_where_nothing_holds_it(
+def test_a_returning_turn_without_cached_kv_counts_its_whole_history_as_missing(
     where: str, lacks: int
 ) -> None:
     host_kv_gib = 0.0 if where in ("kept", "may be lost") else 0.005

@@ -22,7 +22,7 @@ def computed(engine: SteppedEngine, name: str, prompt: list[int]) -> int:
     return engine.computed_prompt_tokens - before
 
 
-def test_a_beginning_that_two_share_outlasts_newer_conversations_of_their_own() -> None:
+def test_a_prefix_that_two_conversations_share_outlasts_newer_conversations() -> None:
     engine = SteppedEngine(ConnectorConfig(engine="d", epoch=1, port=free_port()), blocks=60)
     try:
         for name, number in (("a", 1), ("b", 2)):
@@ -37,7 +37,7 @@ def test_a_beginning_that_two_share_outlasts_newer_conversations_of_their_own() 
         engine.close()
 
 
-def test_one_conversation_alone_is_as_old_as_its_last_turn() -> None:
+def test_the_age_of_a_single_conversation_is_that_of_its_last_turn() -> None:
     engine = SteppedEngine(ConnectorConfig(engine="d", epoch=1, port=free_port()), blocks=60)
     try:
         computed(engine, "a", [*BEGINNING, *of_its_own(1, 2)])

@@ -17,7 +17,7 @@ from tests.kvtransfer.simulated.engine import BLOCK_TOKENS, SteppedEngine, next_
 
 @pytest.mark.parametrize("batched", [8, 16, 20])
 @pytest.mark.parametrize("tokens", [90, 94, 190])
-def test_a_decoder_gets_the_state_and_nothing_stays_held(batched: int, tokens: int) -> None:
+def test_a_decoder_receives_the_state_and_nothing_stays_allocated(batched: int, tokens: int) -> None:
     assert batched < BLOCK_TOKENS
     port = free_port()
     prefiller = SteppedEngine(

@@ -201,7 +201,7 @@ def seed(request: pytest.FixtureRequest) -> Iterator[int]:
 
 
 @pytest.mark.parametrize("beside", BESIDE.values(), ids=BESIDE)
-def test_nothing_leaks_and_nothing_is_wrong(seed: int, beside: Mapping[str, Any]) -> None:
+def test_a_storm_leaks_nothing_and_answers_are_correct(seed: int, beside: Mapping[str, Any]) -> None:
     storm = SimulatedStorm(seed, beside)
     replay = f"CONSERVE_STORM_SEED={seed}"
     storm.blow()

@@ -70,7 +70,7 @@ EXPORT = {"do_remote_decode": True, "transfer_id": "t"}
 
 
 @pytest.mark.parametrize("beside", [None, holding.CONFIG], ids=["alone", "beside another connector"])
-def test_only_armed_steps_have_pieces(make: Make, beside: object) -> None:
+def test_only_armed_steps_use_piecewise_graphs(make: Make, beside: object) -> None:
     engine = make(coserving(), beside=beside)
     engine.add("online", [1] * 5, 12)
     for _ in range(3):
@@ -88,7 +88,7 @@ def test_only_armed_steps_have_pieces(make: Make, beside: object) -> None:
     assert engine.wrong == []
 
 
-def test_only_exporting_steps_have_pieces_and_what_they_send_is_right(make: Make) -> None:
+def test_only_exporting_steps_use_piecewise_graphs_and_send_correct_kv(make: Make) -> None:
     source, target = prefiller(), ConnectorConfig(engine="d", layer_hooks=False)
     first, second = make(source), make(target)
     first.add("other", [3] * 5, 12)
@@ -117,7 +117,7 @@ def test_only_exporting_steps_have_pieces_and_what_they_send_is_right(make: Make
     assert set(second.modes) == {FULL}, "nothing of a decoder's acts between layers"
 
 
-def test_nothing_is_left_out_between_steps(make: Make) -> None:
+def test_no_layer_call_is_lost_between_steps(make: Make) -> None:
     """Captures, and the idle steps of a data-parallel rank."""
     engine = make(coserving())
     engine.add("offline", [2] * 5, 3, priority=10)
@@ -129,7 +129,7 @@ def test_nothing_is_left_out_between_steps(make: Make) -> None:
             assert found == mode
 
 
-def test_what_another_forbids_stays_forbidden(make: Make) -> None:
+def test_a_graph_mode_that_another_connector_forbids_stays_forbidden(make: Make) -> None:
     engine = make(coserving())
     found, _ = engine.dispatcher.dispatch(4, uniform_decode=True, invalid_modes={FULL})
     assert found == PIECEWISE
@@ -141,7 +141,7 @@ def test_what_another_forbids_stays_forbidden(make: Make) -> None:
 
 
 @pytest.mark.parametrize("config", [coserving, prefiller], ids=["armed", "exporting"])
-def test_a_step_that_would_leave_its_work_out_runs_without_graphs(
+def test_a_step_whose_graph_would_skip_the_hooks_runs_without_graphs(
     config: Callable[[], ConnectorConfig],
     make: Make,
     monkeypatch: pytest.MonkeyPatch,
@@ -165,7 +165,7 @@ def test_a_step_that_would_leave_its_work_out_runs_without_graphs(
     assert "was to run as a whole CUDA graph" in caplog.text
 
 
-def test_a_step_without_a_forward_context_is_counted_too(make: Make) -> None:
+def test_a_step_without_a_forward_context_is_counted(make: Make) -> None:
     engine = make(coserving())
     engine.add("offline", [2] * 5, 3, priority=10)
     arms(engine, 0.1)
@@ -186,14 +186,14 @@ class SilentPlugin(Plugin):
     worker = SilentWorker
 
 
-def test_a_plugin_that_does_not_say_has_pieces_in_every_step(make: Make) -> None:
+def test_a_plugin_without_a_preference_gets_piecewise_graphs_in_every_step(make: Make) -> None:
     engine = make(ConnectorConfig(transfer=False, plugins=(f"{__name__}:SilentPlugin",)))
     engine.add("turn", [1] * 5, 4)
     engine.run()
     assert engine.modes == [PIECEWISE] * 4
 
 
-def test_every_rank_answers_alike() -> None:
+def test_every_rank_chooses_the_same_graphs() -> None:
     flag = Flag(f"conserve-test-{uuid.uuid4().hex[:8]}")
     ranks = [SafepointWorker(flag, 1, rank, 2, 2) for rank in range(2)]
     for order in (Armed(7), None, Armed(8)):
@@ -203,7 +203,7 @@ def test_every_rank_answers_alike() -> None:
     flag.remove()
 
 
-def test_of_transfers_only_what_is_computed_for_others_needs_layers(make: Make) -> None:
+def test_only_exported_prefills_need_layer_hooks(make: Make) -> None:
     engine = make(prefiller())
     side = engine.worker.worker_side("transfer")
     assert isinstance(side, TransferWorker)
@@ -223,7 +223,7 @@ def extra(config: ConnectorConfig) -> dict[str, object]:
 
 
 @pytest.mark.parametrize(("said", "needed"), [("0", False), ("1", True), (None, True)])
-def test_vllm_is_asked_for_pieces_only_where_its_runner_may_be_another(
+def test_piecewise_graphs_are_requested_only_where_the_runner_may_differ(
     said: str | None, needed: bool, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     if said is None:
@@ -267,7 +267,7 @@ RUNNER = "GPUModelRunner.execute_model is relied on to use _determine_batch_exec
 
 
 @pytest.mark.parametrize("said", [DISPATCHER, RUNNER, "V2 model runner", "FlashInfer"])
-def test_without_a_way_to_tell_all_steps_have_pieces_and_it_is_said_and_counted(
+def test_without_the_per_step_choice_all_steps_use_piecewise_graphs_and_it_is_logged_and_counted(
     said: str, make: Make, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     engine = make(coserving())
@@ -293,7 +293,7 @@ def test_without_a_way_to_tell_all_steps_have_pieces_and_it_is_said_and_counted(
     connector.shutdown()
 
 
-def test_without_pieces_there_are_no_graphs(make: Make, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_without_piecewise_graphs_no_graphs_are_used(make: Make, monkeypatch: pytest.MonkeyPatch) -> None:
     engine = make(coserving())
     monkeypatch.setattr(CudagraphDispatcher, "dispatch", changed)
     compilation = engine.vllm_config.compilation_config

@@ -21,7 +21,7 @@ def asked(port: int) -> bytes:
         return peer.recv(16)
 
 
-def test_a_process_without_a_thread_left_accepts_later(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_process_out_of_threads_accepts_later(monkeypatch: pytest.MonkeyPatch) -> None:
     listener = socket.create_server(("127.0.0.1", 0))
     acceptor, port = Acceptor(listener, echo, 1, "echo"), int(listener.getsockname()[1])
     usual, refused = threading.Thread.start, [1, 2]
@@ -40,7 +40,7 @@ def test_a_process_without_a_thread_left_accepts_later(monkeypatch: pytest.Monke
     acceptor.close()
 
 
-def test_what_serves_may_fail(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_exception_of_a_handler_does_not_stop_the_acceptor(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(threading, "excepthook", lambda args: None)
     failing = [1, 2, 3]
 
@@ -63,7 +63,7 @@ def test_what_serves_may_fail(monkeypatch: pytest.MonkeyPatch) -> None:
             thread.join(10)  # what it raises is for this test's hook
 
 
-def test_what_is_closed_accepts_nobody() -> None:
+def test_a_closed_acceptor_accepts_no_connection() -> None:
     listener = socket.create_server(("127.0.0.1", 0))
     acceptor, port = Acceptor(listener, echo, 2, "closed"), int(listener.getsockname()[1])
     assert asked(port) == b"hello"

@@ -23,7 +23,9 @@ BLOCKS, LAYERS = 8, ("a", "b")
 
 
 @pytest.mark.parametrize("hooked", [False, True], ids=["without hooks", "aborted between layers"])
-def test_what_a_step_computed_is_sent_after_it(hooked: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_blocks_are_sent_after_the_step_that_computed_them(
+    hooked: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setenv(SECRET_VARIABLE, SECRET)
     vllm_config = SimpleNamespace(
         parallel_config=SimpleNamespace(world_size=1), cache_config=SimpleNamespace(block_size=4)

@@ -129,7 +129,7 @@ def test_a_stale_read_is_refused(pair: TransferPair) -> None:
     assert pair.refused() is Reason.EXPIRED
 
 
-def test_a_prompt_that_takes_longer_than_a_lease_to_be_sent_arrives(
+def test_a_transfer_that_takes_longer_than_a_lease_arrives(
     pair: TransferPair, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     at_once = pair.theirs.outgoing
@@ -175,7 +175,7 @@ def test_without_the_lease_check_the_stale_read_would_be_served() -> None:
     server.close()
 
 
-def test_blocks_reused_while_they_are_read_are_not_taken_for_the_prompt(pair: TransferPair) -> None:
+def test_blocks_reused_during_a_read_are_not_accepted(pair: TransferPair) -> None:
     class ReusingMemory(Memory):
         reads = 0
 
@@ -229,7 +229,7 @@ def test_a_block_in_the_place_of_another_is_refused(pair: TransferPair) -> None:
         assert pair.refused() is Reason.CORRUPT
 
 
-def test_what_was_recorded_of_one_connection_is_worth_nothing_on_another(pair: TransferPair) -> None:
+def test_recorded_messages_of_one_connection_are_refused_on_another(pair: TransferPair) -> None:
     pair.compute()
     with FlippingProxy(pair.source.port) as port:
         recording = dataclasses.replace(pair.source, port=port)
@@ -249,7 +249,7 @@ def test_what_was_recorded_of_one_connection_is_worth_nothing_on_another(pair: T
     listener.close()
 
 
-def test_prompts_are_not_on_the_wire_where_they_are_encrypted(pair: TransferPair) -> None:
+def test_encrypted_prompts_are_not_readable_on_the_wire(pair: TransferPair) -> None:
     pair.compute()
     with FlippingProxy(pair.source.port) as port:
         pair.source = dataclasses.replace(pair.source, port=port)
@@ -258,7 +258,7 @@ def test_prompts_are_not_on_the_wire_where_they_are_encrypted(pair: TransferPair
     assert all(seen) is not any(not one for one in seen) and seen[0] is not pair.consumer.encrypt
 
 
-def test_who_encrypts_and_who_does_not_are_not_a_pair(pair: TransferPair) -> None:
+def test_an_encrypting_and_a_plain_engine_refuse_each_other(pair: TransferPair) -> None:
     pair.compute()
     assert pair.refused(encrypt=not pair.consumer.encrypt) is Reason.MAPPING
 
@@ -311,7 +311,7 @@ def test_a_stalled_prefill_is_given_up(pair: TransferPair) -> None:
     server.close()
 
 
-def test_a_producer_that_is_gone_is_unreachable(pair: TransferPair) -> None:
+def test_a_dead_producer_is_unreachable(pair: TransferPair) -> None:
     pair.source = dataclasses.replace(pair.source, port=1)
     assert pair.refused() is Reason.UNREACHABLE
 

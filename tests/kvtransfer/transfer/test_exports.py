@@ -58,9 +58,7 @@ def test_blocks_the_consumer_has_are_not_sent(exports: Exports) -> None:
     assert exports.wait_ready(reader, 0).runs == [(0, 2, [9]), (1, 2, [9])]
 
 
-def test_a_lease_that_ran_out_is_refused_also_to_a_reader_in_the_middle(
-    exports: Exports, clock: Clock
-) -> None:
+def test_an_expired_lease_is_refused_even_during_a_read(exports: Exports, clock: Clock) -> None:
     opened = exports.open("t", [[1]], total_tokens=16, prompt="p")
     fill(exports, 16, opened)
     reader = exports.attach("t", "p", skip=[0], wait_s=0)
@@ -126,7 +124,7 @@ def test_blocks_are_released_once_delivered_and_finished_not_before(exports: Exp
     assert refusal(exports, "t") is Reason.TAKEN
 
 
-def test_what_is_dismissed_is_not_held_even_if_dismissed_before_it_began(exports: Exports) -> None:
+def test_a_dismissed_export_holds_nothing_even_if_dismissed_early(exports: Exports) -> None:
     exports.dismiss("early")
     exports.open("early", [[1]], total_tokens=16, prompt="p")
     exports.open("late", [[2]], total_tokens=16, prompt="p")
@@ -136,12 +134,12 @@ def test_what_is_dismissed_is_not_held_even_if_dismissed_before_it_began(exports
     assert exports.take_released() == ["early", "late"]
 
 
-def test_a_consumer_may_come_before_its_prefill(exports: Exports) -> None:
+def test_a_consumer_may_connect_before_the_prefill(exports: Exports) -> None:
     threading.Timer(0.05, exports.open, ("t", [[1]], 16, "p")).start()
     assert exports.attach("t", "p", skip=[0], wait_s=5).export.transfer_id == "t"
 
 
-def test_waiting_for_a_prefill_that_does_not_come_is_bounded(exports: Exports) -> None:
+def test_waiting_for_a_prefill_that_never_starts_is_bounded(exports: Exports) -> None:
     start = time.monotonic()
     with pytest.raises(TransferRefused, match="unknown"):
         exports.attach("t", "p", skip=[0], wait_s=0.05)
@@ -154,7 +152,7 @@ def test_legs_with_different_prompts_are_refused(exports: Exports) -> None:
         exports.attach("t", "another", skip=[0], wait_s=0)
 
 
-def test_a_lease_goes_on_while_its_consumer_takes_pieces(exports: Exports, clock: Clock) -> None:
+def test_a_lease_is_renewed_while_its_consumer_reads(exports: Exports, clock: Clock) -> None:
     """A long prompt may take longer than a lease to be sent."""
     opened = exports.open("t", [[1]], total_tokens=16, prompt="p")
     fill(exports, 16, opened)

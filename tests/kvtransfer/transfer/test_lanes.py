@@ -33,7 +33,7 @@ def a_lane_a_layer(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(peers, "LANE_BYTES", 1)
 
 
-def test_layers_are_layers_by_lane_evenly_and_small_prompts_have_one_lane() -> None:
+def test_layers_are_divided_evenly_and_small_prompts_use_one_lane() -> None:
     assert layers_by_lane([MIB] * 8) == [list(range(8))]
     assert layers_by_lane([32 * MIB] * 8) == [[0, 4], [1, 5], [2, 6], [3, 7]]
     unlike = [256 * MIB if layer % 6 == 5 else 16 * MIB for layer in range(48)]
@@ -44,7 +44,7 @@ def test_layers_are_layers_by_lane_evenly_and_small_prompts_have_one_lane() -> N
     assert layers_by_lane([0] * 4) == [[0, 1, 2, 3]]
 
 
-def test_each_lane_has_a_layer_that_goes_on_with_the_prompt() -> None:
+def test_each_lane_has_a_layer_that_sends_during_the_prompt() -> None:
     """Layers with windows or states send only at the end of the prompt: a lane of only such layers would be
     silent."""
     hybrid = [0, 0, 0, 256 * MIB] * 3
@@ -59,7 +59,7 @@ def test_each_lane_has_a_layer_that_goes_on_with_the_prompt() -> None:
 
 @pytest.mark.usefixtures("a_lane_a_layer")
 @pytest.mark.parametrize("encrypt", [False, True])
-def test_a_prompt_arrives_over_its_lanes_and_is_held_until_the_last_has_ended(encrypt: bool) -> None:
+def test_a_prompt_arrives_over_all_lanes_and_is_held_until_the_last_one_ends(encrypt: bool) -> None:
     theirs, mine = Memory(fill=True), Memory(fill=False)
     mine.piece_bytes = 3 * BLOCK_BYTES - 1  # it takes less at once than the producer has
     exports = Exports(theirs, BLOCK_TOKENS, lease_s=10, clock=lambda: 0.0)
@@ -94,7 +94,7 @@ def test_one_lane_that_has_ended_does_not_release_what_another_reads() -> None:
     assert exports.take_released() == ["t"]
 
 
-def test_a_consumer_that_is_gone_on_one_lane_is_gone_on_all() -> None:
+def test_a_consumer_lost_on_one_lane_is_lost_on_all() -> None:
     exports, shares = two_lanes()
     first, second = (exports.attach("t", "p", [0], 0, layers, 2) for layers in shares)
     exports.leave(first)
@@ -103,7 +103,7 @@ def test_a_consumer_that_is_gone_on_one_lane_is_gone_on_all() -> None:
 
 
 @pytest.mark.parametrize("layers", [[0, LAYERS], [1, 1]])
-def test_layers_that_are_not_there_or_twice_are_refused(layers: list[int]) -> None:
+def test_missing_and_repeated_layers_are_refused(layers: list[int]) -> None:
     exports, _ = two_lanes()
     with pytest.raises(TransferRefused) as refused:
         exports.attach("t", "p", [0], 0, layers, 2)
@@ -111,7 +111,7 @@ def test_layers_that_are_not_there_or_twice_are_refused(layers: list[int]) -> No
 
 
 @pytest.mark.usefixtures("a_lane_a_layer")
-def test_a_lane_that_fails_ends_the_others_and_says_why() -> None:
+def test_a_failed_lane_ends_the_others_with_its_reason() -> None:
     class FailingMemory(Memory):
         def incoming(
             self, layer: int, blocks: Sequence[int], wait_s: float

@@ -22,7 +22,7 @@ def bytes_of(tensor: "torch.Tensor") -> bytes:
 
 
 @pytest.mark.parametrize("kind", ["in place", "staged"])
-def test_published_blocks_are_read_as_they_are(kind: str) -> None:
+def test_published_blocks_are_read_unchanged(kind: str) -> None:
     kv = caches()
     memory: BlockMemory = (
         HostBlockMemory(kv, BLOCKS) if kind == "in place" else StagedBlockMemory(kv, BLOCKS, 2 << 20)
@@ -46,7 +46,7 @@ def test_published_blocks_are_read_as_they_are(kind: str) -> None:
     memory.close()
 
 
-def test_a_copy_under_way_when_the_prefill_lost_its_blocks_is_not_announced() -> None:
+def test_a_copy_is_not_announced_if_its_prefill_lost_its_blocks() -> None:
     late: list[Callable[[], None]] = []
 
     class Slow(HostBlockMemory):
@@ -65,7 +65,7 @@ def test_a_copy_under_way_when_the_prefill_lost_its_blocks_is_not_announced() ->
         exports.wait_ready(exports.attach("t", "p", [0], 0), 0.01)
 
 
-def test_engines_with_other_blocks_have_another_layout() -> None:
+def test_engines_with_different_blocks_have_different_layouts() -> None:
     same = layout_fingerprint([torch.zeros(10, 2, 4, 8)], 10)
     assert layout_fingerprint([torch.zeros(99, 2, 4, 8)], 99) == same
     assert layout_fingerprint([torch.zeros(10, 2, 4, 8, dtype=torch.bfloat16)], 10) != same

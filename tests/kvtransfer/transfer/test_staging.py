@@ -32,7 +32,7 @@ asking = st.lists(st.tuples(st.booleans(), st.integers(0, 30)), max_size=80)
 
 @settings(deadline=None)
 @given(slots=st.integers(2, 12), steps=asking)
-def test_every_slot_is_whose_turn_it_is_and_receivers_never_wait_for_senders(
+def test_slots_are_used_in_order_and_receivers_never_wait_for_senders(
     slots: int, steps: list[tuple[bool, int]]
 ) -> None:
     window = SlotWindow(slots)
@@ -75,7 +75,7 @@ def serving(exports: Exports, timeout_s: float = 20.0) -> Iterator[int]:
     listener.close()
 
 
-def test_eight_prompts_of_128k_tokens_pass_at_once_through_a_hundredth_of_their_kv() -> None:
+def test_eight_prompts_of_128k_tokens_pass_through_a_hundredth_of_their_kv() -> None:
     """Both sides staged. KV is made layer by layer, in steps, as the prefills of several prompts make it."""
     made, theirs, mine = made_kv(True), made_kv(False), made_kv(False)
     window = sum(tensor.nbytes for tensor in made.values()) // 100
@@ -216,7 +216,7 @@ def test_a_window_that_holds_less_than_two_blocks_is_refused_at_start() -> None:
     StagedBlockMemory(kv, 20, 8192).close()
 
 
-def test_a_piece_that_is_not_whole_does_not_land() -> None:
+def test_an_incomplete_piece_is_not_written() -> None:
     kv = torch.randn(20, 2, 16, 32)
     before = kv[7].clone()
     memory = StagedBlockMemory({"layer": kv}, 20, 1 << 20)
@@ -239,7 +239,7 @@ KINDS: dict[str, tuple[tuple[int, ...], torch.dtype]] = {
 
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("staged", [False, True], ids=["in place", "staged"])
-def test_kv_of_kinds_that_no_cpu_here_computes_arrives_as_it_was(kind: str, staged: bool) -> None:
+def test_kv_types_that_this_cpu_cannot_compute_arrive_unchanged(kind: str, staged: bool) -> None:
     shape, dtype = KINDS[kind]
     theirs, mine = torch.randn(200, *shape).to(dtype), torch.zeros(200, *shape).to(dtype)
 

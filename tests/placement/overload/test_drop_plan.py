@@ -72,31 +72,31 @@ def test_a_plan_merges_whole_groups_and_gives_each_engine_more(
 
 
 @given(st.integers(2, 9))
-def test_lacking_more_never_merges_less(count: int) -> None:
+def test_a_larger_demand_never_merges_fewer_engines(count: int) -> None:
     plans = [plan_drop(alone(count), SHAPE, lacking, LIMITS) for lacking in range(0, 1_000_000, 50_000)]
     for less, more in pairwise(plans):
         assert less.gained_tokens <= more.gained_tokens
 
 
-def test_nothing_lacking_changes_nothing() -> None:
+def test_without_excess_demand_nothing_changes() -> None:
     made = plan_drop(alone(4), SHAPE, 0, LIMITS)
     assert not made.drops and made.why_no_more is NotDropped.ENOUGH
 
 
-def test_the_fullest_pair_first_and_no_more_than_needed() -> None:
+def test_the_fullest_engines_pair_first_and_no_more_than_needed() -> None:
     made = plan_drop(alone(4), SHAPE, 10_000, LIMITS)
     assert [group.engines for group in made.merged] == [("d0", "d1")]
     assert made.merged[0].layers == (range(24), range(24, 48))
 
 
-def test_a_pair_of_the_papers_engines_gains_what_half_of_the_layers_took() -> None:
+def test_a_pair_of_the_papers_engines_gains_the_memory_of_half_the_layers() -> None:
     pair = plan_drop(alone(2), SHAPE, 1, LIMITS).merged[0]
     assert pair.kv_tokens == pytest.approx(220_000 + 24 * 0.55e9 / 196_608, abs=2)
     assert pair.whole_s < pair.split_s < 1.5 * pair.whole_s
     assert pair.exchange_s == pytest.approx(0.5 * 200_000 * 196_608 / 20e9)
 
 
-def test_where_pairs_do_not_suffice_groups_grow_by_the_two_smallest() -> None:
+def test_when_pairs_do_not_suffice_the_two_smallest_groups_merge() -> None:
     made = plan_drop(alone(4), SHAPE, 300_000, LIMITS)
     assert [len(group.engines) for group in made.merged] == [4]
     three = plan_drop(alone(3), SHAPE, 1e9, LIMITS)
@@ -106,13 +106,13 @@ def test_where_pairs_do_not_suffice_groups_grow_by_the_two_smallest() -> None:
     )
 
 
-def test_a_reserve_is_for_demand_that_goes_on_growing() -> None:
+def test_a_reserve_is_kept_for_growing_demand() -> None:
     made = plan_drop(alone(4), SHAPE, 10_000, replace(LIMITS, reserve=0.2))
     assert len(made.merged) == 2 and made.gained_tokens > 0.2 * 4 * 220_000
     assert not plan_drop(alone(4), SHAPE, 0, replace(LIMITS, reserve=0.2)).drops
 
 
-def test_split_groups_stay_and_their_gain_counts() -> None:
+def test_existing_groups_stay_and_their_gain_counts() -> None:
     pair = [Member("a", 1e5, 50), Member("b", 1e5, 50)]
     groups = [pair, [Member("c", 2e5, 50)], [Member("d", 2e5, 50)]]
     assert [group.engines for group in plan_drop(groups, SHAPE, 1e6, LIMITS).merged] == [("c", "d")]

@@ -186,7 +186,7 @@ async def test_each_bad_line_is_named_with_its_error(small: GatewayWithBatch, en
         (jsonl([line("a"), line("b"), line("c", method="PUT")]), "invalid_method", 3),
     ],
 )
-async def test_files_as_a_whole(
+async def test_invalid_files_are_refused_as_a_whole(
     small: GatewayWithBatch, data: bytes, code: str, line_number: int | None
 ) -> None:
     async with small.client() as client:
@@ -195,7 +195,7 @@ async def test_files_as_a_whole(
         assert (batch.errors.data[0].code, batch.errors.data[0].line) == (code, line_number)
 
 
-async def test_models_of_one_batch_must_agree_and_embed_where_that_is_asked(
+async def test_a_batch_has_one_model_which_must_embed_for_embeddings(
     engine: OfflineEngine, sqlite_url: str, tmp_path: Any
 ) -> None:
     models = (ServedModel("tiny"), ServedModel("other"))
@@ -224,7 +224,7 @@ async def test_errors_are_counted_up_to_the_limit(small: GatewayWithBatch) -> No
         assert [error.line for error in batch.errors.data] == [1, 2, 3, 4, 5]
 
 
-async def test_a_last_line_without_newline_and_crlf_are_fine(small: GatewayWithBatch) -> None:
+async def test_a_missing_last_newline_and_crlf_are_accepted(small: GatewayWithBatch) -> None:
     async with small.client() as client:
         data = jsonl([line("a"), line("b")]).replace(b"\n", b"\r\n").rstrip()
         batch = await ended(client, await submit(client, data))
@@ -258,7 +258,7 @@ BAD_CREATES: dict[str, tuple[Any, str, str | None]] = {
 }
 
 
-async def test_refused_creations(small: GatewayWithBatch) -> None:
+async def test_invalid_batches_are_refused(small: GatewayWithBatch) -> None:
     async with small.client() as client, httpx.AsyncClient(base_url=small.url) as http:
         file = await client.files.create(file=("a.jsonl", jsonl(GOOD)), purpose="batch")
         headers = {"authorization": "Bearer sk-one", "content-type": "application/json"}
@@ -281,7 +281,7 @@ async def test_refused_creations(small: GatewayWithBatch) -> None:
             assert answer.json()["expires_at"] - answer.json()["created_at"] in (3600, 7 * 86400)
 
 
-async def test_refused_uploads(small: GatewayWithBatch, tmp_path: Any) -> None:
+async def test_invalid_uploads_are_refused(small: GatewayWithBatch, tmp_path: Any) -> None:
     async with httpx.AsyncClient(base_url=small.url) as http:
 
         async def post(status: int, param: str | None, **form: Any) -> None:

@@ -33,7 +33,7 @@ async def status_of(client: AsyncOpenAI, batch: Batch) -> Batch | None:
 
 
 @pytest.mark.slow
-async def test_kills_at_random_moments(either_url: str, tmp_path: Path) -> None:
+async def test_a_batch_survives_kills_at_random_moments(either_url: str, tmp_path: Path) -> None:
     seed = random.randrange(1 << 30)
     print(f"seed {seed}")
     rng = random.Random(seed)
@@ -88,7 +88,9 @@ async def test_kills_at_random_moments(either_url: str, tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-async def test_kills_during_validation_and_finalizing(either_url: str, tmp_path: Path) -> None:
+async def test_a_batch_survives_kills_during_validation_and_finalizing(
+    either_url: str, tmp_path: Path
+) -> None:
     """The short phases: killed soon after submission again and again, then whenever all results are in."""
     seed = random.randrange(1 << 30)
     print(f"seed {seed}")

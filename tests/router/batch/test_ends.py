@@ -101,7 +101,7 @@ async def test_a_half_bad_batch_completes_with_two_files(gateway: GatewayWithBat
         assert refused["status_code"] == 400 and "told to" in refused["body"]["error"]["message"]
 
 
-async def test_passing_errors_are_tried_again(gateway: GatewayWithBatch) -> None:
+async def test_temporary_errors_are_retried(gateway: GatewayWithBatch) -> None:
     async with gateway.client() as client:
         batch = await ended(
             client, await submit(client, jsonl([line(f"r{i}", f"flaky {i}") for i in range(10)]))
@@ -110,7 +110,7 @@ async def test_passing_errors_are_tried_again(gateway: GatewayWithBatch) -> None
         assert batch.request_counts.completed == 10
 
 
-async def test_poison_is_set_aside_and_the_rest_completes(
+async def test_a_poisonous_line_is_set_aside_and_the_rest_completes(
     gateway: GatewayWithBatch, engine: OfflineEngine
 ) -> None:
     async with gateway.client() as client:
@@ -142,9 +142,7 @@ async def test_a_busy_engine_is_waited_for(gateway: GatewayWithBatch, engine: Of
 
 
 @pytest.mark.parametrize("why", ["restarted", "shares its layers"])
-async def test_work_of_an_engine_that_will_not_do_it_goes_elsewhere(
-    sqlite_url: str, tmp_path: Path, why: str
-) -> None:
+async def test_work_that_an_engine_refuses_goes_to_another(sqlite_url: str, tmp_path: Path, why: str) -> None:
     slow, other = OfflineEngine(delay_s=30.0), OfflineEngine()
     fleet = StaticFleet(await slow.start(), await other.start())
     # What is left at an engine for a while is no try of it.

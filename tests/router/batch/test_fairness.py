@@ -15,7 +15,9 @@ SIZES = (4, 8, 16, 32, 64, 128, 256, 512, 768, 1_024)
 
 
 @pytest.mark.slow
-async def test_ten_keys_of_very_different_sizes(sqlite_url: str, tmp_path: Path) -> None:
+async def test_ten_keys_with_batches_of_very_different_sizes_get_equal_shares(
+    sqlite_url: str, tmp_path: Path
+) -> None:
     engine = OfflineEngine(delay_s=0.01)
     fleet = StaticFleet(await engine.start())
     gateway = GatewayWithBatch(sqlite_url, str(tmp_path / "files"), fleet, replace(FAST, blind_window=10))

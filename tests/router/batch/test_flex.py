@@ -82,7 +82,9 @@ async def test_without_capacity_it_is_refused_in_time(sqlite_gateway: GatewayWit
     assert refused.value.code == "resource_unavailable"
 
 
-async def test_one_that_is_refused_costs_no_tokens(sqlite_gateway: GatewayWithBatch, tmp_path: Path) -> None:
+async def test_a_refused_flex_request_costs_no_tokens(
+    sqlite_gateway: GatewayWithBatch, tmp_path: Path
+) -> None:
     sqlite_gateway.fleet.infos.clear()
     batch = BatchAddress(sqlite_gateway.batch, SECRET)
     async with limited(tmp_path, {"tokens_per_minute": 100_000}, batch=batch) as made:
@@ -93,7 +95,9 @@ async def test_one_that_is_refused_costs_no_tokens(sqlite_gateway: GatewayWithBa
         assert after.status == 200 and left(after, "tokens") > 95_000
 
 
-async def test_its_answer_is_stored(sqlite_gateway: GatewayWithBatch, tmp_path: Path) -> None:
+async def test_the_answer_of_a_flex_request_is_stored(
+    sqlite_gateway: GatewayWithBatch, tmp_path: Path
+) -> None:
     async with fake_fleet.fleet(tmp_path, batch=BatchAddress(sqlite_gateway.batch, SECRET)) as made:
         path = "/v1/responses"
         asked: dict[str, Any] = {"path": path, "service_tier": "flex"}
@@ -109,7 +113,7 @@ async def test_its_answer_is_stored(sqlite_gateway: GatewayWithBatch, tmp_path: 
         assert [item["role"] for item in seen.body["input"]] == ["user", "assistant", "user"]
 
 
-async def test_a_client_that_leaves_gives_its_place_up(
+async def test_a_client_that_leaves_frees_its_slot(
     sqlite_gateway: GatewayWithBatch, engine: OfflineEngine
 ) -> None:
     async with sqlite_gateway.client() as client:
@@ -124,7 +128,7 @@ async def test_a_client_that_leaves_gives_its_place_up(
     assert counted("client_left") == before + 4
 
 
-async def test_an_engine_that_fails_is_seen(sqlite_gateway: GatewayWithBatch) -> None:
+async def test_a_failed_engine_is_an_error_for_the_client(sqlite_gateway: GatewayWithBatch) -> None:
     async with sqlite_gateway.client() as client:
         with pytest.raises(openai.BadRequestError):
             await ask(client, "status=400")
@@ -177,7 +181,7 @@ async def test_flex_turns_are_bounded_by_what_the_batch_process_is_configured_fo
     await gateway.stop()
 
 
-async def test_a_large_flex_request_holds_nobody_up(sqlite_gateway: GatewayWithBatch) -> None:
+async def test_a_large_flex_request_delays_no_other_client(sqlite_gateway: GatewayWithBatch) -> None:
     """400,000 objects in a request: reading and writing them in the loop would hold it some 200 ms."""
     sqlite_gateway.fleet.infos.clear()  # so that no engine of this very process reads it
     tool = {"type": "function", "function": {"name": "f", "parameters": [{}] * 80}}

@@ -64,7 +64,7 @@ async def test_batches_complete_while_an_agent_talks(laptop_fleet: RunningFleet)
             assert done.usage is not None and done.usage.output_tokens > 0
 
 
-async def test_by_the_command_line(laptop_fleet: RunningFleet, tmp_path: Path) -> None:
+async def test_a_batch_completes_from_the_command_line(laptop_fleet: RunningFleet, tmp_path: Path) -> None:
     file, out = tmp_path / "in.jsonl", tmp_path / "out.jsonl"
     file.write_bytes(requests(laptop_fleet.model, "/v1/chat/completions"))
     arguments = ("batch", "submit", str(file), "--out", str(out), "--fleet", laptop_fleet.fleet.name)

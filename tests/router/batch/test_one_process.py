@@ -32,7 +32,7 @@ async def test_only_the_gateways_of_the_fleet_are_answered(sqlite_gateway: Gatew
     await other.stop()
 
 
-async def test_a_client_cannot_say_that_it_is_somebody_else(sqlite_gateway: GatewayWithBatch) -> None:
+async def test_a_client_cannot_claim_another_owner(sqlite_gateway: GatewayWithBatch) -> None:
     async with sqlite_gateway.client("sk-one") as one, httpx.AsyncClient() as http:
         file = await one.files.create(file=("a.jsonl", jsonl([line("a")])), purpose="batch")
         url = f"{sqlite_gateway.url}/v1/files"
@@ -42,7 +42,7 @@ async def test_a_client_cannot_say_that_it_is_somebody_else(sqlite_gateway: Gate
         assert (await http.get(url, headers=forged)).json()["data"] == []
 
 
-async def test_while_it_is_away_its_paths_answer_503_and_say_when_to_come_back(tmp_path: Path) -> None:
+async def test_without_the_batch_process_its_paths_answer_503_with_retry_after(tmp_path: Path) -> None:
     gateway = FrontGateway(f"127.0.0.1:{free_port()}")
     await gateway.start()
     async with gateway.client() as client:
@@ -60,7 +60,7 @@ async def test_while_it_is_away_its_paths_answer_503_and_say_when_to_come_back(t
     await gateway.stop()
 
 
-async def test_a_new_process_goes_on_where_the_former_was(
+async def test_a_new_process_continues_the_work_of_the_former(
     engine: OfflineEngine, either_url: str, tmp_path: Path
 ) -> None:
     one, other = (
@@ -81,7 +81,7 @@ async def test_a_new_process_goes_on_where_the_former_was(
     assert max(Counter(engine.served).values()) == 1
 
 
-async def test_a_former_process_that_still_runs_ends(sqlite_url: str, tmp_path: Path) -> None:
+async def test_a_superseded_process_ends_itself(sqlite_url: str, tmp_path: Path) -> None:
     engine = OfflineEngine(0.05)
     former = batch_process(sqlite_url, tmp_path / "files", 8, await engine.start())
     await former.start()

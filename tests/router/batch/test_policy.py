@@ -51,46 +51,46 @@ def test_an_idle_decoder_gets_a_short_queue() -> None:
     assert allowance_of(view(in_flight=3), SETTINGS).requests == 1
 
 
-def test_the_window_follows_what_the_decoder_runs() -> None:
+def test_the_window_follows_the_decoders_running_requests() -> None:
     running = state(offline_running=10)
     assert allowance_of(view(reported=running, in_flight=10), SETTINGS).requests == 4
     stuck = state(offline_running=10, offline_waiting=4)
     assert allowance_of(view(reported=stuck, in_flight=14), SETTINGS).requests == 0
 
 
-def test_nothing_while_it_shares_its_layers() -> None:
+def test_an_engine_that_shares_layers_gets_nothing() -> None:
     shape = EngineShape(4, 1.0, 1_000, 1.0, 1.0, 1.0, None)
     for epoch, requests in ((0, 4), (3, 0)):
         shares = replace(state(), split=SplitState("host:1", shape, epoch))
         assert allowance_of(view(reported=shares), SETTINGS).requests == requests
 
 
-def test_nothing_while_online_turns_wait_but_one_for_an_engine_that_had_none_for_long() -> None:
+def test_an_engine_with_waiting_online_turns_gets_nothing_except_one_job_after_a_long_time() -> None:
     pressed = state(offline_running=10, waiting=1)
     assert allowance_of(view(reported=pressed), SETTINGS).requests == 0
     assert allowance_of(view(reported=pressed, starved=True), SETTINGS).requests == 1
     assert allowance_of(view(reported=pressed, starved=True, in_flight=1), SETTINGS).requests == 0
 
 
-def test_one_after_another_without_kv_to_spare() -> None:
+def test_without_spare_kv_jobs_run_one_after_another() -> None:
     full = state(free_tokens=9_000, offline_running=10)
     assert allowance_of(view(reported=full), SETTINGS).requests == 1
     assert allowance_of(view(reported=full, in_flight=1), SETTINGS).requests == 0
     assert allowance_of(view(reported=state(free_tokens=12_000), unseen_tokens=2_000), SETTINGS).requests == 1
 
 
-def test_what_idle_conversations_have_on_the_host_too_is_to_spare() -> None:
+def test_idle_kv_with_a_copy_on_the_host_is_spare() -> None:
     idle = state(free_tokens=9_000, idle_tokens=21_000, offline_running=10)
     assert allowance_of(view(reported=idle), SETTINGS).tokens == 20_000
     assert allowance_of(view(reported=idle), SETTINGS).requests > 1
 
 
-def test_nothing_for_draining_and_resting_engines() -> None:
+def test_draining_and_resting_engines_get_nothing() -> None:
     assert allowance_of(view(reported=state(draining=True)), SETTINGS).requests == 0
     assert allowance_of(view(resting=True), SETTINGS).requests == 0
 
 
-def test_prefillers_only_when_wanted_and_idle_or_able_to_abort() -> None:
+def test_prefillers_get_work_only_if_configured_and_idle_or_able_to_abort() -> None:
     prefiller = view(role=Role.PREFILL)
     assert allowance_of(prefiller, SETTINGS).requests == 0
     wanted = replace(SETTINGS, harvest_prefill=True)
@@ -105,7 +105,7 @@ def test_an_engine_without_reports_gets_a_fixed_window() -> None:
     assert allowance_of(silent, replace(SETTINGS, blind_window=5)).requests == 5
 
 
-def test_keys_get_equal_tokens_whatever_their_batches() -> None:
+def test_keys_get_equal_tokens_regardless_of_their_batches() -> None:
     fair = FairShare()
     taken, urgent = share_out([backlog(1, "big", 100_000), backlog(2, "small", 50)], R40, fair, 0, 0)
     assert taken == {1: 20, 2: 20} and urgent == 0
@@ -117,25 +117,25 @@ def test_within_a_key_the_batch_that_closes_first_goes_first() -> None:
     assert taken == {1: 5, 2: 3}
 
 
-def test_a_tight_window_goes_first_but_does_not_take_everything() -> None:
+def test_a_batch_with_a_tight_window_goes_first_but_does_not_take_everything() -> None:
     tight = backlog(1, "hasty", 1_000, expires_at=100)  # 100,000 tokens at 1,000 a second: just in time
     taken, urgent = share_out([backlog(2, "calm"), tight], R40, FairShare(), 0, 1_000)
     assert urgent == 30 and taken[1] >= 30 and taken[2] == 40 - taken[1] > 0
 
 
-def test_capacity_that_nobody_needs_is_not_given() -> None:
+def test_unneeded_capacity_is_not_assigned() -> None:
     assert share_out([backlog(1, "a", 3)], R40, FairShare(), 0, 0) == ({1: 3}, 0)
     assert share_out([replace(backlog(1, "a"), accepting=False)], R40, FairShare(), 0, 0) == ({}, 0)
 
 
-def test_no_more_is_taken_than_there_is_kv_for() -> None:
+def test_no_more_work_is_placed_than_kv_allows() -> None:
     taken, _ = share_out([backlog(1, "a")], Allowance(40, 1_050), FairShare(), 0, 0)
     assert taken == {1: 10}
     taken, _ = share_out([backlog(1, "a")], Allowance(40, 50), FairShare(), 0, 0)
     assert taken == {1: 1}  # larger than all that is free: alone, or it would wait for ever
 
 
-def test_a_returning_key_neither_owes_nor_owns() -> None:
+def test_a_returning_key_starts_without_debt_or_credit() -> None:
     fair = FairShare()
     fair.restrict({"a"})
     fair.charge("a", 1_000)
@@ -144,7 +144,7 @@ def test_a_returning_key_neither_owes_nor_owns() -> None:
     assert fair.next({"a", "b"}) == "a"  # b started level with a
 
 
-def test_the_least_loaded_decoder_first() -> None:
+def test_the_least_loaded_decoder_gets_work_first() -> None:
     idle, busy = view("idle"), view("busy", state(live_tokens=90_000))
     allowances = {"idle": Allowance(2, 10_000), "busy": Allowance(9, 10_000)}
     placed, left = assign([PolicyLine(i, f"{i:024}") for i in range(4)], [busy, idle], allowances, {})
@@ -169,7 +169,7 @@ def test_a_full_holder_of_the_prefix_is_not_waited_for() -> None:
     assert [engine for _, engine in placed] == ["y"] and not left
 
 
-def test_suspects_are_tried_one_at_a_time_an_engine() -> None:
+def test_suspected_requests_run_one_at_a_time_per_engine() -> None:
     suspects = [PolicyLine(i, tries=SUSPECT_AFTER) for i in range(3)]
     placed, left = assign(suspects, [view()], {"e": Allowance(8, 10_000)}, {})
     assert len(placed) == 1 and len(left) == 2
@@ -177,7 +177,7 @@ def test_suspects_are_tried_one_at_a_time_an_engine() -> None:
     assert not placed
 
 
-def test_kv_is_not_given_twice() -> None:
+def test_the_same_kv_is_not_assigned_twice() -> None:
     jobs = [PolicyLine(i, est_tokens=600) for i in range(4)]
     placed, left = assign(jobs, [view()], {"e": Allowance(8, 1_500)}, {})
     assert (len(placed), len(left)) == (2, 2)
@@ -218,7 +218,7 @@ def test_no_key_starves(sizes: dict[str, int], room: int) -> None:
     assert sum(taken.values()) == min(room, sum(sizes.values()))
 
 
-def test_a_rate_does_not_begin_at_what_is_left_of_an_old_one() -> None:
+def test_a_new_rate_does_not_start_from_an_old_remainder() -> None:
     """All windows would be tight at it."""
     now = 0.0
     rate = Rate(lambda: now)

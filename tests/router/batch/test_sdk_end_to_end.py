@@ -43,7 +43,9 @@ async def test_a_batch_completes_with_one_result_for_each_line(
         ("/v1/embeddings", {"model": "tiny", "input": "x"}),
     ],
 )
-async def test_other_endpoints(sqlite_gateway: GatewayWithBatch, endpoint: str, body: dict[str, str]) -> None:
+async def test_a_batch_may_use_the_other_endpoints(
+    sqlite_gateway: GatewayWithBatch, endpoint: str, body: dict[str, str]
+) -> None:
     async with sqlite_gateway.client() as client:
         batch = await submit(client, jsonl([line("a", url=endpoint, body=body)]), endpoint)
         batch = await ended(client, batch)
@@ -70,7 +72,7 @@ async def test_files_are_listed_in_pages_and_deleted(gateway: GatewayWithBatch) 
             await client.files.delete(files[2].id)
 
 
-async def test_a_files_name_is_one_name_where_it_is_downloaded(gateway: GatewayWithBatch) -> None:
+async def test_a_downloaded_file_keeps_its_name(gateway: GatewayWithBatch) -> None:
     async with gateway.client() as client:
         file = await upload(client, jsonl([line("f")]), "../../etc/passwd")
         content = await client.files.content(file.id)
@@ -84,7 +86,7 @@ async def test_batches_are_listed_newest_first(gateway: GatewayWithBatch) -> Non
         assert listed == [batch.id for batch in reversed(batches)]
 
 
-async def test_keys_do_not_see_one_another(gateway: GatewayWithBatch) -> None:
+async def test_a_key_does_not_see_batches_and_files_of_another(gateway: GatewayWithBatch) -> None:
     async with gateway.client("sk-one") as one, gateway.client("sk-two") as two:
         batch = await submit(one, jsonl([line("a")]))
         assert [b async for b in two.batches.list()] == [] and [f async for f in two.files.list()] == []
@@ -100,7 +102,7 @@ async def test_keys_do_not_see_one_another(gateway: GatewayWithBatch) -> None:
             )
 
 
-async def test_an_expiring_file_says_when(gateway: GatewayWithBatch) -> None:
+async def test_an_expiring_file_has_its_expiry_time(gateway: GatewayWithBatch) -> None:
     async with gateway.client() as client:
         file = await client.files.create(
             file=("a.jsonl", b"{}"), purpose="batch", expires_after={"anchor": "created_at", "seconds": 3600}

@@ -57,13 +57,13 @@ def test_a_line_is_leased_once(store: Store) -> None:
     assert everything == list(range(1, 201))
 
 
-def test_lines_with_a_common_prefix_come_together(store: Store) -> None:
+def test_lines_with_a_common_prefix_are_leased_together(store: Store) -> None:
     batch = running(store, 9)
     prefixes = [line.prefix for line in store.requests.claim({batch.seq: 9}, 1)]
     assert prefixes == sorted(prefixes)
 
 
-def test_a_former_process_that_still_runs_cannot_write(store: Store, store_url: str) -> None:
+def test_a_superseded_process_cannot_write(store: Store, store_url: str) -> None:
     batch = running(store, 10)
     assert len(store.requests.claim({batch.seq: 4}, 1)) == 4
     store.requests.record([good(batch, 1)])
@@ -85,7 +85,7 @@ def test_a_former_process_that_still_runs_cannot_write(store: Store, store_url: 
     later.close()
 
 
-def test_the_first_result_is_the_result(store: Store) -> None:
+def test_only_the_first_result_of_a_line_counts(store: Store) -> None:
     batch = running(store, 2)
     store.requests.claim({batch.seq: 2}, 1)
     assert store.requests.record([good(batch, 1, "1"), good(batch, 1, "2")]) == {(batch.seq, 1)}
@@ -96,7 +96,7 @@ def test_the_first_result_is_the_result(store: Store) -> None:
     assert (work.pending, work.leased) == (0, 1)
 
 
-def test_a_line_put_back_waits_and_remembers_its_tries(store: Store) -> None:
+def test_a_returned_line_waits_and_keeps_its_attempts(store: Store) -> None:
     batch = running(store, 1)
     store.requests.claim({batch.seq: 1}, 1)
     store.requests.put_back([PutBack(batch.seq, 1, 50.0, True)])
@@ -189,7 +189,7 @@ def test_a_store_of_version_0_opens_and_one_of_a_newer_version_does_not(store_ur
     newer.close()
 
 
-def test_the_clock_does_not_go_back_behind_the_store(store_url: str) -> None:
+def test_the_clock_never_goes_behind_the_stored_time(store_url: str) -> None:
     machine = MachineClocks()
     first = Store(store_url)
     clock = machine.clock()
@@ -204,7 +204,7 @@ def test_the_clock_does_not_go_back_behind_the_store(store_url: str) -> None:
     later.close()
 
 
-def test_batches_that_ended_are_forgotten_when_their_time_is_over_and_no_others(store: Store) -> None:
+def test_only_ended_batches_are_forgotten_after_their_retention(store: Store) -> None:
     ended, live = running(store, 3, "a"), running(store, 3, "b")
     claimed = store.requests.claim({ended.seq: 3}, 1)
     store.requests.record([good(ended, line.line) for line in claimed])

@@ -39,7 +39,7 @@ def failing_once(work: Callable[..., Any]) -> Callable[..., Any]:
     return once
 
 
-async def test_a_batch_is_validated_when_the_store_is_there_again(
+async def test_a_batch_is_validated_once_the_store_is_back(
     sqlite_gateway: GatewayWithBatch, engine: OfflineEngine, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(RequestTable, "load", failing_once(RequestTable.load))
@@ -52,7 +52,7 @@ async def test_a_batch_is_validated_when_the_store_is_there_again(
     assert store_errors() == before + 2
 
 
-async def test_results_are_written_when_the_store_is_there_again(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_results_are_written_once_the_store_is_back(monkeypatch: pytest.MonkeyPatch) -> None:
     written: list[int] = []
 
     all_written = asyncio.Event()
@@ -90,7 +90,7 @@ async def test_results_are_written_when_the_store_is_there_again(monkeypatch: py
     assert store_errors() == failed + 1
 
 
-async def test_lines_that_could_not_be_read_are_sent_when_the_files_are_there_again(
+async def test_unreadable_lines_are_sent_once_the_files_are_back(
     sqlite_gateway: GatewayWithBatch, engine: OfflineEngine, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     part, failures = Blobs.part, [OSError("the files are away") for _ in range(2)]
@@ -111,7 +111,7 @@ async def test_lines_that_could_not_be_read_are_sent_when_the_files_are_there_ag
     assert store_errors() == before + 2
 
 
-async def test_a_full_disk_is_said_to_clients_and_nothing_is_half_done(
+async def test_a_full_disk_is_reported_to_clients_and_leaves_nothing_half_done(
     sqlite_gateway: GatewayWithBatch, tmp_path: Path
 ) -> None:
     async with sqlite_gateway.client() as client:

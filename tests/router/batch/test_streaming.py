@@ -18,7 +18,7 @@ from tests.router.batch.jobs import line
 from tests.router.batch.processes import batch_process, engine_process
 
 
-def test_lines_are_the_same_however_the_bytes_come() -> None:
+def test_lines_do_not_depend_on_how_the_bytes_are_split() -> None:
     data = b"one\n\ntwo\r\nthree is longer\nlast"
     expected = [
         Line(1, 0, 3, b"one"),
@@ -56,7 +56,7 @@ def test_blobs_are_whole_after_commit_and_gone_after_discard(tmp_path: Path, sch
 
 
 @pytest.mark.parametrize("scheme", ["folder", "memory"])
-def test_a_blob_stays_when_it_was_committed_and_only_then(tmp_path: Path, scheme: str) -> None:
+def test_only_a_committed_blob_is_kept(tmp_path: Path, scheme: str) -> None:
     blobs = Blobs(str(tmp_path / "b") if scheme == "folder" else f"memory://{tmp_path.name}")
     with pytest.raises(KeyError), blobs.create("a") as kept, blobs.create("b") as gone:
         for writer in (kept, gone):
@@ -132,13 +132,13 @@ async def through(tmp_path: Path, lines: int, pad: int, within_s: float, expect:
 
 
 @pytest.mark.slow
-async def test_a_file_much_larger_than_the_memory_used(tmp_path: Path) -> None:
+async def test_a_file_much_larger_than_the_used_memory_is_processed(tmp_path: Path) -> None:
     assert await through(tmp_path, 4_000, 50_000, 120, "completed") < 300  # 200 MB in, 200 MB out
 
 
 @pytest.mark.slow
 @pytest.mark.timeout(1_800)
-async def test_a_million_lines_of_two_gigabytes(tmp_path: Path) -> None:
+async def test_a_million_lines_of_two_gigabytes_are_processed(tmp_path: Path) -> None:
     """Upload and validation of all of it, then cancelled: the engines are not the point here."""
     assert await through(tmp_path, 1_000_000, 1_960, 1_500, "cancelled") < 300
 

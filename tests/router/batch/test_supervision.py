@@ -89,7 +89,7 @@ async def test_the_batch_process_is_started_again_and_adopted(home: FleetHome) -
 
 
 @pytest.mark.slow
-async def test_a_port_that_somebody_else_took_is_given_up_and_gateways_learn_the_new_one(
+async def test_a_taken_port_is_replaced_and_gateways_learn_the_new_one(
     home: FleetHome,
 ) -> None:
     actor = keep(str(home.root), free_port(), f"127.0.0.1:{free_port()}")

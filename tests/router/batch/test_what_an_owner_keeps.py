@@ -34,7 +34,7 @@ async def idle(either_url: str, files: Path) -> AsyncIterator[GatewayWithBatch]:
     await gateway.stop()
 
 
-async def test_files_fill_what_the_key_may_store(idle: GatewayWithBatch, files: Path) -> None:
+async def test_files_count_against_the_quota_of_a_key(idle: GatewayWithBatch, files: Path) -> None:
     async with idle.client("sk-one") as one, idle.client("sk-two") as two:
         first = await upload(one, b"x" * 2 * MIB)
         with pytest.raises(openai.PermissionDeniedError) as refused:
@@ -48,7 +48,7 @@ async def test_files_fill_what_the_key_may_store(idle: GatewayWithBatch, files: 
         await upload(one, b"x" * 2 * MIB)
 
 
-async def test_uploads_under_way_count_as_stored(idle: GatewayWithBatch) -> None:
+async def test_running_uploads_count_against_the_quota(idle: GatewayWithBatch) -> None:
     host, _, port = idle.url.removeprefix("http://").partition(":")
     _, writer = await asyncio.open_connection(host, int(port.partition("/")[0]))
     head = (
@@ -79,7 +79,7 @@ async def refused_upload(client: openai.AsyncOpenAI) -> None:
             await client.files.delete(file.id)
 
 
-async def test_a_slash_too_many_leads_nowhere(idle: GatewayWithBatch) -> None:
+async def test_a_path_with_an_extra_slash_is_not_found(idle: GatewayWithBatch) -> None:
     async with aiohttp.ClientSession() as session:
         headers = {"authorization": "Bearer sk-one"}
         async with session.get(f"{idle.url}/v1/files/", headers=headers, allow_redirects=False) as answer:

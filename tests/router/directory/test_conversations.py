@@ -12,7 +12,7 @@ def two_parked() -> ConversationRecords:
     return conversations
 
 
-def test_a_turn_and_an_end_take_it_back() -> None:
+def test_a_turn_or_an_end_clears_the_parked_state() -> None:
     conversations = two_parked()
     a = conversations.get("a")
     assert a is not None
@@ -22,13 +22,13 @@ def test_a_turn_and_an_end_take_it_back() -> None:
     assert conversations.parked == 0
 
 
-def test_an_engine_that_is_gone_has_nothing_parked() -> None:
+def test_a_lost_engine_has_no_parked_conversations() -> None:
     conversations = two_parked()
     conversations.engine_gone("decode-0")
     assert conversations.parked == 1
 
 
-def test_what_is_unknown_or_runs_is_not_parked() -> None:
+def test_unknown_and_running_conversations_are_not_parked() -> None:
     conversations = two_parked()
     a = conversations.get("a")
     assert a is not None
@@ -38,7 +38,7 @@ def test_what_is_unknown_or_runs_is_not_parked() -> None:
     assert conversations.parked == 1
 
 
-def test_an_engine_may_say_so_before_the_turn_has_ended_here() -> None:
+def test_an_engine_may_report_parking_before_the_end_of_the_turn_arrives() -> None:
     conversations = two_parked()
     a = conversations.get("a")
     assert a is not None
@@ -60,7 +60,7 @@ def silent(conversations: ConversationRecords, now: float) -> set[str]:
     return {one.key for one in over}
 
 
-def test_a_time_of_its_own_counts_from_the_last_turn_and_may_change() -> None:
+def test_a_conversations_own_lifetime_counts_from_its_last_turn_and_may_change() -> None:
     conversations = ConversationRecords()
     alive(conversations, "usual", "long", "short", "shorter")
     for key, ttl_s in (("long", 100.0), ("short", 3.0), ("shorter", 50.0)):
@@ -78,7 +78,7 @@ def test_a_time_of_its_own_counts_from_the_last_turn_and_may_change() -> None:
     assert silent(conversations, 1e6) == set()
 
 
-def test_a_time_of_its_own_holds_for_a_record_that_comes_from_a_journal() -> None:
+def test_a_conversations_own_lifetime_survives_the_journal() -> None:
     conversations = ConversationRecords()
     conversations.add(ConversationRecord("long", None, 0.0, 5.0, ttl_s=100.0))
     conversations.add(ConversationRecord("short", None, 0.0, 5.0, ttl_s=3.0))
@@ -87,7 +87,7 @@ def test_a_time_of_its_own_holds_for_a_record_that_comes_from_a_journal() -> Non
     assert silent(conversations, 105.0) == {"long"}
 
 
-def test_a_turn_that_runs_keeps_it_beyond_its_time() -> None:
+def test_a_running_turn_keeps_its_conversation_beyond_its_lifetime() -> None:
     conversations = ConversationRecords()
     alive(conversations, "a")
     a = conversations.get("a")

@@ -60,7 +60,7 @@ def test_a_flipped_bit_in_the_log_is_refused_and_nothing_is_changed(tmp_path: Pa
         assert (path.read_bytes(), log_of(path).read_bytes()) == before
 
 
-def test_a_flipped_bit_in_the_file_is_refused_or_hits_nothing(tmp_path: Path) -> None:
+def test_a_flipped_bit_in_the_file_is_refused_or_changes_no_row(tmp_path: Path) -> None:
     whole = asyncio.run(written(tmp_path / "journal", killed=False))
     size, expected = whole.stat().st_size, [row(number) for number in range(ROWS)]
     choose, refused = random.Random(2), 0
@@ -105,7 +105,7 @@ def test_a_cut_or_missing_log_is_refused(tmp_path: Path) -> None:
             Journal(path)
 
 
-def test_what_two_crashes_tore_is_behind_what_was_kept(tmp_path: Path) -> None:
+def test_rows_torn_by_two_crashes_are_after_the_kept_rows(tmp_path: Path) -> None:
     whole = asyncio.run(written(tmp_path / "journal", 100, killed=True))
     for attempt in range(4):
         path = copied(whole, tmp_path / f"once-{attempt}")
@@ -138,7 +138,7 @@ async def more(path: Path) -> Path:
     return again
 
 
-def test_a_journal_that_was_moved_away_begins_anew(tmp_path: Path) -> None:
+def test_a_missing_journal_starts_empty(tmp_path: Path) -> None:
     path = asyncio.run(written(tmp_path / "journal", killed=False))
     path.rename(tmp_path / "elsewhere")
     assert read(path) == []

@@ -101,7 +101,7 @@ def one_round(dropper: Dropper, state: OverloadState) -> None:
     asyncio.run(until_settled())
 
 
-def test_a_pair_is_made_and_restored() -> None:
+def test_engines_are_paired_and_restored() -> None:
     two = TwoEngines()
     dropper = Dropper(DropLimits(1.0), two.records, two)
     one_round(dropper, LACKING)
@@ -124,7 +124,7 @@ def test_a_pair_is_made_and_restored() -> None:
     assert two.epochs() == [0, 0]
 
 
-def test_where_two_do_not_suffice_three_share_and_are_restored_together() -> None:
+def test_when_two_do_not_suffice_three_engines_share_and_are_restored_together() -> None:
     three = TwoEngines(("d0", "d1", "d2"))
     for name in (
         "d0",
@@ -145,7 +145,7 @@ def test_where_two_do_not_suffice_three_share_and_are_restored_together() -> Non
     assert three.epochs() == [0, 0, 0]
 
 
-def test_who_refuses_is_left_alone_for_a_while() -> None:
+def test_an_engine_that_refuses_is_not_asked_again_for_a_while() -> None:
     two, now = TwoEngines(), [0.0]
     dropper = Dropper(DropLimits(1.0), two.records, two, lambda: now[0])
     two.refuses = {"d1"}
@@ -159,7 +159,7 @@ def test_who_refuses_is_left_alone_for_a_while() -> None:
     assert two.epochs()[0] == two.epochs()[1] > 0
 
 
-def test_whose_group_was_lost_is_left_alone_for_a_while() -> None:
+def test_an_engine_that_lost_its_group_is_not_asked_again_for_a_while() -> None:
     """The next group may end as well, and each end computes all requests again."""
     two, now = TwoEngines(), [0.0]
     dropper = Dropper(DropLimits(1.0), two.records, two, lambda: now[0])
@@ -240,7 +240,7 @@ def test_pairs_that_have_one_epoch_after_a_restart_are_all_restored() -> None:
     assert four.epochs() == [0, 0, 0, 0]
 
 
-def test_while_a_pair_is_restored_others_share_and_nobody_is_told_twice() -> None:
+def test_other_engines_pair_during_a_restore_and_no_order_is_sent_twice() -> None:
     four = TwoEngines(("d0", "d1", "d2", "d3"))
     split_in(four, 7)
     heard = [four.record(name) for name in ("d2", "d3")]
@@ -272,7 +272,7 @@ def test_while_a_pair_is_restored_others_share_and_nobody_is_told_twice() -> Non
     asyncio.run(rounds())
 
 
-def test_while_engines_begin_to_share_it_is_not_said_that_nothing_is_dropped(
+def test_an_order_in_progress_is_not_reported_as_nothing_dropped(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
     two = TwoEngines()
@@ -292,7 +292,7 @@ def test_while_engines_begin_to_share_it_is_not_said_that_nothing_is_dropped(
     asyncio.run(rounds())
 
 
-def test_a_drop_that_is_under_way_is_what_was_lacking() -> None:
+def test_a_drop_in_progress_covers_the_excess_demand() -> None:
     four = TwoEngines(("d0", "d1", "d2", "d3"))
     dropper = Dropper(DropLimits(1.0, reserve=0.0), four.records, four)
 

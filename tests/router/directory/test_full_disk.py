@@ -72,7 +72,7 @@ async def talk(url: str, conversation: str) -> tuple[GatewayAnswer, float]:
     return answer, time.monotonic() - began
 
 
-async def test_new_conversations_are_told_at_once_that_the_disk_is_full(tmp_path: Path) -> None:
+async def test_a_full_disk_refuses_new_conversations_at_once(tmp_path: Path) -> None:
     async with serving(tmp_path) as (url, disk):
         assert (await talk(url, "bound"))[0].status == 200
         disk.fill()

@@ -34,7 +34,7 @@ async def contents(path: Path) -> list[Row]:
     return found
 
 
-async def test_what_was_durable_is_there_again_in_the_order_in_which_it_was_written(tmp_path: Path) -> None:
+async def test_durable_rows_are_read_back_in_the_order_of_writing(tmp_path: Path) -> None:
     path = tmp_path / "deeper" / "journal"
     journal = Journal(path)
     assert journal.read() == []
@@ -45,7 +45,7 @@ async def test_what_was_durable_is_there_again_in_the_order_in_which_it_was_writ
     assert await contents(path) == [row(1), row(2), row(3)]
 
 
-async def test_a_row_without_a_payload_takes_its_slot_or_all_of_its_subject(tmp_path: Path) -> None:
+async def test_an_empty_row_deletes_one_slot_or_a_whole_subject(tmp_path: Path) -> None:
     journal = Journal(tmp_path / "journal")
     kept = [Row("c:a", "whole", b"1"), Row("e:a", "whole", b"2")]
     for one in (*kept, Row("c:a", "binding", b"3"), Row("c:b", "whole", b"4"), Row("c:b", "n:1", b"5")):
@@ -57,7 +57,7 @@ async def test_a_row_without_a_payload_takes_its_slot_or_all_of_its_subject(tmp_
     assert await contents(tmp_path / "journal") == kept
 
 
-async def test_what_nobody_waits_for_reaches_the_disk_soon(tmp_path: Path) -> None:
+async def test_rows_that_nobody_waits_for_reach_the_disk_soon(tmp_path: Path) -> None:
     path = tmp_path / "journal"
     journal = Journal(path)
     journal.append(row(1))
@@ -94,7 +94,7 @@ def copied(path: Path, folder: Path) -> Path:
     return folder / path.name
 
 
-async def test_a_torn_end_costs_only_what_was_torn(tmp_path: Path) -> None:
+async def test_a_torn_end_loses_only_the_torn_rows(tmp_path: Path) -> None:
     path = tmp_path / "journal"
     journal = Journal(path)
     for number in range(40):
@@ -134,7 +134,7 @@ asyncio.run(main())
 """
 
 
-def test_what_was_acknowledged_survives_a_kill(tmp_path: Path) -> None:
+def test_acknowledged_rows_survive_a_kill(tmp_path: Path) -> None:
     path = tmp_path / "journal"
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)}
     process = subprocess.Popen(
@@ -162,7 +162,7 @@ def full_disk(path: Path) -> Iterator[None]:
         resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
 
 
-async def test_a_full_disk_is_an_error_for_who_waits_and_is_tried_again(tmp_path: Path) -> None:
+async def test_a_full_disk_is_an_error_for_waiters_and_is_retried(tmp_path: Path) -> None:
     journal = Journal(tmp_path / "journal")
     journal.append(row(1))
     await journal.durable()
@@ -209,7 +209,7 @@ class WrittenNext(bytes):
         return bytes(self)
 
 
-async def test_whatever_goes_wrong_while_writing_loses_no_row(tmp_path: Path) -> None:
+async def test_no_write_error_loses_a_row(tmp_path: Path) -> None:
     journal = Journal(tmp_path / "journal")
     journal.append(row(1))
     journal.append(Row("c:2", "whole", WrittenNext(b"2")))
@@ -221,7 +221,7 @@ async def test_whatever_goes_wrong_while_writing_loses_no_row(tmp_path: Path) ->
     assert await contents(tmp_path / "journal") == [row(1), row(2), row(3)]
 
 
-async def test_what_can_never_be_written_is_refused_and_holds_up_nothing(tmp_path: Path) -> None:
+async def test_an_unwritable_row_is_refused_and_delays_nothing(tmp_path: Path) -> None:
     journal = Journal(tmp_path / "journal")
     for never in (Row("c:\ud800", "whole", b"1"), Row("c:a", "n:\udfff", b"1")):
         with pytest.raises(JournalError, match="no text that a journal can hold"):
@@ -240,7 +240,7 @@ def refuses(journal: Journal) -> bool:
     return False
 
 
-async def test_a_full_disk_is_tried_again_by_itself_and_new_work_is_refused_meanwhile(tmp_path: Path) -> None:
+async def test_a_full_disk_is_retried_and_new_work_is_refused_until_then(tmp_path: Path) -> None:
     path = tmp_path / "journal"
     journal = Journal(path)
     journal.append(row(0))
@@ -296,7 +296,7 @@ def missed() -> float:
     return REGISTRY.get_sample_value("conserve_journal_rows_missed_total") or 0.0
 
 
-async def test_while_the_disk_is_full_what_waits_for_it_is_bounded(tmp_path: Path) -> None:
+async def test_the_number_of_waiters_for_a_full_disk_is_bounded(tmp_path: Path) -> None:
     """Bound conversations go on: their counts and ends of prompts are not kept beyond what is allowed."""
     path, before = tmp_path / "journal", missed()
     journal = Journal(path)
@@ -324,7 +324,7 @@ SIZES = {"transfer": "", "control": "", "kv_tokens": 100, "block_tokens": 16, "m
 CONVERSATION = {"key": "a", "parent": None, "created_at": 1.0, "used_at": 2.0}
 
 
-def test_fields_of_a_newer_version_are_passed_over() -> None:
+def test_fields_of_a_newer_version_are_ignored() -> None:
     rows = [
         Row("e:d0", "whole", orjson.dumps({**ENGINE, **SIZES, "newer": 1})),
         Row("c:a", "whole", orjson.dumps({**CONVERSATION, "newer": 1})),
@@ -346,6 +346,6 @@ def test_fields_of_a_newer_version_are_passed_over() -> None:
         Row("c:a", "whole", b"not JSON"),
     ],
 )
-def test_a_row_that_cannot_be_read_is_said_in_a_sentence(row: Row) -> None:
+def test_an_unreadable_row_is_reported_in_a_sentence(row: Row) -> None:
     with pytest.raises(JournalError, match=r"cannot be read .* newer version"):
         remembered([row])

@@ -66,14 +66,14 @@ async def test_turns_that_wait_for_kv_are_declared_an_overload(caplog: pytest.Lo
     assert table.refused_tokens() == [4_000]
 
 
-async def test_without_anybody_waiting_a_full_fleet_is_no_overload(caplog: pytest.LogCaptureFixture) -> None:
+async def test_a_full_fleet_without_waiting_turns_is_no_overload(caplog: pytest.LogCaptureFixture) -> None:
     made, table = full_fleet()
     await looked_once(made, table, 1.0)
     assert gauge(OverloadReason.FITS) == 1 and gauge(OverloadReason.KV_SHORT) == 0
     assert "overload" not in caplog.text
 
 
-def test_a_receipt_of_the_time_of_an_overload_says_so() -> None:
+def test_a_receipt_made_during_an_overload_says_so() -> None:
     made, _ = full_fleet()
     for second in range(4):
         made.observe_overload(float(second), [7_000])

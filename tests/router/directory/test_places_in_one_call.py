@@ -28,7 +28,7 @@ async def place(one: DirectoryClient, key: str, tokens: int = 10, wait_s: float 
     return outcome
 
 
-async def test_each_of_a_burst_gets_its_own_answer(tmp_path: Path) -> None:
+async def test_each_request_of_a_burst_gets_its_own_answer(tmp_path: Path) -> None:
     async with fleet(tmp_path, gateways=0, decoders=3) as made, client(made) as one:
         keys = [f"s:{number}" for number in range(300)]
         outcomes = await asyncio.gather(*(place(one, key) for key in keys))
@@ -39,7 +39,7 @@ async def test_each_of_a_burst_gets_its_own_answer(tmp_path: Path) -> None:
         assert {outcome.engine for outcome in outcomes if isinstance(outcome, Placed)} == {"d0", "d1", "d2"}
 
 
-async def test_one_that_waits_holds_up_no_other_of_its_call(tmp_path: Path) -> None:
+async def test_a_waiting_request_does_not_delay_others_of_the_same_call(tmp_path: Path) -> None:
     roomy = {"max_context": 100_000}
     async with fleet(tmp_path, gateways=0, decoders=1, engine=roomy) as made, client(made) as one:
         assert isinstance(await place(one, "s:large", 70_000), Placed)
@@ -52,7 +52,7 @@ async def test_one_that_waits_holds_up_no_other_of_its_call(tmp_path: Path) -> N
         assert isinstance(await waiting, Placed)
 
 
-async def test_a_caller_that_is_gone_leaves_nobody_in_the_queue(tmp_path: Path) -> None:
+async def test_a_disconnected_caller_leaves_no_request_in_the_queue(tmp_path: Path) -> None:
     async with fleet(tmp_path, gateways=0, decoders=1, engine={"max_context": 100_000}) as made:
         async with client(made) as one:
             assert isinstance(await place(one, "s:large", 70_000), Placed)

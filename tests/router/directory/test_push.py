@@ -20,7 +20,7 @@ def test_only_a_later_process_of_the_same_name_supersedes() -> None:
     assert not supersedes(process_name("my.gateway-1"), first)
 
 
-def test_what_gateways_have_granted_is_added_up_for_who_does_not_read() -> None:
+def test_grants_of_gateways_accumulate_for_a_slow_reader() -> None:
     streams = GatewayStreams()
     slow = streams.join("slow")
     for _ in range(2000):

@@ -23,7 +23,7 @@ def reserved(made: BindingTable, live: int = 0) -> int:
     return made.kv_in_use("d0") - live
 
 
-def test_of_many_reports_the_newest_is_enough() -> None:
+def test_the_newest_of_many_reports_is_enough() -> None:
     made = table(decoders=1)
     for key in ("a", "b", "c"):
         place(made, ask(key, 1000))
@@ -33,7 +33,7 @@ def test_of_many_reports_the_newest_is_enough() -> None:
     assert reserved(made, 2000) == 1100
 
 
-def test_a_confirmation_that_is_named_again_does_not_confirm_what_came_after_it() -> None:
+def test_a_repeated_confirmation_does_not_confirm_later_placements() -> None:
     made = table(decoders=1)
     place(made, ask("c", 1000))
     made.engine_state(report(2, live=1000, c=2), 0.0)
@@ -45,7 +45,7 @@ def test_a_confirmation_that_is_named_again_does_not_confirm_what_came_after_it(
     assert reserved(made, 9000) == 0
 
 
-def test_a_report_that_comes_twice_or_late_changes_nothing() -> None:
+def test_a_repeated_or_late_report_changes_nothing() -> None:
     made = table(decoders=1)
     place(made, ask("c", 1000))
     assert made.engine_state(report(5, live=70), 0.0)
@@ -54,7 +54,7 @@ def test_a_report_that_comes_twice_or_late_changes_nothing() -> None:
     assert reserved(made, 70) == 1100
 
 
-def test_nothing_stays_reserved_for_what_was_named_while_nobody_listened_for_too_long() -> None:
+def test_confirmations_missed_for_too_long_leave_no_reservation() -> None:
     made = table(decoders=1)
     place(made, ask("c", 1000))
     made.engine_state(report(5), 0.0)
@@ -62,7 +62,7 @@ def test_nothing_stays_reserved_for_what_was_named_while_nobody_listened_for_too
     assert reserved(made, 1000) == 0
 
 
-def test_who_has_heard_nothing_yet_has_missed_nothing() -> None:
+def test_a_first_report_misses_nothing() -> None:
     """A directory that has just begun: what it reserved, it reserved a moment ago."""
     made = table(decoders=1)
     place(made, ask("a", 1000))
@@ -72,7 +72,7 @@ def test_who_has_heard_nothing_yet_has_missed_nothing() -> None:
 
 
 @given(st.lists(st.booleans(), min_size=1, max_size=30), st.integers(0, 2**32))
-def test_whatever_reports_are_lost_the_reservations_end_up_the_same(passed: list[bool], seed: int) -> None:
+def test_lost_reports_do_not_change_the_final_reservations(passed: list[bool], seed: int) -> None:
     """One hop passes every report on, another some and the last: both directories agree then."""
     every, some = table(decoders=1), table(decoders=1)
     named: dict[str, int] = {}
@@ -100,7 +100,7 @@ async def directory(tmp_path: Path) -> AsyncIterator[Directory]:
     await made.close()
 
 
-async def test_a_parked_conversation_that_is_named_again_is_not_parked_again(directory: Directory) -> None:
+async def test_a_repeated_parking_report_has_no_effect(directory: Directory) -> None:
     place(directory.table, ask("c", turn=1))
     directory.table.turn_ended("c", "g", 1.0, prompt_tokens=10, completion_tokens=1, turn=1)
     directory.engine_state(replace(report(1), parked={"c": 1}))
@@ -113,7 +113,7 @@ async def test_a_parked_conversation_that_is_named_again_is_not_parked_again(dir
     assert directory.table.conversations.parked == 1
 
 
-async def test_a_conversation_that_left_a_full_host_is_not_parked_any_more(directory: Directory) -> None:
+async def test_a_conversation_evicted_from_a_full_host_is_no_longer_parked(directory: Directory) -> None:
     place(directory.table, ask("c", turn=1))
     directory.table.turn_ended("c", "g", 1.0, prompt_tokens=10, completion_tokens=1, turn=1)
     directory.engine_state(replace(report(1), parked={"c": 1}))
@@ -123,7 +123,7 @@ async def test_a_conversation_that_left_a_full_host_is_not_parked_any_more(direc
     assert directory.table.conversations.parked == 1
 
 
-async def test_one_that_left_it_before_its_turn_ended_here_is_not_parked_then(directory: Directory) -> None:
+async def test_a_conversation_evicted_before_its_turn_ended_is_not_parked(directory: Directory) -> None:
     place(directory.table, ask("c", turn=1))
     directory.engine_state(replace(report(1), parked={"c": 1}))
     directory.engine_state(replace(report(2), unparked={"c": 2}))

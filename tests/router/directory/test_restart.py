@@ -52,7 +52,7 @@ def test_new_conversations_wait_for_all_engines_and_go_to_the_least_loaded() -> 
     assert (got[0].engine, got[0].prefiller) == ("d1", "p0")
 
 
-def test_an_announcement_without_a_report_is_not_enough() -> None:
+def test_an_announced_engine_without_a_report_gets_nothing() -> None:
     """A keeper that restarted as well announces the engine before it hears from it what it holds."""
     after = restarted(table(decoders=1))
     for engine in (info("p0", Role.PREFILL), info("d0")):
@@ -64,7 +64,7 @@ def test_an_announcement_without_a_report_is_not_enough() -> None:
     assert isinstance(got[0], Placed)
 
 
-def test_what_no_engine_so_far_could_hold_is_not_refused_for_good() -> None:
+def test_a_prompt_too_large_for_the_known_engines_is_not_refused_permanently() -> None:
     before = table(decoders=1)
     before.engine_up(info("large", kv_tokens=100_000))
     after = restarted(before)
@@ -84,7 +84,7 @@ def test_a_bound_conversation_finds_its_decoder_at_once() -> None:
     assert (again.engine, again.epoch, again.known) == (bound.engine, bound.epoch, True)
 
 
-def test_how_long_a_client_lets_its_conversation_live_is_known_again() -> None:
+def test_the_lifetime_that_a_client_set_survives_a_restart() -> None:
     before = table()
     place(before, ask("c"))
     before.turn_ended("c", "g", 1.0, prompt_tokens=5, completion_tokens=5, ttl_s=30.0)
@@ -92,7 +92,7 @@ def test_how_long_a_client_lets_its_conversation_live_is_known_again() -> None:
     assert (after.expire(30.9), after.expire(31.1)) == (0, 1)
 
 
-def test_nobody_waits_for_an_engine_that_went_or_does_not_answer() -> None:
+def test_no_request_waits_for_a_lost_or_silent_engine() -> None:
     before = table(decoders=3)
     bound = place(before, ask("c"))
     before.engine_down("d2")
@@ -109,7 +109,7 @@ def test_nobody_waits_for_an_engine_that_went_or_does_not_answer() -> None:
     assert got[0].epoch == 2
 
 
-def test_waiting_for_engines_ends_with_the_asks_own_time() -> None:
+def test_waiting_for_engines_ends_at_the_limit_of_the_request() -> None:
     after = restarted(table())
     got = wait(after, ask("new", wait_s=5.0))
     after.serve_waiting(5.0)
@@ -148,7 +148,9 @@ def fallbacks() -> float:
     return REGISTRY.get_sample_value("conserve_fallbacks_total", {"kind": "engines_missing"}) or 0.0
 
 
-async def test_waiting_is_bounded_said_and_counted(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+async def test_waiting_is_bounded_logged_and_counted(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
     async with directory(tmp_path) as (first, _):
         for engine in (info("p0", Role.PREFILL), info("d0"), info("d1")):
             first.engine_up(engine)
@@ -222,13 +224,13 @@ async def test_gateways_keep_what_they_knew_and_new_ones_learn_where_engines_are
         await second.stop(0.1)
 
 
-def test_asks_that_do_not_wait_are_told_to_come_back() -> None:
+def test_requests_that_do_not_wait_get_a_retry_time() -> None:
     outcome = restarted(table()).place(ask("new"), 0.0, nobody)
     assert isinstance(outcome, Refusal)
     assert outcome.retry_after_s == 1.0
 
 
-async def test_while_the_disk_is_full_and_much_waits_for_it_nothing_is_placed_at_all(tmp_path: Path) -> None:
+async def test_nothing_is_placed_while_the_disk_is_full_and_its_queue_too(tmp_path: Path) -> None:
     async with directory(tmp_path) as (made, address), grpc.aio.insecure_channel(address) as channel:
         made.engine_up(info("d0"))
         await made.durable()

@@ -80,14 +80,14 @@ def test_every_kind_of_message_arrives_as_it_was_sent(message: object) -> None:
     assert msgspec.msgpack.decode(encode(message), type=type(message)) == message
 
 
-async def test_a_field_that_one_version_lacks_has_its_default_or_is_passed_over(address: str) -> None:
+async def test_an_unknown_field_is_ignored_and_a_missing_one_has_its_default(address: str) -> None:
     async with grpc.aio.insecure_channel(address) as channel:
         stub = Stub(channel, "s3cret")
         assert await stub.ask(ECHO, Now("k", 3), 5.0) == Now("k", 3)
         assert await stub.ask(ECHO_OF_LATER, Later("k", "because"), 5.0) == Later("k")
 
 
-async def test_a_state_of_another_version_is_taken_in() -> None:
+async def test_a_state_of_another_version_is_accepted() -> None:
     fields = msgspec.msgpack.decode(encode(STATE))
     later = {**fields, "not_known_here": [1]}
     earlier = {name: value for name, value in fields.items() if name != "named_after"}
@@ -96,7 +96,7 @@ async def test_a_state_of_another_version_is_taken_in() -> None:
 
 
 @pytest.mark.parametrize("data", [b"", b"\xc1", b"\x00" * 20, encode({"turn": 1}), encode({"key": 5})])
-async def test_bytes_that_are_no_message_are_refused_and_nothing_breaks(address: str, data: bytes) -> None:
+async def test_invalid_messages_are_refused_and_the_service_continues(address: str, data: bytes) -> None:
     async with grpc.aio.insecure_channel(address) as channel:
         for call in (channel.unary_unary(ECHO.path), channel.unary_unary(COUNT.path)):
             with pytest.raises(grpc.aio.AioRpcError) as refused:
@@ -105,7 +105,7 @@ async def test_bytes_that_are_no_message_are_refused_and_nothing_breaks(address:
         assert await Stub(channel, "s3cret").ask(ECHO, Now("k"), 5.0) == Now("k")
 
 
-async def test_an_answer_that_is_not_understood_is_an_error_of_its_own(address: str) -> None:
+async def test_an_unreadable_answer_has_its_own_error(address: str) -> None:
     wrong = Method("/test.Service/Echo", Now, m.DirectoryStatus)
     async with grpc.aio.insecure_channel(address) as channel:
         with pytest.raises(BadReply):
@@ -113,7 +113,7 @@ async def test_an_answer_that_is_not_understood_is_an_error_of_its_own(address: 
 
 
 @pytest.mark.parametrize("secret", ["", "wrong", "s3cre", "s3cret!"])
-async def test_without_the_secret_nothing_is_answered(address: str, secret: str) -> None:
+async def test_without_the_secret_every_call_is_refused(address: str, secret: str) -> None:
     async with grpc.aio.insecure_channel(address) as channel:
         stub = Stub(channel, secret)
         with pytest.raises(grpc.aio.AioRpcError, match="secret is missing or wrong"):

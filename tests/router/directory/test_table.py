@@ -90,7 +90,7 @@ def test_a_fork_starts_beside_its_parent_while_there_is_capacity() -> None:
     assert place(made, ask("late", 3000, parent="parent")).engine != parent.engine
 
 
-def test_who_waits_is_served_in_order_and_nobody_overtakes() -> None:
+def test_waiting_turns_are_served_in_order() -> None:
     made = table(decoders=1)
     place(made, ask("big", 9000))
     got: list[tuple[str, Placed | Refusal]] = []
@@ -107,7 +107,7 @@ def test_who_waits_is_served_in_order_and_nobody_overtakes() -> None:
     assert all(isinstance(outcome, Placed) for _, outcome in got)
 
 
-def test_who_waits_goes_ahead_by_its_class_but_nobody_waits_for_ever() -> None:
+def test_waiting_turns_are_ordered_by_class_without_starvation() -> None:
     made = table(decoders=1)
     place(made, ask("big", 9000))
     got: list[str] = []
@@ -123,7 +123,7 @@ def test_who_waits_goes_ahead_by_its_class_but_nobody_waits_for_ever() -> None:
     assert got == ["old", "gold", "plain"][: len(got)] and len(got) == 3
 
 
-def test_under_an_overload_that_lasts_a_better_class_waits_behind_none_that_are_served_anyway() -> None:
+def test_in_a_lasting_overload_a_higher_class_waits_behind_no_lower_one() -> None:
     """Everything that waits has waited for longer than the better class is worth, 10 s."""
     made, got = table(decoders=1), list[str]()
     place(made, ask("big", 9000))
@@ -141,7 +141,7 @@ def test_under_an_overload_that_lasts_a_better_class_waits_behind_none_that_are_
     assert got[2:] == [key for number in range(1, 8) for key in (f"gold{number}", f"c{number}")]
 
 
-def test_prompts_that_fill_the_prefillers_do_not_hold_back_a_better_class() -> None:
+def test_full_prefillers_do_not_delay_a_higher_class() -> None:
     made = table(kv_tokens=10**9, max_prefill_wait_s=1.0)
     count = 0
     while isinstance(made.place(ask(f"c{count}", 20_000), 0.0, nobody), Placed):
@@ -154,7 +154,7 @@ def test_prompts_that_fill_the_prefillers_do_not_hold_back_a_better_class() -> N
         assert receipt["prefiller"]["chosen"]["wait_s"] == 0.0
 
 
-def test_a_better_class_that_takes_everything_leaves_others_a_turn_now_and_then() -> None:
+def test_a_higher_class_that_fills_the_fleet_leaves_lower_ones_some_turns() -> None:
     made, got = table(decoders=1), list[str]()
     place(made, ask("big", 9000))
     for number in range(4):
@@ -175,7 +175,7 @@ def waits(made: BindingTable, key: str, tokens: int, got: list[str], at: float =
     assert isinstance(made.place(asked, at, lambda outcome: got.append(key)), Waiter)
 
 
-def test_who_waits_is_served_fairly_among_owners() -> None:
+def test_waiting_turns_are_served_fairly_among_owners() -> None:
     """One owner's twenty turns came first; the other's two have their share at once."""
     made, got = table(decoders=1, kv_tokens=30_000), list[str]()
     place(made, ask("big", 28_000))
@@ -189,7 +189,7 @@ def test_who_waits_is_served_fairly_among_owners() -> None:
     assert max(got.index("other:0"), got.index("other:1")) <= QUANTUM // 1000 + 1
 
 
-def test_a_prompt_whose_beginning_an_engine_has_counts_with_the_rest() -> None:
+def test_a_prompt_with_a_cached_prefix_counts_with_its_remainder() -> None:
     made, got, head = table(decoders=1, kv_tokens=40_000), list[str](), (PromptPrefix(b"system", 6_900),)
     place(made, ask("a:first", 7_000, prefixes=head))
     place(made, ask("big", 30_000))
@@ -202,7 +202,7 @@ def test_a_prompt_whose_beginning_an_engine_has_counts_with_the_rest() -> None:
     assert [key[0] for key in got] == ["b", "a", "a", "a", "a"]
 
 
-def test_flows_of_one_owner_are_served_fairly_too() -> None:
+def test_flows_of_one_owner_are_served_fairly() -> None:
     made, got = table(decoders=1, kv_tokens=30_000), list[str]()
     place(made, ask("big", 28_000))
     for number in range(20):
@@ -213,7 +213,7 @@ def test_flows_of_one_owner_are_served_fairly_too() -> None:
     assert got.index("a:y") <= QUANTUM // 1000
 
 
-def test_what_does_not_fit_holds_up_others_for_a_bounded_time() -> None:
+def test_a_turn_that_does_not_fit_delays_others_for_a_bounded_time() -> None:
     """One owner's turn needs more than is free: others pass it for a quantum, and then wait."""
     made, got = table(decoders=1, kv_tokens=60_000), list[str]()
     place(made, ask("a:big", 30_000))
@@ -225,7 +225,7 @@ def test_what_does_not_fit_holds_up_others_for_a_bounded_time() -> None:
     assert got == ["a:large"]  # when there is capacity, whoever passed it
 
 
-def test_one_owner_fills_its_share_of_the_places_where_turns_wait() -> None:
+def test_one_owner_fills_only_its_share_of_the_queue() -> None:
     made, got = table(decoders=1), list[str]()
     place(made, ask("big", 9000))
     share = 10 / MAX_WAITING
@@ -250,7 +250,7 @@ def test_waiting_is_bounded_and_its_refusal_says_why() -> None:
     assert made.waiting == 0
 
 
-def test_what_can_never_fit_is_refused_at_once() -> None:
+def test_a_turn_that_can_never_fit_is_refused_at_once() -> None:
     outcome = table().place(ask("huge", 50_000, wait_s=60.0), 0.0, nobody)
     assert isinstance(outcome, Refusal)
     assert outcome.reason is RefusalReason.TOO_LARGE
@@ -294,7 +294,7 @@ def test_idle_conversations_end_and_running_ones_do_not() -> None:
     assert described["state"] == "ended"
 
 
-def test_a_gateway_that_is_gone_leaves_no_reservation_of_an_unfinished_first_turn() -> None:
+def test_a_lost_gateway_leaves_no_reservation_of_an_unfinished_first_turn() -> None:
     made = table()
     placed = place(made, ask("half"))
     whole = place(made, ask("whole"))
@@ -320,7 +320,7 @@ def test_a_large_later_turn_goes_through_a_prefiller_to_the_same_decoder() -> No
     assert described["transfers"] == 2
 
 
-def test_what_a_prefiller_still_has_of_a_large_later_turn_does_not_count() -> None:
+def test_a_prefillers_cached_prefix_of_a_large_later_turn_does_not_count() -> None:
     made = table(first_turns=FirstTurns.ELASTIC)
 
     def again(uncached: int) -> float:
@@ -338,7 +338,7 @@ def test_what_a_prefiller_still_has_of_a_large_later_turn_does_not_count() -> No
     assert again(5300) == whole, "an engine that has restarted has nothing"
 
 
-def test_the_gateway_before_is_told_when_another_serves_a_conversation() -> None:
+def test_the_former_gateway_is_notified_when_another_serves_a_conversation() -> None:
     made = table()
     place(made, ask("c"))
     made.effects()
@@ -346,7 +346,7 @@ def test_the_gateway_before_is_told_when_another_serves_a_conversation() -> None
     assert made.effects().foreign == [("g", "c")]
 
 
-def test_only_the_call_whose_answer_was_lost_is_placed_anew_after_a_restart() -> None:
+def test_after_a_restart_only_the_call_with_the_lost_answer_is_placed_again() -> None:
     """Another turn of the conversation must find its binding, even if no end of a turn reached the disk."""
     made = table()
     made.effects()  # of its engines, which announce themselves again
@@ -373,7 +373,7 @@ def test_only_the_call_whose_answer_was_lost_is_placed_anew_after_a_restart() ->
 
 @settings(max_examples=60, deadline=None)
 @given(st.integers(0, 2**32))
-async def test_what_the_journal_holds_makes_the_same_table(seed: int) -> None:
+async def test_the_journal_restores_the_same_table(seed: int) -> None:
     rng = random.Random(seed)
     made = table(decoders=3)
     written: list[Row] = []
@@ -422,7 +422,7 @@ def same(made: BindingTable, again: BindingTable) -> None:
         assert again.nodes.tip(key) == made.nodes.tip(key)
 
 
-def test_a_turns_end_may_overtake_its_beginning() -> None:
+def test_the_end_of_a_turn_may_arrive_before_its_beginning() -> None:
     """A client that leaves at once: its gateway's report can arrive before the placement it gives up."""
     made = table()
     made.turn_ended("c", "g", 0.0, prompt_tokens=0, completion_tokens=0, turn=7)

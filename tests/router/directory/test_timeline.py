@@ -3,7 +3,7 @@
 from router.directory.conversations import Timeline
 
 
-def test_a_turn_is_prefill_then_decode_then_the_pause_it_ends_in() -> None:
+def test_a_turn_is_shown_as_prefill_then_decode_then_pause() -> None:
     timeline = Timeline()
     timeline.turn_started("a", "decode-0", transferred=True, now=10.0)
     timeline.first_token("a", 12.0)
@@ -33,7 +33,7 @@ def test_a_timeline_keeps_its_latest_spans() -> None:
     assert [at for _, at in one["spans"]] == [96.0, 97.0, 98.0, 99.0]
 
 
-def test_an_ended_conversation_leaves_the_picture_after_a_while() -> None:
+def test_an_ended_conversation_disappears_after_a_while() -> None:
     timeline = Timeline()
     timeline.turn_started("a", "decode-0", transferred=False, now=1.0)
     timeline.conversation_ended("a", "deleted", 2.0)
@@ -41,7 +41,7 @@ def test_an_ended_conversation_leaves_the_picture_after_a_while() -> None:
     assert not list(timeline.newest_first(since=3.0))
 
 
-def test_a_parked_pause_is_shown_and_a_late_report_of_it_is_not() -> None:
+def test_a_parked_pause_is_shown_unless_its_report_is_late() -> None:
     timeline = Timeline()
     timeline.turn_started("a", "decode-0", transferred=False, now=1.0)
     timeline.turn_ended("a", tool_call=False, tokens=3, now=2.0)
@@ -52,7 +52,7 @@ def test_a_parked_pause_is_shown_and_a_late_report_of_it_is_not() -> None:
     assert one["spans"] == [["wait", 1.0], ["idle", 2.0], ["parked", 3.0], ["wait", 4.0]]
 
 
-def test_events_of_unknown_conversations_are_nothing() -> None:
+def test_events_of_unknown_conversations_are_ignored() -> None:
     timeline = Timeline()
     timeline.first_token("x", 1.0)
     timeline.turn_ended("x", tool_call=False, tokens=3, now=2.0)

@@ -69,7 +69,7 @@ def served_at(key: str, until: int, comes: Callable[[Queue, int], None]) -> int:
     return until
 
 
-def test_an_owners_lesser_turn_has_its_place_whatever_lesser_ones_others_send() -> None:
+def test_a_lower_class_turn_keeps_its_turn_when_other_owners_send_many() -> None:
     def comes(queue: Queue, now: int) -> None:
         if now == 0:
             queue.waits("b:lesser", 0.0)
@@ -79,7 +79,7 @@ def test_an_owners_lesser_turn_has_its_place_whatever_lesser_ones_others_send() 
     assert BETTER_S < served_at("b:lesser", 120, comes) <= BETTER_S + 2 * QUANTUM // TURN
 
 
-def test_a_flows_lesser_turn_has_its_place_whatever_lesser_ones_other_flows_send() -> None:
+def test_a_lower_class_turn_keeps_its_turn_when_other_flows_send_many() -> None:
     def comes(queue: Queue, now: int) -> None:
         if now == 0:
             queue.waits("b:lesser", 0.0, flow="x")
@@ -89,7 +89,7 @@ def test_a_flows_lesser_turn_has_its_place_whatever_lesser_ones_other_flows_send
     assert BETTER_S < served_at("b:lesser", 120, comes) <= BETTER_S + 2 * QUANTUM // TURN
 
 
-def test_a_lesser_turn_that_was_left_out_is_passed_by_no_better_one_of_its_flow() -> None:
+def test_an_overdue_lower_class_turn_is_not_passed_within_its_flow() -> None:
     """Another owner's lesser turn was served a moment ago."""
     queue = Queue()
     queue.waits("b:lesser", 0.0)
@@ -100,7 +100,7 @@ def test_a_lesser_turn_that_was_left_out_is_passed_by_no_better_one_of_its_flow(
 
 
 @pytest.mark.parametrize("flow", ["", "x"])
-def test_a_priority_counts_among_turns_of_its_owner_and_not_among_owners(flow: str) -> None:
+def test_a_priority_counts_within_its_owner_only(flow: str) -> None:
     """Clients choose their priorities themselves."""
     queue = Queue()
     queue.waits("b:first", 0.0)
@@ -111,7 +111,7 @@ def test_a_priority_counts_among_turns_of_its_owner_and_not_among_owners(flow: s
     assert queue.served == ["b:first", "a:urgent", "a:second", "b:third"]
 
 
-def test_an_owner_whose_turns_are_all_urgent_has_no_more_than_another() -> None:
+def test_an_owner_with_only_urgent_turns_gets_no_more_than_another() -> None:
     queue = Queue()
     for number in range(40):
         queue.waits(f"a:{number}", number / 100, priority_weight=10.0)
@@ -121,7 +121,7 @@ def test_an_owner_whose_turns_are_all_urgent_has_no_more_than_another() -> None:
     assert queue.served[:4] == ["a:0", "b:0", "a:1", "b:1"]
 
 
-def test_a_turn_of_low_priority_that_was_left_out_takes_no_place_from_another_owner() -> None:
+def test_an_overdue_low_priority_turn_takes_no_slot_from_another_owner() -> None:
     queue = Queue()
     queue.waits("a:low", 0.0, priority_weight=-10.0)
     queue.waits("b:first", 1.0)
@@ -133,7 +133,7 @@ def test_a_turn_of_low_priority_that_was_left_out_takes_no_place_from_another_ow
     assert queue.served.index("b:second") < 6
 
 
-def test_better_turns_of_one_flow_pass_those_of_another_for_a_round() -> None:
+def test_higher_class_turns_of_a_flow_pass_another_flow_for_one_round() -> None:
     queue, passed = Queue(), 0
     queue.waits("a:large", 0.0, flow="x")
     for _ in range(20):
@@ -144,7 +144,7 @@ def test_better_turns_of_one_flow_pass_those_of_another_for_a_round() -> None:
     assert passed == QUANTUM // TURN
 
 
-def test_a_new_flow_for_every_turn_delays_a_flow_by_a_bounded_number_of_them() -> None:
+def test_a_flood_of_new_flows_delays_a_flow_by_a_bounded_number_of_turns() -> None:
     queue = Queue()
     for number in range(3):
         queue.waits(f"a:steady{number}", 0.0, flow="steady", tokens=QUANTUM)
@@ -164,7 +164,7 @@ def test_flows_up_to_the_bound_are_told_apart() -> None:
     assert queue.served == [f"a:{flow}" for flow in range(FLOWS)] * 5
 
 
-def test_a_look_at_the_queue_takes_no_more_work_with_a_flow_for_every_turn(
+def test_reading_the_queue_costs_no_more_with_one_flow_per_turn(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     looked, level = 0, ClassOrder.level

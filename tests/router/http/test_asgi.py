@@ -75,7 +75,7 @@ async def test_an_application_streams_a_body_larger_than_the_servers_limit(serve
         assert (answer.status, answer.headers["allow"]) == (405, "POST")
 
 
-async def test_a_slow_client_slows_the_application_and_a_leaving_one_ends_it(serve: Any) -> None:
+async def test_a_slow_client_slows_the_application_and_a_disconnect_ends_it(serve: Any) -> None:
     _, port = await serve(asgi_handler(APP))
     client = await Client.connect(port, receive_buffer=32 * 1024)
     client.ask(b"/produce")

@@ -32,7 +32,7 @@ def agents(count: int = 40, wait: float = 300.0) -> list[TraceConversation]:
     return [TraceConversation(f"c{i}", 0.0, turns) for i in range(count)]
 
 
-def test_means_are_those_of_the_turns() -> None:
+def test_means_are_taken_over_turns() -> None:
     measured = measure(agents(), ENGINE, park_after_s=60.0, large=8_192)
     pinned, parked = measured.pinned, measured.parked
     assert pinned.first_turn_tokens == 15_000
@@ -42,7 +42,7 @@ def test_means_are_those_of_the_turns() -> None:
     assert measured.large_turns == 0.5
 
 
-def test_capacity_at_the_papers_means_is_the_papers() -> None:
+def test_capacity_at_the_papers_means_equals_the_papers() -> None:
     means = measure([TraceConversation("c", 0.0, (TraceTurn(15_300, 0, 1_000),))], ENGINE, 60, 8_192).pinned
     capacity = capacity_of(ENGINE, ENGINE, means)
     assert capacity.prefill_tokens_per_s == pytest.approx(25_000, rel=0.01)
@@ -82,7 +82,7 @@ def test_first_turns_that_stall_streams_need_a_prefiller() -> None:
     assert made.prefillers_needed
 
 
-def test_single_turns_that_need_no_prefiller_are_said_to_need_none() -> None:
+def test_a_plan_for_single_turns_needs_no_prefiller() -> None:
     """Single turns have no later turns whose TTFT could be compared."""
     found = [TraceConversation(f"c{i}", 0.0, (TraceTurn(15_000, 0, 300),)) for i in range(40)]
     made = plan_fleet(found, ENGINE, ENGINE, PlanRequest(rate=0.2, ttft_s=5.0))
@@ -90,7 +90,7 @@ def test_single_turns_that_need_no_prefiller_are_said_to_need_none() -> None:
     assert made.elastic.holds and not made.prefillers_needed
 
 
-def test_what_the_other_fleet_has_no_figure_of_is_not_compared() -> None:
+def test_figures_that_one_fleet_lacks_are_not_compared() -> None:
     single = replace(candidate(1, 3), later_ttft_p95_s=nan)
     assert single.does_as_well_as(single)
     assert not replace(single, e2e_p95_s=2.0).does_as_well_as(single)
@@ -121,7 +121,7 @@ def test_fewer_prefillers_than_compute_all_first_turns_are_tried_as_well(best: i
     assert len(set(planner.played)) == len(planner.played), "none is played twice"
 
 
-def test_what_fits_no_decoder_is_left_out_and_targets_below_a_turn_alone_are_raised() -> None:
+def test_oversized_conversations_are_left_out_and_unreachable_targets_are_raised() -> None:
     large = TraceConversation("large", 0.0, (TraceTurn(400_000, 0, 10),))
     made = plan_fleet([*agents(10), large], ENGINE, ENGINE, PlanRequest(rate=0.2, ttft_s=0.1))
     assert (made.conversations, made.too_large) == (10, 1)

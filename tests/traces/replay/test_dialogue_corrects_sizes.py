@@ -24,7 +24,7 @@ def dialogue(*turns: TraceTurn) -> Dialogue:
     return Dialogue(TraceConversation("a", 0.0, turns), WRONG, ToolStyle.TEXT, "0", "a")
 
 
-def test_the_next_message_makes_up_for_a_first_one_that_was_too_long() -> None:
+def test_the_next_message_compensates_for_one_that_was_too_long() -> None:
     told = dialogue(TraceTurn(1000, 0, 10), TraceTurn(600, 1010, 10))
     first = true_tokens(told.prompt(0))
     assert first == 1250
@@ -33,7 +33,7 @@ def test_the_next_message_makes_up_for_a_first_one_that_was_too_long() -> None:
     assert second == pytest.approx(1610, rel=0.06)
 
 
-def test_what_is_kept_of_a_broken_prefix_is_counted_in_true_tokens() -> None:
+def test_the_kept_part_of_a_broken_prefix_is_counted_in_real_tokens() -> None:
     told = dialogue(TraceTurn(1000, 0, 10), TraceTurn(300, 600, 10))
     before = told.prompt(0)[0]["content"]
     told.answered(0, answer(true_tokens(told.prompt(0))))

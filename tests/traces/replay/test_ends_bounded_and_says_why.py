@@ -20,7 +20,7 @@ async def played(engine: PlayedEngine, *conversations: TraceConversation, **opti
     return await replay(conversations, chosen, CountingObserver())
 
 
-async def test_no_more_conversations_than_allowed_and_late_ones_are_counted() -> None:
+async def test_concurrent_conversations_are_bounded_and_late_ones_counted() -> None:
     async with PlayedEngine().running() as engine:
         run = await played(
             engine, *(agent(str(n), turns=3, wait=0.0) for n in range(12)), max_conversations=3
@@ -30,7 +30,7 @@ async def test_no_more_conversations_than_allowed_and_late_ones_are_counted() ->
     assert summarise(run).outcomes["done"] == 12
 
 
-async def test_the_time_limit_ends_it_and_tells_what_is_not_done() -> None:
+async def test_the_time_limit_ends_a_replay_and_counts_unfinished_conversations() -> None:
     slow = agent("slow", turns=10, wait=0.3)
     never = agent("never", arrival=60.0)
     async with PlayedEngine().running() as engine:
@@ -47,7 +47,7 @@ async def test_the_time_limit_ends_it_and_tells_what_is_not_done() -> None:
     assert summary.spreads["e2e"].count == 1
 
 
-async def test_it_can_be_stopped() -> None:
+async def test_a_replay_can_be_stopped() -> None:
     stop = asyncio.Event()
     async with PlayedEngine().running() as engine:
         options = ReplayOptions(url=engine.url, probes=0, time_limit_s=60.0)
@@ -58,7 +58,7 @@ async def test_it_can_be_stopped() -> None:
     assert run.conversations[0].outcome is PlayOutcome.UNFINISHED
 
 
-async def test_a_refusal_is_waited_out_counted_and_part_of_the_latency() -> None:
+async def test_a_refused_turn_is_retried_and_counted_and_its_wait_is_latency() -> None:
     async with PlayedEngine(refuse=[(429, "0.3"), (503, "0.1")]).running() as engine:
         run = await played(engine, agent("a", turns=1))
     (result,) = run.conversations
@@ -86,7 +86,7 @@ async def test_endless_refusals_fail_the_conversation() -> None:
         (PlayedEngine(fixed_s=0.8), "no end of the answer within 0.4 s"),
     ],
 )
-async def test_whatever_breaks_a_stream_is_in_the_result(engine: PlayedEngine, complaint: str) -> None:
+async def test_every_broken_stream_is_in_the_result(engine: PlayedEngine, complaint: str) -> None:
     async with engine.running():
         run = await played(engine, agent("a", turns=1), request_timeout_s=0.4)
     (result,) = run.conversations
@@ -95,7 +95,7 @@ async def test_whatever_breaks_a_stream_is_in_the_result(engine: PlayedEngine, c
     assert sum(summarise(run).errors.values()) == 1
 
 
-async def test_nobody_listening_is_an_error_at_once() -> None:
+async def test_a_replay_without_a_server_fails_at_once() -> None:
     options = ReplayOptions(url="http://127.0.0.1:9")
     with pytest.raises(ReplayError, match="is the endpoint up"):
         await replay([agent("a")], options, CountingObserver())
@@ -107,7 +107,7 @@ async def test_a_fleet_that_fails_the_probe_is_not_loaded() -> None:
             await played(engine, agent("a"), probes=1)
 
 
-async def test_counters_are_what_grew_and_pages_that_do_not_answer_are_named() -> None:
+async def test_counters_are_increases_and_unread_pages_are_named() -> None:
     async with PlayedEngine().running() as engine:
         rising = "# TYPE conserve_energy_joules_total counter\nconserve_energy_joules_total {}\n"
         engine.metrics = rising.format(10)
@@ -125,7 +125,7 @@ async def test_counters_are_what_grew_and_pages_that_do_not_answer_are_named() -
     assert [page.split(": ")[0] for page in run.meters.unread] == ["http://127.0.0.1:9/metrics"]
 
 
-async def test_a_result_is_read_back_as_it_was_and_holds_no_key(tmp_path: Path) -> None:
+async def test_a_result_is_read_back_unchanged_and_contains_no_key(tmp_path: Path) -> None:
     async with PlayedEngine(refuse=[(500, "")]).running() as engine:
         run = await played(engine, agent("a"), agent("b", arrival=0.1), api_key="a-secret-key")
     path = tmp_path / "run.json"
@@ -134,7 +134,7 @@ async def test_a_result_is_read_back_as_it_was_and_holds_no_key(tmp_path: Path) 
     assert b"a-secret-key" not in path.read_bytes()
 
 
-def test_another_file_is_not_taken_for_a_result(tmp_path: Path) -> None:
+def test_a_file_of_another_format_is_refused_as_a_result(tmp_path: Path) -> None:
     path = tmp_path / "x.json"
     path.write_text("{}")
     with pytest.raises(TraceError, match="not a result"):

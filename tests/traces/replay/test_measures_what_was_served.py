@@ -20,7 +20,7 @@ async def played(engine: PlayedEngine, *conversations: object, **options: object
     return await replay(conversations, chosen, CountingObserver())  # type: ignore[arg-type]
 
 
-async def test_ttft_and_tbt_of_every_turn_are_those_served() -> None:
+async def test_ttft_and_tbt_of_every_turn_equal_those_of_the_server() -> None:
     async with PlayedEngine().running() as engine:
         run = await played(engine, agent("a", out=16, wait=0.01))
     (result,) = run.conversations
@@ -39,7 +39,7 @@ async def test_ttft_and_tbt_of_every_turn_are_those_served() -> None:
     assert between == pytest.approx(engine.step_s, rel=0.25)
 
 
-async def test_ttfet_and_e2e_count_from_arrival_and_the_served_part_leaves_tools_out() -> None:
+async def test_ttfet_and_e2e_count_from_arrival_and_serving_time_excludes_tools() -> None:
     async with PlayedEngine().running() as engine:
         run = await played(engine, agent("a", turns=3, wait=0.1))
     (result,) = run.conversations
@@ -67,14 +67,14 @@ async def test_the_unloaded_model_finds_the_servers_own_constants() -> None:
     assert alone.ttft_s(turn) == pytest.approx(constants, rel=0.35)  # without its slope it would be a third
 
 
-async def test_probes_find_nothing_of_the_warm_up_and_the_replay_nothing_of_the_probes() -> None:
+async def test_warm_up_probes_and_replay_share_no_prefix() -> None:
     async with PlayedEngine().running() as engine:
         await played(engine, agent("a", turns=1), probes=1)
     warm_up, probe, replayed = engine.seen
     assert [seen.new_tokens for seen in (warm_up, probe, replayed)] == pytest.approx([400] * 3, abs=12)
 
 
-async def test_a_server_much_slower_under_load_violates_and_an_unloaded_one_does_not() -> None:
+async def test_only_a_server_that_slows_under_load_violates_its_targets() -> None:
     class Slowing(CountingObserver):
         def __init__(self, engine: PlayedEngine, factor: float) -> None:
             super().__init__()

@@ -16,7 +16,7 @@ async def served(engine: PlayedEngine, *conversations: TraceConversation, **opti
     assert all(result.outcome == "done" for result in run.conversations), run.conversations
 
 
-async def test_each_prompt_is_the_one_before_with_its_answer_and_something_new() -> None:
+async def test_each_prompt_extends_the_previous_prompt_and_answer() -> None:
     async with PlayedEngine().running() as engine:
         await served(engine, agent("a"))
     for before, after in pairwise(engine.seen):
@@ -39,7 +39,7 @@ async def test_tools_are_calls_and_results_or_plain_text() -> None:
     assert [message["role"] for message in as_text.body["messages"]] == ["user", "assistant", "user"]
 
 
-async def test_after_an_answer_to_the_user_the_user_speaks() -> None:
+async def test_a_user_message_follows_an_answer_to_the_user() -> None:
     said = TraceTurn(100, 0, 4, ending=TurnEnding.END_OF_TURN)
     conversation = TraceConversation("a", 0.0, (said, TraceTurn(20, 104, 4)))
     async with PlayedEngine().running() as engine:
@@ -85,7 +85,7 @@ async def test_a_broken_prefix_keeps_exactly_what_the_trace_says_is_cached() -> 
     assert same / CHARS_PER_TOKEN == pytest.approx(600, rel=0.1)
 
 
-async def test_a_child_begins_as_its_parent_does() -> None:
+async def test_a_child_shares_the_prefix_of_its_parent() -> None:
     parent = agent("p", turns=1, first=800)
     child = TraceConversation("c", 0.3, (TraceTurn(200, 600, 4),), parent="p")
     async with PlayedEngine().running() as engine:
@@ -93,7 +93,7 @@ async def test_a_child_begins_as_its_parent_does() -> None:
     assert engine.seen[1].new_tokens == pytest.approx(200, rel=0.1)
 
 
-async def test_another_salt_shares_nothing_and_the_same_one_sends_the_same() -> None:
+async def test_replays_with_different_salts_share_nothing_and_equal_salts_repeat() -> None:
     async with PlayedEngine().running() as engine:
         for salt in ("1", "1", "2"):
             await served(engine, agent("a", turns=1), salt=salt)

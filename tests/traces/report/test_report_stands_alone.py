@@ -66,7 +66,7 @@ def test_the_page_refers_to_nothing_outside_itself() -> None:
     assert "<link" not in html
 
 
-def test_two_runs_stand_side_by_side_with_their_change() -> None:
+def test_two_runs_are_shown_side_by_side_with_the_change() -> None:
     runs = [run("one", 0.2), run("two", 0.3)]
     assert cells(runs, "TTFET, p95") == ["200 ms", "300 ms", "+50.0%"]
     assert cells(runs, "last-turn TBT, p50") == ["20 ms", "20 ms", "+0.0%"]
@@ -89,13 +89,13 @@ def test_errors_counters_and_unread_pages_are_shown() -> None:
     assert "<b>no</b>" not in html
 
 
-def test_missing_conversations_are_told_beside_the_percentiles_they_are_missing_from() -> None:
+def test_missing_conversations_are_shown_next_to_the_percentiles() -> None:
     note = "one: 1 of 21 conversations not done"
     assert note in tables([run("one", 0.2, error="HTTP 500: no")])[0].note
     assert note not in tables([run("one", 0.2)])[0].note
 
 
-def test_labels_are_text_wherever_they_stand() -> None:
+def test_labels_are_escaped_everywhere() -> None:
     html = page([run("<script>alert(1)</script> $x_1$", 0.2), run("_two", 0.2)])
     assert "<script" not in html
     assert "$x_1$" in html

@@ -24,7 +24,7 @@ def test_a_full_decoder_gives_1k_tokens_a_second() -> None:
     assert slots / iteration == pytest.approx(1_000, rel=1e-6)
 
 
-def test_a_collocated_chunk_is_the_slo_times_the_baseline() -> None:
+def test_a_collocated_chunk_takes_the_slo_factor_times_the_baseline() -> None:
     chunk = a40.COLLOCATED_CHUNK
     baseline = MODEL.constant + CONTEXT_S * (a40.INPUT_TOKENS + a40.OUTPUT_TOKENS / 2)
     iteration = MODEL.constant + chunk * (MODEL.per_token + MODEL.per_attended * chunk)

@@ -33,13 +33,13 @@ def live_run(found: list[TraceConversation], offset: float) -> list[LiveBinding]
     ]
 
 
-def test_a_run_agrees_with_itself_whatever_its_clock() -> None:
+def test_a_run_agrees_with_itself_on_another_clock() -> None:
     found = trace(11)
     agreement = compare(fleet(decoders=4), SETTINGS, found, live_run(found, offset=1e6))
     assert agreement.compared == len(found) and agreement.share > 0.95
 
 
-def test_a_conversation_bound_or_computed_elsewhere_is_named() -> None:
+def test_a_different_binding_or_prefiller_is_reported() -> None:
     found = [TraceConversation(f"c{i}", float(i), (TraceTurn(4_000, 0, 400),)) for i in range(6)]
     live = live_run(found, 0.0)
     moved = LiveBinding("c3", 3.0, 4_000, "decode-9", "prefill-0")
@@ -50,7 +50,7 @@ def test_a_conversation_bound_or_computed_elsewhere_is_named() -> None:
     assert agreement.share == pytest.approx(4 / 6)
 
 
-def test_the_prompt_counts_as_it_was_counted_live() -> None:
+def test_the_simulation_uses_the_prompt_sizes_of_the_live_run() -> None:
     """Two prompts of different length, then a third: it goes where the shorter one was."""
     found = [TraceConversation(f"c{i}", 0.0, (TraceTurn(1_000, 0, 2_000),)) for i in range(3)]
     live = [

@@ -28,7 +28,7 @@ models = st.builds(
 
 
 @pytest.mark.parametrize("load", [0.3, 0.6, 0.8])
-def test_waiting_at_a_prefiller_is_that_of_md1(load: float) -> None:
+def test_waiting_at_a_prefiller_follows_the_md1_queue(load: float) -> None:
     """Equal prompts of exactly one chunk, Poisson arrivals: wait = load x service / (2 (1 - load))."""
     events, random, waits = EventQueue(), Random(7), []
     prompt = 2048
@@ -53,7 +53,7 @@ def test_waiting_at_a_prefiller_is_that_of_md1(load: float) -> None:
 
 
 @given(models, st.lists(st.tuples(st.integers(1, 50_000), st.integers(2, 300)), min_size=1, max_size=8))
-def test_tbt_of_a_decoder_is_its_model_at_the_kv_it_reads(
+def test_the_tbt_of_a_decoder_follows_its_model_at_the_kv_it_reads(
     model: LatencyModel, rows: list[tuple[int, int]]
 ) -> None:
     """Many iterations in one step cost what they cost one by one."""
@@ -154,7 +154,7 @@ def _step_by_step(turns: list[tuple[float, int, int, int]]) -> dict[int, float]:
     return finished
 
 
-def test_a_prompt_alone_takes_its_chunks_and_nothing_else() -> None:
+def test_a_single_prompt_takes_the_sum_of_its_chunks() -> None:
     events, times = EventQueue(), []
     engine = SimulatedEngine(
         "p", profile(), events, Pressure.PIN, lambda *_: times.append(events.now), lambda *_: None

@@ -74,13 +74,13 @@ def test_every_system_serves_every_turn_and_leaves_nothing_behind(system: System
     st.sampled_from(list(Pressure)),
     st.sampled_from([20_000, 40_000, 100_000]),
 )
-def test_nothing_leaks_whatever_the_trace(seed: int, system: System, pressure: Pressure, kv: int) -> None:
+def test_no_trace_leaks_kv(seed: int, system: System, pressure: Pressure, kv: int) -> None:
     Simulation(fleet_for(system, kv_tokens=kv), settings_for(system, pressure, linger_s=3.0)).run(
         trace(seed, 25)
     )
 
 
-def test_joules_are_between_all_idle_and_all_busy() -> None:
+def test_energy_lies_between_all_idle_and_all_busy() -> None:
     totals = Simulation(fleet(), settings_for(System.PREFILLER)).run(trace(2)).totals
     assert 4 * POWER.idle_w * totals.horizon_s < totals.joules < 4 * POWER.limit_w * totals.horizon_s
 

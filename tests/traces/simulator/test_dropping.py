@@ -62,7 +62,7 @@ def ttft(simulation: Simulation, p: float) -> float:
     return percentile(np.asarray(simulation.recorder.turn_ttft), p)
 
 
-def test_where_answers_fill_the_kv_dropping_serves_sooner_and_restores() -> None:
+def test_dropping_serves_long_answers_sooner_and_restores() -> None:
     without, dropped = play(burst(), None), play(burst(), DROP)
     assert dropped.dropping is not None
     tally = dropped.dropping.tally
@@ -72,7 +72,7 @@ def test_where_answers_fill_the_kv_dropping_serves_sooner_and_restores() -> None
         assert engine.kv.capacity == KV and engine.pipeline is None
 
 
-def test_a_fleet_whose_kv_suffices_runs_as_without() -> None:
+def test_with_enough_kv_dropping_changes_nothing() -> None:
     found = burst(40, every_s=0.5)
     without, dropped = play(found, None), play(found, DROP)
     assert dropped.dropping is not None and not dropped.dropping.tally.drops
@@ -92,7 +92,7 @@ def test_an_exchange_over_a_slow_link_delays_turns() -> None:
     assert ttft(play(burst(), DROP, slower), 99) > ttft(play(burst(), DROP, slow), 99)
 
 
-def test_a_pipeline_by_configuration_is_split_all_the_time() -> None:
+def test_a_configured_pipeline_is_always_split() -> None:
     simulation = play(burst(40), replace(DROP, from_start=True))
     assert all(
         engine.pipeline is not None and engine.kv.capacity > KV
@@ -100,7 +100,7 @@ def test_a_pipeline_by_configuration_is_split_all_the_time() -> None:
     )
 
 
-def test_a_profile_that_does_not_know_its_layers_is_refused_with_a_sentence() -> None:
+def test_a_profile_without_a_layer_count_is_refused_with_a_sentence() -> None:
     with pytest.raises(TraceError, match="its profile has no layers; to drop some it needs `layers`"):
         play(burst(4), DROP, profile())
 

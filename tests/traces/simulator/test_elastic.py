@@ -29,14 +29,14 @@ def arriving(count: int, every_s: float, prompt: int = 12_000, output: int = 200
     return [TraceConversation(f"c{i}", i * every_s, turns) for i in range(count)]
 
 
-def test_above_a_prefillers_rate_decoders_compute_what_it_cannot() -> None:
+def test_decoders_compute_prompts_above_the_rate_of_the_prefiller() -> None:
     found = arriving(120, 0.15)
     ours, paper = play(System.ELASTIC, found), play(System.PREFILLER, found)
     assert ours.totals.transfers < paper.totals.transfers == 120
     assert ours.recorder.turn_ttft and max(ours.ttfet) < max(paper.ttfet) / 2
 
 
-def test_a_load_that_jumps_and_falls_leaves_nothing_behind() -> None:
+def test_a_load_spike_leaves_nothing_behind() -> None:
     """From half of a prefiller's rate to three times as much for 20 s, and back: nothing waits to be placed,
     and who comes ten seconds later has its answer as soon as before."""
     alone_s = prompt_seconds(profile().latency, 2048, 12_000)
@@ -60,7 +60,7 @@ def test_running_turns_keep_their_target_beside_prompts() -> None:
     assert result.recorder.gaps.share_above(TBT_S * 1.001) == 0.0
 
 
-def test_alone_an_idle_decoder_needs_no_transfer() -> None:
+def test_a_first_turn_on_an_idle_decoder_needs_no_transfer() -> None:
     """The first ones are transferred, which is how their cost becomes known: ever more rarely."""
     found = arriving(20, 100.0)
     ours, paper = play(System.ELASTIC, found), play(System.PREFILLER, found)
@@ -68,7 +68,7 @@ def test_alone_an_idle_decoder_needs_no_transfer() -> None:
     assert max(ours.ttfet) <= max(paper.ttfet) * 1.001
 
 
-def test_what_fits_on_no_decoder_is_held_by_a_prefiller() -> None:
+def test_a_prefiller_holds_conversations_that_fit_on_no_decoder() -> None:
     """And every token, all KV and every second is accounted for: `run` checks it."""
     found = arriving(60, 0.02, output=400)
     result = play(System.ELASTIC, found, kv_tokens=60_000)
@@ -93,7 +93,7 @@ def test_sticky_goes_to_its_prefix_unless_the_engines_are_out_of_balance() -> No
     assert routing.choose("one", 100, 100) == "b"
 
 
-def test_on_the_papers_mix_it_is_about_as_good_as_the_better_of_the_two_others() -> None:
+def test_elastic_placing_is_about_as_good_as_the_better_baseline_on_the_papers_mix() -> None:
     """A short run of what `python -m benchmarks.paper.elastic` measures: its bars, less tight."""
     found = workload.conversations(workload.PaperMix(conversations=500))
     trace = workload.poisson(found, 1.5)

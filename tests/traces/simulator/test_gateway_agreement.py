@@ -50,7 +50,7 @@ def tier(engine: Any) -> Any:
     return engine and engine.replace("d", "decode-").replace("p", "prefill-")
 
 
-async def test_every_binding_is_the_one_that_the_simulation_makes(tmp_path: Path) -> None:
+async def test_every_binding_equals_the_simulated_one(tmp_path: Path) -> None:
     trace = list(conversations(20, HEADROOM))
     async with fake_fleet.fleet(tmp_path, engine={"kv_tokens": KV}, placing=PLACING) as live:
         bindings = await play(live, [trace], 3)
@@ -61,7 +61,7 @@ async def test_every_binding_is_the_one_that_the_simulation_makes(tmp_path: Path
     assert agreement.differences == ()
 
 
-async def test_elastic_placing_computes_every_prompt_where_the_simulation_does(tmp_path: Path) -> None:
+async def test_elastic_placing_computes_every_prompt_on_the_simulated_engine(tmp_path: Path) -> None:
     headroom = 10
     parts = list(bursts(5, headroom))
     curves = {name: PrefillCurve(0.0, seconds, 0.0) for name, seconds in SECONDS_A_TOKEN.items()}

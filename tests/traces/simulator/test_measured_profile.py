@@ -27,7 +27,7 @@ def replayed(unloaded: Unloaded | None) -> Replay:
     return Replay("run", "t", "http://x", "small", {}, 1.0, 4.0, "usage", 5.0, unloaded, MeterReading(), ())
 
 
-def test_prefill_and_decoding_take_what_was_measured() -> None:
+def test_prefill_and_decoding_take_the_measured_time() -> None:
     engine = of_unloaded(ALONE, find("laptop"))
     for context in (500, 8_000):
         step = engine.latency.constant + engine.latency.per_token + engine.latency.per_request

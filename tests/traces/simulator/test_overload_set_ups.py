@@ -23,7 +23,7 @@ from traces.simulator.kv import Pressure
 pytestmark = pytest.mark.slow
 
 
-def test_memory_is_as_the_paper_says() -> None:
+def test_memory_equals_the_papers() -> None:
     assert QWEN_14B.kv_bytes_per_token == 192 * 1024
     assert A800.profile().kv_tokens == pytest.approx(243_000, rel=0.15)  # 45 GB of a GPU
     for cluster, model in ((A800, QWEN_14B), (H800, QWEN_72B)):
@@ -32,7 +32,7 @@ def test_memory_is_as_the_paper_says() -> None:
         assert cluster.profile().shape is not None
 
 
-def test_iterations_on_full_kv_take_what_the_paper_measured_on_long_bench() -> None:
+def test_iterations_on_full_kv_take_the_papers_measured_time() -> None:
     """221 ms with a prompt, 60 ms without, its KV being a third larger by then."""
     engine = A800.profile()
     assert engine.shape is not None

@@ -16,13 +16,13 @@ def prefilled(cached: bool, kv_tokens: int = 300_000) -> int:
     return Simulation(fleet(kv_tokens=kv_tokens), settings).run(found).totals.prefilled_tokens
 
 
-def test_a_prefiller_that_keeps_prefixes_computes_what_is_new() -> None:
+def test_a_prefiller_with_cached_prefixes_computes_only_new_tokens() -> None:
     # Of a later turn: what was appended, and the answer before it; each turn's last token on the decoder too.
     assert prefilled(cached=True) == 2 * (8_000 + 101 + 101 + 3)
     assert prefilled(cached=False) == 2 * (8_000 + 8_101 + 8_202 + 3)
 
 
-def test_a_prefix_goes_when_others_need_its_place() -> None:
+def test_a_prefix_is_evicted_when_others_need_its_space() -> None:
     held = Prefixes(1_000)
     held.remember("a", 600)
     held.remember("b", 300)

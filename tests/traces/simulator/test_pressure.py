@@ -41,7 +41,7 @@ def test_only_a_fleet_that_parks_forgets_nothing_when_it_is_overbooked(pressure:
         assert totals.recomputed_tokens > 8_000
 
 
-def test_a_turn_that_gave_way_lacks_all_of_its_kv_until_it_is_back() -> None:
+def test_an_evicted_turn_counts_its_whole_kv_as_missing_until_it_returns() -> None:
     simulation = Simulation(fleet(decoders=1, kv_tokens=KV), settings(Pressure.PARK, 9.0))
     lacked: list[int] = []
 
@@ -56,7 +56,7 @@ def test_a_turn_that_gave_way_lacks_all_of_its_kv_until_it_is_back() -> None:
     assert lacked and min(lacked) >= 8_000
 
 
-def test_conversations_between_turns_take_no_room_from_new_ones_where_they_can_be_parked() -> None:
+def test_parkable_conversations_take_no_kv_from_new_ones() -> None:
     """Four idle conversations fill the decoder; a fifth comes."""
     idle = [
         TraceConversation(f"i{i}", 2.0 * i, (TraceTurn(8_000, 0, 10), TraceTurn(10, 8_010, 10, 500.0)))
@@ -72,7 +72,7 @@ def test_conversations_between_turns_take_no_room_from_new_ones_where_they_can_b
     assert waits[Pressure.PARK] == 0 and waits[Pressure.PIN] > 400
 
 
-def test_a_decoder_takes_no_more_than_its_fill_of_running_conversations() -> None:
+def test_a_decoder_accepts_running_conversations_up_to_its_fill() -> None:
     simulation = Simulation(fleet(decoders=1, kv_tokens=KV), settings(Pressure.PARK, 0.9))
     totals = simulation.run([replace(one, turns=one.turns[:1]) for one in growing()]).totals
     assert totals.gate_wait_s > 0 and totals.preemptions == 0

@@ -33,7 +33,7 @@ def three_turns(count: int = 5, gap: float = 10.0, wait: float = 1.0) -> list[Tr
         (System.FULL_DISAGGREGATION, 3, 8_000 + 8_250 + 8_500 + 3),
     ],
 )
-def test_transfers_and_prefilled_tokens_of_a_conversation(
+def test_each_system_transfers_and_prefills_the_expected_tokens(
     system: System, transfers: int, prefilled: int
 ) -> None:
     totals = Simulation(fleet_for(system), settings_for(system)).run(three_turns()).totals
@@ -69,14 +69,14 @@ def test_idle_kv_is_parked_and_restored_over_the_host_link() -> None:
     assert totals.recomputed_tokens < 10
 
 
-def test_what_is_pinned_is_never_dropped_where_it_fits() -> None:
+def test_pinned_kv_that_fits_is_never_evicted() -> None:
     settings = settings_for(System.STRICT, Pressure.PIN)
     totals = Simulation(fleet(kv_tokens=12_000), settings).run(three_turns(9, gap=0.1)).totals
     assert totals.recomputed_tokens < 100 and totals.parked_tokens == 0
     assert totals.gate_wait_s > 0, "conversations had to wait for a pinned one to end"
 
 
-def test_bindings_of_a_run_are_those_the_product_placer_gives() -> None:
+def test_bindings_of_a_run_equal_those_of_the_product_placer() -> None:
     """Arrivals all at once: nothing is reported in between, so a fresh placer must agree one by one."""
     found = [TraceConversation(f"c{i}", 0.0, (TraceTurn(500 + 137 * i, 0, 5),)) for i in range(60)]
     simulated = fleet(decoders=4, kv_tokens=10_000_000)

@@ -31,19 +31,19 @@ def test_an_engine_without_settings_gets_the_defaults() -> None:
 
 
 @pytest.mark.parametrize("wrong", [{"polcy": 1}, {"serving": {"ttft": 1}}, {"safepoint_every": 0}])
-def test_wrong_settings_are_told(wrong: dict[str, object]) -> None:
+def test_wrong_settings_are_reported(wrong: dict[str, object]) -> None:
     with pytest.raises(CoServingConfigError):
         CoServingConfig.from_additional_config({"coserving": wrong})
 
 
-def test_what_an_engine_is_told_at_its_start_reaches_it() -> None:
+def test_start_settings_reach_the_engine() -> None:
     known = StartingKnowledge({str(KEY): asdict(MEASURED)}, 400.0)
     told = json.loads(with_knowledge(json.dumps(SET.to_additional_config()), known))
     wanted = replace(SET, profiles=known.profiles, power_cap_w=400.0)
     assert CoServingConfig.from_additional_config(told) == wanted
 
 
-def test_a_measured_model_is_used_and_its_absence_is_told(caplog: pytest.LogCaptureFixture) -> None:
+def test_a_measured_model_is_used_and_a_missing_one_is_reported(caplog: pytest.LogCaptureFixture) -> None:
     guess = LatencyModel(1e-5, 1e-9, 1e-8, 1e-2)
     assert starting_model(CoServingConfig(), KEY, None) == CONSERVATIVE
     assert starting_model(CoServingConfig(), KEY, guess) == guess

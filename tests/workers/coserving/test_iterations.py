@@ -24,7 +24,7 @@ def counted(online: int, offline: int, aborted: bool) -> tuple[Counter[str], dic
     ("online", "offline", "classes"), [(1, 0, "online"), (1, 1, "mixed"), (0, 2, "offline")]
 )
 @pytest.mark.parametrize("aborted", [False, True])
-def test_what_is_counted_is_declared(online: int, offline: int, classes: str, aborted: bool) -> None:
+def test_every_counter_is_declared(online: int, offline: int, classes: str, aborted: bool) -> None:
     counts, observations = counted(online, offline, aborted)
     assert observations.keys() <= HISTOGRAMS.keys()
     assert observations["coserving_abort_wait"] == ([0.004] if aborted else [])
@@ -40,6 +40,6 @@ def test_what_is_counted_is_declared(online: int, offline: int, classes: str, ab
     assert counts["coserving_offline_tokens_lost.preemption"] == 5
 
 
-def test_names_are_not_taken_by_the_connector() -> None:
+def test_counter_names_do_not_clash_with_the_connector() -> None:
     assert not COUNTERS.keys() & CONNECTOR_COUNTERS.keys()
     assert not {c.name for c in COUNTERS.values()} & {c.name for c in CONNECTOR_COUNTERS.values()}

@@ -44,11 +44,11 @@ def test_in_every_order_of_record_wait_and_completion_the_host_is_held(every: in
             assert max(first) < ahead and max(second) < ahead, (leaves_at, progress, first, second)
 
 
-def test_without_it_the_host_is_through_before_the_device_has_begun() -> None:
+def test_without_the_fence_the_host_finishes_before_the_device_starts() -> None:
     cuda = LateCuda()
     assert iteration(cuda, LayerFence(cuda.Event), LAYERS, 1, (0,) * LAYERS, LAYERS) == [0, 1, 2, 3, 4]
 
 
-def test_a_device_that_is_fast_is_waited_for_nowhere() -> None:
+def test_a_fast_device_is_never_waited_for() -> None:
     cuda = LateCuda()
     assert iteration(cuda, LayerFence(cuda.Event), 1, 1, (9,) * LAYERS, LAYERS) == [0] * LAYERS

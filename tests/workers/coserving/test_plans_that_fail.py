@@ -38,7 +38,7 @@ def served(engine: ModelFreeEngine) -> bool:
 
 
 @pytest.mark.parametrize("kind", [Endless, Mute])
-def test_requests_are_answered_without_a_plan(
+def test_requests_are_answered_when_a_plan_fails(
     small_model: Path, kind: type[LatencyModel], caplog: pytest.LogCaptureFixture
 ) -> None:
     engine = ModelFreeEngine(small_model, slo=EASY)
@@ -48,7 +48,7 @@ def test_requests_are_answered_without_a_plan(
     assert UNPLANNED in caplog.text
 
 
-def test_plans_that_hold_are_left_alone(small_model: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_valid_plans_are_not_changed(small_model: Path, caplog: pytest.LogCaptureFixture) -> None:
     engine = ModelFreeEngine(small_model)
     assert served(engine)
     assert UNPLANNED not in caplog.text

@@ -34,18 +34,18 @@ def test_the_grid_reaches_the_largest_prefill_and_the_fullest_decode() -> None:
     assert max(point.requests for point in points) == GRID.max_requests
 
 
-def test_one_sample_a_shape_undisturbed_and_none_of_aborted_iterations() -> None:
+def test_each_shape_has_one_undisturbed_sample_and_aborted_iterations_none() -> None:
     times = (0.010, 0.500, 0.011, 0.012, 0.013)
     records = [record(64, seconds) for seconds in times] + [record(64, 0.001, aborted=True)] * 5
     assert quartile(records, repeats=5) == [(64, 0.011)]
 
 
-def test_shapes_that_differ_by_a_token_are_one_and_those_seen_by_accident_none() -> None:
+def test_nearly_equal_shapes_are_merged_and_accidental_ones_dropped() -> None:
     records = [record(1000, 0.020), record(1001, 0.021), record(1002, 0.022), record(400, 0.001)]
     assert quartile(records, repeats=3) == [(1000, 0.020)]
 
 
-def test_a_profile_says_what_a_layer_takes_in_the_largest_batch() -> None:
+def test_a_profile_has_the_layer_time_of_the_largest_batch() -> None:
     model = LatencyModel(1e-4, 1e-8, 1e-7, 5e-3)
     works = [BatchWork.of([(point.new, point.context)] * point.requests) for point in GRID.points()]
     found = profile_of([Sample(work, model.seconds(work)) for work in works], layers=10, now=7.0)
@@ -56,11 +56,11 @@ def test_a_profile_says_what_a_layer_takes_in_the_largest_batch() -> None:
 @pytest.mark.parametrize(
     ("layer_s", "check_s", "every"), [(5e-3, 2e-7, 1), (1e-3, 2e-5, 4), (1e-6, 2e-5, 36), (0.0, 2e-5, 1)]
 )
-def test_checks_are_as_frequent_as_half_a_percent_allows(layer_s: float, check_s: float, every: int) -> None:
+def test_safepoint_checks_cost_at_most_half_a_percent(layer_s: float, check_s: float, every: int) -> None:
     assert safepoint_every(layer_s, check_s, 36) == every
 
 
-def test_a_log_that_is_being_written_is_read_up_to_its_last_whole_line(tmp_path: Path) -> None:
+def test_a_growing_log_is_read_up_to_its_last_complete_line(tmp_path: Path) -> None:
     path = tmp_path / "log"
     log = IterationLog(str(path))
     log.write(record(1, 0.1))

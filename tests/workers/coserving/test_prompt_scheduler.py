@@ -86,7 +86,7 @@ def start(engine: Stepped, asked: dict[str, tuple[list[int], int]], priority: in
 
 
 @BOTH
-def test_a_long_prompt_leaves_running_turns_their_target(small_model: Path, overlapping: bool) -> None:
+def test_running_turns_keep_their_target_beside_a_long_prompt(small_model: Path, overlapping: bool) -> None:
     engine = Stepped(small_model, overlapping)
     turns = {f"turn{n}": (words(20, n), 30) for n in range(3)}
     start(engine, turns)
@@ -119,7 +119,7 @@ def test_the_shortest_prompt_goes_first_and_a_long_one_ages(small_model: Path, o
 
 
 @BOTH
-def test_offline_requests_come_last_and_go_on(small_model: Path, overlapping: bool) -> None:
+def test_offline_requests_come_last_and_continue(small_model: Path, overlapping: bool) -> None:
     engine = Stepped(small_model, overlapping)
     offline, online = {"off": (words(30, 9), 20)}, {"a": (words(300, 1), 4)}
     start(engine, offline, priority=1)
@@ -133,9 +133,7 @@ def test_offline_requests_come_last_and_go_on(small_model: Path, overlapping: bo
 
 
 @BOTH
-def test_a_prompt_without_place_does_not_stop_those_that_have_one(
-    small_model: Path, overlapping: bool
-) -> None:
+def test_a_prompt_without_memory_does_not_block_others(small_model: Path, overlapping: bool) -> None:
     """47 blocks: two prompts of 20 hold 40 in the end; one of 10 lacks place until one of them has ended."""
     engine = Stepped(small_model, overlapping)
     asked = {f"big{n}": (words(630, n), 4) for n in range(2)}
@@ -147,7 +145,7 @@ def test_a_prompt_without_place_does_not_stop_those_that_have_one(
     engine.finish(asked)
 
 
-def test_offline_work_that_decodes_takes_nothing_of_what_prompts_have(small_model: Path) -> None:
+def test_decoding_offline_work_takes_no_tokens_from_prompts(small_model: Path) -> None:
     """A prompt gets the time that decoding leaves, as placers assume."""
     engine = Stepped(small_model)
     engine.ask("offline", words(20), 60, priority=1)
@@ -158,7 +156,7 @@ def test_offline_work_that_decodes_takes_nothing_of_what_prompts_have(small_mode
     assert engine.scheduler.plugin("report").snapshot().prompt_share == 1.0
 
 
-def test_reports_have_waiting_tokens_rate_and_share(small_model: Path) -> None:
+def test_reports_contain_waiting_tokens_rate_and_share(small_model: Path) -> None:
     engine = Stepped(small_model)
     report = engine.scheduler.plugin("report")
     assert report.snapshot().prompt_tokens_per_s == 0
@@ -223,9 +221,7 @@ def test_the_simulators_engine_gives_the_same_first_tokens(small_model: Path) ->
 
 
 @BOTH
-def test_the_curve_that_placers_hear_of_follows_what_prompts_take(
-    small_model: Path, overlapping: bool
-) -> None:
+def test_the_reported_curve_follows_measured_prompt_times(small_model: Path, overlapping: bool) -> None:
     """An engine that was measured on another day, when it was three times as slow."""
     engine = Stepped(small_model, overlapping, believed=MODEL.scaled(3))
     report, (chunk, tokens) = engine.scheduler.plugin("report"), (192, 4096)

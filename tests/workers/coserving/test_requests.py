@@ -47,7 +47,7 @@ class Clocks:
         ({"slo_ttft_ms": 10**400}, DEFAULT),
     ],
 )
-def test_a_request_brings_its_slo_or_gets_the_engines(
+def test_a_request_has_its_own_slo_or_that_of_the_engine(
     arguments: dict[str, Any], expected: TurnTargets
 ) -> None:
     assert slo_of(arguments, DEFAULT) == expected
@@ -57,7 +57,7 @@ def test_a_request_brings_its_slo_or_gets_the_engines(
     ("said", "queue_weight"),
     [(2.5, 2.5), ("3", 3.0), ("soon", 0.0), ([1], 0.0), ("nan", 0.0), (10**400, 0.0)],
 )
-def test_what_a_class_is_worth_is_a_number_or_nothing(said: object, queue_weight: float) -> None:
+def test_a_class_weight_is_a_number_or_missing(said: object, queue_weight: float) -> None:
     assert queue_weight_of({"queue_weight": said}) == queue_weight
     assert queue_weight_of({}) == 0.0
 
@@ -108,7 +108,7 @@ def test_offline_tokens_are_never_late() -> None:
 
 
 @pytest.mark.parametrize(("policy", "expected"), [("bros", ["second", "third", "first"]), ("conserve", [])])
-def test_bros_starts_what_has_least_to_bring_back_and_others_keep_the_order(
+def test_bros_starts_requests_with_the_least_to_restore_and_other_policies_keep_the_order(
     policy: str, expected: list[str]
 ) -> None:
     tracked = Clocks().requests()
@@ -118,7 +118,7 @@ def test_bros_starts_what_has_least_to_bring_back_and_others_keep_the_order(
     assert [one.request_id for one in order] == expected
 
 
-def test_offline_work_brings_no_slo() -> None:
+def test_offline_work_has_no_slo() -> None:
     """Turns beside it would wait for its target: whoever creates a batch may write any into its lines."""
     tracked = Clocks().requests()
     for key, priority, expected in (("turn", 0, TurnTargets(0.5, 0.001)), ("line", 1, DEFAULT)):

@@ -60,7 +60,7 @@ def storm(
 
 @pytest.mark.parametrize("windows", WINDOWS.values(), ids=WINDOWS)
 @pytest.mark.parametrize(("kind", "seed"), STORMS)
-def test_no_request_reads_what_was_not_computed_for_it(
+def test_no_request_reads_kv_that_was_not_computed(
     small_model: Path, kind: type[ModelFreeEngine], windows: tuple[int, ...], seed: int
 ) -> None:
     engine = storm(small_model, None, seed, windows=windows, kind=kind)
@@ -71,9 +71,7 @@ def test_no_request_reads_what_was_not_computed_for_it(
 
 
 @pytest.mark.parametrize("windows", WINDOWS.values(), ids=WINDOWS)
-def test_what_was_in_flight_when_a_client_hung_up_may_be_read(
-    small_model: Path, windows: tuple[int, ...]
-) -> None:
+def test_blocks_in_flight_at_a_disconnect_may_be_reused(small_model: Path, windows: tuple[int, ...]) -> None:
     engine = OverlappedEngine(small_model, windows=windows)
     prompt = [33 + number % 80 for number in range(150)]
     engine.ask("gone", prompt, 2, priority=0)
@@ -88,7 +86,9 @@ def test_what_was_in_flight_when_a_client_hung_up_may_be_read(
 
 
 @pytest.mark.parametrize("left_out", [rollback.rewind_computed, rollback.evict_written])
-def test_without_one_step_some_request_does(small_model: Path, left_out: rollback.Step) -> None:
+def test_without_one_rollback_step_some_request_reads_uncomputed_kv(
+    small_model: Path, left_out: rollback.Step
+) -> None:
     assert any(_lied(small_model, left_out, seed) for seed in range(3))
 
 
@@ -134,7 +134,7 @@ def lies_behind_a_window(model: Path, left_out: rollback.Step | None, windows: t
 
 
 @pytest.mark.parametrize("windows", WINDOWS.values(), ids=WINDOWS)
-def test_a_request_that_took_the_end_of_a_window_only_computes_all_of_it(
+def test_a_request_with_only_the_end_of_a_window_recomputes_all_of_it(
     small_model: Path, windows: tuple[int, ...]
 ) -> None:
     assert lies_behind_a_window(small_model, None, windows) == []
@@ -153,7 +153,7 @@ class Loads(Plugin):
 
 
 @pytest.mark.parametrize("windows", WINDOWS.values(), ids=WINDOWS)
-def test_one_that_waits_for_kv_behind_what_was_undone_computes_it(
+def test_a_request_waiting_for_kv_behind_undone_blocks_recomputes_them(
     small_model: Path, windows: tuple[int, ...]
 ) -> None:
     engine = ModelFreeEngine(small_model, windows=windows, plugins=(f"{__name__}:Loads",))
@@ -170,7 +170,7 @@ def test_one_that_waits_for_kv_behind_what_was_undone_computes_it(
 
 
 @pytest.mark.parametrize("windows", WINDOWS.values(), ids=WINDOWS)
-def test_one_that_waits_for_kv_and_has_nothing_before_it_computes_all_of_it(
+def test_a_request_waiting_for_kv_without_a_prefix_recomputes_everything(
     small_model: Path, windows: tuple[int, ...]
 ) -> None:
     engine = ModelFreeEngine(small_model, windows=windows, plugins=(f"{__name__}:Loads",))

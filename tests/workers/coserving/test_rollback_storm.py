@@ -78,5 +78,5 @@ def test_outputs_equal_an_undisturbed_run(
 @pytest.mark.engine
 @pytest.mark.slow
 @pytest.mark.parametrize("left_out", STEPS, ids=STEPS.values())
-def test_without_one_step_it_goes_wrong(left_out: str, small_model: Path, tmp_path: Path) -> None:
+def test_without_one_rollback_step_outputs_differ(left_out: str, small_model: Path, tmp_path: Path) -> None:
     assert red(small_model, left_out, tmp_path / "audit")

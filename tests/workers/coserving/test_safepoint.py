@@ -53,7 +53,7 @@ def left_at(
     return None
 
 
-def test_a_raised_flag_ends_the_iteration_at_the_next_layer(flag: Flag) -> None:
+def test_a_raised_flag_aborts_the_iteration_at_the_next_layer(flag: Flag) -> None:
     assert left_at(worker(flag), 7, flag, raise_before=5) == 5
     assert flag.aborted(7)
     assert flag.fields[page.ABORTED_LAYER] == 5
@@ -68,16 +68,16 @@ def test_a_late_signal_stops_no_later_iteration(flag: Flag) -> None:
     assert not flag.aborted(8)
 
 
-def test_an_unarmed_iteration_is_never_left(flag: Flag) -> None:
+def test_an_unarmed_iteration_is_never_aborted(flag: Flag) -> None:
     flag.raise_for(0)
     assert left_at(worker(flag), 0) is None
 
 
-def test_checks_are_as_far_apart_as_asked(flag: Flag) -> None:
+def test_checks_have_the_configured_distance(flag: Flag) -> None:
     assert left_at(worker(flag, every=4), 7, flag, raise_before=5) == 8
 
 
-def test_the_running_epoch_is_shown_while_it_runs(flag: Flag) -> None:
+def test_the_epoch_of_the_running_iteration_is_visible(flag: Flag) -> None:
     made = worker(flag)
     made.before_step(Armed(9))
     assert flag.fields[page.RUNNING] == 9
@@ -98,7 +98,7 @@ def _raise_in_another_process(name: str, epoch: int) -> None:
     Flag(name).raise_for(epoch)
 
 
-def test_epochs_of_a_restart_are_past_those_of_the_crash(flag: Flag) -> None:
+def test_epochs_after_a_restart_follow_those_before_the_crash(flag: Flag) -> None:
     before = page.new_epoch()
     assert page.new_epoch() >= before
     assert page.unpack(page.pack(before, 63)) == (before, 63)
@@ -107,7 +107,7 @@ def test_epochs_of_a_restart_are_past_those_of_the_crash(flag: Flag) -> None:
 
 @pytest.mark.parametrize("ranks", [2, 4])
 @pytest.mark.parametrize("raise_before", range(0, 12, 3))
-def test_all_ranks_leave_at_the_same_layer(flag: Flag, ranks: int, raise_before: int) -> None:
+def test_all_ranks_abort_at_the_same_layer(flag: Flag, ranks: int, raise_before: int) -> None:
     """Ranks in threads, with a collective in every layer, as in a tensor parallel model."""
     collective = threading.Barrier(ranks)
     left: list[int | None] = [None] * ranks
@@ -145,7 +145,7 @@ def scheduler_side(flag: Flag, seconds: float = 0.1, **more: Any) -> SafepointSc
     return side
 
 
-def test_only_steps_that_are_worth_it_are_armed(flag: Flag) -> None:
+def test_only_long_enough_steps_are_armed(flag: Flag) -> None:
     side = scheduler_side(flag)
     first, second = side.order(STEP), side.order(STEP)
     assert first is not None and second is not None

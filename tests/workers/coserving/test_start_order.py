@@ -34,7 +34,7 @@ class TableOfTheHost(Plugin):
     ("policy", "expected"),
     [("bros", ["second", "third", "first"]), ("sarathi", ["first", "second", "third"])],
 )
-def test_bros_starts_offline_requests_by_what_they_bring_back(
+def test_bros_starts_offline_requests_by_blocks_to_restore(
     small_model: Path, policy: str, expected: list[str]
 ) -> None:
     engine = ModelFreeEngine(small_model, policy=policy, plugins=(f"{__name__}:TableOfTheHost",))

@@ -104,7 +104,7 @@ def left_at(registered: list[str], every: int, run_ahead: int, seed: int) -> lis
 @pytest.mark.parametrize("run_ahead", [0, 6])
 @pytest.mark.parametrize("every", [1, 4])
 @pytest.mark.parametrize("model", REGISTERED)
-def test_both_ranks_leave_at_the_same_layer(model: str, every: int, run_ahead: int) -> None:
+def test_both_ranks_abort_at_the_same_layer(model: str, every: int, run_ahead: int) -> None:
     """`run_ahead`: what the step's order says beyond the workers' own bound."""
     layers: list[Any] = [left_at(REGISTERED[model], every, run_ahead, seed) for seed in range(SCHEDULES)]
     assert [pair for pair in layers if pair[0] != pair[1]] == []

@@ -31,7 +31,7 @@ def finish(engine: ModelFreeEngine) -> None:
     assert engine.outputs == {key: expected(*asked) for key, asked in ASKED.items()}
 
 
-def test_a_late_request_has_a_token_in_every_iteration_and_the_prompt_goes_on(small_model: Path) -> None:
+def test_a_late_request_gets_a_token_in_every_iteration_and_the_prompt_continues(small_model: Path) -> None:
     engine = started(small_model, tbt_s=1e-9)
     for number in range(1, 4):
         engine.step(abort_share=0.0)

@@ -26,7 +26,7 @@ def signatures() -> Iterator[tuple[ReliedOn, str, str]]:
 
 
 @pytest.mark.parametrize("table", TABLES, ids=["scheduling", "working", "graphs"])
-def test_the_installed_release_is_the_one_written_for(table: ReliedOn) -> None:
+def test_the_installed_vllm_is_the_supported_release(table: ReliedOn) -> None:
     verify(table)
 
 
@@ -81,13 +81,13 @@ def drained(queue: internals.PolicyQueue) -> list[str]:
     return order
 
 
-def test_waiting_offline_requests_come_as_named_after_online_ones_and_before_the_rest() -> None:
+def test_waiting_offline_requests_follow_the_plans_order_after_online_ones() -> None:
     queue, requests = queued(("a", 1), ("b", 1), ("c", 1), ("gone", 1), ("on", 0))
     queue.name_offline([requests["gone"], requests["c"], requests["b"]])
     queue.remove_requests([requests["gone"]])
     assert drained(queue) == ["on", "c", "b", "a"]
 
 
-def test_without_names_the_order_is_vllms() -> None:
+def test_without_a_planned_order_vllms_order_stays() -> None:
     queue, _ = queued(("a", 1), ("b", 1), ("on", 0))
     assert drained(queue) == ["on", "a", "b"]

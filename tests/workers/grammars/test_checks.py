@@ -90,7 +90,7 @@ def compiling(tmp_path_factory: pytest.TempPathFactory) -> Iterator[CompileProce
 
 
 @pytest.mark.timeout(300)
-def test_what_vllm_makes_of_each_kind_of_grammar_comes_back(compiling: CompileProcess) -> None:
+def test_each_kind_of_grammar_is_compiled_as_vllm_does(compiling: CompileProcess) -> None:
     async def main() -> None:
         checks = GrammarChecks(compiling.address, BUDGET)
         kinds = (schema("a"), {"regex": "[abc]{4}"}, {"json_object": True}, {"grammar": 'root ::= "a"'})
@@ -107,7 +107,7 @@ def test_what_vllm_makes_of_each_kind_of_grammar_comes_back(compiling: CompilePr
 
 
 @pytest.mark.timeout(300)
-def test_a_grammar_over_its_budget_is_ended_and_remembered(compiling: CompileProcess) -> None:
+def test_a_grammar_over_its_budget_is_stopped_and_remembered(compiling: CompileProcess) -> None:
     async def main() -> None:
         checks, before = GrammarChecks(compiling.address, BUDGET), count("over_budget")
         peak, limits = 0, dict[str, str]()
@@ -162,7 +162,7 @@ def test_a_schema_that_many_ask_for_at_once_is_compiled_once(compiling: CompileP
 
 
 @pytest.mark.timeout(300)
-def test_who_waits_too_long_for_its_own_grammars_is_told_to_try_again(compiling: CompileProcess) -> None:
+def test_an_owner_with_too_many_grammars_gets_a_retry_answer(compiling: CompileProcess) -> None:
     async def main() -> None:
         checks = GrammarChecks(compiling.address, GrammarBudget(2.0, 128, wait_s=0.3))
         first = asyncio.create_task(compiling.check(checks, repetitions(10), "eve"))
@@ -191,11 +191,11 @@ def test_a_killed_process_is_started_again(compiling: CompileProcess) -> None:
     run(main())
 
 
-def test_the_budget_goes_through_the_environment() -> None:
+def test_the_budget_is_passed_through_the_environment() -> None:
     assert GrammarBudget.from_environment(BUDGET.to_environment()) == BUDGET
 
 
-def test_a_fork_without_memory_is_over_its_budget_and_not_wrong() -> None:
+def test_a_fork_without_memory_is_over_budget_and_not_an_invalid_grammar() -> None:
     parsing = VLLMValidationError("Failed to transform regex into a grammar: std::bad_alloc")
     assert failure(parsing) == failure(MemoryError()) == {"over_budget": True}
     assert failure(VLLMValidationError("no")) == {"invalid": "no"}

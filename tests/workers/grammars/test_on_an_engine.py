@@ -64,7 +64,7 @@ def regex(number: int) -> dict[str, Any]:
     return {"structured_outputs": {"regex": f"{MANY_REPETITIONS}|{number}"}}
 
 
-def test_grammars_of_each_kind_bind_the_answer(engine: EngineProcess) -> None:
+def test_answers_follow_each_kind_of_grammar(engine: EngineProcess) -> None:
     status, answer, _ = ask(engine, {"structured_outputs": {"regex": "[abc]{4}"}})
     content = json.loads(answer)["choices"][0]["message"]["content"]
     assert status == 200 and set(content) <= set("abc") and len(content) == 4
@@ -78,7 +78,7 @@ def test_grammars_of_each_kind_bind_the_answer(engine: EngineProcess) -> None:
 
 
 @pytest.mark.parametrize("stream", [False, True])
-def test_a_grammar_that_is_none_is_a_bad_request(engine: EngineProcess, stream: bool) -> None:
+def test_an_invalid_grammar_is_a_bad_request(engine: EngineProcess, stream: bool) -> None:
     status, answer, _ = ask(engine, {"structured_outputs": {"regex": "(((("}, "stream": stream})
     assert status == 400 and "message" in json.loads(answer)["error"]
 
@@ -97,7 +97,7 @@ def test_a_prefill_leg_compiles_no_grammar(engine: EngineProcess) -> None:
     assert status == 200, answer
 
 
-def test_expensive_grammars_cost_who_sends_them_and_nobody_else(engine: EngineProcess) -> None:
+def test_expensive_grammars_delay_only_their_sender(engine: EngineProcess) -> None:
     assert engine.process is not None
     ask(engine, schema("warm"))
     idle = session_bytes(engine.process.pid)

@@ -71,14 +71,14 @@ def test_a_cap_outside_the_range_is_refused_and_nothing_is_recorded(machine: Gpu
     assert not machine.record.exists()
 
 
-def test_without_permission_nothing_is_owed(machine: GpuMachine) -> None:
+def test_without_permission_no_restore_is_recorded(machine: GpuMachine) -> None:
     machine.write(0, "fails", PERMISSION)
     assert "not permitted; setting power limits needs root" in apply(machine, 200, "0", "1")
     assert machine.limits() == [300.0, 200.0]
     assert list(json.loads(machine.record.read_text())["entries"]) == ["GPU-00000001"]
 
 
-def test_a_gpu_that_is_lost_is_still_owed_its_limit(machine: GpuMachine) -> None:
+def test_the_limit_of_a_lost_gpu_is_still_recorded(machine: GpuMachine) -> None:
     apply(machine, 200, "0", "1")
     machine.write(0, "fails", LOST)
     assert "still to be restored to 300 W" in restore(machine)
@@ -88,12 +88,12 @@ def test_a_gpu_that_is_lost_is_still_owed_its_limit(machine: GpuMachine) -> None
     assert machine.limits() == [300.0, 300.0]
 
 
-def test_a_limit_that_does_not_take_is_said(machine: GpuMachine) -> None:
+def test_a_limit_without_effect_is_reported(machine: GpuMachine) -> None:
     machine.write(0, "fails", IGNORES_LIMIT)
     assert "set to 200 W, but the GPU reports 300 W" in apply(machine, 200, "0")
 
 
-def test_what_somebody_else_set_since_is_left_alone(machine: GpuMachine) -> None:
+def test_a_limit_set_by_someone_else_is_not_changed(machine: GpuMachine) -> None:
     apply(machine, 200, "0")
     machine.write(0, "limit_mw", 250_000)
     assert "which somebody else set" in restore(machine)
@@ -106,7 +106,7 @@ def test_unknown_gpus_are_named(machine: GpuMachine) -> None:
     assert "no GPU GPU-nope" in out
 
 
-def test_after_a_reboot_the_record_is_void(machine: GpuMachine) -> None:
+def test_a_reboot_voids_the_record(machine: GpuMachine) -> None:
     apply(machine, 200, "0", boot="'before'")
     machine.write(0, "limit_mw", 300_000)  # what a reboot does
     assert restore(machine, boot="'after'") == ""
@@ -176,7 +176,7 @@ def test_a_keeper_that_is_killed_has_its_cap_set_back_by_its_guard(machine: GpuM
     until([300.0, 300.0], machine)
 
 
-def test_a_guard_that_is_told_to_end_with_its_keeper_has_no_grace(machine: GpuMachine) -> None:
+def test_a_guard_terminated_with_its_keeper_has_no_grace_period(machine: GpuMachine) -> None:
     """As `conserve down` ends both."""
     process = keeper(machine, grace=600.0)
     until([300.0, 200.0], machine)
@@ -207,7 +207,7 @@ print(guard.wait(30))
 """
 
 
-def test_a_guard_that_is_told_to_end_before_it_listens_sets_the_cap_back(machine: GpuMachine) -> None:
+def test_a_guard_terminated_early_restores_the_limit(machine: GpuMachine) -> None:
     done = machine.python(TOLD_AT_ONCE, str(machine.record))
     assert done.stdout.splitlines() == ["[300.0, 200.0]", "0"], done.stderr
     assert machine.limits() == [300.0, 300.0]
@@ -246,7 +246,7 @@ def test_a_cap_that_could_not_be_set_is_tried_again(machine: GpuMachine) -> None
     until([300.0, 300.0], machine)
 
 
-def test_the_next_start_without_a_cap_undoes_what_was_left(machine: GpuMachine) -> None:
+def test_the_next_start_without_a_cap_restores_the_limit(machine: GpuMachine) -> None:
     apply(machine, 150, "1")
     process = keeper(machine, engine="prefill-0", cap="")
     until([300.0, 300.0], machine)

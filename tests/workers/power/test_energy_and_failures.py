@@ -40,7 +40,7 @@ def served(machine: GpuMachine, cap: str, *gpus: str, step: bool = False) -> str
     return done.stdout
 
 
-def test_energy_is_what_the_counters_grew_by(machine: GpuMachine) -> None:
+def test_energy_is_the_increase_of_the_counters(machine: GpuMachine) -> None:
     out = served(machine, "", "0", "1", step=True)
     assert 'conserve_energy_joules_total{engine="decode-0",role="decode"} 7.5' in out
     assert 'conserve_power_watts{engine="decode-0"} 150.0' in out
@@ -54,7 +54,7 @@ def test_energy_is_what_the_counters_grew_by(machine: GpuMachine) -> None:
         (DRIVER, "there is no NVIDIA driver on this machine"),
     ],
 )
-def test_what_was_not_done_is_said_and_counted_and_serving_goes_on(
+def test_a_failed_cap_is_logged_and_counted_and_serving_continues(
     machine: GpuMachine, fails: int, says: str
 ) -> None:
     machine.write(0, "fails", fails)
@@ -64,14 +64,14 @@ def test_what_was_not_done_is_said_and_counted_and_serving_goes_on(
     assert machine.limits() == [300.0, 300.0]
 
 
-def test_a_machine_without_the_library_serves_on(machine: GpuMachine) -> None:
+def test_a_machine_without_the_library_still_serves(machine: GpuMachine) -> None:
     empty = machine.home
     empty.mkdir()
     bare = GpuMachine(empty, machine.state, machine.home)
     assert "there is no NVIDIA driver on this machine" in served(bare, "200", "0")
 
 
-def test_a_gpu_without_an_energy_counter_is_said_once(machine: GpuMachine) -> None:
+def test_a_gpu_without_an_energy_counter_is_logged_once(machine: GpuMachine) -> None:
     machine.write(0, "fails", NO_ENERGY)
     out = served(machine, "200", "0")
     assert out.count("reason='energy of GPU-00000000: Not Supported'") == 1
