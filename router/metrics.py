@@ -48,6 +48,11 @@ ENGINES_AWAITED = Gauge(
     "Engines that were up before the directory restarted and have not reported since. New "
     "conversations wait for them, for a limited time.",
 )
+JOURNAL_UNWRITTEN = Gauge(
+    "conserve_journal_unwritten_rows",
+    "Rows that wait for the directory's disk since it refused them or did not answer; 0 while it takes them. "
+    "No new conversation is placed meanwhile.",
+)
 JOURNAL_ROWS_MISSED = Counter(
     "conserve_journal_rows_missed_total",
     "Token counts and prompt ends that the directory did not write because its disk was too slow or "

@@ -9,6 +9,7 @@ from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, TypeVar
+from urllib.parse import urlsplit
 
 import httpx
 import yaml
@@ -48,13 +49,22 @@ def brought_up(fleet: FleetSpec, limit_s: float = UP_LIMIT_S) -> Iterator[FleetH
     """Run a fleet as `conserve up` does, and take it down afterwards, on SIGTERM too."""
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))
     with tempfile.TemporaryDirectory(prefix="bench-") as base:
-        file, port = Path(base) / "fleet.yaml", free_port("127.0.0.1")
-        file.write_text(yaml.safe_dump(fleet.model_dump(mode="json", exclude_unset=True)))
         try:
-            _conserve(base, "up", str(file), "--detach", "--port", str(port), limit_s=limit_s)
+            _up(base, fleet, free_port("127.0.0.1"), limit_s)
             yield FleetHome.of(fleet.name, base)
         finally:
             _conserve(base, "down", fleet.name, limit_s=DOWN_LIMIT_S)
+
+
+def change(home: FleetHome, fleet: FleetSpec) -> None:
+    """Change a running fleet as `conserve up` does."""
+    _up(str(home.root.parents[1]), fleet, urlsplit(serving(home).endpoint).port or 0, UP_LIMIT_S)
+
+
+def _up(base: str, fleet: FleetSpec, port: int, limit_s: float) -> None:
+    file = Path(base) / "fleet.yaml"
+    file.write_text(yaml.safe_dump(fleet.model_dump(mode="json", exclude_unset=True)))
+    _conserve(base, "up", str(file), "--detach", "--port", str(port), limit_s=limit_s)
 
 
 @contextmanager

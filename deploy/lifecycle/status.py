@@ -99,6 +99,7 @@ class FleetStatus:
     starting: bool = False  # `conserve up` has not ended yet
     seconds: float = 0.0  # since the start of Ray's supervisor; 0: there is none here
     lost: bool = False  # whether that supervisor should run, and does not
+    journal_problem: str = ""  # why the directory refuses new conversations
 
 
 def running(home: FleetHome) -> RunRecord:
@@ -134,6 +135,7 @@ def fleet_status(home: FleetHome) -> FleetStatus:
         metrics=reply.metrics if reply is not None else "",
         gateways=reply.gateways if reply is not None else (),
         batch=reply.batch if reply is not None else (),
+        journal_problem=reply.journal_problem if reply is not None else "",
         engines=tuple(engines),
     )
 

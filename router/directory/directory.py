@@ -146,6 +146,11 @@ class Directory:
 
     # Called by the service
 
+    @property
+    def journal_problem(self) -> str:
+        """Reason why the disk takes no rows now; empty if it does."""
+        return self._journal.problem
+
     def check_journal(self) -> None:
         """Raise JournalError if a new placement could not be written soon."""
         self._journal.check_capacity()

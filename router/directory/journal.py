@@ -136,16 +136,17 @@ class Journal:
         except TimeoutError:
             if self._reported_at != self._begun_at:
                 self._reported_at = self._begun_at
+                metrics.JOURNAL_UNWRITTEN.set(len(self._pending))
                 log.error("disk does not answer file=%s rows=%d", self._path, len(self._pending))
             raise JournalError(self._silent) from None
 
     def check_capacity(self) -> None:
         """Refuse new work while the disk takes nothing and too many rows wait for it."""
         if self._full:
-            raise JournalError(self._failing)
+            raise JournalError(self.problem)
 
     @property
-    def _failing(self) -> str:
+    def problem(self) -> str:
         """Reason why the disk takes nothing; empty if it does."""
         now = asyncio.get_running_loop().time()
         late = self._flushing is not None and now >= self._begun_at + LATE_S
@@ -153,7 +154,7 @@ class Journal:
 
     @property
     def _full(self) -> bool:
-        return len(self._pending) > MAX_UNWRITTEN and bool(self._failing)
+        return len(self._pending) > MAX_UNWRITTEN and bool(self.problem)
 
     async def close(self) -> None:
         with suppress(JournalError):
@@ -199,10 +200,12 @@ class Journal:
             self._failed = f"{_CANNOT}: {wrong}; free space or fix the disk"
             self._lazy = loop.call_later(self._retry_s, self._start_flush)
             self._retry_s = min(2 * self._retry_s, _LONGEST_RETRY_S)
+            metrics.JOURNAL_UNWRITTEN.set(len(self._pending))
             log.error("cannot write file=%s rows=%d reason=%r", self._path, len(rows), str(wrong))
             raise JournalError(self._failed) from wrong
         del self._pending[: len(rows)]
         self._flushing, self._failed, self._retry_s = None, "", _RETRY_S
+        metrics.JOURNAL_UNWRITTEN.set(0)
         self._start_flush()
 
     def _write(self, rows: list[Row]) -> None:

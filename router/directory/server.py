@@ -156,6 +156,7 @@ class DirectoryServer(Directory):
             metrics=self.metrics_page,
             gateways=self.gateways.pages(of_batch=False),
             batch=self.gateways.pages(of_batch=True),
+            journal_problem=self.journal_problem,
         )
 
     def _take(self, activity: m.Activity, gateway: str, now: float) -> bool:

@@ -5,7 +5,7 @@ from typing import Any
 
 import pytest
 
-from benchmarks import placement, prefixes, returns
+from benchmarks import availability, placement, prefixes, returns
 from benchmarks.batch import Phase
 from benchmarks.coserving import __main__ as coserving
 from benchmarks.coserving.turns import Experienced, LoadOutcome, OnlineLoad, PartLengths
@@ -112,6 +112,14 @@ def test_tenants() -> None:
         victim_ttft_p99_vs_alone victim_gap_p99_vs_alone victim_failed victim_failed_alone
         victim_ttft_p50_alone_s victim_ttft_p50_beside_s victim_ttft_p90_alone_s victim_ttft_p90_beside_s
         victim_ttft_p99_alone_s victim_ttft_p99_beside_s victim_turns_alone victim_turns_beside""")
+
+
+def test_availability() -> None:
+    killed = (process.name for process in availability.PROCESSES)
+    rows = [availability.Unavailability(name, "new", 1.0, 0.5, 0.0, None, False) for name in killed]
+    assert set(availability.figures_of(rows)) == keys("""
+        only_gateway_new gateway_of_several_new directory_new keeper_new batch_new gcs_new raylet_new
+        decoder_new prefiller_new over_budget""")
 
 
 @pytest.mark.timeout(400)  # a process that imports torch takes a minute on busy cores

@@ -34,6 +34,8 @@ def in_words(found: FleetStatus) -> str:
         return f"Its supervisor is gone, and Ray with it; to end what is left: conserve down {found.fleet}"
     if not found.reachable:
         return "The directory does not answer: gateways serve the conversations they know, and no new ones."
+    if found.journal_problem:
+        return f"New conversations get 503: {found.journal_problem}."
     return ""
 
 

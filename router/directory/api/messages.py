@@ -208,6 +208,7 @@ class DirectoryStatus:
     metrics: str  # host:port of the directory's metrics page
     gateways: tuple[str, ...]  # and of each gateway process's
     batch: tuple[str, ...]  # and of the batch process's
+    journal_problem: str = ""  # why new conversations are refused
 
 
 @dataclass(frozen=True, slots=True)

@@ -7,8 +7,11 @@ from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager, suppress
 from pathlib import Path
 
+import grpc
 import pytest
 
+from router.directory.api.messages import STATUS
+from router.directory.api.rpc import Stub
 from router.gateway.config import GatewayConfig, ServedModel
 from router.gateway.main import Gateway
 from tests.support.directory_process import DirectoryProcess
@@ -30,6 +33,7 @@ def namespace() -> list[str]:
 
 class SmallDisk:
     def __init__(self, folder: Path, directory: DirectoryProcess) -> None:
+        self._address = directory.address
         self._filler = Path(f"/proc/{directory.pid}/root{folder}/filler")
 
     def fill(self) -> None:
@@ -39,6 +43,11 @@ class SmallDisk:
 
     def make_room(self) -> None:
         self._filler.unlink()
+
+    async def problem(self) -> str:
+        """Return what the directory's status says about its disk."""
+        async with grpc.aio.insecure_channel(self._address) as channel:
+            return (await Stub(channel, "s3cret").ask(STATUS, None, 5.0)).journal_problem
 
 
 @asynccontextmanager
@@ -83,7 +92,9 @@ async def test_a_full_disk_refuses_new_conversations_at_once(tmp_path: Path) -> 
             assert reason in answer.error["message"]
             assert "retry-after" in answer.headers
         assert (await talk(url, "bound"))[0].status == 200
+        assert reason in await disk.problem()
         ended, why = await get(f"{url}/v1/conversations/bound", "DELETE")
         assert ended == 503 and "database or disk is full" in why["error"]["message"]
         disk.make_room()
         assert (await talk(url, "new-0"))[0].status == 200
+        assert not await disk.problem()

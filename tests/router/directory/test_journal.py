@@ -292,6 +292,10 @@ async def test_a_disk_that_hangs_without_an_error_counts_as_failing(
     assert len(await contents(path)) == MAX_UNWRITTEN + 1
 
 
+def unwritten() -> float | None:
+    return REGISTRY.get_sample_value("conserve_journal_unwritten_rows")
+
+
 def missed() -> float:
     return REGISTRY.get_sample_value("conserve_journal_rows_missed_total") or 0.0
 
@@ -307,6 +311,7 @@ async def test_the_number_of_waiters_for_a_full_disk_is_bounded(tmp_path: Path) 
             journal.append(row(number))
         with pytest.raises(JournalError):
             await journal.durable()
+        assert unwritten() == MAX_UNWRITTEN + 1
         for number in range(50_000):
             journal.append(Row("c:1", f"n:{number}", b"1"))
             journal.append(Row("c:1", "turns", b"2"))
@@ -314,6 +319,7 @@ async def test_the_number_of_waiters_for_a_full_disk_is_bounded(tmp_path: Path) 
     assert missed() == before + 100_000
     await until(lambda: not refuses(journal))
     await journal.close()
+    assert unwritten() == 0
     found = await contents(path)
     assert len(found) == MAX_UNWRITTEN
     assert not any(one.subject == "c:1" for one in found)

@@ -1,0 +1,195 @@
+"""Seconds without an answer after a process of a fleet is killed, by process.
+
+    python -m benchmarks.availability [--quick] [--json FILE] [--fleet FILE] [PROCESS …]
+
+Small clients begin conversations, take turns of bound ones, and read long streams, two of each kind. They ask
+again at once when a request fails. One process after another gets `kill -9`; the fleet becomes whole before
+the next one. A figure is the longest wait of a client for its next token after a kill, less the longest wait
+of that kind without faults in the same run. A stream that is cut and asked for again waits until the first
+token of its new answer. A figure may exceed its budget by half a second: what starts again takes processor
+time from everything else.
+
+The first kill is that of the only gateway; then the fleet gets a second gateway.
+"""
+
+import asyncio
+import sys
+import time
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import psutil
+
+from benchmarks.chaos.faults import victims
+from benchmarks.chaos.watching import WHOLE_S, whole
+from benchmarks.harness.fleet import RANDOM, brought_up, change, changed
+from benchmarks.harness.output import command, print_rows, report
+from benchmarks.harness.steady_clients import BOUND, KINDS, NEW, STREAM, SteadyClients
+from deploy.fleet import FleetSpec, load_fleet
+from deploy.home import FleetHome
+from deploy.lifecycle.status import fleet_status, serving
+from placement.routing.placer_settings import FirstTurns
+from workers.processes import tree
+
+QUIET_S, WATCH_S, QUICK_WATCH_S = 8.0, 40.0, 15.0
+RESTS_S = 3.0  # after the fleet has become whole
+ALLOWED_S = 0.5  # beyond a budget
+
+
+@dataclass(frozen=True)
+class Process:
+    """A process to kill, and the seconds that its end may cost each kind of client."""
+
+    name: str
+    command: str  # a part of its command line
+    budget_s: Mapping[str, float]  # a kind that is missing has no budget
+    engine: str = ""  # whose process it is
+    may_cut_streams: bool = False
+
+
+NOTHING = dict.fromkeys(KINDS, 0.0)
+ONLY_GATEWAY = "only_gateway"
+PROCESSES = (
+    Process(ONLY_GATEWAY, "router.gateway.main", dict.fromkeys(KINDS, 5.0), may_cut_streams=True),
+    Process("gateway_of_several", "router.gateway.main", NOTHING, may_cut_streams=True),
+    Process("directory", "deploy.directory", {NEW: 5.0, BOUND: 0.0, STREAM: 0.0}),
+    Process("keeper", "ray::KeeperActor", NOTHING),
+    Process("batch", "router.batch", NOTHING),
+    Process("gcs", "gcs_server", NOTHING),
+    Process("raylet", "raylet/raylet", NOTHING),
+    Process("decoder", "VLLM::EngineCore", {}, engine="decode-0"),
+    Process("prefiller", "VLLM::EngineCore", {}, engine="prefill-0"),
+)
+
+
+@dataclass(frozen=True)
+class Kill:
+    """Times of a kill: of the quiet before it, of the kill, and until when clients were watched."""
+
+    quiet_since: float
+    killed_at: float
+    until: float
+
+
+@dataclass(frozen=True)
+class Unavailability:
+    """Waits of one kind of client after a process was killed."""
+
+    process: str
+    clients: str
+    longest_wait_s: float
+    unavailable_s: float
+    budget_s: float | None
+    streams_cut: int | None = None  # only of streams
+    over_budget: bool = False
+
+
+def prepared(fleet: FleetSpec) -> FleetSpec:
+    """Return a fleet in which new conversations need every process: prefillers compute all first turns."""
+    return changed(
+        fleet,
+        name="availability",
+        engine={"start_together": 2},
+        placement={"first_turns": FirstTurns.PREFILLER},
+    )
+
+
+async def kill_each(
+    home: FleetHome, fleet: FleetSpec, clients: SteadyClients, wanted: Iterable[Process], watch_s: float
+) -> dict[str, Kill]:
+    """Kill one process after another while clients ask."""
+    kills, gateways = {}, 1
+    asking = asyncio.create_task(clients.run())
+    try:
+        for process in wanted:
+            if gateways == 1 and process.name != ONLY_GATEWAY:
+                await asyncio.to_thread(change, home, changed(fleet, gateway={"processes": 2}))
+                gateways = 2
+            await until_whole(home)
+            await asyncio.sleep(RESTS_S)
+            if not await clients.all_answered():
+                raise SystemExit("some clients get no answer without a fault")
+            quiet_since = time.monotonic()
+            await asyncio.sleep(QUIET_S)
+            victim = await asyncio.to_thread(victim_of, home, process)
+            killed_at = time.monotonic()
+            victim.kill()
+            await asyncio.sleep(watch_s)
+            until = time.monotonic()
+            if not await clients.all_answered():  # so that waits which go on are measured to their end
+                until = time.monotonic()
+            kills[process.name] = Kill(quiet_since, killed_at, until)
+            failures = clients.failures(killed_at, until)
+            print(f"{process.name} (pid {victim.pid}): failures {dict(failures.most_common(5))}", flush=True)
+    finally:
+        asking.cancel()
+        await asyncio.gather(asking, return_exceptions=True)
+    return kills
+
+
+async def until_whole(home: FleetHome) -> None:
+    deadline = time.monotonic() + WHOLE_S
+    while not await asyncio.to_thread(whole, home):
+        if time.monotonic() > deadline:
+            raise SystemExit(f"the fleet is not whole after {WHOLE_S:.0f} s")
+        await asyncio.sleep(0.5)
+
+
+def victim_of(home: FleetHome, process: Process) -> psutil.Process:
+    """Return the process to kill; of several, the one with the most connections."""
+    found = victims(home, process.command)
+    if process.engine:
+        (engine,) = (one for one in fleet_status(home).engines if one.engine == process.engine)
+        own = {one.pid for one in tree(psutil.Process(engine.pid))}
+        found = [one for one in found if one.pid in own]
+    return max(found, key=lambda one: len(one.net_connections("inet")))
+
+
+def seen(clients: SteadyClients, kills: Mapping[str, Kill]) -> list[Unavailability]:
+    """Return what each kill cost each kind of client."""
+    undisturbed = dict.fromkeys(KINDS, 0.0)
+    for kill in kills.values():
+        for kind, (begin, end) in clients.longest_waits(kill.quiet_since, kill.killed_at).items():
+            # A wait that the kill has made longer is not one without faults.
+            undisturbed[kind] = max(undisturbed[kind], min(end, kill.killed_at) - begin)
+    rows = [Unavailability("none", kind, wait_s, 0.0, None) for kind, wait_s in undisturbed.items()]
+    for process in PROCESSES:
+        if (kill := kills.get(process.name)) is None:
+            continue
+        for kind, (begin, end) in clients.longest_waits(kill.killed_at, kill.until).items():
+            lost_s, budget_s = max(0.0, end - begin - undisturbed[kind]), process.budget_s.get(kind)
+            cut = clients.failures(kill.killed_at, kill.until, kind).total() if kind == STREAM else None
+            over = bool(cut) and not process.may_cut_streams
+            over = over or (budget_s is not None and lost_s > budget_s + ALLOWED_S)
+            rows.append(Unavailability(process.name, kind, end - begin, lost_s, budget_s, cut, over))
+    return rows
+
+
+def figures_of(rows: Iterable[Unavailability]) -> dict[str, Any]:
+    """Return a figure for each process and kind of client, and the names of those over their budgets."""
+    killed = {f"{row.process}_{row.clients}": row for row in rows if row.process != "none"}
+    figures: dict[str, Any] = {name: row.unavailable_s for name, row in killed.items()}
+    return {**figures, "over_budget": [name for name, row in killed.items() if row.over_budget]}
+
+
+def main() -> None:
+    parser = command(__doc__, f"watch for {QUICK_WATCH_S:.0f} s, not {WATCH_S:.0f}", RANDOM)
+    names = [process.name for process in PROCESSES]
+    parser.add_argument("process", nargs="*", choices=[[], *names], help="kill only these, in this order")
+    options = parser.parse_args()
+    wanted = [one for one in PROCESSES if one.name in (options.process or names)]
+    fleet = prepared(load_fleet(options.fleet))
+    with brought_up(fleet) as home:
+        clients = SteadyClients(serving(home).endpoint, fleet.model.name)
+        watch_s = QUICK_WATCH_S if options.quick else WATCH_S
+        kills = asyncio.run(kill_each(home, fleet, clients, wanted, watch_s))
+    rows = seen(clients, kills)
+    print_rows("seconds without an answer", rows)
+    figures = figures_of(rows)
+    report(options.json, figures, rows=rows)
+    sys.exit(1 if figures["over_budget"] else 0)
+
+
+if __name__ == "__main__":
+    main()

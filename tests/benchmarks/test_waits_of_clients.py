@@ -1,0 +1,42 @@
+"""Waits for answers around a kill, from times of tokens that are given."""
+
+from benchmarks.availability import Kill, Unavailability, seen
+from benchmarks.harness.steady_clients import BOUND, NEW, STREAM, SteadyClient, SteadyClients
+
+
+def clients(**arrivals: list[float]) -> SteadyClients:
+    made = SteadyClients("http://h", "m")
+    for one in made.clients:
+        one.arrivals[:] = arrivals[one.kind]
+    return made
+
+
+def rows(made: SteadyClients, process: str) -> dict[str, Unavailability]:
+    found = seen(made, {process: Kill(0.0, 10.0, 20.0)})
+    return {row.clients: row for row in found if row.process == process}
+
+
+QUIET = [one / 2 for one in range(21)]
+
+
+def test_a_wait_that_began_before_the_span_and_ends_after_it_is_measured_whole() -> None:
+    client = SteadyClient(NEW, "c", [1.0, 2.0, 9.0, 9.5, 25.0, 25.5])
+    assert client.longest_wait(10.0, 20.0) == (9.5, 25.0)
+    assert client.longest_wait(3.0, 9.2) == (2.0, 9.0)
+    assert client.longest_wait(26.0, 30.0) == (25.5, 30.0)
+
+
+def test_the_wait_without_faults_is_taken_off() -> None:
+    after = [one / 2 for one in range(30, 41)]
+    found = rows(clients(new=[*QUIET, *after], bound=[*QUIET, 11.5, *after], stream=QUIET), "directory")
+    assert found[NEW].unavailable_s == 5.0 - 0.5 and not found[NEW].over_budget
+    assert found[BOUND].unavailable_s == 3.5 - 0.5 and found[BOUND].over_budget
+    assert found[STREAM].longest_wait_s == 10.0, "until the end of the watch"
+
+
+def test_a_stream_that_ends_early_is_over_the_budget_of_an_engine_and_not_of_a_gateway() -> None:
+    made = clients(**{kind: [*QUIET, *(10 + one for one in QUIET)] for kind in (NEW, BOUND, STREAM)})
+    made.clients[-1].failures.append((11.0, "cut"))
+    assert rows(made, "decoder")[STREAM].over_budget
+    assert not rows(made, "only_gateway")[STREAM].over_budget
+    assert not any(row.over_budget for row in rows(made, "decoder").values() if row.clients != STREAM)
