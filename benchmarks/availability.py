@@ -38,7 +38,7 @@ ALLOWED_S = 0.5  # beyond a budget
 
 
 @dataclass(frozen=True)
-class Process:
+class KilledProcess:
     """A process to kill, and the seconds that its end may cost each kind of client."""
 
     name: str
@@ -51,15 +51,15 @@ class Process:
 NOTHING = dict.fromkeys(KINDS, 0.0)
 ONLY_GATEWAY = "only_gateway"
 PROCESSES = (
-    Process(ONLY_GATEWAY, "router.gateway.main", dict.fromkeys(KINDS, 5.0), may_cut_streams=True),
-    Process("gateway_of_several", "router.gateway.main", NOTHING, may_cut_streams=True),
-    Process("directory", "deploy.directory", {NEW: 5.0, BOUND: 0.0, STREAM: 0.0}),
-    Process("keeper", "ray::KeeperActor", NOTHING),
-    Process("batch", "router.batch", NOTHING),
-    Process("gcs", "gcs_server", NOTHING),
-    Process("raylet", "raylet/raylet", NOTHING),
-    Process("decoder", "VLLM::EngineCore", {}, engine="decode-0"),
-    Process("prefiller", "VLLM::EngineCore", {}, engine="prefill-0"),
+    KilledProcess(ONLY_GATEWAY, "router.gateway.main", dict.fromkeys(KINDS, 5.0), may_cut_streams=True),
+    KilledProcess("gateway_of_several", "router.gateway.main", NOTHING, may_cut_streams=True),
+    KilledProcess("directory", "deploy.directory", {NEW: 5.0, BOUND: 0.0, STREAM: 0.0}),
+    KilledProcess("keeper", "ray::KeeperActor", NOTHING),
+    KilledProcess("batch", "router.batch", NOTHING),
+    KilledProcess("gcs", "gcs_server", NOTHING),
+    KilledProcess("raylet", "raylet/raylet", NOTHING),
+    KilledProcess("decoder", "VLLM::EngineCore", {}, engine="decode-0"),
+    KilledProcess("prefiller", "VLLM::EngineCore", {}, engine="prefill-0"),
 )
 
 
@@ -96,7 +96,7 @@ def prepared(fleet: FleetSpec) -> FleetSpec:
 
 
 async def kill_each(
-    home: FleetHome, fleet: FleetSpec, clients: SteadyClients, wanted: Iterable[Process], watch_s: float
+    home: FleetHome, fleet: FleetSpec, clients: SteadyClients, wanted: Iterable[KilledProcess], watch_s: float
 ) -> dict[str, Kill]:
     """Kill one process after another while clients ask."""
     kills, gateways = {}, 1
@@ -136,7 +136,7 @@ async def until_whole(home: FleetHome) -> None:
         await asyncio.sleep(0.5)
 
 
-def victim_of(home: FleetHome, process: Process) -> psutil.Process:
+def victim_of(home: FleetHome, process: KilledProcess) -> psutil.Process:
     """Return the process to kill; of several, the one with the most connections."""
     found = victims(home, process.command)
     if process.engine:
