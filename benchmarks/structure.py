@@ -1,10 +1,10 @@
 """Count the lines, import circles, folders and docstring faults of a source tree.
 
-    python -m benchmarks.structure                            print the figures
-    python -m benchmarks.structure --json FILE                and write them to FILE
-    python -m benchmarks.structure --list docstring_fragments print each place of one figure
-    python -m benchmarks.structure --trips                    also count the files that one turn runs
-    python -m benchmarks.structure --tree ../other            count another checkout
+python -m benchmarks.structure                            print the figures python -m benchmarks.structure
+--json FILE                and write them to FILE python -m benchmarks.structure --list docstring_fragments
+print each place of one figure python -m benchmarks.structure --trips                    also count the files
+that one turn runs python -m benchmarks.structure --tree ../other            count another checkout python -m
+benchmarks.structure --sample 7                 print texts to read as a newcomer, drawn with a seed
 
 The figures leave out files that protoc wrote:
 
@@ -259,6 +259,7 @@ def main() -> None:
     parser = command(__doc__)
     parser.add_argument("--tree", type=Path, default=ROOT, help="checkout to count (default: this one)")
     parser.add_argument("--trips", action="store_true", help="start a fleet and observe two turns")
+    parser.add_argument("--sample", type=int, metavar="SEED", help="print a random sample of texts to read")
     parser.add_argument("--list", metavar="FIGURE", help="print each place that this figure counts")
     arguments = parser.parse_args()
     structure = Structure(arguments.tree.resolve())
@@ -268,6 +269,13 @@ def main() -> None:
         if arguments.list not in places:
             parser.error(f"--list knows {', '.join(places)}")
         print("\n".join(places[arguments.list]))
+        return
+    if arguments.sample is not None:
+        from benchmarks import reading_sample
+
+        tests = [module for module in structure.everything.values() if module.package == "tests"]
+        counted = list(structure.counted.values())
+        print("\n".join(reading_sample.draw(structure.root, counted, tests, arguments.sample)))
         return
 
     structure.print_packages()

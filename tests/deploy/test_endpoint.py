@@ -1,4 +1,4 @@
-"""Commands know a gateway with TLS by its certificate, whatever it is called; curl by a name that it has."""
+"""Commands check a TLS gateway by its certificate under any name; curl checks a name in the certificate."""
 
 import asyncio
 import shlex

@@ -1,4 +1,4 @@
-"""Files made from the code hold what the code says, and nothing by hand."""
+"""Generated files equal the output of the code that makes them."""
 
 import json
 from pathlib import Path

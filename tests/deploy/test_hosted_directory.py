@@ -1,4 +1,4 @@
-"""The directory's process outlives whoever keeps it, and is back within seconds when it is killed."""
+"""The directory's process outlives its host, and restarts within seconds when it is killed."""
 
 import asyncio
 import json
@@ -44,7 +44,7 @@ HOST, KEY = "127.0.0.1", "directory-key"
 
 
 class Rig:
-    """A keeper that announces one engine, and a directory's process that somebody keeps."""
+    """A keeper that announces one engine, and a hosted directory process."""
 
     def __init__(self, folder: Path) -> None:
         self.folder, self.keepers = folder / "directory", folder / "directory" / "keepers.json"
@@ -77,7 +77,7 @@ class Rig:
         return asyncio.create_task(keep(self.hosted(), look))
 
     async def place(self, key: str, limit_s: float) -> Placed:
-        """Place a new conversation; whoever is refused asks again."""
+        """Place a new conversation, and ask again after each refusal."""
         async with asyncio.timeout(limit_s):
             while True:
                 with suppress(Exception):
@@ -136,7 +136,7 @@ gateway: {port: 1, processes: 1}
 
 
 class OneKeeper:
-    """Ray, as far as the actor asks it: the handle of one keeper, which says where the keeper listens."""
+    """Stands in for Ray's handle of one keeper, which returns the keeper's address."""
 
     def __init__(self, address: str) -> None:
         self.control_address, self._address = self, address

@@ -1,4 +1,4 @@
-"""The locks of the CPU build and of CUDA ship what was tested, and no release that is known to be harmful."""
+"""The lock files for CPU and CUDA contain the tested versions and no release known to be harmful."""
 
 import re
 from pathlib import Path
@@ -27,7 +27,7 @@ def test_both_lock_files_have_the_same_major_version_of_each_import(package: str
 
 
 def test_the_cuda_lock_has_no_separate_lmcache() -> None:
-    """A release that pip would choose lacks what the connector uses; lmcache.txt has the right one."""
+    """The release that pip would choose lacks a feature of the connector; lmcache.txt pins the right one."""
     assert "lmcache" not in versions("cuda.txt")
     assert versions("lmcache.txt")["lmcache"] == "0.5.6"
 

@@ -1,4 +1,4 @@
-"""The `ray up` files are taken by Ray's own schema and loader, and say what the fleet relies on."""
+"""Ray's own schema and loader accept the `ray up` files, and they set everything that the fleet relies on."""
 
 import copy
 import re

@@ -1,4 +1,4 @@
-"""The small model is the same everywhere, and writes only what its tokenizer reads back the same."""
+"""The small model is the same on every machine, and its output tokenizes to the same tokens."""
 
 import hashlib
 import json

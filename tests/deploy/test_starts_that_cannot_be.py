@@ -1,4 +1,4 @@
-"""`conserve up` with what cannot work says so in a sentence, soon, and leaves nothing behind."""
+"""`conserve up` reports an impossible start soon, in a sentence, and leaves nothing behind."""
 
 import os
 import shutil
@@ -87,7 +87,7 @@ SAYS = (
 
 
 def test_too_low_a_limit_of_open_files_is_reported(base: Path) -> None:
-    """Said by `conserve up`, and by a gateway on whichever machine."""
+    """Both `conserve up` and a gateway on any machine report it."""
     fleet = base / "fleet.yaml"
     fleet.write_text(random(lambda content: None))
     config = GatewayConfig("127.0.0.1:9", (ServedModel("small"),), port=0)

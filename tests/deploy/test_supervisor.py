@@ -1,4 +1,4 @@
-"""The supervisor keeps its children running and leaves nothing behind, however it ends."""
+"""The supervisor keeps its children running, and leaves nothing behind when it ends."""
 
 import os
 import signal

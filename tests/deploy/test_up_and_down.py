@@ -51,8 +51,8 @@ class FleetRig:
         return file
 
     def up(self, *, background: bool = False) -> "subprocess.Popen[str]":
-        """In the foreground, in a session of its own as in a terminal; or in a script's background, where
-        SIGINT is ignored."""
+        """Start `conserve up`: in the foreground of a new session, as in a terminal, or in a script's
+        background, where SIGINT is ignored."""
         command = [sys.executable, "-m", "deploy.cli", "up", str(self.file())]
         if background:
             command = ["sh", "-c", f"{shlex.join(command)} & wait"]
@@ -137,7 +137,7 @@ def test_down_during_a_start_ends_the_waiting_up(rig: FleetRig) -> None:
 
 @pytest.mark.timeout(600)
 def test_a_fleet_in_the_background_of_a_script_is_down_within_seconds(rig: FleetRig) -> None:
-    """And until it is up, `conserve status` says what it is doing."""
+    """Before the fleet is up, `conserve status` shows the progress of the start."""
     running = rig.up(background=True)
     until(lambda: "mixed-0: starting" in rig.output(), 300, "the engine to begin to start")
     said = conserve(rig.base, "status").stdout

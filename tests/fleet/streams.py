@@ -1,4 +1,4 @@
-"""A running stream as a client sees it, read in a thread of its own."""
+"""Streamed answer as a client sees it, read in a separate thread."""
 
 import contextlib
 import http.client

@@ -1,4 +1,4 @@
-"""Thirty conversations at once: each bound to the decoder with the least KV in use, each moved once."""
+"""Thirty concurrent conversations each bind to the decoder with the least KV and are transferred once."""
 
 import random
 from concurrent.futures import ThreadPoolExecutor

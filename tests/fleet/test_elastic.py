@@ -80,7 +80,7 @@ def test_no_turn_of_a_surge_is_refused_and_no_queue_remains(fleet: RunningFleet)
 
 
 def test_no_client_waits_for_a_timeout_when_a_prefiller_is_killed_in_a_surge(fleet: RunningFleet) -> None:
-    """Some are with decoders, some were taken back, some wait for the prefiller: all go on at once."""
+    """Turns on decoders, withdrawn turns and queued turns all continue at once."""
     took(fleet, "calm", 7300)
     waited = {reason: refused(fleet, reason) for reason in ("stalled", "expired", "unknown")}
     engine_core = vllm_process(fleet, "prefill-0", "EngineCore")

@@ -1,5 +1,7 @@
-"""Two decoders whose KV a burst fills share their layers, and have them all again when it is over; one that
-is killed meanwhile leaves the other with the whole model. No answer differs from one of calm times."""
+"""Two decoders that a burst fills share their layers, and have whole models again after the burst.
+
+A killed decoder leaves the other one with the whole model. No answer differs from an undisturbed one.
+"""
 
 import time
 from collections.abc import Iterator
@@ -53,7 +55,7 @@ def texts(streams: list[ChatStream]) -> list[str]:
 
 @pytest.fixture(scope="module")
 def right(fleet: RunningFleet) -> list[str]:
-    """Two at a time: nothing gives way."""
+    """Two conversations at a time cause no overload."""
     said: list[str] = []
     for first in range(0, STREAMS, 2):
         said += texts([start(fleet, number, "calm") for number in (first, first + 1)])
@@ -80,8 +82,8 @@ def test_a_burst_pairs_engines_and_its_end_restores_them(fleet: RunningFleet, ri
 
 
 def test_the_survivor_of_a_killed_peer_serves_alone(fleet: RunningFleet, right: list[str]) -> None:
-    """An engine without a batch notices no peer's end. A look at the fleet takes seconds beside a burst,
-    which may end meanwhile: all that is to be known of it is asked for before."""
+    """An engine without a batch does not notice that its peer has ended. The status command takes seconds
+    during a burst, which may end before it, so the test collects everything first."""
     page, survivor = f"http://{fleet.status()['metrics']}", f"http://{fleet.engines()['mixed-0']['http']}"
     peer = vllm_process(fleet, "mixed-1", "VLLM::EngineCore")
     before = changes_at(page, "drop")

@@ -1,4 +1,4 @@
-"""Six turns of real English through transfer, park, restore and aborts are those of plain vLLM in float32."""
+"""Six turns of real English equal plain vLLM's in float32, through transfer, parking, restore and aborts."""
 
 import threading
 from collections.abc import Iterator

@@ -1,4 +1,4 @@
-"""A decoder is killed: its conversations go on at the other one, with their KV from LMCache.
+"""Conversations of a killed decoder continue on the other one with their KV from LMCache.
 
 A fleet of its own, with the shared tier. Only where LMCache is installed (requirements/lmcache.txt).
 """

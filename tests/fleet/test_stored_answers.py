@@ -1,4 +1,4 @@
-"""Histories of the Responses API outlive the decoder that computed them, and say to a model what was said."""
+"""Histories of the Responses API outlive the decoder that computed them, unchanged."""
 
 from collections.abc import Iterator
 from typing import Any

@@ -110,7 +110,7 @@ def test_kv_is_transferred_once_and_later_turns_find_it(fleet: RunningFleet, key
 def test_arrivals_abort_offline_work_without_changing_any_answer(
     fleet: RunningFleet, keys: dict[str, str]
 ) -> None:
-    """Safepoints fire in an engine whose KV another connector moves beside ours."""
+    """Safepoints work in an engine that also uses another KV connector."""
     page, messages = decoder_page(fleet), opening(92, 100)
     offline, busy = client(fleet.url, keys["batches"]), client(fleet.url, keys["busy"])
     turns = [text_turn(busy, fleet.model, messages)]

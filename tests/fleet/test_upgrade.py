@@ -31,7 +31,7 @@ class Changing:
         self._content = yaml.safe_load(fleet.file.read_text())
 
     def up(self, edit: Edit = lambda content: None, *options: str) -> str:
-        """`conserve up` with the file as changed; what it said."""
+        """Run `conserve up` with the changed file and return its output."""
         edit(self._content)
         self._file.write_text(yaml.safe_dump(self._content))
         answer = self.fleet.cli("up", str(self._file), *options, timeout_s=UPGRADE_S)
@@ -68,7 +68,7 @@ def talk_until_one_is_on(fleet: RunningFleet, decoder: str) -> tuple[str, list[d
 
 
 class TalkingAgents:
-    """Conversations that go on until told to stop, a turn after the other. A failed turn ends its agent."""
+    """Agents that send turn after turn until they are stopped. A failed turn ends its agent."""
 
     def __init__(self, fleet: RunningFleet, count: int) -> None:
         self._fleet, self._stop = fleet, threading.Event()

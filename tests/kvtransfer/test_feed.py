@@ -175,7 +175,7 @@ async def test_a_failed_command_is_reported_and_the_connection_continues(tmp_pat
 async def test_a_change_wakes_the_feed_once_until_it_is_reported(
     engine: FedEngine, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A step says that something changed, hundreds of times a second."""
+    """A step signals a change, hundreds of times a second."""
     feed = ControlSocketClient(tmp_path / "engine.sock")
     async with aclosing(feed.states()) as states:
         await anext(states)

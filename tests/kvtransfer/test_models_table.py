@@ -1,4 +1,4 @@
-"""docs/models.md says what test_architectures.py runs, and names a test beside everything else."""
+"""docs/models.md lists what test_architectures.py runs, and names a test for everything else."""
 
 import ast
 import re

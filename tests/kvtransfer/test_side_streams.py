@@ -1,4 +1,4 @@
-"""Freed blocks are not loaded again under kernels that still write to them: those of an aborted iteration."""
+"""Loads into freed blocks wait for kernels of an aborted iteration that still write to them."""
 
 import threading
 import time
@@ -101,7 +101,7 @@ def test_without_the_event_loaded_kv_would_be_overwritten(
 def test_a_layer_is_sent_when_it_is_computed_and_its_hook_waits_for_nothing(
     cuda: LateCuda, kv: list[Any]
 ) -> None:
-    """The event of a layer is all that the thread that launches steps leaves behind."""
+    """The launching thread leaves only the event of each layer behind."""
     memory = StagedBlockMemory({str(n): tensor for n, tensor in enumerate(kv)}, BLOCKS, 1 << 20, cuda)
     exports = Exports(memory, 4, 10, time.monotonic)
     exports.open("t", [[3]], total_tokens=4, prompt="p")
@@ -122,7 +122,7 @@ def test_a_layer_is_sent_when_it_is_computed_and_its_hook_waits_for_nothing(
 
 
 def test_an_exception_during_a_launch_leaves_nothing_running(cuda: LateCuda) -> None:
-    """Nobody waits for it, and its memory may be another's next."""
+    """No thread waits for the launch, and its memory may be reused."""
     stream, wrote = SideStream(cuda), torch.zeros(4)
     with pytest.raises(MemoryError), stream.launching():
         wrote.copy_(torch.ones(4))

@@ -1,4 +1,4 @@
-"""When parked KV goes back: before the announced end, else by the waits seen; never beside waiting turns."""
+"""Parked KV is prefetched before the announced or observed end of a wait, and never while turns wait."""
 
 from dataclasses import replace
 

@@ -1,4 +1,4 @@
-"""Deficit round robin: nobody who waits is served much less than another, and nobody waits for ever."""
+"""Deficit round robin serves waiting owners about equally and starves none."""
 
 from collections import deque
 
@@ -29,7 +29,7 @@ def test_waiting_names_are_served_alike(turns: list[list[tuple[int, float]]]) ->
 
 @given(TURNS, st.integers(1, LARGEST))
 def test_returning_often_gains_nothing(others: list[tuple[int, float]], size: int) -> None:
-    """One always waits; the other has one turn at a time, due before all, and comes back at once."""
+    """One owner always waits; the other sends one urgent turn at a time, again and again."""
     steady, rounds, back = deque(others), FairRounds(QUANTUM), 0
     waited = 0
     while steady:

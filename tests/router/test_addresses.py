@@ -1,4 +1,4 @@
-"""Callers' addresses: proxies that are trusted say who calls, and nobody else."""
+"""Only trusted proxies can name the address of a caller."""
 
 import asyncio
 import logging

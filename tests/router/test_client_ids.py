@@ -139,7 +139,7 @@ async def test_a_token_that_names_an_engine_is_no_conversation(made: FakeFleet) 
 
 
 async def test_an_anthropic_client_with_its_session_in_the_user_id(made: FakeFleet) -> None:
-    """Claude Code without its headers: what it asks beside the conversation has the same session."""
+    """Claude Code without its headers: its side requests have the same session as the conversation."""
     path = "/v1/messages"
 
     async def turn(session: str, *messages: dict[str, Any]) -> str:
@@ -162,7 +162,7 @@ async def test_an_anthropic_client_with_its_session_in_the_user_id(made: FakeFle
 
 @pytest.mark.parametrize("field", ["prompt_cache_key", "session_id", "conversation_id"])
 async def test_one_key_for_a_whole_application_pins_nothing(made: FakeFleet, field: str) -> None:
-    """Nor where the first turns come at once."""
+    """The key pins nothing even when the first turns arrive together."""
     loops = await asyncio.gather(*(tool_loop(made, f"task {n}", **{field: "my-app"}) for n in range(6)))
     assert [len(ids(answers)) for answers in loops] == [1] * 6
     conversations = set().union(*map(ids, loops))
@@ -209,7 +209,7 @@ async def test_a_correlation_id_does_not_come_before_a_session(made: FakeFleet) 
 async def test_the_multi_turn_benchmark_of_vllm_names_its_conversations(
     made: FakeFleet, header: bool
 ) -> None:
-    """With `--send-conversation-id`; without it nothing is said, and the messages decide."""
+    """With `--send-conversation-id` the client names its conversation; without it the messages decide."""
     name = "CONV_ID_1"
     headers = {"x-session-id": name} if header else {}
     told_usage = {"include_usage": False}

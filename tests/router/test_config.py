@@ -1,4 +1,4 @@
-"""A gateway's configuration survives its file, and a wrong one says where it is wrong."""
+"""A gateway's configuration is read back unchanged, and an invalid one names the wrong place."""
 
 from pathlib import Path
 

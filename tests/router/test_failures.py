@@ -241,7 +241,7 @@ async def test_without_free_kv_a_turn_waits_and_then_gets_a_429_with_a_reason(tm
 
 
 class _Killable:
-    """A fleet whose directory is a process."""
+    """Yield a fleet whose directory is a separate process."""
 
     def __init__(self, folder: Path) -> None:
         self.engines = {"p0": FakeEngine("p0", Role.PREFILL), "d0": FakeEngine("d0"), "d1": FakeEngine("d1")}

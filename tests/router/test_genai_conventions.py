@@ -1,4 +1,4 @@
-"""OpenTelemetry's histograms for generative AI, beside ours: of each operation and model."""
+"""OpenTelemetry's histograms for generative AI exist for each operation and model."""
 
 from pathlib import Path
 

@@ -1,4 +1,4 @@
-"""Grammars at the gateway: what counts as one, a budget of new ones by key, and a switch by key and fleet."""
+"""The gateway recognises grammars, limits new ones per key, and may refuse them per key or fleet."""
 
 from pathlib import Path
 from typing import Any

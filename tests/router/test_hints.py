@@ -1,4 +1,4 @@
-"""Hints, wherever a client says them, and what each comes to: parked, brought back in time, ended."""
+"""Hints are accepted in every spelling, and park, prefetch or end a conversation."""
 
 import asyncio
 import time

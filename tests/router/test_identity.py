@@ -1,4 +1,4 @@
-"""Which conversation: ids a request carries, in their order; else continue, retry or fork by the prompt."""
+"""A request belongs to the conversation of its ids in their order, otherwise of its prompt."""
 
 import pickle
 import random
@@ -183,7 +183,7 @@ def test_many_conversations_with_the_same_first_request_continue_and_a_lookup_is
 
 
 def test_many_named_conversations_with_the_same_first_request_are_told_apart() -> None:
-    """One task, run many times in parallel, by a client that says a correlation id."""
+    """A client with correlation ids runs one task many times in parallel."""
     table, first, count = NodeTable(1000), prompt("a"), 3 * MAX_TIPS
     keys = [f"space:session-{number}.{number:012x}" for number in range(count)]
     for key in keys:
@@ -239,7 +239,7 @@ def test_forgetting_and_eviction_leave_nothing_behind() -> None:
 @settings(max_examples=150)
 @given(st.lists(st.tuples(st.integers(0, 5), st.integers(0, 2)), max_size=30))
 def test_every_branch_of_a_tree_of_prompts_keeps_its_own_conversation(steps: list[tuple[int, int]]) -> None:
-    """Branches grow one after the other; each must be found as itself, whatever the others did."""
+    """Branches grow in turn, and each must be found as itself, whatever the other branches did."""
     table = NodeTable(10_000)
     root = ["root"]
     table.record(prompt(*root).end, "c0")

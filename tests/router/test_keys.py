@@ -1,4 +1,4 @@
-"""API keys: what each may do, whose is what they leave, and a file of them that changes meanwhile."""
+"""API keys have permissions and owners, and their file may change while the gateway runs."""
 
 import asyncio
 import logging
@@ -266,7 +266,7 @@ async def test_without_its_file_a_gateway_answers_401(tmp_path: Path) -> None:
 
 
 async def test_keys_in_the_fleet_file_go_on_beside_it(tmp_path: Path) -> None:
-    """Each is an owner as before; an entry of the same hash says more of it."""
+    """Each inline key stays its own owner; a file entry with the same hash adds to it."""
     file = tmp_path / "keys"
     given = inline_keys(("first", "second"), ())
     file.write_text(entry("second", given[1].owner, scopes=["read"]))
@@ -283,7 +283,7 @@ async def test_if_only_admin_keys_are_configured_requests_need_no_key(tmp_path: 
 
 
 async def test_a_gateway_answers_requests_for_its_own_host_names_only(tmp_path: Path) -> None:
-    """A page in a browser can give its own name this machine's address; `Host` says which was used."""
+    """A page in a browser can point its own name at this machine; `Host` shows which name was used."""
     async with fleet(tmp_path, hosts=("localhost", "127.0.0.1", "::1")) as made:
         url = made.urls[0]
         port = url.rpartition(":")[2]

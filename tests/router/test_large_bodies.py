@@ -1,4 +1,4 @@
-"""Hostile bodies cost the gateway's loop no more than their transport; what reads them is another process."""
+"""Hostile bodies cost the event loop only their transport, because other processes parse them."""
 
 import asyncio
 import sys
@@ -60,7 +60,7 @@ async def made(tmp_path: Path) -> AsyncIterator[FakeFleet]:
 
 
 async def hostile_request(url: str, path: str, body: bytes) -> tuple[int, bytes]:
-    """From a process of its own: here it would stall the loop that is measured."""
+    """Send from another process, which does not block the measured event loop."""
     host = url.removeprefix("http://")
     pipe = asyncio.subprocess.PIPE
     sender = await asyncio.create_subprocess_exec(

@@ -1,6 +1,7 @@
-"""Histories that are too large, too long or incomplete, and stored answers whose disk is full, slow or away.
+"""Histories may be too large or incomplete, and the disk of stored answers may be full, slow or missing.
 
-A gateway answers in time and says what to do, and one owner's history costs others nothing."""
+A gateway answers in time and says what to do, and one owner's history costs others nothing.
+"""
 
 import asyncio
 import json
@@ -38,7 +39,7 @@ FAILED = "conserve_stored_answers_total", {"outcome": "failed"}
 
 
 class Hanging:
-    """A disk that does not answer until it is let go: the next call of a store's method hangs."""
+    """A disk that hangs at the next call of a store's method until it is released."""
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch, method: str) -> None:
         self._go = threading.Event()

@@ -29,7 +29,7 @@ async def broken(
     engine: dict[str, Any] | None = None,
     **body: Any,
 ) -> dict[str, float]:
-    """By cause, the tokens of a second turn of a conversation whose first had 100 tokens of answer."""
+    """Return the recomputed tokens by cause, for a second turn after an answer of 100 tokens."""
     async with fleet(tmp_path, engine=engine) as made:
         before = counted()
         await ask(made.urls[0], first, headers=NAMED, max_tokens=100, tools=[TOOL])

@@ -1,4 +1,4 @@
-"""Limits of keys: requests and tokens a minute, turns at once, over all gateways; what batches keep."""
+"""Keys have limits of requests, tokens and concurrent turns over all gateways, and batches have quotas."""
 
 import asyncio
 import time
@@ -83,7 +83,7 @@ async def test_requests_per_minute_are_limited(tmp_path: Path) -> None:
 
 
 async def test_tokens_per_minute_count_computed_tokens(tmp_path: Path) -> None:
-    """The fake engine has a token a byte of the JSON and says how many of them it had."""
+    """The fake engine counts one token per byte of the JSON and reports the count."""
     async with limited(tmp_path, {"tokens_per_minute": 2000}, engine={"cached": 300}, prefillers=0) as made:
         url, said, began = made.urls[0], {"x-session-id": "c"}, time.monotonic()
         first = await alice(url, "x" * 500, max_tokens=10, said=said)
@@ -116,7 +116,7 @@ async def test_tokens_that_a_prefiller_computed_are_charged(tmp_path: Path) -> N
 
 
 async def test_tokens_that_a_lost_engine_generated_are_not_given_back_as_cached(tmp_path: Path) -> None:
-    """The engine that goes on has them in its prompt, and may find them in its cache."""
+    """The engine that continues has these tokens in its prompt and may find them in its cache."""
     async with limited(
         tmp_path, {"tokens_per_minute": 2000}, engine={"cached": 5000, "token_s": 0.001}, prefillers=0
     ) as made:
@@ -294,7 +294,7 @@ async def embed(url: str, text: str) -> GatewayAnswer:
 
 
 async def test_a_limit_holds_across_all_gateways(tmp_path: Path) -> None:
-    """Turn by turn at two gateways, with time to hear of each other between."""
+    """Send turns to two gateways alternately, with time to exchange their counts."""
     async with limited(tmp_path, {"requests_per_minute": 6}, gateways=2) as made:
         began, granted = time.monotonic(), 0
         for number in range(12):

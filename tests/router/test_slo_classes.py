@@ -1,4 +1,4 @@
-"""SLO classes: who is of which, what engines and metrics hear of it, and who waits for whom."""
+"""SLO classes: who may use which, what engines and metrics receive, and which turns wait for which."""
 
 import asyncio
 from dataclasses import replace
@@ -100,7 +100,7 @@ def raised(of: SloClass) -> float:
 
 @pytest.mark.parametrize("header", FLOW_HEADERS)
 async def test_flows_of_an_owner_are_named_as_llm_d_names_them(tmp_path: Path, header: str) -> None:
-    """Turns of one flow wait behind its own, and beside those of another: who comes late is not last."""
+    """A turn waits behind its own flow and next to other flows: a late flow is not last."""
     engine = {"kv_tokens": 12_000, "token_s": 0.02}
     async with fleet(tmp_path, decoders=1, engine=engine, place_wait_s=20.0) as made:
         full = await ask(made.urls[0], [user("x" * 10_000)], max_tokens=2)
@@ -123,7 +123,7 @@ async def test_flows_of_an_owner_are_named_as_llm_d_names_them(tmp_path: Path, h
 
 
 async def test_a_higher_class_waits_less_and_appears_in_the_metrics(tmp_path: Path) -> None:
-    """One decoder that is full: whoever comes first of the others, the better class is served before."""
+    """With one full decoder, the higher class is served first in any order of arrival."""
     engine = {"kv_tokens": 4000, "token_s": 0.02}
     async with fleet(
         tmp_path, decoders=1, engine=engine, slos={"gold": GOLD.settings}, place_wait_s=20.0

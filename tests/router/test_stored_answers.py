@@ -206,7 +206,7 @@ async def test_another_gateway_and_a_restarted_process_find_a_stored_answer(tmp_
 async def test_an_answer_is_stored_before_its_client_has_the_end(
     tmp_path: Path, stream: bool, tokens: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """At another gateway at once, however long it takes to store it."""
+    """Another gateway finds the answer at once, however long storing takes."""
     with slow_writes(monkeypatch, 0.3):
         engine = {"token_s": 0.0, "kv_tokens": 4_000_000, "max_context": 1_000_000}
         made_with = {"answers": stored(tmp_path), "gateways": 2, "engine": engine}

@@ -134,7 +134,7 @@ async def slow_body(url: str, key: str, length: int, sent: int) -> asyncio.Strea
 
 
 async def test_bodies_of_one_owner_take_no_more_memory_than_is_left_to_others(tmp_path: Path) -> None:
-    """However slowly they come: what has come is kept."""
+    """A slowly arriving body keeps its memory reserved."""
     mib = 1 << 20
     limits, keys = GatewayLimits(body_mib=1, bodies_mib=2), inline_keys(["alice", "bob", "carol"], [])
     async with fleet(tmp_path, limits=limits, keys=keys) as made:

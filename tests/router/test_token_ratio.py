@@ -1,4 +1,4 @@
-"""Sizes of prompts from what was observed: never from a prediction."""
+"""Prompt sizes come from observations, never from a prediction."""
 
 from dataclasses import replace
 from typing import Any

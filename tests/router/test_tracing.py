@@ -35,7 +35,7 @@ def receiver() -> Iterator[Receiver]:
 
 
 async def spans_after(made: FakeFleet, received: Receiver) -> list[Received]:
-    """All there will be: the gateways send what they hold when they stop."""
+    """Return all spans: gateways send the rest when they stop."""
     for gateway in made.gateways:
         await gateway.stop(1.0)
     made.gateways.clear()
@@ -206,7 +206,7 @@ async def test_refused_spans_are_counted_and_logged_once(
 
 
 class Exporter(SpanExporter):
-    """Takes spans after what `before` does, by its number, in the SDK's thread."""
+    """Receiver that runs `before` with each batch's number, in the SDK's thread."""
 
     def __init__(self, before: Callable[[int], object]) -> None:
         self._before = before

@@ -1,4 +1,4 @@
-"""Fields that neither vLLM nor the gateway knows: dropped and named, or refused where the fleet says so."""
+"""Fields unknown to vLLM and the gateway are dropped and named, or refused if the fleet says so."""
 
 import logging
 from collections.abc import AsyncIterator
@@ -40,7 +40,7 @@ async def made(tmp_path: Path) -> AsyncIterator[FakeFleet]:
 
 
 async def sent(made: FakeFleet, raw: bytes, path: str = "/v1/chat/completions") -> tuple[int, str | None]:
-    """Send a body as it is; return the status and the named fields."""
+    """Send a body unchanged; return the status and the named fields."""
     headers = {**KEY, "content-type": "application/json"}
     async with (
         aiohttp.ClientSession() as session,

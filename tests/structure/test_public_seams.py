@@ -1,4 +1,4 @@
-"""Tests use what the product offers: no private members, no object without its constructor."""
+"""Tests use only the public API of the product: no private members, and objects from constructors."""
 
 import ast
 from collections.abc import Iterator

@@ -4,7 +4,8 @@ from pathlib import Path
 
 import pytest
 
-from benchmarks.structure import Structure
+from benchmarks.reading_sample import draw
+from benchmarks.structure import Module, Structure
 
 FILES = {
     "placement/one.py": '"""A complete first line here."""\nfrom placement import two\n',
@@ -50,3 +51,20 @@ def test_each_place_names_file_and_line(structure: Structure) -> None:
         "tests/test_one.py:1: Likewise, in a test.",
     ]
     assert structure.places()["fmt_skips"] == ["router/table.py:1"]
+
+
+def test_a_seed_draws_the_same_sample_again(tmp_path: Path) -> None:
+    (tmp_path / "router").mkdir()
+    (tmp_path / "docs").mkdir()
+    (tmp_path / "router" / "README.md").write_text("| `table.py` | the table |\n")
+    (tmp_path / "docs" / "page.md").write_text(f"# Page\n\n{'word ' * 30}\n")
+    many = Module(
+        "router.table",
+        tmp_path / "router" / "table.py",
+        '"""One."""\n'
+        + "\n".join(f'def f{number}():\n    """Return the number {number}."""' for number in range(100)),
+    )
+    test = Module("tests.test_one", tmp_path / "tests" / "test_one.py", "def test_a_plain_name(): ...\n")
+    samples = [list(draw(tmp_path, [many], [test], seed)) for seed in (1, 1, 2)]
+    assert samples[0] == samples[1] != samples[2]
+    assert "60 of 101 docstrings" in "\n".join(samples[0]) and "tests/test_one.py  a plain name" in samples[0]

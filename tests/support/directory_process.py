@@ -1,4 +1,4 @@
-"""A directory in a process of its own, fed from fake engines over HTTP, so that it can be killed."""
+"""A directory in a separate process that can be killed, fed by fake engines over HTTP."""
 
 import argparse
 import asyncio

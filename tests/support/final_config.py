@@ -58,8 +58,7 @@ def _stand_in_for_a_gpu() -> None:
 
 
 def _stand_in_for_the_loader() -> None:
-    """Replace the loader, which loads CUDA kernels, by one that records what a model's class was found to
-    be."""
+    """Replace the loader, which loads CUDA kernels, by one that records the detected class of a model."""
 
     @contextlib.contextmanager
     def atomic_writer(file: Any, mode: str = "w", encoding: str | None = None) -> Iterator[Any]:

@@ -1,4 +1,4 @@
-"""Plain vLLM beside the fleet: the same model, options and server, without our connector and scheduler."""
+"""Plain vLLM with the fleet's model, options and server, without our connector and scheduler."""
 
 import os
 import signal

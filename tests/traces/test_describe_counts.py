@@ -1,4 +1,4 @@
-"""Descriptions agree with what is in the trace, and a trace of nothing is not a trace of zeros."""
+"""Descriptions agree with the trace, and an empty trace has no values instead of zeros."""
 
 import io
 import re

@@ -97,7 +97,7 @@ def test_calls_of_one_trace_without_an_id_are_one_session_and_a_shorter_prompt_b
 
 
 def test_messages_say_what_is_shared_and_which_calls_stand_alone(tmp_path: Path) -> None:
-    """As an agent that asks which tools it may need, beside its conversation."""
+    """An agent asks which tools it may need, in calls outside its conversation."""
     system, question = {"role": "system", "parts": "s" * 3_000}, {"role": "user", "parts": "q" * 900}
     answer, result = {"role": "assistant", "parts": "a" * 50}, {"role": "tool", "parts": "r" * 400}
     compacted = [system, {"role": "user", "parts": "summary"}]

@@ -1,4 +1,4 @@
-"""Scaling changes what it names and nothing else, and what comes out is valid."""
+"""Scaling changes only the named quantity, and the result is valid."""
 
 from itertools import pairwise
 from pathlib import Path

@@ -1,4 +1,4 @@
-"""Streams that an engine cannot go on with, or that it is told to end: never an answer that looks whole."""
+"""Streams that an engine cannot resume, or must end, never look complete."""
 
 import asyncio
 import random

@@ -1,4 +1,4 @@
-"""A spec becomes the command line it says, and nothing secret is in it."""
+"""A launch spec becomes its command line, without secrets."""
 
 import importlib.util
 import json
@@ -113,7 +113,7 @@ def test_the_environment_of_ray_does_not_reach_an_engine() -> None:
 
 @pytest.mark.parametrize("device", Device)
 def test_every_engine_has_the_model_runner_that_is_checked(device: Device) -> None:
-    """Unless the fleet's file says otherwise; who starts the fleet does not."""
+    """Only the fleet file changes this; the environment of the user does not."""
     spec, around = replace(SPEC, device=device), {"VLLM_USE_V2_MODEL_RUNNER": "1"}
     assert engine_command(spec, START, KEYS, around).env["VLLM_USE_V2_MODEL_RUNNER"] == "0"
     spec = replace(spec, env=tuple(around.items()))
@@ -121,7 +121,7 @@ def test_every_engine_has_the_model_runner_that_is_checked(device: Device) -> No
 
 
 def test_measurements_of_similar_engines_reach_an_engine_at_its_start() -> None:
-    """And is not part of what it is: who knows more may adopt it."""
+    """The measurements are not part of an engine's fingerprint: a keeper with newer ones may adopt it."""
     spec = replace(SPEC, additional=json.dumps(CoServingConfig().to_additional_config()))
     known = StartingKnowledge({"engines like it": {"per_token": 1e-4}}, 400.0)
     argv = engine_command(spec, replace(START, known=known), KEYS, {}).argv
@@ -137,7 +137,7 @@ def test_different_launch_specs_have_different_fingerprints() -> None:
 def test_an_engine_with_another_control_socket_version_is_not_adopted(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """A keeper that was upgraded could not hear an engine from before, nor ask anything of it."""
+    """An upgraded keeper could neither read the reports of an older engine nor send it commands."""
     before = SPEC.fingerprint()
     monkeypatch.setattr("kvtransfer.control.control_socket.VERSION", -1)
     assert SPEC.fingerprint() != before

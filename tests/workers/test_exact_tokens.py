@@ -1,4 +1,4 @@
-"""Tokens that were generated take the place of those that the same text tokenises to, and of no others."""
+"""Generated tokens replace only the tokens of the same text in the next prompt."""
 
 import asyncio
 from array import array
@@ -112,7 +112,7 @@ def test_the_least_recently_used_conversations_are_forgotten() -> None:
 
 
 class Llm:
-    """Generates what it is told to, and says which prompt it was given."""
+    """Engine that generates given tokens and records the prompts that it receives."""
 
     model_config = SimpleNamespace(max_model_len=1_000)
 

@@ -1,4 +1,4 @@
-"""Conversations whose answers tokenise otherwise than they were generated, on a real engine."""
+"""Answers whose text tokenizes differently than it was generated keep their tokens on a real engine."""
 
 from collections.abc import Iterator
 from pathlib import Path

@@ -1,4 +1,4 @@
-"""A keeper and a real engine: each may be killed, and only what must be lost is lost."""
+"""Killing a keeper or a real engine loses only what it must."""
 
 import asyncio
 import json

@@ -1,4 +1,4 @@
-"""A leased process outlives who started it, is adopted with its record, and never outlives its lease."""
+"""A leased process outlives its starter, is adopted by its record, and never outlives its lease."""
 
 import os
 import signal

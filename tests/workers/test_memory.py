@@ -1,4 +1,4 @@
-"""An engine's memory: what counts, what the limit is, and that the keeper ends what is over it."""
+"""A keeper measures its engine's memory and ends an engine over its limit."""
 
 import os
 import subprocess

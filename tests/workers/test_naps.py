@@ -1,4 +1,4 @@
-"""An engine's processes leave the core to others while they wait, and still hear of every message."""
+"""Waiting engine processes leave the core to others and still receive every message."""
 
 import threading
 import time

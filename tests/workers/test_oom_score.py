@@ -1,4 +1,4 @@
-"""The kernel ends engines before keepers, and those before what serves: read from the kernel."""
+"""The kernel ends engines before keepers, and keepers before gateways and directory."""
 
 import os
 import subprocess

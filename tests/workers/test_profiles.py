@@ -1,4 +1,4 @@
-"""The profile file: what was saved is found, under its own key only, and damage is told."""
+"""Saved profiles are found under their own key only, and a damaged file is reported."""
 
 import json
 from dataclasses import asdict, fields, replace

@@ -1,4 +1,4 @@
-"""The field that names an answer's history replaces the engine's null, whatever the answer looks like."""
+"""The name of an answer's history replaces the engine's null in every kind of answer."""
 
 import json
 from typing import Any

@@ -1,4 +1,4 @@
-"""Watchers are told everything that matters, however slowly they read."""
+"""Watchers receive everything that matters, however slowly they read."""
 
 import asyncio
 from dataclasses import replace

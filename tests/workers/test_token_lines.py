@@ -40,7 +40,7 @@ def engine() -> Iterator[EngineProcess]:
 def stream(
     engine: EngineProcess, path: str, body: dict[str, Any], had: list[bytes], created: str = ""
 ) -> list[tuple[bytes, bytes]]:
-    """Pieces with the lines in front of them; behind those that the client has."""
+    """Return pieces with their token lines in front, from behind those that the client has."""
     only_tokens = COUNTS.sub(b"", b"".join(had))
     outputs = [[int(t) for t in one.split(b",") if t] for one in only_tokens.split(b";")[:-1]]
     if outputs:
@@ -130,8 +130,8 @@ TEXTS = {"content", "reasoning", "arguments", "text", "thinking", "partial_json"
 
 
 def folded(pieces: list[tuple[bytes, bytes]]) -> list[list[Any]]:
-    """Events; consecutive ones that only add text are one: vLLM may give one token at a time, or two. With
-    that of the end, too, which is an event of its own here."""
+    """Join consecutive events that only add text: vLLM may send one token at a time or two. The end is a
+    separate event here and is joined as well."""
     found: list[list[Any]] = []
 
     def add(shape: Any, text: str) -> None:
@@ -158,7 +158,7 @@ def folded(pieces: list[tuple[bytes, bytes]]) -> list[list[Any]]:
 
 
 def not_ended(choice: dict[str, Any]) -> dict[str, Any]:
-    """Without what it says of an end: Chat and Completions have it beside the last text."""
+    """Return an event without its end: Chat and Completions send it with the last text."""
     return {name: one for name, one in choice.items() if name not in ("finish_reason", "stop_reason")}
 
 
@@ -187,7 +187,7 @@ def without_text(value: Any, added: list[str], adds: bool = False) -> Any:
 
 @pytest.mark.parametrize("case", ["text", "messages", "responses", "usage"])
 def test_the_first_token_line_has_the_length_of_the_prompt(engine: EngineProcess, case: str) -> None:
-    """As `usage` does, which few clients ask for; and that is said once."""
+    """Token lines carry what `usage` reports, which few clients request; it is sent once."""
     path, asked = CASES[case]
     pieces = stream(engine, path, {**GREEDY, **asked}, [])
     text = b"".join(piece for _, piece in pieces)

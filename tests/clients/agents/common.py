@@ -1,4 +1,4 @@
-"""The task every framework is given: one tool, whose arguments a random model can only fill in correctly."""
+"""Task for every framework: one tool whose arguments a random model can only fill in correctly."""
 
 import json
 import sys

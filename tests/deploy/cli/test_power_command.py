@@ -1,4 +1,4 @@
-"""`conserve power` on a machine of two stand-in GPUs: a plan changes nothing, and what is done is undone."""
+"""`conserve power` on a machine with two simulated GPUs: a plan changes nothing, and changes are undone."""
 
 from pathlib import Path
 

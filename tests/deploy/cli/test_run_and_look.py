@@ -1,4 +1,4 @@
-"""The command line says what is wrong in a sentence, which fleet is meant, and what it is doing."""
+"""The command line reports errors in a sentence, finds the fleet that is meant, and shows its state."""
 
 import asyncio
 import os

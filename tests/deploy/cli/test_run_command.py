@@ -1,4 +1,4 @@
-"""`conserve run` starts a coding agent with settings of its own that point to a fleet."""
+"""`conserve run` starts a coding agent with its own settings, which point to a fleet."""
 
 import asyncio
 import json

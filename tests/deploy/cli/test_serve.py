@@ -1,4 +1,4 @@
-"""`conserve serve` and `conserve doctor`: one command, and a sentence for whatever is wrong."""
+"""`conserve serve` and `conserve doctor` need one command, and explain each error in a sentence."""
 
 import json
 import socket

@@ -1,4 +1,4 @@
-"""`conserve top` draws what the gateway's dashboard state says."""
+"""`conserve top` draws the state of the gateway's dashboard."""
 
 from typing import Any
 

@@ -1,4 +1,4 @@
-"""`conserve trace` and `report`: what the commands write can be read, and mistakes are sentences."""
+"""`conserve trace` and `report` write readable files, and report mistakes in sentences."""
 
 from pathlib import Path
 

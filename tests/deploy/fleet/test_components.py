@@ -1,4 +1,4 @@
-"""Each component gets from a fleet file what it says, in its own configuration."""
+"""Each component's configuration holds the values of the fleet file."""
 
 import json
 from pathlib import Path

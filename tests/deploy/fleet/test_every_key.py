@@ -1,5 +1,4 @@
-"""Every key of the fleet file reaches a component; every field of a component's configuration is set by a
-key, or nobody should set it."""
+"""Every key of the fleet file reaches a component, and every configuration field has a key or is internal."""
 
 import ast
 import copy
@@ -436,7 +435,7 @@ def _specs(kind: Any) -> list[type]:
 
 
 def made(*changes: tuple[str, Any]) -> Everything:
-    """Everything of the base file with these keys; those of tiers in the last tier."""
+    """Return the base file with these keys added; tier keys go into the last tier."""
     content = copy.deepcopy(BASE)
     for path, value in changes:
         *way, last = path.replace("slos.", "slos.default.").split(".")

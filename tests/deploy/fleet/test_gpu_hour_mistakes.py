@@ -1,4 +1,4 @@
-"""Mistakes in a fleet file that would cost a GPU hour: each is refused with its line and what to write.
+"""Mistakes in a fleet file that would waste GPU hours are refused with their line and a correction.
 
 The fleet is right as it stands; each case changes one thing. `>` marks the line that must be named.
 """
@@ -339,7 +339,7 @@ def test_safepoints_need_piecewise_graphs(mode: str, tmp_path: Path) -> None:
 
 
 def test_layers_with_states_are_served_and_count_no_kv(tmp_path: Path) -> None:
-    """A context whose KV would not fit, if all layers had some."""
+    """The KV of this context would not fit if all layers had KV."""
     alone = FLEET.replace("  enabled: true", "  enabled: false").replace("40960", "1000000")
     long = {"max_position_embeddings": 1_000_000}
     (tmp_path / "dense").mkdir()

@@ -1,4 +1,4 @@
-"""`overload.policy: drop` where it cannot work is refused before anything starts, with what is in the way."""
+"""`overload.policy: drop` is refused before the start where it cannot work, with the reason."""
 
 import json
 from pathlib import Path

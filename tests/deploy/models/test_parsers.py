@@ -1,4 +1,4 @@
-"""Parsers are chosen by a model's own files; what is not known gets none."""
+"""Parsers are chosen by a model's own files; an unknown model gets none."""
 
 import json
 import os
@@ -58,7 +58,7 @@ def test_an_unknown_family_gets_a_sentence_that_says_what_to_do() -> None:
 
 
 class Hub(BaseHTTPRequestHandler):
-    """Says of every model what the Hugging Face Hub says of one, and serves its files."""
+    """Stands in for the Hugging Face Hub: describes models and serves their files."""
 
     files: ClassVar[dict[str, bytes]] = {
         "config.json": json.dumps({"model_type": "qwen3", "num_hidden_layers": 2}).encode(),

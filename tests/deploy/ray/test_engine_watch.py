@@ -1,4 +1,4 @@
-"""The directory follows a keeper through its restarts, and lets go of an engine only when it is gone."""
+"""The directory follows a keeper through restarts, and drops an engine only when it is lost."""
 
 import asyncio
 from collections.abc import AsyncIterator, Callable
@@ -22,7 +22,7 @@ pytestmark = pytest.mark.slow
 
 @dataclass
 class ToldDirectory:
-    """Directory that collects what it is told."""
+    """Directory that records the calls that it receives."""
 
     events: list[tuple[str, int]] = field(default_factory=list)
     confirmed: dict[str, int] = field(default_factory=dict)
@@ -108,7 +108,7 @@ async def test_an_engine_that_died_during_a_gap_is_reported_down_before_its_succ
 
 
 async def test_a_reconnected_watch_receives_missed_reports_and_the_end_of_an_engine(rig: WatchRig) -> None:
-    """Reports are whole: nothing that was said while nobody listened is missing from the newest."""
+    """Reports are cumulative: the newest one includes everything that nobody received."""
     serving = store(5)
     first = await rig.keeper(serving)
     await rig.hears(("up", 5), ("state", 5))
@@ -164,7 +164,7 @@ async def remembered(rig: WatchRig, control: str, http: str = "127.0.0.1:9") -> 
 
 @pytest.fixture
 async def quiet() -> WatchRig:
-    """Nobody follows yet, and Ray does not know the keeper."""
+    """No watch is connected yet, and Ray does not know the keeper."""
     return WatchRig()
 
 
@@ -223,7 +223,7 @@ async def test_the_keeper_of_another_engine_is_not_followed(quiet: WatchRig) -> 
 
 
 async def test_a_removed_tier_does_not_end_other_watches(rig: WatchRig) -> None:
-    """A changed fleet restarts its directory before it retires what the file does not name any more."""
+    """An upgrade restarts the directory before it removes engines that the new file does not name."""
     rig.told.curves.clear()
     server = await rig.keeper(store(5))
     await until(lambda: rig.asked > 1, rig.told.events)

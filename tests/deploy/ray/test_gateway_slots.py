@@ -1,4 +1,4 @@
-"""Where a gateway runs, and whom it takes over from, also when the actor before it had begun to."""
+"""A gateway takes its slot and replaces its predecessor, even after an interrupted hand-over."""
 
 import os
 import sys
@@ -62,7 +62,7 @@ def test_a_gateway_with_another_configuration_is_replaced(slots: Slots) -> None:
 
 
 def test_an_interrupted_hand_over_continues(slots: Slots) -> None:
-    """Nobody else would end the old one, which would go on taking connections."""
+    """Otherwise nothing would end the old gateway, and it would keep accepting connections."""
     slots.start("gateway-0", "a")
     slots.start("gateway-0-b", "b")
     assert slots.place("b") == ("gateway-0-b", "gateway-0")

@@ -1,4 +1,4 @@
-"""Ray's folder is where nobody else comes, and goes with the fleet."""
+"""Ray's temporary folder is accessible to its user only, and is removed with the fleet."""
 
 import os
 import shutil

@@ -157,7 +157,7 @@ def test_loads_for_a_waiting_turn_go_before_checkpoints(host: CopyingHost) -> No
 
 
 def in_two_pieces(host: CopyingHost, takes_cores: bool) -> list[list[int]]:
-    """Two blocks are on the host; the rest between pieces is longer than any test. Returns what is moved."""
+    """Put two blocks on the host, with a rest between pieces longer than any test; return what is moved."""
     moved: list[list[int]] = []
 
     class OneBlockAtOnce(HostMover):
@@ -210,7 +210,7 @@ def test_the_copier_does_not_rest_when_steps_have_ended(host: CopyingHost, hours
 
 
 def test_a_rest_ends_when_no_step_follows(host: CopyingHost, hours_of_rest: None) -> None:
-    """An engine that has nothing to do takes no step in which it could be told."""
+    """An idle engine runs no step that could report the end of steps."""
     moved = in_two_pieces(host, takes_cores=True)
     load_beside_a_step(host)
     assert not ends(host, 0.2)

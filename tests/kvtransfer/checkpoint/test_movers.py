@@ -103,7 +103,7 @@ def test_a_piece_has_a_whole_number_of_blocks_of_any_size(
 def test_units_that_share_staging_memory_do_not_mix(
     unit_blocks: int, memory: HostSlots, device: list[Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """More units than there are lanes, some of them of fewer blocks, whatever order the slots have."""
+    """There are more units than lanes, some units have fewer blocks, and slots are in any order."""
     unit = unit_blocks * block_bytes(device)
     monkeypatch.setattr("kvtransfer.checkpoint.cuda_mover.UNIT_BYTES", unit)
     mover = CudaMover(device, LateCuda())

@@ -1,4 +1,4 @@
-"""Only blocks whose KV is certainly there go to the host, each once, held until they are copied."""
+"""Only blocks with confirmed KV are stored on the host, each once, and held until they are copied."""
 
 from collections import Counter, defaultdict
 from dataclasses import dataclass, field
@@ -158,7 +158,7 @@ def test_concurrent_turns_do_not_store_each_others_blocks() -> None:
 
 
 def test_an_aborted_load_stores_nothing() -> None:
-    """vLLM counts what is on its way as computed."""
+    """vLLM counts blocks that are still loading as computed."""
     engine = StoringEngine()
     request = engine.arrive(StoredRequest("r", hashes(8), num_computed_tokens=128))
     engine.kv_state.loads.loading.add("r")

@@ -71,9 +71,8 @@ class GeneratedAnswer:
 
 @dataclass
 class EngineProcess:
-    """One engine on a port of its own, as in a fleet; it co-serves if its connector has safepoints.
-    `connector=None`: plain vLLM.
-    """
+    """One engine on its own port, as in a fleet. It co-serves if its connector has safepoints;
+    `connector=None` is plain vLLM."""
 
     connector: ConnectorConfig | None = None
     blocks: int = 600
@@ -225,7 +224,7 @@ class EngineProcess:
 
 @contextlib.contextmanager
 def running(*engines: EngineProcess) -> Iterator[tuple[EngineProcess, ...]]:
-    """Started two at a time, which takes two cores less long than one by one; ended whatever happens."""
+    """Start engines two at a time, which is faster on two cores than one by one, and end them at the end."""
     try:
         with ThreadPoolExecutor(2) as starting:
             started = tuple(starting.map(EngineProcess.start, engines))

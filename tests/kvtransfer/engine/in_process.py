@@ -159,7 +159,7 @@ class EngineHere:
         return self.answers[request_id]
 
     def behind(self, prompt: list[int], answer: list[int]) -> float:
-        """How far in log-probability an answer's least likely token is behind the likeliest in its place."""
+        """Return the largest gap in log-probability between a token of the answer and the likeliest one."""
         from vllm import SamplingParams
 
         self._asked += 1

@@ -70,7 +70,7 @@ class EngineStorm:
     kills: int = 0
 
     def blow(self, seconds: float, number: int = 0) -> None:
-        """One round: each kind of trouble in a thread that draws from a seed of its own."""
+        """Run one round: each kind of disturbance in a thread with its own seed."""
         end = time.monotonic() + seconds
         kinds = [self._live] * 4 + [self._hang_up, self._command, self._offline]
         if self.prefiller is not None:
@@ -90,7 +90,7 @@ class EngineStorm:
                 return
 
     def settle(self) -> None:
-        """After a round: both engines are idle, and each says itself that nothing is wrong."""
+        """Check after a round that both engines are idle and report no fault."""
         time.sleep(0.3)
         for engine in self.engines():
             over_feed(engine, lambda feed: feed.drain(False))

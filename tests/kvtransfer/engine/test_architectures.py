@@ -1,4 +1,4 @@
-"""Each architecture of docs/models.md: conversations answer as plain vLLM does, wherever their KV has been.
+"""Conversations of each architecture in docs/models.md answer as plain vLLM does, wherever their KV was.
 
 A tiny random model of the architecture on vLLM's CPU build, a prefiller and a decoder with sockets between
 them. `CONSERVE_STORM_SEED` replays a storm.
@@ -63,8 +63,8 @@ class ArchitectureFleet:
         return self.decoder.computed - before - OUTPUT
 
     def right(self, prompt: list[int], said: list[int], answer: list[int]) -> bool:
-        """In bfloat16 plain vLLM itself takes one of two tokens that are about as likely by what else a step
-        computes; what wrong KV says is far from that."""
+        """In bfloat16 plain vLLM itself chooses between two about equally likely tokens depending on the rest
+        of a step; wrong KV gives far less likely tokens."""
         if said == answer or self.served.arguments.get("dtype") != "bfloat16":
             return said == answer
         return self.plain.behind(prompt, said) < AS_LIKELY

@@ -1,4 +1,4 @@
-"""An engine on another vLLM does not start and says what changed: with our connector alone, or co-serving."""
+"""An engine does not start on a changed vLLM and reports the difference, with and without co-serving."""
 
 import json
 

@@ -218,7 +218,7 @@ def test_a_prefiller_aborts_offline_iterations_for_a_turn_and_sends_correct_kv(
 
 
 def test_a_stale_read_is_refused_and_recomputed(pair: EnginePair, plain: dict[str, GeneratedAnswer]) -> None:
-    """The lease ran out and the prefiller, with few blocks, has long used them for something else."""
+    """The lease has expired, and the prefiller has reused its few blocks."""
     transfer_id = uuid.uuid4().hex
     pair.prefiller.ask(PROMPTS["stale"], 1, {"do_remote_decode": True, "transfer_id": transfer_id})
     time.sleep(LEASE_S + 1)

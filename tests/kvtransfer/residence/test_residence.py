@@ -1,4 +1,4 @@
-"""Host slots and conversations together: nothing leaks, whatever happens in whatever order."""
+"""Host slots and conversations never leak, in any order of events."""
 
 import hypothesis.strategies as st
 import pytest
@@ -15,7 +15,7 @@ KEYS = st.sampled_from("abcd")
 
 
 class ConversationLives(RuleBasedStateMachine):
-    """Turns, copies, releases and time in any order; the copier may lag behind arbitrarily."""
+    """Turns, copies, releases and timers in any order, with a copier that may lag behind."""
 
     def __init__(self) -> None:
         super().__init__()

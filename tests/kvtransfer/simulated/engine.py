@@ -1,4 +1,4 @@
-"""vLLM's real scheduler and our real connector, both sides, around a model that can tell right KV from wrong.
+"""vLLM's real scheduler and both sides of our connector around a model that detects wrong KV.
 
 The KV this model writes for a token is a number made of all tokens before it and the layer. Before it
 samples, it reads the KV of its whole context, as attention would, and notes every number that is not what it
@@ -277,8 +277,8 @@ class SteppedEngine:
             self.worker.save_kv_layer(layer, None, None)
 
     def _state_layer(self, rows: Mapping[str, Row], group: int, number: int, layer: str) -> None:
-        """vLLM calls no connector around these. As of its states, the one that goes on is copied to the block
-        that the step ends in, and changes there."""
+        """Copy blocks where vLLM calls no connector. A state that continues is copied to the block in which
+        the step ends, and changes there."""
         pages = self.kv[layer]
         for request_id, (slots, right, start) in rows.items():
             before = slots[group][start - 1] // BLOCK_TOKENS
@@ -319,7 +319,7 @@ class SteppedEngine:
         raise AssertionError(f"still busy after {steps} steps: {list(self.scheduler.requests)}")
 
     def under_way(self) -> str:
-        """For a failed test: what waits, and for what."""
+        """Describe for a failed test which requests wait, and for what."""
         manager = self.scheduler.kv_cache_manager
         requests = [
             f"{r.status.name} {r.num_computed_tokens}/{r.num_tokens} tokens, "

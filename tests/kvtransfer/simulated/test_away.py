@@ -1,4 +1,4 @@
-"""A conversation whose tool takes long is parked after its turn and prefetched before the next one."""
+"""A conversation with a long tool call is parked after its turn and prefetched before the next one."""
 
 import time
 from threading import Event
@@ -17,7 +17,7 @@ from tests.kvtransfer.simulated.engine import BLOCK_TOKENS, SteppedEngine
 
 
 def loads_of(engine: SteppedEngine) -> list[Any]:
-    """Record the host slots whose loads end from here on."""
+    """Record the host slots whose loads end from now on."""
     loads: list[Any] = []
     index = engine.kv_state.host
     end_load = index.end_load

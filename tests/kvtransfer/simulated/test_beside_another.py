@@ -1,4 +1,4 @@
-"""Our connector beside one that saves blocks of ended requests: nothing is mistaken, nothing is lost."""
+"""Our connector works next to one that saves blocks of ended requests, without faults or lost blocks."""
 
 import time
 from collections.abc import Iterator

@@ -15,7 +15,7 @@ pytestmark = pytest.mark.slow
 
 
 def end_copies(engine: SteppedEngine) -> None:
-    """Blocks on their way to the host are not free: a thread copies them, and a step hears of its end."""
+    """Blocks that are being stored are not free: a thread copies them, and a step learns of the end."""
 
     def ended() -> bool:
         engine.step()
@@ -27,7 +27,7 @@ def end_copies(engine: SteppedEngine) -> None:
 def test_a_step_does_not_visit_each_retained_block(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """There is room for a step, although less than what is retained, with what runs counted, leaves."""
+    """A step has enough free blocks, although retained blocks and running requests leave few."""
     connector = ConnectorConfig(engine="d", epoch=1, port=free_port(), host_kv_gib=0.005, park_after_s=3600.0)
     engine = SteppedEngine(connector, blocks=100)
     try:

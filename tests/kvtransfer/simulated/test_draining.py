@@ -1,4 +1,4 @@
-"""A draining engine lets its turns finish and gives everything back, also while it sleeps."""
+"""A draining engine lets its turns finish and releases all KV, even while it sleeps."""
 
 import time
 

@@ -1,4 +1,5 @@
-"""A load that failed leaves a request without blocks before those that hold some, which must go on."""
+"""A request that lost its blocks with a failed load is queued before requests that hold blocks and must
+continue."""
 
 import time
 
@@ -19,8 +20,8 @@ LIMIT_S = 20.0
 
 
 def test_a_request_with_a_failed_load_that_does_not_fit_does_not_block_others() -> None:
-    """With windows a prompt that is loaded needs fewer blocks than one that is computed: what was free for it
-    is not enough any more, and the rest is held by a load that ends later."""
+    """With windows a loaded prompt needs fewer blocks than a computed one. After a failed load the free
+    blocks no longer suffice, and another load that ends later holds the rest."""
     port = free_port()
     prefiller = SteppedEngine(
         ConnectorConfig(engine="p", epoch=1, port=port, lease_s=30.0, timeout_s=5.0),

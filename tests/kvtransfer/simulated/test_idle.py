@@ -30,7 +30,7 @@ def copied(engine: SteppedEngine, host_kv_gib: float) -> EngineState:
 
 
 def idle_and_live_blocks(host_kv_gib: float, yields: bool = False) -> tuple[int, int, int]:
-    """While a turn of ten blocks runs beside a conversation that keeps ten, and after it ended."""
+    """Look during and after a turn of ten blocks, next to a conversation that retains ten."""
     config = ConnectorConfig(engine="d", epoch=1, port=free_port(), lease_s=0.3, host_kv_gib=host_kv_gib)
     engine = SteppedEngine(replace(config, idle_kv_evictable=yields), blocks=60)
     try:
@@ -90,7 +90,7 @@ def test_a_parked_conversation_evicted_from_a_full_host_is_reported() -> None:
 
 
 def test_a_renewed_lease_is_not_reported_as_ended(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A prompt that takes several leases to be sent, from an engine that has nothing else to do."""
+    """An otherwise idle engine sends a prompt for longer than several leases."""
     at_once = HostBlockMemory.outgoing
 
     def slowly(*asked: Any) -> AbstractContextManager[list[memoryview]]:

@@ -1,5 +1,5 @@
-"""States are transferred also where a step computes less than a block: vLLM gives one back before the prompt
-ends, if nobody else holds it."""
+"""States are transferred even if a step computes less than a block: vLLM frees a state before the prompt ends
+unless another reference holds it."""
 
 from collections import Counter
 from types import SimpleNamespace

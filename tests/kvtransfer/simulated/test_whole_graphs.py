@@ -60,7 +60,7 @@ def prefiller() -> ConnectorConfig:
 
 
 def arms(engine: SteppedEngine, seconds: float) -> None:
-    """Says of the steps from now on what the engine's scheduler says: how long one takes, or 0."""
+    """Make the engine's scheduler report the duration of the coming steps; 0 for none."""
     side = engine.scheduler.plugin("safepoint")
     if side is not None:
         side.worth_arming = lambda: seconds
@@ -118,7 +118,7 @@ def test_only_exporting_steps_use_piecewise_graphs_and_send_correct_kv(make: Mak
 
 
 def test_no_layer_call_is_lost_between_steps(make: Make) -> None:
-    """Captures, and the idle steps of a data-parallel rank."""
+    """Graph captures, and the idle steps of a data-parallel rank."""
     engine = make(coserving())
     engine.add("offline", [2] * 5, 3, priority=10)
     arms(engine, 0.1)
@@ -178,7 +178,7 @@ def test_a_step_without_a_forward_context_is_counted(make: Make) -> None:
 
 class SilentWorker(WorkerSide):
     def after_layer(self, layer: str) -> None:
-        """Says nothing of the steps in which it is needed."""
+        """Plugin that does not declare in which steps it needs layer hooks."""
 
 
 class SilentPlugin(Plugin):

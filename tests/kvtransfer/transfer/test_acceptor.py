@@ -1,4 +1,4 @@
-"""Connections are accepted whatever became of the one before."""
+"""The acceptor continues after a failed connection."""
 
 import contextlib
 import socket

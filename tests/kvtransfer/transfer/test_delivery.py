@@ -1,4 +1,4 @@
-"""Over real sockets: what arrives is what was computed, or the transfer is refused."""
+"""Over real sockets, received KV equals the computed KV or the transfer is refused."""
 
 import dataclasses
 import secrets
@@ -65,7 +65,7 @@ class TransferPair:
             self.exports.wrote(layer, [Written("t", self.generation, tokens)])
 
     def fetch(self, skip: int = 0, **changed: object) -> list[int]:
-        """Fetches into the consumer's first blocks; returns those."""
+        """Fetch into the consumer's first blocks and return them."""
         into = list(range(len(PROMPT) - skip))
         consumer = dataclasses.replace(self.consumer, **changed)  # type: ignore[arg-type]
         fetch(self.source, [skip], [into], self.mine, consumer, Cancellation())
@@ -121,7 +121,7 @@ def test_blocks_arrive_while_the_prefill_runs(pair: TransferPair) -> None:
 
 
 def test_a_stale_read_is_refused(pair: TransferPair) -> None:
-    """The lease ran out, the blocks hold something else: the corruption that NIXL serves."""
+    """The lease has expired and the blocks are reused: NIXL would deliver the wrong bytes."""
     pair.compute()
     pair.exports.finish("t")
     pair.now[0] = 11
@@ -367,7 +367,7 @@ def eventually(true: Callable[[], bool], limit_s: float = 5) -> bool:
 
 
 class FlippingProxy:
-    """Passes bytes both ways, keeps what the producer said, and flips a bit of it if told where."""
+    """Forwards bytes both ways, records what the producer sent, and may flip one bit of it."""
 
     last = bytearray()
 
@@ -409,7 +409,7 @@ class FlippingProxy:
 
 
 class FrameSwappingProxy(FlippingProxy):
-    """Sends the first two frames of blocks in the other's place, but for what the consumer counts by."""
+    """Swaps the first two frames of blocks, except for the fields that the consumer counts."""
 
     def _run(self) -> None:
         consumer, _ = self._listener.accept()

@@ -1,4 +1,4 @@
-"""Prompts of any length pass through a window of any size, in turns: nobody waits for ever or is refused."""
+"""Prompts of any length pass through a staging window of any size, without deadlock or refusal."""
 
 import socket
 import threading

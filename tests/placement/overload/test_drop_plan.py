@@ -46,7 +46,7 @@ def test_every_layer_is_held_by_exactly_one_engine_of_a_group(shape: EngineShape
 
 @given(shapes, st.integers(1, 12))
 def test_the_pools_of_a_group_fit_where_the_layers_are(shape: EngineShape, engines: int) -> None:
-    """Each kept layer has a region for every engine of the group, in what the others' layers took."""
+    """Each kept layer has a region for every engine of the group, in the memory of dropped layers."""
     if engines > shape.layers:
         return
     layer_kv, each = shape.kv_bytes_per_token / shape.layers, shape.kv_each(engines)

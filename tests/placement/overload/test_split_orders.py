@@ -30,7 +30,7 @@ PARTNERS = {"a": "b", "b": "a", "c": "d", "d": "c"}  # of engines that share the
 def decoder(
     name: str, epoch: int = 0, held: float = 900, tier: str = "decode", partners: str = ""
 ) -> SharingDecoder:
-    """`partners`: of which it says that they share its layers; those of a pair where there are none."""
+    """Build a decoder's report; `partners` are the engines that share its layers."""
     others = tuple(f"{one}:1" for one in partners or PARTNERS.get(name, "")) if epoch else ()
     now = SHAPE.kv_each(1 + len(others))
     split = SplitState(f"{name}:1", SHAPE, epoch, now, newest=epoch, partners=others)

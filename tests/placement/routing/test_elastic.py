@@ -1,4 +1,4 @@
-"""A first turn is computed where its first token comes first, and the placer says what it compared."""
+"""A first turn is computed where its first token comes first, and the receipt has both estimates."""
 
 from dataclasses import replace
 

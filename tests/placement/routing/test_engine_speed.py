@@ -23,7 +23,7 @@ def seconds(curve: tuple[float, float, float]) -> float:
 
 
 class Shown:
-    """Engines of one kind of hardware, and what they report."""
+    """Engines of one kind of hardware, and their reports."""
 
     def __init__(self, *tiers: str, alike: bool = True) -> None:
         self.speeds = EngineSpeeds(dict.fromkeys(tiers, "kind") if alike else {})
@@ -67,7 +67,7 @@ def test_engines_of_other_hardware_do_not_change_an_estimate() -> None:
 
 
 def test_an_engine_is_estimated_by_its_best_curve_when_none_computed_lately() -> None:
-    """Something else had its machine for a while, and it is alone of its kind."""
+    """Another process used its machine for a while, and no other engine has this hardware."""
     shown = Shown("prefill")
     shown.says("e0", FAST, 1, 0.0)
     shown.says("e0", FAST, 2, 1.0)

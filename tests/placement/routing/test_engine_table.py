@@ -1,4 +1,4 @@
-"""Rows keep the order of names whatever comes and goes, and each keeps its own values."""
+"""Rows stay in the order of names while engines come and go, and keep their own values."""
 
 from hypothesis import given
 from hypothesis import strategies as st

@@ -1,4 +1,4 @@
-"""The chosen decoder has the least KV in use among those where it fits, counting what is reserved.
+"""The chosen decoder has the least KV in use of those with enough space, reservations included.
 
 What fits is measured beside KV that cannot give way: a conversation between turns whose KV is on the host as
 well takes none.
@@ -19,7 +19,7 @@ NAMES = [f"d{i}" for i in range(5)]
 
 
 class RecountedFleet(RuleBasedStateMachine):
-    """The placer beside a model of it that recounts everything from scratch."""
+    """The placer, and a model that recounts all of its state from scratch."""
 
     def __init__(self) -> None:
         super().__init__()

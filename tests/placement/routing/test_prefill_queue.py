@@ -1,4 +1,4 @@
-"""The chosen prefiller is the one that would finish first; a saturated one says for how long."""
+"""The chosen prefiller finishes first, and a saturated one names the excess wait."""
 
 from dataclasses import replace
 
@@ -134,7 +134,7 @@ def test_a_reported_curve_replaces_the_initial_one(fleet: MakeFleet) -> None:
 
 
 def test_a_correction_is_rescaled_when_the_curve_changes(fleet: MakeFleet) -> None:
-    """Prompts took a tenth of the guess; then the engine reports a curve that says so itself."""
+    """Prompts took a tenth of the estimate; then the engine reports a curve that agrees with them."""
     placer, now = fleet(kv_tokens=10**9), 0.0
     took = CURVE.seconds(8192) / 10
     for number in range(60):
@@ -168,7 +168,8 @@ def waits(placer: Placer, key: str, queue_weight: float, now: float = 0.0) -> fl
 
 
 def test_a_higher_class_waits_for_its_own_prompts_only(fleet: MakeFleet) -> None:
-    """Engines compute them first: what others have queued saturates no prefiller for it."""
+    """Engines compute prompts of a higher class first, so lower-class queues do not saturate a prefiller for
+    it."""
     placer = fleet(prefillers=2, kv_tokens=10**9, max_prefill_wait_s=1.0)
     each, queued = CURVE.seconds(20_000), 0
     while isinstance(placer.place(FirstTurn(f"c{queued}", 20_000), 0.0), Placement):

@@ -1,4 +1,4 @@
-"""The prefix map says which engines have a prompt's prefix, and placement leaves the cached tokens out."""
+"""The prefix map knows which engines have a prompt's prefix, and placement leaves out cached tokens."""
 
 from dataclasses import replace
 
@@ -92,7 +92,7 @@ def test_the_estimate_of_a_decoder_leaves_out_the_prefix_that_it_has() -> None:
 
 
 def test_the_curve_learns_from_computed_tokens_only() -> None:
-    """A prompt whose prefix was cached takes less time, which does not make the prefiller faster."""
+    """A prompt with a cached prefix takes less time, but the prefiller has not become faster."""
     placer = a_placer()
     now = 0.0
     for number in range(30):
@@ -115,7 +115,7 @@ def test_the_longest_prefix_counts_and_memory_is_bounded() -> None:
 
 
 def test_an_engine_that_leaves_is_forgotten_with_its_prefixes() -> None:
-    """That includes a prefix whose size is estimated as zero, as a short one is after many images."""
+    """A prefix may have an estimated size of zero, for example a short one after many images."""
     prefixes = PrefixMap()
     nothing = PromptPrefix(b"short", 0)
     prefixes.record("a", (nothing, SYSTEM), "p", 8_500, 0.0)
@@ -277,7 +277,7 @@ def test_only_the_latest_engines_of_a_prefix_are_remembered() -> None:
 
 
 def test_a_missed_short_prefix_does_not_shrink_the_capacity() -> None:
-    """A prefix of less than a block is never cached, so missing it says nothing."""
+    """A prefix of less than a block is never cached, so a miss shows nothing."""
     prefixes, short = PrefixMap(), PromptPrefix(b"you are helpful", 10)
     prefixes.set_kv_tokens("e", 400_000)
     for number in range(20):

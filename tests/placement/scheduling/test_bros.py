@@ -1,4 +1,4 @@
-"""BROS: urgent first, cheap swaps first, a batch size that grows slowly and falls at once."""
+"""BROS serves urgent requests and cheap swaps first, with a batch that grows slowly and shrinks at once."""
 
 from placement.scheduling.interface import IterationDone, ServingSettings
 from placement.scheduling.latency_model import BatchWork

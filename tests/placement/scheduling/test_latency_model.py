@@ -1,4 +1,4 @@
-"""The latency model: what it predicts, what it recovers from samples, and how far it may be moved."""
+"""The latency model predicts iterations, is recovered from samples, and changes within bounds."""
 
 import math
 import random

@@ -1,4 +1,4 @@
-"""The simulated co-serving engine: it loses nothing, repeats itself, and tells the policies apart."""
+"""The simulated co-serving engine loses nothing, is reproducible, and shows differences between policies."""
 
 import itertools
 from collections.abc import Callable

@@ -1,4 +1,4 @@
-"""Online requests come first, and offline requests fill only what their targets leave."""
+"""Online requests come first, and offline requests fill only the time that the targets leave."""
 
 import pytest
 from hypothesis import given, settings

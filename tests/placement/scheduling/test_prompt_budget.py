@@ -1,4 +1,4 @@
-"""Prompts before their first token: which is computed first, beside what, and behind whom nobody waits."""
+"""Order and token budget of online prompts within an iteration."""
 
 from dataclasses import replace
 

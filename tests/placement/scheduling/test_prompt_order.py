@@ -1,4 +1,4 @@
-"""Prompts beside requests that decode: which goes first, and how much of it."""
+"""Order of prompts, and the size of their chunks when other requests decode."""
 
 from hypothesis import given
 from hypothesis import strategies as st

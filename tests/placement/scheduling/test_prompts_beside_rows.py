@@ -1,4 +1,4 @@
-"""Requests that decode beside an online prompt: they have their token, the prompt what time that leaves."""
+"""Decoding requests get their token, and an online prompt gets the time that is left."""
 
 from placement.scheduling.interface import IterationDone, ServingSettings, TurnTargets
 from placement.scheduling.latency_model import BatchWork

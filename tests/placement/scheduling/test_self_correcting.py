@@ -1,4 +1,4 @@
-"""A model that follows its engine: what it learns, how quickly, and how far it may be moved."""
+"""The latency model follows its engine quickly, and within bounds."""
 
 import random
 from dataclasses import astuple

@@ -1,4 +1,4 @@
-"""How long offline work makes an iteration beside online requests that decode."""
+"""Offline work may lengthen an iteration of decoding online requests by a bounded time."""
 
 import math
 from dataclasses import replace

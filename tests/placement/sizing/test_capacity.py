@@ -1,4 +1,4 @@
-"""The two signals are what arrives and what is held, averaged; who has looked too briefly says so."""
+"""Load signals are averages of arriving and held demand, and a short window gives none."""
 
 from math import inf
 

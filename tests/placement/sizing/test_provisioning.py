@@ -1,4 +1,4 @@
-"""Inequalities (1) and (2) of the conversation paper, its own example, and what they must imply."""
+"""Inequalities (1) and (2) of the conversation paper hold for its own example and for random plans."""
 
 from dataclasses import replace
 

@@ -1,4 +1,4 @@
-"""A small engine over real sockets: answers like vLLM, logs what it served, misbehaves when a prompt says so.
+"""Fake engine over real sockets: answers like vLLM, logs served lines, and fails when a prompt asks for it.
 
 Prompts may hold directives: `status=400`, `drop` (cut the connection), `sleep=0.2`, `flaky` (500 at first).
 """
@@ -85,7 +85,7 @@ class OfflineEngine:
 
 
 async def _work(responder: Responder, seconds: float) -> None:
-    """Ends at once when the client leaves, as engines abort."""
+    """Stop as soon as the client leaves, as engines abort a request."""
     left = asyncio.Event()
     forget = responder.on_disconnect(left.set)
     try:

@@ -1,4 +1,4 @@
-"""A batch process over given engines, and a gateway of nothing else in front of it, over sockets."""
+"""A batch process over given engines, behind a gateway that serves only the batch API."""
 
 import argparse
 import asyncio

@@ -44,7 +44,7 @@ def body(**changes: Any) -> bytes:
 
 
 def text(**changes: Any) -> bytes:
-    """A line whose message is changed."""
+    """Return a line with a changed message."""
     return body(messages=[changes])
 
 

@@ -36,7 +36,7 @@ async def post(url: str, headers: dict[str, str], data: object) -> tuple[int, st
 
 @pytest.fixture
 async def url(sqlite_gateway: GatewayWithBatch, tmp_path: Path) -> AsyncIterator[str]:
-    """A gateway without keys, and a batch process behind it."""
+    """A gateway without keys, in front of a batch process."""
     async with fleet(tmp_path, batch=BatchAddress(sqlite_gateway.batch, SECRET)) as made:
         yield made.urls[0]
 

@@ -1,4 +1,4 @@
-"""Cancelled, expired and half-bad batches end in the right state, with what was done available."""
+"""Cancelled, expired and half-bad batches end in the right state, and finished results are available."""
 
 import asyncio
 from dataclasses import replace

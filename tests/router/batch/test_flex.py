@@ -139,7 +139,7 @@ async def test_a_failed_engine_is_an_error_for_the_client(sqlite_gateway: Gatewa
 
 
 async def sqlite_gateway_engine_stops(gateway: GatewayWithBatch) -> None:
-    """The fleet still names it, at a port where nobody listens."""
+    """The fleet still lists the engine, but nothing listens on its port."""
     gateway.fleet.infos[0] = replace(gateway.fleet.infos[0], http="127.0.0.1:9")
 
 

@@ -1,4 +1,4 @@
-"""On the laptop fleet with real engines: mixed batches and an agent at once, by SDK and command line."""
+"""Mixed batches and an agent run together on the laptop fleet, through SDK and command line."""
 
 import asyncio
 import json

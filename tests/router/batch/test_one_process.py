@@ -1,4 +1,5 @@
-"""One process has the store: it answers its fleet's gateways only, and a new one goes on where it was."""
+"""One process owns the store, answers only its fleet's gateways, and has its work continued by a
+successor."""
 
 import asyncio
 from collections import Counter

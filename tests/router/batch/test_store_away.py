@@ -1,4 +1,4 @@
-"""A store that is away a while: no result is lost, and a batch whose validation failed is validated again."""
+"""A temporarily unavailable store loses no result, and failed validations are repeated."""
 
 import asyncio
 import resource

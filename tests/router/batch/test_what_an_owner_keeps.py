@@ -1,4 +1,4 @@
-"""Bytes of files and unended batches of one owner are bounded, by what its key says; others' are not."""
+"""A key's limits bound the stored bytes and open batches of its owner, and of no other owner."""
 
 import asyncio
 import os

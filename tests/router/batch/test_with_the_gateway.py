@@ -1,4 +1,4 @@
-"""The real gateway, a real directory and the batch process: one API, and `kill -9` of what serves it."""
+"""Gateway, directory and batch process form one API that survives `kill -9` of the batch process."""
 
 import asyncio
 import subprocess

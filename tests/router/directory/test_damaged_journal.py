@@ -1,4 +1,4 @@
-"""A damaged journal is refused; its repair keeps what can be read, and the former files."""
+"""A damaged journal is refused; a repair keeps readable rows and the former files."""
 
 import asyncio
 import os
@@ -120,7 +120,7 @@ def test_rows_torn_by_two_crashes_are_after_the_kept_rows(tmp_path: Path) -> Non
 
 
 def torn(log: Path, how: int) -> None:
-    """The last commit, as a power cut leaves it: cut off, or the last page not what was written."""
+    """Damage the last commit as a power cut does: cut it off, or change its last page."""
     if how % 2:
         os.truncate(log, log.stat().st_size - 5 - 400 * how)
     else:

@@ -1,4 +1,5 @@
-"""Groups are told once, of one epoch for all; who refuses or is late is left alone for a while."""
+"""All members of a group get one order with one epoch; an engine that refuses or is late is skipped for a
+while."""
 
 import asyncio
 import contextlib
@@ -37,7 +38,7 @@ def in_split(name: str, epoch: int, *partners: str) -> SplitState:
 
 
 class TwoEngines:
-    """Keepers of two engines, or of more, which do what they are told, or refuse."""
+    """Keepers of two or more engines that carry out orders or refuse them."""
 
     def __init__(self, names: Sequence[str] = ("d0", "d1")) -> None:
         self.refuses: set[str] = set()

@@ -23,7 +23,7 @@ ON_A_DISK_OF_ITS_OWN = 'mount -t tmpfs -o size=1m none "$0" && exec "$@"'
 
 
 def namespace() -> list[str]:
-    """A command with mounts of its own, as root or as a user who may have that in a namespace."""
+    """Return a command prefix with separate mounts, for root or for a user with namespaces."""
     for options in (["--mount"], ["--user", "--map-root-user", "--mount"]):
         command = ["unshare", *options]
         if not subprocess.run([*command, "true"], stderr=subprocess.DEVNULL, check=False).returncode:

@@ -153,7 +153,7 @@ def test_acknowledged_rows_survive_a_kill(tmp_path: Path) -> None:
 
 @contextmanager
 def full_disk(path: Path) -> Iterator[None]:
-    """No file of this process may grow beyond what the journal has."""
+    """Limit the size of files of this process to the journal's present size."""
     soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
     resource.setrlimit(resource.RLIMIT_FSIZE, (path.with_name("journal-wal").stat().st_size, hard))
     try:
@@ -198,7 +198,7 @@ async def test_a_journal_of_another_kind_or_version_is_refused_with_a_sentence(t
 
 
 class WrittenNext(bytes):
-    """A payload at which the first attempt to write it fails, not with an error of SQLite's."""
+    """Payload whose first write fails with an error that is not SQLite's."""
 
     failed = False
 
@@ -301,7 +301,7 @@ def missed() -> float:
 
 
 async def test_the_number_of_waiters_for_a_full_disk_is_bounded(tmp_path: Path) -> None:
-    """Bound conversations go on: their counts and ends of prompts are not kept beyond what is allowed."""
+    """Bound conversations continue, but updates of their counters are dropped beyond a limit."""
     path, before = tmp_path / "journal", missed()
     journal = Journal(path)
     journal.append(row(0))

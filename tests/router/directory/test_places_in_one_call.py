@@ -1,4 +1,4 @@
-"""Turns that begin together ask in one call: each gets its own answer, or leaves nothing behind."""
+"""Concurrent turns share one call, and each gets its own answer or leaves nothing behind."""
 
 import asyncio
 from collections.abc import AsyncIterator

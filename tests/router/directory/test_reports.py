@@ -1,4 +1,4 @@
-"""Reports of engines are cumulative: who gets only some of them, or gets one twice, knows what all say."""
+"""Engine reports are cumulative, so lost and repeated reports do not matter."""
 
 from collections.abc import AsyncIterator
 from dataclasses import replace
@@ -63,7 +63,7 @@ def test_confirmations_missed_for_too_long_leave_no_reservation() -> None:
 
 
 def test_a_first_report_misses_nothing() -> None:
-    """A directory that has just begun: what it reserved, it reserved a moment ago."""
+    """Return a directory that has just restarted: its reservations are all recent."""
     made = table(decoders=1)
     place(made, ask("a", 1000))
     place(made, ask("b", 1000))

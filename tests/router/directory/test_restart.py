@@ -53,7 +53,7 @@ def test_new_conversations_wait_for_all_engines_and_go_to_the_least_loaded() -> 
 
 
 def test_an_announced_engine_without_a_report_gets_nothing() -> None:
-    """A keeper that restarted as well announces the engine before it hears from it what it holds."""
+    """A restarted keeper announces its engine before it receives the engine's state."""
     after = restarted(table(decoders=1))
     for engine in (info("p0", Role.PREFILL), info("d0")):
         assert not after.engine_up(engine)

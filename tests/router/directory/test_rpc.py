@@ -1,4 +1,4 @@
-"""Messages are plain data on the wire: two versions understand each other, and nobody else is listened to."""
+"""Messages are plain data that two versions understand, and calls without the secret are refused."""
 
 from collections.abc import AsyncIterator
 from dataclasses import dataclass

@@ -1,4 +1,4 @@
-"""Guarantees of the table: bound for life, first come first served, nothing left behind."""
+"""The table binds conversations for life, serves the queue in order, and leaves nothing behind."""
 
 import random
 from itertools import pairwise
@@ -176,7 +176,7 @@ def waits(made: BindingTable, key: str, tokens: int, got: list[str], at: float =
 
 
 def test_waiting_turns_are_served_fairly_among_owners() -> None:
-    """One owner's twenty turns came first; the other's two have their share at once."""
+    """One owner's twenty turns came first; the other owner's two get their share immediately."""
     made, got = table(decoders=1, kv_tokens=30_000), list[str]()
     place(made, ask("big", 28_000))
     for number in range(20):
@@ -423,7 +423,7 @@ def same(made: BindingTable, again: BindingTable) -> None:
 
 
 def test_the_end_of_a_turn_may_arrive_before_its_beginning() -> None:
-    """A client that leaves at once: its gateway's report can arrive before the placement it gives up."""
+    """The report of a client that leaves at once can arrive before the placement that it gives up."""
     made = table()
     made.turn_ended("c", "g", 0.0, prompt_tokens=0, completion_tokens=0, turn=7)
     outcome = made.place(ask("c", turn=7), 0.1, nobody)

@@ -1,4 +1,4 @@
-"""Timeline show what each conversation did when, and stay small."""
+"""Timelines show what each conversation did and when, within bounded memory."""
 
 from router.directory.conversations import Timeline
 

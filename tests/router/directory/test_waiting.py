@@ -15,7 +15,7 @@ BETTER_S = 10.0
 
 
 class Queue:
-    """Turns that wait for a fleet which takes one whenever it is said to."""
+    """Turns that wait for a fleet that accepts one turn on request."""
 
     def __init__(self) -> None:
         self.waiting = Waiting()

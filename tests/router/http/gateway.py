@@ -18,7 +18,7 @@ from router.http import (
 
 
 class RelayingGateway:
-    """A handler that relays everything, and what came of it."""
+    """Handler that relays everything and records the outcome."""
 
     def __init__(self, pool: UpstreamPool, endpoint: Endpoint, **options: Any) -> None:
         self.pool = pool

@@ -77,7 +77,7 @@ async def test_requests_over_a_limit_are_refused(serve: Any, sent: bytes, expect
 
 
 async def test_a_client_that_keeps_sending_still_gets_the_refusal(serve: Any) -> None:
-    """100 MB into a closed socket would be a reset that destroys the answer."""
+    """The client sends 100 MB: a reset of the closed socket would destroy the answer."""
     _, port = await serve(echo, LIMITS)
     async with await Client.connect(port) as client:
         client.send(b"POST / HTTP/1.1\r\n" + HOST + b"content-length: 100000000\r\n\r\n")

@@ -34,7 +34,7 @@ class Owner:
 
 
 class Wire:
-    """A transport that keeps what is written."""
+    """Transport that records what is written."""
 
     def __init__(self) -> None:
         self.written = b""
@@ -141,7 +141,7 @@ def test_a_size_line_in_two_parts_is_not_a_chunk_of_its_own() -> None:
 
 
 def test_a_piece_that_ends_like_an_event_inside_a_chunk_is_not_a_chunk_of_its_own() -> None:
-    """The piece has the length of a chunk of nine bytes; its size line says fifteen."""
+    """The piece has the length of a chunk of nine bytes, but its size line says fifteen."""
     pieces = [b"8\r\ndata: 1\n\r\n", b"f\r\ndata: x\n\n\r\n", b"abcd\r\n0\r\n\r\n"]
     assert relayed([STREAM_HEAD, *pieces])[:3] == (b"data: 1\ndata: x\n\n\r\nabcd", True, None)
 

@@ -90,7 +90,7 @@ def framed(data: bytes) -> bytes:
 @settings(deadline=None)
 @given(st.lists(st.integers(0, len(CHAT) - 1), min_size=1, max_size=12), st.data())
 def test_a_framed_chunk_is_observed_like_its_content(choice: list[int], data: st.DataObject) -> None:
-    """Whole chunks go past the parser; what is seen of a stream must not depend on which of them did."""
+    """Whole chunks bypass the parser; the observation must not depend on which chunks did."""
     events = [CHAT[index] * data.draw(st.integers(1, 2)) for index in choice]
     plain, passing = StreamObserver(lambda: 1.0), StreamObserver(lambda: 1.0)
     for observer in (plain, passing):

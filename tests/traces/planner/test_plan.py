@@ -1,4 +1,4 @@
-"""A plan_fleet follows the inequalities at what was measured of the trace, and is checked by simulation."""
+"""A plan follows the inequalities at the trace's means, and a simulation confirms it."""
 
 from collections import Counter
 from dataclasses import replace
@@ -74,7 +74,7 @@ def test_the_shipped_sample_is_planned_with_no_engine_too_many() -> None:
 
 
 def test_first_turns_that_stall_streams_need_a_prefiller() -> None:
-    """Alike engines would compute 30,000-token prompts beside streams that may wait for 30 ms."""
+    """Mixed engines would compute 30,000-token prompts next to streams with a limit of 30 ms."""
     turns = (TraceTurn(30_000, 0, 400), TraceTurn(200, 30_400, 400, 0.5))
     found = [TraceConversation(f"c{i}", 0.0, turns) for i in range(80)]
     made = plan_fleet(found, ENGINE, ENGINE, PlanRequest(rate=1.0, ttft_s=4.0, tbt_s=0.03))

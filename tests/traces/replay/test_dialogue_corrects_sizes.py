@@ -1,4 +1,4 @@
-"""Estimates that are wrong by a fifth do not stay wrong: usage corrects what comes after."""
+"""Size estimates that are wrong by a fifth are corrected by the reported usage."""
 
 import pytest
 

@@ -1,4 +1,4 @@
-"""The replay's TTFT, TBT, TTFET and E2E are what the server did, within the error of a shared machine."""
+"""The replay's TTFT, TBT, TTFET and E2E equal the server's, within the noise of a shared machine."""
 
 import statistics
 

@@ -1,4 +1,4 @@
-"""A report says what was measured, side by side, in one page that asks nobody for anything."""
+"""A report shows measurements side by side in one page without external resources."""
 
 import io
 import re

@@ -1,4 +1,4 @@
-"""The profile `a40-qwen3-0.6b` says what the conversation paper says of its accelerators."""
+"""The profile `a40-qwen3-0.6b` reproduces the conversation paper's figures of its accelerators."""
 
 import pytest
 

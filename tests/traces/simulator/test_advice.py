@@ -1,4 +1,4 @@
-"""On a simulated fleet, following what `conserve advise` would say takes the waiting away."""
+"""Following `conserve advise` ends the waiting on a simulated fleet."""
 
 from collections.abc import Iterable, Iterator
 

@@ -56,7 +56,7 @@ def test_waiting_at_a_prefiller_follows_the_md1_queue(load: float) -> None:
 def test_the_tbt_of_a_decoder_follows_its_model_at_the_kv_it_reads(
     model: LatencyModel, rows: list[tuple[int, int]]
 ) -> None:
-    """Many iterations in one step cost what they cost one by one."""
+    """Many iterations in one step cost the same as one by one."""
     batch = Iteration(model)
     for number, (context, left) in enumerate(rows):
         batch.join(work(str(number), 0, left, context))
@@ -168,7 +168,7 @@ def test_a_single_prompt_takes_the_sum_of_its_chunks() -> None:
 
 
 def test_token_gaps_show_a_stall_that_the_mean_of_a_turn_hides() -> None:
-    """One prompt of 1,000 tokens beside a row that decodes 200."""
+    """One prompt of 1,000 tokens joins a row that decodes 200."""
     found = [
         TraceConversation("decodes", 0.0, (TraceTurn(10, 0, 200),)),
         TraceConversation("p", 0.5, (TraceTurn(1_000, 0, 1),)),

@@ -1,4 +1,4 @@
-"""Tokens, KV, time and joules: what goes in comes out, on every system, also under pressure."""
+"""No system creates or loses tokens, KV, time or energy, even under pressure."""
 
 from dataclasses import replace
 from random import Random

@@ -1,4 +1,4 @@
-"""Parameters give way in a simulated fleet: when the KV is short, to everybody's gain, and are restored."""
+"""A simulated fleet that is short of KV drops parameters, serves sooner, and restores them."""
 
 from dataclasses import replace
 
@@ -37,7 +37,7 @@ def layered(kv_tokens: int = KV, **more: int) -> EngineProfile:
 
 
 def burst(count: int = 600, every_s: float = 0.02) -> list[TraceConversation]:
-    """Short prompts and long answers: twice what four engines hold, and hardly any computing."""
+    """Return short prompts with long answers: twice the KV of four engines, and little computing."""
     return [
         TraceConversation(f"c{i}", every_s * i, (TraceTurn(300, 0, 600 + i % 7 * 50),)) for i in range(count)
     ]

@@ -37,8 +37,8 @@ def test_decoders_compute_prompts_above_the_rate_of_the_prefiller() -> None:
 
 
 def test_a_load_spike_leaves_nothing_behind() -> None:
-    """From half of a prefiller's rate to three times as much for 20 s, and back: nothing waits to be placed,
-    and who comes ten seconds later has its answer as soon as before."""
+    """The load rises for 20 s from half of a prefiller's rate to three times as much: no turn waits to be
+    placed, and ten seconds later answers are as soon as before."""
     alone_s = prompt_seconds(profile().latency, 2048, 12_000)
     times, now = [], 0.0
     for until_s, rate in ((60.0, 0.5), (80.0, 3.0), (140.0, 0.5)):
@@ -94,7 +94,7 @@ def test_sticky_goes_to_its_prefix_unless_the_engines_are_out_of_balance() -> No
 
 
 def test_elastic_placing_is_about_as_good_as_the_better_baseline_on_the_papers_mix() -> None:
-    """A short run of what `python -m benchmarks.paper.elastic` measures: its bars, less tight."""
+    """A short run of `python -m benchmarks.paper.elastic`, with wider bounds."""
     found = workload.conversations(workload.PaperMix(conversations=500))
     trace = workload.poisson(found, 1.5)
     rows = [

@@ -77,7 +77,7 @@ def test_pinned_kv_that_fits_is_never_evicted() -> None:
 
 
 def test_bindings_of_a_run_equal_those_of_the_product_placer() -> None:
-    """Arrivals all at once: nothing is reported in between, so a fresh placer must agree one by one."""
+    """All conversations arrive together without reports in between, so a fresh placer must agree."""
     found = [TraceConversation(f"c{i}", 0.0, (TraceTurn(500 + 137 * i, 0, 5),)) for i in range(60)]
     simulated = fleet(decoders=4, kv_tokens=10_000_000)
     simulation = Simulation(simulated, SimulationSettings(placer=PlacerSettings(headroom_tokens=0)))

@@ -39,7 +39,7 @@ def overlapping() -> Iterator[None]:
 
 
 class DoneEvent:
-    """Stands for a CUDA event: what is recorded has happened."""
+    """Stands in for a CUDA event that completes when it is recorded."""
 
     def __init__(self, *_: Any, **__: Any) -> None: ...
 

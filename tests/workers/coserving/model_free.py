@@ -1,4 +1,4 @@
-"""vLLM's real scheduler, ours on top, and a worker that notes what KV is where instead of computing it.
+"""vLLM's real scheduler under ours, with a worker that tracks KV instead of computing it.
 
 Every slot of KV remembers the prefix it was computed for. A request that would attend to a slot with anything
 else is a wrong output on a real model; here it is an entry in `lies`.
@@ -161,7 +161,7 @@ class ModelFreeEngine:
         queue_weight: float = 0.0,
         transfer: dict[str, Any] | None = None,
     ) -> None:
-        """`queue_weight`: what its class is worth. `transfer`: its `kv_transfer_params`."""
+        """Add a request; `queue_weight` is its class weight, `transfer` its `kv_transfer_params`."""
         from vllm import SamplingParams
         from vllm.v1.request import Request
 
@@ -183,7 +183,7 @@ class ModelFreeEngine:
     def step(
         self, abort_share: float, hang_up_share: float = 0.0, loaded: frozenset[str] = frozenset()
     ) -> None:
-        """`loaded`: requests whose KV has come meanwhile, as workers tell with the step's result."""
+        """Run one step; `loaded` are requests whose KV has arrived, as workers report with the result."""
         from vllm.v1.request import RequestStatus
 
         done = self.scheduler.schedule()
@@ -235,7 +235,7 @@ class ModelFreeEngine:
                 self.outputs[key] += new
 
     def _compute(self, row: StepRequest, aborted: bool) -> list[int]:
-        """Do what the step says, also for a request that has ended since: an accelerator cannot know."""
+        """Execute a step, even for requests that have ended: an accelerator cannot know."""
         tokens = list(row.request.all_token_ids)
         while len(tokens) < row.end:  # the client hung up: nobody noted what the step before sampled
             tokens.append(answer(tokens))

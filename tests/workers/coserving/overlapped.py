@@ -18,7 +18,7 @@ from workers.engine.coserving import safepoint as page
 
 
 class LateResult:
-    """A future whose work is done when it is asked for."""
+    """Future whose work runs when its result is asked for."""
 
     def __init__(self, work: Callable[[], Any]) -> None:
         self.result = work

@@ -1,4 +1,4 @@
-"""Safepoints of an engine that has another connector beside ours, as it has with NIXL."""
+"""Safepoints work in an engine with a second connector, such as NIXL."""
 
 from pathlib import Path
 from typing import Any

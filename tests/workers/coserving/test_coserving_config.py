@@ -1,4 +1,4 @@
-"""Co-serving settings survive vLLM's command line, and wrong ones are told."""
+"""Co-serving settings survive vLLM's command line, and invalid ones are reported."""
 
 import json
 from dataclasses import asdict, replace

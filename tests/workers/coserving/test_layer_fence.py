@@ -1,4 +1,4 @@
-"""The host is never more than so many layers beyond the device, however slow that is and wherever it left."""
+"""The host runs at most a fixed number of layers ahead, however slow the device is."""
 
 from itertools import product
 
@@ -14,8 +14,10 @@ PROGRESS = (0, 1, 9)  # kernels that the device has done by the next layer: none
 def iteration(
     cuda: LateCuda, fence: LayerFence, ahead: int, every: int, progress: tuple[int, ...], leaves_at: int
 ) -> list[int]:
-    """As the safepoint does it, armed. Returns how many of its layers were launched and not done, at each
-    safepoint: the next one is launched beyond those."""
+    """Run layers as an armed safepoint does; return the launched but unfinished layers at each check.
+
+    The next layer is launched beyond those.
+    """
     behind = []
     fence.begin(ahead)
     began = len(cuda.compute.launched)

@@ -1,4 +1,4 @@
-"""Tokens that a preemption lost are counted when they are computed again, and only those."""
+"""Only tokens that a preemption lost are counted when they are recomputed."""
 
 import time
 from pathlib import Path

@@ -1,4 +1,4 @@
-"""An iteration that is left at its first layers leaves none of its input copies behind."""
+"""An iteration that is aborted at its first layers leaves no copy of its inputs behind."""
 
 from types import SimpleNamespace
 from typing import Any

@@ -1,4 +1,4 @@
-"""A fault in what we plan costs the plan, never the engine: vLLM's own schedule holds for that iteration."""
+"""A fault in our planning falls back to vLLM's own schedule for that iteration."""
 
 from pathlib import Path
 

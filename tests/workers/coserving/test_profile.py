@@ -1,4 +1,4 @@
-"""Profiling: the grid stays within what the engine takes, and the store gets what was measured."""
+"""The profiling grid stays within the engine's limits, and the store gets the measurements."""
 
 from pathlib import Path
 

@@ -1,4 +1,4 @@
-"""vLLM's real scheduler with prompts in the policy's order, without a model: who has tokens, step by step.
+"""vLLM's real scheduler serves prompts in the policy's order; tests count tokens step by step.
 
 The clock is the model's own, so that what is seen does not depend on the machine.
 """
@@ -51,7 +51,7 @@ class Stepped(ModelFreeEngine):
         self._under_way: deque[Any] = deque()
 
     def advance(self) -> bool:
-        """One step more under way, and the oldest ended when there are as many as may overlap."""
+        """Start one more step, and end the oldest when as many run as may overlap."""
         done = self.scheduler.schedule()
         if done.num_scheduled_tokens:
             self.steps.append(dict(done.num_scheduled_tokens))

@@ -119,7 +119,7 @@ def test_bros_starts_requests_with_the_least_to_restore_and_other_policies_keep_
 
 
 def test_offline_work_has_no_slo() -> None:
-    """Turns beside it would wait for its target: whoever creates a batch may write any into its lines."""
+    """Other turns would wait for its target: the creator of a batch could write any target into its lines."""
     tracked = Clocks().requests()
     for key, priority, expected in (("turn", 0, TurnTargets(0.5, 0.001)), ("line", 1, DEFAULT)):
         asked = request(key, priority)

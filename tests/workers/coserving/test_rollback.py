@@ -1,4 +1,4 @@
-"""No request reads KV that was not computed for it, whatever is aborted: vLLM without a model."""
+"""No request reads KV that was not computed for it, for every abort: vLLM without a model."""
 
 import random
 from pathlib import Path
@@ -100,7 +100,7 @@ def _lied(model: Path, left_out: rollback.Step, seed: int) -> bool:
 
 
 def lies_after_the_owner_left(model: Path, left_out: rollback.Step | None) -> list[str]:
-    """Two requests admitted in the aborted step; the one whose blocks the other adopted hangs up after it."""
+    """Two requests are admitted in the aborted step; the one whose blocks the other adopted disconnects."""
     engine = ModelFreeEngine(model, left_out, 0)
     prefix = [33 + number % 80 for number in range(128)]
     engine.ask("owner", prefix + [40] * 3, 2, priority=1)
@@ -141,7 +141,7 @@ def test_a_request_with_only_the_end_of_a_window_recomputes_all_of_it(
 
 
 class LoadsOneBlock(SchedulerSide):
-    """Has a block of every prompt that goes on from another's."""
+    """Connector that has one block of every prompt that extends another prompt."""
 
     def match(self, request: Any, computed_tokens: int) -> Match | None:
         return Match(BLOCK, background=True) if request.request_id == "sharer" else None

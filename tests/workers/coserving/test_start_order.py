@@ -14,7 +14,7 @@ ON_HOST = {"first": 3, "second": 0, "third": 1}
 
 
 class ToldByTheTest(SchedulerSide):
-    """In place of the checkpoint: of each request the host has what the table says."""
+    """Stands in for the checkpoint: a table sets how many blocks of each request the host has."""
 
     offline_may_start = True
 

@@ -1,4 +1,4 @@
-"""Two tensor parallel ranks leave an iteration at the same layer, whatever order vLLM registers layers in.
+"""Two tensor-parallel ranks abort at the same layer, in whatever order vLLM registers layers.
 
 Real workers on devices that do a layer when both ranks have launched it, as the collective in each layer has
 it. Which host goes on, which device does, and when the flag is raised, is random.
@@ -105,7 +105,7 @@ def left_at(registered: list[str], every: int, run_ahead: int, seed: int) -> lis
 @pytest.mark.parametrize("every", [1, 4])
 @pytest.mark.parametrize("model", REGISTERED)
 def test_both_ranks_abort_at_the_same_layer(model: str, every: int, run_ahead: int) -> None:
-    """`run_ahead`: what the step's order says beyond the workers' own bound."""
+    """Run a step; `run_ahead` is how far its order lets hosts run beyond the workers' own bound."""
     layers: list[Any] = [left_at(REGISTERED[model], every, run_ahead, seed) for seed in range(SCHEDULES)]
     assert [pair for pair in layers if pair[0] != pair[1]] == []
     assert any(pair[0] is not None for pair in layers)

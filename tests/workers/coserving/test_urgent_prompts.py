@@ -1,4 +1,4 @@
-"""Requests that decode beside an urgent prompt: vLLM's real scheduler, without a model."""
+"""Requests decode during an urgent prompt, on vLLM's real scheduler without a model."""
 
 from pathlib import Path
 

@@ -1,4 +1,4 @@
-"""A real engine under expensive grammars: it refuses them, stays as large as it was, and answers others."""
+"""A real engine refuses expensive grammars, keeps its memory, and answers other requests."""
 
 import json
 import threading

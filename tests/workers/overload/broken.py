@@ -22,7 +22,7 @@ class WithoutRegions(PeerService):
 
 
 class InOneRegion(PeerService):
-    """Puts the blocks of all peers behind this engine's own, which is right for a pair only."""
+    """Puts the blocks of all peers behind this engine's own, which is only right for a pair."""
 
     def first_row(self, member: Membership, message: Message) -> int:
         return member.blocks

@@ -1,4 +1,4 @@
-"""Workers that may share their layers, made anew for each test."""
+"""Fixtures: workers that can share their layers, created for each test."""
 
 from collections.abc import Iterator
 from dataclasses import replace

@@ -1,4 +1,4 @@
-"""Groups of two to four workers share their layers: where KV is, how large pools are, what messages may name.
+"""Two to four workers share layers: location of KV, sizes of pools, and valid messages.
 
 The workers run without an engine.
 """
@@ -105,7 +105,7 @@ def test_members_with_orders_for_different_groups_do_not_share(four: Group) -> N
 
 @pytest.fixture
 def line(four: Group) -> Iterator[PeerConnection]:
-    """Return a connection to the first of three members, of somebody who knows the secret."""
+    """Return a connection to the first of three members, from a stranger who has the secret."""
     split(four[:3])
     made = PeerConnection(four[0].model.facts().address, SECRET, 5.0)
     yield made

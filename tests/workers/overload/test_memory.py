@@ -1,4 +1,4 @@
-"""Parameters and KV that give way to each other: what comes back is what was, and no more memory is used."""
+"""Parameters and KV exchange memory: restored content is unchanged, and no memory is added."""
 
 import weakref
 from collections.abc import Iterator

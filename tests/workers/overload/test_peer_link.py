@@ -63,7 +63,7 @@ def server(encrypt: bool) -> Iterator[PeerServer]:
 
 
 class Relay:
-    """On the way of one connection: keeps what was asked, may change a byte of it or send all of it twice."""
+    """Man in the middle of one connection: records requests, and may change a byte or repeat all of it."""
 
     def __init__(self, target: str, flip: bytes = b"", repeat: bool = False) -> None:
         host, _, port = target.rpartition(":")

@@ -1,4 +1,4 @@
-"""Two real engines drop and restore layers with requests in flight; answers equal those of whole engines."""
+"""Two real engines drop and restore layers with requests in flight, and answer as whole engines do."""
 
 import os
 import signal

@@ -101,7 +101,7 @@ def ids(*blocks: Any) -> list[int]:
 
 
 def test_cached_blocks_beyond_the_link_s_second_are_evicted_and_counted() -> None:
-    """Blocks of requests always move, and of the others those that were used last."""
+    """Blocks of requests always move; of cached blocks only the most recently used do."""
     made = SideWithBlocks(5 / CACHED_KV_S)
     order = made.ordered("drop")
     assert isinstance(order, DropOrder)

@@ -1,4 +1,4 @@
-"""Engines, each in a process of its own, that may share their layers; told what to do over a pipe.
+"""Engines that can share their layers, each in its own process and controlled over a pipe.
 
 An engine steps whenever it has something to do, as vLLM's own loop does.
 """

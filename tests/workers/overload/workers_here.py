@@ -87,7 +87,7 @@ class WorkerHere:
 
     @property
     def has_its_parameters(self) -> bool:
-        """To be asked of one that is whole: what is dropped has no memory."""
+        """Read parameters of a whole worker: dropped ones have no memory."""
         return all(
             torch.equal(layer.linear.weight, had) for layer, had in zip(self._layers, self._had, strict=True)
         )
@@ -147,7 +147,7 @@ def split(group: Group) -> None:
 
 
 def a_batch(block: int = 1, slot: int = 1, *, length: int = 1, longest: int = 1, starts: Any = (0, 1)) -> Any:
-    """One token of one request: what RUN takes."""
+    """Return the arguments of a step with one token of one request."""
     one, lens = torch.zeros(1, dtype=torch.int64), torch.tensor([length])
     tensors = [
         one,
@@ -171,7 +171,7 @@ def engine_with_a_pool() -> Any:
 def scheduler_side(
     address: str, layers: int, clock: Callable[[], float] = lambda: 0.0, kv_state: Any = None
 ) -> OverloadScheduler:
-    """`kv_state`: where it says what could give way here."""
+    """Build a scheduler; `kv_state` is where it reports evictable KV."""
     facts = WorkerFacts(address, layers, 1_000, 256, 64)
     kv_state = kv_state or SimpleNamespace(
         clock=clock, split=None, kv_io_suspended=False, lock=threading.Lock(), conversations=None

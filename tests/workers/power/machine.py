@@ -59,7 +59,7 @@ class GpuMachine:
 
     @property
     def variables(self) -> dict[str, str]:
-        """With these in its environment a process sees the GPUs."""
+        """Return the environment in which a process sees the simulated GPUs."""
         paths = os.pathsep.join(filter(None, (str(self.library), os.environ.get("LD_LIBRARY_PATH", ""))))
         return {"LD_LIBRARY_PATH": paths, "STAND_IN_GPUS": str(self.state)}
 
@@ -81,7 +81,7 @@ class GpuMachine:
 
     @contextmanager
     def drawing(self) -> Iterator[None]:
-        """Meanwhile every GPU's energy counter grows by what its power says."""
+        """Let every GPU's energy counter grow with its power until the block ends."""
         stop = threading.Event()
         thread = threading.Thread(target=self._draw, args=(stop,), daemon=True)
         thread.start()

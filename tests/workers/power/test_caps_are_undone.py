@@ -116,7 +116,8 @@ def test_a_reboot_voids_the_record(machine: GpuMachine) -> None:
 
 
 def test_the_old_limit_is_on_disk_before_the_new_one_is_on_the_gpu(machine: GpuMachine) -> None:
-    """Killed between the two: the record is there, the limit untouched, and undoing is harmless."""
+    """The process is killed between both writes: the record exists, the limit is unchanged, and undoing is
+    harmless."""
     killed = APPLY.replace("BOOT", "limits.boot_id()").replace(
         "path, cap", "import os; Gpus.set_limit = lambda *a: os.kill(os.getpid(), 9)\npath, cap"
     )

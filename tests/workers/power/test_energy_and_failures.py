@@ -1,4 +1,4 @@
-"""Joules are the counter's, and a machine without GPUs or rights serves on and says so."""
+"""Energy comes from the GPU's counter, and a machine without GPUs or rights serves and reports that."""
 
 import pytest
 

@@ -1,0 +1,60 @@
+"""Draw a random sample of the texts that a newcomer reads, for `python -m benchmarks.structure --sample
+SEED`."""
+
+import random
+import re
+from collections.abc import Iterable, Iterator
+from pathlib import Path
+
+from benchmarks.structure import Module
+
+COUNTS = {"docstrings": 60, "README rows": 40, "test names": 40, "paragraphs": 20}
+SHORTEST_PARAGRAPH = 80  # characters
+
+
+def docstrings(modules: Iterable[Module]) -> Iterator[tuple[str, str]]:
+    """Yield place and first paragraph of each docstring."""
+    for module in modules:
+        for line, text in module.docstrings():
+            yield f"{module.path}:{line}", " ".join(text.split("\n\n")[0].split())
+
+
+def test_names(modules: Iterable[Module]) -> Iterator[tuple[str, str]]:
+    """Yield the file and the sentence of each test name."""
+    for module in modules:
+        for name in re.findall(r"^(?:async )?def test_(\w+)", module.text, re.M):
+            yield str(module.path), name.replace("_", " ")
+
+
+def readme_rows(root: Path, folders: Iterable[str]) -> Iterator[tuple[str, str]]:
+    """Yield the file table rows of the READMEs in some folders."""
+    for folder in folders:
+        for page in sorted((root / folder).rglob("README.md")):
+            for row in re.findall(r"^\| `.*\|$", page.read_text(), re.M):
+                yield str(page), row
+
+
+def paragraphs(root: Path) -> Iterator[tuple[str, str]]:
+    """Yield the prose paragraphs of the documentation."""
+    for page in sorted((root / "docs").rglob("*.md")):
+        for block in re.sub(r"^```.*?^```", "", page.read_text(), flags=re.M | re.S).split("\n\n"):
+            text = " ".join(block.split())
+            if len(text) >= SHORTEST_PARAGRAPH and text[0] not in "|#<":
+                yield str(page), text
+
+
+def draw(root: Path, counted: list[Module], tests: list[Module], seed: int) -> Iterator[str]:
+    """Yield the lines of a sample; the same seed draws the same texts from the same tree."""
+    chance = random.Random(seed)
+    product_folders = sorted({module.package for module in counted})
+    kinds = {
+        "docstrings": docstrings([*counted, *tests]),
+        "README rows": readme_rows(root, product_folders),
+        "test names": test_names(tests),
+        "paragraphs": paragraphs(root),
+    }
+    for kind, found in kinds.items():
+        texts = list(found)
+        chosen = chance.sample(texts, min(COUNTS[kind], len(texts)))
+        yield f"\n{len(chosen)} of {len(texts)} {kind}"
+        yield from (f"{Path(place).relative_to(root)}  {text}" for place, text in chosen)
