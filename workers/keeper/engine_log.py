@@ -120,7 +120,12 @@ _CAUSES: tuple[tuple[str, str, str], ...] = (
         "check the blocks transfer and kv of the fleet file",
     ),
     (
-        r"ModuleNotFoundError|ImportError|operator torchvision::nms does not exist",
+        r"operator torchvision::nms does not exist",
+        "torchvision of another build than torch",
+        "pip uninstall -y torchvision torchaudio torchcodec: serving text needs none of them",
+    ),
+    (
+        r"ModuleNotFoundError|ImportError",
         "broken installation",
         "run make up again: it repairs the virtual environment",
     ),

@@ -12,11 +12,10 @@ from typing import Annotated
 
 import typer
 
-from deploy.cli.commands.serve_model import installed
 from deploy.errors import DeployError
 from deploy.fleet.for_model import GIB, Machine
 from deploy.home import conserve_home
-from deploy.machine import describe, this_machine
+from deploy.machine import describe, foreign_builds, installed, remedy, this_machine
 from deploy.models import smollm2
 from router.gateway.config import GatewayConfig
 from router.http import ServerLimits, descriptors_problem
@@ -68,6 +67,9 @@ def _packages() -> Iterator[HealthLine]:
     for name, found in (("vLLM", vllm), ("Ray", installed("ray"))):
         do = "" if found else "deploy/setup/install.sh .venv (CPU), or .venv cuda,postgres"
         yield HealthLine(name, found or "not installed", do, not found)
+    if builds := foreign_builds():
+        state = f"torch is {installed('torch')}, and these are of another build"
+        yield HealthLine(", ".join(builds), state, remedy(builds), True)
 
 
 def _accelerators() -> Iterator[HealthLine]:

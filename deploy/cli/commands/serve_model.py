@@ -1,11 +1,11 @@
 """conserve serve: a model by its name on this machine, without a fleet file to write."""
 
+import difflib
 import json
 import os
 from collections.abc import Iterator, Sequence
 from contextlib import suppress
 from dataclasses import replace
-from importlib import metadata
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -19,7 +19,7 @@ from deploy.fleet import load_fleet, vllm_options
 from deploy.fleet.engine_needs import Architecture, find_architecture, model_directory
 from deploy.fleet.for_model import Machine, Wishes, fleet_for, fleet_name
 from deploy.home import conserve_home
-from deploy.machine import describe, this_machine
+from deploy.machine import describe, foreign_builds, installed, remedy, this_machine
 from deploy.models import hub, smollm2
 from router.auth.keys import hash_secret
 from workers.processes import write_atomically
@@ -30,6 +30,7 @@ OWN_OPTIONS = {
     "host": "gateway.host in a fleet file",
     "model": "the first argument",
 }
+OWN_NAMES = ("prefill", "decode", "power-cap", "coserving", "port", "print", "detach")
 SCHEMA_LINE = "# Made by `conserve serve`; change it and run it with `conserve up`.\n"
 
 
@@ -46,7 +47,7 @@ def serve(
     ] = False,
     detach: Annotated[bool, typer.Option("--detach", help="Return when the fleet serves")] = False,
 ) -> None:
-    """Serve a model on the GPUs that are here, or on the CPU. vLLM's own options follow after `--`.
+    """Serve a model on the GPUs that are here, or on the CPU. Other options are vLLM's own.
 
     CONSERVE_API_KEY: the key that callers must send. OTEL_EXPORTER_OTLP_ENDPOINT: where spans go. HF_TOKEN
     and HF_HOME are Hugging Face's.
@@ -64,6 +65,8 @@ def serve(
     if print_file:
         print(text, end="")
         return
+    if builds := foreign_builds():
+        raise DeployError(f"{', '.join(builds)} and torch are of different builds: {remedy(builds)}")
     file.parent.mkdir(parents=True, exist_ok=True)
     write_atomically(file, text, 0o600)
     fleet = load_fleet(file, to_start=True)
@@ -97,7 +100,8 @@ def vllm_arguments(words: Sequence[str]) -> Iterator[tuple[str, Any]]:
         read = [_value(one, kind) for one in values]
         value = read[0] if len(read) == 1 else read or None
         if problem := vllm_options.problem(name, value):
-            raise DeployError(f"--{name}: {problem}")
+            own = [] if kind else difflib.get_close_matches(name, OWN_NAMES, n=1)
+            raise DeployError(f"--{name}: " + (f"did you mean --{own[0]}?" if own else problem))
         yield name, value
 
 
@@ -160,13 +164,6 @@ def usable(machine: Machine) -> Machine:
         )
         return replace(machine, gpu_memory=())
     return machine
-
-
-def installed(package: str) -> str:
-    """Return the version of a package; empty where it is not installed."""
-    with suppress(metadata.PackageNotFoundError):
-        return metadata.version(package)
-    return ""
 
 
 def add_environment(content: dict[str, Any], file: Path) -> None:

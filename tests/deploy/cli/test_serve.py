@@ -2,6 +2,7 @@
 
 import json
 import socket
+from importlib import metadata
 from pathlib import Path
 from typing import Any
 
@@ -81,6 +82,7 @@ def test_options_of_vllm_reach_the_engines() -> None:
             "--max-num-sqs: vLLM has no option 'max-num-sqs'; did you mean 'max-num-seqs'?",
         ),
         (["--max-num-seqs", "many"], "--max-num-seqs: expected an integer, not 'many'"),
+        (["--prefil", "2"], "--prefil: did you mean --prefill?"),
         (["seven"], "'seven' is no option of vLLM's"),
     ],
 )
@@ -88,6 +90,10 @@ def test_an_option_unknown_to_vllm_is_refused(words: list[str], said: str) -> No
     with pytest.raises(DeployError) as raised:
         list(vllm_arguments(words))
     assert str(raised.value).startswith(said)
+
+
+def test_options_of_vllm_need_no_dashes_before_them() -> None:
+    assert printed("smollm2", "--max-num-seqs", "4", "--port", "8123")["engine"]["args"]["max-num-seqs"] == 4
 
 
 def test_json_and_lists_are_read() -> None:
@@ -154,3 +160,19 @@ def test_doctor_exits_with_1_if_the_state_folder_is_not_writable(
     answer = CliRunner().invoke(app, ["doctor"])
     assert answer.exit_code == 1
     assert "/file/home cannot be written; set CONSERVE_HOME to a folder of yours" in answer.stdout
+
+
+def test_a_torchvision_of_another_build_is_named_before_anything_starts(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name, version in (("torchvision", "0.28.0"), ("torchaudio", "2.13.0+cpu")):
+        info = tmp_path / f"{name}-{version}.dist-info"
+        info.mkdir()
+        (info / "METADATA").write_text(f"Metadata-Version: 2.1\nName: {name}\nVersion: {version}\n")
+    monkeypatch.syspath_prepend(str(tmp_path))
+    if not metadata.version("torch").endswith("+cpu"):
+        pytest.skip("torch of the CPU build is not installed")
+    said = "torchvision and torch are of different builds: pip uninstall -y torchvision: serving text needs"
+    assert str(serve("smollm2").exception).startswith(said)
+    doctor = CliRunner().invoke(app, ["doctor"])
+    assert doctor.exit_code == 1 and "lacks torchvision: torch is" in doctor.stdout
