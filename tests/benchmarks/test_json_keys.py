@@ -1,4 +1,4 @@
-"""Benchmarks keep the names of their figures in `--json`: earlier runs are compared by them."""
+"""The keys of `--json` stay the same, because earlier runs are compared by them."""
 
 from types import SimpleNamespace
 from typing import Any

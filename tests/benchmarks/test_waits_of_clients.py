@@ -1,4 +1,4 @@
-"""Waits for answers around a kill, from times of tokens that are given."""
+"""Waits of clients around a kill are computed from given token times."""
 
 from benchmarks.availability import Kill, Unavailability, seen
 from benchmarks.harness.steady_clients import BOUND, NEW, STREAM, SteadyClient, SteadyClients

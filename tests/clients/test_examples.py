@@ -1,4 +1,4 @@
-"""The programs of examples/ run as they are against a fleet."""
+"""The programs of examples/ run unchanged against a fleet."""
 
 import os
 import re

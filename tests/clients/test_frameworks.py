@@ -1,4 +1,4 @@
-"""Agent frameworks, unmodified and without sending an id: each one's tool loop is one conversation.
+"""The tool loop of each unmodified agent framework is one conversation, without an id from the client.
 
 The ordinary run has those that the development extra installs; `make clients` has all of them, in an
 environment of their own whose Python is in CONSERVE_AGENTS_PYTHON.

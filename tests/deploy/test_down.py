@@ -1,4 +1,4 @@
-"""Bringing a fleet down does not wait for a supervisor that is gone but not reaped."""
+"""Bringing a fleet down does not wait for a supervisor that has ended but was not reaped."""
 
 import shutil
 import subprocess

@@ -36,7 +36,7 @@ def home(tmp_path: Path) -> FleetHome:
 
 @pytest.fixture
 def writer(home: FleetHome, tmp_path: Path) -> Iterator[subprocess.Popen[bytes]]:
-    """A process of the fleet that writes all the time."""
+    """Return the source of a fleet process that writes continuously."""
     command = [sys.executable, "-c", WRITER, str(tmp_path / "written"), "router.batch"]
     process = subprocess.Popen(command, env={**os.environ, FLEET_MARK: home.mark}, stdout=subprocess.PIPE)
     assert process.stdout is not None
@@ -103,7 +103,7 @@ def test_a_delayed_process_is_slowed_repeatedly_and_continues(
 
 @pytest.mark.parametrize("by_s", [3600.0, -3600.0])
 def test_the_clock_is_right_again_after_a_shift(by_s: float) -> None:
-    """This machine's is left alone."""
+    """The clock of this machine is not changed."""
     changes: list[float] = []
     set_clock(by_s, 0.2, change=lambda _, at: changes.append(at - time.time()))
     assert changes == pytest.approx([by_s, 0.0], abs=0.1)

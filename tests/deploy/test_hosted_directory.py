@@ -164,7 +164,7 @@ async def address_of(actor: DirectoryActor) -> str:
 
 @pytest.fixture
 def root() -> Iterator[Path]:
-    """A short path: sockets lie below it."""
+    """The path is short, because sockets below it have a limited length."""
     with tempfile.TemporaryDirectory(prefix="cs-") as short:
         yield Path(short)
 

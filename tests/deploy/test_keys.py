@@ -1,4 +1,4 @@
-"""Keys of a fleet: one a purpose, from a token that is where Ray looks; arguments of actors are sealed."""
+"""Each purpose has its own key, derived from the fleet's token, and arguments of actors are encrypted."""
 
 import pickle
 from pathlib import Path

@@ -1,4 +1,4 @@
-"""The Kubernetes manifests against the schemas of Kubernetes, also the pods that KubeRay embeds."""
+"""The Kubernetes manifests, and the pods embedded for KubeRay, conform to the schemas of Kubernetes."""
 
 from pathlib import Path
 from typing import Any

@@ -58,7 +58,7 @@ def test_ray_does_not_kill_actors_when_an_engine_fills_the_memory(path: Path) ->
 
 @pytest.mark.parametrize("path", FILES, ids=lambda path: path.name)
 def test_the_cluster_requires_a_token(path: Path) -> None:
-    """Ray 2.60 asks for none by itself, and `ray up` hands none out."""
+    """Ray 2.60 requires no token by default, and `ray up` distributes none."""
     config = load(path)
     assert config["file_mounts"][TOKEN] == TOKEN
     assert "ray get-auth-token --generate && ray up" in path.read_text().splitlines()[0]

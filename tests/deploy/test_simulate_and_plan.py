@@ -1,4 +1,4 @@
-"""`conserve simulate` and `conserve plan`."""
+"""Output and errors of `conserve simulate` and `conserve plan`."""
 
 import json
 from dataclasses import asdict

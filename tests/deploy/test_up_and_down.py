@@ -1,4 +1,4 @@
-"""However a fleet ends (Ctrl-C, down, a start that fails, a killed terminal), no process of it is left."""
+"""No process of a fleet is left after Ctrl-C, `down`, a failed start or a killed terminal."""
 
 import os
 import shlex
@@ -162,7 +162,7 @@ def test_the_printed_command_gets_an_answer(life: WholeLife) -> None:
 
 @pytest.mark.timeout(900)
 def test_a_clients_trace_continues_down_to_the_engine(life: WholeLife) -> None:
-    """The gateway's spans, and vLLM's own below the leg that it served."""
+    """The trace has the gateway's spans, and vLLM's own span below the decode leg."""
     found = {span.name: span for span in life.spans}
     assert set(found) == {"turn", "identify", "bind", "decode leg", "llm_request"}
     assert {span.trace for span in life.spans} == {CLIENTS_TRACE} and found["turn"].parent == CLIENTS_SPAN
@@ -179,7 +179,7 @@ def test_down_leaves_nothing(life: WholeLife) -> None:
 
 @pytest.mark.timeout(900)
 def test_the_keeper_caps_its_gpu_while_the_fleet_is_up(life: WholeLife) -> None:
-    """On GPUs that only the keeper sees: the engine, as ever in tests, is vLLM for CPUs."""
+    """Only the keeper sees the GPUs: the engine of this test is vLLM for CPUs."""
     assert life.saw_gpus == {"keeper": True, "engine": False}
     assert life.limits_w == [CAP_W, 300.0]
     assert life.limits_after_w == [300.0, 300.0]

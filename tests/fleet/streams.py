@@ -93,7 +93,7 @@ class ChatStream:
             time.sleep(0.02)
 
     def leave(self) -> None:
-        """As a client that is killed."""
+        """Close the connection abruptly, as a killed client does."""
         assert self._socket is not None
         with contextlib.suppress(OSError):
             self._socket.shutdown(socket.SHUT_RDWR)

@@ -1,4 +1,4 @@
-"""How the fleet's tests talk to it: as an agent does, through the OpenAI SDK, and as an operator does."""
+"""Requests to a real fleet, as an agent through the OpenAI SDK and as an operator."""
 
 import json
 import re
@@ -31,7 +31,7 @@ def client(url: str, key: str = "test") -> OpenAI:
 
 
 def opening(seed: int, words: int) -> list[dict[str, Any]]:
-    """The first messages of a conversation that no other seed shares a long prefix with."""
+    """Return the first messages of a conversation; different seeds share no long prefix."""
     text = " ".join(f"{seed}-{n * 7919 % 1000}" for n in range(words))
     return [
         {"role": "system", "content": f"You are agent {seed}."},
@@ -48,7 +48,7 @@ class TalkedTurn:
 
 
 def tool_turn(sdk: OpenAI, model: str, messages: list[dict[str, Any]], **options: Any) -> TalkedTurn:
-    """One agent step: a forced tool call, its result appended to `messages`."""
+    """Run one agent step: a forced tool call, with its result appended to `messages`."""
     answer = sdk.chat.completions.create(
         model=model,
         messages=messages,
@@ -69,7 +69,7 @@ def tool_turn(sdk: OpenAI, model: str, messages: list[dict[str, Any]], **options
 
 
 def text_turn(sdk: OpenAI, model: str, messages: list[dict[str, Any]], **options: Any) -> TalkedTurn:
-    """A turn that speaks to the user, appended to `messages`. Its tools are part of the prompt, as before."""
+    """Run a turn that speaks to the user and append it to `messages`. Its tools stay part of the prompt."""
     answer = sdk.chat.completions.create(
         model=model,
         messages=messages,
@@ -97,7 +97,7 @@ def get(url: str, path: str, key: str = "test") -> Any:
 
 
 def conversation(fleet: RunningFleet, key: str, turns: int = 0) -> dict[str, Any]:
-    """The only one of an API key, once so many of its turns have ended."""
+    """Return the only conversation of an API key, once so many of its turns have ended."""
 
     def found() -> dict[str, Any]:
         (one,) = get(fleet.url, "/v1/conversations", key)["data"]
@@ -112,7 +112,7 @@ SAMPLE = re.compile(r"^(?P<name>[a-zA-Z_:]+)(?:\{(?P<labels>.*)\})? (?P<value>\S
 
 
 def metric(url: str, name: str, **labels: str) -> float:
-    """Sum of a metric's samples at `url`/metrics that carry all of `labels`."""
+    """Return the sum of a metric's samples at `url`/metrics that carry all of `labels`."""
     with urllib.request.urlopen(f"{url}/metrics", timeout=20) as answer:
         page = answer.read().decode()
     return sum(

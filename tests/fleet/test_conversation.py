@@ -1,4 +1,4 @@
-"""An agent's conversation on a real fleet: prefilled once elsewhere, moved once, decoded in one place."""
+"""An agent's conversation on a real fleet is prefilled once, transferred once, and decoded on one engine."""
 
 import json
 import urllib.request

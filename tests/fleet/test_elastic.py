@@ -1,4 +1,4 @@
-"""Elastic placing on real engines: a load above a prefiller's rate is shared with the decoders, then is gone.
+"""Decoders of a real fleet share a load above the prefiller's rate, and no queue remains.
 
 On the fleet of all tests, whose directory is told to place so, and afterwards as before.
 """
@@ -57,7 +57,7 @@ def answered(stream: ChatStream) -> None:
 
 
 def took(fleet: RunningFleet, key: str, seed: int) -> float:
-    """Seconds to the first token of a turn that comes alone."""
+    """Return the seconds to the first token of a single turn."""
     answered(first_turn(fleet, key, seed))
     return float(placement(fleet, key)["took"]["first_token_s"])
 

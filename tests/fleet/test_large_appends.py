@@ -1,5 +1,5 @@
-"""A later turn that appends a lot goes through the prefiller once more, to the decoder where it lives; and a
-conversation that is parked comes back."""
+"""A later turn with a large append goes through the prefiller to its decoder, and a parked conversation
+resumes."""
 
 from typing import Any
 

@@ -1,4 +1,4 @@
-"""Logs of a real fleet: gateway, directory and keepers write one line an event; no process writes prompts."""
+"""Gateway, directory and keepers write one line per event, and no process logs prompts."""
 
 import re
 from collections.abc import Iterator

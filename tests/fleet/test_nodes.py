@@ -1,4 +1,4 @@
-"""The laptop fleet on a Ray cluster of several nodes, each for one tier: a node is lost, and one joins."""
+"""The laptop fleet runs on a Ray cluster with a node per tier, of which one is lost and replaced."""
 
 from collections.abc import Iterator
 from typing import Any

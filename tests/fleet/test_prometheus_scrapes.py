@@ -1,4 +1,4 @@
-"""A real Prometheus scrapes the live fleet, and every panel and alert finds its data."""
+"""A real Prometheus scrapes a live fleet, and every panel and alert has data."""
 
 import json
 import time
@@ -35,7 +35,7 @@ def scraping(laptop_fleet: RunningFleet, tmp_path_factory: pytest.TempPathFactor
 
 
 def talk(fleet: RunningFleet) -> None:
-    """Something of everything: a conversation with a tool, an answer to a user, a batch."""
+    """Run a conversation with a tool, an answer to a user, and a batch."""
     sdk = client(fleet.url, "scraped").with_options(max_retries=5)
     lines = [
         {

@@ -1,4 +1,4 @@
-"""The simulator, given a live run's arrivals, binds every conversation where the fleet bound it."""
+"""The simulator binds every conversation of a live run as the fleet did."""
 
 import asyncio
 

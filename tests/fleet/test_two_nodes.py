@@ -41,7 +41,7 @@ def nodes() -> Iterator[Nodes]:
 
 @pytest.fixture(scope="module")
 def keys(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
-    """By owner; under `file` where they are kept."""
+    """Return the keys by owner; `file` is where they are kept."""
     base = tmp_path_factory.mktemp("keys")
     made = {"file": str(base / "keys.yaml")}
     for owner in ("carried", "anew", "busy", "batches"):

@@ -1,4 +1,4 @@
-"""`conserve up` on a running fleet, and replicas that follow the load: nothing that talks notices.
+"""`conserve up` changes a running fleet, and replicas follow the load, without disturbing conversations.
 
 On the fleet of all tests; what is changed stays changed and is nothing that another test depends on.
 """

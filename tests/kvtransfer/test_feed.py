@@ -1,4 +1,4 @@
-"""The engine's line to its keeper, over a real socket."""
+"""The engine's control socket works over a real Unix socket."""
 
 import asyncio
 import threading

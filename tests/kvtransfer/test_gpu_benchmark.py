@@ -79,7 +79,7 @@ def test_a_killed_step_loses_no_other_figures_and_the_run_continues(tmp_path: Pa
 @pytest.mark.engine
 @pytest.mark.timeout(1500)
 def test_engine_steps_run_one_at_a_time_and_are_compared_with_plain_vllm(tmp_path: Path) -> None:
-    """An engine takes two to three minutes to start where other tests keep the cores busy."""
+    """An engine may take two to three minutes to start while other tests use the cores."""
     out, json_file = tmp_path / "results.jsonl", tmp_path / "gpu.json"
     running = run(out, "--only", "coserving,plain,handover", "--json", str(json_file))
     assert running.wait(1490) == 0, {name: one.get("outcome") for name, one in read_results(out).items()}

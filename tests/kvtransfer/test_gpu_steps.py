@@ -19,7 +19,7 @@ NEEDS_CUDA = {"vllm_copy_blocks"}
 
 @pytest.fixture(autouse=True)
 def threads_of_torch() -> Iterator[None]:
-    """The steps take one thread on a CPU; other tests get theirs back."""
+    """Set the number of torch threads to one for the steps, and restore it for other tests."""
     usual = torch.get_num_threads()
     yield
     torch.set_num_threads(usual)
@@ -44,7 +44,7 @@ def test_a_mover_that_loads_nothing_is_reported_as_unequal(monkeypatch: pytest.M
 
 
 def test_input_that_the_device_reads_too_late_is_counted(monkeypatch: pytest.MonkeyPatch) -> None:
-    """On a CPU nothing is late: `seen` is the pinned input itself here, read after the step."""
+    """On a CPU nothing is late: `seen` is the pinned input itself, read after the step."""
     made: list[torch.Tensor] = []
 
     def full(size: tuple[int], value: int, **options: object) -> torch.Tensor:

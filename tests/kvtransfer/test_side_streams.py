@@ -33,7 +33,7 @@ def kv() -> list[Any]:
 
 
 def abort_in_layer(cuda: LateCuda, kv: list[Any], blocks: list[int], layer: int) -> None:
-    """An iteration leaves: kernels of the layers before it are launched, and have not run."""
+    """Abort an iteration while the kernels of its first layers are launched but have not run."""
     for tensor in kv[:layer]:
         cuda.compute.launch(lambda tensor=tensor: tensor[blocks].copy_(tensor[blocks]))
         cuda.compute.launch(lambda tensor=tensor: tensor.__setitem__(blocks, 7.0))

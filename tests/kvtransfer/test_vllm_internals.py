@@ -339,7 +339,7 @@ def overridden(cls: type) -> Iterator[tuple[type, str]]:
 
 
 def test_every_override_of_a_vllm_method_is_in_a_table() -> None:
-    """If vLLM renamed it, an engine would start and never call ours."""
+    """If vLLM renamed the method, an engine would start and never call ours."""
     known = {
         (path, name)
         for table in TABLES.values()

@@ -1,4 +1,4 @@
-"""Nothing in placement/ reads a file, a clock, the environment or the network, or writes a log."""
+"""No module of placement/ uses files, clocks, the environment, the network or logs."""
 
 import ast
 from collections.abc import Iterator

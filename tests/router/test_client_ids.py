@@ -60,7 +60,7 @@ async def told(made: FakeFleet, conversation: str) -> dict[str, Any]:
 
 
 async def retried_and_compacted(made: FakeFleet, headers: Headers) -> set[str]:
-    """A turn that its client gave up and sent again, then a history that was replaced by a summary."""
+    """Send a turn that its client gave up and repeats, then a history that was replaced by a summary."""
     before = [SYSTEM, user("long work"), assistant("done"), user("and more")]
     given_up = asyncio.create_task(ask(made.urls[0], before, headers=headers, max_tokens=2000, stream=True))
     await until(lambda: any(one.running for one in made.engines.values()))
@@ -131,7 +131,7 @@ async def test_llm_d_and_inference_perf_send_back_the_token_they_were_given(made
 
 
 async def test_a_token_that_names_an_engine_is_no_conversation(made: FakeFleet) -> None:
-    """A router in front gives every session on this gateway the same one."""
+    """A router in front sends the same id for every session on this gateway."""
     token = {"x-session-token": "ZGVmYXVsdC9jb25zZXJ2ZS0w"}
     loops = await asyncio.gather(*(tool_loop(made, f"task {number}", token) for number in range(3)))
     assert [len(ids(answers)) for answers in loops] == [1, 1, 1]

@@ -1,4 +1,4 @@
-"""The life of a conversation over real sockets: one transfer, one decoder, bodies untouched."""
+"""A conversation has one transfer and one decoder, and its bodies are forwarded unchanged."""
 
 import asyncio
 from pathlib import Path
@@ -237,7 +237,7 @@ def _all(made: FakeFleet) -> list[SeenRequest]:
 
 
 async def test_the_metrics_count_the_turns_of_a_conversation(tmp_path: Path) -> None:
-    """The registry is one for all tests of a process: only differences count."""
+    """All tests of a process share the registry, so only differences count."""
     names = {
         "first": 'conserve_placements_total{cause="first_turn",policy="conserve"}',
         "asked": 'conserve_transfers_asked_total{cause="first_turn"}',

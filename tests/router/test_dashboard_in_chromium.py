@@ -1,4 +1,4 @@
-"""The page as a person sees it: headless Chromium, at a desk and on a phone."""
+"""Headless Chromium renders the dashboard at the sizes of a desktop and a phone."""
 
 import asyncio
 import shutil

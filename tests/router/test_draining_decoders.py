@@ -1,4 +1,4 @@
-"""A decoder that drains is left by its conversations turn by turn, and no turn fails for it."""
+"""Conversations leave a draining decoder turn by turn, and no turn fails."""
 
 import asyncio
 from pathlib import Path

@@ -1,4 +1,4 @@
-"""First turns where their first token comes first, second thoughts and the last resort, over real sockets."""
+"""First turns are computed where their first token comes first, over real sockets."""
 
 import asyncio
 from collections.abc import AsyncIterator

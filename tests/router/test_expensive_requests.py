@@ -1,4 +1,4 @@
-"""Requests that cost more than they weigh are refused, or made small, before an engine sees them."""
+"""Requests that cost more than their size suggests are refused or reduced before an engine sees them."""
 
 from collections.abc import AsyncIterator
 from contextlib import nullcontext
@@ -87,7 +87,7 @@ async def restricted(tmp_path: Path) -> AsyncIterator[FakeFleet]:
 async def test_only_paths_of_the_table_reach_the_batch_process(
     restricted: FakeFleet, path: str, status: int
 ) -> None:
-    """The gateway's check of a path has to see the one that the batch process will see."""
+    """The gateway has to check the same path that the batch process will see."""
     key = {"authorization": "Bearer some"}
     async with httpx.AsyncClient(base_url=restricted.urls[0], headers=key) as http:
         assert (await http.post(path, json={})).status_code == status

@@ -23,7 +23,7 @@ LIVES = ("long", "604800"), ("short", "0.5")
 
 
 def envelope(**actions: Any) -> dict[str, Any]:
-    """As vLLM's `KvHintsEnvelope` is written."""
+    """Encode a hint as vLLM's `KvHintsEnvelope`."""
     listed = [
         {
             "action_id": name,
@@ -78,7 +78,7 @@ def test_every_spelling_of_a_hint_means_the_same() -> None:
     ],
 )
 def test_a_strict_priority_is_a_tier_before_priorities(said: dict[str, int], priority: int) -> None:
-    """Dynamo's: 0 is the lowest, of turns that say nothing."""
+    """Dynamo's priority 0 is the lowest, like that of turns without a priority."""
     assert parse_hints({}, {"nvext": {"agent_hints": said}}).priority == priority
 
 
@@ -143,7 +143,7 @@ async def test_an_answer_says_where_it_was_computed_when_asked(tmp_path: Path) -
 
 
 def decoder_of_session(made: FakeFleet) -> str:
-    """Where the prompt "a" was answered."""
+    """Return the placement of the prompt "a"."""
     (name,) = (
         name
         for name, one in made.engines.items()

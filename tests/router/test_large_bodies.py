@@ -72,7 +72,8 @@ async def hostile_request(url: str, path: str, body: bytes) -> tuple[int, bytes]
 
 
 class Stalls:
-    """The longest work of the loop's thread in one go, in processor time: others use the machine."""
+    """Return the longest uninterrupted work of the event loop, in processor time, because others use the
+    machine."""
 
     def __init__(self) -> None:
         self.longest_s = 0.0

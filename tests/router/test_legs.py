@@ -1,4 +1,4 @@
-"""The two legs of a transferred turn: one prompt, one transfer, the client's bytes otherwise untouched."""
+"""Both legs of a transferred turn have one prompt and one transfer, and otherwise the client's bytes."""
 
 import json
 from typing import Any

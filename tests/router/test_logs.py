@@ -1,4 +1,4 @@
-"""Logs: one line an event, with conversation and request ids, and no text of prompts or answers."""
+"""Logs have one line per event with conversation and request ids, and no text of prompts or answers."""
 
 import io
 import logging

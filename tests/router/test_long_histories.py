@@ -56,7 +56,7 @@ class Hanging:
 
 
 def junk(size: int) -> list[dict[str, Any]]:
-    """Nearly nothing, once compressed, and no text of the prompt."""
+    """Return a history that is small when compressed and contains no text of the prompt."""
     return [{**user("hi"), "id": "A" * size}]
 
 

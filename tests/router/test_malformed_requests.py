@@ -1,4 +1,4 @@
-"""Malformed requests by the hundred at a real gateway: each is answered, none with a 500, nothing stays."""
+"""A real gateway answers hundreds of malformed requests without a 500 and keeps no state of them."""
 
 from collections.abc import AsyncIterator
 from pathlib import Path

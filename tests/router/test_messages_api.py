@@ -26,7 +26,7 @@ async def client(made: FakeFleet, key: str = "k") -> AsyncIterator[anthropic.Asy
 
 
 def asked(turn: int) -> dict[str, Any]:
-    """The request of a turn: the marker moves to the newest block, the billing block is always another."""
+    """Return the request of a turn: the marker moves to the newest block, and the billing block changes."""
     texts = [f"{who} says {number}" for number in range(turn + 1) for who in ("user", "assistant")][:-1]
     messages: list[dict[str, Any]] = [
         {"role": "assistant" if number % 2 else "user", "content": [{"type": "text", "text": text}]}

@@ -1,4 +1,4 @@
-"""Why the KV of earlier turns is of no use: each cause by the turns that bring it about, and none without."""
+"""Each cause of a broken prefix is recognised from the turns that produce it."""
 
 from pathlib import Path
 from typing import Any

@@ -1,4 +1,4 @@
-"""Gateways as processes: several on one port, one of them killed, one of them asked to leave."""
+"""Gateway processes share one port; one is killed, and one is drained."""
 
 import asyncio
 import os
@@ -54,7 +54,7 @@ async def gateway_process(folder: Path, config: GatewayConfig) -> AsyncIterator[
 async def test_an_agent_that_retries_after_a_kill_continues_its_conversation(
     tmp_path: Path, heir: str
 ) -> None:
-    """At the gateway's next process, or at another: long before the directory gives up on the dead one."""
+    """Another gateway process answers, long before the directory gives up on the dead one."""
     async with fleet(tmp_path, gateways=0, gateway_grace_s=600.0, engine={"prefill_s": 0.05}) as made:
         port = free_port()
         url = f"http://127.0.0.1:{port}"
@@ -89,7 +89,7 @@ async def test_an_agent_that_retries_after_a_kill_continues_its_conversation(
 
 
 async def turns_on_pages(made: FakeFleet) -> float:
-    """Complete turns as the processes' own pages count them, added up."""
+    """Return the sum of complete turns on the processes' own pages."""
     pages = made.directory.gateways.pages(of_batch=False)
     assert len(pages) == 2
     total = 0.0

@@ -1,4 +1,4 @@
-"""Conversations that begin alike go to the prefiller that has the beginning, as far as they may share it."""
+"""Conversations with a common prefix go to the prefiller that has it, as far as they may share it."""
 
 from pathlib import Path
 from typing import Any
@@ -32,7 +32,7 @@ async def test_the_second_conversation_with_a_prefix_finds_it_cached(tmp_path: P
 
 
 async def test_a_separate_cache_key_removes_no_other_prefix(tmp_path: Path) -> None:
-    """Codex names each conversation by its `prompt_cache_key`, and all begin alike."""
+    """Codex names each conversation by its `prompt_cache_key`, and all have a common prefix."""
     async with fleet(tmp_path) as made:
         assert await cached(made, "one", prompt_cache_key="a") == 0
         assert await cached(made, "two", prompt_cache_key="b") > 1_000

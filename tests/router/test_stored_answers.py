@@ -1,4 +1,4 @@
-"""Answers of the Responses API that the fleet stores: histories outlive decoders, and gateways."""
+"""Stored answers of the Responses API outlive decoders and gateways."""
 
 import asyncio
 import os

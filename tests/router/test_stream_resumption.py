@@ -76,7 +76,7 @@ async def test_usage_is_known_even_if_the_client_does_not_request_it(
 
 
 def cut_first(made: FakeFleet, after: int) -> None:
-    """The decoder that gets the next stream breaks it off; the others do not."""
+    """Let only the decoder that gets the next stream break it off."""
     for engine in made.engines.values():
         engine.cut_after = after
 
@@ -92,7 +92,7 @@ async def first_cut(made: FakeFleet, asking: Callable[[], Any]) -> tuple[Gateway
 
 
 async def another_decoder(made: FakeFleet, **how: Any) -> FakeEngine:
-    """One that comes while others serve."""
+    """Start one more decoder while others serve."""
     other = made.engines["d1"] = FakeEngine("d1", token_s=0.02, **how)
     await other.start()
     made.directory.engine_up(other.info)

@@ -1,4 +1,4 @@
-"""Owners of keys apart: ids, cached prefixes and responses of one are out of another's reach."""
+"""Owners cannot reach ids, cached prefixes or responses of other owners."""
 
 import asyncio
 from collections.abc import AsyncIterator
@@ -90,7 +90,7 @@ async def test_offline_work_cannot_refer_to_a_response(made: FakeFleet) -> None:
 
 
 async def test_a_later_turn_sends_the_same_scope_as_the_first(made: FakeFleet) -> None:
-    """The salt is the conversation's: with another one its KV would not be found again."""
+    """The salt belongs to the conversation: with another salt its KV would not be found."""
     await ask(made.urls[0], [user("hi")], headers=ALICE)
     await ask(made.urls[0], [user("hi"), assistant("w"), user("go on")], headers=ALICE)
     salts = [one.body["cache_salt"] for one in made.decoder_requests()]
@@ -159,7 +159,7 @@ async def test_bodies_of_one_owner_take_no_more_memory_than_is_left_to_others(tm
 
 
 async def test_a_stored_history_counts_against_the_share_of_its_owner(tmp_path: Path) -> None:
-    """A body of a hundred bytes may name one of megabytes."""
+    """A body of a hundred bytes may refer to one of megabytes."""
     kib, slow = 1 << 10, {"kv_tokens": 1_000_000, "token_s": 1.0}
     limits = GatewayLimits(body_mib=1 / 16, bodies_mib=1 / 8)
     async with fleet(tmp_path, decoders=1, engine=slow, limits=limits) as made:

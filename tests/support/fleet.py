@@ -79,9 +79,7 @@ def fleet_up(shipped: str, edit: Edit = lambda content: None) -> Iterator[Runnin
 
     First turns go through a prefiller unless `edit` changes that, since most tests are about transfers.
     """
-    base = Path(
-        tempfile.mkdtemp(prefix="conserve-")
-    )  # short, because the paths of Unix sockets below it have a limit
+    base = Path(tempfile.mkdtemp(prefix="conserve-"))  # short: paths of Unix sockets below it have a limit
     content = yaml.safe_load((ROOT / "configs" / f"{shipped}.yaml").read_text())
     content["gateway"]["port"] = free_port("127.0.0.1")
     content["placement"] = {"first_turns": "prefiller"}

@@ -1,4 +1,4 @@
-"""Importers on excerpts of the published sets: every token arrives, and nothing is cached that never was."""
+"""Importers keep every token of the published data sets, and cache nothing that was never there."""
 
 import csv
 import gzip
@@ -133,7 +133,8 @@ def test_sub_agents_become_children_that_share_their_parents_prefix(tmp_path: Pa
 
 
 def test_agentx_rows_are_recordings_on_one_clock(tmp_path: Path) -> None:
-    """As its data sets are published: optional fields missing or null, times from the root's start."""
+    """Write files as the data sets are published: optional fields missing or null, times from the root's
+    start."""
 
     def request(t: float, blocks: list[int], **more: Any) -> dict[str, Any]:
         return {

@@ -1,4 +1,4 @@
-"""OpenTelemetry spans of agents as conversations: as a collector writes them, and as data sets have them."""
+"""OpenTelemetry spans of agents become conversations, from collectors and from data sets."""
 
 import json
 from pathlib import Path
@@ -25,7 +25,8 @@ def call(prompt: int, output: int, finish: str = "tool_calls", **more: Any) -> d
 
 
 def collected(file: Path, calls: list[tuple[float, float, dict[str, Any]]]) -> Path:
-    """Spans by OpenTelemetry's SDK, one OTLP document a line, as a collector's file exporter writes them."""
+    """Write spans with OpenTelemetry's SDK, one OTLP document per line, as a collector's file exporter
+    does."""
     provider, memory = TracerProvider(), InMemorySpanExporter()
     provider.add_span_processor(SimpleSpanProcessor(memory))
     tracer = provider.get_tracer("agents")

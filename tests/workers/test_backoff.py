@@ -1,4 +1,4 @@
-"""How long to wait before the next start, and how often in a row starts came to nothing."""
+"""The wait before the next start grows with the number of failed starts in a row."""
 
 from workers.processes import Backoff
 

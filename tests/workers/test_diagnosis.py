@@ -1,4 +1,4 @@
-"""The end of a failed engine's log gives the cause; the logs here are of real failures."""
+"""The end of a failed engine's log gives the cause, in logs of real failures."""
 
 from pathlib import Path
 

@@ -1,4 +1,4 @@
-"""A client without an engine's key gets only its metrics."""
+"""A client without an engine's key can read only its metrics."""
 
 from collections.abc import AsyncIterator
 

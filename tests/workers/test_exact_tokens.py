@@ -30,7 +30,7 @@ TEXT = ("a", "b", "c", " ", "€", "ab c", "")
 
 
 def tokens(text: bytes, random: Random) -> list[int]:
-    """One of the ways to say it."""
+    """Tokenize a text in one of several possible ways."""
     said, at = [], 0
     while at < len(text):
         pair = text[at : at + 2]
@@ -161,7 +161,7 @@ async def turn(
 
 
 async def test_a_caller_may_name_every_parameter(llm: Llm, exact: ExactTokens) -> None:
-    """As vLLM's realtime API does."""
+    """Pass every parameter by name, as vLLM's realtime API does."""
     params = SimpleNamespace(answer=[1], output_kind=SimpleNamespace(name="DELTA"), extra_args=None)
     given = {"prompt": {"prompt_token_ids": [7]}, "sampling_params": params, "request_id": "request"}
     async for _ in exact.generate(Llm.generate, llm, **given):

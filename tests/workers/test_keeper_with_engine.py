@@ -30,7 +30,7 @@ ROOT = Path(__file__).resolve().parents[2]
 
 
 class KeeperRig:
-    """One engine's directory, and the keeper process of the moment."""
+    """Directory of one engine, and its current keeper process."""
 
     def __init__(self, base: Path) -> None:
         self.directory, self.model = base / "engine-0", base / "model"
@@ -105,7 +105,7 @@ VLLMS = {"workers.serve", "VLLM::EngineCore", "VLLM::Worker"}
 
 
 def vllms(host: int) -> list[psutil.Process]:
-    """Server, and engine core with the worker in it."""
+    """Return the processes of the server and of the engine core, which contains the worker."""
     found = processes.tree(psutil.Process(host))
     vllms = [one for one in found if one.pid != host and VLLMS & {*one.cmdline()}]
     assert len(vllms) == 2, [one.cmdline() for one in found]
@@ -113,7 +113,7 @@ def vllms(host: int) -> list[psutil.Process]:
 
 
 def libc_at(process: psutil.Process) -> str:
-    """Where it lies in memory: elsewhere in each process that was executed."""
+    """Return the address of libc, which differs between processes that were executed separately."""
     return min(one.addr for one in process.memory_maps(grouped=False) if "libc.so" in one.path)
 
 

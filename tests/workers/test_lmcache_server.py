@@ -1,4 +1,4 @@
-"""One server a node, however many keepers; where it was, it is again."""
+"""All keepers of a node share one server, which restarts at the same address."""
 
 import asyncio
 import os

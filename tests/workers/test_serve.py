@@ -1,4 +1,4 @@
-"""A process forked from an engine's server neither listens for it nor wakes it."""
+"""A process forked from an engine's server neither listens on its port nor wakes it."""
 
 import subprocess
 import sys

@@ -1,4 +1,4 @@
-"""Streams of a real engine that begin where another one ended: every cut, each API, parsers and grammars."""
+"""Streams of a real engine resume where another one was cut: every position, API, parser and grammar."""
 
 import http.client
 import json

@@ -14,7 +14,7 @@ url, model = common.endpoint()
 
 
 class AnsweringShell:
-    """Stands where the shell stands: a random model's commands must not run."""
+    """Replaces the shell, because commands of a random model must not run."""
 
     def __init__(self) -> None:
         self.config = type("Config", (), {"model_dump": lambda self, **_: {}})()

@@ -1,4 +1,4 @@
-"""`conserve batch` hands in, shows, cancels and fetches, against a real gateway over sockets."""
+"""`conserve batch` submits, shows, cancels and downloads batches through a real gateway."""
 
 import asyncio
 import json

@@ -24,7 +24,7 @@ def machine(library: Path, tmp_path: Path) -> GpuMachine:
 
 @pytest.fixture
 def fleet(tmp_path: Path) -> str:
-    """One prefiller on the first GPU, a capped decoder on the second."""
+    """A fleet with one prefiller on the first GPU and a capped decoder on the second."""
     text = yaml.safe_load((ROOT / "configs" / "a40-paper.yaml").read_text())
     text["tiers"][1]["replicas"] = 1
     file = tmp_path / "fleet.yaml"

@@ -51,7 +51,7 @@ COMMANDS = dict(leaves(typer.main.get_command(app), "conserve"))
 
 
 def up(base: Path, name: str, record: RunRecord) -> FleetHome:
-    """As `conserve up` writes it down."""
+    """Return the run record that `conserve up` writes."""
     home = FleetHome.of(name, str(base))
     home.create()
     home.ray_token()

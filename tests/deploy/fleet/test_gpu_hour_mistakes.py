@@ -71,7 +71,7 @@ DECODE = "    hardware: {accelerator: H100, nodes: 1}\n    power_cap_w: 400"
 
 
 def a(line: str) -> str:
-    """One more option of the decoders, and the line to be named."""
+    """Add an option to the decoders, and return the line that the error should name."""
     return f"{SEQS}\n>      {line}"
 
 
@@ -392,7 +392,7 @@ tiers:
 
 
 def test_the_checks_import_nothing_heavy() -> None:
-    """Two seconds are enough for all of it: vLLM alone takes longer."""
+    """All checks take less than two seconds, which is less than the import of vLLM."""
     heavy = "{'vllm', 'torch', 'transformers', 'ray'}"
     code = f"import sys, deploy.fleet.checks; print(sorted({heavy} & set(sys.modules)))"
     done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, check=True)

@@ -1,4 +1,4 @@
-"""The fleets in configs/ are valid, and name the schema that editors complete them by."""
+"""The fleets in configs/ are valid, and name the schema with which editors complete them."""
 
 from pathlib import Path
 

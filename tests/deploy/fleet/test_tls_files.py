@@ -1,4 +1,4 @@
-"""Certificates that a gateway could not serve with are refused before, with the line of the fleet file."""
+"""Unusable certificates are refused before a start, with the line of the fleet file."""
 
 from datetime import timedelta
 from pathlib import Path

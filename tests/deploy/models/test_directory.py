@@ -1,4 +1,4 @@
-"""A model's directory is made once, and as a whole or not at all."""
+"""A model's directory is made once, and completely or not at all."""
 
 import threading
 from pathlib import Path

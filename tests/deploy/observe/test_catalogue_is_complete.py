@@ -1,4 +1,4 @@
-"""The metric catalogue has every metric there is; dashboards and alerts use no other."""
+"""The metric catalogue has every metric, and dashboards and alerts use no other."""
 
 import ast
 import re
@@ -59,7 +59,7 @@ def test_every_metric_is_declared_in_a_metrics_file_that_the_page_reads() -> Non
 
 
 def _made(path: Path) -> set[str]:
-    """Kinds of prometheus_client that the file makes objects of; as types anybody may name them."""
+    """Return the kinds of prometheus_client metrics that a file creates; type annotations do not count."""
     nodes = list(ast.walk(ast.parse(path.read_text())))
     imports = [n for n in nodes if isinstance(n, ast.ImportFrom) and n.module == "prometheus_client"]
     kinds = {alias.name for node in imports for alias in node.names} & KINDS

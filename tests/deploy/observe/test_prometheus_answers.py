@@ -1,4 +1,4 @@
-"""Prometheus scrapes every metric of the catalogue; every expression of panels and alerts runs on it."""
+"""Prometheus scrapes every metric of the catalogue and evaluates every expression of panels and alerts."""
 
 import json
 import subprocess

@@ -40,7 +40,8 @@ def test_every_process_is_listed_with_its_component() -> None:
 
 
 def test_no_label_of_a_page_hides_a_label_of_its_metrics() -> None:
-    """Prometheus would keep the page's, and call the metric's `exported_`: expressions would find nothing."""
+    """Prometheus would keep the page's label and rename the metric's to `exported_…`, so expressions would
+    find nothing."""
     found = targets(status(engine("decode-0", "127.0.0.1:9001", "10.0.0.7:7001"), metrics="127.0.0.1:7002"))
     of_pages = {label for target in found for label in target["labels"]}
     of_metrics = {label for metric in catalogue().values() for label in metric.labels}

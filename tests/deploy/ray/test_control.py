@@ -1,4 +1,4 @@
-"""A keeper's reports arrive over gRPC as they were sent, and only for callers with the secret."""
+"""A keeper's reports arrive unchanged over gRPC, and only callers with the secret get them."""
 
 import asyncio
 from collections.abc import AsyncIterator

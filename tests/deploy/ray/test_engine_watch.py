@@ -150,7 +150,7 @@ async def test_a_keeper_at_its_old_address_is_found_without_ray(rig: WatchRig) -
 
 @asynccontextmanager
 async def remembered(rig: WatchRig, control: str, http: str = "127.0.0.1:9") -> AsyncIterator[None]:
-    """A watch of a directory that restarted: from its journal it knows epoch 5, and its keeper's address."""
+    """Watch of a restarted directory, whose journal holds epoch 5 and the keeper's address."""
     known = replace(INFO, epoch=5, control=control, http=http)
     watch = EngineWatch("decode-0", rig.told, rig.address_of, SECRET, 30.0, lambda: rig.now, known)
     assert watch.up
@@ -209,7 +209,7 @@ async def test_an_engine_that_still_answers_survives_the_keepers_lease(quiet: Wa
 
 
 async def test_the_keeper_of_another_engine_is_not_followed(quiet: WatchRig) -> None:
-    """An address that a keeper gave up may be another's now."""
+    """Another process may listen at an address that a keeper gave up."""
     other = StatusStore("decode-1")
     other.engine_up(replace(INFO, engine="decode-1", epoch=7))
     wrong = await quiet.keeper(other)

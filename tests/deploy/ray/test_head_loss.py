@@ -1,4 +1,4 @@
-"""A killed head of our own Ray cluster starts again on its tables; the node and its actors notice nothing."""
+"""A killed head of our own Ray cluster restarts with its tables, without disturbing node and actors."""
 
 import json
 import shutil

@@ -1,4 +1,4 @@
-"""A Ray cluster that asks for no token is no place for a fleet; a real head with and without."""
+"""A fleet does not use a Ray cluster without token authentication."""
 
 import os
 import subprocess

@@ -1,4 +1,4 @@
-"""Blocks come back from the host as they went, or not at all."""
+"""Blocks return from the host unchanged, or not at all."""
 
 import threading
 import time
@@ -225,7 +225,7 @@ def test_a_mover_that_takes_no_cores_does_not_rest(host: CopyingHost, hours_of_r
 
 
 class PartsOnTheBus(HostMover):
-    """Takes no cores of the model's; notes the parts that threads get."""
+    """Mover that uses no cores of the model and records the parts that threads get."""
 
     takes_cores = False
 
@@ -269,7 +269,7 @@ def store_eight(host: CopyingHost, beside_step: bool) -> None:
 
 
 def test_one_thread_stores_in_parts_over_a_bus_while_steps_run(host: CopyingHost, bus: PartsOnTheBus) -> None:
-    """A load that comes meanwhile waits for one part."""
+    """A load that arrives during a store waits for one part."""
     host.copier.step_began()
     store_eight(host, beside_step=True)
     assert bus.parts == [2, 2, 2, 2] and len(bus.threads) == 1

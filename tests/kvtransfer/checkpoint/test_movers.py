@@ -1,4 +1,4 @@
-"""A piece holds each block's bytes, layer after layer, whichever mover made it."""
+"""A piece holds each block's bytes in the order of layers, for every mover."""
 
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -23,7 +23,7 @@ BLOCKS = 6
 
 @pytest.fixture
 def device() -> list[Any]:
-    """Layers of different types: in 32, 16 and 8 bit, and one of latent attention."""
+    """Layers of different types: 32, 16 and 8 bit, and latent attention."""
     torch.manual_seed(0)
     return [
         torch.randn(BLOCKS, 2, 3, 4),
@@ -35,7 +35,7 @@ def device() -> list[Any]:
 
 @pytest.fixture(params=[HostMover, lambda device: CudaMover(device, LateCuda())], ids=["host", "cuda"])
 def mover(request: pytest.FixtureRequest, device: list[Any]) -> Mover:
-    """CUDA's with streams on which all is done as late as it may be."""
+    """The CUDA mover on streams that run all work as late as permitted."""
     make: Callable[[list[Any]], Mover] = request.param
     return make(device)
 
@@ -117,7 +117,7 @@ def test_units_that_share_staging_memory_do_not_mix(
 
 
 def test_a_unit_is_launched_with_few_calls(memory: HostSlots, device: list[Any]) -> None:
-    """One a layer, one for the indices, one for each run of slots."""
+    """There is one call per layer, one for the indices, and one per run of slots."""
     streams: list[LateStream] = []
     cuda = LateCuda()
     cuda.Stream = lambda: streams.append(LateStream()) or streams[-1]  # type: ignore[assignment, func-returns-value]

@@ -1,4 +1,4 @@
-"""A rest is in proportion to processor time, not to time that passes."""
+"""A rest is proportional to processor time, not to elapsed time."""
 
 import time
 

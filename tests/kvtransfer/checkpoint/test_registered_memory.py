@@ -1,4 +1,4 @@
-"""Rows that a GPU copies to and from: registered in chunks, once, when they are first used."""
+"""Host rows for GPU copies are registered in chunks, once, when they are first used."""
 
 import logging
 import mmap

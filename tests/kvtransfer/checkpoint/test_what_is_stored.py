@@ -30,7 +30,7 @@ class StoredRequest:
 
 
 def scheduled(*running: str, admitted: str | None = None) -> SimpleNamespace:
-    """vLLM's word on a step: these requests run on, that one enters the batch."""
+    """Return vLLM's output for a step with running requests and one that is admitted."""
     new = [SimpleNamespace(req_id=admitted)] if admitted else []
     tokens = dict.fromkeys([*running, *([admitted] if admitted else [])], 1)
     return SimpleNamespace(
@@ -85,7 +85,7 @@ class StoringEngine:
         return request
 
     def step(self, request: StoredRequest, computed: int, in_flight: int = 0) -> list[int]:
-        """Blocks ordered to the host."""
+        """Return the blocks that a step orders to the host."""
         request.num_computed_tokens, request.num_in_flight_tokens = computed, in_flight
         conversation = self.kv_state.requests[request.request_id][1]
         full = (computed - in_flight) // BLOCK

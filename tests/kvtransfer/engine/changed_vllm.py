@@ -1,4 +1,4 @@
-"""Another vLLM than the pinned one, loaded by an engine by name: a signature of each table is changed."""
+"""A changed vLLM, loaded by an engine by name: one signature of each table differs."""
 
 from typing import Any
 
@@ -18,7 +18,7 @@ def _preprocess(self: EngineCore, client_request: Any) -> Any:
 
 
 class ConnectorOnChangedVllm(ConServeConnector):
-    """The patch is made where the engine makes its connector: its front end loads this module too."""
+    """Patch vLLM where the engine creates its connector, because its front end loads this module too."""
 
     def __init__(self, vllm_config: Any, role: Any, kv_cache_config: Any) -> None:
         BlockPool.touch = _touch

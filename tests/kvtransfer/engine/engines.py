@@ -45,7 +45,7 @@ _asking = ThreadPoolExecutor(32)
 
 
 def free_port(count: int = 1) -> int:
-    """The first of `count` free ports in a row."""
+    """Return the first of `count` consecutive free ports."""
     for _ in range(50):
         with socket.socket() as probe:
             probe.bind(("127.0.0.1", 0))
@@ -203,7 +203,7 @@ class EngineProcess:
         return _asking.submit(self.ask, *arguments, **more)
 
     def metrics(self) -> dict[str, float]:
-        """Sums over labels by metric name, and also by `name{label="value"}` for single labels."""
+        """Return counters summed over labels by metric name, and also by `name{label="value"}`."""
         with urllib.request.urlopen(f"{self.url}/metrics", timeout=30) as response:
             text = response.read().decode()
         found: dict[str, float] = {}
@@ -245,7 +245,7 @@ T = TypeVar("T")
 
 
 def over_feed(engine: EngineProcess, talk: Callable[[ControlSocketClient], Awaitable[T]]) -> T:
-    """One conversation with an engine's feed, from a test that is not a coroutine."""
+    """Exchange one command and answer with an engine's control socket, from synchronous code."""
     assert engine.connector is not None and engine.connector.control_socket
 
     feed = ControlSocketClient(Path(engine.connector.control_socket))

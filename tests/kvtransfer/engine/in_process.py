@@ -146,7 +146,7 @@ class EngineHere:
                     self.params[output.request_id] = output.kv_transfer_params
 
     def run(self) -> None:
-        """Until nothing is left to do."""
+        """Step until nothing is left to do."""
         for _ in range(LIMIT_STEPS):
             if not self.engine.has_unfinished_requests():
                 return

@@ -1,4 +1,4 @@
-"""Plugins that break something on purpose, for tests that it is found.
+"""Plugins that break one thing each, to test that the fault is found.
 
 `SabotagePlugin` damages KV on the host when a file exists. `LeakPlugin` holds a block now and then and never
 gives it back. `BlindPlugin` damages KV on the host and takes the check away that would find it.

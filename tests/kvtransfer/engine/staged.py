@@ -1,4 +1,4 @@
-"""A plugin that makes an engine's transfers pass through a small staging window, a CPU's too."""
+"""A plugin that makes an engine's transfers pass through a small staging window, on CPUs too."""
 
 from typing import Any
 
@@ -27,7 +27,7 @@ class StagedPlugin(Plugin):
     name = "staged"
 
     def worker_side(self, context: EngineContext, rank: int) -> WorkerSide:
-        """Before the KV is registered."""
+        """Set up the window before the KV is registered."""
         worker.HostBlockMemory = staged  # type: ignore[assignment,misc]
         worker.StagedBlockMemory = staged_on_gpu  # type: ignore[assignment,misc]
         return super().worker_side(context, rank)

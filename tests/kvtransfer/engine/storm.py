@@ -103,7 +103,7 @@ class EngineStorm:
                 self.wrong.append(f"{name_of(engine)} counted {found:.0f} faults")
 
     def count(self, engine: EngineProcess) -> None:
-        """Before an engine's counters are lost with it, and in the end."""
+        """Record an engine's counters before it is killed, and at the end."""
         counts = engine.metrics()
         self.done.update({name: int(counts.get(metric, 0)) for name, metric in COUNTED.items()})
 
@@ -162,7 +162,7 @@ class EngineStorm:
         time.sleep(rng.random() * 0.2)
 
     def _transferred(self, rng: random.Random) -> None:
-        """Both legs; sometimes of another epoch, sometimes without the prefiller's."""
+        """Run both legs of a turn, sometimes with a wrong epoch or without the prefill leg."""
         assert self.prefiller is not None and self.prefiller.connector is not None
         target, transfer_id = self.prefiller.connector, uuid.UUID(int=rng.getrandbits(128)).hex
         conversation, turn, suffix = self._pick(rng)
@@ -240,7 +240,7 @@ def held(engine: EngineProcess) -> int:
 
 @contextlib.contextmanager
 def engines(plugins: tuple[str, ...]) -> Iterator[tuple[EngineProcess, EngineProcess]]:
-    """A prefiller, and a decoder with room for a third of the conversations and a host that gets full."""
+    """Start a prefiller, and a decoder with KV for a third of the conversations and a host that fills up."""
     prefiller = ConnectorConfig(
         engine="prefiller", epoch=1, port=free_port(), lease_s=LEASE_S, control_socket=socket_path()
     )

@@ -39,11 +39,11 @@ class ArchitectureFleet:
 
     @property
     def block(self) -> int:
-        """Tokens; vLLM makes blocks so large that a state fits one."""
+        """Return the tokens of a block; vLLM makes blocks large enough for a state."""
         return int(self.decoder.scheduler.block_size)
 
     def sent(self, prompt: list[int]) -> int:
-        """Tokens of it that come from the prefiller, if not the last only is missing."""
+        """Return the tokens of a prompt that come from the prefiller."""
         return transferred_tokens(self.decoder.connector.groups, len(prompt))
 
     def handed_over(self, prompt: list[int]) -> dict[str, Any]:
@@ -55,7 +55,7 @@ class ArchitectureFleet:
         return dict(self.prefiller.params[request])
 
     def turn(self, key: str, number: int, params: dict[str, Any] | None = None, session: str = "") -> int:
-        """Tokens that the decoder computed for it."""
+        """Return the tokens that the decoder computed for a prompt."""
         prompt, answer = self.script[key][number]
         before = self.decoder.computed
         said = self.decoder.ask(prompt, OUTPUT, session or key, params=params)
@@ -70,7 +70,7 @@ class ArchitectureFleet:
         return self.plain.behind(prompt, said) < AS_LIKELY
 
     def rest(self) -> None:
-        """Copies end, and are reported in a step."""
+        """Run steps until copies have ended and are reported."""
         for _ in range(100):
             self.decoder.ask([9, 9], 1)
             if not self.decoder.side("checkpoint").copying:

@@ -1,4 +1,4 @@
-"""Real engines and a real LMCache server: KV outlives its engine, and an engine outlives the server.
+"""With a real LMCache server KV outlives its engine, and an engine outlives the server.
 
 Only where LMCache is installed (requirements/lmcache.txt).
 """

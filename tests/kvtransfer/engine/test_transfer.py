@@ -1,4 +1,4 @@
-"""Two real engines: the decoder computes nothing of a transferred prompt and answers as plain vLLM does.
+"""The decoder of two real engines computes nothing of a transferred prompt and answers as plain vLLM does.
 
 Their transfers pass through staging windows, as on a GPU; fleets' on CPUs are in place.
 """
@@ -142,7 +142,7 @@ def test_a_transferred_prompt_is_answered_as_plain_vllm_does(
 def test_the_decode_leg_may_start_after_the_prefill(
     pair: EnginePair, plain: dict[str, GeneratedAnswer]
 ) -> None:
-    """The protocol of other connectors: the prefill's answer is the decode leg's parameters."""
+    """Other connectors use this protocol: the prefill's answer contains the parameters of the decode leg."""
     body = {"model": "m", "prompt": PROMPTS["cached"], "max_tokens": 1, "temperature": 0}
     answer = pair.prefiller.post(
         "/v1/completions", {**body, "kv_transfer_params": {"do_remote_decode": True}}
@@ -183,7 +183,7 @@ def test_running_turns_get_a_token_in_every_chunk_of_a_long_prompt(
 def test_the_shortest_prompt_gets_its_first_token_first(
     pair: EnginePair, plain: dict[str, GeneratedAnswer]
 ) -> None:
-    """On either engine: prefillers order their queue the same way."""
+    """Both engines order prompts in the same way."""
     for engine in (pair.prefiller, pair.decoder):
         order: list[str] = []
         longest = engine.ask_later(prompt_of(9000, 75), 1)
@@ -199,7 +199,7 @@ def test_the_shortest_prompt_gets_its_first_token_first(
 def test_a_prefiller_aborts_offline_iterations_for_a_turn_and_sends_correct_kv(
     pair: EnginePair, plain: dict[str, GeneratedAnswer]
 ) -> None:
-    """Turns come while an iteration with offline work runs: it is aborted, also with prompts in it."""
+    """Turns arrive during an iteration with offline work, which is aborted even if it contains prompts."""
     prefiller = pair.prefiller
     offline = prompt_of(6000, 76)
     expected = prefiller.ask(offline, 8, priority=1).tokens
@@ -311,7 +311,7 @@ def test_no_engine_process_survives_its_front_end(pair: EnginePair) -> None:
 
 
 def disconnect(engine: EngineProcess, prompt: list[int], params: dict[str, Any], after_s: float) -> None:
-    """Asks, and hangs up before the answer."""
+    """Send a prompt and disconnect before the answer."""
     import http.client
     import json
 

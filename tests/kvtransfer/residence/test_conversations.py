@@ -130,7 +130,7 @@ def test_the_oldest_idle_conversation_comes_first() -> None:
 
 
 def test_prefetched_kv_is_evicted_after_kv_that_is_idle_for_longer() -> None:
-    """Until its turn was due it is as if in use; from then on it ages like the others."""
+    """Until its turn is due the KV counts as in use; from then on it ages like the rest."""
     conversations, _, clock = make()
     turn(conversations, "back", "b")
     back = conversations.get("back")

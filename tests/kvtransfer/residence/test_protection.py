@@ -1,4 +1,4 @@
-"""The order in which free blocks are used up."""
+"""Free blocks are evicted in the order of their value."""
 
 from collections.abc import Callable
 from dataclasses import dataclass

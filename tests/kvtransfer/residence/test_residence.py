@@ -96,7 +96,7 @@ class ConversationLives(RuleBasedStateMachine):
         assert host_faults(self.kv_state.host, self.kv_state.conversations) == []
 
     def teardown(self) -> None:
-        """When everything has ended, everything is free."""
+        """Check that everything is free after all conversations have ended."""
         for conversation, _ in self.running:
             self.kv_state.conversations.end_turn(conversation)
         for slot in self.storing:

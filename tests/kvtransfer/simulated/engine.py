@@ -50,7 +50,7 @@ VOCABULARY = 250
 
 
 def history(tokens: list[int]) -> list[int]:
-    """For each position, a number that stands for all tokens up to it."""
+    """Return for each position a number that identifies all tokens up to it."""
     numbers, number = [], 0
     for token in tokens:
         number = (number * 6364136223846793005 + token + 1442695040888963407) & WORD
@@ -156,7 +156,7 @@ class SteppedEngine:
         }
 
     def side(self, plugin: str) -> Any:
-        """The scheduler side of a plugin."""
+        """Return the scheduler side of a plugin."""
         return self.scheduler.connector.scheduler_side(plugin)
 
     @property
@@ -237,7 +237,7 @@ class SteppedEngine:
                 self.answers[request_id] = list(request.output_token_ids)
 
     def _graph(self, scheduled: Mapping[str, int]) -> CUDAGraphMode:
-        """As `GPUModelRunner._determine_batch_execution_and_padding` asks for it."""
+        """Choose the graphs of a step as `GPUModelRunner._determine_batch_execution_and_padding` does."""
         if not scheduled:
             return CUDAGraphMode.NONE
         decodes = all(count == 1 for count in scheduled.values())
@@ -289,7 +289,7 @@ class SteppedEngine:
                 pages[slots[group][inner - 1] // BLOCK_TOKENS] = right[inner - 1] ^ number
 
     def _inner_end(self, start: int, end: int) -> int:
-        """Where a step saves a state besides its last, by vLLM's own rule; 0: nowhere."""
+        """Return the position at which vLLM saves an additional state in a step, or 0."""
         offsets, _ = compute_mamba_prefill_checkpoints(
             [end],
             [end - start],
@@ -307,7 +307,7 @@ class SteppedEngine:
         return [next_token(list(request.all_token_ids))] if whole else []
 
     def run(self, steps: int = 5000) -> None:
-        """Until nothing is left to do."""
+        """Step until nothing is left to do."""
         import time
 
         for _ in range(steps):

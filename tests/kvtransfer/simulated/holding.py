@@ -1,4 +1,5 @@
-"""A connector that holds every ended request's blocks for a few steps, as one that saves them does."""
+"""A connector that holds the blocks of ended requests for a few steps, as a connector that saves them
+does."""
 
 from typing import Any
 

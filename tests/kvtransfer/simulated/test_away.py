@@ -31,7 +31,7 @@ def loads_of(engine: SteppedEngine) -> list[Any]:
 
 
 class HeldCopies:
-    """Copies from the host, from here on: each waits until they may go. `came`: one of them waits."""
+    """Holds back all copies from the host until they may run. `came` is set once one waits."""
 
     def __init__(self, engine: SteppedEngine, come: bool = True) -> None:
         self.came, self.may_go = Event(), Event()
@@ -56,7 +56,7 @@ def step_until_on_host(engine: SteppedEngine, key: str) -> None:
 
 
 def parked(engine: SteppedEngine) -> list[int]:
-    """The prompt of a conversation `s` that is on the host alone: others have used its blocks."""
+    """Park conversation `s`, evict its blocks, and return its prompt."""
     prompt = [n % 250 for n in range(10 * BLOCK_TOKENS + 5)]
     engine.add("t1", prompt, 2, session="s", params={"conversation": {"park_after_s": 0.0}})
     engine.run(2000)
@@ -85,7 +85,7 @@ def phase(engine: SteppedEngine) -> RetentionPhase:
 
 @pytest.mark.parametrize("prefetched", [True, False])
 def test_prefetched_kv_stays_while_blocks_of_newer_pauses_are_evicted(prefetched: bool) -> None:
-    """Eviction by last use alone would take the prefetched conversation first."""
+    """Eviction by last use alone would evict the prefetched conversation first."""
     engine = engine_with_host()
     try:
         prompt = parked(engine)
@@ -260,7 +260,7 @@ def test_a_reset_of_the_prefix_cache_cancels_a_running_prefetch() -> None:
 
 
 def test_a_turn_that_arrives_during_its_prefetch_waits_for_it() -> None:
-    """Nothing is loaded twice."""
+    """No block is loaded twice."""
     engine = engine_with_host()
     try:
         prompt = parked(engine)

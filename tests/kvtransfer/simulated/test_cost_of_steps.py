@@ -82,7 +82,7 @@ def test_a_step_without_admissions_does_not_scan_the_free_blocks_again(
 
 
 def test_idle_blocks_are_found_after_the_blocks_before_them_are_taken() -> None:
-    """A request that decodes takes them one by one, and the conversation's is not among them."""
+    """A decoding request takes free blocks one at a time, and not the conversation's."""
     connector = ConnectorConfig(engine="d", epoch=1, port=free_port(), park_after_s=3600.0)
     engine = SteppedEngine(connector, blocks=100)
     try:

@@ -19,7 +19,7 @@ pytestmark = pytest.mark.slow
 
 
 def copied(engine: SteppedEngine, host_kv_gib: float) -> EngineState:
-    """The state once everything that waits is on the host too, if there is one."""
+    """Return the state once all waiting blocks are also on the host, if there is one."""
     limit = time.monotonic() + (10 if host_kv_gib else 0)
     while (state := engine.side("report").snapshot()).idle_tokens != state.live_tokens:
         if time.monotonic() > limit:
@@ -64,7 +64,7 @@ def test_without_a_host_store_no_kv_is_free_to_evict() -> None:
 
 
 def test_idle_kv_that_may_be_lost_is_evictable_without_a_host_store() -> None:
-    """As plain vLLM's prefix cache: `overload: {policy: preempt}`."""
+    """`overload: {policy: preempt}` treats idle KV as plain vLLM's prefix cache does."""
     beside, after, live = idle_and_live_blocks(host_kv_gib=0.0, yields=True)
     assert beside == 10
     assert after == live

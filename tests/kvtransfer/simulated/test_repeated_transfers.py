@@ -1,4 +1,4 @@
-"""A transfer has one prefill: a repeated id takes nothing from the first, and leaks nothing."""
+"""A transfer has one prefill: a repeated id does not disturb the first and leaks nothing."""
 
 import time
 

@@ -1,4 +1,4 @@
-"""Steps with work between their layers never run as whole CUDA graphs, and all others may.
+"""Steps with work between layers never run as full CUDA graphs, and all others may.
 
 vLLM's scheduler and its dispatcher of graphs, our connector with both its sides; what stands in for a graph
 is that a whole one calls no hook.
@@ -238,16 +238,16 @@ def test_piecewise_graphs_are_requested_only_where_the_runner_may_differ(
 
 
 def changed(self: object, num_tokens: int, forbidden: object = None) -> None:
-    """A dispatcher of another release."""
+    """Dispatcher of another vLLM release."""
 
 
 def chosen_elsewhere(self: Any, orders: Any) -> None:
-    """A runner that gives orders out, and does not ask for graphs where ours does."""
+    """Runner that requests graphs in another way than ours."""
     self.handle_preemptions(orders)
 
 
 def again(engine: SteppedEngine) -> ConServeConnector:
-    """A worker's connector of an engine like this one."""
+    """Return the worker's connector of such an engine."""
     made: ConServeConnector = type(engine.worker)(
         engine.vllm_config, engine.worker.role, engine.scheduler.kv_cache_config
     )
@@ -255,7 +255,7 @@ def again(engine: SteppedEngine) -> ConServeConnector:
 
 
 class FlashInfer:
-    """An attention backend, by its name."""
+    """Return an attention backend with this name."""
 
     @staticmethod
     def get_name() -> str:

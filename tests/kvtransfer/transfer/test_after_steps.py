@@ -1,4 +1,4 @@
-"""Where vLLM calls no connector between layers, KV is sent after the step; an aborted step sends nothing."""
+"""KV is sent after the step where vLLM calls no connector between layers; an aborted step sends none."""
 
 import time
 from types import SimpleNamespace

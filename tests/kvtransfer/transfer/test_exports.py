@@ -1,4 +1,4 @@
-"""A prefiller's offers: watermarks, leases, generations, tombstones."""
+"""Exports of a prefiller have watermarks, leases, generations and tombstones."""
 
 import threading
 import time
@@ -153,7 +153,7 @@ def test_legs_with_different_prompts_are_refused(exports: Exports) -> None:
 
 
 def test_a_lease_is_renewed_while_its_consumer_reads(exports: Exports, clock: Clock) -> None:
-    """A long prompt may take longer than a lease to be sent."""
+    """Sending a long prompt may take longer than a lease."""
     opened = exports.open("t", [[1]], total_tokens=16, prompt="p")
     fill(exports, 16, opened)
     reader = exports.attach("t", "p", skip=[0], wait_s=0)

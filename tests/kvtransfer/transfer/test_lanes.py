@@ -1,4 +1,4 @@
-"""A prompt over several connections: it arrives whole, once, and ends as one."""
+"""A prompt sent over several connections arrives completely and once, and ends on all of them together."""
 
 import dataclasses
 import time

@@ -76,7 +76,7 @@ def serving(exports: Exports, timeout_s: float = 20.0) -> Iterator[int]:
 
 
 def test_eight_prompts_of_128k_tokens_pass_through_a_hundredth_of_their_kv() -> None:
-    """Both sides staged. KV is made layer by layer, in steps, as the prefills of several prompts make it."""
+    """Two staged engines. KV is produced layer by layer in steps, as by several concurrent prefills."""
     made, theirs, mine = made_kv(True), made_kv(False), made_kv(False)
     window = sum(tensor.nbytes for tensor in made.values()) // 100
     producer, consumer = (StagedBlockMemory(kv, BLOCKS, window) for kv in (theirs, mine))
@@ -123,7 +123,7 @@ def test_eight_prompts_of_128k_tokens_pass_through_a_hundredth_of_their_kv() -> 
 
 
 def all_slots_free(memory: StagedBlockMemory) -> bool:
-    """As many as there are can be had to receive into, one after the other."""
+    """All slots can be taken for receiving, one after another."""
     with ExitStack() as held:
         slots = memory.slots
         for _ in range(slots):
@@ -134,7 +134,7 @@ def all_slots_free(memory: StagedBlockMemory) -> bool:
 
 
 def test_engines_that_send_to_each_other_do_not_wait_for_each_other() -> None:
-    """More transfers than slots, both ways through the same slots."""
+    """More transfers than slots use the same slots in both directions."""
     names = [f"t{number}" for number in range(6)]
     kv = [torch.randn(200, 8, 256, 32) for _ in range(2)]
     copies = [tensor.clone() for tensor in kv]
@@ -178,7 +178,7 @@ def exported(memory: BlockMemory, *names: str) -> Exports:
 
 
 def test_receivers_that_stall_are_timed_out_and_the_others_go_on() -> None:
-    """As many as there are slots take a part of a piece and no more."""
+    """Only as many transfers as there are slots receive part of a piece."""
     producer = StagedBlockMemory({"layer": torch.randn(200, 8, 1024, 32)}, 200, 24 << 20)
     stalled = [f"stalled{number}" for number in range(producer.slots)]
     exports = exported(producer, *stalled, "t")

@@ -1,4 +1,4 @@
-"""A drop plan: each layer once in a group, more KV for each engine, no more merges than are asked for."""
+"""A drop plan keeps each layer once per group, adds KV to each engine, and merges no more than needed."""
 
 from dataclasses import replace
 from itertools import pairwise

@@ -1,4 +1,4 @@
-"""Overload is declared once, when turns lack KV that nothing gives up, and over when little is asked for."""
+"""An overload is declared once when turns lack KV that cannot be evicted, and ends when demand is low."""
 
 from dataclasses import replace
 

@@ -1,4 +1,4 @@
-"""Orders under overload: groups of whole engines share, all have their layers again when it is over."""
+"""Under overload groups of engines share layers, and get whole models back afterwards."""
 
 from dataclasses import replace
 

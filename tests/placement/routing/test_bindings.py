@@ -1,4 +1,4 @@
-"""A binding is for life, and never outlives its engine's epoch."""
+"""A binding lasts as long as its conversation, but no longer than the epoch of its engine."""
 
 import pytest
 from hypothesis import strategies as st

@@ -143,7 +143,7 @@ def test_a_placed_prompt_counts_until_its_decoder_reports_it() -> None:
 
 
 def test_a_decoder_of_unknown_speed_computes_no_first_prompt() -> None:
-    """Safe rather than fast: no curve, no rate yet."""
+    """Without a curve and a rate the placer chooses the safe engine."""
     settings = PlacerSettings(fill=1.0, headroom_tokens=0, first_turns=FirstTurns.ELASTIC)
     placer = Placer(settings, {"prefill": CURVE})
     placer.engine_up(engine("p0", Role.PREFILL))
@@ -289,7 +289,7 @@ def test_a_turn_is_refused_only_when_no_decoder_has_time_either() -> None:
 
 
 def test_the_decoder_with_the_least_kv_keeps_the_turn_if_it_has_time() -> None:
-    """A fork's beginning is with its parent's decoder, though others hold less."""
+    """A fork's prefix is on its parent's decoder, although other decoders hold less KV."""
     placer = saturated(decoders=3)
     placer.observe(state("d2", 500_000, 1), 0.0)
     fork = placer.place(FirstTurn("fork", 10_000, preferred_decoder="d2"), 0.0)

@@ -32,7 +32,7 @@ class Shown:
             self.speeds.add(f"e{number}", tier)
 
     def says(self, name: str, curve: tuple[float, float, float], prompts: float, now: float) -> float:
-        """Seconds that a prompt is taken to need there."""
+        """Return the estimated seconds of a prompt on an engine."""
         self.seq += 1
         report = replace(state(name, 0, self.seq, prompts=int(prompts)), prefill_curve=curve)
         found = self.speeds.observe(report, now).estimate
@@ -89,7 +89,7 @@ def test_a_new_engine_is_estimated_like_its_hardware() -> None:
 
 
 def test_the_first_report_of_an_engine_may_be_old() -> None:
-    """The directory has started again: rates and curves may be hours old."""
+    """After a restart of the directory, rates and curves may be hours old."""
     shown = Shown("prefill", "decode")
     shown.says("e0", FAST, 10.0, 100.0)
     shown.says("e1", SLOW, 20.0, 100.0)

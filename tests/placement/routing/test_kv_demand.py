@@ -12,7 +12,7 @@ from tests.support.engines import info, placer, state
 
 
 def looked(made: Placer, refused: list[int]) -> OverloadState:
-    """For so long that it may be declared."""
+    """Observe for long enough that an overload may be declared."""
     for second in range(4):
         seen = made.observe_overload(float(second), refused)
     return seen
@@ -32,7 +32,8 @@ def test_idle_conversations_on_the_host_make_no_overload() -> None:
 
 
 def test_waiting_turns_are_counted_in_kv_of_the_pool() -> None:
-    """Four groups of full attention: a token takes four of the pool, on an engine and in the queue alike."""
+    """With four full-attention groups a token takes four tokens of the pool, on the engine and in the
+    queue."""
     made = placer()
     made.engine_up(info("d0", kv_tokens=40_000))
     report = replace(state("d0", seq=1), kv_per_token=4, kv_per_conversation=500)

@@ -131,7 +131,8 @@ def framework(number: int) -> PromptPrefix:
 
 
 def test_assumed_prefixes_fit_into_the_engines_kv() -> None:
-    """As in vLLM's cache the least recently used is evicted first, and a prompt's end before its start."""
+    """As in vLLM's cache, the least recently used prefix is evicted first, and the end of a prompt before its
+    start."""
     prefixes = PrefixMap()
     prefixes.set_kv_tokens("p", 20_000)
     for number in (0, 1):
@@ -191,7 +192,7 @@ def test_a_failed_prompt_does_not_remove_a_prefix_that_another_prompt_brought() 
 
 
 def test_a_cached_prefix_is_shorter_than_the_prompt() -> None:
-    """The estimate from bytes may be longer: an image has many bytes and few tokens."""
+    """An estimate from bytes may be too large: an image has many bytes and few tokens."""
     placer = a_placer(FirstTurns.ELASTIC)
     image = (PromptPrefix(b"image", 60_000),)
     place(placer, "first", 0.0, image)
@@ -236,7 +237,7 @@ def test_a_prompt_that_was_never_computed_leaves_no_prefix() -> None:
 
 @pytest.mark.parametrize(("per_token", "split_tokens", "known"), [(1, 0, 2), (2, 0, 1), (2, 48_000, 2)])
 def test_cache_capacity_is_counted_in_prompt_tokens(per_token: int, split_tokens: int, known: int) -> None:
-    """With two groups of blocks half as many tokens fit; on an engine that shares its layers more fit."""
+    """With two groups half as many tokens fit; with shared layers more fit."""
     placer = Placer(PlacerSettings(), {"decode": CURVE})
     placer.engine_up(engine("d", kv_tokens=24_000))
     split = SplitState("d:1", SHAPE, 1, split_tokens) if split_tokens else None

@@ -1,4 +1,4 @@
-"""Algorithm 1: which arrivals raise the flag of the running iteration."""
+"""Algorithm 1 decides which arrivals abort the running iteration."""
 
 from dataclasses import replace
 

@@ -1,4 +1,4 @@
-"""Offline work that the operator wants served is served, also under online load that leaves it nothing."""
+"""A configured offline share is served, even under online load that would leave no time."""
 
 from placement.scheduling.interface import ServingSettings
 from placement.scheduling.policy_registry import make_policy

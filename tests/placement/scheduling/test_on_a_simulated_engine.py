@@ -28,7 +28,7 @@ def endless() -> Callable[[float], SimulatedRequest]:
 
 
 def varied() -> Callable[[float], SimulatedRequest]:
-    """Six at a time, long and short ones."""
+    """Send six short and long requests at a time."""
     count = itertools.count()
     given: list[SimulatedRequest] = []
 
@@ -95,7 +95,7 @@ def test_safepoints_shorten_the_first_token() -> None:
 
 
 def test_bros_starts_waiting_offline_requests_by_blocks_to_restore() -> None:
-    """The same load, in the order of arrival or of swap-in cost: the second restores fewer blocks."""
+    """Run one load in the order of arrival and of swap-in cost: the second restores fewer blocks."""
     tight = SimulatedShape(blocks=420, max_tokens=1024)
     by_arrival = type("ByArrival", (Bros,), {"start_order": ServingPolicy.start_order})
     settings = ServingSettings("bros", SLO)

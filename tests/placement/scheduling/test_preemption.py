@@ -1,4 +1,4 @@
-"""Online requests get the blocks and places they lack from offline requests, and no more than that."""
+"""Online requests take only the blocks and slots that they lack from offline requests."""
 
 import pytest
 

@@ -62,8 +62,8 @@ def policy_with(constants: Mapping[str, float], name: str = "conserve", **settin
 
 
 def fill(policy: ServingPolicy, state: EngineView, model: LatencyModel = MODEL) -> dict[str, int]:
-    """Tokens by request, as vLLM's two loops would give them: running in the plan's order, then waiting in
-    the plan's, up to the first that has none."""
+    """Return tokens by request as vLLM's two loops assign them: running requests in the plan's order, then
+    waiting ones up to the first without tokens."""
     plan = policy.plan(state, model)
     by_key = {request.key: request for request in (*state.running, *state.online_waiting)}
     left, ended = state.max_tokens, False

@@ -1,4 +1,4 @@
-"""Replicas stay within their limits, follow the load, and do not swing."""
+"""Replicas stay within their limits and follow the load without oscillating."""
 
 import itertools
 

@@ -1,4 +1,4 @@
-"""Both stores, a gateway and engines, all over real sockets."""
+"""Fixtures: both stores, a gateway and engines, all over real sockets."""
 
 import secrets
 from collections.abc import AsyncIterator, Iterator
@@ -22,13 +22,13 @@ def postgres_server() -> Iterator[str | postgres.Absent]:
 
 @pytest.fixture(params=["sqlite", "postgresql"])
 def store_url(request: pytest.FixtureRequest, tmp_path: Path) -> str:
-    """For tests of the store itself."""
+    """Yield each store, for tests of the store itself."""
     return _store_url(request, tmp_path)
 
 
 @pytest.fixture(params=["sqlite", pytest.param("postgresql", marks=pytest.mark.slow)])
 def either_url(request: pytest.FixtureRequest, tmp_path: Path) -> str:
-    """For tests from end to end: the slow run repeats them on PostgreSQL."""
+    """Yield a store for end-to-end tests; the slow run repeats them on PostgreSQL."""
     return _store_url(request, tmp_path)
 
 

@@ -64,10 +64,10 @@ def batch_config(store_url: str, files_url: str, port: int = 0) -> BatchConfig:
 
 
 class FrontGateway:
-    """Authenticates and forwards, as a gateway does; serves no turns but flex ones."""
+    """Gateway that authenticates and forwards, and serves no turns except flex ones."""
 
     def __init__(self, batch: str, secret: str = SECRET, upstream: UpstreamLimits | None = None) -> None:
-        """`batch`: host:port of the batch process, which need not be there."""
+        """Set the address; `batch` is host:port of the batch process, which may be absent."""
         self._config = GatewayConfig(directory="none:1", models=(ServedModel(MODEL),))
         self.keys = Keyring((), None)
         self._pool = UpstreamPool(upstream)
@@ -102,7 +102,7 @@ class FrontGateway:
 
 
 class GatewayWithBatch:
-    """Both, in this process."""
+    """Gateway and batch process in this process."""
 
     def __init__(
         self,

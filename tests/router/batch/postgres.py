@@ -14,12 +14,12 @@ _START_S = 30.0
 
 
 class Absent(Exception):
-    """Why there is no PostgreSQL here."""
+    """Return why PostgreSQL is not available here, or an empty string."""
 
 
 @contextmanager
 def private_server() -> Iterator[str]:
-    """Gives the folder of its socket."""
+    """Run PostgreSQL and yield the folder of its socket."""
     bin_dir = _binaries()
     user = _unprivileged()
     folder = Path(tempfile.mkdtemp(prefix="conserve-pg-"))
@@ -73,7 +73,7 @@ def _binaries() -> Path:
 
 
 def _unprivileged() -> str | None:
-    """PostgreSQL refuses to run as root."""
+    """Switch to another user, because PostgreSQL refuses to run as root."""
     if os.geteuid() != 0:
         return None
     for name in ("postgres", "nobody"):

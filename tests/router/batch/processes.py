@@ -17,7 +17,7 @@ def free_port() -> int:
 
 
 class Process:
-    """A module of the tests, started on a fixed port; prints its address when it listens."""
+    """A module of the tests in a process on a fixed port; it prints its address when it listens."""
 
     def __init__(self, module: str, *arguments: str) -> None:
         self.port = free_port()

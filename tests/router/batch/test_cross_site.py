@@ -1,4 +1,4 @@
-"""Pages of other sites, as browsers send their requests, to gateways with and without keys."""
+"""Gateways with and without keys refuse requests that pages of other sites send."""
 
 from collections.abc import AsyncIterator
 from pathlib import Path

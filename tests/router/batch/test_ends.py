@@ -60,7 +60,7 @@ async def test_an_ended_batch_cannot_be_cancelled(gateway: GatewayWithBatch) -> 
 async def test_a_line_that_no_engine_can_hold_fails_alone_and_reaches_none(
     gateway: GatewayWithBatch, engine: OfflineEngine, more: dict[str, Any]
 ) -> None:
-    """An engine would tokenise all of it, and another one at each further try."""
+    """Otherwise an engine would tokenize all of it, and another engine at each retry."""
     async with gateway.client() as client:
         long = line("long", "word " * 30_000)  # of 8,192 tokens
         long["body"] |= more

@@ -1,4 +1,4 @@
-"""Service tier flex: a normal request runs as offline work, waits for capacity, and gives up in time."""
+"""A request of service tier flex runs as offline work, waits for capacity, and gives up in time."""
 
 import asyncio
 from dataclasses import replace
@@ -182,7 +182,7 @@ async def test_flex_turns_are_bounded_by_what_the_batch_process_is_configured_fo
 
 
 async def test_a_large_flex_request_delays_no_other_client(sqlite_gateway: GatewayWithBatch) -> None:
-    """400,000 objects in a request: reading and writing them in the loop would hold it some 200 ms."""
+    """Parsing a request with 400,000 objects in the event loop would block it for some 200 ms."""
     sqlite_gateway.fleet.infos.clear()  # so that no engine of this very process reads it
     tool = {"type": "function", "function": {"name": "f", "parameters": [{}] * 80}}
     body = {"model": MODEL, "messages": [{"role": "user", "content": "hi"}], "tools": [tool] * 5_000}

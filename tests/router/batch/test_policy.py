@@ -1,4 +1,4 @@
-"""Which requests next and to which engine: decided on plain data."""
+"""The policy decides on plain data which requests run next, and on which engine."""
 
 from dataclasses import dataclass, replace
 
@@ -219,7 +219,7 @@ def test_no_key_starves(sizes: dict[str, int], room: int) -> None:
 
 
 def test_a_new_rate_does_not_start_from_an_old_remainder() -> None:
-    """All windows would be tight at it."""
+    """Every window would count as tight at that rate."""
     now = 0.0
     rate = Rate(lambda: now)
     for _ in range(60):

@@ -165,7 +165,7 @@ def test_everything_survives_a_new_connection(store: Store, store_url: str) -> N
 
 
 def test_a_store_of_version_0_opens_and_one_of_a_newer_version_does_not(store_url: str) -> None:
-    """Version 0: as before there was a number, the queue an index of the lines."""
+    """Version 0 is a store from before versions were recorded, with the queue as an index of the lines."""
     former = Store(store_url)
     former.take_over()
     batch = running(former, 5)

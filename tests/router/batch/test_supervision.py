@@ -1,4 +1,4 @@
-"""The gateways' actor keeps the batch process: started again after `kill -9`, adopted by the next actor."""
+"""The gateways' actor restarts a killed batch process, and the next actor adopts it."""
 
 import asyncio
 import json
@@ -43,7 +43,7 @@ def home(monkeypatch: pytest.MonkeyPatch) -> Iterator[FleetHome]:
 
 
 async def answering(pid: int, url: str, not_this: int = 0) -> int:
-    """Pid of the process that is listened to below the host `pid`; once it answers."""
+    """Return the pid of the listening process below the host `pid`, once it answers."""
     async with httpx.AsyncClient() as http, asyncio.timeout(60):
         while True:
             try:

@@ -1,4 +1,4 @@
-"""How many conversations are parked: until their next turn, their end, or their engine's."""
+"""Conversations count as parked until their next turn, their end, or the loss of their engine."""
 
 from router.directory.conversations import ConversationRecord, ConversationRecords
 

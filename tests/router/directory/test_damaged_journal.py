@@ -25,7 +25,8 @@ def log_of(path: Path) -> Path:
 
 
 async def written(path: Path, rows: int = ROWS, *, killed: bool) -> Path:
-    """A journal of `rows` in commits of five. `killed`: as a kill leaves it, most of it in SQLite's log."""
+    """Write a journal of `rows` in commits of five. `killed` leaves most of it in SQLite's log, as a kill
+    does."""
     journal = Journal(path)
     for number in range(rows):
         journal.append(row(number))

@@ -1,4 +1,4 @@
-"""A file system that has no room any more, a real one: a tmpfs that only the directory's process sees."""
+"""The directory runs on a full file system: a tmpfs that only its process sees."""
 
 import asyncio
 import subprocess

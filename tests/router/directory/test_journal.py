@@ -86,7 +86,7 @@ def pages_written(path: Path) -> int:
 
 
 def copied(path: Path, folder: Path) -> Path:
-    """The files as a crash at this moment would leave them."""
+    """Copy the files as a crash at this moment would leave them."""
     folder.mkdir()
     for file in path.parent.glob(f"{path.name}*"):
         if file.is_file():
@@ -260,7 +260,7 @@ async def test_a_full_disk_is_retried_and_new_work_is_refused_until_then(tmp_pat
 
 
 class WrittenLate(bytes):
-    """A payload at which writing hangs."""
+    """Payload at which writing hangs."""
 
     answers = threading.Event()
 

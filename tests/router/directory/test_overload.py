@@ -1,4 +1,4 @@
-"""Overload is seen by the directory before anything is dropped: metrics, a line in the log, receipts."""
+"""The directory reports an overload in metrics, a log line and receipts before anything is dropped."""
 
 import asyncio
 import logging

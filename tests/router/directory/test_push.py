@@ -34,7 +34,7 @@ def test_grants_of_gateways_accumulate_for_a_slow_reader() -> None:
 
 
 async def test_a_successor_is_believed_while_the_old_stream_still_seems_open(tmp_path: Path) -> None:
-    """A machine that vanished closes no connection."""
+    """A vanished machine closes no connection."""
     async with fleet(tmp_path, gateways=0, gateway_grace_s=600.0) as made:
         chain = of_body(seed("s", "m", ""), {"messages": [{"role": "user", "content": "x" * 100}]})
         old = DirectoryClient(made.address, "g", secret="s3cret")

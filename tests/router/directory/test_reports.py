@@ -73,7 +73,7 @@ def test_a_first_report_misses_nothing() -> None:
 
 @given(st.lists(st.booleans(), min_size=1, max_size=30), st.integers(0, 2**32))
 def test_lost_reports_do_not_change_the_final_reservations(passed: list[bool], seed: int) -> None:
-    """One hop passes every report on, another some and the last: both directories agree then."""
+    """One path forwards every report, another only some and the last: both directories agree afterwards."""
     every, some = table(decoders=1), table(decoders=1)
     named: dict[str, int] = {}
     for seq, heard in enumerate([*passed, True], start=1):

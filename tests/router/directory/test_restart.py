@@ -1,4 +1,4 @@
-"""A restarted directory decides nothing by the part of its fleet that has reported first."""
+"""A restarted directory does not decide on the part of its fleet that reports first."""
 
 import asyncio
 from collections.abc import AsyncIterator
@@ -170,7 +170,7 @@ async def test_waiting_is_bounded_logged_and_counted(
 
 
 async def test_a_burst_after_a_restart_is_spread_as_if_there_had_been_none(tmp_path: Path) -> None:
-    """Engines report late, one by one, while conversations come."""
+    """Engines report late, one by one, while conversations arrive."""
     engines = (info("d1"), info("p0", Role.PREFILL), info("d0"))
     async with directory(tmp_path) as (first, _):
         for engine in engines:

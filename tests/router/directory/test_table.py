@@ -124,7 +124,7 @@ def test_waiting_turns_are_ordered_by_class_without_starvation() -> None:
 
 
 def test_in_a_lasting_overload_a_higher_class_waits_behind_no_lower_one() -> None:
-    """Everything that waits has waited for longer than the better class is worth, 10 s."""
+    """All waiting turns have waited for longer than the 10 s by which the class weights differ."""
     made, got = table(decoders=1), list[str]()
     place(made, ask("big", 9000))
     for number in range(40):
@@ -214,7 +214,7 @@ def test_flows_of_one_owner_are_served_fairly() -> None:
 
 
 def test_a_turn_that_does_not_fit_delays_others_for_a_bounded_time() -> None:
-    """One owner's turn needs more than is free: others pass it for a quantum, and then wait."""
+    """One owner's turn needs more KV than is free: others pass it for a quantum, and then wait."""
     made, got = table(decoders=1, kv_tokens=60_000), list[str]()
     place(made, ask("a:big", 30_000))
     waits(made, "a:large", 28_000, got)
@@ -347,7 +347,7 @@ def test_the_former_gateway_is_notified_when_another_serves_a_conversation() -> 
 
 
 def test_after_a_restart_only_the_call_with_the_lost_answer_is_placed_again() -> None:
-    """Another turn of the conversation must find its binding, even if no end of a turn reached the disk."""
+    """Another turn must find the binding, even if no end of a turn reached the disk."""
     made = table()
     made.effects()  # of its engines, which announce themselves again
     end = chains.of_text(SEED, b"prompt").end

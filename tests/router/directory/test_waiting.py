@@ -59,7 +59,7 @@ class Queue:
 
 
 def served_at(key: str, until: int, comes: Callable[[Queue, int], None]) -> int:
-    """The second at which `key` is served, of one place a second."""
+    """Return the second at which `key` is served by a fleet that serves one turn per second."""
     queue = Queue()
     for now in range(until):
         comes(queue, now)
@@ -90,7 +90,7 @@ def test_a_lower_class_turn_keeps_its_turn_when_other_flows_send_many() -> None:
 
 
 def test_an_overdue_lower_class_turn_is_not_passed_within_its_flow() -> None:
-    """Another owner's lesser turn was served a moment ago."""
+    """A lower-class turn of another owner was served a moment ago."""
     queue = Queue()
     queue.waits("b:lesser", 0.0)
     queue.waiting.served(queue.ask("a:lesser"), TURN, 11.0)

@@ -61,7 +61,7 @@ class Client:
         self.writer.write(data)
 
     def ask(self, path: bytes = b"/", body: bytes | None = None, headers: bytes = b"") -> None:
-        """A plain request; a POST when it has a body."""
+        """Send a plain request; with a body it is a POST."""
         if body is None:
             self.send(b"GET %b HTTP/1.1\r\n%b%b\r\n" % (path, HOST, headers))
         else:
@@ -78,7 +78,7 @@ class Client:
         }
 
     async def chunk(self) -> bytes:
-        """The next chunk's content; empty for the last."""
+        """Return the content of the next chunk; empty for the last one."""
         size = int(await asyncio.wait_for(self.reader.readuntil(b"\r\n"), LIMIT_S), 16)
         data = await asyncio.wait_for(self.reader.readexactly(size + 2), LIMIT_S)
         assert data.endswith(b"\r\n")
@@ -104,5 +104,5 @@ class Client:
         return HttpAnswer(status, headers, body, chunked)
 
     async def rest(self, limit_s: float = LIMIT_S) -> bytes:
-        """All until the server closes."""
+        """Read everything until the server closes."""
         return await asyncio.wait_for(self.reader.read(-1), limit_s)

@@ -23,7 +23,7 @@ Serve = Callable[..., Awaitable[tuple[Server, int]]]
 
 @pytest.fixture
 async def serve() -> AsyncIterator[Serve]:
-    """``server, port = await serve(handler, limits)``; drained at the end."""
+    """Yield ``serve``: ``server, port = await serve(handler, limits)``; servers are drained at the end."""
     servers: list[Server] = []
 
     async def start(handler: Handler, limits: ServerLimits | None = None) -> tuple[Server, int]:
@@ -55,7 +55,8 @@ Before = Callable[..., Awaitable[tuple[RelayingGateway, int]]]
 
 @pytest.fixture
 async def engine_of() -> AsyncIterator[EngineOf]:
-    """``engine, endpoint = await engine_of(script)``: a script gets one connection's reader and writer."""
+    """Yield ``engine_of``: ``engine, endpoint = await engine_of(script)``; a script gets one connection's
+    reader and writer."""
     engines: list[ScriptedEngine] = []
 
     async def start(script: Script) -> tuple[ScriptedEngine, Endpoint]:
@@ -70,7 +71,8 @@ async def engine_of() -> AsyncIterator[EngineOf]:
 
 @pytest.fixture
 async def before(serve: Serve, pool_of: Callable[..., UpstreamPool], engine_of: EngineOf) -> Before:
-    """``gateway, port = await before(script, limits)``: all goes to an engine of that script."""
+    """Yield ``before``: ``gateway, port = await before(script, limits)``; all requests go to an engine of
+    that script."""
 
     async def start(script: Script, limits: UpstreamLimits | None = None) -> tuple[RelayingGateway, int]:
         _, endpoint = await engine_of(script)

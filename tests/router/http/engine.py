@@ -17,7 +17,7 @@ class EngineConnection:
     requests: list[bytes] = field(default_factory=list)
 
     async def request(self) -> bytes:
-        """The next request, head and body."""
+        """Read the next request, head and body."""
         head = await self.reader.readuntil(b"\r\n\r\n")
         length = 0
         for line in head.lower().split(b"\r\n"):
@@ -42,7 +42,7 @@ class EngineConnection:
         self.writer.transport.abort()
 
     async def gone(self) -> None:
-        """Until the other side has closed."""
+        """Wait until the other side has closed."""
         while await self.reader.read(65536):
             pass
 

@@ -17,7 +17,7 @@ from tests.support.waiting import let_the_loop_turn
 
 
 async def describe(request: Request, responder: Responder) -> None:
-    """Answers in the way the path asks for."""
+    """Answer in the way that the path names."""
     body = await request.body.read()
     responder.add_header(b"x-extra", b"yes")
     if request.path == "/stream":

@@ -30,7 +30,7 @@ async def echo(request: Request, responder: Responder) -> None:
 
 
 async def refusal(serve: Any, sent: bytes) -> tuple[int, str]:
-    """Status and code of the answer to ``sent``; the connection must be closed after it."""
+    """Return status and code of the answer to ``sent``; the connection must be closed after it."""
     _, port = await serve(echo, LIMITS)
     async with await Client.connect(port) as client:
         client.send(sent)

@@ -43,7 +43,7 @@ CHAT = [
 
 
 def observed(pieces: list[bytes], clock: Clock | None = None, kind: bytes = SSE) -> StreamObserver:
-    """As the relay does it: whole events, one step of the clock a piece."""
+    """Feed pieces as the relay does: whole events, with one clock step per piece."""
     clock = clock or Clock(100.0)
     observer, boundary = StreamObserver(clock), EventBoundary()
     observer.start(200, kind)

@@ -98,7 +98,7 @@ def test_figures_that_one_fleet_lacks_are_not_compared() -> None:
 
 
 class BestWith(FleetPlanner):
-    """Fleets that are as fast as their number of prefillers is near to one that is given."""
+    """Stand in for simulations: a fleet is faster the closer its number of prefillers is to a given one."""
 
     def __init__(self, best: int) -> None:
         super().__init__([], ENGINE, ENGINE, PlanRequest(rate=1.0))

@@ -1,4 +1,4 @@
-"""A small HTTP server with the manners of vLLM's chat endpoint and timing that is known exactly."""
+"""A small HTTP server that behaves like vLLM's chat endpoint with exactly known timing."""
 
 import asyncio
 import time
@@ -65,7 +65,7 @@ class PlayedEngine:
 
     @property
     def played(self) -> list[PlayedRequest]:
-        """Requests of the replay proper: no calibration, no probes."""
+        """Return requests of the replay itself, without calibration and probes."""
         return [seen for seen in self.seen if "calibration" not in seen.headers.get("purpose", "")]
 
     async def _models(self, request: web.Request) -> web.Response:
@@ -139,14 +139,14 @@ def event(data: dict[str, Any]) -> bytes:
 
 
 def shared(one: str, other: str) -> int:
-    """Characters both begin with."""
+    """Return the number of characters in the common prefix."""
     return next(
         (at for at, (x, y) in enumerate(zip(one, other, strict=False)) if x != y), min(len(one), len(other))
     )
 
 
 def render(messages: list[dict[str, Any]]) -> str:
-    """The template: every message in a frame; an answer stands where it was generated."""
+    """Render messages as a template does; an answer stands where it was generated."""
     parts = []
     for message in messages:
         calls = orjson.dumps(message["tool_calls"]).decode() if "tool_calls" in message else ""

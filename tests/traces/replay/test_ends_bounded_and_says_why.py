@@ -1,4 +1,4 @@
-"""A replay ends in its time, within its bounds, and nothing that went wrong is missing from its result."""
+"""A replay ends in time and within its bounds, and its result contains every failure."""
 
 import asyncio
 import re

@@ -51,7 +51,7 @@ class Model:
 
     @property
     def layer_bytes(self) -> float:
-        """Bytes of a layer's parameters; embedding and output stay on every engine."""
+        """Return the bytes of a layer's parameters; embedding and output stay on every engine."""
         return (self.weights_gib * GIB - 2 * self.vocabulary * self.hidden * 2) / self.layers
 
 

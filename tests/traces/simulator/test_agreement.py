@@ -1,4 +1,4 @@
-"""Bindings of a run, compared with the simulation's one by one."""
+"""Bindings of a run are compared with the simulation's one by one."""
 
 import pytest
 
@@ -51,7 +51,7 @@ def test_a_different_binding_or_prefiller_is_reported() -> None:
 
 
 def test_the_simulation_uses_the_prompt_sizes_of_the_live_run() -> None:
-    """Two prompts of different length, then a third: it goes where the shorter one was."""
+    """After two prompts of different length, the third goes to the decoder of the shorter one."""
     found = [TraceConversation(f"c{i}", 0.0, (TraceTurn(1_000, 0, 2_000),)) for i in range(3)]
     live = [
         LiveBinding("c0", 0.0, 9_000, "decode-0", "prefill-0"),

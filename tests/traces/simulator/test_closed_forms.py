@@ -118,7 +118,7 @@ def _finish_times(turns: list[tuple[float, int, int]]) -> dict[int, float]:
 
 
 def _step_by_step(turns: list[tuple[float, int, int, int]]) -> dict[int, float]:
-    """The same engine, written as a loop over iterations."""
+    """Simulate the same engine as a loop over iterations."""
     now, finished = 0.0, {}
     pending, waiting, running = list(turns), [], []
     while pending or waiting or running:

@@ -1,4 +1,4 @@
-"""Elastic placing on a simulated fleet: running turns keep their target, and no account is left open."""
+"""With elastic placing on a simulated fleet running turns keep their target, and nothing leaks."""
 
 from dataclasses import replace
 
@@ -61,7 +61,8 @@ def test_running_turns_keep_their_target_beside_prompts() -> None:
 
 
 def test_a_first_turn_on_an_idle_decoder_needs_no_transfer() -> None:
-    """The first ones are transferred, which is how their cost becomes known: ever more rarely."""
+    """The first turns are transferred, which measures the cost of transfers; later ones less and less
+    often."""
     found = arriving(20, 100.0)
     ours, paper = play(System.ELASTIC, found), play(System.PREFILLER, found)
     assert (ours.totals.transfers, paper.totals.transfers) == (4, 20)
@@ -69,7 +70,7 @@ def test_a_first_turn_on_an_idle_decoder_needs_no_transfer() -> None:
 
 
 def test_a_prefiller_holds_conversations_that_fit_on_no_decoder() -> None:
-    """And every token, all KV and every second is accounted for: `run` checks it."""
+    """`run` checks that every token, all KV and every second is accounted for."""
     found = arriving(60, 0.02, output=400)
     result = play(System.ELASTIC, found, kv_tokens=60_000)
     assert result.totals.last_resorts > 0

@@ -1,4 +1,4 @@
-"""A profile from conversations that a replay played alone: simulated alone, they take as long again."""
+"""Simulated with a measured profile, single conversations take as long as they were measured."""
 
 import json
 from dataclasses import asdict

@@ -33,7 +33,7 @@ def test_memory_equals_the_papers() -> None:
 
 
 def test_iterations_on_full_kv_take_the_papers_measured_time() -> None:
-    """221 ms with a prompt, 60 ms without, its KV being a third larger by then."""
+    """The paper measured 221 ms with a prompt and 60 ms without, with KV that is a third larger by then."""
     engine = A800.profile()
     assert engine.shape is not None
     tokens = engine.shape.kv_each(2)
@@ -45,7 +45,7 @@ def test_iterations_on_full_kv_take_the_papers_measured_time() -> None:
 
 
 def test_with_long_answers_dropping_halves_the_latest_first_tokens() -> None:
-    """Rates are such that the larger burst asks for 1.25 times the KV."""
+    """The rates make the larger burst ask for 1.25 times the KV."""
     arrivals, tbt_s = Arrivals(8.05), 0.25
     never = DroppingSettings(DropLimits(tbt_s, most_engines=1), 1.0)
     preempt = p99_ttft(Pressure.DROP, never, 1e6, arrivals)

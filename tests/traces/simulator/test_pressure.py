@@ -1,4 +1,4 @@
-"""Running turns that outgrow a decoder: parked ones come back from the host, others compute again."""
+"""When running turns outgrow a decoder, parked ones return from the host and others are recomputed."""
 
 from dataclasses import replace
 
@@ -57,7 +57,7 @@ def test_an_evicted_turn_counts_its_whole_kv_as_missing_until_it_returns() -> No
 
 
 def test_parkable_conversations_take_no_kv_from_new_ones() -> None:
-    """Four idle conversations fill the decoder; a fifth comes."""
+    """Four idle conversations fill the decoder, and a fifth arrives."""
     idle = [
         TraceConversation(f"i{i}", 2.0 * i, (TraceTurn(8_000, 0, 10), TraceTurn(10, 8_010, 10, 500.0)))
         for i in range(4)

@@ -1,4 +1,4 @@
-"""The small model, made once a session."""
+"""Fixture: the small model, made once per session."""
 
 from pathlib import Path
 

@@ -22,7 +22,7 @@ WORKER = "tests.workers.coserving.cpu_overlap.OverlappingCpuWorker"
 
 @contextmanager
 def overlapping() -> Iterator[None]:
-    """Engines that are configured in this process within have asynchronous scheduling."""
+    """Give engines that are configured within this block asynchronous scheduling."""
     updating = CpuPlatform.check_and_update_config
 
     @functools.wraps(updating)
@@ -49,7 +49,7 @@ class DoneEvent:
 
 
 class IdleStream:
-    """Stands for a CUDA stream: nothing waits on it."""
+    """Stands in for a CUDA stream that never waits."""
 
     def __init__(self, *_: Any, **__: Any) -> None: ...
 

@@ -202,7 +202,7 @@ class ModelFreeEngine:
         self.deliver(done, rows, [] if aborted else sampled, loaded)
 
     def rows_of(self, done: Any) -> list[StepRequest]:
-        """Noted when the step is scheduled: the next may be scheduled before it is computed."""
+        """Recorded when the step is scheduled, since the next one may be scheduled before it is computed."""
         blocks_of = self.scheduler.kv_cache_manager.get_block_ids
         requests = self.scheduler.requests
         return [

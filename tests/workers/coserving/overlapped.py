@@ -52,7 +52,7 @@ class OverlappedEngine(ModelFreeEngine):
     def step(
         self, abort_share: float, hang_up_share: float = 0.0, loaded: frozenset[str] = frozenset()
     ) -> None:
-        """A round of vLLM's loop: requests and aborts that came, and a step."""
+        """Run a round of vLLM's loop: arrived requests and aborts, and a step."""
         self._shares, self._loaded = (abort_share, hang_up_share), loaded
         if self._rng.random() < hang_up_share / 2 and self.scheduler.running:
             gone = self._rng.choice(self.scheduler.running).request_id

@@ -1,4 +1,4 @@
-"""Which arrivals raise the flag of the iteration in the model, as the scheduler has published it."""
+"""An arrival raises the flag depending on the iteration that the scheduler has published."""
 
 import uuid
 from collections.abc import Iterator

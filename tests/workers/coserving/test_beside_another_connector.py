@@ -22,7 +22,7 @@ class OtherMetadata(KVConnectorMetadata):
 
 
 class IdleConnector(KVConnectorBase_V1, SupportsHMA):
-    """Has nothing, moves nothing."""
+    """Connector that has no KV and moves none."""
 
     def get_num_new_matched_tokens(self, request: Any, num_computed_tokens: int) -> tuple[int, bool]:
         return 0, False

@@ -22,7 +22,7 @@ STEPS = 10
 
 @contextmanager
 def calls_of_ours() -> Iterator[Counter[str]]:
-    """Calls of this thread by module and name, and objects made of dataclasses by their class."""
+    """Return this thread's calls by module and name, and created dataclass objects by class."""
     calls: Counter[str] = Counter()
 
     def note(frame: FrameType, event: str, argument: Any) -> None:
@@ -43,7 +43,7 @@ def calls_of_ours() -> Iterator[Counter[str]]:
 
 
 def a_step(model: Path, requests: int, scheduler: str = SCHEDULER_CLASS) -> Counter[str]:
-    """The calls of a step in which so many requests decode, and none waits."""
+    """Return the calls of a step in which so many requests decode and none waits."""
     engine = ModelFreeEngine(model, scheduler=scheduler)
     for number in range(requests):
         engine.ask(f"turn{number}", [32 + number] * 70, 40, priority=0)

@@ -27,7 +27,7 @@ class Mute(LatencyModel):
 
 
 def served(engine: ModelFreeEngine) -> bool:
-    """An online and an offline request are answered as long as they should be."""
+    """Check that an online and an offline request get answers of full length."""
     engine.ask("turn", [33 + number % 80 for number in range(70)], 4, 0)
     engine.ask("offline", [40 + number % 70 for number in range(150)], 4, 1)
     for _ in range(40):

@@ -30,7 +30,7 @@ def words(count: int, seed: int = 0) -> list[int]:
 
 
 class Stepped(ModelFreeEngine):
-    """Steps one after the other, or overlapping by one as with asynchronous scheduling."""
+    """Run steps one after another, or overlapping by one as with asynchronous scheduling."""
 
     def __init__(
         self, model: Path, overlapping: bool = False, believed: LatencyModel = MODEL, **more: Any
@@ -134,7 +134,7 @@ def test_offline_requests_come_last_and_continue(small_model: Path, overlapping:
 
 @BOTH
 def test_a_prompt_without_memory_does_not_block_others(small_model: Path, overlapping: bool) -> None:
-    """47 blocks: two prompts of 20 hold 40 in the end; one of 10 lacks place until one of them has ended."""
+    """Two prompts of 20 blocks finally hold 40 of 47; one of 10 does not fit until one of them has ended."""
     engine = Stepped(small_model, overlapping)
     asked = {f"big{n}": (words(630, n), 4) for n in range(2)}
     start(engine, asked)
@@ -184,7 +184,7 @@ ARRIVALS = {  # seconds, prompt, output
 
 
 def simulated_first_tokens() -> dict[str, float]:
-    """Seconds, of the simulator's engine under the same policy."""
+    """Return first-token times of the simulator's engine under the same policy."""
     events, done = EventQueue(), dict[str, float]()
     ended = lambda engine, live: done.update({live.key: live.first_token_at})  # noqa: E731
     engine = SimulatedEngine("s", profile(MODEL, chunk=192), events, Pressure.PIN, ended, ended)
@@ -222,7 +222,7 @@ def test_the_simulators_engine_gives_the_same_first_tokens(small_model: Path) ->
 
 @BOTH
 def test_the_reported_curve_follows_measured_prompt_times(small_model: Path, overlapping: bool) -> None:
-    """An engine that was measured on another day, when it was three times as slow."""
+    """The engine was measured on another day, when it was three times as slow."""
     engine = Stepped(small_model, overlapping, believed=MODEL.scaled(3))
     report, (chunk, tokens) = engine.scheduler.plugin("report"), (192, 4096)
     right = curve_of(MODEL, chunk).seconds(tokens)

@@ -119,7 +119,7 @@ def test_a_request_that_adopted_blocks_of_an_aborted_step_computes_them_itself(s
 
 
 def lies_behind_a_window(model: Path, left_out: rollback.Step | None, windows: tuple[int, ...]) -> list[str]:
-    """A request that was admitted with ten blocks of another's, six of which had been computed before."""
+    """Admit a request with ten blocks of another request, six of which had been computed before."""
     engine = ModelFreeEngine(model, left_out, 0, windows=windows)
     prompt = [33 + number % 80 for number in range(320)]
     engine.ask("owner", prompt, 2, priority=1)
@@ -187,7 +187,7 @@ def test_a_request_waiting_for_kv_without_a_prefix_recomputes_everything(
 
 
 def hits_after_an_abort(model: Path, left_out: rollback.Step | None) -> int:
-    """Tokens of a prompt found in the prefix cache, after it was computed at the second attempt."""
+    """Return the tokens of a prompt that hit the prefix cache after its second computation."""
     engine = ModelFreeEngine(model, left_out, 0)
     prompt = [33 + number % 80 for number in range(150)]
     engine.ask("first", prompt, 2, priority=1)

@@ -1,4 +1,4 @@
-"""The flag aborts the iteration it names, at a layer all ranks agree on, and no other."""
+"""The flag aborts only the iteration that it names, at a layer on which all ranks agree."""
 
 import multiprocessing
 import threading
@@ -38,7 +38,7 @@ def worker(flag: Flag, every: int = 1, rank: int = 0, ranks: int = 1, run_ahead:
 def left_at(
     made: SafepointWorker, epoch: int, flag: Flag | None = None, raise_before: int | None = None
 ) -> int | None:
-    """Runs one iteration; the layer it left at."""
+    """Run one iteration and return the layer at which it was aborted."""
     made.before_step(Armed(epoch) if epoch else None)
     try:
         for index, layer in enumerate(LAYERS):
@@ -108,7 +108,7 @@ def test_epochs_after_a_restart_follow_those_before_the_crash(flag: Flag) -> Non
 @pytest.mark.parametrize("ranks", [2, 4])
 @pytest.mark.parametrize("raise_before", range(0, 12, 3))
 def test_all_ranks_abort_at_the_same_layer(flag: Flag, ranks: int, raise_before: int) -> None:
-    """Ranks in threads, with a collective in every layer, as in a tensor parallel model."""
+    """Run ranks in threads with a collective in every layer, as in a tensor-parallel model."""
     collective = threading.Barrier(ranks)
     left: list[int | None] = [None] * ranks
 

@@ -32,7 +32,7 @@ SCHEDULES = 200
 
 
 class HostWouldWaitError(Exception):
-    """The rank's host waits for its device here: it tries again later."""
+    """The rank's host has to wait for its device and tries again later."""
 
 
 class Rank:
@@ -53,7 +53,7 @@ class Rank:
         return self.left_at is not None or self.launched == len(LAYERS)
 
     def go_on(self) -> None:
-        """The host launches its next layer, or leaves."""
+        """Launch the host's next layer, or abort."""
         try:
             self.worker.before_layer(LAYERS[self.launched])
         except HostWouldWaitError:
@@ -78,7 +78,7 @@ class RankEvent:
 
 
 def left_at(registered: list[str], every: int, run_ahead: int, seed: int) -> list[int | None]:
-    """The layer at which each rank leaves a step in which the flag is raised at a random moment."""
+    """Return the layer at which each rank aborts a step whose flag is raised at a random moment."""
     rng = random.Random(seed)
     flag = Flag(f"conserve-test-{uuid.uuid4().hex[:8]}")
     ranks = [Rank(flag, number, every, registered, run_ahead) for number in range(2)]

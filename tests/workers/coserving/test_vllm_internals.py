@@ -1,4 +1,4 @@
-"""Another vLLM than the one this was written for is refused with a sentence, before it can misbehave."""
+"""An unsupported vLLM is refused with a sentence before it can misbehave."""
 
 from collections.abc import Iterator
 from importlib import import_module

@@ -15,7 +15,7 @@ from workers.engine.overload.split.split_model import SplitModel
 
 
 class WithoutRegions(PeerService):
-    """Takes a peer's blocks for this engine's own."""
+    """Treats a peer's blocks as this engine's own."""
 
     def first_row(self, member: Membership, message: Message) -> int:
         return 0
@@ -50,7 +50,7 @@ class WithoutExchange(KvExchange):
 
 
 class WithoutEpochs(EngineSplit):
-    """Takes a message of an earlier split for one of this split."""
+    """Accepts a message of an earlier split as one of this split."""
 
     def wait_for(self, message: Any, phase: SplitPhase) -> Membership:
         assert self.member is not None
@@ -58,7 +58,7 @@ class WithoutEpochs(EngineSplit):
 
 
 class WithAPartOfTheWeights(LayerWeights):
-    """Restores every other layer only; the memory of the rest has other content."""
+    """Restores only every other layer; the memory of the rest has other content."""
 
     def restore(self, layers: Any) -> None:
         missing = [index for index in layers if index % 2 and not self.ranges[index].mapped_bytes]

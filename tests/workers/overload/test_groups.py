@@ -160,7 +160,7 @@ def test_a_batch_that_reaches_outside_of_its_pool_is_refused(
 def test_a_drop_without_memory_leaves_all_members_whole(
     four: Group, monkeypatch: pytest.MonkeyPatch, wrong: Exception
 ) -> None:
-    """Memory runs out while KV goes to the host; torch and the system raise different errors."""
+    """Memory runs out while KV is copied to the host; torch and the system raise different errors."""
     kv, layers = four[1].split.kv, []
 
     def drop(some: Any, rows: Any) -> None:

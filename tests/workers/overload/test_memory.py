@@ -162,7 +162,7 @@ def test_rows_without_memory_are_refused(memory: PhysicalMemory) -> None:
 
 
 def test_released_kv_returns_its_pages(memory: PhysicalMemory) -> None:
-    """As that is on which graphs are tried before it is known how much KV there will be."""
+    """Graphs are captured on this KV before the size of the pool is known."""
     kv = kv_of(memory, 2 * BLOCKS)
     kv.write(0, [1], numbered([1]))
     pages = sum(one.pages for one in memory.ranges)

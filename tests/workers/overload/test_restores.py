@@ -1,4 +1,4 @@
-"""Restores: KV and parameters come back, also where a member is late or lost. Without an engine."""
+"""KV and parameters are restored even if a member is late or lost, without an engine."""
 
 import time
 from collections.abc import Callable
@@ -102,7 +102,7 @@ def test_a_batch_for_a_split_that_has_ended_is_refused(four: Group) -> None:
 
 
 class RestoringSide:
-    """Scheduler side of an engine that is split."""
+    """Return the scheduler side of a split engine."""
 
     def __init__(self) -> None:
         self.side: OverloadScheduler = scheduler_side("a:1", layers=4)

@@ -1,4 +1,4 @@
-"""A peer that answers each message in time, and all of them together too late, costs a bounded time."""
+"""A peer that answers every message in time, but too slowly in total, costs a bounded time."""
 
 from collections.abc import Callable, Iterator
 

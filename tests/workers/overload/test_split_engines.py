@@ -200,7 +200,7 @@ def test_answers_are_equal_in_a_storm_of_drops_and_restores(both: SplitTogether)
 def test_the_survivor_of_a_killed_peer_serves_alone(
     both: SplitTogether, asked: list[Request], right: Answers
 ) -> None:
-    """The last test: there is no peer after it."""
+    """This test comes last, because no peer is left after it."""
     both.fresh()
     both.split_in_flight(asked)
     before = both.first.state()

@@ -78,7 +78,7 @@ def test_answers_are_equal_in_a_storm_of_drops_and_restores(three: SplitTogether
 def test_the_survivors_of_a_killed_member_serve_alone(
     three: SplitTogether, asked: list[Request], right: dict[str, list[int]]
 ) -> None:
-    """The last test: there is no group after it."""
+    """This test comes last, because no group is left after it."""
     three.fresh()
     three.split_in_flight(asked, generated=40)
     survivors = three.engines[0], three.engines[2]

@@ -80,7 +80,7 @@ def test_steps_with_shared_layers_do_not_change_the_whole_model_s_latency(both: 
 
 
 def test_the_survivor_of_a_killed_peer_co_serves_alone(both: SplitTogether) -> None:
-    """The last test: there is no peer after it."""
+    """This test comes last, because no peer is left after it."""
     online, offline = requests(27, count=8, output=60), requests(28, count=4, output=30)
     late = requests(
         29, count=1, output=10

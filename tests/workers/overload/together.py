@@ -34,7 +34,7 @@ Request = tuple[str, list[int], int]
 
 
 class SplitChild:
-    """In the engine's process."""
+    """Runs in the engine's process."""
 
     def __init__(self, model: Path, blocks: int, batched_tokens: int, coserves: bool) -> None:
         self.highest = 0  # block that a request had, since all was forgotten
@@ -75,7 +75,7 @@ class SplitChild:
             self.names[self.engine.add(prompt, output, priority=priority)] = name
 
     def _interrupt(self, flag: Flag) -> None:
-        """As arrivals would: every third iteration that may be aborted."""
+        """Abort every third abortable iteration, as arrivals do."""
         rng, last = random.Random(5), 0
         while True:
             time.sleep(0.001)
@@ -149,7 +149,7 @@ class SplitChild:
         broken.break_with(self.model, name)
 
     def late_message(self, part: int, epoch: int) -> str:
-        """KV of a split that is over, sent to a peer as if it had been on its way for long."""
+        """Send a peer KV of an ended split, as if it had been delayed."""
         import torch
 
         from workers.engine.overload.split.peer_link import Message, MessageKind, PeerConnection, SplitEnded
@@ -185,7 +185,7 @@ def serve(pipe: Connection, *arguments: Any) -> None:
 
 
 class SplitEngine:
-    """The test's side of one."""
+    """The test's handle of one engine."""
 
     def __init__(self, model: Path, blocks: int, batched_tokens: int, coserves: bool) -> None:
         self.address = ""  # of its peer server, once it is ready
@@ -232,7 +232,7 @@ class SplitTogether:
         return self.engines[1]
 
     def drop(self) -> None:
-        """And wait until it has happened, or has not."""
+        """Order a split and wait for its result."""
         for part, engine in enumerate(self.engines):
             self.tell(engine, part, again=part == 0)
         for engine in self.engines:
@@ -270,7 +270,7 @@ class SplitTogether:
         return answers
 
     def fresh(self) -> None:
-        """Nothing broken, nothing split, nothing cached."""
+        """Reset all engines: nothing is broken, split or cached."""
         for engine in self.engines:
             engine.broken("")
         if self.first.state()["epoch"]:
@@ -281,7 +281,7 @@ class SplitTogether:
             assert engine.forget()
 
     def right(self, asked: list[Request]) -> dict[str, list[int]]:
-        """Answers of whole engines."""
+        """Return the answers of whole engines."""
         self.fresh()
         self.add(asked)
         return self.finish()
@@ -289,7 +289,7 @@ class SplitTogether:
     def storm(
         self, asked: list[Request], offline: Sequence[Request] = ()
     ) -> tuple[dict[str, list[int]], int]:
-        """Drops and restores at random while these run: their answers, and how many times."""
+        """Drop and restore at random while requests run; return their answers and the number of drops."""
         self.fresh()
         rng = random.Random(11)
         self.add(list(offline), priority=10)
@@ -328,7 +328,7 @@ def together(
 
 
 def requests(seed: int, count: int = 16, output: int = 60, common: int = 0) -> list[Request]:
-    """The first `common` tokens of all are the same."""
+    """Return prompts whose first `common` tokens are equal."""
     rng = random.Random(seed)
     shared = [rng.randrange(256) for _ in range(common)]
     prompts = [

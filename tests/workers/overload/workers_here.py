@@ -1,5 +1,5 @@
-"""Workers between two steps, and schedulers' sides, without an engine: as much of a model as a split is made
-of, and its orders."""
+"""Workers between two steps, and scheduler sides, without an engine: the parts of a model that a split
+uses."""
 
 import threading
 import time
@@ -34,7 +34,7 @@ class Layer(torch.nn.Module):
 
 
 class Qwen3ForCausalLM:
-    """As much of one as a split is made of."""
+    """The parts of a model that a split uses."""
 
     def __init__(self) -> None:
         layers = [Layer(str(number)) for number in range(LAYERS)]
@@ -108,7 +108,7 @@ Group = tuple[WorkerHere, ...]
 
 
 def at_once(*steps: Callable[[], SplitReport]) -> tuple[list[SplitEvent], float]:
-    """How each ended, and how long the first of them took."""
+    """Return how each worker's order ended, and how long the first took."""
     ended: dict[int, tuple[SplitReport, float]] = {}
 
     def run(number: int, step: Callable[[], SplitReport]) -> None:

@@ -1,4 +1,4 @@
-"""A machine with GPUs that are not there: the stand-in library, its state, and processes that see both."""
+"""A machine with simulated GPUs: the stand-in library, its state, and processes that see both."""
 
 import os
 import struct
@@ -30,7 +30,7 @@ PERMISSION, LOST, NO_ENERGY, DRIVER, IGNORES_LIMIT = 1, 2, 4, 8, 16
 
 
 def build(folder: Path) -> Path:
-    """The library, compiled as the loader will look for it."""
+    """Compile the library where the loader looks for it."""
     folder.mkdir(parents=True, exist_ok=True)
     out = folder / "libnvidia-ml.so.1"
     command = ["cc", "-shared", "-fPIC", "-Wall", "-Werror", "-O1", "-o", str(out), str(HERE / "stand_in.c")]

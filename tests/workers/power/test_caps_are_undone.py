@@ -1,4 +1,4 @@
-"""Through the real nvidia-ml-py: a limit is changed only with its old value on disk, and comes back."""
+"""A power limit changes only after its old value is on disk, and is restored, through nvidia-ml-py."""
 
 import fcntl
 import json
@@ -178,7 +178,7 @@ def test_a_keeper_that_is_killed_has_its_cap_set_back_by_its_guard(machine: GpuM
 
 
 def test_a_guard_terminated_with_its_keeper_has_no_grace_period(machine: GpuMachine) -> None:
-    """As `conserve down` ends both."""
+    """End keeper and guard as `conserve down` does."""
     process = keeper(machine, grace=600.0)
     until([300.0, 200.0], machine)
     (guard,) = psutil.Process(process.pid).children()

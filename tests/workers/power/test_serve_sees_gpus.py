@@ -1,4 +1,4 @@
-"""`conserve serve` makes a fleet of the GPUs that the driver shows."""
+"""`conserve serve` makes a fleet of the GPUs that the driver lists."""
 
 import yaml
 
