@@ -106,7 +106,7 @@ async def kill_each(
             if gateways == 1 and process.name != ONLY_GATEWAY:
                 await asyncio.to_thread(change, home, changed(fleet, gateway={"processes": 2}))
                 gateways = 2
-            await until_whole(home)
+            await until_whole(home, gateways)
             await asyncio.sleep(RESTS_S)
             if not await clients.all_answered():
                 raise SystemExit("some clients get no answer without a fault")
@@ -128,9 +128,14 @@ async def kill_each(
     return kills
 
 
-async def until_whole(home: FleetHome) -> None:
+async def until_whole(home: FleetHome, gateways: int) -> None:
+    """Wait until all engines serve, and so many gateways are connected to the directory."""
     deadline = time.monotonic() + WHOLE_S
-    while not await asyncio.to_thread(whole, home):
+
+    def is_whole() -> bool:
+        return whole(home) and len(fleet_status(home).gateways) == gateways
+
+    while not await asyncio.to_thread(is_whole):
         if time.monotonic() > deadline:
             raise SystemExit(f"the fleet is not whole after {WHOLE_S:.0f} s")
         await asyncio.sleep(0.5)

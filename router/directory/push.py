@@ -6,10 +6,10 @@ name was doing ended with it.
 
 import asyncio
 import time
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import replace
 
-from router.directory.api.messages import Spent
+from router.directory.api.messages import Engines, Placed, Push, Spent
 
 MAX_PENDING = 100_000
 BATCH = "batch"  # what the batch process calls itself
@@ -34,6 +34,7 @@ class GatewayStream:
         self.ended: list[tuple[str, str]] = []
         self.foreign: list[str] = []
         self.spent: dict[tuple[str, str], Spent] = {}  # gateway, key
+        self.bound: dict[str, tuple[str, int]] = {}  # goes with the next push: nobody waits for it
         self.engines = True  # the first message has them
         self.overrun = False
         self._wake = asyncio.Event()
@@ -44,7 +45,7 @@ class GatewayStream:
         self._wake.clear()
 
     def wake(self) -> None:
-        if len(self.ended) + len(self.foreign) + len(self.spent) > MAX_PENDING:
+        if len(self.ended) + len(self.foreign) + len(self.spent) + len(self.bound) > MAX_PENDING:
             self.overrun = True
         self._wake.set()
 
@@ -54,10 +55,16 @@ class GatewayStream:
             news = replace(news, requests=requests, tokens=tokens)
         self.spent[by, news.key] = news
 
-    def take(self) -> tuple[list[tuple[str, str]], list[str], bool, list[tuple[str, Spent]]]:
-        spent = [(gateway, one) for (gateway, _), one in self.spent.items()]
-        taken = self.ended, self.foreign, self.engines, spent
-        self.ended, self.foreign, self.engines, self.spent = [], [], False, {}
+    def take(self, engines: Callable[[], Engines]) -> Push:
+        """Return all that waits, with the engines if they changed."""
+        taken = Push(
+            engines() if self.engines else None,
+            tuple(self.ended),
+            tuple(self.foreign),
+            tuple((gateway, one) for (gateway, _), one in self.spent.items()),
+            tuple((key, *where) for key, where in self.bound.items()),
+        )
+        self.ended, self.foreign, self.engines, self.spent, self.bound = [], [], False, {}, {}
         return taken
 
 
@@ -116,6 +123,14 @@ class GatewayStreams:
                 for one in spent:
                     stream.spend(by, one)
                 stream.wake()
+
+    def tell_bound(self, placed: Iterable[Placed]) -> None:
+        """Let each gateway know bindings of all, so that any of them serves later turns without us."""
+        if len(self._by_gateway) > 1:
+            bound = {one.key: (one.engine, one.epoch) for one in placed}
+            for gateway, stream in self._by_gateway.items():
+                if not gateway.startswith(f"{BATCH}."):
+                    stream.bound |= bound
 
     def tell_engines(self) -> None:
         for stream in self._by_gateway.values():

@@ -122,9 +122,7 @@ class DirectoryServer(Directory):
                 await stream.wait()
                 if stream.overrun:
                     return
-                ended, foreign, engines, spent = stream.take()
-                told = m.Engines(self.engines(), self.settled) if engines else None
-                yield m.Push(told, tuple(ended), tuple(foreign), tuple(spent))
+                yield stream.take(lambda: m.Engines(self.engines(), self.settled))
         finally:
             if self.gateways.leave(request.gateway, stream):
                 self.gateway_left(request.gateway)

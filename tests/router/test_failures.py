@@ -6,6 +6,7 @@ import random
 import signal
 import subprocess
 import sys
+import time
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager, suppress
 from dataclasses import replace
@@ -309,6 +310,28 @@ async def test_a_killed_directory_stops_only_new_conversations_and_comes_back_wi
             assert (await ask(made.urls[1], [user(name)], headers=ids[name])).status == 200
         after = {name: (await get(f"{made.urls[0]}/v1/conversations/{name}"))[1]["decoder"] for name in ids}
         assert after == before
+
+
+async def test_without_a_directory_any_gateway_serves_a_bound_conversation(tmp_path: Path) -> None:
+    async with _Killable(tmp_path) as made:
+        name = {"x-conversation-id": "a"}
+        assert (await ask(made.urls[0], [user("a")], headers=name)).status == 200
+        decoder = made.decoder_of("a")
+        pushed = made.gateways[1].directory.cache
+        await until(lambda: len(pushed.elsewhere))
+        await made.directory.kill()
+        await until(lambda: not made.gateways[1].directory.connected)
+        later, began = [user("a"), assistant("x"), user("y" * 20_000)], time.monotonic()
+        for url in (made.urls[1], made.urls[0], made.urls[1]):  # however much is new
+            assert (await ask(url, later, headers=name)).status == 200
+        assert time.monotonic() - began < 2.0
+        assert made.decoder_of("a") == decoder
+        await made.directory.start()
+        await until(lambda: all(gateway.directory.connected for gateway in made.gateways))
+        for url in made.urls:
+            assert (await ask(url, later, headers=name)).status == 200
+        described = (await get(f"{made.urls[0]}/v1/conversations/a"))[1]
+        assert described["decoder"] == decoder and described["turns"] >= 3
 
 
 @pytest.mark.slow

@@ -55,11 +55,15 @@ class Known:
 
 
 class Cache:
-    """Conversations that this gateway serves, the least recently used first to go."""
+    """Conversations that this gateway serves, and bindings of those that others serve.
+
+    Of each, the least recently used goes first.
+    """
 
     def __init__(self, max_conversations: int, max_nodes: int) -> None:
         self._limit = max_conversations
         self._known: OrderedDict[str, Known] = OrderedDict()
+        self.elsewhere: OrderedDict[str, tuple[str, int]] = OrderedDict()  # conversation: engine, epoch
         self._running: dict[str, int] = {}  # conversation -> turns in flight here
         self.nodes = NodeTable(max_nodes)
 
@@ -70,6 +74,7 @@ class Cache:
         return self._known.get(key)
 
     def put(self, known: Known) -> None:
+        self.elsewhere.pop(known.key, None)
         self._known[known.key] = known
         self._known.move_to_end(known.key)
         if len(self._known) > self._limit:
@@ -79,7 +84,33 @@ class Cache:
 
     def drop(self, key: str) -> None:
         self._known.pop(key, None)
+        self.elsewhere.pop(key, None)
         self.nodes.forget(key)
+
+    def serve_elsewhere(self, key: str, engine: str = "", epoch: int = 0) -> None:
+        """Note that another gateway serves a conversation: its prompts and sizes as known here are old.
+
+        Without an engine the conversation stays where it is known to be.
+        """
+        known = self._known.get(key)
+        if engine and known is not None:
+            return  # this gateway's own news
+        if known is not None:
+            engine, epoch = known.engine, known.epoch
+            self.drop(key)
+        if engine:
+            self.elsewhere[key] = engine, epoch
+            self.elsewhere.move_to_end(key)
+            if len(self.elsewhere) > self._limit:
+                self.elsewhere.popitem(last=False)
+
+    def take_over(self, key: str) -> Known | None:
+        """Serve a conversation that another gateway served, if its binding is known."""
+        if (bound := self.elsewhere.get(key)) is None:
+            return None
+        known = Known(key, *bound)
+        self.put(known)
+        return known
 
     def touch(self, known: Known) -> None:
         if known.key in self._known:

@@ -83,8 +83,13 @@ class DirectoryClient:
         await self._channel.close()
 
     def bound(self, key: str) -> Known | None:
-        """The conversation's binding, if its decoder still is what it was bound to."""
+        """Return the conversation's binding, if its decoder still is what it was bound to.
+
+        While the directory is away, the binding of a conversation that another gateway served counts too.
+        """
         known = self.cache.get(key)
+        if known is None and not self.connected:
+            known = self.cache.take_over(key)
         if known is None or self.engines.alive(known.engine, known.epoch) is None:
             return None
         return known
@@ -92,7 +97,7 @@ class DirectoryClient:
     def leaving(self, known: Known) -> bool:
         """Return whether the decoder is draining, so that the next turn may go elsewhere."""
         state = self.engines.state(known.engine)
-        return state is not None and state.draining
+        return self.connected and state is not None and state.draining
 
     async def place(self, ask: Ask) -> tuple[Placed | Refusal, Known | None]:
         """Ask where a turn goes; the turn counts as begun. Cancelling gives the place back."""
@@ -225,7 +230,8 @@ class DirectoryClient:
     async def _place(self, ask: Ask) -> Placed | Refusal:
         """Ask again while a directory restarts: a placement made meanwhile is found, not doubled.
 
-        A directory that cannot write answers at once and is not asked again.
+        A directory that cannot write answers at once and is not asked again. A turn that was on its way when
+        the directory went needs no place if its conversation is bound.
         """
         until = self._clock() + ask.wait_s + _PLACE_GRACE_S
         while True:
@@ -237,8 +243,15 @@ class DirectoryClient:
                 if is_broken(wrong) or self._clock() + _RETRY_S >= until:
                     self.abandon(ask.key, ask.turn)
                     raise _unavailable(wrong) from wrong
+                if not self.connected and ask.lost is None and (bound := self.bound(ask.key)) is not None:
+                    return self._stays(ask, bound)
                 ask = replace(ask, again=True)
                 await asyncio.sleep(_RETRY_S)
+
+    def _stays(self, ask: Ask, bound: Known) -> Placed:
+        if ask.end is not None:
+            self.turn_began(bound, ask.turn, ask.end)
+        return Placed(ask.key, bound.engine, bound.epoch, None, True, "bound", {}, bound.context_tokens)
 
     async def _find_remotely(self, chain: Chain, name: str) -> tuple[KnownNode | None, Callable[[str], bool]]:
         timeout_s = _CALL_TIMEOUT_S
@@ -288,7 +301,9 @@ class DirectoryClient:
         for key, _ in push.ended:
             self.cache.drop(key)
         for key in push.foreign:
-            self.cache.drop(key)  # its prompts and sizes as known here are old: ask when it comes back
+            self.cache.serve_elsewhere(key)
+        for key, engine, epoch in push.bound:
+            self.cache.serve_elsewhere(key, engine, epoch)
         if push.spent:
             self.on_spent(push.spent)
         metrics.CACHED_BINDINGS.set(len(self.cache))

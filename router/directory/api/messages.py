@@ -180,6 +180,9 @@ class Push:
     ended: tuple[tuple[str, str], ...] = ()  # conversation, cause
     foreign: tuple[str, ...] = ()  # another gateway serves these now
     spent: tuple[tuple[str, Spent], ...] = ()  # at other gateways
+    bound: tuple[
+        tuple[str, str, int], ...
+    ] = ()  # conversation, engine, epoch: for when the directory is away
 
 
 @dataclass(frozen=True, slots=True)

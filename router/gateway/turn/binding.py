@@ -114,14 +114,17 @@ class Binder:
         return self._ratio.prompt_tokens(turn, self._directory.engines.max_context)
 
     async def bind(self, turn: Turn, found: Identified, responder: Responder) -> Route:
-        """Return the route of a turn; the directory is asked only where engines have to be chosen."""
+        """Return the route of a turn; the directory is asked only where engines have to be chosen.
+
+        While it is away, a bound turn stays on its decoder, however much of its prompt is new.
+        """
         known = self._directory.bound(found.key)
         if known is None or self._directory.leaving(known):  # moves off a draining decoder
             return await self._place(turn, found, responder)
         decoder = self._directory.engines.get(known.engine)
         assert decoder is not None
         uncached = self._ratio.uncached_tokens(turn, known, found.matched_bytes)
-        if self._through_prefiller(turn, uncached):
+        if self._directory.connected and self._through_prefiller(turn, uncached):
             return await self._place(turn, found, responder, uncached=uncached)
         known.prompt_bytes = turn.prompt_bytes
         self._directory.turn_began(known, found.turn, found.chain.end)
