@@ -121,7 +121,11 @@ async def kill_each(
                 until = time.monotonic()
             kills[process.name] = Kill(quiet_since, killed_at, until)
             failures = clients.failures(killed_at, until)
-            print(f"{process.name} (pid {victim.pid}): failures {dict(failures.most_common(5))}", flush=True)
+            waits = clients.longest_waits(killed_at, until).items()
+            longest = ", ".join(f"{kind} {end - begin:.1f} s" for kind, (begin, end) in waits)
+            print(f"{process.name} (pid {victim.pid}): longest waits {longest}", flush=True)
+            for failure, count in failures.most_common(5):
+                print(f"  {count} times {failure}", flush=True)
     finally:
         asking.cancel()
         await asyncio.gather(asking, return_exceptions=True)

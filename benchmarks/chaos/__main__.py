@@ -14,18 +14,24 @@ answered once.
 With --drop decoders have so little KV that they share their layers again and again (`overload: {policy:
 drop}`), and restore them when all agents rest; their processes are killed meanwhile, and clients leave
 streams and ask again.
+
+Without --drop, steady clients beside the agents measure `unavailable_s`: by kind of killed process, the
+longest wait of a new conversation, a bound turn or a stream until the next fault, less the longest one before
+all faults. What other faults and the agents' load do to waits is in it.
 """
 
 import asyncio
 import sys
 import time
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
+from itertools import pairwise
 from pathlib import Path
 from random import Random
 from threading import Event
+from typing import Any
 
 from benchmarks import overload
 from benchmarks.chaos.agents import AgentLengths, Agents
@@ -33,6 +39,7 @@ from benchmarks.chaos.faults import Fault, faults, inflict
 from benchmarks.chaos.watching import AbortedIterations, Batch, layer_changes, settled, whole
 from benchmarks.harness.fleet import RANDOM, brought_up, changed
 from benchmarks.harness.output import command, report
+from benchmarks.harness.steady_clients import SteadyClients
 from deploy.fleet import FleetSpec, load_fleet
 from deploy.home import FleetHome
 from deploy.lifecycle.down import marked
@@ -41,6 +48,7 @@ from deploy.lifecycle.status import serving
 MINUTES, QUICK_MINUTES = 60.0, 3.0
 AT_ONCE = 4  # faults
 PARK_AFTER_S, TTL_S, SETTLE_S = 3.0, 90.0, 30.0
+QUIET_S = 10.0  # before the first fault
 TTFT_S, AGEING_S = 0.02, 20.0  # so short a target that iterations with offline work are aborted for turns
 DROP_CONVERSATIONS, DROP_BLOCKS = 200, 96  # blocks of 32 tokens on each decoder
 DROP_LENGTHS = AgentLengths(
@@ -72,6 +80,7 @@ class FaultRun:
     coming: Iterator[Fault]
     pace: Pace
     counts: Counter[str] = field(default_factory=Counter)
+    begun: list[tuple[float, Fault]] = field(default_factory=list)  # by time
     over: Event = field(default_factory=Event)
 
     def run(self, until: float) -> None:
@@ -89,6 +98,7 @@ class FaultRun:
             one.result()
 
     def _inflict(self, fault: Fault) -> None:
+        self.begun.append((time.monotonic(), fault))
         pid = inflict(self.home, fault, self.random)
         if pid:
             self.counts[f"{fault.kind} {fault.victim}"] += 1
@@ -115,13 +125,42 @@ def prepared_to_drop() -> FleetSpec:
     )
 
 
+def unavailable_s(
+    clients: SteadyClients, begun: Iterable[tuple[float, Fault]], quiet: tuple[float, float], over: float
+) -> dict[str, dict[str, float]]:
+    """Return the longest waits, beyond those of a quiet time, after kills: by victim and kind of client."""
+    undisturbed = {kind: end - begin for kind, (begin, end) in clients.longest_waits(*quiet).items()}
+    faults_, found = sorted(begun, key=lambda one: one[0]), dict[str, dict[str, float]]()
+    for (at, fault), (until, _) in pairwise([*faults_, (over, None)]):
+        if fault is None or fault.kind != "kill":
+            continue
+        worst = found.setdefault(fault.victim, dict.fromkeys(undisturbed, 0.0))
+        for kind, (begin, end) in clients.longest_waits(at, until, beyond=False).items():
+            worst[kind] = max(worst[kind], round(end - begin - undisturbed[kind], 3))
+    return found
+
+
 async def play(
-    agents: Agents, batch: Batch, faulty: FaultRun, aborted: AbortedIterations, seconds: float, most: float
-) -> None:
+    agents: Agents,
+    batch: Batch,
+    faulty: FaultRun,
+    aborted: AbortedIterations,
+    clients: SteadyClients | None,
+    seconds: float,
+    most: float,
+) -> dict[str, dict[str, float]]:
+    """Let agents talk under faults; return what kills cost the steady clients, if there are any."""
     await agents.learn()
     await asyncio.to_thread(batch.learn)
     await asyncio.to_thread(batch.submit)
+    asking, quiet_since = None, time.monotonic()
+    if clients is not None:
+        asking = asyncio.create_task(clients.run())
+        await clients.all_answered()
+        quiet_since = time.monotonic()
+        await asyncio.sleep(QUIET_S)
     print("answers are known; faults begin", flush=True)
+    quiet = quiet_since, time.monotonic()
     until = time.monotonic() + seconds
     inflicting = asyncio.create_task(asyncio.to_thread(faulty.run, until))
     looking = asyncio.create_task(aborted.run())
@@ -131,6 +170,10 @@ async def play(
         looking.cancel()
         faulty.over.set()
         await inflicting
+        if asking is not None:
+            asking.cancel()
+            await asyncio.gather(asking, return_exceptions=True)
+    return unavailable_s(clients, faulty.begun, quiet, time.monotonic()) if clients is not None else {}
 
 
 def main() -> None:
@@ -151,7 +194,8 @@ def main() -> None:
         batch, aborted = Batch(url, model), AbortedIterations(home)
         faulty = FaultRun(home, random, coming, DROP_PACE if drop else PACE)
         before = len(marked(home))
-        asyncio.run(play(agents, batch, faulty, aborted, 60 * minutes, most))
+        clients = None if drop else SteadyClients(url, model)
+        unavailable = asyncio.run(play(agents, batch, faulty, aborted, clients, 60 * minutes, most))
         print("faults end; the fleet becomes whole", flush=True)
         layers = layer_changes(home)
         left = settled(home, TTL_S + SETTLE_S)
@@ -173,10 +217,18 @@ def main() -> None:
     print("faults:", dict(faulty.counts.most_common()))
     print("tries:", dict(seen.tries.most_common()))
     print(f"aborted iterations: {aborted.total:.0f}")
+    for victim, by_kind in unavailable.items():
+        print(f"unavailable_s after kill {victim}: {by_kind}")
     print("layers:", {change: count for change, count in layers.items() if count})
     for line in (*seen.lost, *lost, *seen.wrong, *wrong, *seen.hung, *left):
         print(f"  {line[:400]}")
-    counts = {"tries": seen.tries, "by_fault": faulty.counts, "layers": layers, "aborts": aborted.total}
+    counts: dict[str, Any] = {
+        "unavailable_s": unavailable,
+        "tries": seen.tries,
+        "by_fault": faulty.counts,
+        "layers": layers,
+        "aborts": aborted.total,
+    }
     report(options.json, figures, **counts)
     bad = any(figures[name] for name in ("lost", "wrong", "hung", "leaked"))
     sys.exit(1 if bad or not figures["faults"] else 0)

@@ -3,7 +3,7 @@
 import asyncio
 import time
 from collections import Counter
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Mapping
 from dataclasses import dataclass, field
 from itertools import pairwise
 from typing import Any
@@ -36,14 +36,14 @@ class SteadyClient:
     arrivals: list[float] = field(default_factory=list)
     failures: list[tuple[float, str]] = field(default_factory=list)
 
-    def longest_wait(self, begin: float, end: float) -> tuple[float, float]:
+    def longest_wait(self, begin: float, end: float, *, beyond: bool = True) -> tuple[float, float]:
         """Return when the longest wait for a token that touches a span began and ended.
 
-        A wait that goes on at the end of the span lasts until the next token, if there is one.
+        A wait that goes on at the end of the span lasts until the next token, if there is one and `beyond`.
         """
         before = [one for one in self.arrivals if one <= begin][-1:] or [begin]
         within = [one for one in self.arrivals if begin < one < end]
-        after = [one for one in self.arrivals if one >= end][:1] or [end]
+        after = ([one for one in self.arrivals if one >= end][:1] if beyond else []) or [end]
         return max(pairwise([*before, *within, *after]), key=lambda wait: wait[1] - wait[0])
 
     async def run(self, http: aiohttp.ClientSession, model: str) -> None:
@@ -51,9 +51,11 @@ class SteadyClient:
         number = 0
         while True:
             number += 1
-            conversation = f"{self.name}-{number}" if self.kind == NEW else self.name
+            headers = {"x-conversation-id": self.name}
+            if self.kind == NEW:
+                headers = {"x-conversation-id": f"{self.name}-{number}", "x-conversation-final": "true"}
             try:
-                async for _ in _tokens(http, model, conversation, TOKENS[self.kind]):
+                async for _ in _tokens(http, model, headers, TOKENS[self.kind]):
                     self.arrivals.append(time.monotonic())
             except (aiohttp.ClientError, OSError, TimeoutError, Cut) as wrong:
                 self.failures.append((time.monotonic(), f"{type(wrong).__name__} {wrong}"[:200]))
@@ -89,11 +91,13 @@ class SteadyClients:
             await asyncio.sleep(0.1)
         return False
 
-    def longest_waits(self, begin: float, end: float) -> dict[str, tuple[float, float]]:
+    def longest_waits(
+        self, begin: float, end: float, *, beyond: bool = True
+    ) -> dict[str, tuple[float, float]]:
         """Return the begin and the end of each kind's longest wait that touches a span."""
         waits: dict[str, list[tuple[float, float]]] = {kind: [] for kind in KINDS}
         for one in self.clients:
-            waits[one.kind].append(one.longest_wait(begin, end))
+            waits[one.kind].append(one.longest_wait(begin, end, beyond=beyond))
         return {kind: max(found, key=lambda wait: wait[1] - wait[0]) for kind, found in waits.items()}
 
     def failures(self, begin: float, end: float, *kinds: str) -> Counter[str]:
@@ -107,13 +111,12 @@ class SteadyClients:
 
 
 async def _tokens(
-    http: aiohttp.ClientSession, model: str, conversation: str, tokens: int
+    http: aiohttp.ClientSession, model: str, headers: Mapping[str, str], tokens: int
 ) -> AsyncIterator[None]:
     """Yield for each token of an answer; raise where it is refused or cut."""
     body: dict[str, Any] = {"model": model, "temperature": 0.0, "stream": True}
-    body |= {"messages": [{"role": "user", "content": text(conversation, PROMPT)}]}
+    body |= {"messages": [{"role": "user", "content": text(headers["x-conversation-id"], PROMPT)}]}
     body |= {"max_tokens": tokens, "min_tokens": tokens, "ignore_eos": True}
-    headers = {"x-conversation-id": conversation}
     async with http.post("/v1/chat/completions", json=body, headers=headers) as answer:
         if answer.status != 200:
             raise Cut(f"{answer.status} {(await answer.text())[:160]}")

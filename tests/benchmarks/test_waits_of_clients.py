@@ -1,6 +1,8 @@
 """Waits of clients around a kill are computed from given token times."""
 
 from benchmarks.availability import Kill, Unavailability, seen
+from benchmarks.chaos.__main__ import unavailable_s
+from benchmarks.chaos.faults import Fault
 from benchmarks.harness.steady_clients import BOUND, NEW, STREAM, SteadyClient, SteadyClients
 
 
@@ -40,3 +42,10 @@ def test_a_stream_that_ends_early_is_over_the_budget_of_an_engine_and_not_of_a_g
     assert rows(made, "decoder")[STREAM].over_budget
     assert not rows(made, "only_gateway")[STREAM].over_budget
     assert not any(row.over_budget for row in rows(made, "decoder").values() if row.clients != STREAM)
+
+
+def test_a_wait_under_random_faults_counts_for_the_kill_before_it_until_the_next_fault() -> None:
+    made = clients(**{kind: [*QUIET, 13.0, 13.5, 20.0, 20.5] for kind in (NEW, BOUND, STREAM)})
+    begun = [(10.1, Fault("kill", "a")), (14.0, Fault("stop", "b", 3.0)), (20.2, Fault("kill", "a"))]
+    waits = unavailable_s(made, begun, (0.0, 10.0), 20.6)
+    assert waits == {"a": dict.fromkeys((NEW, BOUND, STREAM), 2.5)}
