@@ -18,7 +18,7 @@ from router.identity import prefix_chain as chains
 from router.identity.conversation_ids import ExplicitIdentity, explicit_identity
 from router.identity.prefix_chain import Chain
 from router.requests.body_spans import Span, cut_fields, find_fields, find_items, write_items
-from router.requests.fields import UnknownFields, check_fields, known_part
+from router.requests.fields import UnknownFields, check_fields, known_part, with_fields
 from router.requests.grammars import Grammar, grammar_of
 from router.requests.hints import Hints, parse_hints
 from router.requests.prompt_limit import PromptLimit, token_ids
@@ -82,16 +82,19 @@ class ParsedBody:
 
     fields: Mapping[str, Any]  # by name; large values of a large body are None
     prompt: "Prompt | None"  # of a turn
-    grammar: Grammar | None = None
-    ignored: tuple[str, ...] = ()  # names of unknown fields, which engines do not get
-    kept: bytes | tuple[Span, ...] = b""  # the body without them; of a large one, the places of what stays
-    items: bytes | Span = b""  # of the Responses API; their place in a large body without unknown fields
+    grammar: Grammar | None
+    ignored: tuple[str, ...]  # names of unknown fields and tools, which engines do not get
+    kept: bytes | tuple[Span, ...]  # the body without them; of a large one, the places of what stays
+    replaced: Mapping[str, Any]  # fields of a large body without unknown tools
+    items: bytes | Span  # of the Responses API; their place in a large body without unknown fields
 
     def known_part(self, pieces: tuple[bytes, ...]) -> tuple[bytes, ...]:
         """Return the bytes of this body, which was given in `pieces`, without unknown fields."""
         if not self.ignored:
             return pieces
-        return (self.kept,) if isinstance(self.kept, bytes) else cut_fields(pieces, self.kept)
+        if isinstance(self.kept, bytes):
+            return (self.kept,)
+        return with_fields(cut_fields(pieces, self.kept), self.replaced)
 
 
 @dataclass(frozen=True, slots=True)
@@ -126,10 +129,15 @@ def parse_body(parser: BodyParser, pieces: Sequence[bytes]) -> ParsedBody:
     ignored = check_fields(parser.path, body, parser.unknown)
     is_large = len(raw) > CHEAP_BYTES
     kept: bytes | tuple[Span, ...] = b""
+    replaced: dict[str, Any] = {}
     if ignored:
-        body = known_part(parser.path, body)
-        kept = find_fields(raw, body.keys()) if is_large else orjson.dumps(body)
-        raw = kept if isinstance(kept, bytes) else b"".join(cut_fields((raw,), kept))
+        sent, body = body, known_part(parser.path, body)
+        if is_large:
+            replaced = {name: value for name, value in body.items() if value is not sent[name]}
+            kept = find_fields(raw, body.keys() - replaced.keys())
+            raw = b"".join(cut_fields((raw,), kept))
+        else:
+            raw = kept = orjson.dumps(body)
     parser.limit.check(parser.path, body)
     prompt = _prompt(parser, parser.api, body) if parser.api is not None else None
     continues = body.get("previous_response_id") or body.get("conversation")
@@ -139,7 +147,7 @@ def parse_body(parser: BodyParser, pieces: Sequence[bytes]) -> ParsedBody:
     grammar = grammar_of(body)
     if is_large:
         body = {name: value if _is_small(value) else None for name, value in body.items()}
-    return ParsedBody(body, prompt, grammar, ignored, kept, items)
+    return ParsedBody(body, prompt, grammar, ignored, kept, replaced, items)
 
 
 def _prompt(parser: BodyParser, api: Api, body: Mapping[str, Any]) -> Prompt:

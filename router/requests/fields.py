@@ -28,6 +28,7 @@ from router.requests.field_checks import (
     text,
     wrong,
 )
+from router.requests.server_tools import supported_tools
 
 MAX_TOKENS = 10_000_000  # of an answer: beyond any model's context
 MAX_CHOICES = 128
@@ -239,15 +240,21 @@ def fields_of(path: str) -> Mapping[str, Check]:
 
 
 def known_part(path: str, body: Mapping[str, Any]) -> dict[str, Any]:
-    """Return a body for the endpoint `path` without its unknown fields."""
+    """Return a body for the endpoint `path` without its unknown fields and tools."""
     known = fields_of(path)
-    return {name: value for name, value in body.items() if name in known}
+    kept = {name: value for name, value in body.items() if name in known}
+    for name, value in supported_tools(path, body)[0].items():
+        if value is None:
+            del kept[name]
+        else:
+            kept[name] = value
+    return kept
 
 
 def check_fields(
     path: str, body: Mapping[str, Any], unknown: UnknownFields = UnknownFields.DROP
 ) -> tuple[str, ...]:
-    """Check a body for the endpoint `path`, and return the names of its unknown fields.
+    """Check a body for the endpoint `path`, and return the names of its unknown fields and tools.
 
     Raises BadRequest for fields and values that no engine may get.
     """
@@ -263,6 +270,7 @@ def check_fields(
             check.apply(name, value)
         if check.part is BodyPart.OTHER:
             others[name] = value
+    ignored += supported_tools(path, body)[1]
     if ignored and unknown is UnknownFields.REFUSE:
         shown = ignored[0][:100]
         text = f"{shown!r} is no parameter of {path}; leave it out"

@@ -1,0 +1,67 @@
+"""Tools of requests that no engine offers, such as a provider's own web search.
+
+Coding agents list them whatever the model, and engines refuse the whole request for one of them. They are
+dropped and named like fields that nobody knows; the agent then sees a model that does not use them.
+"""
+
+from collections.abc import Mapping
+from typing import Any
+
+# vLLM renders the first three into the prompt, and runs the others where it was given a tool server.
+_OF_RESPONSES = frozenset(
+    {"function", "custom", "namespace", "web_search_preview", "code_interpreter", "container", "mcp"}
+)
+
+
+def supported_tools(path: str, body: Mapping[str, Any]) -> tuple[dict[str, Any], tuple[str, ...]]:
+    """Return the fields about tools that replace those of a body, and the names of what they leave out.
+
+    A field without a value is left out as a whole.
+    """
+    tools = body.get("tools")
+    if path not in ("/v1/responses", "/v1/messages", "/v1/messages/count_tokens") or type(tools) is not list:
+        return {}, ()
+    supported = _of_responses if path == "/v1/responses" else _of_messages
+    kept, left_out, names = [], [], {}
+    for tool in tools:
+        replaced, name = supported(tool) if isinstance(tool, dict) else (tool, "")
+        if name:
+            names[f"tools.{name}"] = None
+        if replaced is None:
+            left_out.append(tool)
+        else:
+            kept.append(replaced)
+    if not names:
+        return {}, ()
+    fields: dict[str, Any] = {"tools": kept or None}
+    if body.get("tool_choice") is not None and (not kept or _names_one(body["tool_choice"], left_out)):
+        fields["tool_choice"] = None
+        names["tool_choice"] = None
+    return fields, tuple(names)
+
+
+def _of_responses(tool: dict[str, Any]) -> tuple[dict[str, Any] | None, str]:
+    """Return the tool as an engine takes it, and the name of what is left out of it."""
+    kind = tool.get("type")
+    if type(kind) is str and kind not in _OF_RESPONSES:
+        return None, kind
+    form = tool.get("format")
+    if kind == "custom" and isinstance(form, dict) and form.get("type") == "grammar":
+        return {name: value for name, value in tool.items() if name != "format"}, f"{tool.get('name')}.format"
+    return tool, ""
+
+
+def _of_messages(tool: dict[str, Any]) -> tuple[dict[str, Any] | None, str]:
+    """Return the tool as an engine takes it, and the name of what is left out of it."""
+    kind = tool.get("type")
+    if type(kind) is str and kind != "custom" and "input_schema" not in tool:
+        return None, kind
+    return tool, ""
+
+
+def _names_one(choice: object, tools: list[dict[str, Any]]) -> bool:
+    """Return whether a `tool_choice` asks for one of these tools."""
+    if not isinstance(choice, dict):
+        return False
+    kind, name = choice.get("type"), choice.get("name")
+    return any(kind == tool["type"] or (name and name == tool.get("name")) for tool in tools)
