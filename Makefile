@@ -35,12 +35,16 @@ fast:
 structure: install
 	@$(PY) -m benchmarks.structure
 
-# All agent frameworks' tool loops on the fleet of the tests; `make test` has those of the extra `dev`.
-# They pin much: they have an environment of their own.
+# The real programs of coding agents, and all agent frameworks' tool loops, on fleets of the tests; `make test`
+# has those of the extra `dev`. They pin much: they have an environment of their own.
 clients: install
+	@command -v npm >/dev/null || { echo "make clients runs coding agents, which need Node.js 22 and npm: install them" >&2; exit 1; }
 	@$(PY) -m venv .venv-clients
 	@.venv-clients/bin/python -m pip install --quiet --disable-pip-version-check -r requirements/agents.txt
-	@CONSERVE_AGENTS_PYTHON=$(CURDIR)/.venv-clients/bin/python $(PY) -m pytest tests/clients
+	@cp tests/clients/package.json .venv-clients
+	@npm install --prefix .venv-clients --no-package-lock --no-audit --no-fund --loglevel error
+	@CONSERVE_AGENTS_PYTHON=$(CURDIR)/.venv-clients/bin/python \
+	 CONSERVE_AGENT_PROGRAMS=$(CURDIR)/.venv-clients/node_modules/.bin $(PY) -m pytest tests/clients
 
 # What reviews found, broken again one at a time: the tests that are named beside it have to fail.
 broken: install

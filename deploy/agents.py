@@ -101,6 +101,8 @@ def _opencode(directory: Path, fleet: AgentEndpoint) -> Setup:
         "$schema": "https://opencode.ai/config.json",
         "provider": {"conserve": provider},
         **dict.fromkeys(("model", "small_model"), name),
+        # Its requests carry the session's id, and their prompt has nothing in common with the session's.
+        "agent": {"title": {"disable": True}},
         "autoupdate": False,
         "share": "disabled",
     }

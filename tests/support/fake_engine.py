@@ -91,6 +91,7 @@ class FakeEngine:
         app.router.add_post("/_release", self._release)
         for path in ("/v1/chat/completions", "/v1/completions", "/v1/responses", "/v1/messages"):
             app.router.add_post(path, self._generate)
+        app.router.add_post("/v1/messages/count_tokens", self._count_tokens)
         app.router.add_post("/tokenize", self._tokenize)
         app.router.add_post("/v1/embeddings", self._embed)
         self._runner = web.AppRunner(app, handler_cancellation=True, access_log=None, shutdown_timeout=0.1)
@@ -270,6 +271,11 @@ class FakeEngine:
         data = [{"object": "embedding", "index": 0, "embedding": [0.5] * 3000}]
         usage = {"prompt_tokens": tokens, "total_tokens": tokens, "completion_tokens": 0}
         return web.json_response({"object": "list", "data": data, "usage": usage})
+
+    async def _count_tokens(self, request: web.Request) -> web.Response:
+        raw = await request.read()
+        self.seen.append(SeenRequest(request.path, "", json.loads(raw), raw, dict(request.headers)))
+        return web.json_response({"input_tokens": len(raw)})
 
     async def _tokenize(self, request: web.Request) -> web.Response:
         body = await request.json()

@@ -1,0 +1,84 @@
+"""Requests that real coding agents sent are taken by the gateway, and by vLLM behind it."""
+
+from collections.abc import AsyncIterator
+from pathlib import Path
+from typing import Any
+
+import aiohttp
+import pytest
+
+from deploy.agents import AGENTS
+from tests.clients.recorded import FOLDER, requests_of
+from tests.support.fake_fleet import FakeFleet, fleet
+
+# What is dropped of an agent's requests: a new name is looked at before it is listed here.
+DROPPED = {
+    "codex": {"client_metadata", "tools.web_search"},
+    "claude": {"context_management"},
+    "opencode": set[str](),
+    "qwen": set[str](),
+    "codex-compaction": {"client_metadata", "tools.web_search"},
+    "claude-web-search": {"context_management", "tools.web_search_20250305", "tool_choice"},
+    "claude-count-tokens": {"context_management"},
+}
+
+
+@pytest.fixture
+async def made(tmp_path: Path) -> AsyncIterator[FakeFleet]:
+    context = {"max_context": 1_000_000, "kv_tokens": 2_000_000}
+    async with fleet(tmp_path, decoders=1, engine=context) as running:
+        yield running
+
+
+async def played(made: FakeFleet, name: str) -> tuple[set[str], set[str]]:
+    """Send an agent's requests; return the conversations that they belonged to, and what was dropped."""
+    conversations, dropped = set(), set[str]()
+    async with aiohttp.ClientSession(made.urls[0]) as session:
+        for one in requests_of(name):
+            if one["body"] and "max_tokens" in one["body"]:
+                one["body"]["max_tokens"] = 8  # a fake engine gives as many as it may
+            async with session.request(
+                one["method"], one["target"], json=one["body"], headers=one["headers"]
+            ) as answer:
+                assert answer.status == 200, (one["target"], await answer.text())
+                await answer.read()
+                if "x-conversation-id" in answer.headers:
+                    conversations.add(answer.headers["x-conversation-id"])
+                dropped |= set(filter(None, answer.headers.get("x-conserve-ignored-fields", "").split(", ")))
+    return conversations, dropped
+
+
+@pytest.mark.parametrize("name", DROPPED)
+async def test_the_requests_of_an_agent_are_served_in_one_conversation(made: FakeFleet, name: str) -> None:
+    conversations, dropped = await played(made, name)
+    assert len(conversations) == 1  # a count of tokens belongs to none
+    assert dropped == DROPPED[name]
+    if name in AGENTS:
+        assert len(made.prefills()) == 1  # one transfer
+        assert len(made.decoder_requests()) >= 3
+
+
+def test_there_are_requests_of_every_agent() -> None:
+    assert {file.stem for file in FOLDER.glob("*.json")} == DROPPED.keys() >= AGENTS.keys()
+
+
+def taken_by_vllm(target: str, body: dict[str, Any]) -> None:
+    from vllm.entrypoints.anthropic.protocol import AnthropicCountTokensRequest, AnthropicMessagesRequest
+    from vllm.entrypoints.openai.chat_completion.protocol import ChatCompletionRequest
+    from vllm.entrypoints.openai.responses.protocol import ResponsesRequest
+
+    kinds = {
+        "/v1/messages": AnthropicMessagesRequest,
+        "/v1/messages/count_tokens": AnthropicCountTokensRequest,
+        "/v1/chat/completions": ChatCompletionRequest,
+        "/v1/responses": ResponsesRequest,
+    }
+    kinds[target.partition("?")[0]].model_validate(body)
+
+
+@pytest.mark.slow
+async def test_what_engines_get_of_an_agents_requests_is_valid_for_vllm(made: FakeFleet) -> None:
+    for name in DROPPED:
+        await played(made, name)
+    for request in made.decoder_requests():
+        taken_by_vllm(request.path, request.body)
