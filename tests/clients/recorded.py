@@ -5,7 +5,7 @@ from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
-from tests.support.recording_proxy import Exchange
+from tests.support.recording_proxy import RecordedExchange
 
 FOLDER = Path(__file__).parent / "requests"
 LONGEST = 100  # characters of a text
@@ -13,7 +13,7 @@ NOT_KEPT = frozenset({"authorization", "host", "content-length", "connection"})
 OUR_AGENT = "Python-urllib"  # `conserve run` asks for the models
 
 
-def record(name: str, exchanges: Iterable[Exchange], renamed: Mapping[str, str]) -> None:
+def record(name: str, exchanges: Iterable[RecordedExchange], renamed: Mapping[str, str]) -> None:
     """Keep an agent's requests; `renamed` are texts that belong to this machine, and what replaces them."""
     kept = [
         {

@@ -21,7 +21,7 @@ from tests.clients.recorded import record
 from tests.fleet.talk import get
 from tests.support.agent_fleet import agent_fleet
 from tests.support.fleet import RunningFleet, environment
-from tests.support.recording_proxy import Exchange, recording_proxy
+from tests.support.recording_proxy import RecordedExchange, recording_proxy
 
 pytestmark = [pytest.mark.fleet, pytest.mark.timeout(1500)]
 
@@ -170,7 +170,7 @@ async def run_agent(
 
 async def worked(
     name: str, script: Scripted, fleet: RunningFleet, programs: str, repository: Path
-) -> list[Exchange]:
+) -> list[RecordedExchange]:
     """Let an agent work until it has answered; return its requests with a body, all of them served."""
     async with recording_proxy(fleet.url) as proxy:
         status, answer, said = await run_agent(script, proxy.url, programs, repository, key=name)

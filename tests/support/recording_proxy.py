@@ -12,7 +12,7 @@ TIMEOUT = aiohttp.ClientTimeout(300)
 
 
 @dataclass
-class Exchange:
+class RecordedExchange:
     """One request, and its answer as far as it has come."""
 
     method: str
@@ -27,16 +27,18 @@ class Exchange:
 @dataclass
 class RecordingProxy:
     url: str
-    exchanges: list[Exchange] = field(default_factory=list)
+    exchanges: list[RecordedExchange] = field(default_factory=list)
 
 
 @asynccontextmanager
 async def recording_proxy(gateway: str) -> AsyncIterator[RecordingProxy]:
     """Listen on a free port and pass everything on to `gateway`."""
-    exchanges: list[Exchange] = []
+    exchanges: list[RecordedExchange] = []
 
     async def pass_on(request: web.Request) -> web.StreamResponse:
-        exchange = Exchange(request.method, request.path_qs, _headers(request.headers), await request.read())
+        exchange = RecordedExchange(
+            request.method, request.path_qs, _headers(request.headers), await request.read()
+        )
         exchanges.append(exchange)
         target, kept = f"{gateway}{request.path_qs}", _passed_on(request.headers)
         async with session.request(
