@@ -110,9 +110,15 @@ PROMPTS_PLACED = Counter(
     "conserve_prompts_placed_total",
     "Placed turns by the reason for the engine that computes their prompt. A prefiller: "
     "finishes_first, has_prefix (it has a part of the prompt cached). The decoder: sooner_on_decoder, "
-    "prefillers_saturated, no_prefiller_up, prefillers_busy, prefilled_locally, restored, "
+    "ttft_at_risk, prefillers_saturated, no_prefiller_up, prefillers_busy, prefilled_locally, restored, "
     "shares_layers. A prefiller that keeps the conversation because no decoder has room: last_resort.",
     ["why"],
+)
+FIRST_TURNS_PLACED = Counter(
+    "conserve_first_turns_placed_total",
+    "Conversations bound, by what computes their first prompt (prefiller, decoder) and by the reason for "
+    "their decoder: least_kv_in_use, sooner_with_capacity, has_time, preferred, last_resort.",
+    ["prompt", "decoder"],
 )
 RELEASES_FAILED = Counter(
     "conserve_releases_failed_total",
@@ -376,8 +382,10 @@ ENGINE_CONVERSATIONS = Gauge("conserve_engine_conversations", "Conversations bou
 from_zero(CONVERSATIONS_ENDED, "deleted", "final", "idle", "failed_first_turn", "gateway_lost", "undelivered")
 from_zero(
     *(PROMPTS_PLACED, "finishes_first", "has_prefix", "sooner_on_decoder"),
-    *("prefillers_saturated", "last_resort"),
+    *("ttft_at_risk", "prefillers_saturated", "last_resort"),
 )
+for _prompt in ("prefiller", "decoder"):
+    FIRST_TURNS_PLACED.labels(_prompt, "least_kv_in_use")
 from_zero(IDENTIFIED, "explicit", "continued", "retried", "forked", "new")
 from_zero(REFUSALS, "no_capacity", "saturated", "too_large", "no_decoder", "no_prefiller", "no_directory")
 from_zero(LIMITED, "requests_per_minute", "tokens_per_minute", "turns", "requests_at_once", "bytes_at_once")

@@ -133,6 +133,7 @@ def main() -> None:
         print_rows(name.replace("_", " "), rows)
     print_rows("Where a first turn is computed", elastic_rows)
     named = headlines(by_rate, saturated, capped[0]) | elastic.headlines(elastic_rows)
+    named |= elastic.shares(elastic_rows)
     report(options.json, named, table={**tables, "elastic": elastic_rows})
 
 

@@ -28,6 +28,7 @@ SYSTEMS = (System.ELASTIC, *OTHERS, System.STICKY)
 PARK_AFTER_S, LINGER_S = 60.0, 1800.0  # the fleet file's defaults
 LARGE_APPEND = 8_192 // workload.SHRINK  # twice the fleet file's default, in shrunk tokens
 KV_BOUND_GATE_S = 0.1  # mean wait for KV on collocated engines from which on memory is the bound
+MIX = "paper's mix"
 CAPPED = "elastic, decoders at 200 W"
 RATIOS = {
     "ttfet": "ttfet_p95_s",
@@ -54,6 +55,8 @@ class ElasticRow:
     gate_wait_mean_s: float
     transfers: int
     last_resorts: int
+    prefiller_share: float
+    least_kv_share: float
 
 
 def play(
@@ -89,6 +92,8 @@ def row(load: str, system: str, result: SimulationResult) -> ElasticRow:
         gate_wait_mean_s=totals.gate_wait_s / totals.conversations,
         transfers=totals.transfers,
         last_resorts=totals.last_resorts,
+        prefiller_share=totals.prefiller_share,
+        least_kv_share=totals.least_kv_share,
     )
 
 
@@ -97,7 +102,7 @@ def table(traces: Path, quick: bool) -> Iterator[ElasticRow]:
     for rate in RATES[1::2] if quick else RATES:
         trace = workload.poisson(found, rate)
         for system in SYSTEMS:
-            yield row(f"paper's mix {rate}/s", system.value, play(system, trace))
+            yield row(f"{MIX} {rate}/s", system.value, play(system, trace))
     full = workload.saturating(found)
     for system in SYSTEMS:
         yield row("saturation", system.value, play(system, full))
@@ -137,13 +142,24 @@ def headlines(rows: Iterable[ElasticRow]) -> dict[str, float]:
     }
 
 
+def shares(rows: Iterable[ElasticRow]) -> dict[str, float]:
+    """Return the shares of the elastic rule, means over the loads of a kind."""
+    ours = [one for one in rows if one.system == System.ELASTIC.value]
+    by_kind = {
+        "prefiller_share_mix": [one.prefiller_share for one in ours if one.load.startswith(MIX)],
+        "prefiller_share_real": [one.prefiller_share for one in ours if " real " in one.load],
+        "least_kv_share": [one.least_kv_share for one in ours],
+    }
+    return {name: round(float(np.mean(found)), 4) for name, found in by_kind.items()}
+
+
 def main() -> None:
     parser = command(__doc__, quick="fewer rates")
     parser.add_argument("--traces", type=Path, default=workload.SAMPLE, help="real conversations, any format")
     options = parser.parse_args()
     rows = list(table(options.traces, options.quick))
     print_rows("Where a first turn is computed", rows)
-    report(options.json, headlines(rows), table={"elastic": rows})
+    report(options.json, headlines(rows) | shares(rows), table={"elastic": rows})
 
 
 if __name__ == "__main__":

@@ -238,6 +238,7 @@ def placer_settings(fleet: FleetSpec) -> PlacerSettings:
         first_turns=fleet.placement.first_turns,
         capacity_window_s=fleet.capacity.window,
         max_prefill_wait_s=times.prefiller_wait,
+        ttft_s=fleet.coserving.ttft,
         shared_tier="lmcache" in fleet.kv.kv_tiers,
         redisaggregation=redisaggregation(fleet),
     )

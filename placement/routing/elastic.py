@@ -1,12 +1,13 @@
-"""Elastic placement: a turn's prompt is computed where its first token comes first.
+"""Elastic placement: the paper's rule, unless another engine gives the first token sooner by a margin.
 
-That is either a prefiller or the conversation's decoder. The estimates use only what is known: what is queued
-on a prefiller, its curve, and what of transfers was lately not hidden; the prompts that wait on the decoder,
-the rate at which it lately got through them, and the share of its time that the TBT target of its running
-turns leaves to prompts.
+A turn's prompt is computed by a prefiller. The conversation's decoder computes it if its first token comes
+within `local_share` of the prefiller's time, or, where the prefiller would put the TTFT target at risk, if
+it is sooner at all. A decoder that computes it within `sooner_share` of the time of the one with the least
+KV in use is preferred to that one. What fits on no decoder is held by a prefiller, as a last resort.
 
-With the same estimates, a decoder whose first token comes clearly sooner is preferred to the one with the
-least KV in use. What fits on no decoder is held by a prefiller, as a last resort.
+The estimates use only what is known: what is queued on a prefiller, its curve, and what of transfers was
+lately not hidden; the prompts that wait on the decoder, the rate at which it lately got through them, and the
+share of its time that the TBT target of its running turns leaves to prompts.
 """
 
 from collections.abc import Iterable
@@ -17,6 +18,7 @@ from placement.engines import EngineInfo, EngineState
 from placement.routing.decoder_pool import DecoderPool
 from placement.routing.engine_speed import EngineSpeed
 from placement.routing.least_kv import EngineChoice, FirstTurn, LaterTurn, LeastKvRule, RoutingState
+from placement.routing.placer_settings import PlacerSettings
 from placement.routing.receipts import (
     DecoderChoice,
     Estimates,
@@ -35,6 +37,15 @@ MOST_RETRIES = 4  # each confirmed cost is kept four times as long, for at most 
 REACHES_ENGINE_S = 0.5  # a turn placed longer ago is in the engine's own report
 LEAST_SHARE = 0.05  # of an engine's time that its prompts are assumed to have
 REPLACED_PER_TRANSFER = 0.1  # share of the known transfer cost that each new transfer replaces
+
+
+def why_local(estimates: Estimates, settings: PlacerSettings) -> Why | None:
+    """Return why the decoder computes a prompt itself; None where the prefiller does."""
+    local_s, remote_s = estimates
+    if remote_s is None or local_s <= settings.local_share * remote_s:
+        return Why.SOONER_ON_DECODER
+    at_risk = remote_s > settings.at_risk * settings.ttft_s
+    return Why.TTFT_AT_RISK if at_risk and local_s <= settings.local_share_at_risk * remote_s else None
 
 
 @dataclass(slots=True)
@@ -149,19 +160,19 @@ class ElasticRule(LeastKvRule):
         return Estimates(self._backlogs[decoder].first_token_s(tokens), remote_s)
 
     def _where_sooner(self, choice: EngineChoice, tokens: int) -> EngineChoice:
-        """Leave the prefiller out where the decoder, which would compute `tokens`, is sooner."""
+        """Leave the prefiller out where the decoder, which would compute `tokens`, is clearly sooner."""
         best = choice.prefiller.chosen
         estimates = self.estimate(choice.decoder.chosen.engine, tokens, best)
-        if best is None or not estimates.local_first:
+        why = why_local(estimates, self.state.settings)
+        if best is None or why is None:
             return choice._replace(estimates=estimates)
-        prefiller = choice.prefiller.rejected(Why.SOONER_ON_DECODER)
-        return choice._replace(prefiller=prefiller, estimates=estimates)
+        return choice._replace(prefiller=choice.prefiller.rejected(why), estimates=estimates)
 
     def _soonest_decoder(self, choice: EngineChoice, turn: FirstTurn) -> DecoderChoice:
-        """Return the decoder with the least KV, or one of the runners-up that is clearly sooner.
+        """Return the decoder with the least KV, or one of the runners-up that is sooner by the margin.
 
-        It must also be sooner than the prefiller. Where many decoders are full, KV is short and only the KV
-        in use counts.
+        It must also compute the prompt rather than the prefiller. Where many decoders are full, KV is short
+        and only the KV in use counts.
         """
         least, settings = choice.decoder, self.state.settings
         few_full = least.without_capacity <= settings.sooner_full * least.considered
@@ -176,7 +187,7 @@ class ElasticRule(LeastKvRule):
         seconds = {name: self._backlogs[name].first_token_s(count) for name, count in tokens.items()}
         best = min(seconds, key=seconds.__getitem__)
         clearly = seconds[best] < settings.sooner_share * seconds[least.chosen.engine]
-        if clearly and self.estimate(best, tokens[best], choice.prefiller.chosen).local_first:
+        if clearly and why_local(self.estimate(best, tokens[best], choice.prefiller.chosen), settings):
             return least.replaced(options[best], Why.SOONER_WITH_CAPACITY)
         return least
 

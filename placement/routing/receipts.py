@@ -20,7 +20,8 @@ class Why(StrEnum):
     HAS_PREFIX = "has_prefix"  # it has cached a prefix of the prompt, and ends about as soon
     # Why no prefiller computes the prompt.
     NO_PREFILLER_UP = "no_prefiller_up"  # the fleet lets decoders prefill when no prefiller is up
-    SOONER_ON_DECODER = "sooner_on_decoder"  # elastic: the decoder's estimate is lower
+    SOONER_ON_DECODER = "sooner_on_decoder"  # elastic: the decoder's estimate is lower by the margin
+    TTFT_AT_RISK = "ttft_at_risk"  # elastic: the prefiller would risk the TTFT target, the decoder is sooner
     PREFILLERS_SATURATED = "prefillers_saturated"  # elastic: queues are too long, a decoder has time
     PREFILLERS_BUSY = "prefillers_busy"  # a large later turn stays on its decoder: queues are too long
     PREFILLED_LOCALLY = "prefilled_locally"  # the policy prefills this turn on its decoder
@@ -28,7 +29,7 @@ class Why(StrEnum):
     RESTORED = "restored"  # the shared tier has the KV that another decoder computed
     # Why this engine holds the conversation.
     LEAST_KV_IN_USE = "least_kv_in_use"
-    SOONER_WITH_CAPACITY = "sooner_with_capacity"  # elastic: its first token comes clearly sooner
+    SOONER_WITH_CAPACITY = "sooner_with_capacity"  # elastic: its first token is sooner by the margin
     HAS_TIME = "has_time"  # elastic: prefillers are saturated, and so is the decoder with the least KV
     PREFERRED = "preferred"  # the decoder of the parent, or of the conversation this one forked from
     LAST_RESORT = "last_resort"  # elastic: a prefiller, because the conversation fits on no decoder
@@ -90,19 +91,11 @@ class DecoderChoice(NamedTuple):
         return self._replace(why=why, chosen=best, runners_up=others)
 
 
-LOCAL_COST = 1.05
-
-
 class Estimates(NamedTuple):
     """Estimated seconds from now until the first token."""
 
     local_s: float  # computed on the decoder; infinite where its speed is unknown
     remote_s: float | None  # computed on a prefiller; None where none accepts prompts
-
-    @property
-    def local_first(self) -> bool:
-        """True if the decoder is sooner by a margin: a prompt there slows down the turns that run."""
-        return self.remote_s is None or self.local_s * LOCAL_COST <= self.remote_s
 
 
 class Receipt(NamedTuple):

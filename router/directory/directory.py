@@ -180,6 +180,9 @@ class Directory:
             receipt = placed.note["receipt"]
             held, computed = receipt["decoder"]["why"], receipt["prefiller"]["why"]
             metrics.PROMPTS_PLACED.labels(held if held == Why.LAST_RESORT else computed).inc()
+            if held != Why.BOUND:
+                prompt = "prefiller" if placed.prefiller else "decoder"
+                metrics.FIRST_TURNS_PLACED.labels(prompt, held).inc()
         metrics.CONVERSATIONS_LIVE.set(len(self.table.conversations))
         metrics.PLACES_WAITING.set(self.table.waiting)
         metrics.CONVERSATIONS_PARKED.set(self.table.conversations.parked)

@@ -37,7 +37,7 @@ def conversations(count: int, headroom: int) -> Iterator[TraceConversation]:
 # the first. The second is shorter than the rest of the first, so a decoder computes it. The third is so long
 # that waiting for the prefiller is cheaper than a decoder; the fourth is short again. The alternatives differ
 # by at least 0.2 s.
-TOGETHER = (4_000, 1_000, 6_000, 1_500)
+TOGETHER = (4_000, 700, 6_000, 1_500)
 SECONDS_A_TOKEN = {"prefill": 1e-4, "decode": 2e-4}
 
 

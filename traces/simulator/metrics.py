@@ -34,6 +34,9 @@ class SimulationTally:
     transfers: int = 0
     through_prefiller_again: int = 0
     last_resorts: int = 0
+    first_turns: int = 0
+    first_turns_prefilled: int = 0  # by a prefiller
+    least_kv: int = 0  # first turns whose decoder had the least KV in use
     gate_wait_s: float = 0.0
 
 
@@ -118,6 +121,8 @@ class Totals:
     preemptions: int
     through_prefiller_again: int  # later turns
     last_resorts: int  # conversations that a prefiller holds
+    prefiller_share: float  # of first turns that a prefiller computes
+    least_kv_share: float  # of conversations that are bound to the decoder with the least KV in use
     gate_wait_s: float
     joules: float
     events: int
@@ -175,6 +180,8 @@ class SimulationSummary:
     preemptions: int
     through_prefiller_again: int
     last_resorts: int
+    prefiller_share: float
+    least_kv_share: float
     gate_wait_mean_s: float
     tokens_per_joule: float
     joules_per_conversation: float
@@ -198,6 +205,7 @@ def summarise(system: str, result: SimulationResult) -> SimulationSummary:
         *_p50_p95(result.e2e),
         *(totals.transfers, totals.recomputed_tokens, totals.parked_tokens, totals.preemptions),
         *(totals.through_prefiller_again, totals.last_resorts),
+        *(totals.prefiller_share, totals.least_kv_share),
         gate_wait_mean_s=totals.gate_wait_s / max(1, totals.conversations),
         tokens_per_joule=totals.tokens_per_joule,
         joules_per_conversation=totals.joules / max(1, totals.conversations),

@@ -12,7 +12,7 @@ from random import Random
 from placement.routing.least_kv import FirstTurn, LaterTurn
 from placement.routing.placer import Placer
 from placement.routing.placer_settings import FirstTurns, PlacerSettings, PlacingPolicy, Redisaggregation
-from placement.routing.receipts import Refusal
+from placement.routing.receipts import Refusal, Why
 from traces.simulator.kv import LiveConversation, Pressure
 
 
@@ -100,6 +100,7 @@ class TurnRoute:
     decoder: str
     prefiller: str | None = None
     pull: bool = False
+    least_kv: bool = False  # the decoder was chosen for having the least KV in use
 
 
 @dataclass(frozen=True, slots=True)
@@ -148,7 +149,10 @@ class SimulatedRouter:
         if self._sticky is not None:
             return TurnRoute(self._sticky.choose(live.key, live.turn.prompt_tokens, 0))
         placed = self._placer.place(FirstTurn(live.key, live.turn.prompt_tokens, preferred), now)
-        return placed if isinstance(placed, Refusal) else TurnRoute(placed.decoder, placed.prefiller)
+        if isinstance(placed, Refusal):
+            return placed
+        least_kv = placed.receipt.decoder.why is Why.LEAST_KV_IN_USE
+        return TurnRoute(placed.decoder, placed.prefiller, least_kv=least_kv)
 
     def later(self, live: LiveConversation, uncached: int, prefix: tuple[str, int], now: float) -> TurnRoute:
         """Route a later turn; `prefix` is a prefiller, and how much of the prompt it still has."""

@@ -207,6 +207,9 @@ class Simulation:
                 return True
             return False
         self.tally.gate_wait_s += now - live.arrived
+        self.tally.first_turns += 1
+        self.tally.first_turns_prefilled += answer.prefiller is not None
+        self.tally.least_kv += answer.least_kv
         self.tally.last_resorts += self.fleet.elastic and answer.decoder in self.fleet.prefillers
         self.bindings.bind(live.key, answer.decoder, 1, now)
         self.bound.append((live.key, answer.decoder, answer.prefiller))
@@ -375,6 +378,8 @@ class Simulation:
             preemptions=sum(engine.preempted for engine in engines),
             through_prefiller_again=tally.through_prefiller_again,
             last_resorts=tally.last_resorts,
+            prefiller_share=tally.first_turns_prefilled / max(1, tally.first_turns),
+            least_kv_share=tally.least_kv / max(1, tally.first_turns),
             gate_wait_s=tally.gate_wait_s,
             joules=sum(engine.joules(horizon) for engine in engines),
             events=self.events.handled,

@@ -99,6 +99,8 @@ SHOWN = {
     "parked_tokens": "tokens parked on the host",
     "preemptions": "turns that gave way to others",
     "last_resorts": "conversations that a prefiller holds",
+    "prefiller_share": "first turns that a prefiller computes, share",
+    "least_kv_share": "conversations on the decoder with the least KV, share",
     "tokens_per_joule": "tokens per joule",
     "joules_per_conversation": "joules a conversation",
     "horizon_s": "seconds until all was served",

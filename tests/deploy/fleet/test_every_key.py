@@ -391,7 +391,7 @@ NOT_SET: dict[type, dict[str, str]] = {
     },
     PlacerSettings: {
         "fill retry_no_capacity_s retry_no_engine_s local_prefill_without_prefiller forget_prefill_after_s "
-        "last_resort_fill sooner_share sooner_full": CONSTANT,
+        "last_resort_fill local_share local_share_at_risk at_risk sooner_share sooner_full": CONSTANT,
     },
     DirectorySettings: {"return_s gateway_grace_s push_states_s": CONSTANT},
     KeeperSettings: {

@@ -1,16 +1,18 @@
 """A first turn is computed where its first token comes first, and the receipt has both estimates."""
 
 from dataclasses import replace
+from math import inf
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
 from placement.engines import EngineInfo, Role
+from placement.routing.elastic import why_local
 from placement.routing.least_kv import FirstTurn, LaterTurn
 from placement.routing.placer import Placer
 from placement.routing.placer_settings import FirstTurns, PlacerSettings
-from placement.routing.receipts import LOCAL_COST, Placement, Refusal, RefusalReason, Why
+from placement.routing.receipts import Estimates, Placement, Refusal, RefusalReason, Why
 from tests.placement.conftest import CURVE, engine, state
 
 
@@ -53,15 +55,34 @@ def test_the_lower_estimate_decides_and_both_are_on_the_receipt(
     assert estimates.local_s >= CURVE.seconds(tokens) / share
     if rate and waiting:
         assert estimates.local_s >= waiting / rate
-    assert (answer.prefiller is None) == (estimates.local_s * LOCAL_COST <= estimates.remote_s)
+    why = why_local(estimates, PlacerSettings())
+    assert (answer.prefiller is None) == (why is not None)
+    assert why is None or answer.receipt.prefiller.why is why
     assert answer.receipt.to_json()["estimates"]["remote_s"] == estimates.remote_s
+
+
+@pytest.mark.parametrize(
+    ("local_s", "remote_s", "why"),
+    [
+        (0.5, 0.9, None),  # sooner, and not by the margin
+        (0.45, 0.9, Why.SOONER_ON_DECODER),
+        (1.2, 1.3, Why.TTFT_AT_RISK),  # the prefiller would take more than 0.6 of the target of 2 s
+        (1.3, 1.3, None),
+        (5.0, None, Why.SOONER_ON_DECODER),
+        (inf, 9.0, None),
+    ],
+)
+def test_a_prompt_leaves_the_papers_rule_by_a_margin_or_when_its_target_is_at_risk(
+    local_s: float, remote_s: float | None, why: Why | None
+) -> None:
+    assert why_local(Estimates(local_s, remote_s), PlacerSettings()) is why
 
 
 def test_an_idle_prefiller_computes_the_prompt_and_the_decoder_does_when_the_queue_is_long() -> None:
     placer = a_placer()
-    placer.observe(state("d0", 0, 1, prompt_share=0.7), 0.0)
-    placer.observe(state("d1", 0, 1, prompt_share=0.7), 0.0)
-    first, second = place(placer, "a"), place(placer, "b")
+    placer.observe(state("d0", 0, 1), 0.0)
+    placer.observe(state("d1", 0, 1), 0.0)
+    first, second = place(placer, "a", 30_000), place(placer, "b")
     assert first.prefiller == "p0"
     assert second.prefiller is None and second.receipt.prefiller.why is Why.SOONER_ON_DECODER
     assert second.receipt.prefiller.runners_up[0].engine == "p0"
@@ -82,7 +103,7 @@ def test_a_decoder_that_is_clearly_sooner_is_chosen() -> None:
     assert (found.prefiller, found.decoder) == (None, "d0"), "d1 holds less, and computes another's prompt"
     assert found.receipt.decoder.why is Why.SOONER_WITH_CAPACITY
     assert [one.engine for one in found.receipt.decoder.runners_up] == ["d1"]
-    assert found.receipt.estimates is not None and found.receipt.estimates.local_first
+    assert found.receipt.estimates is not None and why_local(found.receipt.estimates, PlacerSettings())
 
 
 @pytest.mark.parametrize(
@@ -158,7 +179,7 @@ def test_the_visible_part_of_a_transfer_counts() -> None:
     placer.observe(state("d0", 0, 1, prompt_share=0.8), 0.0)
     assert place(placer, "a").prefiller == "p0"
     placer.prefill_done("a", 0.0)
-    placer.transferred(10_000, 0.5)
+    placer.transferred(10_000, 2.0)
     assert place(placer, "b").prefiller is None
 
 
