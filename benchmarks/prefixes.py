@@ -1,4 +1,4 @@
-"""Tokens computed and bytes moved for conversations that begin alike, on two prefillers and two decoders.
+"""Tokens computed and bytes moved for conversations with a common prefix, on two prefillers and two decoders.
 
     python -m benchmarks.prefixes [--conversations 50] [--tokens 8000] [--kv-tokens N] [--quick] [--json FILE]
                                   [--fleet FILE]

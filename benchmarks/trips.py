@@ -61,7 +61,7 @@ threading.setprofile(_profile)
 
 @dataclass(frozen=True, order=True)
 class Call:
-    """First call of one function in one window."""
+    """The first call of one function in one window."""
 
     window: int
     at_ns: int

@@ -35,7 +35,7 @@ from workers.processes import Backoff
 
 log = logging.getLogger("conserve.deploy.supervisor")
 
-LOOK_EVERY_S = 0.5
+POLL_S = 0.5
 GRACE_S = 10.0
 HEAD_GRACE_S = 2.0  # it does not end within ten seconds when asked, and its tables are on disk
 
@@ -91,7 +91,7 @@ def supervise(children: Sequence[Child], end_with: psutil.Process | None) -> Non
         while not asked and (end_with is None or end_with.is_running()):
             for child in children:
                 child.look(time.monotonic())
-            time.sleep(LOOK_EVERY_S)
+            time.sleep(POLL_S)
         log.info("ending reason=%s", "asked to" if asked else "its process is gone")
     finally:
         for child in reversed(children):

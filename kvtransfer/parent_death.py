@@ -1,4 +1,4 @@
-"""Processes that do not outlive their parent.
+"""Let processes end with their parent.
 
 vLLM's engine core and workers are children of its front end. When that is killed they would keep memory and
 the accelerator; Linux ends them instead.

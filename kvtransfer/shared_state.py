@@ -30,7 +30,7 @@ BlockIds = Callable[[], Iterable[int]]
 
 @dataclass(slots=True)
 class RequestLoads:
-    """Requests by what became of their load. Written by retention (`loading`) and the state report."""
+    """Requests by the result of their load. Written by retention (`loading`) and the state report."""
 
     loading: set[str] = field(default_factory=set)  # have blocks but no step yet: KV may be on its way
     loaded: set[str] = field(default_factory=set)  # of these, the ones whose KV has arrived
@@ -191,7 +191,8 @@ class SharedKvState:
         return None
 
     def _displaceable_by(self, owner: RetainedConversation) -> list[RetainedConversation]:
-        """Return what gives its host slots to a conversation: offline work, then idle conversations."""
+        """Return the KV that gives its host slots to a conversation: offline work, then idle
+        conversations."""
         there = (c for c in self.conversations if c.on_host and c.chain and c is not owner)
         found = [c for c in there if c.offline or not c.turns]
         return sorted(found, key=lambda c: (not c.offline, c.last_used))

@@ -161,7 +161,8 @@ def content_of(file: Path, most: int) -> bytes:
 
 
 def _stamp(file: Path) -> object:
-    """Return what changes with a file's content or, for ACME clients and Kubernetes, with its link."""
+    """Return an identity of a file that changes with its content or its link, as ACME clients and Kubernetes
+    change it."""
     try:
         found = file.stat()
     except OSError as error:

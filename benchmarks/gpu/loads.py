@@ -27,7 +27,7 @@ FIRST_ORDINARY_TOKEN = 320  # lower token ids may be special
 
 @dataclass(kw_only=True)
 class EngineUnderTest(VllmEngine):
-    """An engine, and where it writes the times of its steps and its iterations."""
+    """An engine, and the log files of its steps and iterations."""
 
     sizes: EngineSizes
     clock: Path

@@ -35,7 +35,7 @@ class Need(StrEnum):
 @dataclass(frozen=True, slots=True)
 class Difference:
     path: str  # as in conversation.ttl
-    old: Any  # None: not there
+    old: Any  # None: not set
     new: Any
 
     def __str__(self) -> str:
@@ -56,8 +56,8 @@ class FleetChanges:
 
     def steps(self) -> list[str]:
         found = [f"start {engine.name}" for engine in self.added]
-        found += [f"restart the keeper of {engine.name}; the engine goes on" for engine in self.keepers]
-        found += [f"drain {engine.name} and start it anew" for engine in self.engines]
+        found += [f"restart the keeper of {engine.name}; the engine runs on" for engine in self.keepers]
+        found += [f"drain {engine.name} and start it again" for engine in self.engines]
         found += [f"drain {name} and end it" for name in self.removed]
         if self.directory:
             found.insert(0, "restart the directory; bindings stay")

@@ -186,7 +186,7 @@ def _exposed(fleet: FleetSpec) -> Iterator[Problem]:
     if gateway.host not in components.LOOPBACK and not (components.asks_for_keys(fleet) or gateway.open):
         yield Problem(
             ("gateway", "host"),
-            f"whoever reaches {gateway.host} may call without a key: set gateway.keys_file "
+            f"everybody who reaches {gateway.host} may call without a key: set gateway.keys_file "
             "(`conserve key new`), or gateway.open: true where only those reach it who may",
         )
 
@@ -240,18 +240,18 @@ Building = tuple[tuple[KeyPath, ...], Callable[[], object]]  # the blocks of the
 
 def _of_components(fleet: FleetSpec) -> Iterator[Problem]:
     """Report what a component's own configuration refuses, before its process starts."""
-    told: set[str] = set()
+    reported: set[str] = set()
     for blocks, build in _buildings(fleet):
         try:
             build()
         except ValidationError as error:
-            said = [str(detail["msg"]).removeprefix("Value error, ") for detail in error.errors()]
+            messages = [str(detail["msg"]).removeprefix("Value error, ") for detail in error.errors()]
         except (ValueError, KVTransferError, PlacementError, WorkerError) as error:
-            said = [str(error)]
+            messages = [str(error)]
         else:
             continue
-        yield from (Problem(_meant(fleet, blocks, text), text) for text in said if text not in told)
-        told.update(said)
+        yield from (Problem(_key_of(fleet, blocks, text), text) for text in messages if text not in reported)
+        reported.update(messages)
 
 
 def _buildings(fleet: FleetSpec) -> Iterator[Building]:
@@ -276,9 +276,9 @@ def _buildings(fleet: FleetSpec) -> Iterator[Building]:
         yield (path, ("engine",)), partial(components.shared_tier, fleet, engine, home)
 
 
-def _meant(fleet: FleetSpec, blocks: tuple[KeyPath, ...], said: str) -> KeyPath:
+def _key_of(fleet: FleetSpec, blocks: tuple[KeyPath, ...], message: str) -> KeyPath:
     """Return the key that a component's message begins with, or the first of the blocks."""
-    name = re.match(r"\w*", said)[0].removesuffix("_s")  # type: ignore[index]
+    name = re.match(r"\w*", message)[0].removesuffix("_s")  # type: ignore[index]
     for path in blocks:
         block: object = fleet
         for part in path:

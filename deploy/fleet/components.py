@@ -202,13 +202,13 @@ def keeper_settings(fleet: FleetSpec) -> KeeperSettings:
 
 
 def _kv_in_host_memory(fleet: FleetSpec) -> float:
-    """Return GiB of KV that an engine may keep in host memory; without a limit on a CPU all there is."""
+    """Return GiB of KV that an engine may keep in host memory; on a CPU without a limit, infinity."""
     parked = fleet.kv.host_kv_gib if "host" in fleet.kv.kv_tiers else 0.0
     if fleet.engine.device is not Device.CPU:
         return parked
-    said = [{**fleet.engine.env, **tier.env}.get("VLLM_CPU_KVCACHE_SPACE", "inf") for tier in fleet.tiers]
+    limits = [{**fleet.engine.env, **tier.env}.get("VLLM_CPU_KVCACHE_SPACE", "inf") for tier in fleet.tiers]
     try:
-        return parked + max(map(float, said))
+        return parked + max(map(float, limits))
     except ValueError:
         return parked  # vLLM refuses it
 

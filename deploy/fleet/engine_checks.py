@@ -52,8 +52,8 @@ PARSER_PLUGINS = {"tool-call-parser": "tool-parser-plugin", "reasoning-parser": 
 def _options(one: TierEngines) -> Iterator[Problem]:
     for name, value in one.args.items():
         plugin = PARSER_PLUGINS.get(name) in one.args
-        if not plugin and (said := vllm_options.problem(name, value)):
-            yield Problem(one.at(name), said, at_key=said.startswith(("vLLM has no", "written as")))
+        if not plugin and (message := vllm_options.problem(name, value)):
+            yield Problem(one.at(name), message, at_key=message.startswith(("vLLM has no", "written as")))
 
 
 def _environment(one: TierEngines) -> Iterator[Problem]:
@@ -132,7 +132,8 @@ def _one_node(one: TierEngines) -> Iterator[Problem]:
     if one.args.get("distributed-executor-backend") == "ray":
         yield Problem(
             one.at("distributed-executor-backend"),
-            "an engine is on one node, and safepoints and the feed are shared memory of it: remove it (mp)",
+            "an engine is on one node, and safepoints and the control socket need its shared memory: "
+            "remove it (mp)",
         )
     for name in ("data-parallel-size", "decode-context-parallel-size", "prefill-context-parallel-size"):
         if one.integer(name) > 1:
@@ -247,8 +248,8 @@ def _connector_limits(one: TierEngines) -> Iterator[Problem]:
     if model.latent_dim and not one.on_gpus:
         yield Problem(
             ("model", "path"),
-            "vLLM's CPU build computes no prompt of this model (latent attention) behind KV that is there: "
-            "what was transferred would be answered wrongly; serve it on GPUs",
+            "vLLM's CPU build computes no prompt of this model (latent attention) after cached KV: "
+            "answers after a transfer would be wrong; serve it on GPUs",
         )
     if not model.layer_hooks and one.safepoints:
         yield Problem(
@@ -264,8 +265,8 @@ def _states(one: TierEngines, model: Architecture) -> Iterator[Problem]:
     if not model.heads:
         yield Problem(path, "no layer of this model has attention, which vLLM's prefix cache asks for")
     if one.fleet.coserving.enabled:
-        said = "a step overwrites this model's states, and cannot be undone: set coserving.enabled: false"
-        yield Problem(("coserving", "enabled"), said)
+        message = "a step overwrites this model's states, and cannot be undone: set coserving.enabled: false"
+        yield Problem(("coserving", "enabled"), message)
     if one.transfers and one.fleet.transfer.backend == "nixl":
         yield Problem(path, "states of this model are moved by us, not by NIXL: set transfer.backend: tcp")
     if "lmcache" in one.fleet.kv.kv_tiers:
@@ -286,7 +287,7 @@ def _coserving_limits(one: TierEngines) -> Iterator[Problem]:
     wrong = {
         "scheduling-policy": (
             one.args.get("scheduling-policy", "priority") != "priority",
-            "offline requests are told from conversations by their priority",
+            "offline requests are distinguished from conversations by their priority",
         ),
         "pipeline-parallel-size": (one.parallel.pipeline > 1, "only one step may run at a time"),
         "enable-dbo": (

@@ -18,7 +18,7 @@ class FleetFileError(DeployError, ValueError):
     """A fleet file that cannot be used; the message has one line for each mistake."""
 
     def __init__(self, file: str, problems: Iterable[tuple[int, str]]) -> None:
-        self.problems = tuple(f"{file}:{line}: {said}" for line, said in sorted(problems))
+        self.problems = tuple(f"{file}:{line}: {message}" for line, message in sorted(problems))
         super().__init__("\n".join(self.problems))
 
 
@@ -95,8 +95,8 @@ class Positions:
             for key, value in node.value:
                 inner = (*path, str(key.value))
                 if first := self.keys.get(inner):
-                    said = f"the key '{key.value}' is already on line {first}"
-                    self.duplicates.append(Problem(inner, said, at_key=True))
+                    message = f"the key '{key.value}' is already on line {first}"
+                    self.duplicates.append(Problem(inner, message, at_key=True))
                 self.keys[inner] = key.start_mark.line + 1
                 self.visit(value, inner)
 
@@ -139,8 +139,8 @@ def parse_fleet(text: str, name: str, *, to_start: bool = False) -> FleetSpec:
 
 
 def _error(name: str, where: Positions, problems: list[Problem]) -> FleetFileError:
-    said = ((dotted(problem.path), problem) for problem in problems)
+    found = ((dotted(problem.path), problem) for problem in problems)
     return FleetFileError(
         name,
-        ((where.line(one), f"{path}: {one.message}" if path else one.message) for path, one in said),
+        ((where.line(one), f"{path}: {one.message}" if path else one.message) for path, one in found),
     )

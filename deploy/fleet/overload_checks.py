@@ -68,12 +68,12 @@ def check_overload(fleet: FleetSpec) -> Iterator[Problem]:
 def _without_parking(fleet: FleetSpec) -> Iterator[Problem]:
     """Report settings of parking, which another policy does not do."""
     policy = fleet.overload.policy
-    said = {
+    settings = {
         ("kv", "host_kv_gib"): "host_kv_gib" in fleet.kv.model_fields_set,
         ("kv", "kv_tiers"): "kv_tiers" in fleet.kv.model_fields_set and bool(fleet.kv.kv_tiers),
         ("conversation", "park_after"): "park_after" in fleet.conversation.model_fields_set,
     }
-    for path, given in said.items():
+    for path, given in settings.items():
         if given:
             yield Problem(
                 path,

@@ -119,11 +119,13 @@ def serving(home: FleetHome) -> RunRecord:
 def fleet_status(home: FleetHome) -> FleetStatus:
     run = running(home)
     fleet = load_fleet(home.fleet_file)
-    reply, told, present = asyncio.run(_ask_all(home, fleet, run.directory))
+    reply, reports, present = asyncio.run(_ask_all(home, fleet, run.directory))
     known = _by_name(reply)
     supervised = bool(run.pid and processes.find(run.pid, run.started))
     starting = not run.endpoint and (supervised or not run.pid)
-    engines = (_engine(engine, starting, told.get(engine.name), known.get(engine.name)) for engine in present)
+    engines = (
+        _engine(engine, starting, reports.get(engine.name), known.get(engine.name)) for engine in present
+    )
     return FleetStatus(
         fleet=fleet.name,
         endpoint=run.endpoint,
@@ -160,9 +162,9 @@ async def _ask_all(
         except ControlError:
             return None  # shown as unreachable
 
-    reports = await asyncio.gather(*(info(engine.name) for engine in present))
-    told = {engine.name: report for engine, report in zip(present, reports, strict=True) if report}
-    return reply, told, present
+    answers = await asyncio.gather(*(info(engine.name) for engine in present))
+    reports = {engine.name: report for engine, report in zip(present, answers, strict=True) if report}
+    return reply, reports, present
 
 
 def _by_name(reply: messages.DirectoryStatus | None) -> dict[str, messages.EngineRecord]:
@@ -181,9 +183,9 @@ def _present(fleet: FleetSpec, home: FleetHome, known: Iterable[str]) -> list[En
 
 
 def _engine(
-    engine: EngineName, starting: bool, told: KeeperReport | None, known: messages.EngineRecord | None
+    engine: EngineName, starting: bool, report: KeeperReport | None, known: messages.EngineRecord | None
 ) -> EngineStatus:
-    sources: list[object] = [told and told.status, known, known and known.info, known and known.state]
+    sources: list[object] = [report and report.status, known, known and known.info, known and known.state]
     values: dict[str, Any] = {"phase": "not started yet" if starting else "unreachable"}
     names = [field.name for field in fields(EngineStatus)]
     for source in filter(None, sources):

@@ -32,7 +32,7 @@ Tell = Callable[[str], None]
 CALL_LIMIT_S = 120.0
 GATEWAY_LIMIT_S = 60.0
 PLACE_LIMIT_S = 15.0
-LOOK_EVERY_S = 0.5
+POLL_S = 0.5
 
 
 def prepare(fleet: FleetSpec, home: FleetHome, tell: Tell) -> None:
@@ -170,14 +170,14 @@ def until_engines_serve(
     ray: Any, fleet: FleetSpec, keepers: dict[str, Any], home: FleetHome, tell: Tell
 ) -> None:
     """Wait until all engines serve, or one has failed. Keepers limit the time of a start."""
-    told: dict[str, str] = {}
+    shown: dict[str, str] = {}
     unplaced_until = time.monotonic() + fleet.engine.start_limit
     while True:
         statuses = {name: _status(ray, keeper, name) for name, keeper in keepers.items()}
         for name, status in statuses.items():
             line = _line(status, fleet, name)
-            if told.get(name) != line:
-                told[name] = line
+            if shown.get(name) != line:
+                shown[name] = line
                 tell(f"{name}: {line}")
             if status is not None and status.failure:
                 raise LifecycleError(_failure(name, status, home))
@@ -188,7 +188,7 @@ def until_engines_serve(
                 )
         if all(status is not None and status.phase is KeeperPhase.SERVING for status in statuses.values()):
             return
-        time.sleep(LOOK_EVERY_S)
+        time.sleep(POLL_S)
 
 
 def _status(ray: Any, keeper: Any, name: str) -> KeeperStatus | None:

@@ -116,8 +116,8 @@ def _choice(option: str, model: ModelText | None, word: str, rules: tuple[Rule, 
             ", ".join(mark.replace("\\", "") for mark in rule.marks if mark != IN_JSON)
             or "tool calls in JSON"
         )
-        said = f", and its chat template has {marks}" if rule.marks else ""
-        return Choice(option, rule.parser, f"model_type is {model.kind}{said}")
+        template = f", and its chat template has {marks}" if rule.marks else ""
+        return Choice(option, rule.parser, f"model_type is {model.kind}{template}")
     if word not in model.template:
         return Choice(option, "", f"its chat template does not mention '{word}'")
     return Choice(option, "", f"no rule fits model_type {model.kind} and its chat template: {by_hand}")

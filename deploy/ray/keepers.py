@@ -53,7 +53,7 @@ ANSWER_LIMIT_S = 10.0
 END_LIMIT_S = 90.0
 FREE_LIMIT_S = 30.0
 GRACE_S = 10.0
-LOOK_EVERY_S = 0.3
+POLL_S = 0.3
 QUIET_S = 1.0  # a turn on its way from a gateway arrives within
 CONTROL_FILE = "control"
 
@@ -267,5 +267,5 @@ class Keepers:
                     quiet_since = time.monotonic()
                 elif time.monotonic() - quiet_since >= QUIET_S:
                     return True
-                await asyncio.sleep(LOOK_EVERY_S)
+                await asyncio.sleep(POLL_S)
             return not (state and (state.running or state.waiting))

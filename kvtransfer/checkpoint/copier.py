@@ -238,7 +238,7 @@ class Copier:
 
 
 def lower_thread_priority() -> None:
-    """Give this thread a core only when one is free, and else a small share that never preempts others."""
+    """Run this thread only on free cores, or else with a small share that never preempts other threads."""
     thread = threading.get_native_id()
     os.setpriority(os.PRIO_PROCESS, thread, NICE)
     os.sched_setscheduler(thread, os.SCHED_BATCH, os.sched_param(0))

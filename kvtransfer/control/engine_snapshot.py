@@ -48,7 +48,7 @@ class EngineSnapshot:
         self._confirmed, self._parked, self._unparked = (RecentChanges() for _ in range(3))
 
     def take(self, requests: Sequence[Any]) -> EngineState:
-        """Return the state of now. A step under way may change the sums meanwhile."""
+        """Return the current state. A running step may change the sums meanwhile."""
         prompts, tokens = self._prompts, self._block_tokens
         self._kv_state.park_and_expire()
         with self._kv_state.lock:

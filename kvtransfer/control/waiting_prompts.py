@@ -15,7 +15,7 @@ from kvtransfer.shared_state import SharedKvState
 
 
 class WaitingPrompts:
-    """Tracks for each request what of its prompt was there when it arrived."""
+    """Tracks how much of each request's prompt was cached when it arrived."""
 
     def __init__(
         self,

@@ -48,7 +48,7 @@ def block_bytes(groups: Iterable[CacheGroup]) -> int:
 
 
 def beside_tokens(groups: Sequence[CacheGroup]) -> int:
-    """Return what a running conversation takes of the pool for windows and states, in tokens.
+    """Return the pool tokens that the windows and states of a running conversation take.
 
     Of a state it keeps the one at the end of the last block and the current one.
     """

@@ -340,7 +340,8 @@ class TransferScheduler(SchedulerSide):
 
 
 def _count_as_computed(request: Any) -> None:
-    """Leave what a prefiller computes for this request out of the cached tokens that its client is told."""
+    """Leave tokens that a prefiller computes for this request out of the cached tokens shown to its
+    client."""
     if (stats := request.prefill_stats) is not None:  # None after the first token
         stats.num_cached_tokens = stats.num_local_cached_tokens
 

@@ -61,13 +61,13 @@ def nonce() -> bytes:
     return secrets.token_bytes(NONCE_BYTES)
 
 
-def proof(secret: bytes, side: Signer, *said: bytes) -> bytes:
-    text = b"".join(len(field).to_bytes(4, "big") + field for field in (side.value, *said))
+def proof(secret: bytes, side: Signer, *fields: bytes) -> bytes:
+    text = b"".join(len(field).to_bytes(4, "big") + field for field in (side.value, *fields))
     return hmac.digest(secret, text, "sha256")
 
 
-def proves(given: bytes, secret: bytes, side: Signer, *said: bytes) -> bool:
-    return hmac.compare_digest(given, proof(secret, side, *said))
+def proves(given: bytes, secret: bytes, side: Signer, *fields: bytes) -> bool:
+    return hmac.compare_digest(given, proof(secret, side, *fields))
 
 
 VERSION = 3
@@ -147,12 +147,12 @@ class Seal:
     def begin(self) -> None:
         self._frames += 1
 
-    def tag(self, said: bytes | memoryview, number: int = 0) -> bytes:
-        return self._cipher.encrypt(self._nonce(number), b"", said)
+    def tag(self, content: bytes | memoryview, number: int = 0) -> bytes:
+        return self._cipher.encrypt(self._nonce(number), b"", content)
 
-    def check(self, said: bytes | memoryview, tag: bytes, number: int = 0) -> None:
+    def check(self, content: bytes | memoryview, tag: bytes, number: int = 0) -> None:
         try:
-            self._cipher.decrypt(self._nonce(number), tag, said)
+            self._cipher.decrypt(self._nonce(number), tag, content)
         except InvalidTag:
             raise _changed() from None
 
@@ -237,8 +237,8 @@ class Channel:
         self._peer.sendall(frame)
 
     def send_refusal(self, refused: TransferRefused) -> None:
-        said = RefusalPayload(refused.reason, refused.detail[:500])
-        self.send_control(Kind.REFUSE, msgspec.json.encode(said))
+        refusal = RefusalPayload(refused.reason, refused.detail[:500])
+        self.send_control(Kind.REFUSE, msgspec.json.encode(refusal))
 
     def send_blocks(
         self, layer: int, first: int, count: int, views: Sequence[memoryview], generation: int, limit_s: float
@@ -305,8 +305,8 @@ class Channel:
 
 def decode_refusal(payload: bytes) -> TransferRefused:
     try:
-        said = msgspec.json.decode(payload, type=RefusalPayload)
-        return TransferRefused(said.reason, said.detail)
+        refusal = msgspec.json.decode(payload, type=RefusalPayload)
+        return TransferRefused(refusal.reason, refusal.detail)
     except msgspec.MsgspecError:
         return TransferRefused(Reason.PROTOCOL, "refused without a readable reason")
 

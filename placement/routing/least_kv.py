@@ -165,10 +165,10 @@ class LeastKvRule:
         """Take in a report of an engine."""
 
     def placed(self, key: str, choice: EngineChoice, uncached: int, now: float) -> None:
-        """Note a placed turn, of whose prompt its decoder would compute `uncached` tokens."""
+        """Record a placed turn, of whose prompt its decoder would compute `uncached` tokens."""
 
     def transferred(self, tokens: int, seconds: float) -> None:
-        """Learn what of a transfer was not hidden: from the end of a prefill to the start on the decoder."""
+        """Learn the visible part of a transfer: from the end of a prefill to the start on the decoder."""
 
     def release(self, key: str) -> None:
         """Forget a conversation that ended, or whose placement was not used."""

@@ -168,7 +168,7 @@ class Placer:
         self._state.prefixes.conversation_grew(key, engine, tokens, now)
 
     def transferred(self, tokens: int, seconds: float) -> None:
-        """Learn what of a transfer was not hidden: from the end of a prefill to the start on the decoder."""
+        """Learn the visible part of a transfer: from the end of a prefill to the start on the decoder."""
         self._rule.transferred(tokens, seconds)
 
     def release(self, key: str, now: float) -> None:
@@ -204,7 +204,7 @@ class Placer:
     # Signals
 
     def uncached_tokens(self, prompt_tokens: int, prefixes: Sequence[PromptPrefix], now: float) -> int:
-        """Return what of a prompt no engine has cached, by estimate."""
+        """Estimate the tokens of a prompt that no engine has cached."""
         cached = max(self._state.prefixes.cached_tokens(prefixes, now).values(), default=0)
         return prompt_tokens - min(cached, prompt_tokens - 1)
 

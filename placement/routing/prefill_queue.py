@@ -55,7 +55,7 @@ class CurveCorrection:
         self.since = self.ended = now
 
     def curve_changed(self, factor: float) -> None:
-        """The curve now says `factor` times what it said before."""
+        """Rescale the ratio after the curve has changed by `factor`."""
         self.expected_s *= factor
 
     @property
@@ -257,7 +257,7 @@ class PrefillQueues:
             self._table["behind"][row] = 0.0
 
     def drop_placed_before(self, engine: str, before: float, now: float) -> None:
-        """Drop prompts whose end was never reported: the engine says that it has nothing to do."""
+        """Drop prompts whose end was never reported, because the engine reports an empty queue."""
         for key in [k for k, queued in self._queues[engine].items() if queued.placed_at < before]:
             self.dequeue(key, now)
 

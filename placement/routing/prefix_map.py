@@ -58,7 +58,7 @@ class KnownPrefix:
 
 @dataclass(slots=True)
 class AssumedCache:
-    """Content of an engine's prefix cache as assumed here, what is evicted next in front."""
+    """Assumed content of an engine's prefix cache, in the order of eviction."""
 
     kv_tokens: float = inf  # that fit
     capacity: float = inf  # tokens assumed to fit
@@ -128,7 +128,8 @@ class PrefixMap:
         self.record(key, prefixes, engine, tokens, now)
 
     def prompt_computed(self, key: str, cached: int | None) -> None:
-        """Correct the assumed capacity by what the engine had cached; None: it did not report that."""
+        """Correct the assumed capacity by the cached tokens that the engine reported; None: it reported
+        none."""
         placed = self._placed.pop(key, None)
         cache = self._caches.get(placed.engine) if placed is not None else None
         if placed is None or cache is None or cached is None:

@@ -1,4 +1,4 @@
-"""Answers of the placer: a receipt that says why a conversation went where it went, or a refusal.
+"""Answers of the placer: a receipt that explains a placement, or a refusal.
 
 Receipts are named tuples because every first turn makes eight options, and a frozen dataclass takes three
 times as long to create.

@@ -124,14 +124,14 @@ class Conserve(ServingPolicy):
 
 
 def cost_of_losing(request: RequestView) -> tuple[int, float]:
-    """Return what a preemption would throw away: blocks not on the host, then the latest to arrive first."""
+    """Order preemption victims by recomputation cost: blocks not on the host, then the latest arrival."""
     return (max(request.blocks - request.saved_blocks, 0), -request.arrival)
 
 
 def online_then_offline(
     requests: tuple[RequestView, ...], prompts: Sequence[RequestView] = ()
 ) -> tuple[str, ...]:
-    """Return decoding requests before prompts, in the order given, which have what the others leave."""
+    """Return decoding requests before prompts, in the given order; prompts get the remaining tokens."""
     place = {request.key: number for number, request in enumerate(prompts)}
     order = sorted(requests, key=lambda r: (r.offline, not r.decoding, place.get(r.key, 0), r.arrival, r.key))
     return tuple(request.key for request in order)

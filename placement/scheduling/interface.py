@@ -1,4 +1,4 @@
-"""Interface of an in-engine policy: what it is told, what it answers, and what an operator may set.
+"""Interface of an in-engine policy: its inputs, its decisions, and the settings of an operator.
 
 The data is plain: the simulator builds it as well as the engine's scheduler.
 """
@@ -79,7 +79,8 @@ class EngineView:
 
 @dataclass(slots=True)
 class BatchBuilder:
-    """Builder of an iteration's batch. The engine offers candidates in order, and each is told its tokens."""
+    """Builder of an iteration's batch. The engine offers candidates in order and learns the tokens of
+    each."""
 
     model: LatencyModel
     work: BatchWork  # of online requests, running and waiting; offline work is added as it is taken
@@ -159,7 +160,7 @@ class RunningBatch:
 
 @dataclass(frozen=True, slots=True)
 class IterationDone:
-    """An iteration that ended: its prediction and what it took."""
+    """An iteration that ended, with its predicted and its measured time."""
 
     now: float
     work: BatchWork

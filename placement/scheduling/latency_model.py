@@ -217,7 +217,7 @@ PROMPT_TOKENS, PROMPTS_COUNT = 64, 4
 
 
 class SpeedFactor:
-    """Factor by which the engine is slower at this moment than the model says.
+    """Factor by which the engine is currently slower than the model predicts.
 
     Clocks, heat and other processes change it for seconds at a time, so that successive iterations have
     similar errors. The factor forgets within `memory_s`. No iteration moves it by more than `most_share`,

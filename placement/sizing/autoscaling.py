@@ -22,7 +22,7 @@ class Decision:
 
 
 class TierScaler:
-    """Scaler of a tier: adds what the load needs at once, and removes one engine at a time after a calm."""
+    """Scaler of a tier: adds all needed engines at once, and removes one at a time after a calm period."""
 
     def __init__(self, limits: ScaleLimits) -> None:
         self._limits = limits

@@ -104,7 +104,7 @@ class Recommendation:
 def advise(
     signals: Signals, thresholds: Thresholds, longest_wait_s: float, *, prefills: bool = True
 ) -> tuple[Recommendation, ...]:
-    """Return what to change about the fleet; nothing if it fits its work.
+    """Return the recommended changes of the fleet; none if it fits its load.
 
     `prefills` is whether the fleet's policy uses prefillers at all.
     """

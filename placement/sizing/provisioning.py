@@ -99,6 +99,6 @@ def provision(means: Means, capacity: Capacity, prefillers: int = 1, rate: float
 
 
 def prefillers_for(means: Means, capacity: Capacity, rate: float, load: float = 0.9) -> int:
-    """Return the fewest prefillers that carry `rate` at no more than `load` of what fills them."""
+    """Return the fewest prefillers that carry `rate` at a utilisation of at most `load`."""
     one = provision(means, capacity)
     return floor(rate / (one.saturating_rate * load)) + 1

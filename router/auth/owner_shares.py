@@ -9,7 +9,7 @@ from router.errors import TooManyRequests
 
 
 class OwnerShares:
-    """Bounds what one owner's concurrent requests take of a gateway process.
+    """Bounds the share of a gateway process that one owner's concurrent requests take.
 
     A request counts from its head to the end of its answer. The bytes of its body count as long, because a
     turn may have to be sent again.
@@ -52,7 +52,7 @@ class OwnerShares:
             self._total_bytes -= body_bytes
 
     def _count_bytes(self, owner: str, size: int) -> None:
-        """Let an owner have as much as is free, so that a single owner gets half and something stays free."""
+        """Let an owner use as much as is free, so that a single owner gets half and some stays free."""
         own = self._bytes[owner] + size
         if own > self._max_bytes - self._total_bytes:
             metrics.LIMITED.labels("bytes_at_once").inc()

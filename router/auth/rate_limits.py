@@ -241,7 +241,7 @@ class Meters:
 
 
 def _name(key: Key, address: str) -> str:
-    """Return what a caller is metered by: a key that anybody may make up is metered by its address."""
+    """Return the identity by which a caller is metered: its address if anybody may invent its key."""
     return key.id if key.hash else address
 
 

@@ -31,7 +31,7 @@ class BatchLimits:
 
 @dataclass(frozen=True, slots=True)
 class DispatchSettings:
-    """How much offline work an engine is given, and what happens when a try fails."""
+    """Amount of offline work per engine, and the handling of failed attempts."""
 
     max_in_flight: int = 256  # per engine
     keep_free_fraction: float = 0.10  # of an engine's KV, never planned for offline work

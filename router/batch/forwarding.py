@@ -44,7 +44,7 @@ class BatchForwarding:
         self._short = UpstreamPool(pool.limits)
 
     async def handle(self, request: Request, responder: Responder, key: Key) -> None:
-        """Pass a request of the Files and Batch APIs on, both bodies streamed."""
+        """Forward a request of the Files and Batch APIs, streaming both bodies."""
         passed = UpstreamRequest(
             method=request.method,
             target=canonical_target(request.path) + (b"?" + request.query if request.query else b""),

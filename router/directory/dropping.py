@@ -187,8 +187,8 @@ class Dropper:
             log.warning("not told engines=%s change=%s reason=%r", ",".join(engines), what, wrong)
         seconds = self._clock() - began
         metrics.LAYERS_SHARED.labels(what, outcome).inc()
-        said = "overload change=%s engines=%s epoch=%d outcome=%s seconds=%.2f"
-        log.warning(said, what, ",".join(engines), epoch, outcome, seconds)
+        line = "overload change=%s engines=%s epoch=%d outcome=%s seconds=%.2f"
+        log.warning(line, what, ",".join(engines), epoch, outcome, seconds)
         for engine in engines:
             self._sharing_in.pop(engine, None)
         if outcome == "done" and epoch:

@@ -184,8 +184,8 @@ class CapacityWatcher:
         before, self.overload = self.overload, state
         if state.overloaded != before.overloaded:
             shares = state.asked, state.held, state.lacking_tokens
-            said = "overload=%s asked=%.2f held=%.2f lacking_tokens=%d"
-            log.warning(said, state.declared or "over", *shares)
+            line = "overload=%s asked=%.2f held=%.2f lacking_tokens=%d"
+            log.warning(line, state.declared or "over", *shares)
 
     def _show(self) -> None:
         report = self.now()

@@ -28,7 +28,7 @@ class Effects:
     placed: list[Placed] = field(default_factory=list)
 
     def take(self) -> "Effects":
-        """Return what has collected, and begin anew."""
+        """Return the collected effects, and start a new collection."""
         taken = replace(self)
         self.rows, self.releases, self.ended, self.foreign, self.placed = [], [], [], [], []
         return taken

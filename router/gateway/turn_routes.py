@@ -17,7 +17,7 @@ from router.requests.ignored_fields import HEADER, IgnoredFields
 
 @dataclass(frozen=True, slots=True)
 class TurnRoutes:
-    """Reads turns under the limits of their keys, and hands them to whoever serves them."""
+    """Reads turns under the limits of their keys, and passes them to the turn handler."""
 
     reader: TurnReader
     turns: TurnHandler

@@ -56,7 +56,7 @@ class RelayOutcome(NamedTuple):
 
 
 class Exchange(ResponseSink):
-    """One request on its way to an outcome: what ``relay`` and ``fetch`` share."""
+    """One request and its outcome: the common part of ``relay`` and ``fetch``."""
 
     def __init__(self, loop: asyncio.AbstractEventLoop) -> None:
         self.loop = loop

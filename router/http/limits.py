@@ -147,7 +147,7 @@ class HasDeadlines(Protocol):
     """Connection whose deadlines a `Sweeper` checks."""
 
     def check_deadlines(self, now: float) -> None:
-        """Act on what is overdue at ``now``, by the event loop's clock."""
+        """Act on overdue deadlines at ``now``, by the event loop's clock."""
 
 
 class Sweeper:

@@ -93,7 +93,7 @@ class RequestParser:
         return len(data)
 
     def _check_unfinished(self) -> None:
-        """Limit what llhttp holds without reporting it: an endless header, chunks without content."""
+        """Limit data that llhttp holds without reporting it: an endless header, chunks without content."""
         if self.in_head:
             if self._raw_bytes > self._limits.max_head_bytes + self._limits.max_url_bytes:
                 raise self._headers_too_large()

@@ -37,8 +37,8 @@ def _constraints(body: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:
     if _type(body.get("response_format")) not in _FREE:
         yield "response_format", body["response_format"]
     for block in ("text", "output_config"):  # of the Responses API, of Anthropic's
-        said = body.get(block)
-        chosen = said.get("format") if isinstance(said, dict) else None
+        value = body.get(block)
+        chosen = value.get("format") if isinstance(value, dict) else None
         if _type(chosen) not in _FREE:
             yield block, chosen
     if _holds_calls(body):
@@ -46,9 +46,9 @@ def _constraints(body: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:
 
 
 def _type(value: Any) -> Any:
-    """Return the `type` of a format or choice; anything else that is said counts as one."""
-    said = value.get("type") if isinstance(value, dict) else value
-    return said if said is None or isinstance(said, str) else "other"
+    """Return the `type` of a format or choice; any other value counts as its own type."""
+    kind = value.get("type") if isinstance(value, dict) else value
+    return kind if kind is None or isinstance(kind, str) else "other"
 
 
 def _holds_calls(body: Mapping[str, Any]) -> bool:

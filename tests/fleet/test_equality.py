@@ -1,4 +1,4 @@
-"""In float32 and greedy, a conversation on the fleet says what it would say to one plain vLLM."""
+"""In float32 and with greedy sampling, the fleet's answers equal those of one plain vLLM."""
 
 import threading
 
@@ -10,7 +10,7 @@ from tests.support.plain_engine import PlainEngine
 
 pytestmark = [pytest.mark.fleet, pytest.mark.timeout(1500)]
 
-CONVERSATIONS = 8
+SEEDS = (0, 2, 4, 7)  # of a short prompt to one of several blocks
 
 
 def talk(url: str, model: str, seed: int, headers: dict[str, str]) -> list[TalkedTurn]:
@@ -21,13 +21,13 @@ def talk(url: str, model: str, seed: int, headers: dict[str, str]) -> list[Talke
     return [*turns, text_turn(sdk, model, messages), tool_turn(sdk, model, messages)]
 
 
-def all_at_once(url: str, model: str) -> dict[int, list[TalkedTurn]]:
+def talk_concurrently(url: str, model: str) -> dict[int, list[TalkedTurn]]:
     said: dict[int, list[TalkedTurn]] = {}
 
     def one(seed: int) -> None:
         said[seed] = talk(url, model, seed, {})
 
-    threads = [threading.Thread(target=one, args=(seed,)) for seed in range(CONVERSATIONS)]
+    threads = [threading.Thread(target=one, args=(seed,)) for seed in SEEDS]
     for thread in threads:
         thread.start()
     for thread in threads:
@@ -35,14 +35,14 @@ def all_at_once(url: str, model: str) -> dict[int, list[TalkedTurn]]:
     return said
 
 
-def test_all_turns_of_eight_conversations_are_equal(laptop_fleet: RunningFleet) -> None:
-    on_fleet = all_at_once(laptop_fleet.url, laptop_fleet.model)
+def test_all_turns_of_concurrent_conversations_equal_plain_vllm(laptop_fleet: RunningFleet) -> None:
+    on_fleet = talk_concurrently(laptop_fleet.url, laptop_fleet.model)
     with PlainEngine(laptop_fleet) as plain:
-        # Whose turns they are: a tool call that was spelled out goes back as it was generated, there as here.
-        alone = {
+        # The session id lets both sides send a tool call back with the tokens that were generated.
+        expected = {
             seed: talk(plain.url, laptop_fleet.model, seed, {"X-Session-ID": f"plain-{seed}"})
-            for seed in range(CONVERSATIONS)
+            for seed in SEEDS
         }
-    for seed in range(CONVERSATIONS):
+    for seed in SEEDS:
         said = [(turn.text, turn.arguments) for turn in on_fleet[seed]]
-        assert said == [(turn.text, turn.arguments) for turn in alone[seed]], f"conversation {seed}"
+        assert said == [(turn.text, turn.arguments) for turn in expected[seed]], f"conversation {seed}"

@@ -115,8 +115,8 @@ def test_the_same_file_changes_nothing_and_a_dry_run_only_prints(changing: Chang
     said = changing.up(decode(args={"max-num-seqs": SEQUENCES}), "--dry-run")
     assert f"tiers.decode.args.max-num-seqs: (not set) -> {SEQUENCES}" in said
     assert [line.strip() for line in said.splitlines() if line.startswith("  -")] == [
-        "- drain decode-0 and start it anew",
-        "- drain decode-1 and start it anew",
+        "- drain decode-0 and start it again",
+        "- drain decode-1 and start it again",
     ]
     assert changing.epochs() == before
 

@@ -172,7 +172,7 @@ class Player:
         return self._result(PlayOutcome.DONE)
 
     def unfinished(self) -> ConversationResult:
-        """Return what was measured before the conversation was stopped from outside."""
+        """Return the measurements of a conversation that was stopped from outside."""
         return self._result(PlayOutcome.UNFINISHED)
 
     async def _turn(self, index: int, turn: TraceTurn) -> TurnResult:

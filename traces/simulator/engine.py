@@ -147,7 +147,7 @@ class SimulatedEngine:
         return self.prompts.share(self.batch.seconds(1))
 
     def place_was_made(self) -> None:
-        """Go on with turns that waited for KV, since some was released from outside."""
+        """Continue turns that waited for KV, since some was released from outside."""
         if self.idle and self.waiting and not self._between:
             self._begin()
 

@@ -18,7 +18,7 @@ from traces.simulator.kv import LiveConversation
 
 
 class Leak(TraceError, AssertionError):
-    """Loss or invention of tokens in a run, whose results are not to be trusted."""
+    """Tokens were lost or invented in a run, whose results are invalid."""
 
 
 @dataclass

@@ -171,8 +171,8 @@ class Keeper:
         metrics.ENGINE_LOST.labels(info.engine, cause).inc()
         self._store.engine_down()
         diagnosis = running.diagnosis(reason)
-        told = reason if diagnosis.cause == reason else f"{reason} ({diagnosis.cause})"
-        return told, diagnosis.excerpt
+        description = reason if diagnosis.cause == reason else f"{reason} ({diagnosis.cause})"
+        return description, diagnosis.excerpt
 
     async def _renew(self) -> None:
         while True:

@@ -103,7 +103,7 @@ class WantedLimit:
 
 @dataclass(frozen=True, slots=True)
 class LimitChange:
-    """Step of a plan: a wanted limit, and what stands in its way."""
+    """Step of a plan: a wanted limit, and the reason if it cannot be set."""
 
     gpu: Gpu | None
     wish: WantedLimit

@@ -92,9 +92,9 @@ def _show(changes: Sequence[LimitChange]) -> None:
     table = Table("GPU", "for", "now", "cap", "takes", "")
     for change in changes:
         gpu, wish = change.gpu, change.wish
-        said = change.problem or ("" if change.needed else "already set")
+        note = change.problem or ("" if change.needed else "already set")
         if gpu is None:
-            table.add_row(wish.gpu, wish.owner, "", f"{wish.cap_w:g} W", "", said)
+            table.add_row(wish.gpu, wish.owner, "", f"{wish.cap_w:g} W", "", note)
             continue
         takes = f"{gpu.least_w:g} to {gpu.most_w:g} W"
         row = (
@@ -103,7 +103,7 @@ def _show(changes: Sequence[LimitChange]) -> None:
             f"{gpu.limit_w:g} W",
             f"{wish.cap_w:g} W",
             takes,
-            said,
+            note,
         )
         table.add_row(*row)
     console.print(table)

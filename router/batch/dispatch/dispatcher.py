@@ -104,7 +104,7 @@ class Dispatcher:
         return self._settings.tick_s if busy else _IDLE_S
 
     async def _repeat(self, step: Callable[[], Awaitable[bool]], wake: asyncio.Event) -> None:
-        """Repeat `step`, which returns whether there is more to do at once; wait for a store that is away."""
+        """Repeat `step`, which returns whether to repeat at once; wait while the store is unavailable."""
         while True:
             more = False
             try:

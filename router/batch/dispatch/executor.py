@@ -215,7 +215,7 @@ def _usage(usage: Any) -> Usage:
 
 
 class ResultWriter:
-    """Writer that makes the ends of tries durable; what arrives during one commit forms the next."""
+    """Writer that makes the ends of attempts durable; those that arrive during one commit form the next."""
 
     def __init__(
         self, store: Store, in_thread: Callable[[Callable[[], None]], Awaitable[None]], retry_s: float = 1.0

@@ -61,7 +61,8 @@ class BatchLifecycle:
         return batch is not None
 
     def end_one(self) -> bool:
-        """Close what is through, late or cancelled, and finish one batch; True when there may be more."""
+        """Close batches that are done, late or cancelled, and finish one of them; True when there may be
+        more."""
         now = self._clock()
         self._store.batches.settle(now, self._cancel_grace_s)
         live = self._store.batches.count_live()

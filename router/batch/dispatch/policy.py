@@ -54,7 +54,8 @@ class Allowance:
 
 
 def allowance_of(engine: EngineSlots, settings: DispatchSettings) -> Allowance:
-    """An engine's window is what it runs plus a short queue: what waits there can be taken back for nothing.
+    """Window of an engine: its running requests plus a short queue, whose requests can be withdrawn at no
+    cost.
 
     A decoder that runs all it is given sees its window grow with each report; one that stops admitting
     offline work sees it shrink to the queue.
@@ -87,7 +88,7 @@ def _idle(state: EngineState | None) -> bool:
 
 
 class FairShare:
-    """Tokens served by key: whoever has been served the fewest is next.
+    """Tokens served by key: the key with the fewest is next.
 
     A key that comes back from idling starts level with the least served of the busy ones: it neither saves up
     credit while away nor pays for having been alone before.
@@ -124,7 +125,7 @@ class Rate:
         self._at = 0.0
 
     def idle(self) -> None:
-        """There is nothing to do: what follows does not begin at a rate that has decayed meanwhile."""
+        """Stop the rate while there is no work, so that later work does not begin with a decayed rate."""
         self._started, self._weighted = None, 0.0
 
     def add(self, tokens: int) -> None:

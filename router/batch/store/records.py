@@ -81,7 +81,7 @@ class NewBatch:
 
 @dataclass(frozen=True, slots=True)
 class NewRequest:
-    """Validated line: where its bytes are, and what the dispatcher needs to know."""
+    """Validated line: the position of its bytes, and the facts that the dispatcher needs."""
 
     line: int
     custom_id: str

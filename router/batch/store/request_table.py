@@ -37,7 +37,7 @@ class LineOutcome:
 
 @dataclass(frozen=True, slots=True)
 class PutBack:
-    """Line whose try brought no result, to be put back into the queue."""
+    """Line whose attempt gave no result and that goes back into the queue."""
 
     batch: int
     line: int

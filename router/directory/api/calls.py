@@ -50,7 +50,8 @@ class PlaceCalls:
             return await waiting.outcome
 
     async def run(self) -> None:
-        """Send the first ask after a pause at once, and those that come meanwhile in the next call."""
+        """Send the first request after a pause at once, and those that arrive during a call in the next
+        one."""
         try:
             while True:
                 await self._some.wait()

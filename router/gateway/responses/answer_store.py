@@ -179,7 +179,7 @@ class AnswerStore:
         return zlib.decompress(row[0])
 
     def touch(self, owner: str, name: str) -> None:
-        """Let the time of a history's answers begin again."""
+        """Restart the lifetime of a history's answers."""
         query = {"owner": owner, "id": name, "answers": 1 << 20, "bytes": 1 << 40}
         with self._writing() as database:
             names = [(self._clock(), owner, row[0]) for row in database.execute(_CHAIN, query)]
@@ -263,7 +263,8 @@ def _pieces(answers: Iterable[bytes]) -> Iterator[bytes]:
 
 
 def fair_share(totals: Iterable[int], most: int) -> int:
-    """Return what each owner may keep so that all fits: what small owners leave goes to the others."""
+    """Return the bytes that each owner may keep so that all fit: owners share the space that small ones
+    leave."""
     left, waiting = most, sorted(totals)
     while waiting and waiting[0] <= left // len(waiting):
         left -= waiting.pop(0)

@@ -126,7 +126,7 @@ class Answers:
             log.warning("stored answers cannot be opened yet reason=%r", error)
 
     async def close(self) -> None:
-        """Write what waits, if the disk takes it in time."""
+        """Write waiting answers, if the disk accepts them in time."""
         try:
             async with asyncio.timeout(self._longest_s):
                 if self._storing:

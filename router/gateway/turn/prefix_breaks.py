@@ -29,7 +29,7 @@ class PrefixBreak(StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class KvReuse:
-    """KV that a later turn's decoder held, and what it found again."""
+    """KV that the decoder of a later turn held, and how much of it the turn found."""
 
     matched_bytes: int  # of the prompt, in an earlier request of this conversation
     held: int  # tokens that its decoder held

@@ -53,7 +53,7 @@ class EventBoundary:
         """Beginning of an event whose end has not come."""
 
     def complete(self, data: bytes) -> bytes:
-        """Return what can go to the client now; may be empty."""
+        """Return the bytes that may go to the client now; possibly none."""
         if self.partial:
             data = self.partial + data
             self.partial = b""
@@ -66,7 +66,7 @@ class EventBoundary:
         return data[:end]
 
     def flush(self, tail: bytes) -> bytes:
-        """Return what is left of a stream that ended with ``tail``."""
+        """Return the remaining bytes of a stream that ended with ``tail``."""
         partial, self.partial = self.partial, b""
         return partial + tail
 

@@ -62,7 +62,7 @@ def test_arguments_of_decoders_touch_decoders_only() -> None:
     running = {"prefill-0": Need.NOTHING, "decode-0": Need.ENGINE, "decode-1": Need.ENGINE}
     found = planned(decode(args={"max-num-seqs": 31}), running)
     assert not (found.directory or found.gateways or found.keepers)
-    assert found.steps() == ["drain decode-0 and start it anew", "drain decode-1 and start it anew"]
+    assert found.steps() == ["drain decode-0 and start it again", "drain decode-1 and start it again"]
 
 
 def test_replicas_come_and_go_at_the_end_of_the_tier() -> None:

@@ -188,7 +188,7 @@ def test_broken_yaml_and_missing_files_are_reported(tmp_path: Path) -> None:
         ),
         (
             "gateway:\n  host: 0.0.0.0\n",
-            "fleet.yaml:12: gateway.host: whoever reaches 0.0.0.0 may call without a key",
+            "fleet.yaml:12: gateway.host: everybody who reaches 0.0.0.0 may call without a key",
         ),
         (
             "gateway:\n  api_keys: [replace-me]\n",

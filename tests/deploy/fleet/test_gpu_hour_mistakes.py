@@ -145,7 +145,7 @@ CASES: dict[str, tuple[Any, ...]] = {
     "an engine in Ray's hands": (
         SEQS,
         a("distributed-executor-backend: ray"),
-        "safepoints and the feed are shared memory of it",
+        "safepoints and the control socket need its shared memory",
     ),
     "data parallel": (
         SEQS,
@@ -226,7 +226,7 @@ CASES: dict[str, tuple[Any, ...]] = {
     "first come, first served beside co-serving": (
         SEQS,
         a("scheduling-policy: fcfs"),
-        "offline requests are told from conversations by their priority",
+        "offline requests are distinguished from conversations by their priority",
     ),
     "safepoints at no layer": (
         "  enabled: true",

@@ -1,6 +1,6 @@
-"""One real engine with less KV than its conversations need: they stay, park, return, and answer right.
+"""On a real engine with too little KV, conversations are retained, parked and restored with equal answers.
 
-The storm at the end draws from a seed. `CONSERVE_STORM_SECONDS` (default 40) is its length, and
+The storm at the end draws from a seed. `CONSERVE_STORM_SECONDS` (default 20) is its length, and
 `CONSERVE_STORM_SEED` replays one. The long one, with kills, is `python -m tests.kvtransfer.engine.storm`.
 """
 
@@ -39,7 +39,7 @@ from tests.kvtransfer.engine.storm import EngineStorm
 pytestmark = [pytest.mark.engine, pytest.mark.timeout(1800)]
 
 SABOTAGE = Path(tempfile.gettempdir(), f"sabotage-{os.getpid()}")
-STORM_S = float(os.environ.get("CONSERVE_STORM_SECONDS", "40"))
+STORM_S = float(os.environ.get("CONSERVE_STORM_SECONDS", "20"))
 
 
 @pytest.fixture(scope="module")
@@ -82,7 +82,7 @@ def turn(engine: EngineProcess, script: TurnScript, conversation: int, number: i
 
 
 def settle(engine: EngineProcess) -> None:
-    """Copies under way end, and are reported in a step."""
+    """Running copies end, and a step reports them."""
     time.sleep(0.3)
     engine.ask([9, 9], 1)
     assert eventually(lambda: state_of(engine).running + state_of(engine).waiting == 0)

@@ -1,4 +1,4 @@
-"""kill -9 of any process at any moment: one result for each line, and no finished work is done again."""
+"""After kill -9 of any process at any moment each line has one result, and no finished work is repeated."""
 
 import asyncio
 import random
@@ -16,7 +16,7 @@ from tests.router.batch.gateway import FrontGateway
 from tests.router.batch.jobs import ENDED, jsonl, line, lines_of, submit
 from tests.router.batch.processes import Process, batch_process, engine_process
 
-REQUESTS = 1_000
+REQUESTS = 700
 WINDOW = 8
 
 
@@ -28,7 +28,7 @@ def durable_lines(database: Database) -> set[int]:
 async def status_of(client: AsyncOpenAI, batch: Batch) -> Batch | None:
     try:
         return await client.batches.retrieve(batch.id)
-    except (openai.APIConnectionError, openai.InternalServerError):  # 503 while it is away
+    except (openai.APIConnectionError, openai.InternalServerError):  # 503 without the batch process
         return None
 
 
@@ -46,19 +46,19 @@ async def test_a_batch_survives_kills_at_random_moments(either_url: str, tmp_pat
     gateway = FrontGateway(batches.address)
     await gateway.start()
     database = Database(either_url)
-    done_before: list[tuple[int, set[int]]] = []  # how long the log was, which lines had results by then
+    done_before: list[tuple[int, set[int]]] = []  # length of the log, and the lines with results by then
     async with gateway.client() as client:
         batch = await submit(client, jsonl([line(str(i)) for i in range(1, REQUESTS + 1)]))
-        victims: list[Process] = [batches, *engines] * 3
+        victims: list[Process] = [batches, *engines] * 2
         rng.shuffle(victims)
-        while not durable_lines(database):  # the kills come while there is something to lose
+        while not durable_lines(database):  # kill only when there is something to lose
             await status_of(client, batch)
         for victim in victims:
             await asyncio.sleep(rng.uniform(0.05, 1.2))
             await victim.kill()
             if victim is batches:
                 done = durable_lines(database)
-                await asyncio.sleep(0.1)  # what was at the engines has ended or been dropped
+                await asyncio.sleep(0.1)  # requests at the engines have ended or been dropped
                 done_before.append((len(log.read_text().split()), done))
             await victim.start()
         ended: Batch | None = None
@@ -74,7 +74,7 @@ async def test_a_batch_survives_kills_at_random_moments(either_url: str, tmp_pat
     database.close()
     ids = Counter(entry["custom_id"] for entry in output + error)
     assert ids == Counter(str(i) for i in range(1, REQUESTS + 1))
-    assert ended.status == "completed" and all(process.kills >= 3 for process in (batches, *engines))
+    assert ended.status == "completed" and all(process.kills >= 2 for process in (batches, *engines))
     served = log.read_text().split()
     for length, done in done_before:
         again = {int(text) for text in served[length:]} & done
@@ -91,11 +91,11 @@ async def test_a_batch_survives_kills_at_random_moments(either_url: str, tmp_pat
 async def test_a_batch_survives_kills_during_validation_and_finalizing(
     either_url: str, tmp_path: Path
 ) -> None:
-    """The short phases: killed soon after submission again and again, then whenever all results are in."""
+    """Kill the process repeatedly right after submission, and again whenever all results are in."""
     seed = random.randrange(1 << 30)
     print(f"seed {seed}")
     rng = random.Random(seed)
-    total = 3_000
+    total = 2_000
     engine = engine_process(tmp_path / "served.log", 0.0)
     await engine.start()
     batches = batch_process(either_url, tmp_path / "files", 64, engine.address)
@@ -107,7 +107,7 @@ async def test_a_batch_survives_kills_during_validation_and_finalizing(
     async with gateway.client() as client:
         batch = await submit(client, jsonl([line(str(i), "x" * 2_000) for i in range(total)]))
         state: Batch | None = batch
-        early = late = 4
+        early = late = 3
         async with asyncio.timeout(240):
             while state is None or state.status not in ENDED:
                 counts = state.request_counts if state is not None else None

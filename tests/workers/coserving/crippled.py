@@ -1,4 +1,4 @@
-"""Schedulers for negative controls: each leaves one step of the roll-back out. Loaded by vLLM by name.
+"""Negative controls: schedulers that leave out one step of the roll-back, loaded by vLLM by name.
 
 All of them, and `Audited`, compare vLLM's records of requests that ran before an aborted iteration with
 what they were before it, and append what differs to the file named in the environment.
@@ -47,10 +47,6 @@ class Audited(CoServingScheduler):
 
 def _all_but(left_out: rollback.Step) -> tuple[rollback.Step, ...]:
     return tuple(step for step in rollback.STEPS if step is not left_out)
-
-
-class WithoutRewindComputed(Audited):
-    rollback_steps = _all_but(rollback.rewind_computed)
 
 
 class WithoutEvictWritten(Audited):

@@ -98,7 +98,7 @@ def _is_cached(block: KVCacheBlock) -> bool:
 
 
 def _take_place(pool: Any, old: KVCacheBlock, new: KVCacheBlock) -> None:
-    """Let `new` hold what `old` held, and free `old`."""
+    """Give the references of `old` to `new`, and free `old`."""
     held = old.ref_cnt
     pool.evict_blocks({new.block_id})
     if old.block_hash is not None:

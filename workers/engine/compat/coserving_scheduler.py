@@ -372,7 +372,7 @@ def has_prompt_left(request: Request) -> bool:
 
 
 def is_waiting(request: Request) -> bool:
-    """Return whether a request waits for tokens of an iteration, and for nothing else."""
+    """Tell whether a request only waits for tokens of an iteration."""
     return request.status in (RequestStatus.WAITING, RequestStatus.PREEMPTED)
 
 

@@ -150,8 +150,8 @@ def _taken(request: Any) -> list[list[int]] | None:
     """Take the outputs to continue from out of a request's parameters."""
     params = request.sampling_params
     transfer = ((params.extra_args if params is not None else None) or {}).get("kv_transfer_params") or {}
-    said = transfer.pop("resume", None)
-    return None if said is None else [list(map(int, output)) for output in said["outputs"]]
+    resume = transfer.pop("resume", None)
+    return None if resume is None else [list(map(int, output)) for output in resume["outputs"]]
 
 
 def around_generations(around: Callable[..., AsyncGenerator[Any, None]]) -> None:

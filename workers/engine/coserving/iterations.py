@@ -57,7 +57,7 @@ class PendingIteration:
         return "mixed" if self.batch.offline_requests else "online"
 
     def done(self, now: float, seconds: float, late: int) -> IterationDone:
-        """Return what a policy learns from this iteration."""
+        """Return the facts of this iteration from which a policy learns."""
         batch = self.batch
         online, offline = batch.online_requests, batch.offline_requests
         return IterationDone(now, batch.work, batch.seconds, seconds, online, offline, late, self.aborted)

@@ -26,7 +26,7 @@ START_WINDOW = 64  # oldest waiting requests that a policy may reorder, looked u
 
 @dataclass(slots=True)
 class TrackedRequest:
-    """Request with what this scheduler remembers besides vLLM's own record."""
+    """Request with the data that this scheduler keeps besides vLLM's own record."""
 
     request: Any
     offline: bool

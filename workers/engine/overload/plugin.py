@@ -52,12 +52,12 @@ class OverloadScheduler(SchedulerSide):
 
     @property
     def pending(self) -> bool:
-        """A command is under way, for which an engine without requests must step, too."""
+        """Tell whether a command is running, for which even an idle engine must step."""
         return self.inbox.command is not None
 
     @property
     def kv_io_suspended(self) -> bool:
-        """Layers are shared, or about to be."""
+        """Tell whether layers are shared, or about to be."""
         return bool(self._kv_state.kv_io_suspended)
 
     def between_steps(self, scheduler: Any) -> None:
@@ -144,7 +144,7 @@ class OverloadScheduler(SchedulerSide):
             self._publish()
 
     def _publish(self) -> None:
-        """Update what the directory is told of this engine."""
+        """Update the overload state that this engine reports to the directory."""
         inbox, facts = self.inbox, self.inbox.facts
         if facts is None:
             return
@@ -179,7 +179,7 @@ class OverloadWorker(WorkerSide):
         self._counted: Mapping[str, float] = {}
 
     def take_counts(self) -> Mapping[str, float]:
-        """Return what was counted since the last call, within a step, when no peer's batch is computed."""
+        """Return the counts since the last call, within a step, when no peer's batch is computed."""
         if not hasattr(self, "model"):
             return {}
         counts, before = self.model.passes.counts, self._counted

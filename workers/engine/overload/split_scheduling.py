@@ -36,7 +36,7 @@ class SplitScheduling:
 
     @property
     def pending(self) -> bool:
-        """A command is under way, for which an engine without requests must step, too."""
+        """Tell whether a command is running, for which even an idle engine must step."""
         return self._side.pending
 
     @property

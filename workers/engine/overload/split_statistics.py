@@ -35,7 +35,7 @@ class SplitStatistics:
         self._counts[name] += number
 
     def add(self, report: SplitReport) -> None:
-        """Count how long an order stood still, and what it moved."""
+        """Count how long an order stopped the engine, and how much it moved."""
         dropped = report.event in (SplitEvent.SPLIT, SplitEvent.NOT_SPLIT)
         self._seconds["drop_seconds" if dropped else "restore_seconds"].append(report.seconds)
         if report.moved_bytes:

@@ -136,7 +136,7 @@ class TokenLines:
         await answer_json(self._send, 500, _REFUSED)
 
     def _with_first_date(self, piece: bytes) -> bytes:
-        """Replace this engine's time of the answer by the one that the client was told."""
+        """Replace this engine's time of the answer by the one that the client already has."""
         if not self._created:
             return piece
         if not self._created_here and (found := _CREATED_AT.search(piece)):

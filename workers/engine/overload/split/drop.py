@@ -49,7 +49,7 @@ class LayerDrop:
         return ""
 
     def _meet(self, member: Membership) -> None:
-        """Wait for all members, compare what they have, and agree on the size of the pools."""
+        """Wait for all members, compare their parts, and agree on the size of the pools."""
         split = self._split
         split.begin(member)
         member.connect(self._settings, split.limits)

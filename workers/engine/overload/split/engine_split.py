@@ -54,7 +54,7 @@ class EngineSplit:
         return min(memory.rows_that_fit(member.kept), self.kv.rows) // len(member.parts)
 
     def layout(self) -> list[int]:
-        """Return what members must have in common."""
+        """Return the facts on which all members must agree."""
         layers, layer_bytes = len(self.weights), self.weights.layer_bytes(0)
         return [PROTOCOL, layers, self.kv.row_bytes, self.block_tokens, layer_bytes]
 
