@@ -7,6 +7,7 @@ from placement.priorities import ClassOrder
 from placement.scheduling import preemption
 from placement.scheduling.interface import (
     BatchBuilder,
+    DecodingView,
     EngineView,
     IterationDone,
     IterationPlan,
@@ -16,7 +17,12 @@ from placement.scheduling.interface import (
     ServingSettings,
 )
 from placement.scheduling.latency_model import BatchWork, LatencyModel
-from placement.scheduling.prompt_budget import share_online, tightest_target, until_a_token_is_due
+from placement.scheduling.prompt_budget import (
+    share_online,
+    stretched_iteration_s,
+    tightest_target,
+    until_a_token_is_due,
+)
 from placement.scheduling.prompt_order import PromptSharing
 
 
@@ -84,6 +90,19 @@ class Conserve(ServingPolicy):
         )
         order = online_then_offline(staying, first.prompts)
         return IterationPlan(order, tuple(request.key for request in preempted), builder, waiting)
+
+    def needs_no_plan(self, view: DecodingView, model: LatencyModel) -> bool:
+        if view.free_blocks <= max(int(self.online_reserve * view.total_blocks), view.most_blocks):
+            return False
+        if not view.offline.requests:
+            return True
+        if not view.online.requests:
+            return False  # how many of them join depends on the rate of arrivals
+        seconds = model.seconds(view.online + view.offline)
+        due_s = view.due_in_s - self._margin.share * view.tbt_s
+        stretched_s = stretched_iteration_s(view.online, view.tbt_s, model, self.decoding_per_constant)
+        armed = self.worth_arming(seconds, model.seconds(view.online))
+        return not armed and seconds <= min(due_s, stretched_s)
 
     def interrupts(
         self, arrival: RequestView, queued: BatchWork, batch: RunningBatch, model: LatencyModel

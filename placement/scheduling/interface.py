@@ -77,6 +77,19 @@ class EngineView:
     max_running: int
 
 
+@dataclass(frozen=True, slots=True)
+class DecodingView:
+    """An engine in which nothing waits and every running request decodes its next token."""
+
+    online: BatchWork
+    offline: BatchWork
+    due_in_s: float  # until the first online token is due
+    tbt_s: float  # tightest target of the online requests
+    most_blocks: int  # that the step can take
+    free_blocks: int
+    total_blocks: int
+
+
 @dataclass(slots=True)
 class BatchBuilder:
     """Builder of an iteration's batch. The engine offers candidates in order and learns the tokens of
@@ -188,6 +201,7 @@ class ServingPolicy(ABC):
     """Policy that decides what an engine does next. The engine's scheduler and the simulator call it.
 
     They call `plan` before every iteration, `builder.take` for every candidate in order, and then `observe`.
+    The engine's scheduler leaves `plan` out where `needs_no_plan` says so.
     """
 
     def __init__(self, settings: ServingSettings) -> None:
@@ -195,6 +209,10 @@ class ServingPolicy(ABC):
 
     @abstractmethod
     def plan(self, view: EngineView, model: LatencyModel) -> IterationPlan: ...
+
+    def needs_no_plan(self, view: DecodingView, model: LatencyModel) -> bool:
+        """Return whether a plan would give every request its token and no more, in an unarmed iteration."""
+        return False
 
     def start_order(self, request: RequestView) -> tuple[float, ...]:
         """Return the sorting key of a waiting offline request: the least starts first."""

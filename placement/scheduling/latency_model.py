@@ -56,6 +56,11 @@ class BatchWork:
             self.requests + other.requests,
         )
 
+    def next_tokens(self) -> "BatchWork":
+        """Return the work of the next step of requests that all decode one token."""
+        n = self.requests
+        return BatchWork(n, self.attended + n, self.context + n, self.before + n, n)
+
     @staticmethod
     def of(requests: Iterable[tuple[int, int]]) -> "BatchWork":
         """Return the work of requests given as (new tokens, context)."""

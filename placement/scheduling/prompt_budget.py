@@ -130,24 +130,26 @@ def tightest_target(
     """
     if not online:
         return None
-    decoding: list[RequestView] = []
+    decoding: list[tuple[int, int]] = []
     targets: list[float] = []
+    tbt_s = math.inf
     for request in online:
         if request.decoding:
-            decoding.append(request)
+            decoding.append((1, request.computed))
+            tbt_s = min(tbt_s, request.slo.tbt_s)
             targets.append(token_due(request, margin) - now)
         else:
             ttft_left_s = request.arrival + ttft_share * request.slo.ttft_s - now
             targets.append(min(request.slo.tbt_s, ttft_left_s) * (1 - margin))
     if decoding:
-        targets.append(stretched_iteration_s(decoding, model, decoding_per_constant))
+        targets.append(stretched_iteration_s(BatchWork.of(decoding), tbt_s, model, decoding_per_constant))
     return max(min(targets), 0.0)
 
 
 def stretched_iteration_s(
-    decoding: Sequence[RequestView], model: LatencyModel, decoding_per_constant: float
+    decoding: BatchWork, tbt_s: float, model: LatencyModel, decoding_per_constant: float
 ) -> float:
-    """Return how long it is best to keep decoding requests in an iteration, within their TBT target.
+    """Return how long it is best to keep decoding requests in an iteration, within their TBT target `tbt_s`.
 
     Long iterations pay the constant less often. But the longer a token takes, the more online requests decode
     at once, and the prompts that come meanwhile are computed beside all of them. So when decoding costs more
@@ -155,8 +157,7 @@ def stretched_iteration_s(
     leaves. It keeps a quarter: otherwise it would starve beside long conversations, or with a profile whose
     constant is nothing.
     """
-    work = BatchWork.of((1, request.computed) for request in decoding)
-    alone, constant = model.seconds(work), model.seconds(BatchWork())
+    alone, constant = model.seconds(decoding), model.seconds(BatchWork())
     cost, worth = alone - constant, decoding_per_constant * constant
-    left = max(min(request.slo.tbt_s for request in decoding) - alone, 0.0)
+    left = max(tbt_s - alone, 0.0)
     return alone + left * (max(worth / cost, LEAST_STRETCH) if cost > worth else 1.0)

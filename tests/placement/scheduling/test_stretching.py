@@ -7,7 +7,7 @@ import pytest
 
 from placement.scheduling.interface import TurnTargets
 from placement.scheduling.latency_model import BatchWork, LatencyModel
-from placement.scheduling.prompt_budget import stretched_iteration_s
+from placement.scheduling.prompt_budget import stretched_iteration_s, tightest_target
 from tests.placement.scheduling.views import fill, offline, online, policy_with, view
 
 MODEL = LatencyModel(per_token=0.0, per_attended=0.0, per_context=1e-6, constant=0.010, per_request=0.001)
@@ -15,12 +15,9 @@ MODEL_BY_TOKEN = replace(MODEL, per_token=1e-4)
 TBT_S = 0.1
 
 
-def requests(count: int, slo: TurnTargets = TurnTargets(1.0, TBT_S)) -> list[object]:  # noqa: B008
-    return [online(f"a{number}", 1000, 999, slo=slo) for number in range(count)]  # 2 ms each
-
-
 def stretched(count: int) -> float:
-    return stretched_iteration_s(requests(count), MODEL, 2.0)  # type: ignore[arg-type]
+    each = BatchWork.of([(1, 999)] * count)  # 2 ms each
+    return stretched_iteration_s(each, TBT_S, MODEL, 2.0)
 
 
 @pytest.mark.parametrize("count", [1, 5, 10])
@@ -41,15 +38,17 @@ def test_more_decoding_requests_never_lengthen_iterations_until_they_fill_them()
 
 
 def test_offline_work_keeps_some_of_the_target_beside_long_contexts() -> None:
-    long = [online(f"a{number}", 9000, 8999, slo=TurnTargets(1.0, 0.2)) for number in range(10)]  # 10 ms each
-    assert stretched_iteration_s(long, MODEL, 2.0) == pytest.approx(0.11 + (0.2 - 0.11) / 4)
+    long = BatchWork.of([(1, 8999)] * 10)  # 10 ms each
+    assert stretched_iteration_s(long, 0.2, MODEL, 2.0) == pytest.approx(0.11 + (0.2 - 0.11) / 4)
     free = LatencyModel(per_token=0.0, per_attended=0.0, per_context=1e-6, constant=0.0)
-    assert stretched_iteration_s(long, free, 2.0) == pytest.approx(0.09 + (0.2 - 0.09) / 4)
+    assert stretched_iteration_s(long, 0.2, free, 2.0) == pytest.approx(0.09 + (0.2 - 0.09) / 4)
 
 
 def test_the_strictest_target_counts() -> None:
-    mixed = [*requests(2), online("strict", 1000, 999, slo=TurnTargets(1.0, 0.05))]
-    assert stretched_iteration_s(mixed, MODEL, 2.0) == pytest.approx(0.05)  # type: ignore[arg-type]
+    others = [online(f"a{number}", 1000, 999, slo=TurnTargets(1.0, TBT_S)) for number in range(2)]
+    mixed = (*others, online("strict", 1000, 999, slo=TurnTargets(1.0, 0.05)))
+    asked = replace(mixed[0], last_token=0.0)
+    assert tightest_target((asked, *mixed[1:]), 0.0, MODEL, 0.0, 0.35, 2.0) == pytest.approx(0.05)
 
 
 def test_a_target_that_decoding_alone_exceeds_leaves_no_offline_time() -> None:
@@ -57,12 +56,15 @@ def test_a_target_that_decoding_alone_exceeds_leaves_no_offline_time() -> None:
 
 
 def test_an_infinite_constant_gives_offline_work_the_whole_target() -> None:
-    assert stretched_iteration_s(requests(30), MODEL, math.inf) == pytest.approx(TBT_S)  # type: ignore[arg-type]
+    thirty = BatchWork.of([(1, 999)] * 30)
+    assert stretched_iteration_s(thirty, TBT_S, MODEL, math.inf) == pytest.approx(TBT_S)
 
 
 def test_offline_work_has_less_of_an_iteration_beside_many_requests() -> None:
     def offline_tokens(decoding_per_constant: float) -> int:
         policy = policy_with({"decoding_per_constant": decoding_per_constant})
-        return fill(policy, view(*requests(20), offline("off")), MODEL_BY_TOKEN)["off"]  # type: ignore[arg-type]
+        slo = TurnTargets(1.0, TBT_S)
+        twenty = (online(f"a{number}", 1000, 999, slo=slo) for number in range(20))  # 2 ms each
+        return fill(policy, view(*twenty, offline("off")), MODEL_BY_TOKEN)["off"]
 
     assert 0 < offline_tokens(1.0) < offline_tokens(2.0) < offline_tokens(math.inf)

@@ -93,10 +93,10 @@ def test_a_first_token_is_late_by_ttft_and_a_later_one_by_tbt() -> None:
     tracked.add(asked)
     clocks.now += 1.9
     asked.num_output_tokens = 1
-    assert not tracked.served(asked, clocks.now)
+    assert not tracked.served([asked], clocks.now)
     asked.num_output_tokens = 2
-    assert tracked.served(asked, clocks.now + 0.25)
-    assert not tracked.served(asked, clocks.now + 9.0), "no new token, nothing late"
+    assert tracked.served([asked], clocks.now + 0.25)
+    assert not tracked.served([asked], clocks.now + 9.0), "no new token, nothing late"
 
 
 def test_offline_tokens_are_never_late() -> None:
@@ -104,7 +104,7 @@ def test_offline_tokens_are_never_late() -> None:
     asked = request("a", 1)
     tracked.add(asked)
     asked.num_output_tokens = 1
-    assert not tracked.served(asked, 1e6)
+    assert not tracked.served([asked], 1e6)
 
 
 @pytest.mark.parametrize(("policy", "expected"), [("bros", ["second", "third", "first"]), ("conserve", [])])
@@ -125,3 +125,41 @@ def test_offline_work_has_no_slo() -> None:
         asked = request(key, priority)
         asked.arguments = {"slo_ttft_ms": 500, "slo_tbt_ms": 1}
         assert tracked.add(asked).slo == expected
+
+
+def test_requests_that_get_tokens_together_are_as_if_each_had_been_noted_alone() -> None:
+    clocks = Clocks()
+    alone, together = clocks.requests(), clocks.requests()
+    asked = [request("a"), request("b"), request("off", 1)]
+    for one in asked:
+        alone.add(one)
+        together.add(one)
+    now, late = clocks.now, []
+    for step, passed in enumerate((1.9, 0.1, 0.25, 0.1, 0.3)):
+        now += passed
+        for one in asked:
+            one.num_output_tokens += 1
+        each = sum(alone.served([one], now) for one in asked)
+        late.append(each)
+        assert each == (together.served(None if step else asked, now, decodes=True))
+    assert late == [0, 0, 2, 0, 2]
+    assert together.until_due(now) == pytest.approx(0.2)
+    together.settle()
+    for key, one in alone.by_id.items():
+        other = together.by_id[key]
+        assert (one.last_token, one.last_served, one.outputs) == (
+            other.last_token,
+            other.last_served,
+            other.outputs,
+        )
+
+
+def test_requests_of_which_one_got_no_token_are_not_taken_together() -> None:
+    clocks = Clocks()
+    tracked = clocks.requests()
+    asked = [request("a"), request("b")]
+    for one in asked:
+        tracked.add(one)
+    asked[0].num_output_tokens = 1
+    tracked.served(asked, clocks.now, decodes=True)
+    assert not tracked.served_together

@@ -9,6 +9,7 @@ from bisect import bisect
 from collections import deque
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from operator import attrgetter
 from typing import Any
 
 from vllm.v1.core.sched.async_scheduler import AsyncScheduler
@@ -167,6 +168,13 @@ class OpenScheduling:
         )
         return self.tokens_for(request, num_computed_tokens, int(tokens))
 
+    def ask_policy(self, asks: bool) -> None:
+        """Have vLLM ask `tokens_for` about every candidate of the next step, or about none."""
+        if asks:
+            self.__dict__.pop("_reserve_prefill_lookahead", None)
+        else:  # a call for each request would be a tenth of a step's time
+            self.__dict__["_reserve_prefill_lookahead"] = super()._reserve_prefill_lookahead  # type: ignore[misc]
+
     def preempt(self, request: Request, now: float) -> None:
         """Take all blocks and the slot of a request, which vLLM resumes later."""
         raise NotImplementedError("vLLM's own rules preempt here")
@@ -228,7 +236,7 @@ class OpenScheduling:
         vLLM leaves such a request in front of those that hold blocks and schedules none behind one that does
         not fit. Loads that have ended since would keep the blocks that it waits for.
         """
-        for request in list(self.kv_holding_waiting):
+        for request in list(self.kv_holding_waiting) if self.kv_holding_waiting else ():
             if is_waiting(request) and not self.blocks_held(request):
                 self.kv_holding_waiting.remove_request(request)
                 self.waiting.add_request(request)
@@ -236,7 +244,7 @@ class OpenScheduling:
     def waits_or_prefills(self) -> bool:
         """Return whether any request has prompt tokens to compute or to load."""
         waits = bool(self.waiting) or bool(self.kv_holding_waiting)
-        return waits or any(request.is_prefill_chunk for request in self.running)
+        return waits or any(map(attrgetter("is_prefill_chunk"), self.running))
 
 
 class SyncScheduler(OpenScheduling, Scheduler):

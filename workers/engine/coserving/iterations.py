@@ -49,6 +49,8 @@ class PendingIteration:
     prompt_tokens: int = 0  # online, before a first token
     prompt_share: float = 1.0  # of the engine's time, left to prompts by decoding requests
     overlapped: bool = False  # scheduled while the previous iteration ran
+    decodes: bool = False  # every request decodes one token
+    repeats: bool = False  # so did the same requests in the iteration before
 
     @property
     def classes(self) -> str:

@@ -14,6 +14,7 @@ import scipy.optimize  # noqa: F401  imported early, so that the first correctio
 from vllm.platforms import current_platform
 
 from kvtransfer.compat.relied_on import verify
+from kvtransfer.request_facts import admitted_now
 from placement.scheduling.interface import (
     BatchBuilder,
     EngineView,
@@ -30,6 +31,7 @@ from workers.engine.compat import cpu_build
 from workers.engine.compat.grammar_advance import GRAMMARS, advance_grammars
 from workers.engine.compat.grammar_checks import compile_at_low_priority
 from workers.engine.coserving.config import CoServingConfig
+from workers.engine.coserving.decoding_batch import DecodingBatch
 from workers.engine.coserving.iterations import (
     IterationLog,
     IterationRecord,
@@ -89,6 +91,7 @@ class PlannedScheduling(internals.OpenScheduling):
         self.budget = 0  # offline tokens that fit into the iteration planned last
         # By the id of the step's output, as steps may overlap. None: empty, or its record failed.
         self.under_way: dict[int, PendingIteration | None] = {}
+        self.decoding: DecodingBatch | None = None  # the last step, if all of its requests decoded
         self._ended = 0.0  # when the last iteration ended
         self._reported: LatencyModel | None = None  # whose prefill curve was reported last, and when
         self._curve_at = 0.0
@@ -131,7 +134,8 @@ class PlannedScheduling(internals.OpenScheduling):
 
     def update_from_output(self, scheduler_output: Any, model_runner_output: Any) -> Any:
         iteration = self.under_way.pop(id(scheduler_output), None)
-        requests = [request for request, _ in self.scheduled_requests(scheduler_output)]
+        again = iteration is not None and iteration.repeats and self.tracked.served_together
+        requests = None if again else [request for request, _ in self.scheduled_requests(scheduler_output)]
         if self.sharing is not None:
             self.sharing.before_result(model_runner_output)
         outputs = super().update_from_output(scheduler_output, model_runner_output)  # type: ignore[misc]
@@ -151,7 +155,7 @@ class PlannedScheduling(internals.OpenScheduling):
         started = self.clock()
         self.let_holders_go_first()
         plan = self.guarded(self._plan, started)
-        running_before = {request.request_id for request in self.running}
+        self.ask_policy(plan is not None)
         output = super().schedule(throttle_prefills)  # type: ignore[misc]
         self.builder = None
         self._views = {}
@@ -159,7 +163,7 @@ class PlannedScheduling(internals.OpenScheduling):
             self.guarded(self._mark_refused, plan)
         if not output.total_num_scheduled_tokens:
             return output, None
-        iteration = self.guarded(self._recorded, output, started, running_before)
+        iteration = self.guarded(self._recorded, output, started)
         if plan is not None and iteration is not None:
             iteration.preempted = len(plan.preempt)
             iteration.budget_tokens = self.budget
@@ -223,6 +227,7 @@ class PlannedScheduling(internals.OpenScheduling):
 
     def engine_view(self, now: float) -> EngineView:
         tracked = self.tracked
+        tracked.settle()
         known = [(request, tracked.by_id.get(request.request_id)) for request in self.running]
         running = tuple(tracked.view(one or tracked.add(request), True) for request, one in known)
         waiting = tuple(
@@ -283,23 +288,29 @@ class PlannedScheduling(internals.OpenScheduling):
         """Return the epoch of a step that may be aborted, or 0."""
         return 0
 
-    def _recorded(self, output: Any, started: float, running_before: set[str]) -> PendingIteration:
-        epoch = self.epoch_of(output)
+    def _recorded(self, output: Any, started: float) -> PendingIteration:
+        epoch, last, self.decoding = self.epoch_of(output), self.decoding, None
+        if last is not None and not epoch and last.is_repeated_by(output):
+            self.decoding = last.next()
+            return self.decoding.iteration(self.latency.model, started)
+        self.tracked.settle()
+        just_admitted = admitted_now(output)
         # New tokens and context of each request.
         online: list[tuple[int, int]] = []
         offline: list[tuple[int, int]] = []
         decoding: list[tuple[int, int]] = []
-        prompt_tokens = again = 0
+        prompt_tokens = again = offline_prompts = 0
         slack = tightest = math.inf
         scheduled: list[ScheduledRequest] = []
         by_id = self.tracked.by_id
         for request, tokens in self.scheduled_requests(output):
             tracked = by_id[request.request_id]
             context = request.num_computed_tokens - tokens
+            decodes = context >= request.num_prompt_tokens
             if tracked.offline:
                 offline.append((tokens, context))
+                offline_prompts += not decodes
             else:
-                decodes = context >= request.num_prompt_tokens
                 if decodes:
                     decoding.append((tokens, context))
                     tightest = min(tightest, tracked.slo.tbt_s)
@@ -307,7 +318,7 @@ class PlannedScheduling(internals.OpenScheduling):
                     prompt_tokens += tokens
                 online.append((tokens, context))
                 slack = min(slack, tracked.deadline - started)
-            admitted = request.request_id not in running_before
+            admitted = request.request_id in just_admitted
             if admitted:
                 tracked.adopted = self.full_blocks(context)
                 again += max(tracked.held - context, 0) if tracked.offline else 0
@@ -327,6 +338,9 @@ class PlannedScheduling(internals.OpenScheduling):
             slack if online else None,
         )
         share = PromptSharing(tightest).share(model.seconds(BatchWork.of(decoding))) if decoding else 1.0
+        all_decode = not (prompt_tokens or offline_prompts) and work.new_tokens == work.requests
+        if all_decode and not epoch:
+            self.decoding = DecodingBatch(output.num_scheduled_tokens, online_work, offline_work, tightest)
         return PendingIteration(
             started,
             batch,
@@ -336,9 +350,10 @@ class PlannedScheduling(internals.OpenScheduling):
             again_tokens=again,
             prompt_tokens=prompt_tokens,
             prompt_share=share,
+            decodes=all_decode,
         )
 
-    def ended(self, iteration: PendingIteration, requests: list[Any]) -> None:
+    def ended(self, iteration: PendingIteration, requests: list[Any] | None) -> None:
         """Let the latency model, the policy and the reports learn from an iteration with its result."""
         now = self.clock()
         # With asynchronous scheduling it was planned while the previous one ran.
@@ -346,7 +361,7 @@ class PlannedScheduling(internals.OpenScheduling):
         self._ended = now
         late = 0
         if not iteration.aborted:
-            late = sum(self.tracked.served(request, now) for request in requests)
+            late = self.tracked.served(requests, now, iteration.decodes)
             self.latency.observe(iteration.batch.work, seconds)
         self.policy.observe(iteration.done(now, seconds, late))
         if self._report is not None:

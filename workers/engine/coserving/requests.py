@@ -4,7 +4,7 @@ import logging
 import math
 import time
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import islice
 from math import inf
@@ -87,6 +87,12 @@ class TrackedRequests:
     by_id: dict[str, TrackedRequest] = field(default_factory=dict)
     _online: dict[str, TrackedRequest] = field(default_factory=dict)
     _offline: dict[str, TrackedRequest] = field(default_factory=dict)
+    # Requests of the last step if each of them got a token. Their times are kept here while the same requests
+    # decode again, and written to each by `settle`.
+    _together: tuple[TrackedRequest, ...] = ()
+    _together_at: float = 0.0
+    _together_tbt_s: float = inf  # tightest target
+    _unsettled: int = 0  # steps
 
     def add(self, request: Any) -> TrackedRequest:
         # vLLM's arrival time is on the front end's wall clock; only the age is comparable here.
@@ -156,19 +162,59 @@ class TrackedRequests:
         views.sort(key=lambda pair: policy.start_order(pair[0]))
         return [request for _, request in views]
 
-    def served(self, request: Any, now: float) -> bool:
-        """Update a request after its iteration; return whether an online token was late."""
-        tracked = self.by_id.get(request.request_id)
-        if tracked is None:
-            return False
-        tracked.last_served = now
-        outputs = request.num_output_tokens
-        if outputs <= tracked.outputs:
-            return False
-        tracked.outputs = outputs
-        late = not tracked.offline and now > tracked.deadline
-        tracked.last_token = now
+    @property
+    def served_together(self) -> bool:
+        """Return whether each request of the last step got a token."""
+        return bool(self._together)
+
+    def until_due(self, now: float) -> float:
+        """Return the seconds until the first token of the last step's online requests is due."""
+        return self._together_at + self._together_tbt_s - now
+
+    def served(self, requests: Sequence[Any] | None, now: float, decodes: bool = False) -> int:
+        """Update the requests of an iteration; return how many online tokens were late.
+
+        `requests` is None if the requests of the iteration before were served together and decoded again.
+        `decodes`: every request decoded one token.
+        """
+        if requests is None:
+            return self._served_again(now)
+        self.settle()
+        self._together = ()
+        late = 0
+        served = []
+        for request in requests:
+            tracked = self.by_id.get(request.request_id)
+            if tracked is None:
+                continue
+            tracked.last_served = now
+            if request.num_output_tokens <= tracked.outputs:
+                continue
+            tracked.outputs = request.num_output_tokens
+            late += not tracked.offline and now > tracked.deadline
+            tracked.last_token = now
+            served.append(tracked)
+        if decodes and len(served) == len(requests):
+            self._together, self._together_at = tuple(served), now
+            self._together_tbt_s = min((one.slo.tbt_s for one in served if not one.offline), default=inf)
         return late
+
+    def _served_again(self, now: float) -> int:
+        """Note another token of each request of the last step; return how many online tokens were late."""
+        passed, self._together_at = now - self._together_at, now
+        self._unsettled += 1
+        if passed <= self._together_tbt_s:
+            return 0
+        online = (one for one in self._together if not one.offline and one.request.request_id in self.by_id)
+        return sum(passed > one.slo.tbt_s for one in online)
+
+    def settle(self) -> None:
+        """Write what `_served_again` noted to each request."""
+        if self._unsettled:
+            for tracked in self._together:
+                tracked.last_token = tracked.last_served = self._together_at
+                tracked.outputs += self._unsettled
+            self._unsettled = 0
 
 
 class ArrivalWatch:

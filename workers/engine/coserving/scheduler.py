@@ -1,10 +1,11 @@
 """Scheduler of a co-serving engine: arms steps and ends aborted iterations, which rollback.py undoes."""
 
+import math
 from collections.abc import Iterable
 from dataclasses import replace
 from typing import Any
 
-from placement.scheduling.interface import IterationPlan, RequestView
+from placement.scheduling.interface import DecodingView, IterationPlan, RequestView
 from placement.scheduling.latency_model import BatchWork
 from workers.engine.compat import coserving_scheduler as internals
 from workers.engine.compat.engine_core_patches import keep_armed_steps_alone, notify_of_arrivals
@@ -41,13 +42,34 @@ class CoServingScheduler(PlannedScheduling, internals.OpenScheduler):
 
     def waits_for_result(self) -> bool:
         """Return whether the next step may be worth arming, for which no other may be in flight."""
-        if self._safepoint is None or not self._safepoint.arms or not self.needs_plan():
+        if not self._offline_prompts_arm or self._safepoint is None or not self._safepoint.arms:
             return False
-        return bool(self.guarded(self._offline_prompt_may_run))
+        return self.needs_plan() and bool(self.guarded(self._offline_prompt_may_run))
+
+    def needs_plan(self) -> bool:
+        if not super().needs_plan():
+            return False
+        if self.waits_or_prefills() or not self.guarded(self._decodes_need_no_plan):
+            return True
+        if self.checkpoint is not None:
+            self.checkpoint.offline_may_start = True  # as in a plan with so much free memory
+        return False
+
+    def _decodes_need_no_plan(self) -> bool:
+        """Decide for an engine in which nothing waits and every running request decodes."""
+        pool, last, due_in_s, tbt_s = self.kv_cache_manager.block_pool, self.decoding, math.inf, math.inf
+        online = offline = BatchWork()
+        if self.tracked.offline_count:
+            if last is None or not self.tracked.served_together:
+                return False  # the sums are of another batch
+            online, offline = last.online.next_tokens(), last.offline.next_tokens()
+            due_in_s, tbt_s = self.tracked.until_due(self.clock()), last.tbt_s
+        most = len(self.running) * len(self.managers)
+        free, total = int(pool.get_num_free_blocks()), int(pool.num_gpu_blocks)
+        view = DecodingView(online, offline, due_in_s, tbt_s, most, free, total)
+        return self.policy.needs_no_plan(view, self.latency.model)
 
     def _offline_prompt_may_run(self) -> bool:
-        if not self._offline_prompts_arm:
-            return False
         offline = [request for request in self.running if request.priority > 0]
         if any(map(internals.has_prompt_left, offline)):
             return True

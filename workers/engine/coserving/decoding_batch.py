@@ -1,0 +1,44 @@
+"""Steps in which the same requests decode again: accounted for by sums, without a pass over the requests."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from typing import Any
+
+from placement.scheduling.interface import RunningBatch
+from placement.scheduling.latency_model import BatchWork, LatencyModel
+from placement.scheduling.prompt_order import PromptSharing
+from workers.engine.coserving.iterations import PendingIteration
+
+
+@dataclass(frozen=True, slots=True)
+class DecodingBatch:
+    """Step in which every request decodes one token."""
+
+    scheduled: Mapping[str, int]  # tokens by request, as in vLLM's output
+    online: BatchWork
+    offline: BatchWork
+    tbt_s: float  # tightest target of the online requests; infinity: there are none
+
+    def is_repeated_by(self, output: Any) -> bool:
+        """Return whether a step, the next after this one, has the same requests and tokens."""
+        admitted = output.scheduled_new_reqs or output.scheduled_cached_reqs.resumed_req_ids
+        return not admitted and bool(output.num_scheduled_tokens == self.scheduled)
+
+    def next(self) -> "DecodingBatch":
+        return replace(self, online=self.online.next_tokens(), offline=self.offline.next_tokens())
+
+    def iteration(self, model: LatencyModel, started: float) -> PendingIteration:
+        """Return the record of this step, which cannot be aborted."""
+        work, online = self.online + self.offline, self.online
+        return PendingIteration(
+            started,
+            RunningBatch(
+                work, online, self.offline.requests, online.requests, model.seconds(work), 0.0, None
+            ),
+            epoch=0,
+            scheduled=(),
+            offline_tokens=self.offline.new_tokens,
+            prompt_share=PromptSharing(self.tbt_s).share(model.seconds(online)) if online.requests else 1.0,
+            decodes=True,
+            repeats=True,
+        )
