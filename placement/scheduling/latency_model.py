@@ -4,6 +4,8 @@ A request computes `p` new tokens on top of `c` tokens of context. The iteration
 
     per_token Σp + per_attended Σp(p+c) + per_before Σpc + per_context Σ(p+c) + per_request Σ1 + constant
 
+and `armed` more if it may be aborted.
+
 The co-serving paper has a term for communication, which is also linear in Σp: the two cannot be told apart,
 so they are one here. The sums are kept per request, because one request of 2,000 tokens attends to far more
 than two of 1,000. Two terms are not the paper's: `per_before`, because new tokens attend to all of the
@@ -35,6 +37,7 @@ class BatchWork:
     context: int = 0  # Σ (p + c)
     before: int = 0  # Σ p c
     requests: int = 0
+    armed: int = 0  # 1 if the iteration may be aborted
 
     def plus(self, new_tokens: int, context: int) -> "BatchWork":
         """Return the work with one more request, of `new_tokens` on top of `context`."""
@@ -45,6 +48,7 @@ class BatchWork:
             self.context + end,
             self.before + new_tokens * context,
             self.requests + 1,
+            self.armed,
         )
 
     def __add__(self, other: "BatchWork") -> "BatchWork":
@@ -54,6 +58,7 @@ class BatchWork:
             self.context + other.context,
             self.before + other.before,
             self.requests + other.requests,
+            self.armed | other.armed,
         )
 
     def next_tokens(self) -> "BatchWork":
@@ -85,6 +90,7 @@ class LatencyModel:
     constant: float
     per_before: float = 0.0
     per_request: float = 0.0
+    armed: float = 0.0
 
     def __post_init__(self) -> None:
         if not all(math.isfinite(value) and value >= 0 for value in self.terms()):
@@ -97,6 +103,7 @@ class LatencyModel:
             + self.per_context * work.context
             + self.per_before * work.before
             + self.per_request * work.requests
+            + self.armed * work.armed
             + self.constant
         )
 
@@ -120,7 +127,7 @@ class LatencyModel:
             tokens -= 1
         return tokens
 
-    def terms(self) -> tuple[float, float, float, float, float, float]:
+    def terms(self) -> tuple[float, ...]:
         """Return the terms in field order; `astuple` copies deeply, which takes longer than a step may."""
         return (
             self.per_token,
@@ -129,6 +136,7 @@ class LatencyModel:
             self.constant,
             self.per_before,
             self.per_request,
+            self.armed,
         )
 
     def scaled(self, factor: float) -> "LatencyModel":
@@ -163,10 +171,8 @@ def fit(
     if not usable:
         raise LatencyModelError("a latency model needs at least one measured iteration that took time")
     seconds = np.array([s.seconds for s in usable])
-    sums = [
-        (s.work.new_tokens, s.work.attended, s.work.context, 1.0, s.work.before, s.work.requests)
-        for s in usable
-    ]
+    works = [s.work for s in usable]
+    sums = [(w.new_tokens, w.attended, w.context, 1.0, w.before, w.requests, w.armed) for w in works]
     rows = np.array(sums, dtype=np.float64) / seconds[:, None] / math.sqrt(len(usable))
     wanted = np.full(len(usable), 1 / math.sqrt(len(usable)))
     if prior is not None:

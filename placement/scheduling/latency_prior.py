@@ -9,9 +9,11 @@ from dataclasses import dataclass
 from placement.scheduling.latency_model import LatencyModel
 from placement.sizing.accelerators import Accelerator
 
-# Shares of the data-sheet figures that engines reach: in matrix products, and in reading weights and KV.
-COMPUTED, READ = 0.4, 0.6
-ITERATION_S = 5e-3  # host time of any iteration
+# Shares of the data-sheet figures that engines reach: in matrix products, and in reading weights and KV. An
+# H200 reached 0.62 and 0.75 (docs/measurements/gpu.md).
+COMPUTED, READ = 0.55, 0.75
+ITERATION_S = 1e-3  # host time of any iteration that does not pass while the device computes
+ARMED_S = 5e-4  # more of an armed iteration: no whole CUDA graph, and the host waits for the device
 REQUEST_S = 1e-5
 
 
@@ -38,4 +40,5 @@ def prior(board: Accelerator, size: ModelSize, ranks: int) -> LatencyModel:
         per_context=size.kv_bytes / bandwidth,
         constant=ITERATION_S + size.parameters * size.bytes_each / bandwidth,
         per_request=REQUEST_S,
+        armed=ARMED_S,
     )

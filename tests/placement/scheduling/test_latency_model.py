@@ -2,13 +2,20 @@
 
 import math
 import random
-from dataclasses import astuple
+from dataclasses import astuple, replace
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from placement.scheduling.latency_model import BatchWork, LatencyModel, Sample, error_by_region, fit
+from placement.scheduling.latency_model import (
+    BatchWork,
+    LatencyModel,
+    Sample,
+    SelfCorrecting,
+    error_by_region,
+    fit,
+)
 
 TRUE = LatencyModel(2e-4, 4e-8, 3e-7, 8e-3, per_before=2e-8, per_request=1e-4)
 
@@ -63,7 +70,7 @@ def test_longer_context_leaves_room_for_fewer_tokens() -> None:
 
 def test_a_fit_recovers_the_model_it_was_sampled_from() -> None:
     found = fit(measured(300, noise=0.0))
-    for name, (got, true) in zip("tacxbr", zip(astuple(found), astuple(TRUE), strict=True), strict=True):
+    for name, (got, true) in zip("tacxbra", zip(astuple(found), astuple(TRUE), strict=True), strict=True):
         assert got == pytest.approx(true, rel=1e-3), name
 
 
@@ -105,3 +112,20 @@ def test_a_term_that_the_prior_does_not_have_stays_out() -> None:
 def test_negative_coefficients_are_refused() -> None:
     with pytest.raises(ValueError, match="not negative"):
         LatencyModel(-1e-6, 0, 0, 0)
+
+
+def test_armed_iterations_have_a_constant_of_their_own() -> None:
+    base = LatencyModel(per_token=1e-5, per_attended=0, per_context=1e-7, constant=5e-3, armed=5e-4)
+    corrected = SelfCorrecting(base)
+    decodes = [BatchWork.of([(1, 500 + at)] * 8) for at in range(200)]
+    for number, work in enumerate(decodes):
+        armed = replace(work, armed=number % 2)
+        corrected.observe(armed, base.seconds(work) + 1.2e-3 * armed.armed)
+    plain, armed = decodes[-1], replace(decodes[-1], armed=1)
+    assert corrected.fitted.seconds(plain) == pytest.approx(base.seconds(plain), rel=0.03)
+    assert corrected.fitted.seconds(armed) == pytest.approx(base.seconds(plain) + 1.2e-3, rel=0.03)
+
+
+def test_a_step_stays_armed_in_sums() -> None:
+    armed = replace(BatchWork.of([(10, 5)]), armed=1)
+    assert armed.plus(1, 4).armed == (BatchWork.of([(3, 3)]) + armed).armed == (armed + armed).armed == 1

@@ -51,3 +51,17 @@ def test_ranks_share_the_work_and_slower_boards_take_longer() -> None:
     work = BatchWork.of([(8192, 8192)])
     assert shared.seconds(work) < 0.3 * alone.seconds(work)
     assert prior(A40, EIGHT_B, 1).seconds(work) > 4 * alone.seconds(work)
+
+
+# Milliseconds on one H200 with Qwen3 8B's sizes (docs/measurements/gpu.md): requests that decode with 512
+# tokens of context, and prompts alone.
+QWEN3 = ModelSize(8.2e9, 7.6e9, 2, 36 * 32 * 128, 36 * 8 * 128 * 2 * 2)
+MEASURED = {1: 4.97, 16: 5.33, 64: 6.82}
+MEASURED_PROMPTS = {2048: 53, 8192: 223}
+
+
+def test_the_prior_is_at_most_two_fifths_slower_than_an_h200_and_never_faster() -> None:
+    model = prior(ACCELERATORS["H200"], QWEN3, 1)
+    decodes = [1e3 * model.seconds(BatchWork.of([(1, 512)] * n)) / ms for n, ms in MEASURED.items()]
+    prompts = [1e3 * model.seconds(BatchWork.of([(n, 0)])) / ms for n, ms in MEASURED_PROMPTS.items()]
+    assert all(1.0 <= ratio <= 1.4 for ratio in (*decodes, *prompts)), (decodes, prompts)

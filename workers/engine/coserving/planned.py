@@ -7,7 +7,7 @@ import logging
 import math
 import time
 from collections.abc import Callable, Iterable
-from dataclasses import astuple
+from dataclasses import astuple, replace
 from typing import Any, TypeVar
 
 import scipy.optimize  # noqa: F401  imported early, so that the first correction of the model does not wait
@@ -327,7 +327,7 @@ class PlannedScheduling(internals.OpenScheduling):
                 scheduled.append(self.recorded(request, tokens, tracked.adopted, admitted))
         model = self.latency.model
         online_work, offline_work = BatchWork.of(online), BatchWork.of(offline)
-        work = online_work + offline_work
+        work = replace(online_work + offline_work, armed=int(epoch > 0))
         batch = RunningBatch(
             work,
             online_work,

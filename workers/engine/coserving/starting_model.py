@@ -2,6 +2,7 @@
 
 import logging
 import os
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -59,7 +60,9 @@ def starting_model(config: CoServingConfig, key: ProfileKey, guess: LatencyModel
         return config.model
     if (found := config.profiles.get(str(key))) is not None:
         logger.info("latency profile found key=%r", str(key))
-        return LatencyModel(**found)
+        measured = LatencyModel(**found)
+        # Profiles have no armed iterations.
+        return measured if guess is None or measured.armed else replace(measured, armed=guess.armed)
     logger.warning(
         "no latency profile key=%r measured=%d: starting from %s; run `conserve profile`",
         str(key),
