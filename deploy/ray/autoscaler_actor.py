@@ -64,7 +64,7 @@ class AutoscalerActor:
             return  # nothing is known: nothing is changed
         present = await asyncio.to_thread(self._present, tier)
         starting = await asyncio.to_thread(self._starting, present)
-        load = load_of(tier.role, answer.signals)
+        load = load_of(tier.role, answer.signals, self._fleet.conversation.prefiller_wait)
         if starting and load >= self._fleet.capacity.low:
             return  # what comes is not in the load yet
         decision = scaler.decide(load, len(present), time.monotonic())

@@ -62,6 +62,13 @@ class TierScaler:
         return self._changed_at is not None and now - self._changed_at < self._limits.cool_down_s
 
 
-def load_of(role: Role, signals: Signals) -> float:
-    """Return the share of a tier's capacity in use: prefillers by their time, all others by their KV."""
-    return signals.prefill_load if role is Role.PREFILL else signals.decoder_pressure
+def load_of(role: Role, signals: Signals, longest_wait_s: float) -> float:
+    """Return the share of a tier's capacity in use, by the signals that `advise` judges.
+
+    Prefillers are full when their shortest queue is as long as first turns may wait. All other roles are
+    judged by their KV.
+    """
+    if role is not Role.PREFILL:
+        return signals.decoder_pressure
+    full = signals.prefill_wait_s >= longest_wait_s
+    return max(signals.prompt_load, 1.0) if full else signals.prompt_load

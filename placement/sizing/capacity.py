@@ -22,6 +22,17 @@ class Signals:
     prompts_s: float = 0.0  # seconds of prefill that arrive per second
     lent: float | None = None  # elastic: decoders' time that running turns leave to prompts, in engines
 
+    @property
+    def prompt_load(self) -> float:
+        """Return the share of the time for prompts that is asked for; 1 is saturation.
+
+        That is the prefillers' time and, with elastic placement, what decoders have left.
+        """
+        if self.lent is None:
+            return self.prefill_load
+        engines = self.prefillers + self.lent
+        return self.prompts_s / engines if engines else inf
+
     def saturates_in_s(self, longest_wait_s: float) -> float:
         """Return the seconds until the shortest queue is too long at this rate; infinite if none grows."""
         if self.prefill_wait_s >= longest_wait_s:
@@ -136,7 +147,7 @@ def _prefillers(signals: Signals, limits: Thresholds, longest_wait_s: float) -> 
 def _elastic(signals: Signals, limits: Thresholds, longest_wait_s: float) -> Recommendation | None:
     """Advise on prefillers where decoders compute prompts too, in the time that running turns leave."""
     asked, engines, lent = signals.prompts_s, signals.prefillers, signals.lent or 0.0
-    load = asked / (engines + lent) if engines + lent else inf
+    load = signals.prompt_load
     there = f"{_number(engines, 'prefiller')} and of what decoders have left, {lent:.1f} engines"
     if load > limits.high or signals.prefill_wait_s >= longest_wait_s:
         count = max(1, ceil(round(asked / limits.target - engines - lent, 6)))

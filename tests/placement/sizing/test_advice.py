@@ -6,6 +6,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from placement.engines import Role
+from placement.sizing.autoscaling import ScaleLimits, TierScaler, load_of
 from placement.sizing.capacity import Action, Recommendation, Signals, Thresholds, advise
 
 LIMITS = Thresholds(high=0.85, target=0.7, low=0.4)
@@ -57,6 +59,27 @@ def test_elastic_fleets_count_what_decoders_have_left(
 ) -> None:
     """The prefillers alone would be far too few here."""
     assert given_for(signals(load=3.0, prompts_s=prompts_s, lent=lent)) == expected
+
+
+@pytest.mark.parametrize(
+    ("seen", "advised", "replicas"),
+    [
+        (signals(load=1.2), Action.ADD_PREFILLERS, 4),
+        (signals(load=0.6), None, 2),
+        (signals(load=0.1), Action.LOWER_PREFILL_CAPS, 1),
+        (signals(load=0.6, prefill_wait_s=12.0), Action.ADD_PREFILLERS, 3),
+        (signals(load=3.0, prompts_s=6.0, lent=2.0), Action.ADD_PREFILLERS, 5),
+        (signals(load=3.0, prompts_s=2.2, lent=2.0), None, 2),
+        (signals(load=3.0, prompts_s=1.9, lent=4.0), Action.LOWER_PREFILL_CAPS, 1),
+        (signals(load=3.0, prompts_s=1.5, lent=4.0), Action.NO_PREFILLERS, 1),
+    ],
+)
+def test_the_autoscaler_does_what_is_advised(seen: Signals, advised: Action | None, replicas: int) -> None:
+    assert next((one for one in given_for(seen) if one is not Action.LOWER_DECODE_CAPS), None) is advised
+    scaler = TierScaler(ScaleLimits(1, 8, LIMITS, cool_down_s=0.0, calm_s=10.0))
+    load = load_of(Role.PREFILL, seen, LONGEST_WAIT_S)
+    decided = [scaler.decide(load, 2, now).replicas for now in (0.0, 10.0)]
+    assert (max if replicas > 2 else min)(decided) == replicas
 
 
 def test_a_fleet_without_disaggregation_gets_no_advice_on_prefillers() -> None:
