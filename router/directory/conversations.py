@@ -86,7 +86,7 @@ class ConversationRecords:
         self._live: OrderedDict[str, ConversationRecord] = OrderedDict()
         self._running: dict[str, set[str]] = {}  # gateway -> conversations with a turn there
         self._ended: OrderedDict[str, dict[str, Any]] = OrderedDict()
-        self._over: OrderedDict[tuple[str, int], None] = OrderedDict()  # ended before they were heard of
+        self._over: OrderedDict[tuple[str, int], None] = OrderedDict()  # turns that their gateway has ended
         self._parked: dict[str, str] = {}  # conversation -> engine
         # Conversations whose client said how long they may be silent: when to look at them next.
         self._due: dict[str, float] = {}
@@ -162,20 +162,17 @@ class ConversationRecords:
         conversation.gateway = gateway
         self._parked.pop(conversation.key, None)
         conversation.parked, conversation.parks_on = False, ""
-        if self._over.pop((gateway, turn), None) is None:
+        if not self.is_over(gateway, turn):
             conversation.running.setdefault(gateway, set()).add(turn)
             self._running.setdefault(gateway, set()).add(conversation.key)
 
     def turn_ended(self, conversation: ConversationRecord | None, gateway: str, turn: int) -> None:
-        """Note the end of a turn, which may arrive before its beginning: calls overtake each other."""
-        if conversation is not None:
-            conversation.placed.pop((gateway, turn), None)
-        here = conversation.running.get(gateway) if conversation is not None else None
-        if conversation is None or here is None or turn not in here:
-            if turn:
-                self._over[gateway, turn] = None
-                if len(self._over) > MAX_OVER:
-                    self._over.popitem(last=False)
+        """Note that a turn does not run any more, or not yet."""
+        if conversation is None:
+            return
+        conversation.placed.pop((gateway, turn), None)
+        here = conversation.running.get(gateway)
+        if here is None or turn not in here:
             return
         here.discard(turn)
         if not here:
@@ -183,6 +180,17 @@ class ConversationRecords:
             self._running[gateway].discard(conversation.key)
             if conversation.parks_on and not conversation.running:
                 self.park(conversation.key, conversation.parks_on)
+
+    def turn_over(self, gateway: str, turn: int) -> None:
+        """Remember that a gateway has ended a turn for good.
+
+        Calls overtake each other, and a connection that was given up can deliver an ask or a report late: the
+        turn must not begin again.
+        """
+        if turn:
+            self._over[gateway, turn] = None
+            if len(self._over) > MAX_OVER:
+                self._over.popitem(last=False)
 
     def is_over(self, gateway: str, turn: int) -> bool:
         return (gateway, turn) in self._over

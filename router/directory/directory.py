@@ -80,6 +80,7 @@ class Directory:
         self._journal = Journal(journal)
         self._tasks: set[asyncio.Task[None]] = set()
         self._serve_timer: asyncio.TimerHandle | None = None
+        self._activities: dict[str, int] = {}  # gateway -> how many of its activities have been taken in
         self._pushed_version = -1
         self._states_changed = False
         self._states_pushed_at = 0.0
@@ -241,8 +242,23 @@ class Directory:
     def gateway_left(self, gateway: str) -> None:
         asyncio.get_running_loop().call_later(self.settings.gateway_grace_s, self._gateway_gone, gateway)
 
+    def activities_seen(self, gateway: str, first: int | None, count: int) -> int:
+        """Return how many activities of a report have been taken in before, and count the others.
+
+        A report that arrives late, on a connection that its gateway has given up, would begin turns again
+        that have ended. One of a gateway without a stream counts until its grace is over.
+        """
+        if gateway not in self.gateways:
+            self.gateway_left(gateway)
+        if first is None:  # a gateway of an earlier version does not number them
+            return 0
+        taken = self._activities.get(gateway, 0)
+        self._activities[gateway] = max(taken, first + count)
+        return min(max(taken - first, 0), count)
+
     def _gateway_gone(self, gateway: str) -> None:
         if gateway not in self.gateways:
+            self._activities.pop(gateway, None)
             self.table.gateway_gone(gateway, self.clock())
             self.changed()
 

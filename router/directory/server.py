@@ -99,8 +99,11 @@ class DirectoryServer(Directory):
         return m.IdentifyReply(tails=tuple(tails))
 
     async def _report(self, request: m.ReportRequest) -> tuple[str, ...]:
-        now = self.clock()
-        unknown = {one.key for one in request.activities if not self._take(one, request.gateway, now)}
+        now, gateway = self.clock(), request.gateway
+        seen = self.activities_seen(gateway, request.first, len(request.activities))
+        repeated, news = request.activities[:seen], request.activities[seen:]
+        unknown = {one.key for one in repeated if self.table.conversations.get(one.key) is None}
+        unknown |= {one.key for one in news if not self._take(one, gateway, now)}
         self.changed()
         return tuple(sorted(unknown))
 

@@ -131,6 +131,7 @@ class BindingTable:
         conversation = self.conversations.get(key)
         placed = conversation.placed.get((gateway, turn)) if conversation is not None else None
         self.conversations.turn_ended(conversation, gateway, turn)
+        self.conversations.turn_over(gateway, turn)
         if conversation is None:
             return False
         if placed is not None and first_token_s:

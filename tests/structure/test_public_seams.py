@@ -18,6 +18,9 @@ OTHERS = {
     "tests.kvtransfer.engine.in_process: _KV_CONNECTOR_AGENT",  # vLLM keeps one per process, without a setter
 }
 
+# It replaces the event loop, watches what is private, and patches deliberate bugs into the product.
+BREAKS_ON_PURPOSE = "tests.simulated."
+
 
 def private_uses(module: Module) -> Iterator[str]:
     for node in module.nodes:
@@ -90,7 +93,8 @@ def is_private(name: str) -> bool:
 
 
 def test_no_test_uses_private_members() -> None:
-    found = {f"{module.name}: {name}" for module in TEST_MODULES.values() for name in private_uses(module)}
+    modules = [one for one in TEST_MODULES.values() if not one.name.startswith(BREAKS_ON_PURPOSE)]
+    found = {f"{module.name}: {name}" for module in modules for name in private_uses(module)}
     assert sorted(found - OTHERS) == []
 
 
@@ -99,6 +103,7 @@ def test_no_subclass_in_tests_uses_or_redefines_private_members_of_the_product()
     found = [
         f"{module.name}: {name}"
         for module in TEST_MODULES.values()
+        if not module.name.startswith(BREAKS_ON_PURPOSE)
         for name in inherited_private_uses(module, others)
     ]
     assert sorted(found) == []

@@ -92,6 +92,7 @@ class ActivityReports:
     def __init__(self, stub: Stub, gateway: str, on_unknown: Callable[[str], None]) -> None:
         self._stub, self._gateway, self._on_unknown = stub, gateway, on_unknown
         self._pending: deque[Activity] = deque()
+        self._first = 0  # number of the first pending activity
         self._some = asyncio.Event()
 
     def __len__(self) -> int:
@@ -100,6 +101,7 @@ class ActivityReports:
     def add(self, activity: Activity) -> None:
         if len(self._pending) >= _ACTIVITIES_PENDING:
             self._pending.popleft()
+            self._first += 1
             metrics.FALLBACKS.labels("report_dropped").inc()
         self._pending.append(activity)
         self._some.set()
@@ -113,13 +115,14 @@ class ActivityReports:
                 count = min(_ACTIVITIES_A_CALL, len(self._pending))
                 batch = tuple(self._pending.popleft() for _ in range(count))
                 if await self._send(batch):
+                    self._first += len(batch)
                     await asyncio.sleep(_REPORT_EVERY_S)
                 else:
                     self._pending.extendleft(reversed(batch))
                     await asyncio.sleep(_REPORT_RETRY_S)
 
     async def _send(self, batch: tuple[Activity, ...]) -> bool:
-        request = m.ReportRequest(self._gateway, batch)
+        request = m.ReportRequest(self._gateway, batch, self._first)
         try:
             unknown = await self._stub.ask(m.REPORT, request, REPORT_TIMEOUT_S)
         except (grpc.aio.AioRpcError, BadReply) as wrong:

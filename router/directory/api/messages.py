@@ -129,8 +129,11 @@ class Activity:
 
 @dataclass(frozen=True, slots=True)
 class ReportRequest:
+    """Report of a gateway. One that got no answer is sent again, and may arrive twice."""
+
     gateway: str
     activities: tuple[Activity, ...]
+    first: int | None = None  # number of the first activity, counted from the gateway's start
 
 
 @dataclass(frozen=True, slots=True)

@@ -129,3 +129,12 @@ async def test_a_conversation_evicted_before_its_turn_ended_is_not_parked(direct
     directory.engine_state(replace(report(2), unparked={"c": 2}))
     directory.table.turn_ended("c", "g", 1.0, prompt_tokens=10, completion_tokens=1, turn=1)
     assert directory.table.conversations.parked == 0
+
+
+async def test_a_report_that_arrives_late_for_the_second_time_is_taken_in_once(directory: Directory) -> None:
+    assert directory.activities_seen("g", 0, 2) == 0
+    assert directory.activities_seen("g", 0, 3) == 2  # sent again, with one more
+    assert directory.activities_seen("g", 3, 1) == 0
+    assert directory.activities_seen("g", 0, 2) == 2
+    assert directory.activities_seen("other", 0, 1) == 0
+    assert directory.activities_seen("g", None, 2) == 0  # of a gateway that does not number them

@@ -1,6 +1,7 @@
 """The table binds conversations for life, serves the queue in order, and leaves nothing behind."""
 
 import random
+from dataclasses import replace
 from itertools import pairwise
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -434,3 +435,24 @@ def test_the_end_of_a_turn_may_arrive_before_its_beginning() -> None:
     made.turn_ended("c", "g", 0.2, prompt_tokens=0, completion_tokens=0, turn=8)  # said twice
     place(made, ask("c", turn=9))
     assert made.running_at("c")
+
+
+def test_an_ask_that_arrives_again_after_its_turn_has_ended_begins_nothing() -> None:
+    """The directory gets it late, on a connection that the gateway has given up."""
+    made = table()
+    place(made, ask("c", turn=7))
+    made.turn_ended("c", "g", 0.2, prompt_tokens=5, completion_tokens=5, turn=7)
+    assert isinstance(made.place(ask("c", turn=7), 0.3, nobody), Refusal)
+    assert not made.running_at("c")
+
+
+def test_a_turn_that_lost_its_decoder_may_ask_again_after_a_restart_of_the_directory() -> None:
+    made = table(decoders=1)
+    place(made, ask("c", turn=7))
+    made.turn_ended("c", "g", 0.2, prompt_tokens=5, completion_tokens=5, turn=7)
+    again = BindingTable(100.0, placer())
+    again.replay(made.effects().rows)
+    again.fleet.await_no_longer()
+    lost = ask("c", turn=8, lost=("d0", 1), wait_s=5.0)
+    assert isinstance(again.place(lost, 1.0, nobody), Waiter)
+    assert isinstance(again.place(replace(lost, again=True), 1.1, nobody), Waiter)

@@ -1,0 +1,110 @@
+"""Deliberate bugs of the product, each a small patch, that the simulation has to find.
+
+Each stands for a line that somebody might leave out. `python -m tests.simulated --bug NAME` runs with one.
+"""
+
+from collections.abc import Callable
+from typing import Any
+
+from placement.routing.placer import Placer
+from router.directory.api.cache import EngineList
+from router.directory.api.calls import ActivityReports
+from router.directory.api.client import DirectoryClient
+from router.directory.directory import Directory
+from router.directory.journal import Journal
+from router.directory.push import GatewayStreams
+from router.directory.table import BindingTable
+
+
+def lost_fsync() -> None:
+    """SQLite does not sync the journal."""
+    prepare = Journal._prepare
+
+    def prepared(journal: Journal) -> int:
+        sequence = prepare(journal)
+        journal._rows.execute("PRAGMA synchronous = OFF")
+        return sequence
+
+    Journal._prepare = prepared  # type: ignore[method-assign]
+
+
+def answer_before_journal() -> None:
+    """A placement is answered before its binding is in the journal."""
+
+    async def at_once(directory: Directory) -> None:
+        pass
+
+    Directory.durable = at_once  # type: ignore[method-assign]
+
+
+def epoch_ignored_by_gateway() -> None:
+    """A gateway uses a binding whose engine has begun a new epoch."""
+    EngineList.alive = lambda engines, engine, epoch: engines.get(engine)  # type: ignore[method-assign]
+
+
+def epoch_ignored_by_directory() -> None:
+    """A new epoch of an engine voids no binding to an older one."""
+    BindingTable._void = lambda table, engine, epoch: None  # type: ignore[method-assign]
+
+
+def reservation_leaked() -> None:
+    """The end of a conversation gives its reservation back only if it was reported."""
+    Placer.release = lambda placer, key, now: None  # type: ignore[method-assign]
+
+
+def report_lost() -> None:
+    """A report that was not delivered is not sent again."""
+    send = ActivityReports._send
+
+    async def once(reports: ActivityReports, batch: Any) -> bool:
+        await send(reports, batch)
+        return True
+
+    ActivityReports._send = once  # type: ignore[method-assign]
+
+
+def report_taken_twice() -> None:
+    """A report that arrives again is taken in again."""
+    Directory.activities_seen = lambda *_: 0  # type: ignore[method-assign]
+
+
+def gateway_never_gone() -> None:
+    """The turns of a gateway that crashed go on for ever."""
+    Directory._gateway_gone = lambda directory, gateway: None  # type: ignore[method-assign]
+
+
+def foreign_not_told() -> None:
+    """A gateway is not told that another one serves its conversation now."""
+    tell = GatewayStreams.tell
+    GatewayStreams.tell = lambda streams, ended, _: tell(streams, ended, ())  # type: ignore[method-assign]
+
+
+def place_without_end() -> None:
+    """A gateway asks for a place for as long as the directory does not answer."""
+    place = DirectoryClient._place
+
+    async def for_ever(client: DirectoryClient, ask: Any) -> Any:
+        while True:
+            try:
+                return await place(client, ask)
+            except Exception:  # noqa: BLE001
+                continue
+
+    DirectoryClient._place = for_ever  # type: ignore[method-assign]
+
+
+BUGS: dict[str, Callable[[], None]] = {
+    one.__name__: one
+    for one in (
+        lost_fsync,
+        answer_before_journal,
+        epoch_ignored_by_gateway,
+        epoch_ignored_by_directory,
+        reservation_leaked,
+        report_lost,
+        report_taken_twice,
+        gateway_never_gone,
+        foreign_not_told,
+        place_without_end,
+    )
+}

@@ -1,0 +1,47 @@
+"""Virtual time and seeded randomness for a whole operating-system process.
+
+`install` comes before the first import of a module of the product: many take `time.monotonic` as the default
+value of a parameter, and would keep the real one.
+"""
+
+import gc
+import os
+import random
+import time
+from collections.abc import Callable
+
+START_S = 1_800_000_000.0  # the virtual wall clock at virtual second 0
+
+_sources: list[Callable[[], float]] = [time.monotonic]  # the last one is the clock
+_entropy = random.Random(0)
+
+
+def now() -> float:
+    return _sources[-1]()
+
+
+def install() -> None:
+    """Replace the clocks and the sources of randomness of this process."""
+
+    def wall() -> float:
+        return START_S + now()
+
+    def urandom(size: int) -> bytes:
+        return _entropy.randbytes(size)
+
+    time.monotonic = time.perf_counter = now
+    time.time = wall
+    time.time_ns = lambda: int(wall() * 1e9)
+    time.monotonic_ns = lambda: int(now() * 1e9)
+    time.clock_gettime = lambda clock: wall()
+    time.sleep = lambda seconds: None
+    os.urandom = urandom
+    random._urandom = urandom  # type: ignore[attr-defined]  # behind `secrets` and SystemRandom
+    gc.disable()  # finalizers run at moments that no seed decides
+
+
+def begin(source: Callable[[], float], seed: int) -> None:
+    """Let the clocks show what `source` returns, and begin the sequence of random bytes anew."""
+    _sources.append(source)
+    _entropy.seed(seed)
+    random.seed(seed)

@@ -1,0 +1,202 @@
+"""What must hold at every moment of a run, watched from beside the processes.
+
+The monitor reads rows on their way into the journal, placements on their way out of a gateway's client, and
+turns on their way to an engine. It changes none of them.
+"""
+
+import json
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
+
+from router.directory.api.client import DirectoryClient
+from router.directory.api.messages import Ask, Placed
+from router.directory.journal import Journal, Row
+from router.directory.server import DirectoryServer
+from router.gateway.turn.binding import Route
+from router.gateway.turn.execution import TurnRunner
+from tests.simulated.loop import Process, current
+
+if TYPE_CHECKING:
+    from tests.simulated.world import World
+
+State = tuple[str, int] | None  # engine and epoch that a conversation is bound to
+PLACE_GRACE_S = 4.0  # beyond the wait that a turn asks for
+STALE_S = 12.0  # a gateway learns of a new binding within this time, if it reaches the directory
+
+
+@dataclass
+class History:
+    """Decisions of the directory about one conversation, in the order of its journal."""
+
+    states: list[tuple[float, State]] = field(default_factory=lambda: [(0.0, None)])
+    acknowledged: int = 0  # index of the newest one that a gateway was told
+
+
+class Monitor:
+    """Watches one world, and notes the first violation."""
+
+    def __init__(self, world: "World") -> None:
+        self.world = world
+        self.violations: list[str] = []
+        self.counts: dict[str, int] = {}
+        self.directory: DirectoryServer | None = None
+        self._histories: dict[str, History] = {}
+
+    def now(self) -> float:
+        return self.world.loop.time()
+
+    def violated(self, invariant: str, what: str) -> None:
+        self.violations.append(f"{invariant}: {what} (at {self.now():.3f} s)")
+
+    def count(self, what: str) -> None:
+        self.counts[what] = self.counts.get(what, 0) + 1
+
+    # Bindings
+
+    def row_appended(self, row: Row) -> None:
+        """Note a decision that goes into the journal."""
+        if row.subject.startswith("c:") and (row.slot == "binding" or not row.slot):
+            state = _state_of(row)
+            self._history(row.subject[2:]).states.append((self.now(), state))
+
+    def journal_read(self, rows: list[Row]) -> None:
+        """Compare what a restarted directory reads with what its former life had acknowledged."""
+        read = {row.subject[2:]: _state_of(row) for row in rows if row.slot == "binding"}
+        for key, history in self._histories.items():
+            state = read.get(key)
+            later = [index for index, (_, one) in enumerate(history.states) if one == state]
+            if not later or later[-1] < history.acknowledged:
+                said = history.states[history.acknowledged][1]
+                self.violated(
+                    "an acknowledged binding survives", f"{key} was bound to {said}, and is now to {state}"
+                )
+                continue
+            del history.states[later[-1] + 1 :]
+
+    def placed(self, placed: Placed) -> None:
+        """Note that a gateway has been told of a binding."""
+        history = self._history(placed.key)
+        wanted = placed.engine, placed.epoch
+        found = [index for index, (_, one) in enumerate(history.states) if one == wanted]
+        if not found:
+            self.violated("an acknowledged binding is in the journal", f"{placed.key} to {wanted}")
+        elif found[-1] > history.acknowledged:
+            history.acknowledged = found[-1]
+        self.count("placed")
+
+    def waited(self, gateway: Process, began: float, frozen_s: float, limit_s: float) -> None:
+        """Check how long a turn has waited for a place, its gateway's stand-stills not counted."""
+        waited_s = self.now() - began - (gateway.frozen_s - frozen_s)
+        if waited_s > limit_s:
+            self.violated("no turn waits beyond its limit", f"a place took {waited_s:.1f} of {limit_s:.1f} s")
+
+    def turn_runs(self, gateway: Process, key: str, route: Route) -> None:
+        """Compare where a gateway runs a turn with where the directory has its conversation."""
+        self.count("turns")
+        engine, epoch = route.decoder.engine, route.decoder.epoch
+        if (route.known.engine, route.known.epoch) != (engine, epoch):
+            bound = route.known.engine, route.known.epoch
+            self.violated("a turn runs where it is bound", f"{key} on {engine} epoch {epoch}, not on {bound}")
+        since, state = self._history(key).states[-1]
+        if state is None or state == (engine, epoch) or self.now() - since < STALE_S:
+            return
+        runs = self.world.engine_runs
+        if runs(engine, epoch) and runs(*state) and self.world.reached_directory(gateway, STALE_S):
+            self.violated(
+                "a conversation is bound to one live epoch",
+                f"{key} runs on {engine} epoch {epoch}; the directory has bound it to {state} for "
+                f"{self.now() - since:.1f} s",
+            )
+
+    def _history(self, key: str) -> History:
+        return self._histories.setdefault(key, History())
+
+    def now_and_then(self) -> None:
+        """Check the directory's table for bindings to epochs that are over."""
+        server = self.directory
+        if server is None or not self.world.directory_serves():
+            return
+        for binding in server.table._bindings:
+            info = server.table.fleet.info(binding.engine)
+            if info is not None and binding.epoch < info.epoch:
+                what = f"{binding.key} to {binding.engine} epoch {binding.epoch}, which is in {info.epoch}"
+                self.violated("a conversation is bound to a live epoch", what)
+
+    # The end of a run
+
+    def at_the_end(self) -> None:
+        """Check what must be nothing once all load has ended."""
+        table = self.directory.table if self.directory is not None else None
+        if table is None:
+            self.violated("the directory serves", "it did not start again")
+            return
+        state = table._placer._state
+        left = {
+            "reservations": list(state.decoders._reservations),
+            "queued prefills": list(state.prefillers._engine_of),
+            "waiting turns": table.waiting,
+            "conversations": [one.key for one in table.conversations],
+            "running turns": [one.key for one in table.conversations if one.running],
+        }
+        for what, found in left.items():
+            if found:
+                self.violated("reservations return to zero", f"{what}: {found}")
+        for gateway in self.world.live_gateways():
+            client, meters = gateway.directory, gateway._meters._meters.values()
+            left = {
+                "running turns": list(client.cache._running),
+                "unreported activities": client.unreported,
+                "counted turns": sum(meter.turns for meter in meters),
+                "placings": list(gateway._turns.binder._placing),
+            }
+            for what, found in left.items():
+                if found:
+                    self.violated("reservations return to zero", f"{what} of {client.gateway}: {found}")
+
+
+def _state_of(row: Row) -> State:
+    if row.payload is None:
+        return None
+    engine, epoch, *_ = json.loads(row.payload)
+    return engine, epoch
+
+
+def install(monitor: Callable[[], Monitor]) -> None:
+    """Put the monitor's eyes into the product's classes."""
+
+    def after(owner: type, name: str, look: Callable[..., None]) -> None:
+        original = getattr(owner, name)
+
+        def watched(self: Any, *args: Any, **named: Any) -> Any:
+            result = original(self, *args, **named)
+            look(self, result, *args)
+            return result
+
+        setattr(owner, name, watched)
+
+    def made(server: DirectoryServer, *_: Any) -> None:
+        monitor().directory = server
+
+    after(Journal, "append", lambda journal, _, row: monitor().row_appended(row))
+    after(Journal, "read", lambda journal, rows: monitor().journal_read(rows))
+    after(DirectoryServer, "__init__", made)
+    place, run = DirectoryClient.place, TurnRunner.run
+
+    async def placed(client: DirectoryClient, ask: Ask) -> Any:
+        gateway, watcher = current(), monitor()
+        began, frozen_s = watcher.now(), gateway.frozen_s
+        try:
+            outcome, known = await place(client, ask)
+        finally:
+            watcher.waited(gateway, began, frozen_s, ask.wait_s + PLACE_GRACE_S)
+        if isinstance(outcome, Placed):
+            monitor().placed(outcome)
+        return outcome, known
+
+    async def runs(runner: TurnRunner, turn: Any, route: Any, *args: Any, **named: Any) -> Any:
+        monitor().turn_runs(current(), route.known.key, route)
+        return await run(runner, turn, route, *args, **named)
+
+    DirectoryClient.place = placed  # type: ignore[method-assign]
+    TurnRunner.run = runs  # type: ignore[method-assign]

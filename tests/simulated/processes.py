@@ -1,0 +1,196 @@
+"""The product's processes as a world runs them: configuration, start, and the start after an end."""
+
+import asyncio
+import json
+import logging
+from collections.abc import Callable, Coroutine
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+from deploy.directory import hosted_directory
+from deploy.directory.config import HostedDirectoryConfig
+from deploy.directory.hosted_directory import HostedDirectory
+from deploy.ray.control import ControlServer
+from kvtransfer.config import ConnectorConfig
+from placement.engines import Role
+from placement.routing.placer_settings import PlacerSettings
+from placement.scheduling.prefill_curve import PrefillCurve
+from router.auth.keys import Key, Limits, hash_secret
+from router.directory.directory import DirectorySettings
+from router.gateway import main as gateway_main
+from router.gateway.config import AnswersConfig, GatewayConfig, ServedModel
+from router.gateway.main import Gateway
+from router.http.connection import ServerConnection
+from router.http.upstream import UpstreamConnection
+from tests.simulated import engines
+from tests.simulated.disk import Disk
+from tests.simulated.engines import MODEL, Machine
+from tests.simulated.loop import Process, VirtualLoop, number_of
+from workers.keeper import keeper as keeper_module
+from workers.keeper.config import KeeperSettings
+from workers.keeper.engine_status import EngineLink, StatusStore
+from workers.keeper.keeper import Keeper
+from workers.keeper.launch import FEED_SOCKET, Device, EngineKeys, LaunchSpec
+
+SECRET, KEEPERS_KEY = "directory", "keepers"
+DIRECTORY_PORT, GATEWAY_PORT, CONTROL_PORT = 7000, 8000, 9000
+PLACE_WAIT_S = 4.0
+TTL_S = 8.0  # a conversation ends after so much silence
+ENGINE_LEASE_S = 8.0
+TURNS_AT_ONCE, REQUESTS_PER_MINUTE = 3, 40  # limits of the key that has some
+FREE, LIMITED = "free-key", "limited-key"  # secrets of the two callers
+
+
+class Unit:
+    """Part of a fleet that is one process at a time, and that is started again when it ends."""
+
+    def __init__(
+        self,
+        loop: VirtualLoop,
+        name: str,
+        host: str,
+        main: Callable[[], Coroutine[Any, Any, Any]],
+        disk: Disk | None = None,
+    ) -> None:
+        self.loop, self.name, self.host, self.main, self.disk = loop, name, host, main, disk
+        self.process: Process | None = None
+        self.lives = 0
+
+    def start(self) -> None:
+        """Start the process if it does not run."""
+        if self.process is not None and self.process.alive:
+            return
+        self.lives += 1
+        self.process = Process(self.loop, self.name, self.host, self.disk)
+        self.process.spawn(self._run(self.process))
+
+    def start_in(self, seconds: float, context: Any) -> None:
+        self.loop.call_later(seconds, self.start, context=context)
+
+    def crash(self, *, power_lost: bool = False) -> None:
+        process = self.process
+        if process is not None and process.alive:
+            process.crash()
+            self.loop.network.process_ended(process, silently=power_lost)
+            if self.disk is not None:
+                self.disk.remount(power_lost=power_lost)
+
+    async def _run(self, process: Process) -> None:
+        """Run the main function. Its error ends the process, as it ends the real one."""
+        try:
+            await self.main()
+        except Exception as error:  # noqa: BLE001  reported below
+            logging.getLogger("conserve.simulated").warning("%s ended: %r", self.name, error)
+            self.on_failure(error)
+        self.loop.call_soon(self._ended, process, context=self.supervisor)
+
+    on_failure: Callable[[BaseException], None] = staticmethod(lambda error: None)
+    supervisor: Any = None  # context in which ends are handled
+
+    def _ended(self, process: Process) -> None:
+        if self.process is process and process.alive:
+            self.crash()
+            self.start_in(1.0, self.supervisor)
+
+
+Main = Callable[[], Coroutine[Any, Any, Any]]
+
+
+def directory_main(disk: Disk, host: str, addresses: dict[str, str]) -> Main:
+    async def main() -> None:
+        keepers = disk.path / "keepers.json"
+        keepers.write_text(json.dumps(addresses))
+        config = HostedDirectoryConfig(
+            settings=DirectorySettings(ttl_s=TTL_S),
+            placer=PlacerSettings(headroom_tokens=256),
+            curves={"prefill": PrefillCurve(0.01, 1e-5, 0.0), "decode": PrefillCurve(0.01, 2e-5, 0.0)},
+            alike={},
+            journal=str(disk.path / "journal"),
+            keepers=str(keepers),
+            host=host,
+            port=DIRECTORY_PORT,
+            secret=SECRET,
+            keepers_key=KEEPERS_KEY,
+            lease_s=ENGINE_LEASE_S,
+        )
+        await HostedDirectory(config).run()
+
+    return main
+
+
+def gateway_main_of(
+    name: str, host: str, directory: str, disk: Disk, on_start: Callable[[Gateway], None]
+) -> Main:
+    keys = (
+        Key("free", "free", hash_secret(FREE)),
+        Key("limited", "limited", hash_secret(LIMITED),
+            limits=Limits(turns=TURNS_AT_ONCE, requests_per_minute=REQUESTS_PER_MINUTE)),
+    )  # fmt: skip
+
+    async def main() -> None:
+        config = GatewayConfig(
+            directory=directory,
+            models=(ServedModel(MODEL),),
+            name=name,
+            host=host,
+            port=GATEWAY_PORT,
+            metrics_host=host,
+            place_wait_s=PLACE_WAIT_S,
+            directory_secret=SECRET,
+            keys=keys,
+            answers=AnswersConfig(path=str(disk.path / "answers.sqlite")),
+        )
+        gateway = Gateway(config)
+        await gateway.start()
+        on_start(gateway)
+        await asyncio.Event().wait()
+
+    return main
+
+
+def keeper_main(machine: Machine) -> Main:
+    tier = "prefill" if machine.role is Role.PREFILL else "decode"
+    spec = LaunchSpec(
+        engine=machine.name,
+        tier=tier,
+        role=machine.role,
+        model=MODEL,
+        served_name=MODEL,
+        device=Device.CPU,
+        directory=machine.directory,
+        host=machine.host,
+        connector=ConnectorConfig(),
+    )
+    settings = KeeperSettings(
+        lease_s=ENGINE_LEASE_S, health_timeout_s=2.0, health_misses=3, backoff_longest_s=4.0
+    )
+
+    async def main() -> None:
+        store = StatusStore(machine.name)
+        feed = EngineLink(machine.name, machine.directory / FEED_SOCKET)
+        server = ControlServer(store, feed, KEEPERS_KEY)
+        control = await server.start(machine.host, CONTROL_PORT)
+        await Keeper(spec, settings, store, feed, keys=EngineKeys(), control=control).run()
+
+    return main
+
+
+def install() -> None:
+    """Replace what the processes take from the operating system beside network, disk and clock."""
+    for name in ("LeasedProcess", "last_epoch", "free_port"):
+        stand_in = engines.MachineProcess if name == "LeasedProcess" else getattr(engines, name)
+        setattr(keeper_module, name, stand_in)
+    keeper_module.engine_command = lambda *_: None
+    hosted_directory.settle_heap = lambda: None
+    hosted_directory.start_http_server = lambda *_, **__: (SimpleNamespace(server_port=1), None)
+    gateway_main.reserve_descriptors = lambda connections: None
+    for connection in (UpstreamConnection, ServerConnection):
+        connection.__hash__ = number_of  # type: ignore[method-assign]
+    gateway_main.LOOKS_AT_LOOP_S = 10.0  # a step of this loop takes no time that could be measured
+
+
+def machine_folder(root: Path, name: str) -> Path:
+    folder = root / "machines" / name
+    folder.mkdir(parents=True)
+    return folder

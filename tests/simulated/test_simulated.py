@@ -1,0 +1,44 @@
+"""The simulation holds its invariants, replays exactly, and finds deliberate bugs."""
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.simulated import bugs
+
+SEEDS = 100
+
+
+def simulated(folder: Path, *options: str) -> tuple[int, str, Any]:
+    """Run the command; return its status, its output and its results."""
+    results = folder / "results.json"
+    command = [sys.executable, "-m", "tests.simulated", *options, "--json", str(results)]
+    done = subprocess.run(command, check=False, capture_output=True, text=True, timeout=580)
+    return done.returncode, done.stdout + done.stderr, json.loads(results.read_bytes())
+
+
+@pytest.mark.slow
+def test_no_seed_breaks_an_invariant_and_each_replays(tmp_path: Path) -> None:
+    status, output, results = simulated(tmp_path, "--seeds", str(SEEDS))
+    assert (status, results["violations"]) == (0, 0), output
+    counts = results["counts"]
+    assert counts["answers 200"] > 10 * SEEDS  # the runs did something
+    assert counts["crash_soon"] + counts["lose_power"] > SEEDS
+    traces = {one["seed"]: one["trace"] for one in results["results"]}
+    for first in (0, SEEDS - 2):
+        _, _, again = simulated(tmp_path, "--first", str(first), "--seeds", "2")
+        assert {one["seed"]: one["trace"] for one in again["results"]} == {
+            seed: traces[seed] for seed in (first, first + 1)
+        }
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(1200)
+def test_deliberate_bugs_are_found(tmp_path: Path) -> None:
+    status, output, found = simulated(tmp_path, "--bugs")
+    assert status == 0, output
+    assert found.keys() == bugs.BUGS.keys()

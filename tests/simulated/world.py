@@ -1,0 +1,337 @@
+"""One run: a fleet, its clients and its faults, all drawn from a seed."""
+
+import asyncio
+import logging
+import shutil
+import sqlite3
+import tempfile
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from pathlib import Path
+from random import Random
+
+from placement.engines import Role
+from router.directory.journal import JournalError
+from router.gateway.main import Gateway
+from tests.simulated import clock, engines, invariants, processes
+from tests.simulated import disk as disks
+from tests.simulated import network as networks
+from tests.simulated.clients import Agent, Answer
+from tests.simulated.disk import Disk
+from tests.simulated.engines import Fabric, Machine
+from tests.simulated.invariants import Monitor
+from tests.simulated.loop import Process, VirtualLoop
+from tests.simulated.network import Faults, Network
+from tests.simulated.processes import CONTROL_PORT, DIRECTORY_PORT, FREE, LIMITED, TTL_S, Unit
+
+START_S, FAULTS_S, LOAD_S = 4.0, 14.0, 16.0  # until the fleet serves; of faults; of load
+QUIET_S = TTL_S + 16.0  # after the load, until all must be nothing
+LONGEST_TURN_S = 75.0  # waits for places, two lost decoders and a frozen gateway included
+DIRECTORY, CLIENTS = "10.0.0.1", "10.0.9.1"
+
+
+@dataclass
+class Result:
+    """Outcome of one run."""
+
+    seed: int
+    trace: int
+    violations: list[str]
+    steps: int
+    virtual_s: float
+    counts: dict[str, int] = field(default_factory=dict)
+
+
+class World:
+    """All processes of one run, and who hurts them."""
+
+    def __init__(self, seed: int, root: Path) -> None:
+        self.seed, self.random = seed, Random(seed)
+        draw = self.random
+        self.loop = loop = VirtualLoop(Random(draw.random()))
+        clock.begin(loop.time, seed)
+        calm = draw.random() < 0.1
+        faults = Faults(
+            delay_s=draw.choice((0.0005, 0.002, 0.01)),
+            late=0.0 if calm else draw.choice((0.0, 0.01, 0.05)),
+            reset=0.0 if calm else draw.choice((0.0, 0.01, 0.05)),
+            twice=0.0 if calm else draw.choice((0.0, 0.01, 0.05)),
+        )
+        self.network = loop.network = Network(loop, faults)
+        networks.install(self.network)
+        self.monitor = Monitor(self)
+        self.me = Process(loop, "world", CLIENTS)
+        self._calm, self._root = calm, root
+        self._out_of_reach: dict[str, float] = {}  # gateway's host -> when it was last cut off
+        self._gateways: dict[str, Gateway] = {}
+        self._make_fleet(draw)
+
+    def _make_fleet(self, draw: Random) -> None:
+        self.disk = Disk(self._root, "directory", Random(draw.random()))
+        fabric, addresses = Fabric(), {}
+        self.machines: list[Machine] = []
+        self.keepers: list[Unit] = []
+        roles = [Role.DECODE] * draw.randrange(2, 4) + [Role.PREFILL] * draw.randrange(0, 2)
+        for number, role in enumerate(roles):
+            name, host = f"{role.value}-{number}", f"10.0.2.{number + 1}"
+            folder = processes.machine_folder(self._root, name)
+            kv_tokens = draw.choice((16_000, 64_000))
+            machine = Machine(self.loop, self.network, fabric, name, role, host, kv_tokens, folder)
+            engines.MACHINES[folder] = machine
+            self.machines.append(machine)
+            addresses[name] = f"{host}:{CONTROL_PORT}"
+            self.keepers.append(Unit(self.loop, f"keeper {name}", host, processes.keeper_main(machine)))
+        main = processes.directory_main(self.disk, DIRECTORY, addresses)
+        self.directory = Unit(self.loop, "directory", DIRECTORY, main, self.disk)
+        self.gateways: list[Unit] = []
+        for number in range(draw.randrange(1, 4)):
+            name, host = f"gateway-{number}", f"10.0.1.{number + 1}"
+            disk = Disk(self._root, name, Random(draw.random()))
+
+            def started(gateway: Gateway, host: str = host) -> None:
+                self._gateways[host] = gateway
+
+            address = f"{DIRECTORY}:{DIRECTORY_PORT}"
+            main = processes.gateway_main_of(name, host, address, disk, started)
+            self.gateways.append(Unit(self.loop, name, host, main, disk))
+        self.units = [self.directory, *self.gateways, *self.keepers]
+        for unit in self.units:
+            unit.supervisor, unit.on_failure = self.me.context, self._unit_failed
+
+    # Asked by the monitor
+
+    def directory_serves(self) -> bool:
+        return self.directory.process is not None and self.directory.process.alive
+
+    def engine_runs(self, engine: str, epoch: int) -> bool:
+        """Return whether an engine's process of this epoch is alive."""
+        found = next((one for one in self.machines if one.name == engine), None)
+        return (
+            found is not None
+            and found.process is not None
+            and found.process.alive
+            and found.record is not None
+            and found.record.epoch == epoch
+        )
+
+    def reached_directory(self, gateway: Process, seconds: float) -> bool:
+        """Return whether nothing has kept a gateway from the directory for so long."""
+        return self.loop.time() - self._out_of_reach.get(gateway.host, 0.0) > seconds
+
+    def live_gateways(self) -> list[Gateway]:
+        alive = [one.host for one in self.gateways if one.process is not None and one.process.alive]
+        return [self._gateways[host] for host in alive if host in self._gateways]
+
+    # The run
+
+    def run(self) -> Result:
+        loop = self.loop
+        loop.on_step = self._after_step
+        loop.on_fault = self._fault
+        done = loop.create_task(self._script(), context=self.me.context)
+        done.add_done_callback(lambda _: loop.stop(), context=self.me.context)
+        asyncio.set_event_loop(loop)
+        loop.run_forever()
+        if not self.monitor.violations:
+            done.result()
+        return Result(
+            self.seed, loop.trace, self.monitor.violations, loop.steps, loop.time(), self.monitor.counts
+        )
+
+    def _after_step(self, process: Process) -> None:
+        if process.crashes_at is not None and process.steps >= process.crashes_at and process.alive:
+            process.crashes_at = None
+            unit = next(one for one in self.units if one.process is process)
+            self._crash(unit)
+        if self.monitor.violations:
+            self.loop.stop()
+
+    def _fault(self, process: Process, context: dict[str, object]) -> None:
+        error = context.get("exception")
+        if process.alive and error is not None:
+            what = context.get("message"), error, context.get("task")
+            self.monitor.violated("no step fails", f"{process.name}: {what!r}")
+
+    def _unit_failed(self, error: BaseException) -> None:
+        """Note a process that ended by itself. A disk that fails may end one; it is started again."""
+        self.monitor.count(f"ended by {type(error).__name__}")
+        if not isinstance(error, JournalError | OSError | sqlite3.Error):
+            self.monitor.violated("no process ends by itself", repr(error))
+
+    async def _script(self) -> None:
+        loop = self.loop
+        for unit in self.units:
+            unit.start()
+        watching = asyncio.create_task(self._watch())
+        await asyncio.sleep(START_S)
+        agents = asyncio.create_task(self._load())
+        if not self._calm:
+            await self._hurt(loop.time() + FAULTS_S)
+        self._heal()
+        await agents
+        await asyncio.sleep(QUIET_S)
+        watching.cancel()
+        self.monitor.at_the_end()
+
+    async def _watch(self) -> None:
+        while True:
+            await asyncio.sleep(1.0)
+            self.monitor.now_and_then()
+
+    async def _load(self) -> None:
+        draw, until = Random(self.random.random()), self.loop.time() + LOAD_S
+        hosts = [one.host for one in self.gateways]
+        agents: list[asyncio.Task[None]] = []
+        number = 0
+        while self.loop.time() < until:
+            await asyncio.sleep(draw.expovariate(1.5))
+            number += 1
+            key = LIMITED if draw.random() < 0.3 else FREE
+            agent = Agent(key, f"c{number}", hosts, Random(draw.random()), self._answered)
+            agents.append(asyncio.create_task(agent.run(draw.randrange(1, 5), until)))
+        await asyncio.gather(*agents)
+
+    def _answered(self, answer: Answer) -> None:
+        self.monitor.count(f"answers {answer.status}")
+        if answer.status == 500:
+            self.monitor.violated("no step fails", f"a client got {answer.body.decode()}")
+        if answer.seconds > LONGEST_TURN_S:
+            self.monitor.violated(
+                "no turn waits beyond its limit", f"status {answer.status} after {answer.seconds:.1f} s"
+            )
+
+    # Faults
+
+    async def _hurt(self, until: float) -> None:
+        draw = Random(self.random.random())
+        mean_s = draw.choice((1.0, 2.5, 6.0))
+        while self.loop.time() < until:
+            await asyncio.sleep(draw.expovariate(1.0 / mean_s))
+            fault = draw.choice(FAULTS)
+            self.monitor.count(fault.__name__.lstrip("_"))
+            fault(self, draw)
+
+    def _heal(self) -> None:
+        """Undo every fault that lasts."""
+        for one in self._hosts():
+            for other in self._hosts():
+                self._mend(one, other)
+        self.disk.full = self.disk.fails = False
+        self.disk.slow_s = 0.0
+        self.disk.at_write = None
+        for unit in self.units:
+            unit.start()
+        self.network.faults = Faults(self.network.faults.delay_s)
+
+    def _hosts(self) -> list[str]:
+        return list(dict.fromkeys(one.host for one in self.units))
+
+    def _crash(self, unit: Unit, *, power_lost: bool = False, away_s: float | None = None) -> None:
+        if unit is self.directory:
+            for host in self._hosts():
+                self._out_of_reach[host] = self.loop.time()
+        unit.crash(power_lost=power_lost)
+        away_s = self.random.uniform(0.05, 3.0) if away_s is None else away_s
+        unit.start_in(away_s, self.me.context)
+
+    def _mend(self, one: str, other: str) -> None:
+        if self.network.is_cut(one, other):
+            self.network.mend(one, other)
+            if DIRECTORY in (one, other):
+                self._out_of_reach[one] = self._out_of_reach[other] = self.loop.time()
+
+    def _later(self, seconds: float, undo: Callable[[], None]) -> None:
+        self.loop.call_later(seconds, undo, context=self.me.context)
+
+    def _crash_soon(self, draw: Random) -> None:
+        """Let a process crash at one of its next awaits."""
+        unit = draw.choice(self.units + [self.directory] * 3)
+        if unit.process is not None and unit.process.alive:
+            unit.process.crashes_at = unit.process.steps + draw.randrange(1, 400)
+
+    def _lose_power(self, draw: Random) -> None:
+        """Let the directory's host lose its power, often in the middle of a write."""
+        if draw.random() < 0.5:
+            self._crash(self.directory, power_lost=True)
+            return
+
+        def strike() -> None:
+            self._later(0.0, lambda: None)
+            self._crash(self.directory, power_lost=True)
+
+        self.disk.at_write = self.disk.writes + draw.randrange(1, 12), strike
+
+    def _kill_engine(self, draw: Random) -> None:
+        draw.choice(self.machines).kill()
+
+    def _cut_link(self, draw: Random) -> None:
+        one, other = draw.sample(self._hosts(), 2)
+        if draw.random() < 0.5:
+            one = DIRECTORY
+        if one != other and not self.network.is_cut(one, other):
+            self.network.cut(one, other, both_ways=draw.random() < 0.7)
+            self._later(draw.expovariate(0.2), lambda: self._mend(one, other))
+            if DIRECTORY in (one, other):
+                self._out_of_reach[one] = self._out_of_reach[other] = float("inf")
+
+    def _reset_connections(self, draw: Random) -> None:
+        for host in self._hosts():
+            self._out_of_reach[host] = max(self._out_of_reach.get(host, 0.0), self.loop.time())
+        self.network.reset_some(draw.choice((0.2, 1.0)))
+
+    def _freeze(self, draw: Random) -> None:
+        unit = draw.choice(self.units)
+        if unit.process is not None:
+            seconds = draw.expovariate(0.7)
+            unit.process.freeze(seconds)
+            for host in self._hosts() if unit is self.directory else [unit.host]:
+                at = self.loop.time() + seconds
+                self._out_of_reach[host] = max(self._out_of_reach.get(host, 0.0), at)
+
+    def _hurt_disk(self, draw: Random) -> None:
+        disk = self.disk
+        which = draw.randrange(3)
+        if which == 0:
+            disk.full = True
+        elif which == 1:
+            disk.fails = True
+        else:
+            disk.slow_s = draw.choice((0.2, 2.0, 6.0))
+
+        def undo() -> None:
+            disk.full = disk.fails = False
+            disk.slow_s = 0.0
+
+        self._later(draw.expovariate(0.3), undo)
+
+
+FAULTS = [
+    *[World._crash_soon] * 3,
+    World._lose_power,
+    World._kill_engine,
+    *[World._cut_link] * 2,
+    World._reset_connections,
+    World._freeze,
+    World._hurt_disk,
+]
+
+_current: list[World] = []
+
+
+def prepare() -> None:
+    """Install everything that all runs of this operating-system process share."""
+    logging.disable(logging.CRITICAL)
+    disks.install()
+    processes.install()
+    invariants.install(lambda: _current[-1].monitor)
+
+
+def run(seed: int) -> Result:
+    """Run one seed."""
+    root = Path(tempfile.mkdtemp(prefix="simulated-"))
+    try:
+        world = World(seed, root)
+        _current.append(world)
+        return world.run()
+    finally:
+        shutil.rmtree(root, ignore_errors=True)
