@@ -29,6 +29,7 @@ log = logging.getLogger("conserve.router.directory.directory")
 
 _TICK_S = 0.1
 _COMMAND_TIMEOUT_S = 5.0
+STREAMLESS_S = 20.0  # gRPC's keep-alive lets a gateway notice a lost stream within 15 s
 
 Release = Callable[[EngineInfo, str], Awaitable[None]]
 Prefetch = Callable[[EngineInfo, str, float], Awaitable[bool]]  # False: the engine lost most of the KV
@@ -81,6 +82,7 @@ class Directory:
         self._tasks: set[asyncio.Task[None]] = set()
         self._serve_timer: asyncio.TimerHandle | None = None
         self._activities: dict[str, int] = {}  # gateway -> how many of its activities have been taken in
+        self._streamless: set[str] = set()  # gateways that were heard and have no stream
         self._pushed_version = -1
         self._states_changed = False
         self._states_pushed_at = 0.0
@@ -242,14 +244,27 @@ class Directory:
     def gateway_left(self, gateway: str) -> None:
         asyncio.get_running_loop().call_later(self.settings.gateway_grace_s, self._gateway_gone, gateway)
 
+    def heard_from(self, gateway: str) -> None:
+        """Take a gateway for gone that asks or reports, and opens no stream in time.
+
+        After a restart of the directory a gateway may ask before its stream is back. If it crashes then, no
+        stream ends to show it, and its turns would run for ever.
+        """
+        if gateway not in self.gateways and gateway not in self._streamless:
+            self._streamless.add(gateway)
+            asyncio.get_running_loop().call_later(STREAMLESS_S, self._streamless_too_long, gateway)
+
+    def _streamless_too_long(self, gateway: str) -> None:
+        self._streamless.discard(gateway)
+        self._gateway_gone(gateway)
+
     def activities_seen(self, gateway: str, first: int | None, count: int) -> int:
         """Return how many activities of a report have been taken in before, and count the others.
 
         A report that arrives late, on a connection that its gateway has given up, would begin turns again
-        that have ended. One of a gateway without a stream counts until its grace is over.
+        that have ended.
         """
-        if gateway not in self.gateways:
-            self.gateway_left(gateway)
+        self.heard_from(gateway)
         if first is None:  # a gateway of an earlier version does not number them
             return 0
         taken = self._activities.get(gateway, 0)

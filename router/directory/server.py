@@ -215,6 +215,7 @@ class PlaceCall:
     def __enter__(self) -> "PlaceCall":
         now = self._directory.clock()
         for index, ask in enumerate(self._asks):
+            self._directory.heard_from(ask.gateway)
             settle = partial(self._settle, index)
             outcome = self._table.place(ask, now, settle)
             if isinstance(outcome, Waiter):

@@ -73,6 +73,11 @@ def gateway_never_gone() -> None:
     Directory._gateway_gone = lambda directory, gateway: None  # type: ignore[method-assign]
 
 
+def gateway_without_stream_never_gone() -> None:
+    """A gateway that asked before its stream was back, and crashed, keeps its turns."""
+    Directory.heard_from = lambda directory, gateway: None  # type: ignore[method-assign]
+
+
 def foreign_not_told() -> None:
     """A gateway is not told that another one serves its conversation now."""
     tell = GatewayStreams.tell
@@ -104,6 +109,7 @@ BUGS: dict[str, Callable[[], None]] = {
         report_lost,
         report_taken_twice,
         gateway_never_gone,
+        gateway_without_stream_never_gone,
         foreign_not_told,
         place_without_end,
     )

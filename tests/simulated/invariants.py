@@ -1,4 +1,4 @@
-"""What must hold at every moment of a run, watched from beside the processes.
+"""Invariants of the control plane, watched from beside its processes.
 
 The monitor reads rows on their way into the journal, placements on their way out of a gateway's client, and
 turns on their way to an engine. It changes none of them.

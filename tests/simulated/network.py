@@ -549,7 +549,7 @@ class Call(Connection):
 
 
 class Channel:
-    """Stands for `grpc.aio.insecure_channel`."""
+    """Channel of simulated calls, in place of `grpc.aio.insecure_channel`."""
 
     def __init__(self, network: Network, address: str, options: Any = None) -> None:
         host, _, port = address.rpartition(":")
@@ -584,7 +584,7 @@ class Channel:
 
 
 class Server:
-    """Stands for `grpc.aio.server`."""
+    """Server of simulated calls, in place of `grpc.aio.server`."""
 
     def __init__(self, network: Network) -> None:
         self.network, self.process = network, current()

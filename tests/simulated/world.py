@@ -25,7 +25,7 @@ from tests.simulated.network import Faults, Network
 from tests.simulated.processes import CONTROL_PORT, DIRECTORY_PORT, FREE, LIMITED, TTL_S, Unit
 
 START_S, FAULTS_S, LOAD_S = 4.0, 14.0, 16.0  # until the fleet serves; of faults; of load
-QUIET_S = TTL_S + 16.0  # after the load, until all must be nothing
+QUIET_S = TTL_S + 22.0  # after the load, until all must be nothing
 LONGEST_TURN_S = 75.0  # waits for places, two lost decoders and a frozen gateway included
 DIRECTORY, CLIENTS = "10.0.0.1", "10.0.9.1"
 
@@ -327,7 +327,7 @@ def prepare() -> None:
 
 
 def run(seed: int) -> Result:
-    """Run one seed."""
+    """Run the world of one seed."""
     root = Path(tempfile.mkdtemp(prefix="simulated-"))
     try:
         world = World(seed, root)

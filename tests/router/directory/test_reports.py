@@ -13,6 +13,7 @@ from router.directory.directory import Directory, DirectorySettings
 from router.directory.table import BindingTable
 from tests.router.directory.test_table import ask, place, table
 from tests.support.engines import info, placer, state
+from tests.support.waiting import until
 
 
 def report(seq: int, live: int = 0, named_after: int = 0, **confirmed: int) -> EngineState:
@@ -138,3 +139,14 @@ async def test_a_report_that_arrives_late_for_the_second_time_is_taken_in_once(d
     assert directory.activities_seen("g", 0, 2) == 2
     assert directory.activities_seen("other", 0, 1) == 0
     assert directory.activities_seen("g", None, 2) == 0  # of a gateway that does not number them
+
+
+async def test_turns_of_a_gateway_that_asked_and_never_opened_a_stream_end(
+    directory: Directory, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It asked a directory that had just restarted, and crashed before its stream was back."""
+    monkeypatch.setattr("router.directory.directory.STREAMLESS_S", 0.05)
+    directory.heard_from("g")
+    place(directory.table, ask("c", turn=1))
+    assert directory.table.running_at("c")
+    await until(lambda: not directory.table.running_at("c"))
