@@ -12,7 +12,7 @@ from dataclasses import asdict
 from pathlib import Path
 
 from tests.simulated import bugs, world
-from tests.simulated.world import Result
+from tests.simulated.world import RunResult
 
 BUG_SEEDS = 200  # within which each deliberate bug has to be found
 
@@ -45,21 +45,21 @@ def main(arguments: list[str] | None = None) -> int:
     return 1 if any(result.violations for result in results) else 0
 
 
-def _run_all(seeds: range, bug: str | None) -> Iterator[Result]:
+def _run_all(seeds: range, bug: str | None) -> Iterator[RunResult]:
     """Run seeds, each in a fresh copy of this process, so that none depends on those before it."""
     context = multiprocessing.get_context("fork")
     with context.Pool(min(os.cpu_count() or 1, len(seeds)), maxtasksperchild=1) as pool:
         yield from pool.imap(_run, [(seed, bug) for seed in seeds])
 
 
-def _run(job: tuple[int, str | None]) -> Result:
+def _run(job: tuple[int, str | None]) -> RunResult:
     seed, bug = job
     if bug is not None:
         bugs.BUGS[bug]()
     return world.run(seed)
 
 
-def _report(results: list[Result], file: Path | None) -> None:
+def _report(results: list[RunResult], file: Path | None) -> None:
     failed = sum(bool(result.violations) for result in results)
     counts: Counter[str] = Counter()
     for result in results:

@@ -21,7 +21,7 @@ class Answer:
     body: bytes = b""
 
 
-class Agent:
+class SimulatedAgent:
     """One conversation: some turns, each through one of the gateways, and perhaps its end."""
 
     def __init__(

@@ -13,7 +13,7 @@ from typing import Any
 from kvtransfer.control.control_socket import ControlSocketServer, EngineCommand, RecentChanges, Reply
 from placement.engines import EngineState, Role
 from router.http import Request, Responder, Server
-from tests.simulated.loop import Process, VirtualLoop, current
+from tests.simulated.loop import SimulatedProcess, VirtualLoop, current
 from tests.simulated.network import Network
 from workers.keeper.launch import FEED_SOCKET
 
@@ -44,14 +44,14 @@ class InOrder(dict[Any, None]):
 class Control(ControlSocketServer):
     """The product's control socket, served by the engine's loop and not by a thread of its own."""
 
-    def __init__(self, path: Path, engine: "Engine") -> None:
+    def __init__(self, path: Path, engine: "StandInEngine") -> None:
         self._path, self._snapshot, self._commands = path, engine.snapshot, engine.commands
         self._changed, self._stopping = asyncio.Event(), asyncio.Event()
         self._notified, self._keepers = False, InOrder()  # type: ignore[assignment]
         self._opened = asyncio.Event()  # type: ignore[assignment]
 
 
-class Engine:
+class StandInEngine:
     """One epoch of an engine, in a process of its own."""
 
     def __init__(
@@ -194,7 +194,7 @@ def _json(**fields: Any) -> bytes:
 
 
 @dataclass
-class Machine:
+class EngineHost:
     """Host of one engine, with what its keeper finds there in the operating system."""
 
     loop: VirtualLoop
@@ -205,16 +205,16 @@ class Machine:
     host: str
     kv_tokens: int
     directory: Path
-    process: Process | None = None
-    engine: Engine | None = None
+    process: SimulatedProcess | None = None
+    engine: StandInEngine | None = None
     record: "Record | None" = None
     renewed_at: float = 0.0
     lease_s: float = 0.0
 
     def start(self, epoch: int, ports: tuple[int, ...], fingerprint: str, lease_s: float) -> "Record":
         self.record = Record(epoch, 1000 + epoch, ports, fingerprint)
-        self.process = Process(self.loop, f"engine {self.name}", self.host)
-        self.engine = Engine(self.name, self.role, epoch, self.kv_tokens, self.directory, self.fabric)
+        self.process = SimulatedProcess(self.loop, f"engine {self.name}", self.host)
+        self.engine = StandInEngine(self.name, self.role, epoch, self.kv_tokens, self.directory, self.fabric)
         self.renewed_at, self.lease_s = self.loop.time(), lease_s
         start_s = self.loop.random.uniform(0.3, 2.0)
         self.process.spawn(self.engine.run(self.host, ports[0], start_s))
@@ -227,7 +227,7 @@ class Machine:
             self.process.crash()
             self.network.process_ended(self.process, silently=silently)
 
-    def _watch_lease(self, process: Process) -> None:
+    def _watch_lease(self, process: SimulatedProcess) -> None:
         left_s = self.renewed_at + self.lease_s - self.loop.time()
         if left_s <= 0:
             self.kill()
@@ -243,13 +243,13 @@ class Record:
     fingerprint: str
 
 
-MACHINES: dict[Path, Machine] = {}  # by the engine's directory
+MACHINES: dict[Path, EngineHost] = {}  # by the engine's directory
 
 
-class MachineProcess:
+class HostedEngine:
     """Stands for `workers.keeper.process_lease.LeasedProcess`: the engine's process as its keeper has it."""
 
-    def __init__(self, machine: Machine, record: Record) -> None:
+    def __init__(self, machine: EngineHost, record: Record) -> None:
         self._machine, self.record = machine, record
         self.log = machine.directory / "log"
 
@@ -257,12 +257,12 @@ class MachineProcess:
     def start(
         cls, directory: Path, command: object, *, fingerprint: str, epoch: int, ports: Any, lease_s: float,
         grace_s: float, oom_score: object,
-    ) -> "MachineProcess":  # fmt: skip
+    ) -> "HostedEngine":  # fmt: skip
         machine = MACHINES[directory]
         return cls(machine, machine.start(epoch, tuple(ports), fingerprint, lease_s))
 
     @classmethod
-    def adopt(cls, directory: Path, fingerprint: str, grace_s: float) -> "MachineProcess | None":
+    def adopt(cls, directory: Path, fingerprint: str, grace_s: float) -> "HostedEngine | None":
         machine = MACHINES[directory]
         if machine.record is None:
             return None

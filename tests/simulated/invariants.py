@@ -15,7 +15,7 @@ from router.directory.journal import Journal, Row
 from router.directory.server import DirectoryServer
 from router.gateway.turn.binding import Route
 from router.gateway.turn.execution import TurnRunner
-from tests.simulated.loop import Process, current
+from tests.simulated.loop import SimulatedProcess, current
 
 if TYPE_CHECKING:
     from tests.simulated.world import World
@@ -26,7 +26,7 @@ STALE_S = 12.0  # a gateway learns of a new binding within this time, if it reac
 
 
 @dataclass
-class History:
+class Decisions:
     """Decisions of the directory about one conversation, in the order of its journal."""
 
     states: list[tuple[float, State]] = field(default_factory=lambda: [(0.0, None)])
@@ -41,7 +41,7 @@ class Monitor:
         self.violations: list[str] = []
         self.counts: dict[str, int] = {}
         self.directory: DirectoryServer | None = None
-        self._histories: dict[str, History] = {}
+        self._histories: dict[str, Decisions] = {}
 
     def now(self) -> float:
         return self.world.loop.time()
@@ -85,13 +85,13 @@ class Monitor:
             history.acknowledged = found[-1]
         self.count("placed")
 
-    def waited(self, gateway: Process, began: float, frozen_s: float, limit_s: float) -> None:
+    def waited(self, gateway: SimulatedProcess, began: float, frozen_s: float, limit_s: float) -> None:
         """Check how long a turn has waited for a place, its gateway's stand-stills not counted."""
         waited_s = self.now() - began - (gateway.frozen_s - frozen_s)
         if waited_s > limit_s:
             self.violated("no turn waits beyond its limit", f"a place took {waited_s:.1f} of {limit_s:.1f} s")
 
-    def turn_runs(self, gateway: Process, key: str, route: Route) -> None:
+    def turn_runs(self, gateway: SimulatedProcess, key: str, route: Route) -> None:
         """Compare where a gateway runs a turn with where the directory has its conversation."""
         self.count("turns")
         engine, epoch = route.decoder.engine, route.decoder.epoch
@@ -109,8 +109,8 @@ class Monitor:
                 f"{self.now() - since:.1f} s",
             )
 
-    def _history(self, key: str) -> History:
-        return self._histories.setdefault(key, History())
+    def _history(self, key: str) -> Decisions:
+        return self._histories.setdefault(key, Decisions())
 
     def now_and_then(self) -> None:
         """Check the directory's table for bindings to epochs that are over."""

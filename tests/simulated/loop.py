@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     from tests.simulated.network import Network
 
 STEP_S = 20e-6  # longest time of one step
-_CURRENT: contextvars.ContextVar["Process"] = contextvars.ContextVar("process")
+_CURRENT: contextvars.ContextVar["SimulatedProcess"] = contextvars.ContextVar("process")
 
 
 _numbers = itertools.count()
@@ -45,7 +45,7 @@ class NumberedFuture(asyncio.Future):  # type: ignore[type-arg]
     __hash__ = number_of
 
 
-class Process:
+class SimulatedProcess:
     """One life of a simulated process: a queue of steps, and everything that ends with it."""
 
     def __init__(self, loop: "VirtualLoop", name: str, host: str, disk: "Disk | None" = None) -> None:
@@ -85,7 +85,7 @@ class Process:
         self.frozen_until = until
 
 
-def current() -> Process:
+def current() -> SimulatedProcess:
     """Return the process whose step is running."""
     return _CURRENT.get()
 
@@ -100,9 +100,9 @@ class VirtualLoop(asyncio.BaseEventLoop):
         self.graveyard: list[object] = []
         self.steps = 0
         self.trace = 0  # running checksum of everything that happened
-        self.on_step: Callable[[Process], None] = lambda process: None
+        self.on_step: Callable[[SimulatedProcess], None] = lambda process: None
         self._now = 0.0
-        self._runnable: dict[Process, None] = {}
+        self._runnable: dict[SimulatedProcess, None] = {}
         self._order = 0
         self._timers: list[tuple[float, int, asyncio.TimerHandle]] = []
         self.set_task_factory(self._make_task)
@@ -164,7 +164,7 @@ class VirtualLoop(asyncio.BaseEventLoop):
         if not queue:
             self._runnable.pop(process, None)
 
-    def _step(self, process: Process, handle: asyncio.Handle) -> None:
+    def _step(self, process: SimulatedProcess, handle: asyncio.Handle) -> None:
         self._now += self.random.random() * STEP_S
         self.steps += 1
         process.steps += 1
@@ -239,7 +239,7 @@ class VirtualLoop(asyncio.BaseEventLoop):
         return await self.network.connect(current(), factory, current().host, _port_of(path))
 
     def add_signal_handler(self, *_: Any) -> None:
-        """Signals are not simulated: a process ends by `Process.crash`, or is cancelled."""
+        """Signals are not simulated: a process ends by `SimulatedProcess.crash`, or is cancelled."""
 
     def _process_events(self, event_list: Any) -> None:
         raise NotImplementedError("there are no file descriptors here")
@@ -251,7 +251,7 @@ class VirtualLoop(asyncio.BaseEventLoop):
         with contextlib.suppress(LookupError):
             self.on_fault(current(), context)
 
-    on_fault: Callable[[Process, dict[str, Any]], None] = staticmethod(lambda process, context: None)
+    on_fault: Callable[[SimulatedProcess, dict[str, Any]], None] = staticmethod(lambda process, context: None)
 
 
 def _port_of(path: object) -> int:

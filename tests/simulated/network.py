@@ -18,7 +18,7 @@ from typing import Any
 import aiohttp.connector
 import grpc
 
-from tests.simulated.loop import Process, VirtualLoop, current
+from tests.simulated.loop import SimulatedProcess, VirtualLoop, current
 from workers import processes
 
 RTO_S = 30.0  # a host that gets no answer for so long gives a connection up
@@ -71,7 +71,12 @@ class Network:
         return draw.expovariate(1.0 / (faults.late_s if late else faults.delay_s))
 
     def send(
-        self, sender: Process, receiver: Process, deliver: Callable[..., None], *args: Any, after: float = 0.0
+        self,
+        sender: SimulatedProcess,
+        receiver: SimulatedProcess,
+        deliver: Callable[..., None],
+        *args: Any,
+        after: float = 0.0,
     ) -> float:
         """Have `deliver` called in the receiving process; return when, if nothing happens to it.
 
@@ -97,7 +102,7 @@ class Network:
 
     # Listening
 
-    def bind(self, process: Process, port: int, listener: Any) -> int:
+    def bind(self, process: SimulatedProcess, port: int, listener: Any) -> int:
         port = port or self.free_port()
         place = process.host, port
         if place in self._listeners:
@@ -129,7 +134,7 @@ class Network:
     def closed(self, connection: "Connection") -> None:
         self._connections.pop(connection, None)
 
-    def process_ended(self, process: Process, *, silently: bool) -> None:
+    def process_ended(self, process: SimulatedProcess, *, silently: bool) -> None:
         """Let the peers of a process know. `silently`: its host is gone as well, and nothing answers."""
         for connection in [one for one in self._connections if process in one.ends]:
             peer = connection.ends[1] if connection.ends[0] is process else connection.ends[0]
@@ -143,11 +148,13 @@ class Network:
 
     # HTTP
 
-    def listen(self, process: Process, factory: Callable[[], asyncio.Protocol], host: str, port: int) -> Any:
+    def listen(
+        self, process: SimulatedProcess, factory: Callable[[], asyncio.Protocol], host: str, port: int
+    ) -> Any:
         return StreamListener(self, process, factory, host, port)
 
     async def connect(
-        self, process: Process, factory: Callable[[], asyncio.Protocol], host: str, port: int
+        self, process: SimulatedProcess, factory: Callable[[], asyncio.Protocol], host: str, port: int
     ) -> tuple[asyncio.Transport, asyncio.Protocol]:
         """Open a byte stream to a listener."""
         for _ in itertools.takewhile(lambda _: self.is_cut(process.host, host), itertools.count()):
@@ -162,9 +169,9 @@ class Network:
 class Connection:
     """Something that two processes hold the ends of."""
 
-    ends: tuple[Process, Process]
+    ends: tuple[SimulatedProcess, SimulatedProcess]
 
-    def peer_lost(self, lost: Process, peer: Process, at: float) -> None:
+    def peer_lost(self, lost: SimulatedProcess, peer: SimulatedProcess, at: float) -> None:
         raise NotImplementedError
 
     def reset(self) -> None:
@@ -175,7 +182,7 @@ class StreamListener:
     """Listening socket, as `loop.create_server` returns it."""
 
     def __init__(
-        self, network: Network, process: Process, factory: Callable[[], Any], host: str, port: int
+        self, network: Network, process: SimulatedProcess, factory: Callable[[], Any], host: str, port: int
     ) -> None:
         self.network, self.process, self.factory = network, process, factory
         self.host, self.port = host, network.bind(process, port, self)
@@ -191,7 +198,7 @@ class StreamListener:
         pass
 
     def accept(
-        self, client: Process, factory: Callable[[], asyncio.Protocol]
+        self, client: SimulatedProcess, factory: Callable[[], asyncio.Protocol]
     ) -> tuple[asyncio.Transport, asyncio.Protocol]:
         stream = Stream(self.network, client, self.process)
         near, far = stream.near, stream.far
@@ -211,14 +218,14 @@ class StreamListener:
 class Stream(Connection):
     """TCP connection between two processes."""
 
-    def __init__(self, network: Network, client: Process, server: Process) -> None:
+    def __init__(self, network: Network, client: SimulatedProcess, server: SimulatedProcess) -> None:
         self.network = network
         self.ends = client, server
         self.near, self.far = StreamEnd(self, client, server), StreamEnd(self, server, client)
         self.near.peer, self.far.peer = self.far, self.near
         network.opened(self)
 
-    def peer_lost(self, lost: Process, peer: Process, at: float) -> None:
+    def peer_lost(self, lost: SimulatedProcess, peer: SimulatedProcess, at: float) -> None:
         self.network.closed(self)
         end = self.near if self.near.process is peer else self.far
         end.process.loop.call_at(max(at, end.arrives), end.lose, context=peer.context)
@@ -232,7 +239,7 @@ class Stream(Connection):
 class StreamEnd(asyncio.Transport):
     """One end of a byte stream."""
 
-    def __init__(self, stream: Stream, process: Process, other: Process) -> None:
+    def __init__(self, stream: Stream, process: SimulatedProcess, other: SimulatedProcess) -> None:
         super().__init__({"peername": (other.host, 1), "sockname": (process.host, 1)})
         self.stream, self.process, self.other = stream, process, other
         self.peer: StreamEnd
@@ -362,11 +369,17 @@ class Context:
         raise Aborted(code, details)
 
 
-class Call(Connection):
+class SimulatedCall(Connection):
     """One call: the request, its answers, and how either side learns of the other's end."""
 
     def __init__(
-        self, channel: "Channel", path: str, request: bytes, timeout: float | None, metadata: Any, ready: bool
+        self,
+        channel: "SimulatedChannel",
+        path: str,
+        request: bytes,
+        timeout: float | None,
+        metadata: Any,
+        ready: bool,
     ) -> None:
         self.channel, self.network = channel, channel.network
         self.client, self.loop = current(), channel.network.loop
@@ -375,7 +388,7 @@ class Call(Connection):
         self._answers: deque[bytes] = deque()
         self._ended: tuple[grpc.StatusCode | None, str] | None = None
         self._wake: asyncio.Future[None] | None = None
-        self._server: Process | None = None
+        self._server: SimulatedProcess | None = None
         self._task: asyncio.Task[None] | None = None  # of the handler
         self._arrives = 0.0
         if self._deadline is not None:
@@ -420,7 +433,7 @@ class Call(Connection):
         host, port = self.channel.place
         server = self.network.listener(host, port)
         cut = self.network.is_cut(self.client.host, host)
-        if cut or not isinstance(server, Server) or not server.listens:
+        if cut or not isinstance(server, CallServer) or not server.listens:
             if not self._ready and not cut:
                 self._end(UNAVAILABLE, "failed to connect to all addresses")
             else:
@@ -476,7 +489,7 @@ class Call(Connection):
 
     # The server's side
 
-    def _arrived(self, server: "Server", first: bool) -> None:
+    def _arrived(self, server: "CallServer", first: bool) -> None:
         if not server.listens:
             self._reply(None, UNAVAILABLE, "the server is shutting down")
             return
@@ -490,7 +503,7 @@ class Call(Connection):
         server.calls[task] = None
         task.add_done_callback(lambda task: server.calls.pop(task, None))
 
-    async def _handle(self, server: "Server", first: bool) -> None:
+    async def _handle(self, server: "CallServer", first: bool) -> None:
         def reply(data: bytes | None, code: grpc.StatusCode | None = None, details: str = "") -> None:
             if first:
                 self._reply(data, code, details)
@@ -530,7 +543,7 @@ class Call(Connection):
 
     # Faults
 
-    def peer_lost(self, lost: Process, peer: Process, at: float) -> None:
+    def peer_lost(self, lost: SimulatedProcess, peer: SimulatedProcess, at: float) -> None:
         self.network.closed(self)
         if peer is self.client:
             if self.channel.keepalive_s is not None:
@@ -548,8 +561,8 @@ class Call(Connection):
             self.loop.call_at(soon, self._cancel_handler, context=self._server.context)
 
 
-class Channel:
-    """Channel of simulated calls, in place of `grpc.aio.insecure_channel`."""
+class SimulatedChannel:
+    """SimulatedChannel of simulated calls, in place of `grpc.aio.insecure_channel`."""
 
     def __init__(self, network: Network, address: str, options: Any = None) -> None:
         host, _, port = address.rpartition(":")
@@ -557,21 +570,21 @@ class Channel:
         given = dict(options or ())
         ping_s, answer_s = given.get("grpc.keepalive_time_ms"), given.get("grpc.keepalive_timeout_ms", 20_000)
         self.keepalive_s = None if ping_s is None else (ping_s + answer_s) / 1000
-        self._calls: list[Call] = []
+        self._calls: list[SimulatedCall] = []
 
-    def unary_unary(self, path: str) -> Callable[..., Call]:
+    def unary_unary(self, path: str) -> Callable[..., SimulatedCall]:
         return self._open(path)
 
     unary_stream = unary_unary
 
-    def _open(self, path: str) -> Callable[..., Call]:
+    def _open(self, path: str) -> Callable[..., SimulatedCall]:
         def call(
             request: bytes,
             timeout: float | None = None,
             metadata: Any = (),
             wait_for_ready: bool = False,
-        ) -> Call:
-            made = Call(self, path, request, timeout, metadata, wait_for_ready)
+        ) -> SimulatedCall:
+            made = SimulatedCall(self, path, request, timeout, metadata, wait_for_ready)
             self._calls = [one for one in self._calls if one._ended is None]
             self._calls.append(made)
             return made
@@ -583,8 +596,8 @@ class Channel:
             call.cancel()
 
 
-class Server:
-    """Server of simulated calls, in place of `grpc.aio.server`."""
+class CallServer:
+    """CallServer of simulated calls, in place of `grpc.aio.server`."""
 
     def __init__(self, network: Network) -> None:
         self.network, self.process = network, current()
@@ -632,8 +645,8 @@ async def _start_connection(addr_infos: Any, **_: Any) -> Unconnected:
 
 def install(network: Network) -> None:
     """Let all channels and servers of gRPC, and all connections of aiohttp, be those of this network."""
-    grpc.aio.insecure_channel = lambda address, options=None, **_: Channel(network, address, options)
-    grpc.aio.server = lambda *_, **__: Server(network)
+    grpc.aio.insecure_channel = lambda address, options=None, **_: SimulatedChannel(network, address, options)
+    grpc.aio.server = lambda *_, **__: CallServer(network)
     aiohttp.connector.aiohappyeyeballs.start_connection = _start_connection
     processes.listens = lambda host, port: network.answers(current().host, host, port)
     processes.listen_problem = lambda host, port: "taken" if network.listener(host, port) else ""

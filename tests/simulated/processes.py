@@ -25,8 +25,8 @@ from router.http.connection import ServerConnection
 from router.http.upstream import UpstreamConnection
 from tests.simulated import engines
 from tests.simulated.disk import Disk
-from tests.simulated.engines import MODEL, Machine
-from tests.simulated.loop import Process, VirtualLoop, number_of
+from tests.simulated.engines import MODEL, EngineHost
+from tests.simulated.loop import SimulatedProcess, VirtualLoop, number_of
 from workers.keeper import keeper as keeper_module
 from workers.keeper.config import KeeperSettings
 from workers.keeper.engine_status import EngineLink, StatusStore
@@ -54,7 +54,7 @@ class Unit:
         disk: Disk | None = None,
     ) -> None:
         self.loop, self.name, self.host, self.main, self.disk = loop, name, host, main, disk
-        self.process: Process | None = None
+        self.process: SimulatedProcess | None = None
         self.lives = 0
 
     def start(self) -> None:
@@ -62,7 +62,7 @@ class Unit:
         if self.process is not None and self.process.alive:
             return
         self.lives += 1
-        self.process = Process(self.loop, self.name, self.host, self.disk)
+        self.process = SimulatedProcess(self.loop, self.name, self.host, self.disk)
         self.process.spawn(self._run(self.process))
 
     def start_in(self, seconds: float, context: Any) -> None:
@@ -76,7 +76,7 @@ class Unit:
             if self.disk is not None:
                 self.disk.remount(power_lost=power_lost)
 
-    async def _run(self, process: Process) -> None:
+    async def _run(self, process: SimulatedProcess) -> None:
         """Run the main function. Its error ends the process, as it ends the real one."""
         try:
             await self.main()
@@ -88,7 +88,7 @@ class Unit:
     on_failure: Callable[[BaseException], None] = staticmethod(lambda error: None)
     supervisor: Any = None  # context in which ends are handled
 
-    def _ended(self, process: Process) -> None:
+    def _ended(self, process: SimulatedProcess) -> None:
         if self.process is process and process.alive:
             self.crash()
             self.start_in(1.0, self.supervisor)
@@ -149,7 +149,7 @@ def gateway_main_of(
     return main
 
 
-def keeper_main(machine: Machine) -> Main:
+def keeper_main(machine: EngineHost) -> Main:
     tier = "prefill" if machine.role is Role.PREFILL else "decode"
     spec = LaunchSpec(
         engine=machine.name,
@@ -179,7 +179,7 @@ def keeper_main(machine: Machine) -> Main:
 def install() -> None:
     """Replace what the processes take from the operating system beside network, disk and clock."""
     for name in ("LeasedProcess", "last_epoch", "free_port"):
-        stand_in = engines.MachineProcess if name == "LeasedProcess" else getattr(engines, name)
+        stand_in = engines.HostedEngine if name == "LeasedProcess" else getattr(engines, name)
         setattr(keeper_module, name, stand_in)
     keeper_module.engine_command = lambda *_: None
     hosted_directory.settle_heap = lambda: None

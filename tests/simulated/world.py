@@ -16,11 +16,11 @@ from router.gateway.main import Gateway
 from tests.simulated import clock, engines, invariants, processes
 from tests.simulated import disk as disks
 from tests.simulated import network as networks
-from tests.simulated.clients import Agent, Answer
+from tests.simulated.clients import Answer, SimulatedAgent
 from tests.simulated.disk import Disk
-from tests.simulated.engines import Fabric, Machine
+from tests.simulated.engines import EngineHost, Fabric
 from tests.simulated.invariants import Monitor
-from tests.simulated.loop import Process, VirtualLoop
+from tests.simulated.loop import SimulatedProcess, VirtualLoop
 from tests.simulated.network import Faults, Network
 from tests.simulated.processes import CONTROL_PORT, DIRECTORY_PORT, FREE, LIMITED, TTL_S, Unit
 
@@ -31,7 +31,7 @@ DIRECTORY, CLIENTS = "10.0.0.1", "10.0.9.1"
 
 
 @dataclass
-class Result:
+class RunResult:
     """Outcome of one run."""
 
     seed: int
@@ -60,7 +60,7 @@ class World:
         self.network = loop.network = Network(loop, faults)
         networks.install(self.network)
         self.monitor = Monitor(self)
-        self.me = Process(loop, "world", CLIENTS)
+        self.me = SimulatedProcess(loop, "world", CLIENTS)
         self._calm, self._root = calm, root
         self._out_of_reach: dict[str, float] = {}  # gateway's host -> when it was last cut off
         self._gateways: dict[str, Gateway] = {}
@@ -69,14 +69,14 @@ class World:
     def _make_fleet(self, draw: Random) -> None:
         self.disk = Disk(self._root, "directory", Random(draw.random()))
         fabric, addresses = Fabric(), {}
-        self.machines: list[Machine] = []
+        self.machines: list[EngineHost] = []
         self.keepers: list[Unit] = []
         roles = [Role.DECODE] * draw.randrange(2, 4) + [Role.PREFILL] * draw.randrange(0, 2)
         for number, role in enumerate(roles):
             name, host = f"{role.value}-{number}", f"10.0.2.{number + 1}"
             folder = processes.machine_folder(self._root, name)
             kv_tokens = draw.choice((16_000, 64_000))
-            machine = Machine(self.loop, self.network, fabric, name, role, host, kv_tokens, folder)
+            machine = EngineHost(self.loop, self.network, fabric, name, role, host, kv_tokens, folder)
             engines.MACHINES[folder] = machine
             self.machines.append(machine)
             addresses[name] = f"{host}:{CONTROL_PORT}"
@@ -114,7 +114,7 @@ class World:
             and found.record.epoch == epoch
         )
 
-    def reached_directory(self, gateway: Process, seconds: float) -> bool:
+    def reached_directory(self, gateway: SimulatedProcess, seconds: float) -> bool:
         """Return whether nothing has kept a gateway from the directory for so long."""
         return self.loop.time() - self._out_of_reach.get(gateway.host, 0.0) > seconds
 
@@ -124,7 +124,7 @@ class World:
 
     # The run
 
-    def run(self) -> Result:
+    def run(self) -> RunResult:
         loop = self.loop
         loop.on_step = self._after_step
         loop.on_fault = self._fault
@@ -134,11 +134,11 @@ class World:
         loop.run_forever()
         if not self.monitor.violations:
             done.result()
-        return Result(
+        return RunResult(
             self.seed, loop.trace, self.monitor.violations, loop.steps, loop.time(), self.monitor.counts
         )
 
-    def _after_step(self, process: Process) -> None:
+    def _after_step(self, process: SimulatedProcess) -> None:
         if process.crashes_at is not None and process.steps >= process.crashes_at and process.alive:
             process.crashes_at = None
             unit = next(one for one in self.units if one.process is process)
@@ -146,7 +146,7 @@ class World:
         if self.monitor.violations:
             self.loop.stop()
 
-    def _fault(self, process: Process, context: dict[str, object]) -> None:
+    def _fault(self, process: SimulatedProcess, context: dict[str, object]) -> None:
         error = context.get("exception")
         if process.alive and error is not None:
             what = context.get("message"), error, context.get("task")
@@ -187,7 +187,7 @@ class World:
             await asyncio.sleep(draw.expovariate(1.5))
             number += 1
             key = LIMITED if draw.random() < 0.3 else FREE
-            agent = Agent(key, f"c{number}", hosts, Random(draw.random()), self._answered)
+            agent = SimulatedAgent(key, f"c{number}", hosts, Random(draw.random()), self._answered)
             agents.append(asyncio.create_task(agent.run(draw.randrange(1, 5), until)))
         await asyncio.gather(*agents)
 
@@ -326,7 +326,7 @@ def prepare() -> None:
     invariants.install(lambda: _current[-1].monitor)
 
 
-def run(seed: int) -> Result:
+def run(seed: int) -> RunResult:
     """Run the world of one seed."""
     root = Path(tempfile.mkdtemp(prefix="simulated-"))
     try:
