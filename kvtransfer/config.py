@@ -46,8 +46,8 @@ class ConnectorConfig:
     idle_kv_evictable: bool = False  # idle conversations' KV may be evicted without a copy on the host
     lmcache: str = ""  # host:port of LMCache's server, the tier behind the host; empty: none
     lmcache_timeout_s: float = 1.0  # longest wait for it within a step
-    # False: no plugin has work between layers, so that every step may run as one CUDA graph. Nothing can be
-    # exported then, because exports are published layer by layer.
+    # False: no plugin has work between layers, so that every step may run as one CUDA graph. KV is then
+    # exported after steps instead of layer by layer.
     layer_hooks: bool = True
     safepoint: str = ""  # shared memory name of the safepoint flag; empty: no safepoints
     plugins: tuple[str, ...] = ()  # more plugins, as "module:Class"

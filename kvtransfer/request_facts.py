@@ -21,6 +21,11 @@ def owner_key(request: Any) -> str | None:
     return str(request.session_id) if request.session_id else None
 
 
+def depends_on_tokens_only(request: Any) -> bool:
+    """Return whether tokens and salt determine the request's KV: it has no images, embeddings or adapter."""
+    return not (request.mm_features or request.lora_request or request.prompt_embeds is not None)
+
+
 def apply_client_hints(request: Any, conversation: RetainedConversation) -> None:
     """Set how long the client wants its KV kept; checked and bounded by `router/requests/body_parser.py`."""
     hints = (request.kv_transfer_params or {}).get("conversation") or {}

@@ -25,6 +25,8 @@ from placement.engines import SplitState
 
 logger = logging.getLogger("conserve.kvtransfer.shared_state")
 
+LEAVES_WITHIN_S = 75.0  # how long a draining engine keeps an idle conversation that may move with its KV
+
 BlockIds = Callable[[], Iterable[int]]
 
 
@@ -83,7 +85,7 @@ class SharedKvState:
         self.loads = RequestLoads()
         self.changes = UnreportedChanges()
         self.holders = BlockHolders()
-        self.draining = False
+        self.drains_since: float | None = None  # None: the engine does not drain
         self.kv_io_suspended = False  # no copy or transfer starts: layers are shared with another engine
         self.split: SplitState | None = None
         self.counts: Counter[str] = Counter()
@@ -129,18 +131,29 @@ class SharedKvState:
         """
         return all(block in self.host for block in self.conversations.keys(conversation))
 
+    @property
+    def draining(self) -> bool:
+        return self.drains_since is not None
+
     def drain(self, draining: bool) -> None:
-        """Retain nothing while draining: idle conversations end now, running ones with their turn."""
+        """Begin or end a drain, in which conversations leave the engine.
+
+        An idle conversation is kept for `LEAVES_WITHIN_S`, so that it can move with its KV. An engine without
+        transfers ends it at once.
+        """
         with self.lock:
-            self.draining = draining
+            if draining != self.draining:
+                self.drains_since = self.clock() if draining else None
 
     def park_and_expire(self) -> None:
         """Park and end conversations that were idle for long enough."""
         with self.lock:
             now = self.clock()
-            if self.draining:
-                for conversation in self.conversations.idle_since(now):
-                    self.release(conversation.key, "drained")
+            if self.drains_since is not None:
+                patience_s = LEAVES_WITHIN_S if self._config.transfer else 0.0
+                if self.drains_since <= now - patience_s:
+                    for conversation in self.conversations.idle_since(now - patience_s):
+                        self.release(conversation.key, "drained")
             for conversation in self.conversations.idle_since(now):
                 idle_s, wish = now - conversation.last_used, conversation.park_after_s
                 park_after_s = self._config.park_after_s if wish is None else wish

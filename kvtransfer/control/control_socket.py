@@ -24,7 +24,7 @@ from placement.engines import EngineState
 
 logger = logging.getLogger("conserve.kvtransfer.control_socket")
 
-VERSION = 6  # of the protocol; a keeper restarts an engine of another version instead of adopting it
+VERSION = 7  # of the protocol; a keeper restarts an engine of another version instead of adopting it
 STATES = "states"
 MIN_INTERVAL_S = 0.05
 MAX_INTERVAL_S = 1.0
@@ -55,6 +55,8 @@ class Reply:
 
     done: bool = False
     faults: tuple[str, ...] = ()
+    tokens: tuple[int, ...] = ()  # of a conversation
+    salt: str = ""  # with which its blocks are hashed
     error: str = ""
 
 
@@ -220,6 +222,11 @@ class ControlSocketClient:
         Returns False if the engine does not have most of it any more.
         """
         return (await self._ask(EngineCommand("prefetch", conversation, due_in_s=due_in_s))).done
+
+    async def tokens(self, conversation: str) -> tuple[tuple[int, ...], str]:
+        """Return the tokens of an idle conversation and their salt; no tokens if it cannot be sent."""
+        reply = await self._ask(EngineCommand("tokens", conversation))
+        return reply.tokens, reply.salt
 
     async def drain(self, draining: bool = True) -> None:
         await self._ask(EngineCommand("drain", draining=draining))

@@ -20,8 +20,16 @@ from vllm.v1.core.kv_cache_utils import get_block_hash, get_group_id
 
 from kvtransfer.compat.kv_connector import free_queue
 from kvtransfer.config import ConnectorConfigError
+from kvtransfer.control.control_socket import EngineCommand, Reply
 from kvtransfer.plugins import EngineContext, Match, Plugin, SchedulerSide
-from kvtransfer.request_facts import admitted_now, apply_client_hints, confirmed_blocks, is_offline, owner_key
+from kvtransfer.request_facts import (
+    admitted_now,
+    apply_client_hints,
+    confirmed_blocks,
+    depends_on_tokens_only,
+    is_offline,
+    owner_key,
+)
 from kvtransfer.retention.retained_conversations import (
     EvictionRank,
     RetainedConversation,
@@ -109,6 +117,8 @@ class RetentionScheduler(SchedulerSide):
         self._ordered_at = self._shared_at = -1
         self._unowned = 0  # blocks at the head of the queue that are known to have no owner
         self._blocks = 0  # size of the pool when that was counted
+        if context.config.own_transfer:
+            context.commands["tokens"] = self.tokens_of
 
     def bind(self, manager: Any) -> None:
         self._pool = manager.block_pool
@@ -163,7 +173,17 @@ class RetentionScheduler(SchedulerSide):
             else:
                 if request.request_id not in self._kv_state.loads.loading:
                     self._advance(*owned)
+                owned[1].tokens = request.all_token_ids if depends_on_tokens_only(request) else ()
+                owned[1].salt = request.cache_salt or ""
                 self._kv_state.conversations.end_turn(owned[1])
+
+    def tokens_of(self, command: EngineCommand) -> Reply:
+        """Return the tokens of an idle conversation, with which it can be sent to another engine."""
+        with self._kv_state.lock:
+            conversation = self._kv_state.conversations.get(command.conversation)
+            if conversation is None or conversation.turns or not conversation.tokens:
+                return Reply(done=False)
+            return Reply(done=True, tokens=tuple(conversation.tokens), salt=conversation.salt)
 
     def _advance(self, request: Any, conversation: RetainedConversation) -> None:
         full = confirmed_blocks(request, self._block_tokens)

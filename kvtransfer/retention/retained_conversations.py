@@ -108,6 +108,8 @@ class RetainedConversation:
     turns: int = 0  # that run or wait now
     chain: list[bytes] = field(default_factory=list)
     on_host: bool = True  # False once it left a full host: its blocks get no slots
+    tokens: Sequence[int] = ()  # of its last turn, if they and `salt` are all that its KV depends on
+    salt: str = ""
     ended: bool = False  # ended while a turn ran: forgotten when the turn ends
     # Wishes of the client; None: the engine's settings hold.
     park_after_s: float | None = None  # for this pause only

@@ -157,10 +157,7 @@ class TransferScheduler(SchedulerSide):
         params = request.kv_transfer_params or {}
         if params.get("do_remote_decode"):
             transfer_id = str(params.get("transfer_id") or request.request_id)
-            if not self._config.layer_hooks:
-                logger.warning("request %s is not exported: this engine only fetches", request.request_id)
-                self._counts[f"refused.{Reason.INVALID}"] += 1
-            elif self._is_exported(transfer_id):
+            if self._is_exported(transfer_id):
                 logger.warning(
                     "request %s repeats transfer %s: not exported", request.request_id, transfer_id
                 )
@@ -199,7 +196,7 @@ class TransferScheduler(SchedulerSide):
         rest = [group[first:] for group, first in zip(ids, skip, strict=True)]
         self._next.fetches.append(Fetch(request.request_id, source, skip, rest))
         self._fetching[request.request_id] = match.tokens
-        _count_as_computed(request)
+        _correct_cached_tokens(request)
 
     def order(self, scheduler_output: Any) -> TransferOrder | None:
         if self._exporting:
@@ -339,11 +336,14 @@ class TransferScheduler(SchedulerSide):
         return counts
 
 
-def _count_as_computed(request: Any) -> None:
-    """Leave tokens that a prefiller computes for this request out of the cached tokens shown to its
-    client."""
+def _correct_cached_tokens(request: Any) -> None:
+    """Leave what the source computes for this request out of the cached tokens that its client is told.
+
+    A prefiller computes all of it. A conversation's former decoder has computed `cached_tokens` before.
+    """
     if (stats := request.prefill_stats) is not None:  # None after the first token
-        stats.num_cached_tokens = stats.num_local_cached_tokens
+        before = request.kv_transfer_params.get("cached_tokens", 0)
+        stats.num_cached_tokens = min(stats.num_cached_tokens, max(stats.num_local_cached_tokens, before))
 
 
 def read_source(params: Mapping[str, Any], request: Any) -> TransferSource | None:

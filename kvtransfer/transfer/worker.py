@@ -125,14 +125,14 @@ class TransferWorker(WorkerSide):
         self._exports.after_layer(self._layers[layer])
 
     def after_step(self) -> None:
-        """Publish layers that have no hook: layers with a state, and all layers of some models."""
-        if self._config.layer_hooks and self._exports.written:
+        """Publish layers that have no hook: those with a state, all of some models, all of a decoder."""
+        if self._exports.written:
             self._warn_once()
             for layer in self._states if self._hooked else self._layers:
                 self._exports.after_layer(self._layers[layer])
 
     def _warn_once(self) -> None:
-        if not (self._warned or self._hooked):
+        if self._config.layer_hooks and not (self._warned or self._hooked):
             logger.warning(
                 "vLLM does not call connectors between this model's layers: KV is sent after steps"
             )

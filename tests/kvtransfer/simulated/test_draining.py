@@ -8,6 +8,7 @@ pytest.importorskip("vllm", reason="vLLM is not installed: make install")
 
 from kvtransfer.config import ConnectorConfig
 from kvtransfer.control.control_socket import NAMED_AT_MOST
+from kvtransfer.shared_state import LEAVES_WITHIN_S
 from tests.kvtransfer.engine.engines import free_port
 from tests.kvtransfer.simulated.engine import BLOCK_TOKENS, SteppedEngine
 
@@ -23,15 +24,37 @@ def engine():
     made.close()
 
 
+@pytest.fixture
+def made_without():
+    made = SteppedEngine(ConnectorConfig(engine="d", epoch=1, transfer=False, host_kv_gib=0.005), blocks=60)
+    yield made
+    made.close()
+
+
 def talk(engine: SteppedEngine, key: str, blocks: int, output: int = 2) -> None:
     engine.add(
         f"{key}-turn", [(n + len(key)) % 250 for n in range(blocks * BLOCK_TOKENS + 5)], output, session=key
     )
 
 
-def test_a_draining_engine_drops_idle_conversations_at_once_and_running_ones_after_their_turn(
-    engine: SteppedEngine,
-) -> None:
+def test_what_is_idle_is_kept_for_a_while_so_that_it_can_move(engine: SteppedEngine) -> None:
+    kv_state, now = engine.kv_state, [time.monotonic()]
+    talk(engine, "idle", 10)
+    engine.run(2000)
+    kv_state.clock = lambda: now[0]
+    now[0] += 100
+    kv_state.drain(True)
+    now[0] += LEAVES_WITHIN_S - 1
+    kv_state.drain(True)  # the keeper repeats it
+    kv_state.park_and_expire()
+    assert kv_state.conversations.get("idle") is not None
+    now[0] += 1
+    kv_state.park_and_expire()
+    assert kv_state.conversations.get("idle") is None
+
+
+def test_an_engine_without_transfers_lets_go_at_once(made_without: SteppedEngine) -> None:
+    engine = made_without
     report, kv_state = engine.side("report"), engine.kv_state
     talk(engine, "idle", 10)
     engine.run(2000)
