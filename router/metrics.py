@@ -9,6 +9,8 @@ from typing import TYPE_CHECKING, TypeVar
 
 from prometheus_client import Counter, Gauge, Histogram
 
+from placement.routing.receipts import MoveReason
+
 if TYPE_CHECKING:
     from router.http import Certificate, Server, UpstreamPool
 
@@ -180,7 +182,8 @@ FALLBACKS = Counter(
     "conserve_fallbacks_total",
     "Fallbacks by kind: prefill_failed (the decoder computes the prompt), decoder_lost (the "
     "conversation was bound again), identify_failed (treated as a new conversation), report_dropped, "
-    "stale_binding; in the directory engines_missing (after a restart it placed turns without engines "
+    "stale_binding, move_recomputed (a moved conversation's context was computed again); in the directory "
+    "engines_missing (after a restart it placed turns without engines "
     "that had not reported in time).",
     ["kind"],
 )
@@ -292,6 +295,17 @@ SLO = Counter(
 PROMPT_TOKENS = Histogram(
     "conserve_turn_prompt_tokens", "Prompt tokens of turns, as engines report them.", buckets=_TOKENS
 )
+MOVED = Counter(
+    "conserve_conversations_moved_total",
+    "Conversations moved to another decoder, by reason (drain: theirs is to end) and by what became of their "
+    "KV: with_kv; recomputed (all or a part of the context was computed again); unfinished (the turn came to "
+    "nothing).",
+    ["reason", "outcome"],
+)
+MOVED_RECOMPUTED_TOKENS = Counter(
+    "conserve_moved_recomputed_tokens_total",
+    "Prompt tokens computed again because their conversation moved, in whole blocks.",
+)
 RECOMPUTED_TOKENS = Counter(
     "conserve_recomputed_tokens_total",
     "Prompt tokens of later turns that were computed again although the turn before had them: their KV "
@@ -397,6 +411,11 @@ from_zero(
 from_zero(RESTORES_AHEAD, "restored", "gone", "not_parked", "returned", "busy", "failed")
 from_zero(TRACES_DROPPED, "queue_full", "not_taken")
 from_zero(FALLBACKS, "prefill_failed", "decoder_lost", "identify_failed", "report_dropped", "stale_binding")
+from_zero(FALLBACKS, "move_recomputed")
+from_zero(
+    MOVED,
+    *(f"{reason}/{outcome}" for reason in MoveReason for outcome in ("with_kv", "recomputed", "unfinished")),
+)
 from_zero(STREAMS_CUT, "resumed", "no_place", "set_aside", "cut_again", "refused", "not_lined")
 from_zero(ANSWERS, "kept", "pruned", "failed", "late")
 from_zero(TLS_HANDSHAKES, "done", "failed", "timeout", "too_many", "evicted")

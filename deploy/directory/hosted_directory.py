@@ -26,6 +26,7 @@ from router.process import collect_when_idle, log_to_stderr, settle_heap
 log = logging.getLogger("conserve.deploy.directory")
 
 LOOK_EVERY_S = 0.5
+SEND_LIMIT_S = 60.0  # of one conversation's KV
 
 
 class KeepersFile:
@@ -65,6 +66,7 @@ class HostedDirectory:
             Path(config.journal),
             self._release,
             prefetch=self._prefetch,
+            send=self._send,
             secret=config.secret,
             drops=_DropsByKeepers(config.keepers_key),
         )
@@ -115,6 +117,11 @@ class HostedDirectory:
     async def _prefetch(self, info: EngineInfo, conversation: str, due_in_s: float) -> bool:
         async with ControlClient(info.control, self._config.keepers_key) as client:
             return await client.prefetch(conversation, due_in_s)
+
+    async def _send(self, source: EngineInfo, target: EngineInfo, conversation: str) -> int | None:
+        async with ControlClient(source.control, self._config.keepers_key, SEND_LIMIT_S) as client:
+            sent = await client.send(conversation, target.http)
+        return sent.recomputed_tokens if sent.done else None
 
 
 class _DropsByKeepers:

@@ -14,6 +14,7 @@ from kvtransfer.control.control_socket import ControlSocketError
 from router.directory.api.rpc import BadReply, Method, Service, Stub
 from workers import processes
 from workers.keeper.engine_status import EngineLink, KeeperReport, StatusStore
+from workers.keeper.kv_sender import KvSender, SentKv
 
 Reply = TypeVar("Reply")
 
@@ -31,11 +32,18 @@ class PrefetchOrder:
     due_in_s: float  # until its next turn is expected
 
 
+@dataclass(frozen=True, slots=True)
+class SendOrder:
+    conversation: str
+    target: str  # host:port of the other decoder's HTTP server
+
+
 _SERVICE = "/conserve.workers.v2.EngineControl"
 INFO = Method[None, KeeperReport](f"{_SERVICE}/Info", None, KeeperReport)
 WATCH = Method[None, KeeperReport](f"{_SERVICE}/Watch", None, KeeperReport)
 RELEASE = Method[str, bool](f"{_SERVICE}/Release", str, bool)  # whether the engine held any KV of it
 PREFETCH = Method[PrefetchOrder, bool](f"{_SERVICE}/Prefetch", PrefetchOrder, bool)  # whether it has the KV
+SEND = Method[SendOrder, SentKv](f"{_SERVICE}/Send", SendOrder, SentKv)
 DROP = Method[DropOrders, None](f"{_SERVICE}/Drop", DropOrders, None)
 RESTORE = Method[int, None](f"{_SERVICE}/Restore", int, None)  # the epoch
 DRAIN = Method[bool, None](f"{_SERVICE}/Drain", bool, None)
@@ -48,13 +56,14 @@ class ControlError(DeployError, ConnectionError):
 class ControlServer:
     """Server of the control service. It listens before the keeper runs, which announces its address."""
 
-    def __init__(self, store: StatusStore, feed: EngineLink, secret: str) -> None:
-        self._store, self._feed = store, feed
+    def __init__(self, store: StatusStore, feed: EngineLink, secret: str, sender: KvSender) -> None:
+        self._store, self._feed, self._sender = store, feed, sender
         service = Service(secret, unavailable=(ControlSocketError,))
         service.once(INFO, self._info)
         service.stream(WATCH, self._watch)
         service.once(RELEASE, feed.release)
         service.once(PREFETCH, self._prefetch)
+        service.once(SEND, self._send)
         service.once(DRAIN, feed.drain)
         service.once(DROP, self._drop)
         service.once(RESTORE, feed.restore)
@@ -73,6 +82,9 @@ class ControlServer:
 
     async def _prefetch(self, order: PrefetchOrder) -> bool:
         return await self._feed.prefetch(order.conversation, order.due_in_s)
+
+    async def _send(self, order: SendOrder) -> SentKv:
+        return await self._sender.send(order.conversation, order.target)
 
     async def _drop(self, orders: DropOrders) -> None:
         await self._feed.drop(orders.epoch, orders.members, orders.part)
@@ -108,6 +120,10 @@ class ControlClient:
     async def prefetch(self, conversation: str, due_in_s: float) -> bool:
         """Load a parked conversation's KV. Returns False if the engine does not have most of it any more."""
         return await self._ask(PREFETCH, PrefetchOrder(conversation, due_in_s))
+
+    async def send(self, conversation: str, target: str) -> SentKv:
+        """Send an idle conversation's KV to the decoder at `target`, which then holds it too."""
+        return await self._ask(SEND, SendOrder(conversation, target))
 
     async def drop(self, epoch: int, members: tuple[str, ...], part: int) -> None:
         """Make the engine keep one part of the layers, and share the others with `members`."""

@@ -40,6 +40,7 @@ from deploy.ray.common import (
 from deploy.ray.control import ControlClient, ControlError, ControlServer
 from workers.keeper.engine_status import EngineLink, KeeperStatus, StatusStore
 from workers.keeper.keeper import Keeper
+from workers.keeper.kv_sender import KvSender
 from workers.keeper.launch import FEED_SOCKET
 from workers.keeper.process_lease import LeasedProcess
 from workers.oom_score import OomScore, set_oom_score
@@ -120,7 +121,8 @@ class KeeperActor:
 
     async def _work(self) -> None:
         feed = EngineLink(self._spec.engine, self._spec.directory / FEED_SOCKET)
-        server = ControlServer(self._store, feed, self._keys.of(Purpose.KEEPERS))
+        sender = KvSender(feed, self._store, self._spec.served_name, self._keys.of(Purpose.ENGINES))
+        server = ControlServer(self._store, feed, self._keys.of(Purpose.KEEPERS), sender)
         self._control = await server.start(self._spec.host, self._last_port())
         write_atomically(self._spec.directory / CONTROL_FILE, self._control)
         self._store.tell(self._store.status.phase, metrics=serve_metrics(self._spec.host))

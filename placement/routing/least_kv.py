@@ -119,6 +119,13 @@ class LeastKvRule:
             prefiller = prefillers.prefer_cached(prefiller, tokens, cached, now, weight)
         return EngineChoice(decoder, prefiller, decoders, cached)
 
+    def move(self, turn: FirstTurn) -> EngineChoice | Refusal:
+        """Return the decoder with the least KV, which gets the conversation's KV from its former decoder."""
+        decoder = self.state.decoders.choose(self.state.need(turn), None)
+        if decoder is None:
+            return self._no_decoder(self.state.need(turn))
+        return EngineChoice(decoder, PrefillerChoice.none(Why.HAS_KV), self.state.decoders, {})
+
     def find_later(self, turn: LaterTurn, now: float) -> EngineChoice:
         """Return the bound decoder, and the best prefiller if the turn has much to compute."""
         settings, decoders = self.state.settings, self.state.decoders

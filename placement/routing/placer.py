@@ -14,7 +14,7 @@ from placement.routing.engine_speed import EngineSpeeds
 from placement.routing.least_kv import EngineChoice, FirstTurn, LaterTurn, LeastKvRule, RoutingState
 from placement.routing.placer_settings import FirstTurns, PlacerSettings, PlacingPolicy
 from placement.routing.prefix_map import PromptPrefix
-from placement.routing.receipts import Placement, Receipt, Refusal
+from placement.routing.receipts import Move, Placement, Receipt, Refusal, RefusalReason, refuse
 from placement.scheduling.prefill_curve import PrefillCurve
 from placement.sizing.capacity import CapacityWatch, Signals
 
@@ -134,6 +134,18 @@ class Placer:
         prefixes.prompt_placed(turn.key, engine, turn.prefixes, turn.prompt_tokens, expected, now)
         return placement
 
+    def place_moved(self, turn: FirstTurn, move: Move, now: float) -> Placement | Refusal:
+        """Place a later turn on another decoder than before; a refusal changes nothing."""
+        choice = self._rule.move(turn) if move.sends else self._rule.first_turn(turn, now)
+        if isinstance(choice, Refusal):
+            return choice
+        if choice.decoder.chosen.engine in self._state.split_kv:  # it cannot receive KV
+            return refuse(RefusalReason.NO_CAPACITY, self.settings.retry_no_capacity_s, tokens=0, decoders=0)
+        uncached = 0 if move.sends else turn.prompt_tokens
+        placement = self._commit(turn, choice, self._state.need(turn), uncached, now, move)
+        self._state.prefixes.record(turn.key, turn.prefixes, placement.decoder, turn.prompt_tokens, now)
+        return placement
+
     def place_later(self, turn: LaterTurn, now: float) -> Placement:
         """Place a later turn, which never moves and is never refused; it may go through a prefiller again."""
         choice = self._rule.later_turn(turn, now)
@@ -179,7 +191,13 @@ class Placer:
         self._rule.release(key)
 
     def _commit(
-        self, turn: FirstTurn | LaterTurn, choice: EngineChoice, need: int, uncached: int, now: float
+        self,
+        turn: FirstTurn | LaterTurn,
+        choice: EngineChoice,
+        need: int,
+        uncached: int,
+        now: float,
+        move: Move | None = None,
     ) -> Placement:
         """Reserve the chosen engines for a turn."""
         engine, first = choice.decoder.chosen.engine, choice.prefiller.chosen
@@ -198,8 +216,10 @@ class Placer:
             choice.decoder,
             choice.estimates,
             self._overload.state.declared,
+            move,
         )
-        return Placement(first.engine if first else None, engine, receipt)
+        source = move.source if move is not None and move.sends else None
+        return Placement(first.engine if first else source, engine, receipt)
 
     # Signals
 

@@ -27,6 +27,7 @@ class Why(StrEnum):
     PREFILLED_LOCALLY = "prefilled_locally"  # the policy prefills this turn on its decoder
     SHARES_LAYERS = "shares_layers"  # a decoder that shares its layers cannot receive KV
     RESTORED = "restored"  # the shared tier has the KV that another decoder computed
+    HAS_KV = "has_kv"  # a move: the conversation's former decoder has the KV and sends it
     # Why this engine holds the conversation.
     LEAST_KV_IN_USE = "least_kv_in_use"
     SOONER_WITH_CAPACITY = "sooner_with_capacity"  # elastic: its first token is sooner by the margin
@@ -98,6 +99,19 @@ class Estimates(NamedTuple):
     remote_s: float | None  # computed on a prefiller; None where none accepts prompts
 
 
+class MoveReason(StrEnum):
+    DRAIN = "drain"  # its decoder is to end: an upgrade, fewer replicas, or a signal
+
+
+class Move(NamedTuple):
+    """Move of a conversation from the decoder that it was bound to."""
+
+    reason: MoveReason
+    source: str  # the former decoder
+    context_tokens: int  # that it holds
+    sends: bool  # False: the former decoder cannot send KV, so that the context is computed again
+
+
 class Receipt(NamedTuple):
     policy: str
     at: float
@@ -107,6 +121,7 @@ class Receipt(NamedTuple):
     decoder: DecoderChoice
     estimates: Estimates | None = None  # set where the turn could have been computed on either
     overload: OverloadReason | None = None  # set while the decoders' KV is overloaded
+    move: Move | None = None  # set where the conversation was bound to another decoder before
 
     def to_json(self) -> dict[str, Any]:
         """Return nested plain data: field names as keys, lists for the runners-up."""
@@ -125,7 +140,7 @@ def _plain(value: Any) -> Any:
 class Placement:
     """Engines that serve a turn."""
 
-    prefiller: str | None  # None: the decoder computes the prompt itself
+    prefiller: str | None  # or the former decoder of a move; None: the decoder computes the prompt itself
     decoder: str
     receipt: Receipt
 

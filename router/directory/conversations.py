@@ -43,6 +43,8 @@ class ConversationRecord:
     ttl_s: float = 0.0  # of silence, if its client said so
     parked: bool = False  # as heard since the directory began
     parks_on: str = ""  # the engine that said so while a turn was running here
+    moved_at: float | None = None  # to its present decoder
+    moves_from: str = ""  # the former decoder, until it has sent the KV
     prefix: tuple[str, int, int] = ("", 0, 0)  # prefiller, its epoch, and what it has computed of the prompt
 
     @property

@@ -13,7 +13,7 @@ import orjson
 from placement.engines import EngineInfo, EngineState
 from placement.overload.drop_plan import DropLimits
 from placement.routing.placer import Placer
-from placement.routing.receipts import Why
+from placement.routing.receipts import MoveReason, Why
 from placement.sizing.capacity import Thresholds
 from router import metrics
 from router.directory.api.messages import EngineRecord
@@ -21,6 +21,7 @@ from router.directory.conversations import Timeline
 from router.directory.dropping import DropCommands, Dropper
 from router.directory.fleet import CapacityWatcher
 from router.directory.journal import Journal, JournalError
+from router.directory.moving import IdleMove
 from router.directory.push import GatewayStreams
 from router.directory.table import BindingTable
 from router.process import SteadyClock
@@ -30,8 +31,15 @@ log = logging.getLogger("conserve.router.directory.directory")
 _TICK_S = 0.1
 _COMMAND_TIMEOUT_S = 5.0
 STREAMLESS_S = 20.0  # gRPC's keep-alive lets a gateway notice a lost stream within 15 s
+_SEND_LIMIT_S = 60.0
+_MOVE_IDLE_S = 0.5
 
 Release = Callable[[EngineInfo, str], Awaitable[None]]
+Send = Callable[[EngineInfo, EngineInfo, str], Awaitable[int | None]]
+"""Sends a conversation's KV from one engine to another.
+
+Returns the tokens that were computed again; None if the other engine has not got it.
+"""
 Prefetch = Callable[[EngineInfo, str, float], Awaitable[bool]]  # False: the engine lost most of the KV
 _ENGINE_ERRORS = (OSError, TimeoutError, grpc.RpcError, RuntimeError)
 
@@ -59,6 +67,7 @@ class Directory:
         clock: Callable[[], float] | None = None,
         drops: DropCommands | None = None,
         prefetch: Prefetch | None = None,
+        send: Send | None = None,
     ) -> None:
         self.settings = settings
         self.clock = clock = clock or SteadyClock()
@@ -75,6 +84,8 @@ class Directory:
         self._placer = placer
         self._release = release
         self._prefetch = prefetch
+        self._send = send
+        self._moved_idle_at = 0.0
         self._dropper: Dropper | None = None
         if settings.dropping is not None and drops is not None:
             self._dropper = Dropper(settings.dropping, self.table.fleet.records, drops)
@@ -294,6 +305,10 @@ class Directory:
                 self._push_engines()
             self.table.expire(now)
             self.table.serve_waiting(now)
+            if self._send is not None and now - self._moved_idle_at >= _MOVE_IDLE_S:
+                self._moved_idle_at = now
+                for move in self.table.idle_moves.begin(now):
+                    self._spawn(self._move_idle(self._send, move))
             if self._states_changed and now - self._states_pushed_at >= self.settings.push_states_s:
                 self._push_engines()
             self.changed()
@@ -326,6 +341,26 @@ class Directory:
             # The engine lets go of it by its own idle time.
             metrics.RELEASES_FAILED.inc()
             log.warning("not released conversation=%s engine=%s reason=%r", key, info.engine, wrong)
+
+    async def _move_idle(self, send: Send, move: IdleMove) -> None:
+        recomputed: int | None = None
+        try:
+            async with asyncio.timeout(_SEND_LIMIT_S):
+                recomputed = await send(move.source, move.target, move.key)
+        except _ENGINE_ERRORS as wrong:
+            log.warning("not sent conversation=%s from=%s reason=%r", move.key, move.source.engine, wrong)
+        finally:
+            bound = self.table.idle_moves.end(move, recomputed is not None, self.clock())
+            self.changed()
+        outcome = "unfinished" if not bound else "recomputed" if recomputed else "with_kv"
+        metrics.MOVED.labels(MoveReason.DRAIN, outcome).inc()
+        if bound and recomputed:
+            metrics.MOVED_RECOMPUTED_TOKENS.inc(recomputed)
+            metrics.FALLBACKS.labels("move_recomputed").inc()
+        log.info(
+            "idle conversation moved conversation=%s from=%s to=%s outcome=%s recomputed=%d",
+            *(move.key, move.source.engine, move.target.engine, outcome, recomputed or 0),
+        )
 
     def _spawn(self, work: Awaitable[None]) -> asyncio.Task[None]:
         task = asyncio.ensure_future(work)

@@ -16,7 +16,7 @@ from router.identity.prefix_chain import End
 _WHOLE, _BINDING = "whole", "binding"
 _BOUND = tuple[str, int, float]  # engine, epoch, since when
 _COUNTS = ("used_at", "turns", "prompt_tokens", "completion_tokens", "output_tokens", "ttl_s")
-_NOT_KEPT = ("running", "gateway", "placed", "prefix")
+_NOT_KEPT = ("running", "gateway", "placed", "prefix", "moves_from")
 
 
 def placed(conversation: ConversationRecord, binding: Binding) -> Iterator[Row]:

@@ -1,11 +1,12 @@
 """Placement of one turn: by the placer where it is new, on its decoder where it is bound."""
 
 from dataclasses import dataclass, field, replace
+from typing import Any
 
 from placement.routing.bindings import Binding, Bindings
 from placement.routing.least_kv import FirstTurn, LaterTurn
 from placement.routing.placer import Placer
-from placement.routing.receipts import Placement, Refusal, RefusalReason
+from placement.routing.receipts import Move, MoveReason, Placement, Refusal, RefusalReason
 from router.directory import journal_records as journal
 from router.directory.api.messages import Ask, Placed
 from router.directory.conversations import ConversationRecord, ConversationRecords, PlacedTurn
@@ -13,6 +14,8 @@ from router.directory.fleet import FleetView
 from router.directory.journal import Row
 from router.identity.node_table import NodeTable
 from router.identity.prefix_chain import End
+
+MOVES_AGAIN_AFTER_S = 60.0  # a conversation stays for so long where it has moved to
 
 RESTARTED = Refusal(RefusalReason.NO_DECODER, "not all engines have reported since a restart; try again", 1.0)
 
@@ -60,10 +63,10 @@ class Placing:
         if binding is not None and self._never_ran(ask):
             self.unbind(binding, now)
             binding = None
-        if binding is not None and not self._leaves(binding, ask):
-            return self._place_later(ask, binding, now)
+        if binding is not None:
+            return self._move(ask, binding, now) or self._place_later(ask, binding, now)
         if self._fleet.awaits_some:
-            return RESTARTED if binding is None else self._place_later(ask, binding, now)
+            return RESTARTED
         parent = self._bindings.look_up(ask.parent) if ask.parent else None
         preferred = parent.engine if parent and self._fleet.placeable(parent.engine) else None
         before = self._conversations.get(ask.key)
@@ -71,25 +74,100 @@ class Placing:
         first = FirstTurn(ask.key, ask.prompt_tokens, preferred, had, ask.prefixes, ask.queue_weight)
         outcome = self._placer.place(first, now)
         if isinstance(outcome, Refusal):
-            return outcome if binding is None else self._place_later(ask, binding, now)
-        info = self._fleet.info(outcome.decoder)
-        assert info is not None
-        conversation = self._conversations.get(ask.key)
-        cause = "first_turn" if conversation is None else "moved" if binding else "rebound"
-        if binding is not None:
-            self._effects.releases.append((binding.engine, binding.key))
+            return outcome
+        cause = "first_turn" if before is None else "rebound"
+        conversation = before
         if conversation is None:
             conversation = ConversationRecord(ask.key, ask.parent, now, now)
             self._conversations.add(conversation)
-        binding = self._bindings.bind(ask.key, info.engine, info.epoch, now)
-        return self._placed(ask, conversation, binding, outcome, cause, now)
+        return self._bound(ask, conversation, outcome, cause, now)
 
-    def _leaves(self, binding: Binding, ask: Ask) -> bool:
-        """Return whether a conversation leaves its draining decoder, where it has no other turn."""
+    def _move(self, ask: Ask, binding: Binding, now: float) -> Placed | None:
+        """Move a conversation off its draining decoder; None if it stays.
+
+        It stays while it has another turn there, while no other decoder has room, and for a while after its
+        last move. Its former decoder computes what the turn appends and sends all of the KV.
+        """
         conversation = self._conversations.get(binding.key)
-        running = conversation.running.keys() if conversation else set()
-        others = running - {ask.gateway} if ask.alone else running
-        return self._fleet.draining(binding.engine) and not others
+        if conversation is None or not self.may_leave(conversation, binding, now):
+            return None
+        running = conversation.running.keys()
+        if running - {ask.gateway} if ask.alone else running:
+            return None
+        turn = FirstTurn(ask.key, ask.prompt_tokens, None, True, ask.prefixes, ask.queue_weight)
+        placement = self.target(turn, conversation, binding, now)
+        if placement is None:
+            return None
+        self.release_former(conversation)
+        conversation.moves_from = binding.engine
+        return self._bound(ask, conversation, placement, "moved", now)
+
+    def may_leave(self, conversation: ConversationRecord, binding: Binding, now: float) -> bool:
+        """Return whether a conversation's decoder drains, and its last move is long enough ago."""
+        if not self._fleet.draining(binding.engine) or self._fleet.awaits_some:
+            return False
+        return conversation.moved_at is None or now - conversation.moved_at >= MOVES_AGAIN_AFTER_S
+
+    def can_send(self, engine: str) -> bool:
+        """Return whether an engine can send KV to others."""
+        info = self._fleet.info(engine)
+        reachable = info is not None and bool(info.transfer) and self._fleet.placeable(engine)
+        return reachable and self._placer.settings.policy.disaggregates
+
+    def target(
+        self, turn: FirstTurn, conversation: ConversationRecord, binding: Binding, now: float
+    ) -> Placement | None:
+        """Reserve another decoder for a conversation; None if none has room."""
+        sends, held = self.can_send(binding.engine), conversation.context_tokens
+        move = Move(MoveReason.DRAIN, binding.engine, held, sends)
+        placement = self._placer.place_moved(turn, move, now)
+        return None if isinstance(placement, Refusal) else placement
+
+    def rebind(self, conversation: ConversationRecord, placement: Placement, now: float) -> None:
+        """Bind a conversation, between two turns, to the decoder that has its KV now."""
+        binding = self._bind(conversation, placement, now)
+        self._note(conversation, binding, placement, "moved", now)
+        self._effects.rows.extend(journal.placed(conversation, binding))
+
+    def release_former(self, conversation: ConversationRecord) -> None:
+        """Release a moved conversation on its former decoder, which has sent the KV or will not."""
+        if conversation.moves_from:
+            self._effects.releases.append((conversation.moves_from, conversation.key))
+            conversation.moves_from = ""
+
+    def _bound(
+        self, ask: Ask, conversation: ConversationRecord, placement: Placement, cause: str, now: float
+    ) -> Placed:
+        binding = self._bind(conversation, placement, now)
+        return self._placed(ask, conversation, binding, placement, cause, now)
+
+    def _bind(self, conversation: ConversationRecord, placement: Placement, now: float) -> Binding:
+        info = self._fleet.info(placement.decoder)
+        assert info is not None
+        if placement.receipt.move is not None:
+            conversation.moved_at = now
+        return self._bindings.bind(conversation.key, info.engine, info.epoch, now)
+
+    def _note(
+        self,
+        conversation: ConversationRecord,
+        binding: Binding,
+        placement: Placement,
+        cause: str,
+        now: float,
+    ) -> dict[str, Any]:
+        """Add a placement to a conversation's notes, and return it."""
+        note = {
+            "at": now,
+            "cause": cause,
+            "prefiller": placement.prefiller,
+            "decoder": binding.engine,
+            "epoch": binding.epoch,
+            "receipt": placement.receipt.to_json(),
+        }
+        conversation.note(note)
+        conversation.transfers += placement.prefiller is not None
+        return note
 
     def _never_ran(self, ask: Ask) -> bool:
         """Return whether an earlier call of this ask bound the conversation, and its answer was lost.
@@ -132,19 +210,10 @@ class Placing:
         cause: str,
         now: float,
     ) -> Placed:
-        note = {
-            "at": now,
-            "cause": cause,
-            "prefiller": placement.prefiller,
-            "decoder": binding.engine,
-            "epoch": binding.epoch,
-            "receipt": placement.receipt.to_json(),
-        }
-        conversation.note(note)
-        conversation.transfers += placement.prefiller is not None
+        note = self._note(conversation, binding, placement, cause, now)
         tokens = ask.prompt_tokens if ask.uncached_tokens is None else ask.uncached_tokens
         conversation.placed[ask.gateway, ask.turn] = PlacedTurn(note, tokens)
-        context, known = conversation.context_tokens, cause == "redisaggregated"
+        context, known = conversation.context_tokens, cause in ("redisaggregated", "moved")
         self._effects.rows.extend(journal.placed(conversation, binding))
         self.began(conversation, ask.gateway, ask.turn, ask.end, now)
         placed = Placed(

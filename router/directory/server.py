@@ -10,7 +10,7 @@ from placement.routing.placer import Placer
 from placement.routing.receipts import Refusal
 from router.directory.api import messages as m
 from router.directory.api.rpc import Service
-from router.directory.directory import Directory, DirectorySettings, Prefetch, Release
+from router.directory.directory import Directory, DirectorySettings, Prefetch, Release, Send
 from router.directory.dropping import DropCommands
 from router.directory.journal import JournalError
 from router.directory.waiting import Waiter
@@ -42,8 +42,9 @@ class DirectoryServer(Directory):
         clock: Callable[[], float] | None = None,
         drops: DropCommands | None = None,
         prefetch: Prefetch | None = None,
+        send: Send | None = None,
     ) -> None:
-        super().__init__(settings, placer, journal, release, clock, drops, prefetch)
+        super().__init__(settings, placer, journal, release, clock, drops, prefetch, send)
         service = Service(secret, unavailable=(NotSettled,), broken=(JournalError,))
         service.stream(m.PLACE, self._place)
         service.stream(m.WATCH, self._watch)

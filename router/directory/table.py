@@ -17,6 +17,7 @@ from router.directory.api.messages import Ask, Placed
 from router.directory.conversations import ConversationRecords
 from router.directory.fleet import FleetView
 from router.directory.journal import Row
+from router.directory.moving import IdleMoves
 from router.directory.placing import Effects, Placing
 from router.directory.waiting import Waiter, Waiting
 from router.identity.node_table import MAX_NODES, NodeTable
@@ -40,6 +41,9 @@ class BindingTable:
         self._placing = Placing(
             placer, self._bindings, self.conversations, self.fleet, self.nodes, self._effects
         )
+
+        parts = placer, self._bindings, self.conversations, self.fleet, self._effects
+        self.idle_moves = IdleMoves(self._placing, *parts)
 
     def effects(self) -> Effects:
         """Take the effects of all calls since the last time."""
@@ -105,6 +109,8 @@ class BindingTable:
         """Note a prefill's end. `tokens`: of the prompt, `cached` of them known; 0 if it was not computed."""
         self._placer.prefill_done(key, now, tokens, cached)
         conversation = self.conversations.get(key)
+        if conversation is not None:
+            self._placing.release_former(conversation)
         if tokens and conversation is not None and conversation.notes:
             prefiller = self.fleet.info(conversation.notes[-1]["prefiller"] or "")
             if prefiller is not None:
@@ -136,8 +142,9 @@ class BindingTable:
             return False
         if placed is not None and first_token_s:
             placed.note["took"] = {"first_token_s": first_token_s, "handover_s": handover_s or None}
-            if handover_s:
+            if handover_s and placed.note["cause"] != "moved":
                 self._placer.transferred(placed.tokens, handover_s)
+        self._placing.release_former(conversation)
         self.conversations.touch(conversation, now)
         if ttl_s:
             self.conversations.let_live(conversation, ttl_s)
@@ -160,6 +167,7 @@ class BindingTable:
         if conversation is None:
             return False
         binding = self._bindings.end(key)
+        self._placing.release_former(conversation)
         self._placer.release(key, now)
         self.nodes.forget(key)
         last = {"state": "ended", "cause": cause, "ended_at": now}

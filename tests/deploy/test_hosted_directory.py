@@ -35,6 +35,7 @@ from tests.deploy.ray.test_control import SECRET, Feed
 from tests.support.waiting import until
 from tests.workers.test_status import INFO, STATE
 from workers.keeper.engine_status import StatusStore
+from workers.keeper.kv_sender import KvSender
 from workers.keeper.process_lease import LeasedProcess
 from workers.processes import listens
 
@@ -98,7 +99,7 @@ async def test_the_directory_outlives_its_host_and_restarts_when_killed(tmp_path
     store = StatusStore("decode-0")
     store.engine_up(replace(INFO, role=Role.DECODE, epoch=5))
     store.engine_state(replace(STATE, epoch=5, seq=5))
-    keeper = ControlServer(store, Feed(), SECRET)
+    keeper = ControlServer(store, Feed(), SECRET, KvSender(Feed(), store, "small", "key"))
     address = await keeper.start(HOST)
     keeping = rig.keep()
     try:

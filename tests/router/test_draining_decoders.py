@@ -4,8 +4,13 @@ import asyncio
 from pathlib import Path
 from typing import Any
 
+from prometheus_client import REGISTRY
+
 from tests.support.fake_fleet import FakeFleet, ask, assistant, fleet, get, user
 from tests.support.waiting import until
+
+MOVED = "conserve_conversations_moved_total"
+RECOMPUTED = "conserve_moved_recomputed_tokens_total"
 
 
 async def drain(made: FakeFleet, engine: str, on: bool = True) -> None:
@@ -25,11 +30,14 @@ async def opened(made: FakeFleet, text: str = "hello") -> tuple[list[dict[str, A
     return [*messages, assistant("yes"), user("go on")], first.conversation, told["decoder"]
 
 
-async def test_the_next_turn_of_a_conversation_goes_to_another_decoder_through_the_prefiller(
-    tmp_path: Path,
-) -> None:
-    async with fleet(tmp_path) as made:
+def moves(outcome: str) -> float:
+    return float(REGISTRY.get_sample_value(MOVED, {"reason": "drain", "outcome": outcome}) or 0)
+
+
+async def test_the_next_turn_goes_to_another_decoder_which_gets_the_kv_from_the_first(tmp_path: Path) -> None:
+    async with fleet(tmp_path, engine={"cached": 10_000}) as made:
         messages, conversation, left = await opened(made)
+        before = moves("with_kv")
         await drain(made, left)
         answer = await ask(made.urls[0], messages)
         assert (answer.status, answer.conversation) == (200, conversation)
@@ -38,6 +46,29 @@ async def test_the_next_turn_of_a_conversation_goes_to_another_decoder_through_t
         assert told["decoder"] != left
         assert told["placements"][-1]["cause"] == "moved"
         assert (told["transfers"], told["turns"]) == (2, 2)
+        receipt = told["placements"][-1]["receipt"]
+        assert (receipt["move"]["reason"], receipt["move"]["source"]) == ("drain", left)
+        assert receipt["prefiller"]["why"] == "has_kv"
+        sends, gets = made.engines[left].seen[-1].params, made.engines[told["decoder"]].seen[-1].params
+        assert sends["do_remote_decode"] and gets["do_remote_prefill"]
+        assert sends["transfer_id"] == gets["transfer_id"] and gets["remote_port"] == made.engines[left].port
+        assert gets["cached_tokens"] > 0
+        assert len(made.prefills()) == 1, "the prefiller had the first turn only"
+        assert made.engines[left].released == [made.decoder_requests()[0].conversation]
+        assert moves("with_kv") - before == 1
+
+
+async def test_a_move_whose_source_fails_is_computed_again_and_counted(tmp_path: Path) -> None:
+    async with fleet(tmp_path, engine={"cached": 0}) as made:
+        messages, _, left = await opened(made)
+        before, tokens = moves("recomputed"), REGISTRY.get_sample_value(RECOMPUTED) or 0
+        await drain(made, left)
+        made.engines[left].fail_status = 500
+        answer = await ask(made.urls[0], messages)
+        assert answer.status == 200
+        await made.settle()
+        assert moves("recomputed") - before == 1
+        assert (REGISTRY.get_sample_value(RECOMPUTED) or 0) > tokens
         assert made.engines[left].released == [made.decoder_requests()[0].conversation]
 
 

@@ -12,7 +12,7 @@ CURVES = {"prefill": PrefillCurve(0.01, 1e-5, 0.0)}
 
 def info(engine: str, role: Role = Role.DECODE, epoch: int = 1, kv_tokens: int = 10_000) -> EngineInfo:
     tier = "prefill" if role is Role.PREFILL else "decode"
-    return EngineInfo(engine, tier, role, epoch, f"127.0.0.1:{1}", "", "", kv_tokens, 16, 32_768)
+    return EngineInfo(engine, tier, role, epoch, "127.0.0.1:1", "127.0.0.1:2", "", kv_tokens, 16, 32_768)
 
 
 def state(

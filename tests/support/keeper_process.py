@@ -13,6 +13,7 @@ from placement.engines import Role
 from workers.keeper.config import KeeperSettings
 from workers.keeper.engine_status import EngineLink, StatusStore
 from workers.keeper.keeper import Keeper
+from workers.keeper.kv_sender import KvSender
 from workers.keeper.launch import FEED_SOCKET, Device, EngineKeys, LaunchSpec
 
 SECRET = "the-secret-of-this-test"
@@ -41,7 +42,7 @@ def spec(directory: Path, model: str, options: dict[str, object]) -> LaunchSpec:
 async def keep(directory: Path, model: str, options: dict[str, object]) -> None:
     board = StatusStore("engine-0")
     feed = EngineLink("engine-0", directory / FEED_SOCKET)
-    control = ControlServer(board, feed, SECRET)
+    control = ControlServer(board, feed, SECRET, KvSender(feed, board, "small", ""))
     address = await control.start("127.0.0.1")
     (directory / "control").write_text(address)
     memory_gib = options.pop("memory_gib", None)

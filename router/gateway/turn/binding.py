@@ -61,6 +61,7 @@ class Route:
     turn: int
     cause: str  # first_turn, rebound, moved, redisaggregated, bound
     placed_at: float | None = None  # None: the turn needed no placement
+    moved: str = ""  # why the conversation moved, in this turn
 
     @property
     def summary(self) -> str:
@@ -205,7 +206,8 @@ class Binder:
             metrics.FALLBACKS.labels("prefill_failed").inc()
             self._directory.prefill_done(found.key)
         self._metrics.placed(self._config.policy, outcome.cause, prefiller is not None)
-        return Route(known, decoder, prefiller, found.turn, outcome.cause, self._clock())
+        moved = outcome.note["receipt"]["move"]["reason"] if outcome.cause == "moved" else ""
+        return Route(known, decoder, prefiller, found.turn, outcome.cause, self._clock(), moved)
 
     async def _ask(self, ask: Ask) -> tuple[Placed | Refusal, Known | None]:
         """Ask the directory for a placement. A fork waits while this gateway places its parent."""

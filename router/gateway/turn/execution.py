@@ -122,6 +122,8 @@ class TurnRunner:
             else:
                 await asyncio.wait([prefill])
                 params = prefill.result()
+            if params is not None and route.moved:
+                params["cached_tokens"] = route.known.context_tokens
             return await self._decode(turn, route, params, responder, observer, stream)
         finally:
             if not prefill.done():

@@ -21,6 +21,7 @@ from router.gateway.responses.stored_answers import Answers
 from router.gateway.turn import legs
 from router.gateway.turn.binding import Binder, Identified, Route
 from router.gateway.turn.execution import PrefillLeg, RelayedTurn, TurnRunner
+from router.gateway.turn.moves import count_move
 from router.gateway.turn.prefetch import Prefetcher
 from router.gateway.turn.prefix_breaks import record_prefix
 from router.gateway.turn.quarantine import CrashQuarantine
@@ -147,6 +148,10 @@ class TurnHandler:
         if outcome.end is RelayEnd.COMPLETE and seen.status == 200:
             block = route.decoder.block_tokens
             broken = record_prefix(turn, found.matched_bytes, route.known, route.cause, block, seen)
+        if route.moved:
+            answered = outcome.end is RelayEnd.COMPLETE and seen.status == 200
+            same_prefix = broken is None and found.matched_bytes > 0
+            count_move(route, relayed.prefill, seen, answered=answered, same_prefix=same_prefix)
         done = self._metrics.ended(turn, route.known, first_cause, outcome, seen)
         cached = cached_tokens(relayed.prefill, seen)
         if turn.trace is not None:

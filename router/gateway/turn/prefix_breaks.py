@@ -14,7 +14,7 @@ from router.gateway.turn.turn import Turn
 from router.http import Observation
 from router.identity.prefix_chain import OTHERS, REASONED
 
-_CAUSES_WITH_KV = frozenset({"bound", "redisaggregated"})  # routes to the decoder that holds the KV
+_CAUSES_WITH_KV = frozenset({"bound", "redisaggregated", "moved"})  # routes to the decoder that holds the KV
 
 
 class PrefixBreak(StrEnum):

@@ -15,7 +15,7 @@ from router.gateway.turn.turn import Turn
 from router.http import Observation, RelayEnd, RelayOutcome
 
 _FINISHED_FOR_USER = frozenset({"stop", "completed", "end_turn", "stop_sequence"})
-_PLACED_ANEW = ("first_turn", "rebound", "moved")
+_PLACED_ANEW = ("first_turn", "rebound")
 _OUTCOMES = {
     RelayEnd.COMPLETE: "complete",
     RelayEnd.CLIENT_GONE: "client_gone",

@@ -10,6 +10,7 @@ from deploy.ray.control import ControlClient, ControlError, ControlServer
 from kvtransfer.control.control_socket import ControlSocketError
 from tests.workers.test_status import INFO, STATE
 from workers.keeper.engine_status import KeeperPhase, StatusStore
+from workers.keeper.kv_sender import KvSender
 
 SECRET = "a-secret-of-16-chars"
 
@@ -51,7 +52,7 @@ class ControlRig:
 @pytest.fixture
 async def rig() -> AsyncIterator[ControlRig]:
     store, feed = StatusStore("decode-0"), Feed()
-    server = ControlServer(store, feed, SECRET)
+    server = ControlServer(store, feed, SECRET, KvSender(feed, store, "small", "key"))
     address = await server.start("127.0.0.1")
     yield ControlRig(store, feed, server, address)
     await server.stop()
@@ -112,7 +113,7 @@ async def test_a_keeper_that_goes_away_ends_the_watch(rig: ControlRig) -> None:
 async def test_a_restarted_keeper_listens_at_the_same_address(rig: ControlRig) -> None:
     port = int(rig.address.rsplit(":", 1)[1])
     await rig.server.stop()
-    again = ControlServer(rig.store, rig.feed, SECRET)
+    again = ControlServer(rig.store, rig.feed, SECRET, KvSender(rig.feed, rig.store, "small", "key"))
     try:
         assert await again.start("127.0.0.1", port) == rig.address
     finally:

@@ -16,6 +16,7 @@ from placement.routing.placer import MissingCurve
 from tests.deploy.ray.test_control import SECRET, Feed
 from tests.workers.test_status import INFO, STATE
 from workers.keeper.engine_status import KeeperPhase, StatusStore
+from workers.keeper.kv_sender import KvSender
 
 pytestmark = pytest.mark.slow
 
@@ -53,7 +54,7 @@ class WatchRig:
         return self.address
 
     async def keeper(self, store: StatusStore, port: int = 0) -> ControlServer:
-        server = ControlServer(store, Feed(), SECRET)
+        server = ControlServer(store, Feed(), SECRET, KvSender(Feed(), store, "small", "key"))
         self.address = await server.start("127.0.0.1", port)
         return server
 
@@ -142,7 +143,7 @@ async def test_a_keeper_at_its_old_address_is_found_without_ray(rig: WatchRig) -
     where = rig.address
     await first.stop()
     rig.address = ""  # Ray does not know
-    again = ControlServer(store(5), Feed(), SECRET)
+    again = ControlServer(store(5), Feed(), SECRET, KvSender(Feed(), store(5), "small", "key"))
     assert await again.start("127.0.0.1", int(where.rsplit(":", 1)[1])) == where
     await rig.hears(("up", 5), ("state", 5), ("state", 5))
     await again.stop()

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 
 from placement.engines import Role
 from placement.priorities import QUANTUM
-from placement.routing.placer_settings import FirstTurns
+from placement.routing.placer_settings import FirstTurns, PlacingPolicy
 from placement.routing.prefix_map import PromptPrefix
 from placement.routing.receipts import Refusal, RefusalReason
 from router.directory.api.messages import Ask, Placed
@@ -68,7 +68,36 @@ def test_a_conversation_leaves_a_draining_decoder_when_no_turn_of_it_runs_there(
     assert place(made, ask("c", turn=2)).engine == left
     moved = place(made, ask("c", turn=3, alone=True))
     assert moved.engine != left
-    assert (moved.cause, moved.prefiller, moved.known) == ("moved", "p0", False)
+    assert (moved.cause, moved.prefiller, moved.known) == ("moved", left, True)
+    receipt: Any = moved.note["receipt"]
+    assert receipt["move"] == {"reason": "drain", "source": left, "context_tokens": 0, "sends": True}
+    assert (left, "c") not in made.effects().releases, "it has yet to send the KV"
+    made.prefill_done("c", 1.0, 1000, 900)
+    assert (left, "c") in made.effects().releases
+
+
+def test_a_conversation_never_moves_twice_within_a_minute() -> None:
+    made = table(decoders=3)
+    left = place(made, ask("c", turn=1)).engine
+    made.turn_ended("c", "g", 1.0, prompt_tokens=1000, completion_tokens=10, turn=1)
+    made.engine_state(state(left, 1, draining=True), 2.0)
+    there = place(made, ask("c", turn=2), 10.0).engine
+    made.turn_ended("c", "g", 11.0, prompt_tokens=1100, completion_tokens=10, turn=2)
+    made.engine_state(state(there, 1, draining=True), 12.0)
+    assert place(made, ask("c", turn=3), 69.9).engine == there
+    made.turn_ended("c", "g", 69.95, prompt_tokens=1200, completion_tokens=10, turn=3)
+    assert place(made, ask("c", turn=4), 70.0).engine not in (left, there)
+
+
+def test_without_transfers_a_conversation_moves_and_is_computed_again() -> None:
+    made = table(policy=PlacingPolicy.COLLOCATED)
+    left = place(made, ask("c", turn=1)).engine
+    made.turn_ended("c", "g", 1.0, prompt_tokens=1000, completion_tokens=10, turn=1)
+    made.engine_state(state(left, 1, draining=True), 2.0)
+    moved = place(made, ask("c", turn=2), 3.0)
+    receipt: Any = moved.note["receipt"]
+    assert (moved.cause, moved.prefiller, receipt["move"]["sends"]) == ("moved", None, False)
+    made.turn_ended("c", "g", 4.0, prompt_tokens=1100, completion_tokens=10, turn=2)
     assert (left, "c") in made.effects().releases
 
 
