@@ -5,16 +5,21 @@ engine with all its KV. The lease is a file. The keeper renews it by changing it
 it ends the whole process tree at once. While a supervisor of the fleet's keepers lives, the lease holds
 without renewals. Otherwise a lease that nobody renews runs out and the tree ends, so nothing is left behind.
 The lease counts only for the process that the record beside it names, because no keeper finds another one.
+
+With `--leave-s` a first SIGTERM is a request to the keeper, which sees the file that it leaves, lets the
+engine's conversations move to other engines, and removes the lease. A second one ends the tree at once.
 """
 
 import argparse
 import ctypes
 import json
+import math
 import os
 import signal
 import subprocess
 import sys
 import time
+from dataclasses import dataclass
 from pathlib import Path
 
 import psutil
@@ -26,6 +31,7 @@ from workers.processes import WorkerError, end, find, tree
 SUPERVISOR = "CONSERVE_SUPERVISOR"  # in the environment: its pid and start time
 LOOK_EVERY_S = 0.25
 PR_SET_CHILD_SUBREAPER = 36
+ASKED_TO_END = "asked_to_end"  # file beside the lease
 
 
 class Lease:
@@ -74,11 +80,31 @@ class AskedToEnd(WorkerError):
     """A signal asked this host to end."""
 
 
-def run(argv: list[str], lease: Lease, grace_s: float, oom_score: int) -> int:
+@dataclass(slots=True)
+class EndSignal:
+    """Handler of SIGTERM: the first one asks the keeper, if there is time for that; the second one ends."""
+
+    file: Path
+    leave_s: float
+    until: float = math.inf
+
+    def __call__(self, _signal: int, _frame: object) -> None:
+        if not self.leave_s or self.until < math.inf:
+            raise AskedToEnd
+        self.until = time.monotonic() + self.leave_s
+        self.file.touch()
+
+    @property
+    def over(self) -> bool:
+        return time.monotonic() >= self.until
+
+
+def run(argv: list[str], lease: Lease, grace_s: float, oom_score: int, asked: EndSignal) -> int:
     libc = ctypes.CDLL(None, use_errno=True)
     # This process adopts orphans of the tree: when vLLM's front end dies, its engine process stays findable.
     libc.prctl(PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)
-    signal.signal(signal.SIGTERM, _raise)
+    asked.file.unlink(missing_ok=True)
+    signal.signal(signal.SIGTERM, asked)
     signal.signal(signal.SIGINT, _raise)
 
     def prepare() -> None:
@@ -97,6 +123,8 @@ def run(argv: list[str], lease: Lease, grace_s: float, oom_score: int) -> int:
                     f"conserve host: nobody renewed the lease: ending {argv[0]}", file=sys.stderr, flush=True
                 )
                 return 3
+            if asked.over:
+                return 0
             time.sleep(LOOK_EVERY_S)
         return child.returncode if child.returncode >= 0 else 128 - child.returncode
     except AskedToEnd:
@@ -117,6 +145,7 @@ def main() -> int:
     parser.add_argument("--record", type=Path, required=True, help="file that names the process of the lease")
     parser.add_argument("--oom-score", type=int, default=0, help="oom_score_adj of the command")
     parser.add_argument("--grace-s", type=float, default=10.0, help="seconds between SIGTERM and SIGKILL")
+    parser.add_argument("--leave-s", type=float, default=0.0, help="seconds from a first SIGTERM to the end")
     parser.add_argument("argv", nargs=argparse.REMAINDER, help="-- and the command to run")
     arguments = parser.parse_args()
     argv = arguments.argv[1:] if arguments.argv[:1] == ["--"] else arguments.argv
@@ -126,7 +155,8 @@ def main() -> int:
         os.setsid()
     supervisor = os.environ.get(SUPERVISOR, "")
     lease = Lease(arguments.lease, arguments.lease_s, arguments.record, supervisor)
-    return run(argv, lease, arguments.grace_s, arguments.oom_score)
+    asked = EndSignal(arguments.lease.with_name(ASKED_TO_END), arguments.leave_s)
+    return run(argv, lease, arguments.grace_s, arguments.oom_score, asked)
 
 
 if __name__ == "__main__":

@@ -198,7 +198,13 @@ def shared_tier(fleet: FleetSpec, engine: EngineName, home: FleetHome) -> Lmcach
 
 def keeper_settings(fleet: FleetSpec) -> KeeperSettings:
     together = fleet.engine.start_together or (1 if fleet.engine.device is Device.CPU else None)
-    return configured(KeeperSettings, fleet.engine, start_together=together, kv_gib=_kv_in_host_memory(fleet))
+    return configured(
+        KeeperSettings,
+        fleet.engine,
+        start_together=together,
+        kv_gib=_kv_in_host_memory(fleet),
+        drain_s=fleet.capacity.drain,
+    )
 
 
 def _kv_in_host_memory(fleet: FleetSpec) -> float:

@@ -32,7 +32,7 @@ time.sleep(600)
 
 
 def start(
-    directory: Path, lease_s: float = 30.0, grace_s: float = 0.2, supervisor: str = ""
+    directory: Path, lease_s: float = 30.0, grace_s: float = 0.2, supervisor: str = "", leave_s: float = 0.0
 ) -> LeasedProcess:
     env = {**os.environ, "MARK_OF_TEST": str(directory), SUPERVISOR: supervisor}
     process = LeasedProcess.start(
@@ -44,6 +44,7 @@ def start(
         lease_s=lease_s,
         grace_s=grace_s,
         oom_score=OomScore.ENGINE,
+        leave_s=leave_s,
     )
     until(lambda: (directory / "child").exists() and (directory / "child").read_text() != "")
     return process
@@ -72,6 +73,25 @@ def directory(tmp_path: Path) -> Iterator[Path]:
     yield tmp_path
     for pid in left(tmp_path):
         os.kill(pid, signal.SIGKILL)
+
+
+def test_a_first_signal_asks_and_a_second_one_ends(directory: Path) -> None:
+    process = start(directory, leave_s=60.0)
+    os.kill(process.record.pid, signal.SIGTERM)
+    until(process.asked_to_end)
+    time.sleep(0.5)
+    assert process.alive() and len(left(directory)) == 3
+    os.kill(process.record.pid, signal.SIGTERM)
+    until(lambda: left(directory) == [])
+
+
+def test_what_is_asked_and_not_ended_ends_by_itself(directory: Path) -> None:
+    process = start(directory, leave_s=1.0)
+    os.kill(process.record.pid, signal.SIGTERM)
+    until(process.asked_to_end)
+    until(lambda: left(directory) == [])
+    (directory / "child").unlink()
+    assert not start(directory, leave_s=1.0).asked_to_end(), "the next one has not been asked"
 
 
 def test_ending_a_process_ends_its_whole_tree(directory: Path) -> None:

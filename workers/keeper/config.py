@@ -19,6 +19,7 @@ class KeeperSettings:
     kv_gib: float = 0.0  # KV that the engine keeps in host memory
     lease_s: float = 60.0
     end_grace_s: float = 10.0
+    drain_s: float = 120.0  # for conversations to leave an engine that a signal asked to end
     backoff_first_s: float = 1.0
     backoff_longest_s: float = 60.0
     calm_after_s: float = 300.0  # of serving, after which back-off starts over

@@ -119,6 +119,10 @@ class EngineLink(ControlSocketClient):
                 say(str(error))
             await asyncio.sleep(RETRY_S)
 
+    def next_engine(self) -> None:
+        """Forget a drain, which was of the engine that ends."""
+        self._draining = False
+
     async def drain(self, draining: bool = True) -> None:
         self._draining = draining
         await super().drain(draining)

@@ -3,10 +3,12 @@
 import asyncio
 import contextlib
 import logging
+import math
 import os
 import time
 from collections.abc import Callable
 
+from kvtransfer.control.control_socket import ControlSocketError
 from placement.engines import EngineInfo
 from workers.keeper import engine_log, metrics
 from workers.keeper.config import KeeperSettings
@@ -15,13 +17,16 @@ from workers.keeper.engine_status import EngineLink, KeeperPhase, StatusStore
 from workers.keeper.launch import EngineKeys, LaunchSpec, Start, engine_command
 from workers.keeper.lmcache_server import LmcacheServer
 from workers.keeper.process_lease import LOG, LeasedProcess, last_epoch, start_slot
-from workers.keeper.running_engine import RunningEngine, StartFailed
+from workers.keeper.running_engine import ASKED, RunningEngine, StartFailed
 from workers.oom_score import OomScore
 from workers.processes import Backoff, free_port
 from workers.profiles import StartingKnowledge
 
 log = logging.getLogger("conserve.workers.keeper")
 
+LEAVE_GRACE_S = 30.0  # beyond a drain, after which an engine ends whose keeper does not react
+QUIET_S = 1.0  # a turn on its way from a gateway arrives within
+LOOK_S = 0.2
 ADOPTED_LOG_BYTES = 64 << 10  # end of an adopted engine's log that is searched for causes
 
 
@@ -136,6 +141,7 @@ class Keeper:
             lease_s=self._settings.lease_s,
             grace_s=self._settings.end_grace_s,
             oom_score=OomScore.ENGINE,
+            leave_s=self._settings.drain_s + LEAVE_GRACE_S,
         )
         return self._running(self._process, log_from)
 
@@ -163,6 +169,8 @@ class Keeper:
         feeding = asyncio.create_task(self._feed.follow(self._store))
         try:
             cause, reason = await running.watch()
+            if cause == ASKED:
+                await self._let_leave(running)
         finally:
             feeding.cancel()
             with contextlib.suppress(asyncio.CancelledError):
@@ -173,6 +181,24 @@ class Keeper:
         diagnosis = running.diagnosis(reason)
         description = reason if diagnosis.cause == reason else f"{reason} ({diagnosis.cause})"
         return description, diagnosis.excerpt
+
+    async def _let_leave(self, running: RunningEngine) -> None:
+        """Drain an engine, so that its conversations leave it with their KV before it ends."""
+        self._store.tell(KeeperPhase.SERVING, "asked to end: conversations move to other engines")
+        until, quiet_since = self._clock() + self._settings.drain_s, math.inf
+        try:
+            await self._feed.drain()
+            while running.process.alive() and self._clock() < until:
+                state, now = self._store.report.state, self._clock()
+                quiet_since = min(quiet_since, now) if state is not None and state.drained else math.inf
+                if now - quiet_since >= QUIET_S:
+                    return
+                await asyncio.sleep(LOOK_S)
+            log.warning("engine ends with conversations on it engine=%s", self._spec.engine)
+        except ControlSocketError as error:
+            log.warning("engine not drained engine=%s reason=%r", self._spec.engine, error)
+        finally:
+            self._feed.next_engine()
 
     async def _renew(self) -> None:
         while True:

@@ -11,7 +11,7 @@ ENGINE_STARTS = Counter(
 ENGINE_LOST = Counter(
     "conserve_engine_lost_total",
     "Losses of a serving engine by cause: exited, unhealthy (it missed its health checks), memory (its "
-    "processes exceeded the limit).",
+    "processes exceeded the limit), asked_to_end (by SIGTERM, after its conversations had left).",
     ["engine", "cause"],
 )
 ENGINE_START_SECONDS = Histogram(
@@ -70,7 +70,7 @@ def from_zero(engine: str) -> None:
     """Create all series at zero, so that Prometheus sees the first event of each as an increase."""
     for outcome in ("served", "failed", "adopted"):
         ENGINE_STARTS.labels(engine, outcome)
-    for cause in ("exited", "unhealthy", "memory"):
+    for cause in ("exited", "unhealthy", "memory", "asked_to_end"):
         ENGINE_LOST.labels(engine, cause)
     HEALTH_MISSES.labels(engine)
     NOT_WARMED.labels(engine)

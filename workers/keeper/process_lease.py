@@ -18,6 +18,7 @@ from pathlib import Path
 import psutil
 
 from workers import processes
+from workers.host import ASKED_TO_END
 from workers.keeper.engine_memory import session_bytes
 from workers.keeper.launch import ProcessCommand
 from workers.oom_score import OomScore
@@ -74,14 +75,16 @@ class LeasedProcess:
         lease_s: float,
         grace_s: float,
         oom_score: OomScore,
+        leave_s: float = 0.0,
     ) -> "LeasedProcess":
+        """Start a process. With `leave_s` a first SIGTERM to it only asks (`asked_to_end`)."""
         directory.mkdir(parents=True, exist_ok=True)
         lease = directory / LEASE
         lease.touch()
         (directory / IDLE).unlink(missing_ok=True)
         host = [sys.executable, "-m", "workers.host", "--lease", str(lease), "--lease-s", str(lease_s)]
         host += ["--record", str(directory / RECORD), "--oom-score", str(int(oom_score))]
-        host += ["--grace-s", str(grace_s), "--", *command.argv]
+        host += ["--grace-s", str(grace_s), "--leave-s", str(leave_s), "--", *command.argv]
         log = directory / LOG
         _rotate(log)
         child = processes.start(host, processes.with_our_packages(command.env), log, directory)
@@ -121,6 +124,10 @@ class LeasedProcess:
         if self._child is not None and self._child.poll() is not None:
             return False
         return processes.find(self.record.pid, self.record.started) is not None
+
+    def asked_to_end(self) -> bool:
+        """Return whether a signal asked the process to end."""
+        return (self.directory / ASKED_TO_END).exists()
 
     def memory_bytes(self, enough: int = 0) -> int:
         """Return the memory of the whole tree; exact only if it may exceed `enough`."""

@@ -14,6 +14,8 @@ from workers.keeper.engine_memory import MemoryLimit, machine_bytes
 from workers.keeper.process_lease import LeasedProcess
 from workers.processes import WorkerError
 
+ASKED = "asked_to_end"
+
 log = logging.getLogger("conserve.workers.keeper")
 
 
@@ -80,6 +82,8 @@ class RunningEngine:
             metrics.MEMORY_BYTES.labels(self.engine).set(used)
             if reached := limit.reached(used):
                 return "memory", reached
+            if self.process.asked_to_end():
+                return ASKED, "a signal asked it to end"
             if await self.http.healthy(settings.health_timeout_s):
                 misses = 0
             else:
