@@ -7,7 +7,8 @@ computed again, and how long later turns wait for their first token, beside plai
 same while offline work fills the decoder. Answers must be equal, token for token. Then prompts are restored
 from the host against computing them, and beside a request that decodes. In the end everything is released,
 and blocks that are still held count. Copies by themselves come first: to the host and back, and over a
-connection.
+connection. Last, agents talk to a fleet of three decoders while one is drained: no token of their context may
+be computed again, and no stream cut.
 """
 
 import tempfile
@@ -20,6 +21,7 @@ from typing import Any
 from benchmarks.harness.output import command, print_figures, print_rows, write_json
 from benchmarks.kv.conversations import HOST_KV_GIB, LoadShape, Played, compared, in_a_process, play_load
 from benchmarks.kv.copies import KvSize, measure_copies
+from benchmarks.kv.drain import drain_under_load
 from benchmarks.kv.restore import restore_against_recompute
 from deploy.small_model import make_model
 
@@ -53,7 +55,8 @@ def measure(load: LoadShape, quick: bool, report: Callable[[dict[str, Any]], Non
         found["with_offline"] = compared(plain, full)
         found["recomputed_vs_vllm_with_offline"] = found["with_offline"]["recomputed_vs_vllm"]
         found["leaked_blocks"] += full.faults
-    return found
+    report(found)
+    return found | drain_under_load(quick)
 
 
 def main() -> None:
