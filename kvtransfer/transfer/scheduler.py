@@ -312,18 +312,23 @@ class TransferScheduler(SchedulerSide):
             return None
         self._held_since[transfer_id] = self._clock()
         self._next.finished.append(transfer_id)
-        return self._answer(transfer_id, request.num_prompt_tokens)
+        return self._answer(transfer_id, request)
 
-    def _answer(self, transfer_id: str, tokens: int) -> dict[str, Any]:
-        """Return the decode leg's `kv_transfer_params`, for routers that start it after the prefill."""
+    def _answer(self, transfer_id: str, request: Any) -> dict[str, Any]:
+        """Return the decode leg's `kv_transfer_params`, for routers that start it after the prefill.
+
+        A conversation that moves takes the tokens of its prompt along, as they were generated.
+        """
+        moves = (request.kv_transfer_params or {}).get("moves")
         return {
+            **({"prompt_token_ids": list(request.prompt_token_ids)} if moves else {}),
             "do_remote_prefill": True,
             "do_remote_decode": False,
             "transfer_id": transfer_id,
             "remote_host": self._config.host,
             "remote_port": self._config.port,
             "remote_epoch": self._config.epoch,
-            "remote_num_tokens": tokens,
+            "remote_num_tokens": request.num_prompt_tokens,
         }
 
     def reset(self) -> None:

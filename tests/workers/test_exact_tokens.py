@@ -247,3 +247,26 @@ async def test_the_tokens_sent_to_a_client_that_left_are_remembered(llm: Llm, ex
     await outputs.aclose()
     assert await turn(exact, llm, NEXT, []) == [*Q, *A[:2], *NEXT[3:]]
     await asyncio.sleep(0)
+
+
+def leg(kind: str, **more: Any) -> dict[str, Any]:
+    return {"kv_transfer_params": {kind: True, "moves": True, **more}}
+
+
+async def test_a_conversation_that_moves_takes_its_tokens_along(llm: Llm, exact: ExactTokens) -> None:
+    new, moved = ExactTokens(lambda llm: VOCABULARY), [*Q, *A, ord("c"), END]
+    await turn(exact, llm, Q, A)
+    assert await turn(exact, llm, NEXT, [0], extra_args=leg("do_remote_decode")) == moved
+    fetch = leg("do_remote_prefill", prompt_token_ids=moved)
+    assert await turn(new, llm, NEXT, A, extra_args=fetch) == moved
+    assert fetch == leg("do_remote_prefill"), "the engine's core needs no second copy"
+    assert await turn(new, llm, [*NEXT, AB, END, ord("c")], []) == [*moved, *A, ord("c")]
+    assert await turn(exact, llm, NEXT, []) == moved, "the former engine remembers its last turn"
+
+
+async def test_an_idle_conversation_that_was_sent_goes_on_with_its_tokens(
+    llm: Llm, exact: ExactTokens
+) -> None:
+    sent = [*Q, *A]
+    await turn(exact, llm, sent, [0], text=None, extra_args=leg("do_remote_prefill"))
+    assert await turn(exact, llm, NEXT, []) == [*sent, ord("c"), END]

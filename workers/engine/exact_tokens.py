@@ -5,6 +5,9 @@ generated, and the KV is useless from the first difference on. The server theref
 each conversation's last turn. When vLLM has rendered the next prompt, the longest beginning of these tokens
 with the same text replaces the beginning of the prompt. Changed text (edits, stripped reasoning, tool calls
 rendered anew) is tokenised as usual, and so is the first prompt of a conversation on another engine.
+
+A conversation that moves to another engine (`moves` in a request's `kv_transfer_params`) takes its exact
+tokens along: the former engine builds the prompt, and the new one gets its tokens with the request.
 """
 
 import asyncio
@@ -209,14 +212,23 @@ class ExactTokens:
         """Generate an answer. Parameters have vLLM's names, because callers may use them as keywords."""
         conversation = options.get("session_id")
         transfer = (getattr(sampling_params, "extra_args", None) or {}).get("kv_transfer_params") or {}
+        moves = bool(transfer.get("moves"))
         prefill_leg = "do_remote_decode" in transfer
-        if not conversation or prefill_leg or not rendered_from_text(prompt, sampling_params):
+        if moves and conversation and not prefill_leg and not rendered_from_text(prompt, sampling_params):
+            sent = array("i", prompt["prompt_token_ids"])  # an idle conversation, which has no text
+            self._conversations.put(str(conversation), RememberedTurn(sent, sent, Place(0, 0)))
+        foreign = prefill_leg and not moves
+        if not conversation or foreign or not rendered_from_text(prompt, sampling_params):
             async with aclosing(generating(llm, prompt, sampling_params, request_id, **options)) as outputs:
                 async for output in outputs:
                     yield output
             return
         rendered = array("i", prompt["prompt_token_ids"])
-        exact, place = await self._exact(llm, str(conversation), rendered, "do_remote_prefill" in transfer)
+        if given := transfer.pop("prompt_token_ids", None):
+            exact, place = array("i", given), Place(len(given), len(rendered))
+        else:
+            transferred = "do_remote_prefill" in transfer
+            exact, place = await self._exact(llm, str(conversation), rendered, transferred)
         if place.known:
             prompt = {**prompt, "prompt_token_ids": exact.tolist()}
             prompt.pop("prompt_token_offsets", None)
@@ -231,7 +243,9 @@ class ExactTokens:
                         answer = array("i", generated)
                     yield output
         finally:
-            self._conversations.put(str(conversation), RememberedTurn(rendered, exact + answer, place))
+            if not prefill_leg:
+                turn = RememberedTurn(rendered, exact + answer, place)
+                self._conversations.put(str(conversation), turn)
 
     async def _exact(
         self, llm: Any, conversation: str, rendered: Tokens, transferred: bool

@@ -55,6 +55,7 @@ class KvSender:
                 "remote_port": int(port),
                 "remote_epoch": info.epoch,
                 "cached_tokens": len(tokens),
+                "moves": True,
             }
             limit = aiohttp.ClientTimeout(total=LIMIT_S)
             async with aiohttp.ClientSession(headers=self._headers, timeout=limit) as http:

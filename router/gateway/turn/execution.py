@@ -115,15 +115,18 @@ class TurnRunner:
         stream: StreamResumption,
     ) -> RelayOutcome:
         key, transfer_id = route.known.key, uuid4().hex
-        prefill = asyncio.create_task(self._prefill(turn, key, prefiller, transfer_id, leg))
+        prefill = asyncio.create_task(
+            self._prefill(turn, key, prefiller, transfer_id, leg, moves=bool(route.moved))
+        )
         try:
-            if self._handover is Handover.TOGETHER:
+            if self._handover is Handover.TOGETHER and not route.moved:
                 params: dict[str, Any] | None = legs.pull_from(prefiller, transfer_id)
             else:
                 await asyncio.wait([prefill])
                 params = prefill.result()
-            if params is not None and route.moved:
-                params["cached_tokens"] = route.known.context_tokens
+            if route.moved and leg.done_at is not None:
+                params = params or legs.pull_from(prefiller, transfer_id)  # some APIs answer without them
+                params |= {"moves": True, "cached_tokens": route.known.context_tokens}
             return await self._decode(turn, route, params, responder, observer, stream)
         finally:
             if not prefill.done():
@@ -131,10 +134,10 @@ class TurnRunner:
             prefill.cancel()
 
     async def _prefill(
-        self, turn: Turn, key: str, prefiller: EngineInfo, transfer_id: str, leg: PrefillLeg
+        self, turn: Turn, key: str, prefiller: EngineInfo, transfer_id: str, leg: PrefillLeg, *, moves: bool
     ) -> dict[str, Any] | None:
         sent = legs.for_leg("prefill leg", turn, prefiller)
-        answer = await legs.prefill(self._pool, sent, key, prefiller, transfer_id)
+        answer = await legs.prefill(self._pool, sent, key, prefiller, transfer_id, moves=moves)
         if turn.trace is not None:
             turn.trace.prefilled(answer.prompt_tokens)
         self._ratio.learn(turn, answer.prompt_tokens)

@@ -55,10 +55,13 @@ def prefill_body(
     body: Mapping[str, Any],
     transfer_id: str,
     resume: Mapping[str, Any] | None = None,
+    *,
+    moves: bool = False,
 ) -> tuple[bytes, ...]:
     """Return the body of a prefill leg, whose KV a decoder fetches under `transfer_id`.
 
-    It has the same prompt, and asks for one token without a stream. `body` has the fields of `raw`.
+    It has the same prompt, and asks for one token without a stream. `body` has the fields of `raw`. With
+    `moves`, the engine had the conversation so far, and has it leave.
     """
     leg = {name: value for name, value in _NEUTRAL.items() if name in body}
     limits = _LIMIT[api]
@@ -72,7 +75,8 @@ def prefill_body(
         leg["n"] = 1
     elif isinstance(thinking := body.get("thinking"), Mapping) and thinking.get("type") == "enabled":
         leg["thinking"] = {"type": "adaptive"}  # the same prompt, without a budget that one token cannot hold
-    leg["kv_transfer_params"] = {"do_remote_decode": True, "transfer_id": transfer_id, **_resumed(resume)}
+    params = {"do_remote_decode": True, "transfer_id": transfer_id, **({"moves": True} if moves else {})}
+    leg["kv_transfer_params"] = {**params, **_resumed(resume)}
     return with_fields(raw, leg)
 
 
@@ -111,13 +115,13 @@ class PrefillAnswer:
 
 
 async def prefill(
-    pool: UpstreamPool, turn: Turn, key: str, prefiller: EngineInfo, transfer_id: str
+    pool: UpstreamPool, turn: Turn, key: str, prefiller: EngineInfo, transfer_id: str, *, moves: bool = False
 ) -> PrefillAnswer:
     """Run the prefill leg. When it fails, the decoder computes the prompt.
 
     `key` is the conversation's key; it tells engines whose KV this is.
     """
-    body = prefill_body(turn.api, turn.raw, turn.body, transfer_id, turn.resume)
+    body = prefill_body(turn.api, turn.raw, turn.body, transfer_id, turn.resume, moves=moves)
     request = _request(turn, key, body, repeatable=False)
     try:
         response = await fetch(pool, Endpoint.parse(prefiller.http), request)
