@@ -114,7 +114,7 @@ class TransferScheduler(SchedulerSide):
     hit_source = "p2p"
 
     def __init__(self, context: EngineContext) -> None:
-        self._config = context.config
+        self._config, self._kv_state = context.config, context.kv_state
         self._block_tokens = int(context.vllm_config.cache_config.block_size)
         self._ranks = int(context.vllm_config.parallel_config.world_size)
         self._groups = context.groups
@@ -157,7 +157,10 @@ class TransferScheduler(SchedulerSide):
         params = request.kv_transfer_params or {}
         if params.get("do_remote_decode"):
             transfer_id = str(params.get("transfer_id") or request.request_id)
-            if self._is_exported(transfer_id):
+            if self._kv_state.kv_io_suspended:
+                logger.warning("request %s is not exported: layers are shared", request.request_id)
+                self._counts[f"refused.{Reason.INVALID}"] += 1
+            elif self._is_exported(transfer_id):
                 logger.warning(
                     "request %s repeats transfer %s: not exported", request.request_id, transfer_id
                 )

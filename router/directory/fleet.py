@@ -75,6 +75,10 @@ class FleetView:
         state = self._states.get(engine)
         return state is not None and state.draining
 
+    def shares_layers(self, engine: str) -> bool:
+        state = self._states.get(engine)
+        return state is not None and state.shares_layers
+
     def recall(self, info: EngineInfo) -> None:
         """Add an engine of the journal: it was up then, and what it holds is not known."""
         self._infos[info.engine] = info

@@ -109,10 +109,11 @@ class Placing:
         return conversation.moved_at is None or now - conversation.moved_at >= MOVES_AGAIN_AFTER_S
 
     def can_send(self, engine: str) -> bool:
-        """Return whether an engine can send KV to others."""
+        """Return whether an engine can send KV to others; one that shares its layers has a part of it."""
         info = self._fleet.info(engine)
         reachable = info is not None and bool(info.transfer) and self._fleet.placeable(engine)
-        return reachable and self._placer.settings.policy.disaggregates
+        whole = not self._fleet.shares_layers(engine)
+        return reachable and whole and self._placer.settings.policy.disaggregates
 
     def target(
         self, turn: FirstTurn, conversation: ConversationRecord, binding: Binding, now: float

@@ -52,7 +52,7 @@ async def test_the_next_turn_goes_to_another_decoder_which_gets_the_kv_from_the_
         sends, gets = made.engines[left].seen[-1].params, made.engines[told["decoder"]].seen[-1].params
         assert sends["do_remote_decode"] and gets["do_remote_prefill"]
         assert sends["transfer_id"] == gets["transfer_id"] and gets["remote_port"] == made.engines[left].port
-        assert gets["cached_tokens"] > 0
+        assert sends["moves"] and gets["moves"] and gets["cached_tokens"] > 0
         assert len(made.prefills()) == 1, "the prefiller had the first turn only"
         assert made.engines[left].released == [made.decoder_requests()[0].conversation]
         assert moves("with_kv") - before == 1
