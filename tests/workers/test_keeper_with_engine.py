@@ -10,6 +10,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import httpx
@@ -18,7 +19,7 @@ import pytest
 
 from deploy.ray.control import ControlClient, ControlError
 from deploy.small_model import make_model
-from tests.support.keeper_process import LEASE_S, SECRET
+from tests.support.keeper_process import KEYS, LEASE_S, SECRET
 from workers import processes
 from workers.keeper.engine_status import KeeperPhase, KeeperReport
 from workers.keeper.process_lease import ProcessRecord
@@ -117,6 +118,12 @@ def libc_at(process: psutil.Process) -> str:
     return min(one.addr for one in process.memory_maps(grouped=False) if "libc.so" in one.path)
 
 
+def complete(address: str) -> httpx.Response:
+    body = {"model": "small", "prompt": [7] * 50, "max_tokens": 300, "temperature": 0, "ignore_eos": True}
+    headers = {"x-conserve-key": KEYS.http}
+    return httpx.post(f"http://{address}/v1/completions", json=body, headers=headers, timeout=120)
+
+
 @pytest.fixture(scope="module")
 def rig() -> Iterator[KeeperRig]:
     with tempfile.TemporaryDirectory(prefix="keeper-") as base:
@@ -160,6 +167,13 @@ def test_a_killed_keeper_changes_nothing_and_a_killed_engine_starts_a_new_epoch(
     assert not set(before) & {process.pid for process in psutil.process_iter()}, (
         "a process of the old epoch is left"
     )
+
+    with ThreadPoolExecutor(1) as threads:
+        answer = threads.submit(complete, again.info.http)
+        until(lambda: (state := rig.info().state) is not None and state.running, 60, "a request to run")
+        os.kill(again.status.pid, signal.SIGTERM)
+        assert answer.result().json()["usage"]["completion_tokens"] == 300, "what runs is not cut"
+    until(lambda: rig.record().epoch > again.info.epoch, 60, "a new start")
 
     rig.kill_keeper()
     killed = time.monotonic()
