@@ -164,8 +164,9 @@ def seen(clients: SteadyClients, kills: Mapping[str, Kill]) -> list[Unavailabili
             undisturbed[kind] = max(undisturbed[kind], min(end, kill.killed_at) - begin)
     rows = [Unavailability("none", kind, wait_s, 0.0, None) for kind, wait_s in undisturbed.items()]
     for process in PROCESSES:
-        if (kill := kills.get(process.name)) is None:
+        if process.name not in kills:
             continue
+        kill = kills[process.name]
         for kind, (begin, end) in clients.longest_waits(kill.killed_at, kill.until).items():
             lost_s, budget_s = max(0.0, end - begin - undisturbed[kind]), process.budget_s.get(kind)
             cut = clients.failures(kill.killed_at, kill.until, kind).total() if kind == STREAM else None

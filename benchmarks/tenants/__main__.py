@@ -5,10 +5,11 @@
 The fleet co-serves, with a key for each tenant and the same limits for both. The victim's agents hold
 conversations, in turns alone and beside an attack, on the same engines: floods of streams, giant prompts,
 streams that are cut off, bodies that come byte by byte, batches one after another, and requests that would
-cost more than they weigh: 10 MiB of text to be cut or counted, or in a line of a batch, request ids of 60 kB,
-beams, the highest priority. The victim's P99 of the time to the first token may be 1.25 times that of alone,
-that of the longest gap within a turn 1.5 times, and no turn of it may be refused or fail. Everything shares
-the machine, the attack's client too.
+cost more than they weigh: 10 MiB of text to be cut or counted, in metadata or in a line of a batch, request
+ids of 60 kB, beams, the highest priority, expressions of 19 KB, schemas and tools that are slow to compile.
+The victim's P99 of the time to the first token may be 1.25 times that of alone, that of the longest gap
+within a turn 1.5 times, and no turn of it may be refused or fail. No engine may take more than 1.5 times its
+idle memory, and no request may be answered with 500. Everything shares the machine, the attack's client too.
 """
 
 import asyncio
@@ -30,10 +31,12 @@ from benchmarks.harness.output import command, quantile, report
 from benchmarks.harness.processes import received, spawned
 from benchmarks.tenants.hostile import attack
 from deploy.fleet import FleetSpec, load_fleet
+from deploy.home import FleetHome
 from deploy.lifecycle.status import serving
 from router.auth.keys import DefaultLimits, hash_secret
 from traces import ReplayError
 from traces.replay.client import ChatClient, ReplayOptions, text
+from workers.keeper.process_lease import recorded_below
 
 VICTIM, HOSTILE = "ck-victim", "ck-hostile"
 LIMITS = DefaultLimits(requests_per_minute=600, tokens_per_minute=60_000, turns=4, batches=20)
@@ -43,7 +46,8 @@ GROWS_S = 5.0  # of an attack, before the victim begins
 AGENTS, TURNS, TOKENS = 3, 4, 16
 PROMPT, APPEND = 1200, 250  # characters
 THINKS_S = 0.5
-AIM, GAP_AIM = 1.25, 1.5
+AIM, GAP_AIM, MEMORY_AIM = 1.25, 1.5, 1.5
+LOOK_S = 2.0
 
 
 @dataclass
@@ -74,6 +78,23 @@ async def talk(chat: ChatClient, random: Random, seen: VictimSeen, seconds: floa
     await asyncio.gather(*(agent() for _ in range(AGENTS)))
 
 
+class EngineMemory:
+    """Largest memory of any engine, as a multiple of what it had when it was idle."""
+
+    def __init__(self, home: FleetHome) -> None:
+        self._engines, self.most = home.engines, 0.0
+
+    async def run(self) -> None:
+        """Look again and again until cancelled."""
+        while True:
+            await asyncio.to_thread(self._look)
+            await asyncio.sleep(LOOK_S)
+
+    def _look(self) -> None:
+        for engine in recorded_below(self._engines):
+            self.most = max(self.most, engine.memory_bytes() / max(1, engine.idle_bytes()))
+
+
 def prepared(file: Path, keys: Path) -> FleetSpec:
     rows = [{"id": one, "owner": one[3:], "hash": hash_secret(one)} for one in (VICTIM, HOSTILE)]
     keys.write_bytes(orjson.dumps(rows))
@@ -87,11 +108,12 @@ def prepared(file: Path, keys: Path) -> FleetSpec:
 
 
 async def play(
-    url: str, model: str, seed: int, rounds: int, phase_s: float
+    url: str, model: str, memory: EngineMemory, seed: int, rounds: int, phase_s: float
 ) -> tuple[VictimSeen, VictimSeen, Counter[str]]:
     """Return what the victim saw alone and beside the attack, and the answers to the attack."""
     alone, beside, answers, random = VictimSeen(), VictimSeen(), Counter[str](), Random(seed)
     whole_s = GROWS_S + phase_s + GROWS_S
+    looking = asyncio.create_task(memory.run())
     async with aiohttp.ClientSession(headers={"authorization": f"Bearer {VICTIM}"}) as session:
         chat = ChatClient(session, ReplayOptions(url, model), model)
         await talk(chat, random, VictimSeen(), GROWS_S)  # engines have seen such turns
@@ -104,6 +126,7 @@ async def play(
             await asyncio.sleep(GROWS_S)  # what the attack had begun ends
             tails = (quantile(seen.ttft_s, 0.99) for seen in (alone, beside))
             print("round {}: P99 alone {:.3f} s, beside {:.3f} s".format(number, *tails), flush=True)
+    looking.cancel()
     return alone, beside, answers
 
 
@@ -112,13 +135,17 @@ def ratio(beside: list[float], alone: list[float]) -> float:
     return quantile(beside, 0.99) / p99 if (p99 := quantile(alone, 0.99)) else 0.0
 
 
-def figures_of(alone: VictimSeen, beside: VictimSeen) -> dict[str, float]:
+def figures_of(
+    alone: VictimSeen, beside: VictimSeen, answers: Counter[str], memory: float
+) -> dict[str, float]:
     seen = {"alone": alone, "beside": beside}
     return {
         "victim_ttft_p99_vs_alone": ratio(beside.ttft_s, alone.ttft_s),
         "victim_gap_p99_vs_alone": ratio(beside.gap_s, alone.gap_s),
         "victim_failed": len(beside.failed),
         "victim_failed_alone": len(alone.failed),
+        "engine_memory_vs_idle": memory,
+        "internal_errors": sum(count for answer, count in answers.items() if answer.endswith(" 500")),
         **{
             f"victim_ttft_p{q}_{name}_s": quantile(one.ttft_s, q / 100)
             for q in (50, 90, 99)
@@ -136,14 +163,16 @@ def main() -> None:
         fleet = prepared(options.fleet, Path(folder) / "keys.yaml")
         with brought_up(fleet) as home:
             url = serving(home).endpoint
-            alone, beside, answers = asyncio.run(play(url, fleet.model.name, options.seed, rounds, phase_s))
-    figures = figures_of(alone, beside)
+            memory, model = EngineMemory(home), fleet.model.name
+            alone, beside, answers = asyncio.run(play(url, model, memory, options.seed, rounds, phase_s))
+    figures = figures_of(alone, beside, answers, memory.most)
     print("answers to the attack:", dict(answers.most_common()))
     for line in (*alone.failed, *beside.failed):
         print(f"  failed: {line[:300]}")
     report(options.json, figures, attack=answers)
     late = figures["victim_ttft_p99_vs_alone"] > AIM or figures["victim_gap_p99_vs_alone"] > GAP_AIM
-    sys.exit(1 if figures["victim_failed"] or late else 0)
+    grown = figures["engine_memory_vs_idle"] > MEMORY_AIM
+    sys.exit(1 if figures["victim_failed"] or figures["internal_errors"] or late or grown else 0)
 
 
 if __name__ == "__main__":

@@ -18,9 +18,12 @@ from traces.replay.client import text
 CHAT = "/v1/chat/completions"
 # Clients of each kind at once. The kinds after `slow` would cost more than they weigh.
 CLIENTS = {"flood": 32, "giant": 6, "cancel": 12, "batch": 4, "slow": 20}
-CLIENTS |= dict.fromkeys(("cut", "tokenize", "named", "urgent", "beam", "dear_batch"), 2)
+CLIENTS |= dict.fromkeys(("cut", "tokenize", "count", "named", "noted", "urgent", "beam", "dear_batch"), 2)
+CLIENTS |= dict.fromkeys(("regex", "schema", "tools"), 2)  # make an engine compile
 FLOOD_TOKENS, GIANT_CHARACTERS = 128, 80_000
 LONG_CHARACTERS, LONG_ID = 10 << 20, "R" * 60_000
+EXPRESSION = "((a{1,999}b){1,999}c){1,999}|" + "|".join(f"([a-z]{{1,{2000 + n}}}[0-9])" for n in range(900))
+PROPERTIES, TOOLS, TOOL_PROPERTIES = 1500, 150, 20
 LINES = 50  # of a batch
 PAUSE_S = 0.1  # after a refusal: `retry-after` is not kept to
 SLOW_BYTE_S = 1.0
@@ -65,6 +68,29 @@ class HostileTenant:
             case "tokenize":
                 body = {"model": self._model, "prompt": text("long", LONG_CHARACTERS)}
                 return await self._ask(body, path="/tokenize")
+            case "count":
+                messages = [{"role": "user", "content": text("long", LONG_CHARACTERS)}]
+                return await self._ask(
+                    {"model": self._model, "messages": messages}, path="/v1/messages/count_tokens"
+                )
+            case "noted":  # has much that is no prompt
+                return await self._ask(self._body(400, 1, metadata={"note": "n" * LONG_CHARACTERS}))
+            case "regex":
+                expression = f"{EXPRESSION}|{next(self._numbers)}"
+                return await self._ask(self._body(400, 2, structured_outputs={"regex": expression}))
+            case "schema":
+                schema = self._schema(PROPERTIES)
+                asked = {"type": "json_schema", "json_schema": {"name": "s", "schema": schema}}
+                return await self._ask(self._body(400, 2, response_format=asked))
+            case "tools":
+                tools = [
+                    {
+                        "type": "function",
+                        "function": {"name": f"f{n}", "parameters": self._schema(TOOL_PROPERTIES)},
+                    }
+                    for n in range(TOOLS)
+                ]
+                return await self._ask(self._body(400, 2, tools=tools, tool_choice="required"))
             case "named":  # has an id that would stand in every event of its stream
                 body = self._body(400, FLOOD_TOKENS, stream=True)
                 return await self._ask(body, headers={"x-request-id": LONG_ID})
@@ -83,6 +109,15 @@ class HostileTenant:
         content = text(f"hostile-{self._random.random()}-{next(self._numbers)}", characters)
         sizes = {"max_tokens": tokens, "min_tokens": tokens, "ignore_eos": True}
         return {"model": self._model, "messages": [{"role": "user", "content": content}], **sizes, **more}
+
+    def _schema(self, properties: int) -> dict[str, Any]:
+        """Return a schema that no engine has seen, of optional properties."""
+        names = (f"p{next(self._numbers)}" for _ in range(properties))
+        return {
+            "type": "object",
+            "properties": {name: {"type": "string"} for name in names},
+            "additionalProperties": False,
+        }
 
     async def _ask(
         self,

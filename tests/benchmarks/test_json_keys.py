@@ -1,5 +1,6 @@
 """The keys of `--json` stay the same, because earlier runs are compared by them."""
 
+from collections import Counter
 from types import SimpleNamespace
 from typing import Any
 
@@ -108,7 +109,8 @@ def test_batch_and_placement() -> None:
 
 def test_tenants() -> None:
     seen = tenants.VictimSeen([1.0], [1.0])
-    assert set(tenants.figures_of(seen, seen)) == keys("""
+    assert set(tenants.figures_of(seen, seen, Counter({"beam 500": 2}), 1.1)) == keys("""
+        engine_memory_vs_idle internal_errors
         victim_ttft_p99_vs_alone victim_gap_p99_vs_alone victim_failed victim_failed_alone
         victim_ttft_p50_alone_s victim_ttft_p50_beside_s victim_ttft_p90_alone_s victim_ttft_p90_beside_s
         victim_ttft_p99_alone_s victim_ttft_p99_beside_s victim_turns_alone victim_turns_beside""")
