@@ -22,7 +22,8 @@ def supported_tools(path: str, body: Mapping[str, Any]) -> tuple[dict[str, Any],
     if path not in ("/v1/responses", "/v1/messages", "/v1/messages/count_tokens") or type(tools) is not list:
         return {}, ()
     supported = _of_responses if path == "/v1/responses" else _of_messages
-    kept, left_out, names = [], [], {}
+    kept, left_out = [], []
+    names: dict[str, None] = {}  # in the order of the tools, each once
     for tool in tools:
         replaced, name = supported(tool) if isinstance(tool, dict) else (tool, "")
         if name:
