@@ -20,14 +20,13 @@ from deploy.generated import SCHEMA_FILE
 from deploy.home import FleetHome
 from deploy.models import smollm2
 from tests.deploy.fleet.test_gpu_hour_mistakes import QWEN3_32B
-from tests.deploy.fleet.test_recipes import PUBLISHED, RECIPES
 from tests.support.final_config import OPTIONS, Commands, Flat, final_configurations
 from workers.keeper.launch import EngineKeys, LaunchSpec, Start, engine_command
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]
 
 HOME = FleetHome(Path("/state"))
-FILES = [*sorted(SCHEMA_FILE.parent.glob("*.yaml")), *RECIPES]
+FILES = sorted(SCHEMA_FILE.parent.glob("*.yaml"))
 LLAMA_3_1_8B = {
     **QWEN3_32B,  # computed by another class, which nothing here depends on
     "hidden_size": 4096,
@@ -52,9 +51,6 @@ MODELS = {
     "meta-llama/Llama-3.1-8B-Instruct": LLAMA_3_1_8B,
     "smollm2": smollm2.CONFIG,
     "small": {**QWEN3_32B, "torch_dtype": "float32"},  # its shape is of no account here
-    **{  # to know a quantisation vLLM loads kernels
-        name: {**content["config"], "quantization_config": None} for name, content in PUBLISHED.items()
-    },
 }
 
 FLEET = """\
@@ -135,9 +131,7 @@ def final(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Flat]:
     commands[V2] = command(of_tier(ON_V2, "prefill", base))
     for file in FILES:
         for tier in yaml.safe_load(file.read_text())["tiers"]:
-            commands[f"{file.parent.name}/{file.stem}: {tier['name']}"] = command(
-                of_tier(file.read_text(), tier["name"], base)
-            )
+            commands[f"{file.stem}: {tier['name']}"] = command(of_tier(file.read_text(), tier["name"], base))
     return final_configurations(commands)
 
 
@@ -171,11 +165,11 @@ def test_layer_hooks_keep_full_graphs_except_with_the_v2_runner(final: dict[str,
     assert set(modes.values()) == {"FULL_AND_PIECEWISE"}
 
 
-@pytest.mark.parametrize("file", FILES, ids=lambda file: f"{file.parent.name}/{file.stem}")
+@pytest.mark.parametrize("file", FILES, ids=lambda file: file.stem)
 def test_vllm_accepts_every_engine_of_a_shipped_file(file: Path, final: dict[str, Flat]) -> None:
     content: Any = yaml.safe_load(file.read_text())
     for tier in content["tiers"]:
-        made = final[f"{file.parent.name}/{file.stem}: {tier['name']}"]
+        made = final[f"{file.stem}: {tier['name']}"]
         assert "error" not in made, made["error"]
         assert made["model_config.max_model_len"] == str(content["model"]["max_context"])
         size = content["engine"]["args"].get("tensor-parallel-size", 1)
