@@ -43,3 +43,10 @@ def test_the_image_pins_its_base_by_digest_and_installs_locked_packages() -> Non
     assert bases and all(re.search(r"@sha256:[0-9a-f]{64}$", one) for one in bases if one != "${BASE}")
     for line in re.findall(r"pip install (.*)", said):
         assert "--no-deps" in line and ("--require-hashes" in line or "/wheels/conserve_llm-" in line)
+
+
+def test_make_installs_only_what_has_hashes() -> None:
+    assert set(locked("uv.txt")) == {"uv"}
+    script = (ROOT / "deploy" / "setup" / "install.sh").read_text()
+    from_an_index = re.findall(r"install --no-deps(?! --no-build-isolation)[^\n]*", script)
+    assert from_an_index and all("--require-hashes" in one for one in from_an_index)
