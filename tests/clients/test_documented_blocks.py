@@ -1,0 +1,111 @@
+"""Each block of code in README.md and docs/quickstart.md is run, or its lines are named here with a reason.
+
+Blocks that ask a fleet ask the one of the tests: only its address and the name of its model are replaced.
+"""
+
+import os
+import re
+import subprocess
+import sys
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+
+from deploy.fleet import parse_fleet
+from tests.support.fleet import ROOT, RunningFleet, environment
+
+PAGES = ("README.md", "docs/quickstart.md")
+BLOCK = re.compile(r"^```(\w*)\n(.*?)^```$", re.MULTILINE | re.DOTALL)
+ADDRESS, MODEL = "http://127.0.0.1:8000", '"model": "smollm2"'
+NOT_RUN = {  # beginnings of lines
+    "make up": "the tests' fleet is started by `conserve up`, which it calls",
+    "make test": "this test is part of it",
+    "conserve up": "a fleet is up already; tests/deploy/test_up_and_down.py starts one",
+    "conserve serve Qwen": "needs the Hugging Face Hub and GPUs; its parts: tests/deploy/cli/test_serve.py",
+    "conserve run": "needs the agent's program; tests/deploy/cli/test_run_command.py starts a stand-in",
+    "pip install": "needs an index; tests/deploy/test_wheel.py installs the wheel without one",
+}
+
+
+@dataclass(frozen=True)
+class Block:
+    page: str
+    line: int
+    language: str
+    code: str
+
+    @property
+    def runnable(self) -> str:
+        """Return the block without the lines that are not run."""
+        return "\n".join(line for line in self.code.splitlines() if not line.startswith(tuple(NOT_RUN)))
+
+    @property
+    def asks_a_fleet(self) -> bool:
+        return ADDRESS in self.code
+
+
+def blocks() -> list[Block]:
+    found = []
+    for page in PAGES:
+        text = (ROOT / page).read_text()
+        for match in BLOCK.finditer(text):
+            line = text.count("\n", 0, match.start()) + 1
+            found.append(Block(page, line, match[1], match[2]))
+    return found
+
+
+def run(block: Block, home: Path, code: str) -> str:
+    """Run a block in an empty directory and return what it prints."""
+    program = [sys.executable, "-"] if block.language == "python" else ["bash", "-euo", "pipefail"]
+    directory = home / f"block-{block.line}"
+    directory.mkdir(parents=True)
+    variables = environment(home)
+    path = f"{Path(sys.executable).parent}{os.pathsep}{variables['PATH']}"
+    done = subprocess.run(
+        program,
+        input=code,
+        cwd=directory,
+        env={**variables, "PATH": path},
+        capture_output=True,
+        text=True,
+        timeout=120,
+        check=False,
+    )
+    assert done.returncode == 0, f"{block.page}:{block.line}\n{done.stdout}\n{done.stderr}"
+    return done.stdout
+
+
+def name(block: Block) -> str:
+    return f"{block.page}:{block.line}"
+
+
+ALONE = [block for block in blocks() if not block.asks_a_fleet and block.runnable.strip()]
+ASKING = [block for block in blocks() if block.asks_a_fleet]
+
+
+def test_both_pages_have_blocks_of_each_kind() -> None:
+    assert {block.page for block in ASKING} == set(PAGES)
+    assert {block.language for block in blocks()} == {"", "yaml", "python"}
+
+
+@pytest.mark.parametrize("block", ALONE, ids=name)
+def test_a_block_runs_without_a_fleet(block: Block, tmp_path: Path) -> None:
+    if block.language == "yaml":
+        parse_fleet(block.code, name(block))
+    else:
+        run(block, tmp_path, block.runnable)
+
+
+@pytest.mark.fleet
+@pytest.mark.timeout(600)
+@pytest.mark.parametrize("block", ASKING, ids=name)
+def test_a_block_is_answered_by_a_fleet(block: Block, laptop_fleet: RunningFleet, tmp_path: Path) -> None:
+    code = block.runnable.replace(ADDRESS, laptop_fleet.url)
+    if block.language == "python":
+        said = run(block, tmp_path, f"{code}\nprint(client.models.list().data)\n")
+        assert laptop_fleet.model in said
+        return
+    assert MODEL in code
+    said = run(block, tmp_path, code.replace(MODEL, f'"model": "{laptop_fleet.model}"'))
+    assert '"choices"' in said, said
