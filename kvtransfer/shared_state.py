@@ -82,6 +82,7 @@ class SharedKvState:
         self.host = HostIndex(host_slots)
         self.conversations = RetainedConversations(clock, self.host.drop, groups)
         self.requests: dict[str, tuple[Any, RetainedConversation]] = {}  # those with a conversation, by id
+        self.growing: list[str] = []  # of them, those with perhaps a full block more in this step (retention)
         self.loads = RequestLoads()
         self.changes = UnreportedChanges()
         self.holders = BlockHolders()

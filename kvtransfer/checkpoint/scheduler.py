@@ -7,7 +7,7 @@ from typing import Any
 from kvtransfer.checkpoint.copy_orders import BlockCopy, BlockLoad, CheckpointOrder
 from kvtransfer.checkpoint.prefetches import Prefetches
 from kvtransfer.plugins import LATER, EngineContext, Match, SchedulerSide, StepOutcome
-from kvtransfer.request_facts import admitted_now, confirmed_blocks, is_offline
+from kvtransfer.request_facts import confirmed_blocks, is_offline
 from kvtransfer.retention.retained_conversations import RetainedConversation, block_key
 
 NOWHERE = -1
@@ -32,6 +32,7 @@ class CheckpointScheduler(SchedulerSide):
         self._was_beside_step = False  # as of the last order
         self._owned: dict[str, tuple[Any, RetainedConversation]] = {}  # request and conversation, by id
         self._visited: dict[str, int] = {}  # request -> blocks of its chain that have a slot or need none
+        self._behind: dict[str, None] = {}  # requests with full blocks that could not be stored in their step
         self.copying: dict[int, Any] = {}  # slot -> block that we reference until it is copied
         self._stored: Counter[int] = Counter()  # slot -> ranks done
         self._loading: dict[str, list[int]] = {}  # request -> slots
@@ -93,6 +94,7 @@ class CheckpointScheduler(SchedulerSide):
 
     def after_allocation(self, request: Any, blocks: Any, match: Match | None) -> None:
         self._visited.pop(request.request_id, None)
+        self._behind.pop(request.request_id, None)  # its prefix hits are confirmed after this step
         if match is None:
             return
         count = match.tokens // self._block_tokens
@@ -115,11 +117,13 @@ class CheckpointScheduler(SchedulerSide):
 
     def order(self, scheduler_output: Any) -> CheckpointOrder | None:
         with self._kv_state.lock:
-            admitted = admitted_now(scheduler_output)
-            for request_id in scheduler_output.num_scheduled_tokens:
+            behind, self._behind = self._behind, {}
+            for request_id in behind | dict.fromkeys(self._kv_state.growing):
                 owned = self._owned.get(request_id)
-                if owned and request_id not in admitted:
+                if owned and request_id in scheduler_output.num_scheduled_tokens:
                     self._store(*owned, None)
+                elif owned:
+                    self._behind[request_id] = None
             may_load = self.offline_may_start and not self._kv_state.kv_io_suspended
             if (load := self.prefetches.begin_next(may_load)) is not None:
                 self._next.loads.append(load)
@@ -147,7 +151,10 @@ class CheckpointScheduler(SchedulerSide):
         hashes = request.block_hashes
         at = self._visited.get(request.request_id, 0)
         end = confirmed_blocks(request, self._block_tokens)
-        if at >= end or not conversation.on_host or self._kv_state.kv_io_suspended:
+        if at >= end or not conversation.on_host:
+            return
+        if self._kv_state.kv_io_suspended:
+            self._behind[request.request_id] = None
             return
         ids = block_ids if block_ids is not None else self._manager.get_block_ids(request.request_id)
         end = min(end, *map(len, ids))
@@ -159,6 +166,8 @@ class CheckpointScheduler(SchedulerSide):
                 break
             at += 1
         self._visited[request.request_id] = at
+        if at < end and block_ids is None:
+            self._behind[request.request_id] = None
 
     def _begin_store(self, key: bytes, block_id: int, conversation: RetainedConversation) -> bool:
         """Order the copy of a block if it is wanted on the host. Returns False if no slot is free."""

@@ -21,6 +21,7 @@ from vllm.v1.core.kv_cache_utils import get_block_hash, get_group_id
 from kvtransfer.compat.kv_connector import free_queue
 from kvtransfer.config import ConnectorConfigError
 from kvtransfer.control.control_socket import EngineCommand, Reply
+from kvtransfer.growing_requests import GrowingRequests
 from kvtransfer.plugins import EngineContext, Match, Plugin, SchedulerSide
 from kvtransfer.request_facts import (
     admitted_now,
@@ -113,6 +114,7 @@ class RetentionScheduler(SchedulerSide):
         a_group = -(-scheduler.max_num_batched_tokens // self._block_tokens) + scheduler.max_num_seqs
         self.window = a_group * len(context.groups)  # the most blocks that one step can take
         self._pool: Any = None
+        self._growing = GrowingRequests(self._block_tokens)
         # `changed` of the conversations and of shared blocks when free blocks were last put in order.
         self._ordered_at = self._shared_at = -1
         self._unowned = 0  # blocks at the head of the queue that are known to have no owner
@@ -148,12 +150,13 @@ class RetentionScheduler(SchedulerSide):
 
     def order(self, scheduler_output: Any) -> None:
         with self._kv_state.lock:
-            self._kv_state.loads.loading.difference_update(scheduler_output.num_scheduled_tokens)
+            if self._kv_state.loads.loading:
+                self._kv_state.loads.loading.difference_update(scheduler_output.num_scheduled_tokens)
             admitted = admitted_now(scheduler_output)
-            for request_id in scheduler_output.num_scheduled_tokens:
-                owned = self._kv_state.requests.get(request_id)
-                if owned and request_id not in admitted:
-                    self._advance(*owned)
+            growing = self._growing.of_step(scheduler_output, self._kv_state.requests)
+            self._kv_state.growing = [one for one in growing if one not in admitted]
+            for request_id in self._kv_state.growing:
+                self._advance(*self._kv_state.requests[request_id])
             self._unowned -= taken_by_running(scheduler_output)
             if self._pool.num_gpu_blocks != self._blocks:
                 self._unowned, self._blocks = 0, self._pool.num_gpu_blocks  # the pool shrank or grew

@@ -91,6 +91,7 @@ class StoringEngine:
         full = (computed - in_flight) // BLOCK
         if full > len(conversation.chain):
             self.kv_state.conversations.advance(conversation, request.block_hashes[:full])
+        self.kv_state.growing = [request.request_id]  # as retention finds
         order = self.side.order(scheduled(request.request_id))
         return [copy.block for copy in order.stores] if order else []
 
@@ -218,7 +219,20 @@ def test_a_busy_copier_learns_whether_a_step_computes() -> None:
     request = engine.arrive(StoredRequest("r", hashes(8)))
     request.num_computed_tokens = 16
     engine.kv_state.conversations.advance(engine.kv_state.requests["r"][1], request.block_hashes[:1])
+    engine.kv_state.growing = ["r"]
     told = [engine.side.order(scheduled(*running)) for running in (["r"], ["r"], [], [], ["r"])]
     assert [None if order is None else order.beside_step for order in told] == [True, None, False, None, True]
     engine.copied(*engine.side.copying)
     assert engine.side.order(scheduled()) is None
+
+
+def test_blocks_that_did_not_fit_into_the_host_are_stored_when_there_is_room() -> None:
+    """No new block is full meanwhile."""
+    engine = StoringEngine(slots=3)
+    request = engine.arrive(StoredRequest("r", hashes(4)))
+    assert engine.step(request, computed=64) == [10, 11, 12]
+    engine.copied(*engine.side.copying)
+    engine.kv_state.growing = []
+    engine.kv_state.host.drop(b"h0")
+    order = engine.side.order(scheduled("r"))
+    assert order is not None and [copy.block for copy in order.stores] == [13]

@@ -1,0 +1,46 @@
+"""Which requests of a step may have a full block more than when they were last looked at."""
+
+from collections.abc import Mapping
+from typing import Any
+
+# A step that computes prompts changes what is confirmed until its result, with asynchronous scheduling one
+# step later than the next.
+UNTIL_CONFIRMED = 2
+
+
+class GrowingRequests:
+    """Finds requests at the ends of their blocks, so that steps that only decode look at few of them.
+
+    A request that decodes confirms at most one token a step, so it is looked at again when enough steps have
+    passed for a block.
+    """
+
+    def __init__(self, block_tokens: int) -> None:
+        self._block_tokens = block_tokens
+        self._step = 0
+        self._all_until = 0
+        self._due: dict[int, list[str]] = {}  # step -> requests to look at
+
+    def of_step(self, output: Any, requests: Mapping[str, tuple[Any, ...]]) -> list[str]:
+        """Return the requests to look at in this step. `requests` has vLLM's request first, by id."""
+        self._step += 1
+        scheduled = output.num_scheduled_tokens
+        admitted = output.scheduled_new_reqs or output.scheduled_cached_reqs.resumed_req_ids
+        if admitted or output.total_num_scheduled_tokens != len(scheduled):
+            self._all_until = self._step + UNTIL_CONFIRMED
+        if self._step <= self._all_until:
+            due = [request_id for ids in self._due.values() for request_id in ids]
+            found = [request_id for request_id in scheduled if request_id in requests]
+            self._due.clear()
+        else:
+            due = self._due.pop(self._step, [])
+            found = [request_id for request_id in due if request_id in scheduled and request_id in requests]
+        later = [request_id for request_id in due if request_id not in scheduled and request_id in requests]
+        if later:
+            self._due.setdefault(self._step + 1, []).extend(later)
+        for request_id in found:
+            request = requests[request_id][0]
+            confirmed = max(request.num_computed_tokens - request.num_in_flight_tokens, 0)
+            left = self._block_tokens - confirmed % self._block_tokens
+            self._due.setdefault(self._step + left, []).append(request_id)
+        return found
