@@ -78,7 +78,7 @@ async def talk(chat: ChatClient, random: Random, seen: VictimSeen, seconds: floa
     await asyncio.gather(*(agent() for _ in range(AGENTS)))
 
 
-class EngineMemory:
+class MemoryOfEngines:
     """Largest memory of any engine, as a multiple of what it had when it was idle."""
 
     def __init__(self, home: FleetHome) -> None:
@@ -108,7 +108,7 @@ def prepared(file: Path, keys: Path) -> FleetSpec:
 
 
 async def play(
-    url: str, model: str, memory: EngineMemory, seed: int, rounds: int, phase_s: float
+    url: str, model: str, memory: MemoryOfEngines, seed: int, rounds: int, phase_s: float
 ) -> tuple[VictimSeen, VictimSeen, Counter[str]]:
     """Return what the victim saw alone and beside the attack, and the answers to the attack."""
     alone, beside, answers, random = VictimSeen(), VictimSeen(), Counter[str](), Random(seed)
@@ -163,7 +163,7 @@ def main() -> None:
         fleet = prepared(options.fleet, Path(folder) / "keys.yaml")
         with brought_up(fleet) as home:
             url = serving(home).endpoint
-            memory, model = EngineMemory(home), fleet.model.name
+            memory, model = MemoryOfEngines(home), fleet.model.name
             alone, beside, answers = asyncio.run(play(url, model, memory, options.seed, rounds, phase_s))
     figures = figures_of(alone, beside, answers, memory.most)
     print("answers to the attack:", dict(answers.most_common()))
