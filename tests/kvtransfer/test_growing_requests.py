@@ -22,7 +22,7 @@ class Decoding:
         return (self.num_computed_tokens - self.num_in_flight_tokens) // BLOCK
 
 
-class Steps:
+class OverlappedSteps:
     """Steps of which up to `in_flight` are scheduled before the result of the first is taken."""
 
     def __init__(self, in_flight: int) -> None:
@@ -56,7 +56,7 @@ class Steps:
 @pytest.mark.parametrize("seed", range(5))
 def test_no_full_block_is_missed_in_any_mix_of_steps(seed: int, in_flight: int) -> None:
     rng = random.Random(seed)
-    steps = Steps(in_flight)
+    steps = OverlappedSteps(in_flight)
     seen: dict[str, int] = {}
     for number in range(600):
         admitted = rng.random() < 0.03
@@ -78,7 +78,7 @@ def test_no_full_block_is_missed_in_any_mix_of_steps(seed: int, in_flight: int) 
 
 
 def test_steps_that_decode_look_at_each_request_once_a_block() -> None:
-    steps = Steps(in_flight=2)
+    steps = OverlappedSteps(in_flight=2)
     steps.requests = {f"r{n}": (Decoding(40 + n),) for n in range(64)}
     every = dict.fromkeys(steps.requests, 1)
     steps.step(every, admitted=True)

@@ -348,6 +348,7 @@ CASES = {
         ("grpc", "grpc"),
     ),
     "observe.tracing.sample": case(0.5, lambda got: got.gateway.tracing.sample),
+    "capacity.drain": case("200s", lambda got: got.keeper.drain_s, 200.0),
     "observe.audit": case(True, lambda got: got.gateway.audit),
     "ray.address": case("10.0.0.1:6379", lambda got: "conserve_control" in got.control["resources"], False),
     "ray.control_resources": case({"CPU": 2}, lambda got: got.control["num_cpus"], 2),
@@ -364,7 +365,6 @@ DIRECT = {
     "tiers.hardware.nodes": ["deploy/fleet/engine_checks.py"],
     "gateway.processes": ["deploy/ray/gateway_actor.py"],
     "gateway.open": ["deploy/fleet/checks.py"],
-    "capacity.drain": ["deploy/ray/autoscaler_actor.py", "deploy/lifecycle/upgrade.py"],
 }
 
 # Fields that no key sets, and why.

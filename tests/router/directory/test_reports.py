@@ -144,7 +144,7 @@ async def test_a_report_that_arrives_late_for_the_second_time_is_taken_in_once(d
 async def test_turns_of_a_gateway_that_asked_and_never_opened_a_stream_end(
     directory: Directory, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """It asked a directory that had just restarted, and crashed before its stream was back."""
+    """A gateway may ask a directory that has just restarted and crash before its stream is back."""
     monkeypatch.setattr("router.directory.directory.STREAMLESS_S", 0.05)
     directory.heard_from("g")
     place(directory.table, ask("c", turn=1))
