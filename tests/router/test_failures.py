@@ -366,5 +366,5 @@ async def test_kill_9_of_the_directory_at_random_moments_loses_no_acknowledged_b
         await asyncio.gather(*clients)
         assert len(acknowledged) > 50
         for name, decoder in acknowledged.items():
-            status, told = await get(f"{made.urls[0]}/v1/conversations/{name}")
-            assert (status, told["decoder"]) == (200, decoder), name
+            status, answer = await get(f"{made.urls[0]}/v1/conversations/{name}")
+            assert (status, answer.get("decoder")) == (200, decoder), (name, answer)

@@ -255,9 +255,16 @@ class HostedEngine:
 
     @classmethod
     def start(
-        cls, directory: Path, command: object, *, fingerprint: str, epoch: int, ports: Any, lease_s: float,
-        grace_s: float, oom_score: object,
-    ) -> "HostedEngine":  # fmt: skip
+        cls,
+        directory: Path,
+        command: object,
+        *,
+        fingerprint: str,
+        epoch: int,
+        ports: Any,
+        lease_s: float,
+        **_: object,
+    ) -> "HostedEngine":
         machine = MACHINES[directory]
         return cls(machine, machine.start(epoch, tuple(ports), fingerprint, lease_s))
 
@@ -276,6 +283,9 @@ class HostedEngine:
     def alive(self) -> bool:
         machine = self._machine
         return machine.record is self.record and machine.process is not None and machine.process.alive
+
+    def asked_to_end(self) -> bool:
+        return False
 
     def renew(self) -> None:
         self._machine.renewed_at = self._machine.loop.time()

@@ -31,9 +31,10 @@ from workers.keeper import keeper as keeper_module
 from workers.keeper.config import KeeperSettings
 from workers.keeper.engine_status import EngineLink, StatusStore
 from workers.keeper.keeper import Keeper
+from workers.keeper.kv_sender import KvSender
 from workers.keeper.launch import FEED_SOCKET, Device, EngineKeys, LaunchSpec
 
-SECRET, KEEPERS_KEY = "directory", "keepers"
+SECRET, KEEPERS_KEY, NO_KEY = "directory", "keepers", ""
 DIRECTORY_PORT, GATEWAY_PORT, CONTROL_PORT = 7000, 8000, 9000
 PLACE_WAIT_S = 4.0
 TTL_S = 8.0  # a conversation ends after so much silence
@@ -169,7 +170,8 @@ def keeper_main(machine: EngineHost) -> Main:
     async def main() -> None:
         store = StatusStore(machine.name)
         feed = EngineLink(machine.name, machine.directory / FEED_SOCKET)
-        server = ControlServer(store, feed, KEEPERS_KEY)
+        sender = KvSender(feed, store, MODEL, NO_KEY)
+        server = ControlServer(store, feed, KEEPERS_KEY, sender)
         control = await server.start(machine.host, CONTROL_PORT)
         await Keeper(spec, settings, store, feed, keys=EngineKeys(), control=control).run()
 

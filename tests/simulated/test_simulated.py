@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-SEEDS = 16
+SEEDS = 6
 
 
 def simulated(folder: Path, *options: str) -> tuple[int, str, Any]:
