@@ -15,7 +15,7 @@ from deploy.ray.control import ControlClient
 CONVERSATIONS, QUICK_CONVERSATIONS = 40, 12
 AT_ONCE = 10
 DECODERS, BLOCKS = 3, 1024
-DRAIN_LIMIT_S, LIMIT_S = 120.0, 600.0
+DRAIN_LIMIT_S, LIMIT_S = 300.0, 600.0
 LENGTHS = AgentLengths(words=(40, 80, 160), tokens=(16, 32, 64), waits_s=(0.0, 0.5, 2.0))
 
 
