@@ -556,8 +556,13 @@ class SimulatedCall(Connection):
     def reset(self) -> None:
         if self._ended is None and self._server is not None:
             soon = self.loop.time() + self.network.delay()
-            self.loop.call_at(soon, self._finish, UNAVAILABLE, "recvmsg:Connection reset by peer",
-                              context=self.client.context)  # fmt: skip
+            self.loop.call_at(
+                soon,
+                self._finish,
+                UNAVAILABLE,
+                "recvmsg:Connection reset by peer",
+                context=self.client.context,
+            )
             self.loop.call_at(soon, self._cancel_handler, context=self._server.context)
 
 

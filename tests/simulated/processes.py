@@ -125,9 +125,13 @@ def gateway_main_of(
 ) -> Main:
     keys = (
         Key("free", "free", hash_secret(FREE)),
-        Key("limited", "limited", hash_secret(LIMITED),
-            limits=Limits(turns=TURNS_AT_ONCE, requests_per_minute=REQUESTS_PER_MINUTE)),
-    )  # fmt: skip
+        Key(
+            "limited",
+            "limited",
+            hash_secret(LIMITED),
+            limits=Limits(turns=TURNS_AT_ONCE, requests_per_minute=REQUESTS_PER_MINUTE),
+        ),
+    )
 
     async def main() -> None:
         config = GatewayConfig(

@@ -51,9 +51,13 @@ class TwoDecoders:
 
     def fetch(self) -> None:
         params = {
-            "do_remote_prefill": True, "transfer_id": "t", "remote_host": "127.0.0.1",
-            "remote_port": self.port, "remote_epoch": 1, "cached_tokens": len(FIRST),
-        }  # fmt: skip
+            "do_remote_prefill": True,
+            "transfer_id": "t",
+            "remote_host": "127.0.0.1",
+            "remote_port": self.port,
+            "remote_epoch": 1,
+            "cached_tokens": len(FIRST),
+        }
         self.new.add("second", self.prompt, 5, session="c", params=params)
         self.new.run(5000)
 
