@@ -131,7 +131,7 @@ def framework(number: int) -> PromptPrefix:
 
 
 def test_assumed_prefixes_fit_into_the_engines_kv() -> None:
-    """The least recently used prefix is evicted first, and the end of a prompt before its start, as vLLM does."""
+    """Evict the least recently used prefix first, and the end of a prompt before its start, as vLLM does."""
     prefixes = PrefixMap()
     prefixes.set_kv_tokens("p", 20_000)
     for number in (0, 1):
