@@ -65,7 +65,8 @@ async def test_elastic_placing_computes_every_prompt_on_the_simulated_engine(tmp
     headroom = 10
     parts = list(bursts(5, headroom))
     curves = {name: PrefillCurve(0.0, seconds, 0.0) for name, seconds in SECONDS_A_TOKEN.items()}
-    placing = {**PLACING, "headroom_tokens": headroom, "first_turns": FirstTurns.ELASTIC}
+    no_risk = {"headroom_tokens": headroom, "ttft_s": 1e9}
+    placing = {**PLACING, **no_risk, "first_turns": FirstTurns.ELASTIC}
     engine: dict[str, Any] = {"kv_tokens": KV, "handed_over": {}}
     async with fake_fleet.fleet(tmp_path, engine=engine, placing=placing, curves=curves) as live:
         for one in live.engines.values():
@@ -85,7 +86,7 @@ async def test_elastic_placing_computes_every_prompt_on_the_simulated_engine(tmp
             SimulatedTier("prefill", Role.PREFILL, 1, engines["prefill"]),
         )
     )
-    placer = replace(PLACER, headroom_tokens=headroom)
+    placer = replace(PLACER, **no_risk)
     settings = SimulationSettings(SystemSettings(System.ELASTIC), placer, linger_s=600.0, park_after_s=600.0)
     agreement = compare(simulated, settings, trace, bindings)
     assert agreement.compared == len(trace)
