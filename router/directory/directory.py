@@ -201,7 +201,6 @@ class Directory:
         metrics.PLACES_WAITING.set(self.table.waiting)
         metrics.CONVERSATIONS_PARKED.set(self.table.conversations.parked)
         self.gateways.tell(effects.ended, effects.foreign)
-        self.gateways.tell_bound(effects.placed)
         if effects.ended and self.table.waiting:
             self.serve_soon()
         if self.table.fleet.version != self._pushed_version:

@@ -125,7 +125,7 @@ class GatewayStreams:
                 stream.wake()
 
     def tell_bound(self, placed: Iterable[Placed]) -> None:
-        """Let each gateway know bindings of all, so that any of them serves later turns without us."""
+        """Tell all gateways of bindings that are in the journal, so that each can serve them without us."""
         if len(self._by_gateway) > 1:
             bound = {one.key: (one.engine, one.epoch) for one in placed}
             for gateway, stream in self._by_gateway.items():

@@ -232,8 +232,9 @@ class PlaceCall:
             await self._some.wait()
             self._some.clear()
             ready = list(self._settled)
-            if any(isinstance(outcome, m.Placed) for _, outcome in ready):
+            if placed := [outcome for _, outcome in ready if isinstance(outcome, m.Placed)]:
                 await self._directory.durable()
+                self._directory.gateways.tell_bound(placed)
             now = self._directory.clock()
             answers = []
             for index, outcome in ready:

@@ -10,9 +10,11 @@ from placement.routing.placer import Placer
 from router.directory.api.cache import EngineList
 from router.directory.api.calls import ActivityReports
 from router.directory.api.client import DirectoryClient
+from router.directory.api.messages import Placed
 from router.directory.directory import Directory
 from router.directory.journal import Journal
 from router.directory.push import GatewayStreams
+from router.directory.server import PlaceCall
 from router.directory.table import BindingTable
 
 
@@ -35,6 +37,18 @@ def answer_before_journal() -> None:
         pass
 
     Directory.durable = at_once  # type: ignore[method-assign]
+
+
+def binding_told_before_journal() -> None:
+    """Other gateways are told of a binding before it is in the journal."""
+    settle = PlaceCall._settle
+
+    def told(call: PlaceCall, index: int, outcome: Any) -> None:
+        settle(call, index, outcome)
+        if isinstance(outcome, Placed):
+            call._directory.gateways.tell_bound([outcome])
+
+    PlaceCall._settle = told  # type: ignore[method-assign]
 
 
 def epoch_ignored_by_gateway() -> None:
@@ -103,6 +117,7 @@ BUGS: dict[str, Callable[[], None]] = {
     for one in (
         lost_fsync,
         answer_before_journal,
+        binding_told_before_journal,
         epoch_ignored_by_gateway,
         epoch_ignored_by_directory,
         reservation_leaked,
