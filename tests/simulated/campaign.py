@@ -5,7 +5,6 @@ import json
 import logging
 import multiprocessing
 import os
-import sys
 from collections import Counter
 from collections.abc import Iterator
 from dataclasses import asdict
@@ -17,7 +16,7 @@ from tests.simulated.world import RunResult
 BUG_SEEDS = 200  # within which each deliberate bug has to be found
 
 
-def main(arguments: list[str] | None = None) -> int:
+def main() -> int:
     parser = argparse.ArgumentParser(prog="python -m tests.simulated", description=__doc__)
     parser.add_argument("--seeds", type=int, default=100, help="how many")
     parser.add_argument("--first", type=int, default=0, help="the first one; `--seeds 1 --first N` replays N")
@@ -25,10 +24,7 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("--bugs", action="store_true", help="print the seed that finds each deliberate bug")
     parser.add_argument("--json", type=Path, help="file for the results of all seeds")
     parser.add_argument("--log", action="store_true", help="print the log lines of all processes")
-    options = parser.parse_args(arguments)
-    if os.environ.get("PYTHONHASHSEED") != "0":  # the order of sets of strings is part of a run
-        again = [sys.executable, "-m", "tests.simulated", *(arguments or sys.argv[1:])]
-        os.execve(sys.executable, again, {**os.environ, "PYTHONHASHSEED": "0"})
+    options = parser.parse_args()
     world.prepare()
     if options.log:
         logging.disable(logging.NOTSET)

@@ -45,3 +45,8 @@ def begin(source: Callable[[], float], seed: int) -> None:
     _sources.append(source)
     _entropy.seed(seed)
     random.seed(seed)
+
+
+def end() -> None:
+    """Let the clocks show what they showed before `begin`."""
+    _sources.pop()

@@ -20,6 +20,7 @@ from workers.keeper.launch import FEED_SOCKET
 MODEL = "small"
 BLOCK, MAX_CONTEXT = 16, 32_768
 TOKEN_S, PROMPT_S = 0.02, 2e-5  # of a token that is generated, and of one of a prompt
+TOKENS_PER_EVENT = 5
 TRANSFER_S = 3.0  # a decoder waits for a prefiller for so long, then computes the prompt itself
 IDLE_S = 20.0  # an engine lets go of a conversation that has been silent for so long
 
@@ -177,10 +178,11 @@ class StandInEngine:
             responder.respond(200, _json(id="c", choices=[choice], usage=usage), _JSON)
             return
         responder.start(200, [(b"content-type", b"text/event-stream")])
-        for number in range(tokens):
-            await asyncio.sleep(TOKEN_S)
-            end = "stop" if number == tokens - 1 else None
-            choice = {"index": 0, "delta": {"content": "w "}, "finish_reason": end}
+        for done in range(0, tokens, TOKENS_PER_EVENT):
+            now = min(TOKENS_PER_EVENT, tokens - done)
+            await asyncio.sleep(TOKEN_S * now)
+            end = "stop" if done + now == tokens else None
+            choice = {"index": 0, "delta": {"content": "w " * now}, "finish_reason": end}
             responder.write(b"data: " + _json(id="c", choices=[choice]) + b"\n\n")
         responder.write(b"data: " + _json(id="c", choices=[], usage=usage) + b"\n\n")
         responder.finish(b"data: [DONE]\n\n")

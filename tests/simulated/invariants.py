@@ -127,21 +127,25 @@ class Monitor:
 
     def at_the_end(self) -> None:
         """Check what must be nothing once all load has ended."""
-        table = self.directory.table if self.directory is not None else None
-        if table is None:
+        if self.directory is None:
             self.violated("the directory serves", "it did not start again")
-            return
-        state = table._placer._state
-        left = {
-            "reservations": list(state.decoders._reservations),
-            "queued prefills": list(state.prefillers._engine_of),
-            "waiting turns": table.waiting,
-            "conversations": [one.key for one in table.conversations],
-            "running turns": [one.key for one in table.conversations if one.running],
-        }
-        for what, found in left.items():
-            if found:
-                self.violated("reservations return to zero", f"{what}: {found}")
+        for what in self.left():
+            self.violated("reservations return to zero", what)
+
+    def left(self) -> list[str]:
+        """Return what of the load is left in the processes."""
+        found = []
+        if self.directory is not None:
+            table = self.directory.table
+            state = table._placer._state
+            left = {
+                "reservations": list(state.decoders._reservations),
+                "queued prefills": list(state.prefillers._engine_of),
+                "waiting turns": table.waiting,
+                "conversations": [one.key for one in table.conversations],
+                "running turns": [one.key for one in table.conversations if one.running],
+            }
+            found += [f"{what}: {those}" for what, those in left.items() if those]
         for gateway in self.world.live_gateways():
             client, meters = gateway.directory, gateway._meters._meters.values()
             left = {
@@ -150,9 +154,8 @@ class Monitor:
                 "counted turns": sum(meter.turns for meter in meters),
                 "placings": list(gateway._turns.binder._placing),
             }
-            for what, found in left.items():
-                if found:
-                    self.violated("reservations return to zero", f"{what} of {client.gateway}: {found}")
+            found += [f"{what} of {client.gateway}: {those}" for what, those in left.items() if those]
+        return found
 
 
 def _state_of(row: Row) -> State:

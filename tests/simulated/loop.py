@@ -142,18 +142,19 @@ class VirtualLoop(asyncio.BaseEventLoop):
 
     def _run_once(self) -> None:
         """Run one step of one process."""
-        while self._timers and self._timers[0][0] <= self._now:
-            timer = heapq.heappop(self._timers)[2]
-            if not timer._cancelled:  # type: ignore[attr-defined]
-                self._enqueue(timer)
-        now = self._now
-        ready = [one for one in self._runnable if one.frozen_until <= now]
-        if not ready:
-            wakes = [one.frozen_until for one in self._runnable]
-            if self._timers:
-                wakes.append(self._timers[0][0])
-            self._now = max(self._now, min(wakes))
-            return
+        timers, runnable = self._timers, self._runnable
+        while True:
+            now = self._now
+            while timers and timers[0][0] <= now:
+                timer = heapq.heappop(timers)[2]
+                if not timer._cancelled:  # type: ignore[attr-defined]
+                    self._enqueue(timer)
+            if ready := [one for one in runnable if one.frozen_until <= now]:
+                break
+            wakes = [one.frozen_until for one in runnable]
+            if timers:
+                wakes.append(timers[0][0])
+            self._now = max(now, min(wakes))
         process = ready[int(self.random.random() * len(ready))]
         queue = process.queue
         while queue:

@@ -13,6 +13,7 @@ from collections import defaultdict, deque
 from collections.abc import AsyncIterator, Callable, Generator
 from dataclasses import dataclass
 from random import Random
+from types import SimpleNamespace
 from typing import Any
 
 import aiohttp.connector
@@ -630,7 +631,7 @@ class CallServer:
             task.cancel()
 
     def handler_of(self, path: str) -> Any:
-        details = type("Details", (), {"method": path})
+        details = SimpleNamespace(method=path)
         return next((found for one in self._handlers if (found := one.service(details)) is not None), None)
 
 

@@ -37,7 +37,7 @@ from workers.keeper.launch import FEED_SOCKET, Device, EngineKeys, LaunchSpec
 SECRET, KEEPERS_KEY, NO_KEY = "directory", "keepers", ""
 DIRECTORY_PORT, GATEWAY_PORT, CONTROL_PORT = 7000, 8000, 9000
 PLACE_WAIT_S = 4.0
-TTL_S = 8.0  # a conversation ends after so much silence
+TTL_S = 5.0  # a conversation ends after so much silence
 ENGINE_LEASE_S = 8.0
 TURNS_AT_ONCE, REQUESTS_PER_MINUTE = 3, 40  # limits of the key that has some
 FREE, LIMITED = "free-key", "limited-key"  # secrets of the two callers
@@ -168,7 +168,11 @@ def keeper_main(machine: EngineHost) -> Main:
         connector=ConnectorConfig(),
     )
     settings = KeeperSettings(
-        lease_s=ENGINE_LEASE_S, health_timeout_s=2.0, health_misses=3, backoff_longest_s=4.0
+        lease_s=ENGINE_LEASE_S,
+        health_interval_s=3.0,
+        health_timeout_s=2.0,
+        health_misses=2,
+        backoff_longest_s=4.0,
     )
 
     async def main() -> None:

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-SEEDS = 6
+SEEDS = 100
 
 
 def simulated(folder: Path, *options: str) -> tuple[int, str, Any]:
