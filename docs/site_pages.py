@@ -61,7 +61,7 @@ def repository_pages() -> dict[str, str]:
 
 
 def commands() -> Iterator[str]:
-    from deploy.cli import app
+    from deploy.cli.application import app
 
     yield "# Commands\n\nWhat `conserve COMMAND --help` prints.\n"
     yield from help_of(typer.main.get_command(app), "conserve")

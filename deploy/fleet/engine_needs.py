@@ -97,9 +97,9 @@ def find_architecture(model: str) -> Architecture | None:
         return None
     try:
         content = json.loads((directory / "config.json").read_text())
-    except (OSError, ValueError):
+        return architecture_of(content, _weight_bytes(directory))
+    except (OSError, ValueError, TypeError, AttributeError):  # damaged, or values of other types
         return None
-    return architecture_of(content, _weight_bytes(directory)) if isinstance(content, dict) else None
 
 
 def architecture_of(content: Mapping[str, Any], weight_bytes: int = 0) -> Architecture:

@@ -10,6 +10,7 @@ import json
 import logging
 import os
 import shutil
+import signal
 import stat
 import sys
 import tempfile
@@ -204,6 +205,7 @@ def connect(fleet: FleetSpec, home: FleetHome, record: RunRecord) -> Any:
     host = record.ray_address.rpartition(":")[0]
     # Ray finds our address by itself, except where the head is on this machine only.
     ours = {"_node_ip_address": host} if host.startswith("127.") else {}
+    handled = {number: signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGHUP)}
     try:
         ray.init(
             address=record.ray_address,
@@ -212,6 +214,9 @@ def connect(fleet: FleetSpec, home: FleetHome, record: RunRecord) -> Any:
             logging_level="WARNING",
             **ours,
         )
+        with contextlib.suppress(ValueError):  # signals arrive in the main thread only
+            for number, handler in handled.items():  # Ray's own ends us at once, with a dump of the stack
+                signal.signal(number, handler)
     except (ConnectionError, RuntimeError, ValueError) as error:
         reason = str(error).splitlines()[0]
         raise LifecycleError(f"cannot connect to Ray at {record.ray_address}: {reason}") from error

@@ -36,7 +36,7 @@ SCHEMA_LINE = "# Made by `conserve serve`; change it and run it with `conserve u
 
 def serve(
     context: typer.Context,
-    model: Annotated[str, typer.Argument(help="A directory, a Hugging Face id, or smollm2")],
+    model: Annotated[str, typer.Argument(metavar="MODEL", help="A directory, a Hugging Face id, or smollm2")],
     prefill: Annotated[int | None, typer.Option(help="Prefillers; 0: engines do both", min=0)] = None,
     decode: Annotated[int | None, typer.Option(help="Decoders", min=1)] = None,
     power_cap: Annotated[int | None, typer.Option(help="Of a decoder's GPUs, W", min=1)] = None,
@@ -75,7 +75,7 @@ def serve(
         f"{describe(machine)}: {tiers}, conversations of up to {fleet.model.max_context} tokens; as in {file}"
     )
     print_parsers(fleet)
-    if not is_built_in(model) and model_directory(model) is None:
+    if not is_here(model):
         hub.fetch(model)
     start_or_change(fleet, file, detach=detach, dry_run=False)
 
@@ -122,11 +122,11 @@ def wishes_of(model: str, options: dict[str, Any]) -> Wishes:
         if name in options:
             raise DeployError(f"--{name} is not an option of each engine here: it is {instead}")
     longest = options.pop("max-model-len", None)
-    if longest is not None and not str(longest).isdigit():
+    if longest is not None and not (str(longest).isdigit() and int(longest)):
         raise DeployError(f"--max-model-len: expected a number of tokens, not {longest!r}")
     name = options.pop("served-model-name", None)
-    if isinstance(name, list):
-        raise DeployError("--served-model-name: one name; more are model.aliases in a fleet file")
+    if name is not None and not (isinstance(name, str) and name.strip()):
+        raise DeployError("--served-model-name: expected one name; more are model.aliases in a fleet file")
     dtype = options.pop("dtype", "float32" if model == smollm2.NAME else "auto")
     trained = smollm2.TRAINED_CONTEXT if model == smollm2.NAME else None
     context = int(longest) if longest else trained
@@ -135,25 +135,51 @@ def wishes_of(model: str, options: dict[str, Any]) -> Wishes:
 
 def architecture(model: str) -> Architecture:
     """Return what is known of a model that can be served, or raise DeployError with what to give instead."""
-    instead = "give a directory with config.json, a Hugging Face id as in Qwen/Qwen3-0.6B, or smollm2"
     path = Path(model).expanduser()
+    if not model.strip():
+        raise DeployError(f"no model was named: {hub.INSTEAD}")
+    if path.is_file():
+        raise DeployError(f"{path.absolute()} is a file, and vLLM loads a directory: {hub.INSTEAD}")
     is_path = path.is_dir() or model.startswith(("/", "./", "../", "~")) or model.count("/") > 1
     if is_path and not (path / "config.json").is_file():
-        raise DeployError(f"there is no model in {path.absolute()}: {instead}")
-    weights = 0
-    if not is_built_in(model) and model_directory(model) is None:
-        _, weights = hub.describe(model)
+        what = "has no config.json" if path.is_dir() else "is no directory"
+        raise DeployError(f"there is no model in {path.absolute()}, which {what}: {hub.INSTEAD}")
+    weights = 0 if is_here(model) else hub.describe(model)
     found = find_architecture(model)
-    if found is None or not found.layers:
-        raise DeployError(f"the config.json of {model} cannot be read: {instead}")
+    if found is None:
+        raise DeployError(f"the config.json of {model} is damaged: {hub.INSTEAD}")
+    if not found.layers or not found.kv_bytes(1, 1, 1):
+        raise DeployError(
+            f"the config.json of {model} does not describe a language model, with num_hidden_layers and "
+            f"num_attention_heads: {hub.INSTEAD}"
+        )
     found = replace(found, weight_bytes=found.weight_bytes or weights)
     if not found.weight_bytes:
-        raise DeployError(f"{model} has no weights in safetensors: {instead}")
+        raise DeployError(f"{model} has no weights in safetensors: {hub.INSTEAD}")
+    if path.is_dir() and (lacking := lacking_file(path)):
+        raise DeployError(f"the model in {path.absolute()} is incomplete: it lacks {lacking}; fetch it again")
     return found
 
 
-def is_built_in(model: str) -> bool:
-    return model == smollm2.NAME
+TOKENIZERS = ("tokenizer*", "vocab*", "*.model", "*.tiktoken", "tekken.json")
+
+
+def lacking_file(directory: Path) -> str | None:
+    """Name a file that an engine would miss in a model's directory after it has started for a minute."""
+    with suppress(OSError, ValueError, KeyError, TypeError):
+        index = json.loads((directory / "model.safetensors.index.json").read_text())
+        for name in sorted(set(index["weight_map"].values())):
+            if not (directory / name).is_file():
+                return str(name)
+    return None if any(any(directory.glob(one)) for one in TOKENIZERS) else "tokenizer.json"
+
+
+def is_here(model: str) -> bool:
+    """Tell whether a model is on this machine; an interrupted download does not count."""
+    if model == smollm2.NAME or Path(model).expanduser().is_dir():
+        return True
+    cached = model_directory(model)
+    return cached is not None and any(cached.glob("*.safetensors")) and lacking_file(cached) is None
 
 
 def usable(machine: Machine) -> Machine:

@@ -16,7 +16,7 @@ import psutil
 import pytest
 import typer
 
-from deploy.cli import app
+from deploy.cli.application import app
 from deploy.cli.commands.up import wait_for_end
 from deploy.cli.common import errors_as_sentences, only_fleet
 from deploy.errors import DeployError
@@ -210,5 +210,5 @@ def test_an_upgrade_does_not_end_conserve_up(base: Path) -> None:
 
 def test_only_the_batch_command_imports_the_client_library() -> None:
     """The import takes longer than everything that `conserve check` does."""
-    code = "import sys, deploy.cli; sys.exit('openai' in sys.modules)"
+    code = "import sys, deploy.cli.application; sys.exit('openai' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code], cwd=ROOT, check=False, timeout=60).returncode == 0

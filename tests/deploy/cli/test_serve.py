@@ -11,8 +11,8 @@ import yaml
 from click.testing import Result
 from typer.testing import CliRunner
 
-from deploy.cli import app
-from deploy.cli.commands.serve_model import vllm_arguments
+from deploy.cli.application import app
+from deploy.cli.commands.serve_model import is_here, vllm_arguments
 from deploy.errors import DeployError
 from deploy.fleet import parse_fleet
 from router.auth.keys_file import load_keys
@@ -48,6 +48,7 @@ def model_in(directory: Path, **config: Any) -> str:
         **config,
     }
     (directory / "config.json").write_text(json.dumps(content))
+    (directory / "tokenizer.json").write_text("{}")
     return str(directory)
 
 
@@ -106,8 +107,71 @@ def test_json_and_lists_are_read() -> None:
 
 
 def test_a_path_without_a_model_is_refused(tmp_path: Path) -> None:
-    for path in ("/no/such", str(tmp_path)):
-        assert str(serve(path).exception).startswith(f"there is no model in {path}: give a directory with")
+    (tmp_path / "model.gguf").write_bytes(b"GGUF")
+    for path, said in (
+        ("/no/such", "there is no model in /no/such, which is no directory: give a directory with"),
+        (str(tmp_path), f"there is no model in {tmp_path}, which has no config.json: give a directory with"),
+        (
+            str(tmp_path / "model.gguf"),
+            f"{tmp_path}/model.gguf is a file, and vLLM loads a directory: give a",
+        ),
+        ("", "no model was named: give a directory with config.json, a Hugging Face id"),
+        (" ", "no model was named: give"),
+    ):
+        assert str(serve(path).exception).startswith(said)
+
+
+@pytest.mark.parametrize(
+    ("config", "said"),
+    [
+        ('{"model_type": ', "is damaged"),
+        ("[1, 2]", "is damaged"),
+        ('{"num_hidden_layers": 2, "text_config": null}', "is damaged"),
+        ('{"num_hidden_layers": 2, "rope_scaling": "none"}', "is damaged"),
+        ('{"num_hidden_layers": 2, "num_attention_heads": 0}', "does not describe a language model"),
+        ('{"model_type": "clip"}', "does not describe a language model"),
+    ],
+)
+def test_a_config_that_describes_no_model_is_refused(tmp_path: Path, config: str, said: str) -> None:
+    (tmp_path / "config.json").write_text(config)
+    assert str(serve(str(tmp_path)).exception).startswith(f"the config.json of {tmp_path} {said}")
+
+
+def test_an_incomplete_directory_is_refused(tmp_path: Path) -> None:
+    directory = tmp_path / "partial"
+    model = model_in(directory, max_position_embeddings=4096)
+    index = {"metadata": {"total_size": 10**6}, "weight_map": {"a": "model-1.safetensors"}}
+    (directory / "model.safetensors.index.json").write_text(json.dumps(index))
+    said = f"the model in {directory} is incomplete: it lacks model-1.safetensors; fetch it again"
+    assert str(serve(model).exception) == said
+    (directory / "model-1.safetensors").write_bytes(b"0" * 100)
+    assert serve(model, "--print").exception is None
+    (directory / "tokenizer.json").unlink()
+    assert "it lacks tokenizer.json" in str(serve(model, "--print").exception)
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        (["--max-model-len", "0"], "--max-model-len: expected a number of tokens, not '0'"),
+        (["--served-model-name", ""], "--served-model-name: expected one name"),
+        (["--served-model-name", "a", "b"], "--served-model-name: expected one name"),
+    ],
+)
+def test_values_that_no_fleet_can_have_are_refused(words: list[str], said: str) -> None:
+    assert str(serve("smollm2", "--print", *words).exception).startswith(said)
+
+
+def test_an_interrupted_download_does_not_count_as_a_model_that_is_here(tmp_path: Path) -> None:
+    cached = tmp_path / "hf" / "hub" / "models--Qwen--Qwen3-0.6B"
+    (cached / "refs").mkdir(parents=True)
+    (cached / "refs" / "main").write_text("abc")
+    (cached / "snapshots").mkdir()
+    model_in(cached / "snapshots" / "abc", max_position_embeddings=4096)
+    assert not is_here("Qwen/Qwen3-0.6B")
+    (cached / "snapshots" / "abc" / "model.safetensors").write_bytes(b"0" * 100)
+    assert is_here("Qwen/Qwen3-0.6B")
+    assert printed("Qwen/Qwen3-0.6B")["model"]["path"] == "Qwen/Qwen3-0.6B"
 
 
 def test_a_model_that_does_not_fit_is_refused(tmp_path: Path) -> None:

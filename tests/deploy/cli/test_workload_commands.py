@@ -4,7 +4,7 @@ from pathlib import Path
 
 from typer.testing import CliRunner, Result
 
-from deploy.cli import app as APP
+from deploy.cli.application import app as APP
 from deploy.cli.commands.replay import pages_of
 from tests.support.fleet import ROOT
 from traces import TraceError

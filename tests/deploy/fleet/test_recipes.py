@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 from typer.testing import CliRunner
 
-from deploy.cli import app
+from deploy.cli.application import app
 from deploy.fleet import FleetFileError, FleetSpec, load_fleet
 from deploy.fleet.engine_needs import Architecture, TierEngines, architecture_of
 from deploy.fleet.for_model import GIB, GPU_WORKSPACE

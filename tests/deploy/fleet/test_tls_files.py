@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 from typer.testing import CliRunner
 
-from deploy.cli import app
+from deploy.cli.application import app
 from deploy.fleet import FleetFileError, load_fleet
 from tests.support.certificates import Authority
 

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 from typer.testing import CliRunner
 
-from deploy.cli import app
+from deploy.cli.application import app
 from router.directory.journal import Journal, JournalError, Row, check, salvage
 from tests.router.directory.test_journal import contents, copied
 

@@ -7,7 +7,7 @@ from tests.workers.power.machine import GpuMachine
 # A machine with GPUs has vLLM's CUDA build, which is not installed here.
 PROGRAM = """
 import sys
-from deploy.cli import app
+from deploy.cli.application import app
 from deploy.cli.commands import serve_model
 serve_model.installed = lambda package: "0.32.0"
 app(["serve", "smollm2", "--print", *sys.argv[1:]])
