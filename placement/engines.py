@@ -73,7 +73,7 @@ class EngineState:
     kv_per_conversation: int = 0  # blocks of windows and states, at any length
 
     def takes(self, tokens: int) -> int:
-        """Return the KV that a conversation of so many tokens takes."""
+        """Return the KV tokens that a conversation of `tokens` occupies."""
         return tokens * self.kv_per_token + self.kv_per_conversation
 
     @property
@@ -82,7 +82,7 @@ class EngineState:
 
     @property
     def drained(self) -> bool:
-        """Return whether it was asked to leave and holds nothing, so that its end costs nothing."""
+        """Return whether the engine is draining and holds nothing, so that it can be stopped at no cost."""
         busy = self.running or self.waiting or self.offline_running or self.offline_waiting
         held = self.live_tokens or self.parked_tokens or self.offline_tokens or self.host_used_tokens
         return self.draining and not busy and not held

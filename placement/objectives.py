@@ -14,5 +14,7 @@ def ttfet_s(message_at: float, first_token_at: float) -> float:
 
 
 def tbt_s(first_token_at: float, last_token_at: float, later_tokens: int) -> float | None:
-    """Return the mean time between tokens; `later_tokens` came after the first. None without any."""
+    """Return the mean time between tokens; None if no token followed the first. `later_tokens` excludes the
+    first.
+    """
     return (last_token_at - first_token_at) / later_tokens if later_tokens > 0 else None

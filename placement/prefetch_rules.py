@@ -30,7 +30,7 @@ class PrefetchRules:
     patience_s: float = 30.0  # how long a prefetch waits for a busy engine
 
     def prefetch(self, announced_s: float | None, waits: Sequence[float]) -> "PrefetchTime | None":
-        """Return when to prefetch, or None for never; a quarter of the observed waits was shorter."""
+        """Return when to prefetch, None for never. An announced wait counts before observed ones."""
         wait_s = announced_s
         if wait_s is None and len(waits) >= self.fewest_waits:
             quartile = sorted(waits)[len(waits) // 4]

@@ -33,7 +33,7 @@ class ClassOrder:
         self._served[queue_weight] = now
 
     def level(self, queue_weight: float, arrival: float, highest_weight: float, now: float) -> float:
-        """Return the rank of a turn beside others, of which one has `highest_weight`: the highest goes first.
+        """Return a turn's rank among others, one of which has `highest_weight`; the highest goes first.
 
         Among equals the earliest due goes first. Infinity means that the turn was left out for long enough.
         """
@@ -46,7 +46,7 @@ class ClassOrder:
 
 @dataclass(frozen=True, slots=True)
 class QueueHead:
-    """The turn of a name that would be served next."""
+    """The next turn in the queue of one name."""
 
     tokens: int
     due: float
@@ -58,7 +58,7 @@ class QueueHead:
 
 
 class FairRounds:
-    """Deficit round robin over tokens: which waiting names may be served now, and in which order."""
+    """Deficit round robin over tokens: decides which waiting names may be served now, and in which order."""
 
     def __init__(self, quantum: int = QUANTUM) -> None:
         self._quantum = quantum
@@ -68,7 +68,7 @@ class FairRounds:
         return self._left.get(name, self._quantum)
 
     def order(self, heads: Mapping[str, QueueHead]) -> list[str]:
-        """Return the names that may be served now, in their order; begin a new round where none may."""
+        """Return the names that may be served now, in order; start a new round if there are none."""
         if not heads:
             self._left.clear()
             return []

@@ -80,7 +80,7 @@ class BadRequest(ApiError, status=400, type=INVALID, code="bad_request"):
 
 
 class BadIdentity(BadRequest):
-    """An id that cannot name a conversation, or a message too deep to be recognised."""
+    """An id that cannot name a conversation, or a message that is nested too deeply to be hashed."""
 
 
 class ContextTooLong(BadRequest, code="context_length_exceeded"):
@@ -101,7 +101,7 @@ class Unauthorized(ApiError, status=401, type="authentication_error", code="inva
 
 
 class PasswordWanted(Unauthorized):
-    """A page needs a password. The challenge makes a browser ask its user for one."""
+    """A page needs a password. The challenge makes the browser ask its user."""
 
     challenge = b'Basic realm="ConServe: an admin key as password"'
 
@@ -111,7 +111,7 @@ class Forbidden(ApiError, status=403, type="permission_error", code="forbidden")
 
 
 class Misdirected(ApiError, status=421, type=INVALID, code="host_not_allowed"):
-    """The Host header names another host: a web page may have pointed its own name to this address."""
+    """The Host header names another host; a web page may have pointed its own name to this address."""
 
 
 class NotFound(ApiError, status=404, type=INVALID, code="not_found"):
@@ -155,7 +155,7 @@ class RateLimited(TooManyRequests, code="rate_limit_exceeded"):
 
 
 class HeadersTooLarge(ApiError, status=431, type=INVALID, code="headers_too_large"):
-    """The head exceeds its limit."""
+    """The request's head exceeds its limit."""
 
 
 class InternalError(ApiError):
@@ -167,7 +167,7 @@ class Unavailable(ApiError, status=503, code="unavailable"):
 
 
 class DirectoryUnavailable(Unavailable):
-    """The directory does not answer in time, or answers that it is unable to, with the reason."""
+    """The directory does not answer in time, or answers that it cannot, with the reason."""
 
     default_retry_after_s = 2.0
 
@@ -177,7 +177,7 @@ class UpstreamError(ApiError, status=502, code="engine_error"):
 
 
 class EngineUnreachable(UpstreamError, code="engine_unreachable"):
-    """No connection to the engine could be made, so that no part of the request reached it."""
+    """The engine could not be connected to, so no part of the request reached it."""
 
 
 class EngineLost(UpstreamError, code="engine_lost"):
@@ -185,7 +185,7 @@ class EngineLost(UpstreamError, code="engine_lost"):
 
 
 class SetAside(UpstreamError, code="request_set_aside"):
-    """The request was running when two engines ended. Client libraries are told not to repeat it."""
+    """The request was running on two engines when they ended. Client libraries are told not to repeat it."""
 
     def headers(self) -> list[tuple[bytes, bytes]]:
         return [*super().headers(), (b"x-should-retry", b"false")]

@@ -424,12 +424,12 @@ from_zero(TURNS, "complete", "client_gone", "broken", "failed", "refused")
 
 @cache
 def labelled(metric: _Metric, *labels: str) -> _Metric:
-    """Return `metric.labels(...)` from a cache, at a tenth of the cost, for what every turn counts."""
+    """Return a cached `metric.labels(...)`, at a tenth of its cost, for metrics that every turn counts."""
     return metric.labels(*labels)
 
 
 class HttpCounts:
-    """Copies the HTTP layer's counters to metrics whenever these are scraped."""
+    """Copies the HTTP layer's counters to metrics at each scrape."""
 
     def __init__(
         self, server: "Server", pool: "UpstreamPool", certificate: "Certificate | None" = None

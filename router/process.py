@@ -1,4 +1,4 @@
-"""Parts that all processes of the router share: logs, a steady clock, garbage collection, watched files.
+"""Parts that all router processes share: logs, a steady clock, garbage collection, watched files.
 
 A log line is `time LEVEL logger event key=value ...`, on standard error. A line about a turn names its
 `conversation` and, once an engine has answered, its `request`: the id of the answer, which the client has and
@@ -22,7 +22,7 @@ _CONTROL = {code: f"\\x{code:02x}" for code in (*range(32), 127, 0x85, 0x2028, 0
 
 
 class OneLine(logging.Formatter):
-    """Formatter that writes every record as one line, tracebacks and line breaks in values included."""
+    """Formatter that writes every record as one line, including tracebacks and values with line breaks."""
 
     def __init__(self) -> None:
         super().__init__("%(asctime)s %(levelname)s %(name)s %(message)s")
@@ -40,7 +40,7 @@ class OneLine(logging.Formatter):
 
 
 def log_to_stderr() -> None:
-    """Send this process's logs to standard error, one line a record."""
+    """Send this process's logs to standard error, one line per record."""
     handler = logging.StreamHandler()
     handler.setFormatter(OneLine())
     logging.basicConfig(level=logging.INFO, handlers=[handler], force=True)
@@ -54,7 +54,7 @@ def _since_boot() -> float:
 
 
 class SteadyClock:
-    """Clock of seconds since 1970 that does not jump when the system's clock is set.
+    """Clock in seconds since 1970 that does not jump when the system's clock is set.
 
     It reads the system's clock once, at the start. Expiry dates of API keys, which people wrote down, are
     compared with the system's clock itself.
@@ -70,7 +70,7 @@ class SteadyClock:
         return self._zero + self._since_boot()
 
     def not_before(self, newest: float) -> None:
-        """Move forward to a time that a store already holds, if this clock is behind it."""
+        """Move forward to the newest time in a store, if this clock is behind it."""
         self._zero = max(self._zero, newest - self._since_boot())
 
 
@@ -89,7 +89,7 @@ AT_LATEST_S = 3600.0
 
 
 def settle_heap() -> None:
-    """Exempt all objects that exist now from garbage collection; called once, at the end of start-up.
+    """Exempt all existing objects from garbage collection; called once, at the end of start-up.
 
     The process has to run `collect_when_idle` from then on.
     """
@@ -101,7 +101,7 @@ def settle_heap() -> None:
 async def collect_when_idle(
     idle: Callable[[], bool], looks_s: float = LOOKS_S, at_latest_s: float = AT_LATEST_S
 ) -> None:
-    """Collect the old generation whenever the process is idle, and once an hour if it never is."""
+    """Run full garbage collections when the process is idle, and once an hour if it never is."""
     last = time.monotonic()
     while True:
         await asyncio.sleep(looks_s)
@@ -118,7 +118,7 @@ _LONGEST_PAUSE = 30  # looks between two attempts to read a file that could not 
 
 
 class WatchedFiles:
-    """Files that are read again after they have changed: API keys, certificates.
+    """Files that are read again when they change: API keys, certificates.
 
     The reader calls `begin` before it reads and `ended` afterwards, with `again` where reading failed for a
     reason that may pass, such as too few file descriptors.
@@ -138,7 +138,7 @@ class WatchedFiles:
         self._pause = min(2 * self._pause or 1, _LONGEST_PAUSE) if again else 0
 
     async def due(self) -> None:
-        """Wait until the files have changed and are complete, or until the next attempt is due."""
+        """Wait until the files have changed and are complete, or until the next retry is due."""
         while True:
             await asyncio.sleep(LOOK_EVERY_S)
             try:
@@ -155,14 +155,13 @@ class WatchedFiles:
 
 
 def content_of(file: Path, most: int) -> bytes:
-    """Return the beginning of a file, at most `most` bytes and one. A pipe without a writer is empty."""
+    """Return at most `most` + 1 bytes of a file. A pipe without a writer is empty."""
     with open(file, "rb", opener=lambda path, flags: os.open(path, flags | os.O_NONBLOCK)) as opened:
         return opened.read(most + 1)
 
 
 def _stamp(file: Path) -> object:
-    """Return an identity of a file that changes with its content or its link, as ACME clients and Kubernetes
-    change it."""
+    """Return a file's identity, which changes with its content, or with the link that points to it."""
     try:
         found = file.stat()
     except OSError as error:

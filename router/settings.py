@@ -1,4 +1,4 @@
-"""Types of the settings that a fleet file holds: times, sizes, names, and lists.
+"""Types of the settings in a fleet file: times, sizes, names and lists.
 
 A block of the fleet file is a frozen dataclass beside the component that receives it, with `SETTINGS` as its
 configuration. A field `lease_s` is the key `lease` of the file, where a time may also be written as `30s`.
@@ -25,7 +25,7 @@ SETTINGS = ConfigDict(
 
 
 def seconds(value: object) -> object:
-    """Turn `10m` into 600.0; leave anything else to pydantic's own check."""
+    """Convert `10m` to 600.0; leave anything else to pydantic's own check."""
     if not isinstance(value, str):
         return value
     match = _PATTERN.match(value.strip())

@@ -1,1 +1,1 @@
-"""Overload of the decoders' KV, and parameters that are dropped to make space for it."""
+"""Detect overload of the decoders' KV, and decide which parameters to drop to make space for it."""

@@ -20,14 +20,14 @@ MAX_GROUP_SIZE = 4  # in a group: engines reserve address space for the KV of so
 
 
 def layer_parts(layers: int, engines: int) -> tuple[range, ...]:
-    """Return the layers of each engine of a group, as equal as possible, every layer on exactly one."""
+    """Split the layers over the engines of a group as evenly as possible, each layer on exactly one."""
     bounds = [index * layers // engines for index in range(engines + 1)]
     return tuple(range(*pair) for pair in pairwise(bounds))
 
 
 @dataclass(frozen=True, slots=True)
 class EngineShape:
-    """Sizes and speeds that decide what splitting a model over engines of one kind gives."""
+    """Sizes and speeds that determine what is gained by splitting a model over engines of one kind."""
 
     layers: int
     layer_bytes: float  # parameters of a layer, on all ranks of an engine
@@ -42,18 +42,18 @@ class EngineShape:
         return layer_parts(self.layers, engines)
 
     def kv_each(self, engines: int) -> int:
-        """Return the KV tokens that each engine has when so many share the layers."""
+        """Return the KV tokens that each of `engines` has when they share the layers."""
         layer_kv = self.kv_bytes_per_token / self.layers
         kept = max(len(layers) for layers in self.kept(engines))
         freed = (self.layers - kept) * self.layer_bytes
         return int((self.layers * self.kv_tokens + freed / layer_kv) / (kept * engines))
 
     def hops_s(self, engines: int, tokens: float) -> float:
-        """Return the time that a batch takes from its engine to each other one and back."""
+        """Return the time that a batch needs to travel from its engine to each other engine and back."""
         return 2 * (engines - 1) * (self.hop_s + tokens * self.activation_bytes / self.link_bytes_per_s)
 
     def exchange_s(self, before: int, after: int, held: float) -> float:
-        """Return the time to move the KV of layers that change their engine when a group changes its size."""
+        """Return the time to move the KV of layers that change engines when a group changes its size."""
         moved = 1 - min(before, after) / max(before, after)
         return moved * held * self.kv_bytes_per_token / self.link_bytes_per_s
 
@@ -65,7 +65,7 @@ class EngineShape:
 
 @dataclass(frozen=True, slots=True)
 class Member:
-    """Engine as a plan sees it."""
+    """An engine, as a drop plan sees it."""
 
     engine: str
     held_tokens: float  # that are not evictable
@@ -182,7 +182,7 @@ def _merge(
 
 
 def full_iteration_s(shape: EngineShape, engines: int, members: Sequence[Member]) -> float:
-    """Return the seconds of a decoding iteration whose KV is full of turns as long as the members' turns."""
+    """Return the seconds of a decoding iteration when KV is full of turns as long as the members' turns."""
     assert shape.latency is not None
     tokens = shape.kv_each(engines)
     requests = round(tokens / _mean_context(members))

@@ -13,7 +13,7 @@ from math import exp
 
 @dataclass(frozen=True, slots=True)
 class KvDemand:
-    """KV that decoders have and are asked for, in tokens."""
+    """KV that the decoders have, and KV that is demanded from them, in tokens."""
 
     capacity: float  # that conversations may take, with whole models
     held: float  # not evictable: of running turns, and of idle ones that are nowhere else
@@ -55,7 +55,7 @@ class OverloadState:
 
     @property
     def declared(self) -> OverloadReason | None:
-        """Return why it is an overload; None if it is not."""
+        """Return the reason for the overload, or None if there is no overload."""
         return self.reason if self.overloaded else None
 
     @classmethod
@@ -72,7 +72,7 @@ class OverloadWatch:
         self.state = OverloadState.initial()
 
     def observe(self, demand: KvDemand, now: float) -> OverloadState:
-        """Take in the demand now; it is compared with the KV of whole models even while layers are shared."""
+        """Record the current demand. It is compared with the KV of whole models even while layers are shared."""
         before = self.state
         if demand.capacity <= 0:
             self._began_at = None

@@ -82,7 +82,7 @@ def _fits(decoder: SharingDecoder) -> bool:
 
 
 def _groups(decoders: Iterable[SharingDecoder]) -> list[list[SharingDecoder]]:
-    """Group the decoders that name each other in one epoch; a decoder with a whole model is a group of one.
+    """Group the decoders that list each other in one epoch; a decoder with a whole model is a group of one.
 
     The epoch alone is not enough: a restarted directory may give it to another group before the members of
     the first one have reported.
@@ -98,7 +98,7 @@ def _groups(decoders: Iterable[SharingDecoder]) -> list[list[SharingDecoder]]:
 
 
 def _drops(groups: Sequence[Sequence[SharingDecoder]], lacking: float, limits: DropLimits) -> SplitOrders:
-    """Plan drops tier by tier, because engines of other tiers may have other models or speeds."""
+    """Plan drops for each tier separately, because engines of different tiers may differ in model or speed."""
     drops: list[tuple[str, ...]] = []
     why = NotDropped.ALONE
     for tier in sorted({group[0].tier for group in groups}):

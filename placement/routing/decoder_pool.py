@@ -1,4 +1,4 @@
-"""KV in use of the decoders, and the choice of the one with the least of it.
+"""KV in use on the decoders, and the choice of the decoder with the least KV in use.
 
 KV in use is what an engine last reported as held for live conversations, plus the reservations for
 conversations that it has not reported yet. Parked and offline KV do not count: the first is on the host, the
@@ -21,7 +21,7 @@ CLOSED = -1.0
 
 
 class DecoderPool:
-    """Engines that hold conversations: their KV in use, their limits and the reservations on them.
+    """Engines that hold conversations, with their KV in use, their limits and their reservations.
 
     `limit` is the KV that an engine may hold now. `open_limit` is the same, or `CLOSED` where nothing may be
     placed. `whole_limit` is the limit with a whole model, which an engine that shares its layers exceeds.
@@ -70,7 +70,7 @@ class DecoderPool:
         return lost
 
     def observe(self, state: EngineState, last_seq: int) -> None:
-        """Take in a report; `last_seq` is the report of this epoch that was taken in before, or 0."""
+        """Apply a report. `last_seq` is the number of the last applied report of this epoch, or 0."""
         engine, row = state.engine, self._table.row(state.engine)
         self._table["live"][row] = state.live_tokens
         self._table["idle"][row] = min(state.idle_tokens, state.live_tokens)
@@ -87,7 +87,7 @@ class DecoderPool:
                 self.release(key)
 
     def choose(self, tokens: int, preferred: str | None) -> DecoderChoice | None:
-        """Return the decoder for a conversation that needs `tokens`; None where it fits on none."""
+        """Return the decoder for a conversation that needs `tokens`, or None if it fits on no decoder."""
         table = self._table
         in_use = table["live"] + table["reserved"]
         fits = in_use - table["idle"] <= table["open_limit"] - self._kv_of(tokens)
@@ -107,7 +107,7 @@ class DecoderPool:
         return DecoderChoice(why, options[0], tuple(options[1:]), len(self), without_capacity)
 
     def fitting(self, tokens: int) -> Iterator[str]:
-        """Yield the decoders on which a conversation of `tokens` fits, the least KV in use first."""
+        """Yield the decoders on which a conversation of `tokens` fits, least KV in use first."""
         in_use = self._table["live"] + self._table["reserved"]
         fits = in_use - self._table["idle"] <= self._table["open_limit"] - self._kv_of(tokens)
         rows = np.flatnonzero(fits)
@@ -115,7 +115,7 @@ class DecoderPool:
             yield self._table.name(int(row))
 
     def _kv_of(self, tokens: int, conversations: int = 1) -> NDArray[np.float64]:
-        """Return the KV that conversations of `tokens` in all would take, for every engine."""
+        """Return, for every engine, the KV that conversations with a total of `tokens` would occupy."""
         return tokens * self._table["per_token"] + conversations * self._table["per_conversation"]
 
     def reserve(self, engine: str, key: str, tokens: int) -> None:
@@ -127,7 +127,7 @@ class DecoderPool:
         self._table["reserved"][row] += taken
 
     def release(self, key: str) -> None:
-        """Drop a reservation: the engine reports the KV itself now, or the conversation ended."""
+        """Drop a reservation, because the engine now reports the KV itself or the conversation ended."""
         engine, tokens = self._reservations.pop(key, ("", 0))
         if engine:
             self._reserved_on[engine].discard(key)
@@ -156,7 +156,7 @@ class DecoderPool:
         return in_use / limit if limit else float(in_use > 0)
 
     def demand(self, refused: Sequence[int]) -> KvDemand:
-        """Return the KV that the open engines have and are asked for.
+        """Return the KV that the open engines have, and the KV that is demanded from them.
 
         What draining engines hold needs space there. A placed conversation that is not visible yet waits or
         is in transfer. `refused` are the tokens of conversations that fit on no engine, counted as where they
@@ -176,7 +176,7 @@ class DecoderPool:
         )
 
     def open_limit(self) -> float:
-        """Return the tokens that the engines which accept conversations may hold."""
+        """Return the sum of the KV limits of engines that accept conversations, in tokens."""
         return float(self._table["limit"][self._open_rows()].sum())
 
     def _open_rows(self) -> NDArray[np.bool_]:

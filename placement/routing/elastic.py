@@ -1,4 +1,4 @@
-"""Elastic placement: the paper's rule, unless another engine gives the first token sooner by a margin.
+"""Elastic placement: follow the paper's rule unless another engine gives the first token clearly sooner.
 
 A turn's prompt is computed by a prefiller. The conversation's decoder computes it if its first token comes
 within `local_share` of the prefiller's time, or, where the prefiller would put the TTFT target at risk, if
@@ -40,7 +40,7 @@ REPLACED_PER_TRANSFER = 0.1  # share of the known transfer cost that each new tr
 
 
 def why_local(estimates: Estimates, settings: PlacerSettings) -> Why | None:
-    """Return why the decoder computes a prompt itself; None where the prefiller does."""
+    """Return why the decoder computes a prompt itself, or None if a prefiller computes it."""
     local_s, remote_s = estimates
     if remote_s is None or local_s <= settings.local_share * remote_s:
         return Why.SOONER_ON_DECODER
@@ -50,7 +50,7 @@ def why_local(estimates: Estimates, settings: PlacerSettings) -> Why | None:
 
 @dataclass(slots=True)
 class PromptBacklog:
-    """Prompts on one engine: what it reported, and what was placed there since."""
+    """Prompts waiting on one engine: those that it reported, and those placed there since its report."""
 
     curve: PrefillCurve | None  # None: nothing is known of the engine but its rate
     waiting_tokens: int = 0
@@ -59,11 +59,11 @@ class PromptBacklog:
     placed: dict[str, tuple[int, float]] = field(default_factory=dict)  # conversation -> tokens, when
 
     def first_token_s(self, tokens: int) -> float:
-        """Return the seconds until a prompt's first token; infinite where the engine's speed is unknown."""
+        """Return the seconds until a prompt's first token; infinite if the engine's speed is unknown."""
         return self.alone_s(tokens) + self.wait_s(tokens)
 
     def wait_s(self, tokens: int) -> float:
-        """Return the wait for the prompts before one of `tokens`; 0 where there are none."""
+        """Return how long a prompt of `tokens` waits for the prompts before it; 0 if there are none."""
         ahead = self.waiting_tokens + sum(tokens for tokens, _ in self.placed.values())
         if not ahead:
             return 0.0
@@ -71,7 +71,7 @@ class PromptBacklog:
         return ahead / rate if rate else inf
 
     def alone_s(self, tokens: int) -> float:
-        """Return the prefill time of a prompt that waits for none."""
+        """Return the prefill time of a prompt that does not wait."""
         if self.curve is not None:
             return self.curve.seconds(tokens) / max(self.share, LEAST_SHARE)
         return tokens / self.tokens_per_s if self.tokens_per_s else inf
@@ -79,7 +79,7 @@ class PromptBacklog:
 
 @dataclass(slots=True)
 class TransferCost:
-    """Seconds per token of transfers that were not hidden behind the prefill.
+    """Seconds per token of the part of transfers that prefill does not hide.
 
     The cost fades when there are no transfers: a slow one was more often a busy decoder than a slow link, and
     must not keep others from showing what they cost. Each retry that confirms the cost makes it fade later.
@@ -102,7 +102,7 @@ class TransferCost:
         return tokens * self._confidence() * (self.s_per_token or 0.0)
 
     def _confidence(self) -> float:
-        """Return how much the last measured cost counts, between 0 and 1."""
+        """Return the weight of the last measured cost, between 0 and 1."""
         return pow(0.5, max(0.0, (self.now - self._measured_at) / self._kept_s() - 1))
 
     def _kept_s(self) -> float:
@@ -147,7 +147,7 @@ class ElasticRule(LeastKvRule):
         return self._where_sooner(choice._replace(prefiller=prefiller), turn.uncached_tokens)
 
     def estimate(self, decoder: str, tokens: int, prefiller: PrefillerOption | None) -> Estimates:
-        """Estimate the first token of a prompt of which the decoder would compute `tokens`.
+        """Estimate when the first token of a prompt comes if the decoder has `tokens` to compute.
 
         A prefiller would have to send it as many.
         """
@@ -160,7 +160,7 @@ class ElasticRule(LeastKvRule):
         return Estimates(self._backlogs[decoder].first_token_s(tokens), remote_s)
 
     def _where_sooner(self, choice: EngineChoice, tokens: int) -> EngineChoice:
-        """Leave the prefiller out where the decoder, which would compute `tokens`, is clearly sooner."""
+        """Drop the prefiller from the choice if the decoder, which would compute `tokens`, is clearly sooner."""
         best = choice.prefiller.chosen
         estimates = self.estimate(choice.decoder.chosen.engine, tokens, best)
         why = why_local(estimates, self.state.settings)
@@ -169,7 +169,7 @@ class ElasticRule(LeastKvRule):
         return choice._replace(prefiller=choice.prefiller.rejected(why), estimates=estimates)
 
     def _soonest_decoder(self, choice: EngineChoice, turn: FirstTurn) -> DecoderChoice:
-        """Return the decoder with the least KV, or one of the runners-up that is sooner by the margin.
+        """Return the decoder with the least KV, or a runner-up that is sooner by the margin.
 
         It must also compute the prompt rather than the prefiller. Where many decoders are full, KV is short
         and only the KV in use counts.
@@ -192,7 +192,9 @@ class ElasticRule(LeastKvRule):
         return least
 
     def _on_a_decoder_with_time(self, choice: EngineChoice, turn: FirstTurn) -> EngineChoice | None:
-        """Return this decoder, or the first one with capacity, whose own prompts are done soon."""
+        """Choose the same decoder, or the first with capacity, whose own prompts end soon; None if there is
+        none.
+        """
         first, limit_s = choice.decoder.chosen.engine, self.state.settings.max_prefill_wait_s
         for name in (first, *self.state.decoders.fitting(self.state.need(turn))):
             if self._backlogs[name].wait_s(turn.prompt_tokens) <= limit_s:
@@ -204,7 +206,7 @@ class ElasticRule(LeastKvRule):
         return None
 
     def _on_a_prefiller(self, turn: FirstTurn, now: float) -> EngineChoice | None:
-        """Return a prefiller that computes the conversation and holds it, if it fits on one."""
+        """Return a prefiller that computes and holds the conversation, or None if it fits on none."""
         holder = self._last_resort.choose(self.state.need(turn), None)
         if holder is None:
             return None
@@ -257,6 +259,6 @@ class ElasticRule(LeastKvRule):
         return sum(self._backlogs[name].share for name in decoders)
 
     def _forget_prompt(self, key: str) -> None:
-        """Forget a prompt that is computed, or that the engine counts itself now."""
+        """Forget a prompt that has been computed or that the engine now reports itself."""
         if (engine := self._placed_on.pop(key, None)) is not None:
             del self._backlogs[engine].placed[key]

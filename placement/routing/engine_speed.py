@@ -33,7 +33,7 @@ class EngineSpeed(NamedTuple):
 
 @dataclass(slots=True)
 class SpeedHistory:
-    """Speeds that one engine has shown."""
+    """Measured speeds of one engine."""
 
     hardware: str
     prompts: int | None = None  # count in its last report
@@ -46,7 +46,7 @@ class EngineSpeeds:
     """Prefill speeds of all engines."""
 
     def __init__(self, hardware_of: Mapping[str, str]) -> None:
-        """Tiers that `hardware_of` maps to the same name are alike; any other tier is only like itself."""
+        """`hardware_of` names the hardware of each tier; tiers with the same name are alike."""
         self._hardware_of = hardware_of
         self._engines: dict[str, SpeedHistory] = {}
         self._by_hardware: defaultdict[str, dict[str, SpeedHistory]] = defaultdict(dict)
@@ -61,7 +61,7 @@ class EngineSpeeds:
             del self._by_hardware[history.hardware][engine]
 
     def observe(self, state: EngineState, now: float) -> EngineSpeed:
-        """Take in a report and return the engine's speed."""
+        """Apply a report, and return the engine's speed."""
         engine, tokens_per_s = self._engines[state.engine], state.prompt_tokens_per_s
         engine.curve = PrefillCurve(*state.prefill_curve) if state.prefill_curve else None
         if engine.curve is None:
@@ -86,7 +86,7 @@ class EngineSpeeds:
         return EngineSpeed(engine.curve, estimate, True, tokens_per_s, freshness)
 
     def _typical_curve(self, hardware: str, now: float) -> PrefillCurve | None:
-        """Return the median curve of engines that computed prompts lately; None where none did."""
+        """Return the median curve of engines that computed prompts recently, or None if there are none."""
         computed_at, typical = self._typical.get(hardware, (-inf, None))
         if now < computed_at + TYPICAL_EVERY_S:
             return typical
@@ -104,7 +104,7 @@ class EngineSpeeds:
 
 
 def _between(start: PrefillCurve, end: PrefillCurve, share: float) -> PrefillCurve:
-    """Return the curve that is this share of the way from `start` to `end`."""
+    """Return the curve at the fraction `share` of the way from `start` to `end`."""
     pairs = zip(astuple(start), astuple(end), strict=True)
     return PrefillCurve(*(a + share * (b - a) for a, b in pairs))
 

@@ -1,4 +1,4 @@
-"""Engines as rows of numpy columns, so that a choice among a thousand of them is a few array operations."""
+"""Engines as rows of numpy columns, so that choosing among a thousand takes a few array operations."""
 
 import re
 from bisect import bisect_left
@@ -62,7 +62,7 @@ class EngineTable:
         self._number_from(row)
 
     def least(self, values: Column, count: int) -> list[int]:
-        """Return the rows of the least finite values, in order, and take them out of `values`."""
+        """Return the rows with the `count` smallest finite values, in order, and remove them from `values`."""
         rows: list[int] = []
         while len(rows) < count:
             row = int(values.argmin())

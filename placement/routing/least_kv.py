@@ -98,7 +98,7 @@ class LeastKvRule:
         return choice
 
     def find(self, turn: FirstTurn, now: float) -> EngineChoice | Refusal:
-        """Return the best decoder and the best prefiller, however long its queue is."""
+        """Return the best decoder and the best prefiller, no matter how long the prefiller's queue is."""
         settings, decoders = self.state.settings, self.state.decoders
         decoder = decoders.choose(self.state.need(turn), turn.preferred_decoder)
         if decoder is None:
@@ -120,7 +120,7 @@ class LeastKvRule:
         return EngineChoice(decoder, prefiller, decoders, cached)
 
     def move(self, turn: FirstTurn) -> EngineChoice | Refusal:
-        """Return the decoder with the least KV, which gets the conversation's KV from its former decoder."""
+        """Return the decoder with the least KV, which receives the conversation's KV from the former decoder."""
         decoder = self.state.decoders.choose(self.state.need(turn), None)
         if decoder is None:
             return self._no_decoder(self.state.need(turn))
@@ -162,20 +162,20 @@ class LeastKvRule:
     # Events. This rule needs no state of its own.
 
     def engine_up(self, info: EngineInfo, curve: PrefillCurve | None) -> None:
-        """Learn of an engine; `curve` is None where nothing is known of its speed."""
+        """Add an engine. `curve` is None if its speed is unknown."""
 
     def engine_down(self, engine: str) -> tuple[str, ...]:
-        """Forget an engine; return the conversations that lose a reservation by it."""
+        """Remove an engine; return the conversations that lose a reservation."""
         return ()
 
     def observe(self, state: EngineState, last_seq: int, speed: EngineSpeed, now: float) -> None:
-        """Take in a report of an engine."""
+        """Apply a report of an engine."""
 
     def placed(self, key: str, choice: EngineChoice, uncached: int, now: float) -> None:
-        """Record a placed turn, of whose prompt its decoder would compute `uncached` tokens."""
+        """Record a placed turn whose decoder would compute `uncached` tokens of its prompt."""
 
     def transferred(self, tokens: int, seconds: float) -> None:
-        """Learn the visible part of a transfer: from the end of a prefill to the start on the decoder."""
+        """Record the visible part of a transfer: from the end of the prefill to the start on the decoder."""
 
     def release(self, key: str) -> None:
         """Forget a conversation that ended, or whose placement was not used."""
@@ -184,5 +184,5 @@ class LeastKvRule:
         return self.state.decoders
 
     def lent_engines(self, decoders: Iterable[str]) -> float | None:
-        """Return the decoders' time that running turns leave to prompts, in engines; None if none is used."""
+        """Return the time that decoders have left for prompts, in engines; None if the rule ignores it."""
         return None

@@ -1,4 +1,4 @@
-"""Placer of turns: it keeps the observed state of the fleet and lets a placement rule decide.
+"""Placer of turns: keeps the observed state of the fleet and applies a placement rule.
 
 The directory runs it in production and the simulator in simulation. It does no I/O and has no clock.
 """
@@ -20,7 +20,7 @@ from placement.sizing.capacity import CapacityWatch, Signals
 
 
 class MissingCurve(PlacementError, LookupError):
-    """A prefiller's tier has no prefill curve."""
+    """The tier of a prefiller has no prefill curve."""
 
 
 class Placer:
@@ -65,7 +65,7 @@ class Placer:
         return lost
 
     def engine_down(self, engine: str) -> tuple[str, ...]:
-        """Forget an engine; return the conversations whose queued prefill or reservation was on it."""
+        """Remove an engine; return the conversations whose queued prefill or reservation was there."""
         if self._infos.pop(engine, None) is None:
             return ()
         lost: dict[str, None] = {}
@@ -81,7 +81,7 @@ class Placer:
         return tuple(lost)
 
     def observe(self, report: EngineState, now: float) -> bool:
-        """Take in an engine's report; return False if it is of another epoch or out of order."""
+        """Apply an engine's report; return False if it is of another epoch or out of order."""
         info, state = self._infos.get(report.engine), self._state
         if info is None or report.epoch != info.epoch:
             return False
@@ -105,7 +105,7 @@ class Placer:
         return True
 
     def _observe_split(self, report: EngineState, whole: int) -> None:
-        """Resize a decoder that began or ended to share its layers."""
+        """Resize a decoder that began or stopped sharing its layers."""
         kv_tokens = report.split.kv_tokens if report.split is not None and report.split.epoch else 0
         engine, split_kv = report.engine, self._state.split_kv
         if engine in self._state.decoders and kv_tokens != split_kv.get(engine, 0):
@@ -135,7 +135,7 @@ class Placer:
         return placement
 
     def place_moved(self, turn: FirstTurn, move: Move, now: float) -> Placement | Refusal:
-        """Place a later turn on another decoder than before; a refusal changes nothing."""
+        """Place a later turn on a different decoder; a refusal changes nothing."""
         choice = self._rule.move(turn) if move.sends else self._rule.first_turn(turn, now)
         if isinstance(choice, Refusal):
             return choice
@@ -147,20 +147,20 @@ class Placer:
         return placement
 
     def place_later(self, turn: LaterTurn, now: float) -> Placement:
-        """Place a later turn, which never moves and is never refused; it may go through a prefiller again."""
+        """Place a later turn on its own decoder, without refusal. It may go through a prefiller again."""
         choice = self._rule.later_turn(turn, now)
         need = turn.uncached_tokens + self.settings.headroom_tokens if choice.prefiller.chosen else 0
         return self._commit(turn, choice, need, turn.uncached_tokens, now)
 
     def through_prefiller(self, uncached_tokens: int, prompt_tokens: int) -> bool:
-        """Return whether a later turn has to be placed at all: most need only their binding."""
+        """Return whether a later turn has to be placed at all; most only need their binding."""
         settings = self.settings
         return settings.policy.later_turn_through_prefiller(
             settings.redisaggregation, uncached_tokens, prompt_tokens
         )
 
     def prefill_done(self, key: str, now: float, tokens: int = 0, cached: int | None = None) -> None:
-        """Note the end of a prefill.
+        """Record the end of a prefill.
 
         `tokens` is the prompt that the prefiller computed, from which its curve learns, or 0 if it did not
         compute it. It had `cached` of them in its cache; None if it does not report that.
@@ -172,7 +172,7 @@ class Placer:
             self._state.prefixes.prompt_not_computed(key)
 
     def turn_ended(self, key: str, engine: str, tokens: int, now: float, cached: int | None = None) -> None:
-        """Note that `tokens` of the conversation are on its decoder.
+        """Record that `tokens` of the conversation are on its decoder.
 
         If the decoder computed the turn's prompt, it had `cached` of it; None if it did not, or does not say.
         """
@@ -180,7 +180,7 @@ class Placer:
         self._state.prefixes.conversation_grew(key, engine, tokens, now)
 
     def transferred(self, tokens: int, seconds: float) -> None:
-        """Learn the visible part of a transfer: from the end of a prefill to the start on the decoder."""
+        """Record the visible part of a transfer: from the end of the prefill to the start on the decoder."""
         self._rule.transferred(tokens, seconds)
 
     def release(self, key: str, now: float) -> None:
@@ -199,7 +199,7 @@ class Placer:
         now: float,
         move: Move | None = None,
     ) -> Placement:
-        """Reserve the chosen engines for a turn."""
+        """Reserve KV and a place in the queue on the chosen engines, and return the placement."""
         engine, first = choice.decoder.chosen.engine, choice.prefiller.chosen
         if need:
             choice.pool.reserve(engine, turn.key, need)
@@ -229,7 +229,7 @@ class Placer:
         return prompt_tokens - min(cached, prompt_tokens - 1)
 
     def prompt_arrived(self, prompt_tokens: int, now: float) -> None:
-        """Count a turn that wants a prefiller, once, whether or not it can be placed."""
+        """Count a turn that needs a prefiller, once, whether or not it can be placed."""
         if not self.settings.policy.disaggregates:
             return
         seconds = self._state.prefillers.mean_prefill_s(prompt_tokens)
@@ -239,7 +239,7 @@ class Placer:
         self._capacity.arrived(seconds, now)
 
     def observe_overload(self, now: float, refused: Sequence[int] = ()) -> OverloadState:
-        """Take in how full the decoders are; `refused` are the tokens of prompts that fit on no decoder."""
+        """Compare the decoders' KV with the demand; `refused` counts prompt tokens that fit on no decoder."""
         decoders = self._state.decoders
         self._capacity.observed(decoders.pressure(), now)
         needs = [tokens + self.settings.headroom_tokens for tokens in refused]

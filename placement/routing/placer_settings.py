@@ -9,7 +9,7 @@ from placement.scheduling.interface import DEFAULT_TARGETS
 
 @dataclass(frozen=True, slots=True)
 class Redisaggregation:
-    """Rule for later turns that go through a prefiller again.
+    """Rule for sending later turns through a prefiller again.
 
     A later turn has much to compute when a prefix breaks, a file is pasted or a context is compacted. Real
     agents do that, and such a turn is a first turn in all but name. The rule reads sizes that are known on
@@ -26,7 +26,7 @@ class Redisaggregation:
 
 
 class PlacingPolicy(StrEnum):
-    """Which turns a prefiller computes."""
+    """Which turns are computed by a prefiller."""
 
     CONSERVE = "conserve"  # first turns, and large later ones
     COLLOCATED = "collocated"  # none: every engine serves whole conversations
@@ -43,7 +43,7 @@ class PlacingPolicy(StrEnum):
         return self is not PlacingPolicy.COLLOCATED
 
     def later_turn_waits(self, prefill_s: float, longest_s: float) -> float:
-        """Return the most seconds that a later turn queues for a prefiller.
+        """Return how long a later turn may wait for a prefiller, in seconds.
 
         Its decoder can compute it as well, so that a queue longer than its own prefill is no help.
         """
@@ -56,7 +56,7 @@ class PlacingPolicy(StrEnum):
 
 
 class FirstTurns(StrEnum):
-    """Where first turns, and later ones with much to compute, are prefilled."""
+    """Where first turns, and later turns with long uncached prompts, are prefilled."""
 
     PREFILLER = "prefiller"  # the paper's rule: always on a prefiller when one is up
     ELASTIC = "elastic"  # where the first token comes first

@@ -1,4 +1,4 @@
-"""Queues of the prefillers, and the choice of the one that would finish a prompt first.
+"""Queues of the prefillers, and the choice of the prefiller that would finish a prompt first.
 
 An engine computes one prompt at a time: those with a higher queue weight first, then in order of arrival.
 """
@@ -33,7 +33,7 @@ class QueuedPrefill(NamedTuple):
 
 @dataclass(slots=True)
 class CurveCorrection:
-    """Ratio of the seconds that an engine's prompts took to the seconds that its curve says.
+    """Ratio of the measured seconds of an engine's prompts to the seconds that its curve predicts.
 
     Time counts while there is a queue, from the end of the prompt before. So the sums hold in whatever order
     the engine computes its prompts, and when it computes several at once.
@@ -99,7 +99,7 @@ class PrefillQueues:
     def set_curve(
         self, engine: str, reported: PrefillCurve, estimate: PrefillCurve, freshness: float = 1.0
     ) -> None:
-        """Take in the curve that an engine reports, and the estimate of what it is now.
+        """Store the curve that an engine reports, and the estimate of its current curve.
 
         The correction learned from its prompts stays. Of a correction that makes the engine slower, only the
         share `freshness` counts.
@@ -128,19 +128,19 @@ class PrefillQueues:
         return int(np.count_nonzero(self._table["closed"] == 0.0))
 
     def mean_prefill_s(self, tokens: int) -> float | None:
-        """Return the mean prefill time over the open engines; None where none accepts prompts."""
+        """Return the mean prefill time over the open engines, or None if no engine is open."""
         open_, table = self._table["closed"] == 0.0, self._table
         if not open_.any():
             return None
         return float((table["a"] + table["b"] * tokens + table["c"] * tokens * tokens)[open_].mean())
 
     def shortest_wait_s(self, now: float) -> float:
-        """Return the wait of the shortest queue; 0 where no engine accepts prompts."""
+        """Return the wait in the shortest queue; 0 if no engine accepts prompts."""
         wait = np.maximum(self._table["free_at"] - now, self._table["behind"])[self._table["closed"] == 0.0]
         return max(0.0, float(wait.min())) if wait.size else 0.0
 
     def choose(self, tokens: int, now: float, queue_weight: float = 0.0) -> PrefillerChoice | None:
-        """Return the prefiller that would finish `tokens` first; None where none accepts prompts."""
+        """Return the prefiller that would finish `tokens` first, or None if none accepts prompts."""
         table = self._table
         # In place where possible: at a thousand rows creating an array costs as much as the sum in it.
         wait = table["free_at"] - now
@@ -170,7 +170,7 @@ class PrefillQueues:
         now: float,
         queue_weight: float,
     ) -> PrefillerChoice:
-        """Return the choice, or a prefiller with a prefix in its cache that ends about as soon.
+        """Return the choice, or a prefiller that has a prefix cached and finishes about as soon.
 
         `cached` has the tokens of the prompt that each engine holds.
         """
@@ -184,7 +184,7 @@ class PrefillQueues:
         return choice if best is choice.chosen else choice.replaced(best, Why.HAS_PREFIX)
 
     def _shortest_queues(self, engines: Iterable[str], count: int, now: float) -> list[str]:
-        """Return at most `count` prefillers among `engines`, those with the shortest queues."""
+        """Return at most `count` of `engines`: the prefillers with the shortest queues."""
         names = [name for name in engines if name in self._queues]
         if len(names) <= count:
             return names
@@ -196,7 +196,7 @@ class PrefillQueues:
     def option(
         self, engine: str, tokens: int, now: float, cached: int = 0, queue_weight: float = 0.0
     ) -> PrefillerOption | None:
-        """Return this prefiller as an option; None where it accepts no prompts.
+        """Return this prefiller as an option, or None if it accepts no prompts.
 
         It has `cached` of the tokens already.
         """
@@ -224,7 +224,7 @@ class PrefillQueues:
         self._table["behind"][row] += seconds if first != key else _queued_seconds(queue) - seconds
 
     def prefill_ended(self, key: str, tokens: int, now: float, cached: int = 0) -> None:
-        """Learn from a prefill that ended.
+        """Update the curve correction from a prefill that ended.
 
         `tokens` is what the engine counted, 0 where it said nothing; it had `cached` of them.
         """
@@ -238,7 +238,7 @@ class PrefillQueues:
         self.dequeue(key, now)
 
     def dequeue(self, key: str, now: float) -> None:
-        """Take a prompt out of its queue: its prefill ended, or will never run."""
+        """Remove a prompt from its queue, because its prefill ended or will never run."""
         engine = self._engine_of.pop(key, None)
         if engine is None:
             return
@@ -262,7 +262,7 @@ class PrefillQueues:
             self.dequeue(key, now)
 
     def wait_s(self, engine: str, now: float, queue_weight: float = -inf) -> float:
-        """Return the wait of a prompt with this queue weight; by default behind all others."""
+        """Return the wait of a prompt with this queue weight; by default it waits behind all others."""
         row = self._table.row(engine)
         wait_s = float(max(self._table["free_at"][row] - now, self._table["behind"][row], 0.0))
         if not self._overtakes_some(queue_weight):
@@ -270,7 +270,7 @@ class PrefillQueues:
         return min(wait_s, _queued_seconds(self._queues[engine], queue_weight))
 
     def _overtakes_some(self, queue_weight: float) -> bool:
-        """Return whether a prompt with this weight goes before any that is queued."""
+        """Return whether a prompt with this weight would overtake any queued prompt."""
         return any(weight < queue_weight for weight in self._weights)
 
     def _uncount(self, queued: QueuedPrefill) -> QueuedPrefill:
@@ -280,7 +280,7 @@ class PrefillQueues:
         return queued
 
     def _update_curve_columns(self, engine: str) -> None:
-        """Write the engine's present curve estimate into the table."""
+        """Write the engine's current curve estimate into the table."""
         row, (curve, freshness) = self._table.row(engine), self._estimates[engine]
         ratio = self._corrections[engine].ratio
         ratio = min(ratio, 1 + freshness * (ratio - 1))

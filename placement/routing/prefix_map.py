@@ -31,7 +31,7 @@ class PromptPrefix:
 
 
 class PlacedPrompt(NamedTuple):
-    """Prompt that an engine was given to compute."""
+    """Prompt that was placed on an engine."""
 
     engine: str
     expected: int  # tokens that the engine was expected to have cached
@@ -41,7 +41,7 @@ class PlacedPrompt(NamedTuple):
 
 
 class PrefixPart(NamedTuple):
-    """Piece of a prompt: what one prefix adds to the one before it, or the rest behind the last prefix."""
+    """Piece of a prompt: what one prefix adds to the previous one, or what follows the last prefix."""
 
     name: bytes
     start: int
@@ -58,7 +58,7 @@ class KnownPrefix:
 
 @dataclass(slots=True)
 class AssumedCache:
-    """Assumed content of an engine's prefix cache, in the order of eviction."""
+    """Assumed content of an engine's prefix cache, in eviction order."""
 
     kv_tokens: float = inf  # that fit
     capacity: float = inf  # tokens assumed to fit
@@ -74,7 +74,7 @@ class AssumedCache:
         self.tokens -= self.parts.pop(name, 0)
 
     def newer_tokens(self, name: bytes) -> int:
-        """Return the tokens that the engine was given since it was given this part."""
+        """Return how many tokens the engine was given after it was given this part."""
         found = 0
         for part, tokens in reversed(self.parts.items()):
             if part == name:
@@ -83,7 +83,7 @@ class AssumedCache:
         return found
 
     def evict(self) -> list[bytes]:
-        """Evict what exceeds the capacity and return the parts that are gone.
+        """Evict what exceeds the capacity, and return the evicted parts.
 
         Of the last part only the end goes, because blocks are freed one by one.
         """
@@ -108,7 +108,7 @@ class PrefixMap:
         self._prefixes: dict[str, Sequence[PromptPrefix]] = {}  # by conversation
 
     def set_kv_tokens(self, engine: str, tokens: int) -> None:
-        """Set how many tokens fit into an engine's KV."""
+        """Set the KV capacity of an engine, in tokens."""
         cache = self._caches.setdefault(engine, AssumedCache())
         if cache.kv_tokens != tokens:
             cache.kv_tokens = cache.capacity = tokens
@@ -116,7 +116,7 @@ class PrefixMap:
     def prompt_placed(
         self, key: str, engine: str, prefixes: Sequence[PromptPrefix], tokens: int, expected: int, now: float
     ) -> None:
-        """Note that `engine` will compute a prompt, and is expected to have `expected` tokens of it."""
+        """Record that `engine` will compute a prompt and is expected to have cached `expected` tokens of it."""
         self._placed.pop(key, None)
         cache = self._caches.get(engine)
         if prefixes and cache is not None:
@@ -128,8 +128,7 @@ class PrefixMap:
         self.record(key, prefixes, engine, tokens, now)
 
     def prompt_computed(self, key: str, cached: int | None) -> None:
-        """Correct the assumed capacity by the cached tokens that the engine reported; None: it reported
-        none."""
+        """Correct the assumed capacity by the cached tokens that the engine reported, if it did."""
         placed = self._placed.pop(key, None)
         cache = self._caches.get(placed.engine) if placed is not None else None
         if placed is None or cache is None or cached is None:
@@ -142,7 +141,7 @@ class PrefixMap:
             cache.capacity = min(cache.kv_tokens, max(GROWS * cache.capacity, cached))
 
     def prompt_not_computed(self, key: str) -> None:
-        """Forget the prefixes that this prompt was to bring to its engine, unless another one did."""
+        """Forget the prefixes that this prompt was to leave on its engine, unless another prompt left them."""
         placed = self._placed.pop(key, None)
         if placed is not None and not placed.expected:
             for prefix in placed.prefixes:
@@ -153,18 +152,18 @@ class PrefixMap:
                     known.engines.pop(placed.engine)
 
     def conversation_grew(self, key: str, engine: str, tokens: int, now: float) -> None:
-        """Note that a turn ended, and `tokens` of its conversation are on the engine."""
+        """Record that a turn ended and that `tokens` of its conversation are on the engine."""
         self.record(key, self._prefixes.get(key, ()), engine, tokens, now)
 
     def conversation_ended(self, key: str) -> None:
-        """Forget a conversation. What engines have of it stays in their caches until it is evicted."""
+        """Forget a conversation. Its prefixes stay in the assumed caches until they are evicted."""
         self.prompt_not_computed(key)
         self._prefixes.pop(key, None)
 
     def record(
         self, key: str, prefixes: Sequence[PromptPrefix], engine: str, tokens: int, now: float
     ) -> None:
-        """Note that an engine has a prompt of `tokens`. As in vLLM its end is evicted before its start."""
+        """Record that an engine has a prompt of `tokens`. As in vLLM, its end is evicted first."""
         cache = self._caches.setdefault(engine, AssumedCache())
         parts = _parts(key, prefixes, tokens)
         for part in reversed(parts):
@@ -185,7 +184,7 @@ class PrefixMap:
                     self._caches[name].drop(oldest)
 
     def cached_tokens(self, prefixes: Sequence[PromptPrefix], now: float) -> dict[str, int]:
-        """Return the tokens of the prefixes, sorted by length, that each engine has.
+        """Return, for each engine, how many tokens of the prefixes (sorted by length) it has.
 
         An engine that has some of a prefix has all that is before it, which is evicted later.
         """
@@ -199,7 +198,7 @@ class PrefixMap:
         return found
 
     def forget_engine(self, engine: str) -> None:
-        """Forget an engine that restarted or is gone."""
+        """Forget the prefixes of an engine that restarted or left."""
         self._placed = {key: placed for key, placed in self._placed.items() if placed.engine != engine}
         for name in self._caches.pop(engine, AssumedCache()).parts:
             if name in self._known:
@@ -212,7 +211,7 @@ class PrefixMap:
 
 
 def _parts(key: str, prefixes: Sequence[PromptPrefix], tokens: int) -> list[PrefixPart]:
-    """Return a part for each prefix, and one for the rest of the prompt.
+    """Return one part for each prefix, and one for the rest of the prompt.
 
     Sizes are estimates, so that a prefix may be taken for longer than the prompt.
     """

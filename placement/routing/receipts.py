@@ -52,16 +52,16 @@ class PrefillerChoice(NamedTuple):
 
     @classmethod
     def none(cls, why: Why) -> "PrefillerChoice":
-        """No prefiller was looked for."""
+        """Return a choice without a prefiller, because none was looked for."""
         return cls(why, None, (), 0)
 
     def rejected(self, why: Why) -> "PrefillerChoice":
-        """The best prefiller is not used after all; it leads the runners-up."""
+        """Return the choice without its prefiller, which now leads the runners-up."""
         seen = (self.chosen, *self.runners_up) if self.chosen else self.runners_up
         return PrefillerChoice(why, None, seen, self.considered)
 
     def replaced(self, best: PrefillerOption, why: Why) -> "PrefillerChoice":
-        """Another prefiller is chosen; the former choice becomes a runner-up."""
+        """Return the choice with another prefiller; the former one becomes a runner-up."""
         seen = filter(None, (self.chosen, *self.runners_up))
         others = tuple(one for one in seen if one.engine != best.engine)
         return PrefillerChoice(why, best, others, self.considered)
@@ -74,7 +74,7 @@ class DecoderOption(NamedTuple):
 
 
 class DecoderChoice(NamedTuple):
-    """Chosen decoder, and the least loaded of the others that had capacity.
+    """The chosen decoder, and the least loaded other decoders that had capacity.
 
     No decoder that is not listed had less KV in use than the last runner-up.
     """
@@ -86,7 +86,7 @@ class DecoderChoice(NamedTuple):
     without_capacity: int  # full, draining, or too small
 
     def replaced(self, best: DecoderOption, why: Why) -> "DecoderChoice":
-        """Another decoder is chosen; the former choice becomes a runner-up."""
+        """Return the choice with another decoder; the former one becomes a runner-up."""
         seen = (self.chosen, *self.runners_up)
         others = tuple(one for one in seen if one.engine != best.engine)
         return self._replace(why=why, chosen=best, runners_up=others)
@@ -104,7 +104,7 @@ class MoveReason(StrEnum):
 
 
 class Move(NamedTuple):
-    """Move of a conversation from the decoder that it was bound to."""
+    """Move of a conversation away from the decoder that it was bound to."""
 
     reason: MoveReason
     source: str  # the former decoder
@@ -124,7 +124,7 @@ class Receipt(NamedTuple):
     move: Move | None = None  # set where the conversation was bound to another decoder before
 
     def to_json(self) -> dict[str, Any]:
-        """Return nested plain data: field names as keys, lists for the runners-up."""
+        """Return the receipt as nested plain data: field names as keys, runners-up as lists."""
         return {name: _plain(value) for name, value in self._asdict().items()}
 
 

@@ -1,1 +1,1 @@
-"""Decide inside one engine which requests an iteration serves, and with how many tokens."""
+"""Decide which requests each iteration of an engine serves, and how many tokens each gets."""

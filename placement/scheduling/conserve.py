@@ -1,4 +1,4 @@
-"""Policy of the co-serving paper: online first, offline fills the time until a token is due."""
+"""Policy of the co-serving paper: online requests first, offline requests fill the time until a token is due."""
 
 import math
 from collections.abc import Sequence
@@ -107,7 +107,7 @@ class Conserve(ServingPolicy):
     def interrupts(
         self, arrival: RequestView, queued: BatchWork, batch: RunningBatch, model: LatencyModel
     ) -> bool:
-        """Decide by the paper's Algorithm 1, but sooner, unless little is gained or online requests lose."""
+        """Decide by the paper's Algorithm 1, but sooner, unless the gain is small or online requests lose."""
         if not self._settings.safepoints or not batch.offline_requests:
             return False
         if batch.seconds < self.armed_gains * self.abort_gain_s:
@@ -143,21 +143,21 @@ class Conserve(ServingPolicy):
 
 
 def cost_of_losing(request: RequestView) -> tuple[int, float]:
-    """Order preemption victims by recomputation cost: blocks not on the host, then the latest arrival."""
+    """Return the sort key of preemption victims: blocks without a host copy, then latest arrival."""
     return (max(request.blocks - request.saved_blocks, 0), -request.arrival)
 
 
 def online_then_offline(
     requests: tuple[RequestView, ...], prompts: Sequence[RequestView] = ()
 ) -> tuple[str, ...]:
-    """Return decoding requests before prompts, in the given order; prompts get the remaining tokens."""
+    """Return decoding requests before prompts, each in the given order; prompts get the remaining tokens."""
     place = {request.key: number for number, request in enumerate(prompts)}
     order = sorted(requests, key=lambda r: (r.offline, not r.decoding, place.get(r.key, 0), r.arrival, r.key))
     return tuple(request.key for request in order)
 
 
 def best_batch(model: LatencyModel, arrivals_per_s: float, max_tokens: int) -> int:
-    """Return the tokens of an offline iteration with the highest throughput, if an arrival may abort it.
+    """Return the tokens of the offline iteration with the best throughput when arrivals may abort it.
 
     An iteration of T seconds completes with probability exp(-rate * T): long ones amortise the constant and
     the reading of weights, but are lost more often. Attention is left out: a prompt attends to the same
@@ -176,7 +176,7 @@ def best_batch(model: LatencyModel, arrivals_per_s: float, max_tokens: int) -> i
 
 
 class Margin:
-    """Share of a target kept free, so that only a share `beyond` of the iterations exceeds the target."""
+    """Share of a target that is kept free so that only a share `beyond` of the iterations exceeds the target."""
 
     step, most = 0.02, 0.5
 
@@ -191,7 +191,7 @@ class Margin:
 
 
 class ArrivalRate:
-    """Online arrivals per second over about the last half minute."""
+    """Online arrivals per second, averaged over about the last half minute."""
 
     memory_s = 30.0
 

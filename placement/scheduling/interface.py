@@ -49,13 +49,13 @@ class RequestView:
 
     @property
     def decoding(self) -> bool:
-        """Return whether it lacks only its next token, and has had its first or has it in an iteration."""
+        """Return whether the whole prompt is computed or scheduled, and only the next token is missing."""
         if not self.running or self.tokens - self.computed > 1:
             return False
         return self.last_token is not None or self.computed >= self.tokens
 
     def deadline(self) -> float:
-        """Return when its next token is due."""
+        """Return when the request's next token is due."""
         if self.last_token is None:
             return self.arrival + self.slo.ttft_s
         return self.last_token + self.slo.tbt_s
@@ -63,7 +63,7 @@ class RequestView:
 
 @dataclass(frozen=True, slots=True)
 class EngineView:
-    """An engine between two iterations. `online_waiting` is in order of arrival, or as a plan ordered it."""
+    """State of an engine between two iterations. `online_waiting` is in order of arrival or of the last plan."""
 
     now: float
     running: tuple[RequestView, ...]
@@ -79,7 +79,7 @@ class EngineView:
 
 @dataclass(frozen=True, slots=True)
 class DecodingView:
-    """An engine in which nothing waits and every running request decodes its next token."""
+    """State of an engine where nothing waits and every running request decodes its next token."""
 
     online: BatchWork
     offline: BatchWork
@@ -92,8 +92,7 @@ class DecodingView:
 
 @dataclass(slots=True)
 class BatchBuilder:
-    """Builder of an iteration's batch. The engine offers candidates in order and learns the tokens of
-    each."""
+    """Builder of a batch. The engine offers candidates in order and is told how many tokens each gets."""
 
     model: LatencyModel
     work: BatchWork  # of online requests, running and waiting; offline work is added as it is taken
@@ -109,7 +108,7 @@ class BatchBuilder:
     offline_tokens: int = 0
 
     def offline_budget(self) -> int:
-        """Return the offline tokens that still fit, as those of one request without context."""
+        """Return how many more offline tokens fit, if one request without context had them all."""
         if self.target_s is None:
             return self.tokens_left
         return self.model.max_tokens(self.work, 0, self.tokens_left, self.target_s)
@@ -160,7 +159,7 @@ class IterationPlan:
 
 @dataclass(frozen=True, slots=True)
 class RunningBatch:
-    """The iteration on the accelerator, as an arrival finds it."""
+    """The iteration that is running when a request arrives."""
 
     work: BatchWork
     online_work: BatchWork
@@ -173,7 +172,7 @@ class RunningBatch:
 
 @dataclass(frozen=True, slots=True)
 class IterationDone:
-    """An iteration that ended, with its predicted and its measured time."""
+    """A finished iteration with its predicted and its measured time."""
 
     now: float
     work: BatchWork
@@ -187,7 +186,7 @@ class IterationDone:
 
 @dataclass(frozen=True, slots=True)
 class ServingSettings:
-    """Settings of an engine's policy in a fleet file; everything else is a constant of the policies."""
+    """Policy settings that an operator can change in the fleet file; all else is a constant of the policies."""
 
     policy: str = "conserve"
     slo: TurnTargets = DEFAULT_TARGETS  # of requests that bring none
@@ -198,7 +197,7 @@ class ServingSettings:
 
 
 class ServingPolicy(ABC):
-    """Policy that decides what an engine does next. The engine's scheduler and the simulator call it.
+    """Policy that decides what an engine does next. Both the engine's scheduler and the simulator call it.
 
     They call `plan` before every iteration, `builder.take` for every candidate in order, and then `observe`.
     The engine's scheduler leaves `plan` out where `needs_no_plan` says so.
@@ -211,11 +210,11 @@ class ServingPolicy(ABC):
     def plan(self, view: EngineView, model: LatencyModel) -> IterationPlan: ...
 
     def needs_no_plan(self, view: DecodingView, model: LatencyModel) -> bool:
-        """Return whether a plan would give every request its token and no more, in an unarmed iteration."""
+        """Return whether a plan would give each request exactly one token, in an unarmed iteration."""
         return False
 
     def start_order(self, request: RequestView) -> tuple[float, ...]:
-        """Return the sorting key of a waiting offline request: the least starts first."""
+        """Return the sort key of a waiting offline request; the smallest starts first."""
         return (request.arrival,)
 
     def interrupts(
@@ -229,7 +228,7 @@ class ServingPolicy(ABC):
         return False
 
     def worth_arming(self, seconds: float, online_s: float) -> bool:
-        """Return whether an iteration with offline requests is worth leaving early.
+        """Return whether an iteration with offline requests should be made abortable.
 
         An armed iteration runs as pieces of CUDA graphs, and its host waits for the device. `seconds` is its
         prediction. `online_s` is what its online requests take alone, which an abort makes them repeat.
@@ -237,4 +236,4 @@ class ServingPolicy(ABC):
         return False
 
     def observe(self, done: IterationDone) -> None:  # noqa: B027  a policy may learn nothing
-        """Learn from an iteration that ended."""
+        """Update the policy from an iteration that ended."""

@@ -1,4 +1,4 @@
-"""Latency model: how long an iteration takes, from sums over its requests, fitted to measurements.
+"""Latency model: predicts an iteration's time from sums over its requests; fitted to measurements.
 
 A request computes `p` new tokens on top of `c` tokens of context. The iteration then costs
 
@@ -25,7 +25,7 @@ from placement import PlacementError
 
 
 class LatencyModelError(PlacementError, ValueError):
-    """Coefficients or samples that make no latency model."""
+    """The coefficients or samples cannot be a latency model."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,7 +40,7 @@ class BatchWork:
     armed: int = 0  # 1 if the iteration may be aborted
 
     def plus(self, new_tokens: int, context: int) -> "BatchWork":
-        """Return the work with one more request, of `new_tokens` on top of `context`."""
+        """Return the work with one more request, which computes `new_tokens` after `context` tokens."""
         end = new_tokens + context
         return BatchWork(
             self.new_tokens + new_tokens,
@@ -62,13 +62,13 @@ class BatchWork:
         )
 
     def next_tokens(self) -> "BatchWork":
-        """Return the work of the next step of requests that all decode one token."""
+        """Return the work of the next step when every request decodes one token."""
         n = self.requests
         return BatchWork(n, self.attended + n, self.context + n, self.before + n, n)
 
     @staticmethod
     def of(requests: Iterable[tuple[int, int]]) -> "BatchWork":
-        """Return the work of requests given as (new tokens, context)."""
+        """Return the work of requests, each given as (new tokens, context)."""
         tokens = attended = contexts = before = count = 0
         for new_tokens, context in requests:
             end = new_tokens + context
@@ -82,7 +82,7 @@ class BatchWork:
 
 @dataclass(frozen=True, slots=True)
 class LatencyModel:
-    """Model of an iteration's seconds. Coefficients are not negative, so more work never looks cheaper."""
+    """Linear model of an iteration's seconds. More work never looks cheaper: no coefficient is negative."""
 
     per_token: float
     per_attended: float
@@ -108,7 +108,7 @@ class LatencyModel:
         )
 
     def max_tokens(self, work: BatchWork, context: int, want: int, target_s: float) -> int:
-        """Return how many of `want` tokens of a request with `context` join `work` within `target_s`.
+        """Return how many of `want` tokens of a request with `context` fit beside `work` within `target_s`.
 
         The form is closed: adding p tokens makes the seconds a quadratic in p without negative coefficients.
         """
@@ -128,7 +128,7 @@ class LatencyModel:
         return tokens
 
     def terms(self) -> tuple[float, ...]:
-        """Return the terms in field order; `astuple` copies deeply, which takes longer than a step may."""
+        """Return the coefficients in field order. `astuple` copies deeply, which is too slow for every step."""
         return (
             self.per_token,
             self.per_attended,
@@ -189,7 +189,7 @@ def fit(
 
 @dataclass(frozen=True, slots=True)
 class RegionError:
-    """Relative error of a model among samples of similar size."""
+    """Relative error of a model over samples of similar size."""
 
     region: str
     samples: int
@@ -206,7 +206,7 @@ def _bucket(tokens: int) -> str:
 
 
 def error_by_region(model: LatencyModel, samples: Sequence[Sample]) -> tuple[RegionError, ...]:
-    """Return the error over all samples, then by new tokens and context of the iteration."""
+    """Return the error over all samples, and then for each range of new tokens and context."""
     regions: dict[str, list[float]] = {"all": []}
     for sample in samples:
         if sample.seconds <= 0:
@@ -248,7 +248,7 @@ class SpeedFactor:
         self._set(self.factor + min(max(off, -most), most) * learned)
 
     def rebase(self, before_s: float, now_s: float) -> None:
-        """Keep the estimate of the latest work when the model changes."""
+        """Keep the current speed estimate when the model changes."""
         self._set(self.factor * before_s / now_s)
 
     def _set(self, factor: float) -> None:
@@ -257,7 +257,7 @@ class SpeedFactor:
 
 @dataclass
 class SelfCorrecting:
-    """Latency model that follows the iterations of its engine.
+    """Latency model that adapts to the measured iterations of its engine.
 
     It keeps a few recent samples for every size of batch (powers of two of new tokens), so that a long
     stretch of decoding does not make it forget what a prefill costs. Each term stays between `1/bound` and
@@ -307,7 +307,7 @@ class SelfCorrecting:
 
 
 def undisturbed(model: LatencyModel, samples: Sequence[Sample], allowed: float = 1.25) -> list[Sample]:
-    """Return the samples without those that took much longer because another process used the machine.
+    """Return the samples without those that were slowed down by another process on the machine.
 
     Samples are compared with their median, so an engine that became slower as a whole keeps all of them.
     """

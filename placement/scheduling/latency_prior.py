@@ -1,4 +1,4 @@
-"""Latency model of an engine that was not measured, from its accelerator and its model.
+"""Latency model of an engine that has not been measured, derived from its accelerator and its model.
 
 An iteration reads the weights once and the KV of all its requests, and computes with each parameter that a
 token passes through. `latency_model.SelfCorrecting` corrects the rest from the engine's own iterations.
@@ -19,7 +19,7 @@ REQUEST_S = 1e-5
 
 @dataclass(frozen=True, slots=True)
 class ModelSize:
-    """Size of a model over all ranks."""
+    """Size of a model, summed over all ranks."""
 
     parameters: float  # read by an iteration
     active: float  # parameters that a token passes through
@@ -29,7 +29,7 @@ class ModelSize:
 
 
 def prior(board: Accelerator, size: ModelSize, ranks: int) -> LatencyModel:
-    """Return the latency model of a model on this accelerator; `ranks` share each layer."""
+    """Return the estimated latency model for this accelerator and model; `ranks` share each layer."""
     flops = board.tflops * 1e12 * COMPUTED * ranks
     bandwidth = board.bandwidth_gbs * 1e9 * READ * ranks
     pair = 4 * size.attention / flops  # seconds for a token to attend to another one

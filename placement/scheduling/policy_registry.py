@@ -1,4 +1,4 @@
-"""In-engine policies by name."""
+"""Registry of in-engine policies by name."""
 
 from placement import PlacementError
 from placement.scheduling.baselines.bros import Bros

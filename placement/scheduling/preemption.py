@@ -1,4 +1,4 @@
-"""Memory that online requests need now, and the offline requests that are preempted for it."""
+"""Preemption: the memory that online requests need now, and the offline requests that give it up."""
 
 from collections.abc import Callable, Iterable, Sequence
 
@@ -7,7 +7,7 @@ from placement.scheduling.latency_model import BatchWork
 
 
 def online_demand(view: EngineView) -> int:
-    """Return the blocks that the online requests served in this iteration lack.
+    """Return the number of missing blocks for the online requests of this iteration.
 
     A request asks for its whole prompt and one token more: admitted for its first chunk only, it would stall
     between chunks. Waiting requests that get no tokens yet ask for nothing. Blocks that a request will find
@@ -27,7 +27,7 @@ def online_demand(view: EngineView) -> int:
 def victims(
     view: EngineView, cheapest_first: Callable[[RequestView], tuple[float, ...]]
 ) -> tuple[RequestView, ...]:
-    """Return the fewest running offline requests that give online work the blocks and slots it lacks.
+    """Return the fewest running offline requests to preempt for the blocks and slots that online work lacks.
 
     A request's blocks enter the free queue tail first and keep their hashes. So only those that online work
     really takes are lost, and the request finds the rest again when it resumes.
@@ -50,7 +50,7 @@ def victims(
 
 
 def online_work(requests: Iterable[RequestView], max_tokens: int) -> BatchWork:
-    """Return what these online requests compute in an iteration of at most `max_tokens`, in this order."""
+    """Return the work of these online requests, in order, in an iteration of at most `max_tokens`."""
     taken, left = [], max_tokens
     for request in requests:
         tokens = min(request.pending, left)

@@ -1,4 +1,4 @@
-"""Seconds that an engine takes to prefill a prompt alone, as a curve over its tokens."""
+"""Prefill curve: the seconds that an engine takes to prefill a prompt alone, by its tokens."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -18,7 +18,7 @@ class CurveError(PlacementError, ValueError):
 
 @dataclass(frozen=True, slots=True)
 class PrefillCurve:
-    """Prefill time of a prompt alone: seconds(n) = a + b*n + c*n*n, never falling as n grows."""
+    """Prefill time of a prompt alone: seconds(n) = a + b*n + c*n*n, which never falls as n grows."""
 
     a: float
     b: float
@@ -41,7 +41,7 @@ def curve_of(model: LatencyModel, chunk_tokens: int) -> PrefillCurve:
 
 
 def prompt_seconds(model: LatencyModel, chunk_tokens: int, prompt: int, cached: int = 0) -> float:
-    """Return the seconds of a prompt alone on an idle engine, chunk by chunk."""
+    """Return the prefill time of a prompt that is alone on an idle engine, chunk by chunk."""
     return sum(
         model.seconds(BatchWork().plus(min(chunk_tokens, prompt - context), context))
         for context in range(cached, prompt, chunk_tokens)
@@ -49,7 +49,7 @@ def prompt_seconds(model: LatencyModel, chunk_tokens: int, prompt: int, cached: 
 
 
 def fit_curve(samples: Sequence[tuple[float, float]]) -> PrefillCurve:
-    """Fit (tokens, seconds) pairs by relative error, without negative coefficients.
+    """Fit a curve to (tokens, seconds) pairs by relative error, without negative coefficients.
 
     Relative, because an absolute fit would let a 100k-token sample decide what a 500-token prompt costs.
     """

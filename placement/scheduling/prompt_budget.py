@@ -1,4 +1,4 @@
-"""Tokens of online requests in an iteration: those that decode, and prompts before their first token."""
+"""Token budget of online requests in an iteration: decoding requests, and prompts before their first token."""
 
 import math
 from collections.abc import Iterable, Mapping, Sequence
@@ -19,7 +19,7 @@ TokenCaps = Mapping[
 
 @dataclass(frozen=True, slots=True)
 class OnlineShare:
-    """Tokens of online requests in an iteration."""
+    """Tokens that an iteration gives to online requests."""
 
     work: BatchWork
     caps: TokenCaps
@@ -29,12 +29,12 @@ class OnlineShare:
 
 
 def token_due(request: RequestView, margin: float) -> float:
-    """Return when an iteration that has the request's next token should end."""
+    """Return the time by which an iteration with the request's next token should end."""
     return request.deadline() - margin * request.slo.tbt_s
 
 
 def until_a_token_is_due(online: Iterable[RequestView], now: float, margin: float) -> float:
-    """Return the seconds until the first token is due.
+    """Return the seconds until the next token of any online request is due.
 
     That holds right after an abort as well, which has used some of the time until the deadline.
     """
@@ -49,7 +49,7 @@ def share_online(
     sharing: PromptSharing,
     classes: ClassOrder,
 ) -> OnlineShare:
-    """Give every decoding request its token, and the time that this leaves to prompts, in their order."""
+    """Give every decoding request its token, and give the time that is left to prompts, in order."""
     decoding: list[RequestView] = []
     waiting: list[RequestView] = []
     for request in requests:
@@ -91,7 +91,7 @@ def prompts_in_order(
     sharing: PromptSharing,
     classes: ClassOrder,
 ) -> tuple[RequestView, ...]:
-    """Return the prompts in the order in which they are computed: higher classes first, then by due time.
+    """Return the prompts in the order in which they are computed: by class, then by due time.
 
     A prompt that the engine had no memory for does not hold up one that has memory. Once it is overdue, no
     prompt of its class that is due later starts before it either: the next free memory is to be its own.
@@ -110,7 +110,7 @@ def prompts_in_order(
 
 
 def due(request: RequestView, model: LatencyModel, sharing: PromptSharing) -> float:
-    """Return when a prompt should end: its sorting key, moved forward by its queue weight."""
+    """Return when a prompt should end, moved forward by its queue weight; used as sort key."""
     return sharing.due(model, request.arrival - request.queue_weight, request.pending, request.computed)
 
 
@@ -122,7 +122,7 @@ def tightest_target(
     ttft_share: float,
     decoding_per_constant: float,
 ) -> float | None:
-    """Return how long offline work may make an iteration; None where no online request limits it.
+    """Return how long offline work may make an iteration, or None if no online request limits it.
 
     That is until a token is due, or until a prompt has used up `ttft_share` of its TTFT, which is what other
     work may cost it. A prompt's last chunk is small, and would otherwise be filled up with offline work while
@@ -149,7 +149,7 @@ def tightest_target(
 def stretched_iteration_s(
     decoding: BatchWork, tbt_s: float, model: LatencyModel, decoding_per_constant: float
 ) -> float:
-    """Return how long it is best to keep decoding requests in an iteration, within their TBT target `tbt_s`.
+    """Return the best length of an iteration for decoding requests, within their TBT target `tbt_s`.
 
     Long iterations pay the constant less often. But the longer a token takes, the more online requests decode
     at once, and the prompts that come meanwhile are computed beside all of them. So when decoding costs more

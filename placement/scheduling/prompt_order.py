@@ -1,4 +1,4 @@
-"""Order of prompts in an engine, and how long they may make an iteration for requests that decode.
+"""Order of prompts in an engine, and how much they may lengthen iterations of decoding requests.
 
 The shortest remaining prompt goes first, because it makes the others wait least. A prompt ages: it is due
 `stretch` times its own prefill time after its arrival. Prompts are sorted by due time, so a short one that
@@ -20,19 +20,19 @@ RATE_WINDOW_S = 5.0  # over which the rate of prompts is averaged
 
 @dataclass(frozen=True, slots=True)
 class PromptSharing:
-    """Policy of an engine, real or simulated, for prompts beside requests that decode."""
+    """Policy for prompts beside decoding requests, in a real or simulated engine."""
 
     tbt_s: float  # SLO target of requests that decode
     stretch: float = 8.0
     fills: bool = False  # an iteration in which a prompt ends also has a part of the next one
 
     def due(self, model: LatencyModel, arrival: float, pending: int, computed: int) -> float:
-        """Return when a prompt should end; prompts are computed in this order."""
+        """Return when a prompt should end; prompts are computed in order of this time."""
         return arrival + self.stretch * model.seconds(BatchWork().plus(pending, computed))
 
     @staticmethod
     def chunk(model: LatencyModel, most: int) -> int:
-        """Return the chunk, in tokens, with which a long prompt takes least.
+        """Return the chunk size, in tokens, with which a long prompt is computed fastest.
 
         A token attends to all of its chunk, so a larger chunk costs attention. A smaller one costs the
         iteration's constant more often.
@@ -41,11 +41,11 @@ class PromptSharing:
         return most if saved <= 0 else min(most, max(LEAST_CHUNK, int(math.sqrt(2 * each / saved))))
 
     def iteration_s(self, decoding_s: float) -> float:
-        """Return how long an iteration with prompts may take: half is theirs, or they would never end."""
+        """Return how long an iteration with prompts may take. Prompts get half of it, so that they finish."""
         return max(self.tbt_s, decoding_s * 2)
 
     def share(self, decoding_s: float) -> float:
-        """Return the share of the engine's time that is left to prompts.
+        """Return the share of the engine's time that is left for prompts.
 
         `decoding_s` is an iteration without prompts.
         """
@@ -59,12 +59,12 @@ class PromptSharing:
         computed: int,
         want: int,
     ) -> int:
-        """Return how many tokens of the next prompt join an iteration that has `work` so far."""
+        """Return how many tokens of the next prompt join an iteration that already has `work`."""
         return model.max_tokens(work, computed, want, self.iteration_s(decoding_s))
 
 
 class PromptRate:
-    """Prompt tokens per second in recent iterations that had some.
+    """Prompt tokens per second in recent iterations that had prompts.
 
     An engine without prompts keeps its rate: it would have that rate again, and the placer uses it.
     """

@@ -1,4 +1,4 @@
-"""Policies of engines without co-serving, and of engines while they share their layers."""
+"""Policies of engines without co-serving, and of engines that share their layers."""
 
 import math
 from dataclasses import replace
@@ -20,7 +20,7 @@ from placement.scheduling.prompt_order import PromptSharing
 
 
 class PromptsInOrder(ServingPolicy):
-    """Policy without co-serving: decoding requests have a token, prompts the time that TBT targets leave.
+    """Policy without co-serving: decoding requests get a token each, prompts the time that is left.
 
     Offline requests come last. vLLM's own rules decide which request has memory, and which one is preempted.
     """
@@ -58,7 +58,7 @@ class PromptsInOrder(ServingPolicy):
 
 
 class TurnsAlone(PromptsInOrder):
-    """Policy while engines share their layers: offline requests give back all they hold, and none starts."""
+    """Policy of engines that share their layers: offline requests release all they hold, and none starts."""
 
     def plan(self, view: EngineView, model: LatencyModel) -> IterationPlan:
         offline = tuple(request for request in view.running if request.offline)

@@ -1,1 +1,1 @@
-"""Size a fleet: capacity signals, advice, autoscaling, provisioning and power."""
+"""Decisions on the size of a fleet: capacity signals, advice, autoscaling, provisioning and power."""

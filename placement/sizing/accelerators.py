@@ -1,4 +1,4 @@
-"""Accelerators by name, with the figures of their data sheets."""
+"""Accelerators by name, with figures from their data sheets."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -37,7 +37,7 @@ ACCELERATORS: Mapping[str, Accelerator] = {
 
 
 def accelerator_of(device: str) -> Accelerator | None:
-    """Return the accelerator that a driver calls `device`, as in `NVIDIA A100-SXM4-80GB`, if it is known."""
+    """Return the accelerator for a driver's name, such as `NVIDIA A100-SXM4-80GB`, or None if it is unknown."""
     words = set(device.upper().replace("-", " ").split())
     fitting = [name for name in ACCELERATORS if set(name.upper().split("-")) <= words]
     return ACCELERATORS[max(fitting, key=len)] if fitting else None

@@ -1,4 +1,4 @@
-"""Replicas of a tier, from the share of its capacity in use."""
+"""Autoscaling: the number of replicas of a tier, from the share of its capacity in use."""
 
 from dataclasses import dataclass, field
 
@@ -22,7 +22,7 @@ class Decision:
 
 
 class TierScaler:
-    """Scaler of a tier: adds all needed engines at once, and removes one at a time after a calm period."""
+    """Scaler of a tier: adds all missing engines at once, and removes one at a time after a calm period."""
 
     def __init__(self, limits: ScaleLimits) -> None:
         self._limits = limits
@@ -63,7 +63,7 @@ class TierScaler:
 
 
 def load_of(role: Role, signals: Signals, longest_wait_s: float) -> float:
-    """Return the share of a tier's capacity in use, by the signals that `advise` judges.
+    """Return the share of a tier's capacity in use, from the signals that `conserve advise` uses.
 
     Prefillers are full when their shortest queue is as long as first turns may wait. All other roles are
     judged by their KV.

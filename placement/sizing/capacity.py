@@ -24,7 +24,7 @@ class Signals:
 
     @property
     def prompt_load(self) -> float:
-        """Return the share of the time for prompts that is asked for; 1 is saturation.
+        """Return the demanded share of the time available for prompts; 1 is saturation.
 
         That is the prefillers' time and, with elastic placement, what decoders have left.
         """
@@ -34,7 +34,7 @@ class Signals:
         return self.prompts_s / engines if engines else inf
 
     def saturates_in_s(self, longest_wait_s: float) -> float:
-        """Return the seconds until the shortest queue is too long at this rate; infinite if none grows."""
+        """Return the seconds until the shortest queue is too long at this rate; infinite if no queue grows."""
         if self.prefill_wait_s >= longest_wait_s:
             return 0.0
         growth = self.prefill_load - 1.0
@@ -51,7 +51,7 @@ class CapacityWatch:
         self._pressure_at = 0.0
 
     def arrived(self, prefill_s: float, now: float) -> None:
-        """Count a turn that wants a prefiller, whether or not it could be placed."""
+        """Count a turn that needs a prefiller, whether or not it could be placed."""
         self._begin(now)
         self._demand = self._demand * self._kept(now - self._demand_at) + prefill_s / self._window_s
         self._demand_at = now
@@ -99,7 +99,7 @@ class Thresholds:
     low: float = 0.4  # below this there are more engines than needed
 
     def enough(self, load: float, engines: int) -> int:
-        """Return the engines with which the load of `engines` would be at the target."""
+        """Return how many engines would carry the load of `engines` at the target utilisation."""
         if isinf(load):
             return engines + 1
         return max(1, ceil(round(load * engines / self.target, 6)))
@@ -145,7 +145,7 @@ def _prefillers(signals: Signals, limits: Thresholds, longest_wait_s: float) -> 
 
 
 def _elastic(signals: Signals, limits: Thresholds, longest_wait_s: float) -> Recommendation | None:
-    """Advise on prefillers where decoders compute prompts too, in the time that running turns leave."""
+    """Advise on prefillers of a fleet whose decoders also compute prompts, in the time that they have left."""
     asked, engines, lent = signals.prompts_s, signals.prefillers, signals.lent or 0.0
     load = signals.prompt_load
     there = f"{_number(engines, 'prefiller')} and of what decoders have left, {lent:.1f} engines"

@@ -11,7 +11,7 @@ from placement import PlacementError
 
 
 class PowerCurveError(PlacementError, ValueError):
-    """Power curve or cap that no accelerator has."""
+    """The power curve or cap is impossible for an accelerator."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -31,7 +31,7 @@ class PowerCurve:
             raise PowerCurveError(f"{self}: prefill_w is above limit_w")
 
     def compute_speed(self, cap_w: float) -> float:
-        """Return the speed of compute-bound work under a cap, as a share of its speed without one."""
+        """Return the speed of compute-bound work under a cap, relative to the speed without a cap."""
         if cap_w <= self.idle_w:
             raise PowerCurveError(f"a cap of {cap_w} W is not above the idle draw of {self.idle_w} W")
         if cap_w >= self.prefill_w:
@@ -39,7 +39,7 @@ class PowerCurve:
         return float(((cap_w - self.idle_w) / (self.prefill_w - self.idle_w)) ** self.speed_exponent)
 
     def capped(self, cap_w: float) -> "PowerCurve":
-        """Return the curve under a power cap."""
+        """Return this curve under a power cap."""
         self.compute_speed(cap_w)  # refuses a cap that cannot be
         return replace(
             self,

@@ -15,7 +15,7 @@ from placement import PlacementError
 
 
 class ProvisioningError(PlacementError, ValueError):
-    """Means or rates that no fleet can be planned with."""
+    """The means or rates cannot be used to plan a fleet."""
 
 
 class Bound(StrEnum):
@@ -47,7 +47,7 @@ class Capacity:
 
 @dataclass(frozen=True, slots=True)
 class ResourceLoad:
-    """Used share of each resource; 1 is full."""
+    """Share of each resource in use; 1 is full."""
 
     prefill: float
     decode: float
@@ -76,7 +76,7 @@ class Provision:
 
 
 def provision(means: Means, capacity: Capacity, prefillers: int = 1, rate: float | None = None) -> Provision:
-    """Return the decoders for `prefillers` prefillers at R*, or at another `rate`."""
+    """Return how many decoders `prefillers` prefillers need at the saturation rate R*, or at another `rate`."""
     values = (
         *(means.first_turn_tokens, means.decoder_tokens, means.resident_s, means.peak_kv_tokens),
         *(capacity.prefill_tokens_per_s, capacity.decode_tokens_per_s, capacity.decoder_kv_tokens),

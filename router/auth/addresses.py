@@ -1,4 +1,4 @@
-"""Addresses of callers: that of the connection, or the one that a trusted proxy names."""
+"""Addresses of callers: of the connection, or as named by a trusted proxy."""
 
 from collections.abc import Sequence
 from functools import lru_cache
@@ -23,7 +23,7 @@ class Addresses:
     """
 
     def __init__(self, trusted: Sequence[str]) -> None:
-        """`trusted`: networks of proxies, as in 10.0.0.0/8."""
+        """`trusted` lists the networks of trusted proxies, such as 10.0.0.0/8."""
         self._trusted = [ip_network(network) for network in trusted]
         self._parse = lru_cache(_CACHED)(_parse)
 

@@ -1,4 +1,4 @@
-"""Refusal of requests that a page of another site makes a browser send, where callers need no key.
+"""Refuse cross-site browser requests at gateways where callers need no key.
 
 A page may send a form or text to any site, and a gateway without keys serves everybody who reaches it.
 Browsers say which site such a request comes from; other clients send no such headers.
@@ -12,7 +12,7 @@ _OWN_SITES = ("same-origin", "none")  # none: caused by the user, who typed the 
 
 
 def refuse_cross_site(request: Request) -> None:
-    """Raise Forbidden for a change that a page of another site asks for."""
+    """Raise Forbidden if a page of another site asks for a change."""
     if request.method in _SAFE_METHODS:
         return
     headers = request.headers

@@ -1,4 +1,4 @@
-"""The keys that a gateway accepts: those of the fleet file, and those of the keys file, which may change."""
+"""The keys that a gateway accepts: those in the fleet file, and those in the keys file, which may change."""
 
 import asyncio
 import logging
@@ -20,7 +20,7 @@ _DEFAULT_LIMITS = DefaultLimits()
 
 
 class Keyring:
-    """The keys of a fleet as a gateway knows them now.
+    """The keys of a fleet, as this gateway last read them.
 
     A changed keys file is parsed in a thread. A file with an error changes nothing: the keys before it stay
     in use, and the log and `conserve_keys_stale` say so. A fleet in which only admins have keys lets
@@ -34,7 +34,7 @@ class Keyring:
         limits: Limits = _DEFAULT_LIMITS,
         clock: Callable[[], float] = time.time,
     ) -> None:
-        """`inline`: keys of the fleet file itself; `limits`: defaults for keys without their own."""
+        """`inline` are the keys of the fleet file itself; `limits` are defaults for keys without their own."""
         self.configured = bool(inline) or file is not None
         self.anonymous = file is None and all(key.admin for key in inline)
         self._inline, self._limits, self._clock = inline, limits, clock
@@ -54,7 +54,7 @@ class Keyring:
         return self.find(token.strip() if bearer else headers.text(b"x-api-key") or "")
 
     def find(self, secret: str) -> Key:
-        """Return the key of a secret, or raise Unauthorized.
+        """Return the key that has this secret, or raise Unauthorized.
 
         The look-up compares hashes only, so that its duration tells nothing about the secrets in use.
         """
@@ -70,13 +70,13 @@ class Keyring:
         return key
 
     def limits_of(self, id: str) -> Limits | None:
-        """Return the limits of the key of this id; None for an id that is not known here."""
+        """Return the limits of the key with this id, or None if the id is unknown here."""
         if (key := self._by_id.get(id)) is not None:
             return key.limits
         return self._limits if self.anonymous else None
 
     async def watch(self) -> None:
-        """Read the keys file again whenever it has changed, until cancelled."""
+        """Read the keys file again whenever it changes, until cancelled."""
         while self._file is not None:
             await self._watched.due()
             try:

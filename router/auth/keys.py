@@ -29,7 +29,7 @@ class Scope(StrEnum):
 
 
 def hash_secret(secret: str) -> str:
-    """Return the hash of a secret as the keys file has it.
+    """Return the hash of a secret, as the keys file stores it.
 
     Secrets are 256 random bits and cannot be guessed. A slow or salted hash, which passwords need, would cost
     every request and protect nothing more.
@@ -38,7 +38,7 @@ def hash_secret(secret: str) -> str:
 
 
 def _timestamp(value: object) -> object:
-    """Convert a date or time in ISO 8601 to seconds; UTC where it names no zone."""
+    """Convert an ISO 8601 date or time to seconds since 1970; the zone is UTC if none is given."""
     if not isinstance(value, str):
         return value
     try:
@@ -53,7 +53,7 @@ _STRICT = ConfigDict(extra="forbid")
 
 
 class StructuredOutputs(StrEnum):
-    """Whether answers may be held to a grammar or schema, which an engine compiles."""
+    """Whether a key may ask for answers that follow a grammar or schema, which an engine compiles."""
 
     ALLOW = "allow"
     REFUSE = "refuse"
@@ -83,7 +83,7 @@ _Structured = Annotated[
 
 @dataclass(frozen=True, config=_STRICT)
 class Limits:
-    """Limits of a key. None stands for the fleet file's default, and there for no limit."""
+    """Limits of a key. None means the fleet file's default; if that is None too, there is no limit."""
 
     requests_per_minute: Count | None = None
     tokens_per_minute: _Tokens = None
@@ -95,12 +95,12 @@ class Limits:
     structured_outputs: _Structured = None
 
     def with_defaults(self, defaults: "Limits") -> "Limits":
-        """Return these limits, with `defaults` for those that are not set."""
+        """Return these limits, with `defaults` for the limits that are not set."""
         return Limits(**{**vars(defaults), **self.given()})
 
     @property
     def metered(self) -> bool:
-        """Whether a gateway has to count what a key with these limits uses."""
+        """Return whether a gateway has to count the usage of a key with these limits."""
         counted = self.requests_per_minute, self.tokens_per_minute, self.turns, self.grammars_per_minute
         return any(counted)
 
@@ -111,7 +111,7 @@ class Limits:
 
 @dataclass(frozen=True, config=SETTINGS)
 class DefaultLimits(Limits):
-    """Limits of keys without limits of their own. None: no limit."""
+    """Limits of keys without limits of their own. None means no limit."""
 
     waiting_share: _QueueShare = 0.5
     stored_gib: _Stored = 100.0
@@ -157,6 +157,6 @@ def inline_keys(api_keys: Sequence[str], admin_keys: Sequence[str]) -> tuple[Key
 
 @lru_cache(1024)
 def anonymous_key(secret: str, limits: Limits) -> Key:
-    """Return the key of a caller who needs none; callers with the same secret are one owner."""
+    """Return the key of a caller who needs none. Callers with the same secret are the same owner."""
     owner = namespace(secret)
     return Key(owner, owner, "", limits=limits)

@@ -19,16 +19,16 @@ _Path = Sequence[int | str]  # index of an entry, and the fields below it
 
 
 class KeysFileError(GatewayConfigError):
-    """A keys file that cannot be used; each line of the text is FILE:LINE: what is wrong."""
+    """The keys file cannot be used. Each line of the text is FILE:LINE: what is wrong."""
 
 
 class _Loader(yaml.CBaseLoader):
-    """YAML loader that leaves scalars as text, because each field knows its own type."""
+    """YAML loader that keeps scalars as text, because each field converts its own value."""
 
     _depth = 0
 
     def descend_resolver(self, parent: Any, index: Any) -> None:
-        """Limit the depth: libyaml recurses on the C stack, where deep nesting would end the process."""
+        """Limit the nesting depth: libyaml recurses on the C stack, so deep nesting would crash the process."""
         self._depth += 1
         if parent is not None and self._depth > _MAX_DEPTH:
             problem = f"more than {_MAX_DEPTH} lists and mappings in each other"
@@ -56,7 +56,7 @@ def load_keys(file: Path, inline: Sequence[Key] = ()) -> tuple[Key, ...]:
 
 
 def read_keys_file(file: Path) -> bytes:
-    """Return the content of a keys file of bounded size."""
+    """Return the content of a keys file; raise KeysFileError if it is too large."""
     try:
         content = content_of(file, _MAX_BYTES)
     except OSError as error:
@@ -100,7 +100,7 @@ def parse_keys(content: bytes | str, name: str, inline: Sequence[Key] = ()) -> t
 
 
 def _line(node: yaml.Node, path: _Path) -> int:
-    """Return the line of the innermost thing on this path that the file has."""
+    """Return the line of the innermost part of this path that exists in the file."""
     line: int = node.start_mark.line + 1
     for part in path:
         children: Mapping[Any, tuple[yaml.Node, yaml.Node]] = {}
@@ -128,7 +128,7 @@ def _message(error: Mapping[str, Any]) -> str:
 
 
 def _conflicts(keys: Sequence[Key], inline: Sequence[Key]) -> Iterator[tuple[_Path, str]]:
-    """Yield the keys that have no hash, or the id or hash of another key."""
+    """Yield the keys that have no hash, or share an id or hash with another key."""
     for field in ("id", "hash"):
         first: dict[str, int] = {}
         for index, key in enumerate(keys):

@@ -9,14 +9,14 @@ from router.errors import TooManyRequests
 
 
 class OwnerShares:
-    """Bounds the share of a gateway process that one owner's concurrent requests take.
+    """Limits one owner's share of a gateway process: concurrent requests, and bytes of their bodies.
 
     A request counts from its head to the end of its answer. The bytes of its body count as long, because a
     turn may have to be sent again.
     """
 
     def __init__(self, max_requests: int, max_bytes: int) -> None:
-        """`max_requests`: of one owner; `max_bytes`: of the bodies of all owners together."""
+        """`max_requests` is per owner; `max_bytes` is for the bodies of all owners together."""
         self._max_requests, self._max_bytes = max_requests, max_bytes
         self._requests: Counter[str] = Counter()
         self._bytes: Counter[str] = Counter()
@@ -52,7 +52,7 @@ class OwnerShares:
             self._total_bytes -= body_bytes
 
     def _count_bytes(self, owner: str, size: int) -> None:
-        """Let an owner use as much as is free, so that a single owner gets half and some stays free."""
+        """Count body bytes. One owner may use as much as is free, so a single owner gets at most half."""
         own = self._bytes[owner] + size
         if own > self._max_bytes - self._total_bytes:
             metrics.LIMITED.labels("bytes_at_once").inc()

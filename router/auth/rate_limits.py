@@ -29,7 +29,7 @@ _MAX_KNOWN_GRAMMARS = 1024  # of a key
 
 
 class Bucket:
-    """Token bucket of one limit per minute. It can be overdrawn, and is then negative until it refills."""
+    """Token bucket for one per-minute limit. It can be overdrawn, and is then negative until it refills."""
 
     def __init__(self, per_minute: int, now: float, level: float | None = None) -> None:
         self.per_minute = per_minute
@@ -43,11 +43,11 @@ class Bucket:
         return self._level
 
     def take(self, amount: float, now: float) -> None:
-        """Take an amount; a negative one gives back."""
+        """Take an amount from the bucket. A negative amount is given back."""
         self._level = min(self.per_minute, self.level(now) - amount)
 
     def wait_s(self, amount: float, now: float) -> float:
-        """Return the seconds until the bucket has this amount, or is full if it never holds as much."""
+        """Return the seconds until the bucket has this amount; if it never can, the seconds until it is full."""
         return max(0.0, min(amount, self.per_minute) - self.level(now)) * 60 / self.per_minute
 
     def headers(self, unit: bytes, now: float) -> list[tuple[bytes, bytes]]:
@@ -83,7 +83,7 @@ class Meter:
         return self.turns + sum(turns for turns, at in reports if now - at < _GATEWAY_SILENT_S)
 
     def take(self, unit: str, amount: int, now: float) -> int:
-        """Take an amount and return it; without a limit there is nothing to take from."""
+        """Take an amount and return it; without a limit, return 0."""
         if unit not in self.buckets:
             return 0
         self.buckets[unit].take(amount, now)
@@ -91,7 +91,7 @@ class Meter:
         return amount
 
     def admit(self, unit: str, amount: int, now: float, responder: Responder | None = None) -> int:
-        """Take an amount, or refuse the request if less is left. The response's headers say what is left."""
+        """Take an amount, or refuse the request if less is left. Response headers state what is left."""
         bucket = self.buckets.get(unit)
         if bucket is None:
             return 0
@@ -107,7 +107,7 @@ class Meter:
 
 
 class Charge:
-    """Tokens that one turn is charged: an estimate first, which its end corrects."""
+    """Tokens charged for one turn: first an estimate, corrected when the turn ends."""
 
     def __init__(self, meter: Meter | None, responder: Responder | None, clock: Callable[[], float]) -> None:
         self._meter, self._responder, self._clock = meter, responder, clock
@@ -120,14 +120,14 @@ class Charge:
             self._reserved += self._meter.admit("tokens", tokens, self._clock(), self._responder)
 
     def settle(self, prompt: int | None, answer: int) -> None:
-        """Charge the computed tokens of prompt and answer; `prompt` None leaves the estimate."""
+        """Charge the computed tokens of prompt and answer. If `prompt` is None, its estimate stays."""
         if self._meter is not None:
             correction = 0 if prompt is None else prompt - self._reserved
             self._meter.take("tokens", correction + answer, self._clock())
         self._reserved = 0
 
     def refund(self) -> None:
-        """Give the estimate back: nothing was computed for the turn."""
+        """Give the estimate back, because nothing was computed for the turn."""
         if self._meter is not None and self._reserved:
             self._meter.take("tokens", -self._reserved, self._clock())
         self._reserved = 0
@@ -137,12 +137,12 @@ UNMETERED = Charge(None, None, time.monotonic)
 
 
 class Meters:
-    """Meters of all keys with limits, and of all addresses where callers need no key."""
+    """Meters of all keys with limits, and of all addresses at gateways without keys."""
 
     def __init__(
         self, limits_of: Callable[[str], Limits | None], clock: Callable[[], float] = time.monotonic
     ) -> None:
-        """`limits_of` returns the limits that a key has now, by its id, or None for an unknown key."""
+        """`limits_of` maps a key's id to its current limits, or to None if the id is unknown."""
         self._limits_of, self._clock = limits_of, clock
         self._meters: OrderedDict[str, Meter] = OrderedDict()  # least recently used first
 
@@ -156,7 +156,7 @@ class Meters:
             meter.admit("requests", 1, self._clock(), responder)
 
     def grammar(self, key: Key, grammar: Grammar, address: str = "") -> None:
-        """Count a grammar that is new for this key; refuse one too many. Each gateway counts by itself."""
+        """Count a grammar that is new for this key, or refuse it. Each gateway counts on its own."""
         if key.limits.structured_outputs is StructuredOutputs.REFUSE:
             raise Forbidden(
                 f"this key's answers are held to no grammar or schema: leave {grammar.field} out",
@@ -173,7 +173,7 @@ class Meters:
 
     @contextmanager
     def turn(self, key: Key, responder: Responder, address: str = "") -> Iterator[Charge]:
-        """Count a running turn, or refuse one too many. Yields the turn's charge."""
+        """Count a running turn, or refuse one too many; yield the turn's charge."""
         meter = self._meter(_name(key, address), key.limits)
         if meter is None:
             yield UNMETERED
@@ -193,7 +193,7 @@ class Meters:
             meter.turns -= 1
 
     def _meter(self, name: str, limits: Limits | None) -> Meter | None:
-        """Return the meter of a key or address, None without limits.
+        """Return the meter of a key or address, or None if it has no limits.
 
         The limits of the keyring now come first; `limits` are those of a key that has been removed since.
         """
@@ -211,7 +211,7 @@ class Meters:
         return meter
 
     async def share(self, report: Callable[[tuple[Spent, ...]], Awaitable[bool]]) -> None:
-        """Report what was granted here, and the turns running here, until cancelled."""
+        """Report the tokens granted here and the turns running here to the other gateways, until cancelled."""
         running: set[str] = set()  # keys of which the others know running turns here
         while True:
             await asyncio.sleep(SHARE_EVERY_S)
@@ -226,7 +226,7 @@ class Meters:
                 running = {spent.key for _, spent in news if spent.turns}
 
     def apply_spent(self, reports: Sequence[tuple[str, Spent]]) -> None:
-        """Take what other gateways have granted. `reports`: names of gateways with what they spent."""
+        """Deduct what other gateways have granted. `reports` maps each gateway to what it spent."""
         now = self._clock()
         for gateway, spent in reports:
             meter = self._meter(spent.key, self._limits_of(spent.key))
@@ -241,7 +241,7 @@ class Meters:
 
 
 def _name(key: Key, address: str) -> str:
-    """Return the identity by which a caller is metered: its address if anybody may invent its key."""
+    """Return the name under which a caller is metered: its address if anybody could invent its key."""
     return key.id if key.hash else address
 
 

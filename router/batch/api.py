@@ -1,4 +1,4 @@
-"""The OpenAI Files and Batch APIs: routes, checked parameters, rendered objects."""
+"""The OpenAI Files and Batch APIs: routes, checked parameters, and objects as JSON."""
 
 import asyncio
 import logging
@@ -60,7 +60,7 @@ def make_app(
     changed: Callable[[], None],
     clock: Callable[[], float],
 ) -> Starlette:
-    """`owner_of` names the caller; `changed` tells the dispatcher that there is something to do."""
+    """Build the application. `owner_of` names the caller; `changed` wakes the dispatcher."""
     api = BatchApi(store, blobs, config, owner_of, changed, clock)
     app = Starlette(routes=api.routes(), exception_handlers={**OPENAI_ERRORS, **_AWAY})
     app.router.redirect_slashes = False  # it would send clients to this process's own address
@@ -93,7 +93,7 @@ class BatchApi:
         ]
 
     async def upload(self, request: Request) -> Response:
-        """Store a file. What the owner's other uploads may still write counts as stored."""
+        """Store a file. What other uploads of the owner may still write counts against the quota."""
         owner = self._owner_of(request)
         length = int(request.headers.get("content-length") or self._config.limits.file_bytes)
         others, self._coming[owner] = self._coming[owner], self._coming[owner] + length
@@ -223,7 +223,7 @@ class BatchApi:
 
 
 async def _away(request: Request, error: Exception) -> Response:
-    """Answer 503 for a full disk or a database that is away: nothing was done."""
+    """Answer 503 for a full disk or an unreachable database; nothing was changed."""
     log.warning("not served method=%s path=%r reason=%r", request.method, request.url.path, str(error))
     text = "Files and batches cannot be kept or read at this moment; try again."
     answered: Response = await OPENAI_ERRORS[ApiError](request, Unavailable(text, retry_after_s=5.0))
@@ -244,7 +244,7 @@ def _found(batch: Row[Any] | None, batch_id: str) -> Row[Any]:
 
 
 async def _json_body(request: Request) -> bytes:
-    """Read a JSON body. Other content types are refused: a page of another site can have those sent."""
+    """Read a JSON body. Other content types are refused, because a web page of another site can send those."""
     kind = request.headers.get("content-type", "").partition(";")[0].strip().lower()
     if kind != "application/json":
         text = f"The request body must be application/json, not {kind[:100] or 'of no type'}."
@@ -258,7 +258,7 @@ async def _json_body(request: Request) -> bytes:
 
 
 def _most(request: Request, limit: str) -> int | None:
-    """Return a limit that the gateway sent in a header; None without one."""
+    """Return a limit that the gateway sent in a header, or None."""
     given = request.headers.get(limit)
     return int(given) if given else None
 
@@ -272,7 +272,7 @@ def _too_much() -> Forbidden:
 
 
 def _page(objects: Sequence[dict[str, Any]], count: int) -> Response:
-    """Return a page of the objects; one more than asked for shows that there are others."""
+    """Return one page of the objects. One object more than `count` shows that there is another page."""
     shown = objects[:count]
     ends = {"first_id": shown[0]["id"], "last_id": shown[-1]["id"]} if shown else {}
     page = {"object": "list", "data": shown, "first_id": None, "last_id": None, **ends}

@@ -1,4 +1,4 @@
-"""Configuration of the batch process: one frozen tree, read from a JSON file, unknown keys refused."""
+"""Configuration of the batch process: frozen dataclasses, read from a JSON file that has no unknown keys."""
 
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -31,7 +31,7 @@ class BatchLimits:
 
 @dataclass(frozen=True, slots=True)
 class DispatchSettings:
-    """Amount of offline work per engine, and the handling of failed attempts."""
+    """Settings for the amount of offline work per engine and for failed attempts."""
 
     max_in_flight: int = 256  # per engine
     keep_free_fraction: float = 0.10  # of an engine's KV, never planned for offline work
@@ -84,7 +84,7 @@ def load(path: Path) -> BatchConfig:
 
 
 def dump(config: BatchConfig) -> bytes:
-    """The file from which `load` makes the same configuration."""
+    """Return the file content from which `load` makes the same configuration."""
     return _ADAPTER.dump_json(config, indent=2)
 
 

@@ -1,4 +1,4 @@
-"""Client of the batch process in a gateway: passes requests on, with the name of their owner.
+"""Client of the batch process in a gateway: passes requests on, together with their owner's name.
 
 The gateway authenticates. To the batch process it sends the caller's name space and, instead of the client's
 key, one that no client has. Of the client's own headers only those of
@@ -34,7 +34,7 @@ _ABSENT = "Batches and flex requests are not served at this moment; try again. O
 
 
 class BatchForwarding:
-    """Forwarding to the batch process. Flex turns use the gateway's pool; files and batches another."""
+    """Forwards requests to the batch process. Flex turns share the gateway's pool; others have their own."""
 
     def __init__(self, address: BatchAddress, pool: UpstreamPool) -> None:
         self._address = address
@@ -80,7 +80,7 @@ def _limits(key: Key) -> RawHeaders:
 
 
 def caller_of(headers: Headers, key: str) -> str:
-    """Return the owner for whom a gateway asks; refuses callers without this process's key."""
+    """Return the owner on whose behalf a gateway asks; refuse callers without this process's key."""
     given = headers.get(b"authorization") or b""
     caller = headers.text(_CALLER)
     if not hmac.compare_digest(given, b"Bearer " + key.encode()) or not caller:

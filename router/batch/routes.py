@@ -20,7 +20,7 @@ _PATTERNS = tuple(re.compile(re.sub(r"\{\w+\}", "[^/]+", path)) for path in ROUT
 
 
 def canonical_target(path: str) -> bytes:
-    """Return a decoded path as the request target that only this path has; raise NotFound outside the table.
+    """Return the one request target for a decoded path; raise NotFound for paths outside the table.
 
     The gateway's checks are made on `path`. The batch process gets this target instead of the client's, so
     that both see the same path whatever the client encoded.

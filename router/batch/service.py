@@ -52,7 +52,7 @@ _OF_THE_HOP = (b"authorization", b"x-conserve-caller")
 
 
 class BatchService:
-    """The Files and Batch APIs, flex turns and the dispatcher. Make it inside the event loop."""
+    """The Files and Batch APIs, flex turns and the dispatcher. Create it inside the event loop."""
 
     def __init__(self, config: BatchConfig, engines: Callable[[], Engines]) -> None:
         self.config = config
@@ -69,7 +69,7 @@ class BatchService:
         self._running: asyncio.Task[None] | None = None
 
     async def start(self) -> int:
-        """Take the store over and serve; returns the port."""
+        """Take over the store and serve; return the port."""
         requeued = await asyncio.to_thread(self._store.take_over, self._clock)
         if requeued:
             REQUEUED.inc(requeued)
@@ -78,7 +78,7 @@ class BatchService:
         return await self._server.start(self.config.host, self.config.port)
 
     async def run_until_signal(self) -> bool:
-        """Serve until a signal; False if the dispatcher ended first (store taken over, or a fault)."""
+        """Serve until a signal; return False if the dispatcher ended first (store taken over, or a fault)."""
         assert self._running is not None
         serving = asyncio.create_task(self._server.run_until_signal(_DRAIN_S))
         await asyncio.wait({serving, self._running}, return_when=asyncio.FIRST_COMPLETED)
@@ -111,7 +111,7 @@ class BatchService:
         return caller_of(Headers(list(request.headers.raw)), self.config.key)
 
     async def _serve_flex(self, api: Api, request: Request, responder: Responder) -> None:
-        """Relay a flex turn. A client that leaves while it waits gives its place up."""
+        """Relay a flex turn. A client that disconnects while it waits gives up its place."""
         if api is Api.MESSAGES:
             responder.error_shape = ANTHROPIC
         space = caller_of(request.headers, self.config.key)
@@ -159,7 +159,7 @@ def engines_of(directory: DirectoryClient) -> Engines:
 
 
 async def serve(config: BatchConfig) -> bool:
-    """Serve until SIGTERM, SIGINT or a failure. Lines wait until the directory is there."""
+    """Serve until SIGTERM, SIGINT or a failure. Lines wait until the directory is reachable."""
     directory = DirectoryClient(config.directory, BATCH, secret=config.secret)
     service = BatchService(config, lambda: engines_of(directory))
     try:
@@ -173,7 +173,7 @@ async def serve(config: BatchConfig) -> bool:
 
 
 def _yield_the_processor() -> None:
-    """Lower the priority of this process, and of its session where Linux shares by session."""
+    """Lower the priority of this process, and of its session where Linux schedules by session."""
     os.nice(_NICENESS)
     with suppress(OSError):
         Path("/proc/self/autogroup").write_text(str(_NICENESS))

@@ -1,4 +1,4 @@
-"""Records of live conversations, without their bindings, and a timeline of what each did lately."""
+"""Records of live conversations, without their bindings, and a timeline of recent events."""
 
 from collections import OrderedDict, deque
 from collections.abc import Iterator
@@ -19,7 +19,7 @@ ENDED_REMEMBERED = 4096
 
 @dataclass(slots=True)
 class PlacedTurn:
-    """Running turn that was placed, and how many of its tokens its decoder lacked."""
+    """Running turn that was placed, and how many of its tokens its decoder did not have."""
 
     note: dict[str, Any]  # of its placement
     tokens: int
@@ -49,11 +49,11 @@ class ConversationRecord:
 
     @property
     def context_tokens(self) -> int:
-        """Tokens that the decoder holds after the newest finished turn."""
+        """Return the tokens that the decoder holds after the newest finished turn."""
         return self.prompt_tokens + self.completion_tokens
 
     def described(self, binding: Binding | None) -> dict[str, Any]:
-        """Return the conversation as the API shows it."""
+        """Return the conversation as the HTTP API shows it."""
         return {
             "key": self.key,
             "state": self._state(binding),
@@ -82,7 +82,7 @@ class ConversationRecord:
 
 
 class ConversationRecords:
-    """Live conversations, least recently used first, and a bounded memory of ended ones."""
+    """Live conversations, least recently used first, and a limited number of ended ones."""
 
     def __init__(self) -> None:
         self._live: OrderedDict[str, ConversationRecord] = OrderedDict()
@@ -123,7 +123,7 @@ class ConversationRecords:
         return conversation
 
     def park(self, key: str, engine: str) -> bool:
-        """Mark a conversation as parked; False if it is unknown or has a running turn.
+        """Mark a conversation as parked; return False if it is unknown or has a running turn.
 
         An engine that parks at once may report before the gateway reports the turn's end. The conversation is
         then parked at that end.
@@ -139,7 +139,7 @@ class ConversationRecords:
         return True
 
     def unpark(self, key: str, engine: str) -> bool:
-        """Mark a conversation as parked no more: the full host memory of its engine dropped its KV."""
+        """Clear the mark of a parked conversation whose KV was dropped from full host memory."""
         if (conversation := self._live.get(key)) is not None and conversation.parks_on == engine:
             conversation.parks_on = ""
         if self._parked.get(key) != engine:
@@ -169,7 +169,7 @@ class ConversationRecords:
             self._running.setdefault(gateway, set()).add(conversation.key)
 
     def turn_ended(self, conversation: ConversationRecord | None, gateway: str, turn: int) -> None:
-        """Note that a turn does not run any more, or not yet."""
+        """Record that a turn is not running any more, or not yet."""
         if conversation is None:
             return
         conversation.placed.pop((gateway, turn), None)
@@ -198,7 +198,7 @@ class ConversationRecords:
         return (gateway, turn) in self._over
 
     def gateway_gone(self, gateway: str) -> list[ConversationRecord]:
-        """End all turns of a gateway; returns the conversations that had one there."""
+        """End all turns of a gateway; return the conversations that had a turn there."""
         had = [self._live[key] for key in self._running.pop(gateway, ())]
         for conversation in had:
             conversation.running.pop(gateway, None)
@@ -207,7 +207,7 @@ class ConversationRecords:
         return had
 
     def let_live(self, conversation: ConversationRecord, ttl_s: float) -> None:
-        """Let a conversation live for `ttl_s` without a turn, in place of the fleet's default."""
+        """Set a conversation's time to live to `ttl_s`, instead of the fleet's default."""
         conversation.ttl_s = ttl_s
         self._look_at(conversation.key, conversation.used_at + ttl_s)
 
@@ -217,7 +217,7 @@ class ConversationRecords:
             heappush(self._dues, (due, key))
 
     def silent(self, now: float, ttl_s: float) -> list[ConversationRecord]:
-        """Return conversations without a turn for their time to live, and without a running one."""
+        """Return conversations without a running turn whose time to live has passed."""
         unused = list(takewhile(lambda one: one.used_at <= now - ttl_s, self._live.values()))
         for conversation in unused:
             if conversation.running or conversation.ttl_s:
@@ -247,11 +247,11 @@ class ConversationRecords:
         return self._ended.get(key)
 
     def running_tokens(self) -> int:
-        """Sum of the context tokens of conversations that have a running turn."""
+        """Return the context tokens of all conversations with a running turn."""
         return sum(one.context_tokens for one in self._live.values() if one.running)
 
     def page(self, prefix: str, after: str | None, limit: int) -> list[ConversationRecord]:
-        """Return conversations of one name space, oldest use first, after the key `after`."""
+        """Return conversations of one name space after the key `after`, least recently used first."""
         keys = iter([key for key in self._live if key.startswith(prefix)])
         if after is not None:
             next((key for key in keys if key == after), None)
@@ -280,7 +280,7 @@ class ConversationTimeline:
 
 
 class Timeline:
-    """Timeline of what each conversation did when, for a person to look at.
+    """Recent events of each conversation with their times, for people to look at.
 
     Bounded twice: the conversations kept are those with the latest events, each with its latest spans.
     Nothing here is needed to serve; it is fed by events in passing and read by the page once a second.
@@ -311,7 +311,7 @@ class Timeline:
             self._begin(one, SpanKind.TOOL if tool_call else SpanKind.IDLE, now)
 
     def parked(self, key: str, now: float) -> None:
-        """Note that a conversation is parked, unless its next turn has begun meanwhile."""
+        """Record that a conversation is parked, unless its next turn has already begun."""
         one = self._conversations.get(key)
         if one is not None and one.spans and one.spans[-1][0] in (SpanKind.TOOL, SpanKind.IDLE):
             self._begin(one, SpanKind.PARKED, now)
@@ -327,7 +327,7 @@ class Timeline:
             self._begin(one, SpanKind.IDLE, now)
 
     def newest_first(self, since: float) -> Iterator[dict[str, Any]]:
-        """Yield conversations with an event or a running span after `since`; spans as [kind, begin]."""
+        """Yield conversations with an event or a running span after `since`; a span is [kind, begin]."""
         for one in reversed(self._conversations.values()):
             if one.ended is not None and one.spans and one.spans[-1][1] < since:
                 continue

@@ -56,7 +56,7 @@ class DirectorySettings:
 
 
 class Directory:
-    """Directory without its network: `deploy` reports engines to it, `server.py` calls it for gateways."""
+    """Directory without its network. `deploy` reports engines to it; `server.py` calls it for gateways."""
 
     def __init__(
         self,
@@ -128,7 +128,7 @@ class Directory:
     # Called by deploy
 
     def engine_up(self, info: EngineInfo) -> None:
-        """Take in a new engine or epoch; repeated after its keeper or the directory restarted."""
+        """Add a new engine or epoch. The call is repeated after its keeper or the directory restarted."""
         if self.table.engine_up(info):
             self.table.conversations.engine_gone(info.engine)  # what its last epoch held
             log.info("engine up engine=%s role=%s epoch=%d", info.engine, info.role, info.epoch)
@@ -152,7 +152,7 @@ class Directory:
         return taken
 
     def engine_down(self, engine: str) -> None:
-        """End an engine's epoch: its KV is gone. Not for a keeper that is merely out of reach."""
+        """End an engine's epoch, whose KV is gone. Not for a keeper that is only unreachable."""
         self.table.conversations.engine_gone(engine)
         self.table.engine_down(engine)
         log.warning("engine down engine=%s", engine)
@@ -162,7 +162,7 @@ class Directory:
 
     @property
     def journal_problem(self) -> str:
-        """Reason why the disk takes no rows now; empty if it does."""
+        """Return why the disk accepts no rows now; empty if it accepts them."""
         return self._journal.problem
 
     def check_journal(self) -> None:
@@ -173,7 +173,7 @@ class Directory:
         await self._journal.durable()
 
     def changed(self) -> None:
-        """Send what the last calls of the table produced to journal, engines and gateways."""
+        """Send what the table's last calls produced to the journal, engines and gateways."""
         effects = self.table.effects()
         for row in effects.rows:
             try:
@@ -208,7 +208,7 @@ class Directory:
             self._push_engines()
 
     async def prefetch(self, key: str, due_in_s: float) -> str:
-        """Have a parked conversation's KV loaded by its engine. Returns the outcome, as gateways count it."""
+        """Have an engine load a parked conversation's KV. Return the outcome, as gateways count it."""
         conversation, binding = self.table.conversations.get(key), self.table.binding(key)
         info = self.table.fleet.info(binding.engine) if binding is not None else None
         if conversation is None or not conversation.parked or info is None or self._prefetch is None:
@@ -221,12 +221,12 @@ class Directory:
             return "failed"
 
     def serve_soon(self) -> None:
-        """Serve the queue in 5 ms, once for the many reports that come together."""
+        """Serve the queue in 5 ms, once for all reports that arrive together."""
         if self._serve_timer is None:
             self._serve_timer = asyncio.get_running_loop().call_later(0.005, self._serve)
 
     def engines(self) -> tuple[EngineRecord, ...]:
-        """Return the engines as gateways are told of them."""
+        """Return the engines in the form that gateways receive."""
         table = self.table
         return tuple(
             replace(
@@ -239,14 +239,14 @@ class Directory:
         )
 
     def running(self, key: str) -> bool:
-        """Return whether a conversation has a running turn at a gateway that is connected.
+        """Return whether a conversation has a running turn at a connected gateway.
 
         The client of a gateway that died asks again at once, and must find its conversation.
         """
         return any(gateway in self.gateways for gateway in self.table.running_at(key))
 
     def gateway_came(self, gateway: str) -> None:
-        """Take earlier processes of this gateway's name for ended, even if a stream still seems open."""
+        """Treat earlier processes of this gateway as ended, even if a stream of theirs still seems open."""
         for earlier in self.gateways.supersede(gateway):
             log.info("gateway superseded gateway=%s by=%s", earlier, gateway)
             self.gateway_left(earlier)
@@ -255,7 +255,7 @@ class Directory:
         asyncio.get_running_loop().call_later(self.settings.gateway_grace_s, self._gateway_gone, gateway)
 
     def heard_from(self, gateway: str) -> None:
-        """Take a gateway for gone that asks or reports, and opens no stream in time.
+        """Treat a gateway as gone if it sends requests but does not open a stream in time.
 
         After a restart of the directory a gateway may ask before its stream is back. If it crashes then, no
         stream ends to show it, and its turns would run for ever.
@@ -269,7 +269,7 @@ class Directory:
         self._gateway_gone(gateway)
 
     def activities_seen(self, gateway: str, first: int | None, count: int) -> int:
-        """Return how many activities of a report have been taken in before, and count the others.
+        """Return how many activities of a report are already known, and count the others.
 
         A report that arrives late, on a connection that its gateway has given up, would begin turns again
         that have ended.

@@ -1,4 +1,4 @@
-"""Commands groups of decoders to share their layers under overload, and to restore them after it.
+"""Tells groups of decoders to share their layers under overload, and to restore them afterwards.
 
 `placement/overload/` decides, from what engines report. An engine that does not get its command, or refuses
 it, changes nothing: the others wait for it, and go on with their whole models. A change takes up to two
@@ -36,7 +36,7 @@ def _is_heard(record: EngineRecord) -> bool:
 
 
 class DropCommands(Protocol):
-    """Commands to engines, sent by way of their keepers."""
+    """Commands to engines, sent through their keepers."""
 
     async def drop(self, info: EngineInfo, epoch: int, members: tuple[str, ...], part: int) -> None: ...
 
@@ -62,7 +62,7 @@ class Dropper:
         self._said = ""
 
     async def run(self, state: Callable[[], OverloadState]) -> None:
-        """Look once a second, until cancelled."""
+        """Run one round per second, until cancelled."""
         try:
             while True:
                 await asyncio.sleep(_EVERY_S)
@@ -92,7 +92,7 @@ class Dropper:
             self._begin("restore", engines)
 
     def _note_lost(self, now: float) -> None:
-        """Leave engines of groups that ended by themselves alone: the next group may end as well."""
+        """Leave engines alone whose group ended by itself, because the next group might end as well."""
         for engine, epoch in [*self._sharing_in.items()]:
             if engine in self._changing or self._epoch_of(engine) == epoch:
                 continue
@@ -125,7 +125,7 @@ class Dropper:
                 del self._changing[engine]
 
     def _is_to_be_logged(self) -> bool:
-        """Count a failure; True for the 1st, 2nd, 4th, ... one, because it may fail every second."""
+        """Count a failure. Return True for the 1st, 2nd, 4th, ... one, because it may occur every second."""
         metrics.OVERLOAD_ROUNDS_FAILED.inc()
         self._failed += 1
         return self._failed.bit_count() == 1
@@ -141,7 +141,9 @@ class Dropper:
         return found
 
     def _not_heard(self, now: float) -> dict[str, float]:
-        """Return since when each decoder is silent: suspects, and all of them after a restart."""
+        """Return since when each silent decoder is silent: suspects, and after a restart all without a
+        report.
+        """
         missing = (r.info for r in self._records() if r.info.role is not Role.PREFILL and not _is_heard(r))
         self._silent = {info.engine: self._silent.get(info.engine, now) for info in missing}
         return self._silent
@@ -204,12 +206,12 @@ class Dropper:
         return False
 
     def _told(self) -> Iterator[int]:
-        """Yield the epochs that engines know, also from a former directory."""
+        """Yield the epochs that engines know, including those of a former directory."""
         splits = (record.state.split for record in self._records())
         return (split.newest for split in splits if split is not None)
 
     def _epoch_of(self, engine: str) -> int:
-        """Return the epoch of an engine's group; 0 for one that is gone or shares nothing."""
+        """Return the epoch of an engine's group; 0 if the engine is gone or shares no layers."""
         record = self._known(engine)
         return record.state.split.epoch if record is not None and record.state.split is not None else 0
 

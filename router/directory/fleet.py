@@ -1,4 +1,4 @@
-"""Engines as the directory sees them (announced, reported, suspected, gone), and how full they are."""
+"""Engines as the directory sees them (announced, reporting, suspected, gone), and the fleet's utilisation."""
 
 import asyncio
 import logging
@@ -24,7 +24,7 @@ def unreported(info: EngineInfo) -> EngineState:
 
 
 class FleetView:
-    """View of all engines, which keeps the placer's list up to date.
+    """View of all engines. It keeps the placer's list up to date.
 
     A suspect takes no conversation until it reports again, and after a restart an engine of the journal takes
     none until it reports.
@@ -44,12 +44,12 @@ class FleetView:
 
     @property
     def recalled(self) -> tuple[str, ...]:
-        """Engines that were up before the restart and have been silent since."""
+        """Return the engines that were up before the restart and have not reported since."""
         return tuple(sorted(self._recalled))
 
     @property
     def awaits_some(self) -> bool:
-        """Whether new conversations still wait for recalled engines to report.
+        """Return whether new conversations still wait for recalled engines to report.
 
         Among those that have reported, the one with the least KV in use need not be the fleet's.
         """
@@ -71,7 +71,7 @@ class FleetView:
         return engine in self._infos and engine not in self._suspects
 
     def draining(self, engine: str) -> bool:
-        """Return whether an engine is to end soon: it takes nothing new, and its conversations leave it."""
+        """Return whether an engine will end soon: it takes nothing new, and its conversations leave."""
         state = self._states.get(engine)
         return state is not None and state.draining
 
@@ -80,13 +80,13 @@ class FleetView:
         return state is not None and state.shares_layers
 
     def recall(self, info: EngineInfo) -> None:
-        """Add an engine of the journal: it was up then, and what it holds is not known."""
+        """Add an engine from the journal. It was up before the restart, and its content is unknown."""
         self._infos[info.engine] = info
         self._suspects.add(info.engine)
         self._recalled.add(info.engine)
 
     def up(self, info: EngineInfo) -> bool:
-        """Add an announced engine; False if that epoch is known and goes on."""
+        """Add an announced engine; return False if its epoch is already known."""
         known = self._infos.get(info.engine)
         goes_on = known is not None and known.epoch == info.epoch
         if not goes_on:
@@ -99,7 +99,7 @@ class FleetView:
         return not goes_on
 
     def newly_parked(self, state: EngineState) -> tuple[list[str], list[str]]:
-        """Return conversations that are newly parked, and newly parked no more, in this report."""
+        """Return the conversations that became parked, and those that stopped being parked, in this report."""
         before = self._states.get(state.engine)
         since = before.seq if before is not None else 0
         named = state.parked, state.unparked
@@ -107,7 +107,7 @@ class FleetView:
         return parked, unparked
 
     def observe(self, state: EngineState, now: float) -> bool:
-        """Take in a report; False if it is of another epoch, out of order, or of an unknown engine."""
+        """Apply a report; return False if it is of another epoch, out of order, or of an unknown engine."""
         info = self._infos.get(state.engine)
         before = self._states.get(state.engine)
         if info is None or info.epoch != state.epoch or (before is not None and state.seq <= before.seq):
@@ -150,7 +150,7 @@ class FleetView:
 
 
 class CapacityWatcher:
-    """Watcher of how full the fleet is: sets gauges, and gives advice on request."""
+    """Watches the fleet's utilisation: sets gauges, and gives advice on request."""
 
     def __init__(
         self,
@@ -171,7 +171,7 @@ class CapacityWatcher:
         return CapacityReport(signals, advice)
 
     async def run(self) -> None:
-        """Look once a second, until cancelled."""
+        """Update the gauges once a second, until cancelled."""
         looks = 0
         while True:
             self._look()

@@ -60,17 +60,17 @@ class Row:
 
     @property
     def is_optional(self) -> bool:
-        """True if losing the row only makes counts or prompt ends older after a restart."""
+        """Return whether losing the row would only make counts or prompt ends outdated after a restart."""
         return self.payload is not None and (self.slot == TURNS or self.slot.startswith(NODE))
 
 
 def checksum(subject: str, slot: str, payload: bytes) -> int:
-    """Checksum of a row, as a signed number because SQLite has no other."""
+    """Return the checksum of a row, signed because SQLite has no unsigned integers."""
     return xxh3_64_intdigest(f"{subject}\0{slot}\0".encode() + payload) - (1 << 63)
 
 
 class Journal:
-    """Journal file that is open for writing; no second process can open it."""
+    """Journal file opened for writing. No second process can open it."""
 
     def __init__(self, path: Path) -> None:
         self._path = path
@@ -96,7 +96,7 @@ class Journal:
 
     @classmethod
     def create(cls, path: Path, rows: Iterable[Row]) -> None:
-        """Write a new file with these rows."""
+        """Create a new file with these rows."""
         made = cls(path)
         try:
             made._write(list(rows))
@@ -108,7 +108,7 @@ class Journal:
         return [Row(*row[:3]) for row in self._rows.execute(_ALL) if _is_ours(row[0])]
 
     def append(self, row: Row) -> None:
-        """Queue a row. A row that can never be written is refused: it would hold up all rows behind it."""
+        """Queue a row. Raise an error for a row that can never be written and would block all later rows."""
         try:
             f"{row.subject}{row.slot}".encode()
         except UnicodeEncodeError as wrong:
@@ -121,7 +121,7 @@ class Journal:
             self._lazy = asyncio.get_running_loop().call_later(_LAZY_S, self._start_flush)
 
     async def durable(self) -> None:
-        """Wait until all rows appended so far are on disk; raise JournalError while the disk refuses them."""
+        """Wait until all rows appended so far are on disk. Raise JournalError while the disk refuses them."""
         await self._flushed()
         if self._pending:
             self._start_flush()
@@ -141,13 +141,13 @@ class Journal:
             raise JournalError(self._silent) from None
 
     def check_capacity(self) -> None:
-        """Refuse new work while the disk takes nothing and too many rows wait for it."""
+        """Refuse new work while the disk accepts nothing and too many rows wait for it."""
         if self._full:
             raise JournalError(self.problem)
 
     @property
     def problem(self) -> str:
-        """Reason why the disk takes nothing; empty if it does."""
+        """Return why the disk accepts nothing; empty if it does."""
         now = asyncio.get_running_loop().time()
         late = self._flushing is not None and now >= self._begun_at + LATE_S
         return self._silent if late else self._failed
@@ -169,7 +169,7 @@ class Journal:
         os.close(self._sequence_file)
 
     def _prepare(self) -> int:
-        """Take the file's lock, create the table in a new file, and return the last transaction's number."""
+        """Lock the file, create the table in a new file, and return the number of the last transaction."""
         execute = self._rows.execute
         execute("PRAGMA locking_mode = EXCLUSIVE")
         execute("PRAGMA journal_mode = WAL")
@@ -234,7 +234,7 @@ class Journal:
 
 
 def _retrieve(flush: asyncio.Task[None]) -> None:
-    """Mark a flush's error as seen: its waiters have it, and it is in the log."""
+    """Mark a flush's exception as retrieved: its waiters have it, and it is in the log."""
     if not flush.cancelled():
         flush.exception()
 
@@ -243,7 +243,7 @@ def _retrieve(flush: asyncio.Task[None]) -> None:
 
 
 def check(path: Path) -> None:
-    """Raise JournalError if a directory cannot start on this file. Changes neither the file nor its log."""
+    """Raise JournalError if a directory cannot start with this file. Changes neither the file nor its log."""
     if not path.exists():
         return
     try:
@@ -292,7 +292,7 @@ def salvage(path: Path) -> tuple[list[Row], int]:
 
 
 def replace(path: Path, rows: list[Row], suffix: str) -> Path:
-    """Put a new journal with these rows in place of a damaged one; returns where the former file lies."""
+    """Replace a damaged journal by a new one with these rows; return where the former file is."""
     new, kept = path.with_name(f"{path.name}.repaired"), path.with_name(f"{path.name}.{suffix}")
     new.unlink(missing_ok=True)
     Journal.create(new, rows)
@@ -305,7 +305,7 @@ def replace(path: Path, rows: list[Row], suffix: str) -> Path:
 
 
 def _read_only(path: Path) -> sqlite3.Connection:
-    """Open the file so that closing it leaves SQLite's log as it is."""
+    """Open the file in such a way that closing it leaves SQLite's log unchanged."""
     opened = sqlite3.connect(f"{path.absolute().as_uri()}?mode=ro", uri=True, timeout=0.5)
     opened.text_factory = lambda text: text.decode(errors="replace")
     return opened
@@ -332,7 +332,7 @@ def _sequence_file(path: Path) -> Path:
 
 
 def _acknowledged(path: Path) -> int:
-    """Number of the last transaction that was on disk; 0 where a power cut left the file empty."""
+    """Return the number of the last transaction on disk; 0 if a power cut left the file empty."""
     try:
         text = _sequence_file(path).read_bytes().strip(b"\0")
         return int(text or b"0")

@@ -1,4 +1,4 @@
-"""Rows of the journal for conversations, bindings, prompt ends and engines, and the way back."""
+"""Convert conversations, bindings, prompt ends and engines to journal rows, and rows back to them."""
 
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass
@@ -56,14 +56,14 @@ def engine_gone(name: str) -> Row:
 
 @dataclass(slots=True)
 class Remembered:
-    """Engines and conversations that the journal holds, in order of use."""
+    """Engines and conversations in the journal, in order of use."""
 
     engines: list[EngineInfo]
     conversations: list[tuple[ConversationRecord, tuple[str, int, float] | None, list[End]]]
 
 
 def remembered(rows: list[Row]) -> Remembered:
-    """Rebuild engines and conversations from rows; fields that only a newer version knows are ignored."""
+    """Rebuild engines and conversations from rows. Fields of newer versions are ignored."""
     try:
         return _remembered(rows)
     except (msgspec.MsgspecError, LookupError, TypeError, ValueError) as wrong:

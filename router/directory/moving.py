@@ -1,4 +1,4 @@
-"""Moves of idle conversations off draining decoders, with their KV.
+"""Moves idle conversations, with their KV, away from draining decoders.
 
 A conversation that talks moves with its next turn (`placing.py`). One that is idle is sent by its decoder to
 another one, so that the drain need not wait for a turn. If a turn begins meanwhile, what was sent is dropped.
@@ -23,7 +23,7 @@ TRIES = 2  # of a conversation, until no engine drains any more
 
 @dataclass(frozen=True, slots=True)
 class IdleMove:
-    """Move that was begun: the target has a reservation, and the KV is on its way."""
+    """A move in progress: the target has a reservation, and the KV is on its way."""
 
     key: str
     source: EngineInfo
@@ -33,7 +33,7 @@ class IdleMove:
 
 
 class IdleMoves:
-    """Chooses conversations to send, and binds them where they were sent. It does no I/O and has no clock."""
+    """Chooses idle conversations to send, and binds them to their targets. It does no I/O and has no clock."""
 
     def __init__(
         self,
@@ -50,7 +50,7 @@ class IdleMoves:
         self._tries: dict[str, int] = {}
 
     def begin(self, now: float) -> list[IdleMove]:
-        """Begin as many moves as may be under way, of the conversations that were used last."""
+        """Begin as many moves as may run at once, most recently used conversations first."""
         draining = [one.info.engine for one in self._fleet.records() if one.state.draining]
         if not draining:
             self._tries.clear()
@@ -70,7 +70,7 @@ class IdleMoves:
         return begun
 
     def end(self, move: IdleMove, sent: bool, now: float) -> bool:
-        """Bind a conversation to the engine that has its KV now. Returns False if it stays where it is."""
+        """Bind a conversation to the engine that now has its KV. Return False if it stays where it is."""
         self._under_way.discard(move.key)
         conversation, binding = self._conversations.get(move.key), self._bindings.look_up(move.key)
         stayed = binding is not None and (binding.engine, binding.epoch) == _at(move.source)

@@ -1,4 +1,4 @@
-"""Placement of one turn: by the placer where it is new, on its decoder where it is bound."""
+"""Placement of one turn: by the placer if the conversation is new, on its decoder if it is bound."""
 
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -22,7 +22,7 @@ RESTARTED = Refusal(RefusalReason.NO_DECODER, "not all engines have reported sin
 
 @dataclass(slots=True)
 class Effects:
-    """Outcomes of the table's calls for journal, engines and gateways."""
+    """Changes that calls of the table produced for the journal, the engines and the gateways."""
 
     rows: list[Row] = field(default_factory=list)  # for the journal
     releases: list[tuple[str, str]] = field(default_factory=list)  # engine, conversation
@@ -38,7 +38,7 @@ class Effects:
 
 
 class Placing:
-    """Places asks on the table's parts; the table owns them and the queue of asks that do not fit."""
+    """Places turns, using parts of the table. The table owns these parts and the queue of waiting turns."""
 
     def __init__(
         self,
@@ -53,7 +53,7 @@ class Placing:
         self._fleet, self._nodes, self._effects = fleet, nodes, effects
 
     def tokens_to_compute(self, ask: Ask, now: float) -> int:
-        """Estimate the tokens that a turn computes, by which owners are served fairly."""
+        """Estimate the tokens that a turn computes; fair shares of owners are counted in these."""
         if ask.uncached_tokens is not None:
             return ask.uncached_tokens
         return self._placer.uncached_tokens(ask.prompt_tokens, ask.prefixes, now)
@@ -83,7 +83,7 @@ class Placing:
         return self._bound(ask, conversation, outcome, cause, now)
 
     def _move(self, ask: Ask, binding: Binding, now: float) -> Placed | None:
-        """Move a conversation off its draining decoder; None if it stays.
+        """Move a conversation away from its draining decoder; return None if it stays.
 
         It stays while it has another turn there, while no other decoder has room, and for a while after its
         last move. Its former decoder computes what the turn appends and sends all of the KV.
@@ -103,13 +103,13 @@ class Placing:
         return self._bound(ask, conversation, placement, "moved", now)
 
     def may_leave(self, conversation: ConversationRecord, binding: Binding, now: float) -> bool:
-        """Return whether a conversation's decoder drains, and its last move is long enough ago."""
+        """Return whether a conversation's decoder drains and its last move is long enough ago."""
         if not self._fleet.draining(binding.engine) or self._fleet.awaits_some:
             return False
         return conversation.moved_at is None or now - conversation.moved_at >= MOVES_AGAIN_AFTER_S
 
     def can_send(self, engine: str) -> bool:
-        """Return whether an engine can send KV to others; one that shares its layers has a part of it."""
+        """Return whether an engine can send KV to others. One that shares its layers has only part of it."""
         info = self._fleet.info(engine)
         reachable = info is not None and bool(info.transfer) and self._fleet.placeable(engine)
         whole = not self._fleet.shares_layers(engine)
@@ -118,20 +118,20 @@ class Placing:
     def target(
         self, turn: FirstTurn, conversation: ConversationRecord, binding: Binding, now: float
     ) -> Placement | None:
-        """Reserve another decoder for a conversation; None if none has room."""
+        """Reserve another decoder for a conversation; return None if none has capacity."""
         sends, held = self.can_send(binding.engine), conversation.context_tokens
         move = Move(MoveReason.DRAIN, binding.engine, held, sends)
         placement = self._placer.place_moved(turn, move, now)
         return None if isinstance(placement, Refusal) else placement
 
     def rebind(self, conversation: ConversationRecord, placement: Placement, now: float) -> None:
-        """Bind a conversation, between two turns, to the decoder that has its KV now."""
+        """Bind a conversation, between two turns, to the decoder that now has its KV."""
         binding = self._bind(conversation, placement, now)
         self._note(conversation, binding, placement, "moved", now)
         self._effects.rows.extend(journal.placed(conversation, binding))
 
     def release_former(self, conversation: ConversationRecord) -> None:
-        """Release a moved conversation on its former decoder, which has sent the KV or will not."""
+        """Release a moved conversation on its former decoder, which has sent the KV or will not send it."""
         if conversation.moves_from:
             self._effects.releases.append((conversation.moves_from, conversation.key))
             conversation.moves_from = ""
@@ -157,7 +157,7 @@ class Placing:
         cause: str,
         now: float,
     ) -> dict[str, Any]:
-        """Add a placement to a conversation's notes, and return it."""
+        """Add a placement to a conversation's record, and return it."""
         note = {
             "at": now,
             "cause": cause,
@@ -171,7 +171,7 @@ class Placing:
         return note
 
     def _never_ran(self, ask: Ask) -> bool:
-        """Return whether an earlier call of this ask bound the conversation, and its answer was lost.
+        """Return whether an earlier call of this request bound the conversation but its answer was lost.
 
         Then the prompt it was bound for is its newest, and no other turn is done or running.
         """
@@ -184,7 +184,7 @@ class Placing:
         return not conversation.running
 
     def _place_later(self, ask: Ask, binding: Binding, now: float) -> Placed:
-        """Bound already: another gateway was first, or the turn appends so much that a prefiller may help."""
+        """Place a turn of a conversation that is bound by now, or whose prompt a prefiller may compute."""
         conversation = self._conversations.get(ask.key)
         assert conversation is not None
         if ask.uncached_tokens is not None and self._fleet.placeable(binding.engine):

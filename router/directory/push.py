@@ -1,4 +1,4 @@
-"""Pushes to gateways, collected for each of them.
+"""Changes to push to gateways, collected for each gateway.
 
 A gateway's name is its place in the fleet, and one process at a time has it. What an earlier process of the
 name was doing ended with it.
@@ -16,7 +16,7 @@ BATCH = "batch"  # what the batch process calls itself
 
 
 def process_name(gateway: str) -> str:
-    """Return a name for this process of a gateway that is greater than those of earlier processes."""
+    """Return a name for this process of a gateway that sorts after the names of its earlier processes."""
     return f"{gateway}.{time.time_ns():016x}"
 
 
@@ -27,7 +27,7 @@ def supersedes(newer: str, older: str) -> bool:
 
 
 class GatewayStream:
-    """Stream to one gateway. Waiting pushes are merged, so that a slow gateway costs little memory."""
+    """Stream to one gateway. Waiting pushes are merged, so that a slow gateway needs little memory."""
 
     def __init__(self, page: str = "") -> None:
         self.page = page  # host:port of the gateway's metrics
@@ -56,7 +56,7 @@ class GatewayStream:
         self.spent[by, news.key] = news
 
     def take(self, engines: Callable[[], Engines]) -> Push:
-        """Return all that waits, with the engines if they changed."""
+        """Return all waiting changes, with the engines if they changed."""
         taken = Push(
             engines() if self.engines else None,
             tuple(self.ended),
@@ -79,7 +79,7 @@ class GatewayStreams:
         return gateway in self._by_gateway
 
     def pages(self, *, of_batch: bool) -> tuple[str, ...]:
-        """Return the metrics pages of the gateways, or of the batch process, which watches as they do."""
+        """Return the metrics pages of the gateways, or of the batch process, which also watches."""
         streams = self._by_gateway.items()
         pages = {one.page for name, one in streams if name.startswith(f"{BATCH}.") is of_batch and one.page}
         return tuple(sorted(pages))
@@ -89,14 +89,14 @@ class GatewayStreams:
         return stream
 
     def leave(self, gateway: str, stream: GatewayStream) -> bool:
-        """Remove a stream; False if the gateway has a newer one already."""
+        """Remove a stream; return False if the gateway already has a newer one."""
         if self._by_gateway.get(gateway) is not stream:
             return False
         del self._by_gateway[gateway]
         return True
 
     def supersede(self, gateway: str) -> list[str]:
-        """Forget earlier processes of this gateway's name and end their streams."""
+        """Forget earlier processes with this gateway's name, and end their streams."""
         earlier = [one for one in self._by_gateway if supersedes(gateway, one)]
         for one in earlier:
             stream = self._by_gateway.pop(one)

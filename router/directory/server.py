@@ -23,7 +23,7 @@ Outcome = m.Placed | Refusal
 
 
 class NotSettled(RouterError):
-    """Engines are missing since a restart, so that an answer would be about a part of the fleet."""
+    """Some engines have not reported since a restart, so an answer would cover only part of the fleet."""
 
 
 class DirectoryServer(Directory):
@@ -162,7 +162,7 @@ class DirectoryServer(Directory):
         )
 
     def _take(self, activity: m.Activity, gateway: str, now: float) -> bool:
-        """Take in a report about a turn; False if its conversation is not known (any more)."""
+        """Apply a report about a turn; return False if its conversation is unknown."""
         key, turn = activity.key, activity.turn
         if activity.first_token:
             self.timeline.first_token(key, now)
@@ -201,7 +201,7 @@ class DirectoryServer(Directory):
 
 
 class PlaceCall:
-    """Call for many places, each of which is answered as soon as it can be.
+    """One call for many placements; each is answered as soon as possible.
 
     Use it as a context: at its end, places that nobody was told of are given back.
     """
@@ -227,7 +227,7 @@ class PlaceCall:
         return self
 
     async def answers(self) -> AsyncIterator[m.PlaceAnswers]:
-        """Yield answers in groups as they are known; a placement leaves once it is in the journal."""
+        """Yield answers in groups as they become known. A placement is sent once it is in the journal."""
         while self._open:
             await self._some.wait()
             self._some.clear()

@@ -1,4 +1,4 @@
-"""Authoritative table of live conversations, their bindings, and the turns that wait for a place.
+"""Authoritative table of live conversations, their bindings, and the turns that wait for placement.
 
 A state machine without I/O and without a clock. What has to leave it (journal records, releases on engines,
 pushes to gateways) collects in `effects`, which the server takes after every call.
@@ -29,7 +29,7 @@ BEHIND = Refusal(RefusalReason.NO_CAPACITY, "conversations that go before still 
 
 class BindingTable:
     def __init__(self, ttl_s: float, placer: Placer) -> None:
-        """`ttl_s`: a conversation without a turn for this long ends."""
+        """A conversation without a turn for `ttl_s` ends."""
         self._ttl_s = ttl_s
         self._placer = placer
         self._bindings = Bindings()
@@ -46,7 +46,7 @@ class BindingTable:
         self.idle_moves = IdleMoves(self._placing, *parts)
 
     def effects(self) -> Effects:
-        """Take the effects of all calls since the last time."""
+        """Return the effects of all calls since the last time."""
         return self._effects.take()
 
     # Turns
@@ -76,11 +76,11 @@ class BindingTable:
         return waiter
 
     def give_up(self, waiter: Waiter) -> None:
-        """Remove a waiter whose answer nobody wants any more."""
+        """Remove a waiter whose answer is no longer wanted."""
         self._waiting.remove(waiter)
 
     def unused(self, placed: Placed, ask: Ask, now: float) -> None:
-        """Take back a placement that could not be delivered: its turn will not run."""
+        """Undo a placement that could not be delivered, so that its turn will not run."""
         conversation = self.conversations.get(placed.key)
         if conversation is not None:
             self.conversations.turn_ended(conversation, ask.gateway, ask.turn)
@@ -98,7 +98,7 @@ class BindingTable:
         return self._waiting.refused_tokens()
 
     def turn_began(self, key: str, gateway: str, node: End, now: float, turn: int = 0) -> bool:
-        """Note a turn's begin; False if its conversation is not known, so that it must be placed again."""
+        """Record that a turn began; return False if its conversation is unknown and has to be placed again."""
         conversation = self.conversations.get(key)
         if conversation is None:
             return False
@@ -106,7 +106,9 @@ class BindingTable:
         return True
 
     def prefill_done(self, key: str, now: float, tokens: int = 0, cached: int | None = None) -> None:
-        """Note a prefill's end. `tokens`: of the prompt, `cached` of them known; 0 if it was not computed."""
+        """Record the end of a prefill. `tokens` is the prompt's size (0: not computed), `cached` the known
+        part.
+        """
         self._placer.prefill_done(key, now, tokens, cached)
         conversation = self.conversations.get(key)
         if conversation is not None:
@@ -130,7 +132,7 @@ class BindingTable:
         ttl_s: float = 0.0,
         cached: int | None = None,
     ) -> bool:
-        """Note a turn's end. A turn without tokens failed, and ends a conversation that has no other."""
+        """Record a turn's end. A turn without tokens failed, and ends a conversation that has no other."""
         if turn and (waiter := self._waiting.of_turn(gateway, turn)):
             self._waiting.remove(waiter)
             waiter.settle(LEFT)
@@ -182,7 +184,7 @@ class BindingTable:
         return sum(self.end(one.key, "idle", now) for one in self.conversations.silent(now, self._ttl_s))
 
     def gateway_gone(self, gateway: str, now: float) -> None:
-        """End the turns of a lost gateway; conversations without a finished turn end with them."""
+        """End the turns of a lost gateway, and conversations that have no finished turn."""
         for conversation in self.conversations.gateway_gone(gateway):
             self._placer.prefill_done(conversation.key, now)
             if not conversation.turns and not conversation.running:
@@ -191,7 +193,7 @@ class BindingTable:
     # Engines
 
     def engine_up(self, info: EngineInfo) -> bool:
-        """Add an engine; False if it only goes on after its keeper or this directory restarted."""
+        """Add an engine; return False if it was only announced again after a restart of its keeper or ours."""
         if self.fleet.info(info.engine) != info:
             self._effects.rows.append(journal.engine(info))
         new = self.fleet.up(info)
@@ -202,7 +204,7 @@ class BindingTable:
         return self.fleet.observe(state, now)
 
     def engine_down(self, engine: str) -> None:
-        """End an engine's epoch and void its bindings. Not for a keeper that is merely out of reach."""
+        """End an engine's epoch and void its bindings. Not for a keeper that is only unreachable."""
         info = self.fleet.down(engine)
         if info is not None:
             self._effects.rows.append(journal.engine_gone(engine))
@@ -233,7 +235,7 @@ class BindingTable:
             return 0
 
     def running_at(self, key: str) -> Collection[str]:
-        """Return the gateways at which a conversation has a turn."""
+        """Return the gateways that run a turn of a conversation."""
         conversation = self.conversations.get(key)
         return conversation.running.keys() if conversation is not None else ()
 
@@ -250,7 +252,7 @@ class BindingTable:
     # Restart
 
     def replay(self, rows: list[Row]) -> float:
-        """Rebuild the table from the journal's rows, before anything else. Returns the newest time."""
+        """Rebuild the table from the journal's rows, before any other call; return the newest time in them."""
         found = journal.remembered(rows)
         for info in found.engines:
             self.fleet.recall(info)

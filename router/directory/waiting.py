@@ -1,4 +1,4 @@
-"""Turns that wait in the directory for a place, each for a bounded time.
+"""Turns that wait in the directory for placement, each for a limited time.
 
 Owners are served fairly, by the tokens that their turns compute, and the flows of one owner likewise. Among
 owners turns of a better class come first. Within an owner the clients' priorities count as well. No turn is
@@ -32,7 +32,7 @@ class Waiter:
 
     @property
     def place(self) -> tuple[float, float, float]:
-        """Sort key of the turn in its flow."""
+        """Return the sort key of the turn in its flow."""
         return -self.ask.owner_weight, -self.ask.queue_weight, self.due
 
     @property
@@ -41,14 +41,14 @@ class Waiter:
 
 
 class Flow:
-    """Waiting turns of one flow, or of several where an owner has more than `FLOWS`."""
+    """Waiting turns of one flow; of several flows if an owner has more than `FLOWS`."""
 
     def __init__(self) -> None:
         self.waiters: list[Waiter] = []
         self.classes = ClassOrder()
 
     def first(self, now: float, coming_s: float = -inf) -> tuple[Waiter, float]:
-        """Return the next turn and the weight that it has among other flows.
+        """Return the next turn, and its weight among other flows.
 
         `coming_s`: weight of a turn that arrives now. A turn that was left out for long takes the place, and
         the weight, of a better one.
@@ -62,14 +62,14 @@ class Flow:
         return first, min(level, best_s)
 
     def class_of(self, first: Waiter, counts_s: float) -> float:
-        """Return the weight of the next turn among owners: of its class, or of the class it stands for."""
+        """Return the class weight of the next turn among owners; another turn's, if it goes in its place."""
         if counts_s <= first.ask.owner_weight:
             return first.ask.queue_weight
         return max(one.ask.queue_weight for one in _first_of_each_weight(self.waiters))
 
 
 class OwnerQueue:
-    """Waiting turns of one owner, by flow."""
+    """Waiting turns of one owner, grouped by flow."""
 
     def __init__(self) -> None:
         self.flows: dict[str, Flow] = {}  # by lane
@@ -80,7 +80,7 @@ class OwnerQueue:
         self._waiting = Counter[str]()  # turns of each of these
 
     def lane(self, flow: str) -> str:
-        """Return the lane of a flow: one of its own while any is free, and the same each time if possible.
+        """Return the lane of a flow: its own while one is free, and always the same one if possible.
 
         What the flow has used up of a round stays with the lane.
         """
@@ -98,7 +98,7 @@ class OwnerQueue:
         self.size += 1
 
     def remove(self, waiter: Waiter) -> bool:
-        """Remove a waiter; False if it does not wait here."""
+        """Remove a waiter; return False if it does not wait here."""
         flow = waiter.ask.flow
         lane = self._lanes.get(flow, "")
         waiters = self.flows[lane].waiters if lane else []
@@ -122,7 +122,7 @@ class OwnerQueue:
             self.flows[lane].classes.served(ask.owner_weight, now)
 
     def may_pass(self, ask: Ask, tokens: int, due: float, now: float) -> bool:
-        """Return whether an arriving turn goes before all that wait here.
+        """Return whether an arriving turn goes before all turns that wait here.
 
         It does if its flow has something left of its share, and it weighs more or is due sooner.
         """
@@ -137,7 +137,7 @@ class OwnerQueue:
         return True
 
     def first(self, now: float) -> tuple[Waiter, float]:
-        """Return the next turn of all flows, and the weight that it has among owners."""
+        """Return the next turn of all flows, and its weight among owners."""
         best_s = self._best_s()
         firsts = {lane: flow.first(now) for lane, flow in self.flows.items()}
         heads = {lane: self._head(*first, best_s, now) for lane, first in firsts.items()}
@@ -148,7 +148,7 @@ class OwnerQueue:
         return max(flow.waiters[0].ask.owner_weight for flow in self.flows.values())
 
     def _head(self, waiter: Waiter, counts_s: float, best_s: float, now: float) -> QueueHead:
-        """Return a turn as the head of its flow's queue, to be compared with other flows."""
+        """Return a turn as the head of its flow's queue, for comparison with other flows."""
         level = self.classes.level(waiter.ask.owner_weight, waiter.arrival, best_s, now)
         return QueueHead(waiter.tokens, waiter.due, max(level, counts_s))
 
@@ -194,7 +194,7 @@ class Waiting:
         return alone or tokens <= self._rounds.left(ask.owner)
 
     def served(self, ask: Ask, tokens: int, now: float) -> None:
-        """Charge a served turn to its class, owner and flow, before it is removed if it waited."""
+        """Charge a served turn to its class, owner and flow; call it before the waiter is removed."""
         self._classes.served(ask.queue_weight, now)
         if self._size:
             self._rounds.served(ask.owner, tokens)
@@ -225,7 +225,7 @@ class Waiting:
             del self._of_turn[ask.gateway, ask.turn]
 
     def serve(self, now: float, attempt: Callable[[Ask], Placed | Refusal]) -> int:
-        """Place turns until none fits; refuse those whose time is over. Returns how many were placed.
+        """Place turns until none fits, and refuse those whose time is over. Return how many were placed.
 
         Behind a turn that does not fit, those of its owner wait. Turns of others pass it while they have
         something left of the round, so that a large conversation gets its place.

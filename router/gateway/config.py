@@ -77,7 +77,7 @@ class SloClass:
     settings: SloSettings = field(default_factory=SloSettings)
 
     def open_to(self, owner: str) -> bool:
-        """Tell whether turns of this owner may ask for the class."""
+        """Return whether turns of this owner may ask for the class."""
         return not self.settings.owners or owner in self.settings.owners
 
 
@@ -94,7 +94,7 @@ def _check_receiver(endpoint: str) -> str:
 
 @checked(frozen=True, config=SETTINGS)
 class TracingConfig:
-    """Destination and share of traced turns."""
+    """Destination of traces, and the share of turns that are traced."""
 
     endpoint: Annotated[str, AfterValidator(_check_receiver)]
     """OTLP receiver, as in `http://127.0.0.1:4318` or `https://HOST/api/public/otel`; over HTTP, `/v1/traces`
@@ -111,7 +111,7 @@ class TracingConfig:
 
     @property
     def traces_endpoint(self) -> str:
-        """The URL to which spans are sent."""
+        """Return the URL to which spans are sent."""
         base = self.endpoint.rstrip("/")
         return base if self.protocol == "grpc" or base.endswith("/v1/traces") else f"{base}/v1/traces"
 

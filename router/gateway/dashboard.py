@@ -56,7 +56,7 @@ class DashboardRoutes:
             raise NotFound(f"there is no {request.path[:200]}; the page is {PREFIX}")
 
     def caller(self, request: Request) -> Key | None:
-        """Return the key of a caller who may look; None where no keys are configured."""
+        """Return the key of a caller who may see the dashboard; None if no keys are configured."""
         if not self._keys.configured:
             return None
         with suppress(Unauthorized):
@@ -114,7 +114,7 @@ class DashboardRoutes:
         }
 
     def _attainment(self, counts: Mapping[str, Mapping[str, int]]) -> list[dict[str, Any]]:
-        """Return the share of answers within each target that the fleet has set."""
+        """Return the share of answers that met each configured target."""
         shown = []
         for objective, target in self._config.slos.get(DEFAULT_CLASS, SloSettings()).targets.items():
             met, missed = (counts[which].get(objective, 0) for which in ("met", "missed"))

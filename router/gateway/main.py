@@ -75,7 +75,7 @@ class Gateway:
         routes.status.http_counts = HttpCounts(self.server, self.pool, self._certificate)
 
     async def start(self) -> int:
-        """Begin to serve, and return the port. New conversations wait until the directory is there."""
+        """Begin to serve, and return the port. New conversations wait until the directory is reachable."""
         reserve_descriptors(self.config.limits.connections)
         await self._answers.start()
         host = self.config.metrics_host

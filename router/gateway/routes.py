@@ -1,4 +1,4 @@
-"""Routes of a gateway: the table of paths, and the checks of a caller before a route answers."""
+"""Routes of a gateway: the table of paths, and the checks of callers before a route answers."""
 
 import asyncio
 import logging
@@ -158,7 +158,7 @@ class Routes:
         self._audit(key, request, responder, responder.status)
 
     async def own_page(self, request: Request, responder: Responder) -> None:
-        """Serve health and metrics of this process on a port of its own.
+        """Serve health and metrics of this process on its own port.
 
         On a port that several processes share, the system chooses who answers.
         """
@@ -190,7 +190,7 @@ class Routes:
         await _handler(methods, request)(key, request, responder)
 
     def _check_batches(self, key: Key) -> None:
-        """Refuse a restricted key: the batch process reads the lines, and knows no restrictions."""
+        """Refuse a restricted key, because the batch process does not apply restrictions to lines."""
         refused = key.limits.structured_outputs is StructuredOutputs.REFUSE
         if refused and self._config.key_limits.structured_outputs is not StructuredOutputs.REFUSE:
             raise Forbidden("batches take a key that may use structured outputs", code="batches_not_allowed")

@@ -1,4 +1,4 @@
-"""SLO classes of turns: the choice of a class, and the targets that engines are given for it.
+"""SLO classes of turns: the choice of a class, and the targets that it gives to engines.
 
 A turn's class is, in this order: the one that the header `X-SLO-Class` or the body's `slo_class` names; the
 one that llm-d's objective header names, if there is a class of that name; the class of the caller's owner;
@@ -62,7 +62,7 @@ class SloClasses:
     def engine_arguments(
         self, slo_class: SloClass, headers: Mapping[str, str], body: Mapping[str, Any]
     ) -> dict[str, Any]:
-        """Return the `vllm_xargs` that replace those of the body; empty when they stay as they are.
+        """Return the `vllm_xargs` that replace those of the body; empty if they stay unchanged.
 
         A client's own targets stay, but are raised to those of its class: the tightest target among running
         turns bounds every iteration of an engine, and an engine aborts offline iterations for late prompts.
@@ -95,7 +95,7 @@ class SloClasses:
 
 
 def _engine_targets(slo_class: SloClass) -> SloSettings:
-    """Return the targets that engines are given. Those of `default` only judge answers to users."""
+    """Return the targets for engines. Those of `default` are only used to judge answers to users."""
     return SloSettings() if slo_class.name == DEFAULT_CLASS else slo_class.settings
 
 

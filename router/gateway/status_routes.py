@@ -30,7 +30,7 @@ class StatusRoutes:
         responder.respond(200, b'{"status":"ok"}', [_JSON])
 
     async def ready(self, request: Request, responder: Responder) -> None:
-        """Answer 200 when new conversations can be placed: the directory and a decoder are there."""
+        """Answer 200 if new conversations can be placed: the directory is connected and a decoder is up."""
         holding = [info for info in self._directory.engines.usable() if info.role is not Role.PREFILL]
         state = {"directory": self._directory.connected, "engines": len(holding)}
         ready = self._directory.connected and bool(holding)

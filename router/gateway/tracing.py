@@ -81,7 +81,7 @@ class TurnTracer:
     def begin(
         self, headers: RawHeaders, arrived_at: float, attributes: Mapping[str, Value]
     ) -> "TurnTrace | None":
-        """Begin the trace of a turn with these headers; return None when it is not sampled."""
+        """Begin the trace of a turn with these headers; return None if the turn is not sampled."""
         carrier: dict[str, str] = {}
         for field, value in headers:
             if (name := field.lower()) in _CONTEXT_HEADERS:
@@ -206,7 +206,7 @@ class TurnTrace:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        """End all spans, also those of a refused or broken turn. All of a turn is sent, or nothing."""
+        """End all spans, also those of a refused or broken turn. A turn is sent as a whole or not at all."""
         if not self._admit():
             return
         now = self._clock()
@@ -241,7 +241,7 @@ def _otlp_exporter(config: TracingConfig) -> SpanExporter:
 
 
 class _CountingExporter(SpanExporter):
-    """Exporter that bounds the waiting turns, and counts those whose spans are dropped."""
+    """Exporter that limits the number of waiting turns, and counts turns whose spans are dropped."""
 
     def __init__(self, exporter: SpanExporter) -> None:
         self._exporter = exporter

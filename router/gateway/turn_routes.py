@@ -1,4 +1,4 @@
-"""Routes of the generating APIs: each request becomes a turn, or a flex request of the batch process."""
+"""Routes of the generating APIs: each request becomes a turn, or a flex request to the batch process."""
 
 import time
 from collections.abc import Callable

@@ -1,4 +1,4 @@
-"""The gateway's HTTP: a server, connections to engines, and the relay between them (see README.md)."""
+"""HTTP for gateways: a server, connections to engines, and the relay between them (see README.md)."""
 
 from router.http.exchange import RelayEnd, RelayOutcome, UpstreamResponse
 from router.http.limits import ServerLimits, UpstreamLimits, descriptors_problem, reserve_descriptors

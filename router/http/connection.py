@@ -1,4 +1,4 @@
-"""Connection of a client: requests in order, one response at a time, every wait limited."""
+"""Connection of a client: handles requests in order, one response at a time, with a limit on every wait."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ log = logging.getLogger("conserve.router.http.server")
 
 
 class ConnectionHost(Protocol):
-    """Server of a connection, as the connection sees it."""
+    """Interface of the server that a connection uses."""
 
     handler: Handler
     limits: ServerLimits
@@ -41,7 +41,7 @@ class ConnectionHost(Protocol):
 
 
 class ServerConnection(asyncio.Protocol):
-    """Connection that parses ahead of the handlers, but runs them one after another.
+    """Connection that parses ahead of the handlers, but runs the handlers one after another.
 
     Answers keep the order of the requests. While a request waits for its predecessor nothing more is read,
     which limits what a pipelining client can queue.
@@ -202,7 +202,7 @@ class ServerConnection(asyncio.Protocol):
 
     @property
     def must_close(self) -> bool:
-        """Whether no request can or should follow the running one."""
+        """Return whether the connection has to close after the running request."""
         request = self._request
         return self._server.draining or (request is not None and not request.body.complete)
 
@@ -224,7 +224,7 @@ class ServerConnection(asyncio.Protocol):
             self._begin(item)
 
     def _end_of_input(self, error: ApiError) -> None:
-        """Stop parsing: answer the requests before this point, then refuse and close."""
+        """Stop parsing: answer the requests that came before, then refuse and close."""
         self._lingering = True
         body, self._incoming = self._incoming, None
         if body is not None:
@@ -246,7 +246,7 @@ class ServerConnection(asyncio.Protocol):
     # Ends
 
     def _close_with_linger(self) -> None:
-        """Close so that the answer arrives: to close over unread input resets and loses the answer."""
+        """Close in two steps: with unread input, a plain close would reset and lose the answer."""
         self._lingering = True
         self._waiting.clear()
         if self._request is not None:
@@ -268,11 +268,11 @@ class ServerConnection(asyncio.Protocol):
 
     @property
     def sending(self) -> bool:
-        """Whether the end of the last answer is still on its way."""
+        """Return whether the end of the last answer is still being sent."""
         return self._lingering or bool(self._transport.get_write_buffer_size())
 
     def evict(self) -> None:
-        """Close, because a new connection needs the place of this idle one."""
+        """Close this idle connection, because a new one needs its place."""
         self._server.timed_out("evicted")
         if self.sending or self._parser.in_head or not self._transport.can_write_eof():
             self.abort()  # an orderly end could wait for a client that does not read

@@ -1,4 +1,4 @@
-"""Exchanges with engines: receivers of a response that pass it on to a client, or collect it."""
+"""Exchanges with engines: receivers that pass a response on to a client, or collect it."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ class RelayEnd(enum.StrEnum):
 
 
 class UpstreamResponse(NamedTuple):
-    """Whole response of an engine."""
+    """A whole response of an engine."""
 
     status: int
     headers: Headers
@@ -56,7 +56,7 @@ class RelayOutcome(NamedTuple):
 
 
 class Exchange(ResponseSink):
-    """One request and its outcome: the common part of ``relay`` and ``fetch``."""
+    """One request and its outcome: the shared part of ``relay`` and ``fetch``."""
 
     def __init__(self, loop: asyncio.AbstractEventLoop) -> None:
         self.loop = loop
@@ -76,7 +76,7 @@ class Exchange(ResponseSink):
         self.end(RelayOutcome(RelayEnd.NOT_STARTED, error=error))
 
     async def send_body(self, connection: UpstreamConnection, request: UpstreamRequest) -> None:
-        """Send a streamed body. Its error ends the exchange, unless the answer has begun."""
+        """Send a streamed body. An error in it ends the exchange, unless the answer has begun."""
         assert request.stream is not None
         try:
             await connection.send_body(request.stream, request.max_bytes)

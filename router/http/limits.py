@@ -1,4 +1,4 @@
-"""Limits of the server and of connections to engines, the timers that keep them, and the open-file limit.
+"""Limits on clients and on connections to engines, the timers that enforce them, and the open-file limit.
 
 Seconds and bytes. No message has a timer of its own: one periodic sweep checks every open connection and a
 flag that traffic sets, so that the byte path never reads a clock. A deadline is met up to one interval late.
@@ -19,7 +19,7 @@ MIB = 1024 * KIB
 
 @dataclass(frozen=True, slots=True)
 class ServerLimits:
-    """Limits on clients; a client that exceeds one is refused or closed."""
+    """Limits on clients. A client that exceeds one is refused or disconnected."""
 
     max_connections: int = 8192
     max_url_bytes: int = 8 * KIB
@@ -74,7 +74,7 @@ class UpstreamLimits:
 
 
 class AnswerTimer:
-    """Deadline for the engine's next bytes. Traffic sets ``active``; bytes read no clock."""
+    """Deadline for the engine's next bytes. Traffic only sets ``active``, without reading a clock."""
 
     __slots__ = ("_first_byte_s", "_limits", "active", "answered", "deadline", "sending")
 
@@ -106,7 +106,7 @@ class AnswerTimer:
 
 
 class BodyTimer:
-    """Deadline for a request's body: no long silence, and a minimum rate after a grace period.
+    """Deadline for a request's body: limits silence, and requires a minimum rate after a grace period.
 
     Only the time during which a handler waits for the body counts. The minimum rate ends a body that
     trickles in a byte at a time.
@@ -123,12 +123,12 @@ class BodyTimer:
         """Bytes have arrived since the last check."""
 
     def paused(self, now: float) -> None:
-        """Start the silence anew, because the gateway itself has paused the client."""
+        """Restart the silence limit, because the gateway itself paused the client."""
         self._checked_at = now
         self._deadline = now + self._limits.body_timeout_s
 
     def problem(self, now: float, *, awaited: bool, received: int) -> str | None:
-        """Return why the body is overdue; ``awaited``: a handler waits for it."""
+        """Return why the body is overdue. ``awaited`` says that a handler is waiting for it."""
         limits = self._limits
         elapsed, self._checked_at = now - self._checked_at, now
         if awaited:
@@ -147,7 +147,7 @@ class HasDeadlines(Protocol):
     """Connection whose deadlines a `Sweeper` checks."""
 
     def check_deadlines(self, now: float) -> None:
-        """Act on overdue deadlines at ``now``, by the event loop's clock."""
+        """Act on deadlines that have passed at ``now``, by the event loop's clock."""
 
 
 class Sweeper:
@@ -185,7 +185,7 @@ OTHER_DESCRIPTORS = 256  # open files of a process besides the sockets of client
 
 
 def descriptors_problem(connections: int) -> str:
-    """Return why the system's limit on open files is too low for so many clients; empty if it is not."""
+    """Return why the open-file limit is too low for this many clients; empty if it is not."""
     wanted, hard = _descriptors(connections), resource.getrlimit(resource.RLIMIT_NOFILE)[1]
     if hard == resource.RLIM_INFINITY or hard >= wanted:
         return ""
@@ -197,7 +197,7 @@ def descriptors_problem(connections: int) -> str:
 
 
 def reserve_descriptors(connections: int) -> None:
-    """Raise the limit on open files for so many clients, or raise GatewayConfigError.
+    """Raise the open-file limit for this many clients, or raise GatewayConfigError.
 
     Without enough descriptors, connections to engines fail and the engines seem to be lost.
     """

@@ -1,4 +1,4 @@
-"""HTTP parsers: llhttp with the limits and checks that it leaves to its user.
+"""HTTP parsers: llhttp, with the limits and checks that it leaves to its users.
 
 llhttp in its strict mode refuses bare LF, obsolete folding, Content-Length with Transfer-Encoding, duplicate
 or malformed Content-Length, and control characters. `RequestParser` adds sizes, HTTP versions, exactly one
@@ -29,7 +29,7 @@ _CONTROL = re.compile("[\x00-\x1f\x7f-\x9f]")  # engines may disagree on the mea
 
 
 class RequestEvents(Protocol):
-    """Receiver of parsed requests."""
+    """Interface that receives the events of a request parser."""
 
     def head_complete(self, head: RequestHead) -> None: ...
 
@@ -39,7 +39,7 @@ class RequestEvents(Protocol):
 
 
 class RequestParser:
-    """Parser of a connection's requests. After ``feed`` has raised, nothing more may be fed."""
+    """Parser of a connection's requests. It must not be fed again after ``feed`` has raised an error."""
 
     def __init__(self, limits: ServerLimits, events: RequestEvents) -> None:
         self._limits = limits
@@ -93,7 +93,7 @@ class RequestParser:
         return len(data)
 
     def _check_unfinished(self) -> None:
-        """Limit data that llhttp holds without reporting it: an endless header, chunks without content."""
+        """Limit data that llhttp holds without reporting it, such as an endless header."""
         if self.in_head:
             if self._raw_bytes > self._limits.max_head_bytes + self._limits.max_url_bytes:
                 raise self._headers_too_large()
@@ -159,7 +159,7 @@ class RequestParser:
         self._events.request_complete()
 
     def _resume_without_upgrade(self) -> None:
-        """Continue behind a head that asked for an upgrade: replay the head without it to a new parser."""
+        """Ignore a request to upgrade: give the head without it to a new parser and go on."""
         head, self._ignored_upgrade = self._ignored_upgrade, None
         self._llhttp = httptools.HttpRequestParser(self)
         if head is None or not head.has_body:
@@ -228,7 +228,7 @@ class RequestParser:
 
 
 class ResponseParser:
-    """Parser of a connection's responses. Callbacks of llhttp only record what arrived."""
+    """Parser of a connection's responses. The callbacks of llhttp only record what arrived."""
 
     def __init__(self) -> None:
         self._llhttp = httptools.HttpResponseParser(self)
@@ -237,7 +237,7 @@ class ResponseParser:
         self.expect(head_only=False)
 
     def expect(self, *, head_only: bool) -> None:
-        """Prepare for the next response; ``head_only``: it has no body whatever its headers say."""
+        """Prepare for the next response. ``head_only`` says that it has no body, whatever its headers say."""
         self._head_only = head_only
         self.status = 0
         self.headers: RawHeaders = []

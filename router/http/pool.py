@@ -36,10 +36,10 @@ class _EndpointConnections:
 
 
 class UpstreamPool:
-    """Connections to all engines, their time-outs, and the loop that splices their streams."""
+    """Connections to all engines, their timeouts, and the loop that splices their streams."""
 
     def __init__(self, limits: UpstreamLimits | None = None, engine_key: str = "") -> None:
-        """``engine_key`` goes to engines with every request, as proof that the fleet sent it."""
+        """Every request to an engine carries ``engine_key`` as proof that the fleet sent it."""
         self.limits = limits or UpstreamLimits()
         self.engine_key = engine_key
         self.stats = PoolStats()
@@ -64,7 +64,7 @@ class UpstreamPool:
         return None
 
     async def acquire(self, endpoint: Endpoint) -> UpstreamConnection:
-        """Open a connection, or wait for one to become free when the endpoint has as many as it may."""
+        """Open a connection, or wait for a free one if the endpoint has reached its limit."""
         connections = self._endpoints.get(endpoint)
         if connections is None:
             connections = self._endpoints[endpoint] = _EndpointConnections()
@@ -77,7 +77,7 @@ class UpstreamPool:
         return await self._connect(connections, endpoint)
 
     async def _wait(self, connections: _EndpointConnections, endpoint: Endpoint) -> UpstreamConnection | None:
-        """Wait for a connection that became free; None: one has closed, and a new one may be opened."""
+        """Wait for a free connection. None means that one has closed, and a new one may be opened."""
         waiter: asyncio.Future[UpstreamConnection | None] = self.loop.create_future()
         connections.waiters.append(waiter)
         try:
@@ -123,7 +123,7 @@ class UpstreamPool:
             self._free_slot(connections)
 
     def _free_slot(self, connections: _EndpointConnections) -> None:
-        """Let the first waiter open a connection in the place of one that closed."""
+        """Let the first waiter open a connection in place of one that closed."""
         while connections.waiters:
             waiter = connections.waiters.popleft()
             if not waiter.done():
@@ -132,7 +132,7 @@ class UpstreamPool:
         connections.open -= 1
 
     def fail_endpoint(self, endpoint: Endpoint) -> None:
-        """End all exchanges with an engine that is gone; TCP may take long to notice a vanished machine."""
+        """End all exchanges with a lost engine, because TCP may take long to notice a lost machine."""
         for connection in [one for one in self._all if one.endpoint == endpoint]:
             connection.fail_as_lost()
 

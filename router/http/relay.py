@@ -38,7 +38,7 @@ async def relay(
     hold: frozenset[int] = frozenset(),
     progress: StreamProgress | None = None,
 ) -> RelayOutcome:
-    """Send ``request`` to ``endpoint`` and pass the response to ``responder``; never raises for the engine.
+    """Send ``request`` and pass the response to ``responder``. An engine's failure raises nothing.
 
     ``hold``: statuses that are returned instead of passed on (503 of an engine that is shutting down).
     ``observer`` sees the response's bytes in passing and is finished when this returns.
@@ -62,7 +62,7 @@ async def forward(
     absent: str,
     observer: StreamObserver | None = None,
 ) -> None:
-    """Pass a request to another process of the fleet, and its answer back; failures are raised.
+    """Pass a request to another process of the fleet, and pass back its answer. Failures are raised.
 
     ``absent`` is the message of the 503 for a process that does not answer, for whatever reason.
     """

@@ -1,4 +1,4 @@
-"""Request of a client: its head, and a body that is paused while nobody reads it."""
+"""Request of a client: its head, and a body that pauses the client while nobody reads it."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ class Headers:
         return self._first_values().get(name)
 
     def as_text(self) -> dict[str, str]:
-        """Return headers as text by lower-case name; of repeated headers, the first."""
+        """Return headers as text by lower-case name; the first value of repeated headers."""
         values = self._first_values().items()
         return {name.decode("latin-1"): value.decode("latin-1") for name, value in values}
 
@@ -52,7 +52,7 @@ class Headers:
 
 
 def end_to_end(headers: Iterable[tuple[bytes, bytes]], dropped: frozenset[bytes] = HOP_BY_HOP) -> RawHeaders:
-    """Return ``headers`` without those of one connection (RFC 9110, 7.6.1) and those in ``dropped``."""
+    """Return ``headers`` without hop-by-hop headers (RFC 9110, 7.6.1) and without those in ``dropped``."""
     kept: RawHeaders = []
     named: set[bytes] = set()
     for pair in headers:
@@ -101,12 +101,12 @@ class RequestBody:
 
     @property
     def awaited(self) -> bool:
-        """Whether the handler waits for bytes that have not arrived."""
+        """Return whether the handler is waiting for bytes that have not arrived."""
         return self._waiter is not None
 
     @property
     def exhausted(self) -> bool:
-        """Whether the body is complete and all of it has been read."""
+        """Return whether the body is complete and has been read to its end."""
         return self.complete and not self._pieces
 
     async def read(self, max_bytes: int | None = None) -> bytes:
@@ -138,7 +138,7 @@ class RequestBody:
         return (*pieces, b"".join(small)) if small else tuple(pieces)
 
     async def pieces(self, max_bytes: int) -> AsyncIterator[bytes]:
-        """Iterate over the body; the server's limit for bodies that are read whole does not apply."""
+        """Iterate over the body without the limit that applies to bodies that are read whole."""
         self.check_length(max_bytes)
         total = 0
         while piece := await self.next_piece():
@@ -153,7 +153,7 @@ class RequestBody:
             raise _too_large(max_bytes)
 
     async def next_piece(self) -> bytes:
-        """Return what has arrived since the last call, or wait for it; empty at the end of the body."""
+        """Return what has arrived since the last call, or wait for more; empty at the end of the body."""
         while not self._pieces:
             if self._error is not None:
                 raise self._error
@@ -213,7 +213,7 @@ def _too_large(bound: int) -> PayloadTooLarge:
 
 
 class Request(NamedTuple):
-    """Request whose head is complete; the body may still be on its way."""
+    """Request with a complete head; its body may still be arriving."""
 
     method: str
     path: str

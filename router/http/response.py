@@ -1,4 +1,4 @@
-"""Response to a client: framing, back-pressure, and the notice that the client has left."""
+"""Response to a client: framing, back-pressure, and notification when the client disconnects."""
 
 from __future__ import annotations
 
@@ -18,14 +18,14 @@ BODILESS = frozenset({204, 304})
 
 
 class ResponderHost(Protocol):
-    """Client connection, as its responder sees it."""
+    """Interface of the client connection that a responder uses."""
 
     @property
     def loop(self) -> asyncio.AbstractEventLoop: ...
 
     @property
     def must_close(self) -> bool:
-        """Whether the connection cannot carry another request after this response."""
+        """Return whether the connection cannot carry another request after this response."""
 
     def response_finished(self, *, keep_alive: bool) -> None: ...
 
@@ -47,7 +47,7 @@ class Framing:
         """Bytes of the body to come; None when no length was announced."""
 
     def head(self, status: int, headers: Iterable[tuple[bytes, bytes]], *, must_close: bool) -> bytes:
-        """Encode the head, and choose the framing by its headers. Raises ValueError for a line break."""
+        """Encode the head, and choose the framing from its headers. Raises ValueError for a line break."""
         lines = [STATUS_LINES.get(status) or b"HTTP/1.1 %d \r\n" % status]
         length: int | None = None
         for name, value in headers:
@@ -128,15 +128,15 @@ class Responder:
         self.on_resume: Callable[[], None] | None = None
 
     def add_header(self, name: bytes, value: bytes) -> None:
-        """Add a header to the response, also to a refusal. Only before ``start``."""
+        """Add a header to the response, or to a refusal. Only allowed before ``start``."""
         self._extra_headers.append((name, value))
 
     def added(self, name: bytes) -> bytes:
-        """Return the value of a header that was added; empty without one."""
+        """Return the value of an added header; empty if there is none."""
         return next((value for given, value in self._extra_headers if given == name), b"")
 
     def on_disconnect(self, callback: Callable[[], None]) -> Callable[[], None]:
-        """Call ``callback`` once when the client leaves before ``finish``; at once if it has left already.
+        """Call ``callback`` once if the client disconnects before ``finish``; at once if it already has.
 
         Returns a function that removes the callback.
         """
@@ -157,7 +157,7 @@ class Responder:
 
     @property
     def open_ended(self) -> bool:
-        """Whether the response can end at any point, because it announced no Content-Length."""
+        """Return whether the response can end at any point, because it announced no Content-Length."""
         return self._framing.remaining is None
 
     def start(self, status: int, headers: Iterable[tuple[bytes, bytes]]) -> None:
@@ -205,14 +205,14 @@ class Responder:
         self._transport.write(framed)
 
     def write_chunk(self, framed: bytes, start: int) -> None:
-        """Write ``framed[start:-2]``, which is framed as a chunk already and leaves as it is if it can."""
+        """Write ``framed[start:-2]``, which is already framed as a chunk, without copying if possible."""
         if self._framing.chunked and not self._unsent_head and not self.disconnected:
             self._transport.write(framed)
         else:
             self.write(framed[start:-2])
 
     def splice_socket(self) -> int | None:
-        """Return the client's socket if chunks may be written to it past the transport; otherwise None.
+        """Return the client's socket if chunks may be written directly to it; otherwise None.
 
         Nothing may wait in the transport, and the connection may not be encrypted.
         """
@@ -225,12 +225,12 @@ class Responder:
         return descriptor
 
     def write_framed(self, rest: bytes) -> None:
-        """Write the rest of a chunk that the socket did not take."""
+        """Write the rest of a chunk that the socket did not accept."""
         if not self.disconnected:
             self._transport.write(rest)
 
     def finish(self, tail: bytes = b"") -> None:
-        """Complete the response with ``tail``. The connection goes on to its next request."""
+        """Complete the response with ``tail``. The connection then handles its next request."""
         if self.finished:
             return
         self.finished = True
@@ -252,18 +252,18 @@ class Responder:
         self._host.response_finished(keep_alive=self._framing.keep_alive)
 
     def respond(self, status: int, body: bytes, headers: Iterable[tuple[bytes, bytes]] = ()) -> None:
-        """Send a whole response of our own, with date and length."""
+        """Send a whole response of our own, with date and length headers."""
         head = [*headers, (b"date", formatdate(usegmt=True).encode())]
         if status not in BODILESS:
             head.append((b"content-length", b"%d" % len(body)))
         self.answer(status, head, body)
 
     def refuse(self, error: ApiError) -> None:
-        """Answer with ``error`` in the shape of the API that was called. Only before ``start``."""
+        """Answer with ``error`` in the format of the requested API. Only allowed before ``start``."""
         self.respond(error.status, self.error_shape.body(error), error.headers())
 
     def end_with_error(self, error: ApiError) -> None:
-        """End a stream that has started with an error event, or cut it if its framing has no room for one."""
+        """End a started stream with an error event, or cut it if its framing allows no event."""
         if self.open_ended:
             self.close_after()
             self.finish(self.error_shape.event(error))
@@ -271,11 +271,11 @@ class Responder:
             self.abort()
 
     def abort(self) -> None:
-        """Cut the connection: the client sees that the response is not whole."""
+        """Cut the connection, so that the client notices that the response is incomplete."""
         self._host.abort()
 
     async def drain(self) -> None:
-        """Wait until the client has taken enough; returns at once when it keeps up or has left."""
+        """Wait until the client has read enough; return at once if it keeps up or has disconnected."""
         if self.paused and not self.disconnected:
             if self._resumed is None:
                 self._resumed = asyncio.get_running_loop().create_future()

@@ -50,7 +50,7 @@ class Evictable(Protocol):
 
     @property
     def sending(self) -> bool:
-        """Whether the end of the last answer is still on its way."""
+        """Return whether the end of the last answer is still being sent."""
 
     def evict(self) -> None:
         """Close, because a new connection needs the place."""
@@ -80,7 +80,7 @@ class Server:
     async def start(
         self, host: str, port: int, *, reuse_port: bool = False, certificate: Certificate | None = None
     ) -> int:
-        """Listen and return the port (the system chooses one for port 0). A certificate turns TLS on."""
+        """Listen and return the port; the system chooses one for port 0. A certificate turns TLS on."""
         accept: Callable[[], asyncio.Protocol] = partial(ServerConnection, self)
         if certificate is not None:
             accept = partial(TlsHandshake, self, certificate, accept)
@@ -96,7 +96,7 @@ class Server:
         return int(bound.getsockname()[1])
 
     async def drain(self, limit_s: float) -> bool:
-        """Stop accepting, let responses end within ``limit_s``, cut the rest. True if none was cut."""
+        """Stop accepting, let responses end within ``limit_s``, cut the rest. Return True if none was cut."""
         self.draining = True
         if self._listener is not None:
             self._listener.close()
@@ -118,11 +118,11 @@ class Server:
 
     @property
     def idle(self) -> bool:
-        """Whether no request is running."""
+        """Return whether no request is running."""
         return not self._tasks
 
     async def run_until_signal(self, drain_s: float) -> bool:
-        """Serve until SIGTERM or SIGINT, then drain; a second signal cuts the drain short."""
+        """Serve until SIGTERM or SIGINT, then drain. A second signal cuts the drain short."""
         stop, hurry = asyncio.Event(), asyncio.Event()
 
         def on_signal() -> None:
@@ -160,7 +160,7 @@ class Server:
         task.add_done_callback(self._task_done)
 
     def handshake_started(self, handshake: TlsHandshake) -> bool:
-        """Admit a TLS handshake; False when there is no place for it."""
+        """Admit a TLS handshake; return False if there is no place for it."""
         self._handshakes.add(handshake)
         if self.draining or not self._make_place():
             return False
@@ -174,7 +174,7 @@ class Server:
             self.stats.handshakes[outcome] = self.stats.handshakes.get(outcome, 0) + 1
 
     def connection_opened(self, connection: ServerConnection) -> ApiError | None:
-        """Admit a connection; returns the refusal if there is no place for it."""
+        """Admit a connection; return the refusal if there is no place for it."""
         self.stats.accepted += 1
         self.stats.connections += 1
         self._connections.add(connection)
@@ -200,7 +200,7 @@ class Server:
         self.stats.timeouts[what] = self.stats.timeouts.get(what, 0) + 1
 
     def _make_place(self) -> bool:
-        """Evict the longest idle connection if there are too many; False when all have requests.
+        """Evict the longest idle connection if there are too many; return False if all have requests.
 
         An open connection costs a client nothing. One client that opens all that there may be would keep
         everybody else out; so idle ones make place for new ones. A client sees a kept-alive connection end,

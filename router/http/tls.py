@@ -1,4 +1,4 @@
-"""TLS of a server: a certificate whose files may change while it serves, and handshakes, limited and counted.
+"""TLS of a server: a certificate whose files may change while it serves, and limits and counts of handshakes.
 
 A connection is accepted in the clear and then upgraded by the event loop's own TLS, so that handshakes in
 progress count as connections. asyncio's TLS server reports neither the begin nor the failure of a handshake.
@@ -28,7 +28,7 @@ MAX_FILE_BYTES = 1 << 20
 
 
 class TlsError(GatewayConfigError):
-    """Certificate or key file that no server can start with."""
+    """The certificate or key file cannot be used by a server."""
 
     def __init__(self, which: Literal["cert", "key"], message: str) -> None:
         super().__init__(message)
@@ -105,7 +105,7 @@ class Certificate:
         self.context, self.expires = load_context(self._cert, self._key, now())
 
     async def watch(self) -> None:
-        """Read the files again whenever they have changed and nobody writes to them, until cancelled."""
+        """Read the files again whenever they have changed and are complete, until cancelled."""
         while True:
             await self._watched.due()
             try:
@@ -130,7 +130,7 @@ class Certificate:
 
 
 class HandshakeHost(Protocol):
-    """Server of a handshake, as the handshake sees it."""
+    """Interface of the server that a handshake uses."""
 
     limits: ServerLimits
     loop: asyncio.AbstractEventLoop
@@ -141,7 +141,7 @@ class HandshakeHost(Protocol):
 
 
 class TlsHandshake(asyncio.Protocol):
-    """Accepted connection until its handshake is done; it then becomes a connection of the server."""
+    """Accepted connection until its handshake is done; then it becomes a connection of the server."""
 
     sending = False
 
@@ -206,7 +206,7 @@ class TlsHandshake(asyncio.Protocol):
 
 
 class _EarlyData(asyncio.Protocol):
-    """Receiver of data that arrives with the last message of a handshake."""
+    """Receiver of data that arrives together with the last message of a handshake."""
 
     data = b""
 
@@ -215,7 +215,7 @@ class _EarlyData(asyncio.Protocol):
 
 
 def _feed(transport: asyncio.Transport, data: bytes) -> None:
-    """Give data to the TLS protocol that was received before it was there."""
+    """Give the TLS protocol the data that was received before the protocol existed."""
     protocol = transport.get_protocol()
     while data and not isinstance(protocol, TlsHandshake):  # still there if the transport was closed
         buffer = memoryview(cast(asyncio.BufferedProtocol, protocol).get_buffer(len(data)))  # type: ignore[arg-type]

@@ -1,4 +1,4 @@
-"""Connection to an engine: the request that goes out, the parser of the response, and its receiver.
+"""Connection to an engine: sends the request, parses the response, and passes it to a receiver.
 
 `UpstreamConnection` carries one exchange at a time. Complete chunks of a stream bypass the parser, and after
 the first content the connection as well (`router/http/streams/splice.py`).
@@ -56,7 +56,7 @@ class Endpoint(NamedTuple):
 
 
 class UpstreamRequest(NamedTuple):
-    """Request to an engine. ``headers`` may be the client's own: hop-by-hop headers are dropped here."""
+    """Request to an engine. ``headers`` may be the client's: hop-by-hop headers are dropped here."""
 
     method: str
     target: bytes
@@ -121,7 +121,7 @@ class ResponseSink(Protocol):
 
 
 class ConnectionOwner(Protocol):
-    """Pool of a connection, as the connection sees it."""
+    """Interface of the pool that a connection uses."""
 
     loop: asyncio.AbstractEventLoop
     limits: UpstreamLimits
@@ -136,7 +136,7 @@ class ConnectionOwner(Protocol):
 
 
 class UpstreamConnection(asyncio.Protocol):
-    """Connection to an engine. The pool owns it; ``send`` lends it to a sink until end or failure."""
+    """Connection to an engine. The pool owns it, and ``send`` lends it to a sink for one response."""
 
     def __init__(self, endpoint: Endpoint, owner: ConnectionOwner) -> None:
         self.endpoint = endpoint
@@ -157,7 +157,7 @@ class UpstreamConnection(asyncio.Protocol):
 
     @property
     def answered(self) -> bool:
-        """Whether bytes of the current response have arrived."""
+        """Return whether bytes of the current response have arrived."""
         return self._timer.answered
 
     def send(self, request: UpstreamRequest, sink: ResponseSink) -> None:
@@ -175,7 +175,7 @@ class UpstreamConnection(asyncio.Protocol):
             self._transport.writelines((head, *body))
 
     async def send_body(self, body: RequestBody, max_bytes: int) -> None:
-        """Send the body of the current request as it arrives from the client, at the engine's speed.
+        """Send the body of the current request as it arrives from the client, as fast as the engine reads.
 
         Raises the error of a faulty client body. Returns early when the exchange ends before the body does.
         """
@@ -194,7 +194,7 @@ class UpstreamConnection(asyncio.Protocol):
         timer.active = True  # the time for the answer begins now
 
     def _acknowledge_late(self) -> None:
-        """Acknowledge every second token, which saves a quarter of the packets we send.
+        """Delay TCP acknowledgements to every second token, which saves a quarter of the packets we send.
 
         The kernel resets the option after a pause of 40 ms, so it is set again at every sweep.
         """
@@ -215,18 +215,18 @@ class UpstreamConnection(asyncio.Protocol):
             self._transport.resume_reading()
 
     def abort(self) -> None:
-        """Drop exchange and connection; the engine notices at once. The sink is not called any more."""
+        """Drop the exchange and the connection. The engine notices at once, and the sink is not called again."""
         self._sink = None
         self._stop_splicing()
         if not self.closed:
             self._transport.abort()
 
     def fail_as_lost(self) -> None:
-        """End the exchange because the engine is known to be gone."""
+        """End the exchange, because the engine is known to be gone."""
         self._fail(EngineLost("The engine is gone; try again."))
 
     def start_idle(self) -> None:
-        """Start the time-out of a connection that waits in the pool."""
+        """Start the timeout of a connection that waits in the pool."""
         self._timer.start_idle(self._owner.loop.time())
 
     def check_deadlines(self, now: float) -> None:
@@ -318,7 +318,7 @@ class UpstreamConnection(asyncio.Protocol):
         chunk_bytes: int,
         progress: StreamProgress | None,
     ) -> None:
-        """Let the coming chunks go straight to the client, if nothing waits in front of them."""
+        """Send the coming chunks straight to the client, if no other data waits in front of them."""
         loop = self._owner.splice_loop
         if loop is None or self._splice is not None or self._paused:
             return
@@ -330,7 +330,7 @@ class UpstreamConnection(asyncio.Protocol):
             loop.add(self._splice)
 
     def on_diverted(self, data: bytes) -> None:
-        """Receive data of the spliced stream that is not one whole event; empty: an end or an error."""
+        """Receive data of the spliced stream that is not one whole event; empty means end or error."""
         splice = self._splice
         assert splice is not None
         if data:
@@ -345,7 +345,7 @@ class UpstreamConnection(asyncio.Protocol):
             self._stop_splicing()
 
     def on_unsent(self, rest: bytes) -> None:
-        """Receive the bytes of a chunk that the client's socket did not take."""
+        """Receive the bytes of a chunk that the client's socket did not accept."""
         splice = self._splice
         assert splice is not None
         self._stop_splicing()

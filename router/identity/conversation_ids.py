@@ -1,4 +1,4 @@
-"""Ids that a request gives its conversation, and their parsing.
+"""Conversation ids in requests, and their parsing.
 
 Ids are in headers or in the body; the tables below are in order of precedence. Ids are scoped by the owner of
 the API key. Only fields that are meant to name a conversation do so. A session id in the body or a cache key
@@ -56,7 +56,7 @@ _GENERATED = re.compile(f"c-[0-9a-f]{{32}}|{_ALPHABET}{{1,64}}[.][0-9a-f]{{12}}"
 
 @dataclass(frozen=True, slots=True)
 class ExplicitIdentity:
-    """Identity that a request states itself. Its ids are safe in headers and URLs."""
+    """Identity that a request states itself. Its ids are safe to use in headers and URLs."""
 
     id: str | None
     parent: str | None
@@ -76,7 +76,7 @@ class ExplicitIdentity:
 
 
 def namespace(api_key: str) -> str:
-    """Return the scope of conversation ids for an API key: clients choose ids, and may choose equal ones."""
+    """Return the scope of an API key's conversation ids, because clients may choose equal ids."""
     return sha256(api_key.encode()).hexdigest()[:16]
 
 
@@ -96,7 +96,7 @@ def owner_of(key: str) -> str:
 
 
 def id_prefix_of(key: str) -> str:
-    """Return the `id_prefix` with which a conversation's id was generated; empty for a client's own id."""
+    """Return the `id_prefix` from which a conversation's id was generated; empty for a client's own id."""
     id = conversation_id(key)
     hint, dot, _ = id.rpartition(".")
     if dot:
@@ -140,7 +140,7 @@ def explicit_identity(headers: Mapping[str, str], body: Mapping[str, Any]) -> Ex
 
 
 def _from_headers(headers: Mapping[str, str]) -> tuple[str | None, str, str | None]:
-    """Return the id, the header that has it, and the id of the parent."""
+    """Return the id, the header that contained it, and the parent's id."""
     if headers.keys().isdisjoint(_ALL_HEADERS):
         return None, "", None
     parent = None
@@ -161,7 +161,7 @@ def _from_headers(headers: Mapping[str, str]) -> tuple[str | None, str, str | No
 
 
 def _claude_code_agent(session: str, headers: Mapping[str, str]) -> tuple[str, str | None]:
-    """Return the ids of an agent's conversation and of its parent's. All agents send the same session id."""
+    """Return the ids of an agent's conversation and its parent. All agents send the same session id."""
     agent = clean_id(headers.get(AGENT_HEADER), AGENT_HEADER)
     if agent is None:
         return session, None
@@ -178,7 +178,7 @@ def named_conversation(body: Mapping[str, Any]) -> str | None:
 
 
 def _groups(body: Mapping[str, Any]) -> list[str]:
-    """Return the sessions and cache keys of a body. `metadata.user_id` has the session of Claude Code."""
+    """Return the sessions and cache keys in a body. Claude Code puts its session into `metadata.user_id`."""
     if body.keys().isdisjoint(_GROUP_FIELDS):
         return []
     metadata = body.get("metadata")

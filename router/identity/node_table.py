@@ -1,4 +1,4 @@
-"""Table of the points where prompts ended, and the match of a new prompt against it.
+"""Table of the points where prompts ended, and the search for the longest one that a new prompt continues.
 
 A point where a request's prompt ended is a *node*. The longest node that is a prefix of a new prompt decides:
 
@@ -23,7 +23,7 @@ MAX_TIPS = 128  # conversations with their newest request at one node that a mat
 
 @dataclass(frozen=True, slots=True)
 class Holder:
-    """Conversation with a request that ended at a node."""
+    """Conversation that has a request ending at a node."""
 
     conversation: str
     tip: bool  # the conversation's newest request ended here
@@ -59,7 +59,7 @@ class _Node:
 
 
 class NodeTable:
-    """The nodes that were used last, and the conversations at each.
+    """The most recently used nodes, and the conversations at each.
 
     A plain prompt rarely ends at a link of its chain. Its node is then a link and a tail of so many bytes,
     and the table knows the lengths of the tails after each link.
@@ -81,7 +81,7 @@ class NodeTable:
         return self._tips.get(conversation)
 
     def record(self, end: End, conversation: str) -> None:
-        """Record that the newest request of a conversation ended here."""
+        """Record that the newest request of a conversation ended at this node."""
         digest = end.digest
         node = self._nodes.get(digest)
         if node is None:
@@ -111,7 +111,7 @@ class NodeTable:
             self._remove(digest, conversation)
 
     def holders(self, digest: bytes, id_prefix: str = "") -> tuple[Holder, ...]:
-        """Return the conversations at a node: the first one, then the most recent tips.
+        """Return the conversations at a node: first the oldest one, then the most recent tips.
 
         The first conversation becomes the parent of a fork. The number of tips is bounded, those with
         `id_prefix` first, because a client can repeat a prompt under any number of ids.
@@ -127,7 +127,7 @@ class NodeTable:
         return Holder(first, first in node.tips), *others
 
     def tails(self, link: bytes) -> Sequence[int]:
-        """Return the lengths of the tails known after a link, longest first."""
+        """Return the lengths of the tails that are known after a link, longest first."""
         return sorted(self._tails.get(link, ()), reverse=True)
 
     def find(self, chain: Chain, id_prefix: str = "") -> KnownNode | None:
@@ -147,7 +147,7 @@ class NodeTable:
         return 0
 
     def _known(self, chain: Chain) -> Iterator[tuple[bytes, int]]:
-        """Yield the digests of the chain's prefixes that are nodes, longest first, with their sizes."""
+        """Yield those prefixes of the chain that are nodes, longest first, as digest and size."""
         for index in range(len(chain.links) - 1, -1, -1):
             link = chain.links[index]
             if link in self._tails:
@@ -189,7 +189,7 @@ class NodeTable:
 
 
 class PrefixMatch(StrEnum):
-    """Relation of a request to the conversations that are known."""
+    """Relation of a request to the known conversations."""
 
     EXPLICIT = "explicit"  # the request names its conversation
     CONTINUED = "continued"  # it continues after the newest request of a conversation
@@ -200,7 +200,7 @@ class PrefixMatch(StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class Resolution:
-    """Conversation of a request without an id."""
+    """Conversation chosen for a request without an id."""
 
     match: PrefixMatch
     conversation: str | None  # None for a new one

@@ -110,7 +110,7 @@ def _tool_call(call: Any) -> Any:
 
 
 def _size_of(message: object, data: bytes) -> tuple[int, int]:
-    """Return the size of a message, in bytes of text, and the number of its images, sounds and files."""
+    """Return the text bytes of a message, and the number of its images, sounds and files."""
     if isinstance(message, dict) and isinstance(message.get("content"), str) and "type" not in message:
         return len(data), 0
     characters, media = media_in(message)
@@ -147,7 +147,7 @@ def _is_media(part: Mapping[str, Any]) -> bool:
 
 
 def _characters(value: object) -> int:
-    """Return the characters of a part that no template can show, at most those of its canonical form."""
+    """Return the characters of a part that no template renders, at most those of its canonical form."""
     if isinstance(value, str):
         return len(value)
     if isinstance(value, dict):
@@ -156,7 +156,7 @@ def _characters(value: object) -> int:
 
 
 def _arguments(text: str) -> Any:
-    """Parse the arguments of a tool call: frameworks send the JSON in them back with other spacing."""
+    """Parse the arguments of a tool call, because frameworks send the same JSON back with other spacing."""
     try:
         return orjson.loads(text)
     except orjson.JSONDecodeError:
@@ -178,7 +178,7 @@ class End:
 
 @dataclass(frozen=True, slots=True)
 class Chain:
-    """Hashes of the prefixes of a prompt, one a message or block."""
+    """Hashes of the prefixes of a prompt, one for each message or block."""
 
     links: tuple[bytes, ...]
     sizes: tuple[int, ...]  # prompt bytes up to each link, with `MEDIA_BYTES` for each image, sound or file
@@ -188,7 +188,7 @@ class Chain:
     media: int = 0  # images, sounds and files
 
     def digest_at(self, index: int, tail_bytes: int) -> bytes | None:
-        """Return the digest of the prefix with a tail after a link; None if the prompt is shorter."""
+        """Return the digest of the prefix that ends with a tail after a link; None if the prompt is shorter."""
         if not tail_bytes:
             return self.links[index]
         start = self.sizes[index]
@@ -207,7 +207,7 @@ def of_group(start: bytes, group: str) -> bytes:
 
 
 def of_messages(start: bytes, messages: Iterable[object]) -> Chain:
-    """Return the chain of a list of messages, one link a message."""
+    """Return the chain of a list of messages, one link per message."""
     links: list[bytes] = []
     sizes: list[int] = []
     link, size, media = start, 0, 0
@@ -224,7 +224,7 @@ def of_messages(start: bytes, messages: Iterable[object]) -> Chain:
 
 
 def of_text(start: bytes, text: bytes) -> Chain:
-    """Return the chain of a plain prompt, one link a block.
+    """Return the chain of a plain prompt, one link per block.
 
     The rest after the last whole block is a tail that is compared exactly, because prompts with a common
     beginning and different last words are not one conversation.
@@ -242,7 +242,7 @@ def of_text(start: bytes, text: bytes) -> Chain:
 
 
 def messages_of(body: Mapping[str, Any]) -> list[object] | None:
-    """Return the messages of a body of any API, the system's first; None for a plain prompt."""
+    """Return the messages of a body of any API, system message first; None for a plain prompt."""
     messages = body.get("messages")
     if isinstance(messages, list):
         return _system(body.get("system")) + messages
@@ -274,7 +274,7 @@ def of_prompt(start: bytes, body: Mapping[str, Any]) -> Chain:
 
 
 def _system(system: object) -> list[object]:
-    """Return the message of Anthropic's system field.
+    """Return Anthropic's `system` field as a list of one message.
 
     Claude Code adds a block for billing, which changes with every request. Engines leave it out of the
     prompt.
@@ -290,12 +290,12 @@ def _is_billing(part: object) -> bool:
 
 
 def _tail_digest(link: bytes, tail: bytes) -> bytes:
-    """Hash a tail with its link, which covers the prompt before it at no cost."""
+    """Hash a tail together with its link, which already covers the prompt before it."""
     return xxh3_128_digest(b"tail\0" + link + tail)
 
 
 def prefixes_of(tools: bytes, messages: Sequence[object]) -> tuple[tuple[bytes, int], ...]:
-    """Return digest and bytes of the prefixes that end with each of a prompt's first messages.
+    """Return digest and size of each prefix that ends with one of the prompt's first messages.
 
     A prefix includes the tools. It is independent of the chain, because prompts of different owners, groups
     or users may begin with the same blocks.

@@ -1,4 +1,4 @@
-"""Groups of owners that share cached prefixes in engines."""
+"""Groups of owners that share cached prefixes in the engines."""
 
 from collections.abc import Collection, Mapping
 from hashlib import sha256
@@ -16,11 +16,11 @@ class PrefixGroups:
     """
 
     def __init__(self, shared: Collection[str] = ()) -> None:
-        """`shared`: the owners that share their prefixes with each other, or EVERYBODY."""
+        """`shared` lists the owners that share prefixes with each other, or is EVERYBODY."""
         self._shared = frozenset(shared)
 
     def fields(self, space: str, body: Mapping[str, Any]) -> dict[str, Any]:
-        """Return the body fields that replace a client's: the salt, and no session id."""
+        """Return the body fields that replace the client's: the cache salt, and no session id."""
         fields: dict[str, Any] = {}
         group = space
         if EVERYBODY in self._shared:

@@ -1,4 +1,4 @@
-"""Parses, checks and hashes the bodies of requests. Functions of plain data, which run in any process.
+"""Parses, checks and hashes request bodies. All functions work on plain data and can run in any process.
 
 The cost of a body is known before it is parsed, from its bytes and brackets. A costly one is parsed in
 another process (`parser_pool.py`). Sizes are checked before anything is hashed: a prompt that no engine can
@@ -42,7 +42,7 @@ _PROMPT_FIELD = {"chat": "messages", "completions": "prompt", "responses": "inpu
 
 
 class Api(StrEnum):
-    """APIs whose requests are turns."""
+    """The APIs whose requests are turns."""
 
     CHAT = "chat"
     COMPLETIONS = "completions"
@@ -55,13 +55,13 @@ class Api(StrEnum):
 
     @property
     def operation(self) -> str:
-        """Name of the operation in OpenTelemetry's conventions."""
+        """Return the operation's name in OpenTelemetry's conventions."""
         return "text_completion" if self is Api.COMPLETIONS else "chat"
 
 
 @dataclass(frozen=True, slots=True)
 class BodyParser:
-    """Parser of the body of one request, with what it needs to know of the request."""
+    """Parser of one request's body, with the facts that it needs about the request."""
 
     path: str  # of the endpoint
     api: Api | None  # None: not a turn, the body is only checked
@@ -78,7 +78,7 @@ class BodyParser:
 
 @dataclass(frozen=True, slots=True)
 class ParsedBody:
-    """A body whose fields were checked."""
+    """A body whose fields have been checked."""
 
     fields: Mapping[str, Any]  # by name; large values of a large body are None
     prompt: "Prompt | None"  # of a turn
@@ -89,7 +89,7 @@ class ParsedBody:
     items: bytes | Span  # of the Responses API; their place in a large body without unknown fields
 
     def known_part(self, pieces: tuple[bytes, ...]) -> tuple[bytes, ...]:
-        """Return the bytes of this body, which was given in `pieces`, without unknown fields."""
+        """Return the bytes of this body, which was given in `pieces`, without its unknown fields."""
         if not self.ignored:
             return pieces
         if isinstance(self.kept, bytes):
@@ -99,7 +99,7 @@ class ParsedBody:
 
 @dataclass(frozen=True, slots=True)
 class Prompt:
-    """The prompt of a turn as the gateway needs it: hashes, sizes and hints."""
+    """Prompt of a turn, in the facts that a gateway needs: hashes, sizes and hints."""
 
     seed: bytes
     identity: ExplicitIdentity
@@ -195,7 +195,7 @@ def check_items(body: Mapping[str, Any]) -> None:
 
 
 def count_prompts(body: Mapping[str, Any]) -> int:
-    """Return the number of prompts of a completions request, and 1 for any other."""
+    """Return the number of prompts in a completions request; 1 for any other request."""
     prompt = body.get("prompt")
     return len(prompt) if isinstance(prompt, list) and token_ids(prompt) is None else 1
 
@@ -241,7 +241,7 @@ def _parse_object(headers: Mapping[str, str], raw: bytes) -> dict[str, Any]:
 
 
 def is_deep(value: dict[str, Any]) -> bool:
-    """Return whether a value is nested deeper than `DEEPEST`.
+    """Return whether a value is nested more deeply than `DEEPEST`.
 
     Goes level by level, because recursion would exceed Python's stack for the same values.
     """

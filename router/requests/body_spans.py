@@ -17,7 +17,7 @@ _SPACE = " \t\r\n"
 
 @dataclass(frozen=True, slots=True)
 class Span:
-    """Position of a part in a body: of a field with its name, or of items without brackets."""
+    """Position of a part in a body: a field with its name, or items without brackets."""
 
     start: int
     end: int
@@ -34,7 +34,7 @@ def write_items(given: object) -> bytes:
 
 
 def find_items(raw: bytes) -> Span:
-    """Return where the items of `input` are in a valid JSON object. Of a repeated name the last counts."""
+    """Return where the items of `input` are in a valid JSON object. If the name is repeated, the last counts."""
     found = NO_ITEMS
     for name, _, start, end, value in _fields(raw):
         if name == "input":
@@ -45,12 +45,12 @@ def find_items(raw: bytes) -> Span:
 
 
 def find_fields(raw: bytes, names: Container[str]) -> tuple[Span, ...]:
-    """Return where fields with these ASCII names are in a valid JSON object; of a repeated one, the last."""
+    """Return where fields with these ASCII names are in a valid JSON object; the last if one is repeated."""
     return tuple({name: Span(at, end) for name, at, _, end, _ in _fields(raw) if name in names}.values())
 
 
 def _fields(raw: bytes) -> Iterator[tuple[str, int, int, int, Any]]:
-    """Iterate over the fields of an object: name, where it begins, where the value begins and ends, value."""
+    """Iterate over the fields of an object: name, start, start and end of the value, value."""
     text = raw.decode("latin-1")  # one character for each byte
     at = _skip_space(text, text.index("{") + 1)
     while text[at] != "}":
@@ -76,7 +76,7 @@ def cut_items(pieces: Iterable[bytes], where: Span) -> tuple[bytes, ...]:
 
 
 def cut_fields(pieces: tuple[bytes, ...], where: Iterable[Span]) -> tuple[bytes, ...]:
-    """Return an object of the fields at `where` of a body that is held in pieces."""
+    """Return a JSON object of the fields at `where` of a body that is held in pieces."""
     parts = [part for span in where for part in (b",", *_cut(pieces, span))]
     return (b"{", *parts[1:], b"}")
 

@@ -1,4 +1,4 @@
-"""Checks of the values of request fields, each with its JSON schema for `/openapi.json`."""
+"""Checks of request field values, each with its JSON schema for `/openapi.json`."""
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
@@ -11,7 +11,7 @@ from router.errors import BadRequest
 
 
 class BodyPart(Enum):
-    """Parts of a body, each with its own bound."""
+    """Parts of a body, each with its own limit."""
 
     PROMPT = auto()  # engines tokenise it: at most a context (`prompt_limit.py`)
     GRAMMAR = auto()  # engines compile it: at most `MAX_GRAMMAR_BYTES` a field
@@ -20,7 +20,7 @@ class BodyPart(Enum):
 
 @dataclass(frozen=True, slots=True)
 class Check:
-    """Condition on a field's value: a function that raises BadRequest, and a schema for `/openapi.json`."""
+    """Check of a field's value: a function that raises BadRequest, and a schema for `/openapi.json`."""
 
     apply: Callable[[str, Any], None]
     schema: Mapping[str, Any] = field(default_factory=dict)
@@ -33,7 +33,7 @@ class Check:
 def checks(
     part: BodyPart = BodyPart.OTHER, /, **schema: Any
 ) -> Callable[[Callable[[str, Any], None]], Check]:
-    """Turn a function into a check with this schema."""
+    """Return a decorator that turns a function into a check with this schema."""
     return lambda apply: Check(apply, schema, part)
 
 
@@ -123,7 +123,7 @@ def flag(name: str, value: Any) -> None:
 
 @checks()
 def nested(name: str, value: Any) -> None:
-    """Accept any value that an engine's parser can read: a deeper one would make it fail."""
+    """Accept any value that an engine's parser can read; one that is nested too deeply would make it fail."""
     try:
         orjson.dumps(value)
     except (TypeError, ValueError):

@@ -1,4 +1,4 @@
-"""Fields of a request's body: which ones may go to an engine, and their bounds.
+"""Fields of a request's body: which ones may go to an engine, and their limits.
 
 Engines accept more fields than clients need, such as the source of a request's KV, its priority and its id.
 The fleet sets those, and a request with one of them is refused. Fields that nobody knows are dropped, so that
@@ -68,7 +68,7 @@ _EXTRA = frozenset({"slo_ttft_ms", "slo_tbt_ms"})
 
 @checks(type="object", properties=dict.fromkeys(sorted(_EXTRA), _SLO.schema), additionalProperties=False)
 def _extra_arguments(name: str, value: Any) -> None:
-    """Allow SLO targets, and no other arguments for vLLM's plugins."""
+    """Allow SLO targets, and no other arguments of vLLM's plugins."""
     if type(value) is not dict:
         raise wrong(name, f"an object of {' and '.join(sorted(_EXTRA))}", None)
     for key, target in value.items():
@@ -95,7 +95,7 @@ def _not_in_background(name: str, value: Any) -> None:
 
 @checks(type="boolean", const=False)
 def _no_beam_search(name: str, value: Any) -> None:
-    """Refuse beam search: vLLM makes a request of each step, which no class, priority or limit reaches."""
+    """Refuse beam search: vLLM makes each step a new request, which escapes classes, priorities and limits."""
     flag(name, value)
     if value:
         raise BadRequest(f"{name} is not served: leave it out, and ask for n sampled answers", param=name)
@@ -207,14 +207,14 @@ REFUSED: Mapping[str, str] = {
 
 
 class UnknownFields(StrEnum):
-    """Rule for fields of a request that neither vLLM nor the gateway knows."""
+    """Rule for request fields that neither vLLM nor the gateway knows."""
 
     DROP = "drop"
     REFUSE = "refuse"
 
 
 def with_fields(raw: tuple[bytes, ...], fields: Mapping[str, Any]) -> tuple[bytes, ...]:
-    """Append fields to a JSON object that is held in pieces, without writing the object again.
+    """Append fields to a JSON object that is held in pieces, without copying the object.
 
     All parsers of engines take the last of two fields with one name, so that an appended field replaces the
     client's. The object must not be empty; a checked body has a model at least.
@@ -229,7 +229,7 @@ def with_fields(raw: tuple[bytes, ...], fields: Mapping[str, Any]) -> tuple[byte
 
 
 def with_items(raw: tuple[bytes, ...], name: str, items: Iterable[bytes]) -> tuple[bytes, ...]:
-    """Append a list to a JSON object in pieces. `items` are pieces of its items, with commas between."""
+    """Append a list to a JSON object in pieces. `items` are comma-separated pieces of its content."""
     *before, last = with_fields(raw, {name: []})
     return (*before, last[:-2], *items, b"]}")
 

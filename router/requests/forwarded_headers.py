@@ -1,4 +1,4 @@
-"""Headers of a client that go on to engines and to the batch process: tracing, content types, a request's id.
+"""Client headers that are forwarded to engines and the batch process: tracing, content types, request ids.
 
 vLLM puts `X-Request-Id` into every event of a stream and into every message between its processes, so that a
 long one costs all requests of the engine. Values are therefore short and printable. A longer one is dropped,
@@ -22,7 +22,7 @@ _VALUES = {name: re.compile(b"%b{1,%d}" % (chars.encode(), most)) for name, (cha
 
 
 def forwarded(headers: Iterable[tuple[bytes, bytes]]) -> RawHeaders:
-    """Return one header of each forwarded name: the first, where its value is short and printable.
+    """Return the first header of each forwarded name, if its value is short and printable.
 
     A name that stands twice is passed on once, since two servers may choose differently between its values.
     """

@@ -1,4 +1,4 @@
-"""Grammars that a request makes an engine compile: which field asks for one, and which one it is."""
+"""Grammars that a request makes an engine compile: which field contains it, and its content."""
 
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
@@ -12,14 +12,14 @@ _FREE = (None, "text")
 
 @dataclass(frozen=True, slots=True)
 class Grammar:
-    """Constraint on an answer, that an engine compiles."""
+    """Constraint on an answer that an engine compiles."""
 
     field: str  # of the body, that asks for it
     digest: bytes
 
 
 def grammar_of(body: Mapping[str, Any]) -> Grammar | None:
-    """Return what an engine has to compile for this body, or None if the answer is free.
+    """Return the grammar that an engine has to compile for this body, or None if the answer is unconstrained.
 
     Tools that a model may call as it likes count if one is strict or only one may be called at a time: then
     an engine holds calls to a grammar.
@@ -46,7 +46,7 @@ def _constraints(body: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:
 
 
 def _type(value: Any) -> Any:
-    """Return the `type` of a format or choice; any other value counts as its own type."""
+    """Return the `type` of a format or choice; a value without one counts as its own type."""
     kind = value.get("type") if isinstance(value, dict) else value
     return kind if kind is None or isinstance(kind, str) else "other"
 

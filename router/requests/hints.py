@@ -1,4 +1,4 @@
-"""Hints of a client about its conversation: when it ends, how long it pauses, how urgent it is."""
+"""Hints that a client gives about its conversation: when it ends, how long it pauses, how urgent it is."""
 
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, replace
@@ -15,7 +15,7 @@ _TRUE = frozenset({"1", "true", "yes"})
 
 @dataclass(frozen=True, slots=True)
 class Hints:
-    """Hints of one turn. All are optional and bounded, and none says how long the answer will be.
+    """Hints of one turn. All are optional and limited, and none says how long the answer will be.
 
     Clients send them as headers, as actions of vLLM's `kv_hints` envelope, or as Dynamo's
     `nvext.agent_hints`, in this order of precedence.
@@ -30,19 +30,19 @@ class Hints:
     resume: bool = True  # continue a stream on another engine when its engine ends
 
     def capped(self, longest_ttl_s: float) -> "Hints":
-        """Return these hints with at most the fleet's longest time to live."""
+        """Return these hints with the time to live limited to the fleet's maximum."""
         return self if self.ttl_s is None else replace(self, ttl_s=min(self.ttl_s, longest_ttl_s))
 
     @property
     def for_engine(self) -> dict[str, float]:
-        """The hints for the engine that holds the conversation's KV."""
+        """Return the hints for the engine that holds the conversation's KV."""
         park_after_s = 0.0 if self.away_s is not None else self.keep_s
         hints = {"park_after_s": park_after_s, "ttl_s": self.ttl_s}
         return {name: value for name, value in hints.items() if value is not None}
 
 
 def _flag(source: str, value: Any) -> bool:
-    """Parse a flag. Clients send `0` and `false` too: anything but a clear yes is no."""
+    """Parse a flag. Clients also send `0` and `false`; anything but a clear yes counts as no."""
     return value is True or value == 1 or (isinstance(value, str) and value.strip().lower() in _TRUE)
 
 
@@ -62,7 +62,7 @@ def _priority(source: str, value: Any) -> int:
 
 
 def _dynamo_priority(source: str, value: Any) -> int:
-    """Clamp a priority, because Dynamo's have no bounds."""
+    """Clamp a priority, because Dynamo's priorities have no limits."""
     if type(value) is not int:
         raise BadRequest(f"{source} must be a whole number", param=source)
     return max(-HIGHEST_PRIORITY, min(HIGHEST_PRIORITY, value))
@@ -107,7 +107,7 @@ def _headers(headers: Mapping[str, str]) -> Iterator[_Hint]:
 
 
 def _envelope(body: Mapping[str, Any]) -> Iterator[_Hint]:
-    """Yield the actions of `kv_hints` that are ours, and ignore those for other components.
+    """Yield those actions of `kv_hints` that concern us, and ignore the others.
 
     An action is `{"action_type": "conversation.away", "payload": {"value": 30}}`.
     """
@@ -133,7 +133,7 @@ def _envelope(body: Mapping[str, Any]) -> Iterator[_Hint]:
 
 
 def _nvext(body: Mapping[str, Any]) -> Iterator[_Hint]:
-    """Yield the priority of `nvext`. A `strict_priority` above 0 goes before every other priority."""
+    """Yield the priority in `nvext`. A `strict_priority` above 0 goes before every other priority."""
     extension = body.get("nvext")
     hints = extension.get("agent_hints") if isinstance(extension, dict) else None
     if not isinstance(hints, dict):

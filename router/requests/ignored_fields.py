@@ -1,4 +1,4 @@
-"""Says which fields of requests were dropped because nobody knows them: header, counter, log."""
+"""Reports which unknown request fields were dropped: in a response header, a counter and the log."""
 
 import logging
 from collections.abc import Sequence
@@ -15,7 +15,7 @@ _LONGEST_NAME = 64
 
 
 class IgnoredFields:
-    """Counts dropped fields, and logs each once for each key."""
+    """Counts dropped fields, and logs each field once per key."""
 
     def __init__(self) -> None:
         self._logged: set[tuple[str, str]] = set()

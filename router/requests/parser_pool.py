@@ -1,4 +1,4 @@
-"""Processes that parse costly bodies beside the event loop: `python -m router.requests.parser_pool`.
+"""Pool of processes that parse large bodies outside the event loop: `python -m router.requests.parser_pool`.
 
 Parsing holds the interpreter's lock, so that a thread would stall the loop. A process that takes too much
 time or memory is killed, and only its own request fails: `ProcessPoolExecutor` cannot end one of its
@@ -35,17 +35,17 @@ _FRAME = struct.Struct("!QQ")  # bytes of the pickled parser or result, bytes of
 
 
 class Parser(Protocol[Parsed_co]):
-    """Function of a body, as plain data that can be pickled."""
+    """Function of a body, in a form that can be pickled."""
 
     @property
     def space(self) -> str:
-        """The owner of the body."""
+        """Return the owner of the body."""
 
     def parse(self, pieces: Sequence[bytes]) -> Parsed_co: ...
 
 
 class ParserPool:
-    """Parses cheap bodies at once and costly ones in other processes, one at a time for each owner.
+    """Parses small bodies at once and costly ones in other processes, one at a time for each owner.
 
     Processes start with the first costly body and end with `close`, or with this process.
     """
@@ -125,7 +125,7 @@ class ParserPool:
         return parsed
 
     def _idle_process(self) -> Process | None:
-        """Return an idle process that is alive: one may have been killed for want of memory."""
+        """Return an idle process that is alive; one may have been killed for lack of memory."""
         while self._idle:
             process = self._idle.pop()
             if process.returncode is None:

@@ -1,4 +1,4 @@
-"""Bound on the length of a prompt, before anything tokenises it: for turns, counts, embeddings and batches.
+"""Limit on the length of a prompt, before tokenisation: for turns, token counts, embeddings and batches.
 
 An engine tokenises all of a prompt before it counts its tokens, also where `truncate_prompt_tokens` asks it
 to cut the prompt. One thread does that for all requests: 10 MiB of text held it for 20 s and took 3 GiB of
@@ -27,13 +27,13 @@ _SEVERAL = {"/v1/completions": "prompt", "/v1/embeddings": "input"}  # fields th
 
 @dataclass(frozen=True, slots=True)
 class PromptLimit:
-    """The longest prompt of a fleet."""
+    """The longest prompt that the fleet accepts."""
 
     max_context: int  # tokens of the largest engine; 0 while none is known
     max_bytes_per_token: int = MAX_BYTES_PER_TOKEN
 
     def check(self, path: str, body: Mapping[str, Any]) -> None:
-        """Refuse a checked body whose prompt no engine can hold. `path`: of the endpoint that it is for."""
+        """Refuse a checked body whose prompt fits in no engine. `path` is its endpoint."""
         known = fields_of(path)
         fields = [name for name in body if name in known and known[name].part is BodyPart.PROMPT]
         listing = _SEVERAL.get(path)
@@ -56,7 +56,7 @@ class PromptLimit:
         return -(-size // self.max_bytes_per_token)
 
     def _size(self, value: object) -> int:
-        """Return the bytes of JSON without media, and of token ids the most bytes that they can stand for."""
+        """Return the bytes of JSON without media; token ids count as the most bytes they can stand for."""
         if (ids := token_ids(value)) is not None:
             return len(ids) * self.max_bytes_per_token
         characters, _ = media_in(value)
@@ -76,7 +76,7 @@ class PromptLimit:
 
 
 def token_ids(prompt: object) -> list[int] | None:
-    """Return a prompt that is a list of token ids, and nothing else, or None."""
+    """Return the prompt if it is a list of token ids only, otherwise None."""
     if isinstance(prompt, list) and prompt and type(prompt[0]) is int and set(map(type, prompt)) == {int}:
         return prompt
     return None

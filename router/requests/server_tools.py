@@ -1,4 +1,4 @@
-"""Tools of requests that no engine offers, such as a provider's own web search.
+"""Tools in requests that no engine offers, such as a provider's own web search.
 
 Coding agents list them whatever the model, and engines refuse the whole request for one of them. They are
 dropped and named like fields that nobody knows; the agent then sees a model that does not use them.
@@ -14,7 +14,7 @@ _OF_RESPONSES = frozenset(
 
 
 def supported_tools(path: str, body: Mapping[str, Any]) -> tuple[dict[str, Any], tuple[str, ...]]:
-    """Return the fields about tools that replace those of a body, and the names of what they leave out.
+    """Return the tool fields that replace those of a body, and the names of the tools left out.
 
     A field without a value is left out as a whole.
     """
@@ -42,7 +42,7 @@ def supported_tools(path: str, body: Mapping[str, Any]) -> tuple[dict[str, Any],
 
 
 def _of_responses(tool: dict[str, Any]) -> tuple[dict[str, Any] | None, str]:
-    """Return the tool as an engine takes it, and the name of what is left out of it."""
+    """Convert a Responses tool for an engine, and return the name of what is left out."""
     kind = tool.get("type")
     if type(kind) is str and kind not in _OF_RESPONSES:
         return None, kind
@@ -53,7 +53,7 @@ def _of_responses(tool: dict[str, Any]) -> tuple[dict[str, Any] | None, str]:
 
 
 def _of_messages(tool: dict[str, Any]) -> tuple[dict[str, Any] | None, str]:
-    """Return the tool as an engine takes it, and the name of what is left out of it."""
+    """Convert a Messages tool for an engine, and return the name of what is left out."""
     kind = tool.get("type")
     if type(kind) is str and kind != "custom" and "input_schema" not in tool:
         return None, kind
@@ -61,7 +61,7 @@ def _of_messages(tool: dict[str, Any]) -> tuple[dict[str, Any] | None, str]:
 
 
 def _names_one(choice: object, tools: list[dict[str, Any]]) -> bool:
-    """Return whether a `tool_choice` asks for one of these tools."""
+    """Return whether a `tool_choice` selects one of these tools."""
     if not isinstance(choice, dict):
         return False
     kind, name = choice.get("type"), choice.get("name")

@@ -1,4 +1,4 @@
-"""The BROS policy: online requests by time to their token deadline, offline ones by swap-in cost."""
+"""The BROS policy: online requests ordered by time to their token deadline, offline requests by swap-in cost."""
 
 from placement.scheduling import preemption
 from placement.scheduling.interface import (
@@ -14,7 +14,7 @@ from placement.scheduling.latency_model import LatencyModel
 
 
 class Bros(ServingPolicy):
-    """BROS: online by time to the token deadline, offline by least swap-in cost, adaptive batch size.
+    """BROS orders online requests by deadline and offline ones by swap-in cost, with an adaptive batch size.
 
     The paper also shares the slots of a block in both directions, which needs attention kernels of its own.
     Its purpose, to take no more of an offline request's memory than online work needs, holds here at the

@@ -7,7 +7,7 @@ from placement.scheduling.latency_model import BatchWork, LatencyModel
 
 
 class OnlineOnly(ServingPolicy):
-    """Policy that never runs offline work: the best latency that online work can have."""
+    """Policy that never runs offline work; it shows the best possible latency of online work."""
 
     def plan(self, view: EngineView, model: LatencyModel) -> IterationPlan:
         work = preemption.online_work(preemption.online_requests(view), view.max_tokens)
@@ -37,7 +37,7 @@ class Sarathi(ServingPolicy):
 
 
 class RoundRobin(ServingPolicy):
-    """Policy that serves online and offline requests in alternate iterations: the baseline of BROS."""
+    """Policy that alternates between online and offline iterations; the baseline in the BROS paper."""
 
     _offline_turn = False
 

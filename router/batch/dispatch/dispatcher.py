@@ -1,4 +1,4 @@
-"""The loops of offline work: dispatch by the policy, validation and ends of batches, results made durable."""
+"""Loops of offline work: dispatch requests, validate and finish batches, and make results durable."""
 
 import asyncio
 import logging
@@ -82,12 +82,12 @@ class Dispatcher:
         self._dry: dict[int, float] = {}
 
     def batches_changed(self) -> None:
-        """Look at once, because a batch was created or cancelled."""
+        """Wake the loops, because a batch was created or cancelled."""
         for event in (self._validate_wake, self._end_wake, self._wake):
             event.set()
 
     async def run(self) -> None:
-        """Run until cancelled, or until another process takes the store over."""
+        """Run until cancelled, or until another process takes over the store."""
         try:
             async with asyncio.TaskGroup() as tasks:
                 tasks.create_task(self._results.run())
@@ -104,7 +104,7 @@ class Dispatcher:
         return self._settings.tick_s if busy else _IDLE_S
 
     async def _repeat(self, step: Callable[[], Awaitable[bool]], wake: asyncio.Event) -> None:
-        """Repeat `step`, which returns whether to repeat at once; wait while the store is unavailable."""
+        """Repeat `step`, which returns whether to go on at once; wait while the store is unavailable."""
         while True:
             more = False
             try:
@@ -204,7 +204,7 @@ class Dispatcher:
                 self.flex.grant(job, *known[engine])
 
     def _line(self, request: ClaimedRequest) -> bytes | None:
-        """Read a line's bytes; None if the files are away, so that the line is put back."""
+        """Read the bytes of a line. Return None if the files are unavailable, so that the line is put back."""
         try:
             return self._blobs.part(request.input_file_id, request.offset, request.length)
         except OSError as error:

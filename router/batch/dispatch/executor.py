@@ -1,4 +1,4 @@
-"""Sends offline requests to engines, judges how each try ended, and makes results durable."""
+"""Sends offline requests to engines, decides how each attempt ended, and makes results durable."""
 
 import asyncio
 import logging
@@ -56,7 +56,7 @@ class Executor:
         groups: PrefixGroups,
         prompt_bytes_per_token: int,
     ) -> None:
-        """`tried` is called at every try's end, with the tokens that it really took if they are known."""
+        """`tried` is called when an attempt ends, with the tokens that it used if they are known."""
         self._pool = pool
         self._in_flight = in_flight
         self._results = results
@@ -76,13 +76,13 @@ class Executor:
         task.add_done_callback(lambda _: self._tasks.pop(key))
 
     def abort_closed(self, open_batches: set[int]) -> None:
-        """Cancel requests of batches that accept no more results."""
+        """Cancel requests of batches that no longer accept results."""
         for (batch, _), (task, _) in list(self._tasks.items()):
             if batch not in open_batches:
                 task.cancel()
 
     def abort_lost(self, engines: Engines) -> None:
-        """Cancel requests at engines that are gone or share their layers; they are sent elsewhere."""
+        """Cancel requests at engines that are gone or share their layers, so that they are sent elsewhere."""
         shares = {info.engine for info, state in engines if state is not None and state.shares_layers}
         for task, info in list(self._tasks.values()):
             if self._in_flight.lost(info):
@@ -125,7 +125,7 @@ class Executor:
         self._tried(request, tokens)
 
     async def _ask(self, request: ClaimedRequest, line: bytes, info: EngineInfo) -> UpstreamResponse:
-        """Send a line; raises BadRequest for one that today's checks refuse, because it may be older."""
+        """Send a line. Raise BadRequest if it was validated by older checks and the current ones refuse it."""
         body = orjson.loads(line)["body"]
         if ignored := check_fields(request.endpoint, body):
             self._ignored.record(request.owner, request.endpoint, ignored)
@@ -179,7 +179,7 @@ class Executor:
 
 
 def answered(request: ClaimedRequest, status: int, body: bytes) -> Result:
-    """Return an engine's answer as a result: usage read, body kept as one line of JSON."""
+    """Convert an engine's answer to a result with its usage and with the body as one line of JSON."""
     try:
         parsed = orjson.loads(body)
     except orjson.JSONDecodeError:
@@ -196,7 +196,7 @@ def _failed(request: ClaimedRequest, code: str, message: str) -> Result:
 
 
 def _usage(usage: Any) -> Usage:
-    """Read token counts in the spelling of chat completions or of responses."""
+    """Read token counts from a usage object of chat completions or of responses."""
     if not isinstance(usage, dict):
         return Usage()
 
@@ -215,7 +215,7 @@ def _usage(usage: Any) -> Usage:
 
 
 class ResultWriter:
-    """Writer that makes the ends of attempts durable; those that arrive during one commit form the next."""
+    """Writer that makes the ends of attempts durable. Those that arrive during one commit form the next."""
 
     def __init__(
         self, store: Store, in_thread: Callable[[Callable[[], None]], Awaitable[None]], retry_s: float = 1.0

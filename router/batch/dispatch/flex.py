@@ -1,4 +1,4 @@
-"""Service tier flex: requests that wait for capacity among the offline work and run as such.
+"""Service tier flex: requests that wait for capacity with the offline work and run as offline requests.
 
 A flex request is not durable, because its client waits for it. It competes with the batches of its key as the
 batch that closes first. It belongs to no conversation, so any engine may run it.
@@ -18,7 +18,7 @@ from router.errors import TooManyRequests
 
 @dataclass(frozen=True, slots=True)
 class FlexSlot:
-    """Place at an engine, held until the request has ended."""
+    """Place at an engine that a flex request holds until it ends."""
 
     engine: EngineInfo
     timeout_s: float  # for the engine's first byte
@@ -48,7 +48,7 @@ class FlexQueue:
 
     @asynccontextmanager
     async def slot(self, owner: str, request: OfflineRequest) -> AsyncIterator[FlexSlot]:
-        """Wait for a place at an engine; without capacity raise 429, as OpenAI does."""
+        """Wait for a place at an engine; raise 429 if none becomes free in time, as OpenAI does."""
         now = self._clock()
         job = FlexJob(
             owner=owner,
@@ -92,7 +92,7 @@ class FlexQueue:
         return bool(self._waiting)
 
     def backlog(self) -> list[Backlog]:
-        """Return an entry for each owner, with a negative number so that it is no batch's."""
+        """Return an entry for each owner. Its number is negative, so that it differs from every batch."""
         self._numbers = {-number: owner for number, owner in enumerate(sorted(self._waiting), start=1)}
         return [self._backlog_of(number, self._waiting[owner]) for number, owner in self._numbers.items()]
 

@@ -1,4 +1,4 @@
-"""Offline requests at the engines, the meaning of a try's end, and engines that rest after errors."""
+"""Offline requests at the engines, the outcomes of attempts, and engines that pause after errors."""
 
 from collections import Counter, OrderedDict
 from collections.abc import Callable, Sequence
@@ -56,7 +56,7 @@ class InFlight:
         IN_FLIGHT.labels(self._sent.pop(key).engine).dec()
 
     def engine_failed(self, engine: str) -> None:
-        """Let an engine rest. Failures of requests that were there together count as one."""
+        """Pause an engine. Failures of requests that ran at the same time count as one."""
         now = self._clock()
         if self._rest_until.get(engine, 0.0) <= now:
             self._failures[engine] += 1
@@ -66,7 +66,7 @@ class InFlight:
         self._failures.pop(engine, None)
 
     def lost(self, engine: EngineInfo) -> bool:
-        """Return whether an engine is gone: it has a new epoch, or the fleet has missed it for long."""
+        """Return whether an engine is gone: it has a new epoch, or has been missing for long."""
         if self._epochs.get(engine.engine, engine.epoch) != engine.epoch:
             return True
         now = self._clock()
@@ -105,7 +105,7 @@ class InFlight:
 
 
 class Ending(StrEnum):
-    """Reason why a try ended."""
+    """Reason why an attempt ended."""
 
     ANSWERED = "answered"
     BUSY = "busy"
@@ -118,19 +118,19 @@ class Ending(StrEnum):
 
     @property
     def counts(self) -> bool:
-        """Whether the try counts against the request's limit."""
+        """Return whether the attempt counts against the request's limit."""
         return self not in (Ending.BUSY, Ending.UNREACHABLE, Ending.SHARES_LAYERS)
 
 
 @dataclass(frozen=True, slots=True)
 class Verdict:
-    """Meaning of a try's end for the request and for the engine it was at."""
+    """Meaning of an attempt's end for the request and for its engine."""
 
     ending: Ending
     engine_rests: bool
 
     def final(self, tries: int, max_tries: int) -> bool:
-        """Return whether this is the request's result, after `tries` that counted before."""
+        """Return whether this is the request's result, after `tries` earlier attempts that counted."""
         last = self.ending.counts and tries + 1 >= max_tries
         return last or self.ending is Ending.ANSWERED
 
@@ -157,5 +157,5 @@ def judge_error(error: UpstreamError) -> Verdict:
 
 
 def back_off(failures: int, settings: DispatchSettings) -> float:
-    """Return the seconds to wait after so many failures in a row."""
+    """Return the seconds to wait after this many failures in a row."""
     return float(min(settings.backoff_max_s, settings.backoff_first_s * 2.0 ** min(failures - 1, 20)))

@@ -1,4 +1,4 @@
-"""Moves batches through their states: validation, end of window, cancellation, output files, clean-up.
+"""Moves batches through their states: validation, end of window, cancellation, output files and clean-up.
 
 Runs in threads: one for validation, so that a large file does not hold up the ends of others. Every pass may
 be cut off anywhere: the next one starts from what the store says.
@@ -43,7 +43,7 @@ class BatchLifecycle:
         clock: Callable[[], float],
         keep_s: float | None = None,
     ) -> None:
-        """`keep_s`: how long files are kept. The record of a batch stays for a window longer."""
+        """Files are kept for `keep_s`. The record of a batch stays one batch window longer."""
         self._store = store
         self._blobs = blobs
         self._validator = validator
@@ -54,15 +54,14 @@ class BatchLifecycle:
         self.live = 1  # batches that have not ended, when last counted; not counted yet: look
 
     def validate_one(self) -> bool:
-        """Validate the oldest new batch; True when there may be more."""
+        """Validate the oldest new batch; return True if there may be more."""
         batch = self._store.batches.first(VALIDATES)
         if batch is not None:
             self._validator.validate(batch)
         return batch is not None
 
     def end_one(self) -> bool:
-        """Close batches that are done, late or cancelled, and finish one of them; True when there may be
-        more."""
+        """Close batches that are done, late or cancelled, and finish one; return True if there may be more."""
         now = self._clock()
         self._store.batches.settle(now, self._cancel_grace_s)
         live = self._store.batches.count_live()
@@ -78,7 +77,7 @@ class BatchLifecycle:
         return batch is not None
 
     def _sweep(self, now: float) -> None:
-        """Remove what a former process or a failed pass left: lines of ended batches, deleted files."""
+        """Remove what a former process or a failed pass left behind: lines of ended batches, deleted files."""
         for seq in self._store.batches.ended_with_lines():
             self._store.requests.clear(seq)
         while gone := self._store.files.unreferenced(now):
@@ -90,7 +89,7 @@ class BatchLifecycle:
             self._store.batches.forget(now - self._keep_s - MAX_WINDOW_S)
 
     def _finish(self, batch: Row[Any]) -> None:
-        """Write the output files of a batch. A repeated call overwrites them under the same names."""
+        """Write the output files of a batch. A second call overwrites them under the same names."""
         output, error = _file_of(batch, "output"), _file_of(batch, "error")
         good = failed = 0
         with self._blobs.create(output) as good_lines, self._blobs.create(error) as failed_lines:
@@ -123,12 +122,12 @@ class BatchLifecycle:
 
 
 def _file_of(batch: Row[Any], kind: str) -> str:
-    """Return a file id derived from the batch's id, so that a second try overwrites the first."""
+    """Return a file id derived from the batch's id, so that a second attempt overwrites the first."""
     return f"file-{hashlib.sha256(f'{batch.id}/{kind}'.encode()).hexdigest()[:32]}"
 
 
 def result_line(outcome: LineOutcome, ended: BatchStatus) -> bytes:
-    """Return one line of an output or error file, with the answer's JSON spliced in as it is."""
+    """Return one line of an output or error file. The answer's JSON is inserted unchanged."""
     if outcome.status is None or outcome.status == 0:
         code, message = _UNDONE[ended]
         error = orjson.dumps({"code": code, "message": message}) if outcome.body is None else outcome.body

@@ -1,4 +1,4 @@
-"""Which offline requests next, and to which engine. Plain data in, plain data out."""
+"""Dispatch policy: which offline requests go next, and to which engine. Plain data in, plain data out."""
 
 import heapq
 import math
@@ -32,7 +32,7 @@ AnyJob = TypeVar("AnyJob", bound=Job)
 
 @dataclass(frozen=True, slots=True)
 class EngineSlots:
-    """An engine as the dispatcher sees it now."""
+    """State of an engine, as the dispatcher sees it."""
 
     engine: str
     role: Role
@@ -47,15 +47,14 @@ class EngineSlots:
 
 @dataclass(frozen=True, slots=True)
 class Allowance:
-    """How much more one engine is given now."""
+    """How much more work one engine may be given now."""
 
     requests: int
     tokens: int
 
 
 def allowance_of(engine: EngineSlots, settings: DispatchSettings) -> Allowance:
-    """Window of an engine: its running requests plus a short queue, whose requests can be withdrawn at no
-    cost.
+    """Return an engine's window: its running requests plus a short queue that can be withdrawn at no cost.
 
     A decoder that runs all it is given sees its window grow with each report; one that stops admitting
     offline work sees it shrink to the queue.
@@ -88,7 +87,7 @@ def _idle(state: EngineState | None) -> bool:
 
 
 class FairShare:
-    """Tokens served by key: the key with the fewest is next.
+    """Tokens served for each key; the key with the fewest is next.
 
     A key that comes back from idling starts level with the least served of the busy ones: it neither saves up
     credit while away nor pays for having been alone before.
@@ -98,7 +97,7 @@ class FairShare:
         self._served: dict[str, float] = {}
 
     def restrict(self, busy: Collection[str]) -> None:
-        """Start newcomers level, forget keys without work."""
+        """Start new keys level with the others, and forget keys without work."""
         staying = [served for owner, served in self._served.items() if owner in busy]
         level = min(staying, default=0.0)
         self._served = {owner: self._served.get(owner, level) for owner in busy}
@@ -107,13 +106,13 @@ class FairShare:
         return min(candidates, key=lambda owner: (self._served.get(owner, 0.0), owner))
 
     def charge(self, owner: str, tokens: float) -> None:
-        """Also negative, when an estimate turns out too high."""
+        """Charge tokens to a key; negative when an estimate turns out too high."""
         if owner in self._served:
             self._served[owner] += tokens
 
 
 class Rate:
-    """Tokens a second of offline work lately, in the units requests are estimated in.
+    """Recent rate of offline work in tokens per second, in the units in which requests are estimated.
 
     Exponentially weighted over about a minute; 0 until something has finished.
     """
@@ -125,7 +124,7 @@ class Rate:
         self._at = 0.0
 
     def idle(self) -> None:
-        """Stop the rate while there is no work, so that later work does not begin with a decayed rate."""
+        """Pause the rate while there is no work, so that later work does not start with a decayed rate."""
         self._started, self._weighted = None, 0.0
 
     def add(self, tokens: int) -> None:
@@ -148,7 +147,7 @@ class Rate:
 def share_out(
     backlog: Sequence[Backlog], free: Allowance, fair: FairShare, now: float, tokens_per_s: float
 ) -> tuple[dict[int, int], int]:
-    """How many lines of each batch to take, and how many of those jump the fair order.
+    """Return how many lines to take from each batch, and how many of those jump the fair order.
 
     Batches whose window gets tight come first, the one that closes first before the others, but only for a
     part of what is free: a key cannot starve others by asking for short windows. The rest goes to the key
@@ -203,7 +202,7 @@ def assign(
     allowances: Mapping[str, Allowance],
     warm: Mapping[str, str],
 ) -> tuple[list[tuple[AnyJob, str]], list[AnyJob]]:
-    """To the decoder that holds the job's prefix if it is not much more loaded, else to the least loaded.
+    """Assign jobs to the decoder that holds their prefix, or the least loaded if that is much more loaded.
 
     Returns the assignments and the jobs that fit nowhere.
     """
@@ -244,7 +243,7 @@ def assign(
 
 
 def _load(engine: EngineSlots) -> float:
-    """KV of live conversations as a share of the engine, plus how full its offline window is."""
+    """Return KV of live conversations as a share of the engine's, plus how full its offline window is."""
     if engine.state is None:
         return engine.in_flight / (1 + engine.in_flight)
     window = 1 + engine.state.offline_running + engine.state.offline_waiting

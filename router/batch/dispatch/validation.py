@@ -48,7 +48,7 @@ class Validator:
         self._clock = clock
 
     def validate(self, batch: Row[Any]) -> None:
-        """Leads to in_progress or failed. Starts over when an earlier try was cut off."""
+        """Validate a batch, which is then in_progress or failed. Starts over if an earlier pass was cut off."""
         self._store.requests.clear(batch.seq)
         seen = _Seen()
         errors: list[BatchError] = []
@@ -123,7 +123,7 @@ class Validator:
 
 @dataclass(slots=True)
 class _Seen:
-    """Facts about all lines so far. Ids are kept as 128-bit digests: a million take about 100 MB."""
+    """Facts about all lines so far. Ids are kept as 128-bit digests; a million of them take about 100 MB."""
 
     ids: set[int] = field(default_factory=set)
     model: str | None = None
@@ -140,7 +140,7 @@ class Line:
 
 
 def split_lines(chunks: Iterable[bytes], longest: int) -> Iterator[Line]:
-    """Cut at newlines. Never holds more than `longest` bytes and one chunk."""
+    """Split a stream at newlines, holding at most `longest` bytes and one chunk."""
     number = 1
     offset = 0  # where the line under way began
     length = 0
@@ -180,7 +180,7 @@ def _in_turns(lines: Iterator[Line]) -> Iterator[Line]:
 
 
 class BadLine(RouterError):
-    """A line of an input file that is no request we can run."""
+    """A line of an input file that cannot be run."""
 
     def __init__(self, code: str, message: str, param: str | None = None) -> None:
         super().__init__(message)

@@ -1,4 +1,4 @@
-"""Bytes of files: uploaded as a form, kept in a local folder or behind any fsspec URL."""
+"""Contents of files: uploaded as a form, and kept in a local folder or behind any fsspec URL."""
 
 import asyncio
 import os
@@ -25,7 +25,7 @@ class Blobs:
         self._fs.makedirs(self._root, exist_ok=True)
 
     def create(self, blob: str) -> "BlobWriter":
-        """Create a blob, which has its name and is durable only after `commit`."""
+        """Create a blob. It gets its name and is durable only after `commit`."""
         return (_LocalWriter if self._local else BlobWriter)(self._fs, self._path(blob))
 
     def chunks(self, blob: str) -> Iterator[bytes]:
@@ -46,7 +46,7 @@ class Blobs:
 
 
 class BlobWriter:
-    """Writer of one blob; leaving its `with` discards what is not committed.
+    """Writer of one blob. Leaving its `with` block discards what is not committed.
 
     Object stores keep an object when its upload is closed: that is the commit.
     """
@@ -83,7 +83,7 @@ class BlobWriter:
 
 
 class _LocalWriter(BlobWriter):
-    """Writer of a local blob, whose name appears with the commit."""
+    """Writer of a local blob, which gets its name with the commit."""
 
     def _open(self) -> Any:
         return open(f"{self._path}.part", "wb")
@@ -115,7 +115,7 @@ class UploadForm:
 async def receive_form(
     content_type: str, body: AsyncIterator[bytes], writer: BlobWriter, max_file_bytes: int
 ) -> UploadForm:
-    """Read an upload; the part `file` goes to `writer`, which the caller commits or discards."""
+    """Read an upload. The part `file` goes to `writer`, which the caller commits or discards."""
     kind, options = parse_options_header(content_type)
     boundary = options.get(b"boundary")
     if kind != b"multipart/form-data" or not boundary:
@@ -157,7 +157,7 @@ async def receive_form(
 
 
 class _Parts:
-    """Callbacks of the multipart parser, which only collect."""
+    """Callbacks that collect what the multipart parser finds."""
 
     def __init__(self) -> None:
         self.form = UploadForm()

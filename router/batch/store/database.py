@@ -161,11 +161,11 @@ _TAKING_OVER = 0x636F6E73  # PostgreSQL's number of our advisory lock
 
 
 class StoreTakenOver(Unavailable):
-    """Another batch process has taken the store over, and this one has to end."""
+    """Another batch process has taken over the store, so this one has to end."""
 
 
 class Database:
-    """Hands out transactions. `write` is durable when it returns."""
+    """Runs transactions on the store. A `write` is durable when it returns."""
 
     def __init__(self, url: str) -> None:
         parsed = make_url(url)
@@ -187,7 +187,7 @@ class Database:
         self._epoch: int | None = None
 
     def take_over(self, clock: SteadyClock) -> None:
-        """Make this process the only writer; `clock` does not go back behind the stored times."""
+        """Make this process the only writer. `clock` never runs behind the stored times."""
         with self._engine.connect().execution_options(**{_WRITES: True}) as connection, connection.begin():
             if not self._sqlite:
                 connection.exec_driver_sql(f"SELECT pg_advisory_xact_lock({_TAKING_OVER})")
@@ -202,7 +202,7 @@ class Database:
 
     @contextmanager
     def write(self, *, durable: bool = True) -> Iterator[Connection]:
-        """Begin a writing transaction. One that is not durable reaches the disk with the next that is."""
+        """Begin a writing transaction. If it is not durable, it reaches the disk with the next durable one."""
         options = {_WRITES: True, _DURABLE: durable}
         writing = self._engine.connect().execution_options(**options)
         with self._writing, writing as connection, connection.begin():

@@ -1,4 +1,4 @@
-"""Offline work as plain data: files, batches, lines and results, and one request: body, size and prefix."""
+"""Plain data of offline work: files, batches, lines, results; and a request's body, size and prefix key."""
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -38,7 +38,7 @@ class RequestState(StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class FileRecord:
-    """File to be added; stored files are rows of `database.files`."""
+    """A file to be added; stored files are rows of `database.files`."""
 
     id: str
     owner: str
@@ -59,7 +59,7 @@ class Usage:
 
 @dataclass(frozen=True, slots=True)
 class BatchError:
-    """Reason why a batch failed: one bad line, or the file as a whole (line None)."""
+    """Reason why a batch failed: one bad line, or the file as a whole (line is None)."""
 
     code: str
     message: str
@@ -69,7 +69,7 @@ class BatchError:
 
 @dataclass(frozen=True, slots=True)
 class NewBatch:
-    """Checked request for a batch, before it becomes a row of `database.batches`."""
+    """A checked request for a batch that is not yet a row of `database.batches`."""
 
     input_file_id: str
     endpoint: str
@@ -81,7 +81,7 @@ class NewBatch:
 
 @dataclass(frozen=True, slots=True)
 class NewRequest:
-    """Validated line: the position of its bytes, and the facts that the dispatcher needs."""
+    """A validated line: where its bytes are, and the facts that the dispatcher needs."""
 
     line: int
     custom_id: str
@@ -93,7 +93,7 @@ class NewRequest:
 
 @dataclass(frozen=True, slots=True)
 class ClaimedRequest:
-    """Leased line, which is at an engine or on its way there."""
+    """A leased line that is at an engine or on its way there."""
 
     batch: int  # the batch's seq
     line: int
@@ -165,7 +165,7 @@ class OfflineBodyParser:
 
 
 def offline_body(body: Mapping[str, Any]) -> bytes:
-    """Return the body as it goes to an engine, marked as offline."""
+    """Return the body for an engine, marked as offline by its `priority`."""
     marked = {name: value for name, value in body.items() if name not in _NOT_OFFLINE}
     return orjson.dumps({**marked, "priority": OFFLINE_PRIORITY})
 

@@ -1,4 +1,4 @@
-"""Lines of the batches and their results.
+"""Table of the batches' lines and of their results.
 
 A line is pending (and in the queue), leased (in flight) or done. The first result of a line is the result:
 later ones are not taken.
@@ -26,7 +26,7 @@ _LINES_A_WRITE = 2_000
 
 @dataclass(frozen=True, slots=True)
 class LineOutcome:
-    """Line at the end of its batch; its status is None if it has no result."""
+    """A line at the end of its batch; its status is None if it has no result."""
 
     line: int
     custom_id: str
@@ -37,7 +37,7 @@ class LineOutcome:
 
 @dataclass(frozen=True, slots=True)
 class PutBack:
-    """Line whose attempt gave no result and that goes back into the queue."""
+    """A line that returns to the queue because its attempt gave no result."""
 
     batch: int
     line: int
@@ -50,7 +50,7 @@ class RequestTable:
         self._database = database
 
     def load(self, batch: int, lines: Sequence[NewRequest]) -> bool:
-        """Add lines of a batch under validation; False if it no longer is. Durable when the batch begins."""
+        """Add lines of a batch; return False if it is not under validation. Durable when the batch begins."""
         return self._insert(batch, requests, [{"batch": batch, **asdict(line)} for line in lines])
 
     def enqueue(self, batch: int) -> bool:
@@ -72,7 +72,7 @@ class RequestTable:
             return True
 
     def clear(self, batch: int, lines: int = 20_000) -> None:
-        """Forget the lines and results of a batch, in steps between which others can write."""
+        """Delete the lines and results of a batch in steps, so that others can write in between."""
         with self._database.write(durable=False) as connection:
             connection.execute(delete(queue).where(queue.c.batch == batch))
         for table in (results, requests):
@@ -84,7 +84,7 @@ class RequestTable:
                     deleted = connection.execute(statement).rowcount
 
     def requeue(self) -> int:
-        """Make the leased lines of a former process pending again; returns how many."""
+        """Make the leased lines of a former process pending again; return how many there were."""
         is_leased = requests.c.state == LEASED
         leased = select(requests.c.batch, requests.c.prefix, requests.c.line).where(is_leased)
         pending = update(requests).where(is_leased).values(state=RequestState.PENDING)
@@ -93,7 +93,7 @@ class RequestTable:
             return connection.execute(pending).rowcount
 
     def backlog(self) -> list[Backlog]:
-        """Return an entry for each batch that takes results; only leased lines are counted, which are few."""
+        """Return an entry for each batch that takes results. It counts leased lines only, as they are few."""
         leased = (
             select(requests.c.batch, func.count().label("leased"))
             .where(requests.c.state == LEASED)
@@ -125,7 +125,7 @@ class RequestTable:
             ]
 
     def claim(self, wanted: Mapping[int, int], now: float) -> list[ClaimedRequest]:
-        """Lease up to so many pending lines of each batch, ordered by prefix."""
+        """Lease up to `wanted` pending lines of each batch, ordered by prefix."""
         claimed: list[ClaimedRequest] = []
         with self._database.write() as connection:
             for batch, count in wanted.items():
@@ -133,7 +133,7 @@ class RequestTable:
         return claimed
 
     def record(self, arrived: Sequence[Result]) -> set[tuple[int, int]]:
-        """Make results durable; returns the lines that had none before."""
+        """Make results durable; return the lines that had no result before."""
         accepted: set[tuple[int, int]] = set()
         by_batch: dict[int, list[Result]] = {}
         for result in arrived:
@@ -144,7 +144,7 @@ class RequestTable:
         return accepted
 
     def put_back(self, lines: Iterable[PutBack]) -> None:
-        """Put lines back that are still leased: a batch may have been forgotten meanwhile."""
+        """Put lines back that are still leased; their batch may have been deleted meanwhile."""
         with self._database.write() as connection:
             for line in lines:
                 this = and_(requests.c.batch == line.batch, requests.c.line == line.line)

@@ -22,13 +22,13 @@ _READ = exists().where(batches.c.input_file_id == files.c.id, batches.c.status.i
 
 
 class FileTable:
-    """Rows of files. A row appears only once the file's bytes are durable (`blobs.py`)."""
+    """Rows of files. A row appears only after the file's bytes are durable (`blobs.py`)."""
 
     def __init__(self, database: Database) -> None:
         self._database = database
 
     def add(self, file: FileRecord, most_bytes: int | None = None) -> bool:
-        """Add a file; False if its owner would have more than `most_bytes`."""
+        """Add a file; return False if its owner would then have more than `most_bytes`."""
         with self._database.write() as connection:
             stored = _bytes_of(connection, file.owner, file.created_at) + file.bytes
             if most_bytes is not None and stored > most_bytes:
@@ -48,7 +48,7 @@ class FileTable:
     def page(
         self, owner: str, now: float, after: str | None, limit: int, ascending: bool, purpose: str | None
     ) -> list[Row[Any]]:
-        """Return up to `limit` files that follow the file `after` in the order asked for."""
+        """Return up to `limit` files that follow the file `after`, in the requested order."""
         query = select(files).where(_visible(owner, now))
         if purpose is not None:
             query = query.where(files.c.purpose == purpose)
@@ -60,7 +60,7 @@ class FileTable:
             return list(connection.execute(query))
 
     def delete(self, owner: str, file_id: str, now: float) -> bool:
-        """Hide the file. Its bytes stay until no live batch reads them: see `unreferenced`."""
+        """Hide the file. Its bytes stay until no live batch reads them (see `unreferenced`)."""
         statement = (
             update(files)
             .where(files.c.id == file_id, files.c.owner == owner, files.c.deleted_at.is_(None))
@@ -87,7 +87,7 @@ class BatchTable:
     def create(
         self, batch_id: str, owner: str, wanted: NewBatch, now: float, most: int | None = None
     ) -> Row[Any] | None:
-        """Create a batch; None if `most` batches of its owner have not ended."""
+        """Create a batch; return None if its owner already has `most` batches that have not ended."""
         state = {"status": BatchStatus.VALIDATING, "created_at": int(now), "errors": []}
         values = {"id": batch_id, "owner": owner, **asdict(wanted), **state}
         values["expires_at"] = int(now) + values.pop("window_s")
@@ -117,7 +117,7 @@ class BatchTable:
             return {row.status: row[1] for row in connection.execute(live.group_by(batches.c.status))}
 
     def cancel(self, owner: str, batch_id: str, now: float) -> Row[Any] | None:
-        """Cancel a batch if it still can be; the returned record's status says whether it could."""
+        """Cancel a batch if that is still possible; the returned record's status says whether it was."""
         mine = and_(batches.c.id == batch_id, batches.c.owner == owner)
         still_open = batches.c.status.in_((BatchStatus.VALIDATING, BatchStatus.IN_PROGRESS))
         cancelling = {"status": BatchStatus.CANCELLING, "cancelling_at": int(now)}
@@ -126,7 +126,7 @@ class BatchTable:
             return connection.execute(select(batches).where(mine)).first()
 
     def settle(self, now: float, cancel_grace_s: float) -> int:
-        """Move batches that are through, out of time or drained of cancelled work on to finalizing.
+        """Move batches to `finalizing` that are complete, out of time, or cancelled with no work left.
 
         From here on no result of theirs is accepted: `outcome` is what `RequestTable.record` looks at.
         """
@@ -149,20 +149,20 @@ class BatchTable:
         return moved
 
     def first(self, which: ColumnElement[bool]) -> Row[Any] | None:
-        """Return the oldest batch that VALIDATES or ENDS."""
+        """Return the oldest batch in the given states."""
         query = select(batches).where(which).order_by(batches.c.seq).limit(1)
         with self._database.read() as connection:
             return connection.execute(query).first()
 
     def ended_with_lines(self) -> list[int]:
-        """Return ended batches whose lines are not forgotten yet."""
+        """Return ended batches whose lines have not been deleted yet."""
         lines = exists().where(requests.c.batch == batches.c.seq)
         with self._database.read() as connection:
             query = select(batches.c.seq).where(batches.c.status.not_in(LIVE), lines)
             return list(connection.execute(query).scalars())
 
     def forget(self, before: float) -> int:
-        """Forget ended batches without lines that were created before then."""
+        """Delete ended batches without lines that were created before the given time."""
         lines = exists().where(requests.c.batch == batches.c.seq)
         found = exists().where(results.c.batch == batches.c.seq)
         old = and_(batches.c.status.not_in(LIVE), batches.c.created_at <= before, ~lines, ~found)
@@ -170,7 +170,7 @@ class BatchTable:
             return connection.execute(delete(batches).where(old)).rowcount
 
     def begin(self, seq: int, model: str | None, total: int, est_tokens: int, now: float) -> bool:
-        """Start a validated batch; False if it was cancelled or ran out of time meanwhile."""
+        """Start a validated batch; return False if it was cancelled or ran out of time meanwhile."""
         running = {"status": BatchStatus.IN_PROGRESS, "in_progress_at": int(now)}
         return self._validated(seq, {**running, "model": model, "total": total, "est_tokens": est_tokens})
 
@@ -193,7 +193,7 @@ class BatchTable:
         failed: int,
         now: float,
     ) -> bool:
-        """Add the output files and the batch's last state together, or not at all."""
+        """Add the output files and the batch's final state in one transaction."""
         ended = {"status": batch.outcome, f"{batch.outcome}_at": int(now)}
         counts = {"total": completed + failed, "completed": completed, "failed": failed}
         named = {"output_file_id": output and output.id, "error_file_id": error and error.id}
@@ -213,7 +213,7 @@ def _visible(owner: str, now: float) -> ColumnElement[bool]:
 
 
 def _bytes_of(connection: Connection, owner: str, now: float) -> int:
-    """Sum the bytes of an owner's files, with deleted ones that a batch still reads."""
+    """Return the bytes of an owner's files, including deleted files that a batch still reads."""
     stays = or_(_visible(owner, now), and_(files.c.owner == owner, _READ))
     query = select(func.coalesce(func.sum(files.c.bytes), 0)).where(stays)
     return int(connection.execute(query).scalar_one())
@@ -231,7 +231,7 @@ class Store:
         self.requests = RequestTable(self._database)
 
     def take_over(self, clock: SteadyClock | None = None) -> int:
-        """Make this process the only writer; returns how many lines a former process had in flight."""
+        """Make this process the only writer; return how many lines a former process had in flight."""
         self._database.take_over(clock or SteadyClock())
         return self.requests.requeue()
 

@@ -1,4 +1,4 @@
-"""Cache of a gateway: bindings and prompts of the conversations it serves, and the engines as pushed to it.
+"""Cache of a gateway: bindings and prompts of its conversations, and the engines that the directory pushed.
 
 It is enough to serve later turns while the directory is away.
 """
@@ -27,7 +27,7 @@ _KV_KINDS = {  # label of the metric: field of the state
 
 @dataclass(frozen=True, slots=True)
 class Asked:
-    """Facts about a conversation's newest request and answer, with which the next one is compared."""
+    """Facts about a conversation's newest request and answer, compared with the next request."""
 
     end: bytes  # where its prompt ended
     messages: int
@@ -39,7 +39,7 @@ class Asked:
 
 @dataclass(slots=True)
 class Known:
-    """A conversation as this gateway has seen it. Changed in place by its turns."""
+    """A conversation as this gateway has seen it. Its turns update it in place."""
 
     key: str
     engine: str
@@ -55,7 +55,7 @@ class Known:
 
 
 class Cache:
-    """Conversations that this gateway serves, and bindings of those that others serve.
+    """Conversations that this gateway serves, and bindings of conversations that others serve.
 
     Of each, the least recently used goes first.
     """
@@ -88,7 +88,7 @@ class Cache:
         self.nodes.forget(key)
 
     def serve_elsewhere(self, key: str, engine: str = "", epoch: int = 0) -> None:
-        """Note that another gateway serves a conversation: its prompts and sizes as known here are old.
+        """Record that another gateway serves a conversation, so what is known of it here is outdated.
 
         Without an engine the conversation stays where it is known to be.
         """
@@ -105,7 +105,7 @@ class Cache:
                 self.elsewhere.popitem(last=False)
 
     def take_over(self, key: str) -> Known | None:
-        """Serve a conversation that another gateway served, if its binding is known."""
+        """Start to serve a conversation that another gateway served, if its binding is known."""
         if (bound := self.elsewhere.get(key)) is None:
             return None
         known = Known(key, *bound)
@@ -118,7 +118,7 @@ class Cache:
 
     @contextmanager
     def turn(self, key: str, end: End) -> Iterator[None]:
-        """A turn in flight. It is known from here on, before it has a place: its twin must see it."""
+        """Register a turn in flight, even before it is placed, so that a duplicate request finds it."""
         self.nodes.record(end, key)
         self._running[key] = self._running.get(key, 0) + 1
         try:
@@ -134,7 +134,7 @@ class Cache:
         return key in self._running
 
     def alone(self, key: str) -> bool:
-        """At most one turn of it is in flight here: the one that asks."""
+        """Return whether the caller's turn is the only turn of the conversation in flight here."""
         return self._running.get(key, 0) <= 1
 
 
@@ -155,7 +155,7 @@ class EngineList:
 
     @property
     def max_context(self) -> int:
-        """Largest context of any engine; 0 while none is known."""
+        """Return the largest context of any engine; 0 while none is known."""
         return max((record.info.max_context for record in self._records.values()), default=0)
 
     def load(self, engine: str) -> EngineRecord:
@@ -170,12 +170,12 @@ class EngineList:
         return record.info if record is not None else None
 
     def alive(self, engine: str, epoch: int) -> EngineInfo | None:
-        """The engine, if it still is in that epoch: what it held for a conversation is there."""
+        """Return the engine if it is still in that epoch, so that it still has what it held; otherwise None."""
         info = self.get(engine)
         return info if info is not None and info.epoch == epoch else None
 
     def usable(self) -> list[EngineInfo]:
-        """Engines any of which may answer what needs no conversation, the least busy first."""
+        """Return the engines that can answer requests without a conversation, least busy first."""
         able = [record for record in self._records.values() if not record.suspect]
         able.sort(key=lambda one: (one.state.draining, one.state.running + one.state.waiting))
         return [record.info for record in able]
@@ -201,7 +201,7 @@ class EngineList:
         self._changed = asyncio.Event()
 
     async def wait_for(self, engine: str, epoch: int, bound_s: float) -> EngineInfo | None:
-        """An answer may name an engine before the push that announces it has come."""
+        """Wait for an engine that an answer named before the push that announces it arrived."""
         try:
             async with asyncio.timeout(bound_s):
                 while (info := self.alive(engine, epoch)) is None:
@@ -212,7 +212,7 @@ class EngineList:
 
 
 def _forget(engine: str) -> None:
-    """An engine that left for good is not shown with what it last held."""
+    """Delete the gauges of an engine that left for good, so that its last values are no longer shown."""
     metrics.ENGINE_CONVERSATIONS.remove(engine)
     for kind in ("in_use", *_KV_KINDS):
         metrics.ENGINE_KV_TOKENS.remove(engine, kind)

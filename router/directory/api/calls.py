@@ -1,4 +1,4 @@
-"""Calls to the directory that carry many messages: asks for places, and reports of what happened to turns."""
+"""Calls to the directory that carry many messages: requests for placement, and reports about turns."""
 
 import asyncio
 import logging
@@ -33,7 +33,7 @@ class _WaitingAsk:
 
 
 class PlaceCalls:
-    """Asks for places, many in one call: turns that begin together share its cost."""
+    """Combines requests for placement into calls, so that turns which begin together share the cost."""
 
     def __init__(self, stub: Stub) -> None:
         self._stub = stub
@@ -42,7 +42,7 @@ class PlaceCalls:
         self._calls: set[asyncio.Task[None]] = set()
 
     async def ask(self, ask: Ask, timeout_s: float) -> Placed | Refusal:
-        """Ask for one place; raises grpc's error or TimeoutError. On both the caller calls `abandon`."""
+        """Ask for one placement. On grpc's error or TimeoutError the caller has to call `abandon`."""
         waiting = _WaitingAsk(ask, timeout_s)
         self._pending.append(waiting)
         self._some.set()
@@ -50,8 +50,7 @@ class PlaceCalls:
             return await waiting.outcome
 
     async def run(self) -> None:
-        """Send the first request after a pause at once, and those that arrive during a call in the next
-        one."""
+        """Send the first request after a pause at once, and those that arrive during a call in the next."""
         try:
             while True:
                 await self._some.wait()
@@ -87,7 +86,7 @@ class PlaceCalls:
 
 
 class ActivityReports:
-    """Reports of what happened to turns: sent in order, many at a time, off the request's path."""
+    """Reports about turns, sent in order, many at a time, outside the request's path."""
 
     def __init__(self, stub: Stub, gateway: str, on_unknown: Callable[[str], None]) -> None:
         self._stub, self._gateway, self._on_unknown = stub, gateway, on_unknown
@@ -107,7 +106,7 @@ class ActivityReports:
         self._some.set()
 
     async def run(self) -> None:
-        """Report at once after a pause, then every `_REPORT_EVERY_S`: a call costs as much as a turn."""
+        """Report at once after a pause, then every `_REPORT_EVERY_S`, because a call costs as much as a turn."""
         while True:
             await self._some.wait()
             self._some.clear()

@@ -69,7 +69,7 @@ class DirectoryClient:
         self._tasks: list[asyncio.Task[None]] = []
 
     async def start(self, metrics_page: str = "") -> None:
-        """Connect. `metrics_page`: host:port of this process's own page, which the directory lists."""
+        """Connect. `metrics_page` is host:port of this process's own metrics page, for the directory's list."""
         self._tasks = [
             asyncio.create_task(self._watch_forever(metrics_page)),
             asyncio.create_task(self._places.run()),
@@ -83,7 +83,7 @@ class DirectoryClient:
         await self._channel.close()
 
     def bound(self, key: str) -> Known | None:
-        """Return the conversation's binding, if its decoder still is what it was bound to.
+        """Return the conversation's binding if its decoder is still in the same epoch.
 
         While the directory is away, the binding of a conversation that another gateway served counts too.
         """
@@ -100,7 +100,7 @@ class DirectoryClient:
         return self.connected and state is not None and state.draining
 
     async def place(self, ask: Ask) -> tuple[Placed | Refusal, Known | None]:
-        """Ask where a turn goes; the turn counts as begun. Cancelling gives the place back."""
+        """Ask for a turn's placement; the turn then counts as begun. Cancelling gives the place back."""
         ask = replace(ask, gateway=self.gateway, alone=self.cache.alone(ask.key))
         outcome = await self._place(ask)
         if isinstance(outcome, Refusal):
@@ -116,7 +116,7 @@ class DirectoryClient:
         return outcome, known
 
     async def find(self, chain: Chain, name: str = "") -> tuple[KnownNode | None, Callable[[str], bool]]:
-        """Return the longest known prefix of a prompt, and which of its conversations have a turn in flight.
+        """Return the longest known prefix of a prompt, and a test for conversations with a turn in flight.
 
         `name`: how the id of the prompt's own conversation begins, if it is known here.
         """
@@ -137,15 +137,15 @@ class DirectoryClient:
 
     @property
     def unreported(self) -> int:
-        """Number of activities that are not reported to the directory yet."""
+        """Return the number of activities that have not been reported to the directory yet."""
         return len(self._reports)
 
     def next_turn(self) -> int:
-        """Return a number that tells a turn of this gateway from its others."""
+        """Return a number that distinguishes a turn from the other turns of this gateway."""
         return next(self._turns)
 
     def turn_began(self, known: Known, turn: int, end: End) -> None:
-        """Report the begin of a turn that needs no place; a placed turn has begun already."""
+        """Report the beginning of a turn that needs no placement; a placed turn has already begun."""
         self.cache.touch(known)
         self._reports.add(Activity(known.key, turn, began=end))
 
@@ -164,7 +164,7 @@ class DirectoryClient:
         self._reports.add(Activity(key, first_token=True))
 
     def abandon(self, key: str, turn: int) -> None:
-        """Report that the asker has left: the turn will not run, even if an answer was on its way."""
+        """Report that the caller has left: the turn will not run, even if an answer is on its way."""
         self._reports.add(Activity(key, turn, ended=m.TurnEnded()))
 
     def turn_ended(
@@ -192,13 +192,13 @@ class DirectoryClient:
         self._reports.add(Activity(known.key, turn, ended=ended))
 
     async def end(self, key: str, cause: str) -> bool:
-        """End a conversation; False if the directory does not know it. Raises DirectoryUnavailable."""
+        """End a conversation; return False if the directory does not know it. Raises DirectoryUnavailable."""
         known = await self._ask(m.END, m.EndRequest(key, cause))
         self.cache.drop(key)
         return known
 
     async def tell_spent(self, spent: tuple[m.Spent, ...]) -> bool:
-        """Report spent budgets for the other gateways; False if the directory did not take them."""
+        """Report spent budgets for the other gateways; return False if the directory did not take it."""
         try:
             await self._stub.ask(m.SPEND, m.SpentRequest(self.gateway, spent), REPORT_TIMEOUT_S)
         except (grpc.aio.AioRpcError, BadReply):
@@ -206,7 +206,7 @@ class DirectoryClient:
         return True
 
     async def prefetch(self, key: str, due_in_s: float) -> str:
-        """Have a parked conversation's KV loaded. Returns the outcome; raises DirectoryUnavailable."""
+        """Have a parked conversation's KV loaded, and return the outcome. Raises DirectoryUnavailable."""
         return await self._ask(m.PREFETCH, m.PrefetchRequest(key, due_in_s))
 
     async def describe(self, key: str) -> dict[str, Any] | None:
@@ -228,7 +228,7 @@ class DirectoryClient:
             raise _unavailable(wrong) from wrong
 
     async def _place(self, ask: Ask) -> Placed | Refusal:
-        """Ask again while a directory restarts: a placement made meanwhile is found, not doubled.
+        """Ask again while the directory restarts. A placement made meanwhile is found instead of repeated.
 
         A directory that cannot write answers at once and is not asked again. A turn that was on its way when
         the directory went needs no place if its conversation is bound.
@@ -276,7 +276,7 @@ class DirectoryClient:
         return _found(chain.links[at], chain.sizes[at], reply)
 
     def _unknown(self, key: str) -> None:
-        """Forget a conversation that the directory does not know: the next turn places it again."""
+        """Forget a conversation that the directory does not know; its next turn is placed again."""
         metrics.FALLBACKS.labels("stale_binding").inc()
         self.cache.drop(key)
 

@@ -1,4 +1,4 @@
-"""Messages between gateways and the directory: plain data, sent as it is (`rpc.py`)."""
+"""Messages between gateways and the directory, as plain data that `rpc.py` sends unchanged."""
 
 from dataclasses import dataclass, field
 from typing import Any
@@ -13,7 +13,7 @@ from router.identity.prefix_chain import End
 
 @dataclass(frozen=True, slots=True)
 class Ask:
-    """Turn that needs a place.
+    """Request for the placement of a turn.
 
     It is the first of a conversation, a later one that may go through a prefiller (`uncached_tokens`), or one
     whose decoder was lost (`lost`).
@@ -43,7 +43,7 @@ class Ask:
 
     @property
     def owner_weight(self) -> float:
-        """Weight of the turn's class and priority among turns of its owner, in seconds."""
+        """Weight of the turn's class and priority among the turns of its owner, in seconds."""
         return self.queue_weight + self.priority_weight
 
 
@@ -61,7 +61,7 @@ class Placed:
 
 @dataclass(frozen=True, slots=True)
 class PlaceAnswer:
-    """Answer to one ask of a call: placed or refused."""
+    """Answer to one request of a call: placed or refused."""
 
     index: int
     placed: Placed | None = None
@@ -70,7 +70,7 @@ class PlaceAnswer:
 
 @dataclass(frozen=True, slots=True)
 class IdentifyRequest:
-    """Question which conversation a prompt continues.
+    """Request for the conversation that a prompt continues.
 
     The first request has its links, longest prefix first. The second has the digests of prefixes with a tail
     that the first answer named, longest first.
@@ -129,7 +129,7 @@ class Activity:
 
 @dataclass(frozen=True, slots=True)
 class ReportRequest:
-    """Report of a gateway. One that got no answer is sent again, and may arrive twice."""
+    """Report of a gateway. A report without an answer is sent again, so it may arrive twice."""
 
     gateway: str
     activities: tuple[Activity, ...]
@@ -138,7 +138,7 @@ class ReportRequest:
 
 @dataclass(frozen=True, slots=True)
 class Spent:
-    """Budget that a gateway granted a key since its last report, and the key's turns there now."""
+    """Tokens that a gateway granted to a key since its last report, and the key's running turns there."""
 
     key: str
     requests: int
@@ -177,7 +177,7 @@ class Engines:
 
 @dataclass(frozen=True, slots=True)
 class Push:
-    """Push of changes to a gateway."""
+    """Changes that the directory pushes to a gateway."""
 
     engines: Engines | None = None
     ended: tuple[tuple[str, str], ...] = ()  # conversation, cause
@@ -225,7 +225,7 @@ class CapacityReport:
 
 @dataclass(frozen=True, slots=True)
 class TimelineReport:
-    """Latest events of conversations, for a person to look at."""
+    """Recent events of conversations, for people to look at."""
 
     now: float = 0.0
     conversations: list[dict[str, Any]] = field(default_factory=list)

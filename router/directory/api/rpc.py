@@ -1,4 +1,4 @@
-"""gRPC with our own data: frozen dataclasses as msgpack, methods by name, one secret for all.
+"""gRPC with our own encoding: frozen dataclasses as msgpack, methods by name, one secret for all calls.
 
 No schema beside the dataclasses. A field that the reader does not know is passed over, and one that the
 writer does not send has its default, so that two versions of a fleet can talk while one replaces the other:
@@ -26,7 +26,7 @@ Context = Any  # grpc has no types that mypy could follow
 
 
 class NoSecret(RouterError, ValueError):
-    """A service without a secret would answer everybody."""
+    """A service needs a secret, because without one it would answer everybody."""
 
 
 class BadReply(RouterError, ConnectionError):
@@ -41,7 +41,7 @@ class Method(Generic[Request, Reply]):
 
 
 class Stub:
-    """The asking side of a channel. Raises grpc.aio.AioRpcError."""
+    """Client side of a channel. Calls raise grpc.aio.AioRpcError."""
 
     def __init__(self, channel: Any, secret: str) -> None:
         self._channel = channel
@@ -84,7 +84,7 @@ class Stub:
 
 
 class Service:
-    """Server side of methods: refuses callers without the secret, and messages that it cannot read."""
+    """Server side: refuses callers without the secret, and messages that it cannot read."""
 
     def __init__(
         self,
@@ -92,7 +92,7 @@ class Service:
         unavailable: tuple[type[Exception], ...],
         broken: tuple[type[Exception], ...] = (),
     ) -> None:
-        """Name the exceptions of handlers whose text goes to the caller.
+        """`unavailable` and `broken` name the handler exceptions whose text is sent to the caller.
 
         `unavailable`: asking again may help. `broken`: somebody has to repair something first.
         """

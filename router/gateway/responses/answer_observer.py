@@ -1,4 +1,4 @@
-"""Observer of an answer that is to be stored; answers that are not stored have the plain observer."""
+"""Observer of an answer that will be stored; other answers have the plain observer."""
 
 import asyncio
 import re
@@ -13,7 +13,7 @@ _ENDS = (b"response.completed", b"response.incomplete")
 
 
 class AnswerObserver(StreamObserver):
-    """Observer that also collects the response object, and holds its end back until it is stored."""
+    """Observer that also collects the response object, and holds back its end until it is stored."""
 
     __slots__ = ("_ends", "_kept", "_kept_bytes", "_store")
 
@@ -43,6 +43,6 @@ class AnswerObserver(StreamObserver):
 
     @property
     def response(self) -> bytes:
-        """Return the JSON that has the response object; empty when there is none, or too much of it."""
+        """Return the JSON that contains the response object; empty if there is none, or it is too large."""
         kept = b"".join(self._kept) if self._kept_bytes <= MOST_BYTES else b""
         return kept[: kept.find(b"\n")] if self.streamed else kept

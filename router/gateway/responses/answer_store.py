@@ -76,7 +76,7 @@ class StoredAnswer:
 
 
 class AnswerStore:
-    """Stores answers for `keep_s` after their last use, and for each owner its share of `max_bytes`."""
+    """Stores answers for `keep_s` after their last use, within each owner's share of `max_bytes`."""
 
     def __init__(self, config: AnswersConfig, clock: Callable[[], float] = time.time) -> None:
         self._config, self._clock = config, clock
@@ -127,7 +127,7 @@ class AnswerStore:
             yield database
 
     def put(self, owner: str, answer: StoredAnswer) -> None:
-        """Store an answer; if its conversation ended during its turn, without that conversation."""
+        """Store an answer; if its conversation ended during its turn, store it outside the conversation."""
         items, response = zlib.compress(answer.items, 1), zlib.compress(answer.response, 1)
         sizes = len(answer.items), len(items) + len(response)
         with self._writing() as database:
@@ -140,7 +140,7 @@ class AnswerStore:
             database.execute(f"INSERT OR REPLACE INTO stored_answers ({columns}) VALUES ({marks})", row)
 
     def response(self, owner: str, name: str) -> bytes | None:
-        """Return the response object of an answer; None if it is not stored."""
+        """Return the response object of an answer, or None if it is not stored."""
         query = "SELECT response FROM stored_answers WHERE owner = ? AND id = ? AND gone IS NULL"
         row = self.open().execute(query, (owner, name)).fetchone()
         return zlib.decompress(row[0]) if row is not None else None
@@ -188,7 +188,7 @@ class AnswerStore:
             )
 
     def newest(self, owner: str, conversation: str) -> tuple[str | None, int]:
-        """Return a conversation's newest answer (None: it begins) and the number of its last end."""
+        """Return a conversation's newest answer, or None for a new one, and the number of its last end."""
         query = """SELECT id FROM stored_answers WHERE owner = ? AND conversation = ?
             ORDER BY number DESC LIMIT 1"""
         row = self.open().execute(query, (owner, conversation)).fetchone()
@@ -200,7 +200,7 @@ class AnswerStore:
         return int(row[0]) if row is not None else 0
 
     def end_conversation(self, owner: str, conversation: str, live: bool) -> bool:
-        """End a conversation: the next turn of this name begins it, and running turns do not join it.
+        """End a conversation: the next turn of this name starts anew, and running turns do not join it.
 
         Returns whether it had a history. `live` says that it may have a turn all the same.
         """
@@ -216,7 +216,7 @@ class AnswerStore:
         return had
 
     def prune(self) -> int:
-        """Expire answers by age and by their owners' shares; return how many."""
+        """Delete answers that are too old or beyond their owners' shares; return how many."""
         now = self._clock()
         if now - self._pruned_at < PRUNE_S:
             return 0
@@ -263,8 +263,7 @@ def _pieces(answers: Iterable[bytes]) -> Iterator[bytes]:
 
 
 def fair_share(totals: Iterable[int], most: int) -> int:
-    """Return the bytes that each owner may keep so that all fit: owners share the space that small ones
-    leave."""
+    """Return the bytes that each owner may keep. Large owners share the space that small ones leave."""
     left, waiting = most, sorted(totals)
     while waiting and waiting[0] <= left // len(waiting):
         left -= waiting.pop(0)

@@ -78,13 +78,13 @@ class History:
 
 @dataclass(frozen=True, slots=True)
 class AnswerParser:
-    """Parser of the id, the items and the response object of an engine's answer."""
+    """Parser of an engine's answer: its id, its items and the response object."""
 
     space: str  # owner
     response_fields: Mapping[str, Any]
 
     def parse(self, pieces: Sequence[bytes]) -> tuple[str, bytes, bytes]:
-        """Return id, items for a prompt, and response. Raises ValueError for what is no response."""
+        """Return id, items for a later prompt, and response. Raises ValueError if it is not a response."""
         answer = orjson.loads(b"".join(pieces))
         answer = answer.get("response", answer) if isinstance(answer, dict) else {}
         name, output = answer.get("id"), answer.get("output")
@@ -100,7 +100,7 @@ class AnswerParser:
 
 
 class Answers:
-    """Stored answers of one gateway. The disk has one thread, and no wait for it is without a limit."""
+    """Stored answers of one gateway. One thread does all disk work, and every wait for it is limited."""
 
     def __init__(
         self,
@@ -118,7 +118,7 @@ class Answers:
         self._waiting_bytes = 0  # of answers that are not written yet
 
     async def start(self) -> None:
-        """Open the file. Raises GatewayConfigError for a newer one; other errors are tried again later."""
+        """Open the file. Raises GatewayConfigError for a newer version; other errors are retried later."""
         try:
             await self._call(self._store.open)
         except (sqlite3.Error, OSError) as error:
@@ -170,14 +170,14 @@ class Answers:
         return sent, History(items, previous, conversation, stored, end)
 
     def _touch(self, owner: str, name: str) -> None:
-        """Count a use in the disk thread. A full disk still reads, so a failure is only logged."""
+        """Record a use in the disk thread. A failure is only logged, because a full disk can still be read."""
         try:
             self._store.touch(owner, name)
         except _DISK_ERRORS as error:
             log.warning("the use of stored answers was not recorded reason=%r", error)
 
     def observer(self, owner: str, history: History | None, *arguments: Any) -> StreamObserver:
-        """Return the observer of an answer, which stores it where its history says so."""
+        """Return the observer of an answer; it stores the answer if the history says so."""
         if history is None or not history.stored:
             return StreamObserver(*arguments)
         return AnswerObserver(lambda response: self.store(owner, history, response), *arguments)

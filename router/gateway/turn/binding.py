@@ -41,7 +41,7 @@ log = logging.getLogger("conserve.router.binding")
 
 @dataclass(frozen=True, slots=True)
 class Identified:
-    """Conversation of a turn, and how it was found."""
+    """The conversation of a turn, and how it was identified."""
 
     key: str
     how: PrefixMatch
@@ -53,7 +53,7 @@ class Identified:
 
 @dataclass(frozen=True, slots=True)
 class Route:
-    """Engines that serve a turn, and the cause of their choice."""
+    """Engines that serve a turn, and why they were chosen."""
 
     known: Known
     decoder: EngineInfo
@@ -71,7 +71,7 @@ class Route:
 
 
 class Binder:
-    """Identifies conversations, and binds their turns to engines, through the directory where needed."""
+    """Identifies conversations and binds their turns to engines; asks the directory where needed."""
 
     def __init__(
         self,

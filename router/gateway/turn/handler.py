@@ -63,7 +63,7 @@ class TurnHandler:
         )
 
     async def serve(self, turn: Turn, responder: Responder) -> None:
-        """Serve one turn to its end. Raises ApiError for what the client is told instead of an answer."""
+        """Serve one turn to its end. Raises ApiError if the client is to get an error instead of an answer."""
         if self._tracer is not None:
             attributes: dict[str, str | int] = {
                 "conserve.api": turn.api.value,
@@ -123,7 +123,7 @@ class TurnHandler:
         responder: Responder,
         stream: StreamResumption,
     ) -> tuple[Route, RelayedTurn]:
-        """Continue a stream whose engine was lost on another engine, behind what the client has."""
+        """Continue a stream on another engine after its engine was lost, from where the client's copy ends."""
         try:
             self._quarantine.check(turn.prompt.chain.end.digest)
             turn = stream.next_try(turn, relayed.outcome)
@@ -221,7 +221,7 @@ def cached_tokens(prefill: PrefillLeg, seen: Observation) -> int:
 
 
 def _durations(route: Route, prefill: PrefillLeg, seen: Observation) -> tuple[float, float]:
-    """Return the seconds from placement to first token, and of these the handover's.
+    """Return the seconds from placement to first token, and the handover's part of them.
 
     The handover lasts from the end of the prefill to the first token, less the time of one token. Both are 0
     when they cannot be seen.

@@ -85,14 +85,14 @@ def _resumed(resume: Mapping[str, Any] | None) -> dict[str, Any]:
 
 
 def for_leg(leg: str, turn: Turn, engine: EngineInfo) -> Turn:
-    """Return the turn with trace headers that name this leg, if it is traced."""
+    """Return the turn with trace headers that name this leg, if the turn is traced."""
     if turn.trace is None:
         return turn
     return replace(turn, headers=turn.trace.leg(leg, turn.headers, engine.engine))
 
 
 def pull_from(prefiller: EngineInfo, transfer_id: str) -> dict[str, Any]:
-    """Return the parameters with which the decoder fetches the KV of a transfer that begins now."""
+    """Return the parameters with which the decoder fetches KV from a transfer that begins now."""
     host, _, port = prefiller.transfer.rpartition(":")
     return {
         "do_remote_prefill": True,
@@ -151,7 +151,7 @@ async def decode(
     observer: StreamObserver,
     progress: StreamProgress | None,
 ) -> RelayOutcome:
-    """Relay the decode leg to the client. Without parameters or hints the client's body is not changed.
+    """Relay the decode leg to the client. The client's body is unchanged if there are no parameters or hints.
 
     `progress` is that of a stream that can be resumed, None for one that cannot.
     """

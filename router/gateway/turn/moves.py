@@ -1,4 +1,4 @@
-"""Count of moves: whether a conversation's KV came with it to its new decoder."""
+"""Counts moves of conversations, and whether their KV came with them."""
 
 import logging
 
@@ -13,7 +13,7 @@ log = logging.getLogger("conserve.router.moves")
 def count_move(
     route: Route, prefill: PrefillLeg, seen: Observation, *, answered: bool, same_prefix: bool
 ) -> None:
-    """Count the turn with which a conversation moved, and the tokens of its context computed again.
+    """Count a turn whose conversation moved, and the context tokens that were computed again.
 
     Call this before the turn's token counts replace those of the turn before. A changed prefix is computed
     again wherever the conversation is, and does not count.

@@ -1,4 +1,4 @@
-"""Prefetch of parked conversations: their KV is back on the accelerator before their tool call returns.
+"""Prefetches parked conversations, so that their KV is on the accelerator before their tool call returns.
 
 A prefetch is a command to the engine, through the directory and the engine's keeper. The engine loads the
 blocks from its host, and the next turn finds them. Only conversations that the directory knows as parked are
@@ -42,7 +42,7 @@ class Prefetcher:
             self._planned[known.key] = asyncio.create_task(self._prefetch(known, planned))
 
     def turn_arrived(self, known: Known) -> None:
-        """Cancel the prefetch of a conversation whose next turn is here, unless its engine has it already."""
+        """Cancel the prefetch of a conversation whose next turn has arrived, unless the engine has begun it."""
         self._cancel(known.key)
         if known.tool_called_at is not None:
             wait_s = self._clock() - known.tool_called_at

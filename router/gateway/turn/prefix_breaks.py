@@ -1,4 +1,4 @@
-"""Causes of broken prefixes: why a later turn's prompt did not continue the tokens of its conversation's KV.
+"""Reasons for broken prefixes: why a later turn's prompt did not continue its conversation's KV.
 
 The hash chains over messages show what a client changed. The engine's count of cached tokens shows the rest:
 if the messages are the same and the KV of the last answer is not found, the same text has become other
@@ -18,7 +18,7 @@ _CAUSES_WITH_KV = frozenset({"bound", "redisaggregated", "moved"})  # routes to 
 
 
 class PrefixBreak(StrEnum):
-    """Cause of a broken prefix."""
+    """Reason for a broken prefix."""
 
     CHANGED_TOOLS = "changed_tools"
     EDITED_HISTORY = "edited_history"
@@ -29,7 +29,7 @@ class PrefixBreak(StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class KvReuse:
-    """KV that the decoder of a later turn held, and how much of it the turn found."""
+    """KV that the decoder held for a later turn, and how much of it the turn reused."""
 
     matched_bytes: int  # of the prompt, in an earlier request of this conversation
     held: int  # tokens that its decoder held
@@ -39,7 +39,7 @@ class KvReuse:
 
 
 def find_prefix_break(before: Asked, turn: Turn, reuse: KvReuse) -> tuple[PrefixBreak, int] | None:
-    """Return the cause of a broken prefix and the tokens computed again.
+    """Return the reason for a broken prefix, and the number of tokens computed again.
 
     Returns None when the prefix held, or when nobody can know.
     """

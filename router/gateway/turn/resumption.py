@@ -92,7 +92,7 @@ class StreamResumption:
         return seen._replace(usage=usage)
 
     def next_try(self, turn: Turn, outcome: RelayOutcome) -> Turn:
-        """Return the turn as the next engine gets it. Raises the stream's error after too many tries."""
+        """Return the turn for the next engine. Raises the stream's error after too many tries."""
         assert self.progress is not None
         now, pieces, self._was_cut = self._clock(), self.progress.events, True
         if pieces > self._pieces_before or self._first_cut is None:
@@ -107,7 +107,7 @@ class StreamResumption:
         return replace(turn, resume={"outputs": outputs} if outputs else None)
 
     def judge(self, outcome: RelayOutcome) -> RelayOutcome:
-        """Return the outcome of a try: RESUMABLE if another engine may try. Raises ApiError."""
+        """Return the outcome of a try: RESUMABLE if another engine may continue. Raises ApiError."""
         if outcome.end in (RelayEnd.NOT_STARTED, RelayEnd.HELD):
             if decoder_lost(outcome):
                 return outcome._replace(end=RelayEnd.RESUMABLE)

@@ -1,4 +1,4 @@
-"""A turn, one request of a conversation, and the reader that makes it from an HTTP request."""
+"""A turn (one request of a conversation), and the reader that makes it from an HTTP request."""
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
@@ -61,7 +61,7 @@ class Turn:
 
     @property
     def flex(self) -> bool:
-        """Return whether this is offline work: it waits for capacity and has no conversation."""
+        """Return whether this is offline work, which waits for capacity and has no conversation."""
         return self.body.get("service_tier") == "flex"
 
     @property

@@ -92,7 +92,7 @@ class TurnMetrics:
     def _answered(
         self, slo_class: str, known: Known, seen: Observation, tbt: float | None
     ) -> Iterator[tuple[str, float]]:
-        """Yield each objective of the answer that has ended, with the seconds that it took."""
+        """Yield each objective of the finished answer, with the measured seconds."""
         since, known.waiting_since = known.waiting_since, None
         assert since is not None
         if seen.first_content_at is not None:
@@ -139,5 +139,5 @@ def _outcome_label(outcome: RelayOutcome, seen: Observation) -> str:
 
 
 def _answers_the_user(seen: Observation) -> bool:
-    """Return whether the turn speaks to the user. A forced tool call ends with `stop` too."""
+    """Return whether the turn answers the user. A forced tool call also ends with `stop`."""
     return seen.finish_reason in _FINISHED_FOR_USER and not seen.called_tool

@@ -1,4 +1,4 @@
-"""Resume protocol of streams: what another engine needs to continue a stream after its engine was lost.
+"""Resume protocol of streams: what another engine needs to continue a stream whose engine was lost.
 
 On request an engine writes a *token line* in front of each event: the ids of the tokens generated since the
 last one, as in ``:12,13;14;`` (`workers/engine/resume/`). The first line also says how long the prompt
@@ -49,7 +49,7 @@ class StreamProgress:
 
     @property
     def headers(self) -> RawHeaders:
-        """Request headers for the first engine, and for one that continues the stream."""
+        """Return the request headers for the first engine, or for the one that continues the stream."""
         headers = [(EVENTS_HEADER, b"%d" % self.events), (SEED_HEADER, self._seed), (COUNTS_HEADER, b"1")]
         return [*headers, (CREATED_HEADER, self._created)] if self._created else headers
 
@@ -58,31 +58,31 @@ class StreamProgress:
 
     @property
     def events(self) -> int:
-        """Number of events with a token line that the client has received."""
+        """Return how many events with a token line the client has received."""
         return self.lines.count(b"\n")
 
     @property
     def outputs(self) -> list[list[int]]:
-        """Token ids of each output of the engine."""
+        """Return the token ids of each output of the engine."""
         outputs = PROMPT_COUNTS.sub(b"", self.lines).replace(b":", b"").replace(b"\n", b"").split(b";")[:-1]
         return [[int(token) for token in output.split(b",")] if output else [] for output in outputs]
 
     @property
     def prompt_tokens(self) -> tuple[int, int | None] | None:
-        """Length of the prompt and its cached tokens, as the first engine reported them."""
+        """Return the prompt's length and its cached tokens, as the first engine reported them."""
         found = PROMPT_COUNTS.search(self.lines)
         return (int(found[1]), int(found[2]) if found[2] else None) if found else None
 
     @property
     def generated_tokens(self) -> int | None:
-        """Number of generated tokens; None when the lines are incomplete."""
+        """Return the number of generated tokens; None if the token lines are incomplete."""
         if len(self.lines) >= MAX_LINES_BYTES or NOT_RESUMABLE in self.lines:
             return None
         return len(TOKEN_ID.findall(PROMPT_COUNTS.sub(b"", self.lines)))
 
     @property
     def obstacle(self) -> str | None:
-        """Reason why no other engine can continue the stream; None when one can."""
+        """Return why no other engine can continue the stream; None if one can."""
         if not self.reported:
             return "not_lined"
         if len(self.lines) >= MAX_LINES_BYTES:
@@ -92,7 +92,7 @@ class StreamProgress:
         return "not_exact" if NOT_RESUMABLE in self.lines else None
 
     def strip(self, data: bytes) -> bytes:
-        """Keep the token lines of ``data``, and return it without them."""
+        """Store the token lines of ``data``, and return the data without them."""
         self.mid_event = not data.endswith(EVENT_ENDS)
         if not self._created and (found := CREATED_AT.search(data)):
             self._created = found[1]
@@ -102,7 +102,7 @@ class StreamProgress:
         return TOKEN_LINE.sub(b"", data)
 
     def strip_chunk(self, framed: bytes, start: int) -> bytes | None:
-        """Strip a chunk that is one token line and one event; None when it is anything else."""
+        """Strip a chunk that is one token line and one event; return None if it is anything else."""
         end = framed.find(b"\n", start) + 1
         if framed[start : start + 1] != b":" or framed[start + 1 : start + 2] == b" ":
             return None

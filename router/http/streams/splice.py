@@ -1,4 +1,4 @@
-"""Splicing of streams: complete events go from an engine's socket to the client's, past both transports.
+"""Splicing of streams: complete events go straight from an engine's socket to the client's socket.
 
 A stream is spliced once its first content has come, as long as each read is exactly one event. Transports and
 protocols touch more memory for a token than its two system calls do; one loop makes the calls for all streams
@@ -39,7 +39,7 @@ for _size in range(1, LARGEST_EVENT - 6):
 
 
 class SplicedConnection(Protocol):
-    """Engine connection of a spliced stream, which handles everything that is not one whole event."""
+    """Engine connection of a spliced stream. It handles everything that is not one whole event."""
 
     def on_diverted(self, data: bytes) -> None: ...
 
@@ -47,7 +47,7 @@ class SplicedConnection(Protocol):
 
 
 class SpliceStream:
-    """One stream on its way from the socket ``engine`` to the socket ``client`` (file descriptors)."""
+    """One stream from the socket ``engine`` to the socket ``client``, both file descriptors."""
 
     def __init__(
         self,
@@ -84,7 +84,7 @@ class SpliceStream:
 
 
 class SpliceLoop:
-    """Reads and writes the sockets of all spliced streams of an event loop, which watches its epoll.
+    """Reads and writes the sockets of all spliced streams; the event loop watches its epoll.
 
     Notifications are edge-triggered: after a read that did not fill its buffer, the next byte or the end
     causes a new one.
@@ -97,12 +97,12 @@ class SpliceLoop:
         loop.add_reader(self._epoll.fileno(), self._run)
 
     def add(self, stream: SpliceStream) -> None:
-        """Take a stream over. Until ``remove`` nobody else may read its engine or write to its client."""
+        """Take over a stream. Until ``remove`` nobody else may read from its engine or write to its client."""
         self._streams[stream.engine] = stream
         self._epoll.register(stream.engine, select.EPOLLIN | select.EPOLLRDHUP | select.EPOLLET)
 
     def remove(self, stream: SpliceStream) -> None:
-        """Give a stream back. Call it before a socket closes: its descriptor may be reused at once."""
+        """Give back a stream. Call it before a socket closes, because its descriptor may be reused at once."""
         del self._streams[stream.engine]
         self._epoll.unregister(stream.engine)
 

@@ -39,7 +39,7 @@ ID = re.compile(rb'"id"\s*:\s*"([^"\\]*(?:\\.[^"\\]*)*)"')
 
 
 class EventBoundary:
-    """Splits a stream at the ends of events, and keeps the beginning of an event until its end has come.
+    """Splits a stream at the ends of events, and keeps the beginning of an event until its end arrives.
 
     An engine writes one event at a time, so that nearly every piece passes as it is. If the engine dies
     inside an event, the error event that the gateway adds still stands alone. An event longer than
@@ -53,7 +53,7 @@ class EventBoundary:
         """Beginning of an event whose end has not come."""
 
     def complete(self, data: bytes) -> bytes:
-        """Return the bytes that may go to the client now; possibly none."""
+        """Return the bytes that may be sent to the client now; possibly none."""
         if self.partial:
             data = self.partial + data
             self.partial = b""
@@ -81,7 +81,7 @@ class TokenUsage(NamedTuple):
 
 
 class Observation(NamedTuple):
-    """Facts about one response. Times are those of the observer's clock; None for what was not seen."""
+    """Facts about one response. Times are from the observer's clock; None means not seen."""
 
     status: int
     streamed: bool
@@ -131,7 +131,7 @@ class StreamObserver:
 
     @property
     def first_content_seen(self) -> bool:
-        """Whether only the number, the time and the bytes of the last events matter from here on."""
+        """Return whether only the count, time and bytes of events still matter."""
         return self._first_content_at is not None
 
     @property
@@ -140,11 +140,11 @@ class StreamObserver:
 
     @property
     def holds_end(self) -> bool:
-        """Whether the client has to wait for the data that was just fed, until ``at_end`` is done."""
+        """Return whether the client has to wait for the data just fed until ``at_end`` is done."""
         return False
 
     def at_end(self) -> asyncio.Future[None] | None:
-        """Finish observing; the client gets the end of the answer when the returned future is done."""
+        """Finish observing. The client receives the end of the answer when the returned future is done."""
         return None
 
     def start(self, status: int, content_type: bytes) -> None:
@@ -153,7 +153,7 @@ class StreamObserver:
         self.last_at = self._clock()
 
     def feed(self, data: bytes) -> None:
-        """Observe the next piece: whole events of a stream (see `EventBoundary`), any bytes otherwise."""
+        """Observe the next piece: whole events of a stream (see `EventBoundary`), otherwise any bytes."""
         if not self._streamed:
             self._feed_whole_answer(data)
             return
@@ -168,7 +168,7 @@ class StreamObserver:
             self._look_for_firsts(data, self.last_at)
 
     def feed_chunk(self, framed: bytes) -> None:
-        """Observe one whole chunk of a stream, with its framing, that ends with an event."""
+        """Observe one whole chunk of a stream, with its framing; it ends with an event."""
         if self._first_content_at is None or framed.find(b"\n", SHORTEST_SIZE_LINE) + 4 != len(framed):
             self.feed(framed[framed.find(b"\n") + 1 : -2])  # not simply one more event of one line
             return
@@ -219,7 +219,7 @@ class StreamObserver:
 
 
 def _has_value(text: bytes, keys: tuple[bytes, ...], value: re.Pattern[bytes]) -> bool:
-    """Return whether a key in ``text`` has a value of that form. Finding plain bytes is fast."""
+    """Return whether a key in ``text`` has one of these values. Searching plain bytes is fast."""
     for key in keys:
         at = text.find(key)
         while at >= 0:
@@ -285,7 +285,7 @@ def find_usage(text: bytes) -> TokenUsage | None:
 
 
 def usage_from(fields: dict[str, Any]) -> TokenUsage | None:
-    """Convert a usage object. Anthropic's `input_tokens` leave cached tokens out; the other APIs do not."""
+    """Convert a usage object. Anthropic's `input_tokens` exclude cached tokens; other APIs include them."""
     prompt = fields.get("prompt_tokens", fields.get("input_tokens"))
     completion = fields.get("completion_tokens", fields.get("output_tokens", 0))
     details = fields.get("prompt_tokens_details") or fields.get("input_tokens_details") or {}
