@@ -1,4 +1,4 @@
-"""Connector inside vLLM that transfers, retains and parks KV; and the base of its exceptions."""
+"""Connector inside vLLM that transfers, retains and parks KV. Also holds the base of its exceptions."""
 
 
 class KVTransferError(Exception):

@@ -1,4 +1,4 @@
-"""Settings of one engine's connector: frozen, and the same on both sides of the command line."""
+"""Settings of one engine's connector, as a frozen dataclass that can be passed on a command line."""
 
 import os
 from collections.abc import Mapping
@@ -23,7 +23,7 @@ class ConnectorConfigError(KVTransferError, ValueError):
 
 @dataclass(frozen=True, slots=True)
 class ConnectorConfig:
-    """Settings of the connector of one engine, one epoch."""
+    """Settings of the connector of one engine in one epoch."""
 
     engine: str = "engine"
     epoch: int = 0
@@ -129,7 +129,7 @@ def _connector(name: str, module: str, extra: dict[str, Any]) -> dict[str, Any]:
 
 
 def transfer_secret(environ: Mapping[str, str] = os.environ) -> bytes:
-    """Read the key of transfers from the environment: arguments are visible to every local user."""
+    """Read the transfer key from the environment, because arguments are visible to every local user."""
     secret = environ.get(SECRET_VARIABLE, "")
     if len(secret) < 16:
         raise ConnectorConfigError(f"{SECRET_VARIABLE} must hold the key of transfers (16 characters+)")
@@ -140,5 +140,5 @@ GIB = 1 << 30
 
 
 def host_slots(config: ConnectorConfig, ranks: int, block_bytes: int) -> int:
-    """Return the number of host slots: `host_kv_gib` is for all ranks, which each hold a part of a block."""
+    """Return the number of host slots. `host_kv_gib` is for all ranks; each holds a part of a block."""
     return int(config.host_kv_gib * GIB) // (block_bytes * ranks)

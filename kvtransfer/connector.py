@@ -112,17 +112,17 @@ class ConServeConnector(KVConnectorBase_V1, SupportsHMA):
 
     @property
     def requires_kv_delivery(self) -> bool:
-        """Tell vLLM that no request waits for delivery: a preempted prefill is sent again."""
+        """Tell vLLM that no request waits for delivery, because a preempted prefill is sent again."""
         return False
 
     @classmethod
     def requires_piecewise_for_cudagraph(cls, extra_config: dict[str, Any]) -> bool:
-        """Ask for piecewise graphs in all steps if vLLM cannot choose by step (`compat/whole_graphs.py`)."""
+        """Ask for piecewise graphs in all steps if vLLM cannot choose for each step."""
         return ConnectorConfig.from_extra_config(extra_config).layer_hooks and pieces_for_all_steps()
 
     @classmethod
     def get_required_kvcache_layout(cls, vllm_config: VllmConfig) -> str:
-        """Ask for a layout in which one block of one layer is one contiguous range of bytes."""
+        """Ask for a layout in which one layer's block is one contiguous range of bytes."""
         return "LBHNC"
 
     @classmethod
@@ -158,7 +158,7 @@ class ConServeConnector(KVConnectorBase_V1, SupportsHMA):
         return self._workers.get(plugin)
 
     def held_by_others(self, request_id: str) -> None:
-        """Note an ended request whose blocks another connector saves before they are freed."""
+        """Record a finished request whose blocks another connector saves before they are freed."""
         self.kv_state.loads.held_by_others.add(request_id)
 
     def bind_kv_cache_manager(self, kv_cache_manager: Any) -> None:
@@ -198,7 +198,7 @@ class ConServeConnector(KVConnectorBase_V1, SupportsHMA):
     def get_external_cache_hit_sources(
         self, request: Any, num_external_tokens: int
     ) -> dict[CacheHitSource, int]:
-        """Return where loaded tokens come from, for vLLM's counter. Called right after the allocation."""
+        """Return the sources of loaded tokens for vLLM's counter. Called right after the allocation."""
         source = self._hit_sources.pop(request.request_id, None)
         return {source: num_external_tokens} if source and num_external_tokens else {}
 
@@ -229,7 +229,7 @@ class ConServeConnector(KVConnectorBase_V1, SupportsHMA):
         return False, params or None
 
     def has_pending_push_work(self) -> bool:
-        """Keep an engine without requests stepping while a prefetch is under way."""
+        """Make an engine without requests continue to step while a prefetch runs."""
         return any(side.needs_step() for side in self._schedulers.values())
 
     def reset_cache(self) -> bool:
@@ -252,14 +252,14 @@ class ConServeConnector(KVConnectorBase_V1, SupportsHMA):
         self._needs_layers = any(side.needs_layers(orders.get(n)) for n, side in self._layered.items())
 
     def bind_connector_metadata(self, connector_metadata: KVConnectorMetadata) -> None:
-        """Take back a whole graph that would skip hooks. vLLM calls this right before the forward pass."""
+        """Drop a whole graph that would skip hooks. vLLM calls this right before the forward pass."""
         if self._needs_layers and not self._pieces_only and take_back_whole_graph(self._graphs_taken_back):
             self._graphs_taken_back += 1
             self._counts["graphs_taken_back"] = self._counts.get("graphs_taken_back", 0) + 1
         super().bind_connector_metadata(connector_metadata)
 
     def start_load_kv(self, forward_context: Any, **kwargs: Any) -> None:
-        """Do nothing: without a synchronous load vLLM calls this after the forward pass."""
+        """Do nothing, because vLLM calls this after the forward pass if no load is synchronous."""
 
     def wait_for_layer_load(self, layer_name: str) -> None:
         for before_layer in self._before_layer:
@@ -309,7 +309,7 @@ for name, module in ((CONNECTOR, CONNECTOR_MODULE), (LMCACHE, LMCACHE_MODULE)):
 
 
 class SeveralConnectors(MultiConnector):
-    """Our connector together with another of vLLM's: a shared tier, or NIXL.
+    """Our connector combined with another one of vLLM's: a shared tier, or NIXL.
 
     vLLM's `MultiConnector` asks them in order; the first that has a prompt's KV loads it, and all save.
     """
@@ -337,5 +337,5 @@ class SeveralConnectors(MultiConnector):
         return ended
 
     def reset_cache(self) -> bool:
-        """Reset our connector only: a shared tier keeps its KV."""
+        """Reset our connector only, because a shared tier keeps its KV."""
         return self.ours.reset_cache()

@@ -1,4 +1,4 @@
-"""Counts of the plugins on their way through vLLM to the engine's Prometheus page."""
+"""Counts of the plugins, on their way through vLLM to the engine's Prometheus page."""
 
 from typing import Any
 

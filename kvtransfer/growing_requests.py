@@ -1,4 +1,4 @@
-"""Which requests of a step may have a full block more than when they were last looked at."""
+"""Finds the requests of a step that may have completed another block since they were last examined."""
 
 from collections.abc import Mapping
 from typing import Any
@@ -9,7 +9,7 @@ UNTIL_CONFIRMED = 2
 
 
 class GrowingRequests:
-    """Finds requests at the ends of their blocks, so that steps that only decode look at few of them.
+    """Finds requests at the ends of their blocks, so that decoding steps examine only a few requests.
 
     A request that decodes confirms at most one token a step, so it is looked at again when enough steps have
     passed for a block.
@@ -22,7 +22,7 @@ class GrowingRequests:
         self._due: dict[int, list[str]] = {}  # step -> requests to look at
 
     def of_step(self, output: Any, requests: Mapping[str, tuple[Any, ...]]) -> list[str]:
-        """Return the requests to look at in this step. `requests` has vLLM's request first, by id."""
+        """Return the requests to examine in this step. Values of `requests` begin with vLLM's request."""
         self._step += 1
         scheduled = output.num_scheduled_tokens
         admitted = output.scheduled_new_reqs or output.scheduled_cached_reqs.resumed_req_ids

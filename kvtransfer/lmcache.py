@@ -1,4 +1,4 @@
-"""LMCache's connector, made to survive the loss of its server.
+"""LMCache's connector, modified to survive the loss of its server.
 
 LMCache 0.5.6 continues without its server after a missed heartbeat. Until then its calls raise time-outs out
 of the step, which ends the engine. Here the first time-out counts as the missed heartbeat; the load that was
@@ -16,7 +16,7 @@ logger = logging.getLogger("conserve.kvtransfer.lmcache")
 
 
 class GuardedLMCache(LMCacheMPConnector):  # type: ignore[misc]
-    """LMCache's connector whose time-outs do not end the engine."""
+    """LMCache's connector, whose timeouts do not end the engine."""
 
     def __init__(self, vllm_config: Any, role: Any, kv_cache_config: Any = None) -> None:
         verify_lmcache()

@@ -1,4 +1,4 @@
-"""Let processes end with their parent.
+"""Makes processes end when their parent ends.
 
 vLLM's engine core and workers are children of its front end. When that is killed they would keep memory and
 the accelerator; Linux ends them instead.
@@ -12,7 +12,7 @@ PR_SET_PDEATHSIG = 1
 
 
 def die_with_parent() -> None:
-    """Let the kernel kill this process when its parent dies. No process here has state to save."""
+    """Have the kernel kill this process when its parent dies. No process here has state to save."""
     parent = os.getppid()
     libc = ctypes.CDLL(None, use_errno=True)
     if libc.prctl(PR_SET_PDEATHSIG, signal.SIGKILL) != 0:

@@ -30,7 +30,7 @@ class Report(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class EngineContext:
-    """Arguments of every side. vLLM's objects are typed loosely, so that pure files need no vLLM."""
+    """Arguments of every side. vLLM's objects have loose types, so that pure files do not import vLLM."""
 
     config: ConnectorConfig
     vllm_config: Any
@@ -42,7 +42,7 @@ class EngineContext:
 
 @dataclass(frozen=True, slots=True)
 class Match:
-    """Tokens of a prompt that a plugin can bring in, beyond those already on the accelerator."""
+    """Tokens of a prompt that a plugin can load, beyond those already on the accelerator."""
 
     tokens: int
     background: bool  # True: loaded between steps, while other requests run
@@ -85,7 +85,7 @@ class PluginSide:
 
 
 class SchedulerSide(PluginSide):
-    """Side that runs in EngineCore's scheduling thread. No hook may block.
+    """Side of a plugin that runs in EngineCore's scheduling thread. No hook may block.
 
     A side never delays the freeing of a request's blocks: an engine with delayed frees spins while idle and
     hangs a pause. To keep blocks longer than their request, it takes references on the block pool.
@@ -97,13 +97,13 @@ class SchedulerSide(PluginSide):
         """Build the side, in the scheduler's process."""
 
     def bind(self, manager: Any) -> None:
-        """Receive vLLM's `KVCacheManager`, once after start."""
+        """Receive vLLM's `KVCacheManager`, once after the start."""
 
     def on_new_request(self, request: Any) -> None:
-        """Note a new request, also one that arrives while the engine is idle."""
+        """Called for each new request, even while the engine is idle."""
 
     def match(self, request: Any, computed_tokens: int) -> Match | None:
-        """Return what this plugin can load of a request that is about to be scheduled, or `LATER`.
+        """Return what this plugin can load for a request that is about to be scheduled, or `LATER`.
 
         The first plugin with a match loads it. There is no second call after a load that failed from its
         first block on: the prompt is computed.
@@ -111,32 +111,32 @@ class SchedulerSide(PluginSide):
         return None
 
     def after_allocation(self, request: Any, blocks: Any, match: Match | None) -> None:
-        """Note that a request has blocks. If `match` is set, this plugin has to load its tokens into them."""
+        """Called when a request got blocks. With `match`, this plugin has to load its tokens into them."""
 
     def order(self, scheduler_output: Any) -> Any | None:
         """Return the worker side's order for a step, after scheduling."""
         return None
 
     def on_outcome(self, outcome: StepOutcome) -> None:
-        """Take the results of a step."""
+        """Receive the results of a step."""
 
     def needs_step(self) -> bool:
         """Return whether the engine has to step for this plugin although it has no requests."""
         return False
 
     def on_finished(self, request: Any, block_ids: Sequence[list[int]]) -> dict[str, Any] | None:
-        """Note the end of a request, also by abort, whose blocks are not yet freed.
+        """Called when a request ends, or is aborted, before its blocks are freed.
 
         Returns transfer parameters for its response.
         """
         return None
 
     def reset(self) -> None:
-        """Drop references and forget KV, because the prefix cache is about to be emptied."""
+        """Drop references and forget KV, because the prefix cache will be emptied."""
 
 
 class WorkerSide(PluginSide):
-    """Side that runs in a worker, one for each rank."""
+    """Side of a plugin that runs in a worker, one per rank."""
 
     def __init__(self, context: EngineContext, rank: int) -> None:
         """Build the side, in the worker's process."""
@@ -152,10 +152,10 @@ class WorkerSide(PluginSide):
         """Receive the KV tensors by layer name, once."""
 
     def before_step(self, order: Any | None) -> None:
-        """Take the order of a step, before the step overwrites a block."""
+        """Receive the order of a step before the step overwrites a block."""
 
     def needs_layers(self, order: Any | None) -> bool:
-        """Return whether this side has work between the layers of the step with this order.
+        """Return whether this side has work between layers in the step with this order.
 
         If no side has, the step may be one CUDA graph, and the next two hooks are not called. The answer may
         depend on the order only, because ranks must agree. Only sides that override one of the two hooks are
@@ -164,25 +164,25 @@ class WorkerSide(PluginSide):
         return True
 
     def before_layer(self, layer: str) -> None:
-        """Run before the attention of one layer. The safepoint raises here."""
+        """Called before the attention of a layer. The safepoint raises here."""
 
     def after_layer(self, layer: str) -> None:
-        """Run when the layer's KV of this step is written (CPU) or queued on the current stream (GPU)."""
+        """Called when the layer's KV of this step is written (CPU) or queued on the current stream (GPU)."""
 
     def after_step(self) -> None:
-        """Run after the forward pass, also of an empty step."""
+        """Called after the forward pass, and after an empty step."""
 
     def loads_ended(self) -> LoadsEnded | None:
         """Return the background loads that ended since the last call."""
         return None
 
     def report(self) -> Report | None:
-        """Return the report of a step; the last call in it."""
+        """Return the report of a step; this is the step's last call."""
         return None
 
 
 class Plugin:
-    """Factory of the two sides of one job. `name` is the key of its orders and reports."""
+    """Factory of a plugin's two sides. `name` is the key of its orders and reports."""
 
     name: str
     scheduler: type[SchedulerSide] = SchedulerSide
@@ -198,7 +198,7 @@ class Plugin:
 
 
 def plugin_paths(config: ConnectorConfig) -> list[str]:
-    """Return the plugins of an engine in calling order: our own, then those of the configuration."""
+    """Return an engine's plugins in calling order: the built-in ones, then those from the configuration."""
     own = {
         "kvtransfer.transfer.worker:TransferPlugin": config.own_transfer,
         "kvtransfer.retention.eviction:RetentionPlugin": True,
@@ -209,7 +209,7 @@ def plugin_paths(config: ConnectorConfig) -> list[str]:
 
 
 def load_plugin(path: str) -> Plugin:
-    """Load a plugin named as `module:Class`, so that packages which import this one can bring their own."""
+    """Load a plugin named `module:Class`, so that packages which import this one can provide their own."""
     module, _, name = path.partition(":")
     try:
         plugin = getattr(import_module(module), name)()

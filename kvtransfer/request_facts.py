@@ -1,4 +1,4 @@
-"""Facts about vLLM's requests that several plugins ask for."""
+"""Facts about vLLM's requests that several plugins need."""
 
 from typing import Any
 
@@ -22,19 +22,19 @@ def owner_key(request: Any) -> str | None:
 
 
 def depends_on_tokens_only(request: Any) -> bool:
-    """Return whether tokens and salt determine the request's KV: it has no images, embeddings or adapter."""
+    """Return whether tokens and salt determine the request's KV: no images, embeddings or adapter."""
     return not (request.mm_features or request.lora_request or request.prompt_embeds is not None)
 
 
 def apply_client_hints(request: Any, conversation: RetainedConversation) -> None:
-    """Set how long the client wants its KV kept; checked and bounded by `router/requests/body_parser.py`."""
+    """Set how long the client wants its KV kept. The gateway has checked the hints."""
     hints = (request.kv_transfer_params or {}).get("conversation") or {}
     conversation.park_after_s = hints.get("park_after_s")
     conversation.ttl_s = hints.get("ttl_s", conversation.ttl_s)
 
 
 def confirmed_blocks(request: Any, block_tokens: int) -> int:
-    """Return the number of full blocks whose KV is certainly computed.
+    """Return the number of full blocks whose KV has certainly been computed.
 
     A step under way may still be rolled back. Not for a request whose background load runs: vLLM counts what
     is on its way as computed.

@@ -1,4 +1,4 @@
-"""State that the plugins of one engine's scheduler side share, under one lock.
+"""State that the plugins of an engine's scheduler side share, under one lock.
 
 The control socket's thread needs the lock: it releases and parks conversations while the engine is idle and
 its scheduler sleeps. Everything here is bookkeeping; blocks are touched in the next step.
@@ -32,7 +32,7 @@ BlockIds = Callable[[], Iterable[int]]
 
 @dataclass(slots=True)
 class RequestLoads:
-    """Requests by the result of their load. Written by retention (`loading`) and the state report."""
+    """Requests by the state of their load. Written by retention (`loading`) and the state report."""
 
     loading: set[str] = field(default_factory=set)  # have blocks but no step yet: KV may be on its way
     loaded: set[str] = field(default_factory=set)  # of these, the ones whose KV has arrived
@@ -46,7 +46,7 @@ class RequestLoads:
 
 @dataclass(slots=True)
 class UnreportedChanges:
-    """Conversations to which something happened since the last report. The state report clears the lists."""
+    """Conversations that changed since the last report. The state report clears the lists."""
 
     confirmed: list[str] = field(default_factory=list)  # got blocks
     parked: list[str] = field(default_factory=list)
@@ -55,7 +55,7 @@ class UnreportedChanges:
 
 @dataclass(slots=True)
 class BlockHolders:
-    """Holders of references on blocks, for the integrity check. Each plugin registers itself."""
+    """Holders of block references, for the integrity check. Each plugin registers its own."""
 
     references: dict[str, BlockIds] = field(default_factory=dict)  # block ids, one for each reference
     # Of those, the ones that the engine's next step gives back. An idle engine still has them.
@@ -67,7 +67,7 @@ class BlockHolders:
 
 
 class SharedKvState:
-    """Conversations, host slots and the three records above."""
+    """Conversations and host slots of an engine, and which conversations are due to be parked or ended."""
 
     def __init__(
         self,
@@ -93,11 +93,11 @@ class SharedKvState:
 
     @property
     def no_kv_in_flight(self) -> bool:
-        """True if no KV is on its way to blocks or from them, also for requests that ended meanwhile."""
+        """Return whether no KV is being copied, even for requests that have ended."""
         return not (self.loads.in_flight or self.holders.any_held)
 
     def release(self, key: str, cause: str = "released") -> bool:
-        """End a conversation, so that its blocks and slots have no owner. Returns whether it was known."""
+        """End a conversation, so that its blocks and slots lose their owner; return whether it was known."""
         with self.lock:
             known = self.conversations.end(key)
             if known:
@@ -105,7 +105,7 @@ class SharedKvState:
             return known
 
     def park(self, key: str) -> bool:
-        """Park a retained conversation that is on the host entirely. Returns whether it is parked now."""
+        """Park a retained conversation that is entirely on the host; return whether it is parked now."""
         with self.lock:
             conversation = self.conversations.get(key)
             if conversation is None or conversation.phase is RetentionPhase.RUNNING:
@@ -137,7 +137,7 @@ class SharedKvState:
         return self.drains_since is not None
 
     def drain(self, draining: bool) -> None:
-        """Begin or end a drain, in which conversations leave the engine.
+        """Begin or end a drain, during which conversations leave the engine.
 
         An idle conversation is kept for `LEAVES_WITHIN_S`, so that it can move with its KV. An engine without
         transfers ends it at once.
@@ -147,7 +147,7 @@ class SharedKvState:
                 self.drains_since = self.clock() if draining else None
 
     def park_and_expire(self) -> None:
-        """Park and end conversations that were idle for long enough."""
+        """Park and end conversations that have been idle for long enough."""
         with self.lock:
             now = self.clock()
             if self.drains_since is not None:
@@ -168,7 +168,7 @@ class SharedKvState:
                     self._park(conversation, "late" if late else "idle" if wish is None else "said")
 
     def park_for_pressure(self, missing_blocks: int) -> None:
-        """Park retained conversations, the oldest first, until so many blocks can be evicted."""
+        """Park retained conversations, oldest first, until `missing_blocks` can be evicted."""
         for conversation in self.conversations.retained_oldest_first():
             if missing_blocks <= 0:
                 return
@@ -176,7 +176,7 @@ class SharedKvState:
                 missing_blocks -= len(self.conversations.keys(conversation))
 
     def reset(self) -> None:
-        """Forget all KV that was computed so far: it is not valid any more."""
+        """Forget all computed KV, because it is no longer valid."""
         with self.lock:
             for conversation in self.conversations:
                 self.conversations.advance(conversation, [])
@@ -205,8 +205,7 @@ class SharedKvState:
         return None
 
     def _displaceable_by(self, owner: RetainedConversation) -> list[RetainedConversation]:
-        """Return the KV that gives its host slots to a conversation: offline work, then idle
-        conversations."""
+        """Return the conversations whose host slots `owner` may take: offline work first, then idle ones."""
         there = (c for c in self.conversations if c.on_host and c.chain and c is not owner)
         found = [c for c in there if c.offline or not c.turns]
         return sorted(found, key=lambda c: (not c.offline, c.last_used))

@@ -1,4 +1,4 @@
-"""Side streams: copies between accelerator and host, launched beside the model's kernels by our threads."""
+"""Side streams: copies between accelerator and host, launched by our threads beside the model's kernels."""
 
 import threading
 from collections.abc import Iterator
@@ -7,7 +7,7 @@ from typing import Any
 
 
 class Launched:
-    """Handle of the work launched within one `launched_here`; on the CPU that is done already."""
+    """Handle for the work of one `launched_here`. On the CPU the work is already done."""
 
     def __init__(self) -> None:
         self.event: Any = None
@@ -32,7 +32,7 @@ class SideStream:
         self._lock = threading.Lock()
 
     def mark(self) -> None:
-        """Let work launched here `after_mark` start after everything that the calling thread has launched.
+        """Make work launched with `after_mark` wait for everything that the calling thread has launched.
 
         The thread that launches steps calls this when it gets an order. The order's blocks may have belonged
         to another request whose last kernels still run: an aborted iteration leaves kernels of a few layers.
@@ -40,7 +40,7 @@ class SideStream:
         self._marked = self.launched()
 
     def adopt_thread(self) -> None:
-        """Make the stream's device the calling thread's, before that launches or waits.
+        """Set the calling thread's device to the stream's, before it launches or waits.
 
         A new thread has device 0, and would create a CUDA context there on a worker of another device.
         """
@@ -48,19 +48,19 @@ class SideStream:
             self._cuda.set_device(self._device)
 
     def launched(self) -> Any:
-        """Return an event after everything on the thread's own stream, or None if that is done."""
+        """Return an event after everything on the thread's own stream, or None if that has finished."""
         return self._recorded(self._cuda.current_stream()) if self._cuda is not None else None
 
     @contextmanager
     def launching(self, after_mark: bool = False) -> Iterator[None]:
-        """Launch work and sleep until it is done; other threads may launch meanwhile."""
+        """Launch work and sleep until it is done. Other threads may launch meanwhile."""
         with self.launched_here(after_mark) as launched:
             yield
         launched.wait()
 
     @contextmanager
     def launched_here(self, after_mark: bool = False) -> Iterator[Launched]:
-        """Launch work that the caller can wait for later.
+        """Launch work for which the caller can wait later.
 
         If the body raises, the work it launched is finished first, because its memory may be reused.
         """
@@ -88,7 +88,7 @@ class SideStream:
 
 
 def cuda_of(tensor: Any) -> Any | None:
-    """Return `torch.cuda` for a tensor on a GPU, else None."""
+    """Return `torch.cuda` for a tensor on a GPU, otherwise None."""
     import torch
 
     return torch.cuda if tensor.is_cuda else None

@@ -1,4 +1,4 @@
-"""python -m workers.host: run one command until it ends or its lease does.
+"""python -m workers.host: runs one command until it ends or its lease expires.
 
 The host of an engine leads a session of its own and so outlives its keeper: a restarted keeper adopts the
 engine with all its KV. The lease is a file. The keeper renews it by changing its modification time; removing
@@ -35,7 +35,7 @@ ASKED_TO_END = "asked_to_end"  # file beside the lease
 
 
 class Lease:
-    """Lease that runs out `seconds` after its last renewal or the last look at a live supervisor.
+    """Lease that expires `seconds` after its last renewal, or after a live supervisor was last seen.
 
     Time is monotonic, because the system's clock may jump.
     """
@@ -61,7 +61,7 @@ class Lease:
         return self._supervisor is not None and find(*self._supervisor) is not None
 
     def _recorded(self) -> bool:
-        """Return whether the record names this process; a record that cannot be read counts as if it did."""
+        """Return whether the record names this process. An unreadable record counts as naming it."""
         try:
             return bool(json.loads(self._record.read_text())["pid"] == os.getpid())
         except FileNotFoundError:
@@ -82,7 +82,7 @@ class AskedToEnd(WorkerError):
 
 @dataclass(slots=True)
 class EndSignal:
-    """Handler of SIGTERM: the first one asks the keeper, if there is time for that; the second one ends."""
+    """Handler of SIGTERM: the first signal asks the keeper, if there is time; the second one ends."""
 
     file: Path
     leave_s: float

@@ -1,4 +1,4 @@
-"""Order in which the kernel kills a fleet's processes when the machine's memory runs out.
+"""Order in which the kernel kills a fleet's processes when the machine runs out of memory.
 
 By default the kernel kills the largest process, and Ray's monitor kills actors, whichever process took the
 memory: the directory and all keepers ended, and the engine that had grown stayed. An engine can be started
@@ -14,7 +14,7 @@ _HIGHEST = 1000
 
 
 class OomScore(IntEnum):
-    """Thousandths of the machine's memory that the kernel adds to a process's own."""
+    """Value that the kernel adds to a process's own score, in thousandths of the machine's memory."""
 
     SERVING = 0  # the directory, gateways
     BATCH = 100

@@ -1,4 +1,4 @@
-"""Helpers for processes: ports, environments, atomic files, back-off, and ending whole process trees.
+"""Process helpers: ports, environments, atomic files, back-off, and ending whole process trees.
 
 A tree is ended by pid and start time, so that a process that inherited a pid is never touched.
 """
@@ -68,7 +68,7 @@ def listens(host: str, port: int) -> bool:
 
 
 def listen_problem(host: str, port: int) -> str:
-    """Return why nothing can listen there now; empty if something can."""
+    """Return why a process cannot listen there now; empty if it can."""
     with socket.socket() as probe:
         probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         try:
@@ -116,7 +116,7 @@ def write_atomically(file: Path, content: str | bytes, mode: int = 0o666) -> Non
 
 
 class LogOnChange:
-    """Log function that drops repetitions of the last text; an empty text means that the problem is over."""
+    """Log function that drops repetitions of the last text. An empty text means that the problem is over."""
 
     def __init__(self, say: Callable[[str], None]) -> None:
         self._say = say
@@ -129,7 +129,7 @@ class LogOnChange:
 
 
 def find(pid: int, started: float) -> psutil.Process | None:
-    """Return the process of that pid and start time; None if it is gone or a zombie."""
+    """Return the process with that pid and start time; None if it is gone or a zombie."""
     try:
         process = psutil.Process(pid)
         # psutil computes start times from the boot time, which has whole seconds and can change by one.
@@ -162,7 +162,7 @@ def tree(root: psutil.Process) -> list[psutil.Process]:
 
 
 def end(processes: Iterable[psutil.Process], grace_s: float) -> bool:
-    """Terminate, wait `grace_s`, then kill; return whether all processes are gone."""
+    """Terminate the processes, wait `grace_s`, then kill; return whether all are gone."""
     remaining = [process for process in processes if _running(process)]
     for process in remaining:
         with contextlib.suppress(psutil.Error):
@@ -175,7 +175,7 @@ def end(processes: Iterable[psutil.Process], grace_s: float) -> bool:
 
 
 def lower_priority(pid: int, nice: int) -> None:
-    """Lower the priority of a process's threads and of the threads that they start later."""
+    """Lower the priority of a process's threads and of threads that they start later."""
     with contextlib.suppress(OSError):
         for thread in os.listdir(f"/proc/{pid}/task"):
             os.setpriority(os.PRIO_PROCESS, int(thread), nice)

@@ -75,7 +75,7 @@ class ProfileStore:
         write_atomically(self._path, json.dumps(entries, indent=1, sort_keys=True))
 
     def measured_at(self, key: ProfileKey) -> float | None:
-        """Return when the profile was measured; None if there is none or it has no time."""
+        """Return when the profile was measured; None if there is no profile or no time in it."""
         entry = self._read().get(str(key))
         at = entry.get("measured_at") if isinstance(entry, dict) else None
         return at if isinstance(at, int | float) else None

@@ -27,7 +27,7 @@ NOT_BOUND = "nobind"
 
 
 def bound() -> Iterator[int]:
-    """Yield descriptors of this process's bound TCP sockets that are not connections."""
+    """Yield the file descriptors of this process's bound TCP sockets that are not connections."""
     for descriptor in map(int, os.listdir("/proc/self/fd")):
         with suppress(OSError):  # the descriptor of the listing itself is closed
             if not stat.S_ISSOCK(os.fstat(descriptor).st_mode):

@@ -1,1 +1,1 @@
-"""Copies of conversations' blocks in host memory, and their way back."""
+"""Copies conversations' blocks to host memory and back."""

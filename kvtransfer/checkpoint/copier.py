@@ -34,7 +34,7 @@ NICE = 10
 
 
 class CopyThrottle:
-    """Limits the share of a core that copies take from the model, by a rest after each piece of work.
+    """Limits the share of a core that copies take from the model, by resting after each piece of work.
 
     The rest is proportional to the processor time of the piece, not to the elapsed time: work that others
     delay would rest for the delay, too, and never end. The longer work has waited, the shorter the rests:
@@ -51,7 +51,7 @@ class CopyThrottle:
         self._began = time.thread_time()
 
     def end(self, waited_s: float) -> None:
-        """Set the rest after a piece; `waited_s` is how long the oldest unfinished work has waited."""
+        """Set the rest after a piece of work; `waited_s` is the age of the oldest unfinished work."""
         share = min(1.0, self._share * (1 + waited_s / self._patience_s))
         self._until = time.monotonic() + (time.thread_time() - self._began) * (1 / share - 1)
 
@@ -135,7 +135,7 @@ class Copier:
         self.memory.close()  # no copy is under way here
 
     def _next(self) -> tuple[float, BlockLoad | list[BlockCopy]]:
-        """Return the next work; of a store by one thread only a part, because a load may arrive meanwhile."""
+        """Return the next work. One thread gets only part of a store, because a load may arrive meanwhile."""
         if self._loads:
             return self._loads.popleft()
         asked_for, copies = self._stores.popleft()
@@ -177,14 +177,16 @@ class Copier:
         return [mine, *(other.result() for other in others)]
 
     def _store_threads(self) -> int:
-        """Return one while steps run: nobody waits for a store, and each thread takes the model's GIL."""
+        """Return one while steps run: no request waits for a store, and each thread takes the GIL from the
+        model.
+        """
         return 1 if self._steps_go_on() else self._threads
 
     def _load_threads(self) -> int:
         return 1 if self._mover.takes_cores and self._steps_go_on() else self._threads
 
     def _waited_s(self, asked_for: float) -> float:
-        """Return how long the oldest unfinished work has waited, which may be a store that loads overtook."""
+        """Return the age of the oldest unfinished work, which may be a store that loads overtook."""
         with self._work:
             oldest = self._stores[0][0] if self._stores else asked_for
         return time.monotonic() - min(oldest, asked_for)
@@ -238,14 +240,14 @@ class Copier:
 
 
 def lower_thread_priority() -> None:
-    """Run this thread only on free cores, or else with a small share that never preempts other threads."""
+    """Run this thread only on free cores, or with a small share that never preempts other threads."""
     thread = threading.get_native_id()
     os.setpriority(os.PRIO_PROCESS, thread, NICE)
     os.sched_setscheduler(thread, os.SCHED_BATCH, os.sched_param(0))
 
 
 def pages(layers: Iterable[Any]) -> list[Any]:
-    """Return each distinct KV tensor once, as the largest layer in it.
+    """Return each distinct KV tensor once, in the form of the largest layer that uses it.
 
     Layers of different KV cache groups share memory; a block belongs to one group at a time.
     """

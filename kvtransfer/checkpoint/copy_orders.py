@@ -6,7 +6,7 @@ from dataclasses import dataclass, field
 
 @dataclass(frozen=True, slots=True)
 class BlockCopy:
-    """Copy of one block to or from one host slot; the order says in which direction."""
+    """Copy of one block to or from a host slot; its order gives the direction."""
 
     block: int
     slot: int
@@ -36,7 +36,7 @@ class CheckpointOrder:
 
 @dataclass(slots=True)
 class CheckpointReport:
-    """Copies that ended since the report before."""
+    """Copies that ended since the last report."""
 
     stored: Counter[int] = field(default_factory=Counter)  # slots, with the number of ranks done
     corrupt: set[int] = field(default_factory=set)  # slots whose contents failed their check

@@ -1,4 +1,4 @@
-"""Mover for GPUs: gathers blocks on the device and copies them between there and their rows on the host.
+"""Mover for GPUs: gathers blocks on the device, and copies them to and from their rows on the host.
 
 Each launch takes Python's lock from the model, so launches per byte must be few. A unit of many blocks takes
 one launch for each layer and one for each run of consecutive slots.
@@ -24,7 +24,7 @@ Placed = tuple[list[BlockCopy], int]  # a unit, and the index of its first block
 
 
 class Lane:
-    """Side stream with memory on the device for one unit.
+    """Side stream, with device memory for one unit of blocks.
 
     The stream keeps its order, so the next unit finds the memory free.
     """
@@ -102,7 +102,7 @@ class CudaMover(Mover):
             lane.stream.mark()
 
     def store(self, memory: HostSlots, copies: list[BlockCopy], at: int = 0) -> None:
-        """Store blocks; a unit is copied while the one before is hashed."""
+        """Store blocks; one unit is copied while the previous one is hashed."""
         memory.use(copies)
         under_way: deque[tuple[list[BlockCopy], Launched]] = deque()
         try:
@@ -135,7 +135,7 @@ class CudaMover(Mover):
         return [copy for copy in copies if copy in good]
 
     def _units(self, copies: list[BlockCopy], at: int) -> Iterator[Placed]:
-        """Yield units in the order of slots, because consecutive slots are one copy."""
+        """Yield units in slot order, because consecutive slots need only one copy."""
         ordered = sorted(copies, key=lambda copy: copy.slot)
         for first in range(0, len(ordered), self._unit):
             yield ordered[first : first + self._unit], at + first

@@ -1,4 +1,4 @@
-"""Index of host memory: which block is in which slot. Bookkeeping only, no bytes.
+"""Index of host memory: which block is in which slot. It holds no bytes.
 
 A slot is free, being stored to, or stored; a stored slot may have loads under way. When a block is dropped
 while a copy touches its slot, the slot becomes free at the end of the copy.
@@ -45,7 +45,7 @@ class HostIndex:
 
     @property
     def used(self) -> int:
-        """Number of slots whose block can be found now or at the end of its copy."""
+        """Return the number of slots whose block can be found now or when its copy ends."""
         return len(self._by_block)
 
     def __contains__(self, block: bytes) -> bool:
@@ -88,7 +88,7 @@ class HostIndex:
         self._free_if_done(slot)
 
     def drop(self, block: bytes) -> None:
-        """Remove a block that is not wanted any more, or was found to be corrupt."""
+        """Remove a block that is no longer wanted or was found to be corrupt."""
         slot = self._by_block.pop(block, None)
         if slot is not None:
             slot.dropped = True
@@ -139,6 +139,6 @@ def block_faults(
 
 
 def host_faults(host: HostIndex, conversations: RetainedConversations) -> list[str]:
-    """Describe inconsistencies of host memory, blocks without an owner included."""
+    """Describe inconsistencies of host memory, including blocks without an owner."""
     orphans = [block for block in host.blocks() if not conversations.wanted_on_host(block)]
     return host.faults() + ([f"{len(orphans)} host slots belong to nobody"] if orphans else [])

@@ -1,4 +1,4 @@
-"""Host memory for blocks, the interface of movers, and the mover of the CPU build.
+"""Host memory for blocks, the interface of movers, and the CPU build's mover.
 
 A row holds one block: its bytes of each layer, one after the other. The copier's threads share Python's lock
 with the model. NumPy's and xxhash's calls release it while they copy or hash, and start no threads, as
@@ -37,13 +37,13 @@ Rows = npt.NDArray[np.uint8]
 
 
 class PinnedMemoryRegistrar(Protocol):
-    """Registers host memory with the driver of a GPU."""
+    """Registers host memory with a GPU's driver."""
 
     def register(self, address: int, nbytes: int) -> str:
-        """Register a range. Returns an error text, or an empty one."""
+        """Register a range. Returns an error text, empty on success."""
 
     def unregister(self, address: int) -> None:
-        """Unregister a range. The calling thread must launch nothing afterwards."""
+        """Unregister a range. The calling thread must not launch GPU work afterwards."""
 
 
 class CudaRegistrar(PinnedMemoryRegistrar):
@@ -97,7 +97,7 @@ class RegisteredRows:
         self._taken = 0
 
     def use(self, rows: Iterable[int]) -> None:
-        """Register the chunks of rows that will be written. May take as long as a registration."""
+        """Register the chunks of rows that will be written; blocks while the driver registers."""
         for chunk in {row // self.chunk_rows for row in rows} - self._known:
             with self._lock:
                 if chunk not in self._known:
@@ -125,7 +125,7 @@ class RegisteredRows:
         self._known.add(chunk)
 
     def take_refused(self) -> int:
-        """Return the chunks refused since the last call. Lock-free, because each step asks."""
+        """Return how many chunks were refused since the last call. Lock-free, because each step asks."""
         refused = self._refused
         taken, self._taken = self._taken, refused
         return refused - taken
@@ -142,7 +142,7 @@ class RegisteredRows:
 
 
 class HostSlots:
-    """Memory with one row for each slot, and the digest of its contents.
+    """Host memory with one row per slot, and the digest of each row's content.
 
     Rows are plain memory that is touched page by page as slots fill, or with a registrar registered memory
     (`RegisteredRows`). The mover decides what a digest covers.
@@ -156,20 +156,20 @@ class HostSlots:
         self.contents: dict[int, tuple[int, int]] = {}  # slot -> generation, digest
 
     def known(self, copies: list[BlockCopy]) -> list[BlockCopy]:
-        """Return the copies whose slots still hold the generation that they expect."""
+        """Return the copies whose slots still hold the expected generation."""
         return [c for c in copies if self.contents.get(c.slot, (None, 0))[0] == c.generation]
 
     def holds(self, copy: BlockCopy, digest: int) -> bool:
-        """Return whether the bytes that were loaded are the stored ones."""
+        """Return whether the loaded bytes are the stored ones."""
         return self.contents[copy.slot][1] == digest
 
     def use(self, copies: list[BlockCopy]) -> None:
-        """Prepare slots that will be written."""
+        """Prepare slots for writing."""
         if self._registered is not None:
             self._registered.use(copy.slot for copy in copies)
 
     def runs(self, copies: list[BlockCopy]) -> Iterator[tuple[int, int]]:
-        """Yield the runs of consecutive slots: first slot and length. A run ends where a registration ends.
+        """Yield runs of consecutive slots as first slot and length. Registered chunks are not crossed.
 
         The copies must be in the order of their slots.
         """
@@ -192,11 +192,11 @@ class HostSlots:
         return xxhash.xxh3_64_intdigest(self.rows[copy.slot])
 
     def take_refused(self) -> int:
-        """Return the chunks that could not be registered since the last call."""
+        """Return how many chunks could not be registered since the last call."""
         return self._registered.take_refused() if self._registered is not None else 0
 
     def close(self) -> None:
-        """Release registered memory after the last copy."""
+        """Release the registered memory after the last copy."""
         if self._registered is not None:
             self._registered.close()
 
@@ -217,22 +217,22 @@ class Mover(ABC):
 
     @abstractmethod
     def mark(self) -> None:
-        """Let loads write only after everything that the calling thread of the model has launched."""
+        """Make loads wait for everything that the model's thread has launched so far."""
 
     @abstractmethod
     def store(self, memory: HostSlots, copies: list[BlockCopy], at: int = 0) -> None:
-        """Copy blocks to their slots, and return when they are there."""
+        """Copy blocks to their slots; return when they are there."""
 
     @abstractmethod
     def load(self, memory: HostSlots, copies: list[BlockCopy], at: int = 0) -> list[BlockCopy]:
-        """Copy blocks from their slots, and return the copies that passed their check.
+        """Copy blocks from their slots; return the copies that passed the check of their digest.
 
         Blocks of the other copies may have been written, too.
         """
 
 
 class HostMover(Mover):
-    """Mover of the CPU build, which copies and hashes in one pass while bytes are in a core's cache.
+    """Mover of the CPU build. It copies and hashes in one pass, while the bytes are in a core's cache.
 
     A store hashes the source and a load hashes the copy that it made, so any change of a row is found.
     """
@@ -246,7 +246,7 @@ class HostMover(Mover):
         self.at_once = at_once(device, HOST_PART_BYTES)
 
     def mark(self) -> None:
-        """Do nothing: work on the CPU is done when its call returns."""
+        """Do nothing, because work on the CPU is done when its call returns."""
 
     def store(self, memory: HostSlots, copies: list[BlockCopy], at: int = 0) -> None:
         for copy in copies:
@@ -271,7 +271,7 @@ class HostMover(Mover):
 
 
 def at_once(device: list[torch.Tensor], nbytes: int) -> int:
-    """Return the number of blocks in a piece that has `nbytes` for each thread."""
+    """Return how many blocks a piece has if each thread gets `nbytes` of it."""
     return THREADS * max(1, nbytes // block_bytes(device))
 
 

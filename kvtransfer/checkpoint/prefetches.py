@@ -19,7 +19,7 @@ from kvtransfer.retention.retained_conversations import RetainedConversation, Re
 
 @dataclass(frozen=True, slots=True)
 class Prefetch:
-    """A prefetch that was asked for and has not begun."""
+    """A requested prefetch that has not begun."""
 
     left_at: float  # when the conversation's last turn ended: another turn voids the prefetch
     due_in_s: float
@@ -43,7 +43,7 @@ class PrefetchLoad:
 
 
 class Prefetches:
-    """Carries out one prefetch at a time. Its methods need the lock of the shared state."""
+    """Carries out one prefetch at a time. Callers hold the lock of the shared state."""
 
     def __init__(self, context: EngineContext) -> None:
         verify(PREFETCHING)
@@ -60,12 +60,12 @@ class Prefetches:
 
     @property
     def pending(self) -> bool:
-        """True while the engine has to step for a prefetch, even without requests."""
+        """Return whether the engine has to step for a prefetch, even without requests."""
         return self._load is not None or (bool(self._waiting) and self._may_begin)
 
     @property
     def arriving(self) -> set[bytes]:
-        """Keys of the blocks that are being loaded."""
+        """Return the keys of the blocks that are being loaded."""
         load = self._load
         return {block_key(load.chain[at], group) for at, group in load.places} if load is not None else set()
 
@@ -102,7 +102,7 @@ class Prefetches:
         return None
 
     def on_report(self, loaded: Counter[str], unfilled: set[int]) -> int:
-        """Take the ranks' results of a step. Returns the number of blocks that were restored."""
+        """Take the ranks' results of a step; return how many blocks were restored."""
         load = self._load
         if load is None or not loaded:
             return 0
@@ -123,7 +123,7 @@ class Prefetches:
         return len(load.blocks) - len(load.unfilled)
 
     def reset(self) -> None:
-        """Forget waiting prefetches and the result of the one under way."""
+        """Forget waiting prefetches and the result of the running one."""
         self._waiting.clear()
         if self._load is not None:
             self._load.void = True
@@ -141,12 +141,12 @@ class Prefetches:
         )
 
     def _is_restorable(self, conversation: RetainedConversation) -> bool:
-        """True if at least half of the conversation is here or on the host."""
+        """Return whether at least half of the conversation is on the accelerator or the host."""
         chain = conversation.chain
         return bool(chain) and 2 * self._restorable_end(chain) >= len(chain)
 
     def _restorable_end(self, chain: list[bytes]) -> int:
-        """Length of the longest prefix of `chain` that every group has, here or on the host."""
+        """Return the length of the longest prefix of `chain` that every group has, here or on the host."""
         end = len(chain)
         for number, group in enumerate(self._groups):
             if not group.window:
@@ -165,7 +165,7 @@ class Prefetches:
         return cached or self._state.host.stored(block_key(block_hash, group))
 
     def _begin(self, prefetch: Prefetch, conversation: RetainedConversation) -> BlockLoad | None:
-        """Take blocks and slots for a prefetch, or return None if the pool has no room for it now."""
+        """Take blocks and slots for a prefetch; return None if the pool has no space for it now."""
         chain = list(conversation.chain)
         end = self._restorable_end(chain)
         kept: list[Any] = []

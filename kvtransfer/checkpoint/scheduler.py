@@ -15,7 +15,7 @@ STORES_A_STEP = 512  # of running requests; bounds the references that copies ho
 
 
 class CheckpointScheduler(SchedulerSide):
-    """Plugin side that is called after retention, which owns the conversations' chains."""
+    """Scheduler side of the checkpoint. It runs after retention, which owns the conversations' chains."""
 
     hit_source = "host"
 
@@ -55,7 +55,7 @@ class CheckpointScheduler(SchedulerSide):
             self._owned[request.request_id] = owned
 
     def match(self, request: Any, computed_tokens: int) -> Match | None:
-        """Return the blocks that the host has of a request; its last token is always computed."""
+        """Return the blocks of a request that are on the host; its last token is always computed."""
         if is_offline(request) and not self.offline_may_start:
             return None
         blocks = self.restorable_blocks(request, computed_tokens)
@@ -64,12 +64,12 @@ class CheckpointScheduler(SchedulerSide):
         return Match(blocks * self._block_tokens, background=True) if blocks else None
 
     def _on_its_way(self, request: Any, block: int) -> bool:
-        """Return whether a prefetch or another request loads this block: a second load would be of no use."""
+        """Return whether a prefetch or another request loads this block, so that a second load is useless."""
         keys = {block_key(request.block_hashes[block], number) for number in range(len(self._groups))}
         return any(keys & arriving for arriving in (*self._arriving.values(), self.prefetches.arriving))
 
     def restorable_blocks(self, request: Any, computed_tokens: int) -> int:
-        """Return how many blocks the host has of a request after the tokens that are on the accelerator."""
+        """Return how many blocks the host has after the tokens that are on the accelerator."""
         start = computed_tokens // self._block_tokens
         end = int(min((request.num_tokens - 1) // self._block_tokens, len(request.block_hashes)))
         hashes, host = request.block_hashes, self._kv_state.host
@@ -82,7 +82,7 @@ class CheckpointScheduler(SchedulerSide):
         return end - start
 
     def _gap(self, hashes: list[bytes], start: int, end: int) -> int:
-        """Return the last block that windows at `end` need and the host lacks, or -1."""
+        """Return the last block that attention windows at `end` need and the host lacks, or -1."""
         host = self._kv_state.host
         windows = ((n, group.first_kept(end)) for n, group in enumerate(self._groups) if group.window)
         needed = ((n, reversed(range(max(start, first), end))) for n, first in windows)
@@ -147,7 +147,7 @@ class CheckpointScheduler(SchedulerSide):
     def _store(
         self, request: Any, conversation: RetainedConversation, block_ids: Sequence[list[int]] | None
     ) -> None:
-        """Store confirmed blocks by the request's own hashes: the chain may belong to a concurrent turn."""
+        """Store confirmed blocks by the request's own hashes, as the chain may be a concurrent turn's."""
         hashes = request.block_hashes
         at = self._visited.get(request.request_id, 0)
         end = confirmed_blocks(request, self._block_tokens)
@@ -170,7 +170,7 @@ class CheckpointScheduler(SchedulerSide):
             self._behind[request.request_id] = None
 
     def _begin_store(self, key: bytes, block_id: int, conversation: RetainedConversation) -> bool:
-        """Order the copy of a block if it is wanted on the host. Returns False if no slot is free."""
+        """Order the copy of a block that is wanted on the host; return False if no slot is free."""
         if not self._is_wanted(key) or (block := self._pool.blocks[block_id]).is_null:
             return True
         slot = self._kv_state.claim_host_slot(key, conversation)

@@ -1,4 +1,4 @@
-"""Contact with vLLM's prefix cache and its engine core: register restored blocks, wake an idle engine."""
+"""Contact with vLLM's prefix cache and engine core: register restored blocks, and wake an idle engine."""
 
 import functools
 from collections.abc import Mapping
@@ -51,13 +51,13 @@ def cache_blocks(
 
 
 class _EngineCoreOfProcess:
-    """Holder of this process's engine core, known once it has received a request."""
+    """Holder of this process's engine core, set when the first request arrives."""
 
     core: Any = None
 
 
 def remember_engine_core() -> None:
-    """Patch vLLM so that an idle engine can be woken, once it has received a first request (the warm-up)."""
+    """Patch vLLM so that an idle engine can be woken after its first request (the warm-up)."""
     original = EngineCore.preprocess_add_request
     if getattr(original, "remembers_core", False):
         return

@@ -198,5 +198,5 @@ def free_queue(pool: Any) -> Iterator[Any]:
 
 
 def lmcache_is_gone(adapter: Any) -> None:
-    """Make LMCache's worker adapter go on without its server, as after a missed heartbeat."""
+    """Make LMCache's worker adapter continue without its server, as after a missed heartbeat."""
     adapter._health_event.clear()

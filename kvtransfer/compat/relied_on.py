@@ -65,7 +65,7 @@ def differences(relied: ReliedOn) -> Iterator[str]:
 
 
 def _owner(path: str) -> Any:
-    """Return the class, or the module if the path names no class; None if it does not exist."""
+    """Return the class, or the module if the path names no class; None if there is neither."""
     module, _, name = path.partition(":")
     try:
         found = import_module(module)

@@ -1,4 +1,4 @@
-"""Patch of vLLM's graph dispatcher: steps with work between layers do not run as one CUDA graph.
+"""Patch of vLLM's graph dispatcher, so that steps with work between layers do not run as one CUDA graph.
 
 Replaying a whole graph calls no Python, so a safepoint would not check its flag and an export would publish
 nothing. A step whose orders have work between layers runs with piecewise graphs (or without, if there are
@@ -75,7 +75,7 @@ V2_RUNNER = (
 
 
 def pieces_for_all_steps() -> bool:
-    """Return whether all steps need piecewise graphs: unless the configuration demands the V1 runner.
+    """Return whether all steps need piecewise graphs, which is so unless the V1 runner is configured.
 
     vLLM may still take V2 (watermarks); the worker checks that later.
     """
@@ -86,7 +86,7 @@ def pieces_for_all_steps() -> bool:
 
 
 def leave_out_whole_graphs(vllm_config: Any, needed: Callable[[], bool]) -> bool:
-    """Patch this worker before it captures graphs: while `needed()`, no step gets a whole graph.
+    """Patch this worker before it captures graphs: while `needed()` is true, no step gets a whole graph.
 
     Returns False if that is not possible and all steps run with piecewise graphs; the log says why.
     """
@@ -134,7 +134,7 @@ def _patch_dispatcher(needed: Callable[[], bool]) -> None:
 
 
 def take_back_whole_graph(before: int) -> bool:
-    """Run the step whose forward pass is next without graphs, if vLLM chose a whole one all the same.
+    """Run the next forward pass without graphs if vLLM chose a whole graph anyway.
 
     Return whether it did; `before` is how often it has. A step without a forward context counts as one, and
     runs as it is: nobody can abort it, and what it exports goes when it is over.

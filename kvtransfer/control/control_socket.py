@@ -1,4 +1,4 @@
-"""Control socket of an engine: a Unix socket to its keeper, with one JSON object a line.
+"""Control socket of an engine: a Unix socket to its keeper, with one JSON object per line.
 
 A connection begins with an `EngineCommand`. The command `states` is answered with an `EngineState` at once,
 then after every change, at most every 50 ms and at least every second, for as long as both sides live. Every
@@ -38,7 +38,7 @@ NAMED_AT_MOST = 1000
 
 @dataclass(frozen=True, slots=True)
 class EngineCommand:
-    """Command of the keeper, with the arguments of all commands."""
+    """Command of the keeper, with fields for the arguments of all commands."""
 
     command: str
     conversation: str = ""
@@ -68,7 +68,7 @@ _decode_state = msgspec.json.Decoder(EngineState).decode
 
 
 class RecentChanges:
-    """Conversations that changed recently, each with the number of the report that named it first."""
+    """Conversations that changed recently, each with the number of the report that first named it."""
 
     def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
         self._clock = clock
@@ -93,7 +93,7 @@ class RecentChanges:
 
 
 class ControlSocketServer:
-    """Server of the socket. `snapshot` and the commands run in its thread, and take the locks they need."""
+    """Server of the socket. `snapshot` and commands run in its thread and take the locks that they need."""
 
     def __init__(
         self, path: Path, snapshot: Callable[[], EngineState], commands: Mapping[str, Handler]
@@ -115,7 +115,7 @@ class ControlSocketServer:
             raise OSError(f"the control socket cannot listen on {path}")
 
     def notify(self) -> None:
-        """Report a change soon. May be called from any thread, and is called in each step.
+        """Report a change soon. Any thread may call this, and each step does.
 
         Waking the socket's thread takes the interpreter's lock from the step: once is enough for a report.
         """
@@ -177,7 +177,7 @@ class ControlSocketServer:
             writer.close()
 
     def _answer(self, line: bytes) -> Reply | None:
-        """Carry out a command; None if the connection asks for states."""
+        """Carry out a command and return its reply; None if the connection asks for states."""
         try:
             command = _decode_command(line)
         except msgspec.MsgspecError as error:
@@ -201,7 +201,7 @@ class ControlSocketError(KVTransferError, ConnectionError):
 
 
 class ControlSocketClient:
-    """Keeper's side of the socket: a connection for the states, and one for each command."""
+    """Keeper's side of the socket: one connection for the states, and one per command."""
 
     def __init__(self, path: Path) -> None:
         self._path = path
@@ -213,7 +213,7 @@ class ControlSocketClient:
                 yield _decode_state(line)
 
     async def release(self, conversation: str) -> bool:
-        """End a conversation. Returns whether the engine knew it."""
+        """End a conversation; return whether the engine knew it."""
         return (await self._ask(EngineCommand("release", conversation))).done
 
     async def prefetch(self, conversation: str, due_in_s: float) -> bool:
@@ -224,7 +224,7 @@ class ControlSocketClient:
         return (await self._ask(EngineCommand("prefetch", conversation, due_in_s=due_in_s))).done
 
     async def tokens(self, conversation: str) -> tuple[tuple[int, ...], str]:
-        """Return the tokens of an idle conversation and their salt; no tokens if it cannot be sent."""
+        """Return the tokens of an idle conversation and their salt; no tokens if it cannot be moved."""
         reply = await self._ask(EngineCommand("tokens", conversation))
         return reply.tokens, reply.salt
 
@@ -232,18 +232,18 @@ class ControlSocketClient:
         await self._ask(EngineCommand("drain", draining=draining))
 
     async def drop(self, epoch: int, members: tuple[str, ...], part: int) -> None:
-        """Keep a part of the layers and share the others with the other members, which get the same command.
+        """Keep a part of the layers and share the rest with the other members, who get the same command.
 
         The states report the progress (`split`).
         """
         await self._ask(EngineCommand("drop", epoch=epoch, members=members, part=part))
 
     async def restore(self, epoch: int) -> None:
-        """Load all layers again and end a split."""
+        """Load all layers again and end the split."""
         await self._ask(EngineCommand("restore", epoch=epoch))
 
     async def check(self) -> tuple[str, ...]:
-        """Return the faults of the integrity check, which only an idle engine makes."""
+        """Return the faults found by the integrity check, which only runs on an idle engine."""
         return (await self._ask(EngineCommand("check"))).faults
 
     async def _ask(self, command: EngineCommand) -> Reply:

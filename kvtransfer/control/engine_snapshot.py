@@ -17,7 +17,9 @@ from placement.scheduling.prompt_order import PromptRate
 
 @dataclass(slots=True)
 class PromptSpeed:
-    """How fast the engine computes prompts. Measured by the schedulers of `workers/engine/coserving`."""
+    """Measured speed at which the engine computes prompts. Set by the schedulers in
+    `workers/engine/coserving`.
+    """
 
     rate: PromptRate = field(default_factory=PromptRate)
     share: float = 1.0  # of the engine's time that decoding requests leave to prompts
@@ -27,7 +29,7 @@ class PromptSpeed:
 
 @dataclass(frozen=True, slots=True)
 class IdleBlocks:
-    """Blocks of idle conversations."""
+    """Counts of the blocks of idle conversations."""
 
     retained_free: int  # retained and without a reference
     evictable: int  # of these, the ones that may be evicted without loss
@@ -35,7 +37,7 @@ class IdleBlocks:
 
 
 class EngineSnapshot:
-    """Builds states for the control socket. Runs in the socket's thread and only looks things up."""
+    """Builds states for the control socket, in the socket's thread. It only reads."""
 
     def __init__(
         self, config: ConnectorConfig, kv_state: SharedKvState, prompts: WaitingPrompts, block_tokens: int
@@ -48,7 +50,7 @@ class EngineSnapshot:
         self._confirmed, self._parked, self._unparked = (RecentChanges() for _ in range(3))
 
     def take(self, requests: Sequence[Any]) -> EngineState:
-        """Return the current state. A running step may change the sums meanwhile."""
+        """Return the current state. A running step may change the sums while they are computed."""
         prompts, tokens = self._prompts, self._block_tokens
         self._kv_state.park_and_expire()
         with self._kv_state.lock:
@@ -110,7 +112,7 @@ class EngineSnapshot:
             keys.clear()
 
     def _blocks_released_next_step(self) -> set[int]:
-        """Blocks whose only holder is a copy, or an expired lease, that the next step ends."""
+        """Return blocks held only by a copy or an expired lease that ends with the next step."""
         ids = {block for held in self._kv_state.holders.released_next_step.values() for block in held()}
         return {block for block in ids if self.pool.blocks[block].ref_cnt == 1}
 

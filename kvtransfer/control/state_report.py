@@ -17,7 +17,7 @@ logger = logging.getLogger("conserve.kvtransfer.report")
 
 
 class ReportScheduler(SchedulerSide):
-    """Called after all other plugins, so that it reports what they left."""
+    """Scheduler side of the report. It runs after all other plugins, so that it reports their results."""
 
     def __init__(self, context: EngineContext) -> None:
         self._config, self._kv_state, self._commands = context.config, context.kv_state, context.commands
@@ -67,7 +67,7 @@ class ReportScheduler(SchedulerSide):
         self._notify()
 
     def order(self, scheduler_output: Any) -> None:
-        """Check integrity in steps that schedule nothing: the last step before the engine sleeps is one."""
+        """Check integrity in steps that schedule nothing, such as the last step before the engine sleeps."""
         for request_id in scheduler_output.preempted_req_ids or ():
             if (request := self._requests.get(request_id)) is not None:
                 self._prompts.preempted(request)
@@ -98,7 +98,7 @@ class ReportScheduler(SchedulerSide):
         return not (self._requests or loads.departing or loads.held_by_others)
 
     def faults(self) -> list[str]:
-        """Return the faults of an idle engine; nothing is known about one in the middle of a step."""
+        """Return the faults of an idle engine; in the middle of a step they are unknown."""
         with self._kv_state.lock:
             if not self.is_idle():
                 return []
@@ -107,7 +107,7 @@ class ReportScheduler(SchedulerSide):
             return found + host_faults(self._kv_state.host, self._kv_state.conversations)
 
     def account_for(self, holder: str, blocks: Callable[[], Iterable[int]]) -> None:
-        """Register a holder of references for the integrity check: block ids, one for each reference."""
+        """Register a holder of references for the integrity check: a block id per reference."""
         self._kv_state.holders.references[holder] = blocks
 
     def _notify(self) -> None:

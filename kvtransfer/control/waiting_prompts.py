@@ -1,4 +1,4 @@
-"""How much prompt and KV the waiting turns of an engine still need, for its state report."""
+"""Prompt tokens and KV that the waiting turns of an engine still need, for its state report."""
 
 from collections.abc import Sequence
 from typing import Any
@@ -79,12 +79,12 @@ class WaitingPrompts:
         return int(max(0, request.num_tokens * self.kv_per_token + self.kv_per_conversation - has))
 
     def blocks_of(self, requests: Sequence[Any]) -> int:
-        """Return the number of blocks that requests hold; block 0 is vLLM's null block."""
+        """Return how many blocks these requests hold. Block 0 is vLLM's null block, which does not count."""
         ids = (self._manager.get_block_ids(request.request_id) for request in requests)
         return sum(1 for groups in ids for group in groups for block in group if block)
 
     def _held_tokens(self, request: Any) -> int:
-        """Count KV that is in use already; not KV that would be evicted."""
+        """Count the tokens whose KV is already in use; KV that could be evicted does not count."""
         blocks = 0
         for block in request.block_hashes:
             found = self._pool.get_cached_block(block, [self._full])

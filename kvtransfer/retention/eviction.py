@@ -1,4 +1,4 @@
-"""Retention: conversations' blocks stay on the accelerator between turns, by eviction order.
+"""Retention: keeps conversations' blocks on the accelerator between turns by ordering their eviction.
 
 No reference is held. Every block stays allocatable, so that retention cannot block a running turn. Retained
 blocks are only moved, by public methods of vLLM's block pool, to the end of its free queue that is taken
@@ -48,7 +48,7 @@ def in_danger(
     window: int,
     above: EvictionRank = EvictionRank.NOTHING,
 ) -> bool:
-    """Return whether one of the next `window` blocks to be taken has a rank above `above`."""
+    """Return whether one of the next `window` blocks in the queue has a rank above `above`."""
     return any(rank_of(block) > above for block in islice(queue, window))
 
 
@@ -59,7 +59,7 @@ def rank_of(conversations: RetainedConversations, block: Any) -> EvictionRank:
 
 
 def leading_unowned(queue: Iterable[Any], rank_of: Callable[[Any], EvictionRank], most: int) -> int:
-    """Count the blocks without an owner at the head of the queue, among the next `most`."""
+    """Count the blocks without an owner at the head of the queue, up to `most`."""
     unowned = 0
     for block in islice(queue, most):
         if block.block_hash is not None and rank_of(block) > EvictionRank.NOTHING:
@@ -69,7 +69,7 @@ def leading_unowned(queue: Iterable[Any], rank_of: Callable[[Any], EvictionRank]
 
 
 def taken_by_running(scheduler_output: Any) -> int:
-    """Count the blocks that a step took for requests that were running before it."""
+    """Count the blocks that a step took for requests that were already running."""
     taken = filter(None, scheduler_output.scheduled_cached_reqs.new_block_ids)
     return sum(len(group) for groups in taken for group in groups)
 
@@ -77,7 +77,7 @@ def taken_by_running(scheduler_output: Any) -> int:
 def eviction_order(
     conversations: RetainedConversations, block_of: Callable[[bytes, int], Any | None]
 ) -> list[Any]:
-    """Return the free blocks with an owner in eviction order."""
+    """Return the free blocks that have an owner, in eviction order."""
     shared = shared_order(conversations, block_of)
     order: list[Any] = []
     placed = set(map(id, shared))
@@ -181,7 +181,7 @@ class RetentionScheduler(SchedulerSide):
                 self._kv_state.conversations.end_turn(owned[1])
 
     def tokens_of(self, command: EngineCommand) -> Reply:
-        """Return the tokens of an idle conversation, with which it can be sent to another engine."""
+        """Return the tokens of an idle conversation, so that it can be moved to another engine."""
         with self._kv_state.lock:
             conversation = self._kv_state.conversations.get(command.conversation)
             if conversation is None or conversation.turns or not conversation.tokens:
@@ -208,7 +208,7 @@ class RetentionScheduler(SchedulerSide):
         self._kv_state.park_for_pressure(self.window - (free - retained_free))
 
     def _put_in_order(self) -> None:
-        """Put the free blocks in order if a block with an owner is about to be taken and the order is stale.
+        """Reorder the free blocks if the order is stale and a block with an owner is about to be taken.
 
         Ordering visits all owned blocks, or only the shared ones if nothing but the ends of turns changed.
         """

@@ -1,4 +1,4 @@
-"""Which conversations live here, and which blocks they own, of each KV cache group of the model.
+"""Conversations of an engine, and the blocks that they own in each KV cache group of the model.
 
 A block is known by its hash (vLLM's, which covers everything before it) and its KV cache group. A
 conversation's *chain* is the hashes of its full blocks whose KV is computed, first to last. It owns of each
@@ -26,7 +26,7 @@ FirstKept = Callable[[int], int]  # index of the first block that a group keeps 
 
 @dataclass(frozen=True, slots=True)
 class CacheGroup:
-    """Layers that share a list of blocks, and the part of a long prompt that they keep."""
+    """Layers that share a list of blocks, and how much of a long prompt they keep."""
 
     layers: tuple[str, ...]
     block_tokens: int
@@ -43,12 +43,12 @@ class CacheGroup:
 
 
 def block_bytes(groups: Iterable[CacheGroup]) -> int:
-    """Return the bytes of one block of the pool on one rank, which are those of the largest group."""
+    """Return the size of a pool block on one rank: that of the largest group."""
     return max(group.block_bytes for group in groups)
 
 
 def beside_tokens(groups: Sequence[CacheGroup]) -> int:
-    """Return the pool tokens that the windows and states of a running conversation take.
+    """Return the KV, in pool tokens, that a running conversation needs for its windows and states.
 
     Of a state it keeps the one at the end of the last block and the current one.
     """
@@ -57,7 +57,7 @@ def beside_tokens(groups: Sequence[CacheGroup]) -> int:
 
 
 def transferred_tokens(groups: Sequence[CacheGroup], prompt: int) -> int:
-    """Return how many tokens of a prompt come from a prefiller.
+    """Return how many tokens of a prompt a prefiller transfers.
 
     vLLM computes the last token again, with blocks allocated for the token after it. If a window leaves a
     block out there, one token less is transferred. With states, only the tokens of full blocks are
@@ -75,7 +75,7 @@ def all_kept(blocks: int) -> int:
 
 
 def block_key(block_hash: bytes, group: int) -> bytes:
-    """Return the key of a block of a KV cache group: its hash, and the group's number if that is not 0."""
+    """Return the key of a block in a KV cache group: its hash, and the group's number if that is not 0."""
     return block_hash + group.to_bytes(4, "big") if group else block_hash
 
 
@@ -88,7 +88,7 @@ class RetentionPhase(StrEnum):
 
 
 class EvictionRank(IntEnum):
-    """Rank of a block without references, by its owner; the lowest rank is evicted first."""
+    """Eviction rank of a block without references, given by its owner; the lowest rank is evicted first."""
 
     NOTHING = 0
     OFFLINE = 1
@@ -99,7 +99,7 @@ class EvictionRank(IntEnum):
 
 @dataclass(slots=True)
 class RetainedConversation:
-    """Conversation with its chain of block hashes, as one engine knows it."""
+    """Conversation on one engine, with the chain of its block hashes."""
 
     key: str
     offline: bool
@@ -119,7 +119,7 @@ class RetainedConversation:
 
     @property
     def used_at(self) -> float:
-        """Return the time by which idle conversations are evicted, oldest first."""
+        """Return the time by which idle conversations are ordered for eviction, oldest first."""
         return max(self.last_used, self.due_at)
 
     @property
@@ -130,7 +130,7 @@ class RetainedConversation:
 
 
 class SharedBlocks:
-    """Blocks that several conversations own, in eviction order: the longest unused first, last block first.
+    """Blocks that several conversations own, in eviction order: longest unused first, last block first.
 
     `changed` counts the turns that ended while there were any.
     """
@@ -175,7 +175,7 @@ class SharedBlocks:
 
 
 class RetainedConversations:
-    """Conversations of one engine and the ranks of their blocks.
+    """All conversations of an engine, and the ranks of their blocks.
 
     `changed` counts changes of rank; the order of free blocks is stale when it has grown.
     """
@@ -228,7 +228,7 @@ class RetainedConversations:
         return block in self._host_owners
 
     def begin_turn(self, key: str, prompt: Sequence[bytes], offline: bool = False) -> RetainedConversation:
-        """Note a new request. Blocks that its prompt does not continue lose this owner."""
+        """Record a new request. Blocks that its prompt does not continue lose this owner."""
         conversation = self._by_key.get(key)
         if conversation is None:
             conversation = self._by_key[key] = RetainedConversation(key, offline, self._clock())
@@ -257,7 +257,7 @@ class RetainedConversations:
             self._set_phase(conversation, RetentionPhase.RETAINED)
 
     def prefetched(self, key: str, left_at: float, due_in_s: float) -> None:
-        """Retain a parked conversation again whose KV was prefetched for a turn expected in `due_in_s`.
+        """Retain a parked conversation again, because its KV was prefetched for a turn in `due_in_s`.
 
         It counts as used at that time, so that it is evicted late, and is parked again if the turn is more
         than `due_in_s` late. A turn since `left_at` voids this.
@@ -271,7 +271,7 @@ class RetainedConversations:
             self._set_phase(conversation, RetentionPhase.RETAINED)
 
     def end(self, key: str) -> bool:
-        """End a conversation. Returns whether it was known."""
+        """End a conversation; return whether it was known."""
         conversation = self._by_key.get(key)
         if conversation is None:
             return False
@@ -286,7 +286,7 @@ class RetainedConversations:
             self._set_phase(conversation, RetentionPhase.PARKED)
 
     def leave_host(self, conversation: RetainedConversation) -> None:
-        """Give up a conversation's host slots; a parked one is retained again as far as it is here."""
+        """Give up a conversation's host slots. A parked one is retained again with the blocks still here."""
         self._set_on_host(conversation, False)
         if conversation.phase is RetentionPhase.PARKED:
             self._set_phase(conversation, RetentionPhase.RETAINED)
@@ -296,7 +296,7 @@ class RetainedConversations:
         return sorted(retained, key=lambda c: c.used_at)
 
     def order_changed(self) -> None:
-        """Note that blocks of a low rank were freed to the end of the queue where retained ones belong."""
+        """Record that blocks of low rank were freed behind retained ones, so the queue needs sorting."""
         self.changed += 1
 
     def idle_since(self, since: float) -> list[RetainedConversation]:

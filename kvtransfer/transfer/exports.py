@@ -1,4 +1,4 @@
-"""Exports of a prefiller: which blocks, how far each layer is written, and until when.
+"""Exports of a prefiller: their blocks, how far each layer is written, and when they expire.
 
 An export is opened when its prefill begins, fills while it runs, and has a lease from its end on. Its
 generation changes with its blocks, so that bytes read under an older generation are never taken for its
@@ -36,7 +36,7 @@ class Export:
 
 @dataclass(frozen=True, slots=True)
 class Written:
-    """Tokens of a prompt that are computed in one layer, in the blocks of one generation."""
+    """Number of computed tokens of a prompt in one layer, for the blocks of one generation."""
 
     transfer_id: str
     generation: int
@@ -45,7 +45,7 @@ class Written:
 
 @dataclass(slots=True)
 class Reader:
-    """Progress of one connection (a lane) of a consumer through an export."""
+    """Progress of one of a consumer's connections (a lane) through an export."""
 
     export: Export
     skip: Sequence[int]  # by KV cache group
@@ -57,7 +57,7 @@ class Reader:
 
 @dataclass(frozen=True, slots=True)
 class Ready:
-    """Blocks that can be sent now, as runs of layer, index of the first block, and block ids."""
+    """Blocks that can be sent now, as runs: layer, index of the first block, block ids."""
 
     generation: int
     runs: list[tuple[int, int, list[int]]]
@@ -94,7 +94,7 @@ class Exports:
     # The worker's thread
 
     def open(self, transfer_id: str, blocks: Sequence[list[int]], total_tokens: int, prompt: str) -> int:
-        """Open the export of a prefill that begins (again). Returns the generation of its blocks."""
+        """Open the export of a prefill that begins, or begins again; return the generation of its blocks."""
         with self._changed:
             export = self._exports.get(transfer_id)
             if export is None:
@@ -120,7 +120,7 @@ class Exports:
                 self._restart(export)
 
     def begin_step(self, progress: Iterable[tuple[str, int]]) -> None:
-        """Set the number of tokens of each prompt that are computed after this step."""
+        """Set how many tokens of each prompt will be computed after this step."""
         self.written = []
         for transfer_id, tokens in progress:
             if export := self._exports.get(transfer_id):
@@ -132,7 +132,7 @@ class Exports:
             self.memory.publish(partial(self.wrote, layer, self.written))
 
     def wrote(self, layer: int, written: Iterable[Written]) -> None:
-        """Mark one layer as readable. A late call is ignored if the generation has changed."""
+        """Mark one layer as readable. Ignored if the generation has changed meanwhile."""
         with self._changed:
             for progress in written:
                 export = self._exports.get(progress.transfer_id)
@@ -141,7 +141,7 @@ class Exports:
             self._changed.notify_all()
 
     def finish(self, transfer_id: str) -> None:
-        """Begin the lease: the prefill is over and its blocks are held."""
+        """Start the lease, because the prefill is over and its blocks are held."""
         with self._changed:
             if export := self._exports.get(transfer_id):
                 export.deadline = self._clock() + self._lease_s
@@ -155,7 +155,7 @@ class Exports:
             self._changed.notify_all()
 
     def take_released(self) -> list[str]:
-        """End finished exports that were delivered or expired, and return their ids.
+        """End finished exports that were delivered or have expired, and return their ids.
 
         Their blocks may be reused; reads of them are not confirmed any more.
         """
@@ -181,7 +181,7 @@ class Exports:
         layers: Sequence[int] | None = None,
         lanes: int = 1,
     ) -> Reader:
-        """Attach a consumer, after waiting for the prefill: the decoder's leg may be the first.
+        """Attach a consumer. Waits for the prefill, because the decode leg may arrive first.
 
         `layers` defaults to all.
         """
@@ -220,13 +220,13 @@ class Exports:
             return ready[-1]
 
     def confirm(self, reader: Reader, generation: int) -> bool:
-        """Return whether everything that was read under this generation was valid when it was read."""
+        """Return whether everything read under this generation was valid when it was read."""
         with self._changed:
             self._check(reader.export)
             return reader.export.generation == generation
 
     def renew(self, reader: Reader) -> None:
-        """Renew the lease after a frame was sent; a stuck consumer is ended by the connection's limit."""
+        """Renew the lease after a frame was sent. A stuck consumer is ended by the connection's limit."""
         with self._changed:
             self._check(reader.export)
             if reader.export.deadline is not None:
@@ -234,14 +234,14 @@ class Exports:
                 self._renewed()
 
     def delivered(self, reader: Reader) -> None:
-        """Note that the consumer has this lane's layers; after all lanes the export is delivered."""
+        """Record that the consumer has this lane's layers. After all lanes the export is delivered."""
         with self._changed:
             reader.export.delivered += 1
             if reader.export.delivered >= reader.lanes and reader.export.ended is None:
                 reader.export.ended = Reason.TAKEN
 
     def leave(self, reader: Reader) -> None:
-        """End the export of a consumer that left early; it does not come back."""
+        """End the export of a consumer that left early and will not return."""
         with self._changed:
             if reader.export.ended is None:
                 reader.export.ended = Reason.TAKEN
@@ -264,7 +264,7 @@ class Exports:
         export.generation = next(self._generations)
 
     def _end(self, export: Export, reason: Reason) -> None:
-        """Remove an export and leave a tombstone."""
+        """Remove an export, and remember why it ended so that later consumers are told."""
         export.ended = reason
         del self._exports[export.transfer_id]
         self._bury(export.transfer_id, reason)
@@ -285,7 +285,7 @@ class Exports:
         return Ready(export.generation, runs, complete)
 
     def _blocks_of(self, export: Export, tokens: int) -> int:
-        """Return the number of final blocks; a partial last one counts when the prompt is complete."""
+        """Return the number of final blocks. A partial last block counts once the prompt is complete."""
         if tokens == export.total_tokens:
             return -(-tokens // self._block_tokens)
         return tokens // self._block_tokens

@@ -15,18 +15,18 @@ ONE: Mapping[str, int] = {}  # all layers are in the first KV cache group
 
 
 class BlockMemory:
-    """Memory that blocks are sent from and received into. A block of a layer is one range of bytes."""
+    """Memory that blocks are sent from and received into. Each layer's block is one range of bytes."""
 
     layers: tuple[str, ...]
     groups: tuple[int, ...]  # KV cache group of each layer
     layout: str
 
     def view(self, layer: int, block: int) -> memoryview:
-        """Return the bytes of a block that is used in place."""
+        """Return the bytes of a block, to be used in place."""
         raise NotImplementedError
 
     def views(self, layer: int, blocks: Sequence[int]) -> list[memoryview]:
-        """Return the bytes of blocks in their order, as few views as possible."""
+        """Return the bytes of blocks in order, in as few views as possible."""
         return [self.view(layer, block) for block in blocks]
 
     piece_bytes = PIECE_BYTES  # most that `outgoing` and `incoming` take at once, but at least a block
@@ -40,21 +40,21 @@ class BlockMemory:
     def outgoing(
         self, layer: int, blocks: Sequence[int], wait_s: float
     ) -> AbstractContextManager[list[memoryview]]:
-        """Provide the bytes of blocks for sending, after at most `wait_s` of waiting for memory."""
+        """Provide the bytes of blocks for sending; waits at most `wait_s` for memory."""
         return nullcontext(self.views(layer, blocks))
 
     def incoming(
         self, layer: int, blocks: Sequence[int], wait_s: float
     ) -> AbstractContextManager[list[memoryview]]:
-        """Provide memory to receive blocks into; at the end of the context the model can read them."""
+        """Provide memory to receive blocks into. When the context ends, the model can read them."""
         return nullcontext(self.views(layer, blocks))
 
     def publish(self, done: Callable[[], None]) -> None:
-        """Call `done` when the layer that was launched last can be sent."""
+        """Call `done` when the last launched layer can be sent."""
         done()
 
     def mark(self) -> None:
-        """Let received bytes land only after everything that the calling thread of the model has launched.
+        """Make received bytes wait for everything that the model's thread has launched so far.
 
         An aborted step may still write to blocks that were freed and given to another request.
         """
@@ -64,7 +64,7 @@ class BlockMemory:
 
 
 class HostBlockMemory(BlockMemory):
-    """KV tensors in host memory (CPU build), used in place without copies."""
+    """KV tensors in host memory (CPU build), used in place."""
 
     def __init__(self, kv_caches: Mapping[str, Any], blocks: int, groups: Mapping[str, int] = ONE) -> None:
         self.layers = tuple(kv_caches)
@@ -82,7 +82,7 @@ class HostBlockMemory(BlockMemory):
         return self._bytes[layer][block * stride : block * stride + size]
 
     def views(self, layer: int, blocks: Sequence[int]) -> list[memoryview]:
-        """Return one view for each run of adjacent blocks: each view costs the tag and the socket a call."""
+        """Return one view for each run of adjacent blocks, because each view costs extra calls."""
         _, stride, size = self._places[layer]
         if stride != size:
             return [self.view(layer, block) for block in blocks]
@@ -94,14 +94,14 @@ class HostBlockMemory(BlockMemory):
 
 
 def block_ranges(tensor: Any, blocks: int) -> tuple[int, int, int]:
-    """Return the address of block 0, the distance between blocks, and the bytes of a block."""
+    """Return the address of block 0, the distance between blocks, and the size of a block."""
     rows = byte_rows(tensor, blocks)
     width = rows.element_size()
     return int(rows.data_ptr()), rows.stride(0) * width, rows.shape[1] * width
 
 
 def byte_rows(tensor: Any, blocks: int) -> Any:
-    """Return a view with one row for each block, in the widest numbers, which are copied fastest."""
+    """Return a view with one row per block, in the widest integer type, which is copied fastest."""
     by_block = by_block_first(tensor, blocks)
     one = by_block[0]
     if not one.is_contiguous():
@@ -116,7 +116,7 @@ def byte_rows(tensor: Any, blocks: int) -> Any:
 
 
 def by_block_first(tensor: Any, blocks: int) -> Any:
-    """Return a view with the block dimension first; its place depends on the attention backend."""
+    """Return a view with the block dimension first; its position depends on the attention backend."""
     sizes = list(tensor.shape)
     if blocks not in sizes:
         raise ValueError(f"KV tensor of shape {tuple(sizes)} has no dimension of {blocks} blocks")
@@ -124,6 +124,6 @@ def by_block_first(tensor: Any, blocks: int) -> Any:
 
 
 def layout_fingerprint(tensors: Sequence[Any], blocks: int) -> str:
-    """Return a fingerprint that is equal for engines with the same layout of a block."""
+    """Return a fingerprint that is equal for engines whose blocks have the same layout."""
     shapes = [[str(t.dtype), *by_block_first(t, blocks).shape[1:]] for t in tensors]
     return hashlib.sha256(json.dumps(shapes).encode()).hexdigest()[:16]

@@ -42,7 +42,7 @@ class Acceptor:
     def __init__(
         self, listener: socket.socket, serve: Callable[[socket.socket, object], None], most: int, name: str
     ) -> None:
-        """Start accepting; `serve` gets a connection with its address, and closes it."""
+        """Start to accept connections. `serve` gets a connection with its address, and closes it."""
         self._listener, self._serve, self._name = listener, serve, name
         self._slots = threading.BoundedSemaphore(most)
         self._closed = False
@@ -85,7 +85,7 @@ class Acceptor:
 
 
 def layers_by_lane(layer_bytes: Sequence[int]) -> list[list[int]]:
-    """Assign layers to lanes, each to the one with the fewest bytes.
+    """Assign each layer to the lane that has the fewest bytes.
 
     Every lane gets some of the largest layers, which progress with every chunk of the prompt. A lane of
     others only (windows, states) would be silent until the end.
@@ -105,7 +105,7 @@ def layers_by_lane(layer_bytes: Sequence[int]) -> list[list[int]]:
 
 @dataclass(frozen=True, slots=True)
 class TransferEnd:
-    """One rank of an engine as an end of a connection."""
+    """One rank of an engine, as one end of a connection."""
 
     epoch: int
     rank: int
@@ -204,7 +204,7 @@ class TransferServer:
 
 @dataclass(frozen=True, slots=True)
 class TransferSource:
-    """Producer of a prompt's KV, and the transfer to ask it for."""
+    """Producer of a prompt's KV, and the transfer to request from it."""
 
     host: str
     port: int  # of rank 0
@@ -243,7 +243,7 @@ def fetch(
     consumer: TransferEnd,
     cancellation: Cancellation,
 ) -> int:
-    """Fill `blocks` with the prompt's blocks from `skip` on, both by group. Returns the bytes received.
+    """Fill `blocks` with the prompt's blocks from `skip` on, both by group; return the bytes received.
 
     The first lane that fails ends the others, and its exception is raised.
     """
@@ -334,7 +334,7 @@ def _receive(
     layers: list[int],
     wait_s: float,
 ) -> tuple[int, int]:
-    """Receive a lane. Returns the number of bytes and their generation."""
+    """Receive a lane; return the number of bytes and their generation."""
     received = 0
     wanted = {layer: by_group[memory.groups[layer]] for layer in layers}
     generation = -1

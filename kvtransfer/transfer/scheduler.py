@@ -44,7 +44,7 @@ class Fetch:
 
 @dataclass(slots=True)
 class TransferOrder:
-    """Work of the workers that begins with a step."""
+    """Work that the workers begin with a step."""
 
     voided: list[str] = field(default_factory=list)
     opened: list[Opened] = field(default_factory=list)
@@ -90,7 +90,7 @@ def renewed_within(control_socket: str, seconds: float) -> bool:
 
 
 def prompt_digest(request: Any) -> str:
-    """Return a digest of everything that a prompt's KV depends on, which two engines can compare.
+    """Return a digest of everything that determines a prompt's KV, which two engines can compare.
 
     Each leg renders the client's request itself. A template with a clock, or a proxy that changes one of
     them, would otherwise give a decoder the KV of another prompt. vLLM's block hashes start from a random
@@ -109,7 +109,7 @@ DELIVERED = (RequestStatus.FINISHED_STOPPED, RequestStatus.FINISHED_LENGTH_CAPPE
 
 
 class TransferScheduler(SchedulerSide):
-    """Opens exports and fetches, and holds exported blocks for their lease."""
+    """Opens exports and fetches, and holds exported blocks for the time of their lease."""
 
     hit_source = "p2p"
 
@@ -143,7 +143,7 @@ class TransferScheduler(SchedulerSide):
         return [block.block_id for blocks in held for block in blocks]
 
     def expired_block_ids(self) -> list[int]:
-        """Return blocks of expired leases; an idle engine's workers report them only in the next step."""
+        """Return blocks of expired leases, which an idle engine's workers report only in the next step."""
         if self._held_since and renewed_within(self._config.control_socket, self._config.lease_s):
             return []
         over = self._clock() - self._config.lease_s
@@ -176,7 +176,7 @@ class TransferScheduler(SchedulerSide):
                 self._sources[request.request_id] = source
 
     def _is_exported(self, transfer_id: str) -> bool:
-        """Return whether a transfer has an export: a second prefill would count as progress of the first."""
+        """Return whether a transfer already has an export, so that a second prefill must not export."""
         return transfer_id in self._held or any(known == transfer_id for known, _ in self._exporting.values())
 
     def match(self, request: Any, computed_tokens: int) -> Match | None:
@@ -249,7 +249,7 @@ class TransferScheduler(SchedulerSide):
         self._release(transfer_id)
 
     def _hold(self, transfer_id: str, request: Any, computed: int) -> bool:
-        """Reference the blocks that the decoder needs. Returns False if vLLM has freed some.
+        """Reference the blocks that the decoder needs; return False if vLLM has freed some.
 
         vLLM frees a state when the steps after it begin, and a block that a window leaves with the prompt's
         last step.
@@ -318,7 +318,7 @@ class TransferScheduler(SchedulerSide):
         return self._answer(transfer_id, request)
 
     def _answer(self, transfer_id: str, request: Any) -> dict[str, Any]:
-        """Return the decode leg's `kv_transfer_params`, for routers that start it after the prefill.
+        """Return the `kv_transfer_params` of the decode leg, for routers that start it after the prefill.
 
         A conversation that moves takes the tokens of its prompt along, as they were generated.
         """
@@ -345,7 +345,7 @@ class TransferScheduler(SchedulerSide):
 
 
 def _correct_cached_tokens(request: Any) -> None:
-    """Leave what the source computes for this request out of the cached tokens that its client is told.
+    """Subtract what the prefiller computed for this request from the cached tokens that its client sees.
 
     A prefiller computes all of it. A conversation's former decoder has computed `cached_tokens` before.
     """

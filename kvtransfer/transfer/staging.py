@@ -1,4 +1,4 @@
-"""Staging: transferred KV of an accelerator passes through a few slots of pinned memory.
+"""Staging: KV transferred to or from an accelerator passes through a few slots of pinned memory.
 
 A slot holds some blocks of one layer, from gathering until they are sent, or from receiving until they have
 landed. So a prompt of any length passes through a window of a few hundred MiB.
@@ -30,7 +30,7 @@ ALIGNED = 4096
 
 
 class SlotWindow:
-    """Assigns slots in the order of asking; pure bookkeeping.
+    """Assigns slots in the order of requests. Pure bookkeeping.
 
     Each thread asks for one slot at a time, so that long transfers do not delay short ones. The last quarter
     of the slots is for receivers, whose bytes a peer has ready. A sender's slot may wait for one on the other
@@ -46,7 +46,7 @@ class SlotWindow:
         self._tickets = 0
 
     def ask(self, sends: bool) -> int:
-        """Ask for a slot. Returns a ticket, which `end` takes back."""
+        """Ask for a slot; return a ticket, which has to be given back with `end`."""
         self._tickets += 1
         self._asked[self._tickets] = sends
         self._hand_out()
@@ -58,7 +58,7 @@ class SlotWindow:
         return held[0] if held is not None else None
 
     def end(self, ticket: int) -> None:
-        """Take a ticket back, and free its slot if it has one."""
+        """Give back a ticket, and free its slot if it has one."""
         if ticket in self._held:
             slot, sends = self._held.pop(ticket)
             self._free.append(slot)
@@ -79,7 +79,7 @@ class SlotWindow:
 
 
 class StagedBlockMemory(BlockMemory):
-    """KV memory of an accelerator whose transfers pass through the window.
+    """KV memory of an accelerator whose transfers pass through pinned slots.
 
     Also runs on the CPU, without streams, for tests. A layer's hook only records an event. When the event has
     completed, the layer's blocks may be read; their request or the lease keeps them until they are sent.
@@ -200,6 +200,6 @@ class StagedBlockMemory(BlockMemory):
 
 
 def slot_bytes(window_bytes: int, block_bytes: int) -> int:
-    """Return the size of a slot for a window whose largest block has `block_bytes`."""
+    """Return the size of a slot, given the window's size and the largest block."""
     usual = min(SLOT_BYTES, window_bytes // SLOTS // ALIGNED * ALIGNED)
     return max(usual, -(-block_bytes // ALIGNED) * ALIGNED)

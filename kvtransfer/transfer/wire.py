@@ -42,7 +42,7 @@ PROOF_BYTES = 32
 
 
 class TransferRefused(KVTransferError):
-    """A transfer that does not happen, with the reason that is sent to the other side."""
+    """The transfer will not happen. The reason is sent to the other side."""
 
     def __init__(self, reason: Reason, detail: str = "") -> None:
         super().__init__(f"{reason}: {detail}" if detail else str(reason))
@@ -51,7 +51,7 @@ class TransferRefused(KVTransferError):
 
 
 class Signer(Enum):
-    """Side of a connection. It is signed, so that a proof cannot be sent back as the other side's."""
+    """Side of a connection. It is part of what is signed, so a proof cannot be sent back to its author."""
 
     CONSUMER = b"consumer"
     PRODUCER = b"producer"
@@ -103,7 +103,7 @@ Size = Annotated[int, msgspec.Meta(ge=0)]
 
 
 class Wanted(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """Request of a consumer, the payload of OPEN."""
+    """Request of a consumer: the payload of OPEN."""
 
     transfer_id: str
     epoch: int | None  # of the producer, as the directory knew it; None: not checked
@@ -159,7 +159,7 @@ class Seal:
     # For many bytes: these release Python's lock, which `AESGCM` keeps while it reads signed data.
 
     def tag_all(self, views: Sequence[memoryview], number: int) -> bytes:
-        """Return one tag of all views, one after the other."""
+        """Return one tag over all views in order."""
         cipher = Cipher(self._aes, modes.GCM(self._nonce(number))).encryptor()
         for view in views:
             cipher.authenticate_additional_data(view)
@@ -173,7 +173,7 @@ class Seal:
         _finish(cipher)
 
     def encrypt_all(self, views: Sequence[memoryview], into: memoryview, number: int) -> bytes:
-        """Encrypt views into a buffer. Returns their tag."""
+        """Encrypt views into a buffer; return their tag."""
         cipher = Cipher(self._aes, modes.GCM(self._nonce(number))).encryptor()
         at = 0
         for view in views:
@@ -204,7 +204,7 @@ def _changed() -> TransferRefused:
 
 
 class Channel:
-    """Connection that is sealed from the end of the handshake on."""
+    """Connection that is authenticated, or encrypted, after the handshake."""
 
     def __init__(self, peer: socket.socket) -> None:
         self._peer = peer
@@ -219,12 +219,12 @@ class Channel:
         self._encrypt = encrypt
 
     def limit(self, seconds: float) -> None:
-        """Set the longest silence of the peer."""
+        """Set the longest time that the peer may be silent."""
         self._peer.settimeout(seconds)
 
     @contextmanager
     def within(self, seconds: float) -> Iterator[None]:
-        """Limit the time of all control frames within the context together."""
+        """Limit the total time of all control frames in this context."""
         with all_within(self._peer, seconds) as self._until:
             yield
         self._until = lambda: None
@@ -243,8 +243,7 @@ class Channel:
     def send_blocks(
         self, layer: int, first: int, count: int, views: Sequence[memoryview], generation: int, limit_s: float
     ) -> None:
-        """So many blocks. Their tag is of the bytes as they are now; unless they are encrypted, they leave
-        where they are without a copy of ours.
+        """Send a frame of blocks with a tag of their current bytes; without encryption they are not copied.
 
         All of it within `limit_s`: others wait for the memory.
         """
@@ -264,7 +263,7 @@ class Channel:
             send_all(self._peer, [memoryview(head + seal.tag(head)), *views], until)
 
     def receive(self) -> tuple[FrameHeader, bytes]:
-        """Receive a frame with its payload, which for BLOCKS is the tag of the blocks that follow."""
+        """Receive a frame and its payload; for BLOCKS the payload is the tag of the blocks that follow."""
         start = receive_exactly(self._peer, _HEADER.size, self._until)
         kind, version, layer, first, count, generation = _HEADER.unpack(start)
         if version != VERSION:
@@ -283,7 +282,7 @@ class Channel:
         return header, payload
 
     def receive_control(self, expected: Kind) -> bytes:
-        """Receive the payload of an expected frame. Raises the peer's refusal if that comes instead."""
+        """Receive the payload of an expected frame. If the peer refuses instead, raise its refusal."""
         header, payload = self.receive()
         if header.kind is Kind.REFUSE:
             raise decode_refusal(payload)
@@ -292,7 +291,7 @@ class Channel:
         return payload
 
     def receive_blocks(self, views: Sequence[memoryview], tag: bytes, limit_s: float) -> None:
-        """Receive the blocks of a frame into place within `limit_s`, and check their tag."""
+        """Receive the blocks of a frame in place within `limit_s`, and check their tag."""
         assert self._seals is not None
         seal = self._seals[1]
         with all_within(self._peer, limit_s) as until:
@@ -312,7 +311,7 @@ def decode_refusal(payload: bytes) -> TransferRefused:
 
 
 def split_open(payload: bytes) -> tuple[bytes, bytes, bytes]:
-    """Split the payload of OPEN into nonce, proof, and the text of `Wanted`."""
+    """Split the payload of OPEN into nonce, proof and the text of `Wanted`."""
     end = NONCE_BYTES + PROOF_BYTES
     return payload[:NONCE_BYTES], payload[NONCE_BYTES:end], payload[end:]
 
@@ -325,7 +324,7 @@ def receive_exactly(peer: socket.socket, size: int, before_each: Callable[[], No
 
 @contextmanager
 def all_within(peer: socket.socket, limit_s: float) -> Iterator[Callable[[], None]]:
-    """Limit the time of all calls within the context together.
+    """Limit the total time of all socket calls in this context.
 
     A socket's own time-out limits each call only, so a peer could send a byte at a time for ever. The kernel
     keeps the limit instead of Python, so that one call moves everything that it was given.
@@ -357,7 +356,7 @@ def _limit_calls(peer: socket.socket, seconds: float) -> None:
 
 
 def send_all(peer: socket.socket, views: list[memoryview], before_each: Callable[[], None]) -> None:
-    """Send views in as few calls as possible, because each call lets other threads take Python's lock."""
+    """Send views with as few calls as possible, because each call gives other threads the GIL."""
     at = 0
     while at < len(views):
         before_each()

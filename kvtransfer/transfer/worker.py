@@ -40,7 +40,7 @@ MAX_FETCHES = 64  # at once; further ones wait for a thread
 
 
 class TransferWorker(WorkerSide):
-    """Side of one rank, with a server for exports and threads for fetches."""
+    """Worker side of one rank, with a server for exports and threads for fetches."""
 
     def __init__(self, context: EngineContext, rank: int) -> None:
         self._config = context.config
@@ -115,7 +115,7 @@ class TransferWorker(WorkerSide):
             self._in_thread(source.transfer_id, partial(self._dismiss, source))
 
     def needs_layers(self, order: TransferOrder | None) -> bool:
-        """Return whether the step computes exported layers; fetches need no hooks."""
+        """Return whether the step computes exported layers. Fetches need no hooks."""
         return order is not None and bool(order.progress)
 
     def before_layer(self, layer: str) -> None:
@@ -125,7 +125,7 @@ class TransferWorker(WorkerSide):
         self._exports.after_layer(self._layers[layer])
 
     def after_step(self) -> None:
-        """Publish layers that have no hook: those with a state, all of some models, all of a decoder."""
+        """Publish layers without a hook: those with a state and all layers of some models and of decoders."""
         if self._exports.written:
             self._warn_once()
             for layer in self._states if self._hooked else self._layers:
@@ -155,7 +155,7 @@ class TransferWorker(WorkerSide):
             self._record(wanted, reason, received, time.monotonic() - start)
 
     def _record(self, wanted: Fetch, reason: Reason | None, received: int, seconds: float) -> None:
-        """Report the end of a load in any case, because vLLM waits for it."""
+        """Report the end of a load in every case, because vLLM waits for it."""
         with self._lock:
             self._ended.requests.add(wanted.request_id)
             if reason is not None:
@@ -199,7 +199,7 @@ class TransferWorker(WorkerSide):
 
 
 def _log_fault(name: str, ended: Future[None]) -> None:
-    """Log an unexpected exception of a thread, which nothing else would show."""
+    """Log an unexpected exception of a thread, which would otherwise be lost."""
     if not ended.cancelled() and (fault := ended.exception()) is not None:
         logger.error("transfer for %s failed", name, exc_info=fault)
 

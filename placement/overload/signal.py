@@ -72,7 +72,7 @@ class OverloadWatch:
         self.state = OverloadState.initial()
 
     def observe(self, demand: KvDemand, now: float) -> OverloadState:
-        """Record the current demand. It is compared with the KV of whole models even while layers are shared."""
+        """Record the demand. It is compared with the KV of whole models even while layers are shared."""
         before = self.state
         if demand.capacity <= 0:
             self._began_at = None

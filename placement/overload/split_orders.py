@@ -98,7 +98,7 @@ def _groups(decoders: Iterable[SharingDecoder]) -> list[list[SharingDecoder]]:
 
 
 def _drops(groups: Sequence[Sequence[SharingDecoder]], lacking: float, limits: DropLimits) -> SplitOrders:
-    """Plan drops for each tier separately, because engines of different tiers may differ in model or speed."""
+    """Plan drops for each tier separately, as engines of different tiers may differ in model or speed."""
     drops: list[tuple[str, ...]] = []
     why = NotDropped.ALONE
     for tier in sorted({group[0].tier for group in groups}):

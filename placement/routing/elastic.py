@@ -160,7 +160,7 @@ class ElasticRule(LeastKvRule):
         return Estimates(self._backlogs[decoder].first_token_s(tokens), remote_s)
 
     def _where_sooner(self, choice: EngineChoice, tokens: int) -> EngineChoice:
-        """Drop the prefiller from the choice if the decoder, which would compute `tokens`, is clearly sooner."""
+        """Drop the prefiller from the choice if the decoder, with `tokens` to compute, is clearly sooner."""
         best = choice.prefiller.chosen
         estimates = self.estimate(choice.decoder.chosen.engine, tokens, best)
         why = why_local(estimates, self.state.settings)

@@ -62,7 +62,7 @@ class EngineTable:
         self._number_from(row)
 
     def least(self, values: Column, count: int) -> list[int]:
-        """Return the rows with the `count` smallest finite values, in order, and remove them from `values`."""
+        """Return the rows with the `count` smallest finite values, in order and remove them from `values`."""
         rows: list[int] = []
         while len(rows) < count:
             row = int(values.argmin())

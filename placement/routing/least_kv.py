@@ -120,7 +120,7 @@ class LeastKvRule:
         return EngineChoice(decoder, prefiller, decoders, cached)
 
     def move(self, turn: FirstTurn) -> EngineChoice | Refusal:
-        """Return the decoder with the least KV, which receives the conversation's KV from the former decoder."""
+        """Return the decoder with the least KV, which gets the conversation's KV from the former one."""
         decoder = self.state.decoders.choose(self.state.need(turn), None)
         if decoder is None:
             return self._no_decoder(self.state.need(turn))

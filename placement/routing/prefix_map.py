@@ -116,7 +116,7 @@ class PrefixMap:
     def prompt_placed(
         self, key: str, engine: str, prefixes: Sequence[PromptPrefix], tokens: int, expected: int, now: float
     ) -> None:
-        """Record that `engine` will compute a prompt and is expected to have cached `expected` tokens of it."""
+        """Record that `engine` will compute a prompt, of which `expected` tokens should be cached there."""
         self._placed.pop(key, None)
         cache = self._caches.get(engine)
         if prefixes and cache is not None:
@@ -141,7 +141,7 @@ class PrefixMap:
             cache.capacity = min(cache.kv_tokens, max(GROWS * cache.capacity, cached))
 
     def prompt_not_computed(self, key: str) -> None:
-        """Forget the prefixes that this prompt was to leave on its engine, unless another prompt left them."""
+        """Forget the prefixes that this prompt was to leave on its engine, unless another left them."""
         placed = self._placed.pop(key, None)
         if placed is not None and not placed.expected:
             for prefix in placed.prefixes:

@@ -1,4 +1,4 @@
-"""Policy of the co-serving paper: online requests first, offline requests fill the time until a token is due."""
+"""Policy of the co-serving paper: online requests first, offline work until the next token is due."""
 
 import math
 from collections.abc import Sequence
@@ -176,7 +176,7 @@ def best_batch(model: LatencyModel, arrivals_per_s: float, max_tokens: int) -> i
 
 
 class Margin:
-    """Share of a target that is kept free so that only a share `beyond` of the iterations exceeds the target."""
+    """Share of a target that is kept free so only a share `beyond` of the iterations exceeds the target."""
 
     step, most = 0.02, 0.5
 

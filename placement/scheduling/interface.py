@@ -63,7 +63,7 @@ class RequestView:
 
 @dataclass(frozen=True, slots=True)
 class EngineView:
-    """State of an engine between two iterations. `online_waiting` is in order of arrival or of the last plan."""
+    """State of an engine between iterations. `online_waiting` is in order of arrival or of the last plan."""
 
     now: float
     running: tuple[RequestView, ...]
@@ -186,7 +186,7 @@ class IterationDone:
 
 @dataclass(frozen=True, slots=True)
 class ServingSettings:
-    """Policy settings that an operator can change in the fleet file; all else is a constant of the policies."""
+    """Policy settings that an operator can change in the fleet file; all else is a constant."""
 
     policy: str = "conserve"
     slo: TurnTargets = DEFAULT_TARGETS  # of requests that bring none

@@ -128,7 +128,7 @@ class LatencyModel:
         return tokens
 
     def terms(self) -> tuple[float, ...]:
-        """Return the coefficients in field order. `astuple` copies deeply, which is too slow for every step."""
+        """Return the coefficients in field order. `astuple` copies deeply, which is too slow for a step."""
         return (
             self.per_token,
             self.per_attended,

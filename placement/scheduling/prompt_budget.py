@@ -1,4 +1,4 @@
-"""Token budget of online requests in an iteration: decoding requests, and prompts before their first token."""
+"""Token budget of online requests in an iteration: decoding requests and prompts before their first token."""
 
 import math
 from collections.abc import Iterable, Mapping, Sequence

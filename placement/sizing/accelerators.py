@@ -37,7 +37,7 @@ ACCELERATORS: Mapping[str, Accelerator] = {
 
 
 def accelerator_of(device: str) -> Accelerator | None:
-    """Return the accelerator for a driver's name, such as `NVIDIA A100-SXM4-80GB`, or None if it is unknown."""
+    """Return the accelerator for a driver's name, such as `NVIDIA A100-SXM4-80GB`; None if unknown."""
     words = set(device.upper().replace("-", " ").split())
     fitting = [name for name in ACCELERATORS if set(name.upper().split("-")) <= words]
     return ACCELERATORS[max(fitting, key=len)] if fitting else None

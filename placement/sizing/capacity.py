@@ -34,7 +34,7 @@ class Signals:
         return self.prompts_s / engines if engines else inf
 
     def saturates_in_s(self, longest_wait_s: float) -> float:
-        """Return the seconds until the shortest queue is too long at this rate; infinite if no queue grows."""
+        """Return the seconds until the shortest queue is too long; infinite if no queue grows."""
         if self.prefill_wait_s >= longest_wait_s:
             return 0.0
         growth = self.prefill_load - 1.0
@@ -145,7 +145,7 @@ def _prefillers(signals: Signals, limits: Thresholds, longest_wait_s: float) -> 
 
 
 def _elastic(signals: Signals, limits: Thresholds, longest_wait_s: float) -> Recommendation | None:
-    """Advise on prefillers of a fleet whose decoders also compute prompts, in the time that they have left."""
+    """Advise on prefillers of a fleet whose decoders also compute prompts, in the time they have left."""
     asked, engines, lent = signals.prompts_s, signals.prefillers, signals.lent or 0.0
     load = signals.prompt_load
     there = f"{_number(engines, 'prefiller')} and of what decoders have left, {lent:.1f} engines"

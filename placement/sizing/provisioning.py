@@ -76,7 +76,7 @@ class Provision:
 
 
 def provision(means: Means, capacity: Capacity, prefillers: int = 1, rate: float | None = None) -> Provision:
-    """Return how many decoders `prefillers` prefillers need at the saturation rate R*, or at another `rate`."""
+    """Return the decoders that `prefillers` prefillers need at the saturation rate R*, or at `rate`."""
     values = (
         *(means.first_turn_tokens, means.decoder_tokens, means.resident_s, means.peak_kv_tokens),
         *(capacity.prefill_tokens_per_s, capacity.decode_tokens_per_s, capacity.decoder_kv_tokens),

@@ -28,7 +28,7 @@ class _Loader(yaml.CBaseLoader):
     _depth = 0
 
     def descend_resolver(self, parent: Any, index: Any) -> None:
-        """Limit the nesting depth: libyaml recurses on the C stack, so deep nesting would crash the process."""
+        """Limit the nesting depth: libyaml recurses on the C stack, so deep nesting would crash."""
         self._depth += 1
         if parent is not None and self._depth > _MAX_DEPTH:
             problem = f"more than {_MAX_DEPTH} lists and mappings in each other"

@@ -47,7 +47,7 @@ class Bucket:
         self._level = min(self.per_minute, self.level(now) - amount)
 
     def wait_s(self, amount: float, now: float) -> float:
-        """Return the seconds until the bucket has this amount; if it never can, the seconds until it is full."""
+        """Return the seconds until the bucket has this amount, or is full if it never can have it."""
         return max(0.0, min(amount, self.per_minute) - self.level(now)) * 60 / self.per_minute
 
     def headers(self, unit: bytes, now: float) -> list[tuple[bytes, bytes]]:
@@ -211,7 +211,7 @@ class Meters:
         return meter
 
     async def share(self, report: Callable[[tuple[Spent, ...]], Awaitable[bool]]) -> None:
-        """Report the tokens granted here and the turns running here to the other gateways, until cancelled."""
+        """Report the tokens granted and the turns running here to the other gateways, until cancelled."""
         running: set[str] = set()  # keys of which the others know running turns here
         while True:
             await asyncio.sleep(SHARE_EVERY_S)

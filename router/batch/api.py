@@ -244,7 +244,7 @@ def _found(batch: Row[Any] | None, batch_id: str) -> Row[Any]:
 
 
 async def _json_body(request: Request) -> bytes:
-    """Read a JSON body. Other content types are refused, because a web page of another site can send those."""
+    """Read a JSON body. Other content types are refused, as a web page of another site can send those."""
     kind = request.headers.get("content-type", "").partition(";")[0].strip().lower()
     if kind != "application/json":
         text = f"The request body must be application/json, not {kind[:100] or 'of no type'}."

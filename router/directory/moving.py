@@ -33,7 +33,7 @@ class IdleMove:
 
 
 class IdleMoves:
-    """Chooses idle conversations to send, and binds them to their targets. It does no I/O and has no clock."""
+    """Chooses idle conversations to send and binds them to their targets. It does no I/O and has no clock."""
 
     def __init__(
         self,

@@ -98,7 +98,7 @@ class BindingTable:
         return self._waiting.refused_tokens()
 
     def turn_began(self, key: str, gateway: str, node: End, now: float, turn: int = 0) -> bool:
-        """Record that a turn began; return False if its conversation is unknown and has to be placed again."""
+        """Record that a turn began; return False if its conversation is unknown and must be placed again."""
         conversation = self.conversations.get(key)
         if conversation is None:
             return False
@@ -193,7 +193,7 @@ class BindingTable:
     # Engines
 
     def engine_up(self, info: EngineInfo) -> bool:
-        """Add an engine; return False if it was only announced again after a restart of its keeper or ours."""
+        """Add an engine; return False if it was only announced again, after its keeper or we restarted."""
         if self.fleet.info(info.engine) != info:
             self._effects.rows.append(journal.engine(info))
         new = self.fleet.up(info)
@@ -252,7 +252,7 @@ class BindingTable:
     # Restart
 
     def replay(self, rows: list[Row]) -> float:
-        """Rebuild the table from the journal's rows, before any other call; return the newest time in them."""
+        """Rebuild the table from the journal's rows, before any other call; return their newest time."""
         found = journal.remembered(rows)
         for info in found.engines:
             self.fleet.recall(info)

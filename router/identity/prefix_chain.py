@@ -188,7 +188,7 @@ class Chain:
     media: int = 0  # images, sounds and files
 
     def digest_at(self, index: int, tail_bytes: int) -> bytes | None:
-        """Return the digest of the prefix that ends with a tail after a link; None if the prompt is shorter."""
+        """Return the digest of the prefix that ends with a tail after a link; None if it is too long."""
         if not tail_bytes:
             return self.links[index]
         start = self.sizes[index]

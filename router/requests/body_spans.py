@@ -34,7 +34,7 @@ def write_items(given: object) -> bytes:
 
 
 def find_items(raw: bytes) -> Span:
-    """Return where the items of `input` are in a valid JSON object. If the name is repeated, the last counts."""
+    """Return where the items of `input` are in a valid JSON object; of a repeated name, the last counts."""
     found = NO_ITEMS
     for name, _, start, end, value in _fields(raw):
         if name == "input":

@@ -95,7 +95,7 @@ def _not_in_background(name: str, value: Any) -> None:
 
 @checks(type="boolean", const=False)
 def _no_beam_search(name: str, value: Any) -> None:
-    """Refuse beam search: vLLM makes each step a new request, which escapes classes, priorities and limits."""
+    """Refuse beam search: vLLM makes each step a request that escapes classes, priorities and limits."""
     flag(name, value)
     if value:
         raise BadRequest(f"{name} is not served: leave it out, and ask for n sampled answers", param=name)

@@ -1,4 +1,4 @@
-"""Types and answers of ASGI, the interface between vLLM's server and its middleware."""
+"""Message types and helpers of ASGI, the interface between vLLM's server and its middleware."""
 
 from collections.abc import Awaitable, Callable, MutableMapping
 from typing import Any
@@ -11,7 +11,7 @@ App = Callable[[Scope, Receive, Send], Awaitable[None]]
 
 
 def is_event_stream(message: Message) -> bool:
-    """Return whether a message begins an answer that is an event stream."""
+    """Return whether this message starts an event stream."""
     return message["type"] == "http.response.start" and any(
         name.lower() == b"content-type" and value.startswith(b"text/event-stream")
         for name, value in message.get("headers", ())
@@ -19,7 +19,7 @@ def is_event_stream(message: Message) -> bool:
 
 
 async def answer_json(send: Send, status: int, body: bytes) -> None:
-    """Send a whole answer of JSON."""
+    """Send a whole JSON answer."""
     headers = [(b"content-type", b"application/json"), (b"content-length", b"%d" % len(body))]
     await send({"type": "http.response.start", "status": status, "headers": headers})
     await send({"type": "http.response.body", "body": body})

@@ -1,4 +1,4 @@
-"""Middleware of vLLM's server that answers only clients with the engine's key.
+"""Middleware of vLLM's server that refuses clients without the engine's key.
 
 The fleet's gateways, its batch process and the engine's keeper have the key. `/metrics` is open, because
 Prometheus reads it.

@@ -1,4 +1,4 @@
-"""Worker of an engine, for vLLM's `--worker-cls`: vLLM's own, with forward passes that may end early."""
+"""Worker of an engine, for vLLM's `--worker-cls`: vLLM's own, with forward passes that can end early."""
 
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
@@ -19,7 +19,7 @@ else:
 
 
 class EngineWorker(BaseWorker):
-    """Skips the sampling of a step whose forward pass ended early, and carries out layer sharing.
+    """Worker that skips sampling when a forward pass ended early, and carries out layer sharing.
 
     A forward pass ends at a safepoint, or because a peer that keeps a part of the layers is lost.
     """

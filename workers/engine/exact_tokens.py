@@ -1,4 +1,4 @@
-"""Exact tokens: build a prompt from the tokens that were generated, as far as their text is the prompt's.
+"""Exact tokens: builds a prompt from the generated tokens, as far as their text matches the prompt's text.
 
 An answer comes back as text within the next turn's prompt. That text may tokenise differently from how it was
 generated, and the KV is useless from the first difference on. The server therefore remembers the tokens of
@@ -50,7 +50,7 @@ Tokens: TypeAlias = "array[int]"
 
 
 class Vocabulary:
-    """Bytes of each token; None for special tokens, which equal only themselves."""
+    """Bytes of each token; None for special tokens, which only equal themselves."""
 
     def __init__(self, token_bytes: Sequence[bytes | None]) -> None:
         self._bytes = token_bytes
@@ -75,7 +75,7 @@ class Vocabulary:
 
 
 class Place(NamedTuple):
-    """Lengths of beginnings of two token sequences that have the same text."""
+    """Position in two token sequences up to which both have the same text."""
 
     known: int
     rendered: int
@@ -109,7 +109,7 @@ class _Reader:
 
 
 def agreeing(known: Sequence[int], rendered: Sequence[int], since: Place, vocabulary: Vocabulary) -> Place:
-    """Return the last place up to which both have the same text, starting from `since`."""
+    """Return the last place up to which both have the same text, searching from `since`."""
     place = since
     ours, theirs = _Reader(known, since.known, vocabulary), _Reader(rendered, since.rendered, vocabulary)
     for _ in range(MOST_READ):
@@ -126,7 +126,7 @@ def agreeing(known: Sequence[int], rendered: Sequence[int], since: Place, vocabu
 
 
 def common(one: Tokens, other: Tokens) -> int:
-    """Return how many tokens at the beginning of both are equal."""
+    """Return the length of the common prefix of two token sequences."""
     same, end = 0, min(len(one), len(other))
     step = _COMPARED_AT_ONCE
     while same < end and one[same : same + step] == other[same : same + step]:
@@ -138,7 +138,7 @@ def common(one: Tokens, other: Tokens) -> int:
 
 @dataclass(frozen=True, slots=True)
 class RememberedTurn:
-    """Last turn of a conversation."""
+    """Tokens of a conversation's last turn."""
 
     rendered: Tokens  # the prompt as its text tokenises
     tokens: Tokens  # the prompt as it was computed, and the answer
@@ -172,7 +172,7 @@ class RememberedTurn:
 
 
 class RememberedTurns:
-    """Last turns of the most recently used conversations, within a limit of memory."""
+    """Last turns of the most recently used conversations, within a memory limit."""
 
     def __init__(self, most_bytes: int = MOST_BYTES) -> None:
         self._turns: OrderedDict[str, RememberedTurn] = OrderedDict()
@@ -209,7 +209,7 @@ class ExactTokens:
         request_id: str,
         **options: Any,
     ) -> AsyncGenerator[Any, None]:
-        """Generate an answer. Parameters have vLLM's names, because callers may use them as keywords."""
+        """Generate an answer. Parameters keep vLLM's names, because callers may pass them as keywords."""
         conversation = options.get("session_id")
         transfer = (getattr(sampling_params, "extra_args", None) or {}).get("kv_transfer_params") or {}
         moves = bool(transfer.get("moves"))
@@ -281,7 +281,7 @@ def _fall_back(cause: str, conversation: str) -> None:
 
 
 def rendered_from_text(prompt: Any, params: Any) -> bool:
-    """Return whether this is one tokenised text with one answer and without logprobs of the prompt."""
+    """Return whether this is a single tokenised text with one answer and no prompt logprobs."""
     tokens = isinstance(prompt, Mapping) and prompt.get("type") == "token"
     one = getattr(params, "n", 1) == 1 and getattr(params, "prompt_logprobs", None) is None
     return tokens and one and isinstance(prompt.get("prompt"), str) and hasattr(params, "output_kind")
@@ -296,7 +296,7 @@ def vocabulary_of_engine(llm: Any) -> Vocabulary | None:
 
 
 class ExactTokensMiddleware:
-    """Middleware that installs exact tokens in vLLM's server; requests pass through."""
+    """Middleware that installs exact tokens in vLLM's server. Requests pass through unchanged."""
 
     def __init__(self, app: Callable[..., Awaitable[None]]) -> None:
         from kvtransfer.compat.relied_on import verify

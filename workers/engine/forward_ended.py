@@ -2,4 +2,4 @@
 
 
 class ForwardEnded(BaseException):
-    """Ends a forward pass. Not an `Exception`, so that no handler in the model swallows it."""
+    """Ends a forward pass. Not an `Exception`, so that no handler in the model catches it."""

@@ -21,7 +21,7 @@ _LENGTH = b"content-length"
 
 
 class ResponseFieldsMiddleware:
-    """Replaces the field in answers whose request has the header."""
+    """Fills the field in answers whose request carries a certain header."""
 
     def __init__(self, app: App) -> None:
         self._app = app
@@ -33,7 +33,7 @@ class ResponseFieldsMiddleware:
 
 
 class _FilledAnswer:
-    """One answer whose null field is replaced."""
+    """One answer whose null field is being replaced."""
 
     def __init__(self, send: Send, fields: bytes) -> None:
         self._send, self._fields = send, orjson.dumps(orjson.loads(fields))[1:-1]
@@ -82,7 +82,7 @@ def _has_null(body: bytes) -> bool:
 
 
 def _find(text: str, at: int, name: str) -> tuple[int, int, Any] | None:
-    """Return where a field's name and value begin in the object at `at`, and its value."""
+    """Return where a field's name and value begin in the object at `at`, and its value; None without it."""
     at = _skip_space(text, at + 1)
     while text[at] != "}":
         name_at = at

@@ -5,7 +5,7 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True, slots=True)
 class KeeperSettings:
-    """Limits and intervals by which a keeper starts, watches and restarts its engine."""
+    """Limits and intervals for starting, watching and restarting an engine."""
 
     start_together: int | None = None  # engines of this host that may start at the same time; None: all
     start_limit_s: float = 900.0  # a start fails if the engine is not healthy by then

@@ -1,4 +1,4 @@
-"""HTTP requests of a keeper to its own engine: health, size, and the prompts that warm it."""
+"""HTTP requests of a keeper to its own engine: health, size, and warm-up prompts."""
 
 import asyncio
 import re
@@ -34,7 +34,7 @@ _FAILURES = (aiohttp.ClientError, TimeoutError, OSError)
 
 class EngineHttp:
     def __init__(self, address: str, served_name: str, key: str = "", *, embeds: bool = False) -> None:
-        """`embeds`: the engine makes embeddings instead of text."""
+        """`embeds` says that the engine makes embeddings instead of text."""
         self.address, self._name, self._key, self._embeds = address, served_name, key, embeds
         self._session: aiohttp.ClientSession | None = None
 
@@ -59,7 +59,7 @@ class EngineHttp:
         return EngineFacts(kv_tokens=blocks * tokens, block_tokens=tokens, max_context=context)
 
     async def first(self, timeout_s: float) -> None:
-        """Send a short local request: an engine whose first request is a transferred one can crash."""
+        """Send a short local request, because an engine whose first request is transferred can crash."""
         if self._embeds:
             await self._ask("embeddings", {"input": "warm up"}, timeout_s)
         else:

@@ -23,7 +23,7 @@ _NOISE = re.compile(r"\x1b\[[0-9;]*m|\r")
 
 
 def last_lines(log: Path, count: int = 25, window: int = 64 << 10, since: int = 0) -> list[str]:
-    """Return the last lines written after offset `since`, where this epoch begins in the log."""
+    """Return the last lines written after the offset `since`, where this epoch begins in the log."""
     try:
         with log.open("rb") as file:
             size = file.seek(0, 2)
@@ -39,7 +39,7 @@ def log_size(log: Path) -> int:
 
 
 def start_stage(lines: list[str]) -> str:
-    """Return the furthest stage of a start that the lines mention, in words."""
+    """Return the latest stage of a start that the lines mention, in words."""
     for line in reversed(lines):
         for pattern, name in _STAGE_PATTERNS:
             if pattern.search(line):

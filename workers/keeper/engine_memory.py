@@ -1,4 +1,4 @@
-"""Memory of an engine's processes, and its limit.
+"""Memory of an engine's processes, and the limit on it.
 
 Only anonymous memory counts: shared memory, files and libraries are not an engine's growth. The exact number
 requires a walk of page tables. It is read only if an upper bound, in which pages shared by forks count more
@@ -21,7 +21,7 @@ _MOST_SHARE = 0.9
 
 @dataclass(frozen=True, slots=True)
 class MemoryLimit:
-    """Limit of the memory of an engine's processes together."""
+    """Limit on the total memory of an engine's processes."""
 
     limit_bytes: int
     idle_bytes: int
@@ -30,7 +30,7 @@ class MemoryLimit:
     def of(
         cls, memory_gib: float | None, kv_gib: float, idle_bytes: int, machine_bytes: int
     ) -> "MemoryLimit":
-        """Return `memory_gib` if set, else idle memory, KV on the host and a quarter of the machine."""
+        """Return `memory_gib` if set, else idle memory plus KV on the host plus a quarter of the machine."""
         if memory_gib is not None:
             return cls(int(memory_gib * GIB), idle_bytes)
         grown = idle_bytes + kv_gib * GIB + _GROWTH_SHARE * machine_bytes
@@ -56,7 +56,7 @@ def machine_bytes() -> int:
 
 
 def session_bytes(leader: int, enough: int = 0) -> int:
-    """Return the memory of the session that `leader` leads; exact only if it may exceed `enough`."""
+    """Return the memory of the session that `leader` leads. It is only exact above `enough`."""
     pids = list(_session(leader))
     upper = sum(map(_unshared_bytes, pids))
     return upper if upper <= enough else sum(map(_exact_bytes, pids))

@@ -79,7 +79,7 @@ class StatusStore:
             self._put(state=state)
 
     async def watch(self) -> AsyncIterator[KeeperReport]:
-        """Yield the present report, and again whenever it has changed."""
+        """Yield the current report, and again whenever it changes."""
         while True:
             changed = self._changed
             yield self.report
@@ -94,7 +94,7 @@ class StatusStore:
 
 
 class EngineLink(ControlSocketClient):
-    """The keeper's connection to its engine's control socket, which reconnects by itself."""
+    """The keeper's connection to its engine's control socket, which reconnects on its own."""
 
     def __init__(self, engine: str, socket: Path) -> None:
         super().__init__(socket)
@@ -120,7 +120,7 @@ class EngineLink(ControlSocketClient):
             await asyncio.sleep(RETRY_S)
 
     def next_engine(self) -> None:
-        """Forget a drain, which was of the engine that ends."""
+        """Forget a drain, which belonged to the former engine."""
         self._draining = False
 
     async def drain(self, draining: bool = True) -> None:

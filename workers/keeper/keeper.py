@@ -1,4 +1,4 @@
-"""Keeper of one engine: starts or adopts it, announces it, and starts it again when it is lost."""
+"""Keeper of one engine: starts or adopts it, announces it, and restarts it when it is lost."""
 
 import asyncio
 import contextlib
@@ -31,7 +31,7 @@ ADOPTED_LOG_BYTES = 64 << 10  # end of an adopted engine's log that is searched 
 
 
 class Keeper:
-    """Runs one engine through its epochs; the engine outlives it for a lease."""
+    """Runs one engine through its epochs. The engine outlives the keeper for the time of its lease."""
 
     def __init__(
         self,
@@ -54,7 +54,9 @@ class Keeper:
         self._backoff = Backoff(settings.backoff_first_s, settings.backoff_longest_s, settings.calm_after_s)
 
     async def run(self) -> None:
-        """Keep the engine running until cancelled. It then runs on for its lease, unless `end` ends it."""
+        """Keep the engine running until cancelled. It then runs on until its lease expires, unless `end` ends
+        it.
+        """
         renewing = asyncio.create_task(self._renew())
         tier = asyncio.create_task(self._shared_tier.keep()) if self._shared_tier else None
         try:
@@ -82,12 +84,12 @@ class Keeper:
                 tier.cancel()
 
     async def end(self) -> None:
-        """End the engine and its whole tree."""
+        """End the engine with its whole process tree."""
         await self._end_process()
         self._store.tell(KeeperPhase.STOPPED, pid=0)
 
     async def _one_epoch(self, adopted: LeasedProcess | None) -> tuple[str, tuple[str, ...]]:
-        """Bring the engine up and watch it until it is lost; return the reason and the log around it."""
+        """Start the engine and watch it until it is lost; return the reason and the relevant log lines."""
         self._store.tell(KeeperPhase.WAITING)
         name, began = self._spec.engine, self._clock()
         slots = None if adopted else self._settings.start_together
@@ -183,7 +185,7 @@ class Keeper:
         return description, diagnosis.excerpt
 
     async def _let_leave(self, running: RunningEngine) -> None:
-        """Drain an engine, so that its conversations leave it with their KV before it ends."""
+        """Drain an engine, so that its conversations move away with their KV before it ends."""
         self._store.tell(KeeperPhase.SERVING, "asked to end: conversations move to other engines")
         until, quiet_since = self._clock() + self._settings.drain_s, math.inf
         try:

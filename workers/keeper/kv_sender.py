@@ -24,14 +24,14 @@ LIMIT_S = 60.0
 
 @dataclass(frozen=True, slots=True)
 class SentKv:
-    """Result of one conversation."""
+    """Result of sending one conversation."""
 
     done: bool  # the other engine holds the conversation's KV
     recomputed_tokens: int = 0  # of these, computed again by either engine
 
 
 class KvSender:
-    """Sends conversations of one engine."""
+    """Sends conversations from one engine."""
 
     def __init__(self, link: EngineLink, store: StatusStore, model: str, key: str) -> None:
         self._link, self._store = link, store

@@ -57,7 +57,7 @@ class LaunchSpec:
     additional: str | None = None  # JSON of vLLM's --additional-config
 
     def fingerprint(self) -> str:
-        """Return a hash; a running engine with the same fingerprint can be adopted."""
+        """Return a hash. A running engine with the same fingerprint can be adopted."""
         text = json.dumps([feed.VERSION, asdict(self)], sort_keys=True, default=str)
         return hashlib.sha256(text.encode()).hexdigest()[:16]
 
@@ -127,7 +127,7 @@ _OWN_OPTIONS: tuple[tuple[str, object], ...] = (
 
 
 def _middleware(spec: LaunchSpec) -> Options:
-    """Return the middleware of vLLM's server, innermost first."""
+    """Return the options for the middleware of vLLM's server, innermost first."""
     exact_tokens = ("exact_tokens.ExactTokensMiddleware",) if spec.exact_tokens else ()
     names = (
         "grammars.middleware.GrammarMiddleware",

@@ -41,7 +41,7 @@ class LmcacheServer:
         return hashlib.sha256(text.encode()).hexdigest()[:16]
 
     async def keep(self) -> None:
-        """Keep the server running until cancelled; it ends one lease after its last keeper."""
+        """Keep the server running until cancelled. It ends one lease after its last keeper."""
         while True:
             try:
                 await asyncio.to_thread(self.ensure)
@@ -50,7 +50,7 @@ class LmcacheServer:
             await asyncio.sleep(LOOK_EVERY_S)
 
     async def address(self, limit_s: float) -> str:
-        """Return the server's host:port once it answers; empty if it does not within the limit."""
+        """Return the server's host:port once it answers; empty if it does not answer within the limit."""
         clock = asyncio.get_running_loop().time
         end = clock() + limit_s
         while clock() < end:
@@ -61,7 +61,7 @@ class LmcacheServer:
         return ""
 
     def ensure(self) -> None:
-        """Start the server unless it runs, and renew its lease."""
+        """Start the server unless it is running, and renew its lease."""
         with self._alone():
             before = ProcessRecord.read(self.directory / RECORD)
             process = LeasedProcess.adopt(self.directory, self._fingerprint, GRACE_S)
@@ -92,7 +92,7 @@ class LmcacheServer:
             yield
 
     def command(self, port: int, http_port: int) -> ProcessCommand:
-        """Return the command of LMCache's server, for engines at `port` and health checks at `http_port`."""
+        """Return the command of LMCache's server: engines use `port`, health checks use `http_port`."""
         argv = [sys.executable, "-m", "lmcache.v1.multiprocess.http_server"]
         argv += ["--host", HOST, "--port", str(port), "--http-host", HOST, "--http-port", str(http_port)]
         argv += ["--l1-size-gb", str(self.gib), "--eviction-policy", "LRU"]

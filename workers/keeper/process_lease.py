@@ -30,7 +30,7 @@ LOOK_EVERY_S = 0.2
 
 @dataclass(frozen=True, slots=True)
 class ProcessRecord:
-    """Record beside the lease, by which a keeper can adopt the process if it still runs."""
+    """Record next to the lease, with which a keeper can adopt the process if it still runs."""
 
     pid: int
     started: float
@@ -51,7 +51,7 @@ class ProcessRecord:
 
 
 class LeasedProcess:
-    """A process under a `workers.host`, which this process started or adopted."""
+    """A process under a `workers.host` that this process started or adopted."""
 
     def __init__(
         self, directory: Path, record: ProcessRecord, child: subprocess.Popen[bytes] | None = None
@@ -77,7 +77,7 @@ class LeasedProcess:
         oom_score: OomScore,
         leave_s: float = 0.0,
     ) -> "LeasedProcess":
-        """Start a process. With `leave_s` a first SIGTERM to it only asks (`asked_to_end`)."""
+        """Start a process. With `leave_s` its first SIGTERM is only a request (`asked_to_end`)."""
         directory.mkdir(parents=True, exist_ok=True)
         lease = directory / LEASE
         lease.touch()
@@ -101,7 +101,7 @@ class LeasedProcess:
 
     @classmethod
     def adopt(cls, directory: Path, fingerprint: str, grace_s: float) -> "LeasedProcess | None":
-        """Return the process that still runs in a directory; end one of another fingerprint."""
+        """Return the process that still runs in a directory; end one with another fingerprint."""
         process = cls.recorded(directory)
         if process is None:
             return None
@@ -112,7 +112,7 @@ class LeasedProcess:
         return process
 
     def expire(self) -> None:
-        """Remove the lease; the host then ends the process by itself."""
+        """Remove the lease, so that the host ends the process by itself."""
         (self.directory / LEASE).unlink(missing_ok=True)
 
     def renew(self) -> None:
@@ -130,11 +130,11 @@ class LeasedProcess:
         return (self.directory / ASKED_TO_END).exists()
 
     def memory_bytes(self, enough: int = 0) -> int:
-        """Return the memory of the whole tree; exact only if it may exceed `enough`."""
+        """Return the memory of the whole tree. It is only exact above `enough`."""
         return session_bytes(self.record.pid, enough)
 
     def idle_bytes(self) -> int:
-        """Return the memory that the tree had when this was first asked, also after an adoption."""
+        """Return the memory that the tree had at the first call, also after an adoption."""
         file = self.directory / IDLE
         try:
             return int(file.read_text())
@@ -144,7 +144,7 @@ class LeasedProcess:
             return idle
 
     def end(self, grace_s: float) -> bool:
-        """End the host and everything under it, also what a killed host left in its session."""
+        """End the host and everything under it, including what a killed host left in its session."""
         self.expire()
         host = processes.find(self.record.pid, self.record.started)
         members = processes.tree(host) if host else self._orphans()
@@ -154,14 +154,16 @@ class LeasedProcess:
         return gone
 
     def _orphans(self) -> list[psutil.Process]:
-        """Return what a killed host left in its session; a live leader means that the pid was reused."""
+        """Return processes that a killed host left in its session. A live leader means that its pid was
+        reused.
+        """
         if processes.alive(self.record.pid):
             return []
         return list(processes.session(self.record.pid))
 
 
 def recorded_below(*folders: Path) -> list[LeasedProcess]:
-    """Return the last process of these folders and of each folder in them, whether or not it still runs."""
+    """Return the last process of each of these folders and their subfolders, whether or not it still runs."""
     directories = [directory for folder in folders for directory in (folder, *folder.glob("*/"))]
     return [process for process in map(LeasedProcess.recorded, directories) if process is not None]
 
@@ -178,7 +180,7 @@ def _rotate(log: Path) -> None:
 
 @asynccontextmanager
 async def start_slot(directory: Path, slots: int | None) -> AsyncIterator[None]:
-    """Hold one of `slots` file locks in `directory` (None: no limit). A holder that dies frees its slot."""
+    """Hold one of `slots` file locks in `directory` (None: no limit). If the holder dies, it is free."""
     if slots is None:
         yield
         return

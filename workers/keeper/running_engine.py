@@ -20,7 +20,7 @@ log = logging.getLogger("conserve.workers.keeper")
 
 
 class StartFailed(WorkerError):
-    """The engine did not come to serve; has the likely cause."""
+    """The engine did not start to serve; contains the likely cause."""
 
     def __init__(self, diagnosis: Diagnosis) -> None:
         super().__init__(str(diagnosis))
@@ -29,7 +29,7 @@ class StartFailed(WorkerError):
 
 @dataclass(frozen=True, slots=True)
 class RunningEngine:
-    """Process of an engine with its HTTP port and its part of the log."""
+    """Process of an engine, with its HTTP port and its part of the log."""
 
     engine: str
     process: LeasedProcess
@@ -39,7 +39,7 @@ class RunningEngine:
     clock: Callable[[], float] = time.monotonic
 
     async def wait_until_healthy(self, on_stage: Callable[[str], None]) -> None:
-        """Wait for the first successful health check; `on_stage` gets the stage of the start."""
+        """Wait for the first successful health check; `on_stage` is told the stage of the start."""
         settings, began = self.settings, self.clock()
         size, moved, stage = -1, began, ""
         while not await self.http.healthy(settings.health_timeout_s):
@@ -58,7 +58,7 @@ class RunningEngine:
             await asyncio.sleep(settings.health_interval_s)
 
     async def warm(self, *, new: bool) -> EngineFacts:
-        """Make the engine's first requests. An adopted engine gets a short one, because it serves users."""
+        """Make the engine's first requests. An adopted engine, which serves users, gets only a short one."""
         limit_s = self.settings.warm_limit_s
         try:
             facts = await self.http.facts(limit_s)
@@ -74,7 +74,7 @@ class RunningEngine:
         return facts
 
     async def watch(self) -> tuple[str, str]:
-        """Wait until the engine is lost; return the cause, as metrics name it, and a sentence."""
+        """Wait until the engine is lost; return the cause as a metric label and as a sentence."""
         settings, misses = self.settings, 0
         limit = await asyncio.to_thread(self._memory_limit)
         while self.process.alive():
@@ -95,7 +95,7 @@ class RunningEngine:
         return "exited", "its process ended"
 
     def diagnosis(self, reason: str) -> Diagnosis:
-        """Return the cause that the log shows, else `reason`."""
+        """Return the cause that the log shows, otherwise `reason`."""
         found = diagnose(self._lines())
         if reason and found.cause == "unknown cause":
             return Diagnosis(reason, found.advice, found.evidence, found.excerpt)

@@ -1,1 +1,1 @@
-"""Power limits and energy of the accelerators an engine runs on."""
+"""Power limits and energy of the accelerators that an engine runs on."""

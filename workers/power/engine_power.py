@@ -42,7 +42,7 @@ FIRST_RETRY, LAST_RETRY = 12, 720
 
 
 class EnginePower:
-    """Context in which the cap is set; a failure is logged and does not stop serving."""
+    """Context in which the power cap is set. A failure is logged and does not stop serving."""
 
     def __init__(self, settings: PowerSettings) -> None:
         self._settings = settings
@@ -97,7 +97,7 @@ class EnginePower:
                 self._not_done(f"GPU {outcome.gpu}: {outcome.text}")
 
     def _clear(self) -> None:
-        """Restore a cap that an earlier run left on these GPUs, whose keeper and guard are gone."""
+        """Remove a cap that an earlier run, whose keeper and guard are gone, left on these GPUs."""
         settings = self._settings
         if settings.record.exists() and not set_back(settings.record, named=settings.gpus):
             self._not_done("a cap of an earlier run could not be removed")
@@ -144,7 +144,7 @@ class EnginePower:
 
 
 def start_guard(settings: PowerSettings, holder: str) -> subprocess.Popen[bytes]:
-    """Start the guard in its own session, so that it outlives a keeper that is killed with its group.
+    """Start the guard in its own session, so that it survives when its keeper's process group is killed.
 
     SIGTERM is blocked until the guard handles it.
     """

@@ -1,4 +1,4 @@
-"""Power limits: planning, setting and restoring them, with a record on disk of the original limits.
+"""Power limits: plans, sets and restores them, with a record of the original limits on disk.
 
 An entry is on the disk before its limit is set, and until the limit is restored, so that any later process
 can restore it. Limits do not outlive a reboot, and neither does the record.
@@ -36,7 +36,7 @@ KEEPER_ENDS_S = 8.0  # for the keeper to end; less than the time between SIGTERM
 
 @dataclass(frozen=True, slots=True)
 class LimitEntry:
-    """Limit that was changed and has to be restored."""
+    """Changed limit that has to be restored."""
 
     uuid: str
     original_w: float
@@ -47,7 +47,7 @@ class LimitEntry:
 
 @dataclass(slots=True)
 class LimitRecord:
-    """Entries of this boot; under the lock, each change is on the disk when the call returns."""
+    """Entries since this boot, used under a lock. Each change is on disk when its call returns."""
 
     path: Path
     boot: str
@@ -183,7 +183,7 @@ def _apply_one(gpus: Gpus, change: LimitChange, record: LimitRecord, holder: str
 def restore(
     gpus: Gpus, path: Path, boot: str, holder: str | None = None, named: Sequence[str] = ()
 ) -> list[Outcome]:
-    """Restore the limits in the record: all, or those of one holder, or of the named GPUs."""
+    """Restore the limits in the record: all of them, those of one holder, or those of the named GPUs."""
     with locked_record(path, boot) as record:
         uuids = {gpus.find(name).uuid for name in named}
         return [
@@ -225,7 +225,7 @@ def set_back(path: Path, holder: str | None = None, named: Sequence[str] = ()) -
 
 
 class GuardStopped(WorkerError):
-    """The guard got SIGTERM: no keeper takes over."""
+    """The guard received SIGTERM, so no keeper will take over."""
 
 
 def main(path: Path, holder: str, grace_s: float) -> int:
@@ -254,7 +254,7 @@ def _until_keeper_is_gone(limit_s: float | None = None) -> None:
 
 
 def _taken_over(path: Path, holder: str, grace_s: float) -> bool:
-    """Return whether no entry names this holder any more, within the grace."""
+    """Return whether, within the grace period, no entry names this holder any more."""
     end = time.monotonic() + grace_s
     while any(entry.holder == holder for entry in read_record(path, boot_id()).entries.values()):
         left = end - time.monotonic()

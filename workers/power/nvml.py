@@ -13,7 +13,7 @@ class PowerError(WorkerError):
 
 
 class NoGpus(PowerError):
-    """This machine has no NVIDIA driver, or no GPU of that name."""
+    """This machine has no NVIDIA driver, or no GPU with that name."""
 
 
 class NotPermitted(PowerError):
@@ -22,7 +22,7 @@ class NotPermitted(PowerError):
 
 @dataclass(frozen=True, slots=True)
 class Gpu:
-    """GPU with its present power limit and the limits that it accepts."""
+    """GPU with its current power limit and the limits that it accepts."""
 
     uuid: str
     index: int
@@ -37,7 +37,7 @@ class Gpu:
 
 
 class Gpus:
-    """Context in which NVML is open, with the GPUs of this machine."""
+    """Context in which NVML is open, with this machine's GPUs."""
 
     def __init__(self) -> None:
         import pynvml  # here, because only processes with GPUs should load it
@@ -63,7 +63,7 @@ class Gpus:
             ]
 
     def find(self, name: str) -> Gpu:
-        """Return the GPU with an index or UUID, as in `CUDA_VISIBLE_DEVICES`.
+        """Return the GPU with this index or UUID, as in `CUDA_VISIBLE_DEVICES`.
 
         An index is ambiguous: CUDA counts in another order than NVML unless CUDA_DEVICE_ORDER is PCI_BUS_ID.
         """
@@ -94,7 +94,7 @@ class Gpus:
 
     @contextmanager
     def _errors(self, what: str) -> Iterator[None]:
-        """Turn NVML's errors into a PowerError that names the operation."""
+        """Convert NVML's errors to a PowerError that names the operation."""
         nvml = self._nvml
         try:
             yield

@@ -1,4 +1,4 @@
-"""The BROS policy: online requests ordered by time to their token deadline, offline requests by swap-in cost."""
+"""The BROS policy: online requests by time to their token deadline, offline requests by swap-in cost."""
 
 from placement.scheduling import preemption
 from placement.scheduling.interface import (

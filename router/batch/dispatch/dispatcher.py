@@ -204,7 +204,7 @@ class Dispatcher:
                 self.flex.grant(job, *known[engine])
 
     def _line(self, request: ClaimedRequest) -> bytes | None:
-        """Read the bytes of a line. Return None if the files are unavailable, so that the line is put back."""
+        """Read the bytes of a line. Return None if the files are unavailable, so the line is put back."""
         try:
             return self._blobs.part(request.input_file_id, request.offset, request.length)
         except OSError as error:

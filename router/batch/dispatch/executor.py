@@ -125,7 +125,7 @@ class Executor:
         self._tried(request, tokens)
 
     async def _ask(self, request: ClaimedRequest, line: bytes, info: EngineInfo) -> UpstreamResponse:
-        """Send a line. Raise BadRequest if it was validated by older checks and the current ones refuse it."""
+        """Send a line. Raise BadRequest if older checks accepted it and the current ones refuse it."""
         body = orjson.loads(line)["body"]
         if ignored := check_fields(request.endpoint, body):
             self._ignored.record(request.owner, request.endpoint, ignored)

@@ -61,7 +61,7 @@ class BatchLifecycle:
         return batch is not None
 
     def end_one(self) -> bool:
-        """Close batches that are done, late or cancelled, and finish one; return True if there may be more."""
+        """Close batches that are done, late or cancelled and finish one; return True if there may be more."""
         now = self._clock()
         self._store.batches.settle(now, self._cancel_grace_s)
         live = self._store.batches.count_live()
@@ -77,7 +77,7 @@ class BatchLifecycle:
         return batch is not None
 
     def _sweep(self, now: float) -> None:
-        """Remove what a former process or a failed pass left behind: lines of ended batches, deleted files."""
+        """Remove what a former process or a failed pass left: lines of ended batches, deleted files."""
         for seq in self._store.batches.ended_with_lines():
             self._store.requests.clear(seq)
         while gone := self._store.files.unreferenced(now):

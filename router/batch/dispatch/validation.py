@@ -48,7 +48,7 @@ class Validator:
         self._clock = clock
 
     def validate(self, batch: Row[Any]) -> None:
-        """Validate a batch, which is then in_progress or failed. Starts over if an earlier pass was cut off."""
+        """Validate a batch, which is then in_progress or failed. Starts over after an interrupted pass."""
         self._store.requests.clear(batch.seq)
         seen = _Seen()
         errors: list[BatchError] = []

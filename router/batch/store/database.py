@@ -202,7 +202,7 @@ class Database:
 
     @contextmanager
     def write(self, *, durable: bool = True) -> Iterator[Connection]:
-        """Begin a writing transaction. If it is not durable, it reaches the disk with the next durable one."""
+        """Begin a writing transaction. If it is not durable, the next durable one brings it to the disk."""
         options = {_WRITES: True, _DURABLE: durable}
         writing = self._engine.connect().execution_options(**options)
         with self._writing, writing as connection, connection.begin():

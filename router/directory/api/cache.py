@@ -170,7 +170,7 @@ class EngineList:
         return record.info if record is not None else None
 
     def alive(self, engine: str, epoch: int) -> EngineInfo | None:
-        """Return the engine if it is still in that epoch, so that it still has what it held; otherwise None."""
+        """Return the engine if it is still in that epoch, so it still has what it held; otherwise None."""
         info = self.get(engine)
         return info if info is not None and info.epoch == epoch else None
 

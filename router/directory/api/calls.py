@@ -106,7 +106,7 @@ class ActivityReports:
         self._some.set()
 
     async def run(self) -> None:
-        """Report at once after a pause, then every `_REPORT_EVERY_S`, because a call costs as much as a turn."""
+        """Report at once after a pause, then every `_REPORT_EVERY_S`, as a call costs as much as a turn."""
         while True:
             await self._some.wait()
             self._some.clear()

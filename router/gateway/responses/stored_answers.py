@@ -170,7 +170,7 @@ class Answers:
         return sent, History(items, previous, conversation, stored, end)
 
     def _touch(self, owner: str, name: str) -> None:
-        """Record a use in the disk thread. A failure is only logged, because a full disk can still be read."""
+        """Record a use in the disk thread. A failure is only logged, as a full disk can still be read."""
         try:
             self._store.touch(owner, name)
         except _DISK_ERRORS as error:

@@ -63,7 +63,7 @@ class TurnHandler:
         )
 
     async def serve(self, turn: Turn, responder: Responder) -> None:
-        """Serve one turn to its end. Raises ApiError if the client is to get an error instead of an answer."""
+        """Serve one turn to its end. Raises ApiError if the client gets an error instead of an answer."""
         if self._tracer is not None:
             attributes: dict[str, str | int] = {
                 "conserve.api": turn.api.value,
@@ -123,7 +123,7 @@ class TurnHandler:
         responder: Responder,
         stream: StreamResumption,
     ) -> tuple[Route, RelayedTurn]:
-        """Continue a stream on another engine after its engine was lost, from where the client's copy ends."""
+        """Continue a stream on another engine after its engine was lost, where the client's copy ends."""
         try:
             self._quarantine.check(turn.prompt.chain.end.digest)
             turn = stream.next_try(turn, relayed.outcome)

@@ -42,7 +42,7 @@ class Prefetcher:
             self._planned[known.key] = asyncio.create_task(self._prefetch(known, planned))
 
     def turn_arrived(self, known: Known) -> None:
-        """Cancel the prefetch of a conversation whose next turn has arrived, unless the engine has begun it."""
+        """Cancel the prefetch of a conversation whose next turn has arrived, unless it has begun."""
         self._cancel(known.key)
         if known.tool_called_at is not None:
             wait_s = self._clock() - known.tool_called_at

@@ -1,1 +1,1 @@
-"""Event streams on their way through: observed, spliced from socket to socket, and resumed on another engine."""
+"""Event streams on their way: observed, spliced from socket to socket, and resumed on another engine."""

@@ -97,12 +97,12 @@ class SpliceLoop:
         loop.add_reader(self._epoll.fileno(), self._run)
 
     def add(self, stream: SpliceStream) -> None:
-        """Take over a stream. Until ``remove`` nobody else may read from its engine or write to its client."""
+        """Take over a stream. Until ``remove`` nobody else may read its engine or write to its client."""
         self._streams[stream.engine] = stream
         self._epoll.register(stream.engine, select.EPOLLIN | select.EPOLLRDHUP | select.EPOLLET)
 
     def remove(self, stream: SpliceStream) -> None:
-        """Give back a stream. Call it before a socket closes, because its descriptor may be reused at once."""
+        """Give back a stream. Call it before a socket closes, as its descriptor may be reused at once."""
         del self._streams[stream.engine]
         self._epoll.unregister(stream.engine)
 

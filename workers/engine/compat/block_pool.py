@@ -1,4 +1,4 @@
-"""Use of vLLM's private names for a pool of blocks that grows and shrinks, checked at an engine's start."""
+"""Contact with vLLM's private names for a block pool that changes its size; checked when an engine starts."""
 
 import time
 from collections import deque
@@ -47,13 +47,13 @@ SCHEDULING = ReliedOn(
 
 
 def connector_meta(model_runner_output: Any) -> Any:
-    """Return the report of the connector's worker side on the step."""
+    """Return the report that the connector's worker side made on the step."""
     outcome = model_runner_output.kv_connector_output
     return outcome.kv_connector_worker_meta if outcome is not None else None
 
 
 def grow_pool(scheduler: Any, blocks: int) -> None:
-    """Add blocks to the pool until it has so many; they are allocated before cached ones."""
+    """Grow the pool to `blocks` blocks. New blocks are allocated before cached ones."""
     pool = scheduler.kv_cache_manager.block_pool
     new = [KVCacheBlock(number, pool=pool) for number in range(len(pool.blocks), blocks)]
     pool.blocks += new
@@ -62,7 +62,7 @@ def grow_pool(scheduler: Any, blocks: int) -> None:
 
 
 def shrink_pool(scheduler: Any, blocks: int) -> dict[int, int]:
-    """Shrink the pool and return the new numbers of blocks that had too high ones.
+    """Shrink the pool; return the new numbers of blocks whose numbers were too high.
 
     Blocks of requests take precedence; cached blocks move as far as empty blocks are left. Requests that do
     not fit are preempted, the youngest first.
@@ -98,7 +98,7 @@ def _is_cached(block: KVCacheBlock) -> bool:
 
 
 def _take_place(pool: Any, old: KVCacheBlock, new: KVCacheBlock) -> None:
-    """Give the references of `old` to `new`, and free `old`."""
+    """Move the references of `old` to `new`, and free `old`."""
     held = old.ref_cnt
     pool.evict_blocks({new.block_id})
     if old.block_hash is not None:
@@ -110,7 +110,7 @@ def _take_place(pool: Any, old: KVCacheBlock, new: KVCacheBlock) -> None:
 
 
 def start_over(scheduler: Any, blocks: int) -> None:
-    """Compute all requests again, in a pool of `blocks` blocks, because the KV in blocks is lost.
+    """Recompute all requests in a pool of `blocks` blocks, because the KV in blocks is lost.
 
     vLLM frees the blocks of running requests, and raises if waiting ones hold some: those whose KV was loaded
     and that wait for a place in the batch.

@@ -1,4 +1,4 @@
-"""Use of vLLM's private names by this project's worker, checked when an engine starts."""
+"""Contact with vLLM's private names by our worker; checked when an engine starts."""
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -50,12 +50,12 @@ Forward = Callable[..., Any]
 
 
 def wrap_forward(runner: GPUModelRunner, wrapper: Callable[[Forward], Forward]) -> None:
-    """Wrap the runner's forward pass, with its present wrappers, inside the connector's step."""
+    """Wrap the runner's forward pass inside the connector's step, around any existing wrappers."""
     runner._model_forward = wrapper(runner._model_forward)
 
 
 def empty_hidden_states(runner: GPUModelRunner, positions: Any) -> Any:
-    """Return a stand-in for the result of a forward pass that ended early; nothing is sampled from it."""
+    """Return a placeholder for the result of a forward pass that ended early; nothing is sampled from it."""
     import torch
 
     config = runner.model_config
@@ -87,7 +87,7 @@ def nothing_sampled(runner: GPUModelRunner, scheduler_output: Any) -> ModelRunne
 
 @contextmanager
 def discarded_requests_unseeded(runner: GPUModelRunner) -> Iterator[None]:
-    """Hide generators of requests that get no token in this step, while the CPU build samples.
+    """Hide the generators of requests that get no token in this step while the CPU build samples.
 
     vLLM rewinds such generators by an offset, which raises on CPUs. A request without its generator is
     sampled like any other, and the generator keeps its state.

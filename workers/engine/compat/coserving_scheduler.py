@@ -1,4 +1,4 @@
-"""Use of vLLM's private names by this project's schedulers, checked when an engine starts.
+"""Contact with vLLM's private names by our schedulers; checked when an engine starts.
 
 Another vLLM release then stops with a sentence instead of misbehaving (kvtransfer/compat/relied_on.py).
 """
@@ -115,11 +115,11 @@ SCHEDULING = ReliedOn(
 
 
 class UnsupportedEngineError(WorkerError, RuntimeError):
-    """This engine cannot be scheduled here; the message says why and what to do."""
+    """This engine cannot be scheduled by a policy; the message says why and what to do."""
 
 
 class OpenScheduling:
-    """Mixin for a scheduler of vLLM, with hooks for a policy that change nothing by themselves."""
+    """Mixin for a scheduler of vLLM that adds hooks for a policy. By default the hooks change nothing."""
 
     running: list[Any]
     waiting: PolicyQueue
@@ -144,7 +144,7 @@ class OpenScheduling:
         self.waiting = PolicyQueue()
 
     def unsupported(self) -> dict[str, bool]:
-        """Return settings that do not work with a policy, and whether the engine has them."""
+        """Return the settings that do not work with a policy, and whether the engine has them."""
         return {
             "first-come scheduling (start with --scheduling-policy priority)": not isinstance(
                 self.waiting, PriorityRequestQueue
@@ -157,7 +157,7 @@ class OpenScheduling:
             raise UnsupportedEngineError(f"this scheduler does not work with {'; '.join(named)}")
 
     def tokens_for(self, request: Request, computed: int, tokens: int) -> int:
-        """Return the tokens for a candidate, running or waiting, after all limits of vLLM."""
+        """Return the tokens for a candidate, running or waiting, after all of vLLM's limits."""
         return tokens
 
     def _reserve_prefill_lookahead(
@@ -176,22 +176,22 @@ class OpenScheduling:
             self.__dict__["_reserve_prefill_lookahead"] = super()._reserve_prefill_lookahead  # type: ignore[misc]
 
     def preempt(self, request: Request, now: float) -> None:
-        """Take all blocks and the slot of a request, which vLLM resumes later."""
+        """Take all blocks and the slot from a request, which vLLM resumes later."""
         raise NotImplementedError("vLLM's own rules preempt here")
 
     def recorded(
         self, request: Request, tokens: int, adopted: tuple[int, ...], admitted: bool
     ) -> ScheduledRequest:
-        """Record a scheduled request, whose `num_computed_tokens` already counts the new tokens."""
+        """Record a scheduled request. Its `num_computed_tokens` already includes the new tokens."""
         raise NotImplementedError("a step that cannot be aborted is not recorded")
 
     def plugin(self, name: str) -> Any | None:
-        """Return the scheduler side of a plugin of this project's connector, if the engine has it."""
+        """Return the scheduler side of one of our connector's plugins, or None."""
         side_of = getattr(self.connector, "scheduler_side", None)
         return side_of(name) if side_of is not None else None
 
     def blocks_held(self, request: Request) -> int:
-        """Return how many blocks a request holds, without the null blocks that a window has left."""
+        """Return how many blocks a request holds, not counting null blocks outside its window."""
         held = 0
         for manager in self.managers:
             blocks = manager.req_to_blocks.get(request.request_id)
@@ -200,7 +200,7 @@ class OpenScheduling:
         return held
 
     def cached_tokens(self, request: Request) -> int:
-        """Return how many tokens of a request that has not started are in the prefix cache.
+        """Return how many tokens of an unstarted request are in the prefix cache.
 
         The thread that receives requests calls this too, while the scheduler works. It only looks up a dict,
         and an outdated answer costs speed, not correctness.
@@ -216,22 +216,22 @@ class OpenScheduling:
         return min(hits * int(self.hash_block_size), int(request.num_tokens) - 1)
 
     def deferred_blocks(self) -> list[int]:
-        """Return freed blocks that a step in flight may still write."""
+        """Return freed blocks that a step in flight may still write to."""
         return [block.block_id for _, blocks in list(self.deferred_frees) for block in blocks]
 
     def full_blocks(self, tokens: int) -> tuple[int, ...]:
-        """Return how many blocks these tokens fill, by KV cache group."""
+        """Return how many full blocks these tokens make, by KV cache group."""
         return tuple(tokens // manager.block_size for manager in self.managers)
 
     def scheduled_requests(self, scheduler_output: Any) -> Iterator[tuple[Request, int]]:
-        """Yield the requests of a step that still exist, with their tokens."""
+        """Yield the requests of a step that still exist, with their token counts."""
         for request_id, tokens in scheduler_output.num_scheduled_tokens.items():
             request = self.requests.get(request_id)
             if request is not None:
                 yield request, tokens
 
     def let_holders_go_first(self) -> None:
-        """Move requests whose load failed, and that hold no blocks any more, to the queue of other requests.
+        """Move requests that lost their blocks in a failed load behind those that still hold blocks.
 
         vLLM leaves such a request in front of those that hold blocks and schedules none behind one that does
         not fit. Loads that have ended since would keep the blocks that it waits for.
@@ -248,7 +248,7 @@ class OpenScheduling:
 
 
 class SyncScheduler(OpenScheduling, Scheduler):
-    """vLLM's scheduler without asynchronous scheduling, with hooks."""
+    """vLLM's synchronous scheduler, with hooks."""
 
 
 class OverlappingScheduler(OpenScheduling, AsyncScheduler):
@@ -256,17 +256,17 @@ class OverlappingScheduler(OpenScheduling, AsyncScheduler):
 
 
 class OpenScheduler(OverlappingScheduler):
-    """Scheduler of a co-serving engine, with the records that a roll-back corrects."""
+    """Scheduler of a co-serving engine, with the records that a roll-back restores."""
 
     _only_result = False
 
     @property
     def armed_step_runs(self) -> bool:
-        """An armed step is the only one in flight."""
+        """Return whether an armed step is running, which is then the only one in flight."""
         return False
 
     def waits_for_result(self) -> bool:
-        """Return whether to take the result of the step in flight before the next step is scheduled."""
+        """Return whether to wait for the result of the step in flight before scheduling the next."""
         return False
 
     @contextmanager
@@ -282,7 +282,7 @@ class OpenScheduler(OverlappingScheduler):
         return not self._only_result and bool(super().has_requests())
 
     def unsupported(self) -> dict[str, bool]:
-        """Add settings under which an abort cannot be undone."""
+        """Add settings with which an abort cannot be undone."""
         config = self.vllm_config
         return {
             **super().unsupported(),
@@ -295,7 +295,7 @@ class OpenScheduler(OverlappingScheduler):
         }
 
     def before_preemption(self, request: Request) -> None:
-        """Hook: a request is about to lose its blocks, by a policy or by vLLM."""
+        """Hook: a request is about to lose its blocks to a policy or to vLLM."""
 
     def preempt(self, request: Request, now: float) -> None:
         self.running.remove(request)
@@ -337,7 +337,7 @@ class OpenScheduler(OverlappingScheduler):
         return min(firsts, default=None)
 
     def compute_again_from(self, request: Request, tokens: int) -> None:
-        """Have a request that was admitted with KV which nobody computed compute it from `tokens` on.
+        """Make a request compute from `tokens` on, because KV that it was admitted with was never computed.
 
         The request starts anew where it has no block before those that it took: of layers with a window, and
         from the first token on. vLLM takes one that waits, holds blocks and has computed nothing for one
@@ -354,7 +354,7 @@ class OpenScheduler(OverlappingScheduler):
             self.failed_recving_kv_req_ids.add(request.request_id)
 
     def waiting_holders(self) -> list[Request]:
-        """Return requests that hold blocks and wait for KV from the host."""
+        """Return requests that hold blocks while they wait for KV from the host."""
         return list(self.kv_holding_waiting)
 
     def mark_prefilling(self, request: Request, prefilling: bool) -> None:
@@ -380,7 +380,7 @@ def has_prompt_left(request: Request) -> bool:
 
 
 def is_waiting(request: Request) -> bool:
-    """Tell whether a request only waits for tokens of an iteration."""
+    """Return whether a request is only waiting to be given tokens."""
     return request.status in (RequestStatus.WAITING, RequestStatus.PREEMPTED)
 
 

@@ -1,4 +1,4 @@
-"""Patches of vLLM's CPU build: naps instead of spinning, and forked processes."""
+"""Patches of vLLM's CPU build: short sleeps instead of spinning, and forked processes."""
 
 import functools
 import os
@@ -24,7 +24,7 @@ LONGEST_NAP_S = 2e-3
 
 
 def nap_instead_of_spinning() -> None:
-    """Patch this process: a queue between vLLM's processes is polled with naps, also one that exists already.
+    """Patch this process so that queues between vLLM's processes are polled with short sleeps.
 
     vLLM's engine core and workers watch shared memory for a second after every message before they sleep.
     On a GPU host that saves a wake-up. Where the model computes on the CPU, the core that spins is taken from
@@ -49,7 +49,7 @@ def nap_instead_of_spinning() -> None:
 
 
 def fork_engine_on_cpu() -> None:
-    """Patch this process and its forks: an engine's processes are forked, and an only worker gets no process.
+    """Patch this process and its forks: engine processes are forked, and a single worker gets no process.
 
     vLLM's CPU platform spawns them whatever the environment says, and an only worker, too, which on GPUs runs
     in the engine core's process. Here it does as well, so that no step waits for messages.

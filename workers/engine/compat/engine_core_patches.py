@@ -1,4 +1,4 @@
-"""Patches of vLLM's engine core: notice of arrivals, and armed steps that run alone.
+"""Patches of vLLM's engine core: notification of arrivals, and armed steps that run alone.
 
 The table of `coserving_scheduler.py` names what these patches rely on.
 """
@@ -16,13 +16,13 @@ StepResult = tuple[dict[int, Any] | None, bool]
 
 
 class _Arrivals:
-    """Function that this process calls for arrivals."""
+    """Holder of the function that this process calls for arrivals."""
 
     on_arrival: Callable[[Request], None] | None = None
 
 
 def notify_of_arrivals(on_arrival: Callable[[Request], None]) -> None:
-    """Call `on_arrival` for every request, in the thread that receives it, while an iteration runs.
+    """Call `on_arrival` for each request that arrives during an iteration, in the receiving thread.
 
     Without this patch an arrival is seen only after the iteration, which a safepoint is meant to prevent. The
     last caller's function is called.
@@ -44,7 +44,7 @@ def notify_of_arrivals(on_arrival: Callable[[Request], None]) -> None:
 
 
 def keep_armed_steps_alone() -> None:
-    """Patch the engine core so that a step that may be aborted is the only one in flight.
+    """Patch the engine core so that an armed step is the only one in flight.
 
     With asynchronous scheduling vLLM schedules a step while the previous one runs. If the next step may be
     armed, the result of the one in flight is taken first. The result of an armed step is taken before

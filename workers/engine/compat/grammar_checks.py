@@ -1,4 +1,4 @@
-"""Use of vLLM's private names for structured outputs, checked when an engine starts.
+"""Contact with vLLM's private names for structured outputs; checked when an engine starts.
 
 vLLM parses a grammar in its front end's event loop and compiles it in the engine core, both without a limit.
 With these patches the front end parses nothing: a request waits for the compiling process
@@ -87,14 +87,14 @@ _BACKENDS = {
 
 @dataclass
 class CheckedGrammar(StructuredOutputsParams):
-    """A constraint that the compiling process has compiled within its budget."""
+    """Grammar that the compiling process has compiled within its budget."""
 
 
 _NAMES = tuple(field.name for field in fields(StructuredOutputsParams))
 
 
 def constraint_of(params: StructuredOutputsParams) -> dict[str, Any]:
-    """Return the fields of a constraint that are set, as plain data."""
+    """Return the set fields of a constraint as plain data."""
     return {name: value for name in _NAMES if (value := getattr(params, name)) not in (None, False)}
 
 
@@ -121,7 +121,9 @@ class Backends:
         self._validated({"json_object": True})  # so that forks need not import
 
     def compile(self, constraint: dict[str, Any]) -> dict[str, Any]:
-        """Validate and compile; returns the fields that vLLM's validation changed, and their values."""
+        """Validate and compile a constraint; return the fields that vLLM's validation changed, with their
+        values.
+        """
         from vllm.v1.structured_output.request import get_structured_output_key
 
         made = self._validated(constraint)
@@ -150,7 +152,7 @@ Check = Callable[[Any, dict[str, Any]], Awaitable[dict[str, Any]]]
 
 
 def check_grammars(check: Check, accepted: Callable[[], Awaitable[None]]) -> None:
-    """Patch this process: a request with a grammar first waits for `check(vllm_config, constraint)`.
+    """Patch this process so that a request with a grammar first waits for `check(vllm_config, constraint)`.
 
     The check returns the fields that vLLM's validation would set, or raises what the client is answered.
     `accepted` is called for every request that the engine core has been given.
@@ -197,7 +199,7 @@ def check_grammars(check: Check, accepted: Callable[[], Awaitable[None]]) -> Non
 
 
 def compile_at_low_priority() -> None:
-    """Patch this process so that threads which compile grammars have a lower priority than iterations.
+    """Patch this process so that threads that compile grammars have a lower priority than iterations.
 
     Compiling releases the interpreter's lock, so no iteration waits for such a thread.
     """

@@ -1,4 +1,4 @@
-"""Queue of waiting requests whose order a policy sets. Its table is in `coserving_scheduler.py`."""
+"""Queue of waiting requests in the order of a policy. `coserving_scheduler.py` lists its vLLM names."""
 
 from collections import deque
 from collections.abc import Iterable
@@ -8,7 +8,7 @@ from vllm.v1.request import Request
 
 
 class PolicyQueue(PriorityRequestQueue):
-    """vLLM's queue, in which a policy names the first online and the first offline requests.
+    """vLLM's queue; a policy chooses the online and the offline requests that come first.
 
     Online requests that the policy does not name wait for something, and are skipped; they come before the
     named ones. Offline requests that it does not name come last.

@@ -1,4 +1,4 @@
-"""Use of vLLM's private names by the worker of an engine that drops layers, checked at its start."""
+"""Contact with vLLM's private names by a worker that can drop layers; checked when its engine starts."""
 
 import functools
 import inspect
@@ -66,7 +66,7 @@ ATTENTION = {
 
 @contextmanager
 def weights_kept() -> Iterator[None]:
-    """Keep weights that vLLM's CPU build deletes after packing a copy of them, while a model is loaded."""
+    """While a model is loaded, keep weights that vLLM's CPU build deletes after packing a copy."""
     pack = layer_utils.dispatch_cpu_unquantized_gemm
 
     def pack_and_keep(layer: torch.nn.Module, remove_weight: bool) -> None:
@@ -80,7 +80,7 @@ def weights_kept() -> Iterator[None]:
 
 
 class PackedWeights:
-    """Packed copies with which linear layers compute on the CPU build; other builds have none."""
+    """Packed weight copies that linear layers use on the CPU build; other builds have none."""
 
     def __init__(self, layers: Sequence[torch.nn.Module]) -> None:
         self._linear = [[one for one in layer.modules() if hasattr(one, "cpu_linear")] for layer in layers]
@@ -105,7 +105,7 @@ class DecoderModel:
 
 
 def decoder_of(runner: Any) -> DecoderModel:
-    """Return the parts of the runner's model; refuse models whose layers are not called in plain order."""
+    """Return the parts of the runner's model; refuse models that do not call their layers in plain order."""
     if (name := type(runner.get_model()).__name__) not in SPLIT_MODELS:
         known = ", ".join(SPLIT_MODELS)
         raise OverloadConfigError(f"models that can be split are {known}, and this one is {name}")
@@ -142,7 +142,7 @@ def on_kv_allocated(
     released: Callable[[], None],
     replaced: Callable[[Mapping[str, torch.Tensor]], Mapping[str, torch.Tensor]],
 ) -> None:
-    """Replace the runner's KV tensors as soon as it has allocated them.
+    """Replace the runner's KV tensors as soon as they are allocated.
 
     `replaced` gets tensors without memory, of the same shapes, and returns those to use. `released` is called
     before the allocation, when an earlier one is given up.
@@ -190,7 +190,7 @@ def connector() -> Any:
 
 @dataclass(frozen=True, slots=True)
 class BatchKv:
-    """Attention's view of a batch: where its tokens are in their requests and in the KV."""
+    """Attention's view of a batch: the positions of its tokens in their requests and in the KV."""
 
     query_start: torch.Tensor
     seq_lens: torch.Tensor
@@ -201,7 +201,7 @@ class BatchKv:
     longest: int
 
     def entries_in_use(self, pool: int, block_tokens: int, rows: int) -> torch.Tensor | None:
-        """Return which entries of `blocks` belong to requests; later entries of a row are stale.
+        """Return which entries of `blocks` belong to requests; the rest of a row is stale.
 
         None if this is not a valid batch of so many rows in a pool of so many blocks: attention would read or
         write outside of it.
@@ -225,7 +225,7 @@ class BatchKv:
 
 
 def batch_in_model(block_tokens: int) -> BatchKv | None:
-    """Return the batch of the present forward pass; None if it has no KV, as in a warm-up."""
+    """Return the batch of the current forward pass; None if it has no KV, as in a warm-up."""
     context = get_forward_context() if is_forward_context_available() else None
     if context is None or not context.attn_metadata:
         return None
@@ -244,7 +244,7 @@ def batch_in_model(block_tokens: int) -> BatchKv | None:
 
 @contextmanager
 def attention_on(runner: Any, names: list[str], batch: BatchKv, positions: torch.Tensor) -> Iterator[None]:
-    """Let a pass through these attention layers use a batch's KV, on the positions' device."""
+    """Make a pass through these attention layers use a batch's KV, on the positions' device."""
     builder = runner.attn_groups[0][0].get_metadata_builder(0)
     device = positions.device
     slots = batch.slots.to(device)
@@ -276,7 +276,7 @@ def attention_on(runner: Any, names: list[str], batch: BatchKv, positions: torch
 
 
 def rename_blocks(runner: Any, moves: Mapping[int, int]) -> None:
-    """Change block numbers in the runner's records of its requests."""
+    """Change block numbers in the runner's records of requests."""
     table = runner.input_batch.block_table[0].block_table.np
     for request_id, request in runner.requests.items():
         (blocks,) = request.block_ids

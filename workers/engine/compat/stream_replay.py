@@ -1,4 +1,4 @@
-"""Patches of vLLM's front end: generations are observed, and may continue one of another engine."""
+"""Patches of vLLM's front end: generations can be observed, and can continue another engine's generation."""
 
 import asyncio
 import copy
@@ -75,18 +75,18 @@ AT_A_TIME = 32  # replayed outputs in one go: an API server has other streams, t
 
 
 class GenerationObserver(Protocol):
-    """Observer of one HTTP request's generation, which may continue that of another engine."""
+    """Observer of one HTTP request's generation, which may continue another engine's."""
 
     replay: "ReplayedOutputs | None"
 
     def follow(self, outputs: AsyncGenerator[Any, None]) -> AsyncGenerator[Any, None]: ...
 
     def next_id(self) -> str:
-        """Return an id in place of a random one: the same in the same place, on every engine."""
+        """Return an id instead of a random one, the same on every engine at the same point."""
 
 
 class ReplayedOutputs:
-    """Outputs of a generation that ended with its engine.
+    """Outputs of a generation whose engine was lost.
 
     They pass through vLLM's own output processing, in the pieces in which they came, so that detokenizer,
     parsers and usage stand where they stood. Then the engine continues after their tokens.
@@ -101,7 +101,7 @@ class ReplayedOutputs:
         return len(self._outputs)
 
     async def go_on(self) -> None:
-        """Replay the next output; after the last of them let the engine compute."""
+        """Replay the next output; after the last one let the engine compute."""
         if self._outputs:
             if len(self._outputs) % AT_A_TIME == 0:
                 await asyncio.sleep(0)
@@ -135,7 +135,7 @@ class ReplayedOutputs:
 
 
 def behind(request: Any, tokens: Sequence[int]) -> Any:
-    """Return the request with the tokens that were generated already at the end of its prompt."""
+    """Return the request with the already generated tokens appended to its prompt."""
     longer, params = copy.copy(request), copy.copy(request.sampling_params)
     longer.prompt_token_ids = [*request.prompt_token_ids, *tokens]
     if params.max_tokens is not None:
@@ -147,7 +147,7 @@ def behind(request: Any, tokens: Sequence[int]) -> Any:
 
 
 def _taken(request: Any) -> list[list[int]] | None:
-    """Take the outputs to continue from out of a request's parameters."""
+    """Remove the outputs to continue from a request's parameters, and return them."""
     params = request.sampling_params
     transfer = ((params.extra_args if params is not None else None) or {}).get("kv_transfer_params") or {}
     resume = transfer.pop("resume", None)
@@ -155,7 +155,7 @@ def _taken(request: Any) -> list[list[int]] | None:
 
 
 def around_generations(around: Callable[..., AsyncGenerator[Any, None]]) -> None:
-    """Patch this process: `around(generate, llm, prompt, ...)` is called in place of `generate`.
+    """Patch this process so that `around(generate, llm, prompt, ...)` is called instead of `generate`.
 
     Every API of the server calls that with its prompt as tokens.
     """
@@ -171,7 +171,7 @@ def around_generations(around: Callable[..., AsyncGenerator[Any, None]]) -> None
 
 
 def continue_generations(observer: Callable[[], GenerationObserver | None]) -> None:
-    """Patch this process: requests are observed, and may continue what another engine generated.
+    """Patch this process so that requests are observed and may continue another engine's generation.
 
     `observer` returns the observer of the HTTP request that is being served.
     """

@@ -1,1 +1,1 @@
-"""Scheduling by a policy in vLLM: schedulers, requests, the safepoint and the roll-back."""
+"""Policy-driven scheduling in vLLM: schedulers, requests, the safepoint and the roll-back."""

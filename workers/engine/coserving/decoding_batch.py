@@ -1,4 +1,4 @@
-"""Steps in which the same requests decode again: accounted for by sums, without a pass over the requests."""
+"""Accounting for steps in which the same requests decode again: by sums, without a pass over requests."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
@@ -20,7 +20,7 @@ class DecodingBatch:
     tbt_s: float  # tightest target of the online requests; infinity: there are none
 
     def is_repeated_by(self, output: Any) -> bool:
-        """Return whether a step, the next after this one, has the same requests and tokens."""
+        """Return whether the next step has the same requests, each with one token again."""
         admitted = output.scheduled_new_reqs or output.scheduled_cached_reqs.resumed_req_ids
         return not admitted and bool(output.num_scheduled_tokens == self.scheduled)
 

@@ -1,4 +1,4 @@
-"""Iterations of an engine: their record until the result, their log line, and their metrics.
+"""Records of an engine's iterations until their results, with their log line and metrics.
 
 vLLM's front end serves the metrics at `/metrics` (kvtransfer/connector_stats.py).
 """
@@ -18,7 +18,7 @@ from placement.scheduling.latency_model import BatchWork
 
 @dataclass(frozen=True, slots=True)
 class ScheduledRequest:
-    """Request of an iteration, recorded right after it was scheduled."""
+    """Request of an iteration, as recorded when it was scheduled."""
 
     request: Any
     tokens: int  # scheduled
@@ -30,7 +30,7 @@ class ScheduledRequest:
 
 @dataclass(slots=True)
 class PendingIteration:
-    """Iteration between its scheduling and its result."""
+    """Iteration that is scheduled and has no result yet."""
 
     started: float
     batch: RunningBatch
@@ -59,7 +59,7 @@ class PendingIteration:
         return "mixed" if self.batch.offline_requests else "online"
 
     def done(self, now: float, seconds: float, late: int) -> IterationDone:
-        """Return the facts of this iteration from which a policy learns."""
+        """Return the facts about this iteration that a policy learns from."""
         batch = self.batch
         online, offline = batch.online_requests, batch.offline_requests
         return IterationDone(now, batch.work, batch.seconds, seconds, online, offline, late, self.aborted)
@@ -98,7 +98,7 @@ def observe(
 
 @dataclass(frozen=True, slots=True)
 class IterationRecord:
-    """JSON line of the iteration log, which shows what an engine decided."""
+    """Line of the iteration log, which shows what an engine decided."""
 
     at: float  # end, on the monotonic clock
     seconds: float

@@ -51,7 +51,7 @@ LOOK_UP_S = 0.5  # for which a look-up of a waiting prompt's cached tokens is va
 
 
 class PlannedScheduling(internals.OpenScheduling):
-    """Mixin for one of vLLM's schedulers. A request with a priority above 0 is offline."""
+    """Mixin for vLLM's schedulers. A request with a priority above 0 is offline."""
 
     clock = staticmethod(time.monotonic)
     coserves = False
@@ -151,7 +151,7 @@ class PlannedScheduling(internals.OpenScheduling):
         super().shutdown()  # type: ignore[misc]
 
     def planned_step(self, throttle_prefills: bool) -> tuple[Any, PendingIteration | None]:
-        """Schedule a step by the policy's plan; the iteration is None if nothing was scheduled."""
+        """Schedule a step by the policy's plan. The iteration is None if nothing was scheduled."""
         started = self.clock()
         self.let_holders_go_first()
         plan = self.guarded(self._plan, started)
@@ -185,7 +185,7 @@ class PlannedScheduling(internals.OpenScheduling):
         return tokens if taken is None or (taken and request.mm_features) else taken
 
     def guarded(self, step: Callable[..., Step], *args: Any) -> Step | None:
-        """Run a step of planning. If it fails, vLLM's own rules hold for this iteration."""
+        """Run a step of planning. If it fails, this iteration follows vLLM's own rules."""
         try:
             return step(*args)
         except Exception:
@@ -205,7 +205,7 @@ class PlannedScheduling(internals.OpenScheduling):
         return self._planned and not self.pause_state.value  # paused: vLLM's own rules
 
     def carry_out(self, plan: IterationPlan, now: float) -> None:
-        """Hook: carry out the parts of a plan other than the order and the tokens of requests."""
+        """Hook: carry out the parts of a plan other than request order and tokens."""
 
     def _plan(self, now: float) -> IterationPlan | None:
         if not self.needs_plan():
@@ -277,7 +277,7 @@ class PlannedScheduling(internals.OpenScheduling):
         return int(self.checkpoint.restorable_blocks(request, self.cached_tokens(request)))
 
     def _mark_refused(self, plan: IterationPlan) -> None:
-        """Mark prompts that were to get tokens and did not start, for lack of memory or slots."""
+        """Mark prompts that were to get tokens but did not start, for lack of memory or slots."""
         for key in plan.waiting or ():
             tracked = self.tracked.by_id.get(key)
             if tracked is None or plan.builder.caps.get(key, 1) == 0:
@@ -285,7 +285,7 @@ class PlannedScheduling(internals.OpenScheduling):
             tracked.refused = internals.is_waiting(tracked.request)
 
     def epoch_of(self, output: Any) -> int:
-        """Return the epoch of a step that may be aborted, or 0."""
+        """Return the epoch of a step that may be aborted; 0 for any other step."""
         return 0
 
     def _recorded(self, output: Any, started: float) -> PendingIteration:
@@ -354,7 +354,7 @@ class PlannedScheduling(internals.OpenScheduling):
         )
 
     def ended(self, iteration: PendingIteration, requests: list[Any] | None) -> None:
-        """Let the latency model, the policy and the reports learn from an iteration with its result."""
+        """Update the latency model, the policy and the reports from a finished iteration."""
         now = self.clock()
         # With asynchronous scheduling it was planned while the previous one ran.
         seconds = now - max(iteration.started, self._ended)
@@ -380,7 +380,7 @@ class PlannedScheduling(internals.OpenScheduling):
             self._log.write(self.entry(iteration, now, seconds, late))
 
     def report_curve(self, now: float) -> None:
-        """Report the prefill time of a prompt that is alone here, by which placers decide."""
+        """Report the prefill time of a prompt that is alone on this engine; placers use it."""
         if self._report is None:
             return
         self._curve_at, self._reported = now, self.latency.fitted
@@ -393,7 +393,7 @@ class PlannedScheduling(internals.OpenScheduling):
             self.tracked.drop(request_id)
 
     def count(self, iteration: PendingIteration, seconds: float, late: int) -> None:
-        """Hook: count an iteration in metrics."""
+        """Hook: count an iteration in the metrics."""
 
     def entry(self, iteration: PendingIteration, now: float, seconds: float, late: int) -> IterationRecord:
         return IterationRecord.of(iteration, now, seconds, late)

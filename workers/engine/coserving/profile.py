@@ -1,4 +1,4 @@
-"""An engine in this process's tree, without HTTP and fleet, for profiling, benchmarks and tests."""
+"""An engine in this process's tree, without HTTP and fleet: for profiling, benchmarks and tests."""
 
 import asyncio
 import itertools
@@ -63,7 +63,7 @@ class StandaloneEngine(LoggedEngine):
     flag: Flag
 
     async def empty(self) -> None:
-        """Wait until no request is left, and empty the prefix cache."""
+        """Wait until no request is left, then empty the prefix cache."""
         for _ in range(100):
             if await self.llm.reset_prefix_cache():
                 return
@@ -82,7 +82,7 @@ def on_cuda() -> bool:
 async def coserving_engine(
     shape: StandaloneShape, config: CoServingConfig
 ) -> AsyncIterator[StandaloneEngine]:
-    """Run vLLM with this project's scheduler, worker and connector, and end its processes."""
+    """Run vLLM with our scheduler, worker and connector; end its processes at the end."""
     os.environ.update(
         {
             "VLLM_USE_V2_MODEL_RUNNER": "0",
@@ -138,7 +138,7 @@ async def coserving_engine(
 
 @asynccontextmanager
 async def launched_engine(spec: LaunchSpec) -> AsyncIterator[LoggedEngine]:
-    """Run the engine that a keeper would launch, without HTTP, peers and KV on the host.
+    """Run the engine that a keeper would launch, but without HTTP, peers and KV on the host.
 
     vLLM's own rules plan it, so that an iteration is exactly what is asked for.
     """
@@ -178,7 +178,7 @@ CHECK_SHARE = 0.005  # of an iteration's time that checking the flag may cost
 
 @dataclass(frozen=True, slots=True)
 class Point:
-    """Iteration to provoke: `requests` with `new` tokens each, after `context` tokens."""
+    """Iteration to provoke: `requests` requests with `new` tokens each, after `context` tokens."""
 
     requests: int
     new: int
@@ -187,7 +187,7 @@ class Point:
 
 @dataclass(frozen=True, slots=True)
 class Grid:
-    """Range of iterations to provoke."""
+    """Ranges of the iterations to provoke."""
 
     max_tokens: int  # of an iteration
     max_context: int
@@ -206,7 +206,7 @@ class Grid:
 
 
 def _powers(first: int, last: int) -> list[int]:
-    """Return `first`, four times as much and so on, and `last`."""
+    """Return `first`, then four times as much and so on, and `last`."""
     values = []
     while first < last:
         values.append(first)
@@ -215,7 +215,7 @@ def _powers(first: int, last: int) -> list[int]:
 
 
 def grid_of(engine: LoggedEngine, repeats: int) -> Grid:
-    """Return the grid of what the engine accepts."""
+    """Return the grid of iterations that the engine accepts."""
     config = engine.llm.vllm_config
     most = int(config.scheduler_config.max_num_batched_tokens)
     longest = min(int(config.model_config.max_model_len), 4 * most)
@@ -237,7 +237,7 @@ async def measure(engine: LoggedEngine, grid: Grid, seed: int = 0) -> list[Sampl
 
 
 async def warm_up(engine: LoggedEngine, grid: Grid, rng: random.Random) -> None:
-    """Use every block of KV once, because an iteration on untouched memory takes a third longer.
+    """Use every KV block once, because an iteration on untouched memory takes a third longer.
 
     The first iterations also compile and allocate.
     """
@@ -249,7 +249,7 @@ async def warm_up(engine: LoggedEngine, grid: Grid, rng: random.Random) -> None:
 
 
 def samples_of(records: list[IterationRecord], repeats: int) -> list[Sample]:
-    """Return one sample per shape: the lower quartile of the iterations of similar shape.
+    """Return one sample per shape: the lower quartile of iterations of similar shape.
 
     Disturbances, such as another process on the core, only add to an iteration's time, so the lower quartile
     is nearer to the undisturbed time than the median. A shape that occurs less often than points were
@@ -270,7 +270,7 @@ def samples_of(records: list[IterationRecord], repeats: int) -> list[Sample]:
 
 
 def _size(tokens: int) -> int:
-    """Return a number that is the same for token counts within a few percent."""
+    """Return a number that is equal for token counts within a few percent of each other."""
     return round(math.log(max(tokens, 1)) / math.log(1.06))
 
 

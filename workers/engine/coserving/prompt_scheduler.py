@@ -1,4 +1,4 @@
-"""Scheduler of an engine without co-serving: a policy orders its prompts and sizes their chunks."""
+"""Scheduler of an engine without co-serving: a policy orders prompts and sizes their chunks."""
 
 from dataclasses import replace
 from typing import Any
@@ -10,7 +10,7 @@ from workers.engine.coserving.planned import PlannedScheduling
 
 
 class PromptScheduling(PlannedScheduling):
-    """Scheduling without co-serving: vLLM's rules, except for the order of prompts and the size of chunks."""
+    """Scheduling without co-serving: vLLM's rules, except for prompt order and chunk sizes."""
 
     def adapted(self, config: CoServingConfig) -> CoServingConfig:
         serving = ServingSettings("prompts_in_order", config.serving.slo, config.serving.margin)
@@ -29,7 +29,7 @@ class OverlappingPromptScheduler(PromptScheduling, internals.OverlappingSchedule
 
 
 def prompt_scheduler(vllm_config: Any, *args: Any, **kwargs: Any) -> Any:
-    """Make the scheduler that fits vLLM's own choice; vLLM calls this as its `--scheduler-cls`."""
+    """Make the scheduler that matches vLLM's own choice. vLLM calls this as its `--scheduler-cls`."""
     overlaps = vllm_config.scheduler_config.async_scheduling
     kind = OverlappingPromptScheduler if overlaps else PromptScheduler
     return kind(vllm_config, *args, **kwargs)

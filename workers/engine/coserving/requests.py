@@ -1,4 +1,4 @@
-"""vLLM's requests as a policy sees them, and arrivals while an iteration runs."""
+"""vLLM's requests as a policy sees them, and the check of arrivals during an iteration."""
 
 import logging
 import math
@@ -26,7 +26,7 @@ START_WINDOW = 64  # oldest waiting requests that a policy may reorder, looked u
 
 @dataclass(slots=True)
 class TrackedRequest:
-    """Request with the data that this scheduler keeps besides vLLM's own record."""
+    """Request with the data that this scheduler keeps in addition to vLLM's record."""
 
     request: Any
     offline: bool
@@ -44,14 +44,14 @@ class TrackedRequest:
 
     @property
     def deadline(self) -> float:
-        """Time at which the next token is due."""
+        """Return when the next token is due."""
         if self.last_token is None:
             return self.arrival + self.slo.ttft_s
         return self.last_token + self.slo.tbt_s
 
 
 def slo_of(arguments: Mapping[str, Any], default: TurnTargets) -> TurnTargets:
-    """Return the SLO target of a request (`vllm_xargs`: slo_ttft_ms, slo_tbt_ms), else the engine's."""
+    """Return a request's SLO targets (`vllm_xargs`: slo_ttft_ms, slo_tbt_ms), or the engine's."""
     try:
         ttft = float(arguments[TTFT_ARGUMENT]) / 1000 if TTFT_ARGUMENT in arguments else default.ttft_s
         tbt = float(arguments[TBT_ARGUMENT]) / 1000 if TBT_ARGUMENT in arguments else default.tbt_s
@@ -119,7 +119,7 @@ class TrackedRequests:
         return iter(self._online.values())
 
     def offline_waiting(self, at_most: int, is_waiting: Callable[[Any], bool]) -> Iterator[TrackedRequest]:
-        """Yield waiting requests among the `at_most` + 1 oldest offline ones, oldest first."""
+        """Yield the waiting ones among the `at_most` + 1 oldest offline requests, oldest first."""
         first = islice(self._offline.values(), at_most + 1)
         return (tracked for tracked in first if is_waiting(tracked.request))
 
@@ -168,7 +168,7 @@ class TrackedRequests:
         return bool(self._together)
 
     def until_due(self, now: float) -> float:
-        """Return the seconds until the first token of the last step's online requests is due."""
+        """Return the seconds until the next token of any of the last step's online requests is due."""
         return self._together_at + self._together_tbt_s - now
 
     def served(self, requests: Sequence[Any] | None, now: float, decodes: bool = False) -> int:
@@ -200,7 +200,7 @@ class TrackedRequests:
         return late
 
     def _served_again(self, now: float) -> int:
-        """Note another token of each request of the last step; return how many online tokens were late."""
+        """Record another token for each request of the last step; return how many online tokens were late."""
         passed, self._together_at = now - self._together_at, now
         self._unsettled += 1
         if passed <= self._together_tbt_s:
@@ -209,7 +209,7 @@ class TrackedRequests:
         return sum(passed > one.slo.tbt_s for one in online)
 
     def settle(self) -> None:
-        """Write what `_served_again` noted to each request."""
+        """Write to each request what `_served_again` recorded."""
         if self._unsettled:
             for tracked in self._together:
                 tracked.last_token = tracked.last_served = self._together_at
@@ -218,7 +218,7 @@ class TrackedRequests:
 
 
 class ArrivalWatch:
-    """Asks the policy about requests that arrive while an armed iteration runs, and raises the flag."""
+    """Asks the policy about requests that arrive during an armed iteration and raises the preemption flag."""
 
     def __init__(
         self,
@@ -241,7 +241,7 @@ class ArrivalWatch:
         return counts
 
     def on_arrival(self, request: Any) -> None:
-        """Judge an arrival, in the receiving thread; only the flag is written."""
+        """Judge an arrival, in the receiving thread. Only the flag is written."""
         try:
             self._judge(request)
         except Exception:

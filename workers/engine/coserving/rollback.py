@@ -1,4 +1,4 @@
-"""Undoing an aborted iteration: five steps after which the scheduler is as it was before the iteration.
+"""Undo an aborted iteration in five steps, after which the scheduler is as it was before the iteration.
 
 vLLM advances `num_computed_tokens` and registers blocks in the prefix cache *before* the model runs. When
 the model then leaves early, both are wrong: later requests would attend to blocks that were never computed.
@@ -14,14 +14,14 @@ from workers.engine.coserving.iterations import ScheduledRequest
 
 @dataclass(slots=True)
 class Undo:
-    """Iteration to undo, with the registered blocks that it was to write."""
+    """Iteration to undo, and the registered blocks that it should have written."""
 
     scheduled: tuple[ScheduledRequest, ...]
     scheduler: OpenScheduler
     garbage: frozenset[int] = frozenset()  # registered blocks that the iteration was to write
 
     def running(self) -> list[ScheduledRequest]:
-        """Return the requests that still run: a client may have disconnected meanwhile."""
+        """Return the requests that still run, because clients may have disconnected meanwhile."""
         return [one for one in self.scheduled if is_running(one.request)]
 
 
@@ -33,7 +33,7 @@ def rewind_computed(undo: Undo) -> None:
 
 
 def evict_written(undo: Undo) -> None:
-    """2. Evict the blocks, also those of requests that ended meanwhile, so that no request finds them."""
+    """2. Evict the blocks, including those of requests that ended meanwhile, so no request finds them."""
     undo.scheduler.kv_cache_manager.evict_blocks(set(undo.garbage))
 
 
@@ -48,7 +48,7 @@ def rewind_registered(undo: Undo) -> None:
 
 
 def truncate_sharers(undo: Undo) -> None:
-    """4. Let requests that adopted such a block as a prefix hit in the same step compute it themselves.
+    """4. Make requests that adopted such a block in the same step compute it themselves.
 
     They need not be scheduled: a request that waits for KV from the host adopted local hits in this step too.
     """
@@ -64,7 +64,7 @@ def truncate_sharers(undo: Undo) -> None:
 
 
 def restore_prefill_marks(undo: Undo) -> None:
-    """5. Mark requests that were to finish their prefill as prefilling again."""
+    """5. Mark requests whose prefill should have finished as prefilling again."""
     for one in undo.running():
         request = one.request
         undo.scheduler.mark_prefilling(request, request.num_tokens - request.num_computed_tokens > 1)

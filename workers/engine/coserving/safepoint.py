@@ -1,4 +1,4 @@
-"""Safepoint: a connector plugin that checks the preemption flag between layers and ends the forward pass.
+"""Safepoint: connector plugin that checks the preemption flag between layers and can end the forward pass.
 
 vLLM calls the connector before the attention of every layer, in eager and compiled models, but not in a whole
 CUDA graph, so an armed step never runs as one. There an iteration can end early: no layer is incomplete, and
@@ -40,7 +40,7 @@ GAP_NS = 8  # at the last abort: time since the previous check
 
 
 def new_epoch() -> int:
-    """Return the first epoch of an engine, above every epoch that a crashed predecessor left in the page."""
+    """Return the first epoch of an engine, higher than any that a crashed predecessor left in the page."""
     return time.time_ns() >> 20
 
 
@@ -79,7 +79,7 @@ class Flag:
         return self.fields[ABORTED] == epoch
 
     def abort_wait_s(self) -> float:
-        """Return the time from the signal of the last abort to the safepoint that saw it."""
+        """Return the time from the last abort's signal to the safepoint that noticed it."""
         return max(self.fields[ABORTED_NS] - self.fields[RAISED_NS], 0) / 1e9
 
     def close(self) -> None:
@@ -109,18 +109,18 @@ class Armed:
 
 
 def run_ahead_of(seconds: float, layers: int) -> int:
-    """Return how many layers a host may queue in a step of `layers` that is predicted to take `seconds`."""
+    """Return how many layers the host may queue ahead in a step that is predicted to take `seconds`."""
     wanted = math.ceil(RUN_AHEAD_S * layers / seconds) if seconds > 0 else layers
     return max(RUN_AHEAD, min(wanted, layers // 2))
 
 
 class SafepointScheduler(SchedulerSide):
-    """Arms the steps that are worth aborting, each with its own epoch."""
+    """Arms steps that are worth aborting, each with its own epoch."""
 
     def __init__(
         self, flag: Flag, enabled: bool, kv_io_suspended: Callable[[], bool] = lambda: False, layers: int = 0
     ) -> None:
-        """`layers` is the model's number of layers if hosts run ahead of their devices, else 0."""
+        """`layers` is the model's number of layers if the host runs ahead of the device, otherwise 0."""
         self.flag = flag
         self._enabled = enabled
         self._kv_io_suspended = kv_io_suspended  # layers are shared, and peers compute parts of a step
@@ -135,7 +135,7 @@ class SafepointScheduler(SchedulerSide):
 
     @property
     def arms(self) -> bool:
-        """Steps can be armed at present."""
+        """Return whether steps can be armed at present."""
         return self._enabled and not self._kv_io_suspended()
 
     def order(self, scheduler_output: Any) -> Armed | None:
@@ -248,7 +248,7 @@ class SafepointWorker(WorkerSide):
 
 
 class LayerFence:
-    """Limits how many layers the host queues beyond what the device has computed (CUDA).
+    """Limits how many layers the host queues ahead of the device (CUDA).
 
     Without it the host passes all layers before the device has computed the first, and aborts nothing.
     """
@@ -260,13 +260,13 @@ class LayerFence:
         self._spare: list[Any] = []
 
     def begin(self, ahead: int) -> None:
-        """Begin a step of which at most `ahead` layers may be queued."""
+        """Begin a step in which at most `ahead` layers may be queued."""
         self._ahead = ahead
         self._spare += self._queued
         self._queued.clear()
 
     def passed(self) -> None:
-        """Record an event behind the layer that was queued last."""
+        """Record an event after the last queued layer."""
         event = self._spare.pop() if self._spare else self._event()
         event.record()
         self._queued.append(event)

@@ -16,7 +16,7 @@ from workers.engine.coserving.requests import ArrivalWatch, queue_weight_of, slo
 
 
 class CoServingScheduler(PlannedScheduling, internals.OpenScheduler):
-    """Scheduler for vLLM's `--scheduler-cls`, together with `--scheduling-policy priority`."""
+    """Scheduler for vLLM's `--scheduler-cls`; needs `--scheduling-policy priority`."""
 
     coserves = True
     rollback_steps = rollback.STEPS
@@ -41,7 +41,7 @@ class CoServingScheduler(PlannedScheduling, internals.OpenScheduler):
         return self.iteration is not None
 
     def waits_for_result(self) -> bool:
-        """Return whether the next step may be worth arming, for which no other may be in flight."""
+        """Return whether the next step may be worth arming, for which no other step may be in flight."""
         if not self._offline_prompts_arm or self._safepoint is None or not self._safepoint.arms:
             return False
         return self.needs_plan() and bool(self.guarded(self._offline_prompt_may_run))
@@ -56,7 +56,7 @@ class CoServingScheduler(PlannedScheduling, internals.OpenScheduler):
         return False
 
     def _decodes_need_no_plan(self) -> bool:
-        """Decide for an engine in which nothing waits and every running request decodes."""
+        """Return whether no plan is needed, when nothing waits and every running request decodes."""
         pool, last, due_in_s, tbt_s = self.kv_cache_manager.block_pool, self.decoding, math.inf, math.inf
         online = offline = BatchWork()
         if self.tracked.offline_count:
@@ -76,7 +76,7 @@ class CoServingScheduler(PlannedScheduling, internals.OpenScheduler):
         return self.tracked.offline_count > len(offline) and len(self.running) < self.max_num_active_reqs
 
     def _worth_arming(self) -> float:
-        """Return the predicted seconds of the step being scheduled, or 0 if it is not worth arming."""
+        """Return the predicted seconds of the current step, or 0 if it is not worth arming."""
         if self.builder is None or self.under_way:
             return 0.0
         seconds = self.latency.model.seconds(self.builder.work)
@@ -106,7 +106,7 @@ class CoServingScheduler(PlannedScheduling, internals.OpenScheduler):
         return super().finish_requests(request_ids, finished_status)
 
     def settle_abort(self) -> PendingIteration | None:
-        """Undo the armed iteration if the workers aborted it, at the first call."""
+        """Undo the armed iteration if the workers aborted it; later calls do nothing."""
         iteration = self.iteration
         if iteration is None or iteration.aborted:
             return iteration

@@ -1,4 +1,4 @@
-"""First latency model of an engine: measured on engines like it, else guessed by its accelerator."""
+"""First latency model of an engine: measured on similar engines, or guessed from its accelerator."""
 
 import logging
 import os
@@ -16,7 +16,7 @@ logger = logging.getLogger("conserve.workers.starting_model")
 
 
 def hardware_name() -> str:
-    """Return the accelerator's name, or the processor's with the number of threads."""
+    """Return the accelerator's name, or the processor's name with its thread count."""
     import torch
 
     if torch.cuda.is_available():
@@ -52,7 +52,7 @@ def _graphs(vllm_config: Any) -> str:
 
 
 def starting_model(config: CoServingConfig, key: ProfileKey, guess: LatencyModel | None) -> LatencyModel:
-    """Return the measured model, else the guess, else a slow one.
+    """Return the measured model, otherwise the guess, otherwise a slow default.
 
     With a slow model an engine admits little offline work until it has measured itself.
     """
@@ -73,7 +73,7 @@ def starting_model(config: CoServingConfig, key: ProfileKey, guess: LatencyModel
 
 
 def guess_of(vllm_config: Any, device: str) -> LatencyModel | None:
-    """Guess from the accelerator and the model's size; None if either is unknown."""
+    """Guess a model from the accelerator and the model's size; return None if either is unknown."""
     board = accelerator_of(device)
     try:
         size = _size(vllm_config)

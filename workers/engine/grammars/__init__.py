@@ -1,1 +1,1 @@
-"""Grammars of structured outputs: compiled within a budget, in a process that can be ended."""
+"""Grammars of structured outputs: compiled within a budget, in a process that can be killed."""

@@ -1,4 +1,4 @@
-"""Checks of grammars by the front end: each grammar once, within the budget, one per owner at a time."""
+"""Grammar checks in the front end: each grammar once, within the budget, one per owner at a time."""
 
 import asyncio
 import json
@@ -112,7 +112,7 @@ class GrammarChecks:
         return outcome
 
     async def _fork(self, vllm_config: Any, content: bytes) -> Outcome:
-        """Let the process fork for this grammar, and kill the fork if it takes too long."""
+        """Have the process fork for this grammar, and kill the fork if it takes too long."""
         reader, writer = await self._connected(vllm_config)
         pid = 0
         try:
@@ -139,7 +139,7 @@ class GrammarChecks:
             writer.close()
 
     async def _connected(self, vllm_config: Any) -> tuple[asyncio.StreamReader, asyncio.StreamWriter]:
-        """Connect to a process that has the engine's configuration; start it again if it is gone."""
+        """Connect to a process that has the engine's configuration; restart it if it is gone."""
         async with self._starting:
             if self._configured:
                 with suppress(OSError):
@@ -174,7 +174,7 @@ class GrammarChecks:
             raise ProcessUnavailable(f"the compiling process could not be set up: {answer['error']}")
 
     async def _open(self) -> tuple[asyncio.StreamReader, asyncio.StreamWriter]:
-        """Connect without uvloop, which cannot connect to an abstract name."""
+        """Connect without uvloop, which cannot connect to an abstract socket name."""
         connection = socket.socket(socket.AF_UNIX)
         try:
             connection.setblocking(False)
@@ -195,12 +195,12 @@ class GrammarChecks:
 
 
 def _unavailable(why: str, status: int) -> GracefulHTTPError:
-    """Return an error with a status other than 503, which gateways take for an engine that ends."""
+    """Return an error with a status other than 503, which gateways read as an engine that is ending."""
     return GracefulHTTPError(f"{why}; try again", HTTPStatus(status))
 
 
 async def _received_from_slow(reader: asyncio.StreamReader, pid: int) -> bytes:
-    """Receive the answer of a fork; a slow fork goes on at low priority, behind the engine."""
+    """Receive the answer of a fork. A slow fork continues at low priority, behind the engine."""
     receiving = asyncio.ensure_future(_received(reader))
     try:
         await asyncio.wait((receiving,), timeout=_QUICK_S)

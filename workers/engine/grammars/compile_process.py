@@ -1,4 +1,4 @@
-"""Process beside an engine's front end that compiles grammars, each in a fork that has a budget.
+"""Process beside an engine's front end that compiles grammars, each in a fork with a budget.
 
 The process itself never compiles. It loads the tokenizer once and forks for each connection, so that a fork
 starts within milliseconds, and the kernel ends a fork at its CPU time or memory. The front end kills a fork
@@ -49,13 +49,13 @@ def start_process(address: str) -> int:
 
 
 def restart_process(address: str) -> int:
-    """Start a killed process again. It imports vLLM anew, because a process with threads must not fork."""
+    """Restart a killed process. It imports vLLM anew, because a process with threads must not fork."""
     argv = [sys.executable, "-m", "workers.engine.grammars.compile_process"]
     return subprocess.Popen(argv, env={**os.environ, ADDRESS: address}, stdin=subprocess.DEVNULL).pid
 
 
 def new_address() -> str:
-    """Return a name in Linux's abstract namespace, which needs no file and ends with its process."""
+    """Return a name in Linux's abstract socket namespace, which needs no file and ends with its process."""
     return f"conserve-grammars-{os.urandom(12).hex()}"
 
 
@@ -115,7 +115,7 @@ def _limit(budget: GrammarBudget) -> None:
 
 
 def _is_ours(connection: socket.socket) -> bool:
-    """Return whether the client runs as this user: an abstract name has no permissions."""
+    """Return whether the client runs as this user, because an abstract name has no permissions."""
     credentials = connection.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, struct.calcsize("3i"))
     _, uid, _ = struct.unpack("3i", credentials)
     return bool(uid == os.getuid())
@@ -143,7 +143,7 @@ def _exactly(connection: socket.socket, size: int) -> bytes:
 
 
 class GrammarCompiler:
-    """vLLM's own validation and compilation of a grammar, with the engine's tokenizer and backend."""
+    """vLLM's own validation and compilation of grammars, with the engine's tokenizer and backend."""
 
     def __init__(self, vllm_config: Any) -> None:
         from workers.engine.compat.grammar_checks import Backends
@@ -160,7 +160,7 @@ class GrammarCompiler:
 
 
 def failure(wrong: Exception) -> dict[str, Any]:
-    """Return the outcome of a compilation that raised.
+    """Return the outcome of a compilation that raised an exception.
 
     When memory runs out, a backend raises `std::bad_alloc` and vLLM calls the grammar invalid because of it.
     """

@@ -1,4 +1,4 @@
-"""Budget of one compilation, and the environment by which an engine's processes know it."""
+"""Budget of one compilation, and the environment variables that carry it to an engine's processes."""
 
 import json
 from collections.abc import Mapping

@@ -1,4 +1,4 @@
-"""Middleware of vLLM's server that checks grammars, and gives refusals an HTTP status.
+"""Middleware of vLLM's server that checks grammars and gives refusals an HTTP status.
 
 vLLM begins a stream before it reads the request's grammar, so a refusal would be an event of a stream with
 status 200. This middleware holds the beginning of a stream until the engine has accepted the request.
@@ -58,7 +58,7 @@ class GrammarMiddleware:
 
 
 class _HeldStream:
-    """Holds the beginning of a stream until the engine accepts its request or it is refused."""
+    """Holds back the beginning of a stream until the engine accepts or refuses its request."""
 
     def __init__(self, send: Send, owner: str, path: str) -> None:
         self.owner, self._path = owner, path

@@ -1,1 +1,1 @@
-"""Dropping layers in running engines, two or more of which then serve as one pipeline."""
+"""Drops layers in running engines, two or more of which then serve together as one pipeline."""

@@ -43,7 +43,7 @@ class CommandInbox:
         return self._put(command, in_epoch=command.epoch)
 
     def done(self) -> None:
-        """Accept the next command."""
+        """Allow the next command."""
         self._command = None
 
     def _put(self, command: EngineCommand, in_epoch: int) -> Reply:

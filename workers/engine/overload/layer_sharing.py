@@ -1,4 +1,4 @@
-"""Part of a worker whose engine can drop layers: memory in pages, and passes through other engines."""
+"""Worker's part of an engine that can drop layers: memory in pages, and passes through other engines."""
 
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
@@ -24,11 +24,11 @@ from workers.engine.overload.split.split_model import SplitModel
 
 
 class PeerLost(ForwardEnded):
-    """A member of the split was lost during this step; nothing may be computed from its KV."""
+    """A member of the split was lost during this step, so nothing may be computed from its KV."""
 
 
 class LayerSharing:
-    """Keeps parameters and KV of a model in pages, and runs its passes through the group of a split."""
+    """Keeps a model's parameters and KV in pages, and runs its passes through the split's members."""
 
     def __init__(self, vllm_config: Any) -> None:
         verify(internals.WORKING)
@@ -42,7 +42,7 @@ class LayerSharing:
 
     @contextmanager
     def loading(self) -> Iterator[None]:
-        """Keep the weights of the model that is loaded meanwhile."""
+        """Keep the weights of a model that is loaded in this context."""
         with internals.weights_kept():
             yield
 
@@ -53,7 +53,7 @@ class LayerSharing:
         passes.wrap_forward(runner, self._through_group)
 
     def start(self, blocks: int) -> None:
-        """Accept orders and peers, now that KV is allocated; `blocks` is the pool of the whole model."""
+        """Accept orders and peers once KV is allocated; `blocks` is the pool of the whole model."""
         assert self._kv is not None and self._weights is not None
         extra = self._config.kv_transfer_config.kv_connector_extra_config
         config = ConnectorConfig.from_extra_config(extra)
@@ -100,7 +100,7 @@ class LayerSharing:
         return dict(self._kv.views(blocks))
 
     def _through_group(self, forward: Callable[..., Any]) -> Callable[..., Any]:
-        """Wrap the model's forward pass: through the group while this engine is split."""
+        """Wrap the model's forward pass: it runs through the group while this engine is split."""
 
         def forward_or_split(**inputs: Any) -> Any:
             model = self._model

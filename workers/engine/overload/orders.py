@@ -5,7 +5,7 @@ from enum import StrEnum
 
 
 class SplitEvent(StrEnum):
-    """How an order ended."""
+    """Way in which an order ended."""
 
     READY = "ready"  # once, before any order
     SPLIT = "split"
@@ -16,7 +16,7 @@ class SplitEvent(StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class DropOrder:
-    """Share layers with these members from now on."""
+    """Order to share layers with these members."""
 
     epoch: int
     members: tuple[str, ...]  # host:port of each member's peer server, in the order of their parts
@@ -26,7 +26,7 @@ class DropOrder:
 
 @dataclass(frozen=True, slots=True)
 class RestoreOrder:
-    """Have the whole model again."""
+    """Order to restore the whole model."""
 
     epoch: int
     moves: dict[int, int]  # blocks whose number is too high for the whole model's pool, and the new numbers
@@ -35,7 +35,7 @@ class RestoreOrder:
 
 @dataclass(frozen=True, slots=True)
 class WorkerFacts:
-    """Facts about an engine that a drop plan needs."""
+    """Facts about an engine that drop plans need."""
 
     address: str  # host:port of its peer server
     layers: int
@@ -46,7 +46,7 @@ class WorkerFacts:
 
 @dataclass(frozen=True, slots=True)
 class SplitReport:
-    """Report of the worker to its scheduler side after a step."""
+    """Report of a worker to its scheduler side after a step."""
 
     event: SplitEvent
     epoch: int

@@ -52,12 +52,12 @@ class OverloadScheduler(SchedulerSide):
 
     @property
     def pending(self) -> bool:
-        """Tell whether a command is running, for which even an idle engine must step."""
+        """Return whether a command is running, for which even an idle engine must step."""
         return self.inbox.command is not None
 
     @property
     def kv_io_suspended(self) -> bool:
-        """Tell whether layers are shared, or about to be."""
+        """Return whether layers are shared or about to be."""
         return bool(self._kv_state.kv_io_suspended)
 
     def between_steps(self, scheduler: Any) -> None:
@@ -80,7 +80,7 @@ class OverloadScheduler(SchedulerSide):
             self._order = RestoreOrder(command.epoch, moves, [])
 
     def order(self, scheduler_output: Any) -> SplitOrder | None:
-        """Return the order of this step, with the blocks that hold KV now that the step is planned."""
+        """Return the order of this step, with the blocks that hold KV after the step was planned."""
         match self._order:
             case DropOrder(epoch, members, part):
                 return DropOrder(epoch, members, part, self._blocks_to_move())
@@ -89,7 +89,7 @@ class OverloadScheduler(SchedulerSide):
         return None
 
     def _blocks_to_move(self) -> list[int]:
-        """Return the blocks of requests, and of the prefix cache those most worth the link's time.
+        """Return the requests' blocks, and those of the prefix cache that are most worth moving.
 
         The others are evicted from the prefix cache. KV of offline requests ranks last there.
         """
@@ -107,7 +107,7 @@ class OverloadScheduler(SchedulerSide):
         return [*held, *cached[:most]]
 
     def after_step(self, scheduler: Any, report: SplitReport | None) -> None:
-        """Take the worker's report, before the tokens of the step are taken."""
+        """Process the worker's report, before the tokens of the step are processed."""
         order, self._order = self._order, None
         if report is None:
             if order is not None:
@@ -138,7 +138,7 @@ class OverloadScheduler(SchedulerSide):
         logger.log(level, "overload %s epoch=%d blocks=%d reason=%r", event, epoch, blocks, reason)
 
     def measured(self, latency: LatencyModel) -> None:
-        """Take the latency model of the whole model, which drops are planned with."""
+        """Set the latency model of the whole model, which plans of drops use."""
         if not self.inbox.epoch and latency != self._latency:
             self._latency = latency
             self._publish()
@@ -171,7 +171,7 @@ class OverloadScheduler(SchedulerSide):
 
 
 class OverloadWorker(WorkerSide):
-    """Hands orders to the worker's split model, and its reports back."""
+    """Passes orders to the worker's split model, and its reports back."""
 
     model: SplitModel  # set by the worker when its KV is allocated
 
@@ -179,7 +179,7 @@ class OverloadWorker(WorkerSide):
         self._counted: Mapping[str, float] = {}
 
     def take_counts(self) -> Mapping[str, float]:
-        """Return the counts since the last call, within a step, when no peer's batch is computed."""
+        """Return the counts since the last call, within a step, while no peer's batch is computed."""
         if not hasattr(self, "model"):
             return {}
         counts, before = self.model.passes.counts, self._counted
@@ -208,7 +208,7 @@ class OverloadWorker(WorkerSide):
 
 
 class OverloadPlugin(Plugin):
-    """Adds dropping layers to the connector."""
+    """Adds the dropping of layers to the connector."""
 
     name = NAME
     scheduler = OverloadScheduler

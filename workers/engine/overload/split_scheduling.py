@@ -1,4 +1,4 @@
-"""Part of a scheduler whose engine can drop layers, and with them change its pool of blocks."""
+"""Scheduler's part of an engine that can drop layers, which changes the size of its block pool."""
 
 import copy
 import time
@@ -36,12 +36,12 @@ class SplitScheduling:
 
     @property
     def pending(self) -> bool:
-        """Tell whether a command is running, for which even an idle engine must step."""
+        """Return whether a command is running, for which even an idle engine must step."""
         return self._side.pending
 
     @property
     def shared(self) -> bool:
-        """Layers are shared, or about to be."""
+        """Return whether layers are shared or about to be."""
         return self._side.kv_io_suspended
 
     def before_step(self) -> None:
@@ -63,7 +63,7 @@ class SplitScheduling:
             self._side.measured(latency.model)
 
     def _separate_latencies(self) -> None:
-        """Learn from steps with shared layers in a copy: they tell nothing about the whole model."""
+        """Use a copy of the latency model while layers are shared; it differs from the whole model's."""
         scheduler = self._scheduler
         if self.shared and self._whole_model_latency is None:
             self._whole_model_latency = scheduler.latency

@@ -1,4 +1,4 @@
-"""Statistics of splits on the scheduler's side: counts, times, and the rate of the link between engines."""
+"""Statistics of splits on the scheduler's side: counts, times, and the speed of the link between engines."""
 
 from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
@@ -11,7 +11,7 @@ MEASUREMENT_VALID_S = 600.0  # so that a plan which a slow exchange forbids is t
 
 
 class SplitStatistics:
-    """Counts since the last report, and the measured rate of the link."""
+    """Counts since the last report, and the measured speed of the link."""
 
     def __init__(self, clock: Callable[[], float]) -> None:
         self._clock = clock
@@ -25,7 +25,7 @@ class SplitStatistics:
         return self._link_bytes_per_s or DEFAULT_LINK_BYTES_PER_S
 
     def forget_old_measurement(self) -> bool:
-        """Return True if the link's measured rate has just become invalid."""
+        """Forget the link's measured speed if it is too old; return whether it just became so."""
         if self._link_bytes_per_s is None or self._clock() < self._valid_until:
             return False
         self._link_bytes_per_s = None
@@ -35,7 +35,7 @@ class SplitStatistics:
         self._counts[name] += number
 
     def add(self, report: SplitReport) -> None:
-        """Count how long an order stopped the engine, and how much it moved."""
+        """Count how long an order stopped the engine, and how much KV it moved."""
         dropped = report.event in (SplitEvent.SPLIT, SplitEvent.NOT_SPLIT)
         self._seconds["drop_seconds" if dropped else "restore_seconds"].append(report.seconds)
         if report.moved_bytes:

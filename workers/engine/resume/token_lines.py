@@ -1,4 +1,4 @@
-"""Middleware of vLLM's server for streams that another engine can continue, if a gateway asks for it.
+"""Middleware of vLLM's server for streams that another engine can continue, if a gateway asks for that.
 
 In front of each piece of such a stream goes a line with the tokens of vLLM's outputs since the piece before,
 as in `:12,13;14;`. The gateway removes it. On request the first line begins with the number of prompt tokens
@@ -42,7 +42,7 @@ _COUNT = re.compile(rb"[0-9]{1,9}")
 
 
 class TokenLines:
-    """One answer on its way to the gateway."""
+    """State of one answer on its way to the gateway."""
 
     def __init__(self, send: Send, pieces: int, seed: str, created: bytes, counts: bool = False) -> None:
         self.replay: ReplayedOutputs | None = None
@@ -99,7 +99,7 @@ class TokenLines:
         await self._send(message)
 
     async def _prepare(self, message: Message) -> bool:
-        """Put the token line in front of a piece; return whether the message is to be sent."""
+        """Put the token line in front of a piece; return whether to send the message."""
         if self._refused:
             return False
         if self._engine_died:
@@ -136,7 +136,7 @@ class TokenLines:
         await answer_json(self._send, 500, _REFUSED)
 
     def _with_first_date(self, piece: bytes) -> bytes:
-        """Replace this engine's time of the answer by the one that the client already has."""
+        """Replace this engine's creation time of the answer with the one that the client already has."""
         if not self._created:
             return piece
         if not self._created_here and (found := _CREATED_AT.search(piece)):

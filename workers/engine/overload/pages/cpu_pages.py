@@ -27,11 +27,11 @@ _FAILED = ctypes.c_void_p(-1).value
 
 
 class PageError(WorkerError, MemoryError):
-    """Physical memory could not be mapped, unmapped or created; names the call and the system's reason."""
+    """Physical memory could not be created, mapped or unmapped; names the call and the system's reason."""
 
 
 class DLManagedTensor(ctypes.Structure):
-    """Descriptor of a tensor in DLPack, the public protocol by which torch adopts foreign memory."""
+    """Descriptor of a tensor in DLPack, the public protocol with which torch adopts foreign memory."""
 
     _fields_ = (
         ("data", ctypes.c_void_p),
@@ -80,21 +80,21 @@ class CpuPageDriver:
         self._libc.mmap.restype = ctypes.c_void_p
 
     def reserve(self, nbytes: int) -> int:
-        """Reserve address space without memory and return its address."""
+        """Reserve address space without memory; return its address."""
         return self._reserve(None, nbytes, _RESERVED)
 
     def free(self, address: int, nbytes: int) -> None:
-        """Give back address space in which nothing is mapped."""
+        """Release address space in which nothing is mapped."""
         self._call("munmap", ctypes.c_void_p(address), ctypes.c_size_t(nbytes))
 
     def create(self) -> int:
         return next(self._handles)
 
     def destroy(self, handle: int) -> None:
-        """Give back a page that is mapped nowhere."""
+        """Release a page that is mapped nowhere."""
 
     def map(self, address: int, handles: Sequence[int]) -> None:
-        """Map pages one behind the other."""
+        """Map pages one after another."""
         size = ctypes.c_size_t(len(handles) * self.page_bytes)
         self._call("mprotect", ctypes.c_void_p(address), size, mmap.PROT_READ | mmap.PROT_WRITE)
 
@@ -102,7 +102,7 @@ class CpuPageDriver:
         self._reserve(address, pages * self.page_bytes, _RESERVED | _FIXED)
 
     def zero(self, address: int, nbytes: int) -> None:
-        """Fill newly mapped pages with zeros, as the system has done here already."""
+        """Fill newly mapped pages with zeros; the system has already done so here."""
 
     def synchronize(self) -> None:
         """Wait until no launched work reads or writes memory."""
@@ -112,7 +112,7 @@ class CpuPageDriver:
         return bytes_at(address, nbytes, torch.device("cpu"))
 
     def host_tensor(self, nbytes: int) -> torch.Tensor:
-        """Allocate bytes on the host that the device copies at full speed."""
+        """Allocate bytes on the host that the device can copy at full speed."""
         return torch.empty(nbytes, dtype=torch.uint8)
 
     def _reserve(self, address: int | None, nbytes: int, flags: int) -> int:

@@ -1,4 +1,4 @@
-"""Pages of GPU memory, with the virtual memory management of CUDA's driver (cuMemCreate, cuMemMap, ...).
+"""Pages of GPU memory, made with the virtual memory management of CUDA's driver (cuMemCreate, cuMemMap, ...).
 
 Layouts and numbers are those of CUDA 12's cuda.h; version 13's driver accepts them. `python -m benchmarks.gpu
 --only torch` checks the pages on a GPU.
@@ -46,7 +46,7 @@ class AccessDescription(ctypes.Structure):
 
 
 class CudaPageDriver:
-    """Calls of CUDA's driver for pages of one GPU, in torch's context; methods as in `CpuPageDriver`."""
+    """Calls of CUDA's driver for pages of one GPU, in torch's context. Methods as in `CpuPageDriver`."""
 
     def __init__(self, device: torch.device) -> None:
         torch.cuda.init()
@@ -72,7 +72,7 @@ class CudaPageDriver:
         self._call("cuMemAddressFree", c_uint64(address), c_size_t(nbytes))
 
     def create(self) -> int:
-        """Create a page; when the device is full, let torch release its unused memory and try once more."""
+        """Create a page; if the device is full, let torch release unused memory and try once more."""
         handle = c_uint64()
         arguments = byref(handle), c_size_t(self.page_bytes), byref(self._properties), c_ulonglong(0)
         if self._result("cuMemCreate", *arguments) == _OUT_OF_MEMORY:
@@ -97,7 +97,7 @@ class CudaPageDriver:
             raise
 
     def unmap(self, address: int, pages: int) -> None:
-        """Unmap page by page: the driver neither splits nor joins mappings."""
+        """Unmap page by page, because the driver neither splits nor joins mappings."""
         for page in range(pages):
             self._call("cuMemUnmap", c_uint64(address + page * self.page_bytes), c_size_t(self.page_bytes))
 

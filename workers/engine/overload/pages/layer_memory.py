@@ -23,22 +23,22 @@ _ALIGNED = 256  # bytes, as CUDA's own allocations
 
 
 class PackedCopies(Protocol):
-    """Copies of parameters in another format, with which layers compute on some devices."""
+    """Copies of parameters in another format that layers compute with on some devices."""
 
     def drop(self, layer: int) -> None:
-        """Free the copies; the parameters of the layer are about to leave."""
+        """Free the copies, because the layer's parameters are about to leave."""
 
     def make(self, layer: int) -> None:
-        """Make the copies anew; the parameters of the layer are restored."""
+        """Make the copies again after the layer's parameters were restored."""
 
 
 class LayerWeights:
-    """Parameters of all layers, moved into page ranges, with a copy on the host."""
+    """Parameters of all layers, kept in page ranges, with a copy on the host."""
 
     def __init__(
         self, layers: Sequence[torch.nn.Module], memory: PhysicalMemory, packed: PackedCopies | None = None
     ) -> None:
-        """Move the parameters. Views of them that were taken before refer to their old memory."""
+        """Move the parameters into pages. Views taken before still refer to the old memory."""
         self.memory, self._packed = memory, packed
         of_layers = [list(layer.parameters()) for layer in layers]
         for index, parameters in enumerate(of_layers):
@@ -54,7 +54,7 @@ class LayerWeights:
         return len(self.ranges)
 
     def layer_bytes(self, index: int) -> int:
-        """Return the bytes that dropping a layer frees: whole pages."""
+        """Return the bytes that dropping a layer frees, in whole pages."""
         return self.ranges[index].pages * self.memory.page_bytes
 
     def drop(self, layers: Iterable[int]) -> None:
@@ -64,7 +64,7 @@ class LayerWeights:
             self.ranges[index].resize(0)
 
     def restore(self, layers: Iterable[int]) -> None:
-        """Bring dropped layers back from the host; pages must be free for them."""
+        """Load dropped layers from the host. Enough pages must be free."""
         missing = [index for index in layers if not self.ranges[index].mapped_bytes]
         for index in missing:
             pages = self.ranges[index]
@@ -79,7 +79,7 @@ class LayerWeights:
         return sum(pages.mapped_bytes for pages in self.ranges)
 
     def _move(self, parameters: Sequence[torch.nn.Parameter]) -> tuple[MappedRange, torch.Tensor]:
-        """Move the parameters of a layer into a new range; return it and its copy on the host."""
+        """Move a layer's parameters into a new range; return the range and the copy on the host."""
         nbytes = sum(_aligned(one.nbytes) for one in parameters)
         pages = self.memory.reserve(nbytes)
         self.memory.create(nbytes)
@@ -98,14 +98,14 @@ def _aligned(nbytes: int) -> int:
 
 
 class RowsUnmapped(PageError):
-    """A request named rows of KV that have no memory at present."""
+    """A request named KV rows that have no memory at present."""
 
 
 class LayerKv:
-    """KV of one layer, one row per block; its first rows have memory."""
+    """KV of one layer, one row per block; only its first rows have memory."""
 
     def __init__(self, like: torch.Tensor, rows: int, memory: PhysicalMemory) -> None:
-        """Reserve `rows` rows of the shape and type of `like`, and map as many as `like` has."""
+        """Reserve `rows` rows of the shape and type of `like`, and map as many rows as `like` has."""
         if not like[0].is_contiguous():
             raise OverloadConfigError("this attention backend does not keep a block of a layer in one piece")
         self.row_bytes = int(like[0].nbytes)
@@ -118,7 +118,9 @@ class LayerKv:
         return self._rows[:rows]
 
     def resize(self, rows: int) -> None:
-        """Map memory to the first `rows` rows; new ones are zero, because other bytes may not be numbers."""
+        """Map memory to the first `rows` rows. New rows are zero, because random bytes may be invalid
+        numbers.
+        """
         self._pages.resize(rows * self.row_bytes, zero=True)
 
     def release(self, memory: PhysicalMemory) -> None:
@@ -131,7 +133,7 @@ class LayerKv:
         self._rows[self._checked(rows)] = values.to(self._rows.device)
 
     def _checked(self, rows: Sequence[int]) -> list[int]:
-        """Return the rows if all have memory; an access to another one would end the process."""
+        """Return the rows if all have memory. Access to a row without memory would end the process."""
         mapped = min(self._pages.mapped_bytes // self.row_bytes, len(self._rows))
         if rows and not 0 <= min(rows) <= max(rows) < mapped:
             raise RowsUnmapped(f"rows {min(rows)} to {max(rows)}: only {mapped} rows have memory")
@@ -139,10 +141,10 @@ class LayerKv:
 
 
 class ReservedKv:
-    """KV of all layers, in the order of the layers. KV of dropped layers may be on the host."""
+    """KV of all layers, in layer order. KV of dropped layers may be on the host."""
 
     def __init__(self, like: Mapping[str, torch.Tensor], rows: int, memory: PhysicalMemory) -> None:
-        """Reserve `rows` rows a layer: as many as the largest split needs."""
+        """Reserve `rows` rows for each layer, as many as the largest split needs."""
         self.names, self.rows, self.memory = tuple(like), rows, memory
         self._layers = [LayerKv(tensor, rows, memory) for tensor in like.values()]
         self.row_bytes = max(layer.row_bytes for layer in self._layers)
@@ -162,18 +164,18 @@ class ReservedKv:
             self.write(index, list(moves.values()), self.read(index, list(moves)))
 
     def drop(self, layers: Iterable[int], rows: Sequence[int]) -> None:
-        """Copy these rows of the layers to the host and free the layers' pages."""
+        """Copy these rows of the layers to the host, and free the layers' pages."""
         for index in layers:
             pieces = (list(rows[at : at + ROWS_PER_MESSAGE]) for at in range(0, len(rows), ROWS_PER_MESSAGE))
             self.on_host[index] = [(piece, self.read(index, piece).to("cpu")) for piece in pieces]
             self._layers[index].resize(0)
 
     def forget_host(self) -> None:
-        """Forget the rows on the host, because members have them now."""
+        """Forget the rows on the host, because other members have them now."""
         self.on_host = {index: [] for index in self.on_host}
 
     def restore(self, rows: int) -> None:
-        """Map `rows` rows to the dropped layers again and fill in the rows that are on the host."""
+        """Map `rows` rows to the dropped layers again, and fill in the rows that are on the host."""
         for index, pieces in self.on_host.items():
             self._layers[index].resize(rows)
             for piece, values in pieces:
@@ -185,6 +187,6 @@ class ReservedKv:
             self._layers[index].resize(rows)
 
     def release(self) -> None:
-        """Give back the address space; the pages become free."""
+        """Release the address space, so that its pages become free."""
         for layer in self._layers:
             layer.release(self.memory)

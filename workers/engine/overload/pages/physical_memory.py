@@ -1,4 +1,4 @@
-"""Physical memory in pages: a page leaves one address range and appears in another, and no address changes.
+"""Physical memory in pages that can move from one address range to another without changing any address.
 
 Parameters that are dropped and KV that grows hand over the same pages. Nothing is freed and allocated in
 between, so growing cannot fail for fragmentation or for another allocation.
@@ -13,7 +13,7 @@ PageDriver = CpuPageDriver | CudaPageDriver
 
 
 class PhysicalMemory:
-    """Pages of one engine; each is free or in one range. The driver maps them."""
+    """Pages of one engine. Each is free or in one range; the driver maps them."""
 
     def __init__(self, driver: PageDriver) -> None:
         self.driver, self.page_bytes = driver, driver.page_bytes
@@ -24,7 +24,7 @@ class PhysicalMemory:
         return -(-nbytes // self.page_bytes)
 
     def create(self, nbytes: int) -> None:
-        """Create the pages for `nbytes` more bytes, all of them or none."""
+        """Create the pages for `nbytes` more bytes: all of them or none."""
         created: list[int] = []
         try:
             while len(created) < self.pages_of(nbytes):
@@ -41,7 +41,7 @@ class PhysicalMemory:
         return made
 
     def release(self, one: "MappedRange") -> None:
-        """Free a range's pages and give back its address space; its tensor dangles from now on."""
+        """Free a range's pages and its address space. Its tensor must not be used afterwards."""
         one.resize(0)
         self.ranges.remove(one)
         self.driver.free(one.address, one.pages * self.page_bytes)
@@ -52,7 +52,7 @@ class PhysicalMemory:
             self.driver.destroy(self.free.pop())
 
     def take(self, count: int) -> Sequence[int]:
-        """Take free pages, all of them or none, lowest first so that neighbours stay neighbours."""
+        """Take `count` free pages or none, lowest numbers first so that neighbours stay together."""
         if count > len(self.free):
             raise PageError(f"{count} pages are needed and {len(self.free)} are free")
         self.free.sort()
@@ -75,7 +75,7 @@ class MappedRange:
         return len(self.handles) * self._memory.page_bytes
 
     def resize(self, nbytes: int, *, zero: bool = False) -> None:
-        """Map memory to the first `nbytes` and to nothing behind their last page.
+        """Map memory to the first `nbytes`, rounded up to whole pages, and to nothing behind them.
 
         Existing content stays. New memory has undefined content, unless `zero` is set.
         """

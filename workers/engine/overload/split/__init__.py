@@ -1,1 +1,1 @@
-"""Worker side of a split: drop and restore layers, and serve each other's batches."""
+"""Worker side of a split: drops and restores layers, and computes the batches of other members."""

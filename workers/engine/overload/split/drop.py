@@ -1,4 +1,4 @@
-"""Drop of layers: an engine gives up the layers that other members keep, and sends them their KV.
+"""Drop of layers: an engine gives up the layers that other members keep, and sends those members their KV.
 
 All members get the order for a step of their own and meet, so that none begins a phase before the others.
 Until every member has the KV of requests, a fault leaves all engines with their whole models and all KV.
@@ -17,13 +17,13 @@ logger = logging.getLogger("conserve.workers.overload")
 
 
 class LayerDrop:
-    """Carries out drop orders, in the worker's thread with the device lock."""
+    """Carries out drop orders, in the worker's thread with the device lock held."""
 
     def __init__(self, split: EngineSplit, exchange: KvExchange, settings: PeerSettings) -> None:
         self._split, self._exchange, self._settings = split, exchange, settings
 
     def run(self, order: DropOrder, began: float) -> str:
-        """Return an empty string when the engine is split, else the reason why it is not."""
+        """Drop layers. Return an empty string when the engine is split, else the reason why it is not."""
         split = self._split
         if order.epoch <= split.last_epoch:
             return f"epoch {split.last_epoch} was later"

@@ -1,4 +1,4 @@
-"""State of one engine in a split, which drop, restore, passes and the peer service share.
+"""State of one engine in a split, shared by drop, restore, passes and the peer service.
 
 The worker's thread changes it, with the device lock. Threads of the peer server wait for a phase, then take
 the device lock and check that the split they serve still lasts.
@@ -33,7 +33,7 @@ class EngineSplit:
     def __init__(
         self, runner: Any, kv: ReservedKv, weights: LayerWeights, whole_blocks: int, device: DeviceLock
     ) -> None:
-        """`whole_blocks` is the pool of the engine with its whole model."""
+        """`whole_blocks` is the pool of the engine when it has its whole model."""
         self.runner, self.kv, self.weights, self.device = runner, kv, weights, device
         self.whole_blocks = whole_blocks
         self.limits = SplitLimits()
@@ -48,7 +48,7 @@ class EngineSplit:
         return int(self.runner.cache_config.block_size)
 
     def most_blocks(self, member: Membership) -> int:
-        """Return the blocks per member that this engine's memory allows."""
+        """Return how many blocks per member this engine's memory allows."""
         sizes = [self.weights.layer_bytes(layer) for layer in range(len(self.weights))]
         memory = EngineMemory(self.whole_blocks, self.kv.row_bytes, sizes, self.kv.memory.page_bytes)
         return min(memory.rows_that_fit(member.kept), self.kv.rows) // len(member.parts)
@@ -71,7 +71,9 @@ class EngineSplit:
             self._changed.notify_all()
 
     def share(self, member: Membership, used: list[int]) -> None:
-        """Turn the memory of dropped layers into KV rows of the kept ones; `used` blocks go to the host."""
+        """Turn the memory of dropped layers into KV rows of the kept ones; `used` blocks are copied to the
+        host.
+        """
         self.weights.drop(member.dropped)
         self.kv.drop(member.dropped, used)
         self.kv.resize(member.kept, member.rows)
@@ -89,13 +91,13 @@ class EngineSplit:
         member.close()
 
     def lose(self, member: Membership, error: Exception) -> None:
-        """Restore the whole model after a fault; the KV that peers had is lost."""
+        """Restore the whole model after a fault. KV that peers had is lost."""
         logger.warning("split %d is lost, requests are computed again: %s", member.epoch, error)
         self.make_whole(member)
         self.lost = True
 
     def finish_launched_work(self) -> None:
-        """Wait for launched kernels, before a thread with another stream uses the device."""
+        """Wait for launched kernels before a thread with another stream uses the device."""
         self.kv.memory.driver.synchronize()
 
     def _bind_rows(self, rows: int) -> None:
@@ -106,7 +108,9 @@ class EngineSplit:
     # Waits, in threads of the peer server
 
     def wait_for(self, message: Message, phase: SplitPhase) -> Membership:
-        """Return the split that a message belongs to, once this engine has reached a phase of it."""
+        """Wait until this engine reaches a phase of the split that a message belongs to; return its
+        membership.
+        """
 
         def is_current() -> bool:
             return self.member is not None and self.member.epoch == message.epoch
@@ -125,7 +129,7 @@ class EngineSplit:
 
     @contextmanager
     def device_for(self, member: Membership) -> Iterator[None]:
-        """Hold the device lock, if the split still lasts."""
+        """Hold the device lock if the split has not ended."""
         with self.device:
             if self.member is not member:
                 raise SplitEnded(f"epoch {member.epoch} is over here")

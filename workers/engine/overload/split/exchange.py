@@ -1,4 +1,4 @@
-"""Exchange of KV between the members of a split, while their engines stand still."""
+"""Exchange of KV between the members of a split, while their engines do not step."""
 
 import time
 from collections.abc import Mapping, Sequence
@@ -19,13 +19,13 @@ class KvExchange:
         self._asked: set[int] = set()
 
     def give(self, member: Membership) -> None:
-        """Send the KV on the host to the members that keep the layers."""
+        """Send KV from the host to the members that keep its layers."""
         for part, layer in member.keepers:
             for rows, values in self._kv.on_host[layer]:
                 self._request(member, part, MessageKind.PUT, layer, rows, [values])
 
     def take(self, member: Membership, used: Mapping[int, int]) -> None:
-        """Fetch blocks to the host; `used` has the numbers that members know, by the present ones."""
+        """Fetch blocks to the host. `used` maps current block numbers to those that members know."""
         blocks = list(used.items())
         for part, layer in member.keepers:
             for at in range(0, len(blocks), ROWS_PER_MESSAGE):
@@ -34,7 +34,7 @@ class KvExchange:
                 self._kv.on_host[layer].append((rows, answer.tensors[0]))
 
     def take_moved(self) -> tuple[int, float]:
-        """Return bytes and seconds since the last call.
+        """Return the bytes moved and the seconds taken since the last call.
 
         The first message to each peer is left out, because it also waits for the peer to get ready.
         """

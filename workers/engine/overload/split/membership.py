@@ -1,4 +1,4 @@
-"""Membership of an engine in a split: who keeps which layers, where their KV is, and the connections.
+"""Membership of an engine in a split: which member keeps which layers, where KV is, and the connections.
 
 Members are numbered by their part of the layers. A kept layer has a region of KV rows for every member, with
 as many rows as a member's pool has blocks: this engine's own region first, then that of the next part, and so
@@ -21,7 +21,7 @@ from workers.engine.overload.split.peer_link import Message, MessageKind, PeerCo
 
 
 class DeviceLock:
-    """Lock of the device: vLLM has one forward context per process."""
+    """Lock of the device, needed because vLLM has one forward context per process."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
@@ -43,7 +43,7 @@ class DeviceLock:
 
 
 class SplitPhase(IntEnum):
-    """Phases of a split, in the order in which an engine passes them."""
+    """Phases of a split, in order."""
 
     WHOLE = 0
     MEETING = 1  # at a step boundary; nothing has changed
@@ -75,7 +75,7 @@ class PeerSettings:
 
 @dataclass
 class Membership:
-    """Part of this engine in one split, from the drop order on."""
+    """This engine's part in one split, from the drop order on."""
 
     epoch: int
     part: int  # of this engine
@@ -99,18 +99,18 @@ class Membership:
 
     @property
     def others(self) -> list[int]:
-        """Parts of the other members, from the next one on, so that not all engines ask the same first."""
+        """Return the other members, starting after this one, so that not all ask the same member first."""
         size = len(self.parts)
         return [(self.part + behind) % size for behind in range(1, size)]
 
     @property
     def keepers(self) -> list[tuple[int, int]]:
-        """Pairs of a part and a layer that this engine dropped and that part keeps."""
+        """Return pairs of member and layer, for the layers that this engine dropped."""
         return [(part, layer) for part in self.others for layer in self.parts[part]]
 
     @property
     def rows(self) -> int:
-        """KV rows of a kept layer."""
+        """Return the number of KV rows in a kept layer."""
         return len(self.parts) * self.blocks
 
     def region(self, part: int) -> int:
@@ -118,14 +118,14 @@ class Membership:
         return (part - self.part) % len(self.parts) * self.blocks
 
     def sender(self, message: Message) -> int:
-        """Return the part of a message's sender; refuse a message that names no other member."""
+        """Return the member that sent a message; refuse a message that names no other member."""
         part = message.values.get("part")
         if type(part) is not int or part not in self.others:
             raise PeerRefused(f"{part!r} is no other part of epoch {self.epoch}")
         return part
 
     def blocks_of(self, message: Message) -> list[int]:
-        """Return the blocks that a message names; refuse those outside of a member's pool."""
+        """Return the blocks that a message names; refuse blocks outside a member's pool."""
         numbers: list[Any] = message.values["rows"]
         for number in numbers:
             if type(number) is not int or not 0 <= number < self.blocks:
@@ -134,7 +134,7 @@ class Membership:
 
     @contextmanager
     def until(self, end: float) -> Iterator[None]:
-        """Limit all requests made meanwhile to end before `end`, however many they are."""
+        """Limit all requests made in this context to end before `end`."""
         self._end = end
         try:
             yield
@@ -172,7 +172,7 @@ class EngineMemory:
     page_bytes: int
 
     def rows_that_fit(self, kept: range) -> int:
-        """Return the rows per kept layer that fit into all KV and the parameters of the other layers.
+        """Return how many rows per kept layer fit into all KV and the other layers' parameters.
 
         Counts whole pages, because KV and parameters of different layers share none.
         """
@@ -181,7 +181,7 @@ class EngineMemory:
         return (kv + sum(map(self._pages, dropped))) // len(kept) * self.page_bytes // self.row_bytes
 
     def most_rows(self) -> int:
-        """Return the rows of a layer in the largest split that is possible."""
+        """Return the rows of a layer in the largest possible split."""
         layers = len(self.layer_bytes)
         sizes = range(2, min(MAX_GROUP_SIZE, layers) + 1)
         fit = (self.rows_that_fit(kept) for size in sizes for kept in layer_parts(layers, size))

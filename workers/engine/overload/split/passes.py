@@ -1,4 +1,6 @@
-"""Forward passes while layers are shared: own batches through all parts, peers' batches through this one."""
+"""Forward passes while layers are shared: our batches through all members, and peers' batches through our
+layers.
+"""
 
 import time
 from collections.abc import Mapping
@@ -25,7 +27,7 @@ class PassCounts:
 
 
 class SplitPasses:
-    """Runs batches through shared layers; callers hold the device lock."""
+    """Runs batches through shared layers. Callers hold the device lock."""
 
     def __init__(self, runner: Any, device: DeviceLock) -> None:
         self._runner, self._device = runner, device
@@ -58,7 +60,7 @@ class SplitPasses:
         return hidden
 
     def serve(self, member: Membership, message: Message, offset: int) -> Message:
-        """Compute a peer's batch through the layers kept here; rows of its blocks begin at `offset`."""
+        """Compute a peer's batch through the layers kept here; its blocks' rows begin at `offset`."""
         positions, hidden, query_start, seq_lens, blocks, slots, *residual = message.tensors
         batch = internals.BatchKv(query_start, seq_lens, blocks, slots, *message.values["sizes"])
         named = batch.entries_in_use(member.blocks, self._block_tokens, len(positions))

@@ -1,4 +1,4 @@
-"""Connections between the workers of two engines: one request and its answer at a time, with tensors.
+"""Connections between the workers of two engines: one request and answer at a time, with tensors.
 
 Both ends prove that they know the fleet's transfer key, with the handshake of a KV transfer
 (kvtransfer/transfer/wire.py). Every message and every tensor then carries a tag under keys of this
@@ -46,15 +46,15 @@ DTYPES = {
 
 
 class PeerError(WorkerError, ConnectionError):
-    """The peer is gone, late, or in an unexpected state; the split cannot go on."""
+    """The peer is gone, late or in an unexpected state, so that the split cannot continue."""
 
 
 class PeerRefused(PeerError):
-    """The peer answered that it is not in the phase which the request needs, or that it is malformed."""
+    """The peer refused the request: it is malformed, or the peer is not in the phase that it needs."""
 
 
 class SplitEnded(PeerError):
-    """The peer answered that it has left this epoch, or was never in it."""
+    """The peer has left this epoch, or was never in it."""
 
 
 def most_batched_tokens(hidden: int, item_bytes: int) -> int:
@@ -131,13 +131,13 @@ class PeerChannel:
             return Message(header.kind, header.epoch, header.values, tensors)
 
     def wait(self) -> None:
-        """Wait without limit for the beginning of a message or the end of the connection."""
+        """Wait without limit for a message to begin or the connection to end."""
         self._peer.settimeout(None)
         self._peer.recv(1, socket.MSG_PEEK)
 
 
 def _decoded(text: bytes) -> tuple[Header, list[torch.Tensor]]:
-    """Return a header and empty tensors for what follows it."""
+    """Return a header, and empty tensors for the data that follows it."""
     try:
         header = msgspec.msgpack.decode(text, type=Header)
         kinds = [(DTYPES[dtype], shape) for dtype, shape in header.tensors]
@@ -155,7 +155,7 @@ def _bytes_of(tensor: torch.Tensor) -> memoryview:
 
 
 def connect_handshake(peer: socket.socket, secret: bytes, encrypt: bool) -> PeerChannel:
-    """Authenticate as the side that connects."""
+    """Authenticate as the connecting side."""
     channel = wire.Channel(peer)
     with channel.within(HANDSHAKE_S):
         challenge = channel.receive_control(wire.Kind.CHALLENGE)
@@ -170,7 +170,7 @@ def connect_handshake(peer: socket.socket, secret: bytes, encrypt: bool) -> Peer
 
 
 def accept_handshake(peer: socket.socket, secret: bytes, encrypt: bool) -> PeerChannel:
-    """Authenticate as the side that listens; a refused peer is told the reason."""
+    """Authenticate as the listening side; a refused peer is told the reason."""
     channel, challenge = wire.Channel(peer), wire.nonce()
     channel.send_control(wire.Kind.CHALLENGE, challenge)
     with channel.within(HANDSHAKE_S):
@@ -190,7 +190,7 @@ def accept_handshake(peer: socket.socket, secret: bytes, encrypt: bool) -> PeerC
 
 
 def _seals(secret: bytes, challenge: bytes, answer: bytes) -> tuple[wire.Seal, wire.Seal]:
-    """Return the seals of the connecting and of the listening side."""
+    """Return the seals of the connecting side and of the listening side."""
     sides = wire.Signer.CONSUMER, wire.Signer.PRODUCER
     consumer, producer = (wire.Seal(secret, side, PURPOSE, challenge, answer) for side in sides)
     return consumer, producer
@@ -247,7 +247,7 @@ Answer = Callable[[Message], Message]
 
 
 class PeerServer:
-    """Server for the requests of peers, with one thread per connection, from the engine's start on."""
+    """Server for the requests of peers, with one thread per connection; runs from the engine's start."""
 
     def __init__(self, host: str, secret: bytes, answer: Answer, *, encrypt: bool = False) -> None:
         try:

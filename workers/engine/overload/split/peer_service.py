@@ -9,7 +9,7 @@ from workers.engine.overload.split.peer_link import Message, MessageKind, PeerRe
 
 
 class PeerService:
-    """Checks that a request belongs to the present split, and carries it out."""
+    """Checks that a request belongs to the current split, and carries it out."""
 
     def __init__(self, split: EngineSplit, passes: SplitPasses) -> None:
         self._split, self._passes = split, passes
@@ -24,7 +24,7 @@ class PeerService:
         return handlers[message.kind](message)
 
     def meet(self, message: Message) -> Message:
-        """Answer when this engine has reached the phase, with what members compare."""
+        """Answer when this engine has reached the phase, with the facts that members compare."""
         member = self._split.wait_for(message, SplitPhase(message.values["phase"]))
         if message.values.get("members") != list(member.members):
             raise PeerRefused(f"epoch {message.epoch} has other members here")
@@ -37,7 +37,7 @@ class PeerService:
         return Message(MessageKind.DONE, message.epoch, known)
 
     def put(self, message: Message) -> Message:
-        """Store KV of the sender's blocks."""
+        """Store the KV of the sender's blocks."""
         member = self._split.wait_for(message, SplitPhase.OPEN)
         layer, rows = self._kept_layer(member, message), self._rows(member, message)
         with self._split.device_for(member):
@@ -46,7 +46,7 @@ class PeerService:
         return Message(MessageKind.DONE, message.epoch)
 
     def get(self, message: Message) -> Message:
-        """Return KV of the sender's blocks."""
+        """Return the KV of the sender's blocks."""
         member = self._split.wait_for(message, SplitPhase.SPLIT)
         layer, rows = self._kept_layer(member, message), self._rows(member, message)
         with self._split.device_for(member):
@@ -61,7 +61,7 @@ class PeerService:
             return self._passes.serve(member, message, first_row)
 
     def first_row(self, member: Membership, message: Message) -> int:
-        """Return the row at which the KV of the sender's blocks begins."""
+        """Return the first row of the KV of the sender's blocks."""
         return member.region(member.sender(message))
 
     def _rows(self, member: Membership, message: Message) -> list[int]:

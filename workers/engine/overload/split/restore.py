@@ -1,4 +1,4 @@
-"""Restore of layers: an engine fetches its KV from the other members and has its whole model again.
+"""Restore of layers: an engine fetches its KV from the other members, and has its whole model again.
 
 The parameters come from the engine's own copy on the host. The engine stands still until they are back. It
 needs no agreement of the others, but waits for them, because they fetch their KV here.
@@ -18,13 +18,13 @@ logger = logging.getLogger("conserve.workers.overload")
 
 
 class LayerRestore:
-    """Carries out restore orders, in the worker's thread with the device lock."""
+    """Carries out restore orders, in the worker's thread with the device lock held."""
 
     def __init__(self, split: EngineSplit, exchange: KvExchange) -> None:
         self._split, self._exchange = split, exchange
 
     def run(self, order: RestoreOrder, member: Membership, began: float) -> str:
-        """Return an empty string, or the reason why KV was lost; the model is whole in either case."""
+        """Restore layers. Return an empty string, or why KV was lost; the model is whole in both cases."""
         split = self._split
         # Blocks get their new numbers here. Members know the old ones until they are done.
         if order.moves:

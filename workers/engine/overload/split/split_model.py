@@ -1,4 +1,4 @@
-"""The worker's entry to a split: orders in, reports out, and the forward pass."""
+"""Worker's entry point to a split: takes orders, gives reports, and runs the forward pass."""
 
 import logging
 import time
@@ -37,7 +37,7 @@ class SplitModel:
         device: DeviceLock,
         settings: PeerSettings,
     ) -> None:
-        """`blocks` is the pool of the engine with its whole model."""
+        """`blocks` is the pool of the engine when it has its whole model."""
         self.split = EngineSplit(runner, kv, weights, blocks, device)
         self.passes = SplitPasses(runner, device)
         self.exchange = KvExchange(kv)
@@ -69,7 +69,7 @@ class SplitModel:
         self._finish(SplitEvent.NOT_SPLIT if reason else SplitEvent.SPLIT, order.epoch, began, reason)
 
     def restore(self, order: RestoreOrder) -> None:
-        """Restore the whole model. A split that was lost meanwhile has been reported already."""
+        """Restore the whole model. A split that was lost meanwhile has already been reported."""
         began, member = time.monotonic(), self.split.member
         if member is not None and member.epoch == order.epoch:
             reason = self._restore.run(order, member, began)
