@@ -1,4 +1,4 @@
-"""Seconds without an answer after a process of a fleet is killed, by process.
+"""Seconds without an answer after a process of a fleet is killed, for each kind of process.
 
     python -m benchmarks.availability [--quick] [--json FILE] [--fleet FILE] [PROCESS …]
 
@@ -39,7 +39,7 @@ ALLOWED_S = 0.5  # beyond a budget
 
 @dataclass(frozen=True)
 class KilledProcess:
-    """A process to kill, and the seconds that its end may cost each kind of client."""
+    """A process to kill, and how many seconds without an answer its end may cost each kind of client."""
 
     name: str
     command: str  # a part of its command line
@@ -65,7 +65,7 @@ PROCESSES = (
 
 @dataclass(frozen=True)
 class Kill:
-    """Times of a kill: of the quiet before it, of the kill, and until when clients were watched."""
+    """Times of a kill: start of the quiet period before it, the kill, and the end of watching."""
 
     quiet_since: float
     killed_at: float
@@ -86,7 +86,9 @@ class Unavailability:
 
 
 def prepared(fleet: FleetSpec) -> FleetSpec:
-    """Return a fleet in which new conversations need every process: prefillers compute all first turns."""
+    """Return a fleet in which new conversations need every process, because prefillers compute all first
+    turns.
+    """
     return changed(
         fleet,
         name="availability",
@@ -98,7 +100,7 @@ def prepared(fleet: FleetSpec) -> FleetSpec:
 async def kill_each(
     home: FleetHome, fleet: FleetSpec, clients: SteadyClients, wanted: Iterable[KilledProcess], watch_s: float
 ) -> dict[str, Kill]:
-    """Kill one process after another while clients ask."""
+    """Kill one process after another while clients send requests."""
     kills, gateways = {}, 1
     asking = asyncio.create_task(clients.run())
     try:
@@ -133,7 +135,7 @@ async def kill_each(
 
 
 async def until_whole(home: FleetHome, gateways: int) -> None:
-    """Wait until all engines serve, and so many gateways are connected to the directory."""
+    """Wait until all engines serve and all gateways are connected to the directory."""
     deadline = time.monotonic() + WHOLE_S
 
     def is_whole() -> bool:
@@ -146,7 +148,7 @@ async def until_whole(home: FleetHome, gateways: int) -> None:
 
 
 def victim_of(home: FleetHome, process: KilledProcess) -> psutil.Process:
-    """Return the process to kill; of several, the one with the most connections."""
+    """Return the process to kill; if there are several, the one with the most connections."""
     found = victims(home, process.command)
     if process.engine:
         (engine,) = (one for one in fleet_status(home).engines if one.engine == process.engine)
@@ -156,7 +158,7 @@ def victim_of(home: FleetHome, process: KilledProcess) -> psutil.Process:
 
 
 def seen(clients: SteadyClients, kills: Mapping[str, Kill]) -> list[Unavailability]:
-    """Return what each kill cost each kind of client."""
+    """Return how long each kind of client was without an answer after each kill."""
     undisturbed = dict.fromkeys(KINDS, 0.0)
     for kill in kills.values():
         for kind, (begin, end) in clients.longest_waits(kill.quiet_since, kill.killed_at).items():
@@ -177,7 +179,7 @@ def seen(clients: SteadyClients, kills: Mapping[str, Kill]) -> list[Unavailabili
 
 
 def figures_of(rows: Iterable[Unavailability]) -> dict[str, Any]:
-    """Return a figure for each process and kind of client, and the names of those over their budgets."""
+    """Return a figure for each process and kind of client, and the names of those over budget."""
     killed = {f"{row.process}_{row.clients}": row for row in rows if row.process != "none"}
     figures: dict[str, Any] = {name: row.unavailable_s for name, row in killed.items()}
     return {**figures, "over_budget": [name for name, row in killed.items() if row.over_budget]}

@@ -1,4 +1,4 @@
-"""Cost of offline work for the interactive users of a running fleet, and offline throughput beside them.
+"""Cost of offline work for the interactive users of a fleet, and the offline throughput beside them.
 
     python -m benchmarks.batch --url http://127.0.0.1:8000 [--quick] [--json FILE] [--requests 2000]
 
@@ -40,7 +40,7 @@ OFFLINE_PROMPTS = (60, 240, 480)  # tokens
 
 @dataclass(frozen=True)
 class BatchLoad:
-    """Sizes of agents and of batches."""
+    """Sizes of the agents' load and of the batches."""
 
     agents: int
     turns: int
@@ -72,7 +72,7 @@ class Phase:
 
     @property
     def harvest(self) -> float:
-        """Offline tokens a second."""
+        """Return the offline tokens per second."""
         return self.offline_tokens / self.offline_s if self.offline_s else 0.0
 
     def to_json(self) -> dict[str, Any]:
@@ -97,7 +97,7 @@ class BatchBench:
         self._random = random.Random(seed)
 
     async def play(self, kind: str, phase: Phase) -> None:
-        """Play one phase. Batch files are made first, since that would hold up the agents' clocks."""
+        """Play one phase. Batch files are made before, because that would delay the agents."""
         files = {endpoint: self._file(endpoint) for endpoint in (CHAT, COMPLETIONS)} if kind != ALONE else {}
         if kind == BATCH:
             await self._offline(phase, files)
@@ -122,7 +122,7 @@ class BatchBench:
                 phase.refused += 1
 
     async def _conversation(self, phase: Phase, over: asyncio.Event) -> None:
-        """Hold a conversation that breaks off when the phase is over."""
+        """Hold a conversation, which is cut off when the phase is over."""
         name, load = f"bench-{self._random.getrandbits(60):x}", self._load
         sizes = (load.first_prompt, *[load.append] * (load.turns - 1))
         contents = (self._text(f"{name}/{turn}", tokens) for turn, tokens in enumerate(sizes))
@@ -137,7 +137,7 @@ class BatchBench:
         return text(stream, self._sizes.characters(tokens))
 
     async def _offline(self, phase: Phase, files: dict[str, bytes]) -> None:
-        """Submit a batch for each endpoint and wait until both end or `most_s` are over."""
+        """Submit a batch for each endpoint, and wait until both end or `most_s` seconds have passed."""
         batches = []
         for endpoint, data in files.items():
             file = await self._api.files.create(file=("benchmark.jsonl", data), purpose="batch")

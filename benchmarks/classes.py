@@ -1,4 +1,4 @@
-"""Two SLO classes under overload: the cost for the better class, and whether the other class is served.
+"""Two SLO classes under overload: what the higher class pays, and whether the lower class is served.
 
     python -m benchmarks.classes [--quick] [--json FILE] [--fleet FILE] [--seed 0]
 
@@ -47,7 +47,7 @@ AIM = 1.25
 
 @dataclass
 class ClassSeen:
-    """Measurements of one class in the phases of one kind."""
+    """Measurements of one class in phases of one kind."""
 
     ttfet_s: list[float] = field(default_factory=list)
     first_turn_ttft_s: list[float] = field(default_factory=list)
@@ -112,7 +112,7 @@ class ClassAgents:
                 await asyncio.sleep(max(0.1, refused.retry_after_s))
 
     async def arrive(self, name: str, per_s: float, seconds: float, random: Random, seen: ClassSeen) -> float:
-        """Let conversations arrive for so long; return the seconds until all are answered."""
+        """Let conversations arrive for `seconds`; return the seconds until all are answered."""
         began, at, number = time.monotonic(), random.expovariate(per_s), 0
         async with asyncio.timeout(seconds + DRAIN_S), asyncio.TaskGroup() as group:
             while at < seconds:
@@ -123,7 +123,7 @@ class ClassAgents:
         return time.monotonic() - began
 
     async def capacity(self, name: str) -> float:
-        """Return conversations a second that the fleet serves with `AT_ONCE` at a time."""
+        """Return how many conversations per second the fleet serves with `AT_ONCE` in parallel."""
         done: list[float] = []
         began = time.monotonic()
 
@@ -163,7 +163,7 @@ def prepared(file: Path, cores: int) -> FleetSpec:
 async def play(
     url: str, model: str, seed: int, phases: tuple[str, ...], phase_s: float
 ) -> tuple[float, dict[str, ClassSeen], ClassSeen]:
-    """Return the capacity, the better class's measurements by phase, and the other class's."""
+    """Return the capacity, the higher class's measurements by phase, and those of the lower class."""
     better, other = {phase: ClassSeen() for phase in phases}, ClassSeen()
     async with (
         aiohttp.ClientSession(connector=aiohttp.TCPConnector(limit=0)) as plain,

@@ -1,4 +1,4 @@
-"""Three answers to a shortage of KV, under the same bursts: plain preemption, parking, and dropping layers.
+"""Three answers to a shortage of KV under the same bursts: plain preemption, parking, and dropping layers.
 
     python -m benchmarks.overload [--quick] [--load LOAD] [--json FILE]
 
@@ -63,7 +63,7 @@ Answers = dict[str, list[str]]
 
 @dataclass(frozen=True, slots=True)
 class Lengths:
-    """Lengths of requests: means of the KunServe paper, with the spread of a lognormal that is assumed."""
+    """Lengths of requests: means of the KunServe paper, with an assumed lognormal spread."""
 
     name: str
     prompt: float
@@ -88,7 +88,7 @@ LONG_ANSWERS = Lengths("BurstGPT with long answers", 642, 1_500, 0.7, 0.7, 8_192
 
 @dataclass(frozen=True)
 class EngineKv:
-    """KV of each engine, tokens kept for an answer, and the model."""
+    """KV of each engine, tokens reserved for an answer, and the model."""
 
     blocks: int
     context: int
@@ -126,7 +126,7 @@ def long_answers(number: int) -> Iterable[TraceConversation]:
 
 
 def within_kv(number: int, conversations: Iterable[TraceConversation]) -> Iterable[TraceConversation]:
-    """Return conversations that ask for `ASKED` times the KV at the end of their last turns."""
+    """Return conversations that demand `ASKED` times the KV at the end of their last turns."""
     taken: list[TraceConversation] = []
     asked = 0
     for one in conversations:
@@ -180,7 +180,7 @@ class PolicyBursts:
 
 
 def prepared(policy: str, kv: EngineKv = BRIEF, model: Path | None = None) -> FleetSpec:
-    """Return a fleet of two mixed engines; without a model's path it makes the small one."""
+    """Return a fleet of two mixed engines. Without a path of a model it makes the small one."""
     content = load_fleet(RANDOM).model_dump(mode="json", exclude_unset=True)
     content |= {"name": f"live-{policy}", "policy": "collocated", "overload": {"policy": policy}}
     content["model"] |= {"max_context": kv.context} | ({"path": str(model)} if model else {})
@@ -193,7 +193,7 @@ def prepared(policy: str, kv: EngineKv = BRIEF, model: Path | None = None) -> Fl
 
 
 class BurstSubject:
-    """A fleet, or engines without a fleet, that bursts are played on."""
+    """A fleet, or engines without a fleet, on which bursts are played."""
 
     def __init__(self, urls: Sequence[str], home: FleetHome | None = None) -> None:
         self._urls, self._home = urls, home
@@ -208,12 +208,12 @@ class BurstSubject:
         return answers
 
     def calm(self, salt: str, conversations: Sequence[TraceConversation]) -> Answers:
-        """Return the answers of a few conversations at a time."""
+        """Return the answers when only a few conversations run at a time."""
         at_once = [replace(one, arrival_s=0.0) for one in conversations]
         return asyncio.run(self._play(salt, at_once, CALM, PolicyBursts()))
 
     def _wait_until_whole(self) -> None:
-        """Wait until layers that the burst before dropped are restored."""
+        """Wait until the layers that the last burst dropped are restored."""
         end = time.monotonic() + LIMIT_S
         while (counts := self.counts()).get(DROPPED, 0.0) > counts.get(RESTORED, 0.0):
             if time.monotonic() > end:
@@ -248,7 +248,7 @@ class BurstSubject:
         return dict(found)
 
     def counts(self) -> dict[str, float]:
-        """Return what the directory and the engines have counted, by name and labels."""
+        """Return the counters of the directory and the engines, by name and labels."""
         pages = list(self._urls)
         if self._home is not None:
             status = fleet_status(self._home)
@@ -284,7 +284,7 @@ def total(counts: dict[str, float], name: str) -> float:
 
 
 def measure(loads: Sequence[str], rounds: int) -> tuple[dict[str, float], dict[str, dict[str, float]]]:
-    """Return the figures, the worst of all loads, and a table by load and policy."""
+    """Return the figures (the worst of all loads), and a table by load and policy."""
     seen = {load: {policy: PolicyBursts() for policy in (PREEMPT, PARK, DROP)} for load in loads}
     counts: dict[str, float] = {}
     for kv, alike in groupby(loads, lambda load: LOADS[load][0]):
@@ -312,7 +312,7 @@ def measure(loads: Sequence[str], rounds: int) -> tuple[dict[str, float], dict[s
 
 
 def play_all(kv: EngineKv, loads: dict[str, dict[str, PolicyBursts]], rounds: int) -> dict[str, float]:
-    """Play the bursts of loads on engines with the same KV; return the counts of the fleet that drops."""
+    """Play all loads' bursts on engines with the same KV; return the counters of the fleet that drops."""
     with ExitStack() as stack:
         work = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="overload-")))
         make_model(work / "model", kv.shape)

@@ -1,4 +1,4 @@
-"""Cost of a placement decision on a full fleet, and placements a second that reach the journal.
+"""Cost of a placement decision on a full fleet, and placements per second that reach the journal.
 
     python -m benchmarks.placement [--quick] [--json FILE]
     python -m benchmarks.placement --journal [--quick] [--json FILE]
@@ -39,7 +39,7 @@ JOURNAL_RATES = (1_000, 3_000, 0)  # 0: all at once
 
 @dataclass(frozen=True)
 class FleetSize:
-    """Size of the fleet, and how many decisions are measured."""
+    """Size of the fleet, and number of measured decisions."""
 
     decoders: int
     prefillers: int
@@ -69,7 +69,7 @@ class PlacedFleet:
             self.report(self.random.choice(self.decoders))
 
     def bind(self, key: str) -> float:
-        """Place and bind one conversation; return the microseconds that this took."""
+        """Place and bind one conversation; return how many microseconds that took."""
         self.now += 0.001
         turn = FirstTurn(key, self.random.randrange(1_000, 40_000))
         began = perf_counter_ns()
@@ -98,7 +98,7 @@ class PlacedFleet:
 
 
 def measure(size: FleetSize) -> dict[str, dict[str, float]]:
-    """Return percentiles of a first and of a later turn's decision."""
+    """Return percentiles of the decision for a first and for a later turn."""
     fleet = PlacedFleet(size)
     first: list[float] = []
     later: list[float] = []
@@ -117,7 +117,7 @@ def measure(size: FleetSize) -> dict[str, dict[str, float]]:
 
 
 async def measure_journal(rate: float, placements: int) -> dict[str, float]:
-    """Return how many placements a second reach the disk at an offered rate, and how long each takes.
+    """Return how many placements per second reach the disk at an offered rate, and the time of each.
 
     A placement is refused, as in a fleet, while the disk does not answer.
     """

@@ -1,4 +1,4 @@
-"""Tokens computed and bytes moved for conversations with a common prefix, on two prefillers and two decoders.
+"""Tokens computed and bytes moved for conversations with a shared prefix, on two prefillers and two decoders.
 
     python -m benchmarks.prefixes [--conversations 50] [--tokens 8000] [--kv-tokens N] [--quick] [--json FILE]
                                   [--fleet FILE]
@@ -47,7 +47,7 @@ class PrefixFigures:
 
 @dataclass(frozen=True)
 class PrefixTarget:
-    """Fleet that conversations are played on."""
+    """Fleet on which conversations are played."""
 
     url: str
     pages: Sequence[str]  # of the engines' metrics, without /metrics
@@ -59,7 +59,7 @@ class PrefixTarget:
         return computed, counted(self.pages, "conserve_kv_transfer_bytes_total")
 
     def words_in(self, tokens: int) -> int:
-        """Return how many words make so many tokens."""
+        """Return how many words make `tokens` tokens."""
         body = {"model": self.model, "prompt": words(Random(0), 1_000)}
         answer = httpx.post(f"{self.url}/tokenize", json=body, timeout=60).raise_for_status()
         return round(tokens * 1_000 / int(answer.json()["count"]))
@@ -68,7 +68,7 @@ class PrefixTarget:
 async def play(
     target: PrefixTarget, variant: str, system_words: int, arrivals: Sequence[float]
 ) -> tuple[list[float], int]:
-    """Play one conversation for each arrival; return times to first tokens and how many failed."""
+    """Play one conversation per arrival; return the times to first token, and how many failed."""
     systems = [words(Random(f"{variant} {n}"), system_words) for n in range(FRAMEWORKS)]
     ttft: list[float] = []
 
@@ -115,7 +115,7 @@ def measure(
 
 
 def poisson(target: PrefixTarget, system_words: int, count: int) -> list[float]:
-    """Return arrivals at `LOAD`, by the time that a prompt takes alone; the first one pays for a start."""
+    """Return arrivals at `LOAD`, relative to a prompt's time alone. The first arrival warms the fleet up."""
     alone = [asyncio.run(play(target, f"alone {n}", system_words, [0.0]))[0][0] for n in range(2)][1]
     random, at, arrivals = Random(0), 0.0, []
     for _ in range(count):
@@ -142,7 +142,7 @@ def prepared(file: Path, kv_tokens: int | None) -> FleetSpec:
 
 
 def ratios(table: dict[str, PrefixFigures]) -> dict[str, float]:
-    """Return the figures of `shared` relative to each other variant, and how many conversations failed."""
+    """Return the figures of `shared` relative to other variants, and the number of failed conversations."""
     shared, found = table["shared"], dict[str, float]()
     for name, other in table.items():
         if name != "shared":

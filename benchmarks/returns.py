@@ -1,4 +1,4 @@
-"""First-token time of parked conversations whose KV is prefetched, against KV that is restored on arrival.
+"""First-token time of parked conversations: KV prefetched before a turn, against KV restored on arrival.
 
     python -m benchmarks.returns [--turns 3] [--quick] [--json FILE] [--fleet FILE]
 
@@ -59,7 +59,7 @@ class ReturnRound:
 
 
 class ReturningAgents:
-    """Agents whose conversations pass through all rounds, forwards and back."""
+    """Agents whose conversations go through all rounds, forwards and back."""
 
     def __init__(self, http: httpx.AsyncClient, model: str, turns: int, name: str) -> None:
         self._http, self._model, self._turns, self._name = http, model, turns, name
@@ -67,7 +67,7 @@ class ReturningAgents:
         self._in_round: list[ReturnRound | None] = [None] * AGENTS
 
     async def run(self) -> None:
-        """Play all rounds. A failed request ends them: with fewer agents rounds would not be alike."""
+        """Play all rounds. A failed request ends them, as rounds with fewer agents are not comparable."""
         async with asyncio.TaskGroup() as group:
             beside = group.create_task(self._run_beside())
             await asyncio.gather(*[group.create_task(self._agent(number)) for number in range(AGENTS)])
@@ -76,7 +76,7 @@ class ReturningAgents:
             await self._http.delete(f"/v1/conversations/{self._name}-{number}")
 
     async def _agent(self, number: int) -> None:
-        """Take a first turn, one return that is not counted, and the turns of all rounds."""
+        """Run a first turn, one later turn that does not count, and the turns of all rounds."""
         random = Random(f"{self._name} {number}")
         messages = [{"role": "user", "content": words(random, TOKENS // WORD_TOKENS)}]
         await asyncio.sleep(number * AWAY_S / AGENTS)
@@ -101,7 +101,7 @@ class ReturningAgents:
                 await asyncio.sleep(AWAY_S)
 
     async def _run_beside(self) -> None:
-        """Stream one answer after another, and note the gaps between tokens."""
+        """Stream one answer after another, and record the gaps between tokens."""
         while True:
             last = 0.0
             messages = [{"role": "user", "content": "on"}]
@@ -156,7 +156,7 @@ async def play(url: str, model: str, turns: int, times: int) -> list[ReturnRound
 
 
 def figures_of(rounds: Sequence[ReturnRound]) -> dict[str, float | None]:
-    """Print the figures of each variant, and return ratios to `on_arrival`.
+    """Print each variant's figures, and return ratios to `on_arrival`.
 
     A ratio of gaps is None if all agents were never in the same round, as with one turn a round.
     """
@@ -164,7 +164,7 @@ def figures_of(rounds: Sequence[ReturnRound]) -> dict[str, float | None]:
     ttft = {name: [value for one in found for value in one.ttft_s] for name, found in by_variant.items()}
 
     def gaps(statistic: Callable[[list[float]], float], variant: str) -> float | None:
-        """Return the ratio of a statistic of the gaps; rounds weigh the same."""
+        """Return the ratio of a statistic of the gaps; all rounds have equal weight."""
         of = {
             name: [statistic(one.gaps_s) for one in by_variant[name] if one.gaps_s]
             for name in (variant, VARIANTS[0])

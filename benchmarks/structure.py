@@ -86,7 +86,7 @@ class Module:
                     yield node.body[0].lineno, text
 
     def fmt_skips(self) -> Iterator[int]:
-        """Yield the line numbers of `# fmt: skip` comments, strings that quote one excepted."""
+        """Yield the line numbers of `# fmt: skip` comments, but not of strings that quote one."""
         if "fmt: skip" in self.text:
             for token in tokenize.generate_tokens(io.StringIO(self.text).readline):
                 if token.type == tokenize.COMMENT and "fmt: skip" in token.string:
@@ -124,7 +124,7 @@ def modules(root: Path = ROOT, packages: tuple[str, ...] = PRODUCT) -> dict[str,
 
 
 def import_graph(found: dict[str, Module]) -> dict[str, set[str]]:
-    """Return the modules that each module imports, among those that were found."""
+    """Return which of the found modules each module imports."""
     graph: dict[str, set[str]] = {}
     for module in found.values():
         targets = set()
@@ -167,7 +167,7 @@ def circles(graph: dict[str, set[str]]) -> list[list[str]]:
 
 
 def class_names_defined_twice(found: dict[str, Module]) -> dict[str, list[str]]:
-    """Return the modules of each class name that more than one module defines."""
+    """Return the modules of each class name that is defined in several modules."""
     where: dict[str, list[str]] = defaultdict(list)
     for module in found.values():
         for node in module.classes:
@@ -176,7 +176,7 @@ def class_names_defined_twice(found: dict[str, Module]) -> dict[str, list[str]]:
 
 
 def begins_with_fragment(docstring: str) -> bool:
-    """Tell whether a docstring begins with a word that leaves out its noun or verb."""
+    """Return whether a docstring begins with a word that leaves out its noun or verb."""
     return docstring.split(maxsplit=1)[0].rstrip(",:;") in FRAGMENTS
 
 
@@ -195,7 +195,7 @@ def folder_sizes(root: Path, product: dict[str, Module]) -> dict[str, int]:
 
 
 class Structure:
-    """The figures of one source tree, and the places behind each figure."""
+    """The figures of one source tree, and the places that each figure counts."""
 
     def __init__(self, root: Path) -> None:
         self.root = root
@@ -205,7 +205,7 @@ class Structure:
         self.everything = {**self.counted, **modules(root, OTHER)}
 
     def places(self) -> dict[str, list[str]]:
-        """Return what each figure counts, by the figure's name."""
+        """Return the places that each figure counts, by the figure's name."""
         docstrings = [
             (module, line, text) for module in self.everything.values() for line, text in module.docstrings()
         ]

@@ -1,4 +1,4 @@
-"""Count the product files that one turn runs, observed on a fleet of real engines.
+"""Count the product files that one turn executes, observed on a fleet of real engines.
 
 The fleet is configs/random.yaml: directory, gateway, one prefiller, two decoders. The first turn of a
 conversation passes through the prefiller, the later turn does not. A file counts when one of its functions
@@ -61,7 +61,7 @@ threading.setprofile(_profile)
 
 @dataclass(frozen=True, order=True)
 class Call:
-    """The first call of one function in one window."""
+    """First call of a function in a window."""
 
     window: int
     at_ns: int
@@ -71,7 +71,7 @@ class Call:
 
 
 def measure(root: Path) -> dict[str, int]:
-    """Bring a fleet up, take the trips, print the files of each, and return how many there are."""
+    """Bring a fleet up, run the turns, print the files of each, and return their counts."""
     with tempfile.TemporaryDirectory(prefix="trips-") as name:
         folder = Path(name)
         (folder / "sitecustomize.py").write_text(SITECUSTOMIZE)
@@ -96,7 +96,9 @@ def measure(root: Path) -> dict[str, int]:
 
 @contextmanager
 def fleet(root: Path, folder: Path, window: Path, log: Path) -> Iterator[tuple[str, str]]:
-    """Run the random fleet of a checkout with its own libraries; yield its URL and its model's name."""
+    """Run the fleet `random` of a checkout with that checkout's libraries; yield its URL and its model's
+    name.
+    """
     content = yaml.safe_load((root / "configs" / "random.yaml").read_text())
     content["gateway"]["port"] = port = free_port("127.0.0.1")
     file = folder / "fleet.yaml"
@@ -124,7 +126,7 @@ def fleet(root: Path, folder: Path, window: Path, log: Path) -> Iterator[tuple[s
 
 
 def take_trips(url: str, model: str, window: Path) -> list[str]:
-    """Play conversations of two turns and return the kind of each window; window n has index n - 1."""
+    """Play conversations of two turns; return the kind of each window. Window n has index n - 1."""
     windows: list[str] = []
     for number in range(WARM_UP + TRIPS):
         words = " ".join(str(n * 7919 % (number + 997)) for n in range(900))
@@ -167,7 +169,7 @@ def turn(url: str, model: str, messages: list[dict[str, str]]) -> str:
 
 
 def files_of(kind: str, windows: list[str], calls: list[Call]) -> dict[str, list[str]]:
-    """Return the product files of one kind of turn with their functions, in the order of first calls."""
+    """Return the product files of one kind of turn, with their functions, in order of their first calls."""
     idle = {(call.pid, call.file, call.function) for call in calls if windows[call.window - 1] == IDLE}
     ran: dict[int, set[tuple[str, str]]] = defaultdict(set)
     for call in calls:

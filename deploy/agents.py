@@ -1,4 +1,4 @@
-"""Configuration with which coding agents talk to a fleet, isolated from a person's own.
+"""Configuration for coding agents that talk to a fleet, isolated from the user's own configuration.
 
 Each agent gets a directory for its settings and sessions, and environment variables that point to the fleet.
 HOME stays the person's, so that the agent's tools, such as git and compilers, find their settings.
@@ -28,7 +28,7 @@ class AgentEndpoint:
 
 @dataclass(frozen=True, slots=True)
 class Setup:
-    """Variables and files that an agent is started with, and variables that it must not see."""
+    """Variables and files that an agent is started with, and variables that are hidden from it."""
 
     environment: Mapping[str, str]
     files: Mapping[Path, str] = field(default_factory=dict)
@@ -40,14 +40,14 @@ class Setup:
             path.write_text(text)
 
     def applied(self, environment: Mapping[str, str]) -> dict[str, str]:
-        """Return an environment with this setup."""
+        """Return an environment with this setup applied."""
         kept = {name: value for name, value in environment.items() if name not in self.removed}
         return {**kept, **self.environment}
 
 
 @dataclass(frozen=True, slots=True)
 class Agent:
-    """A coding agent: its program, its npm package, and its setup in a directory for a fleet."""
+    """A coding agent: its program, its npm package, and its setup for a fleet."""
 
     program: str
     package: str

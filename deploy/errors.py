@@ -1,4 +1,4 @@
-"""Errors of a fleet's file, start, change and end."""
+"""Errors in a fleet file, and errors when a fleet starts, changes or ends."""
 
 from dataclasses import dataclass
 
@@ -8,11 +8,11 @@ class DeployError(Exception):
 
 
 class LifecycleError(DeployError):
-    """The fleet cannot be brought up or down, or changed, as asked."""
+    """The fleet cannot be started, changed or ended as requested."""
 
 
 class ActorLost(LifecycleError):
-    """A part of the fleet ended while the fleet started."""
+    """An actor of the fleet ended during the start."""
 
 
 KeyPath = tuple[str | int, ...]

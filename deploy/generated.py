@@ -14,7 +14,7 @@ GRAFANA = ROOT / "deploy" / "observability" / "grafana"
 
 
 def fleet_schema() -> str:
-    """Return the JSON schema by which editors complete fleet files."""
+    """Return the JSON schema with which editors complete fleet files."""
     schema = FleetSpec.model_json_schema()
     return json.dumps({"$schema": "https://json-schema.org/draft/2020-12/schema", **schema}, indent=2) + "\n"
 

@@ -45,12 +45,12 @@ class RunRecord:
     ending: bool = False  # a command ends the fleet
 
     def same_run(self, other: "RunRecord | None") -> bool:
-        """Tell whether two records are of one run; an upgrade changes only addresses."""
+        """Return whether two records belong to one run; an upgrade only changes addresses."""
         return other is not None and (self.pid, self.started) == (other.pid, other.started)
 
 
 class Below:
-    """A path below a fleet's directory."""
+    """Path below a fleet's directory."""
 
     def __init__(self, *parts: str) -> None:
         self._parts = parts
@@ -61,7 +61,7 @@ class Below:
 
 @dataclass(frozen=True, slots=True)
 class FleetHome:
-    """A fleet's directory on this machine."""
+    """Directory of a fleet on this machine."""
 
     root: Path
 
@@ -82,7 +82,7 @@ class FleetHome:
 
     @classmethod
     def of_runs(cls) -> list["FleetHome"]:
-        """Return the fleets that are up, starting, or were killed and not brought down."""
+        """Return the fleets that are up or starting, or were killed and not brought down."""
         return [cls(file.parent) for file in sorted(conserve_home().glob("fleets/*/run.json"))]
 
     @property
@@ -91,7 +91,7 @@ class FleetHome:
 
     @property
     def mark(self) -> str:
-        """Value of CONSERVE_FLEET in every process of this fleet."""
+        """Return the value of CONSERVE_FLEET in every process of this fleet."""
         return str(self.root)
 
     def engine(self, name: str) -> Path:
@@ -106,7 +106,7 @@ class FleetHome:
             raise DeployError(f"{self.root} is too long for sockets; set CONSERVE_HOME to a shorter path")
 
     def ray_token(self) -> Path:
-        """Return the file with the token of our own cluster; the first call makes it."""
+        """Return the file with the token of our own cluster; the first call creates it."""
         file = self.ray / "token"
         with contextlib.suppress(FileExistsError), os.fdopen(_new_file(file), "w") as opened:
             opened.write(secrets.token_urlsafe(32))
@@ -153,7 +153,7 @@ class FleetKeys:
 
     @classmethod
     def here(cls, fleet: str) -> Self:
-        """Return the keys in a process of the cluster, or with its settings."""
+        """Return the keys, in a process that belongs to the cluster or has its settings."""
         return cls(token(os.environ), fleet)
 
     def of(self, purpose: Purpose) -> str:
@@ -174,7 +174,7 @@ class FleetKeys:
 
 
 def token(environ: Mapping[str, str]) -> str:
-    """Return the cluster's token from where Ray looks for it, in Ray's order."""
+    """Return the cluster's token from the places where Ray looks for it, in Ray's order."""
     if given := environ.get(TOKEN, "").strip():
         return given
     file = Path(environ.get(TOKEN_PATH) or DEFAULT_TOKEN_PATH).expanduser()

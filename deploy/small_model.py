@@ -1,4 +1,4 @@
-"""python -m deploy.small_model --out DIR: a small model made on the spot, real vLLM without a download."""
+"""python -m deploy.small_model --out DIR: generate a small model, so real vLLM runs without a download."""
 
 import argparse
 import json
@@ -111,7 +111,7 @@ def make_weights(shape: ModelShape) -> Weights:
 
 
 def _sizes(shape: ModelShape) -> Iterator[tuple[str, tuple[int, ...]]]:
-    """Yield name and size of each weight; norms have one dimension."""
+    """Yield the name and size of each weight; norms have one dimension."""
     queries, keys = shape.heads * shape.head_dim, shape.kv_heads * shape.head_dim
     yield "model.embed_tokens.weight", (shape.vocabulary, shape.hidden)
     for layer in range(shape.layers):
@@ -169,7 +169,7 @@ def _pairs(count: int) -> list[tuple[str, str]]:
 
 
 def _bytes_to_ids() -> dict[str, int]:
-    """GPT-2's printable stand-ins: printable bytes stand for themselves, the others for U+0100 and on."""
+    """Return GPT-2's printable characters for bytes: printable ones as they are, others from U+0100 on."""
     printable = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
     others = (byte for byte in range(256) if byte not in printable)
     stand_in = {byte: chr(byte) for byte in printable}
@@ -181,7 +181,7 @@ RECIPE_VERSION = 3  # raise when the same shape would give other files
 
 
 def make_model(directory: Path, shape: ModelShape | None = None) -> bool:
-    """Make the model unless `directory` already holds it; say whether it was written."""
+    """Make the model unless `directory` already holds it; return whether it was written."""
     shape = shape or ModelShape()
     recipe = json.dumps({"version": RECIPE_VERSION, **asdict(shape)}, indent=2) + "\n"
     return made_in(directory, recipe, lambda draft: _write(draft, shape))

@@ -1,4 +1,4 @@
-"""python -m deploy.supervisor: keep this machine's Ray head and node running until asked to end.
+"""python -m deploy.supervisor: keep this machine's Ray head and node running until told to end.
 
 A process that ends is started again with a back-off. Ray then restarts its actors, and keepers adopt their
 engines. Meanwhile engines and gateways serve: their leases run while the supervisor lives (`workers.host`).
@@ -83,7 +83,7 @@ class Child:
 
 
 def supervise(children: Sequence[Child], end_with: psutil.Process | None) -> None:
-    """Keep children running until a signal, or until `end_with` is gone; end them in reverse order."""
+    """Keep children running until a signal comes or `end_with` is gone; end them in reverse order."""
     asked: list[int] = []
     for number in (signal.SIGTERM, signal.SIGINT):
         signal.signal(number, lambda number, _frame: asked.append(number))

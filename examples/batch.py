@@ -1,4 +1,6 @@
-"""A batch of offline requests: it runs in what the decoders have left, and gives way to agents' turns."""
+"""A batch of offline requests. It uses the capacity that agents' turns leave on the decoders, and yields to
+them.
+"""
 
 import io
 import json

@@ -1,4 +1,4 @@
-"""An agent with a tool, by LangGraph: pip install langchain langchain-openai"""
+"""An agent with a tool, built with LangGraph: pip install langchain langchain-openai"""
 
 import os
 

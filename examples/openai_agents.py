@@ -1,4 +1,4 @@
-"""An agent with a tool, by OpenAI's Agents SDK: pip install openai-agents"""
+"""An agent with a tool, built with OpenAI's Agents SDK: pip install openai-agents"""
 
 import asyncio
 import os

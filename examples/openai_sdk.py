@@ -1,4 +1,4 @@
-"""Three turns of a conversation with OpenAI's SDK: no id is sent, and every turn runs on the same decoder."""
+"""Three turns of a conversation with OpenAI's SDK. No id is sent, and every turn runs on the same decoder."""
 
 import os
 

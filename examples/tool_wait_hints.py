@@ -1,4 +1,4 @@
-"""Say how long a tool will take: the fleet parks the KV on the host meanwhile, and prefetches it in time."""
+"""Announce how long a tool will take, so the fleet parks the KV on the host and prefetches it in time."""
 
 import os
 import time

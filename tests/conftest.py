@@ -31,7 +31,7 @@ MODULE_MARKS = re.compile(r"^pytestmark = (\[\n.*?^\]|[^\n]*)", re.MULTILINE | r
 
 
 def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool | None:
-    """Skip the import of files whose tests a suite leaves out: imports take longer than most tests."""
+    """Do not import files whose tests a suite leaves out, because imports take longer than most tests."""
     excluded = {mark for mark in ("engine", "fleet", "slow") if f"not {mark}" in str(config.option.markexpr)}
     if not excluded or collection_path.suffix != ".py":
         return None
@@ -40,8 +40,7 @@ def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool 
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Run the tests of the shared fleet last, so that it is up only for them, and its `unused_fleet` tests
-    first."""
+    """Run the tests of the shared fleet last, so that it is up only for them; `unused_fleet` tests first."""
 
     def position(item: pytest.Item) -> int:
         used = getattr(item, "fixturenames", ())
@@ -73,12 +72,11 @@ def laptop_fleet() -> Iterator[RunningFleet]:
 
 @pytest.fixture
 def unused_fleet(laptop_fleet: RunningFleet) -> RunningFleet:
-    """Return the laptop fleet before other tests use it: a test need not wait for KV to become free."""
+    """Return the laptop fleet before other tests use it, so that a test need not wait for free KV."""
     return laptop_fleet
 
 
 @pytest.fixture(scope="session")
 def life(tmp_path_factory: pytest.TempPathFactory) -> WholeLife:
-    """Everything observed of a co-serving fleet on a machine with simulated GPUs. Takes a minute and a
-    half."""
+    """Record of a co-serving fleet's whole life on simulated GPUs. Takes a minute and a half."""
     return whole_life(tmp_path_factory.mktemp("life"))

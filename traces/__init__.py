@@ -1,4 +1,4 @@
-"""Workloads of agents as data, and the errors of reading and playing them."""
+"""Agents' workloads as data, and the errors of reading and playing them."""
 
 
 class TraceError(Exception):
@@ -6,8 +6,8 @@ class TraceError(Exception):
 
 
 class NotATrace(TraceError):
-    """A file of another format."""
+    """The file has another format."""
 
 
 class ReplayError(TraceError):
-    """Failure of a replay or of one of its turns; the message says what to look at."""
+    """A replay or one of its turns failed; the message says what to look at."""

@@ -1,4 +1,4 @@
-"""Charts of workloads and results, as files or as SVG to put into a page; and a trace in a terminal.
+"""Charts of workloads and results, as files, as SVG for a page, or in a terminal.
 
 Same data, same bytes.
 """
@@ -45,7 +45,7 @@ LABEL, WIDTH = 24, 36  # with numbers on both sides a line fits 80 columns
 
 
 def panels(count: int, columns: int = 2) -> tuple[Figure, list[Any]]:
-    """Return a figure of `count` empty charts, and the charts."""
+    """Return a figure with `count` empty charts, and these charts."""
     rows = -(-count // columns)
     with matplotlib.rc_context(STYLE):
         figure = Figure(figsize=(PANEL[0] * min(columns, count), PANEL[1] * rows), layout="constrained")
@@ -56,7 +56,7 @@ def panels(count: int, columns: int = 2) -> tuple[Figure, list[Any]]:
 
 
 def cdf(axes: Any, series: Mapping[str, Sequence[float]], title: str, unit: str, log: bool = True) -> None:
-    """Draw the share of cases at or below a value, one line a series."""
+    """Draw the share of cases at or below a value, one line per series."""
     for colour, (name, values) in zip(COLOURS * 4, series.items(), strict=False):
         found = np.sort(np.asarray(values, dtype=float))
         found = found[found > 0.0] if log else found
@@ -103,13 +103,13 @@ def _finish(axes: Any, title: str, x: str, y: str, legend: bool) -> None:
 
 
 def save(figure: Figure, path: Path) -> None:
-    """Write a figure as PNG, SVG or PDF, by the file's ending."""
+    """Write a figure as PNG, SVG or PDF, depending on the file's ending."""
     with matplotlib.rc_context(STYLE):
         figure.savefig(path, dpi=150, metadata={"Date": None} if path.suffix == ".svg" else None)
 
 
 def to_svg(figure: Figure) -> str:
-    """Return an <svg> element that refers to nothing outside itself."""
+    """Return an <svg> element without references to anything outside it."""
     out = io.StringIO()
     with matplotlib.rc_context(STYLE):
         figure.savefig(out, format="svg", metadata={"Date": None})
@@ -188,7 +188,7 @@ def _label(name: str, unit: str) -> str:
 
 
 def _line(name: str, values: Sequence[float], unit: str, log: bool) -> Text:
-    """Return a histogram of one line. Lengths span decades, so their axis is logarithmic."""
+    """Return a histogram in one line. Lengths span decades, so their axis is logarithmic."""
     found = np.asarray([value for value in values if value > 0.0 or not log], dtype=float)
     if not found.size or found.min() == found.max():
         return Text(f"{_label(name, unit):<{LABEL}}(no spread)")

@@ -32,7 +32,7 @@ class Spread:
 
 
 def spread(values: Iterable[float]) -> Spread | None:
-    """Return the distribution of values, or None without values: an empty percentile is not zero."""
+    """Return the distribution of values, or None without values, because an empty percentile is not zero."""
     found = np.fromiter(values, dtype=float)
     if not found.size:
         return None
@@ -42,7 +42,7 @@ def spread(values: Iterable[float]) -> Spread | None:
 
 @dataclass(frozen=True, slots=True)
 class Quantity:
-    """A figure of conversations, with its name and unit."""
+    """A quantity of conversations, with its name and unit."""
 
     name: str
     unit: str
@@ -64,7 +64,7 @@ QUANTITIES = (
 
 @dataclass(frozen=True, slots=True)
 class LargeAppends:
-    """Later turns that append more than `LARGE_APPEND_TOKENS`: the tail that is not light."""
+    """Later turns that append more than `LARGE_APPEND_TOKENS`: the heavy part of the tail."""
 
     share_of_later_turns: float
     share_of_conversations: float

@@ -1,4 +1,4 @@
-"""One file format for workloads: conversations as JSON lines. `traces/README.md` describes it field by field.
+"""File format for workloads: conversations as JSON lines. `traces/README.md` describes each field.
 
 A conversation is plain data: when it arrives and what each of its turns asks for. Times between turns are
 *waits* (tool or human time), not instants, because a turn cannot start before the answer before it ended,
@@ -29,7 +29,7 @@ class TurnEnding(StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class TraceTurn:
-    """One request and its answer: a prompt of `cached_tokens` known and then `appended_tokens` new ones."""
+    """One request and its answer. Its prompt has `cached_tokens` known and `appended_tokens` new tokens."""
 
     appended_tokens: int
     cached_tokens: int  # leading tokens of the prompt that this conversation (or its parent) already had
@@ -44,7 +44,7 @@ class TraceTurn:
 
     @property
     def context_tokens(self) -> int:
-        """Number of tokens whose KV this turn leaves behind."""
+        """Return how many tokens of KV this turn leaves behind."""
         return self.cached_tokens + self.appended_tokens + self.output_tokens
 
 
@@ -58,7 +58,7 @@ class TraceConversation:
 
     @property
     def input_tokens(self) -> int:
-        """Number of tokens that a server that forgets nothing must prefill."""
+        """Return how many tokens a server that forgets nothing has to prefill."""
         return sum(turn.appended_tokens for turn in self.turns)
 
     @property
@@ -75,7 +75,7 @@ class TraceConversation:
 
     @property
     def effective_turn(self) -> int:
-        """Index of the turn that counts for TTFET: the first that speaks to the user, else the last."""
+        """Return the index of the turn that counts for TTFET: the first answer to the user, else the last."""
         for index, turn in enumerate(self.turns):
             if turn.ending is TurnEnding.END_OF_TURN:
                 return index
@@ -100,7 +100,7 @@ class Trace:
 
 
 def check(conversation: TraceConversation) -> None:
-    """Raise TraceError when a conversation contradicts itself."""
+    """Raise TraceError if a conversation contradicts itself."""
     who = f"conversation {conversation.id!r}"
     if not conversation.id:
         raise TraceError("a conversation has no id")
@@ -167,7 +167,7 @@ def to_json(conversation: TraceConversation) -> bytes:
 
 
 def from_json(line: bytes | str) -> TraceConversation:
-    """Read one line as a checked conversation; TraceError says what is wrong with it, not where."""
+    """Parse one line as a checked conversation. TraceError says what is wrong, but not where."""
     try:
         row = _DECODER.decode(line)
     except msgspec.DecodeError as error:
@@ -183,7 +183,7 @@ def from_json(line: bytes | str) -> TraceConversation:
 
 @contextlib.contextmanager
 def open_text(path: Path) -> Iterator[TextIO]:
-    """Open a text file that is gzip or plain, by its first two bytes."""
+    """Open a text file, which is gzip or plain according to its first two bytes."""
     try:
         with path.open("rb") as raw:
             zipped = raw.read(2) == b"\x1f\x8b"
@@ -208,7 +208,7 @@ def _header(line: str, path: Path) -> TraceHeader:
 
 
 def read(path: Path) -> Iterator[TraceConversation]:
-    """Yield the conversations of a file; every error names file and line. Arrivals must not go back."""
+    """Yield the conversations of a file, sorted by arrival. Every error names file and line."""
     arrival, seen = 0.0, set[str]()
     with open_text(path) as lines:
         _header(lines.readline(), path)

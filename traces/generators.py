@@ -11,7 +11,7 @@ from traces.format import Trace, TraceConversation, TraceHeader, TraceTurn, Turn
 
 
 def stream(seed: int, purpose: str) -> Random:
-    """Return a random generator for one purpose, so that one more draw for lengths never moves an arrival."""
+    """Return a random generator for one purpose, so that extra draws for lengths never move an arrival."""
     return Random(f"{seed}/{purpose}")
 
 
@@ -35,7 +35,7 @@ def geometric(random: Random, mean: float) -> int:
 
 @dataclass(frozen=True, slots=True)
 class RequestLengths:
-    """Lengths of requests; the defaults are the co-serving paper's online load."""
+    """Lengths of requests. The defaults are the co-serving paper's online load."""
 
     prompt_tokens: float = 4_096.0
     prompt_cv: float = 0.0
@@ -56,7 +56,8 @@ def request_conversations(
 
 @dataclass(frozen=True, slots=True)
 class SweBench:
-    """The conversation paper's workload: SWE-bench tasks by SWE-agent, one heavy prompt and a light tail.
+    """The conversation paper's workload: SWE-bench tasks of SWE-agent, with one heavy prompt and a light
+    tail.
 
     The paper gives means, not its traces: 15k tokens into the first turn (25k tokens/s fill the prefiller at
     1.634 conversations/s: 15.3k each), 1k tokens out over the conversation, hundreds of tokens appended a
@@ -78,7 +79,7 @@ class SweBench:
 def swe_bench_conversations(
     count: int, seed: int, mix: SweBench | None = None
 ) -> Iterator[TraceConversation]:
-    """Yield conversations that all arrive at 0; `arriving` gives them times."""
+    """Yield conversations that all arrive at 0; `arriving` sets their times."""
     mix = mix or SweBench()
     random = stream(seed, "swe-bench")
     a_turn = mix.output_tokens / mix.turns
@@ -104,14 +105,14 @@ def swe_bench_conversations(
 
 @dataclass(frozen=True, slots=True)
 class RateStep:
-    """`rate` conversations a second for `seconds`."""
+    """A rate of `rate` conversations per second for `seconds`."""
 
     rate: float
     seconds: float
 
 
 def gamma(rate: float, cv: float, random: Random) -> Iterator[float]:
-    """Yield arrivals with gamma gaps: CV 1 is Poisson, above it are bursts, below it a steady beat."""
+    """Yield arrivals with gamma-distributed gaps: CV 1 is Poisson, higher is bursty, lower is steady."""
     _positive(rate=rate, cv=cv)
     shape = 1.0 / (cv * cv)
     at = 0.0
@@ -125,7 +126,7 @@ def poisson(rate: float, random: Random) -> Iterator[float]:
 
 
 def steps(pattern: Sequence[RateStep], random: Random) -> Iterator[float]:
-    """Yield Poisson arrivals at a rate that jumps; the pattern repeats."""
+    """Yield Poisson arrivals at a rate that changes in steps; the pattern repeats."""
     for step in pattern:
         if step.rate < 0.0:
             raise TraceError(f"a step's rate cannot be {step.rate}")
@@ -144,7 +145,7 @@ def steps(pattern: Sequence[RateStep], random: Random) -> Iterator[float]:
 
 
 def rate_steps(texts: Iterable[str]) -> tuple[RateStep, ...]:
-    """Parse steps that are written as `RATE*SECONDS`."""
+    """Parse steps, each written as `RATE*SECONDS`."""
     try:
         return tuple(RateStep(*map(float, text.split("*"))) for text in texts)
     except (TypeError, ValueError) as error:
@@ -154,7 +155,7 @@ def rate_steps(texts: Iterable[str]) -> tuple[RateStep, ...]:
 def arriving(
     conversations: Iterable[TraceConversation], times: Iterable[float]
 ) -> Iterator[TraceConversation]:
-    """Yield the conversations at new times, in the order given."""
+    """Yield the conversations with new arrival times, in the given order."""
     for conversation, at in zip(conversations, times, strict=False):
         yield replace(conversation, arrival_s=round(at, 6))
 
@@ -215,7 +216,7 @@ def bursts(count: int, rate: float, cv: float, seed: int = 0, lengths: RequestLe
 def step_bursts(
     count: int, pattern: tuple[RateStep, ...], seed: int = 0, mix: SweBench | None = None
 ) -> Trace:
-    """Return SWE-bench-like conversations at a rate that jumps."""
+    """Return SWE-bench-like conversations at a rate that changes in steps."""
     times = steps(pattern, stream(seed, "arrivals"))
     shape = ", ".join(f"{step.rate}/s for {step.seconds} s" for step in pattern)
     return _trace(f"swe-bench, steps {shape}", seed, swe_bench_conversations(count, seed, mix), times)
@@ -228,7 +229,7 @@ def _trace(what: str, seed: int, found: Iterator[TraceConversation], times: Iter
 
 @dataclass(frozen=True, slots=True)
 class Scale:
-    """Factors of a change. A rate of 2 halves every gap between arrivals: the pattern stays."""
+    """Factors of a change. A rate of 2 halves every gap between arrivals, so the pattern stays."""
 
     rate: float = 1.0
     lengths: float = 1.0
@@ -248,7 +249,7 @@ def scale(conversations: Iterable[TraceConversation], by: Scale) -> Iterator[Tra
 
 
 def _turns(turns: tuple[TraceTurn, ...], by: Scale) -> Iterator[TraceTurn]:
-    """Scale turns. A turn that went on from the whole context still does; else its cached part scales too."""
+    """Scale turns. A turn that continued the whole context still does; else its cached part scales too."""
     old_context = new_context = new_largest = 0
     for index, turn in enumerate(turns):
         whole = index > 0 and turn.cached_tokens == old_context
@@ -277,7 +278,7 @@ def _tokens(count: int, factor: float) -> int:
 def fit(
     conversations: Iterable[TraceConversation], max_context: int, max_turns: int | None = None
 ) -> Iterator[TraceConversation]:
-    """Cut each conversation before the first turn that does not fit; leave it out if that is its first."""
+    """Cut each conversation before the first turn that does not fit; drop it if that is its first turn."""
     for conversation in conversations:
         kept: list[TraceTurn] = []
         for turn in conversation.turns[:max_turns]:

@@ -1,4 +1,6 @@
-"""Plan of a fleet: bounds by the inequalities, engines and power caps by simulations of the elastic rule."""
+"""Plans a fleet: bounds from the inequalities, then engines and power caps from simulations of the elastic
+rule.
+"""
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
@@ -31,7 +33,7 @@ class Measured:
 def measure(
     found: Sequence[TraceConversation], decoder: EngineProfile, park_after_s: float, large: int
 ) -> Measured:
-    """Return means over conversations, with service times of an unloaded engine of this profile."""
+    """Return means over conversations, with the service times of an unloaded engine of this profile."""
     if not found:
         raise TraceError("the trace has no conversations to plan for: none, or none that fits a decoder")
     first = decoder_tokens = lifetime = active = peak = 0.0
@@ -54,7 +56,7 @@ def measure(
 
 
 def _seconds(engine: EngineProfile, prompt: int, uncached: int, output: int) -> float:
-    """Return the seconds of a turn alone: its appended tokens first, then a token an iteration."""
+    """Return the seconds of a turn alone: first its appended tokens, then one token per iteration."""
     model = engine.latency
     decode = output * (
         model.constant + model.per_token + model.per_request + _per_read(model) * (prompt + output / 2)
@@ -63,12 +65,12 @@ def _seconds(engine: EngineProfile, prompt: int, uncached: int, output: int) -> 
 
 
 def _per_read(model: LatencyModel) -> float:
-    """Return the time in which a decoding request reads a token of its context."""
+    """Return the time that a decoding request needs to read one token of its context."""
     return model.per_attended + model.per_context + model.per_before
 
 
 def capacity_of(prefiller: EngineProfile, decoder: EngineProfile, means: Means) -> Capacity:
-    """Return T_p at the mean prompt, and T_d with the decoder's KV full of conversations at their peak."""
+    """Return T_p at the mean prompt, and T_d when the decoder's KV is full of conversations at their peak."""
     prompt = max(1, round(means.first_turn_tokens))
     model = decoder.latency
     slots = max(1.0, decoder.kv_tokens / means.peak_kv_tokens)
@@ -94,7 +96,7 @@ class PlanRequest:
 
 @dataclass(frozen=True, slots=True)
 class Candidate:
-    """A fleet with its simulated figures. Without prefillers its engines are alike."""
+    """A fleet with its simulated figures. Without prefillers, all its engines are alike."""
 
     prefillers: int
     decoders: int
@@ -113,7 +115,7 @@ class Candidate:
         return self.prefillers + self.decoders
 
     def does_as_well_as(self, other: "Candidate") -> bool:
-        """Compare figures, within `AS_WELL`. A figure that the other lacks does not count."""
+        """Compare figures, with the tolerance `AS_WELL`. A figure that the other lacks is ignored."""
         mine, theirs = (
             (one.first_ttft_p95_s, one.later_ttft_p95_s, one.e2e_p95_s, one.joules_per_conversation)
             for one in (self, other)
@@ -140,7 +142,7 @@ class FleetPlan:
 
     @property
     def advised(self) -> Candidate:
-        """Candidate that takes the least energy among those that hold the targets."""
+        """Return the candidate with the least energy among those that meet the targets."""
         holding = [one for one in self.by_cap if one.holds] or [self.elastic]
         return min(holding, key=lambda one: one.joules_per_conversation)
 
@@ -190,7 +192,7 @@ class FleetPlanner:
         )
 
     def smallest(self, bound: Provision) -> tuple[Candidate, Candidate]:
-        """Return the best split of the fewest engines that hold the targets, and as many without roles."""
+        """Return the best split of the fewest engines that meet the targets, and as many without roles."""
         asked = bound.prefillers + bound.decoders
         least, most = max(1, int(bound.load.prefill * bound.prefillers), int(bound.by_memory)), asked * 3 // 2
         found = self._splits(most, bound)
@@ -205,7 +207,7 @@ class FleetPlanner:
         return min(holding, key=lambda split: split.first_ttft_p95_s), found[0]
 
     def _splits(self, engines: int, bound: Provision) -> list[Candidate]:
-        """Play splits of so many engines, the one without prefillers first.
+        """Play all splits of `engines` engines, starting with the one without prefillers.
 
         The others have about as many prefillers as compute all first turns, and, because decoders help,
         a half and a quarter of these.

@@ -1,4 +1,4 @@
-"""Report of replays, one alone or several side by side: in a terminal, or as one page of HTML."""
+"""Report of replays, alone or several side by side: in a terminal, or as one HTML page."""
 
 import io
 from collections.abc import Callable, Sequence
@@ -60,7 +60,7 @@ def share(value: float) -> str:
 
 
 def _change(values: Sequence[float | None]) -> tuple[str, ...]:
-    """Return how the last value differs from the first, where there are two."""
+    """Return how the last value differs from the first, if there are two."""
     if len(values) < 2:
         return ()
     first, last = values[0], values[-1]
@@ -98,7 +98,7 @@ def _latencies(labels: tuple[str, ...], summaries: Sequence[ReplaySummary]) -> R
 
 
 def _censored(labels: tuple[str, ...], summaries: Sequence[ReplaySummary]) -> str:
-    """Return a note on conversations that are missing from the percentiles, since they did not end."""
+    """Return a note about conversations that are missing from the percentiles because they did not end."""
     parts = []
     for label, summary in zip(labels, summaries, strict=True):
         every, done = sum(summary.outcomes.values()), summary.outcomes["done"]
@@ -222,7 +222,7 @@ def in_flight_over_time(run: Replay) -> tuple[list[float], list[float]]:
 
 
 def tokens_over_time(run: Replay) -> tuple[list[float], list[float]]:
-    """Return tokens a second by time. An answer's tokens are spread evenly over the time it was streamed."""
+    """Return tokens per second over time. An answer's tokens are spread evenly over its stream."""
     edges = np.linspace(0.0, max(run.duration_s, 1e-9), SLICES + 1)
     done = np.zeros_like(edges)
     for result in run.conversations:

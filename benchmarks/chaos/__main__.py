@@ -1,4 +1,4 @@
-"""Random faults while agents hold conversations: is anything lost, wrong, hung or left behind?
+"""Random faults while agents hold conversations: is anything lost, wrong, stuck or left behind?
 
     python -m benchmarks.chaos [--minutes 60] [--seed 0] [--quick] [--json FILE] [--fleet FILE] [--set-clock]
     python -m benchmarks.chaos --drop [--conversations 200] [--minutes 60] [--seed 0] [--json FILE]
@@ -58,7 +58,7 @@ DROP_LENGTHS = AgentLengths(
 
 @dataclass(frozen=True)
 class Pace:
-    """Number of agents, and seconds between faults: at least, and beyond that on average."""
+    """Number of agents, and the shortest and mean time between faults."""
 
     agents: int
     least_s: float
@@ -73,7 +73,7 @@ DROP_PACE = Pace(agents=16, least_s=60.0, every_s=20.0)
 
 @dataclass
 class FaultRun:
-    """Faults as they come, with their counts."""
+    """Random faults during a run, and their counts."""
 
     home: FleetHome
     random: Random
@@ -84,7 +84,7 @@ class FaultRun:
     over: Event = field(default_factory=Event)
 
     def run(self, until: float) -> None:
-        """Inflict faults until a time; a lasting fault overlaps with the next ones."""
+        """Inflict faults until the given time. A lasting fault may overlap with the next ones."""
         lasting = []
         with ThreadPoolExecutor(AT_ONCE) as threads:
             while (left := until - time.monotonic()) > 0:
@@ -128,7 +128,7 @@ def prepared_to_drop() -> FleetSpec:
 def unavailable_s(
     clients: SteadyClients, begun: Iterable[tuple[float, Fault]], quiet: tuple[float, float], over: float
 ) -> dict[str, dict[str, float]]:
-    """Return the longest waits, beyond those of a quiet time, after kills: by victim and kind of client."""
+    """Return by how much the longest waits after kills exceed those of a quiet time, by victim and client."""
     undisturbed = {kind: end - begin for kind, (begin, end) in clients.longest_waits(*quiet).items()}
     faults_, found = sorted(begun, key=lambda one: one[0]), dict[str, dict[str, float]]()
     for (at, fault), (until, _) in pairwise([*faults_, (over, None)]):
@@ -149,7 +149,7 @@ async def play(
     seconds: float,
     most: float,
 ) -> dict[str, dict[str, float]]:
-    """Let agents talk under faults; return what kills cost the steady clients, if there are any."""
+    """Let agents talk while faults happen; return what kills cost the steady clients, if there are any."""
     await agents.learn()
     await asyncio.to_thread(batch.learn)
     await asyncio.to_thread(batch.submit)

@@ -1,4 +1,4 @@
-"""Agents that hold conversations with known answers, and try again as any client does.
+"""Agents that hold conversations with known answers, and retry as any client does.
 
 Each conversation plays one of a few scripts, greedily, under an id of its own. Its answers must be those of
 the undisturbed fleet, and text that a stream showed before it was cut must be the beginning of one.
@@ -27,7 +27,7 @@ STREAMED = 0.7  # share of requests
 
 @dataclass(frozen=True, slots=True)
 class AgentLengths:
-    """Lengths of messages and answers, and the rhythm of agents."""
+    """Lengths of messages and answers, and pauses between turns."""
 
     words: tuple[int, ...] = (60, 300, 900)
     tokens: tuple[int, ...] = (8, 24, 96)
@@ -64,7 +64,7 @@ def scripts(seed: int, lengths: AgentLengths) -> list[Script]:
 
 @dataclass
 class AgentResults:
-    """Counts and faults that agents saw."""
+    """Counts and faults seen by agents."""
 
     conversations: int = 0
     turns: int = 0
@@ -76,7 +76,7 @@ class AgentResults:
 
 
 class Agents:
-    """Agents on one fleet."""
+    """Agents that talk to one fleet."""
 
     def __init__(self, url: str, model: str, seed: int, lengths: AgentLengths | None = None) -> None:
         limit_s = REQUEST_LIMIT_S + 30
@@ -88,7 +88,7 @@ class Agents:
         self.seen = AgentResults()
 
     async def learn(self) -> None:
-        """Learn the answers of the undisturbed fleet twice: they must be the same."""
+        """Record the answers of the undisturbed fleet twice; both must be equal."""
         for script in self._scripts * 2:
             before, script.answers = script.answers, []
             self._number += 1
@@ -102,7 +102,7 @@ class Agents:
                 raise SystemExit("the undisturbed fleet does not give the same answers twice")
 
     async def run(self, agents: int, until: float, conversations: float = math.inf) -> None:
-        """Hold conversations until a time, or until so many have begun."""
+        """Hold conversations until the given time, or until enough have begun."""
         most = self._number + conversations
         await asyncio.gather(*(self._agent(number, until, most) for number in range(agents)))
 
@@ -148,7 +148,7 @@ class Agents:
         expected: str,
         random: Random,
     ) -> bool:
-        """Try until the turn is answered, wrong or lost; tell whether its answer is right."""
+        """Retry until the turn is answered, wrong or lost; return whether its answer is right."""
         began = time.monotonic()
         while time.monotonic() < began + LOST_AFTER_S:
             text, outcome = "", "answered"

@@ -1,4 +1,4 @@
-"""Faults: a process of the fleet is killed, stopped, slowed down, or cannot write for a while.
+"""Faults: a process of the fleet is killed, stopped, slowed down, or unable to write for a while.
 
 A full disk is a limit on the size of files (`prlimit`): writes fail with an error, and no rights are needed.
 A delay stops the sender or receiver again and again for parts of a second. The machine's clock is set only
@@ -39,7 +39,7 @@ _CLOCK = Lock()  # one fault at a time sets it
 
 @dataclass(frozen=True, slots=True)
 class Fault:
-    """A kind of fault, the kind of process that it hits, and how long it lasts."""
+    """A kind of fault, the kind of process that it hits, and its duration."""
 
     kind: str
     victim: str
@@ -47,7 +47,7 @@ class Fault:
 
     @property
     def on_an_engine(self) -> bool:
-        """Tell whether an engine's start mends the fault; Ray's processes take keepers with them."""
+        """Return whether the fault ends when engines have restarted; losses of Ray's processes count too."""
         return self.victim in (*ENGINE, *RAY)
 
     def __str__(self) -> str:
@@ -56,7 +56,7 @@ class Fault:
 
 
 def faults(random: Random, *, clock: bool = False, only_engines: bool = False) -> Iterator[Fault]:
-    """Yield faults: with `clock` also on the machine's clock, with `only_engines` only killed engines."""
+    """Yield random faults; `clock` adds shifts of the clock, `only_engines` leaves only killed engines."""
     while True:
         if only_engines:
             yield Fault("kill", random.choice(ENGINE))
@@ -74,7 +74,7 @@ def faults(random: Random, *, clock: bool = False, only_engines: bool = False) -
 def inflict(
     home: FleetHome, fault: Fault, random: Random, sleep: Callable[[float], None] = time.sleep
 ) -> int:
-    """Inflict a fault and end it again; return the pid that was hit, or 0 where no such process runs."""
+    """Inflict a fault and end it again; return the pid that was hit, or 0 if no such process runs."""
     if fault.kind == "clock":
         set_clock(HOUR_S if fault.victim == "forward" else -HOUR_S, fault.seconds, sleep)
         return 1
@@ -109,7 +109,7 @@ def inflict(
 
 
 def victims(home: FleetHome, name: str) -> list[psutil.Process]:
-    """Return the fleet's processes whose command line contains a name, by pid."""
+    """Return the fleet's processes whose command line contains a name, sorted by pid."""
     found = []
     for process in marked(home):
         with suppress(psutil.Error):
@@ -120,7 +120,7 @@ def victims(home: FleetHome, name: str) -> list[psutil.Process]:
 
 
 def delay(process: psutil.Process, seconds: float, random: Random, sleep: Callable[[float], None]) -> None:
-    """Delay all that a stopped process sends and receives; it is stopped afterwards too."""
+    """Delay everything that a process sends and receives, by stopping it again and again."""
     left = seconds
     while left > 0:
         late, between = random.uniform(*DELAY_S), random.uniform(*BETWEEN_S)
@@ -137,7 +137,7 @@ def set_clock(
     sleep: Callable[[float], None] = time.sleep,
     change: Callable[[int, float], None] = time.clock_settime,
 ) -> None:
-    """Set the machine's clock forward or back for a while, and right again by the time that passed."""
+    """Shift the machine's clock for a while, then correct it by the time that has passed."""
     with _CLOCK:
         right = time.time() - time.monotonic()
         change(time.CLOCK_REALTIME, right + time.monotonic() + by_s)

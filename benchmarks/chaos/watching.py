@@ -1,4 +1,4 @@
-"""The fleet and a batch beside the agents: their state, their counts, and whether anything is left behind."""
+"""State of the fleet and of a batch during a run: counts, results, and whether anything is left behind."""
 
 import asyncio
 import time
@@ -30,13 +30,13 @@ def status(home: FleetHome) -> FleetStatus | None:
 
 
 def whole(home: FleetHome) -> bool:
-    """Tell whether all engines serve."""
+    """Return whether all engines serve."""
     state = status(home)
     return state is not None and state.reachable and all(one.phase == "serving" for one in state.engines)
 
 
 def settled(home: FleetHome, limit_s: float) -> list[str]:
-    """Wait until the fleet is whole and holds nothing; return what it still holds after the limit."""
+    """Wait until the fleet is whole and holds nothing; return what it still holds at the time limit."""
     deadline = time.monotonic() + WHOLE_S
     while not whole(home):
         if time.monotonic() > deadline:
@@ -66,7 +66,7 @@ def layer_changes(home: FleetHome) -> dict[str, float]:
 
 
 class AbortedIterations:
-    """Count of iterations that engines aborted, restarts included."""
+    """Count of iterations that engines aborted, summed over restarts."""
 
     def __init__(self, home: FleetHome) -> None:
         self._home = home
@@ -83,13 +83,13 @@ class AbortedIterations:
                 self._last[one.engine] = now
 
     async def run(self) -> None:
-        """Look again and again, since a killed engine takes its count with it."""
+        """Poll repeatedly, because a killed engine's count is lost."""
         while True:
             await asyncio.gather(asyncio.to_thread(self.look), asyncio.sleep(LOOK_S))
 
 
 class Batch:
-    """A batch whose lines must each be answered once, as the undisturbed fleet answers them."""
+    """A batch whose lines must each be answered once, with the answers of the undisturbed fleet."""
 
     def __init__(self, url: str, model: str) -> None:
         self._api = OpenAI(base_url=f"{url}/v1", api_key="chaos", timeout=60.0)
@@ -100,7 +100,7 @@ class Batch:
         self._batch = ""
 
     def learn(self) -> None:
-        """Learn the answers of the undisturbed fleet."""
+        """Record the answers of the undisturbed fleet."""
         for body in self._bodies:
             answer = self._api.completions.create(model="", prompt="", extra_body=body)
             self._expected.append(answer.choices[0].text)
@@ -112,7 +112,7 @@ class Batch:
         self._batch = self._api.batches.create(input_file_id=file.id, **wanted).id
 
     def results(self) -> tuple[list[str], list[str]]:
-        """Return lines that are missing or failed, and lines that are wrong or there twice."""
+        """Return the lines that are missing or failed, and the lines that are wrong or duplicated."""
         deadline, state = time.monotonic() + BATCH_S, None
         while (state is None or state.status not in BATCH_ENDED) and time.monotonic() < deadline:
             with suppress(APIError):

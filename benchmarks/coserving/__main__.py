@@ -1,4 +1,4 @@
-"""Online latency and offline throughput under the in-engine policies, on one engine, in turns.
+"""Online latency and offline throughput of in-engine policies that take turns on one engine.
 
     python -m benchmarks.coserving [--model DIR] [--quick] [--json FILE]
 
@@ -35,7 +35,7 @@ SHOWN = (
 
 
 def check_seconds() -> float:
-    """Return the time of one armed check of the safepoint's flag that nobody raises."""
+    """Return the time of one check of the safepoint's flag in an armed step, when the flag is not raised."""
     flag = Flag(f"conserve-cost-{os.getpid()}")
     try:
         worker = SafepointWorker(flag, 1, 0, 1, 0)
@@ -50,7 +50,7 @@ def check_seconds() -> float:
 
 
 def slowness(records: list[IterationRecord], least_tokens: float, model: LatencyModel) -> float:
-    """Return how much longer iterations take than the profile says.
+    """Return the ratio of the measured time of iterations to the time that the profile predicts.
 
     Only iterations that are at least half full count, since every policy has those. A shared machine changes
     this between turns by as much as policies differ: compare policies only where it is alike.
@@ -85,7 +85,7 @@ def row_of(outcome: LoadOutcome, name: str, model: LatencyModel) -> dict[str, An
 
 
 def figures(outcomes: list[LoadOutcome], profile: Profile) -> dict[str, float]:
-    """Return means over the loads of ratios within each, and the profile's error."""
+    """Return mean ratios over all loads, and the profile's error."""
     ratios: dict[str, list[float]] = {"ttft": [], "tbt": [], "throughput": [], "attainment": []}
     layers: list[float] = []
     seconds: list[float] = []
@@ -129,7 +129,7 @@ def loads(capacity: float, options: argparse.Namespace, lengths: PartLengths) ->
 
 
 async def run(options: argparse.Namespace) -> None:
-    """Compare the policies under each load, and report after every load: a run may be cut off."""
+    """Compare the policies under each load, and report after every load, in case the run is cut off."""
     quick, outcomes = options.quick, list[LoadOutcome]()
     lengths = PartLengths.part_of_paper(16 if quick else options.part)
     async with bench(options.model, lengths, 1 if quick else 5) as engine:

@@ -1,4 +1,4 @@
-"""Policies that take turns on one engine under the same online arrivals, beside endless offline work.
+"""Policies that take turns on one engine under the same online arrivals, beside continuous offline work.
 
 The scheduler reads its policy from a file, and so changes it while the engine runs.
 """
@@ -46,7 +46,7 @@ END_LIMIT_S = 120.0
 
 @dataclass(frozen=True)
 class PartLengths:
-    """Tokens of a prompt, of an answer, and at most of an iteration."""
+    """Tokens of a prompt, of an answer, and the maximum of an iteration."""
 
     prompt: int
     output: int
@@ -54,12 +54,12 @@ class PartLengths:
 
     @staticmethod
     def part_of_paper(part: int) -> "PartLengths":
-        """Return a part of the paper's lengths: 4,096 in, 256 out, 2,048 an iteration."""
+        """Return a fraction of the paper's lengths: 4,096 in, 256 out, 2,048 an iteration."""
         return PartLengths(4096 // part, 256 // part, 2048 // part)
 
     @property
     def offline_at_once(self) -> int:
-        """Number of offline requests that fill every iteration.
+        """Return how many offline requests fill every iteration.
 
         While one decodes, as many others have their prompts computed as fit into that many iterations.
         """
@@ -96,7 +96,7 @@ class Experienced:
         return self.offline_tokens / self.seconds if self.seconds else 0.0
 
     def attainment(self, ttft_s: float, tbt_s: float) -> float:
-        """Return the share of first tokens or of gaps that are in time, whichever is less."""
+        """Return the share of first tokens that are in time, or of gaps if that is lower."""
         if not self.ttft or not self.tbt:
             return 0.0
         first = sum(ttft <= ttft_s for ttft in self.ttft) / len(self.ttft)
@@ -104,7 +104,7 @@ class Experienced:
 
 
 class SwitchingScheduler(CoServingScheduler):
-    """Scheduler that reads its settings anew whenever the policy file is replaced."""
+    """Scheduler that rereads its settings whenever the policy file is replaced."""
 
     _chosen_at = 0
 
@@ -124,7 +124,7 @@ class SwitchingScheduler(CoServingScheduler):
 
 
 class PolicyTurn:
-    """A turn of one policy: `seconds` of load on the engine, then nothing is left of it."""
+    """A turn of one policy: `seconds` of load on the engine, after which the engine is empty."""
 
     def __init__(self, engine: StandaloneEngine, load: OnlineLoad, seed: int) -> None:
         self._engine, self._load, self._seed = engine, load, seed
@@ -190,7 +190,7 @@ class LoadOutcome:
 
 @dataclass
 class TurnBench:
-    """A profiled engine whose policy can be chosen."""
+    """A profiled engine whose policy can be switched."""
 
     engine: StandaloneEngine
     profile: Profile
@@ -210,13 +210,13 @@ class TurnBench:
         return records
 
     async def capacity(self, seconds: float) -> float:
-        """Return requests a second when the engine has nothing but offline work."""
+        """Return the requests per second when the engine has only offline work."""
         load, got = OnlineLoad(1e-6, 1.0, seconds, self.lengths), Experienced()
         await self.turn("non_preemptive", load, 0, LOOSE, got)
         return got.throughput / (self.lengths.prompt + self.lengths.output)
 
     async def compare(self, load: OnlineLoad, policies: tuple[str, ...], turns: int) -> LoadOutcome:
-        """Let every policy meet the same arrivals in each turn.
+        """Let every policy serve the same arrivals in each turn.
 
         The targets are the baseline's P99 in turns before. Those turns decide nothing else: a policy is
         compared with as many requests of the baseline as it has itself, since a P99 depends on the number.
@@ -239,7 +239,7 @@ def choose(file: Path, settings: ServingSettings, model: LatencyModel) -> None:
 
 @asynccontextmanager
 async def bench(model: Path | None, lengths: PartLengths, repeats: int) -> AsyncIterator[TurnBench]:
-    """Run a profiled engine whose KV holds 112 iterations; without a model one of 24 layers is made."""
+    """Run a profiled engine whose KV holds 112 iterations. Without `model`, one of 24 layers is made."""
     with tempfile.TemporaryDirectory() as folder:
         if model is None:
             model = Path(folder) / "model"

@@ -1,4 +1,4 @@
-"""Malformed requests by the thousand against a live fleet, and an honest conversation beside them.
+"""Thousands of malformed requests to a live fleet, with an honest conversation beside them.
 
     python -m benchmarks.fuzz [--requests 100000] [--seed 0] [--quick] [--json FILE] [--fleet FILE]
         [--schemathesis PROGRAM [--schemathesis-seconds 120]]
@@ -55,7 +55,7 @@ FAULTS = (
 
 @dataclass
 class FuzzResults:
-    """Answers to the attacks, and honest conversations meanwhile."""
+    """Answers to the attacks, and the honest conversations in the meantime."""
 
     sent: int = 0
     answers: Counter[str] = field(default_factory=Counter)
@@ -68,7 +68,7 @@ class FuzzResults:
 
 
 async def send(address: tuple[str, int], request: Attack, seen: FuzzResults) -> None:
-    """Send a request and read for a while: a server answers whole requests, and cuts or refuses others."""
+    """Send a request and read for a while. A server answers whole requests and cuts off or refuses others."""
     try:
         reader, writer = await asyncio.wait_for(asyncio.open_connection(*address), ANSWER_LIMIT_S)
     except (OSError, TimeoutError) as refused:
@@ -116,7 +116,7 @@ async def attackers(
 
 
 async def honest(chat: ChatClient, name: str) -> list[str]:
-    """Hold a conversation and return its answers."""
+    """Hold an honest conversation and return its answers."""
     contents = (f"Step {turn}: {'read and act ' * (80 if turn == 0 else 20)}" for turn in range(TURNS))
     return [answer.text async for _, answer in converse(chat, contents, TOKENS, name)]
 
@@ -161,7 +161,7 @@ def listener(url: str) -> psutil.Process:
 
 
 def settled(home: FleetHome) -> tuple[EngineStatus, ...]:
-    """Return the engines when nothing runs any more, or after `SETTLE_S`."""
+    """Return the engines when no request runs any more, or after `SETTLE_S`."""
     limit = time.monotonic() + SETTLE_S
     while True:
         engines = fleet_status(home).engines
@@ -171,14 +171,14 @@ def settled(home: FleetHome) -> tuple[EngineStatus, ...]:
 
 
 def memory_mib(process: psutil.Process) -> float:
-    """Return the memory of the gateway and of the processes that read bodies for it."""
+    """Return the memory of the gateway and of its parser processes."""
     return sum(one.memory_info().rss for one in (process, *process.children())) / (1 << 20)
 
 
 def measure(
     url: str, home: FleetHome, run_arguments: tuple[Any, ...]
 ) -> tuple[FuzzResults, dict[str, float]]:
-    """Attack the fleet; return what was seen, and the figures."""
+    """Attack the fleet; return the results and the figures."""
     before, process = fleet_status(home).engines, listener(url)
     with spawned(watch, url) as prober:
         files, memory, holds = process.num_fds(), memory_mib(process), long_holds(url)

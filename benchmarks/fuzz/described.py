@@ -1,4 +1,4 @@
-"""Requests that schemathesis makes from the gateway's own OpenAPI document.
+"""Requests that schemathesis generates from the gateway's own OpenAPI document.
 
 Half of the time the requests violate the document and half of the time they follow it. The document names no
 models, since it is read without a key, and lets answers be as long as engines take; for valid requests it
@@ -26,7 +26,7 @@ OWN_FAILURE = "Runtime Error"  # schemathesis's name for its own: Python 3.11 fa
 
 @dataclass(frozen=True, slots=True)
 class Described:
-    """Outcome of a run: requests, those that schemathesis failed to make, and its output."""
+    """Outcome of a run: requests, requests that could not be generated, and schemathesis's output."""
 
     requests: int
     failed: bool

@@ -1,4 +1,4 @@
-"""Malformed requests: valid ones with something replaced in their JSON or in their bytes."""
+"""Malformed requests: valid ones with replacements in their JSON or in their bytes."""
 
 import json
 from collections.abc import Callable
@@ -135,7 +135,7 @@ def _request(method: str, path: str, head: list[tuple[str, str]], body: bytes) -
 
 
 def _tampered_bytes(random: Random, model: str) -> Attack:
-    """Return a valid request whose bytes are tampered with, so that it may be invalid."""
+    """Return a valid request with some bytes changed, so that it may be invalid."""
     path = random.choice([*SEEDS])
     valid = json.dumps({"model": model, **SEEDS[path]}).encode()
     good = _request("POST", path, [("Content-Type", "application/json")], valid)

@@ -1,4 +1,6 @@
-"""Waits of a gateway's simplest request, beside those of an idle server, and long holds of its loop."""
+"""Response times of a gateway's simplest request, beside those of an idle server, and stalls of its event
+loop.
+"""
 
 import http.client
 import threading
@@ -29,13 +31,13 @@ class IdleServer(BaseHTTPRequestHandler):
 
 
 def long_holds(url: str) -> int:
-    """Return how often the gateway's loop was held longer than `HOLD_S` since its start."""
+    """Return how often the gateway's event loop was blocked for longer than `HOLD_S` since its start."""
     name = "conserve_loop_held_seconds_bucket"
     return round(counted([url], name, le="+Inf") - counted([url], name, le=str(HOLD_S)))
 
 
 def watch(pipe: Connection, url: str) -> None:
-    """Probe both servers until something comes through the pipe; then send the figures back."""
+    """Probe both servers until a message arrives on the pipe; then send the figures back."""
     server = ThreadingHTTPServer(("127.0.0.1", 0), IdleServer)
     threading.Thread(target=server.serve_forever, daemon=True).start()
     split = urlsplit(url)

@@ -1,4 +1,4 @@
-"""Decode steps behind the product's safepoint. All that depends on its interface is in this file."""
+"""Decode steps with the product's safepoint. Everything that depends on its interface is in this file."""
 
 import os
 import time
@@ -37,7 +37,7 @@ def timed(launch: Callable[[], object], finish: Callable[[], object]) -> StepTim
 
 
 class InstantEvent:
-    """Stands for a CUDA event on a CPU, where work is done when its call returns."""
+    """Replacement for a CUDA event on a CPU, where work is done when its call returns."""
 
     def record(self) -> None: ...
 
@@ -45,7 +45,7 @@ class InstantEvent:
 
 
 def fence_hooks(device: str, ahead: int) -> tuple[LayerHook, LayerHook]:
-    """Return what a step in pieces calls before and after each layer: a fence by itself, without a flag."""
+    """Return the hooks before and after each layer of a step in pieces: only a fence, without a flag."""
     event: Callable[[], Any] = torch.cuda.Event if device == "cuda" else InstantEvent
     fence = LayerFence(event)
 
@@ -58,7 +58,7 @@ def fence_hooks(device: str, ahead: int) -> tuple[LayerHook, LayerHook]:
 
 
 class AbortableSteps:
-    """Steps in pieces with the safepoint's hooks, whether it is armed or not."""
+    """Steps in pieces with the safepoint's hooks, armed or not."""
 
     def __init__(self, device: str, layers: DecodeLayers, flag: Flag) -> None:
         self._layers, self._flag, self._epoch = layers, flag, 0
@@ -67,7 +67,7 @@ class AbortableSteps:
         self._worker.register({name: torch.empty(1, device=device) for name in self._names})
 
     def step(self, armed: bool = True, leave_at: int | None = None, *, wait: bool = True) -> StepTimes:
-        """Run a step; the signal for `leave_at` comes just after the layer before it has been checked."""
+        """Run a step. The signal to leave before a layer comes just after the previous layer's check."""
         self._epoch += 1
         signalled_at = 0.0
 

@@ -1,4 +1,4 @@
-"""Bytes after an aborted step: those of a block that is loaded then, and of input that was on its way."""
+"""Bytes after an aborted step: of a block that is being loaded, and of input on its way to the device."""
 
 from itertools import product
 
@@ -25,7 +25,7 @@ def aborted_steps(device: str) -> Figures:
 
 
 def load_after_abort(device: str, decode: DecodeLayers) -> Figures:
-    """Check that a load waits for kernels that an aborted step left, which still write to its block."""
+    """Check that a load waits for the kernels of an aborted step that still write to its block."""
     rounds = 10 if device == "cuda" else 2
     kv = made_blocks(device, 4, 16, 64 << 10)
     layers = list(kv.unbind())
@@ -55,7 +55,7 @@ def load_after_abort(device: str, decode: DecodeLayers) -> Figures:
 
 
 def abort_inputs(device: str, decode: DecodeLayers) -> Figures:
-    """Overwrite pinned input right after an abort, and count the steps in which the device saw later bytes.
+    """Overwrite pinned input right after an abort, and count the steps in which the device saw the new bytes.
 
     A step copies its input, clones what arrived, and is aborted at the first layers. Before it the device has
     nothing to do, the last layers of an aborted step, or a whole step: that no engine has, and it shows that
@@ -90,7 +90,7 @@ def abort_inputs(device: str, decode: DecodeLayers) -> Figures:
 
 
 def work_before(kind: str, steps: AbortableSteps, decode: DecodeLayers) -> None:
-    """Launch what the device still has to do when a step begins."""
+    """Launch the work that the device still has to do when a step begins."""
     if kind == AFTER_ABORT:
         steps.step(leave_at=decode.layers // 2, wait=False)
     elif kind == AFTER_WHOLE:

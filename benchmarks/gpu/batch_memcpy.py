@@ -15,7 +15,7 @@ _SYMBOL, _VERSION = b"cuMemcpyBatchAsync", 12080
 
 
 class BatchMemcpyError(RuntimeError):
-    """The driver has no batch memcpy, or refuses one; says which."""
+    """The driver has no batch memcpy, or refuses one; the message says which."""
 
 
 class _Attributes(ctypes.Structure):
@@ -25,7 +25,7 @@ class _Attributes(ctypes.Structure):
 
 
 class BatchMemcpy:
-    """Batch copies on one stream; `in_driver_s` is the time in the driver, where Python's lock is free.
+    """Batch copies on one stream; `in_driver_s` is the time spent in the driver, without the GIL.
 
     On a CPU the copies are made by `memmove`, one after the other.
     """
@@ -71,7 +71,7 @@ def batch_memcpy(device: str) -> BatchMemcpy:
 
 
 def pointers(tensor: torch.Tensor, rows: list[int]) -> Pointers:
-    """Return the addresses of these rows of the first dimension, each with the pieces of the second one."""
+    """Return the addresses of these rows of the first dimension, each with its pieces of the second one."""
     step = tensor.element_size()
     first = np.asarray(rows, dtype=np.uint64) * np.uint64(tensor.stride(0) * step)
     pieces = np.arange(tensor.shape[1], dtype=np.uint64) * np.uint64(tensor.stride(1) * step)

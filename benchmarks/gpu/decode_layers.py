@@ -1,4 +1,4 @@
-"""Decode layers with the sizes of Qwen3-8B: one CUDA graph, or graph pieces with attention between them.
+"""Decode layers of Qwen3-8B's sizes, as one CUDA graph or as graph pieces with attention between them.
 
 vLLM launches a step in one of these two ways. The eager part of a layer is four operations here: keys and
 values are written, attention is computed, and its output is copied. vLLM's own calls cost the host more.
@@ -100,7 +100,7 @@ class DecodeLayers:
         self._attended.copy_(given)
 
     def finish(self) -> None:
-        """Wait for all that this thread has launched; copies on other streams may go on."""
+        """Wait for everything that this thread has launched. Copies on other streams may continue."""
         if self._on_gpu:
             torch.cuda.current_stream().synchronize()
 
@@ -109,7 +109,7 @@ class DecodeLayers:
         self._project(0)
 
     def _after_attention(self, layer: int) -> Callable[[], None]:
-        """Return the work from a layer's attention to the next one's, as a function."""
+        """Return the work from one layer's attention to the next layer's, as a function."""
         following = (layer + 1) % self.sizes.layers
 
         def work() -> None:

@@ -1,4 +1,4 @@
-"""The engine steps: vLLM with a model of Qwen3 8B's sizes, plain and with ConServe's parts."""
+"""GPU steps with engines: vLLM with a model of Qwen3 8B's sizes, plain and with ConServe's parts."""
 
 import json
 import os
@@ -37,7 +37,7 @@ V1_RUNNER: Mapping[str, str] = {"VLLM_USE_V2_MODEL_RUNNER": "0"}
 
 @dataclass(frozen=True)
 class EngineVariant:
-    """An engine and the loads that are played on it."""
+    """An engine and the loads that it is measured with."""
 
     loads: tuple[Load, ...] = ()
     coserves: bool = False
@@ -79,7 +79,7 @@ HANDOVER = "handover"
 
 
 async def measure_engine(name: str, device: str, log: ResultLog) -> None:
-    """Play the loads of an engine step, and log the figures of each load as soon as it is over."""
+    """Play the loads of an engine step, and log each load's figures when it is over."""
     with tempfile.TemporaryDirectory() as folder:
         made = RunFolder(Path(folder), device)
         if name == HANDOVER:
@@ -93,7 +93,7 @@ async def measure_engine(name: str, device: str, log: ResultLog) -> None:
 
 
 async def measure_handover(made: "RunFolder", log: ResultLog) -> None:
-    """Measure prompts that one engine computes and another one answers; both share the GPU's memory."""
+    """Measure prompts that one engine computes and another answers. Both share the GPU's memory."""
     half = {"gpu_memory_utilization": 0.4} if made.device == "cuda" else {}
     async with (
         started("prefiller", EngineVariant(prefills=True, options=half), made, log) as prefills,
@@ -103,7 +103,7 @@ async def measure_handover(made: "RunFolder", log: ResultLog) -> None:
 
 
 class RunFolder:
-    """The device and what the engines of a step share: model, transfer port and secret."""
+    """The device, and what the engines of a step share: model, transfer port and secret."""
 
     def __init__(self, path: Path, device: str) -> None:
         self.path, self.device = path, device
@@ -115,7 +115,7 @@ class RunFolder:
 
 
 def write_model(directory: Path, sizes: EngineSizes) -> None:
-    """Write a model that vLLM fills with random weights: its configuration and a tokenizer."""
+    """Write a model that vLLM fills with random weights: a configuration and a tokenizer."""
     directory.mkdir()
     config = {**sizes.model.hugging_face_config(), "vocab_size": sizes.vocabulary}
     (directory / "config.json").write_text(json.dumps(config))
@@ -126,7 +126,7 @@ def write_model(directory: Path, sizes: EngineSizes) -> None:
 async def started(
     name: str, variant: EngineVariant, made: RunFolder, log: ResultLog
 ) -> AsyncIterator[EngineUnderTest]:
-    """Start an engine, log how long that took, and end it."""
+    """Start an engine, log how long that took, and stop it at the end."""
     began = time.monotonic()
     clock, iterations, plugin = made.path / f"{name}.clock", made.path / f"{name}.iterations", made.plugin
     sys.path.insert(0, str(plugin))  # an engine that is forked from this process inherits the patches
@@ -164,7 +164,7 @@ async def started(
 
 
 def own_parts(name: str, variant: EngineVariant, made: RunFolder, iterations: Path) -> dict[str, Any]:
-    """Return vLLM's options for the connector, the scheduler and the worker; plain engines have none."""
+    """Return vLLM's options for our connector, scheduler and worker; plain engines have none."""
     if not (variant.coserves or variant.keeps or variant.prefills):
         return {}
     serving = ServingSettings()

@@ -1,4 +1,5 @@
-"""Blocks to pinned host memory and back: the product's mover, a batch memcpy, and one plain copy.
+"""Copies of blocks to pinned host memory and back: with the product's mover, a batch memcpy, and one plain
+copy.
 
 LB: a block has a piece in each layer, as now. BL: a block is one range of device memory. Rows on the host
 hold whole blocks in both. Blocks are in random order; their rows follow one another.
@@ -48,7 +49,7 @@ def finish(device: str) -> None:
 
 
 class WithoutDigests(HostSlots):
-    """Host rows as they are, except that nothing is hashed."""
+    """Host rows like the product's, except that nothing is hashed."""
 
     def digest(self, copy: BlockCopy) -> int:
         return 0
@@ -82,7 +83,7 @@ def plain_copy(device: str, shape: BlockShape) -> Figures:
 def mover_copies(
     name: str, by_layer: torch.Tensor, order: list[int], shape: BlockShape, digests: bool
 ) -> Figures:
-    """Measure the mover in one thread, and its loads in as many as the product's copier has."""
+    """Measure the mover in one thread, and its loads in as many threads as the product's copier has."""
     layers = list(by_layer.unbind())
     mover = CudaMover(layers, cuda_of(by_layer))
     if digests:
@@ -115,7 +116,7 @@ def mover_copies(
 
 
 def batch_copies(name: str, blocks: torch.Tensor, order: list[int], shape: BlockShape) -> Figures:
-    """Measure a batch memcpy, pointers included; `blocks` is [blocks, pieces, bytes].
+    """Measure a batch memcpy, including its pointers; `blocks` is [blocks, pieces, bytes].
 
     The time of a call less the time in the driver is what Python's lock is held for.
     """
@@ -138,7 +139,7 @@ def batch_copies(name: str, blocks: torch.Tensor, order: list[int], shape: Block
 
 
 def measured(prefix: str, ways: Ways, blocks: torch.Tensor, shape: BlockShape) -> Figures:
-    """Store the blocks, and clear and load them in each of the other ways, in turn.
+    """Store the blocks, then clear and load them in each of the other ways, in turn.
 
     `_call_ms_per_gb` is until the call returns, `_cpu_ms_per_gb` what the whole process computes meanwhile.
     """
@@ -165,7 +166,7 @@ def measured(prefix: str, ways: Ways, blocks: torch.Tensor, shape: BlockShape) -
 
 
 def vllm_copy_blocks(device: str) -> Figures:
-    """Measure vLLM's own batch memcpy with one range a block; where it cannot be used, return why."""
+    """Measure vLLM's own batch memcpy with one range per block; return the reason if it cannot be used."""
     if device != "cuda":
         return {"failed_because": "vLLM's batch memcpy needs CUDA"}
     shape = shape_for(device)

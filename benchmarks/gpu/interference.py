@@ -1,4 +1,4 @@
-"""Cost of copies and registrations for the model that runs beside them."""
+"""Cost of copies and registrations for a model that runs at the same time."""
 
 import mmap
 import threading
@@ -20,7 +20,7 @@ from kvtransfer.side_stream import cuda_of
 
 
 def kernels_beside_copies(device: str) -> Figures:
-    """Decode steps, alone and while another thread stores blocks with the product's mover."""
+    """Measure decode steps, alone and while another thread stores blocks with the product's mover."""
     rounds, shape = (60 if device == "cuda" else 3), shape_for(device)
     decode = DecodeLayers(device)
     kv = made_blocks(device, shape.layers, shape.blocks, shape.piece_bytes)
@@ -65,7 +65,7 @@ Span = tuple[float, float, float]  # when a launch began, when its call returned
 
 
 class NoRegistry(PinnedMemoryRegistrar):
-    """Stands for the GPU's driver on a CPU."""
+    """Replacement for the GPU's driver on a CPU."""
 
     def register(self, address: int, nbytes: int) -> str:
         return ""
@@ -74,7 +74,7 @@ class NoRegistry(PinnedMemoryRegistrar):
 
 
 def registration(device: str) -> Figures:
-    """Measure the registration of host memory, and launches of a small kernel beside each part of it."""
+    """Measure the registration of host memory, and launches of a small kernel during each part of it."""
     on_gpu = device == "cuda"
     nbytes, rounds, launches = (CHUNK_BYTES, 5, 3000) if on_gpu else (1 << 20, 2, 50)
     chunks = Chunks(CudaRegistrar(torch.device(device)) if on_gpu else NoRegistry(), nbytes, rounds)
@@ -114,7 +114,7 @@ def registration(device: str) -> Figures:
 
 
 class Chunks:
-    """Maps chunks of host memory, touches them, and registers and unregisters them, one after the other."""
+    """Maps chunks of host memory, touches, registers and unregisters them, one after another."""
 
     def __init__(self, registry: PinnedMemoryRegistrar, nbytes: int, rounds: int) -> None:
         self._registry = registry

@@ -1,4 +1,4 @@
-"""Loads of the engine steps, each an async function that returns its figures."""
+"""Loads for the engine steps; each is an async function that returns its figures."""
 
 import asyncio
 import random
@@ -38,7 +38,7 @@ class EngineUnderTest(VllmEngine):
         return [rng.randrange(FIRST_ORDINARY_TOKEN, self.sizes.vocabulary) for _ in range(tokens)]
 
     async def answers(self, count: int, tokens: int, seed: int = 1, priority: int = 0) -> list[EngineAnswer]:
-        """Ask for answers to prompts of the usual length, all at once."""
+        """Send prompts of the usual length all at once, and return the answers."""
         prompts = (self.prompt(seed + n, self.sizes.prompt) for n in range(count))
         return list(await asyncio.gather(*(self.ask(one, tokens, priority=priority) for one in prompts)))
 
@@ -47,7 +47,7 @@ Load = Callable[[EngineUnderTest], Awaitable[Figures]]
 
 
 def gaps_while_all_decode(answers: Sequence[EngineAnswer]) -> list[float]:
-    """Return the seconds between tokens from the last first token to the first end.
+    """Return the gaps between tokens from the last first token to the first end of an answer.
 
     All requests began at the same time, so that their arrivals share a clock.
     """
@@ -77,7 +77,7 @@ def spread(name: str, values: list[float]) -> Figures:
 
 
 async def time_between_tokens(under: EngineUnderTest) -> Figures:
-    """Measure the time between tokens, and the parts of an engine's step, by number of answers."""
+    """Measure the time between tokens, and the parts of an engine's step, for each number of answers."""
     found: Figures = {}
     for count in under.sizes.batches:
         began = time.monotonic()
@@ -90,7 +90,7 @@ async def time_between_tokens(under: EngineUnderTest) -> Figures:
 
 
 async def time_to_first_token(under: EngineUnderTest) -> Figures:
-    """Measure the time to the first token by length of the prompt: the median of three prompts."""
+    """Measure the time to first token for each prompt length: the median of three prompts."""
     found: Figures = {}
     for length in under.sizes.prompts:
         answers = [await under.ask(under.prompt(length + n, length), 1) for n in range(3)]
@@ -99,7 +99,7 @@ async def time_to_first_token(under: EngineUnderTest) -> Figures:
 
 
 async def beside_offline_decodes(under: EngineUnderTest) -> Figures:
-    """Measure the time between tokens of online answers while as many offline answers decode."""
+    """Measure the time between tokens of online answers while equally many offline answers decode."""
     count, tokens = under.sizes.batches[-1] // 2, under.sizes.decoded
     offline = asyncio.create_task(under.answers(count, 3 * tokens, 300_000, OFFLINE))
     await asyncio.sleep(1.0)
@@ -110,7 +110,7 @@ async def beside_offline_decodes(under: EngineUnderTest) -> Figures:
 
 
 async def back_from_the_host(under: EngineUnderTest) -> Figures:
-    """Measure the first token of prompts whose KV is on the host only, beside the time of computing them."""
+    """Measure the first token of prompts whose KV is only on the host, compared with computing them."""
     found: Figures = {}
     for length in under.sizes.prompts:
         prompt, session = under.prompt(7 * length, length), f"l{length}"
@@ -127,7 +127,7 @@ async def back_from_the_host(under: EngineUnderTest) -> Figures:
 
 
 async def handed_over(prefills: EngineUnderTest, decodes: EngineUnderTest, port: int) -> Figures:
-    """Measure the first token of prompts that one engine computes and the other answers."""
+    """Measure the first token of prompts that one engine computes and another answers."""
     found: Figures = {}
     for length in decodes.sizes.prompts:
         taken = []
@@ -152,7 +152,7 @@ async def handed_over(prefills: EngineUnderTest, decodes: EngineUnderTest, port:
 
 @asynccontextmanager
 async def offline_prompts(under: EngineUnderTest, seed: int) -> AsyncIterator[Figures]:
-    """Keep the offline prompts of the sizes running.
+    """Keep offline prompts of the usual sizes running.
 
     Afterwards the yielded figures have the iterations, aborts and offline tokens of this time.
     """
@@ -177,7 +177,7 @@ async def offline_prompts(under: EngineUnderTest, seed: int) -> AsyncIterator[Fi
 async def short_turns(
     under: EngineUnderTest, seed: int, tokens: int, targets: Mapping[str, Any] | None = None
 ) -> list[EngineAnswer]:
-    """Ask short turns one after the other, with pauses of 20 to 100 ms."""
+    """Run short turns one after another, with pauses of 20 to 100 ms."""
     answers = []
     for number in range(under.sizes.turns):
         answers.append(
@@ -188,7 +188,7 @@ async def short_turns(
 
 
 async def turns_beside_offline_work(under: EngineUnderTest) -> Figures:
-    """Measure short turns alone, and while offline prompts take whatever is left."""
+    """Measure short turns alone, and while offline prompts take the remaining time."""
     alone = await short_turns(under, 50_000, 24)
     async with offline_prompts(under, 60_000) as found:
         beside = await short_turns(under, 70_000, 24)
@@ -199,7 +199,7 @@ async def turns_beside_offline_work(under: EngineUnderTest) -> Figures:
 
 
 async def answers_beside_aborts(under: EngineUnderTest) -> Figures:
-    """Compare greedy answers with those beside offline work whose iterations are aborted for each of them."""
+    """Compare greedy answers with those given while each of them aborts offline iterations."""
 
     async def anew() -> list[EngineAnswer]:
         await under.llm.reset_prefix_cache()
@@ -223,7 +223,7 @@ async def answers_beside_aborts(under: EngineUnderTest) -> Figures:
 
 
 async def paper_load(under: EngineUnderTest) -> Figures:
-    """Measure prompts and answers of the paper at its rate: alone, and with offline prompts beside."""
+    """Measure the paper's prompts and answers at its rate: alone, and beside offline prompts."""
     prompt, output, rate, seconds = under.sizes.paper
 
     async def play(seed: int, name: str) -> Figures:

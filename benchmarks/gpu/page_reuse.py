@@ -1,4 +1,4 @@
-"""Pages of parameters that become KV and parameters again, under a graph that was captured before."""
+"""Pages of parameters that become KV and parameters again, under a CUDA graph that was captured before."""
 
 import time
 from collections.abc import Callable
@@ -14,7 +14,7 @@ from workers.engine.overload.pages.physical_memory import PageDriver, PhysicalMe
 
 
 def pages(device: str) -> Figures:
-    """Drop half of some layers for KV of the other half, and restore them under a graph captured before.
+    """Drop half of some layers to get KV for the other half, then restore them under an earlier graph.
 
     Bandwidths of `drop` and `restore` count the parameters, the other two count parameters and KV.
     """
@@ -63,7 +63,7 @@ def pages(device: str) -> Figures:
 
 
 class LayerPasses:
-    """Run layers one after the other: as they are, or as a graph that was captured once."""
+    """Runs layers one after another, directly or as a graph that was captured once."""
 
     def __init__(self, layers: list[torch.nn.Linear], asked: torch.Tensor, graph: bool) -> None:
         self._layers, self._asked = layers, asked

@@ -1,4 +1,4 @@
-"""KV from one process to another on one GPU: staged TCP, as the product copies it, and CUDA IPC.
+"""KV transfer between two processes on one GPU: staged TCP, as in the product, and CUDA IPC.
 
 With IPC the consumer maps the producer's one buffer and copies from device to device: all of it, or blocks by
 a batch memcpy. On a CPU the buffer is shared host memory.
@@ -44,7 +44,7 @@ def between_processes(device: str) -> Figures:
 
 @dataclass
 class Consumer:
-    """Gets the producer's KV into `mine`, again and again, and compares it with `wanted`."""
+    """Copies the producer's KV into `mine` repeatedly, and compares it with `wanted`."""
 
     device: str
     shape: BlockShape
@@ -100,7 +100,7 @@ class Consumer:
     def _measured(
         self, name: str, copy: Callable[[Any], object], rounds: int, asked: int | None = None
     ) -> Figures:
-        """Measure a copy. With `asked`, the producer offers so many prompts for each round, untimed."""
+        """Measure a copy. With `asked`, the producer first offers that many prompts, which is not timed."""
         taken, equal = [], True
         for _ in range(rounds):
             self.mine.zero_()
@@ -122,7 +122,7 @@ def _prompts(shape: BlockShape, count: int) -> list[list[int]]:
 
 
 def _made(device: str, shape: BlockShape) -> torch.Tensor:
-    """Return the same bytes in both processes."""
+    """Return a tensor with the same bytes in both processes."""
     torch.manual_seed(0)
     blocks = made_blocks(device, shape.layers, shape.blocks, shape.piece_bytes)
     finish(device)

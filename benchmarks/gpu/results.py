@@ -21,7 +21,7 @@ def spread(name: str, seconds: Sequence[float]) -> Figures:
 
 
 def bandwidth(name: str, nbytes: int, seconds: Sequence[float]) -> Figures:
-    """Return the median round's bandwidth and the slowest round's."""
+    """Return the bandwidth of the median round and of the slowest round."""
     return {
         f"{name}_gbs": nbytes / statistics.median(seconds) / 1e9,
         f"{name}_slowest_gbs": nbytes / max(seconds) / 1e9,
@@ -29,14 +29,14 @@ def bandwidth(name: str, nbytes: int, seconds: Sequence[float]) -> Figures:
 
 
 class ResultLog:
-    """Appends the figures of one step to a file that other steps append to as well."""
+    """Appends the figures of one step to a file that other steps also append to."""
 
     def __init__(self, path: Path, step: str) -> None:
         self._path = path
         self._step = step
 
     def add(self, figures: Figures, repeat: int | None = None) -> None:
-        """Write one line and flush it, so that a killed step loses nothing that it measured."""
+        """Write one line and flush it, so that a killed step keeps everything that it has measured."""
         line = json.dumps(
             {"step": self._step, "at": round(time.time(), 3), "repeat": repeat, "figures": figures}
         )
@@ -72,7 +72,7 @@ def read_results(path: Path) -> dict[str, Figures]:
 
 
 def compare_with_plain(found: dict[str, Figures]) -> None:
-    """Add `*_vs_plain` ratios to every engine step that has a figure of plain vLLM too."""
+    """Add `*_vs_plain` ratios to every engine step whose figure plain vLLM has, too."""
     plain = found.get("plain", {})
     for name, figures in found.items():
         for figure, value in list(figures.items()) if name != "plain" else ():
@@ -91,7 +91,9 @@ def failed_steps(found: dict[str, Figures]) -> list[str]:
 
 
 def page(machine: str, found: dict[str, Figures], device: str) -> str:
-    """Return the results as a Markdown page. Times of a CPU run are left out: they say nothing of a GPU."""
+    """Return the results as a Markdown page. Times of a CPU run are left out, because they say nothing about
+    GPUs.
+    """
     lines = ["# GPU steps", "", f"`python -m benchmarks.gpu`, on {machine}.", ""]
     for name, figures in found.items():
         lines += [f"## {name}", "", "| figure | value |", "|---|---|"]

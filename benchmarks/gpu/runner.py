@@ -1,4 +1,4 @@
-"""Runs the GPU steps one after the other, each in a process of its own with its own time limit."""
+"""Runs the GPU steps one after another, each in its own process with its own time limit."""
 
 import os
 import subprocess
@@ -18,7 +18,7 @@ TORCH, ENGINES, TOGETHER = "torch", "engines", "together"
 
 @dataclass(frozen=True)
 class Step:
-    """A step of the sequence. Steps of the group `torch` need no vLLM; `together` runs only when named."""
+    """Step of the sequence. Steps of the group `torch` do not need vLLM; `together` runs only when named."""
 
     name: str
     group: str
@@ -69,7 +69,7 @@ def select(only: Sequence[str], skip: Sequence[str]) -> list[Step]:
 
 
 def run_step(step: Step, limit_s: float, device: str, out: Path, cache: Path) -> None:
-    """Run one step and append how it ended: `ok`, `failed` with the status, or `out of time`."""
+    """Run one step, and append how it ended: `ok`, `failed` with the status, or `out of time`."""
     log, began, energy = ResultLog(out, step.name), time.time(), joules()
     command = [sys.executable, "-m", "benchmarks.gpu.step", step.name, "--device", device, "--out", str(out)]
     environment = {
@@ -92,7 +92,7 @@ def run_step(step: Step, limit_s: float, device: str, out: Path, cache: Path) ->
 
 
 def joules() -> float | None:
-    """Return the energy that all GPUs have used since the driver was loaded; None without GPUs."""
+    """Return the energy used by all GPUs since the driver was loaded; None without GPUs."""
     try:
         with Gpus() as gpus:
             return sum(gpus.joules(gpu.uuid) for gpu in gpus.all())

@@ -1,4 +1,4 @@
-"""Sizes of the engine steps: large on a GPU, small on a CPU, where they only show that the steps run."""
+"""Sizes of the engine steps: large on a GPU; small on a CPU, where they only test that the steps run."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field

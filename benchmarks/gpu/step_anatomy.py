@@ -1,4 +1,4 @@
-"""Time of a decode step by the way it is launched, and time from an abort's signal to an idle device."""
+"""Time of a decode step for each way of launching it, and time from an abort's signal to an idle device."""
 
 import sys
 import threading
@@ -57,7 +57,7 @@ def step_anatomy(device: str) -> Figures:
 
 @contextmanager
 def gil_bursts(switch_interval_s: float | None) -> Iterator[None]:
-    """Run a thread that holds Python's lock in bursts, with this switch interval; None: no thread."""
+    """Run a thread that holds the GIL in bursts, with this switch interval; None: no thread."""
     if switch_interval_s is None:
         yield
         return
@@ -81,7 +81,7 @@ def gil_bursts(switch_interval_s: float | None) -> Iterator[None]:
 
 
 def safepoints(device: str) -> Figures:
-    """Measure aborts whose signal comes in mid-step, just after a layer's check: the worst moment."""
+    """Measure aborts whose signal comes just after a layer's check, which is the worst moment."""
     rounds = 40 if device == "cuda" else 3
     layers = DecodeLayers(device, whole=False)
     with abortable_steps(device, layers) as abortable:

@@ -1,4 +1,4 @@
-"""A vLLM plugin of the GPU steps: measures the parts of an engine's steps and sets usable random weights.
+"""A vLLM plugin for GPU steps: measures the parts of an engine's steps, and sets usable random weights.
 
 vLLM loads general plugins in each of its processes, from the entry points that `advertise` writes to a
 folder on the path.
@@ -20,7 +20,7 @@ WEIGHT_SPAN = 0.035  # uniform in ±span has the standard deviation 0.02 of a fr
 
 
 def advertise(folder: Path) -> None:
-    """Write package metadata that names this plugin to `folder`, which belongs on PYTHONPATH."""
+    """Write package metadata that names this plugin to `folder`, which has to be on PYTHONPATH."""
     metadata = folder / "conserve_gpu_steps-0.dist-info"
     metadata.mkdir(parents=True, exist_ok=True)
     (metadata / "METADATA").write_text("Metadata-Version: 2.1\nName: conserve-gpu-steps\nVersion: 0\n")
@@ -39,7 +39,7 @@ def install() -> None:
 
 
 def random_weight(tensor: Any) -> None:
-    """Fill a weight as a freshly initialised model has it.
+    """Fill a weight as in a freshly initialised model.
 
     vLLM's own dummy weights include norms of nearly zero, with which an answer repeats two tokens for ever.
     """
@@ -56,7 +56,7 @@ def random_weight(tensor: Any) -> None:
 
 
 def clocked(original: Callable[..., Any], path: Path) -> Callable[..., Any]:
-    """Return the engine's loop body. Its first call puts a clock around the parts of the engine's steps."""
+    """Return the engine's loop body, with a clock around the parts of a step from its first call on."""
     attached = False
 
     def process_engine_step(core: Any) -> Any:
@@ -91,7 +91,7 @@ def count_graph_modes(clock: "StepClock") -> None:
 
 
 class StepClock:
-    """Times of the parts of an engine's steps, written every few steps as one JSON line."""
+    """Times of the parts of an engine's steps, written as one JSON line every few steps."""
 
     def __init__(self, path: Path) -> None:
         self._path = path
@@ -130,7 +130,7 @@ class StepClock:
 
 
 def parts_between(path: Path, began: float, ended: float) -> dict[str, float]:
-    """Return medians and p99, in ms, of the parts of the steps of a time on the monotonic clock."""
+    """Return median and p99, in ms, of each part of the steps between two times of the monotonic clock."""
     rows = []
     for line in path.read_text().splitlines() if path.exists() else ():
         rows += [row for row in json.loads(line)["rows"] if began <= row["at"] <= ended]
@@ -143,7 +143,7 @@ def parts_between(path: Path, began: float, ended: float) -> dict[str, float]:
 
 
 def graph_modes(path: Path) -> dict[str, int]:
-    """Return how many steps each CUDA graph mode was dispatched for, as figures."""
+    """Return for how many steps each CUDA graph mode was dispatched."""
     lines = path.read_text().splitlines() if path.exists() else []
     return (
         {f"graphs_{mode}": count for mode, count in json.loads(lines[-1])["modes"].items()} if lines else {}

@@ -1,4 +1,4 @@
-"""Engines that share a large GPU: all start first, then their loads are played in turns and in rounds.
+"""Engines that share a large GPU: all start first, then their loads are played in turn and in rounds.
 
 An engine that waits for its turn uses neither the GPU nor a core. Rounds put the machine's drift into the
 figures of all engines alike, and starts of a minute each overlap.
@@ -33,7 +33,7 @@ ONCE: tuple[tuple[str, tuple[str, ...]], ...] = (
 
 
 class EngineInTurn:
-    """One engine in a process of its own, which plays the loads that it is asked for."""
+    """One engine in its own process, which plays the requested loads."""
 
     def __init__(self, name: str, pipe: Connection, out: Path) -> None:
         self.name, self._pipe, self._log = name, pipe, ResultLog(out, name)
@@ -45,7 +45,7 @@ class EngineInTurn:
             self.wait(LOAD_LIMIT_S)
 
     def wait(self, limit_s: float) -> None:
-        """Wait for the engine, and log what went wrong. A silent engine gets no more loads."""
+        """Wait for the engine, and log errors. An engine that does not answer gets no more loads."""
         try:
             if (outcome := received(self._pipe, limit_s)) != DONE:
                 self._log.add({"outcome": outcome})

@@ -1,4 +1,4 @@
-"""Conversations, streamed events and batches of benchmarks' clients, and made-up prompts."""
+"""Conversations, streamed events and batches of the benchmarks' clients, and generated prompts."""
 
 import json
 import time
@@ -14,14 +14,14 @@ BATCH_ENDED = ("completed", "failed", "expired", "cancelled")
 
 
 def words(random: Random, count: int) -> str:
-    """Return random words of four hexadecimal digits: five tokens each where a byte is a token."""
+    """Return random words of four hexadecimal digits; each is five tokens if a byte is a token."""
     return " ".join(f"{random.randrange(16**4):04x}" for _ in range(count))
 
 
 async def converse(
     chat: ChatClient, contents: Iterable[str], tokens: int, name: str = ""
 ) -> AsyncIterator[tuple[float, TimedAnswer]]:
-    """Send the user's messages of a conversation one by one; yield when each was asked, and its answer."""
+    """Send a conversation's user messages one by one; yield the time of each request, and its answer."""
     messages: list[Message] = []
     for content in contents:
         messages.append({"role": "user", "content": content})
@@ -34,7 +34,7 @@ async def converse(
 async def events(
     http: httpx.AsyncClient, path: str, body: Mapping[str, Any], headers: Mapping[str, str]
 ) -> AsyncIterator[Any]:
-    """Send a request and yield the events of its stream; an HTTP error is raised."""
+    """Send a request and yield the events of its stream. Raises HTTP errors."""
     request = {**body, "stream": True, "temperature": 0.0}
     async with http.stream("POST", path, json=request, headers=dict(headers)) as answer:
         answer.raise_for_status()
@@ -44,7 +44,7 @@ async def events(
 
 
 def batch_file(endpoint: str, bodies: Iterable[Mapping[str, Any]]) -> bytes:
-    """Return the input file of a batch; its lines are called 0, 1 and so on."""
+    """Return the input file of a batch; its lines have the ids 0, 1 and so on."""
     lines = (
         json.dumps({"custom_id": str(number), "method": "POST", "url": endpoint, "body": body})
         for number, body in enumerate(bodies)

@@ -1,4 +1,4 @@
-"""Plain vLLM with the options of a fleet's engines, to compare a fleet with."""
+"""Plain vLLM with the options of a fleet's engines, for comparison with a fleet."""
 
 import json
 import os
@@ -25,7 +25,7 @@ class DoesNotRun(Exception):
 
 @dataclass(frozen=True)
 class Bench:
-    """The fleet file, the work folder and the peers that all subjects of a run share."""
+    """The fleet file, the work folder and the installed peers that all subjects of a run share."""
 
     fleet: FleetSpec
     work: Path
@@ -37,14 +37,14 @@ class Bench:
         return sum(tier.replicas for tier in self.fleet.tiers)
 
     def path(self, *parts: str) -> Path:
-        """Return a path of an installed peer; raise `DoesNotRun` where it is not installed."""
+        """Return a path of an installed peer; raise `DoesNotRun` if it is not installed."""
         found = self.peers.joinpath(*parts) if self.peers else None
         if found is None or not found.exists():
             raise DoesNotRun(f"not installed: no {'/'.join(parts)} under --peers")
         return found
 
     def ready(self, subject: Subject) -> str:
-        """Start a subject and return its URL; raise `DoesNotRun` where it does not start."""
+        """Start a subject and return its URL; raise `DoesNotRun` if it does not start."""
         log = self.work / f"{subject.name}.log"
         subject.start(log, os.sched_getaffinity(0))
         if not subject.wait_until_ready():
@@ -55,7 +55,7 @@ class Bench:
 
 
 class PlainEngines(AbstractContextManager["PlainEngines"]):
-    """As many plain vLLM servers as the fleet has engines, started when they are first asked for."""
+    """Plain vLLM servers, as many as the fleet has engines, started at their first use."""
 
     def __init__(self, bench: Bench, nixl_environment: dict[str, str] | None = None) -> None:
         """With `nixl_environment` the engines move KV by vLLM's NixlConnector."""

@@ -1,4 +1,4 @@
-"""Fleets of real engines: changed fleet files, start and stop by the command line, and metrics pages."""
+"""Fleets of real engines: modified fleet files, start and stop by the command line, and metrics pages."""
 
 import os
 import signal
@@ -46,7 +46,7 @@ def _merged(old: Any, new: Any) -> Any:
 
 @contextmanager
 def brought_up(fleet: FleetSpec, limit_s: float = UP_LIMIT_S) -> Iterator[FleetHome]:
-    """Run a fleet as `conserve up` does, and take it down afterwards, on SIGTERM too."""
+    """Run a fleet as `conserve up` does, and take it down afterwards, also on SIGTERM."""
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))
     with tempfile.TemporaryDirectory(prefix="bench-") as base:
         try:
@@ -89,7 +89,7 @@ def _conserve(base: str, *arguments: str, limit_s: float) -> None:
 
 
 def samples(pages: Iterable[str], *names: str) -> dict[str, float]:
-    """Return the samples of processes whose names begin with one of `names`, summed by name and labels."""
+    """Return the processes' metrics whose names begin with one of `names`, summed by name and labels."""
     found: dict[str, float] = {}
     for page in pages:
         for line in httpx.get(f"{page}/metrics", timeout=30).text.splitlines():

@@ -1,4 +1,4 @@
-"""KV of made-up prompts that is offered and fetched as between engines, without engines."""
+"""KV of generated prompts, offered and fetched as between engines, but without engines."""
 
 import socket
 import time
@@ -31,7 +31,7 @@ class Producer:
         return int(listener.getsockname()[1])
 
     def offer(self, prompts: list[list[int]]) -> list[str]:
-        """Offer prompts, given by their blocks, and return their names."""
+        """Offer prompts, given by their blocks, and return their transfer ids."""
         names = [f"t{self._offered + number}" for number in range(len(prompts))]
         self._offered += len(prompts)
         sizes = [len(blocks) * BLOCK_TOKENS for blocks in prompts]

@@ -32,7 +32,7 @@ def command(
 
 
 def quantile(values: Sequence[float], share: float) -> float:
-    """Return the value below which a share of the values lies; 0 where there are no values.
+    """Return the quantile `share` of the values; 0 if there are none.
 
     Unlike `traces.simulator.metrics.percentile`, the result is always one of the values.
     """
@@ -49,13 +49,13 @@ def report(path: Path | None, figures: Row, **more: Any) -> None:
 
 
 def write_json(path: Path | None, content: Any) -> None:
-    """Write figures, rows that are dataclasses included."""
+    """Write figures as JSON, including rows that are dataclasses."""
     if path is not None:
         path.write_text(json.dumps(content, indent=1, default=asdict) + "\n")
 
 
 def print_figures(figures: Row) -> None:
-    """Print one figure a line."""
+    """Print the figures, one per line."""
     for name, value in figures.items():
         print(f"{name} = {'–' if value is None else f'{value:.4g}' if isinstance(value, float) else value}")
 
@@ -76,5 +76,5 @@ def print_rows(title: str, rows: Iterable[Any], width: int = 200) -> None:
 
 
 def named_rows(name: str, rows: Mapping[str, Row]) -> list[Row]:
-    """Return rows that have their key in the mapping as a first column."""
+    """Return the rows of a mapping, with the key as first column."""
     return [{name: key, **row} for key, row in rows.items()]

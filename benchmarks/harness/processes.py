@@ -1,4 +1,4 @@
-"""Processes under test, with their readiness, CPU time, memory and end, and spawned helpers with a pipe."""
+"""Processes under test (readiness, CPU time, memory, end), and spawned helpers with a pipe."""
 
 import contextlib
 import os
@@ -21,7 +21,7 @@ HOST = "127.0.0.1"
 
 @dataclass
 class Subject:
-    """A process tree that serves a port."""
+    """A process tree that listens on a port."""
 
     name: str
     command: list[str]
@@ -48,7 +48,7 @@ class Subject:
         os.sched_setaffinity(self.process.pid, processors)
 
     def wait_until_ready(self) -> bool:
-        """Tell whether the process answers with 200 within `start_limit_s`."""
+        """Return whether the process answers with 200 within `start_limit_s`."""
         trust = ssl._create_unverified_context() if self.tls else None
         limit = time.monotonic() + self.start_limit_s
         while time.monotonic() < limit and self.process is not None and self.process.poll() is None:
@@ -62,7 +62,7 @@ class Subject:
         return False
 
     def cpu_seconds(self) -> float:
-        """Return the time that all threads of the tree had a processor, by the scheduler's own count."""
+        """Return the CPU time of all threads of the tree, as counted by the scheduler."""
         total = 0
         for process in self._tree():
             for task in Path(f"/proc/{process.pid}/task").glob("*/schedstat"):
@@ -97,7 +97,7 @@ def tree(pid: int) -> list[psutil.Process]:
 
 
 def end_tree(pid: int) -> None:
-    """Kill a process, its group and its descendants, including those in groups of their own, as Ray's are."""
+    """Kill a process, its group and its descendants, also those in groups of their own, such as Ray's."""
     processes = tree(pid)
     with contextlib.suppress(ProcessLookupError):
         os.killpg(pid, signal.SIGKILL)
@@ -125,7 +125,7 @@ def spawned(work: Callable[..., object], *arguments: Any) -> Iterator[Connection
 
 
 def received(pipe: Connection, limit_s: float = 300.0) -> Any:
-    """Return the next message of a process; raise `TimeoutError` if none comes within the limit."""
+    """Return the next message of a process; raise `TimeoutError` if none comes in time."""
     if not pipe.poll(limit_s):
         raise TimeoutError(f"the other process sends nothing for {limit_s:g} s")
     return pipe.recv()

@@ -1,4 +1,4 @@
-"""Small steady clients of a fleet, and the longest time for which one of them had no answer."""
+"""Small, steady clients of a fleet, and the longest time that one of them waited for an answer."""
 
 import asyncio
 import time
@@ -24,12 +24,12 @@ ANSWERED_WITHIN_S = 60.0
 
 
 class Cut(Exception):
-    """A request that was refused, or whose answer did not end as it should."""
+    """A request that was refused, or whose answer did not end properly."""
 
 
 @dataclass
 class SteadyClient:
-    """Sends one request after another, and notes when tokens came and why requests failed."""
+    """Sends one request after another; records when tokens came and why requests failed."""
 
     kind: str
     name: str
@@ -37,7 +37,7 @@ class SteadyClient:
     failures: list[tuple[float, str]] = field(default_factory=list)
 
     def longest_wait(self, begin: float, end: float, *, beyond: bool = True) -> tuple[float, float]:
-        """Return when the longest wait for a token that touches a span began and ended.
+        """Return when the longest wait for a token that overlaps a span began and ended.
 
         A wait that goes on at the end of the span lasts until the next token, if there is one and `beyond`.
         """
@@ -47,7 +47,7 @@ class SteadyClient:
         return max(pairwise([*before, *within, *after]), key=lambda wait: wait[1] - wait[0])
 
     async def run(self, http: aiohttp.ClientSession, model: str) -> None:
-        """Ask again and again until cancelled."""
+        """Send requests until cancelled."""
         number = 0
         while True:
             number += 1
@@ -65,7 +65,7 @@ class SteadyClient:
 
 
 class SteadyClients:
-    """Clients that begin conversations, take turns of a bound one, or read long streams."""
+    """Clients that begin conversations, take turns in a bound one, or read long streams."""
 
     def __init__(self, url: str, model: str, key: str = "steady") -> None:
         self._url, self._model, self._key = url, model, key
@@ -83,7 +83,7 @@ class SteadyClients:
                 group.create_task(client.run(http, self._model))
 
     async def all_answered(self) -> bool:
-        """Wait until each client has a new token; tell whether that happens within a limit."""
+        """Wait until each client has a new token; return whether that happens in time."""
         since = time.monotonic()
         while time.monotonic() < since + ANSWERED_WITHIN_S:
             if all(one.arrivals and one.arrivals[-1] > since for one in self.clients):
@@ -94,14 +94,14 @@ class SteadyClients:
     def longest_waits(
         self, begin: float, end: float, *, beyond: bool = True
     ) -> dict[str, tuple[float, float]]:
-        """Return the begin and the end of each kind's longest wait that touches a span."""
+        """Return begin and end of the longest wait of each kind that overlaps a span."""
         waits: dict[str, list[tuple[float, float]]] = {kind: [] for kind in KINDS}
         for one in self.clients:
             waits[one.kind].append(one.longest_wait(begin, end, beyond=beyond))
         return {kind: max(found, key=lambda wait: wait[1] - wait[0]) for kind, found in waits.items()}
 
     def failures(self, begin: float, end: float, *kinds: str) -> Counter[str]:
-        """Return the failures within a span, of all kinds of clients or some, by kind and reason."""
+        """Return the failures within a span, of all or some kinds of clients, by kind and reason."""
         return Counter(
             f"{one.kind}: {reason}"
             for one in self.clients
@@ -113,7 +113,7 @@ class SteadyClients:
 async def _tokens(
     http: aiohttp.ClientSession, model: str, headers: Mapping[str, str], tokens: int
 ) -> AsyncIterator[None]:
-    """Yield for each token of an answer; raise where it is refused or cut."""
+    """Yield once for each token of an answer; raise an error if it is refused or cut off."""
     body: dict[str, Any] = {"model": model, "temperature": 0.0, "stream": True}
     body |= {"messages": [{"role": "user", "content": text(headers["x-conversation-id"], PROMPT)}]}
     body |= {"max_tokens": tokens, "min_tokens": tokens, "ignore_eos": True}

@@ -1,4 +1,4 @@
-"""Plain or changed vLLM in this process, without HTTP and without a fleet."""
+"""Plain or modified vLLM in this process, without HTTP and without a fleet."""
 
 import os
 import time
@@ -14,7 +14,7 @@ from benchmarks.harness.fleet import ROOT
 
 @dataclass
 class EngineAnswer:
-    """Tokens of an answer with their times since the request."""
+    """Tokens of an answer, each with its time since the request."""
 
     tokens: list[int]
     first_token_s: float
@@ -24,7 +24,7 @@ class EngineAnswer:
 
 @dataclass
 class VllmEngine:
-    """A running engine that is asked with token ids."""
+    """A running engine that takes token ids."""
 
     llm: Any  # vLLM's AsyncLLM
     asked: int = 0
@@ -69,7 +69,7 @@ class VllmEngine:
 async def vllm_engine(
     arguments: Mapping[str, Any], environment: Mapping[str, str]
 ) -> AsyncIterator[VllmEngine]:
-    """Run an engine with these arguments of vLLM; `environment` is added to this process's own."""
+    """Run an engine with these vLLM arguments; `environment` is added to this process's own."""
     os.environ |= {
         "VLLM_NO_USAGE_STATS": "1",
         "VLLM_CPU_OMP_THREADS_BIND": "nobind",  # as the fleet's engines
@@ -92,7 +92,7 @@ async def vllm_engine(
 
 
 def forget_connector_counters() -> None:
-    """Unregister the connector's counters of an engine before, as vLLM does with its own metrics.
+    """Unregister the connector counters of a previous engine, as vLLM does with its own metrics.
 
     Otherwise a second engine in the same process fails to register them.
     """
@@ -102,7 +102,7 @@ def forget_connector_counters() -> None:
 
 
 def counter(name: str, **labels: str) -> float:
-    """Return a counter of this process, summed over labels that are not given."""
+    """Return a counter of this process, summed over the labels that are not given."""
     return sum(
         sample.value
         for family in REGISTRY.collect()

@@ -32,7 +32,7 @@ QUICK_LOAD = LoadShape(
 
 
 def measure(load: LoadShape, quick: bool, report: Callable[[dict[str, Any]], None]) -> dict[str, Any]:
-    """Return all figures; `report` gets what is known after each part."""
+    """Return all figures; `report` is given what is known after each part."""
     model = Path(tempfile.gettempdir()) / "conserve-benchmark-model"
     make_model(model)
     copies = measure_copies(KvSize())

@@ -1,4 +1,4 @@
-"""Agent conversations on one engine, with our connector or plain, alone or beside offline work."""
+"""Agents' conversations on one engine, with our connector or plain vLLM, alone or beside offline work."""
 
 import asyncio
 import multiprocessing
@@ -28,7 +28,7 @@ HOST_KV_GIB = 3.0
 
 @dataclass(frozen=True)
 class LoadShape:
-    """Conversations to take from a trace, and how far to shrink them."""
+    """How many conversations to take from a trace, and how much to shrink them."""
 
     conversations: int = 40
     lengths: float = 1 / 16
@@ -114,7 +114,7 @@ async def converse(
 
 
 async def fill_offline(engine: VllmEngine, shape: KvShape, result: Played) -> None:
-    """Keep offline requests running, each of a sixth of what the accelerator holds."""
+    """Keep offline requests running, each with a sixth of the accelerator's KV."""
     tokens = min(shape.context - 64, shape.blocks * shape.block_tokens // 6)
     rng = random.Random(0)
 
@@ -146,7 +146,7 @@ async def release_all(engine: VllmEngine, feed_path: Path, conversations: list[s
 
 
 def compared(plain: Played, ours: Played) -> dict[str, Any]:
-    """Return the figures of ours beside plain vLLM."""
+    """Return the figures of our engine beside those of plain vLLM."""
     turns = [(key, n) for key, outputs in plain.outputs.items() for n in range(len(outputs))]
     mine, theirs = ours.later_first_token_s, plain.later_first_token_s
     tails = ours.recomputed_tails, plain.recomputed_tails
@@ -174,7 +174,7 @@ def compared(plain: Played, ours: Played) -> dict[str, Any]:
 
 
 def in_a_process(work: Callable[..., Any], *arguments: Any) -> Any:
-    """Run a coroutine function in a new process, since an engine's metrics live as long as its process."""
+    """Run a coroutine function in a new process, because an engine's metrics live as long as its process."""
     with ProcessPoolExecutor(1, mp_context=multiprocessing.get_context("spawn")) as pool:
         return pool.submit(run_coroutine, work, arguments).result()
 

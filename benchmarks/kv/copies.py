@@ -1,4 +1,4 @@
-"""Copies of KV without an engine, in the shape of a model of today; bytes that differ are an error.
+"""Copies of KV without an engine, in the sizes of a current model. Differing bytes are an error.
 
 Copies go to the host and back beside a plain copy of the same blocks, over a connection within one process in
 place and through a staging window, and from one process to another beside a plain copy over a socket.
@@ -33,7 +33,7 @@ WINDOW_BYTES = 32 << 20
 
 @dataclass(frozen=True)
 class KvSize:
-    """Number of layers and blocks, and of rounds of each copy."""
+    """Number of layers and blocks, and rounds of each copy."""
 
     layers: int = 32
     blocks: int = 128
@@ -121,7 +121,7 @@ def _pause(limit: float) -> None:
 
 
 def transfers(size: KvSize) -> dict[str, float]:
-    """Measure one prompt over a connection within this process, in place, encrypted and staged."""
+    """Measure one prompt over a connection within this process: in place, encrypted and staged."""
     theirs, mine = size.make(True), size.make(False)
     staged = [StagedBlockMemory(kv, size.blocks, WINDOW_BYTES, None) for kv in (theirs, mine)]
     direct = [HostBlockMemory(kv, size.blocks) for kv in (theirs, mine)]
@@ -154,7 +154,7 @@ def transfers(size: KvSize) -> dict[str, float]:
 
 
 def between_processes(size: KvSize) -> dict[str, float]:
-    """Measure one prompt from a process to another, as between engines, beside a plain copy over a socket."""
+    """Measure one prompt between two processes, as between engines, beside a plain copy over a socket."""
     kv, secret = size.make(False), secrets.token_bytes(16)
     total = sum(layer.nbytes for layer in kv.values())
     memory = HostBlockMemory(kv, size.blocks)

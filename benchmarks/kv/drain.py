@@ -1,4 +1,4 @@
-"""Drain of one decoder while agents talk: do their conversations move with their KV, and is anything cut?"""
+"""Drain of one decoder while agents talk: do conversations move with their KV, and is any stream cut?"""
 
 import asyncio
 import time
@@ -20,7 +20,7 @@ LENGTHS = AgentLengths(words=(40, 80, 160), tokens=(16, 32, 64), waits_s=(0.0, 0
 
 
 def drain_under_load(quick: bool) -> dict[str, Any]:
-    """Bring up a fleet of three decoders, drain one of them under load, and return what was seen."""
+    """Bring up a fleet of three decoders, drain one of them under load, and return the measurements."""
     fleet = load_fleet(RANDOM)
     tiers = [changed(tier, replicas=DECODERS) if tier.name == "decode" else tier for tier in fleet.tiers]
     fleet = changed(fleet, name="drain", tiers=tiers, engine={"args": {"num-gpu-blocks-override": BLOCKS}})
@@ -30,7 +30,7 @@ def drain_under_load(quick: bool) -> dict[str, Any]:
 
 
 def drain_one(home: FleetHome, engine: str, conversations: int) -> dict[str, Any]:
-    """Drain an engine of a running fleet while conversations go on; afterwards it takes them again."""
+    """Drain an engine of a running fleet while conversations go on; afterwards let it take them again."""
     return asyncio.run(_drain(home, fleet_status(home), engine, conversations))
 
 
@@ -75,7 +75,7 @@ async def _until(true: Callable[[], bool]) -> None:
 
 
 async def _until_drained(keeper: ControlClient, began: float) -> float:
-    """Return the seconds until the engine holds nothing any more."""
+    """Return the seconds until the engine holds nothing."""
     async with asyncio.timeout(DRAIN_LIMIT_S):
         async for report in keeper.watch():
             if report.state is not None and report.state.drained:

@@ -1,4 +1,4 @@
-"""Restores of a prompt's KV from the host, against computing it, and beside a request that decodes."""
+"""Restores of a prompt's KV from the host, compared with computing it, and beside a request that decodes."""
 
 import asyncio
 import itertools
@@ -21,7 +21,7 @@ SHARED_STEP_S = 0.002  # both tokens of a shared step arrive within this time
 
 @dataclass
 class Beside:
-    """Gaps between tokens of a request while other turns run, and how long those turns took."""
+    """Gaps between a request's tokens while other turns run, and the duration of those turns."""
 
     touched: list[float] = field(default_factory=list)
     before_step: list[float] = field(default_factory=list)  # while the turn arrives and its KV is copied
@@ -113,7 +113,7 @@ async def decode_beside_restores(engine: VllmEngine) -> dict[str, float]:
 
 
 async def decode_beside(engine: VllmEngine, prompts: list[list[int]], found: Beside) -> None:
-    """Ask for the prompts one after another while another request decodes."""
+    """Send the prompts one after another while another request decodes."""
     clock = asyncio.get_running_loop().time
     origin = clock()
     decoding = asyncio.create_task(engine.ask([8] * 64, DECODED_TOKENS))

@@ -47,7 +47,7 @@ class PaperRow:
 
 
 class PaperBench:
-    """The paper's mix, with the unloaded latencies that every run is compared with."""
+    """The paper's mix, and the unloaded latencies with which every run is compared."""
 
     def __init__(self) -> None:
         self.found = workload.conversations(PaperMix())
@@ -102,7 +102,7 @@ def gmean(ratios: Values) -> float:
 def headlines(
     by_rate: Sequence[PaperRow], saturated: Sequence[PaperRow], capped: PaperRow
 ) -> dict[str, float]:
-    """Return the named figures. Reductions and gains are shares: 0.51 is 51 %."""
+    """Return the named figures. Reductions and gains are fractions: 0.51 means 51 %."""
     at = {row.system: row for row in saturated}
     ours = at[System.PREFILLER.value]
     every_rate = [row.violations for row in by_rate if row.system == ours.system]

@@ -1,4 +1,4 @@
-"""The conversation paper's set-up: four A40 with Qwen3-0.6B in bf16.
+"""The conversation paper's set-up: four A40 GPUs with Qwen3-0.6B in bf16.
 
 "Paper" is "Observation, Not Prediction", section 5.1. The latency model is derived from two of its
 statements, 25k prefilled tokens a second at a mean prompt and 1k decoded tokens a second with the KV full;
@@ -31,13 +31,13 @@ MIXED = (System.COLLOCATED, System.STICKY)
 
 
 def tbt_target_s() -> float:
-    """Return 5 x the time of an iteration in which one mean conversation decodes."""
+    """Return five times the duration of an iteration in which one mean conversation decodes."""
     context = int(INPUT_TOKENS + OUTPUT_TOKENS / 2)
     return SLO_FACTOR * ENGINE.latency.seconds(BatchWork.of([(1, context)]))
 
 
 def disaggregated(cap_w: float = LIMIT_W) -> SimulatedFleet:
-    """Return one prefiller and three decoders, the decoders under a power cap."""
+    """Return one prefiller and three decoders; the decoders have a power cap."""
     decoder = ENGINE.capped(cap_w) if cap_w < LIMIT_W else ENGINE
     return SimulatedFleet(
         (SimulatedTier("prefill", Role.PREFILL, 1, ENGINE), SimulatedTier("decode", Role.DECODE, 3, decoder))
@@ -45,7 +45,7 @@ def disaggregated(cap_w: float = LIMIT_W) -> SimulatedFleet:
 
 
 def collocated(cap_w: float = LIMIT_W) -> SimulatedFleet:
-    """Return four cards that serve whole conversations, three of them under a power cap."""
+    """Return four GPUs that serve whole conversations, three of them under a power cap."""
     engine = replace(ENGINE, chunk_tokens=COLLOCATED_CHUNK)
     capped = engine.capped(cap_w) if cap_w < LIMIT_W else engine
     return SimulatedFleet(
@@ -60,7 +60,7 @@ def simulate(
     rule: Redisaggregation | None = None,
     **settings: Any,
 ) -> SimulationResult:
-    """Play a trace on the fleet of a system, whose first turns wait for a prefiller as long as they must."""
+    """Play a trace on the fleet of a system. First turns wait for a prefiller as long as necessary."""
     placer = PlacerSettings(max_prefill_wait_s=float("inf"), redisaggregation=rule or Redisaggregation())
     fleet = collocated(cap_w) if system.system in MIXED else disaggregated(cap_w)
     return Simulation(fleet, SimulationSettings(system, placer, **settings)).run(trace)

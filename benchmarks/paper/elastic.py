@@ -1,4 +1,4 @@
-"""Elastic placement of first turns beside the paper's rule and collocated engines, in simulation.
+"""Elastic placement of first turns, beside the paper's rule and collocated engines, in simulation.
 
     python -m benchmarks.paper.elastic [--quick] [--json FILE] [--traces FILE]
 
@@ -62,7 +62,7 @@ class ElasticRow:
 def play(
     system: System, trace: Sequence[TraceConversation], cap_w: float = a40.LIMIT_W, agents: bool = False
 ) -> SimulationResult:
-    """Play a trace; `agents` are real ones, who break prefixes and never say that they are done."""
+    """Play a trace; `agents` are recorded ones, which break prefixes and never end their conversations."""
     return a40.simulate(
         SystemSettings(system),
         trace,
@@ -114,7 +114,7 @@ def table(traces: Path, quick: bool) -> Iterator[ElasticRow]:
 
 
 def headlines(rows: Iterable[ElasticRow]) -> dict[str, float]:
-    """Return ratios to the better of collocated engines and the paper's rule, the worst of all loads."""
+    """Return ratios to the better of collocated engines and the paper's rule: the worst of all loads."""
     by_load: dict[str, dict[str, ElasticRow]] = {}
     for one in rows:
         by_load.setdefault(one.load, {})[one.system] = one
@@ -143,7 +143,7 @@ def headlines(rows: Iterable[ElasticRow]) -> dict[str, float]:
 
 
 def shares(rows: Iterable[ElasticRow]) -> dict[str, float]:
-    """Return the shares of the elastic rule, means over the loads of a kind."""
+    """Return the elastic rule's shares: means over the loads of each kind."""
     ours = [one for one in rows if one.system == System.ELASTIC.value]
     by_kind = {
         "prefiller_share_mix": [one.prefiller_share for one in ours if one.load.startswith(MIX)],

@@ -1,4 +1,4 @@
-"""Conversations of the paper's mix and of real agents, and the arrivals that the paper uses.
+"""Conversations of the paper's mix and of recorded agents, and the paper's arrivals.
 
 The paper gives means (15k tokens in, 1k out) and shapes: 3.3 to 5 turns a conversation, appends of hundreds
 of tokens. Here a conversation has 2 to 5 turns and a moderate spread of lengths, and all 2,294 tasks of the
@@ -39,7 +39,7 @@ class PaperMix:
 
 
 def conversations(mix: PaperMix) -> tuple[TraceConversation, ...]:
-    """Return the conversations of a mix, all arriving at 0."""
+    """Return the conversations of a mix, all of which arrive at time 0."""
     random = generators.stream(mix.seed, "paper")
     turn_output = mix.output_tokens * 2 / sum(mix.turns)
     found: list[TraceConversation] = []
@@ -66,7 +66,7 @@ def poisson(found: Sequence[TraceConversation], rate: float, seed: int = 0) -> l
 
 
 def saturating(found: Sequence[TraceConversation]) -> list[TraceConversation]:
-    """Space arrivals in proportion to each prompt's cost, so that the prefiller is exactly full."""
+    """Space arrivals by the cost of each prompt, so that the prefiller is exactly full."""
     alone = [prefill_seconds(a40.ENGINE, conversation.turns[0].prompt_tokens) for conversation in found]
     # A busy prefiller packs the end of one prompt and the start of the next into one iteration.
     packed = _drain_seconds(found) / sum(alone)
@@ -78,13 +78,15 @@ def saturating(found: Sequence[TraceConversation]) -> list[TraceConversation]:
 
 
 def far_apart(found: Sequence[TraceConversation]) -> Iterator[TraceConversation]:
-    """Space arrivals so that no two conversations meet: the unloaded latencies."""
+    """Space arrivals so that conversations never overlap, which gives unloaded latencies."""
     for number, conversation in enumerate(found):
         yield replace(conversation, arrival_s=number * FAR_APART_S)
 
 
 def real(path: Path, rate: float) -> list[TraceConversation]:
-    """Return recorded conversations with lengths / `SHRINK`, each up to the turn that does not fit."""
+    """Return recorded conversations with lengths divided by `SHRINK`, each cut before the first turn that
+    does not fit.
+    """
     try:
         found = load(path).conversations
     except NotATrace:
@@ -95,7 +97,7 @@ def real(path: Path, rate: float) -> list[TraceConversation]:
 
 
 def _drain_seconds(found: Sequence[TraceConversation]) -> float:
-    """Return how long one engine takes for all first prompts, submitted at once."""
+    """Return how long one engine needs for all first prompts if they are submitted at once."""
     events = EventQueue()
 
     def ignore(engine: SimulatedEngine, live: LiveConversation) -> None:

@@ -1,4 +1,4 @@
-"""Our fleets beside other routers over real vLLM: the same engines and the same client, in turns of one run.
+"""Our fleets beside other routers over real vLLM, with the same engines and client, in turns of one run.
 
     python -m benchmarks.peers [--peers DIR] [--trace FILE] [--rounds 3] [--quick] [--json FILE]
 
@@ -40,7 +40,7 @@ LAST_TURN_S = 100.0  # about what a contender takes in a quick run
 
 @dataclass
 class PeerRun:
-    """Rounds of contenders and their results."""
+    """Rounds of all contenders, and their results."""
 
     plays: Sequence[Play]
     model: str
@@ -51,7 +51,7 @@ class PeerRun:
     lost: int = 0  # conversations of plays that ours did not end
 
     def round(self, number: int, everyone: Sequence[PeerSetup]) -> None:
-        """Let all contenders play one trace, then the next, so that compared plays are minutes apart."""
+        """Let all contenders play one trace, then the next, so that compared plays are only minutes apart."""
         for index, one in enumerate(self.plays):
             for contender in rotated(everyone, number + index):
                 if contender.name in self.skipped and contender.name != OURS:

@@ -21,7 +21,7 @@ ROUTER_LIMIT_S = 60.0
 
 @dataclass(frozen=True)
 class PeerSetup:
-    """A contender and how it starts; `start` raises `DoesNotRun`."""
+    """A contender and its start; `start` raises `DoesNotRun` if it cannot run here."""
 
     name: str
     start: Callable[[], AbstractContextManager[str]]
@@ -76,7 +76,7 @@ def vllm_router_disaggregated(bench: Bench) -> Iterator[str]:
 
 
 def router(bench: Bench, name: str, command: Sequence[str], port: int) -> Iterator[str]:
-    """Run a router that sends requests to the engine with their prefix."""
+    """Run a router that sends requests to the engine that has their prefix."""
     options = ["--policy", "cache_aware", "--host", HOST, "--port", str(port)]
     options += ["--prometheus-port", str(free_port(HOST))]
     subject = Subject(name, [*command, *options], port, start_limit_s=ROUTER_LIMIT_S)

@@ -1,4 +1,4 @@
-"""CPU time of one play: a contender's processes by kind, and all other processes of the machine.
+"""CPU time of one play: by kind of the contender's processes, and of all other processes of the machine.
 
 A contender's processes have a mark in their environment or descend from one that has it: Ray's daemons leave
 the process tree of the command that starts them, and engines write their titles over their environment. Times
@@ -32,19 +32,19 @@ KINDS = (
 
 
 def mark() -> None:
-    """Mark this process, and so all that it starts."""
+    """Mark this process and everything that it starts."""
     os.environ[MARK] = token_hex(8)
 
 
 @dataclass(frozen=True)
 class CpuTime:
-    """CPU seconds so far, by process and kind, and of the whole machine."""
+    """CPU seconds so far, by process and kind, and for the whole machine."""
 
     processes: dict[tuple[int, str], float]
     machine: float
 
     def since(self, before: "CpuTime") -> tuple[dict[str, float], float]:
-        """Return the seconds of each kind, and of all other processes, ended ones included."""
+        """Return the seconds of each kind, and of all other processes, including ended ones."""
         took: defaultdict[str, float] = defaultdict(float)
         for process, seconds in self.processes.items():
             took[process[1]] += seconds - before.processes.get(process, 0.0)

@@ -1,4 +1,4 @@
-"""Figures of `benchmarks.peers`: rows of plays, their medians, and ratios to the best peer of a round."""
+"""Figures of `benchmarks.peers`: rows of plays, their medians, and ratios to a round's best peer."""
 
 import statistics
 from collections.abc import Iterable, Mapping, Sequence
@@ -98,7 +98,7 @@ def medians(rows: Iterable[PeerRow]) -> Table:
 
 
 def by_round(rows: Sequence[PeerRow]) -> dict[str, dict[str, list[float]]]:
-    """Return ratios of ours to the best peer, by figure and trace, one for each round with a peer."""
+    """Return ratios of our fleet to the best peer, by figure and trace, for each round with a peer."""
     found: dict[str, dict[str, list[float]]] = {name: {} for name in RATIOS}
     for trace in dict.fromkeys(one.trace for one in rows):
         for number in dict.fromkeys(one.round for one in rows):
@@ -112,7 +112,7 @@ def by_round(rows: Sequence[PeerRow]) -> dict[str, dict[str, list[float]]]:
 
 
 def named(rows: Sequence[PeerRow], lost: int = 0) -> dict[str, float | None]:
-    """Return the worst trace's median ratio for each figure; None where no peer ran.
+    """Return each figure's median ratio for the worst trace; None if no peer ran.
 
     `lost` counts conversations of plays that ours did not end; they have no row.
     """
@@ -126,7 +126,7 @@ def named(rows: Sequence[PeerRow], lost: int = 0) -> dict[str, float | None]:
 
 
 def failures(table: Table, lost: int = 0) -> dict[str, int]:
-    """Return the failed conversations of each contender, over traces and rounds."""
+    """Return the number of failed conversations of each contender, over all traces and rounds."""
     found = {OURS: lost} if lost else {}
     for contenders in table.values():
         for contender, figures in contenders.items():

@@ -1,4 +1,4 @@
-"""Traces that every contender plays: conversations of real agents, the paper's mix, and a burst."""
+"""Traces that every contender plays: conversations of recorded agents, the paper's mix, and a burst."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
@@ -25,7 +25,7 @@ class Play:
 
 
 def plays(trace: Path | None, quick: bool) -> list[Play]:
-    """Return conversations of real coding agents, the paper's mix and a burst of it, or the given trace."""
+    """Return the given trace, or recorded coding agents, the paper's mix and a burst of it."""
     if trace is not None:
         given = load(trace).conversations
         return [Play(trace.stem.removesuffix(".jsonl"), given[:QUICK_COUNT] if quick else given)]

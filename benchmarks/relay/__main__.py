@@ -1,4 +1,4 @@
-"""Cost of a token on its way through the gateway, beside HAProxy, FastAPI and peers' routers.
+"""Cost of a token's way through the gateway, beside HAProxy, FastAPI and peers' routers.
 
     python -m benchmarks.relay [--quick] [--json FILE] [--peers DIR]
 
@@ -48,7 +48,7 @@ OPEN_FILES = 16_384
 
 @dataclass(frozen=True)
 class Scenario:
-    """A load, how often it is played, and the subjects it is for (empty: all fast ones)."""
+    """A load, its repetitions, and its subjects (empty: all fast ones)."""
 
     name: str
     load: Load
@@ -111,7 +111,7 @@ def measure(subject: Subject, load: Load, client_processors: set[int]) -> dict[s
 
 
 def run(quick: bool, peers: Path | None) -> Results:
-    """Return results by scenario and subject, one entry a repetition."""
+    """Return results by scenario and subject, one entry per repetition."""
     processors = sorted(os.sched_getaffinity(0))
     under_test, others = {processors[-1]}, set(processors[:-1]) or {processors[-1]}
     results: Results = defaultdict(lambda: defaultdict(list))
@@ -156,7 +156,7 @@ def started(wanted: list[Subject], work: Path, processors: set[int]) -> list[Sub
 
 
 def allow_many_sockets() -> None:
-    """Raise the limit of open files: HAProxy refuses more connections than it has descriptors for."""
+    """Raise the open-file limit, because HAProxy refuses more connections than it has descriptors for."""
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     wanted = OPEN_FILES if hard == resource.RLIM_INFINITY else min(OPEN_FILES, hard)
     if soft < wanted:

@@ -1,4 +1,4 @@
-"""Our relay alone, as a server of one endpoint with the observer on.
+"""Our relay alone, as a server with one endpoint and the observer on.
 
 python -m benchmarks.relay.bare_gateway PORT ENGINE_URL [CERTIFICATE KEY]
 """

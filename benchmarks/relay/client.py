@@ -29,7 +29,7 @@ LATE_S = 0.5  # after the engine's schedule: a busy machine may take so long
 
 @dataclass(frozen=True)
 class Load:
-    """Connections of one run and the streams that they ask for."""
+    """Number of connections in a run, and the streams that each requests."""
 
     port: int
     connections: int

@@ -1,4 +1,4 @@
-"""A directory that knows one fake engine, for the whole gateway.
+"""A directory that knows one fake engine; the gateway under test uses it.
 
 python -m benchmarks.relay.directory PORT ENGINE_PORT FOLDER SECRET
 """

@@ -1,4 +1,4 @@
-"""A fake engine of little cost: events in the shape of vLLM's, on a schedule, written by a bare protocol.
+"""A cheap fake engine: sends events like vLLM's on a schedule, with a bare protocol.
 
     python -m benchmarks.relay.engine PORT
 
@@ -38,7 +38,7 @@ ABOUT = b'{"object":"list","data":[{"id":"m","object":"model"}],"status":"ok","m
 
 
 def chunks(line: bytes) -> tuple[bytes, bytes]:
-    """Return the chunk of a token, with its time to fill in, and the last chunks of a stream."""
+    """Return the chunk of a token, with a place for its time, and the last chunks of a stream."""
     token = b"%x\r\n" % len(line + EVENT % 0) + line + EVENT + b"\r\n"
     last = (line and b":\n") + LAST
     return token, b"%x\r\n%b\r\n0\r\n\r\n" % (len(last), last)
@@ -66,7 +66,7 @@ class EngineStream:
 
 
 class Steps:
-    """Ticks of one rate, for one stream or shared by all streams that advance together."""
+    """Clock ticks of one rate, for one stream or for all streams that advance together."""
 
     def __init__(self, rate: int, *, shared: bool) -> None:
         self._period = 1.0 / rate
@@ -76,7 +76,7 @@ class Steps:
         self._due = 0.0
 
     def join(self, stream: EngineStream) -> None:
-        """Advance a stream from the next tick on, or at once if it has these ticks to itself."""
+        """Advance a stream from the next tick on, or at once if no other stream shares the ticks."""
         if not self._streams:
             self._due = self._loop.time() + (self._period if self._shared else 0.0)
             self._loop.call_at(self._due, self._tick)
@@ -94,7 +94,7 @@ class Steps:
 
 
 class StreamingEngine(asyncio.Protocol):
-    """A connection of the engine's server."""
+    """Connection of the fake engine's server."""
 
     def __init__(self, shared: dict[int, Steps]) -> None:
         self._shared = shared

@@ -1,4 +1,4 @@
-"""A proxy as it is usually written first: FastAPI in front, httpx behind.
+"""A proxy as one usually writes it first: FastAPI in front, httpx behind.
 
 python -m benchmarks.relay.httpx_proxy PORT ENGINE_URL
 """

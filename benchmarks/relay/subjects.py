@@ -35,7 +35,7 @@ backend engines
 
 
 def contenders(engine: Subject, directory: Subject, work: Path, peers: Path | None) -> list[Subject]:
-    """Return all subjects between client and engine that this machine has."""
+    """Return all subjects between client and engine that this machine can run."""
     certificate, key = make_certificate(work)
     proxies = [haproxy(engine.port, work), haproxy(engine.port, work, certificate)]
     return [
@@ -87,7 +87,7 @@ def make_certificate(work: Path) -> tuple[Path, Path]:
 
 
 def haproxy(engine_port: int, work: Path, certificate: Path | None = None) -> Subject | None:
-    """Return HAProxy, with TLS if there is a certificate; None where it is not installed."""
+    """Return HAProxy, with TLS if there is a certificate; None if it is not installed."""
     binary = shutil.which("haproxy") or shutil.which("haproxy", path="/usr/sbin:/usr/local/sbin")
     if binary is None:
         return None

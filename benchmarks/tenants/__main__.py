@@ -1,4 +1,4 @@
-"""Cost of a hostile tenant for another tenant of the same fleet.
+"""What a hostile tenant costs another tenant of the same fleet.
 
     python -m benchmarks.tenants [--quick] [--json FILE] [--fleet FILE] [--seed 0]
 
@@ -79,13 +79,13 @@ async def talk(chat: ChatClient, random: Random, seen: VictimSeen, seconds: floa
 
 
 class MemoryOfEngines:
-    """Largest memory of any engine, as a multiple of what it had when it was idle."""
+    """Largest memory of any engine, as a multiple of its idle memory."""
 
     def __init__(self, home: FleetHome) -> None:
         self._engines, self.most = home.engines, 0.0
 
     async def run(self) -> None:
-        """Look again and again until cancelled."""
+        """Poll the engines' memory until cancelled."""
         while True:
             await asyncio.to_thread(self._look)
             await asyncio.sleep(LOOK_S)
@@ -110,7 +110,7 @@ def prepared(file: Path, keys: Path) -> FleetSpec:
 async def play(
     url: str, model: str, memory: MemoryOfEngines, seed: int, rounds: int, phase_s: float
 ) -> tuple[VictimSeen, VictimSeen, Counter[str]]:
-    """Return what the victim saw alone and beside the attack, and the answers to the attack."""
+    """Return the victim's measurements alone and during the attack, and the answers to the attack."""
     alone, beside, answers, random = VictimSeen(), VictimSeen(), Counter[str](), Random(seed)
     whole_s = GROWS_S + phase_s + GROWS_S
     looking = asyncio.create_task(memory.run())
@@ -131,7 +131,7 @@ async def play(
 
 
 def ratio(beside: list[float], alone: list[float]) -> float:
-    """Return how the P99 of one compares with that of the other."""
+    """Return the ratio of the two P99."""
     return quantile(beside, 0.99) / p99 if (p99 := quantile(alone, 0.99)) else 0.0
 
 

@@ -1,4 +1,4 @@
-"""A tenant that does all it can to slow down another one, in a process of its own."""
+"""A tenant that does all it can to slow down another one, in its own process."""
 
 import asyncio
 import os
@@ -31,7 +31,7 @@ GIVES_UP_S = 60.0
 
 
 class HostileTenant:
-    """Clients of the hostile tenant, and the answers to each kind."""
+    """Clients of the hostile tenant, and the answers to each kind of attack."""
 
     def __init__(self, session: aiohttp.ClientSession, url: str, key: str, model: str, seed: int) -> None:
         self._session, self._url, self._model, self._random = session, url, model, Random(seed)
@@ -111,7 +111,7 @@ class HostileTenant:
         return {"model": self._model, "messages": [{"role": "user", "content": content}], **sizes, **more}
 
     def _schema(self, properties: int) -> dict[str, Any]:
-        """Return a schema that no engine has seen, of optional properties."""
+        """Return a schema with optional properties that no engine has seen before."""
         names = (f"p{next(self._numbers)}" for _ in range(properties))
         return {
             "type": "object",
@@ -161,7 +161,7 @@ class HostileTenant:
 
 
 def attack(pipe: Connection, url: str, key: str, model: str, seed: int, seconds: float) -> None:
-    """Attack for so long, and send the answers through the pipe.
+    """Attack for `seconds`, and send the answers through the pipe.
 
     The attack leaves the processors to the fleet, since on other machines it would have its own.
     """

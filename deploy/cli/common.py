@@ -31,7 +31,7 @@ AsJson = Annotated[bool, typer.Option("--json", help="Print JSON")]
 
 @contextmanager
 def errors_as_sentences() -> Iterator[None]:
-    """Print an error of ours as a sentence and exit with 1; other errors stay tracebacks."""
+    """Print our own errors as a sentence and exit with 1; other errors keep their traceback."""
     try:
         yield
     except EXPECTED as error:
@@ -56,7 +56,7 @@ def gateway_of(fleet: str | None) -> tuple[str, FleetSpec]:
 
 
 def only_fleet(*, to_end: bool = False) -> FleetHome:
-    """Return the only fleet that is up; if none is up, the only one that was killed and not brought down.
+    """Return the only fleet that is up; if none is, the only one that was killed and not brought down.
 
     With `to_end` both kinds count: a command that ends a fleet without a name must not end the wrong one.
     """
@@ -76,7 +76,7 @@ def only_fleet(*, to_end: bool = False) -> FleetHome:
 
 
 def any_trace(path: Path) -> Trace:
-    """Read a trace of our format, or of one that an importer knows."""
+    """Read a trace in our format or in one that an importer knows."""
     try:
         return load(path)
     except NotATrace:
@@ -84,7 +84,7 @@ def any_trace(path: Path) -> Trace:
 
 
 class Progress:
-    """Print progress, each line with the time since the start."""
+    """Prints progress, each line with the time since the start."""
 
     def __init__(self) -> None:
         self._began = time.monotonic()

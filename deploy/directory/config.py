@@ -1,4 +1,4 @@
-"""Configuration of the directory's process, as its actor writes it to a JSON file."""
+"""Configuration of the directory's process, which its actor writes to a JSON file."""
 
 from dataclasses import dataclass
 

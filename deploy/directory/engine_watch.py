@@ -1,4 +1,4 @@
-"""Follows one engine through its keeper, and tells the directory when it comes, reports and goes."""
+"""Follows one engine through its keeper, and tells the directory when it starts, reports and ends."""
 
 import asyncio
 import logging
@@ -35,7 +35,7 @@ class EngineWatch:
         clock: Callable[[], float] = time.monotonic,
         known: EngineInfo | None = None,
     ) -> None:
-        """`address_of`: where Ray knows the keeper. `known`: the engine of the journal, taken to be up."""
+        """`address_of` asks Ray for the keeper's address. `known` is the journal's engine, if any."""
         self._engine, self._directory, self._address_of = engine, directory, address_of
         self._secret, self._lease_s, self._clock = secret, lease_s, clock
         self._up = known
@@ -45,7 +45,7 @@ class EngineWatch:
 
     @property
     def up(self) -> bool:
-        """Whether the directory takes the engine to be up."""
+        """Return whether the directory assumes that the engine is up."""
         return self._up is not None
 
     async def run(self) -> None:
@@ -100,6 +100,5 @@ async def _listens(info: EngineInfo) -> bool:
 
 
 def _over(report: KeeperReport, up: EngineInfo) -> bool:
-    """A keeper without an engine may not have adopted it yet; one that was lost and found again may have lost
-    its engine meanwhile."""
+    """Return whether the engine is gone. Without an engine, a keeper may not have adopted it yet."""
     return report.over >= up.epoch or report.status.epoch > up.epoch

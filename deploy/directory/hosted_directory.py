@@ -30,14 +30,14 @@ SEND_LIMIT_S = 60.0  # of one conversation's KV
 
 
 class KeepersFile:
-    """File of control addresses by engine, which the actor writes; an address is empty until it is known."""
+    """File of control addresses by engine, written by the actor. An address is empty until it is known."""
 
     def __init__(self, file: Path) -> None:
         self._file = file
         self._addresses: dict[str, str] = {}
 
     def read(self) -> list[str]:
-        """Read the file again and return its engines. A file that cannot be read changes nothing."""
+        """Read the file again and return its engines. An unreadable file changes nothing."""
         try:
             self._addresses = json.loads(self._file.read_bytes())
         except (OSError, ValueError) as wrong:
@@ -84,7 +84,7 @@ class HostedDirectory:
             await server.stop()
 
     async def _follow_keepers(self, server: DirectoryServer) -> None:
-        """Watch each keeper of the file, and engines that outlive theirs.
+        """Watch each keeper in the file, and engines that outlive their keepers.
 
         The engines of the journal are looked for at once, where they were.
         """

@@ -1,4 +1,4 @@
-"""The fleet file: its schema, its loader, and what each component gets from it."""
+"""The fleet file: its schema, its loader, and the configurations made from it."""
 
 from deploy.fleet.load import FleetFileError, load_fleet, parse_fleet
 from deploy.fleet.schema import FleetSpec, TierSpec

@@ -1,4 +1,4 @@
-"""Differences between two fleet files, and the parts of a running fleet that they change."""
+"""Differences between two fleet files, and the parts of a running fleet that they affect."""
 
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
@@ -24,7 +24,7 @@ SECRET = ("key", "secret", "token", "database", "headers", "env")
 
 
 class Need(StrEnum):
-    """Step that makes a running engine what a file says."""
+    """Step that brings a running engine in line with a fleet file."""
 
     NOTHING = "nothing"
     KEEPER = "keeper"  # another keeper, which adopts the engine with its KV
@@ -85,7 +85,7 @@ def not_while_running(found: list[Difference]) -> list[Difference]:
 
 
 def plan(old: FleetSpec, new: FleetSpec, home: FleetHome, running: Mapping[str, Need]) -> FleetChanges:
-    """Return the changes of a fleet. `running`: its engines, the autoscaler's included, and their needs."""
+    """Return the changes of a fleet. `running` maps its engines, also autoscaled ones, to their needs."""
     wanted = {engine.name: engine for engine in _wanted(new, running)}
 
     def needing(need: Need) -> tuple[EngineName, ...]:

@@ -192,7 +192,7 @@ def _exposed(fleet: FleetSpec) -> Iterator[Problem]:
 
 
 def check_files(fleet: FleetSpec) -> Iterator[Problem]:
-    """Check files that gateways need. Where gateways run on other machines, the files may be only there."""
+    """Check files that gateways need. If gateways run on other machines, the files may exist only there."""
     keys_file, here = Path(fleet.gateway.keys_file or "").expanduser(), fleet.ray.address is None
     if fleet.gateway.keys_file and (here or keys_file.exists()):
         load_keys(keys_file)  # raises KeysFileError with lines of that file
@@ -239,7 +239,7 @@ Building = tuple[tuple[KeyPath, ...], Callable[[], object]]  # the blocks of the
 
 
 def _of_components(fleet: FleetSpec) -> Iterator[Problem]:
-    """Report what a component's own configuration refuses, before its process starts."""
+    """Report what a component's own configuration would refuse, before its process starts."""
     reported: set[str] = set()
     for blocks, build in _buildings(fleet):
         try:
@@ -277,7 +277,7 @@ def _buildings(fleet: FleetSpec) -> Iterator[Building]:
 
 
 def _key_of(fleet: FleetSpec, blocks: tuple[KeyPath, ...], message: str) -> KeyPath:
-    """Return the key that a component's message begins with, or the first of the blocks."""
+    """Return the key that a component's error message names, or the first of its blocks."""
     name = re.match(r"\w*", message)[0].removesuffix("_s")  # type: ignore[index]
     for path in blocks:
         block: object = fleet

@@ -1,4 +1,4 @@
-"""Make the configuration of each component from a fleet file."""
+"""Makes the configuration of each component from a fleet file."""
 
 import json
 from collections.abc import Iterator, Mapping, Sequence
@@ -56,7 +56,8 @@ Config = TypeVar("Config")
 
 
 def configured(kind: type[Config], *blocks: Spec, **given: Any) -> Config:
-    """Return a configuration with the given fields, and with keys of the blocks that have a field's name.
+    """Return a configuration with the given fields, and with those keys of the blocks that match a field's
+    name.
 
     A key of a time has no `_s`. Other fields keep their defaults.
     """
@@ -155,17 +156,17 @@ def coserving(fleet: FleetSpec) -> CoServingConfig:
 
 
 def coserves_on(fleet: FleetSpec, role: Role) -> bool:
-    """Tell whether engines of a role co-serve; prefillers do where the file gives them offline work."""
+    """Return whether engines of a role co-serve. Prefillers do if the file gives them offline work."""
     return fleet.coserving.enabled and (role is not Role.PREFILL or fleet.batch.harvest_prefill)
 
 
 def drops_on(fleet: FleetSpec, role: Role) -> bool:
-    """Tell whether engines of a role may drop parameters; only those that hold conversations do."""
+    """Return whether engines of a role may drop parameters; only those that hold conversations do."""
     return fleet.overload.policy == "drop" and role is not Role.PREFILL
 
 
 def parks(fleet: FleetSpec) -> bool:
-    """Tell whether idle conversations may go to the host."""
+    """Return whether idle conversations may be parked on the host."""
     return fleet.overload.policy in ("park", "drop")
 
 
@@ -189,7 +190,7 @@ def connector(fleet: FleetSpec, role: Role) -> ConnectorConfig:
 
 
 def shared_tier(fleet: FleetSpec, engine: EngineName, home: FleetHome) -> LmcacheServer | None:
-    """Return the node's LMCache server, which every keeper of a decoder keeps alive."""
+    """Return the node's LMCache server, which every decoder's keeper keeps running."""
     if "lmcache" not in fleet.kv.kv_tiers or engine.tier.role is Role.PREFILL:
         return None
     block_tokens = {**fleet.engine.args, **engine.tier.args}.get("block-size", DEFAULT_BLOCK_TOKENS)
@@ -208,7 +209,7 @@ def keeper_settings(fleet: FleetSpec) -> KeeperSettings:
 
 
 def _kv_in_host_memory(fleet: FleetSpec) -> float:
-    """Return GiB of KV that an engine may keep in host memory; on a CPU without a limit, infinity."""
+    """Return how many GiB of KV an engine may keep in host memory; infinity on a CPU without a limit."""
     parked = fleet.kv.host_kv_gib if "host" in fleet.kv.kv_tiers else 0.0
     if fleet.engine.device is not Device.CPU:
         return parked
@@ -261,7 +262,7 @@ def prefill_curves(fleet: FleetSpec) -> Mapping[str, PrefillCurve]:
 
 
 def alike(fleet: FleetSpec) -> Mapping[str, str]:
-    """Return a name of each tier's hardware; tiers with one name compute a prompt in the same time."""
+    """Return a name for each tier's hardware. Tiers with the same name compute a prompt in the same time."""
     on_cpu = fleet.engine.device is Device.CPU
     return {
         tier.name: f"{tier.hardware.accelerator} {tier.power_cap_w} {tier.args} {tier.env}"
@@ -339,7 +340,7 @@ def _hosts(fleet: FleetSpec) -> tuple[str, ...]:
 
 
 def owners(fleet: FleetSpec, named: Sequence[str]) -> tuple[str, ...]:
-    """Replace keys in clear by their owners, so that only the gateway has to know the keys."""
+    """Replace plain-text keys by their owners, so that only the gateway has to know the keys."""
     given = fleet.gateway
     any_key = () if asks_for_keys(fleet) else named  # each is an owner
     in_clear = {*given.api_keys, *given.admin_keys, *any_key} - {EVERYBODY}

@@ -260,7 +260,7 @@ def _connector_limits(one: TierEngines) -> Iterator[Problem]:
 
 
 def _states(one: TierEngines, model: Architecture) -> Iterator[Problem]:
-    """Check a model with layers that keep a state instead of keys and values."""
+    """Check a model that has layers with a state instead of keys and values."""
     path = ("model", "path")
     if not model.heads:
         yield Problem(path, "no layer of this model has attention, which vLLM's prefix cache asks for")

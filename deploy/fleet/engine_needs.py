@@ -26,7 +26,7 @@ class Parallel:
 
 
 def arguments(fleet: FleetSpec, tier: TierSpec) -> dict[str, Any]:
-    """vLLM's options of a tier's engines."""
+    """Return vLLM's options for a tier's engines."""
     return {**fleet.engine.args, **tier.args}
 
 
@@ -41,7 +41,7 @@ def parallel(fleet: FleetSpec, tier: TierSpec) -> Parallel:
 
 
 def engine_resources(fleet: FleetSpec, tier: TierSpec) -> dict[str, float]:
-    """Ray resources of one engine: on GPUs as many as its ranks, unless the tier says what share of one.
+    """Return an engine's Ray resources: as many GPUs as it has ranks, unless the tier sets a share of one.
 
     Ray places an actor on one node with all it takes, and an engine's ranks are where its keeper is.
     """
@@ -61,7 +61,7 @@ BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
 
 @dataclass(frozen=True, slots=True)
 class Architecture:
-    """Architecture of a model. None or 0: its config.json does not say."""
+    """Architecture of a model. None or 0 means that its config.json does not say."""
 
     names: tuple[str, ...]  # of vLLM's classes for it
     layers: int
@@ -79,7 +79,7 @@ class Architecture:
     weight_bytes: int  # of the files beside it
 
     def kv_bytes(self, tokens: int, tensor: int, width: int) -> int:
-        """Return the bytes of KV on one of `tensor` GPUs, with `width` bytes a number."""
+        """Return the bytes of KV on one of `tensor` GPUs, with `width` bytes per number."""
         if self.latent_dim:
             return tokens * self.attention_layers * self.latent_dim * width
         heads = max(1, self.kv_heads // tensor)
@@ -87,7 +87,7 @@ class Architecture:
 
 
 def find_architecture(model: str) -> Architecture | None:
-    """Return the architecture of a model on this machine: `smollm2`, a directory, or a cached one."""
+    """Return the architecture of a model on this machine: `smollm2`, a directory, or a cached model."""
     if model == smollm2.NAME:
         return replace(
             architecture_of(smollm2.CONFIG, smollm2.WEIGHT_BYTES), max_context=smollm2.LONGEST_CONTEXT
@@ -132,7 +132,7 @@ def architecture_of(content: Mapping[str, Any], weight_bytes: int = 0) -> Archit
 
 
 def _attention_layers(text: Mapping[str, Any], layers: int) -> int:
-    """Return the number of attention layers of a model in which other layers keep a state."""
+    """Return the number of attention layers in a model whose other layers keep a state."""
     if types := text.get("layer_types"):
         return sum(1 for one in types if one not in STATES)
     every = text.get("full_attention_interval") or text.get("attn_layer_period")
@@ -161,7 +161,7 @@ def model_directory(model: str) -> Path | None:
 
 
 def _weight_bytes(directory: Path) -> int:
-    """Return the size of the weights; their index names it even if they have not been fetched."""
+    """Return the size of the weights, which their index states even if they have not been downloaded."""
     try:
         return int(
             json.loads((directory / "model.safetensors.index.json").read_text())["metadata"]["total_size"]
@@ -172,7 +172,7 @@ def _weight_bytes(directory: Path) -> int:
 
 @dataclass(frozen=True)
 class TierEngines:
-    """Engines of a tier, with the architecture of their model if it is known."""
+    """Engines of a tier, with their model's architecture if it is known."""
 
     fleet: FleetSpec
     index: int
@@ -219,11 +219,11 @@ class TierEngines:
 
     @property
     def max_context(self) -> int:
-        """Longest conversation in tokens; 0 if it is not known."""
+        """Return the longest conversation in tokens; 0 if it is not known."""
         return self.fleet.model.max_context or (self.model.max_context if self.model else 0)
 
     def at(self, name: str) -> KeyPath:
-        """Return the path of an option in the file, or that of the tier if the option is not set."""
+        """Return the path of an option in the file, or of the tier if the option is not set."""
         if name in self.tier.args:
             return ("tiers", self.index, "args", name)
         return ("engine", "args", name) if name in self.args else ("tiers", self.index)

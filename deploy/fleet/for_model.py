@@ -1,4 +1,4 @@
-"""The fleet file for one model on one machine: what `conserve serve` runs.
+"""The fleet file for one model on one machine, which `conserve serve` runs.
 
 Pure: what is known of the model and of the machine comes in, the file's content goes out.
 """
@@ -36,7 +36,7 @@ class Machine:
 
 @dataclass(frozen=True, slots=True)
 class Wishes:
-    """Wishes of a person; the rest follows from the model and the machine."""
+    """Options that the user gave; the rest follows from the model and the machine."""
 
     model: str
     prefill: int | None = None
@@ -124,7 +124,7 @@ def _on_gpus(wishes: Wishes, model: Architecture, machine: Machine) -> tuple[dic
 
 
 def _ranks(model: Architecture, gpus: int, there: float) -> int:
-    """Return the fewest GPUs of an engine that leave room for KV, else as many as there are."""
+    """Return the fewest GPUs for an engine that leave room for KV, or all of them if no number does."""
     sizes = [
         size for size in (1, 2, 4, 8, 16) if size <= gpus and (not model.heads or model.heads % size == 0)
     ]
@@ -188,7 +188,7 @@ def _on_cpu(wishes: Wishes, model: Architecture, machine: Machine) -> tuple[dict
 
 
 def _context(wishes: Wishes, model: Architecture, left: float, ranks: int, where: str, width: int = 2) -> int:
-    """Return the longest conversation: the model's, or less where not even one such fits."""
+    """Return the longest conversation: the model's maximum, or less if not even one of these fits."""
     fits = max(0, int(left / model.kv_bytes(1, ranks, width)))
     asked = wishes.max_context or min(model.max_context or fits, fits)
     if fits < max(LEAST_CONTEXT, wishes.max_context or 0):

@@ -15,7 +15,7 @@ from deploy.fleet.schema import FleetSpec
 
 
 class FleetFileError(DeployError, ValueError):
-    """A fleet file that cannot be used; the message has one line for each mistake."""
+    """The fleet file cannot be used; the message has one line for each mistake."""
 
     def __init__(self, file: str, problems: Iterable[tuple[int, str]]) -> None:
         self.problems = tuple(f"{file}:{line}: {message}" for line, message in sorted(problems))
@@ -23,7 +23,7 @@ class FleetFileError(DeployError, ValueError):
 
 
 def dotted(path: KeyPath) -> str:
-    """('tiers', 0, 'role') -> tiers[0].role"""
+    """Convert a path to text: ('tiers', 0, 'role') -> tiers[0].role"""
     text = ""
     for part in path:
         text += f"[{part}]" if isinstance(part, int) else f".{part}" if text else part
@@ -51,7 +51,7 @@ def unknown_key(key: str, valid: list[str]) -> str:
 
 
 def keys_at(path: KeyPath) -> list[str]:
-    """Return the keys of a block, from the JSON schema."""
+    """Return the keys that a block may have, from the JSON schema."""
     whole = FleetSpec.model_json_schema()
     found: dict[str, Any] = whole
     for part in path:
@@ -73,7 +73,7 @@ def _expected(message: str) -> str:
 
 @dataclass
 class Positions:
-    """Lines of keys and values by path, from 1; a mapping has the line of its first entry."""
+    """Lines of keys and values by path, counted from 1; a mapping has the line of its first entry."""
 
     keys: dict[KeyPath, int] = field(default_factory=dict)
     values: dict[KeyPath, int] = field(default_factory=dict)

@@ -1,4 +1,4 @@
-"""Checks of the overload policy: settings that it contradicts, and engines that cannot drop parameters."""
+"""Checks of the overload policy: settings that contradict it, and engines that cannot drop parameters."""
 
 from collections.abc import Iterator, Mapping
 
@@ -10,7 +10,7 @@ from workers.engine.overload.config import SPLIT_MODELS
 
 
 def in_the_way(fleet: FleetSpec, tier: TierSpec) -> Iterator[str]:
-    """Yield why engines of a tier cannot drop parameters."""
+    """Yield the reasons why engines of a tier cannot drop parameters."""
     given = arguments(fleet, tier)
     ranks = parallel(fleet, tier)
     if ranks.gpus > 1:
@@ -24,7 +24,7 @@ def in_the_way(fleet: FleetSpec, tier: TierSpec) -> Iterator[str]:
 
 
 def _compiled(fleet: FleetSpec, given: Mapping[str, object]) -> str:
-    """Return why compiled passes of an engine contradict dropping; empty if they do not.
+    """Return why an engine's compiled passes contradict dropping; empty if they do not.
 
     While engines share layers, piecewise graphs are left unused, but a full graph would run all layers.
     """
@@ -44,7 +44,7 @@ def _compiled(fleet: FleetSpec, given: Mapping[str, object]) -> str:
 
 
 def model_in_the_way(fleet: FleetSpec) -> Iterator[str]:
-    """Yield why the model cannot be split; an engine itself checks what config.json does not show."""
+    """Yield the reasons why the model cannot be split. What config.json does not show, the engine checks."""
     model = find_architecture(fleet.model.path)
     if model is None:
         return
@@ -66,7 +66,7 @@ def check_overload(fleet: FleetSpec) -> Iterator[Problem]:
 
 
 def _without_parking(fleet: FleetSpec) -> Iterator[Problem]:
-    """Report settings of parking, which another policy does not do."""
+    """Report parking settings if the overload policy does not park."""
     policy = fleet.overload.policy
     settings = {
         ("kv", "host_kv_gib"): "host_kv_gib" in fleet.kv.model_fields_set,

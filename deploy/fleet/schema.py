@@ -1,4 +1,4 @@
-"""The fleet file: what a fleet is made of. One class a block of the YAML file.
+"""Schema of the fleet file: one class for each block of the YAML file.
 
 Strict: an unknown key is an error, and a number in quotes is not a number.
 """
@@ -60,7 +60,7 @@ def _network(text: str) -> str:
 
 
 def default(config: type[Any], name: str) -> Any:
-    """Return the default of a field of a component's configuration."""
+    """Return the default of a field in a component's configuration."""
     values = {field.name: field.default for field in fields(config) if field.default is not MISSING}
     return values[name]
 
@@ -70,7 +70,7 @@ SMALL_MODEL = "small"
 
 
 class Spec(BaseModel):
-    """Base of the blocks that no single component receives."""
+    """Base of the blocks that do not belong to a single component."""
 
     model_config = ConfigDict(**SETTINGS, frozen=True)
 
@@ -130,7 +130,7 @@ class EngineSpec(Spec):
 
 
 class AutoscaleSpec(Spec):
-    """Limits of the number of replicas, which then follows the load."""
+    """Limits on the number of replicas, which then follows the load."""
 
     min: Annotated[int, Field(gt=0, le=4096)]
     max: Annotated[int, Field(gt=0, le=4096)]
@@ -332,7 +332,7 @@ class CapacitySpec(Spec):
 
 
 def _off(value: object) -> object:
-    """Return `off` for false, as which YAML reads the word `off`."""
+    """Return `off` for false, because YAML reads the word `off` as false."""
     return "off" if value is False else value
 
 

@@ -1,4 +1,4 @@
-"""Names and values of the options of the vLLM release that is pinned.
+"""Names and values of the options of the pinned vLLM release.
 
 `conserve check` has two seconds and vLLM takes twenty to import, so they are read from a file, which
 `python -m deploy.fleet.vllm_options` makes from vLLM's parser (tests/deploy/fleet/test_final_configuration.py
@@ -23,7 +23,7 @@ KINDS: Mapping[str, tuple[str, tuple[type, ...]]] = {
 
 @functools.cache
 def options() -> dict[str, Any]:
-    """Kind (a key of KINDS, or text) or the list of choices, by option."""
+    """Return, for each option, its kind (a key of KINDS, or text) or its list of choices."""
     found: dict[str, Any] = json.loads(FILE.read_text())
     return found
 

@@ -1,1 +1,1 @@
-"""A fleet's coming up, being up, and going down, for the command line and for tests."""
+"""Start, change, status and end of a fleet, for the command line and for tests."""

@@ -1,4 +1,4 @@
-"""End a fleet: its supervisor first, then engines and gateways, then all else with its mark."""
+"""Ends a fleet: first its supervisor, then engines and gateways, then everything else with its mark."""
 
 import contextlib
 import logging
@@ -34,7 +34,7 @@ _SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 
 @contextmanager
 def uninterrupted() -> Iterator[None]:
-    """Ignore signals meanwhile: a second Ctrl-C must not interrupt the end of a fleet."""
+    """Ignore signals in this context, so that a second Ctrl-C does not interrupt the end of a fleet."""
     if threading.current_thread() is not threading.main_thread():
         yield  # signals do not arrive here
         return
@@ -47,7 +47,7 @@ def uninterrupted() -> Iterator[None]:
 
 
 def end_actors(home: FleetHome, run: RunRecord) -> None:
-    """End the fleet's actors in a Ray cluster that is not ours, which goes on."""
+    """End the fleet's actors in a Ray cluster that is not ours and continues to run."""
     fleet = load_fleet(home.fleet_file)
     ray = connect(fleet, home, run)
     try:
@@ -71,14 +71,14 @@ def end_actors(home: FleetHome, run: RunRecord) -> None:
 
 
 def _answering(ray: Any, handles: dict[str, Any]) -> list[Any]:
-    """Return the handles of actors that answer; one whose node is lost would block."""
+    """Return the handles of actors that answer. A call to one on a lost node would block."""
     asked = {handle.__ray_ready__.remote(): handle for handle in handles.values()}
     ready, _ = ray.wait(list(asked), num_returns=len(asked), timeout=ANSWER_LIMIT_S) if asked else ([], [])
     return [asked[one] for one in ready]
 
 
 def bring_down(home: FleetHome) -> int:
-    """End every process of the fleet on this machine, and return their number. Only KV is lost."""
+    """End every process of the fleet on this machine; return how many there were. Only KV is lost."""
     with uninterrupted():
         return _bring_down(home)
 

@@ -32,7 +32,7 @@ def trust_of(fleet: FleetSpec) -> ssl.SSLContext | None:
 
 
 def curl(fleet: FleetSpec) -> str:
-    """Return a `curl` command up to the path: it uses a name of the certificate and trusts it."""
+    """Return a `curl` command up to the path, with a name from the certificate and trust in it."""
     leaf, endpoint = _certificate(fleet), endpoint_of(fleet)
     if leaf is None or fleet.gateway.tls is None:
         return f"curl {endpoint}"

@@ -33,7 +33,7 @@ Reply = TypeVar("Reply")
 
 
 def keys_of(fleet: FleetSpec, home: FleetHome) -> FleetKeys:
-    """Return the fleet's keys for a command; our own cluster keeps its token in the fleet's directory."""
+    """Return the fleet's keys for a command. Our own cluster keeps its token in the fleet's directory."""
     if fleet.ray.address is not None:
         return FleetKeys.here(home.name)
     return FleetKeys(home.ray_token().read_text().strip(), home.name)
@@ -172,7 +172,7 @@ def _by_name(reply: messages.DirectoryStatus | None) -> dict[str, messages.Engin
 
 
 def _present(fleet: FleetSpec, home: FleetHome, known: Iterable[str]) -> list[EngineName]:
-    """Return the engines of the file; of an autoscaled tier, those known to the directory or here."""
+    """Return the engines of the file; for an autoscaled tier, those that are known here."""
     found = [engine for engine in components.engines(fleet) if engine.tier.autoscale is None]
     keepers = {file.parent.name for file in home.engines.glob(f"*/{CONTROL_FILE}")}
     for tier in fleet.tiers:

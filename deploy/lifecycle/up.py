@@ -1,4 +1,4 @@
-"""Start a fleet: Ray, keepers, directory, gateways. Progress is reported, and a failure has a reason."""
+"""Starts a fleet: Ray, keepers, directory, gateways. Reports progress, and gives a reason for a failure."""
 
 import time
 import urllib.error
@@ -49,13 +49,13 @@ def prepare(fleet: FleetSpec, home: FleetHome, tell: Tell) -> None:
 
 
 def write_fleet(fleet: FleetSpec, home: FleetHome) -> None:
-    """Keep the fleet file as the fleet was brought up."""
+    """Save the fleet file as the fleet was brought up."""
     content = fleet.model_dump(mode="json", exclude_unset=True)
     write_atomically(home.fleet_file, yaml.safe_dump(content, sort_keys=False))
 
 
 def is_up(home: FleetHome) -> bool:
-    """Tell whether a fleet is up, or may be: on another Ray cluster only Ray knows."""
+    """Return whether a fleet is up, or may be: on another Ray cluster only Ray knows."""
     run = home.read_run()
     return run is not None and (run.pid == 0 or processes.find(run.pid, run.started) is not None)
 
@@ -76,7 +76,7 @@ def refuse_few_descriptors(fleet: FleetSpec) -> None:
 
 
 def refuse_missing_model(fleet: FleetSpec) -> None:
-    """Refuse a model directory that is missing; only engines can look on other machines and in the hub."""
+    """Refuse a missing model directory. Other machines and the hub can only be checked by engines."""
     path = fleet.model.path
     is_path = path.startswith(("/", "./", "../", "~")) or path.count("/") > 1
     if fleet.ray.address is None and is_path and not (Path(path).expanduser() / "config.json").is_file():
@@ -129,7 +129,7 @@ def bring_up(fleet: FleetSpec, home: FleetHome, tell: Tell, *, end_with_us: bool
 
 
 def ended_elsewhere(home: FleetHome, error: BaseException) -> bool:
-    """Tell whether a start failed because another command ends the fleet, or its supervisor was killed."""
+    """Return whether a start failed because another command ended the fleet, or its supervisor was killed."""
     if not isinstance(error, LifecycleError | ConnectionError):
         return False
     run = home.read_run()
@@ -169,7 +169,7 @@ def directory_address(ray: Any, directory: Any) -> str:
 def until_engines_serve(
     ray: Any, fleet: FleetSpec, keepers: dict[str, Any], home: FleetHome, tell: Tell
 ) -> None:
-    """Wait until all engines serve, or one has failed. Keepers limit the time of a start."""
+    """Wait until all engines serve or one has failed. Keepers limit the time of a start."""
     shown: dict[str, str] = {}
     unplaced_until = time.monotonic() + fleet.engine.start_limit
     while True:
@@ -192,7 +192,7 @@ def until_engines_serve(
 
 
 def _status(ray: Any, keeper: Any, name: str) -> KeeperStatus | None:
-    """Return a keeper's status; None while Ray has no place for it."""
+    """Return a keeper's status; None while Ray has not placed it."""
     try:
         status: KeeperStatus = ray.get(keeper.status.remote(), timeout=PLACE_LIMIT_S)
     except ray.exceptions.GetTimeoutError:
@@ -249,6 +249,6 @@ def _ask(ray: Any, reference: Any, who: str) -> Any:
 
 
 def _last_line(error: Exception) -> str:
-    """Return the last line of Ray's message that is not indented; those lines are ids."""
+    """Return the last line of Ray's message that is not indented, because indented lines are ids."""
     lines = str(error).strip().splitlines()
     return next((line for line in reversed(lines) if not line.startswith(("\t", " "))), repr(error))

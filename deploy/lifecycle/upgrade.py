@@ -1,4 +1,4 @@
-"""`conserve up` on a fleet that is up: change what differs, one engine at a time, while it serves."""
+"""`conserve up` on a running fleet: changes what differs, one engine at a time, while the fleet serves."""
 
 import contextlib
 from collections.abc import Iterator
@@ -26,7 +26,9 @@ from deploy.ray.common import AUTOSCALER, DIRECTORY, GATEWAYS, keeper_name, repl
 
 @contextlib.contextmanager
 def upgrading(new: FleetSpec, home: FleetHome) -> Iterator[tuple["Upgrade", list[Difference]]]:
-    """Yield the upgrade of a running fleet, which makes no change yet, and the differences of its file."""
+    """Yield the upgrade of a running fleet, before it changes anything, and the differences between the
+    files.
+    """
     run = home.read_run()
     if run is None or not run.endpoint:
         raise LifecycleError(
@@ -67,7 +69,7 @@ class Upgrade:
         return endpoint_of(self._new)
 
     def run(self, tell: Tell) -> None:
-        """Make the changes; bindings and conversations stay.
+        """Make the changes. Bindings and conversations stay.
 
         An engine that does not start with its new settings is started with the old ones, and the rest of the
         changes is not made.

@@ -1,4 +1,4 @@
-"""The models that are made on this machine: `smollm2` and `small`."""
+"""The models that are generated on this machine: `smollm2` and `small`."""
 
 import logging
 from collections.abc import Callable
@@ -16,7 +16,7 @@ _logger = logging.getLogger("conserve.deploy.model")
 
 
 def ensure_model(fleet: FleetSpec, home: FleetHome, tell: Callable[[str], None] = _logger.info) -> None:
-    """Make the fleet's model on this node, if it is one that is made. Several keepers may do so at once."""
+    """Make the fleet's model on this node if it is a built-in one. Several keepers may do so at once."""
     if fleet.model.path == smollm2.NAME:
         smollm2.ensure(tell)
     elif fleet.model.path == SMALL_MODEL and make_model(home.model):
@@ -29,7 +29,7 @@ def ensure_model(fleet: FleetSpec, home: FleetHome, tell: Callable[[str], None] 
 
 
 def parsers(model: str) -> tuple[Choice, ...]:
-    """Return which parsers of vLLM's the model's answers need, as far as its files are on this machine."""
+    """Return which of vLLM's parsers the model's answers need, as far as its files are on this machine."""
     if model in (SMALL_MODEL, smollm2.NAME):
         return choose(ModelText("llama" if model == smollm2.NAME else "qwen3", smollm2.TEMPLATE))
     directory = model_directory(model)

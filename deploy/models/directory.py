@@ -1,4 +1,4 @@
-"""A model's directory that is made on this machine: as a whole or not at all, and once."""
+"""Model directories that are generated on this machine: as a whole or not at all, and only once."""
 
 import fcntl
 import os
@@ -13,7 +13,7 @@ RECIPE = "conserve.json"  # what the directory was made from
 
 
 def made_in(directory: Path, recipe: str, write: Callable[[Path], None]) -> bool:
-    """Have `write` make a model unless `directory` holds the one of this recipe; say whether it did.
+    """Let `write` make a model unless `directory` holds the one of this recipe; return whether it did.
 
     `write` is given a directory beside it, which is moved into place: an interrupted run leaves nothing half
     made. Of several processes that do so at the same time one makes it.

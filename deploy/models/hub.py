@@ -1,4 +1,4 @@
-"""Look-up of a model on the Hugging Face Hub, and the download of its files.
+"""Looks up a model on the Hugging Face Hub, and downloads its files.
 
 `HF_TOKEN`, `HF_HOME`, `HF_ENDPOINT` and `HF_HUB_OFFLINE` have their usual meaning.
 """
@@ -20,7 +20,7 @@ FILES = ("*.json", "*.jinja", "*.safetensors", "*.model", "*.txt", "*.tiktoken",
 
 
 def describe(model: str) -> int:
-    """Fetch the small files of a model, and return the bytes of its weights."""
+    """Download the small files of a model; return their directory and the size of its weights."""
     os.environ.setdefault("HF_HUB_ETAG_TIMEOUT", str(int(WAIT_S)))
     import httpx
     from huggingface_hub import HfApi, constants, hf_hub_download
@@ -67,7 +67,7 @@ def reaches(url: str) -> bool:
 
 
 def fetch(model: str) -> None:
-    """Fetch all that an engine loads, with a progress bar: an engine that fetches for long seems to hang."""
+    """Download all that an engine loads, with a progress bar, as an engine that downloads seems to hang."""
     from huggingface_hub import snapshot_download
 
     snapshot_download(model, allow_patterns=list(FILES))

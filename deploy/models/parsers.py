@@ -1,4 +1,4 @@
-"""Choice of vLLM's parsers of tool calls and of reasoning, by what a model's own files say.
+"""Chooses vLLM's parsers of tool calls and of reasoning from a model's own files.
 
 A wrong parser is worse than none: a rule names the models that it is for, or what their chat templates write.
 """
@@ -14,14 +14,14 @@ IN_JSON = r"""<tool_call>(\\n|\s)*\{\\?["'](name|arguments)"""
 
 @dataclass(frozen=True, slots=True)
 class ModelText:
-    """Properties of a model that decide the form of its answers."""
+    """Properties of a model that determine the form of its answers."""
 
     kind: str  # model_type of its config.json
     template: str  # its chat template; empty where it has none
 
 
 def text_in(directory: Path) -> ModelText | None:
-    """Read a model's directory; without a config.json it is no model's."""
+    """Read a model's directory; return None without a config.json."""
     config = _json(directory / "config.json")
     if not config:
         return None
@@ -102,7 +102,7 @@ class Choice:
 
 
 def choose(model: ModelText | None) -> tuple[Choice, ...]:
-    """Return the parser of tool calls and that of reasoning. `None`: the model's files are not here."""
+    """Return the parsers of tool calls and of reasoning. `model` is None if its files are not here."""
     return tuple(_choice(option, model, word, rules) for option, (word, rules) in KINDS.items())
 
 

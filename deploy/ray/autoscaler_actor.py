@@ -25,7 +25,7 @@ GIVE_UP_AFTER = 3  # failures of an engine that has not served for long in betwe
 
 
 class AutoscalerActor:
-    """Ray actor of the autoscaler."""
+    """Ray actor that runs the autoscaler."""
 
     def __init__(
         self,
@@ -80,7 +80,7 @@ class AutoscalerActor:
         return [engine for engine in self._keepers.engines() if replica(engine)[0] == tier.name]
 
     def _starting(self, engines: list[str]) -> bool:
-        """Tell whether an engine is starting; end engines that fail to start."""
+        """Return whether an engine is starting, and end engines that fail to start."""
         starting = False
         for engine in engines:
             status = self._keepers.status(engine)

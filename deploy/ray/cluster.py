@@ -72,13 +72,13 @@ class OwnCluster:
 
 
 def temporary_directory(home: FleetHome) -> Path:
-    """Return the directory of Ray's sockets and logs, whose path must be short."""
+    """Return the directory of Ray's sockets and logs. Its path must be short."""
     digest = hashlib.sha256(str(home.root).encode()).hexdigest()[:10]
     return Path(tempfile.gettempdir()) / f"conserve-{os.getuid()}" / digest
 
 
 def make_temporary_directory(home: FleetHome) -> None:
-    """Make it, empty, in a private directory: Ray lets everybody write to its own."""
+    """Make the directory, empty, inside a private one, because Ray lets everybody write to its own."""
     made = temporary_directory(home)
     if len(str(made / LONGEST_SOCKET)) > LONGEST_SOCKET_PATH:
         raise LifecycleError(f"{made} is too long for Ray's sockets; set TMPDIR to a shorter path")
@@ -105,7 +105,8 @@ def remove_temporary_directory(home: FleetHome) -> None:
 
 
 def resources_of(fleet: FleetSpec) -> dict[str, float]:
-    """Return the node's custom resources, plenty of each: they place tiers on nodes, and here is only one.
+    """Return the node's custom resources, plenty of each: they place tiers on nodes, and this is the only
+    node.
 
     Ray finds CPUs and GPUs by itself.
     """
@@ -120,7 +121,7 @@ def namespace(fleet: str) -> str:
 
 
 def common_environment(environ: Mapping[str, str]) -> dict[str, str]:
-    """Return the environment of every process that uses Ray, which reads it when it is imported."""
+    """Return the environment of every process that uses Ray, which reads it at import."""
     ours = with_our_packages(environ)
     env = {name: value for name, value in ours.items() if not name.startswith("RAY_")}
     env["RAY_gcs_rpc_server_reconnect_timeout_s"] = str(HEAD_LOSS_BRIDGED_S)
@@ -143,7 +144,7 @@ def own_cluster_environment(home: FleetHome, environ: Mapping[str, str]) -> dict
 
 
 def head_environment(home: FleetHome, environ: Mapping[str, str]) -> dict[str, str]:
-    """Return the environment of the head, which keeps its tables on disk and knows them after a restart."""
+    """Return the environment of the head, which keeps its tables on disk to survive a restart."""
     env = own_cluster_environment(home, environ)
     env["RAY_gcs_storage"] = "rocksdb"
     env["RAY_gcs_storage_path"] = str(home.ray / "gcs")
@@ -182,7 +183,7 @@ def start_own_cluster(fleet: FleetSpec, home: FleetHome, end_with_us: bool) -> R
 
 
 def connect(fleet: FleetSpec, home: FleetHome, record: RunRecord) -> Any:
-    """Import Ray, connect it and return it. Its import reads settings from the environment."""
+    """Import Ray, connect it and return it. Ray reads settings from the environment at import."""
     own = fleet.ray.address is None
     settings = own_cluster_environment(home, os.environ) if own else common_environment(os.environ)
     changed = any(
@@ -224,7 +225,7 @@ def connect(fleet: FleetSpec, home: FleetHome, record: RunRecord) -> Any:
 
 
 def refuse_open_cluster(ray: Any) -> None:
-    """Refuse a cluster that asks for no token: everybody in it can run code on all of its nodes.
+    """Refuse a cluster without a token, because anybody could run code on all of its nodes.
 
     Only an answer counts. Any other error, as of a Ray version without this call, is logged.
     """
@@ -244,7 +245,7 @@ def refuse_open_cluster(ray: Any) -> None:
 
 
 def _until_listens(ray_address: str) -> None:
-    """Wait until Ray listens; Ray itself would try for minutes."""
+    """Wait until Ray listens, because Ray itself would retry for minutes."""
     host, _, port = ray_address.rpartition(":")
     deadline = time.monotonic() + REACH_LIMIT_S
     while not (port.isdigit() and processes.listens(host, int(port))):
@@ -257,7 +258,7 @@ def _until_listens(ray_address: str) -> None:
 
 
 def _until_node_is_up(home: FleetHome, record: RunRecord) -> None:
-    """Wait until the log of `ray start --block` says so; a new supervisor begins a new log."""
+    """Wait until the log of `ray start --block` says so. A new supervisor starts a new log."""
     deadline = time.monotonic() + START_LIMIT_S
     while not any("Ray runtime started" in line for line in last_lines(home.ray / LOGS[0], 200)):
         if processes.find(record.pid, record.started) is None:

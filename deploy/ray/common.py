@@ -1,4 +1,4 @@
-"""Common parts of our Ray actors: names, options, sealed arguments, logs and background work."""
+"""Common parts of our Ray actors: names, options, encrypted arguments, logs and background work."""
 
 import asyncio
 import logging
@@ -34,19 +34,19 @@ def keeper_name(engine: str) -> str:
 
 
 def engines_of(actors: list[str]) -> list[str]:
-    """Return the engines whose keepers are among `actors`, with replicas of a tier in order."""
+    """Return the engines whose keepers are among `actors`, with the replicas of a tier in order."""
     names = [actor.removeprefix(_KEEPER) for actor in actors if actor.startswith(_KEEPER)]
     return sorted(names, key=replica)
 
 
 def replica(engine: str) -> tuple[str, int]:
-    """Return tier and index of an engine: (`decode`, 10) for `decode-10`."""
+    """Return the tier and index of an engine: (`decode`, 10) for `decode-10`."""
     tier, _, index = engine.rpartition("-")
     return tier, int(index)
 
 
 def always(name: str) -> dict[str, Any]:
-    """Return Ray options of a detached actor, which outlives the process that made it."""
+    """Return the Ray options of a detached actor, which outlives the process that created it."""
     return {
         "name": name,
         "lifetime": "detached",
@@ -64,7 +64,7 @@ def resources(wanted: dict[str, float]) -> dict[str, Any]:
 
 
 def control_resources(fleet: FleetSpec) -> dict[str, Any]:
-    """Return Ray options for actors that are no keepers."""
+    """Return the Ray options of actors other than keepers."""
     wanted = fleet.ray.control_resources
     return resources({**wanted, CONTROL: 1.0} if fleet.ray.address is None else wanted)
 
@@ -75,7 +75,7 @@ def log_to_stderr() -> None:
 
 
 def serve_metrics(host: str) -> str:
-    """Serve metrics until the process ends, on a free port; return host:port."""
+    """Serve metrics on a free port until the process ends; return host:port."""
     server, _ = start_http_server(0, addr=host)
     return f"{host}:{server.server_port}"
 
@@ -116,7 +116,7 @@ def _end_process_on_failure(task: "asyncio.Task[None]") -> None:
 
 @dataclass(frozen=True, slots=True)
 class SealedFleet:
-    """Fleet as an encrypted argument: Ray stores arguments, and a fleet may hold keys and passwords."""
+    """Fleet as an encrypted argument, as Ray stores arguments and a fleet may hold keys and passwords."""
 
     content: bytes
 

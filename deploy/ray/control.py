@@ -114,11 +114,11 @@ class ControlClient:
         return await self._ask(INFO, None)
 
     async def release(self, conversation: str) -> bool:
-        """Free the KV of a conversation that has ended. Returns False if the engine held none."""
+        """Free the KV of an ended conversation; return False if the engine held none."""
         return await self._ask(RELEASE, conversation)
 
     async def prefetch(self, conversation: str, due_in_s: float) -> bool:
-        """Load a parked conversation's KV. Returns False if the engine does not have most of it any more."""
+        """Load a parked conversation's KV; return False if the engine no longer has most of it."""
         return await self._ask(PREFETCH, PrefetchOrder(conversation, due_in_s))
 
     async def send(self, conversation: str, target: str) -> SentKv:
@@ -134,14 +134,16 @@ class ControlClient:
         await self._ask(RESTORE, epoch)
 
     async def drain(self, on: bool = True) -> None:
-        """Take no new conversations, or take them again. Running ones leave with their next turns.
+        """Stop accepting new conversations, or accept them again. Running ones leave with their next turns.
 
         `EngineState.drained` (placement/engines.py) says when none is left.
         """
         await self._ask(DRAIN, on)
 
     async def watch(self) -> AsyncIterator[KeeperReport]:
-        """Yield the keeper's report, and each change of it. Raises ControlError when the keeper is gone."""
+        """Yield the keeper's report at first and after each change. Raises ControlError when the keeper is
+        gone.
+        """
         try:
             async for report in self._stub.stream(WATCH, None, wait_for_ready=False):
                 yield report

@@ -77,7 +77,7 @@ class DirectoryActor:
         return HostedProcess("directory", "deploy.directory", config.dump(), folder, port, self._home.mark)
 
     async def _tell_keepers(self) -> None:
-        """Write the keepers' addresses when they change. While Ray does not answer, all stay as they are."""
+        """Write the keepers' addresses when they change. They stay as they are while Ray does not answer."""
         written: dict[str, str] | None = None
         while True:
             present = await asyncio.to_thread(_engines)
@@ -92,7 +92,7 @@ class DirectoryActor:
             await asyncio.sleep(FIND_EVERY_S)
 
     async def _keeper_address(self, engine: str) -> str:
-        """Ask the keeper itself: its handle, once found, also answers while Ray's head is away."""
+        """Ask the keeper for its address; a known handle answers even while Ray's head is away."""
         try:
             if engine not in self._handles:
                 self._handles[engine] = await asyncio.to_thread(ray.get_actor, keeper_name(engine))

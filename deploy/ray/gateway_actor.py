@@ -1,4 +1,6 @@
-"""Ray actor that keeps the gateways and the batch process running. They outlive it, as engines do."""
+"""Ray actor that keeps the gateways and the batch process running. They outlive it, as engines outlive
+keepers.
+"""
 
 import asyncio
 import contextlib
@@ -134,7 +136,7 @@ def _running(directory: Path) -> LeasedProcess | None:
 
 
 def _taken_over(old: LeasedProcess, new: int, port: int) -> LeasedProcess | None:
-    """Expire the old gateway once the new one listens: it then only finishes its streams."""
+    """Expire the old gateway once the new one listens, so that it only finishes its streams."""
     if not _listens(new, port):
         old.renew()
         return old
@@ -144,7 +146,7 @@ def _taken_over(old: LeasedProcess, new: int, port: int) -> LeasedProcess | None
 
 
 def _listens(host: int, port: int) -> bool:
-    """Tell whether a process below this host listens on the port, which the old gateway shares."""
+    """Return whether a process below this host listens on the port, which the old gateway shares."""
     with contextlib.suppress(psutil.Error):
         for process in psutil.Process(host).children(recursive=True):
             for connection in process.net_connections("tcp"):

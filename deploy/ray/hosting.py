@@ -1,4 +1,4 @@
-"""Processes that an actor hosts: they outlive the actor, which adopts them when it is back."""
+"""Processes that an actor hosts. They outlive the actor, which adopts them when it is back."""
 
 import asyncio
 import hashlib
@@ -25,7 +25,7 @@ GRACE_S = 5.0
 
 @dataclass(frozen=True, slots=True)
 class HostedProcess:
-    """A process that is to run: its Python module, its configuration and its folder."""
+    """A process to run: its Python module, its configuration and its folder."""
 
     name: str
     module: str
@@ -63,7 +63,7 @@ async def keep(
     look: Callable[[LeasedProcess], Awaitable[None]],
     ended: Callable[[], None] = lambda: None,
 ) -> None:
-    """Adopt or start the process, renew its lease, and start it again when it ends; never returns.
+    """Adopt or start the process, renew its lease, and restart it when it ends. Never returns.
 
     `look` is called again and again while it runs, and `ended` each time that it has ended.
     """
@@ -92,7 +92,7 @@ def fingerprint(config: bytes) -> str:
 
 
 def last_port(directory: Path, host: str) -> int:
-    """Return the port of the process that runs there or ran last, unless somebody else has it now."""
+    """Return the port of the process that runs there or ran last, unless another process has taken it."""
     last = LeasedProcess.recorded(directory)
     if last is not None and (last.alive() or not processes.listen_problem(host, last.record.ports[0])):
         return last.record.ports[0]
@@ -100,7 +100,7 @@ def last_port(directory: Path, host: str) -> int:
 
 
 def end(directory: Path) -> None:
-    """End the process that runs there, if one does."""
+    """End the process that runs there, if there is one."""
     process = LeasedProcess.recorded(directory)
     if process is not None:
         process.end(GRACE_S)

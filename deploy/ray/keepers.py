@@ -1,4 +1,4 @@
-"""Keepers of a fleet in Ray: the actor of one keeper, and the list of all to start, drain and end them.
+"""Keepers of a fleet in Ray: the actor of one keeper, and the set of all keepers to start, drain and end.
 
 `conserve up` and the autoscaler use it to change engines and their number.
 """
@@ -70,7 +70,7 @@ class KeeperActor:
         host: str | None,
         profiles: Mapping[str, Coefficients],
     ) -> None:
-        """`host` is the address of this node; None stands for the address that Ray knows."""
+        """`host` is the address of this node; None means the address that Ray knows."""
         log_to_stderr()
         set_oom_score(OomScore.KEEPER)
         self._keys = FleetKeys.here(home.name)
@@ -99,7 +99,7 @@ class KeeperActor:
         return self._store.status
 
     def compare(self, sealed: SealedFleet, profiles: Mapping[str, Coefficients]) -> str:
-        """Return what this engine needs to match that fleet (deploy.fleet.changes.Need)."""
+        """Return what this engine needs in order to match that fleet (deploy.fleet.changes.Need)."""
         fleet = sealed.opened(self._keys)
         engine = engine_named(fleet, self._engine.name)
         spec = engine_spec(fleet, engine, self._home, self._spec.host)
@@ -143,13 +143,13 @@ class KeeperActor:
             await server.stop()
 
     def _last_port(self) -> int:
-        """Return the port of the keeper before this one, so that its watchers find it again."""
+        """Return the port of the former keeper, so that its watchers find this one."""
         file = self._spec.directory / CONTROL_FILE
         return int(file.read_text().rsplit(":", 1)[1]) if file.exists() else 0
 
 
 def end_in_order(background: Background, store: StatusStore, keeper: Keeper | None) -> None:
-    """End an engine, and report that first, so that the directory does not wait for its lease."""
+    """End an engine after reporting its end, so that the directory does not wait for its lease."""
 
     async def withdraw() -> None:
         store.engine_down()
@@ -191,14 +191,14 @@ class Keepers:
         return status
 
     def need(self, engine: EngineName) -> Need:
-        """Return what an engine needs to match the fleet file."""
+        """Return what an engine needs in order to match the fleet file."""
         try:
             return Need(self._ask(engine.name, "compare", self._sealed, self._profiles))
         except (RayError, ValueError):
             return Need.PLACE
 
     def drain(self, engine: str, limit_s: float) -> bool:
-        """Drain an engine. False: turns still run after `limit_s`, or there is no answer."""
+        """Drain an engine; return False if turns still run after `limit_s`, or it does not answer."""
         try:
             return asyncio.run(self._drained(engine, time.monotonic() + limit_s))
         except (RayError, ValueError, ControlError) as error:
@@ -211,7 +211,7 @@ class Keepers:
             asyncio.run(self._resumed(engine))
 
     def end(self, engine: str) -> None:
-        """End an engine and its keeper, so that the name is free."""
+        """End an engine and its keeper, so that the name becomes free."""
         with contextlib.suppress(ValueError):
             handle = ray.get_actor(keeper_name(engine))
             with contextlib.suppress(RayError):  # killed next
@@ -225,7 +225,7 @@ class Keepers:
             process.end(GRACE_S)
 
     def end_actor(self, name: str) -> None:
-        """End an actor, if it exists, and wait until its name is free.
+        """End an actor if it exists, and wait until its name is free.
 
         Its engine runs on for the time of its lease, in which another keeper may adopt it.
         """

@@ -1,4 +1,4 @@
-"""The keys of `--json` stay the same, because earlier runs are compared by them."""
+"""The keys of `--json` stay the same, because results are compared with those of earlier runs."""
 
 from collections import Counter
 from types import SimpleNamespace
@@ -27,7 +27,7 @@ def keys(text: str) -> set[str]:
 
 
 def row(cls: Any, *names: str) -> Any:
-    """Return a row that begins with some names, with the same small value for each figure."""
+    """Return a row whose first fields are names and whose other fields have the same small value."""
     return cls(*names, *[0.01] * (len(cls.__dataclass_fields__) - len(names)))
 
 
@@ -72,7 +72,7 @@ def test_prefixes_and_returns() -> None:
 
 
 def test_prefetch_figures_without_token_gaps_have_no_gap_ratio() -> None:
-    """With one turn a round, all agents are never in the same round."""
+    """With one turn per round, the agents are never all in the same round."""
     rounds = [returns.ReturnRound(name, [2.0], [], [1]) for name in returns.VARIANTS]
     found = returns.figures_of(rounds)
     assert found["ttft_p50_vs_on_arrival"] == 1.0 and found["tbt_vs_on_arrival"] is None

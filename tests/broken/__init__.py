@@ -1,1 +1,1 @@
-"""Code that is broken on purpose, to see a test turn red."""
+"""Deliberate faults, to see that a test fails with each of them."""

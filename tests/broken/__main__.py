@@ -1,4 +1,5 @@
-"""Break faults that reviews found back into a copy of the tree, one at a time, and see the named tests fail.
+"""Put faults that reviews found back into a copy of the tree, one at a time, and check that the named tests
+fail.
 
     python -m tests.broken [WORD ...]
 
@@ -25,7 +26,7 @@ PASSED, FAILED = 0, 1  # exit statuses of pytest; with any other, no test ran
 
 @dataclass(frozen=True)
 class Finding:
-    """One fault: replace `was` by `broken` in `file`, and one of `tests` has to fail."""
+    """One fault: `was` is replaced by `broken` in `file`, and one of `tests` has to fail."""
 
     what: str
     file: str
@@ -49,7 +50,7 @@ def copy_tree(into: Path) -> None:
 
 
 def status_of(tests: tuple[str, ...], tree: Path) -> int | None:
-    """Return the exit status of pytest, or None after LIMIT_S, which shows nothing on a busy machine."""
+    """Return the exit status of pytest, or None after LIMIT_S, which proves nothing on a busy machine."""
     command = [sys.executable, "-m", "pytest", "-q", "-x", "-p", "no:cacheprovider", *tests]
     environment = os.environ | {"PYTHONPATH": str(tree), "PYTHONDONTWRITEBYTECODE": "1"}
     try:

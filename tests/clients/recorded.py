@@ -1,4 +1,4 @@
-"""Requests that coding agents really sent, kept in requests/ with their long texts shortened."""
+"""Requests of real coding agents, stored in requests/ with their long texts shortened."""
 
 import json
 from collections.abc import Iterable, Mapping
@@ -14,7 +14,7 @@ OUR_AGENT = "Python-urllib"  # `conserve run` asks for the models
 
 
 def record(name: str, exchanges: Iterable[RecordedExchange], renamed: Mapping[str, str]) -> None:
-    """Keep an agent's requests; `renamed` are texts that belong to this machine, and what replaces them."""
+    """Store an agent's requests; `renamed` maps texts that belong to this machine to replacements."""
     kept = [
         {
             "method": one.method,

@@ -40,7 +40,7 @@ def shell(tool: str, field: str, **others: Any) -> dict[str, Any]:
 
 @dataclass(frozen=True)
 class Scripted:
-    """An agent, its arguments, and the tool calls and texts that the model is to answer with."""
+    """An agent, its arguments, and the tool calls and texts with which the model is to answer."""
 
     agent: str
     arguments: tuple[str, ...]
@@ -171,7 +171,7 @@ async def run_agent(
 async def worked(
     name: str, script: Scripted, fleet: RunningFleet, programs: str, repository: Path
 ) -> list[RecordedExchange]:
-    """Let an agent work until it has answered; return its requests with a body, all of them served."""
+    """Let an agent work until it has answered; return its requests with a body, all of which were served."""
     async with recording_proxy(fleet.url) as proxy:
         status, answer, said = await run_agent(script, proxy.url, programs, repository, key=name)
     posts = [one for one in proxy.exchanges if one.method == "POST"]
@@ -207,7 +207,7 @@ async def test_requests_that_an_agent_sends_at_times_do_not_end_it(
 
 
 def assert_computed_once(fleet: RunningFleet, conversation_id: str, turns: int) -> None:
-    """Check by the gateway's log that each later turn found all but the last block of the prompt before."""
+    """Check by the gateway's log that each later turn found all but the last block of the last prompt."""
     block = fleet.fleet.engine.args["block-size"]
 
     def lines() -> list[tuple[int, ...]]:

@@ -1,4 +1,4 @@
-"""Requests that real coding agents sent are taken by the gateway, and by vLLM behind it."""
+"""The gateway, and vLLM behind it, accept requests that real coding agents sent."""
 
 from collections.abc import AsyncIterator
 from pathlib import Path
@@ -31,7 +31,7 @@ async def made(tmp_path: Path) -> AsyncIterator[FakeFleet]:
 
 
 async def played(made: FakeFleet, name: str) -> tuple[set[str], set[str]]:
-    """Send an agent's requests; return the conversations that they belonged to, and what was dropped."""
+    """Send an agent's requests; return their conversations, and the fields that were dropped."""
     conversations, dropped = set(), set[str]()
     async with aiohttp.ClientSession(made.urls[0]) as session:
         for one in requests_of(name):

@@ -103,7 +103,7 @@ def test_a_delayed_process_is_slowed_repeatedly_and_continues(
 
 @pytest.mark.parametrize("by_s", [3600.0, -3600.0])
 def test_the_clock_is_right_again_after_a_shift(by_s: float) -> None:
-    """The clock of this machine is not changed."""
+    """The test does not change the clock of this machine."""
     changes: list[float] = []
     set_clock(by_s, 0.2, change=lambda _, at: changes.append(at - time.time()))
     assert changes == pytest.approx([by_s, 0.0], abs=0.1)

@@ -78,7 +78,7 @@ class Rig:
         return asyncio.create_task(keep(self.hosted(), look))
 
     async def place(self, key: str, limit_s: float) -> Placed:
-        """Place a new conversation, and ask again after each refusal."""
+        """Place a new conversation, and retry after each refusal."""
         async with asyncio.timeout(limit_s):
             while True:
                 with suppress(Exception):

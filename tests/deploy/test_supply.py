@@ -14,7 +14,7 @@ HASHED = re.compile(r"(\S+==[^\s\\]+)( ; [^\\]+)?((?: \\\n    --hash=sha256:[0-9
 
 
 def locked(name: str) -> dict[str, Requirement]:
-    """Fails when anything in the file is not a package with one version and hashes."""
+    """Return the locked packages; fail if anything in the file is not one version with hashes."""
     text = (ROOT / "requirements" / name).read_text()
     assert not HASHED.sub("", text), "these have no hashes"
     found = [Requirement(match[1]) for match in HASHED.finditer(text)]

@@ -69,7 +69,7 @@ def tool_turn(sdk: OpenAI, model: str, messages: list[dict[str, Any]], **options
 
 
 def text_turn(sdk: OpenAI, model: str, messages: list[dict[str, Any]], **options: Any) -> TalkedTurn:
-    """Run a turn that speaks to the user and append it to `messages`. Its tools stay part of the prompt."""
+    """Run a turn that answers the user, and append it to `messages`. Its tools stay in the prompt."""
     answer = sdk.chat.completions.create(
         model=model,
         messages=messages,
@@ -97,7 +97,7 @@ def get(url: str, path: str, key: str = "test") -> Any:
 
 
 def conversation(fleet: RunningFleet, key: str, turns: int = 0) -> dict[str, Any]:
-    """Return the only conversation of an API key, once so many of its turns have ended."""
+    """Return the only conversation of an API key, once `turns` of its turns have ended."""
 
     def found() -> dict[str, Any]:
         (one,) = get(fleet.url, "/v1/conversations", key)["data"]

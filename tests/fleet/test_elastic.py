@@ -57,7 +57,7 @@ def answered(stream: ChatStream) -> None:
 
 
 def took(fleet: RunningFleet, key: str, seed: int) -> float:
-    """Return the seconds to the first token of a single turn."""
+    """Return the time to first token, in seconds, of a single turn."""
     answered(first_turn(fleet, key, seed))
     return float(placement(fleet, key)["took"]["first_token_s"])
 

@@ -86,7 +86,7 @@ QUEUED = 20
 
 
 def refused(fleet: RunningFleet, reason: str) -> float:
-    """Transfers that decoders have given up for this reason."""
+    """Return how many transfers decoders have given up for this reason."""
     name = "conserve_kv_transfers_refused_total"
     return sum(metric(url, name, reason=reason) for url in engine_urls(fleet, "decode").values())
 
@@ -213,7 +213,7 @@ def test_ninety_seconds_without_the_ray_head_disturb_nothing(fleet: RunningFleet
 def test_a_killed_ray_process_ends_no_gateway_and_no_engine(
     fleet: RunningFleet, name: str, watched_s: float
 ) -> None:
-    """Watch for longer than the leases that actors renew, since actors end with the raylet.
+    """Watch for longer than the leases that actors renew, because actors end with the raylet.
 
     New conversations continue too, because the directory process outlives its actor.
     """

@@ -55,7 +55,7 @@ def texts(streams: list[ChatStream]) -> list[str]:
 
 @pytest.fixture(scope="module")
 def right(fleet: RunningFleet) -> list[str]:
-    """Two conversations at a time cause no overload."""
+    """Return the undisturbed answers: two conversations at a time cause no overload."""
     said: list[str] = []
     for first in range(0, STREAMS, 2):
         said += texts([start(fleet, number, "calm") for number in (first, first + 1)])

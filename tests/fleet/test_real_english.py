@@ -49,7 +49,7 @@ def ask(sdk: OpenAI, model: str, messages: list[dict[str, Any]], question: str) 
 
 @contextmanager
 def offline_work(fleet: RunningFleet) -> Iterator[None]:
-    """Prompts of hundreds of tokens, one after the other, until the block ends."""
+    """Run prompts of hundreds of tokens, one after another, until the block ends."""
     over = threading.Event()
 
     def work(number: int) -> None:

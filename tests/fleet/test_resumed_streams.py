@@ -58,7 +58,7 @@ def resumed(fleet: RunningFleet) -> float:
 
 @pytest.fixture(scope="module")
 def undisturbed(laptop_fleet: RunningFleet) -> list[tuple[Any, ...]]:
-    """Return what each stream says on an undisturbed fleet."""
+    """Return the text of each stream on an undisturbed fleet."""
     serving(laptop_fleet)
     streams = [start(laptop_fleet, number, "undisturbed") for number in range(STREAMS)]
     return [output_of(stream.end(STREAM_S)) for stream in streams]

@@ -52,8 +52,9 @@ def decode(**values: Any) -> Edit:
 
 
 def talk_until_one_is_on(fleet: RunningFleet, decoder: str) -> tuple[str, list[dict[str, Any]]]:
-    """New conversations, each placed where the least KV is in use, until one is placed there: of decoders
-    that hold nothing the first by name is chosen. Returns the key and the messages of that one."""
+    """Start new conversations until one is placed on `decoder`; return its key and its messages. Each goes to
+    the decoder with the least KV, and to the first by name if none holds any.
+    """
     for number in range(6):
         key, messages = f"light-{number}", opening(960 + number, 40)
         text_turn(client(fleet.url, key), fleet.model, messages)
@@ -68,7 +69,7 @@ def talk_until_one_is_on(fleet: RunningFleet, decoder: str) -> tuple[str, list[d
 
 
 class TalkingAgents:
-    """Agents that send turn after turn until they are stopped. A failed turn ends its agent."""
+    """Agents that run turn after turn until they are stopped. A failed turn ends its agent."""
 
     def __init__(self, fleet: RunningFleet, count: int) -> None:
         self._fleet, self._stop = fleet, threading.Event()

@@ -1,4 +1,4 @@
-"""Requests that may have a full block more are found, without a look at each of them in each step."""
+"""Requests that may have another full block are found without examining every request in every step."""
 
 import random
 from dataclasses import dataclass

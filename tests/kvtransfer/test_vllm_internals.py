@@ -1,4 +1,4 @@
-"""Each use of vLLM's internals is verified at the start, and only modules in `CONTACTS` have one."""
+"""Every use of vLLM's internals is verified at the start, and only the modules in `CONTACTS` use them."""
 
 import ast
 import inspect
@@ -197,7 +197,7 @@ def is_private(name: str) -> bool:
 
 
 def contacts(source: str) -> Iterator[str]:
-    """Private and patched names of vLLM in a module of ours."""
+    """Return the private and patched names of vLLM in one of our modules."""
     tree = ast.parse(source)
     imported = set(names_from_vllm(tree))
     own = own_names(tree)
@@ -231,7 +231,7 @@ def names_from_vllm(tree: ast.AST) -> Iterator[str]:
 
 
 def own_names(tree: ast.AST) -> set[str]:
-    """Names that classes here define or assign to themselves."""
+    """Return the names that classes here define or assign to themselves."""
     methods = {node.name for node in ast.walk(tree) if isinstance(node, DEFINITIONS)}
     fields = {t.id for node in ast.walk(tree) for t in assigned(node) if isinstance(t, ast.Name)}
     attributes = {t.attr for node in ast.walk(tree) for t in assigned(node) if isinstance(t, ast.Attribute)}
@@ -257,7 +257,7 @@ def root_of(node: ast.expr) -> str:
 
 
 def near_vllm() -> list[Path]:
-    """Modules that import vLLM, or are handed its objects."""
+    """Return the modules that import vLLM or receive its objects."""
     found = []
     for package in PACKAGES:
         for path in sorted((ROOT / package).rglob("*.py")):

@@ -1,4 +1,4 @@
-"""Two prompts have equal chains when their differences do not reach the model."""
+"""Two prompts have equal chains if the model cannot see their differences."""
 
 from array import array
 from typing import Any

@@ -25,7 +25,7 @@ async def made(tmp_path: Path) -> AsyncIterator[FakeFleet]:
 
 
 def calls(number: int, names: tuple[str, ...]) -> list[dict[str, Any]]:
-    """Parallel tool calls and their results."""
+    """Return parallel tool calls and their results."""
     ids = [f"call-{number}-{name}" for name in names]
     asked = [
         {"id": one, "type": "function", "function": {"name": name, "arguments": "{}"}}
@@ -38,7 +38,7 @@ def calls(number: int, names: tuple[str, ...]) -> list[dict[str, Any]]:
 async def tool_loop(
     made: FakeFleet, begins: str, headers: Headers | None = None, turns: int = 4, **body: Any
 ) -> list[GatewayAnswer]:
-    """An agent: a question, turns with parallel tool calls, then an answer."""
+    """Run an agent: a question, turns with parallel tool calls, then an answer."""
     messages = [SYSTEM, user(begins)]
     answers = []
     for number in range(turns):
@@ -131,7 +131,7 @@ async def test_llm_d_and_inference_perf_send_back_the_token_they_were_given(made
 
 
 async def test_a_token_that_names_an_engine_is_no_conversation(made: FakeFleet) -> None:
-    """A router in front sends the same id for every session on this gateway."""
+    """Another router in front may send the same id for all sessions on this gateway."""
     token = {"x-session-token": "ZGVmYXVsdC9jb25zZXJ2ZS0w"}
     loops = await asyncio.gather(*(tool_loop(made, f"task {number}", token) for number in range(3)))
     assert [len(ids(answers)) for answers in loops] == [1, 1, 1]
@@ -162,7 +162,7 @@ async def test_an_anthropic_client_with_its_session_in_the_user_id(made: FakeFle
 
 @pytest.mark.parametrize("field", ["prompt_cache_key", "session_id", "conversation_id"])
 async def test_one_key_for_a_whole_application_pins_nothing(made: FakeFleet, field: str) -> None:
-    """The key pins nothing even when the first turns arrive together."""
+    """Such a key pins nothing even if the first turns arrive together."""
     loops = await asyncio.gather(*(tool_loop(made, f"task {n}", **{field: "my-app"}) for n in range(6)))
     assert [len(ids(answers)) for answers in loops] == [1] * 6
     conversations = set().union(*map(ids, loops))

@@ -21,7 +21,7 @@ async def drain(made: FakeFleet, engine: str, on: bool = True) -> None:
 
 
 async def opened(made: FakeFleet, text: str = "hello") -> tuple[list[dict[str, Any]], str, str]:
-    """A conversation with one turn: its messages so far, its id, its decoder."""
+    """Start a conversation with one turn; return its messages, its id and its decoder."""
     messages = [user(text)]
     first = await ask(made.urls[0], messages)
     assert first.status == 200

@@ -1,4 +1,6 @@
-"""A request belongs to the conversation of its ids in their order, otherwise of its prompt."""
+"""A request belongs to the conversation that its ids name, in order of precedence, otherwise to that of its
+prompt.
+"""
 
 import pickle
 import random

@@ -266,7 +266,7 @@ async def test_without_its_file_a_gateway_answers_401(tmp_path: Path) -> None:
 
 
 async def test_keys_in_the_fleet_file_go_on_beside_it(tmp_path: Path) -> None:
-    """Each inline key stays its own owner; a file entry with the same hash adds to it."""
+    """Each inline key stays its own owner, and an entry of the file with the same hash adds to it."""
     file = tmp_path / "keys"
     given = inline_keys(("first", "second"), ())
     file.write_text(entry("second", given[1].owner, scopes=["read"]))

@@ -72,8 +72,9 @@ async def hostile_request(url: str, path: str, body: bytes) -> tuple[int, bytes]
 
 
 class Stalls:
-    """Return the longest uninterrupted work of the event loop, in processor time, because others use the
-    machine."""
+    """Measures the longest uninterrupted work of the event loop, in processor time, because the machine is
+    shared.
+    """
 
     def __init__(self) -> None:
         self.longest_s = 0.0

@@ -1,4 +1,4 @@
-"""Tools that only a provider's servers run: dropped and named, so that they do not end an agent."""
+"""Tools that only a provider's servers can run are dropped and named, so that agents continue to work."""
 
 from collections.abc import AsyncIterator
 from pathlib import Path
@@ -29,7 +29,7 @@ async def made(tmp_path: Path) -> AsyncIterator[FakeFleet]:
 
 
 def sent(path: str, tools: list[Any], choice: Any = None) -> tuple[dict[str, Any], str]:
-    """Return the tools and the choice that an engine gets, and the names of what it does not."""
+    """Return the tools and the choice that an engine gets, and the names of those that were dropped."""
     body = {"model": "m", "tools": tools} | ({"tool_choice": choice} if choice is not None else {})
     ignored = ", ".join(check_fields(path, body))
     return {name: value for name, value in known_part(path, body).items() if name != "model"}, ignored

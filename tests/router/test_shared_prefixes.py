@@ -1,4 +1,4 @@
-"""Conversations with a common prefix go to the prefiller that has it, as far as they may share it."""
+"""Conversations with a common prefix go to the prefiller that has it, if their owners may share it."""
 
 from pathlib import Path
 from typing import Any

@@ -1,4 +1,4 @@
-"""SLO classes: who may use which, what engines and metrics receive, and which turns wait for which."""
+"""SLO classes: who may use which, what engines and metrics receive, and which turns go first."""
 
 import asyncio
 from dataclasses import replace

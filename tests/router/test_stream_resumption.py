@@ -1,4 +1,4 @@
-"""A stream of a lost decoder resumes on another one behind the client's last token, or reports why not."""
+"""A stream of a lost decoder resumes on another one after the client's last token, or says why not."""
 
 import asyncio
 import os
@@ -82,7 +82,7 @@ def cut_first(made: FakeFleet, after: int) -> None:
 
 
 async def first_cut(made: FakeFleet, asking: Callable[[], Any]) -> tuple[GatewayAnswer, FakeEngine]:
-    """Return an answer whose first decoder broke off, and that decoder."""
+    """Return an answer whose first decoder broke it off, and that decoder."""
     task = asyncio.create_task(asking())
     await until(made.decoder_requests)
     (broke,) = (one for name, one in made.engines.items() if name.startswith("d") and one.seen)

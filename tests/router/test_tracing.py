@@ -35,7 +35,7 @@ def receiver() -> Iterator[Receiver]:
 
 
 async def spans_after(made: FakeFleet, received: Receiver) -> list[Received]:
-    """Return all spans: gateways send the rest when they stop."""
+    """Return all spans after the gateways have stopped, because they then send the rest."""
     for gateway in made.gateways:
         await gateway.stop(1.0)
     made.gateways.clear()
@@ -153,7 +153,7 @@ async def test_a_bad_traceparent_begins_a_new_trace_and_harms_nothing(
 
 
 async def send_raw(url: str, traceparent: str) -> bytes:
-    """Header values that a client library would refuse to send."""
+    """Send header values that a client library would refuse to send."""
     host, _, port = url.removeprefix("http://").partition(":")
     body = b'{"model": "small", "messages": [{"role": "user", "content": "a"}]}'
     reader, writer = await asyncio.open_connection(host, int(port))
@@ -206,7 +206,7 @@ async def test_refused_spans_are_counted_and_logged_once(
 
 
 class Exporter(SpanExporter):
-    """Receiver that runs `before` with each batch's number, in the SDK's thread."""
+    """Receiver that calls `before` with each batch's number, in the SDK's thread."""
 
     def __init__(self, before: Callable[[int], object]) -> None:
         self._before = before

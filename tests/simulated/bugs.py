@@ -78,17 +78,17 @@ def report_lost() -> None:
 
 
 def report_taken_twice() -> None:
-    """A report that arrives again is taken in again."""
+    """A report that arrives twice is applied twice."""
     Directory.activities_seen = lambda *_: 0  # type: ignore[method-assign]
 
 
 def gateway_never_gone() -> None:
-    """The turns of a gateway that crashed go on for ever."""
+    """The turns of a gateway that crashed never end."""
     Directory._gateway_gone = lambda directory, gateway: None  # type: ignore[method-assign]
 
 
 def gateway_without_stream_never_gone() -> None:
-    """A gateway that asked before its stream was back, and crashed, keeps its turns."""
+    """A gateway that sent requests before its stream was back, and crashed, keeps its turns."""
     Directory.heard_from = lambda directory, gateway: None  # type: ignore[method-assign]
 
 
@@ -99,7 +99,7 @@ def foreign_not_told() -> None:
 
 
 def place_without_end() -> None:
-    """A gateway asks for a place for as long as the directory does not answer."""
+    """A gateway waits for a placement for as long as the directory does not answer."""
     place = DirectoryClient._place
 
     async def for_ever(client: DirectoryClient, ask: Any) -> Any:

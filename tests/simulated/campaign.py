@@ -1,4 +1,4 @@
-"""Command line of the simulation: runs seeds, each in a process of its own, and reports what they found."""
+"""Command line of the simulation: runs each seed in its own process, and reports the findings."""
 
 import argparse
 import json
@@ -42,7 +42,7 @@ def main() -> int:
 
 
 def _run_all(seeds: range, bug: str | None) -> Iterator[RunResult]:
-    """Run seeds, each in a fresh copy of this process, so that none depends on those before it."""
+    """Run seeds, each in a fresh copy of this process, so that no run depends on earlier ones."""
     context = multiprocessing.get_context("fork")
     with context.Pool(min(os.cpu_count() or 1, len(seeds)), maxtasksperchild=1) as pool:
         yield from pool.imap(_run, [(seed, bug) for seed in seeds])

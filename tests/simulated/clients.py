@@ -1,4 +1,4 @@
-"""Clients of the fleet: agents that hold conversations through its gateways, and give up when they like."""
+"""Clients of the fleet: agents that hold conversations through its gateways, and disconnect at random."""
 
 import asyncio
 import json
@@ -22,7 +22,7 @@ class Answer:
 
 
 class SimulatedAgent:
-    """One conversation: some turns, each through one of the gateways, and perhaps its end."""
+    """One conversation: some turns, each through one of the gateways, and sometimes its explicit end."""
 
     def __init__(
         self, key: str, conversation: str, gateways: list[str], draw: Random, done: Callable[[Answer], None]
@@ -75,7 +75,7 @@ class SimulatedAgent:
 async def request(
     host: str, method: str, path: str, key: str, headers: dict[str, str] | None = None, body: bytes = b""
 ) -> Answer:
-    """Send one request on a connection of its own, and read the answer to its end."""
+    """Send one request on its own connection, and read the answer to its end."""
     loop = asyncio.get_running_loop()
     began = loop.time()
     lines = [f"{method} {path} HTTP/1.1", "host: g", f"authorization: Bearer {key}", "connection: close"]

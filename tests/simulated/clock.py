@@ -21,7 +21,7 @@ def now() -> float:
 
 
 def install() -> None:
-    """Replace the clocks and the sources of randomness of this process."""
+    """Replace the clocks and random sources of this process."""
 
     def wall() -> float:
         return START_S + now()
@@ -41,7 +41,7 @@ def install() -> None:
 
 
 def begin(source: Callable[[], float], seed: int) -> None:
-    """Let the clocks show what `source` returns, and begin the sequence of random bytes anew."""
+    """Make the clocks show what `source` returns, and restart the sequence of random bytes."""
     _sources.append(source)
     _entropy.seed(seed)
     random.seed(seed)

@@ -1,4 +1,4 @@
-"""Disks of simulated hosts: real files and the real SQLite, below which writes are recorded and can fail.
+"""Disks of simulated hosts: real files and the real SQLite; a layer below records writes and lets them fail.
 
 A shim below SQLite (a VFS) sees each write and each sync. A loss of power undoes writes that were not synced:
 any part of them may have reached the disk, in any order. A crash of a process loses nothing that it wrote.
@@ -22,7 +22,7 @@ ENOSPC = 28
 
 @dataclass
 class Unsynced:
-    """Write that no sync has followed yet."""
+    """A write that has not been synced yet."""
 
     offset: int
     before: bytes
@@ -52,7 +52,7 @@ class Disk:
         _DISKS[str(self.path)] = self
 
     def remount(self, *, power_lost: bool) -> None:
-        """Give the next life of a process the files as the end of the last one leaves them."""
+        """Give the next life of a process the files as the end of its last life left them."""
         contents = {}
         for file in self.path.rglob("*"):
             if file.is_file() and not file.name.endswith("-shm"):
@@ -73,7 +73,7 @@ class Disk:
         _DISKS[str(self.path)] = self
 
     def _surviving(self, content: bytes, file: File) -> bytes:
-        """Return a file without some of its unsynced writes, and perhaps with one of them in part."""
+        """Return a file without some of its unsynced writes, possibly with one of them written in part."""
         for one in reversed(file.unsynced):
             end = one.offset + len(one.data or b"")
             content = content[: one.offset] + one.before + content[max(end, one.offset + len(one.before)) :]
@@ -150,7 +150,7 @@ _kept: list[Any] = []  # that C holds pointers to
 
 
 def install() -> None:
-    """Put the shim below every database that this process opens, and below `os.pwrite`."""
+    """Install the layer below every database that this process opens, and below `os.pwrite`."""
     import _sqlite3
 
     library = ctypes.CDLL(_sqlite3.__file__)

@@ -1,4 +1,4 @@
-"""Engines that honour the product's contract and compute nothing, and the machines that keepers run them on.
+"""Engines that keep the product's contract but compute nothing, and the machines on which keepers run them.
 
 An engine answers on HTTP, holds KV by conversation, reports it on its control socket, and hands KV over by
 transfer ids. It is not under test; the keeper that starts, watches and adopts it is.
@@ -33,7 +33,7 @@ class Fabric:
 
 
 class InOrder(dict[Any, None]):
-    """Set whose order depends on no address in memory."""
+    """Set whose order does not depend on memory addresses."""
 
     def add(self, one: Any) -> None:
         self[one] = None
@@ -43,7 +43,7 @@ class InOrder(dict[Any, None]):
 
 
 class Control(ControlSocketServer):
-    """The product's control socket, served by the engine's loop and not by a thread of its own."""
+    """The product's control socket, served by the engine's event loop instead of its own thread."""
 
     def __init__(self, path: Path, engine: "StandInEngine") -> None:
         self._path, self._snapshot, self._commands = path, engine.snapshot, engine.commands
@@ -53,7 +53,7 @@ class Control(ControlSocketServer):
 
 
 class StandInEngine:
-    """One epoch of an engine, in a process of its own."""
+    """One epoch of an engine, in its own process."""
 
     def __init__(
         self, name: str, role: Role, epoch: int, kv_tokens: int, directory: Path, fabric: Fabric
@@ -197,7 +197,7 @@ def _json(**fields: Any) -> bytes:
 
 @dataclass
 class EngineHost:
-    """Host of one engine, with what its keeper finds there in the operating system."""
+    """Host of one engine, with the operating system's parts that its keeper uses."""
 
     loop: VirtualLoop
     network: Network
@@ -249,7 +249,9 @@ MACHINES: dict[Path, EngineHost] = {}  # by the engine's directory
 
 
 class HostedEngine:
-    """Stands for `workers.keeper.process_lease.LeasedProcess`: the engine's process as its keeper has it."""
+    """Stands in for `workers.keeper.process_lease.LeasedProcess`: the engine's process, as its keeper sees
+    it.
+    """
 
     def __init__(self, machine: EngineHost, record: Record) -> None:
         self._machine, self.record = machine, record

@@ -1,4 +1,4 @@
-"""Invariants of the control plane, watched from beside its processes.
+"""Invariants of the control plane, observed from outside its processes.
 
 The monitor reads rows on their way into the journal, placements on their way out of a gateway's client, and
 turns on their way to an engine. It changes none of them.
@@ -27,14 +27,14 @@ STALE_S = 12.0  # a gateway learns of a new binding within this time, if it reac
 
 @dataclass
 class Decisions:
-    """Decisions of the directory about one conversation, in the order of its journal."""
+    """Decisions of the directory about one conversation, in journal order."""
 
     states: list[tuple[float, State]] = field(default_factory=lambda: [(0.0, None)])
     acknowledged: int = 0  # index of the newest one that a gateway was told
 
 
 class Monitor:
-    """Watches one world, and notes the first violation."""
+    """Watches one world, and records the first violation."""
 
     def __init__(self, world: "World") -> None:
         self.world = world
@@ -55,13 +55,13 @@ class Monitor:
     # Bindings
 
     def row_appended(self, row: Row) -> None:
-        """Note a decision that goes into the journal."""
+        """Record a decision that is written to the journal."""
         if row.subject.startswith("c:") and (row.slot == "binding" or not row.slot):
             state = _state_of(row)
             self._history(row.subject[2:]).states.append((self.now(), state))
 
     def journal_read(self, rows: list[Row]) -> None:
-        """Compare what a restarted directory reads with what its former life had acknowledged."""
+        """Compare what a restarted directory reads with what its former life acknowledged."""
         read = {row.subject[2:]: _state_of(row) for row in rows if row.slot == "binding"}
         for key, history in self._histories.items():
             state = read.get(key)
@@ -75,7 +75,7 @@ class Monitor:
             del history.states[later[-1] + 1 :]
 
     def placed(self, placed: Placed) -> None:
-        """Note that a gateway has been told of a binding."""
+        """Record that a gateway was told of a binding."""
         history = self._history(placed.key)
         wanted = placed.engine, placed.epoch
         found = [index for index, (_, one) in enumerate(history.states) if one == wanted]
@@ -86,13 +86,13 @@ class Monitor:
         self.count("placed")
 
     def waited(self, gateway: SimulatedProcess, began: float, frozen_s: float, limit_s: float) -> None:
-        """Check how long a turn has waited for a place, its gateway's stand-stills not counted."""
+        """Check how long a turn waited for placement, without the times that its gateway stood still."""
         waited_s = self.now() - began - (gateway.frozen_s - frozen_s)
         if waited_s > limit_s:
             self.violated("no turn waits beyond its limit", f"a place took {waited_s:.1f} of {limit_s:.1f} s")
 
     def turn_runs(self, gateway: SimulatedProcess, key: str, route: Route) -> None:
-        """Compare where a gateway runs a turn with where the directory has its conversation."""
+        """Check that a gateway runs a turn where the directory has its conversation."""
         self.count("turns")
         engine, epoch = route.decoder.engine, route.decoder.epoch
         if (route.known.engine, route.known.epoch) != (engine, epoch):
@@ -113,7 +113,7 @@ class Monitor:
         return self._histories.setdefault(key, Decisions())
 
     def now_and_then(self) -> None:
-        """Check the directory's table for bindings to epochs that are over."""
+        """Check the directory's table for bindings to ended epochs."""
         server = self.directory
         if server is None or not self.world.directory_serves():
             return
@@ -126,7 +126,7 @@ class Monitor:
     # The end of a run
 
     def at_the_end(self) -> None:
-        """Check what must be nothing once all load has ended."""
+        """Check that nothing is left after all load has ended."""
         if self.directory is None:
             self.violated("the directory serves", "it did not start again")
         for what in self.left():
@@ -166,7 +166,7 @@ def _state_of(row: Row) -> State:
 
 
 def install(monitor: Callable[[], Monitor]) -> None:
-    """Put the monitor's eyes into the product's classes."""
+    """Install the monitor's hooks in the product's classes."""
 
     def after(owner: type, name: str, look: Callable[..., None]) -> None:
         original = getattr(owner, name)

@@ -31,7 +31,7 @@ _numbers = itertools.count()
 
 
 def number_of(one: Any) -> int:
-    """Return a number in order of creation, as a hash: no order of a set depends on an address."""
+    """Return a number in order of creation, used as hash, so that no set's order depends on addresses."""
     if (number := getattr(one, "_number", None)) is None:
         number = one._number = next(_numbers)
     return int(number)
@@ -78,7 +78,7 @@ class SimulatedProcess:
                 callback()
 
     def freeze(self, seconds: float) -> None:
-        """Let the process stand still, as a full collection, a stopped process or a starved one does."""
+        """Stop the process for a while, like a full garbage collection or SIGSTOP does."""
         now = self.loop.time()
         until = max(self.frozen_until, now + seconds)
         self.frozen_s += until - max(self.frozen_until, now)
@@ -132,7 +132,7 @@ class VirtualLoop(asyncio.BaseEventLoop):
     call_soon_threadsafe = call_soon  # type: ignore[assignment]  # nothing here has threads
 
     def _timer_handle_cancelled(self, handle: asyncio.TimerHandle) -> None:
-        """Leave a cancelled timer where it is: it is passed over when it is due."""
+        """Leave a cancelled timer in place; it is skipped when it is due."""
 
     def _enqueue(self, handle: asyncio.Handle) -> None:
         process = handle._context.get(_CURRENT)  # type: ignore[attr-defined]
@@ -190,7 +190,7 @@ class VirtualLoop(asyncio.BaseEventLoop):
     def run_in_executor(  # type: ignore[override]
         self, executor: object, work: Callable[..., Any], *args: Any
     ) -> "asyncio.Future[Any]":
-        """Run what a thread would do at one moment; it begins and its result arrives after a while.
+        """Run a thread's work at one moment; it begins after a while, and its result arrives after another.
 
         Work of one executor is done in order. A crash may come before the work, or between it and its result.
         """
@@ -240,7 +240,7 @@ class VirtualLoop(asyncio.BaseEventLoop):
         return await self.network.connect(current(), factory, current().host, _port_of(path))
 
     def add_signal_handler(self, *_: Any) -> None:
-        """Signals are not simulated: a process ends by `SimulatedProcess.crash`, or is cancelled."""
+        """Ignore signals: a process ends by `SimulatedProcess.crash` or is cancelled."""
 
     def _process_events(self, event_list: Any) -> None:
         raise NotImplementedError("there are no file descriptors here")
@@ -256,5 +256,5 @@ class VirtualLoop(asyncio.BaseEventLoop):
 
 
 def _port_of(path: object) -> int:
-    """Return a number that stands for a Unix socket among the ports of its host."""
+    """Return a number that stands for a Unix socket among its host's ports."""
     return 1_000_000 + zlib.crc32(str(path).encode())

@@ -1,4 +1,4 @@
-"""Network between simulated hosts: byte streams for HTTP, and calls in place of gRPC's channels.
+"""Network between simulated hosts: byte streams for HTTP, and calls instead of gRPC's channels.
 
 A network of TCP loses no single message; what applications see of its faults is modelled. Delays differ by
 message, so that calls overtake each other. A cut link holds what is sent until it is mended, or loses it with
@@ -28,7 +28,7 @@ UNAVAILABLE, DEADLINE = grpc.StatusCode.UNAVAILABLE, grpc.StatusCode.DEADLINE_EX
 
 @dataclass
 class Faults:
-    """Probabilities and times of what happens to messages."""
+    """Probabilities and durations of message faults."""
 
     delay_s: float = 0.001  # mean
     late: float = 0.01  # share of messages that take much longer
@@ -39,7 +39,7 @@ class Faults:
 
 
 class Network:
-    """Hosts, the links between them, and who listens where."""
+    """Hosts, the links between them, and their listeners."""
 
     def __init__(self, loop: VirtualLoop, faults: Faults) -> None:
         self.loop, self.faults = loop, faults
@@ -79,7 +79,7 @@ class Network:
         *args: Any,
         after: float = 0.0,
     ) -> float:
-        """Have `deliver` called in the receiving process; return when, if nothing happens to it.
+        """Call `deliver` in the receiving process; return when, if nothing happens to the message.
 
         `after`: earliest arrival, by which messages of one stream keep their order.
         """
@@ -124,7 +124,7 @@ class Network:
         return self._listeners.get((host, port))
 
     def answers(self, asker: str, host: str, port: int) -> bool:
-        """Return whether something listens at an address that the asker can reach."""
+        """Return whether something listens at an address that the caller can reach."""
         return not self.is_cut(asker, host) and self.listener(host, port) is not None
 
     # Connections: what two processes share and lose together
@@ -136,7 +136,7 @@ class Network:
         self._connections.pop(connection, None)
 
     def process_ended(self, process: SimulatedProcess, *, silently: bool) -> None:
-        """Let the peers of a process know. `silently`: its host is gone as well, and nothing answers."""
+        """Notify the peers of an ended process. With `silently` its host is gone too, and nothing answers."""
         for connection in [one for one in self._connections if process in one.ends]:
             peer = connection.ends[1] if connection.ends[0] is process else connection.ends[0]
             connection.peer_lost(process, peer, self.loop.time() + (RTO_S if silently else self.delay()))
@@ -168,7 +168,7 @@ class Network:
 
 
 class Connection:
-    """Something that two processes hold the ends of."""
+    """Base of everything of which two processes hold the ends."""
 
     ends: tuple[SimulatedProcess, SimulatedProcess]
 
@@ -358,7 +358,7 @@ class Aborted(Exception):
 
 
 class Context:
-    """The part of gRPC's servicer context that handlers use."""
+    """The parts of gRPC's servicer context that handlers use."""
 
     def __init__(self, metadata: Any) -> None:
         self._metadata = metadata
@@ -371,7 +371,7 @@ class Context:
 
 
 class SimulatedCall(Connection):
-    """One call: the request, its answers, and how either side learns of the other's end."""
+    """One call: the request, its answers, and how each side learns of the other's end."""
 
     def __init__(
         self,
@@ -428,7 +428,7 @@ class SimulatedCall(Connection):
             await self._wake
 
     def _connect(self) -> None:
-        """Reach the server, or try again while the caller waits for it."""
+        """Reach the server, or retry while the caller waits for it."""
         if self._ended is not None:
             return
         host, port = self.channel.place
@@ -458,7 +458,7 @@ class SimulatedCall(Connection):
             self._watch_link(0.0)
 
     def _watch_link(self, silent_s: float) -> None:
-        """End the call when its host has been out of reach for longer than the keep-alive allows."""
+        """End the call if its host has been unreachable for longer than the keep-alive allows."""
         if self._ended is None:
             silent_s = silent_s + 1.0 if self.network.is_cut(*(one.host for one in self.ends)) else 0.0
             if silent_s > (self.channel.keepalive_s or 0.0):
@@ -568,7 +568,7 @@ class SimulatedCall(Connection):
 
 
 class SimulatedChannel:
-    """SimulatedChannel of simulated calls, in place of `grpc.aio.insecure_channel`."""
+    """Channel of simulated calls, in place of `grpc.aio.insecure_channel`."""
 
     def __init__(self, network: Network, address: str, options: Any = None) -> None:
         host, _, port = address.rpartition(":")
@@ -603,7 +603,7 @@ class SimulatedChannel:
 
 
 class CallServer:
-    """CallServer of simulated calls, in place of `grpc.aio.server`."""
+    """Server of simulated calls, in place of `grpc.aio.server`."""
 
     def __init__(self, network: Network) -> None:
         self.network, self.process = network, current()
@@ -636,7 +636,7 @@ class CallServer:
 
 
 class Unconnected:
-    """Stands for the socket that aiohttp connects before it makes a transport of it."""
+    """Stands in for the socket that aiohttp connects before it makes a transport of it."""
 
     def __init__(self, address: tuple[str, int]) -> None:
         self.address = address
@@ -650,7 +650,7 @@ async def _start_connection(addr_infos: Any, **_: Any) -> Unconnected:
 
 
 def install(network: Network) -> None:
-    """Let all channels and servers of gRPC, and all connections of aiohttp, be those of this network."""
+    """Route all channels and servers of gRPC, and all connections of aiohttp, through this network."""
     grpc.aio.insecure_channel = lambda address, options=None, **_: SimulatedChannel(network, address, options)
     grpc.aio.server = lambda *_, **__: CallServer(network)
     aiohttp.connector.aiohappyeyeballs.start_connection = _start_connection

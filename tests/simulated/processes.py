@@ -1,4 +1,4 @@
-"""The product's processes as a world runs them: configuration, start, and the start after an end."""
+"""The product's processes in a world: configuration, start, and restart after an end."""
 
 import asyncio
 import json
@@ -44,7 +44,7 @@ FREE, LIMITED = "free-key", "limited-key"  # secrets of the two callers
 
 
 class Unit:
-    """Part of a fleet that is one process at a time, and that is started again when it ends."""
+    """Part of a fleet that runs as one process at a time, and is restarted when that ends."""
 
     def __init__(
         self,
@@ -59,7 +59,7 @@ class Unit:
         self.lives = 0
 
     def start(self) -> None:
-        """Start the process if it does not run."""
+        """Start the process if it is not running."""
         if self.process is not None and self.process.alive:
             return
         self.lives += 1
@@ -78,7 +78,7 @@ class Unit:
                 self.disk.remount(power_lost=power_lost)
 
     async def _run(self, process: SimulatedProcess) -> None:
-        """Run the main function. Its error ends the process, as it ends the real one."""
+        """Run the main function. Its error ends the process, as in reality."""
         try:
             await self.main()
         except Exception as error:  # noqa: BLE001  reported below
@@ -187,7 +187,7 @@ def keeper_main(machine: EngineHost) -> Main:
 
 
 def install() -> None:
-    """Replace what the processes take from the operating system beside network, disk and clock."""
+    """Replace what the processes take from the operating system, besides network, disk and clock."""
     for name in ("LeasedProcess", "last_epoch", "free_port"):
         stand_in = engines.HostedEngine if name == "LeasedProcess" else getattr(engines, name)
         setattr(keeper_module, name, stand_in)

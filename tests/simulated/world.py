@@ -45,7 +45,7 @@ class RunResult:
 
 
 class World:
-    """All processes of one run, and who hurts them."""
+    """All processes of one run, and the faults that hit them."""
 
     def __init__(self, seed: int, root: Path) -> None:
         self.seed, self.random = seed, Random(seed)
@@ -117,7 +117,7 @@ class World:
         )
 
     def reached_directory(self, gateway: SimulatedProcess, seconds: float) -> bool:
-        """Return whether nothing has kept a gateway from the directory for so long."""
+        """Return whether nothing has kept a gateway from the directory for `seconds`."""
         return self.loop.time() - self._out_of_reach.get(gateway.host, 0.0) > seconds
 
     def live_gateways(self) -> list[Gateway]:
@@ -155,7 +155,7 @@ class World:
             self.monitor.violated("no step fails", f"{process.name}: {what!r}")
 
     def _unit_failed(self, error: BaseException) -> None:
-        """Note a process that ended by itself. A disk that fails may end one; it is started again."""
+        """Record a process that ended by itself. A failing disk may end one, which is then restarted."""
         self.monitor.count(f"ended by {type(error).__name__}")
         if not isinstance(error, JournalError | OSError | sqlite3.Error):
             self.monitor.violated("no process ends by itself", repr(error))
@@ -217,7 +217,7 @@ class World:
             fault(self, draw)
 
     def _heal(self) -> None:
-        """Undo every fault that lasts."""
+        """End every lasting fault."""
         for one in self._hosts():
             for other in self._hosts():
                 self._mend(one, other)
@@ -255,7 +255,7 @@ class World:
             unit.process.crashes_at = unit.process.steps + draw.randrange(1, 400)
 
     def _lose_power(self, draw: Random) -> None:
-        """Let the directory's host lose its power, often in the middle of a write."""
+        """Cut the power of the directory's host, often in the middle of a write."""
         if draw.random() < 0.5:
             self._crash(self.directory, power_lost=True)
             return

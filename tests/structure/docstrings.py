@@ -1,4 +1,4 @@
-"""Find the docstrings that a reader cannot understand alone, by top-level package.
+"""Find the docstrings that cannot be understood without the code, by top-level package.
 
 A docstring is refused when it begins with a fragment ("Of the engine.", "Who asks first.") or has fewer than
 four words.
@@ -19,7 +19,7 @@ LEADING_PHRASES = tuple(
 
 
 def is_refused(docstring: str) -> bool:
-    """Tell whether a docstring begins with a fragment or has fewer than four words."""
+    """Return whether a docstring begins with a fragment or has fewer than four words."""
     first_line = " ".join(docstring.split())
     return begins_with_fragment(docstring) or is_short(docstring) or first_line.startswith(LEADING_PHRASES)
 

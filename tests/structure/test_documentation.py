@@ -70,7 +70,7 @@ def anchors(page: Path) -> set[str]:
 
 
 def expanded(path: str) -> Iterator[str]:
-    """Yield the paths that braces stand for: `a/{b,c}.py` is two."""
+    """Yield the paths that braces stand for: `a/{b,c}.py` gives two."""
     found = re.search(r"\{([^{}]*)\}", path)
     if found is None:
         yield path
@@ -80,7 +80,7 @@ def expanded(path: str) -> Iterator[str]:
 
 
 def exists(path: str, page: Path) -> bool:
-    """Tell whether a path exists below the root or near the page; a bare name may be anywhere."""
+    """Return whether a path exists below the root or near the page; a bare name may be anywhere."""
     if Path(path).name in CREATED:
         return True
     if "/" not in path:
@@ -127,7 +127,7 @@ def missing_commands(page: Path) -> list[str]:
 
 
 def is_module(name: str) -> bool:
-    """Tell whether `python -m name` finds something; NAME stands for any."""
+    """Return whether `python -m name` finds a module; NAME stands for any."""
     if "NAME" in name:
         return True
     try:
@@ -152,7 +152,7 @@ BLOCKS = {key.partition(".")[0] for key in FLEET_KEYS if "." in key}
 
 
 def unknown_keys(page: Path) -> list[str]:
-    """Return the dotted names in backticks that look like keys of the fleet file and are none."""
+    """Return dotted names in backticks that look like keys of the fleet file but are not."""
     named = re.findall(r"`([a-z_]+(?:\.[a-zA-Z_]+)+)(?::[^`]*)?`", text_of(page))
     plain = [re.sub(r"^slos\.(NAME|default)\.?", "slos.", key).rstrip(".") for key in named]
     return [
@@ -165,7 +165,7 @@ def unknown_keys(page: Path) -> list[str]:
 
 
 def is_code(name: str) -> bool:
-    """Tell whether a dotted name is a module or a class of ours, or a module of benchmarks."""
+    """Return whether a dotted name is one of our modules or classes, or a module of benchmarks."""
     above = name.rpartition(".")[0]
     return is_module(name) or ("." in above and is_module(above)) or is_module(f"benchmarks.{name}")
 

@@ -87,8 +87,7 @@ def private_names(cls: ast.ClassDef) -> set[str]:
 
 
 def is_private(name: str) -> bool:
-    """Tell whether a name is private; `_` is a throw-away, and `_replace` is the public API of named
-    tuples."""
+    """Return whether a name is private; `_` is not, and `_replace` is the public API of named tuples."""
     return name.startswith("_") and not name.startswith("__") and name not in ("_", "_replace")
 
 

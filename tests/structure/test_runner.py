@@ -1,4 +1,4 @@
-"""A test that fails once and passes alone is named, and fails the run unless the dated list has it."""
+"""A test that fails once and passes alone is named, and fails the run unless the dated list contains it."""
 
 from datetime import date, timedelta
 from pathlib import Path

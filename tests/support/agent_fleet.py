@@ -1,4 +1,4 @@
-"""A fleet of its own for coding agents: their prompts fit, and its model answers as prompts say."""
+"""A fleet for coding agents: their long prompts fit, and its model answers as the prompts say."""
 
 import shutil
 from collections.abc import Iterator

@@ -1,4 +1,4 @@
-"""Play conversations, on fake engines or real ones, to compare their bindings with the simulation's."""
+"""Plays conversations on fake or real engines, to compare their bindings with the simulation's."""
 
 import asyncio
 from collections.abc import Iterator
@@ -14,7 +14,8 @@ AT_ONCE = 3
 
 
 def conversations(count: int, headroom: int) -> Iterator[TraceConversation]:
-    """Yield conversations whose first prompts keep the KV of two decoders far apart.
+    """Yield conversations such that the KV of two decoders always differs clearly, so that bindings are
+    certain.
 
     A reservation ends when an engine reports its conversation, and that moment differs by milliseconds
     between the live run and the simulation. With decoders further apart than the reservations, it changes no
@@ -42,8 +43,9 @@ SECONDS_A_TOKEN = {"prefill": 3e-4, "decode": 6e-4}
 
 
 def bursts(count: int, headroom: int) -> Iterator[list[TraceConversation]]:
-    """Yield bursts of four prompts that keep decoders apart as `conversations` does; needs a small
-    `headroom`."""
+    """Yield bursts of four prompts after each of which the KV of two decoders differs clearly. Needs a small
+    `headroom`.
+    """
     random, held = Random(6), (0, 0)
     for number in range(count):
         prompts = [round(tokens * random.uniform(0.8, 1.2)) for tokens in TOGETHER]

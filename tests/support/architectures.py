@@ -1,4 +1,4 @@
-"""Small random models of the architectures that docs/models.md lists, made on the spot by transformers.
+"""Small random models of the architectures in docs/models.md, made when needed with transformers.
 
 Weights are normal and float32: with smaller ones, or with vLLM's dummy weights, answers are loops of a few
 tokens, which hide wrong KV.

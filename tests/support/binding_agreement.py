@@ -74,7 +74,7 @@ def compare(
 def _trace_of_the_live_run(
     trace: Iterable[TraceConversation], live: Sequence[LiveBinding]
 ) -> list[TraceConversation]:
-    """Return the bound conversations with the arrivals and the first prompts of the live run."""
+    """Return the bound conversations, with the arrivals and first prompts of the live run."""
     by_id = {conversation.id: conversation for conversation in trace}
     start = min((one.at for one in live), default=0.0)
     played = []

@@ -1,4 +1,4 @@
-"""The configuration that vLLM makes of an engine's command line, on a stand-in for an H100.
+"""The configuration that vLLM makes from an engine's command line, on a stand-in for an H100.
 
 python -m tests.support.final_config < COMMANDS > CONFIGURATIONS, both JSON by name. A process of its own:
 which platform there is, vLLM asks once. What vLLM decides by the device (graphs, scheduling, runner) it

@@ -1,4 +1,4 @@
-"""Proxy between a client and a gateway that keeps what passes."""
+"""Proxy between a client and a gateway that records the traffic."""
 
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager, suppress

@@ -1,4 +1,4 @@
-"""A real Prometheus that scrapes a live fleet: through HTTP discovery, as one on another machine would."""
+"""A real Prometheus that scrapes a live fleet through HTTP discovery, as one on another machine would."""
 
 import select
 import subprocess

@@ -13,7 +13,7 @@ async def until(true: Callable[[], object], limit_s: float = LIMIT_S) -> None:
 
 
 async def let_the_loop_turn() -> None:
-    """Let one end of a socket read what the other end has written, both on this loop.
+    """Let the event loop deliver to one end of a socket what the other end has written.
 
     One long sleep is not enough: after a stall its timer fires before the sockets are read.
     """

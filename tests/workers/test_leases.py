@@ -142,7 +142,7 @@ def test_a_removed_lease_ends_the_process_under_a_supervisor_too(
 def test_a_process_without_a_record_ends_although_a_supervisor_lives(
     directory: Path, supervisor: "subprocess.Popen[bytes]"
 ) -> None:
-    """A host that its record does not name ends: its keeper was killed early, or another host replaced it."""
+    """Its keeper was killed early, or another host replaced it."""
     process = start(directory, lease_s=1.0, supervisor=named(supervisor))
     replace(process.record, pid=1).write(directory / RECORD)
     deadline = time.monotonic() + 8.0

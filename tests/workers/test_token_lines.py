@@ -40,7 +40,7 @@ def engine() -> Iterator[EngineProcess]:
 def stream(
     engine: EngineProcess, path: str, body: dict[str, Any], had: list[bytes], created: str = ""
 ) -> list[tuple[bytes, bytes]]:
-    """Return pieces with their token lines in front, from behind those that the client has."""
+    """Return an answer's pieces with their token lines in front, starting after those that the client has."""
     only_tokens = COUNTS.sub(b"", b"".join(had))
     outputs = [[int(t) for t in one.split(b",") if t] for one in only_tokens.split(b";")[:-1]]
     if outputs:
@@ -158,7 +158,7 @@ def folded(pieces: list[tuple[bytes, bytes]]) -> list[list[Any]]:
 
 
 def not_ended(choice: dict[str, Any]) -> dict[str, Any]:
-    """Return an event without its end: Chat and Completions send it with the last text."""
+    """Return an event without its end, which Chat and Completions send with the last text."""
     return {name: one for name, one in choice.items() if name not in ("finish_reason", "stop_reason")}
 
 

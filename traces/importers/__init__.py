@@ -1,4 +1,4 @@
-"""Importers of workloads in other formats. The content of a file says which importer reads it."""
+"""Importers of workloads in other formats. The content of a file decides which importer reads it."""
 
 from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path

@@ -1,4 +1,4 @@
-"""Conversations of agents: condensed ones, kv-cache-tester's recordings, SWE-agent's trajectories.
+"""Agents' conversations: condensed files, recordings of kv-cache-tester, trajectories of SWE-agent.
 
 Condensed: one conversation a line, cached tokens already counted. kv-cache-tester's own files, and AgentX's
 data sets, which are such recordings: one a file or a line, prompts as ids of 64-token blocks, sub-agents
@@ -38,13 +38,13 @@ CONDENSED_HEADER = TraceHeader(
 
 
 def model_class(models: Iterator[str]) -> str:
-    """Return the class of most of a conversation's requests; a few ask a smaller model for a title."""
+    """Return the class of model that most requests use; a few requests use a smaller one, for a title."""
     counts = Counter(next((name for name in CLASSES if name in model), model) for model in models)
     return counts.most_common(1)[0][0] if counts else ""
 
 
 def wait(think_s: float, gap_s: float, served_s: float | None) -> float:
-    """Return the tool or human time before a turn, which began `gap_s` after the turn before.
+    """Return the tool or human time before a turn that began `gap_s` after the previous turn.
 
     Where the answer before was not timed, the source's think time counts from the last timed answer: it may
     be longer than the whole gap, which then bounds it.
@@ -107,7 +107,7 @@ def _leading_known(blocks: list[int], known: set[int]) -> int:
 def _condensed(
     requests: list[dict[str, Any]], block_tokens: int, known: set[int]
 ) -> Iterator[dict[str, Any]]:
-    """Yield requests as the condensed files have them; their blocks are `known` from then on."""
+    """Yield requests in the form of condensed files. Their blocks are added to `known`."""
     for request, before, following in zip(requests, [None, *requests], [*requests[1:], None], strict=False):
         blocks = request.get("hash_ids") or []
         cached = _leading_known(blocks, known) * block_tokens
@@ -135,7 +135,7 @@ def _recorded(
     known: set[int],
     absolute: bool,
 ) -> Iterator[TraceConversation]:
-    """Yield a conversation of a file and then its sub-agents; if `absolute`, their times are on its clock."""
+    """Yield the conversation of a file, then its sub-agents; with `absolute` their times are on its clock."""
     requests = [entry for entry in entries if entry["type"] != "subagent"]
     inherited = frozenset(known)
     if requests:
@@ -208,7 +208,7 @@ TRAJECTORY_HEADER = TraceHeader(
 
 @dataclass(frozen=True, slots=True)
 class _Call:
-    """A call of the model, with its texts."""
+    """Call of the model, with its texts."""
 
     prompt: tuple[str, ...]  # messages
     answer: str
@@ -224,14 +224,14 @@ def _text(message: dict[str, Any]) -> str:
 
 
 def _from_queries(steps: Sequence[dict[str, Any]]) -> Iterator[_Call]:
-    """Yield the calls of SWE-agent from 1.1 on: each step has exactly what the model was shown."""
+    """Yield the calls of SWE-agent from 1.1 on, where each step records the model's exact input."""
     for step in steps:
         prompt = tuple(_text(message) for message in step["query"])
         yield _Call(prompt, step.get("response") or "", float(step.get("execution_time") or 0.0))
 
 
 def _from_messages(messages: Sequence[dict[str, Any]], steps: Sequence[dict[str, Any]]) -> Iterator[_Call]:
-    """Yield the calls of older files and mini-SWE-agent: an assistant answers all messages before."""
+    """Yield the calls of older files and mini-SWE-agent, where an assistant message answers all before it."""
     shown: list[str] = []
     times = [float(step.get("execution_time") or 0.0) for step in steps]
     for message in messages:
@@ -254,7 +254,7 @@ def _ratio(characters: int, tokens: float | None) -> float:
 
 
 def _common(before: Sequence[str], now: Sequence[str]) -> int:
-    """Return the number of characters of the whole leading messages that two prompts share."""
+    """Return how many characters of whole leading messages two prompts share."""
     pairs = zip(before, now, strict=False)
     return sum(len(new) for _, new in takewhile(lambda pair: pair[0] == pair[1], pairs))
 

@@ -1,4 +1,4 @@
-"""Request traces: Azure's (a request is a conversation of one turn) and Mooncake's (rebuilt from hashes).
+"""Request traces: Azure's (a request is a conversation with one turn) and Mooncake's (rebuilt from hashes).
 
 A hash of Mooncake's names a block *and everything before it*, so two prompts share exactly the blocks whose
 hashes they share. A request goes on with a conversation when its prompt contains every full block of that
@@ -65,7 +65,7 @@ MOONCAKE_HEADER = TraceHeader(
 
 @dataclass(slots=True)
 class _Open:
-    """A conversation being rebuilt."""
+    """Conversation that is being rebuilt."""
 
     id: str
     arrival_s: float

@@ -1,4 +1,4 @@
-"""Interface of an importer, and the reading of files whose format is not known yet."""
+"""Interface of an importer, and functions that read files of a still unknown format."""
 
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
@@ -13,7 +13,7 @@ from traces.format import TraceConversation, TraceHeader, open_text
 
 @dataclass(frozen=True, slots=True)
 class Importer:
-    """Reader of one kind of file, which has any of these sets of fields."""
+    """Reader of one kind of file, which is recognised by its fields."""
 
     name: str
     summary: str
@@ -26,7 +26,7 @@ class Importer:
 
 
 def fields_of(path: Path) -> list[str]:
-    """Return the fields of the object in the first line or the whole file, or a table's columns."""
+    """Return the fields of the object in the first line or in the whole file, or a table's columns."""
     with open_text(path) as lines:
         first = lines.readline()
         if not first.lstrip().startswith("{"):
@@ -35,7 +35,7 @@ def fields_of(path: Path) -> list[str]:
 
 
 def is_one_a_line(path: Path) -> bool:
-    """Tell whether a file has one JSON object a line, rather than one object over several lines."""
+    """Return whether a file has one JSON object per line, instead of one object over several lines."""
     with open_text(path) as lines:
         return _object(lines.readline()) is not None
 
@@ -49,7 +49,7 @@ def _object(text: str) -> dict[str, Any] | None:
 
 
 def document(path: Path) -> dict[str, Any]:
-    """Read a file that is one JSON object."""
+    """Read a file that is a single JSON object."""
     with open_text(path) as lines:
         found = _object(lines.read())
     if found is None:
@@ -58,7 +58,7 @@ def document(path: Path) -> dict[str, Any]:
 
 
 def rows(path: Path) -> Iterator[tuple[int, dict[str, Any]]]:
-    """Yield the JSON objects of a file, one a line, with their line numbers."""
+    """Yield the JSON objects of a file, one per line, with their line numbers."""
     with open_text(path) as lines:
         for number, line in enumerate(lines, start=1):
             if not line.strip():

@@ -40,7 +40,7 @@ ENDINGS = {
 
 @dataclass(frozen=True, slots=True)
 class ModelCall:
-    """A call of a model that came to an end."""
+    """Completed call of a model."""
 
     session: str
     began_s: float
@@ -71,7 +71,7 @@ def read_spans(path: Path) -> Iterator[TraceConversation]:
 
 
 def _documents(path: Path) -> list[tuple[int, dict[str, Any]]]:
-    """Return the documents of a file with their line numbers: a file is one document, or has one a line."""
+    """Return the documents of a file with their line numbers: the whole file, or one per line."""
     try:
         return list(rows(path))
     except TraceError:
@@ -88,7 +88,7 @@ def _spans(row: Mapping[str, Any]) -> Iterator[Mapping[str, Any]]:
 
 
 def _call(span: Mapping[str, Any]) -> ModelCall | None:
-    """Return the call of a span, or None if it is no call of a model or did not come to an end."""
+    """Return the model call that a span records, or None if it records none or did not complete."""
     attributes = _attributes(span.get("attributes") or {})
     prompt = _first(attributes, INPUT)
     if prompt is None or attributes.get("gen_ai.operation.name", "") not in CALLS or int(prompt) < 1:
@@ -114,7 +114,7 @@ def _call(span: Mapping[str, Any]) -> ModelCall | None:
 
 
 def _read(text: str) -> Any:
-    """Parse JSON; return None if a collector has cut it off."""
+    """Parse JSON; return None if a collector has truncated it."""
     try:
         return orjson.loads(text)
     except orjson.JSONDecodeError:
@@ -130,7 +130,7 @@ def _first(fields: Mapping[str, Any], names: Iterable[str]) -> Any:
 
 
 def _attributes(found: Any) -> dict[str, Any]:
-    """Return attributes as plain data; OTLP has a list of keys and typed values."""
+    """Return attributes as plain data; OTLP encodes them as a list of keys and typed values."""
     if isinstance(found, Mapping):
         return dict(found)
     return {one["key"]: _value(one.get("value") or {}) for one in found}
@@ -165,7 +165,7 @@ def _ending(attributes: Mapping[str, Any]) -> TurnEnding:
 
 @dataclass(slots=True)
 class _Chain:
-    """Calls that go on from one another, and how many tokens of each prompt were known."""
+    """Calls that continue one another, and how many tokens of each prompt were known."""
 
     calls: list[ModelCall]
     cached: list[int]

@@ -1,4 +1,4 @@
-"""Play a trace against an OpenAI endpoint as its agents would, and measure what they would see."""
+"""Replays a trace against an OpenAI endpoint as its agents would, and measures what they would see."""
 
 from traces import ReplayError
 from traces.replay.client import Dialect, ReplayOptions, ToolStyle

@@ -1,4 +1,4 @@
-"""Client of an OpenAI endpoint: a streamed chat completion with every arrival timed; its tokenizer's sizes.
+"""Client of an OpenAI endpoint: streamed chat completions with every arrival timed, and token counts.
 
 Raw aiohttp: a client library would time itself.
 """
@@ -79,7 +79,7 @@ RETRY_AFTER_S = 1.0  # where a refusal does not say when to come back
 
 
 class Refused(ReplayError):
-    """Refusal with 429 or 503: the endpoint asks to come back later."""
+    """Refusal with 429 or 503, which asks the client to come back later."""
 
     def __init__(self, status: int, retry_after_s: float, message: str) -> None:
         super().__init__(f"HTTP {status}: {message}")
@@ -89,7 +89,7 @@ class Refused(ReplayError):
 
 @dataclass(slots=True)
 class TimedAnswer:
-    """A streamed answer with its times by the client's clock."""
+    """A streamed answer, with its times by the client's clock."""
 
     first_at: float = 0.0  # first token of the answer
     last_at: float = 0.0  # last token of the answer
@@ -151,7 +151,7 @@ class ChatClient:
         return answer
 
     def _take(self, data: bytes, answer: TimedAnswer) -> bool:
-        """Add an event to the answer; return True when it was the last."""
+        """Add an event to the answer; return True if it was the last."""
         if data == b"[DONE]":
             return True
         event = orjson.loads(data)
@@ -208,7 +208,7 @@ TIMEOUT = aiohttp.ClientTimeout(total=30.0)
 
 @dataclass(frozen=True, slots=True)
 class Calibration:
-    """Characters of a token for the served tokenizer, and what the chat template adds."""
+    """Characters per token of the served tokenizer, and what the chat template adds."""
 
     chars_per_token: float
     opening_tokens: int  # the template's part of a first prompt
@@ -224,7 +224,7 @@ def _user(characters: int) -> Message:
 
 
 def _exchange(tools: ToolStyle) -> list[Message]:
-    """Return an answer and the message after it, as most turns of an agent have them."""
+    """Return an answer and the message after it, like most turns of an agent."""
     if tools is ToolStyle.TEXT:
         return [{"role": "assistant", "content": "yes"}, _user(SHORT)]
     result = {"role": "tool", "tool_call_id": "call_0", "content": text("calibration", SHORT)}
@@ -239,7 +239,7 @@ def tool_call(index: int) -> Message:
 async def calibrate(
     session: aiohttp.ClientSession, url: str, client: ChatClient, tools: ToolStyle
 ) -> Calibration:
-    """Measure by the endpoint's /tokenize where it has one, else by the usage of requests."""
+    """Measure with the endpoint's /tokenize if it has one, otherwise with the usage of requests."""
     short, long = [_user(SHORT)], [_user(LONG)]
     pair = [_user(SHORT), *_exchange(tools)]
     counted = [await _tokenize(session, url, client.model, messages) for messages in (short, long, pair)]

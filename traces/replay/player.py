@@ -1,4 +1,4 @@
-"""Player of one conversation, as its agent plays it: ask, wait, run the tool, append, go on."""
+"""Player of one conversation, in the way of its agent: ask, wait, run the tool, append, continue."""
 
 import asyncio
 import logging
@@ -51,7 +51,7 @@ class Dialogue:
         self.retained_tokens = 0  # of the latest prompt: what a server that forgets nothing has already
 
     def prompt(self, index: int) -> list[Message]:
-        """Return the messages of turn `index`; every turn before it must have been answered."""
+        """Return the messages of turn `index`. All earlier turns must have been answered."""
         turn = self._conversation.turns[index]
         if index == 0:
             self.retained_tokens = 0
@@ -66,7 +66,7 @@ class Dialogue:
 
     @property
     def estimated_tokens(self) -> int:
-        """Estimated tokens of the latest prompt, for endpoints that do not report usage."""
+        """Return the estimated tokens of the latest prompt, for endpoints that do not report usage."""
         return round(sum(piece.tokens for piece in self._pieces) + self._sizes.opening_tokens)
 
     def answered(self, index: int, answer: TimedAnswer) -> None:
@@ -81,7 +81,7 @@ class Dialogue:
         self._pieces.append(_Piece(message, self._answer_tokens))
 
     def _open(self, turn: TraceTurn) -> None:
-        """Begin a conversation. A child begins with its parent's first words, as many as the trace says."""
+        """Begin a conversation. A child begins with as many of its parent's first words as the trace says."""
         wanted = turn.prompt_tokens - self._sizes.opening_tokens
         shared = self._sizes.characters(turn.cached_tokens) if turn.cached_tokens else 0
         own = max(1, self._sizes.characters(wanted) - shared)
@@ -102,7 +102,7 @@ class Dialogue:
         return _Piece(message, tokens + self._sizes.exchange_tokens)
 
     def _break_off(self, index: int, turn: TraceTurn) -> None:
-        """Keep what is still cached after the prefix broke (by compaction, say), and go on anew."""
+        """Keep what is still cached after the prefix broke (by compaction, for example), and continue."""
         kept: list[_Piece] = []
         left = float(turn.cached_tokens - self._sizes.opening_tokens)
         tail = ""
@@ -122,7 +122,7 @@ class Dialogue:
 
 
 def _goes_on(before: TraceTurn, turn: TraceTurn) -> bool:
-    """Tell whether a turn's prompt still has everything of the prompt before."""
+    """Return whether a turn's prompt still contains the whole previous prompt."""
     return turn.cached_tokens >= before.prompt_tokens - BLOCK_SLACK and (
         turn.prompt_tokens > before.prompt_tokens
     )
@@ -137,7 +137,7 @@ log = logging.getLogger("conserve.traces.replay")
 
 
 class Player:
-    """Plays a conversation, and keeps its results where a time limit finds them after it ended the play."""
+    """Plays a conversation. Its results stay available after a time limit has stopped it."""
 
     def __init__(
         self,
@@ -197,7 +197,9 @@ class Player:
         )
 
     async def _ask(self, messages: list[Message], output_tokens: int) -> tuple[TimedAnswer, int]:
-        """Ask until an answer comes. A refused turn waits as long as it is told to, and the time counts."""
+        """Send a request until it is answered. A refused turn waits as long as it is told to, and that time
+        counts.
+        """
         refusals = 0
         while True:
             try:

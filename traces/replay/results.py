@@ -1,4 +1,4 @@
-"""Results of a replay: turn by turn, the unloaded latency they are compared with, their figures and file.
+"""Results of a replay: each turn, the unloaded latency for comparison, their figures, and their file.
 
 Times are seconds by the client's clock, since the replay began.
 """
@@ -75,7 +75,7 @@ class ConversationResult:
 
     @property
     def served_ttfet_s(self) -> float | None:
-        """Time to the first effective token without tools and people."""
+        """Return the time to the first effective token, without the time of tools and people."""
         whole = self.ttfet_s
         if whole is None:
             return None
@@ -99,7 +99,7 @@ class ConversationResult:
 
 @dataclass(frozen=True, slots=True)
 class Unloaded:
-    """Time of a turn when nothing else runs, fitted to probes played alone.
+    """Time of a turn when nothing else runs, fitted to probes that were played alone.
 
     ttft = fixed + per_token * new + per_product * new * (retained + new / 2)
     tbt = step + per_context * context
@@ -133,7 +133,7 @@ class Unloaded:
 
 @dataclass(frozen=True, slots=True)
 class MeterReading:
-    """Counters of the fleet over the replay; a name is absent where nobody exports it."""
+    """Counters of the fleet over the replay. A counter that nobody exports is absent."""
 
     counters: dict[str, float] = field(default_factory=dict)
     joules: float | None = None
@@ -218,7 +218,7 @@ def _gap_terms(turn: TurnResult) -> tuple[float, float]:
 def _nonnegative(
     terms: Sequence[tuple[float, ...]], seconds: Sequence[float], scales: Sequence[float]
 ) -> tuple[list[float], float]:
-    """Solve non-negative least squares, with errors in units of `scales`; return also the mean error."""
+    """Solve non-negative least squares with errors in units of `scales`; return also the mean error."""
     from scipy.optimize import nnls  # half a second to import, which only a replay with probes should pay
 
     unit = np.asarray(scales, dtype=float)
@@ -232,7 +232,7 @@ def _nonnegative(
 
 @dataclass(frozen=True, slots=True)
 class Objective:
-    """Latencies beside their objective: `slo_factor` times the unloaded latency of the same conversation."""
+    """Latencies and their objective: `slo_factor` times the unloaded latency of the same conversation."""
 
     judged: int
     violations: int
@@ -312,7 +312,7 @@ def _spreads(results: Sequence[ConversationResult], turns: Sequence[TurnResult])
 
 
 def _objectives(run: Replay) -> dict[str, Objective]:
-    """Judge served times only: tools and people have no objective, and would dilute one."""
+    """Judge served times only, because tools and people have no objective."""
     alone = run.unloaded
     if alone is None:
         return {}

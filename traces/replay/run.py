@@ -1,4 +1,4 @@
-"""Run of a replay: calibrate, probe, play every conversation, count."""
+"""Run of a replay: calibrate, probe, play every conversation, read counters."""
 
 import asyncio
 import logging
@@ -30,7 +30,7 @@ WINDOW_S = 10.0  # of the live rate
 
 
 class ReplayWatcher:
-    """Observer of a replay while it runs. This one shows nothing."""
+    """Observer of a running replay. This base class shows nothing."""
 
     def phase(self, name: str, conversations: int) -> None: ...
     def started(self, conversation: TraceConversation) -> None: ...
@@ -39,7 +39,7 @@ class ReplayWatcher:
 
 
 class ProgressBar(ReplayWatcher, Progress):
-    """A progress bar: conversations done, in flight, failed, and the rate of the last seconds."""
+    """A progress bar: conversations done, in flight and failed, and the rate of the last seconds."""
 
     def __init__(self, console: Console) -> None:
         state = TextColumn("{task.fields[state]}")
@@ -128,7 +128,9 @@ async def replay(
     stop: asyncio.Event | None = None,
     clock: Clock = time.monotonic,
 ) -> Replay:
-    """Play `conversations`, sorted by arrival, until all are done, or until the time limit or `stop`."""
+    """Play `conversations`, sorted by arrival, until all are done, the time limit is reached or `stop` is
+    set.
+    """
     headers = {"Authorization": f"Bearer {options.api_key}"} if options.api_key else {}
     connector = aiohttp.TCPConnector(limit=0)
     timeout = aiohttp.ClientTimeout(total=None)
@@ -161,13 +163,13 @@ async def replay(
 
 
 def _recorded_options(options: ReplayOptions) -> dict[str, str | float | int | bool]:
-    """Return the options for the record, without the key and what the record has elsewhere."""
+    """Return the options for the record, without the key and without what the record has elsewhere."""
     elsewhere = {"url", "model", "api_key", "probes", "slo_factor", "metrics_urls"}
     return {name: value for name, value in asdict(options).items() if name not in elsewhere}
 
 
 class _Run:
-    """Conversations in flight: each starts at its arrival, or when a slot is free."""
+    """Conversations in flight. Each starts at its arrival, or later when a slot is free."""
 
     def __init__(
         self,

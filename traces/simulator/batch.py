@@ -13,14 +13,14 @@ from traces.simulator.kv import LiveConversation
 
 
 class Gaps:
-    """Times between single tokens. A turn's mean TBT hides an iteration that stalled; this does not."""
+    """Times between single tokens. Unlike a turn's mean TBT, they show an iteration that stalled."""
 
     def __init__(self) -> None:
         self._seconds = array("f")
         self._tokens = array("l")
 
     def add(self, seconds: float, tokens: int) -> None:
-        """Count tokens that came after so long each: the mean of a phase with an unchanged batch."""
+        """Count `tokens` gaps of `seconds` each: the mean of a phase with an unchanged batch."""
         self._seconds.append(seconds)
         self._tokens.append(tokens)
 
@@ -38,7 +38,7 @@ class Gaps:
 
 
 class Iteration:
-    """Batch of an engine, advanced many iterations at a time.
+    """Batch of an engine, which advances many iterations at a time.
 
     While nobody joins or leaves, iteration i of n decoding turns costs `first + i * growth`: every context is
     one token longer than before. So any number of iterations has a closed sum, any time has a closed inverse,
@@ -70,7 +70,7 @@ class Iteration:
         heappush(self._ends, (self.iteration + live.left, self._joins, live.visit, live))
 
     def leave(self, live: LiveConversation) -> None:
-        """Take a turn out of the batch; the tokens that it has decoded stay in its context."""
+        """Remove a turn from the batch. The tokens that it has decoded stay in its context."""
         decoded = self.iteration - live.joined
         live.context += decoded
         live.left -= decoded
@@ -79,21 +79,21 @@ class Iteration:
         self.context -= live.context
 
     def youngest(self) -> LiveConversation:
-        """Return the turn that joined last, which loses least by a preemption."""
+        """Return the turn that joined last, which loses least if it is preempted."""
         return max((e for e in self._ends if e[2] == e[3].visit), key=lambda e: e[1])[3]
 
     def all(self) -> list[LiveConversation]:
         return [live for _, _, visit, live in self._ends if visit == live.visit]
 
     def until_an_end(self) -> int:
-        """Return the iterations until some turn has decoded its last token."""
+        """Return how many iterations pass until a turn decodes its last token."""
         ends = self._ends
         while ends[0][2] != ends[0][3].visit:
             heappop(ends)
         return ends[0][0] - self.iteration
 
     def advance(self, iterations: int) -> list[LiveConversation]:
-        """Let every turn decode that many tokens; take finished turns out and return them."""
+        """Let every turn decode `iterations` tokens; remove finished turns and return them."""
         self.iteration += iterations
         self.context += self.turns * iterations
         done: list[LiveConversation] = []
@@ -106,7 +106,7 @@ class Iteration:
         return done
 
     def seconds(self, iterations: int) -> float:
-        """Return the time of the next iterations if no prompt is computed in them."""
+        """Return the duration of the next iterations if they compute no prompt."""
         first = (
             self._constant + self._per_decoding * self.turns + self._per_read * (self.context + self.turns)
         )
@@ -114,7 +114,7 @@ class Iteration:
         return iterations * (first + growth * (iterations - 1) / 2)
 
     def iterations_in(self, seconds: float) -> int:
-        """Return the fewest iterations that take at least that long: the boundary that comes next."""
+        """Return the fewest iterations that take at least `seconds`, up to the next boundary."""
         first = (
             self._constant + self._per_decoding * self.turns + self._per_read * (self.context + self.turns)
         )
@@ -130,12 +130,12 @@ class Iteration:
 
     @property
     def work(self) -> BatchWork:
-        """Work of the next iteration if no prompt is computed in it."""
+        """Return the work of the next iteration if it computes no prompt."""
         read = self.context + self.turns
         return BatchWork(self.turns, read, read, self.context, self.turns)
 
     def prefill_seconds(self, chunks: list[tuple[LiveConversation, int]]) -> float:
-        """Return the time that computing these chunks adds to one iteration."""
+        """Return how long these chunks prolong one iteration."""
         seconds = 0.0
         for live, tokens in chunks:
             end = live.context + tokens

@@ -1,4 +1,4 @@
-"""Engines of a simulated fleet that drop parameters; the product's signal and plan decide.
+"""Engines of a simulated fleet that drop parameters, decided by the product's own signal and plan.
 
 While engines share a model they step together: each forms its own batch by its own token budget, as running
 engines do, and a round takes as long as the longest of these batches, plus the hops between engines.
@@ -26,7 +26,7 @@ class DroppingSettings:
 
 
 class RoundsTogether:
-    """Pipeline of a group: its members' iterations begin and end together."""
+    """Pipeline of a group, whose members' iterations begin and end together."""
 
     def __init__(self, members: Sequence[SimulatedEngine], shape: EngineShape, events: EventQueue) -> None:
         self.members = tuple(members)
@@ -58,13 +58,13 @@ class RoundsTogether:
             member.step(seconds)
 
     def _here(self) -> list[SimulatedEngine]:
-        """Return the members at a boundary; the others have not come yet, or have left already."""
+        """Return the members that have reached the boundary."""
         return [member for member in self.members if member.pipeline is self and member.idle]
 
 
 @dataclass
 class OverloadTally:
-    """Counts of drops, and looks at the fleet: time, share of the whole KV asked for, share there is."""
+    """Counts of drops, and samples of the fleet: time, share of the whole KV demanded, share available."""
 
     looks: list[tuple[float, float, float]] = field(default_factory=list)
     drops: int = 0
@@ -77,13 +77,13 @@ class OverloadTally:
 
     @property
     def bubble(self) -> float:
-        """Share of their time in which stages waited."""
+        """Return the share of time that pipeline stages waited."""
         spent = sum(pipeline.stage_s for pipeline in self.pipelines)
         return 1 - sum(pipeline.busy_s for pipeline in self.pipelines) / spent if spent else 0.0
 
 
 class Dropping:
-    """Looks at the fleet, and drops and restores parameters. Groups are formed within one tier."""
+    """Observes the fleet, and drops and restores parameters. Groups are formed within one tier."""
 
     def __init__(
         self,
@@ -95,7 +95,7 @@ class Dropping:
         report: Callable[[], list[int]],
         changed: Callable[[SimulatedEngine], None],
     ) -> None:
-        """`report` brings the placer's view up to date and returns the prompts that wait for a decoder.
+        """`report` updates the placer's view, and returns the prompts that wait for a decoder.
 
         `changed` is called with an engine whose KV has another size.
         """
@@ -169,7 +169,7 @@ class Dropping:
     def _regroup(
         self, engine: SimulatedEngine, group: RoundsTogether | None, kv_tokens: int, before: int, after: int
     ) -> None:
-        """Move an engine to another group, or to none; it stands still while KV and parameters move."""
+        """Move an engine to another group or to none. The engine pauses while KV and parameters move."""
         exchange_s = self._shape.exchange_s(before, after, engine.kv.resident)
         self.tally.exchange_s.append(exchange_s)
         parameters_s = self._shape.restore_s(before) if group is None else 0.0
@@ -190,5 +190,5 @@ class Dropping:
 
 
 def largest_holding_tier(tiers: Sequence[SimulatedTier]) -> SimulatedTier:
-    """Return the largest tier of those that hold conversations."""
+    """Return the largest of the tiers that hold conversations."""
     return max((tier for tier in tiers if tier.role is not Role.PREFILL), key=lambda tier: tier.replicas)

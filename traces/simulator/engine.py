@@ -1,4 +1,4 @@
-"""Simulated engine: iterations over prompts and decoding turns, on a clock of events."""
+"""Simulated engine: iterations over prompts and decoding turns, driven by a clock of events."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from traces.simulator.tiers import EngineProfile
 
 
 class EventQueue:
-    """Queue of events. Those of one instant run in the order of scheduling, so that runs repeat exactly."""
+    """Queue of events. Simultaneous events run in the order of scheduling, so that runs repeat exactly."""
 
     def __init__(self) -> None:
         self.now = 0.0
@@ -29,7 +29,7 @@ class EventQueue:
 
     @property
     def more(self) -> bool:
-        """Tell whether an event is still to come."""
+        """Return whether an event is still pending."""
         return bool(self._heap)
 
     def run(self, until: float = float("inf")) -> None:
@@ -47,11 +47,11 @@ class Pipeline(Protocol):
     """Group of engines that share the layers of one model and step together."""
 
     def ready(self, engine: SimulatedEngine) -> None:
-        """Take note that an engine is at a boundary; `form` and `step` follow when all engines are."""
+        """Record that an engine is at a boundary; `form` and `step` follow when all engines are."""
 
 
 class Regrouping(NamedTuple):
-    """Change at the next boundary of an engine that drops parameters, or has them again."""
+    """Change of an engine that drops or restores parameters, made at its next boundary."""
 
     pipeline: Pipeline | None
     kv_tokens: int
@@ -111,12 +111,12 @@ class SimulatedEngine:
         return self._iterations == 0
 
     def submit(self, live: LiveConversation) -> None:
-        """Queue a turn that computes `todo` tokens behind `context`, and then decodes `left` tokens."""
+        """Queue a turn that computes `todo` tokens after `context`, and then decodes `left` tokens."""
         self.waiting.append(live)
         self._soon()
 
     def _soon(self) -> None:
-        """Let the engine plan anew at the next boundary."""
+        """Make the engine plan anew at the next boundary."""
         if self._between:
             return
         if self.idle:
@@ -133,7 +133,7 @@ class SimulatedEngine:
         return sum(live.todo for live in self.waiting)
 
     def waiting_kv_tokens(self) -> int:
-        """Return the KV that waiting turns lack here; a prefill leg's KV is its decoder's."""
+        """Return the KV that waiting turns lack here. A prefill leg's KV counts on its decoder."""
         there = sum(max(0, one.context + one.todo - one.held) for one in self.waiting if one.left)
         return there + sum(one.context + one.todo for one in self.restoring)
 
@@ -141,18 +141,18 @@ class SimulatedEngine:
         return self._prompt_rate.tokens_per_s
 
     def prompt_share(self) -> float:
-        """Return the share of the engine's time that running turns leave to prompts."""
+        """Return the share of the engine's time that running turns leave for prompts."""
         if self.prompts is None or not self.batch.turns:
             return 1.0
         return self.prompts.share(self.batch.seconds(1))
 
     def place_was_made(self) -> None:
-        """Continue turns that waited for KV, since some was released from outside."""
+        """Continue turns that waited for KV, because some was released."""
         if self.idle and self.waiting and not self._between:
             self._begin()
 
     def seconds_until(self, horizon: float) -> tuple[float, float, float]:
-        """Return the seconds idle (or stalled, which draws the same), decoding and prefilling."""
+        """Return the seconds idle (or stalled, which draws the same power), decoding and prefilling."""
         trailing = horizon - self._began if self.idle else 0.0
         return self.idle_s + trailing + self.stalled_s, self.decode_s, self.prefill_s
 
@@ -206,7 +206,7 @@ class SimulatedEngine:
         self._chunks = self._next_chunks()
 
     def step(self, seconds: float) -> None:
-        """Compute the formed iteration, for which the pipeline takes so long."""
+        """Run the formed iteration, which takes `seconds` in the pipeline."""
         if self._chunks:
             adds, base = self.batch.prefill_seconds(self._chunks), self.batch.seconds(1)
             prompts = adds / (adds + base) if self.batch.turns else 1.0
@@ -233,7 +233,7 @@ class SimulatedEngine:
         self._soon()
 
     def _next_chunks(self) -> list[tuple[LiveConversation, int]]:
-        """Return the prompts of one iteration, in the policy's order, else oldest first.
+        """Return the prompts of one iteration, in the policy's order, or oldest first without a policy.
 
         They have as many tokens as the budget and the KV allow.
         """
@@ -271,7 +271,7 @@ class SimulatedEngine:
         return self.prompts.due(self.profile.latency, live.turn_at, live.todo, live.context)
 
     def _hold_prompt_of(self, live: LiveConversation, alone: bool) -> bool:
-        """Take the KV that a prompt lacks; return False if there is too little."""
+        """Take the KV that a prompt still needs; return False if there is too little."""
         missing = live.context + live.todo - live.held
         if missing <= 0:
             return True
@@ -310,7 +310,7 @@ class SimulatedEngine:
         kv.make_place(batch.turns, even_pinned=True)
 
     def _give_way(self, live: LiveConversation) -> None:
-        """Take the KV of a waiting turn. With parking it is on the host, block by block as they filled."""
+        """Take the KV of a waiting turn. With parking, its full blocks are already on the host."""
         if self.kv.pressure is not Pressure.PARK:
             self.kv.lose(live)
             self.recomputed += live.context
@@ -364,7 +364,7 @@ class SimulatedEngine:
         self._begin()
 
     def _emit_first_token(self, live: LiveConversation) -> None:
-        """Count the first output token, which the last prompt token gives, or hand a prefill leg over."""
+        """Count the first output token, or hand over a prefill leg, when the prompt is complete."""
         if not live.left:
             self._on_prefilled(self, live)
             return

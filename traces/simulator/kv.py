@@ -1,4 +1,4 @@
-"""KV of a simulated engine: held for running turns, retained between turns, parked on the host, or lost."""
+"""KV of a simulated engine: held by running turns, retained between turns, parked on the host, or lost."""
 
 from collections import OrderedDict
 from enum import IntEnum, StrEnum
@@ -7,7 +7,7 @@ from traces.format import TraceConversation, TraceTurn
 
 
 class Where(IntEnum):
-    """Place of the KV of the turns before."""
+    """Place of the KV of a conversation's earlier turns."""
 
     NOWHERE = 0
     ACCELERATOR = 1
@@ -15,7 +15,7 @@ class Where(IntEnum):
 
 
 class LiveConversation:
-    """A conversation while it is being served, with the work that engines have for its running turn."""
+    """A conversation that is being served, with the remaining work of its running turn."""
 
     __slots__ = (
         *("arrived", "context", "conversation", "engine", "first_token_at", "held", "joined", "lacking"),
@@ -50,7 +50,7 @@ class LiveConversation:
 
     @property
     def output_tokens(self) -> int:
-        """Tokens that the turn decodes: a turn that ended before its first token still had one decoded."""
+        """Return the tokens that the turn decodes, at least one."""
         return max(1, self.turn.output_tokens)
 
     @property
@@ -59,7 +59,7 @@ class LiveConversation:
 
 
 class Pressure(StrEnum):
-    """Fate of KV retained between turns when running turns need its place."""
+    """Fate of KV retained between turns when running turns need its space."""
 
     PARK = "park"  # to the host
     DROP = "drop"  # lost: plain prefix caching
@@ -67,7 +67,7 @@ class Pressure(StrEnum):
 
 
 class KvStore:
-    """Counts of tokens. `resident` ones are on the accelerator, and the retained part of them may be evicted.
+    """Counts of tokens. `resident` tokens are on the accelerator; the retained part of them can be evicted.
 
     Parking costs no time of its own: blocks are copied to the host as they fill, so that leaving the
     accelerator is a release. Coming back crosses the host link.
@@ -88,21 +88,23 @@ class KvStore:
 
     @property
     def live(self) -> int:
-        """Tokens that an engine reports as held for conversations; a plain prefix cache reports none."""
+        """Return the tokens that an engine reports as held for conversations; a plain prefix cache reports
+        none.
+        """
         return self.resident - self._retained_tokens if self.pressure is Pressure.DROP else self.resident
 
     @property
     def idle(self) -> int:
-        """Part of the live tokens that can be evicted without loss."""
+        """Return the part of the live tokens that can be evicted without loss."""
         return self._retained_tokens if self.pressure is Pressure.PARK else 0
 
     @property
     def evictable(self) -> int:
-        """Tokens that are evicted under pressure."""
+        """Return the tokens that can be evicted under pressure."""
         return 0 if self.pressure is Pressure.PIN else self._retained_tokens
 
     def take(self, tokens: int) -> None:
-        """Hold more for a turn, and evict retained KV for it."""
+        """Hold more tokens for a turn, and evict retained KV if necessary."""
         if tokens > self.free:
             self.make_place(tokens)
         self.resident += tokens
@@ -112,17 +114,17 @@ class KvStore:
             self.evict(next(iter(self._retained.values())))
 
     def resize(self, capacity: int) -> None:
-        """Change the capacity, as parameters do that are dropped, and evict retained KV that does not fit."""
+        """Change the capacity, as when parameters are dropped, and evict retained KV that no longer fits."""
         self.capacity = capacity
         self.make_place(0, even_pinned=True)
 
     def lose(self, live: LiveConversation) -> None:
-        """Drop the KV of a running or waiting turn, which has to be computed again."""
+        """Drop the KV of a running or waiting turn, which then has to be computed again."""
         self.resident -= live.held
         live.held = 0
 
     def trim(self, live: LiveConversation, tokens: int) -> None:
-        """Keep only the first `tokens` that are held: the next prompt does not share the rest."""
+        """Keep only the first `tokens`, because the next prompt does not share the rest."""
         self.resident -= live.held - tokens
         live.held = tokens
 
@@ -133,7 +135,7 @@ class KvStore:
         self._retained_tokens += live.held
 
     def wake(self, live: LiveConversation) -> None:
-        """Hold the KV of a retained or parked conversation, which has work again."""
+        """Hold the KV of a retained or parked conversation whose next turn began."""
         if live.where is Where.ACCELERATOR:
             del self._retained[live.key]
             self._retained_tokens -= live.held
@@ -167,10 +169,10 @@ class KvStore:
 
 
 class Prefixes:
-    """Prefix cache of a prefiller, as vLLM has it: the least recently used prefix goes first."""
+    """Prefix cache of a prefiller, as in vLLM: the least recently used prefix is evicted first."""
 
     def __init__(self, capacity: int) -> None:
-        """`capacity` in tokens; 0 remembers nothing."""
+        """`capacity` is in tokens; with 0 nothing is remembered."""
         self._capacity = capacity
         self._tokens = 0
         self._held: OrderedDict[str, int] = OrderedDict()
@@ -179,7 +181,7 @@ class Prefixes:
         return self._held.get(conversation, 0)
 
     def remember(self, conversation: str, tokens: int) -> None:
-        """Keep the prefix of a computed prompt, and evict older ones for it."""
+        """Store the prefix of a computed prompt, and evict older ones for it."""
         if tokens > self._capacity:
             return
         self._tokens += tokens - self._held.pop(conversation, 0)
@@ -189,7 +191,7 @@ class Prefixes:
 
 
 class Link:
-    """Link that sends one item after the other at a fixed rate."""
+    """Link that sends one item after another at a fixed rate."""
 
     def __init__(self, bytes_per_s: float) -> None:
         self._bytes_per_s = bytes_per_s

@@ -1,4 +1,4 @@
-"""Metrics of a simulation: records, figures, and the check that what goes in comes out."""
+"""Metrics of a simulation: records, figures, and the check that no work was lost or invented."""
 
 from __future__ import annotations
 
@@ -18,12 +18,12 @@ from traces.simulator.kv import LiveConversation
 
 
 class Leak(TraceError, AssertionError):
-    """Tokens were lost or invented in a run, whose results are invalid."""
+    """Tokens were lost or invented, so the results of this run are invalid."""
 
 
 @dataclass
 class SimulationTally:
-    """Work that the router asked for, to be compared with the work that engines did."""
+    """Work that the router requested, for comparison with the work that engines did."""
 
     to_prefill: int = 0
     to_decode: int = 0
@@ -72,7 +72,7 @@ def percentile(values: Sequence[float] | Values, p: float) -> float:
 
 @dataclass
 class Recorder:
-    """Times that are recorded while the simulation runs. `order` is the conversation's place in the trace."""
+    """Times recorded during the simulation. `order` is the conversation's position in the trace."""
 
     order: array[int] = field(default_factory=lambda: array("l"))
     ttfet: array[float] = field(default_factory=lambda: array("d"))

@@ -26,7 +26,7 @@ class StickySettings:
 
 
 class StickyRouting:
-    """Sticky routing as SGLang's router does it (`cache_aware`), one turn at a time and without any placing.
+    """Sticky routing like SGLang's router (`cache_aware`), one turn at a time, without placement.
 
     While the engines are about as busy as each other, a turn goes where most of its prompt has been sent
     before, if that is more than `least_match` of it, else to the engine that was sent least. When they are
@@ -34,14 +34,14 @@ class StickyRouting:
     """
 
     def __init__(self, settings: StickySettings, turns: Mapping[str, int]) -> None:
-        """`turns`: how many each engine has, kept by the caller."""
+        """`turns` maps each engine to its number of turns; the caller updates it."""
         self._settings = settings
         self._turns = turns
         self._sent = dict.fromkeys(turns, 0)  # tokens of prompts, those sent before left out
         self._prefixes: dict[str, dict[str, int]] = {}  # conversation -> engine -> tokens, latest last
 
     def choose(self, conversation: str, prompt: int, repeated: int) -> str:
-        """Return the engine for a turn whose first `repeated` tokens are as in the turn before."""
+        """Return the engine for a turn whose first `repeated` tokens are the same as in the previous turn."""
         sent = self._prefixes.setdefault(conversation, {})
         busiest, least = max(self._turns.values()), min(self._turns.values())
         best = max(reversed(sent), key=lambda name: min(sent[name], repeated), default=None)
@@ -57,7 +57,7 @@ class StickyRouting:
         return engine
 
     def forget(self, conversation: str) -> None:
-        """Forget a conversation; its tokens stay in the engines' counts, as in the router's trees."""
+        """Forget a conversation. Its tokens stay in the engines' counts, as in the router's trees."""
         self._prefixes.pop(conversation, None)
 
 
@@ -73,13 +73,13 @@ class System(StrEnum):
 
     @classmethod
     def of(cls, placer: PlacerSettings) -> "System":
-        """Return the system of a fleet with these settings."""
+        """Return the system that a fleet with these settings is."""
         disaggregates = placer.policy is PlacingPolicy.CONSERVE
         return cls((placer.first_turns if disaggregates else placer.policy).value)
 
 
 class OverloadPolicy(StrEnum):
-    """Reaction to too little KV."""
+    """Reaction when KV is short."""
 
     OFF = "off"  # idle KV stays; running turns are preempted when there is no other KV
     PREEMPT = "preempt"  # plain vLLM: idle KV is lost, and running turns are computed again
@@ -95,7 +95,7 @@ class OverloadPolicy(StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class TurnRoute:
-    """Route of one turn. If `pull`, its history must reach the prefiller before it can compute."""
+    """Route of one turn. If `pull` is set, its history must reach the prefiller before it can compute."""
 
     decoder: str
     prefiller: str | None = None
@@ -136,7 +136,7 @@ class SimulatedRouter:
         prefillers: tuple[str, ...],
         seed: int,
     ) -> None:
-        """`turns` are those of each engine now; baselines look at them and at the prefillers' names."""
+        """`turns` are the current turns of each engine. Baselines use them and the prefillers' names."""
         self._settings = settings
         self._placer = placer
         self._turns = turns

@@ -1,4 +1,4 @@
-"""Simulation of a fleet: events, engines, and the product's own placing classes."""
+"""Simulation of a fleet: events, engines, and the product's own placement classes."""
 
 from collections import deque
 from collections.abc import Iterable, Iterator
@@ -24,7 +24,7 @@ from traces.simulator.tiers import SimulatedFleet
 
 
 class SimulatedEngines:
-    """Engines of a fleet. They report changes as real ones do, once the placer is about to look."""
+    """Engines of a fleet. Like real ones they report changes, whenever the placer is about to look."""
 
     def __init__(
         self,
@@ -70,7 +70,7 @@ class SimulatedEngines:
             visible.append(confirmed)
 
     def report(self, now: float) -> None:
-        """Report engines that changed since the last look."""
+        """Report engines that changed since the last call."""
         for name in self.engines if self.elastic else ():
             self.changed(name)  # prompts are computed all the time
         changed, self._confirmed = self._confirmed, {}
@@ -120,7 +120,7 @@ class SimulationSettings:
 
 
 class Simulation:
-    """Conversations that arrive, are placed or wait at the gate, are prefilled, transferred and decoded.
+    """Conversations that arrive, wait, are placed, prefilled, transferred and decoded.
 
     Between turns they are retained or parked, until they come back or end.
     """
@@ -173,7 +173,7 @@ class Simulation:
             )
 
     def run(self, conversations: Iterable[TraceConversation]) -> SimulationResult:
-        """Play a whole trace, in order of arrival; conversations are read as their time comes."""
+        """Play a whole trace in order of arrival. Conversations are read when their time comes."""
         self._arrivals = iter(conversations)
         self._expect_next_arrival()
         self.events.run()
@@ -193,7 +193,7 @@ class Simulation:
             self._gate.append(live)
 
     def _place(self, live: LiveConversation) -> bool:
-        """Place a first turn; return False when it has to wait."""
+        """Place a first turn; return False if it has to wait."""
         now = self.events.now
         self.fleet.report(now)
         parent = self.bindings.look_up(live.conversation.parent) if live.conversation.parent else None
@@ -218,7 +218,7 @@ class Simulation:
         return True
 
     def _start_turn(self, live: LiveConversation, route: TurnRoute, cached: int, ready: float) -> None:
-        """Hold the prompt's KV on the decoder; compute it there, or on a prefiller first."""
+        """Hold the prompt's KV on the decoder; compute it there, or first on a prefiller."""
         prompt = live.turn.prompt_tokens
         decoder = self.fleet.engines[route.decoder]
         live.engine, live.where = route.decoder, Where.ACCELERATOR

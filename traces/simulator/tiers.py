@@ -1,4 +1,4 @@
-"""Tiers of simulated engines with their speed, memory, power and links."""
+"""Tiers of simulated engines, with their speed, memory, power and links."""
 
 from dataclasses import dataclass, replace
 
@@ -39,7 +39,7 @@ class EngineProfile:
         )
 
     def capped(self, watts: float) -> "EngineProfile":
-        """Return the profile under a power cap: computing slows down, reading KV and weights does not."""
+        """Return the profile under a power cap: computation slows down, reading KV and weights does not."""
         slower = 1.0 / self.power.compute_speed(watts)
         latency = replace(
             self.latency,

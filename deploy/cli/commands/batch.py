@@ -128,7 +128,7 @@ def show(
 
 @app.command("cancel")
 def cancel(id: Id, url: Url = None, fleet: FleetOption = None, api_key: Key = None) -> None:
-    """Cancel a batch; results that it has stay available."""
+    """Cancel a batch. Its existing results stay available."""
     with client(url, fleet, api_key) as api:
         _print(api.batches.cancel(id))
 
@@ -144,7 +144,7 @@ def results(
     fleet: FleetOption = None,
     api_key: Key = None,
 ) -> None:
-    """Write a batch's results, one JSON object a line."""
+    """Write a batch's results, one JSON object per line."""
     with client(url, fleet, api_key) as api:
         batch = api.batches.retrieve(id)
         file_id = batch.error_file_id if errors else batch.output_file_id

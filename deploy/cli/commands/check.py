@@ -14,7 +14,7 @@ def check(file: FleetFile) -> None:
 
 
 def print_parsers(fleet: FleetSpec) -> None:
-    """Say which parsers the model's answers get, and why."""
+    """Print which parsers the model's answers get, and why."""
     for choice in parsers(fleet.model.path):
         by_hand = fleet.engine.args.get(choice.option)
         print(f"{choice.option}: {by_hand} (as engine.args says)" if by_hand else choice)

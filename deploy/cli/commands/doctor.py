@@ -1,4 +1,4 @@
-"""conserve doctor: what this machine lacks to serve, and what to do about each."""
+"""conserve doctor: say what this machine lacks to serve, and how to fix it."""
 
 import os
 import shutil
@@ -36,7 +36,7 @@ class HealthLine:
 def doctor(
     port: Annotated[int, typer.Option(help="Of the gateway", min=1, max=65535)] = 8000,
 ) -> None:
-    """Say what this machine lacks to serve, and what to do; exit with 1 if something blocks."""
+    """Say what this machine lacks to serve, and how to fix it; exit with 1 if something blocks."""
     findings = [*(finding for look in LOOKS for finding in look()), *_port(port)]
     for one in findings:
         mark = "lacks" if one.blocks else "note " if one.do else "ok   "

@@ -45,7 +45,7 @@ def new(
     file: File = None,
     fleet: FleetOption = None,
 ) -> None:
-    """Print a new key, once: the file gets its hash."""
+    """Print a new key, once. The file only gets its hash."""
     secret = f"ck-{secrets.token_urlsafe(SECRET_BYTES)}"
     entry: dict[str, Any] = {
         "id": id or f"key-{secrets.token_hex(4)}",
@@ -83,7 +83,7 @@ def revoke(
     file: File = None,
     fleet: FleetOption = None,
 ) -> None:
-    """Remove a key from the file; what its owner has in the fleet stays."""
+    """Remove a key from the file. What its owner has in the fleet stays."""
     path = _path(file, fleet)
     _edit(path, lambda text: _remove(text, id, path))
     print(f"{id} is no key any more")
@@ -101,7 +101,7 @@ def _path(file: Path | None, fleet: str | None) -> Path:
 
 
 def _moment(expires: str) -> str:
-    """Convert a time from now to a date; leave a date to the keys file's own check."""
+    """Convert a relative time to a date; leave a date for the keys file's own check."""
     try:
         later = seconds(expires)
     except ValueError:
@@ -118,7 +118,7 @@ def _expiry(key: Key) -> str:
 
 
 def _edit(path: Path, change: Callable[[str], str]) -> None:
-    """Change the file under a lock, and write nothing that gateways would refuse."""
+    """Change the file under a lock, and refuse content that gateways would refuse."""
     path = path.resolve()
     try:
         folder = os.open(path.parent, os.O_RDONLY)
@@ -141,7 +141,7 @@ def _edit(path: Path, change: Callable[[str], str]) -> None:
 
 
 def _append(text: str, entry: dict[str, Any]) -> str:
-    """Add an entry behind the others, with their indentation and all comments as they are."""
+    """Append an entry to the list, with the list's indentation; comments stay."""
     root, indent = _block_list(text), ""
     if root.value:
         indent = " " * root.start_mark.column
@@ -152,7 +152,7 @@ def _append(text: str, entry: dict[str, Any]) -> str:
 
 
 def _remove(text: str, id: str, path: Path) -> str:
-    """Cut the lines of an entry, and leave all others as they are."""
+    """Remove the lines of an entry; all other lines stay."""
     ids = [key.id for key in parse_keys(text, str(path))]
     if id not in ids:
         raise DeployError(f"there is no key {id} in {path}; it has {', '.join(ids) or 'none'}")
@@ -163,7 +163,7 @@ def _remove(text: str, id: str, path: Path) -> str:
 
 
 def _block_list(text: str) -> yaml.SequenceNode:
-    """Return the list of a checked file, which can be edited by lines."""
+    """Return the list of a checked file if it can be edited line by line."""
     root = yaml.compose(text)
     assert isinstance(root, yaml.SequenceNode)
     if root.value and root.flow_style:

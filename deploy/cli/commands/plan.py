@@ -70,7 +70,7 @@ def plan(
     kv_tokens: Annotated[float, typer.Option(help="KV tokens of a decoder")] = 300_000,
     json_file: Annotated[Path | None, typer.Option("--json", help="Write the plan")] = None,
 ) -> None:
-    """Say how many prefillers and decoders a workload needs, and at which power.
+    """Say how many prefillers and decoders a workload needs, and at what power.
 
     Without a trace the conversation paper's inequalities decide. With one, simulations do, in which each
     turn is computed where its first token comes first.
@@ -206,7 +206,7 @@ class TierPlan:
 
 
 def tier_plans(file: FleetSpec, fleet: SimulatedFleet, mean_tokens: float) -> Iterator[TierPlan]:
-    """Yield the plans of tiers that hold conversations, with KV full of turns of `mean_tokens` each."""
+    """Yield the plans of tiers that hold conversations, if KV is full of turns of `mean_tokens` each."""
     limits = DropLimits(file.coserving.tbt)
     for tier in fleet.tiers:
         shape = tier.profile.shape

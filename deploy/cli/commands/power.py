@@ -1,4 +1,4 @@
-"""conserve power plan|apply|restore: power limits of this machine's GPUs, as a fleet file wants them."""
+"""conserve power plan|apply|restore: power limits of this machine's GPUs, as in a fleet file."""
 
 import os
 import socket
@@ -26,7 +26,7 @@ Tier = Annotated[str | None, typer.Option(help="Only this tier runs here, on all
 
 @app.command("plan")
 def plan(file: FleetFile, tier: Tier = None) -> None:
-    """Show the changes, and make none."""
+    """Show the changes without making them."""
     with Gpus() as gpus:
         _show(_planned(gpus, load_fleet(file), tier))
 
@@ -70,7 +70,7 @@ def _planned(gpus: Gpus, fleet: FleetSpec, tier: str | None) -> list[LimitChange
 
 
 def wishes_of(fleet: FleetSpec, gpus: int, tier: str | None) -> list[WantedLimit]:
-    """Return the limits of this machine's GPUs, which go to the tiers in the order of the file."""
+    """Return the limits of this machine's GPUs, which are assigned to the file's tiers in order."""
     names = [known.name for known in fleet.tiers]
     if tier is not None:
         if tier not in names:

@@ -84,7 +84,7 @@ async def _measure(
 
 @asynccontextmanager
 async def under_cap(fleet: FleetSpec, engine: EngineName, home: FleetHome) -> AsyncIterator[None]:
-    """Set the tier's power cap on as many GPUs of this machine as an engine takes."""
+    """Set the tier's power cap on as many GPUs of this machine as an engine uses."""
     ranks = parallel(fleet, engine.tier).gpus
     gpus = visible_gpus() or tuple(str(index) for index in range(ranks))
     async with EnginePower(power_settings(fleet, engine, home, gpus[:ranks])) as power:
@@ -98,7 +98,7 @@ async def under_cap(fleet: FleetSpec, engine: EngineName, home: FleetHome) -> As
 
 
 def draw(profile: Profile, samples: list[Sample], path: Path) -> None:
-    """Draw predicted against measured times, one dot for each shape."""
+    """Draw predicted against measured times, one dot per shape."""
     from traces import charts  # matplotlib: no other command should wait for it
 
     measured = [sample.seconds * 1e3 for sample in samples]

@@ -1,4 +1,4 @@
-"""conserve serve: a model by its name on this machine, without a fleet file to write."""
+"""conserve serve: serve a model by its name on this machine, without writing a fleet file."""
 
 import difflib
 import json
@@ -47,7 +47,7 @@ def serve(
     ] = False,
     detach: Annotated[bool, typer.Option("--detach", help="Return when the fleet serves")] = False,
 ) -> None:
-    """Serve a model on the GPUs that are here, or on the CPU. Other options are vLLM's own.
+    """Serve a model on this machine's GPUs, or on its CPU. Other options are passed to vLLM.
 
     CONSERVE_API_KEY: the key that callers must send. OTEL_EXPORTER_OTLP_ENDPOINT: where spans go. HF_TOKEN
     and HF_HOME are Hugging Face's.
@@ -81,7 +81,7 @@ def serve(
 
 
 def vllm_arguments(words: Sequence[str]) -> Iterator[tuple[str, Any]]:
-    """Parse vLLM's options as its own command line takes them."""
+    """Parse vLLM's options in the way of its own command line."""
     rest = list(words)
     while rest:
         word = rest.pop(0)
@@ -117,7 +117,7 @@ def _value(text: str, kind: object) -> Any:
 
 
 def wishes_of(model: str, options: dict[str, Any]) -> Wishes:
-    """Take what the fleet file has keys of its own for out of vLLM's options."""
+    """Remove from vLLM's options those that are keys of the fleet file, and return them."""
     for name, instead in OWN_OPTIONS.items():
         if name in options:
             raise DeployError(f"--{name} is not an option of each engine here: it is {instead}")
@@ -134,7 +134,7 @@ def wishes_of(model: str, options: dict[str, Any]) -> Wishes:
 
 
 def architecture(model: str) -> Architecture:
-    """Return what is known of a model that can be served, or raise DeployError with what to give instead."""
+    """Return what is known of a model that can be served, or raise DeployError with an alternative."""
     path = Path(model).expanduser()
     if not model.strip():
         raise DeployError(f"no model was named: {hub.INSTEAD}")
@@ -183,7 +183,7 @@ def is_here(model: str) -> bool:
 
 
 def usable(machine: Machine) -> Machine:
-    """Without vLLM's CUDA build GPUs are of no use."""
+    """Return the machine without its GPUs if vLLM's CUDA build is missing."""
     if machine.gpu_memory and not installed("vllm"):
         print(
             "There are GPUs here, and vLLM's CPU build is installed, which does not use them: conserve doctor"
@@ -193,7 +193,7 @@ def usable(machine: Machine) -> Machine:
 
 
 def add_environment(content: dict[str, Any], file: Path) -> None:
-    """Add what environment variables ask for. A key is kept as its hash."""
+    """Add settings from environment variables. A key is stored as its hash."""
     if secret := os.environ.get(API_KEY):
         keys = file.with_suffix(".keys")
         keys.parent.mkdir(parents=True, exist_ok=True)

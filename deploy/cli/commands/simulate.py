@@ -30,7 +30,7 @@ PROFILE_OF_DEVICE = {"cpu": "laptop", "cuda": "a40-qwen3-0.6b"}
 
 
 def simulated_fleet(file: FleetSpec, profile: EngineProfile) -> SimulatedFleet:
-    """Return the fleet of a file with engines of a profile; the file's own chunk and KV sizes come first."""
+    """Return the file's fleet with engines of a profile; the file's chunk and KV sizes take precedence."""
     tiers = []
     for tier in file.tiers:
         engine = _with_arguments(profile, file.engine.args | tier.args)
@@ -160,7 +160,7 @@ def simulate(
 
 
 def write_json(file: Path, result: object) -> None:
-    """Write a result; a figure without a value is null, as the TTFT of later turns where there are none."""
+    """Write a result; a figure without a value is null, such as the TTFT of later turns if there are none."""
     options = orjson.OPT_INDENT_2 | orjson.OPT_NON_STR_KEYS | orjson.OPT_SERIALIZE_NUMPY
     file.write_bytes(orjson.dumps(result, default=list, option=options | orjson.OPT_APPEND_NEWLINE))
 
@@ -169,7 +169,7 @@ Chosen = TypeVar("Chosen", bound=StrEnum)
 
 
 def _chosen(option: str, names: str, of: type[Chosen]) -> list[Chosen | None]:
-    """Return the members of an enum that an option names; [None] where it names none."""
+    """Return the enum members that an option names; [None] if it names none."""
     try:
         return [of(name.strip()) for name in names.split(",")] if names else [None]
     except ValueError as wrong:

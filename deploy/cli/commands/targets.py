@@ -22,7 +22,7 @@ def targets(
     ] = None,
     watch: Annotated[bool, typer.Option("--watch", help="Write again every 10 s")] = False,
 ) -> None:
-    """Print, write or serve the list of metric pages, for the file or HTTP discovery of Prometheus."""
+    """Print, write or serve the list of metric pages, for Prometheus's file or HTTP discovery."""
     home = home_of(fleet)
     if serve is not None:
         with discovery(serve, lambda: pages(fleet_status(home))) as server:

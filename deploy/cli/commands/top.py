@@ -113,7 +113,7 @@ def _timeline(timeline: dict[str, Any], now: float) -> Text:
 
 
 def cells(spans: list[list[Any]], now: float) -> list[tuple[str, str]]:
-    """Return glyph and style of each cell of the timeline, the latest last.
+    """Return glyph and style of each cell of the timeline, newest last.
 
     A cell shows the span at its end.
     """

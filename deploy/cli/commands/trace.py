@@ -62,7 +62,7 @@ def import_(
         str | None, typer.Option(help=f"One of {', '.join(importers.IMPORTERS)}; by default recognised")
     ] = None,
 ) -> None:
-    """Convert workloads of other formats to ours; the format is recognised by the content."""
+    """Convert workloads of other formats to ours. The format is recognised from the content."""
     _write(out, importers.import_files(files, kind))
 
 
@@ -75,7 +75,7 @@ def generate_swe_bench(
     turns: Annotated[float, typer.Option(help="Mean turns of a conversation")] = MIX.turns,
     tool_s: Annotated[float, typer.Option(help="Mean time of a tool")] = MIX.tool_s,
 ) -> None:
-    """The conversation paper's mix: 15k tokens in, 1k out, short tool answers."""
+    """Generate the conversation paper's mix: 15k tokens in, 1k out, short tool answers."""
     mix = SweBench(turns=turns, tool_s=tool_s)
     _write(out, paper(count, rate, seed, mix))
 
@@ -87,7 +87,7 @@ def generate_saturating(
     count: Count = 200,
     seed: Seed = 0,
 ) -> None:
-    """The same conversations, spaced so that one prefiller is exactly full."""
+    """Generate the same conversations, spaced so that one prefiller is exactly full."""
     _write(out, saturating(count, lambda tokens: tokens / prefill_rate, seed))
 
 
@@ -103,7 +103,7 @@ def generate_bursts(
     output_tokens: Annotated[float, typer.Option(help="Mean")] = LENGTHS.output_tokens,
     output_cv: Annotated[float, typer.Option(help="0: all the same")] = LENGTHS.output_cv,
 ) -> None:
-    """Single turns with gamma gaps, as in BurstGPT and the co-serving paper."""
+    """Generate single turns with gamma-distributed gaps, as in BurstGPT and the co-serving paper."""
     lengths = RequestLengths(prompt_tokens, prompt_cv, output_tokens, output_cv)
     _write(out, bursts(count, rate, cv, seed, lengths))
 
@@ -115,7 +115,7 @@ def generate_steps(
     count: Count = 200,
     seed: Seed = 0,
 ) -> None:
-    """The paper's mix at a rate that jumps."""
+    """Generate the paper's mix at a rate that changes in steps."""
     _write(out, step_bursts(count, generators.rate_steps(step), seed))
 
 
@@ -138,7 +138,7 @@ def scale(
     ] = None,
     seed: Seed = 0,
 ) -> None:
-    """Make a trace faster, longer or shorter, or give it other waits or arrivals."""
+    """Make a trace faster, longer or shorter, or change its waits or arrivals."""
     found = load(trace)
     kept = scaled(found.conversations, Scale(rate, lengths, waits, wait_cap))
     if max_context is not None or max_turns is not None:

@@ -1,4 +1,4 @@
-"""conserve up: start a fleet, or change the one that runs."""
+"""conserve up: start a fleet, or change a running one."""
 
 import signal
 import time
@@ -26,7 +26,7 @@ def up(
         bool, typer.Option("--dry-run", help="On a running fleet: only show what would change")
     ] = False,
 ) -> None:
-    """Start a fleet and serve until Ctrl-C. If the fleet runs, change what differs while it serves."""
+    """Start a fleet and serve until Ctrl-C. If the fleet is running, change what differs while it serves."""
     fleet = load_fleet(file, to_start=True)
     if port is not None:
         fleet = fleet.model_copy(update={"gateway": fleet.gateway.model_copy(update={"port": port})})
@@ -68,7 +68,7 @@ def start(fleet: FleetSpec, home: FleetHome, detach: bool) -> None:
 
 
 def wait_for_end(home: FleetHome, poll_s: float = POLL_S) -> None:
-    """Wait until this run of the fleet has ended; a later run of the same fleet does not count."""
+    """Wait until this run of the fleet has ended; a later run of the same fleet is ignored."""
     ours = home.read_run()
     while ours is not None and ours.same_run(home.read_run()):
         time.sleep(poll_s)

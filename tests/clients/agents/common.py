@@ -1,4 +1,4 @@
-"""Task for every framework: one tool whose arguments a random model can only fill in correctly."""
+"""Task for every framework: one tool, whose arguments even a random model can only fill in correctly."""
 
 import json
 import sys
@@ -29,7 +29,7 @@ def weather(city: str) -> str:
 
 
 def endpoint() -> tuple[str, str]:
-    """Base URL and model, from the command line."""
+    """Return base URL and model from the command line."""
     return sys.argv[1], sys.argv[2]
 
 

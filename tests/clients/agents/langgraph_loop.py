@@ -11,7 +11,7 @@ url, model = common.endpoint()
 
 @tool
 def weather(city: common.City) -> str:
-    """Weather of a city."""
+    """Return the weather of a city."""
     return common.weather(city)
 
 

@@ -17,7 +17,7 @@ url, model = common.endpoint()
 
 @function_tool
 def weather(city: common.City) -> str:
-    """Weather of a city."""
+    """Return the weather of a city."""
     return common.weather(city)
 
 

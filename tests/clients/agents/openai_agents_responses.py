@@ -1,4 +1,4 @@
-"""openai-agents on the Responses API, each run continuing the one before by previous_response_id."""
+"""openai-agents on the Responses API; each run continues the previous one by previous_response_id."""
 
 import common
 from agents import Agent, ModelSettings, OpenAIResponsesModel, Runner, set_tracing_disabled

@@ -24,7 +24,7 @@ agent = Agent(
 
 @agent.tool_plain
 def weather(city: common.City) -> str:
-    """Weather of a city."""
+    """Return the weather of a city."""
     return common.weather(city)
 
 

@@ -8,7 +8,7 @@ url, model = common.endpoint()
 
 @tool
 def weather(city: str) -> str:
-    """Weather of a city.
+    """Return the weather of a city.
 
     Args:
         city: Paris or Rome.

@@ -51,7 +51,7 @@ COMMANDS = dict(leaves(typer.main.get_command(app), "conserve"))
 
 
 def up(base: Path, name: str, record: RunRecord) -> FleetHome:
-    """Return the run record that `conserve up` writes."""
+    """Return a run record like that of `conserve up`."""
     home = FleetHome.of(name, str(base))
     home.create()
     home.ray_token()
@@ -209,6 +209,6 @@ def test_an_upgrade_does_not_end_conserve_up(base: Path) -> None:
 
 
 def test_only_the_batch_command_imports_the_client_library() -> None:
-    """The import takes longer than everything that `conserve check` does."""
+    """The import takes longer than all the work of `conserve check`."""
     code = "import sys, deploy.cli.application; sys.exit('openai' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code], cwd=ROOT, check=False, timeout=60).returncode == 0

@@ -122,7 +122,7 @@ class Everything:
 
 
 def settings(value: Any) -> Iterator[tuple[tuple[type, str], Any]]:
-    """Type, name and value of every field of the configurations in it."""
+    """Yield type, name and value of every field in a configuration."""
     if type(value) in CONFIGURATIONS:
         for field in fields(value):
             inner = getattr(value, field.name)
@@ -435,7 +435,7 @@ def _specs(kind: Any) -> list[type]:
 
 
 def made(*changes: tuple[str, Any]) -> Everything:
-    """Return the base file with these keys added; tier keys go into the last tier."""
+    """Return the base file with these keys added; tier keys are added to the last tier."""
     content = copy.deepcopy(BASE)
     for path, value in changes:
         *way, last = path.replace("slos.", "slos.default.").split(".")

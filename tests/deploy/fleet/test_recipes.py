@@ -42,7 +42,7 @@ recipes = pytest.mark.parametrize("file", RECIPES, ids=called)
 
 @pytest.fixture(scope="module")
 def hub(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A cache of Hugging Face's that has the published files."""
+    """Return a Hugging Face cache that contains the published files."""
     home = tmp_path_factory.mktemp("hub")
     for name, content in PUBLISHED.items():
         model = home / "hub" / f"models--{name.replace('/', '--')}"
@@ -70,7 +70,7 @@ def architecture(fleet: FleetSpec) -> Architecture:
 
 @dataclass(frozen=True)
 class Fit:
-    """Weights and KV in the memory of a recipe's decoder."""
+    """Memory that weights and KV of a recipe's decoder take."""
 
     engines: str
     weights_gib: float  # on a GPU

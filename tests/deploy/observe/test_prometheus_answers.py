@@ -22,7 +22,7 @@ VALUES = {"kind": KINDS, "met": ("yes", "no")}
 
 
 def exposition(value: float) -> str:
-    """Each metric of the catalogue with each label value that an expression asks for."""
+    """Return each metric of the catalogue, with each label value that an expression uses."""
     lines = []
     for name in sorted(VLLM):
         lines += [

@@ -109,7 +109,7 @@ async def test_an_engine_that_died_during_a_gap_is_reported_down_before_its_succ
 
 
 async def test_a_reconnected_watch_receives_missed_reports_and_the_end_of_an_engine(rig: WatchRig) -> None:
-    """Reports are cumulative: the newest one includes everything that nobody received."""
+    """Reports are cumulative: the newest includes all that were lost."""
     serving = store(5)
     first = await rig.keeper(serving)
     await rig.hears(("up", 5), ("state", 5))
@@ -210,7 +210,7 @@ async def test_an_engine_that_still_answers_survives_the_keepers_lease(quiet: Wa
 
 
 async def test_the_keeper_of_another_engine_is_not_followed(quiet: WatchRig) -> None:
-    """Another process may listen at an address that a keeper gave up."""
+    """Another process may listen at the former address of a keeper."""
     other = StatusStore("decode-1")
     other.engine_up(replace(INFO, engine="decode-1", epoch=7))
     wrong = await quiet.keeper(other)

@@ -1,4 +1,4 @@
-"""Blocks return from the host unchanged, or not at all."""
+"""Blocks are loaded from the host unchanged, or not at all."""
 
 import threading
 import time
@@ -157,7 +157,9 @@ def test_loads_for_a_waiting_turn_go_before_checkpoints(host: CopyingHost) -> No
 
 
 def in_two_pieces(host: CopyingHost, takes_cores: bool) -> list[list[int]]:
-    """Put two blocks on the host, with a rest between pieces longer than any test; return what is moved."""
+    """Store two blocks on the host, with a pause between pieces that outlasts any test; return the moved
+    pieces.
+    """
     moved: list[list[int]] = []
 
     class OneBlockAtOnce(HostMover):
@@ -225,7 +227,7 @@ def test_a_mover_that_takes_no_cores_does_not_rest(host: CopyingHost, hours_of_r
 
 
 class PartsOnTheBus(HostMover):
-    """Mover that uses no cores of the model and records the parts that threads get."""
+    """Mover that takes no cores from the model, and records the parts that threads get."""
 
     takes_cores = False
 

@@ -23,7 +23,7 @@ BLOCKS = 6
 
 @pytest.fixture
 def device() -> list[Any]:
-    """Layers of different types: 32, 16 and 8 bit, and latent attention."""
+    """Return layers of different types: 32, 16 and 8 bit, and latent attention."""
     torch.manual_seed(0)
     return [
         torch.randn(BLOCKS, 2, 3, 4),
@@ -35,7 +35,7 @@ def device() -> list[Any]:
 
 @pytest.fixture(params=[HostMover, lambda device: CudaMover(device, LateCuda())], ids=["host", "cuda"])
 def mover(request: pytest.FixtureRequest, device: list[Any]) -> Mover:
-    """The CUDA mover on streams that run all work as late as permitted."""
+    """Return the CUDA mover on streams that run all work as late as permitted."""
     make: Callable[[list[Any]], Mover] = request.param
     return make(device)
 

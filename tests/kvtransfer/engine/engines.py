@@ -1,4 +1,4 @@
-"""Real vLLM engines for tests: start, ask, read counters, end the whole tree."""
+"""Real vLLM engines for tests: start them, send prompts, read counters, end the whole tree."""
 
 import asyncio
 import contextlib

@@ -1,4 +1,4 @@
-"""vLLM engines in the test's own process, for tests of many models: one starts in a second.
+"""vLLM engines in the test's own process, for tests of many models; each starts in a second.
 
 vLLM has one connector a process, on the worker's side. Each engine here has its own: it is put in place
 while the engine starts, steps or ends. So is the environment: engines that other tests start as processes
@@ -146,7 +146,7 @@ class EngineHere:
                     self.params[output.request_id] = output.kv_transfer_params
 
     def run(self) -> None:
-        """Step until nothing is left to do."""
+        """Step until no request and no plugin has anything left to do."""
         for _ in range(LIMIT_STEPS):
             if not self.engine.has_unfinished_requests():
                 return
@@ -159,7 +159,7 @@ class EngineHere:
         return self.answers[request_id]
 
     def behind(self, prompt: list[int], answer: list[int]) -> float:
-        """Return the largest gap in log-probability between a token of the answer and the likeliest one."""
+        """Return the largest gap in log-probability between an answer's token and the likeliest token."""
         from vllm import SamplingParams
 
         self._asked += 1

@@ -1,4 +1,5 @@
-"""A storm over a real prefiller and a real decoder: `python -m tests.kvtransfer.engine.storm --minutes 5`.
+"""Storm of disturbances over a real prefiller and decoder: `python -m tests.kvtransfer.engine.storm --minutes
+5`.
 
 Turns (some through the prefiller, some with transfers that cannot succeed), clients that hang up, parks,
 ends, drains and offline work, all at once, drawn from a seed; in rounds, in some of which an engine is killed
@@ -108,7 +109,7 @@ class EngineStorm:
         self.done.update({name: int(counts.get(metric, 0)) for name, metric in COUNTED.items()})
 
     def give_back(self) -> None:
-        """Every conversation ends; then nothing is held."""
+        """End every conversation, and check that nothing is held any more."""
         for suffix in self.suffixes:
             for conversation in range(CONVERSATIONS):
                 over_feed(self.decoder, lambda feed, k=f"c{conversation}{suffix}": feed.release(k))  # type: ignore[misc]

@@ -1,4 +1,4 @@
-"""Conversations of each architecture in docs/models.md answer as plain vLLM does, wherever their KV was.
+"""Conversations of each architecture in docs/models.md answer as plain vLLM does, wherever their KV has been.
 
 A tiny random model of the architecture on vLLM's CPU build, a prefiller and a decoder with sockets between
 them. `CONSERVE_STORM_SEED` replays a storm.
@@ -39,7 +39,7 @@ class ArchitectureFleet:
 
     @property
     def block(self) -> int:
-        """Return the tokens of a block; vLLM makes blocks large enough for a state."""
+        """Return the tokens per block; vLLM makes blocks large enough for a state."""
         return int(self.decoder.scheduler.block_size)
 
     def sent(self, prompt: list[int]) -> int:
@@ -63,14 +63,15 @@ class ArchitectureFleet:
         return self.decoder.computed - before - OUTPUT
 
     def right(self, prompt: list[int], said: list[int], answer: list[int]) -> bool:
-        """In bfloat16 plain vLLM itself chooses between two about equally likely tokens depending on the rest
-        of a step; wrong KV gives far less likely tokens."""
+        """Check an answer. In bfloat16 plain vLLM itself chooses between two about equally likely tokens
+        depending on the rest of a step; wrong KV gives far less likely tokens.
+        """
         if said == answer or self.served.arguments.get("dtype") != "bfloat16":
             return said == answer
         return self.plain.behind(prompt, said) < AS_LIKELY
 
     def rest(self) -> None:
-        """Run steps until copies have ended and are reported."""
+        """Step until copies have ended and are reported."""
         for _ in range(100):
             self.decoder.ask([9, 9], 1)
             if not self.decoder.side("checkpoint").copying:

@@ -82,7 +82,7 @@ def turn(engine: EngineProcess, script: TurnScript, conversation: int, number: i
 
 
 def settle(engine: EngineProcess) -> None:
-    """Running copies end, and a step reports them."""
+    """Wait until running copies have ended and a step has reported them."""
     time.sleep(0.3)
     engine.ask([9, 9], 1)
     assert eventually(lambda: state_of(engine).running + state_of(engine).waiting == 0)

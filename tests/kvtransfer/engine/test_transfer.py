@@ -72,7 +72,7 @@ def asked(name: str) -> dict[str, Any]:
 
 @pytest.fixture(scope="module")
 def plain() -> Iterator[dict[str, GeneratedAnswer]]:
-    """Answers of plain vLLM, without the connector."""
+    """Return the answers of plain vLLM, without the connector."""
     with running(EngineProcess()) as (engine,):
         answers = {name: engine.ask(prompt, OUTPUT, **asked(name)) for name, prompt in PROMPTS.items()}
     yield answers

@@ -50,7 +50,7 @@ VOCABULARY = 250
 
 
 def history(tokens: list[int]) -> list[int]:
-    """Return for each position a number that identifies all tokens up to it."""
+    """Return, for each position, a number that identifies all tokens up to it."""
     numbers, number = [], 0
     for token in tokens:
         number = (number * 6364136223846793005 + token + 1442695040888963407) & WORD
@@ -319,7 +319,7 @@ class SteppedEngine:
         raise AssertionError(f"still busy after {steps} steps: {list(self.scheduler.requests)}")
 
     def under_way(self) -> str:
-        """Describe for a failed test which requests wait, and for what."""
+        """Describe which requests wait, and for what, when a test fails."""
         manager = self.scheduler.kv_cache_manager
         requests = [
             f"{r.status.name} {r.num_computed_tokens}/{r.num_tokens} tokens, "

@@ -1,5 +1,4 @@
-"""A connector that holds the blocks of ended requests for a few steps, as a connector that saves them
-does."""
+"""Connector that holds the blocks of ended requests for a few steps, like a connector that saves them."""
 
 from typing import Any
 

@@ -17,7 +17,7 @@ from tests.kvtransfer.simulated.engine import BLOCK_TOKENS, SteppedEngine
 
 
 def loads_of(engine: SteppedEngine) -> list[Any]:
-    """Record the host slots whose loads end from now on."""
+    """Record the host slots of loads that end from now on."""
     loads: list[Any] = []
     index = engine.kv_state.host
     end_load = index.end_load
@@ -31,7 +31,7 @@ def loads_of(engine: SteppedEngine) -> list[Any]:
 
 
 class HeldCopies:
-    """Holds back all copies from the host until they may run. `came` is set once one waits."""
+    """Holds back all copies from the host until they are released; `came` is set once one waits."""
 
     def __init__(self, engine: SteppedEngine, come: bool = True) -> None:
         self.came, self.may_go = Event(), Event()

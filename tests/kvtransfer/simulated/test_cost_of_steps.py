@@ -15,7 +15,7 @@ pytestmark = pytest.mark.slow
 
 
 def end_copies(engine: SteppedEngine) -> None:
-    """Blocks that are being stored are not free: a thread copies them, and a step learns of the end."""
+    """Wait for the end of copies: blocks that are being stored are not free until a step learns of it."""
 
     def ended() -> bool:
         engine.step()
@@ -54,7 +54,7 @@ def test_a_step_does_not_visit_each_retained_block(
 def test_a_step_without_admissions_does_not_scan_the_free_blocks_again(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """The scan at the last admission went further than the blocks that the steps since then have taken."""
+    """The last scan covered more blocks than the steps since then have taken."""
     connector = ConnectorConfig(engine="d", epoch=1, port=free_port(), park_after_s=3600.0)
     engine = SteppedEngine(connector, blocks=200)
     try:

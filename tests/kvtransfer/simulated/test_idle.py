@@ -19,7 +19,7 @@ pytestmark = pytest.mark.slow
 
 
 def copied(engine: SteppedEngine, host_kv_gib: float) -> EngineState:
-    """Return the state once all waiting blocks are also on the host, if there is one."""
+    """Return the state once all waiting blocks have been copied to the host, if there is one."""
     limit = time.monotonic() + (10 if host_kv_gib else 0)
     while (state := engine.side("report").snapshot()).idle_tokens != state.live_tokens:
         if time.monotonic() > limit:
@@ -30,7 +30,7 @@ def copied(engine: SteppedEngine, host_kv_gib: float) -> EngineState:
 
 
 def idle_and_live_blocks(host_kv_gib: float, yields: bool = False) -> tuple[int, int, int]:
-    """Look during and after a turn of ten blocks, next to a conversation that retains ten."""
+    """Return the blocks during and after a turn of ten blocks, beside a conversation that retains ten."""
     config = ConnectorConfig(engine="d", epoch=1, port=free_port(), lease_s=0.3, host_kv_gib=host_kv_gib)
     engine = SteppedEngine(replace(config, idle_kv_evictable=yields), blocks=60)
     try:

@@ -1,4 +1,4 @@
-"""A conversation's next turn runs on another decoder, which gets the KV from the one before it."""
+"""A conversation's next turn runs on another decoder, which gets the KV from the former one."""
 
 from collections.abc import Iterator
 from typing import Any

@@ -60,7 +60,7 @@ def prefiller() -> ConnectorConfig:
 
 
 def arms(engine: SteppedEngine, seconds: float) -> None:
-    """Make the engine's scheduler report the duration of the coming steps; 0 for none."""
+    """Make the engine's scheduler predict the duration of the coming steps; 0 arms none."""
     side = engine.scheduler.plugin("safepoint")
     if side is not None:
         side.worth_arming = lambda: seconds
@@ -238,11 +238,11 @@ def test_piecewise_graphs_are_requested_only_where_the_runner_may_differ(
 
 
 def changed(self: object, num_tokens: int, forbidden: object = None) -> None:
-    """Dispatcher of another vLLM release."""
+    """Stand in for the dispatcher of another vLLM release."""
 
 
 def chosen_elsewhere(self: Any, orders: Any) -> None:
-    """Runner that requests graphs in another way than ours."""
+    """Stand in for a runner that chooses graphs in another way than ours."""
     self.handle_preemptions(orders)
 
 

@@ -1,4 +1,4 @@
-"""KV is sent after the step where vLLM calls no connector between layers; an aborted step sends none."""
+"""KV is sent after the step if vLLM calls no connector between layers. An aborted step sends none."""
 
 import time
 from types import SimpleNamespace

@@ -1,4 +1,4 @@
-"""Exports of a prefiller have watermarks, leases, generations and tombstones."""
+"""Exports of a prefiller have watermarks, leases, generations and tombstones for ended ones."""
 
 import threading
 import time

@@ -1,4 +1,4 @@
-"""Blocks that a step computed become readable once they are where they are read: in place or staged."""
+"""Computed blocks become readable once they are in their place, which is staging memory or the KV itself."""
 
 from collections.abc import Callable
 

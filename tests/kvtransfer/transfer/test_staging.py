@@ -59,7 +59,7 @@ def test_slots_are_used_in_order_and_receivers_never_wait_for_senders(
 
 
 def made_kv(filled: bool) -> dict[str, torch.Tensor]:
-    """Layers of different sizes, as models with several kinds of attention have."""
+    """Return layers of different sizes, like those of models with several kinds of attention."""
     kv = {}
     for layer in range(LAYERS):
         shape = (BLOCKS, 2, 1, BLOCK_TOKENS, 8 if layer else 16)
@@ -123,7 +123,7 @@ def test_eight_prompts_of_128k_tokens_pass_through_a_hundredth_of_their_kv() -> 
 
 
 def all_slots_free(memory: StagedBlockMemory) -> bool:
-    """All slots can be taken for receiving, one after another."""
+    """Return whether all slots can be taken for receiving, one after another."""
     with ExitStack() as held:
         slots = memory.slots
         for _ in range(slots):

@@ -108,7 +108,7 @@ def test_an_overload_is_declared_after_a_window_of_observations() -> None:
 
 
 def test_refused_and_waiting_demand_are_averaged_alike() -> None:
-    """A single observation of fewer pending turns does not show what they wait for."""
+    """A single sample with fewer waiting turns does not show that demand has fallen."""
     computing = KvDemand(capacity=1_000, held=100, evictable=0, waiting=1_500, refused=500)
     glimpse = replace(computing, waiting=400)
     assert after((computing, 20), (glimpse, 0.25)).state.reason is OverloadReason.COMPUTE

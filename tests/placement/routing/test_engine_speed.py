@@ -23,7 +23,7 @@ def seconds(curve: tuple[float, float, float]) -> float:
 
 
 class Shown:
-    """Engines of one kind of hardware, and their reports."""
+    """Engines of one kind of hardware, and the speeds that they reported."""
 
     def __init__(self, *tiers: str, alike: bool = True) -> None:
         self.speeds = EngineSpeeds(dict.fromkeys(tiers, "kind") if alike else {})
@@ -32,7 +32,7 @@ class Shown:
             self.speeds.add(f"e{number}", tier)
 
     def says(self, name: str, curve: tuple[float, float, float], prompts: float, now: float) -> float:
-        """Return the estimated seconds of a prompt on an engine."""
+        """Return the estimated prefill time of a prompt on an engine, in seconds."""
         self.seq += 1
         report = replace(state(name, 0, self.seq, prompts=int(prompts)), prefill_curve=curve)
         found = self.speeds.observe(report, now).estimate

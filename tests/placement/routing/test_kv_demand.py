@@ -12,7 +12,7 @@ from tests.support.engines import info, placer, state
 
 
 def looked(made: Placer, refused: list[int]) -> OverloadState:
-    """Observe for long enough that an overload may be declared."""
+    """Observe for long enough that an overload can be declared."""
     for second in range(4):
         seen = made.observe_overload(float(second), refused)
     return seen

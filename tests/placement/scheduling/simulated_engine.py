@@ -76,7 +76,7 @@ class SimulatedRequest:
 
 @dataclass
 class Served:
-    """Result of a run."""
+    """Result of one run."""
 
     finished: list[SimulatedRequest] = field(default_factory=list)
     offline_tokens: int = 0  # computed for the first time
@@ -262,7 +262,7 @@ class SimulatedCoServing:
         seconds: float,
         coming: list[SimulatedRequest],
     ) -> float | None:
-        """Return when the iteration is left, if an arrival in its course is worth it."""
+        """Return when the iteration is aborted, if an arrival during it is worth an abort."""
         running = self._running_batch(batch, work, now)
         waiting = [(one.tokens - one.computed, one.computed) for one in self._waiting if not one.offline]
         for request, tokens in batch:

@@ -1,4 +1,4 @@
-"""BROS serves urgent requests and cheap swaps first, with a batch that grows slowly and shrinks at once."""
+"""BROS serves urgent requests and cheap swap-ins first; its batch grows slowly and shrinks at once."""
 
 from placement.scheduling.interface import IterationDone, ServingSettings
 from placement.scheduling.latency_model import BatchWork

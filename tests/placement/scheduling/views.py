@@ -54,7 +54,7 @@ def view(
 
 
 def policy_with(constants: Mapping[str, float], name: str = "conserve", **settings: float) -> ServingPolicy:
-    """Return a policy with constants other than the measured defaults."""
+    """Return a policy with other constants than the measured defaults."""
     chosen: ServingPolicy = type("Contender", (POLICIES[name],), dict(constants))(
         ServingSettings(name, **settings)  # type: ignore[arg-type]
     )

@@ -24,7 +24,7 @@ def store(store_url: str) -> Iterator[Store]:
 
 
 def running(store: Store, lines: int = 10, owner: str = "o") -> Row[Any]:
-    """A batch in progress."""
+    """Return a batch in progress."""
     store.files.add(FileRecord(f"file-{owner}", owner, "f", "batch", 1, 0, None))
     wanted = NewBatch(f"file-{owner}", "/v1/completions", "24h", 86_400)
     store.batches.create(f"batch-{owner}", owner, wanted, 0)

@@ -86,7 +86,7 @@ def pages_written(path: Path) -> int:
 
 
 def copied(path: Path, folder: Path) -> Path:
-    """Copy the files as a crash at this moment would leave them."""
+    """Copy the files in the state in which a crash at this moment would leave them."""
     folder.mkdir()
     for file in path.parent.glob(f"{path.name}*"):
         if file.is_file():
@@ -153,7 +153,7 @@ def test_acknowledged_rows_survive_a_kill(tmp_path: Path) -> None:
 
 @contextmanager
 def full_disk(path: Path) -> Iterator[None]:
-    """Limit the size of files of this process to the journal's present size."""
+    """Limit the size of this process's files to the journal's current size."""
     soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
     resource.setrlimit(resource.RLIMIT_FSIZE, (path.with_name("journal-wal").stat().st_size, hard))
     try:
@@ -198,7 +198,7 @@ async def test_a_journal_of_another_kind_or_version_is_refused_with_a_sentence(t
 
 
 class WrittenNext(bytes):
-    """Payload whose first write fails with an error that is not SQLite's."""
+    """Payload whose first write fails with an error that SQLite does not raise."""
 
     failed = False
 
@@ -260,7 +260,7 @@ async def test_a_full_disk_is_retried_and_new_work_is_refused_until_then(tmp_pat
 
 
 class WrittenLate(bytes):
-    """Payload at which writing hangs."""
+    """Payload whose write hangs."""
 
     answers = threading.Event()
 

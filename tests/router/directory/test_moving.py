@@ -1,4 +1,4 @@
-"""Idle conversations leave a draining decoder by themselves, with their KV, and a turn voids that."""
+"""Idle conversations leave a draining decoder with their KV; an arriving turn cancels the move."""
 
 from typing import Any
 

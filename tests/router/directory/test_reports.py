@@ -64,7 +64,7 @@ def test_confirmations_missed_for_too_long_leave_no_reservation() -> None:
 
 
 def test_a_first_report_misses_nothing() -> None:
-    """Return a directory that has just restarted: its reservations are all recent."""
+    """The directory has just restarted, so that all of its reservations are recent."""
     made = table(decoders=1)
     place(made, ask("a", 1000))
     place(made, ask("b", 1000))

@@ -26,7 +26,7 @@ class Now:
 
 @dataclass(frozen=True, slots=True)
 class Later:
-    """Return the same message of a newer version: one field removed, one added."""
+    """Message of a newer version: one field removed, one added."""
 
     key: str
     reason: str = "none given"

@@ -244,7 +244,7 @@ def test_flows_of_one_owner_are_served_fairly() -> None:
 
 
 def test_a_turn_that_does_not_fit_delays_others_for_a_bounded_time() -> None:
-    """One owner's turn needs more KV than is free: others pass it for a quantum, and then wait."""
+    """One owner's turn needs more KV than is free. Others pass it for one quantum, and then wait."""
     made, got = table(decoders=1, kv_tokens=60_000), list[str]()
     place(made, ask("a:big", 30_000))
     waits(made, "a:large", 28_000, got)
@@ -467,7 +467,7 @@ def test_the_end_of_a_turn_may_arrive_before_its_beginning() -> None:
 
 
 def test_an_ask_that_arrives_again_after_its_turn_has_ended_begins_nothing() -> None:
-    """The directory gets it late, on a connection that the gateway has given up."""
+    """The request arrives late, on a connection that the gateway has given up."""
     made = table()
     place(made, ask("c", turn=7))
     made.turn_ended("c", "g", 0.2, prompt_tokens=5, completion_tokens=5, turn=7)

@@ -1,4 +1,4 @@
-"""Turns that wait in the directory are served by owner, flow and class, and looks at the queue stay short."""
+"""Turns that wait in the directory are served by owner, flow and class and checks of the queue stay cheap."""
 
 from collections.abc import Callable
 
@@ -15,7 +15,7 @@ BETTER_S = 10.0
 
 
 class Queue:
-    """Turns that wait for a fleet that accepts one turn on request."""
+    """Turns that wait for a fleet that accepts one turn per request of the test."""
 
     def __init__(self) -> None:
         self.waiting = Waiting()

@@ -38,11 +38,11 @@ class EngineConnection:
         await self.chunk(b"data: " + text + b"\n\n")
 
     def reset(self) -> None:
-        """Die as a killed process does."""
+        """Reset the connection, as a killed process does."""
         self.writer.transport.abort()
 
     async def gone(self) -> None:
-        """Wait until the other side has closed."""
+        """Wait until the other side has closed the connection."""
         while await self.reader.read(65536):
             pass
 

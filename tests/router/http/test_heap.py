@@ -1,4 +1,4 @@
-"""Tests of garbage: full collections wait for an idle moment, and connections leave no cycles."""
+"""Tests of garbage collection: full collections wait for an idle moment, and connections leave no cycles."""
 
 import asyncio
 import gc

@@ -41,7 +41,7 @@ def pair(authority: Authority) -> tuple[Path, Path]:
 
 @pytest.fixture
 async def serve(pair: tuple[Path, Path]) -> AsyncIterator[Any]:
-    """Yield ``serve``: ``server, port, certificate = await serve(handler, limits)``"""
+    """Yield ``serve``, used as ``server, port, certificate = await serve(handler, limits)``."""
     servers: list[Server] = []
 
     async def start(handler: Any, limits: ServerLimits | None = None) -> tuple[Server, int, Certificate]:

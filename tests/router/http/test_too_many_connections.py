@@ -1,4 +1,4 @@
-"""A server with as many connections as it may have closes an idle one for a new one."""
+"""A server that has reached its maximum of connections closes an idle one for a new one."""
 
 from __future__ import annotations
 

@@ -32,7 +32,7 @@ def test_a_collocated_chunk_takes_the_slo_factor_times_the_baseline() -> None:
 
 
 def test_prefill_stays_below_the_cards_peak() -> None:
-    """The card has 149.7 TFLOPS of dense bf16; a higher result would be an arithmetic error."""
+    """The GPU has 149.7 TFLOPS of dense bf16; a higher result would be an arithmetic error."""
     assert 0.2 < FLOPS_PER_TOKEN / MODEL.per_token / 149.7e12 < 1
 
 

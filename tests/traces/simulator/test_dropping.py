@@ -29,7 +29,9 @@ DROP = DroppingSettings(DropLimits(tbt_s=1.0), look_s=0.25)
 
 
 def layered(kv_tokens: int = KV, **more: int) -> EngineProfile:
-    """Parameters take as much memory as KV; the link moves the KV in a fifth of a second."""
+    """Return a profile whose parameters take as much memory as its KV, and a link that moves the KV in a
+    fifth of a second.
+    """
     kv_bytes = kv_tokens * profile().kv_bytes_per_token
     return replace(
         profile(kv_tokens=kv_tokens, **more), layers=20, layer_bytes=kv_bytes / 20, activation_bytes=2e3

@@ -1,5 +1,6 @@
-"""Gateway and directory as they run, engines that only take their time: each binding is the simulation's, and
-so is whether a prefiller or the decoder computes the first prompt."""
+"""With the real gateway and directory, and engines that only take time, each binding is the simulation's, and
+so is the choice of whether a prefiller or the decoder computes the first prompt.
+"""
 
 from dataclasses import replace
 from pathlib import Path

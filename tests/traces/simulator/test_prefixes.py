@@ -1,4 +1,4 @@
-"""Prefillers do not recompute cached prefixes, and keep them only while they have space."""
+"""Prefillers do not recompute cached prefixes, and keep them as long as they have space."""
 
 from traces.format import TraceConversation, TraceTurn
 from traces.simulator.kv import Prefixes

@@ -202,7 +202,9 @@ class ModelFreeEngine:
         self.deliver(done, rows, [] if aborted else sampled, loaded)
 
     def rows_of(self, done: Any) -> list[StepRequest]:
-        """Recorded when the step is scheduled, since the next one may be scheduled before it is computed."""
+        """Record the rows when the step is scheduled, because the next one may be scheduled before it is
+        computed.
+        """
         blocks_of = self.scheduler.kv_cache_manager.get_block_ids
         requests = self.scheduler.requests
         return [

@@ -25,7 +25,7 @@ class LateResult:
 
 
 class Core(EngineCore):
-    """Without the processes and the model of vLLM's."""
+    """vLLM's engine core, without its processes and its model."""
 
     def __init__(self, engine: "OverlappedEngine") -> None:
         self.scheduler = engine.scheduler

@@ -1,4 +1,4 @@
-"""Steps of a co-serving engine cost the host few Python calls besides vLLM's own."""
+"""Steps of a co-serving engine cost few Python calls in addition to vLLM's own."""
 
 import sys
 from collections import Counter
@@ -55,7 +55,7 @@ def a_step(
     scheduler: str = SCHEDULER_CLASS,
     offline: int = 0,
 ) -> Counter[str]:
-    """Count the calls of a step in which so many requests, `offline` of them, decode, and none waits."""
+    """Count the calls of a step in which `requests` requests, `offline` of them, decode and none waits."""
     ticks = count(1)
     engine = ModelFreeEngine(
         model, scheduler=scheduler, latency=SHORT, clock=lambda: 1000 + next(ticks) * 1e-4

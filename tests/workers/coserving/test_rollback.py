@@ -22,7 +22,7 @@ WINDOWS = {"full": (0,), "mixed": (0, 70), "windows only": (70,)}
 
 
 def calmed(engine: ModelFreeEngine, asked: dict[str, tuple[list[int], int]]) -> ModelFreeEngine:
-    """Without aborts to the end of all that was asked; a wrong answer is a lie."""
+    """Run without aborts until everything is answered; a wrong answer counts as wrong KV."""
     for _ in range(400):
         if not engine.scheduler.requests:
             break

@@ -45,8 +45,9 @@ async def _storm(
 
 
 def finds_a_fault(model: Path, scheduler: str, audit: Path) -> bool:
-    """Tell whether a storm finds a fault: a wrong output, a stalled request, an audit record or a dead
-    engine."""
+    """Return whether a storm finds a fault: a wrong output, a stalled request, an audit record or a dead
+    engine.
+    """
     from vllm.v1.engine.exceptions import EngineDeadError, EngineGenerateError
 
     try:

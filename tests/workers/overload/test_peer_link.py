@@ -213,7 +213,7 @@ def test_a_header_that_is_too_long_is_rejected() -> None:
 
 
 def trickle(peer: socket.socket, text: bytes) -> None:
-    """A byte arrives now and then: no single wait is long."""
+    """Send a byte now and then, so that no single wait is long."""
 
     def send() -> None:
         with contextlib.suppress(OSError):

@@ -108,7 +108,7 @@ Group = tuple[WorkerHere, ...]
 
 
 def at_once(*steps: Callable[[], SplitReport]) -> tuple[list[SplitEvent], float]:
-    """Return how each worker's order ended, and how long the first took."""
+    """Run all workers at the same time; return how each order ended, and how long the first took."""
     ended: dict[int, tuple[SplitReport, float]] = {}
 
     def run(number: int, step: Callable[[], SplitReport]) -> None:
