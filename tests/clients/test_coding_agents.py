@@ -198,7 +198,7 @@ async def test_an_agent_works_in_a_repository_and_its_later_turns_recompute_noth
 
 
 @pytest.mark.parametrize("name", OCCASIONAL)
-async def test_requests_that_an_agent_sends_at_times_do_not_end_it(
+async def test_occasional_requests_of_an_agent_do_not_make_it_fail(
     fleet: RunningFleet, programs: str, repository: Path, name: str
 ) -> None:
     script, mark = OCCASIONAL[name]

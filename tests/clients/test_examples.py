@@ -24,7 +24,7 @@ PROGRAMS = {
 }
 
 
-def test_each_example_is_run() -> None:
+def test_every_example_has_a_test() -> None:
     assert {path.stem for path in EXAMPLES.glob("*.py")} == set(PROGRAMS)
 
 

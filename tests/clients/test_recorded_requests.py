@@ -58,7 +58,7 @@ async def test_the_requests_of_an_agent_are_served_in_one_conversation(made: Fak
         assert len(made.decoder_requests()) >= 3
 
 
-def test_there_are_requests_of_every_agent() -> None:
+def test_every_agent_has_recorded_requests() -> None:
     assert {file.stem for file in FOLDER.glob("*.json")} == DROPPED.keys() >= AGENTS.keys()
 
 
@@ -77,7 +77,7 @@ def taken_by_vllm(target: str, body: dict[str, Any]) -> None:
 
 
 @pytest.mark.slow
-async def test_what_engines_get_of_an_agents_requests_is_valid_for_vllm(made: FakeFleet) -> None:
+async def test_vllm_accepts_what_engines_receive_from_an_agents_requests(made: FakeFleet) -> None:
     for name in DROPPED:
         await played(made, name)
     for request in made.decoder_requests():

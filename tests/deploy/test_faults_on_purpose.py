@@ -72,7 +72,7 @@ def test_a_stopped_process_continues(home: FleetHome, writer: "subprocess.Popen[
     until(lambda: process.status() != psutil.STATUS_STOPPED)
 
 
-def test_a_full_disk_refuses_writes_and_has_room_again(
+def test_a_full_disk_refuses_writes_until_the_fault_ends(
     home: FleetHome, writer: "subprocess.Popen[bytes]", tmp_path: Path
 ) -> None:
     written, full = tmp_path / "written", tmp_path / "written.full"

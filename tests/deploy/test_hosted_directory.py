@@ -170,7 +170,9 @@ def root() -> Iterator[Path]:
         yield Path(short)
 
 
-async def test_a_restarted_actor_adopts_the_process(root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_a_restarted_actor_adopts_the_directory_process(
+    root: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setenv("RAY_AUTH_TOKEN", "the token of its cluster")
     monkeypatch.setattr(ray.util, "list_named_actors", ray.util.list_named_actors)  # put back at the end
     monkeypatch.setattr(ray, "get_actor", ray.get_actor)

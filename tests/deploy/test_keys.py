@@ -35,7 +35,7 @@ def test_every_purpose_fleet_and_token_has_its_own_key() -> None:
     assert not any(TOKEN in key for key in keys) and all(len(key) == 64 for key in keys)
 
 
-def test_the_token_is_where_ray_reads_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_token_is_stored_where_ray_reads_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("HOME", str(tmp_path))
     with pytest.raises(TokenError, match=r"RAY_AUTH_TOKEN is not set, and .*auth_token cannot be read"):
         token({})

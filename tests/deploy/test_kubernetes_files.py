@@ -44,7 +44,7 @@ def test_a_misspelt_field_is_refused() -> None:
         kubernetes_validate.validate({**service, "spec": {"prots": []}}, KUBERNETES, strict=True)
 
 
-def test_the_fleet_in_the_config_map_is_a_fleet(tmp_path: Path) -> None:
+def test_the_fleet_file_in_the_config_map_is_valid(tmp_path: Path) -> None:
     path = tmp_path / "fleet.yaml"
     path.write_text(yaml.safe_dump(fleet()))
     load_fleet(path)

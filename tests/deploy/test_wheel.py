@@ -100,7 +100,9 @@ def test_doctor_names_this_machine(installed: Installed) -> None:
         (["smollm2", "--max-model-len", "99999999"], "smollm2 has 0.5 GiB of weights, and with"),
     ],
 )
-def test_what_cannot_be_served_is_said_at_once(installed: Installed, words: list[str], sentence: str) -> None:
+def test_a_model_that_cannot_be_served_is_refused_at_once(
+    installed: Installed, words: list[str], sentence: str
+) -> None:
     before = resource.getrusage(resource.RUSAGE_CHILDREN)
     said = installed.conserve("serve", *words)
     after = resource.getrusage(resource.RUSAGE_CHILDREN)

@@ -112,7 +112,7 @@ def test_ending_a_conversation_gives_its_kv_back(laptop_fleet: RunningFleet) -> 
     assert get(fleet.url, f"/v1/conversations/{found['id']}", "ending")["state"] == "ended"
 
 
-def test_a_seed_with_a_prompt_of_several_chunks_is_answered(laptop_fleet: RunningFleet) -> None:
+def test_a_seeded_request_with_a_prompt_of_several_chunks_is_answered(laptop_fleet: RunningFleet) -> None:
     fleet = laptop_fleet
     chunk = fleet.fleet.engine.args["max-num-batched-tokens"]
     sdk, messages = client(fleet.url, "seed"), opening(seed=4, words=chunk // 4)

@@ -91,7 +91,7 @@ def refused(fleet: RunningFleet, reason: str) -> float:
     return sum(metric(url, name, reason=reason) for url in engine_urls(fleet, "decode").values())
 
 
-def test_a_prefiller_killed_with_a_queue_costs_time_and_not_one_answer(fleet: RunningFleet) -> None:
+def test_a_prefiller_killed_with_a_queue_costs_time_but_no_answer(fleet: RunningFleet) -> None:
     messages = opening(52, 900)
     reference = text_turn(client(fleet.url, "undisturbed"), fleet.model, list(messages))
     conversation(fleet, "undisturbed", 1)

@@ -12,7 +12,9 @@ from tests.support.fleet import RunningFleet
 pytestmark = [pytest.mark.fleet, pytest.mark.timeout(1500)]
 
 
-def test_a_drained_decoder_is_left_without_a_token_computed_again(laptop_fleet: RunningFleet) -> None:
+def test_conversations_leave_a_drained_decoder_without_recomputing_a_token(
+    laptop_fleet: RunningFleet,
+) -> None:
     found = drain_one(laptop_fleet.home, "decode-0", conversations=10)
     assert found["moved_conversations"] >= 2, found
     lost = {name: found[name] for name in ("moved_recomputed_tokens", "cut_streams", "moved_other_outputs")}

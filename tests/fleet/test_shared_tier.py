@@ -61,7 +61,7 @@ def test_a_killed_decoders_conversation_continues_elsewhere_with_its_kv(fleet: R
     assert anew.text == turn.text
 
 
-def test_serving_continues_without_the_server_and_uses_it_again(fleet: RunningFleet) -> None:
+def test_serving_continues_without_the_lmcache_server_and_uses_it_again(fleet: RunningFleet) -> None:
     def servers() -> list[int]:
         return fleet.processes("-m", SERVER, "--chunk-size")
 

@@ -26,7 +26,7 @@ def of_attention() -> KVCacheGroupSpec:
     return KVCacheGroupSpec(["a"], spec)
 
 
-def test_a_state_stands_for_the_blocks_before_it() -> None:
+def test_a_state_replaces_the_blocks_before_it() -> None:
     full, state = groups_of(SimpleNamespace(kv_cache_groups=[of_attention(), of_states("align")]))
     assert not full.state and state.state
     assert [state.first_block(tokens) for tokens in (0, 1, 31, 32, 33, 64, 65)] == [0, 0, 0, 0, 1, 1, 2]

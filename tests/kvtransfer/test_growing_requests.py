@@ -77,7 +77,7 @@ def test_no_full_block_is_missed_in_any_mix_of_steps(seed: int, in_flight: int) 
                 assert full == seen[key], (number, key)
 
 
-def test_steps_that_decode_look_at_each_request_once_a_block() -> None:
+def test_decoding_steps_examine_each_request_once_per_block() -> None:
     steps = OverlappedSteps(in_flight=2)
     steps.requests = {f"r{n}": (Decoding(40 + n),) for n in range(64)}
     every = dict.fromkeys(steps.requests, 1)

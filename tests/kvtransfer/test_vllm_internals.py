@@ -105,7 +105,7 @@ def test_a_scheduler_that_calls_another_hook_is_refused(monkeypatch: pytest.Monk
         verify(CONNECTOR)
 
 
-def test_another_generate_is_refused_and_not_patched(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_changed_generate_method_is_refused_and_not_patched(monkeypatch: pytest.MonkeyPatch) -> None:
     from vllm.v1.engine.async_llm import AsyncLLM
 
     async def generate(self: Any, prompt: Any, params: Any, request_id: str) -> None:
@@ -150,7 +150,7 @@ class AnotherAdapter:
 
 
 @pytest.mark.parametrize("adapter", [HealthyAdapter, AnotherAdapter])
-def test_an_lmcache_without_the_event_that_is_cleared_is_refused(
+def test_an_lmcache_without_the_event_that_we_clear_is_refused(
     adapter: type, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     class Connector:

@@ -16,7 +16,7 @@ def heads(queues: dict[str, deque[tuple[int, float]]]) -> dict[str, QueueHead]:
 
 
 @given(st.lists(TURNS, min_size=2, max_size=5))
-def test_waiting_names_are_served_alike(turns: list[list[tuple[int, float]]]) -> None:
+def test_waiting_owners_get_about_equal_tokens(turns: list[list[tuple[int, float]]]) -> None:
     queues = {f"n{index}": deque(sorted(one, key=lambda turn: turn[1])) for index, one in enumerate(turns)}
     rounds, served = FairRounds(QUANTUM), dict.fromkeys(queues, 0)
     while all(queues.values()):
@@ -28,7 +28,7 @@ def test_waiting_names_are_served_alike(turns: list[list[tuple[int, float]]]) ->
 
 
 @given(TURNS, st.integers(1, LARGEST))
-def test_returning_often_gains_nothing(others: list[tuple[int, float]], size: int) -> None:
+def test_sending_turns_one_at_a_time_gains_nothing(others: list[tuple[int, float]], size: int) -> None:
     """One owner always waits; the other sends one urgent turn at a time, again and again."""
     steady, rounds, back = deque(others), FairRounds(QUANTUM), 0
     waited = 0

@@ -47,7 +47,7 @@ def request(peer: str, *forwarded: str, **others: str) -> Request:
         ("fe80::1%eth0", ["192.0.2.7"], "192.0.2.7"),  # of a connection the system says it
     ],
 )
-def test_the_last_address_that_is_no_trusted_proxy_counts(
+def test_the_last_address_that_is_not_a_trusted_proxy_counts(
     peer: str, forwarded: list[str], caller: str
 ) -> None:
     assert Addresses(PROXIES).of(request(peer, *forwarded)) == caller

@@ -75,14 +75,14 @@ MESSAGES = st.lists(st.fixed_dictionaries({"role": st.just("user"), "content": T
 
 
 @given(MESSAGES, MESSAGES)
-def test_a_longer_prompt_passes_the_end_of_its_prefix(head: list[Any], more: list[Any]) -> None:
+def test_a_longer_prompt_matches_the_end_of_its_prefix(head: list[Any], more: list[Any]) -> None:
     short, long = chains.of_messages(SEED, head), chains.of_messages(SEED, head + more)
     assert short.end.link in long.links
     assert long.sizes[long.links.index(short.end.link)] == short.total_bytes
 
 
 @given(MESSAGES)
-def test_keys_models_and_persons_do_not_share_chains(messages: list[Any]) -> None:
+def test_keys_models_and_users_do_not_share_chains(messages: list[Any]) -> None:
     ends = {
         chains.of_messages(chains.seed(*who), messages).end.link
         for who in (("a", "m"), ("b", "m"), ("a", "n"), ("a", "m", "u"))
@@ -91,14 +91,14 @@ def test_keys_models_and_persons_do_not_share_chains(messages: list[Any]) -> Non
 
 
 @given(st.binary(max_size=700), st.binary(min_size=1, max_size=300))
-def test_a_plain_prompt_knows_every_prefix_it_goes_on_from(head: bytes, more: bytes) -> None:
+def test_a_plain_prompt_matches_every_prefix_that_it_extends(head: bytes, more: bytes) -> None:
     short, long = chains.of_text(SEED, head), chains.of_text(SEED, head + more)
     index = long.links.index(short.end.link)
     assert long.digest_at(index, short.end.tail_bytes) == short.end.digest
 
 
 @given(st.binary(min_size=1, max_size=600), st.integers(0, 599))
-def test_a_plain_prompt_that_differs_in_one_byte_does_not_pass(head: bytes, where: int) -> None:
+def test_a_plain_prompt_that_differs_in_one_byte_does_not_match(head: bytes, where: int) -> None:
     at = where % len(head)
     other = head[:at] + bytes([head[at] ^ 1]) + head[at + 1 :] + b"more"
     short, long = chains.of_text(SEED, head), chains.of_text(SEED, other)

@@ -138,7 +138,7 @@ async def test_a_token_that_names_an_engine_is_no_conversation(made: FakeFleet) 
     assert len(set().union(*map(ids, loops))) == 3
 
 
-async def test_an_anthropic_client_with_its_session_in_the_user_id(made: FakeFleet) -> None:
+async def test_an_anthropic_client_may_send_its_session_in_the_user_id(made: FakeFleet) -> None:
     """Claude Code without its headers: its side requests have the same session as the conversation."""
     path = "/v1/messages"
 
@@ -161,7 +161,9 @@ async def test_an_anthropic_client_with_its_session_in_the_user_id(made: FakeFle
 
 
 @pytest.mark.parametrize("field", ["prompt_cache_key", "session_id", "conversation_id"])
-async def test_one_key_for_a_whole_application_pins_nothing(made: FakeFleet, field: str) -> None:
+async def test_a_cache_key_of_a_whole_application_does_not_join_conversations(
+    made: FakeFleet, field: str
+) -> None:
     """Such a key pins nothing even if the first turns arrive together."""
     loops = await asyncio.gather(*(tool_loop(made, f"task {n}", **{field: "my-app"}) for n in range(6)))
     assert [len(ids(answers)) for answers in loops] == [1] * 6
@@ -174,7 +176,9 @@ async def test_one_key_for_a_whole_application_pins_nothing(made: FakeFleet, fie
 
 
 @pytest.mark.parametrize("field", ["prompt_cache_key", "session_id", "conversation_id"])
-async def test_a_key_for_each_conversation_keeps_equal_ones_apart(made: FakeFleet, field: str) -> None:
+async def test_a_cache_key_for_each_conversation_keeps_equal_prompts_apart(
+    made: FakeFleet, field: str
+) -> None:
     messages = [user("the very same")]
     names: list[set[str]] = [set(), set()]
     for number in range(3):

@@ -128,7 +128,9 @@ async def test_a_large_append_and_a_broken_prefix_go_through_the_prefiller_to_th
         assert len({note["decoder"] for note in told["placements"]}) == 1
 
 
-async def test_concurrent_twins_fork_and_an_older_point_forks_on_the_same_decoder(tmp_path: Path) -> None:
+async def test_concurrent_equal_turns_fork_and_a_turn_from_an_older_point_forks_on_the_same_decoder(
+    tmp_path: Path,
+) -> None:
     async with fleet(tmp_path, engine={"token_s": 0.02}) as made:
         first = [user("the very same question")]
         twins = await asyncio.gather(*(ask(made.urls[0], first, stream=True) for _ in range(3)))

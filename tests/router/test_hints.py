@@ -77,7 +77,7 @@ def test_every_spelling_of_a_hint_means_the_same() -> None:
         ({"strict_priority": 0}, 0),
     ],
 )
-def test_a_strict_priority_is_a_tier_before_priorities(said: dict[str, int], priority: int) -> None:
+def test_a_strict_priority_goes_before_every_other_priority(said: dict[str, int], priority: int) -> None:
     """Dynamo's priority 0 is the lowest, like that of turns without a priority."""
     assert parse_hints({}, {"nvext": {"agent_hints": said}}).priority == priority
 
@@ -128,7 +128,7 @@ async def test_engines_receive_only_hints_that_concern_them(tmp_path: Path) -> N
         assert (later.body["kv_hints"], later.body["nvext"]) == (None, None)
 
 
-async def test_an_answer_says_where_it_was_computed_when_asked(tmp_path: Path) -> None:
+async def test_an_answer_says_where_it_was_computed_on_request(tmp_path: Path) -> None:
     async with fleet(tmp_path) as made:
         asked = {**NAMED, "x-conversation-placement": "1"}
         first = await ask(made.urls[0], [user("a")], headers=asked, stream=True)

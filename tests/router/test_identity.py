@@ -89,7 +89,7 @@ def test_a_malformed_hint_refuses_nothing() -> None:
     assert long.id is None and long.group.startswith("hash-")
 
 
-def test_ids_that_are_not_plain_are_replaced_by_their_hash() -> None:
+def test_ids_with_special_characters_are_replaced_by_their_hash() -> None:
     for wild in (
         "a b",
         "a\r\nx: y",
@@ -107,7 +107,7 @@ def test_ids_that_are_not_plain_are_replaced_by_their_hash() -> None:
         assert clean_id(cleaned, "f") == cleaned
 
 
-def test_keys_are_scoped_by_the_api_key() -> None:
+def test_conversation_keys_are_scoped_by_the_api_key() -> None:
     one, other = (conversation_key(namespace(key), "a:b") for key in ("k1", "k2"))
     assert one != other
     assert conversation_id(one) == conversation_id(other) == "a:b"
@@ -184,7 +184,7 @@ def test_many_conversations_with_the_same_first_request_continue_and_a_lookup_is
     assert decide(table, prompt("a", "late")).match is PrefixMatch.FORKED
 
 
-def test_many_named_conversations_with_the_same_first_request_are_told_apart() -> None:
+def test_many_named_conversations_with_the_same_first_request_stay_separate() -> None:
     """A client with correlation ids runs one task many times in parallel."""
     table, first, count = NodeTable(1000), prompt("a"), 3 * MAX_TIPS
     keys = [f"space:session-{number}.{number:012x}" for number in range(count)]

@@ -260,12 +260,12 @@ def test_an_id_used_in_the_fleet_file_cannot_name_another_key(tmp_path: Path) ->
         parse_keys(text.replace(hash_secret("first"), hash_secret("other")), "f", given)
 
 
-async def test_without_its_file_a_gateway_answers_401(tmp_path: Path) -> None:
+async def test_without_its_keys_file_a_gateway_answers_401(tmp_path: Path) -> None:
     async with fleet(tmp_path, keys_file=str(tmp_path / "none")) as made:
         assert (await ask(made.urls[0], [user("hi")], headers=bearer("any"))).status == 401
 
 
-async def test_keys_in_the_fleet_file_go_on_beside_it(tmp_path: Path) -> None:
+async def test_keys_in_the_fleet_file_stay_valid_beside_a_keys_file(tmp_path: Path) -> None:
     """Each inline key stays its own owner, and an entry of the file with the same hash adds to it."""
     file = tmp_path / "keys"
     given = inline_keys(("first", "second"), ())
@@ -294,7 +294,7 @@ async def test_a_gateway_answers_requests_for_its_own_host_names_only(tmp_path: 
             assert (status, said["error"]["code"]) == (421, "host_not_allowed")
 
 
-async def test_the_audit_log_says_who_asked_for_what_and_no_text(
+async def test_the_audit_log_says_who_requested_what_without_any_text(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     file = tmp_path / "keys"

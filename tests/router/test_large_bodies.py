@@ -217,7 +217,7 @@ def test_the_number_of_items_is_bounded_at_every_level(asked: BodyParser, body: 
         parse_body(asked, (orjson.dumps({"model": MODEL, **body}),))
 
 
-def test_each_of_several_prompts_has_the_context_for_itself() -> None:
+def test_the_context_limit_applies_to_each_of_several_prompts() -> None:
     several = {"model": MODEL, "prompt": ["x" * 10_000] * 120}
     assert parse_body(COMPLETIONS, (orjson.dumps(several),)).prompt
 

@@ -49,7 +49,7 @@ def left(answer: GatewayAnswer, of: str) -> int:
 
 
 @given(st.integers(1, 100), st.lists(st.tuples(st.floats(0, 30), st.floats(0, 150)), max_size=40))
-def test_a_bucket_grants_a_minutes_worth_and_what_the_time_adds(
+def test_a_bucket_grants_one_minutes_amount_and_refills_with_time(
     most: int, asked: list[tuple[float, float]]
 ) -> None:
     bucket, now, granted, last = Bucket(most, 0.0), 0.0, 0.0, 0.0

@@ -58,7 +58,7 @@ def test_claude_code_loses_web_search_and_the_choice_of_it(path: str) -> None:
     assert sent(path, [READ, SEARCH], kept)[0] == {"tools": [READ], "tool_choice": kept}
 
 
-def test_what_engines_take_and_what_they_have_to_judge_is_not_touched() -> None:
+def test_tools_that_engines_accept_or_judge_themselves_are_unchanged() -> None:
     for path, tools in (
         (RESPONSES, [FUNCTION, PATCH, {"type": "mcp", "server_label": "s"}, {"type": 3}, "x"]),
         (MESSAGES, [READ, {**READ, "type": "custom"}, {"name": "no schema"}, None]),
@@ -69,7 +69,9 @@ def test_what_engines_take_and_what_they_have_to_judge_is_not_touched() -> None:
 
 
 @pytest.mark.parametrize("extra", [0, CHEAP_BYTES])
-async def test_the_engine_gets_the_body_without_them_however_large_it_is(made: FakeFleet, extra: int) -> None:
+async def test_the_engine_gets_the_body_without_dropped_tools_whatever_its_size(
+    made: FakeFleet, extra: int
+) -> None:
     content = "é" + "x" * extra
     tools = [{"type": "web_search"}, FUNCTION]
     choice = {"type": "web_search"}
@@ -81,7 +83,7 @@ async def test_the_engine_gets_the_body_without_them_however_large_it_is(made: F
         assert request.body["input"] == [user(content)]
 
 
-async def test_a_fleet_that_refuses_unknown_fields_refuses_them_too(tmp_path: Path) -> None:
+async def test_a_fleet_that_refuses_unknown_fields_refuses_server_tools_too(tmp_path: Path) -> None:
     async with fleet(tmp_path, decoders=1, unknown_fields=UnknownFields.REFUSE) as made:
         answer = await ask(made.urls[0], [user("x")], path=MESSAGES, max_tokens=3, tools=[SEARCH])
         assert (answer.status, b"tools.web_search_20250305" in answer.body) == (400, True)

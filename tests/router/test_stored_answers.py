@@ -165,7 +165,7 @@ def test_the_last_of_two_concurrent_turns_to_end_becomes_the_history(tmp_path: P
     assert store.newest("o", "c")[0] == "slow"
 
 
-async def test_answers_name_the_answer_before_them(tmp_path: Path) -> None:
+async def test_answers_name_the_previous_answer(tmp_path: Path) -> None:
     async with fleet(tmp_path) as made:
         first = await say(made, "one")
         second = await say(made, "two", name_of(first))
@@ -308,7 +308,7 @@ async def test_a_conversation_whose_answers_expired_gets_a_404(
 
 
 @given(st.lists(st.integers(1, 100), max_size=8), st.integers(0, 400))
-def test_quotas_fit_into_the_store_and_use_all_of_it(totals: list[int], most: int) -> None:
+def test_owners_shares_fill_the_store_without_exceeding_it(totals: list[int], most: int) -> None:
     share = fair_share(totals, most)
     kept = sum(min(total, share) for total in totals)
     assert kept <= most
@@ -356,7 +356,7 @@ def test_vllm_reads_calls_and_reasoning_from_a_rebuilt_input() -> None:
     assert (result["role"], result["tool_call_id"]) == ("tool", "c1")
 
 
-async def test_an_older_file_is_emptied_and_a_newer_one_refused(tmp_path: Path) -> None:
+async def test_a_store_of_an_older_version_is_emptied_and_a_newer_one_refused(tmp_path: Path) -> None:
     file = tmp_path / "answers.sqlite"
     with closing(sqlite3.connect(file)) as database:
         database.executescript("CREATE TABLE answers (owner TEXT, id TEXT); PRAGMA user_version = 3;")
@@ -372,7 +372,7 @@ async def test_an_older_file_is_emptied_and_a_newer_one_refused(tmp_path: Path) 
     await newer.close()
 
 
-async def test_answers_for_which_the_disk_is_too_slow_are_not_held_in_memory(
+async def test_answers_that_the_disk_is_too_slow_for_are_dropped(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("router.gateway.responses.stored_answers.MOST_WAITING_BYTES", 1000)

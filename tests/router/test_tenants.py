@@ -45,7 +45,7 @@ async def test_engines_receive_only_scoped_conversation_ids(made: FakeFleet, pat
 
 
 @pytest.mark.parametrize("path", PATHS)
-async def test_each_owner_has_cached_prefixes_of_its_own(made: FakeFleet, path: str) -> None:
+async def test_owners_do_not_share_cached_prefixes(made: FakeFleet, path: str) -> None:
     for key in (ALICE, BOB):
         for own in ({}, {"cache_salt": "mine"}, {"cache_salt": namespace("alice")}):
             answer = await ask(

@@ -54,7 +54,7 @@ def counted(path: str) -> float:
     return REGISTRY.get_sample_value("conserve_ignored_fields_total", {"path": path}) or 0.0
 
 
-async def test_a_request_of_codex_is_served_without_the_field_that_nobody_knows(made: FakeFleet) -> None:
+async def test_a_codex_request_is_served_without_its_unknown_field(made: FakeFleet) -> None:
     before = counted("/v1/responses")
     answer = await ask(made.urls[0], [user("x")], path="/v1/responses", headers=KEY, **CODEX)
     assert (answer.status, answer.headers[IGNORED]) == (200, "client_metadata")
@@ -109,7 +109,7 @@ def test_fields_that_control_an_engine_are_refused_everywhere(path: str, policy:
                 check_fields(path, {"model": "m", name: value}, policy)
 
 
-async def test_another_spelling_of_a_field_controls_no_engine(made: FakeFleet) -> None:
+async def test_other_spellings_of_a_field_cannot_control_an_engine(made: FakeFleet) -> None:
     raw = b'{"model": "small", "messages": [], "k\\u0076_transfer_params": {"remote_host": "x"}}'
     assert (await sent(made, raw))[0] == 400
 

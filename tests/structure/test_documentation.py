@@ -171,7 +171,7 @@ def is_code(name: str) -> bool:
 
 
 @pytest.mark.parametrize("page", PAGES, ids=str)
-def test_every_link_of_a_page_leads_somewhere(page: Path) -> None:
+def test_every_link_of_a_page_has_a_target(page: Path) -> None:
     assert missing_links(page) == []
 
 

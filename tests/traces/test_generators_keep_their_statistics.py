@@ -61,7 +61,7 @@ def test_request_lengths_follow_their_mean_and_spread() -> None:
     assert statistics.pstdev(prompts) / statistics.mean(prompts) == pytest.approx(1.2, rel=0.15)
 
 
-def test_saturating_arrivals_leave_the_prefiller_no_gap_and_no_queue() -> None:
+def test_saturating_arrivals_keep_the_prefiller_busy_without_a_queue() -> None:
     def cost(tokens: int) -> float:
         return 0.01 + tokens / 25_000 + 1e-10 * tokens * tokens
 
@@ -72,7 +72,7 @@ def test_saturating_arrivals_leave_the_prefiller_no_gap_and_no_queue() -> None:
         free_at = conversation.arrival_s + cost(conversation.turns[0].appended_tokens)
 
 
-def test_at_the_papers_rates_saturation_is_at_the_papers_rate() -> None:
+def test_the_papers_speeds_saturate_at_the_papers_rate() -> None:
     found = saturating(COUNT).conversations
     assert len(found) / found[-1].arrival_s == pytest.approx(1.634, rel=0.02)
 

@@ -45,7 +45,7 @@ def imported(name: str) -> tuple[TraceConversation, ...]:
     return import_files([SOURCES / name]).conversations
 
 
-def test_every_sample_is_known_by_its_content_whatever_its_name(tmp_path: Path) -> None:
+def test_every_sample_is_recognised_by_its_content_whatever_its_name(tmp_path: Path) -> None:
     assert {path.name for path in SOURCES.iterdir()} == set(KINDS)
     for name, kind in KINDS.items():
         unnamed = tmp_path / "unnamed"

@@ -15,7 +15,7 @@ from traces.generators import Scale, fit, paper, rebased, scale
 AGENTS = load(Path(traces.__file__).parent / "samples" / "agents.jsonl.gz").conversations
 
 
-def test_a_rate_keeps_the_pattern() -> None:
+def test_scaling_the_rate_keeps_the_pattern_of_arrivals() -> None:
     faster = list(scale(AGENTS, Scale(rate=4.0)))
     for before, after in zip(AGENTS, faster, strict=True):
         assert after.arrival_s == pytest.approx(before.arrival_s / 4.0, abs=1e-6)
@@ -28,7 +28,7 @@ def test_scaling_by_one_changes_nothing() -> None:
 
 @settings(max_examples=40, deadline=None)
 @given(st.floats(0.001, 3.0), st.floats(0.0, 10.0), st.floats(0.1, 10.0), st.floats(0.0, 100.0))
-def test_any_scale_of_real_conversations_is_valid(
+def test_scaled_real_conversations_are_always_valid(
     lengths: float, waits: float, rate: float, cap: float
 ) -> None:
     for before, after in zip(AGENTS, scale(AGENTS, Scale(rate, lengths, waits, cap)), strict=True):

@@ -238,7 +238,7 @@ async def test_a_tokenizer_that_nobody_can_read_changes_nothing(llm: Llm) -> Non
     assert await turn(exact, llm, NEXT, []) == NEXT
 
 
-async def test_the_tokens_sent_to_a_client_that_left_are_remembered(llm: Llm, exact: ExactTokens) -> None:
+async def test_tokens_sent_before_a_client_disconnected_are_remembered(llm: Llm, exact: ExactTokens) -> None:
     params = SimpleNamespace(answer=A, output_kind=SimpleNamespace(name="DELTA"), extra_args=None)
     given = {"type": "token", "prompt_token_ids": Q, "prompt": "text"}
     outputs = exact.generate(Llm.generate, llm, given, params, "request", session_id="k/c-1")
@@ -264,7 +264,7 @@ async def test_a_conversation_that_moves_takes_its_tokens_along(llm: Llm, exact:
     assert await turn(exact, llm, NEXT, []) == moved, "the former engine remembers its last turn"
 
 
-async def test_an_idle_conversation_that_was_sent_goes_on_with_its_tokens(
+async def test_an_idle_conversation_continues_with_its_tokens_after_a_move(
     llm: Llm, exact: ExactTokens
 ) -> None:
     sent = [*Q, *A]

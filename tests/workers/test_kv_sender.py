@@ -49,7 +49,9 @@ async def engines() -> AsyncIterator[SendingPair]:
         await engine.stop()
 
 
-async def test_both_engines_get_the_same_prompt_and_the_other_one_owns_it(engines: SendingPair) -> None:
+async def test_both_engines_get_the_same_prompt_and_the_target_owns_the_conversation(
+    engines: SendingPair,
+) -> None:
     assert await engines.send() == SentKv(True, 0)
     (sends,), (gets,) = engines.source.seen, engines.target.seen
     for seen in (sends, gets):
@@ -66,7 +68,7 @@ async def test_both_engines_get_the_same_prompt_and_the_other_one_owns_it(engine
     assert source == ("127.0.0.1", engines.source.port, 7)
 
 
-async def test_what_either_engine_computed_again_is_told(engines: SendingPair) -> None:
+async def test_tokens_that_either_engine_recomputed_are_reported(engines: SendingPair) -> None:
     engines.target.cached = 0
     assert await engines.send() == SentKv(True, 96)
 

@@ -75,7 +75,7 @@ def directory(tmp_path: Path) -> Iterator[Path]:
         os.kill(pid, signal.SIGKILL)
 
 
-def test_a_first_signal_asks_and_a_second_one_ends(directory: Path) -> None:
+def test_the_first_signal_requests_an_end_and_the_second_one_ends(directory: Path) -> None:
     process = start(directory, leave_s=60.0)
     os.kill(process.record.pid, signal.SIGTERM)
     until(process.asked_to_end)
@@ -85,7 +85,7 @@ def test_a_first_signal_asks_and_a_second_one_ends(directory: Path) -> None:
     until(lambda: left(directory) == [])
 
 
-def test_what_is_asked_and_not_ended_ends_by_itself(directory: Path) -> None:
+def test_a_process_that_was_asked_to_end_ends_by_itself_after_a_while(directory: Path) -> None:
     process = start(directory, leave_s=1.0)
     os.kill(process.record.pid, signal.SIGTERM)
     until(process.asked_to_end)
@@ -142,7 +142,7 @@ def test_a_removed_lease_ends_the_process_under_a_supervisor_too(
 def test_a_process_without_a_record_ends_although_a_supervisor_lives(
     directory: Path, supervisor: "subprocess.Popen[bytes]"
 ) -> None:
-    """Its keeper was killed early, or another host replaced it."""
+    """A keeper was killed before it wrote the record, or another host replaced this one."""
     process = start(directory, lease_s=1.0, supervisor=named(supervisor))
     replace(process.record, pid=1).write(directory / RECORD)
     deadline = time.monotonic() + 8.0

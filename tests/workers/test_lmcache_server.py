@@ -65,7 +65,7 @@ def test_a_different_size_starts_a_different_server(directory: Path) -> None:
     assert record_in(directory).pid != began.pid
 
 
-def test_an_engine_does_not_wait_for_ever_for_a_server(directory: Path) -> None:
+def test_an_engine_waits_for_its_server_only_for_a_limited_time(directory: Path) -> None:
     made = keeper(directory)
     assert asyncio.run(made.address(0.4)) == ""
     made.ensure()

@@ -35,7 +35,9 @@ async def conserve(gateway: GatewayWithBatch, *arguments: str) -> tuple[int, str
 
 
 @pytest.mark.slow
-async def test_from_submission_to_results(gateway: GatewayWithBatch, tmp_path: Path) -> None:
+async def test_a_batch_is_submitted_and_its_results_are_written(
+    gateway: GatewayWithBatch, tmp_path: Path
+) -> None:
     file, out = tmp_path / "in.jsonl", tmp_path / "out.jsonl"
     file.write_bytes(jsonl([line(f"r{i}") for i in range(30)]))
     code, text, wrong = await conserve(gateway, "submit", str(file), "--out", str(out), "-m", "who=me")

@@ -38,7 +38,7 @@ def conserve(machine: GpuMachine, *arguments: str) -> tuple[int, str]:
     return done.returncode, " ".join((done.stdout + done.stderr).split())
 
 
-def test_a_plan_and_an_apply_without_yes_change_nothing(machine: GpuMachine, fleet: str) -> None:
+def test_plan_and_apply_without_yes_change_nothing(machine: GpuMachine, fleet: str) -> None:
     code, text = conserve(machine, "plan", fleet)
     assert code == 0
     assert "decode-0" in text
@@ -59,7 +59,7 @@ def test_apply_caps_the_decode_tiers_gpu_and_restore_undoes_it(machine: GpuMachi
     assert "Nothing to reset" in conserve(machine, "restore")[1]
 
 
-def test_a_tier_alone_on_the_machine_owns_all_gpus(machine: GpuMachine, fleet: str) -> None:
+def test_a_single_tier_gets_all_gpus_of_the_machine(machine: GpuMachine, fleet: str) -> None:
     conserve(machine, "apply", fleet, "--tier", "decode", "--yes")
     assert machine.limits() == [200.0, 200.0]
 

@@ -35,7 +35,7 @@ asyncio.run(main())
 """
 
 
-def test_the_time_of_a_prompt_is_printed(
+def test_the_prefill_time_of_a_prompt_is_printed(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setattr(profile, "console", profile.Console(width=200))

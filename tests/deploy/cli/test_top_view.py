@@ -77,7 +77,7 @@ def test_the_bar_divides_capacity_and_never_overflows() -> None:
     assert kv_bar({"capacity": 0, "live": 0, "reserved": 0, "offline": 0}).plain.count("█") == 0
 
 
-def test_a_lane_shows_each_span_where_it_was() -> None:
+def test_a_lane_shows_each_span_at_its_time() -> None:
     row = cells([["prefill", 60.0], ["decode", 90.0]], now=WINDOW_S)
     assert len(row) == TIMELINE
     assert row[TIMELINE // 4] == NOTHING

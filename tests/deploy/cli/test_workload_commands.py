@@ -17,7 +17,7 @@ def run(*arguments: object) -> Result:
     return CliRunner().invoke(APP, [str(argument) for argument in arguments])
 
 
-def test_generate_scale_and_describe(tmp_path: Path) -> None:
+def test_a_generated_trace_can_be_scaled_and_described(tmp_path: Path) -> None:
     made, scaled, picture = tmp_path / "a.jsonl.gz", tmp_path / "b.jsonl", tmp_path / "b.svg"
     assert run("trace", "generate", "swe-bench", "--count", 50, "--out", made).exit_code == 0
     options = ("--lengths", 0.1, "--max-turns", 2, "--arrivals", "steps:5*2,1*10", "--count", 20)

@@ -65,7 +65,7 @@ def test_arguments_of_decoders_touch_decoders_only() -> None:
     assert found.steps() == ["drain decode-0 and start it again", "drain decode-1 and start it again"]
 
 
-def test_replicas_come_and_go_at_the_end_of_the_tier() -> None:
+def test_replicas_are_added_and_removed_at_the_end_of_the_tier() -> None:
     more = planned(decode(replicas=4))
     assert [engine.name for engine in more.added] == ["decode-2", "decode-3"]
     fewer = planned(decode(replicas=1))

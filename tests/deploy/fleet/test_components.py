@@ -110,7 +110,7 @@ def test_an_engines_power_counts_only_the_gpus_that_it_asked_for() -> None:
         parse_fleet(with_gpu.replace(", GPU: 1", ""), "f")
 
 
-def test_the_gateways_file_is_read_back_the_same(tmp_path: Path) -> None:
+def test_the_gateways_file_is_read_back_unchanged(tmp_path: Path) -> None:
     for name in ("laptop", "a40-paper", "two-nodes"):
         config = gateway_config(fleet(name), "gateway-0", "10.0.0.1:99", KEYS, "10.0.0.1:77")
         file = tmp_path / f"{name}.json"
@@ -168,7 +168,7 @@ def test_tracing_reaches_gateways_and_engines_and_gateways_sample() -> None:
     assert dict(on["env"])["OTEL_TRACES_SAMPLER"] == "parentbased_always_off"  # type: ignore[call-overload]
 
 
-def test_an_engines_gpus_are_its_ranks() -> None:
+def test_an_engine_asks_for_one_gpu_per_rank() -> None:
     nodes, cpu = fleet("two-nodes"), fleet("laptop")
     assert [engine_resources(nodes, tier)["GPU"] for tier in nodes.tiers] == [2, 2]
     assert "GPU" not in engine_resources(cpu, cpu.tiers[0])

@@ -91,14 +91,14 @@ def fit(fleet: FleetSpec) -> Fit:
 
 
 @recipes
-def test_conserve_check_takes_it(file: Path) -> None:
+def test_conserve_check_accepts_a_recipe(file: Path) -> None:
     answer = CliRunner().invoke(app, ["check", str(file)])
     assert answer.exception is None, answer.exception
     assert ": valid: fleet " in answer.stdout
 
 
 @recipes
-def test_its_parsers_are_those_that_the_model_is_given(file: Path) -> None:
+def test_a_recipes_parsers_are_those_chosen_for_its_model(file: Path) -> None:
     fleet = loaded(file)
     published = PUBLISHED[fleet.model.path]
     chosen = choose(ModelText(published["config"]["model_type"], published["chat_template_marks"]))
@@ -108,7 +108,7 @@ def test_its_parsers_are_those_that_the_model_is_given(file: Path) -> None:
 
 
 @recipes
-def test_its_engines_fit_the_nodes_and_its_ranks_the_model(file: Path) -> None:
+def test_a_recipes_engines_fit_its_nodes_and_its_ranks_fit_the_model(file: Path) -> None:
     fleet = loaded(file)
     model, hardware = architecture(fleet), fleet.tiers[0].hardware
     engines = [TierEngines(fleet, index, tier, model) for index, tier in enumerate(fleet.tiers)]
@@ -132,7 +132,7 @@ def test_a_model_that_does_not_fit_is_refused(tmp_path: Path) -> None:
         load_fleet(smaller)
 
 
-def test_the_table_says_what_follows_from_the_files() -> None:
+def test_the_readmes_table_agrees_with_the_recipes() -> None:
     rows = [
         f"| [{file.parent.name}]({called(file)}) | {file.stem} | {fleet.model.max_context:,} | "
         f"{it.engines} | {it.weights_gib:.0f} | {it.kv_bytes / 1024:.4g} | {it.tokens // 1000:,} | no |"

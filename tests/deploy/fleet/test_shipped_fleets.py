@@ -17,7 +17,7 @@ def test_a_shipped_fleet_is_valid(file: Path) -> None:
     assert f"$schema={SCHEMA_FILE.name}" in file.read_text().splitlines()[0]
 
 
-def test_the_three_fleets_are_there() -> None:
+def test_the_expected_fleets_are_shipped() -> None:
     assert {"laptop", "a40-paper", "two-nodes"} <= {file.stem for file in CONFIGS}
 
 

@@ -61,7 +61,7 @@ def test_engines_load_the_converted_model(model: Path) -> None:
 
 
 @pytest.mark.slow
-def test_each_digit_is_a_token_and_special_tokens_are_one(model: Path) -> None:
+def test_each_digit_and_each_special_token_is_one_token(model: Path) -> None:
     tokenizer = Tokenizer.from_file(str(model / "tokenizer.json"))
     assert tokenizer.encode("<|im_start|>user\n").tokens == ["<|im_start|>", "user", "Ċ"]
     assert tokenizer.encode("2026 is").tokens == ["2", "0", "2", "6", "Ġis"]

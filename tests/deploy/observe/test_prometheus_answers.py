@@ -83,7 +83,7 @@ def test_prometheus_has_loaded_the_rules(running: Prometheus) -> None:
     assert all(rule["health"] in ("ok", "unknown") for rule in group["rules"])
 
 
-def test_promtool_finds_no_fault() -> None:
+def test_promtool_accepts_configuration_and_rules() -> None:
     assert PROMTOOL
     checked = subprocess.run(
         [PROMTOOL, "check", "rules", str(RULES)], capture_output=True, text=True, timeout=30, check=False

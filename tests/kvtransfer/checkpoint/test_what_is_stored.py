@@ -226,7 +226,7 @@ def test_a_busy_copier_learns_whether_a_step_computes() -> None:
     assert engine.side.order(scheduled()) is None
 
 
-def test_blocks_that_did_not_fit_into_the_host_are_stored_when_there_is_room() -> None:
+def test_blocks_that_did_not_fit_on_the_host_are_stored_once_there_is_space() -> None:
     """No new block becomes full meanwhile."""
     engine = StoringEngine(slots=3)
     request = engine.arrive(StoredRequest("r", hashes(4)))

@@ -116,7 +116,9 @@ def fleet(request: pytest.FixtureRequest) -> Iterator[ArchitectureFleet]:
     forget_the_model()
 
 
-def test_six_turns_through_a_prefiller_and_a_decoder(fleet: ArchitectureFleet) -> None:
+def test_six_turns_through_prefiller_and_decoder_are_answered_as_by_plain_vllm(
+    fleet: ArchitectureFleet,
+) -> None:
     assert len(fleet.decoder.scheduler.kv_cache_config.kv_cache_groups) == fleet.served.groups
     opening = fleet.script["a"][0][0]
     assert fleet.turn("a", 0, fleet.handed_over(opening)) <= max(1, len(opening) - fleet.sent(opening))

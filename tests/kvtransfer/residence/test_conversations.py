@@ -62,7 +62,7 @@ def test_blocks_that_a_compacted_prompt_does_not_continue_are_released() -> None
     assert sorted(unwanted) == [b"abc", b"abcd", b"abcde", b"abcdef"]
 
 
-def test_a_shared_prefix_is_protected_until_one_conversation_is_left() -> None:
+def test_a_prefix_is_protected_while_several_conversations_share_it() -> None:
     conversations, _, _ = make()
     turn(conversations, "a", "xya")
     assert conversations.rank_of(b"xy") is EvictionRank.RETAINED

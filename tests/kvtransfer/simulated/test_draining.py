@@ -37,7 +37,7 @@ def talk(engine: SteppedEngine, key: str, blocks: int, output: int = 2) -> None:
     )
 
 
-def test_what_is_idle_is_kept_for_a_while_so_that_it_can_move(engine: SteppedEngine) -> None:
+def test_idle_kv_is_kept_for_a_while_so_that_it_can_move(engine: SteppedEngine) -> None:
     kv_state, now = engine.kv_state, [time.monotonic()]
     talk(engine, "idle", 10)
     engine.run(2000)
@@ -53,7 +53,7 @@ def test_what_is_idle_is_kept_for_a_while_so_that_it_can_move(engine: SteppedEng
     assert kv_state.conversations.get("idle") is None
 
 
-def test_an_engine_without_transfers_lets_go_at_once(made_without: SteppedEngine) -> None:
+def test_an_engine_without_transfers_releases_idle_kv_at_once(made_without: SteppedEngine) -> None:
     engine = made_without
     report, kv_state = engine.side("report"), engine.kv_state
     talk(engine, "idle", 10)

@@ -69,7 +69,7 @@ def decoders(request: pytest.FixtureRequest) -> Iterator[TwoDecoders]:
     made.close()
 
 
-def test_nothing_of_the_context_is_computed_again(decoders: TwoDecoders) -> None:
+def test_a_moved_context_is_not_recomputed(decoders: TwoDecoders) -> None:
     old, new = decoders.old, decoders.new
     computed = old.computed_prompt_tokens
     decoders.send()
@@ -84,7 +84,7 @@ def test_nothing_of_the_context_is_computed_again(decoders: TwoDecoders) -> None
     assert old.faults() == [] and new.faults() == []
 
 
-def test_a_source_that_is_gone_costs_a_recomputation_and_nothing_else(decoders: TwoDecoders) -> None:
+def test_a_lost_source_costs_only_a_recomputation(decoders: TwoDecoders) -> None:
     decoders.old.worker.shutdown()
     decoders.fetch()
     assert decoders.new.computed_prompt_tokens >= len(decoders.prompt)
@@ -111,7 +111,7 @@ def test_a_parked_conversation_moves_from_the_host() -> None:
         decoders.close()
 
 
-def test_an_idle_conversation_tells_its_tokens_and_a_running_one_does_not() -> None:
+def test_only_idle_conversations_give_out_their_tokens() -> None:
     decoders = TwoDecoders(host_kv_gib=0.0)
     old = decoders.old
     try:
@@ -126,7 +126,7 @@ def test_an_idle_conversation_tells_its_tokens_and_a_running_one_does_not() -> N
         decoders.close()
 
 
-def test_a_conversation_is_sent_without_a_turn() -> None:
+def test_an_idle_conversation_can_be_sent_without_a_turn() -> None:
     decoders = TwoDecoders(host_kv_gib=0.0)
     old, new = decoders.old, decoders.new
     try:

@@ -221,7 +221,7 @@ def test_a_flipped_bit_on_the_way_is_refused(pair: TransferPair, at: int) -> Non
         assert pair.refused() in (Reason.CORRUPT, Reason.PROTOCOL, Reason.STALLED, Reason.UNREACHABLE)
 
 
-def test_a_block_in_the_place_of_another_is_refused(pair: TransferPair) -> None:
+def test_swapped_blocks_are_refused(pair: TransferPair) -> None:
     """A man in the middle could otherwise swap two frames of equal size, across layers or connections."""
     pair.compute()
     with FrameSwappingProxy(pair.source.port) as port:

@@ -85,7 +85,7 @@ def two_lanes() -> tuple[Exports, list[list[int]]]:
     return exports, [[0, 2], [1]]
 
 
-def test_one_lane_that_has_ended_does_not_release_what_another_reads() -> None:
+def test_an_ended_lane_does_not_release_blocks_that_another_lane_reads() -> None:
     exports, shares = two_lanes()
     first, second = (exports.attach("t", "p", [0], 0, layers, 2) for layers in shares)
     exports.delivered(first)

@@ -13,7 +13,7 @@ class PromptRequest:
     mm_features: list[SimpleNamespace] = field(default_factory=list)
 
 
-def test_the_digest_is_of_tokens_adapter_and_images() -> None:
+def test_the_digest_covers_tokens_adapter_and_images() -> None:
     same = prompt_digest(PromptRequest([1, 2, 3]))
     assert same == prompt_digest(PromptRequest([1, 2, 3]))
     others = [

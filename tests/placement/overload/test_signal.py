@@ -55,7 +55,7 @@ def test_one_long_prompt_is_no_overload() -> None:
     assert (state.overloaded, state.reason) == (False, OverloadReason.BRIEF)
 
 
-def test_turns_that_wait_beside_free_kv_wait_for_compute() -> None:
+def test_turns_that_wait_although_kv_is_free_lack_compute() -> None:
     busy = KvDemand(capacity=1_000, held=400, evictable=0, waiting=2_000)
     assert after((busy, 20)).state.reason is OverloadReason.COMPUTE
     assert after((replace(busy, waiting=1_500, refused=500), 20)).state.reason is OverloadReason.COMPUTE

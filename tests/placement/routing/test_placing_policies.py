@@ -18,7 +18,7 @@ from tests.placement.conftest import CURVE, MakeFleet, engine
         (PlacingPolicy.FULL_DISAGGREGATION, True, True, True),
     ],
 )
-def test_which_turns_a_prefiller_computes(
+def test_each_policy_sends_the_expected_turns_to_a_prefiller(
     fleet: MakeFleet, policy: PlacingPolicy, first: bool, small: bool, large: bool
 ) -> None:
     placer = fleet(policy=policy)

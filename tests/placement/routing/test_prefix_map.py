@@ -71,7 +71,7 @@ def test_a_restarted_engine_has_no_prefixes() -> None:
     assert chosen is not None and chosen.cached_tokens == 0
 
 
-def test_a_prefix_that_was_not_used_for_long_is_forgotten() -> None:
+def test_a_prefix_that_is_not_used_for_long_is_forgotten() -> None:
     placer = a_placer()
     place(placer, "first", 0.0)
     chosen = place(placer, "second", REMEMBERED_S + 1).receipt.prefiller.chosen

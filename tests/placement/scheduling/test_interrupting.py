@@ -35,7 +35,7 @@ def test_an_arrival_that_meets_its_ttft_does_not_raise_the_flag() -> None:
     assert not raises(replace(LONG, seconds=0.5), ttft_share=1.0)
 
 
-def test_an_arrival_waits_for_a_share_of_its_ttft_only() -> None:
+def test_an_arrival_waits_only_for_a_share_of_its_ttft() -> None:
     within_the_target = replace(LONG, seconds=0.5)
     assert raises(within_the_target, ttft_share=0.5)
     assert not raises(replace(LONG, seconds=0.2), ttft_share=0.5)

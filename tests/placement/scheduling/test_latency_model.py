@@ -39,13 +39,13 @@ def measured(count: int, noise: float, seed: int = 0, largest: int = 2048) -> li
     return samples
 
 
-def test_the_sums_are_kept_per_request() -> None:
+def test_work_is_summed_over_requests() -> None:
     assert BatchWork.of([(10, 0), (10, 90)]) == BatchWork(20, 10 * 10 + 10 * 100, 110, 900, 2)
     assert BatchWork.of([(20, 0)]).attended > BatchWork.of([(10, 0), (10, 0)]).attended
 
 
 @given(models, rows, st.integers(0, 32768), st.integers(0, 4096), st.floats(0, 2))
-def test_the_most_tokens_that_fit_is_the_most(
+def test_one_token_more_than_max_tokens_misses_the_target(
     model: LatencyModel, batch: list[tuple[int, int]], context: int, want: int, target: float
 ) -> None:
     work = BatchWork.of(batch)
@@ -126,6 +126,6 @@ def test_armed_iterations_have_a_constant_of_their_own() -> None:
     assert corrected.fitted.seconds(armed) == pytest.approx(base.seconds(plain) + 1.2e-3, rel=0.03)
 
 
-def test_a_step_stays_armed_in_sums() -> None:
+def test_adding_requests_keeps_a_step_armed() -> None:
     armed = replace(BatchWork.of([(10, 5)]), armed=1)
     assert armed.plus(1, 4).armed == (BatchWork.of([(3, 3)]) + armed).armed == (armed + armed).armed == 1

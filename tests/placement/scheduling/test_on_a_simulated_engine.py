@@ -65,7 +65,7 @@ def test_every_online_request_gets_all_its_tokens_in_order(name: str) -> None:
 
 
 @pytest.mark.parametrize("name", POLICIES)
-def test_all_blocks_come_back(name: str) -> None:
+def test_all_blocks_are_released_at_the_end(name: str) -> None:
     policy = make_policy(ServingSettings(name, SLO))
     engine = SimulatedCoServing(policy, SHAPE, TRUTH)
     engine.run(
@@ -80,7 +80,7 @@ def test_the_same_run_gives_the_same_result() -> None:
     assert [job.tokens_at for job in first.finished] == [job.tokens_at for job in second.finished]
 
 
-def test_conserve_keeps_online_close_to_alone_and_offline_close_to_most() -> None:
+def test_conserve_keeps_online_latency_near_alone_and_offline_throughput_near_the_maximum() -> None:
     alone, most, ours = run("online_only"), run("non_preemptive"), run("conserve")
     assert worst_ttft(ours) < 1.3 * worst_ttft(alone)
     assert worst_ttft(most) > 1.5 * worst_ttft(alone)

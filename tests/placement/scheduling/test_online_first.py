@@ -57,14 +57,14 @@ def test_offline_batches_shrink_when_arrivals_would_abort_them() -> None:
     assert sizes[0] > sizes[1] > sizes[2] >= 64
 
 
-def test_online_only_gives_offline_nothing() -> None:
+def test_the_online_only_policy_serves_no_offline_request() -> None:
     tokens = fill(
         make_policy(ServingSettings("online_only")), view(offline("off"), offline_head=offline("w"))
     )
     assert tokens == {"off": 0, "w": 0}
 
 
-def test_sarathi_fills_its_chunk_at_any_context() -> None:
+def test_sarathi_fills_its_chunk_whatever_the_context() -> None:
     policy = make_policy(ServingSettings("sarathi"))
     for context in (0, 1500):
         request = offline("off", 4000, context)

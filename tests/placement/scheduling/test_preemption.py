@@ -14,7 +14,7 @@ def preempted(name: str, state: object) -> tuple[str, ...]:
 
 
 @pytest.mark.parametrize("name", PREEMPTING)
-def test_nothing_is_preempted_while_blocks_and_places_suffice(name: str) -> None:
+def test_nothing_is_preempted_while_blocks_and_slots_suffice(name: str) -> None:
     assert preempted(name, view(offline("a", 900, 800), waiting=(arrived("new", 300),), free=19)) == ()
 
 

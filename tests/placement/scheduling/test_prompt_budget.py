@@ -34,7 +34,7 @@ def test_the_shortest_prompt_goes_first(name: str) -> None:
 
 
 @BOTH
-def test_a_long_prompt_ages(name: str) -> None:
+def test_a_long_prompt_overtakes_newer_short_ones_after_a_while(name: str) -> None:
     waiting = (arrived("new", 200), arrived("old", 3000, at=-20.0))
     tokens = given(name, online("a"), waiting=waiting)
     assert tokens["new"] == 0
@@ -70,7 +70,7 @@ def test_an_overdue_prompt_joins_the_iteration_in_which_another_one_ends() -> No
     assert tokens["next"] > 0
 
 
-def test_iterations_are_full_with_co_serving() -> None:
+def test_online_prompts_fill_iterations_with_co_serving() -> None:
     tokens = given("conserve", started("ends", 50), waiting=(arrived("next", 2500),))
     assert tokens == {"ends": 50, "next": 2048 - 50}
 
@@ -87,7 +87,7 @@ def test_offline_requests_come_last_without_co_serving_and_go_on_decoding() -> N
     assert MODEL.seconds(work) <= 0.05
 
 
-def test_a_request_that_came_after_the_plan_has_the_time_that_is_left() -> None:
+def test_a_request_that_arrives_after_the_plan_gets_the_remaining_time() -> None:
     plan = make_policy(ServingSettings("prompts_in_order")).plan(view(online("a")), MODEL)
     assert plan.builder.take(online("a"), 1) == 1
     assert 1 < plan.builder.take(arrived("late", 3000), 2000) < 2000

@@ -13,7 +13,7 @@ rows = st.lists(st.integers(1, 40_000), min_size=1, max_size=40)
 
 
 @given(rows, st.integers(0, 60_000), st.integers(1, 60_000))
-def test_running_requests_keep_their_target_or_prompts_have_half(
+def test_running_requests_keep_their_target_unless_prompts_need_half_the_iteration(
     contexts: list[int], computed: int, want: int
 ) -> None:
     work = BatchWork.of((1, context) for context in contexts)

@@ -27,7 +27,7 @@ def test_an_engine_without_a_profile_learns_its_own_speed() -> None:
     assert after.median < 0.1
 
 
-def test_an_engine_that_only_prefills_is_known_after_a_few_prompts() -> None:
+def test_an_engine_that_only_prefills_is_predicted_well_after_a_few_prompts() -> None:
     learning = SelfCorrecting(CONSERVATIVE)
     wanted = BatchWork.of([(1_500, 0)])
     assert learning.fitted.seconds(wanted) > 2 * TRUE.seconds(wanted)
@@ -84,7 +84,7 @@ def test_the_model_follows_a_temporary_slowdown_within_a_second() -> None:
         assert learning.model.seconds(prefill) == pytest.approx(slower * TRUE.seconds(prefill), rel=0.03)
 
 
-def test_another_speed_scales_every_term() -> None:
+def test_a_change_of_speed_scales_every_term() -> None:
     learning = SelfCorrecting(TRUE, every=10_000)
     prefill = BatchWork.of([(256, 1000)])
     for _ in range(200):
@@ -110,7 +110,7 @@ def test_the_speed_factor_is_bounded() -> None:
         assert speed.factor == pytest.approx(bound)
 
 
-def test_a_new_fit_keeps_the_estimate_of_the_latest_work() -> None:
+def test_a_new_fit_does_not_change_the_prediction_for_the_latest_work() -> None:
     learning = SelfCorrecting(TRUE, every=64)
     prefill = BatchWork.of([(256, 1000)])
     said = []

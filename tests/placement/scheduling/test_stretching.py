@@ -21,7 +21,7 @@ def stretched(count: int) -> float:
 
 
 @pytest.mark.parametrize("count", [1, 5, 10])
-def test_cheap_decoding_leaves_offline_work_the_whole_target(count: int) -> None:
+def test_cheap_decoding_lets_offline_work_use_the_whole_target(count: int) -> None:
     assert stretched(count) == pytest.approx(TBT_S)
 
 

@@ -54,7 +54,7 @@ def test_advice_follows_the_signals(seen: Signals, expected: dict[Action, int]) 
         (1.5, 0.0, {}),
     ],
 )
-def test_elastic_fleets_count_what_decoders_have_left(
+def test_elastic_fleets_count_the_time_that_decoders_have_left(
     prompts_s: float, lent: float, expected: dict[Action, int]
 ) -> None:
     """The prefillers alone would be far too few here."""

@@ -11,7 +11,7 @@ from placement.sizing.capacity import Thresholds
 LIMITS = ScaleLimits(1, 4, Thresholds(0.85, 0.7, 0.4), cool_down_s=60, calm_s=300)
 
 
-def test_a_high_load_adds_engines_once_in_a_cool_down() -> None:
+def test_a_high_load_adds_engines_once_per_cool_down() -> None:
     scaler = TierScaler(LIMITS)
     first = scaler.decide(1.3, 1, 0.0)
     assert (first.replicas, first.reason) == (2, "130% in use, above 85%")
@@ -20,7 +20,7 @@ def test_a_high_load_adds_engines_once_in_a_cool_down() -> None:
     assert scaler.decide(5.0, 4, 200.0).replicas == 4, "the limit"
 
 
-def test_one_engine_is_removed_after_each_calm() -> None:
+def test_one_engine_is_removed_after_each_calm_period() -> None:
     scaler = TierScaler(LIMITS)
     assert scaler.decide(0.1, 3, 0.0).replicas == 3
     assert scaler.decide(0.1, 3, 299.0).replicas == 3
@@ -31,7 +31,7 @@ def test_one_engine_is_removed_after_each_calm() -> None:
     assert scaler.decide(0.0, 1, 9_000.0).replicas == 1, "the limit"
 
 
-def test_a_peak_restarts_the_calm() -> None:
+def test_a_peak_restarts_the_calm_period() -> None:
     scaler = TierScaler(LIMITS)
     scaler.decide(0.1, 2, 0.0)
     scaler.decide(0.6, 2, 200.0)

@@ -33,7 +33,7 @@ def test_demand_fades_without_arrivals() -> None:
     assert signals(watch, 1, 200.0).prefill_load < 0.001
 
 
-def test_demand_without_a_prefiller_has_no_measure() -> None:
+def test_demand_without_a_prefiller_is_infinite() -> None:
     watch = CapacityWatch(window_s=60)
     assert signals(watch, 0, 0.0).prefill_load == 0
     watch.arrived(0.1, 0.0)

@@ -20,7 +20,7 @@ means = st.builds(
 )
 
 
-def test_the_papers_check_gives_its_number() -> None:
+def test_the_papers_example_gives_its_number() -> None:
     plan = provision(SWE, PAPER)
     assert plan.saturating_rate == pytest.approx(1.667, abs=0.001)
     assert plan.by_throughput == pytest.approx(1.67, abs=0.01)

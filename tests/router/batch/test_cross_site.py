@@ -41,7 +41,7 @@ async def url(sqlite_gateway: GatewayWithBatch, tmp_path: Path) -> AsyncIterator
         yield made.urls[0]
 
 
-async def test_a_page_of_another_site_changes_nothing_without_a_key(url: str) -> None:
+async def test_without_keys_a_page_of_another_site_can_change_nothing(url: str) -> None:
     for headers in FOREIGN:
         status, said = await post(f"{url}/v1/files", headers, upload())
         assert status == 403 and "cross_site" in said
@@ -51,7 +51,7 @@ async def test_a_page_of_another_site_changes_nothing_without_a_key(url: str) ->
     assert (await get(f"{url}/v1/files", headers=EVIL))[1]["data"] == []
 
 
-async def test_a_batch_is_json_by_its_content_type(url: str) -> None:
+async def test_a_batch_is_accepted_only_as_json_by_its_content_type(url: str) -> None:
     wanted = '{"input_file_id": "file-0", "endpoint": "/v1/chat/completions", "completion_window": "24h"}'
     for kind in ("text/plain", "multipart/form-data; boundary=a", "application/x-www-form-urlencoded"):
         status, said = await post(f"{url}/v1/batches", {"content-type": kind}, wanted)
@@ -67,12 +67,12 @@ async def test_clients_and_pages_of_the_gateway_itself_are_served(url: str) -> N
     assert (await get(f"{url}/v1/models", headers=EVIL))[0] == 200  # a link from somewhere else
 
 
-async def test_where_there_are_keys_the_key_decides(tmp_path: Path) -> None:
+async def test_with_keys_only_the_key_decides(tmp_path: Path) -> None:
     async with fleet(tmp_path, keys=inline_keys(("sk-one",), ())) as made:
         headers = {**EVIL, "authorization": "Bearer sk-one"}
         assert (await ask(made.urls[0], [user("hi")], headers=headers)).status == 200
 
 
-async def test_keys_of_admins_alone_let_no_other_page_in(tmp_path: Path) -> None:
+async def test_admin_keys_alone_do_not_admit_pages_of_other_sites(tmp_path: Path) -> None:
     async with fleet(tmp_path, keys=inline_keys((), ("sk-admin",))) as made:
         assert (await ask(made.urls[0], [user("hi")], headers=EVIL)).status == 403

@@ -129,7 +129,7 @@ async def test_a_poisonous_line_is_set_aside_and_the_rest_completes(
         assert FAST.max_tries <= tried.count("drop it") <= 2 * FAST.max_tries
 
 
-async def test_a_busy_engine_is_waited_for(gateway: GatewayWithBatch, engine: OfflineEngine) -> None:
+async def test_a_line_waits_for_a_busy_engine(gateway: GatewayWithBatch, engine: OfflineEngine) -> None:
     async with gateway.client() as client:
         engine.refuse_all = True
         batch = await submit(client, jsonl([line(f"r{i}") for i in range(10)]))

@@ -74,7 +74,7 @@ async def test_flex_and_batches_share_the_engines(
     assert engine.peak <= sqlite_gateway.config.dispatch.blind_window
 
 
-async def test_without_capacity_it_is_refused_in_time(sqlite_gateway: GatewayWithBatch) -> None:
+async def test_without_capacity_a_flex_request_is_refused_in_time(sqlite_gateway: GatewayWithBatch) -> None:
     sqlite_gateway.fleet.infos.clear()
     async with sqlite_gateway.client() as client:
         with pytest.raises(openai.RateLimitError) as refused:
@@ -163,7 +163,7 @@ async def test_waiting_flex_turns_leave_files_and_batches_their_connections(
     await narrow.stop()
 
 
-async def test_flex_turns_are_bounded_by_what_the_batch_process_is_configured_for(
+async def test_flex_turns_obey_the_limits_of_the_batch_process(
     engine: OfflineEngine, sqlite_url: str, tmp_path: Path
 ) -> None:
     gateway = GatewayWithBatch(sqlite_url, str(tmp_path / "files"), StaticFleet(engine.address))

@@ -102,7 +102,7 @@ async def test_a_key_does_not_see_batches_and_files_of_another(gateway: GatewayW
             )
 
 
-async def test_an_expiring_file_has_its_expiry_time(gateway: GatewayWithBatch) -> None:
+async def test_a_file_with_a_lifetime_states_its_expiry_time(gateway: GatewayWithBatch) -> None:
     async with gateway.client() as client:
         file = await client.files.create(
             file=("a.jsonl", b"{}"), purpose="batch", expires_after={"anchor": "created_at", "seconds": 3600}

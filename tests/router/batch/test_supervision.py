@@ -61,7 +61,7 @@ def keep(root: str, port: int, directory: str) -> GatewaysActor:
 
 
 @pytest.mark.slow
-async def test_the_batch_process_is_started_again_and_adopted(home: FleetHome) -> None:
+async def test_a_killed_batch_process_is_restarted_and_later_adopted(home: FleetHome) -> None:
     arguments = (str(home.root), free_port(), f"127.0.0.1:{free_port()}")  # without a directory it serves too
     load = "import time; from tests.router.batch.test_supervision import keep"
     code = f"{load}; actor = keep(*{arguments!r}); time.sleep(300)"

@@ -241,7 +241,7 @@ def test_pairs_that_have_one_epoch_after_a_restart_are_all_restored() -> None:
     assert four.epochs() == [0, 0, 0, 0]
 
 
-def test_other_engines_pair_during_a_restore_and_no_order_is_sent_twice() -> None:
+def test_other_engines_can_pair_during_a_restore_and_no_order_is_sent_twice() -> None:
     four = TwoEngines(("d0", "d1", "d2", "d3"))
     split_in(four, 7)
     heard = [four.record(name) for name in ("d2", "d3")]

@@ -43,7 +43,7 @@ def test_an_idle_conversation_is_bound_where_it_was_sent() -> None:
     assert place(made, ask("c", turn=2), 3.0).engine == move.target.engine
 
 
-def test_a_turn_voids_a_move_and_what_was_sent_is_released() -> None:
+def test_a_turn_cancels_a_move_and_the_sent_kv_is_released() -> None:
     made = table(decoders=3)
     left = idle(made, "c", 1)
     drained(made, left)
@@ -57,7 +57,7 @@ def test_a_turn_voids_a_move_and_what_was_sent_is_released() -> None:
     assert made.binding("c").engine == moved.engine  # type: ignore[union-attr]
 
 
-def test_a_failed_send_leaves_it_where_it_is_and_gives_the_place_back() -> None:
+def test_a_failed_send_leaves_the_conversation_in_place_and_releases_the_reservation() -> None:
     made = table()
     left = idle(made, "c", 1)
     drained(made, left)
@@ -74,7 +74,7 @@ def test_a_failed_send_leaves_it_where_it_is_and_gives_the_place_back() -> None:
     assert one_move(made, 11.0).key == "c", "the next drain tries again"
 
 
-def test_a_target_that_started_anew_has_nothing() -> None:
+def test_a_restarted_target_does_not_have_the_sent_kv() -> None:
     made = table()
     left = idle(made, "c", 1)
     drained(made, left)
@@ -84,7 +84,7 @@ def test_a_target_that_started_anew_has_nothing() -> None:
     assert made.binding("c").engine == left  # type: ignore[union-attr]
 
 
-def test_few_are_sent_at_once_the_last_used_first_and_none_that_runs() -> None:
+def test_a_few_idle_conversations_are_sent_at_once_the_most_recent_first() -> None:
     made = table(decoders=1, kv_tokens=100_000)
     for number in range(AT_ONCE + 2):
         idle(made, f"c{number}", number + 1, now=float(number))
@@ -95,7 +95,7 @@ def test_few_are_sent_at_once_the_last_used_first_and_none_that_runs() -> None:
     assert begun == [f"c{number}" for number in range(AT_ONCE + 1, 1, -1)]
 
 
-def test_nobody_moves_where_there_is_no_room_or_twice_within_a_minute() -> None:
+def test_a_conversation_does_not_move_without_capacity_or_twice_within_a_minute() -> None:
     made = table()
     left = idle(made, "c", 1)
     drained(made, left)

@@ -20,7 +20,7 @@ def test_only_a_later_process_of_the_same_name_supersedes() -> None:
     assert not supersedes(process_name("my.gateway-1"), first)
 
 
-def test_grants_of_gateways_accumulate_for_a_slow_reader() -> None:
+def test_token_grants_of_gateways_accumulate_for_a_slow_reader() -> None:
     streams = GatewayStreams()
     slow = streams.join("slow")
     for _ in range(2000):
@@ -33,7 +33,7 @@ def test_grants_of_gateways_accumulate_for_a_slow_reader() -> None:
     assert slow.take(lambda: Engines((), True)) == Push()
 
 
-async def test_a_successor_is_believed_while_the_old_stream_still_seems_open(tmp_path: Path) -> None:
+async def test_a_successor_replaces_a_gateway_whose_stream_still_seems_open(tmp_path: Path) -> None:
     """A vanished machine closes no connection."""
     async with fleet(tmp_path, gateways=0, gateway_grace_s=600.0) as made:
         chain = of_body(seed("s", "m", ""), {"messages": [{"role": "user", "content": "x" * 100}]})

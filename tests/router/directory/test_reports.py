@@ -63,7 +63,7 @@ def test_confirmations_missed_for_too_long_leave_no_reservation() -> None:
     assert reserved(made, 1000) == 0
 
 
-def test_a_first_report_misses_nothing() -> None:
+def test_the_first_report_after_a_restart_keeps_all_reservations() -> None:
     """The directory has just restarted, so that all of its reservations are recent."""
     made = table(decoders=1)
     place(made, ask("a", 1000))
@@ -132,7 +132,7 @@ async def test_a_conversation_evicted_before_its_turn_ended_is_not_parked(direct
     assert directory.table.conversations.parked == 0
 
 
-async def test_a_report_that_arrives_late_for_the_second_time_is_taken_in_once(directory: Directory) -> None:
+async def test_a_report_that_arrives_a_second_time_is_applied_once(directory: Directory) -> None:
     assert directory.activities_seen("g", 0, 2) == 0
     assert directory.activities_seen("g", 0, 3) == 2  # sent again, with one more
     assert directory.activities_seen("g", 3, 1) == 0
@@ -141,7 +141,7 @@ async def test_a_report_that_arrives_late_for_the_second_time_is_taken_in_once(d
     assert directory.activities_seen("g", None, 2) == 0  # of a gateway that does not number them
 
 
-async def test_turns_of_a_gateway_that_asked_and_never_opened_a_stream_end(
+async def test_turns_of_a_gateway_that_never_opens_a_stream_end(
     directory: Directory, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A gateway may ask a directory that has just restarted and crash before its stream is back."""

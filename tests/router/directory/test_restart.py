@@ -169,7 +169,7 @@ async def test_waiting_is_bounded_logged_and_counted(
         assert place(second.table, ask("later")).engine == "d0"
 
 
-async def test_a_burst_after_a_restart_is_spread_as_if_there_had_been_none(tmp_path: Path) -> None:
+async def test_a_burst_after_a_restart_is_spread_as_without_the_restart(tmp_path: Path) -> None:
     """Engines report late, one by one, while conversations arrive."""
     engines = (info("d1"), info("p0", Role.PREFILL), info("d0"))
     async with directory(tmp_path) as (first, _):
@@ -230,7 +230,7 @@ def test_requests_that_do_not_wait_get_a_retry_time() -> None:
     assert outcome.retry_after_s == 1.0
 
 
-async def test_nothing_is_placed_while_the_disk_is_full_and_its_queue_too(tmp_path: Path) -> None:
+async def test_nothing_is_placed_while_the_disk_and_its_queue_are_full(tmp_path: Path) -> None:
     async with directory(tmp_path) as (made, address), grpc.aio.insecure_channel(address) as channel:
         made.engine_up(info("d0"))
         await made.durable()

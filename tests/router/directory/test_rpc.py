@@ -122,7 +122,7 @@ async def test_without_the_secret_every_call_is_refused(address: str, secret: st
             await anext(stub.stream(COUNT, Now("k", 3), 5.0))
 
 
-async def test_streams_end_and_reasons_arrive(address: str) -> None:
+async def test_streams_end_and_error_reasons_reach_the_caller(address: str) -> None:
     async with grpc.aio.insecure_channel(address) as channel:
         stub = Stub(channel, "s3cret")
         assert [one.turn async for one in stub.stream(COUNT, Now("k", 3), 5.0)] == [0, 1, 2]

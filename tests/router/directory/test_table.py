@@ -466,7 +466,7 @@ def test_the_end_of_a_turn_may_arrive_before_its_beginning() -> None:
     assert made.running_at("c")
 
 
-def test_an_ask_that_arrives_again_after_its_turn_has_ended_begins_nothing() -> None:
+def test_a_request_that_arrives_again_after_its_turn_ended_starts_nothing() -> None:
     """The request arrives late, on a connection that the gateway has given up."""
     made = table()
     place(made, ask("c", turn=7))

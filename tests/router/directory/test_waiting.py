@@ -69,7 +69,7 @@ def served_at(key: str, until: int, comes: Callable[[Queue, int], None]) -> int:
     return until
 
 
-def test_a_lower_class_turn_keeps_its_turn_when_other_owners_send_many() -> None:
+def test_a_lower_class_turn_is_served_in_time_when_other_owners_send_many() -> None:
     def comes(queue: Queue, now: int) -> None:
         if now == 0:
             queue.waits("b:lesser", 0.0)
@@ -79,7 +79,7 @@ def test_a_lower_class_turn_keeps_its_turn_when_other_owners_send_many() -> None
     assert BETTER_S < served_at("b:lesser", 120, comes) <= BETTER_S + 2 * QUANTUM // TURN
 
 
-def test_a_lower_class_turn_keeps_its_turn_when_other_flows_send_many() -> None:
+def test_a_lower_class_turn_is_served_in_time_when_other_flows_send_many() -> None:
     def comes(queue: Queue, now: int) -> None:
         if now == 0:
             queue.waits("b:lesser", 0.0, flow="x")
@@ -155,7 +155,7 @@ def test_a_flood_of_new_flows_delays_a_flow_by_a_bounded_number_of_turns() -> No
     assert len(queue.served) == 1003 and at[2] <= 2 * FLOWS
 
 
-def test_flows_up_to_the_bound_are_told_apart() -> None:
+def test_flows_up_to_the_limit_are_kept_separate() -> None:
     queue = Queue()
     for flow in range(FLOWS):
         for _ in range(5):

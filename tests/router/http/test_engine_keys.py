@@ -29,7 +29,7 @@ async def test_the_engine_key_replaces_one_that_a_client_sends(serve: Any, engin
     await pool.close()
 
 
-async def test_no_engine_key_is_sent_without_one(serve: Any, engine_of: Any, pool_of: Any) -> None:
+async def test_without_an_engine_key_none_is_sent(serve: Any, engine_of: Any, pool_of: Any) -> None:
     async def script(connection: EngineConnection) -> None:
         await connection.request()
         await connection.write(answer(b"{}"))

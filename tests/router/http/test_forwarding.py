@@ -75,7 +75,7 @@ async def in_front(serve: Any, pool_of: Any) -> Any:
 
 
 @pytest.mark.parametrize("framing", ["length", "chunked"])
-async def test_a_body_larger_than_the_servers_limit_passes_and_the_connection_serves_on(
+async def test_a_body_larger_than_the_servers_limit_passes_and_the_connection_stays_usable(
     in_front: Any, framing: str
 ) -> None:
     _, port, pool = await in_front()

@@ -45,7 +45,7 @@ async def describe(request: Request, responder: Responder) -> None:
         responder.respond(200, text.encode() + body)
 
 
-async def test_the_loop_under_test_is_the_one_in_production() -> None:
+async def test_tests_run_on_the_event_loop_of_production() -> None:
     assert isinstance(asyncio.get_running_loop(), uvloop.Loop)
 
 
@@ -137,7 +137,7 @@ async def test_an_unknown_expectation_is_refused(serve: Any) -> None:
 
 
 @pytest.mark.parametrize("path", [b"/", b"/stream"])
-async def test_head_has_headers_and_no_body(serve: Any, path: bytes) -> None:
+async def test_an_answer_to_head_has_headers_and_no_body(serve: Any, path: bytes) -> None:
     _, port = await serve(describe)
     async with await Client.connect(port) as client:
         client.send(b"HEAD " + path + b" HTTP/1.1\r\n" + HOST + b"\r\n")
@@ -146,7 +146,7 @@ async def test_head_has_headers_and_no_body(serve: Any, path: bytes) -> None:
         assert (await client.answer()).body == b"GET /next  None|"
 
 
-async def test_no_content_has_no_framing(serve: Any) -> None:
+async def test_an_answer_without_content_has_no_framing(serve: Any) -> None:
     _, port = await serve(describe)
     async with await Client.connect(port) as client:
         client.ask(b"/nothing")

@@ -72,7 +72,7 @@ def test_a_chat_stream_is_observed() -> None:
 
 @settings(deadline=None)
 @given(st.lists(st.integers(1, 4), min_size=1, max_size=12))
-def test_gaps_counts_events_after_the_first_token(sizes: list[int]) -> None:
+def test_gaps_are_counted_after_the_first_token(sizes: list[int]) -> None:
     clock = Clock(100.0)
     observer = StreamObserver(clock)
     observer.start(200, SSE)
@@ -196,7 +196,7 @@ def test_a_responses_stream_is_observed() -> None:
     assert seen.called_tool
 
 
-def test_a_whole_answer_is_observed_by_its_begin_and_end() -> None:
+def test_a_whole_answer_is_observed_from_its_beginning_and_end() -> None:
     answer = {
         "id": "chatcmpl-2",
         "object": "chat.completion",

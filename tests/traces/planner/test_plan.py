@@ -49,7 +49,7 @@ def test_capacity_at_the_papers_means_equals_the_papers() -> None:
     assert capacity.decode_tokens_per_s == pytest.approx(1_000, rel=0.02)
 
 
-def test_idle_conversations_bind_by_memory_until_they_are_parked() -> None:
+def test_memory_limits_idle_conversations_until_they_are_parked() -> None:
     request = PlanRequest(rate=0.5, ttft_s=5.0, caps_w=(300.0, 200.0))
     made = plan_fleet(agents(), ENGINE, ENGINE, request)
     assert made.pinned.bound is Bound.MEMORY
@@ -61,7 +61,7 @@ def test_idle_conversations_bind_by_memory_until_they_are_parked() -> None:
     assert made.advised == (capped if capped.holds else full)
 
 
-def test_the_shipped_sample_is_planned_with_no_engine_too_many() -> None:
+def test_the_plan_of_the_shipped_sample_has_no_superfluous_engine() -> None:
     found, profile = load(SAMPLE).conversations, NAMED["laptop"]
     request = PlanRequest(rate=0.5)
     made = plan_fleet(found, profile, profile, request)

@@ -107,7 +107,7 @@ async def test_a_fleet_that_fails_the_probe_is_not_loaded() -> None:
             await played(engine, agent("a"), probes=1)
 
 
-async def test_counters_are_increases_and_unread_pages_are_named() -> None:
+async def test_counters_are_increases_and_unreadable_pages_are_named() -> None:
     async with PlayedEngine().running() as engine:
         rising = "# TYPE conserve_energy_joules_total counter\nconserve_energy_joules_total {}\n"
         engine.metrics = rising.format(10)

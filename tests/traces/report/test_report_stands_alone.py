@@ -56,7 +56,7 @@ def cells(runs: list[Replay], row: str) -> list[str]:
     raise AssertionError(f"no row {row!r}")
 
 
-def test_the_page_refers_to_nothing_outside_itself() -> None:
+def test_the_page_has_no_external_references() -> None:
     html = page([run("one", 0.2), run("two", 0.4)])
     assert html.count("<svg") == 2
     addresses = set(re.findall(r"""(?:href|src|url)\s*[=(]\s*["']?([^"'\s)>]+)""", html))

@@ -60,7 +60,7 @@ def test_running_turns_keep_their_target_beside_prompts() -> None:
     assert result.recorder.gaps.share_above(TBT_S * 1.001) == 0.0
 
 
-def test_alone_conversations_follow_the_papers_rule() -> None:
+def test_single_conversations_follow_the_papers_rule() -> None:
     found = arriving(20, 100.0)
     ours, paper = play(System.ELASTIC, found), play(System.PREFILLER, found)
     assert (ours.totals.transfers, paper.totals.transfers) == (20, 20)

@@ -32,7 +32,7 @@ def settings(pressure: Pressure, fill: float) -> SimulationSettings:
 
 
 @pytest.mark.parametrize("pressure", [Pressure.PARK, Pressure.DROP])
-def test_only_a_fleet_that_parks_forgets_nothing_when_it_is_overbooked(pressure: Pressure) -> None:
+def test_only_a_fleet_that_parks_keeps_all_kv_when_it_is_overbooked(pressure: Pressure) -> None:
     totals = Simulation(fleet(decoders=1, kv_tokens=KV), settings(pressure, 9.0)).run(growing()).totals
     assert totals.preemptions > 0
     if pressure is Pressure.PARK:

@@ -74,14 +74,14 @@ def a_step(
 
 
 @pytest.mark.parametrize("offline", [0, 1])
-def test_requests_that_decode_cost_a_co_serving_step_no_call(small_model: Path, offline: int) -> None:
+def test_decoding_requests_add_no_call_to_a_co_serving_step(small_model: Path, offline: int) -> None:
     few, many = (a_step(small_model, requests, offline=offline) for requests in (2, 8))
     assert not many["RequestView"]
     assert sum((many - few - OF_THE_TEST).values()) == 0, (many - few).most_common(12)
     assert sum(many.values()) <= 180
 
 
-def test_without_co_serving_requests_that_decode_cost_a_step_no_call(small_model: Path) -> None:
+def test_decoding_requests_add_no_call_to_a_step_without_co_serving(small_model: Path) -> None:
     few, many = (a_step(small_model, requests, PROMPT_SCHEDULER) for requests in (2, 8))
     assert sum((many - few - OF_THE_TEST).values()) == 0, (many - few).most_common(12)
 
@@ -94,7 +94,7 @@ def test_a_step_that_cannot_be_aborted_publishes_nothing_and_makes_no_record_wit
     assert not calls["requests.online"]
 
 
-def test_the_sums_of_steps_that_repeat_are_those_of_their_requests(small_model: Path) -> None:
+def test_the_sums_of_repeated_steps_equal_those_of_their_requests(small_model: Path) -> None:
     ticks = count(1)
     engine = ModelFreeEngine(small_model, latency=SHORT, clock=lambda: 1000 + next(ticks) * 1e-4)
     for number in range(6):

@@ -34,7 +34,7 @@ def iteration(
 
 
 @pytest.mark.parametrize(("every", "ahead"), [(1, RUN_AHEAD), (1, 1), (2, RUN_AHEAD), (3, 1)])
-def test_in_every_order_of_record_wait_and_completion_the_host_is_held(every: int, ahead: int) -> None:
+def test_the_host_is_held_back_in_every_order_of_record_wait_and_completion(every: int, ahead: int) -> None:
     """Two iterations after each other, the first aborted at each layer: events are recorded again while the
     last record has not completed."""
     for leaves_at in range(LAYERS + 1):
@@ -51,6 +51,6 @@ def test_without_the_fence_the_host_finishes_before_the_device_starts() -> None:
     assert iteration(cuda, LayerFence(cuda.Event), LAYERS, 1, (0,) * LAYERS, LAYERS) == [0, 1, 2, 3, 4]
 
 
-def test_a_fast_device_is_never_waited_for() -> None:
+def test_the_host_never_waits_for_a_fast_device() -> None:
     cuda = LateCuda()
     assert iteration(cuda, LayerFence(cuda.Event), 1, 1, (9,) * LAYERS, LAYERS) == [0] * LAYERS

@@ -62,7 +62,7 @@ def test_a_class_weight_is_a_number_or_missing(said: object, queue_weight: float
     assert queue_weight_of({}) == 0.0
 
 
-def test_age_is_kept_across_clocks() -> None:
+def test_the_age_of_a_request_is_kept_when_clocks_differ() -> None:
     clocks = Clocks()
     one = clocks.requests().add(request("a", arrival=97.0))
     assert one.arrival == pytest.approx(47.0)
@@ -127,7 +127,7 @@ def test_offline_work_has_no_slo() -> None:
         assert tracked.add(asked).slo == expected
 
 
-def test_requests_that_get_tokens_together_are_as_if_each_had_been_noted_alone() -> None:
+def test_tokens_recorded_for_a_whole_step_equal_tokens_recorded_one_by_one() -> None:
     clocks = Clocks()
     alone, together = clocks.requests(), clocks.requests()
     asked = [request("a"), request("b"), request("off", 1)]
@@ -154,7 +154,7 @@ def test_requests_that_get_tokens_together_are_as_if_each_had_been_noted_alone()
         )
 
 
-def test_requests_of_which_one_got_no_token_are_not_taken_together() -> None:
+def test_a_step_that_skips_a_request_is_recorded_one_by_one() -> None:
     clocks = Clocks()
     tracked = clocks.requests()
     asked = [request("a"), request("b")]

@@ -199,7 +199,7 @@ def hits_after_an_abort(model: Path, left_out: rollback.Step | None) -> int:
     return int(engine.scheduler.cached_tokens(engine.scheduler.requests["second"]))
 
 
-def test_blocks_computed_at_the_second_attempt_are_found_again(small_model: Path) -> None:
+def test_blocks_computed_at_the_second_attempt_hit_the_prefix_cache(small_model: Path) -> None:
     assert hits_after_an_abort(small_model, None) == 128
     assert hits_after_an_abort(small_model, rollback.rewind_registered) < 128
 

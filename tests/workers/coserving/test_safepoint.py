@@ -73,7 +73,7 @@ def test_an_unarmed_iteration_is_never_aborted(flag: Flag) -> None:
     assert left_at(worker(flag), 0) is None
 
 
-def test_checks_have_the_configured_distance(flag: Flag) -> None:
+def test_the_flag_is_checked_at_the_configured_distance(flag: Flag) -> None:
     assert left_at(worker(flag, every=4), 7, flag, raise_before=5) == 8
 
 
@@ -98,7 +98,7 @@ def _raise_in_another_process(name: str, epoch: int) -> None:
     Flag(name).raise_for(epoch)
 
 
-def test_epochs_after_a_restart_follow_those_before_the_crash(flag: Flag) -> None:
+def test_epochs_after_a_restart_are_higher_than_before_the_crash(flag: Flag) -> None:
     before = page.new_epoch()
     assert page.new_epoch() >= before
     assert page.unpack(page.pack(before, 63)) == (before, 63)

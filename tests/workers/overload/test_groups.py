@@ -114,7 +114,7 @@ def line(four: Group) -> Iterator[PeerConnection]:
 
 @pytest.mark.parametrize("part", [0, 3, -1, "1", 1.0, True, None])
 @pytest.mark.parametrize("kind", [MessageKind.MEET, MessageKind.PUT, MessageKind.GET, MessageKind.RUN])
-def test_a_message_of_no_other_member_is_refused(
+def test_a_message_that_names_no_other_member_is_refused(
     four: Group, line: PeerConnection, kind: MessageKind, part: Any
 ) -> None:
     members = [worker.model.facts().address for worker in four[:3]]
@@ -147,7 +147,7 @@ def test_blocks_outside_of_the_sender_s_pool_are_refused(four: Group, line: Peer
         *({"starts": starts} for starts in ((0, 2), (1, 0), (-1, 1), (0, 1, 1))),
     ],
 )
-def test_a_batch_that_reaches_outside_of_its_pool_is_refused(
+def test_a_batch_with_blocks_outside_its_pool_is_refused(
     four: Group, line: PeerConnection, wrong: dict[str, Any]
 ) -> None:
     values, tensors = a_batch(**wrong)

@@ -65,7 +65,7 @@ def test_a_member_that_gets_no_order_loses_only_its_own_kv(four: Group) -> None:
     assert ended == [SplitEvent.LOST] and second.whole and second.has_its_parameters
 
 
-def test_a_member_with_more_kv_to_fetch_is_waited_for(four: Group) -> None:
+def test_a_restore_waits_for_a_member_with_more_kv_to_fetch(four: Group) -> None:
     first, second = four[:2]
     split((first, second))
     for worker in (first, second):

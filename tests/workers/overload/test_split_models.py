@@ -64,9 +64,7 @@ def test_an_engine_of_another_model_does_not_start() -> None:
 
 
 @pytest.mark.parametrize("method", ["load_model", "execute_model", "sample_tokens", "initialize_from_config"])
-def test_a_worker_of_vllm_whose_steps_are_others_is_refused(
-    method: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_vllm_worker_with_other_steps_is_refused(method: str, monkeypatch: pytest.MonkeyPatch) -> None:
     connector = SimpleNamespace(kv_connector_extra_config={"plugins": [OVERLOAD_PLUGIN]})
     worker: Any = SimpleNamespace(vllm_config=SimpleNamespace(kv_transfer_config=connector))
     monkeypatch.setattr(Worker, method, lambda self, something_else: None)

@@ -48,7 +48,7 @@ def restore(machine: GpuMachine, boot: str = "limits.boot_id()") -> str:
     return done.stdout
 
 
-def test_caps_are_set_by_index_or_uuid_and_set_back(machine: GpuMachine) -> None:
+def test_caps_are_set_by_index_or_uuid_and_removed(machine: GpuMachine) -> None:
     machine.write(0, "limit_mw", 280_000)
     assert apply(machine, 200, "0", "GPU-00000001").count("True") == 2
     assert machine.limits() == [200.0, 200.0]
@@ -169,7 +169,7 @@ def until(wanted: list[float], machine: GpuMachine, limit_s: float = 15.0) -> No
         time.sleep(0.05)
 
 
-def test_a_keeper_that_is_killed_has_its_cap_set_back_by_its_guard(machine: GpuMachine) -> None:
+def test_the_guard_of_a_killed_keeper_removes_its_cap(machine: GpuMachine) -> None:
     process = keeper(machine)
     until([300.0, 200.0], machine)
     process.kill()
