@@ -55,7 +55,6 @@ VARIANTS: dict[str, EngineVariant] = {
         coserves=True,
     ),
     "plain": EngineVariant((*ANSWERS, loads.beside_offline_decodes, loads.paper_load)),
-    "plain-sync": EngineVariant((loads.time_between_tokens,), options={"async_scheduling": False}),
     "kept": EngineVariant((*ANSWERS, loads.back_from_the_host), keeps=True),
     "aborts": EngineVariant(
         (loads.answers_beside_aborts,),
@@ -63,17 +62,7 @@ VARIANTS: dict[str, EngineVariant] = {
         environment={**V1_RUNNER, "VLLM_BATCH_INVARIANT": "1"},
         ttft_target_s=0.06,
     ),
-    "coserving-piecewise": EngineVariant(
-        (loads.time_between_tokens,),
-        coserves=True,
-        options={"compilation_config": {"cudagraph_mode": "PIECEWISE"}},
-    ),
     "plain-v2": EngineVariant(ANSWERS, environment={"VLLM_USE_V2_MODEL_RUNNER": "1"}),
-    "kept-blhnc": EngineVariant(
-        (loads.time_between_tokens, loads.back_from_the_host),
-        keeps=True,
-        environment={**V1_RUNNER, "VLLM_KV_CACHE_LAYOUT": "BLHNC"},
-    ),
 }
 HANDOVER = "handover"
 

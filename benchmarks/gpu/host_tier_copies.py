@@ -1,8 +1,7 @@
-"""Copies of blocks to pinned host memory and back: with the product's mover, a batch memcpy, and one plain
-copy.
+"""Copies of blocks to pinned host memory and back: with the product's mover, and one plain copy.
 
-LB: a block has a piece in each layer, as now. BL: a block is one range of device memory. Rows on the host
-hold whole blocks in both. Blocks are in random order; their rows follow one another.
+A block has a piece in each layer, and its row on the host holds it whole. Blocks are in random order; their
+rows follow one another.
 """
 
 import statistics
@@ -13,11 +12,10 @@ from dataclasses import dataclass
 
 import torch
 
-from benchmarks.gpu.batch_memcpy import AT_ANY_TIME, IN_STREAM_ORDER, BatchMemcpyError, batch_memcpy, pointers
 from benchmarks.gpu.results import Figures, bandwidth
 from kvtransfer.checkpoint.copy_orders import BlockCopy
 from kvtransfer.checkpoint.cuda_mover import CudaMover, memory_for
-from kvtransfer.checkpoint.host_slots import THREADS, CudaRegistrar, HostSlots
+from kvtransfer.checkpoint.host_slots import THREADS
 from kvtransfer.side_stream import cuda_of
 
 Ways = dict[str, Callable[[], object]]
@@ -48,24 +46,12 @@ def finish(device: str) -> None:
         torch.cuda.synchronize()
 
 
-class WithoutDigests(HostSlots):
-    """Host rows like the product's, except that nothing is hashed."""
-
-    def digest(self, copy: BlockCopy) -> int:
-        return 0
-
-
 def host_copies(device: str) -> Figures:
     shape = shape_for(device)
     order = torch.randperm(shape.blocks).tolist()
     found = plain_copy(device, shape)
-    by_layer = made_blocks(device, shape.layers, shape.blocks, shape.piece_bytes)
-    found |= mover_copies("mover", by_layer, order, shape, digests=True)
-    found |= mover_copies("mover_without_digests", by_layer, order, shape, digests=False)
-    found |= batch_copies("batch_LB", by_layer.transpose(0, 1), order, shape)
-    del by_layer
-    by_block = made_blocks(device, shape.blocks, 1, shape.layers * shape.piece_bytes)
-    found |= batch_copies("batch_BL", by_block, order, shape)
+    blocks = made_blocks(device, shape.layers, shape.blocks, shape.piece_bytes)
+    found |= mover_copies(blocks, order, shape)
     found["equal"] = all(value for name, value in found.items() if name.endswith("_equal"))
     return found
 
@@ -80,17 +66,10 @@ def plain_copy(device: str, shape: BlockShape) -> Figures:
     return measured("plain", ways, blocks, shape)
 
 
-def mover_copies(
-    name: str, by_layer: torch.Tensor, order: list[int], shape: BlockShape, digests: bool
-) -> Figures:
+def mover_copies(by_layer: torch.Tensor, order: list[int], shape: BlockShape) -> Figures:
     """Measure the mover in one thread, and its loads in as many threads as the product's copier has."""
     layers = list(by_layer.unbind())
-    mover = CudaMover(layers, cuda_of(by_layer))
-    if digests:
-        memory = memory_for(layers, shape.blocks)
-    else:
-        registry = CudaRegistrar(by_layer.device) if by_layer.is_cuda else None
-        memory = WithoutDigests(shape.blocks, shape.layers * shape.piece_bytes, registry)
+    mover, memory = CudaMover(layers, cuda_of(by_layer)), memory_for(layers, shape.blocks)
     copies = [BlockCopy(block, slot, 1) for slot, block in enumerate(order)]
     parts = [copies[first : first + mover.at_once] for first in range(0, len(copies), mover.at_once)]
     each = mover.at_once // THREADS
@@ -110,36 +89,13 @@ def mover_copies(
             "load": lambda: [mover.load(memory, part) for part in parts],
             f"load_in_{THREADS}_threads": load_in_threads,
         }
-        found = measured(name, ways, by_layer, shape)
+        found = measured("mover", ways, by_layer, shape)
     memory.close()
     return found
 
 
-def batch_copies(name: str, blocks: torch.Tensor, order: list[int], shape: BlockShape) -> Figures:
-    """Measure a batch memcpy, including its pointers; `blocks` is [blocks, pieces, bytes].
-
-    The time of a call less the time in the driver is what Python's lock is held for.
-    """
-    rows = torch.empty(blocks.shape, dtype=torch.uint8, pin_memory=blocks.is_cuda)
-    slots, width = list(range(len(order))), blocks.shape[2]
-    try:
-        batch = batch_memcpy(blocks.device.type)
-        ways: Ways = {
-            "store": lambda: batch.copy(
-                pointers(rows, slots), pointers(blocks, order), width, IN_STREAM_ORDER
-            ),
-            "load": lambda: batch.copy(pointers(blocks, order), pointers(rows, slots), width, AT_ANY_TIME),
-        }
-        found = measured(name, ways, blocks, shape)
-    except BatchMemcpyError as error:
-        return {f"{name}_failed": str(error)}
-    calls = len(ways) * (shape.rounds + 1)
-    found[f"{name}_in_driver_ms_per_gb"] = batch.in_driver_s / calls / shape.nbytes * 1e12
-    return found
-
-
 def measured(prefix: str, ways: Ways, blocks: torch.Tensor, shape: BlockShape) -> Figures:
-    """Store the blocks, then clear and load them in each of the other ways, in turn.
+    """Store the blocks, and clear and load them in each of the other ways, in turn.
 
     `_call_ms_per_gb` is until the call returns, `_cpu_ms_per_gb` what the whole process computes meanwhile.
     """
@@ -163,27 +119,3 @@ def measured(prefix: str, ways: Ways, blocks: torch.Tensor, shape: BlockShape) -
         found[f"{prefix}_{name}_call_ms_per_gb"] = statistics.median(calls) / shape.nbytes * 1e12
         found[f"{prefix}_{name}_cpu_ms_per_gb"] = statistics.median(cpus) / shape.nbytes * 1e12
     return found
-
-
-def vllm_copy_blocks(device: str) -> Figures:
-    """Measure vLLM's own batch memcpy with one range per block; return the reason if it cannot be used."""
-    if device != "cuda":
-        return {"failed_because": "vLLM's batch memcpy needs CUDA"}
-    shape = shape_for(device)
-    try:
-        from vllm.v1.simple_kv_offload.cuda_mem_ops import build_params, copy_blocks
-
-        blocks = made_blocks(device, shape.blocks, shape.layers * shape.piece_bytes)
-        rows = torch.empty(blocks.shape, dtype=torch.uint8, pin_memory=True)
-        stream = torch.cuda.Stream()
-        down = build_params({"kv": blocks}, {"kv": rows}, stream, IN_STREAM_ORDER)
-        up = build_params({"kv": rows}, {"kv": blocks}, stream)
-        order, slots = torch.randperm(shape.blocks).tolist(), list(range(shape.blocks))
-        ways: Ways = {
-            "store": lambda: copy_blocks(order, slots, down),
-            "load": lambda: copy_blocks(slots, order, up),
-        }
-        found = measured("vllm_batch_BL", ways, blocks, shape)
-    except Exception as error:  # noqa: BLE001  vLLM is not installed as a whole on a lent machine
-        return {"failed_because": f"{type(error).__name__}: {error}"}
-    return {**found, "equal": found["vllm_batch_BL_equal"]}

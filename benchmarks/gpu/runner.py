@@ -27,23 +27,15 @@ class Step:
 
 
 SEQUENCE = (
-    Step("step_anatomy", TORCH, 60, "step_anatomy"),
     Step("host_copies", TORCH, 60, "host_tier_copies"),
-    Step("vllm_copy_blocks", TORCH, 60, "host_tier_copies"),
-    Step("registration", TORCH, 30, "interference"),
+    Step("safepoints", TORCH, 30, "aborts"),
     Step("aborted_steps", TORCH, 30, "aborts"),
-    Step("between_processes", TORCH, 60, "process_copies"),
-    Step("kernels_beside_copies", TORCH, 30, "interference"),
-    Step("safepoints", TORCH, 30, "step_anatomy"),
     Step("pages", TORCH, 30, "page_reuse"),
     Step("coserving", ENGINES, 180),
     Step("plain", ENGINES, 150),
-    Step("plain-sync", ENGINES, 120),
     Step("kept", ENGINES, 150),
     Step("aborts", ENGINES, 150),
-    Step("coserving-piecewise", ENGINES, 120),
     Step("plain-v2", ENGINES, 120),
-    Step("kept-blhnc", ENGINES, 120),
     Step("handover", ENGINES, 200),
     Step("together", TOGETHER, 480),
 )

@@ -61,7 +61,7 @@ def test_a_killed_step_loses_no_other_figures_and_the_run_continues(tmp_path: Pa
     out, no_vllm = tmp_path / "results.jsonl", tmp_path / "blocked"
     (no_vllm / "vllm").mkdir(parents=True)
     (no_vllm / "vllm" / "__init__.py").write_text("raise ImportError('these steps need no vLLM')\n")
-    running = run(out, "--only", "registration,aborted_steps,pages", before=str(no_vllm))
+    running = run(out, "--only", "host_copies,aborted_steps,pages", before=str(no_vllm))
     while "aborted_steps" not in (out.read_text() if out.exists() else ""):
         for step in psutil.Process(running.pid).children():
             with suppress(psutil.NoSuchProcess):  # a step that has ended meanwhile
@@ -71,7 +71,7 @@ def test_a_killed_step_loses_no_other_figures_and_the_run_continues(tmp_path: Pa
         assert running.poll() is None, "the run ended before the step could be killed"
     assert running.wait(200) != 0, "a failed step is the exit status"
     found = read_results(out)
-    assert found["registration"]["outcome"] == "ok" and found["registration"]["equal"]
+    assert found["host_copies"]["outcome"] == "ok" and found["host_copies"]["equal"]
     assert found["aborted_steps"]["outcome"] == "failed with status -9"
     assert found["pages"]["outcome"] == "ok" and found["pages"]["equal"]
 
