@@ -48,7 +48,8 @@ class BatchProcess:
         self.start()
 
     def start(self) -> None:
-        self._process = subprocess.Popen(self._command)
+        # In a session of its own: the process lowers the priority of its session, which would be the tests'.
+        self._process = subprocess.Popen(self._command, start_new_session=True)
 
     def kill(self) -> None:
         self._process.kill()
