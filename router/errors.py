@@ -24,8 +24,8 @@ class GatewayConfigError(RouterError, ValueError):
     """A gateway's configuration is invalid. The message says where, and what was expected."""
 
 
-class ClientLeft(RouterError, OSError):
-    """The client of a request has disconnected. An OSError, because ASGI requires one."""
+class ClientLeft(RouterError):
+    """The client of a request has disconnected."""
 
 
 class ApiError(RouterError):

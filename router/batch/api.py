@@ -1,21 +1,20 @@
-"""The OpenAI Files and Batch APIs: routes, checked parameters, and objects as JSON."""
+"""The OpenAI Files and Batch APIs: checked parameters, and objects as JSON."""
 
 import asyncio
 import logging
 import secrets
+import sys
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import AsyncIterator, Callable, Mapping, Sequence
+from dataclasses import dataclass
+from email.utils import formatdate
 from typing import Any
-from urllib.parse import quote
+from urllib.parse import parse_qsl, quote
 
+import orjson
 from sqlalchemy import Row
 from sqlalchemy.exc import SQLAlchemyError
-from starlette.applications import Starlette
-from starlette.requests import Request
-from starlette.responses import JSONResponse, Response, StreamingResponse
-from starlette.routing import Route
 
-from router.batch.asgi import OPENAI_ERRORS
 from router.batch.config import BatchConfig
 from router.batch.forwarding import MOST_BATCHES, MOST_BYTES
 from router.batch.parameters import (
@@ -27,20 +26,21 @@ from router.batch.parameters import (
     page_limit,
     time_to_live_s,
 )
-from router.batch.routes import ROUTES
+from router.batch.routes import find_route
 from router.batch.store.blobs import Blobs, UploadForm, receive_form
 from router.batch.store.records import BatchStatus, FileRecord
 from router.batch.store.store import Store
 from router.errors import (
-    ApiError,
     BadRequest,
+    ClientLeft,
     Conflict,
     Forbidden,
+    MethodNotAllowed,
     NotFound,
-    PayloadTooLarge,
     TooManyRequests,
     Unavailable,
 )
+from router.http import Headers, Request, Responder
 
 log = logging.getLogger("conserve.router.batch.api")
 
@@ -50,33 +50,62 @@ _PURPOSES = ("batch",)
 _MAX_FILENAME = 255
 _MAX_BODY_BYTES = 64 << 10
 _CANCELLABLE = (BatchStatus.CANCELLING, BatchStatus.CANCELLED)
+_JSON = [(b"content-type", b"application/json")]
+
+Shown = dict[str, Any]  # one of OpenAI's objects
 
 
-def make_app(
-    store: Store,
-    blobs: Blobs,
-    config: BatchConfig,
-    owner_of: Callable[[Request], str],
-    changed: Callable[[], None],
-    clock: Callable[[], float],
-) -> Starlette:
-    """Build the application. `owner_of` names the caller; `changed` wakes the dispatcher."""
-    api = BatchApi(store, blobs, config, owner_of, changed, clock)
-    app = Starlette(routes=api.routes(), exception_handlers={**OPENAI_ERRORS, **_AWAY})
-    app.router.redirect_slashes = False  # it would send clients to this process's own address
-    return app
+@dataclass(frozen=True, slots=True)
+class BatchCall:
+    """Request of the Files and Batch APIs, its caller, and the id in its path."""
+
+    request: Request
+    owner: str
+    id: str = ""
+
+    @property
+    def query(self) -> Mapping[str, str]:
+        return dict(parse_qsl(self.request.query.decode("latin-1"), keep_blank_values=True))
+
+    def id_in_query(self, name: str) -> str | None:
+        given = self.query.get(name)
+        return None if given is None else clean_id_text(given)
+
+    @property
+    def content_type(self) -> str:
+        return self.request.headers.text(b"content-type") or ""
+
+    def most(self, limit: bytes) -> int | None:
+        """Return a limit that the gateway sent in a header, or None."""
+        given = self.request.headers.get(limit)
+        return int(given) if given else None
+
+    def pieces(self) -> AsyncIterator[bytes]:
+        """Iterate over the body, which `receive_form` bounds."""
+        return self.request.body.pieces(sys.maxsize)
+
+    async def json_body(self) -> bytes:
+        """Read a JSON body. Other content types are refused, as a web page of another site can send those."""
+        kind = self.content_type.partition(";")[0].strip().lower()
+        if kind != "application/json":
+            text = f"The request body must be application/json, not {kind[:100] or 'of no type'}."
+            raise BadRequest(text, param="content-type", code="invalid_content_type")
+        return await self.request.body.read(_MAX_BODY_BYTES)
 
 
 class BatchApi:
+    """Answers requests of the Files and Batch APIs, by the methods that `ROUTES` names."""
+
     def __init__(
         self,
         store: Store,
         blobs: Blobs,
         config: BatchConfig,
-        owner_of: Callable[[Request], str],
+        owner_of: Callable[[Headers], str],
         changed: Callable[[], None],
         clock: Callable[[], float],
     ) -> None:
+        """Set up the APIs. `owner_of` names the caller; `changed` wakes the dispatcher."""
         self._files, self._batches = store.files, store.batches
         self._coming: Counter[str] = Counter()  # bytes of each owner's uploads under way
         self._blobs = blobs
@@ -85,35 +114,50 @@ class BatchApi:
         self._changed = changed
         self._clock = clock
 
-    def routes(self) -> list[Route]:
-        return [
-            Route(path, getattr(self, answering), methods=[method])
-            for path, methods in ROUTES.items()
-            for method, answering in methods.items()
-        ]
+    async def handle(self, request: Request, responder: Responder) -> None:
+        """Answer a request; 503 for a full disk or an unreachable database, where nothing was changed."""
+        methods, ids = find_route(request.path)
+        name = methods.get("GET" if request.method == "HEAD" else request.method)
+        if name is None:
+            allow = ", ".join(methods)
+            text = f"{request.path} does not take {request.method}; it takes {allow}."
+            raise MethodNotAllowed(text, allow=allow)
+        call = BatchCall(request, self._owner_of(request.headers), *(clean_id_text(one) for one in ids))
+        try:
+            if name == "content":
+                await self._send_content(call, responder)
+            else:
+                responder.respond(200, orjson.dumps(await getattr(self, name)(call)), _JSON)
+        except ClientLeft:
+            log.info("client left method=%s path=%r", request.method, request.path)
+        except (SQLAlchemyError, OSError) as error:
+            if responder.started:
+                raise
+            log.warning("not served method=%s path=%r reason=%r", request.method, request.path, str(error))
+            text = "Files and batches cannot be kept or read at this moment; try again."
+            raise Unavailable(text, retry_after_s=5.0) from error
 
-    async def upload(self, request: Request) -> Response:
+    async def upload(self, call: BatchCall) -> Shown:
         """Store a file. What other uploads of the owner may still write counts against the quota."""
-        owner = self._owner_of(request)
-        length = int(request.headers.get("content-length") or self._config.limits.file_bytes)
+        owner, announced = call.owner, call.request.body.length
+        length = announced if announced is not None else self._config.limits.file_bytes
         others, self._coming[owner] = self._coming[owner], self._coming[owner] + length
         try:
-            return await self._upload(request, owner, others)
+            return await self._upload(call, others)
         finally:
             self._coming[owner] -= length
             if not self._coming[owner]:
                 del self._coming[owner]
 
-    async def _upload(self, request: Request, owner: str, others: int) -> Response:
-        file_id = f"file-{secrets.token_hex(16)}"
-        content_type = request.headers.get("content-type", "")
-        most = _most(request, MOST_BYTES)
+    async def _upload(self, call: BatchCall, others: int) -> Shown:
+        owner, file_id = call.owner, f"file-{secrets.token_hex(16)}"
+        most, limit = call.most(MOST_BYTES), self._config.limits.file_bytes
         free = most - others if most is not None else None
         if await asyncio.to_thread(self._files.full, owner, free, self._clock()):
             raise _too_much()
         writer = await asyncio.to_thread(self._blobs.create, file_id)
         try:
-            form = await receive_form(content_type, request.stream(), writer, self._config.limits.file_bytes)
+            form = await receive_form(call.content_type, call.pieces(), writer, limit)
             filename, purpose, keep_s = self._checked(form)
             await asyncio.to_thread(writer.commit)
         except BaseException:  # a client that left too: no name leads to what came of it
@@ -125,7 +169,7 @@ class BatchApi:
         if not await asyncio.to_thread(self._files.add, file, most):
             await asyncio.to_thread(self._blobs.delete, file_id)
             raise _too_much()
-        return JSONResponse(_file_object(file))
+        return _file_object(file)
 
     def _checked(self, form: UploadForm) -> tuple[str, str, int | None]:
         if form.filename is None:
@@ -138,49 +182,55 @@ class BatchApi:
         keep_s = time_to_live_s(anchor, seconds, "expires_after") if given else self._config.file_ttl_s
         return form.filename.replace("\0", "")[:_MAX_FILENAME], purpose, keep_s
 
-    async def list_files(self, request: Request) -> Response:
-        owner = self._owner_of(request)
-        query = request.query_params
+    async def list_files(self, call: BatchCall) -> Shown:
+        query = call.query
         count = page_limit(query, _MOST_FILES, _MOST_FILES)
         ascending = one_of(query.get("order", "desc"), "order", ("asc", "desc")) == "asc"
-        after, purpose = clean_id_text(query.get("after")), clean_id_text(query.get("purpose"))
+        after, purpose = call.id_in_query("after"), call.id_in_query("purpose")
         found = await asyncio.to_thread(
-            self._files.page, owner, self._clock(), after, count + 1, ascending, purpose
+            self._files.page, call.owner, self._clock(), after, count + 1, ascending, purpose
         )
         return _page([_file_object(file) for file in found], count)
 
-    async def get_file(self, request: Request) -> Response:
-        return JSONResponse(_file_object(await self._file(request)))
+    async def get_file(self, call: BatchCall) -> Shown:
+        return _file_object(await self._file(call))
 
-    async def delete_file(self, request: Request) -> Response:
-        owner = self._owner_of(request)
-        file_id = clean_id_text(request.path_params["file_id"]) or ""
-        if not await asyncio.to_thread(self._files.delete, owner, file_id, self._clock()):
-            raise _no_such_file(file_id)
-        return JSONResponse({"id": file_id, "object": "file", "deleted": True})
+    async def delete_file(self, call: BatchCall) -> Shown:
+        if not await asyncio.to_thread(self._files.delete, call.owner, call.id, self._clock()):
+            raise _no_such_file(call.id)
+        return {"id": call.id, "object": "file", "deleted": True}
 
-    async def content(self, request: Request) -> Response:
-        file = await self._file(request)
-        headers = {
-            "content-length": str(file.bytes),
-            "content-disposition": f"attachment; filename*=UTF-8''{quote(file.filename, safe='')}",
-        }
+    async def _send_content(self, call: BatchCall, responder: Responder) -> None:
+        file = await self._file(call)
+        name = quote(file.filename, safe="").encode()
         chunks = self._blobs.chunks(file.id)
-        return StreamingResponse(chunks, media_type="application/octet-stream", headers=headers)
+        chunk = await asyncio.to_thread(next, chunks, b"")
+        responder.start(
+            200,
+            [
+                (b"content-type", b"application/octet-stream"),
+                (b"content-length", b"%d" % file.bytes),
+                (b"content-disposition", b"attachment; filename*=UTF-8''" + name),
+                (b"date", formatdate(usegmt=True).encode()),
+            ],
+        )
+        while chunk:
+            responder.write(chunk)
+            await responder.drain()
+            if responder.disconnected:
+                raise ClientLeft
+            chunk = await asyncio.to_thread(next, chunks, b"")
+        responder.finish()
 
-    async def _file(self, request: Request) -> Row[Any]:
-        owner = self._owner_of(request)
-        file_id = clean_id_text(request.path_params["file_id"]) or ""
-        file = await asyncio.to_thread(self._files.get, owner, file_id, self._clock())
+    async def _file(self, call: BatchCall) -> Row[Any]:
+        file = await asyncio.to_thread(self._files.get, call.owner, call.id, self._clock())
         if file is None:
-            raise _no_such_file(file_id)
+            raise _no_such_file(call.id)
         return file
 
-    async def create_batch(self, request: Request) -> Response:
-        owner = self._owner_of(request)
-        wanted = new_batch(await _json_body(request))
-        now = self._clock()
-        file_id = clean_id_text(wanted.input_file_id) or ""
+    async def create_batch(self, call: BatchCall) -> Shown:
+        owner, wanted, now = call.owner, new_batch(await call.json_body()), self._clock()
+        file_id = clean_id_text(wanted.input_file_id)
         file = await asyncio.to_thread(self._files.get, owner, file_id, now)
         if file is None:
             text = f"No such File object: {wanted.input_file_id[:80]}. Upload the input file first."
@@ -189,48 +239,31 @@ class BatchApi:
             text = f"The file's purpose is '{file.purpose}'; a batch needs one uploaded for 'batch'."
             raise invalid("input_file_id", text, "invalid_file_purpose")
         batch_id = f"batch_{secrets.token_hex(16)}"
-        most = _most(request, MOST_BATCHES)
+        most = call.most(MOST_BATCHES)
         batch = await asyncio.to_thread(self._batches.create, batch_id, owner, wanted, now, most)
         if batch is None:
             text = f"{most} batches of this key's owner have not ended; wait for one, or cancel it."
             raise TooManyRequests(text, code="too_many_batches", retry_after_s=60.0)
         self._changed()
-        return JSONResponse(_batch_object(batch))
+        return _batch_object(batch)
 
-    async def list_batches(self, request: Request) -> Response:
-        owner = self._owner_of(request)
-        count = page_limit(request.query_params, _MOST_BATCHES, _DEFAULT_BATCHES)
-        after = clean_id_text(request.query_params.get("after"))
-        found = await asyncio.to_thread(self._batches.page, owner, after, count + 1)
+    async def list_batches(self, call: BatchCall) -> Shown:
+        count = page_limit(call.query, _MOST_BATCHES, _DEFAULT_BATCHES)
+        found = await asyncio.to_thread(self._batches.page, call.owner, call.id_in_query("after"), count + 1)
         return _page([_batch_object(batch) for batch in found], count)
 
-    async def get_batch(self, request: Request) -> Response:
-        owner = self._owner_of(request)
-        batch_id = clean_id_text(request.path_params["batch_id"]) or ""
-        batch = await asyncio.to_thread(self._batches.get, owner, batch_id)
-        return JSONResponse(_batch_object(_found(batch, batch_id)))
+    async def get_batch(self, call: BatchCall) -> Shown:
+        batch = await asyncio.to_thread(self._batches.get, call.owner, call.id)
+        return _batch_object(_found(batch, call.id))
 
-    async def cancel_batch(self, request: Request) -> Response:
-        owner = self._owner_of(request)
-        batch_id = clean_id_text(request.path_params["batch_id"]) or ""
-        found = await asyncio.to_thread(self._batches.cancel, owner, batch_id, self._clock())
-        batch = _found(found, batch_id)
+    async def cancel_batch(self, call: BatchCall) -> Shown:
+        found = await asyncio.to_thread(self._batches.cancel, call.owner, call.id, self._clock())
+        batch = _found(found, call.id)
         if batch.status not in _CANCELLABLE:
             text = f"Cannot cancel a batch with status '{batch.status}'."
             raise Conflict(text, code="batch_not_cancellable")
         self._changed()
-        return JSONResponse(_batch_object(batch))
-
-
-async def _away(request: Request, error: Exception) -> Response:
-    """Answer 503 for a full disk or an unreachable database; nothing was changed."""
-    log.warning("not served method=%s path=%r reason=%r", request.method, request.url.path, str(error))
-    text = "Files and batches cannot be kept or read at this moment; try again."
-    answered: Response = await OPENAI_ERRORS[ApiError](request, Unavailable(text, retry_after_s=5.0))
-    return answered
-
-
-_AWAY = {SQLAlchemyError: _away, OSError: _away}
+        return _batch_object(batch)
 
 
 def _no_such_file(file_id: str) -> NotFound:
@@ -243,26 +276,6 @@ def _found(batch: Row[Any] | None, batch_id: str) -> Row[Any]:
     return batch
 
 
-async def _json_body(request: Request) -> bytes:
-    """Read a JSON body. Other content types are refused, as a web page of another site can send those."""
-    kind = request.headers.get("content-type", "").partition(";")[0].strip().lower()
-    if kind != "application/json":
-        text = f"The request body must be application/json, not {kind[:100] or 'of no type'}."
-        raise BadRequest(text, param="content-type", code="invalid_content_type")
-    body = b""
-    async for chunk in request.stream():
-        body += chunk
-        if len(body) > _MAX_BODY_BYTES:
-            raise PayloadTooLarge(f"The request body is larger than {_MAX_BODY_BYTES} bytes.")
-    return body
-
-
-def _most(request: Request, limit: str) -> int | None:
-    """Return a limit that the gateway sent in a header, or None."""
-    given = request.headers.get(limit)
-    return int(given) if given else None
-
-
 def _too_much() -> Forbidden:
     text = "The files of this key's owner are at their limit; delete some."
     return Forbidden(text, code="stored_bytes_exceeded")
@@ -271,15 +284,15 @@ def _too_much() -> Forbidden:
 # OpenAI's objects, rendered from records.
 
 
-def _page(objects: Sequence[dict[str, Any]], count: int) -> Response:
+def _page(objects: Sequence[Shown], count: int) -> Shown:
     """Return one page of the objects. One object more than `count` shows that there is another page."""
     shown = objects[:count]
     ends = {"first_id": shown[0]["id"], "last_id": shown[-1]["id"]} if shown else {}
     page = {"object": "list", "data": shown, "first_id": None, "last_id": None, **ends}
-    return JSONResponse({**page, "has_more": len(objects) > count})
+    return {**page, "has_more": len(objects) > count}
 
 
-def _file_object(file: FileRecord | Row[Any]) -> dict[str, Any]:
+def _file_object(file: FileRecord | Row[Any]) -> Shown:
     names = ("id", "bytes", "created_at", "expires_at", "filename", "purpose")
     shown = {name: getattr(file, name) for name in names}
     return {"object": "file", **shown, "status": "processed", "status_details": None}
@@ -292,7 +305,7 @@ _AS_RECORDED = (
 )
 
 
-def _batch_object(batch: Row[Any]) -> dict[str, Any]:
+def _batch_object(batch: Row[Any]) -> Shown:
     errors = batch.errors
     return {
         "object": "batch",

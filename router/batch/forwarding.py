@@ -27,7 +27,7 @@ from router.http import (
 from router.requests.forwarded_headers import forwarded
 
 _CALLER = b"x-conserve-caller"
-MOST_BYTES, MOST_BATCHES = "x-conserve-most-bytes", "x-conserve-most-batches"  # that its owner may have
+MOST_BYTES, MOST_BATCHES = b"x-conserve-most-bytes", b"x-conserve-most-batches"  # that its owner may have
 GIB = 1 << 30
 _FORM_BYTES = 1 << 20  # of an upload, beside the file
 _ABSENT = "Batches and flex requests are not served at this moment; try again. Other requests are."
@@ -76,7 +76,7 @@ def _limits(key: Key) -> RawHeaders:
     stored, batches = key.limits.stored_gib, key.limits.batches
     found = [(MOST_BYTES, int(stored * GIB))] if stored is not None else []
     found += [(MOST_BATCHES, batches)] if batches is not None else []
-    return [(name.encode(), b"%d" % most) for name, most in found]
+    return [(name, b"%d" % most) for name, most in found]
 
 
 def caller_of(headers: Headers, key: str) -> str:

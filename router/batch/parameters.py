@@ -1,4 +1,4 @@
-"""Checked parameters of the Files and Batch APIs; a refusal names the parameter and its valid values."""
+"""Checked parameters of the Files and Batch APIs; a refusal names the parameter and what it takes."""
 
 import re
 from collections.abc import Collection, Mapping
@@ -79,9 +79,9 @@ def page_limit(query: Mapping[str, str], most: int, default: int) -> int:
     return int(text)
 
 
-def clean_id_text(text: str | None) -> str | None:
-    """Return the text of an id, or None if it contains U+0000, which PostgreSQL does not accept."""
-    return text.replace("\0", "") if text is not None else None
+def clean_id_text(text: str) -> str:
+    """Return an id without U+0000, which PostgreSQL does not take."""
+    return text.replace("\0", "")
 
 
 def time_to_live_s(anchor: object, seconds: object, param: str) -> int:

@@ -16,7 +16,15 @@ ROUTES: Mapping[str, Mapping[str, str]] = {
     "/v1/batches/{batch_id}": {"GET": "get_batch"},
     "/v1/batches/{batch_id}/cancel": {"POST": "cancel_batch"},
 }
-_PATTERNS = tuple(re.compile(re.sub(r"\{\w+\}", "[^/]+", path)) for path in ROUTES)
+_PATTERNS = {re.compile(re.sub(r"\{\w+\}", "([^/]+)", path)): methods for path, methods in ROUTES.items()}
+
+
+def find_route(path: str) -> tuple[Mapping[str, str], tuple[str, ...]]:
+    """Return the methods that a decoded path takes, and its ids. Raises NotFound outside the table."""
+    for pattern, methods in _PATTERNS.items():
+        if match := pattern.fullmatch(path):
+            return methods, match.groups()
+    raise NotFound(f"there is no {path[:200]}; see the README for the API")
 
 
 def canonical_target(path: str) -> bytes:
@@ -25,6 +33,5 @@ def canonical_target(path: str) -> bytes:
     The gateway's checks are made on `path`. The batch process gets this target instead of the client's, so
     that both see the same path whatever the client encoded.
     """
-    if not any(pattern.fullmatch(path) for pattern in _PATTERNS):
-        raise NotFound(f"there is no {path[:200]}; see the README for the API")
+    find_route(path)
     return quote(path).encode()

@@ -11,10 +11,8 @@ from pathlib import Path
 
 import uvloop
 from prometheus_client import CONTENT_TYPE_LATEST, generate_latest
-from starlette.requests import Request as AppRequest
 
-from router.batch.api import make_app
-from router.batch.asgi import asgi_handler
+from router.batch.api import BatchApi
 from router.batch.config import BatchConfig, load
 from router.batch.dispatch.dispatcher import Dispatcher
 from router.batch.dispatch.in_flight import Engines
@@ -25,7 +23,7 @@ from router.batch.store.blobs import Blobs
 from router.batch.store.records import OfflineBodyParser
 from router.batch.store.store import Store
 from router.directory.api.client import DirectoryClient
-from router.directory.push import BATCH
+from router.directory.api.push import BATCH
 from router.errors import ANTHROPIC, GatewayConfigError, NotFound
 from router.http import (
     Endpoint,
@@ -62,7 +60,7 @@ class BatchService:
         blobs = Blobs(config.files_url)
         self._dispatcher = Dispatcher(self._store, blobs, engines, self._pool, config, clock)
         changed = self._dispatcher.batches_changed
-        self._apis = asgi_handler(make_app(self._store, blobs, config, self._owner_of, changed, clock))
+        self._apis = BatchApi(self._store, blobs, config, self._owner_of, changed, clock)
         self._flex = {api.target.decode(): api for api in Api}
         self._server = Server(self._handle, config.server)
         self._parser_pool = ParserPool()
@@ -101,14 +99,14 @@ class BatchService:
             page = (b"content-type", CONTENT_TYPE_LATEST.encode())
             responder.respond(200, generate_latest(), [page])
         elif request.path.startswith(PREFIXES):
-            await self._apis(request, responder)
+            await self._apis.handle(request, responder)
         elif request.path in self._flex:
             await self._serve_flex(self._flex[request.path], request, responder)
         else:
             raise NotFound(f"There is no {request.path[:200]} here.")
 
-    def _owner_of(self, request: AppRequest) -> str:
-        return caller_of(Headers(list(request.headers.raw)), self.config.key)
+    def _owner_of(self, headers: Headers) -> str:
+        return caller_of(headers, self.config.key)
 
     async def _serve_flex(self, api: Api, request: Request, responder: Responder) -> None:
         """Relay a flex turn. A client that disconnects while it waits gives up its place."""

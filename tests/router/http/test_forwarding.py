@@ -3,15 +3,12 @@
 from __future__ import annotations
 
 import asyncio
+import sys
 from typing import Any
 
+import orjson
 import pytest
-from starlette.applications import Starlette
-from starlette.requests import Request as AppRequest
-from starlette.responses import JSONResponse, Response, StreamingResponse
-from starlette.routing import Route
 
-from router.batch.asgi import asgi_handler
 from router.http import (
     Endpoint,
     Request,
@@ -45,28 +42,26 @@ def forwarding(pool: UpstreamPool, endpoint: Endpoint, max_bytes: int = MAX_BYTE
     return handle
 
 
-async def count(request: AppRequest) -> Response:
-    total = 0
-    async for piece in request.stream():
-        total += len(piece)
-    return JSONResponse({"bytes": total, "owner": request.headers["x-owner"], "q": str(request.query_params)})
-
-
-async def produce(request: AppRequest) -> Response:
-    async def pieces() -> Any:
-        for _ in range(400):
-            yield b"x" * 65_536
-
-    return StreamingResponse(pieces())
-
-
-APP = Starlette(routes=[Route("/count", count, methods=["POST"]), Route("/produce", produce)])
+async def behind_it(request: Request, responder: Responder) -> None:
+    """Count the bytes of a body, or produce 26 MB as fast as they are taken."""
+    if request.path == "/count":
+        total = 0
+        async for piece in request.body.pieces(sys.maxsize):
+            total += len(piece)
+        seen = {"bytes": total, "owner": request.headers.text(b"x-owner"), "q": request.query.decode()}
+        responder.respond(200, orjson.dumps(seen))
+        return
+    responder.start(200, [])
+    for _ in range(400):
+        responder.write(b"x" * 65_536)
+        await responder.drain()
+    responder.finish()
 
 
 @pytest.fixture
 async def in_front(serve: Any, pool_of: Any) -> Any:
     async def start(**limits: Any) -> tuple[Server, int, UpstreamPool]:
-        _, behind = await serve(asgi_handler(APP))
+        _, behind = await serve(behind_it)
         pool = pool_of()
         server, port = await serve(forwarding(pool, Endpoint("127.0.0.1", behind), **limits))
         return server, port, pool
