@@ -18,7 +18,7 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import (
 from vllm.distributed.kv_transfer.kv_connector.v1.multi_connector import MultiConnector
 from vllm.v1.metrics.cache_hit_source import CacheHitSource
 
-from kvtransfer.cache_groups import groups_of
+from kvtransfer.compat.cache_groups import groups_of
 from kvtransfer.compat.kv_connector import CONNECTOR as RELIED_ON
 from kvtransfer.compat.kv_connector import WORKER
 from kvtransfer.compat.relied_on import verify

@@ -1,4 +1,4 @@
-"""Checked parameters of the Files and Batch APIs; a refusal names the parameter and what it takes."""
+"""Checked parameters of the Files and Batch APIs; a refusal names the parameter and its valid values."""
 
 import re
 from collections.abc import Collection, Mapping
@@ -80,7 +80,7 @@ def page_limit(query: Mapping[str, str], most: int, default: int) -> int:
 
 
 def clean_id_text(text: str) -> str:
-    """Return an id without U+0000, which PostgreSQL does not take."""
+    """Return an id without U+0000, which PostgreSQL does not accept."""
     return text.replace("\0", "")
 
 

@@ -17,12 +17,12 @@ from placement.routing.receipts import MoveReason, Why
 from placement.sizing.capacity import Thresholds
 from router import metrics
 from router.directory.api.messages import EngineRecord
+from router.directory.api.push import GatewayStreams
 from router.directory.conversations import Timeline
 from router.directory.dropping import DropCommands, Dropper
 from router.directory.fleet import CapacityWatcher
 from router.directory.journal import Journal, JournalError
 from router.directory.moving import IdleMove
-from router.directory.push import GatewayStreams
 from router.directory.table import BindingTable
 from router.process import SteadyClock
 

@@ -180,20 +180,8 @@ class DirectoryServer(Directory):
         elif (ended := activity.ended) is not None:
             self.met.update(ended.met)
             self.missed.update(ended.missed)
-            tokens = ended.prompt_tokens + ended.completion_tokens
-            self.timeline.turn_ended(key, ended.tool_call, tokens, now)
-            known = self.table.turn_ended(
-                key,
-                gateway,
-                now,
-                prompt_tokens=ended.prompt_tokens,
-                completion_tokens=ended.completion_tokens,
-                turn=turn,
-                cached=ended.cached,
-                first_token_s=ended.first_token_s,
-                handover_s=ended.handover_s,
-                ttl_s=ended.ttl_s,
-            )
+            self.timeline.turn_ended(key, ended.tool_call, ended.tokens, now)
+            known = self.table.turn_ended(key, gateway, now, ended, turn)
             if (conversation := self.table.conversations.get(key)) and conversation.parked:
                 self.timeline.parked(key, now)
             return known

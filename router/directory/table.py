@@ -13,7 +13,7 @@ from placement.routing.bindings import Binding, Bindings, StaleEpoch
 from placement.routing.placer import Placer
 from placement.routing.receipts import Refusal, RefusalReason
 from router.directory import journal_records as journal
-from router.directory.api.messages import Ask, Placed
+from router.directory.api.messages import Ask, Placed, TurnEnded
 from router.directory.conversations import ConversationRecords
 from router.directory.fleet import FleetView
 from router.directory.journal import Row
@@ -118,20 +118,7 @@ class BindingTable:
             if prefiller is not None:
                 conversation.prefix = prefiller.engine, prefiller.epoch, tokens
 
-    def turn_ended(
-        self,
-        key: str,
-        gateway: str,
-        now: float,
-        *,
-        prompt_tokens: int,
-        completion_tokens: int,
-        turn: int = 0,
-        first_token_s: float = 0.0,
-        handover_s: float = 0.0,
-        ttl_s: float = 0.0,
-        cached: int | None = None,
-    ) -> bool:
+    def turn_ended(self, key: str, gateway: str, now: float, ended: TurnEnded, turn: int = 0) -> bool:
         """Record a turn's end. A turn without tokens failed, and ends a conversation that has no other."""
         if turn and (waiter := self._waiting.of_turn(gateway, turn)):
             self._waiting.remove(waiter)
@@ -142,23 +129,24 @@ class BindingTable:
         self.conversations.turn_over(gateway, turn)
         if conversation is None:
             return False
-        if placed is not None and first_token_s:
-            placed.note["took"] = {"first_token_s": first_token_s, "handover_s": handover_s or None}
+        if placed is not None and ended.first_token_s:
+            handover_s = ended.handover_s or None
+            placed.note["took"] = {"first_token_s": ended.first_token_s, "handover_s": handover_s}
             if handover_s and placed.note["cause"] != "moved":
                 self._placer.transferred(placed.tokens, handover_s)
         self._placing.release_former(conversation)
         self.conversations.touch(conversation, now)
-        if ttl_s:
-            self.conversations.let_live(conversation, ttl_s)
-        if prompt_tokens:
+        if ended.ttl_s:
+            self.conversations.let_live(conversation, ended.ttl_s)
+        if ended.prompt_tokens:
             if (binding := self._bindings.look_up(key)) is not None:
                 alone = placed is not None and placed.note["prefiller"] is None
-                tokens = prompt_tokens + completion_tokens
-                self._placer.turn_ended(key, binding.engine, tokens, now, cached if alone else None)
+                cached = ended.cached if alone else None
+                self._placer.turn_ended(key, binding.engine, ended.tokens, now, cached)
             conversation.turns += 1
-            conversation.prompt_tokens = prompt_tokens
-            conversation.completion_tokens = completion_tokens
-            conversation.output_tokens += completion_tokens
+            conversation.prompt_tokens = ended.prompt_tokens
+            conversation.completion_tokens = ended.completion_tokens
+            conversation.output_tokens += ended.completion_tokens
         elif not conversation.turns and not conversation.running:
             return self.end(key, "failed_first_turn", now)
         self._effects.rows.append(journal.turn_ended(conversation))

@@ -8,7 +8,7 @@ pytest.importorskip("vllm", reason="vLLM is not installed: make install")
 import torch
 from vllm.v1.kv_cache_interface import FullAttentionSpec, KVCacheGroupSpec, MambaSpec
 
-from kvtransfer.cache_groups import groups_of
+from kvtransfer.compat.cache_groups import groups_of
 from kvtransfer.config import ConnectorConfigError
 from kvtransfer.retention.retained_conversations import STATE_WINDOW, CacheGroup, transferred_tokens
 

@@ -6,6 +6,7 @@ from pathlib import Path
 import pytest
 
 from placement.engines import Role
+from router.directory.api.messages import TurnEnded
 from router.directory.directory import Directory, DirectorySettings
 from router.process import SteadyClock
 from tests.router.directory.test_restart import release
@@ -63,7 +64,7 @@ async def test_a_conversation_lives_for_its_lifetime_despite_clock_jumps(tmp_pat
         first.engine_up(engine)
         first.engine_state(state(engine.engine, 1))
     place(first.table, ask("c"), first.clock())
-    first.table.turn_ended("c", "g", first.clock(), prompt_tokens=10, completion_tokens=1)
+    first.table.turn_ended("c", "g", first.clock(), TurnEnded(prompt_tokens=10, completion_tokens=1))
     first.changed()
     await first.durable()
     await first.close()

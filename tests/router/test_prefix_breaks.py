@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 from prometheus_client import REGISTRY
 
-from router.gateway.turn.prefix_breaks import PrefixBreak
+from router.gateway.turn.kv_reuse import PrefixBreak
 from tests.support.fake_fleet import ask, assistant, fleet, user
 
 NAMED = {"x-session-id": "s"}

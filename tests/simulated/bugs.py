@@ -11,9 +11,9 @@ from router.directory.api.cache import EngineList
 from router.directory.api.calls import ActivityReports
 from router.directory.api.client import DirectoryClient
 from router.directory.api.messages import Placed
+from router.directory.api.push import GatewayStreams
 from router.directory.directory import Directory
 from router.directory.journal import Journal
-from router.directory.push import GatewayStreams
 from router.directory.server import PlaceCall
 from router.directory.table import BindingTable
 

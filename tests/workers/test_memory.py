@@ -7,7 +7,7 @@ import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 
-from workers.keeper.engine_memory import GIB, MemoryLimit, session_bytes
+from workers.engine_memory import GIB, MemoryLimit, session_bytes
 
 MIB = 1 << 20
 HOLDS = "import sys, time; held = bytearray(int(sys.argv[1])); print('holds', flush=True); time.sleep(60)"

@@ -18,8 +18,8 @@ from pathlib import Path
 import psutil
 
 from workers import processes
+from workers.engine_memory import session_bytes
 from workers.host import ASKED_TO_END
-from workers.keeper.engine_memory import session_bytes
 from workers.keeper.launch import ProcessCommand
 from workers.oom_score import OomScore
 

@@ -6,11 +6,11 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass
 
+from workers.engine_memory import MemoryLimit, machine_bytes
 from workers.keeper import engine_log, metrics
 from workers.keeper.config import KeeperSettings
 from workers.keeper.engine_http import EngineFacts, EngineHttp, EngineHttpError
 from workers.keeper.engine_log import Diagnosis, diagnose
-from workers.keeper.engine_memory import MemoryLimit, machine_bytes
 from workers.keeper.process_lease import LeasedProcess
 from workers.processes import WorkerError
 

@@ -19,9 +19,9 @@ from router import metrics
 from router.directory.api import messages as m
 from router.directory.api.cache import Cache, EngineList, Known
 from router.directory.api.calls import REPORT_TIMEOUT_S, ActivityReports, PlaceCalls, is_broken, reason_of
-from router.directory.api.messages import Activity, Ask, Placed
+from router.directory.api.messages import FAILED, Activity, Ask, Placed, TurnEnded
+from router.directory.api.push import process_name
 from router.directory.api.rpc import MAX_MESSAGE, BadReply, Method, Stub
-from router.directory.push import process_name
 from router.errors import DirectoryUnavailable
 from router.identity.node_table import MAX_NODES, Holder, KnownNode
 from router.identity.prefix_chain import Chain, End
@@ -165,30 +165,14 @@ class DirectoryClient:
 
     def abandon(self, key: str, turn: int) -> None:
         """Report that the caller has left: the turn will not run, even if an answer is on its way."""
-        self._reports.add(Activity(key, turn, ended=m.TurnEnded()))
+        self._reports.add(Activity(key, turn, ended=FAILED))
 
-    def turn_ended(
-        self,
-        known: Known,
-        turn: int,
-        prompt_tokens: int,
-        completion_tokens: int,
-        *,
-        tool_call: bool = False,
-        met: Sequence[str] = (),
-        missed: Sequence[str] = (),
-        first_token_s: float = 0.0,
-        handover_s: float = 0.0,
-        ttl_s: float = 0.0,
-        cached: int | None = None,
-    ) -> None:
-        if prompt_tokens:
+    def turn_ended(self, known: Known, turn: int, ended: TurnEnded = FAILED) -> None:
+        """Report the end of a turn; by default of one that came to nothing."""
+        if ended.prompt_tokens:
             known.turns += 1
-            known.completion_tokens = completion_tokens
-            known.context_tokens = prompt_tokens + completion_tokens
-        counts = prompt_tokens, completion_tokens
-        took = first_token_s, handover_s
-        ended = m.TurnEnded(*counts, tool_call, tuple(met), tuple(missed), *took, ttl_s, cached)
+            known.completion_tokens = ended.completion_tokens
+            known.context_tokens = ended.tokens
         self._reports.add(Activity(known.key, turn, ended=ended))
 
     async def end(self, key: str, cause: str) -> bool:

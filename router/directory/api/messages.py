@@ -114,6 +114,13 @@ class TurnEnded:
     ttl_s: float = 0.0  # of silence, after which its client lets the conversation end; 0: it said nothing
     cached: int | None = None  # of its prompt, that its decoder had, if it says so
 
+    @property
+    def tokens(self) -> int:
+        return self.prompt_tokens + self.completion_tokens
+
+
+FAILED = TurnEnded()
+
 
 @dataclass(frozen=True, slots=True)
 class Activity:

@@ -200,7 +200,7 @@ class Binder:
         decoder = await self._directory.engine(outcome.engine, outcome.epoch)
         prefiller = self._directory.engines.get(outcome.prefiller) if outcome.prefiller else None
         if decoder is None:
-            self._directory.turn_ended(known, found.turn, 0, 0)
+            self._directory.turn_ended(known, found.turn)
             raise Unavailable(f"engine {outcome.engine} is gone; try again", retry_after_s=1.0)
         if outcome.prefiller and prefiller is None:  # lost meanwhile: the decoder computes the prompt
             metrics.FALLBACKS.labels("prefill_failed").inc()

@@ -83,7 +83,7 @@ class TurnRunner:
                     turn, route, route.prefiller, responder, observer, prefill, stream
                 )
         except BaseException:
-            self._directory.turn_ended(route.known, route.turn, 0, 0)  # or it would count as running forever
+            self._directory.turn_ended(route.known, route.turn)  # or it would count as running forever
             raise
         if legs.crashed_under_request(outcome):
             self._quarantine.record(turn.prompt.chain.end.digest, route.decoder)

@@ -15,15 +15,15 @@ from typing import TYPE_CHECKING
 from placement.objectives import tbt_s
 from router import metrics
 from router.directory.api.client import DirectoryClient
+from router.directory.api.messages import TurnEnded
 from router.errors import ApiError, ClientLeft, DirectoryUnavailable
 from router.gateway.config import GatewayConfig
 from router.gateway.responses.stored_answers import Answers
 from router.gateway.turn import legs
 from router.gateway.turn.binding import Binder, Identified, Route
 from router.gateway.turn.execution import PrefillLeg, RelayedTurn, TurnRunner
-from router.gateway.turn.moves import count_move
+from router.gateway.turn.kv_reuse import count_move, record_prefix
 from router.gateway.turn.prefetch import Prefetcher
-from router.gateway.turn.prefix_breaks import record_prefix
 from router.gateway.turn.quarantine import CrashQuarantine
 from router.gateway.turn.resumption import StreamResumption
 from router.gateway.turn.token_ratio import TokenRatio
@@ -162,7 +162,7 @@ class TurnHandler:
         else:
             if outcome.end is not RelayEnd.CLIENT_GONE:  # a turn whose client left may have been computed
                 turn.charge.refund()
-            self._directory.turn_ended(route.known, route.turn, 0, 0)
+            self._directory.turn_ended(route.known, route.turn)
         if turn.prompt.hints.final and outcome.end is RelayEnd.COMPLETE:
             self._end_soon(found.key, "final")
         elif done.generated and (seen.called_tool or turn.prompt.hints.away_s is not None):
@@ -187,19 +187,18 @@ class TurnHandler:
         first_token_s, handover_s = _durations(route, prefill, seen)
         if handover_s:
             metrics.HANDOVER_SECONDS.observe(handover_s)
-        self._directory.turn_ended(
-            route.known,
-            route.turn,
+        ended = TurnEnded(
             prompt,
             done.completion_tokens,
             tool_call=seen.called_tool,
-            met=done.met,
-            missed=done.missed,
+            met=tuple(done.met),
+            missed=tuple(done.missed),
             first_token_s=first_token_s,
             handover_s=handover_s,
             ttl_s=turn.prompt.hints.ttl_s or 0.0,
             cached=seen.usage.cached_tokens if seen.usage is not None else None,
         )
+        self._directory.turn_ended(route.known, route.turn, ended)
 
     def _end_soon(self, key: str, cause: str) -> None:
         task = asyncio.create_task(self._end(key, cause))

@@ -2,6 +2,7 @@
 
 from typing import Any
 
+from router.directory.api.messages import TurnEnded
 from router.directory.moving import AT_ONCE, TRIES, IdleMove
 from router.directory.table import BindingTable
 from tests.router.directory.test_table import ask, place, table
@@ -11,7 +12,7 @@ from tests.support.engines import info, state
 def idle(made: BindingTable, key: str, turn: int, now: float = 0.0) -> str:
     """Return the decoder of a conversation that had one turn."""
     engine = place(made, ask(key, turn=turn), now).engine
-    made.turn_ended(key, "g", now, prompt_tokens=1000, completion_tokens=10, turn=turn)
+    made.turn_ended(key, "g", now, TurnEnded(prompt_tokens=1000, completion_tokens=10), turn=turn)
     return engine
 
 

@@ -5,7 +5,7 @@ from pathlib import Path
 from placement.routing.receipts import Refusal
 from router.directory.api.client import DirectoryClient
 from router.directory.api.messages import Ask, Engines, Push, Spent
-from router.directory.push import GatewayStreams, process_name, supersedes
+from router.directory.api.push import GatewayStreams, process_name, supersedes
 from router.identity.prefix_chain import of_body, seed
 from tests.support.fake_fleet import fleet
 from tests.support.waiting import until

@@ -9,6 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from placement.engines import EngineInfo, EngineState
+from router.directory.api.messages import TurnEnded
 from router.directory.directory import Directory, DirectorySettings
 from router.directory.table import BindingTable
 from tests.router.directory.test_table import ask, place, table
@@ -38,7 +39,7 @@ def test_a_repeated_confirmation_does_not_confirm_later_placements() -> None:
     made = table(decoders=1)
     place(made, ask("c", 1000))
     made.engine_state(report(2, live=1000, c=2), 0.0)
-    made.turn_ended("c", "g", 1.0, prompt_tokens=1000, completion_tokens=5)
+    made.turn_ended("c", "g", 1.0, TurnEnded(prompt_tokens=1000, completion_tokens=5))
     place(made, ask("c", 9400, uncached_tokens=9000))
     made.engine_state(report(3, live=1000, c=2), 2.0)
     assert reserved(made, 1000) == 9100
@@ -103,11 +104,11 @@ async def directory(tmp_path: Path) -> AsyncIterator[Directory]:
 
 async def test_a_repeated_parking_report_has_no_effect(directory: Directory) -> None:
     place(directory.table, ask("c", turn=1))
-    directory.table.turn_ended("c", "g", 1.0, prompt_tokens=10, completion_tokens=1, turn=1)
+    directory.table.turn_ended("c", "g", 1.0, TurnEnded(prompt_tokens=10, completion_tokens=1), turn=1)
     directory.engine_state(replace(report(1), parked={"c": 1}))
     assert directory.table.conversations.parked == 1
     place(directory.table, ask("c", turn=2))
-    directory.table.turn_ended("c", "g", 2.0, prompt_tokens=20, completion_tokens=1, turn=2)
+    directory.table.turn_ended("c", "g", 2.0, TurnEnded(prompt_tokens=20, completion_tokens=1), turn=2)
     directory.engine_state(replace(report(2), parked={"c": 1}))
     assert directory.table.conversations.parked == 0
     directory.engine_state(replace(report(3), parked={"c": 3}))
@@ -116,7 +117,7 @@ async def test_a_repeated_parking_report_has_no_effect(directory: Directory) -> 
 
 async def test_a_conversation_evicted_from_a_full_host_is_no_longer_parked(directory: Directory) -> None:
     place(directory.table, ask("c", turn=1))
-    directory.table.turn_ended("c", "g", 1.0, prompt_tokens=10, completion_tokens=1, turn=1)
+    directory.table.turn_ended("c", "g", 1.0, TurnEnded(prompt_tokens=10, completion_tokens=1), turn=1)
     directory.engine_state(replace(report(1), parked={"c": 1}))
     directory.engine_state(replace(report(2), unparked={"c": 2}))
     assert directory.table.conversations.parked == 0
@@ -128,7 +129,7 @@ async def test_a_conversation_evicted_before_its_turn_ended_is_not_parked(direct
     place(directory.table, ask("c", turn=1))
     directory.engine_state(replace(report(1), parked={"c": 1}))
     directory.engine_state(replace(report(2), unparked={"c": 2}))
-    directory.table.turn_ended("c", "g", 1.0, prompt_tokens=10, completion_tokens=1, turn=1)
+    directory.table.turn_ended("c", "g", 1.0, TurnEnded(prompt_tokens=10, completion_tokens=1), turn=1)
     assert directory.table.conversations.parked == 0
 
 

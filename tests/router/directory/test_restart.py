@@ -12,7 +12,7 @@ from prometheus_client import REGISTRY
 from placement.engines import EngineInfo, Role
 from placement.routing.receipts import Refusal, RefusalReason
 from router.directory.api.client import DirectoryClient
-from router.directory.api.messages import PLACE, Ask, Asks, Placed
+from router.directory.api.messages import PLACE, Ask, Asks, Placed, TurnEnded
 from router.directory.api.rpc import BROKEN, Stub
 from router.directory.directory import DirectorySettings
 from router.directory.journal import MAX_UNWRITTEN, JournalError
@@ -87,7 +87,7 @@ def test_a_bound_conversation_finds_its_decoder_at_once() -> None:
 def test_the_lifetime_that_a_client_set_survives_a_restart() -> None:
     before = table()
     place(before, ask("c"))
-    before.turn_ended("c", "g", 1.0, prompt_tokens=5, completion_tokens=5, ttl_s=30.0)
+    before.turn_ended("c", "g", 1.0, TurnEnded(prompt_tokens=5, completion_tokens=5, ttl_s=30.0))
     after = restarted(before)
     assert (after.expire(30.9), after.expire(31.1)) == (0, 1)
 

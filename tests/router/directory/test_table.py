@@ -16,7 +16,7 @@ from placement.priorities import QUANTUM
 from placement.routing.placer_settings import FirstTurns, PlacingPolicy
 from placement.routing.prefix_map import PromptPrefix
 from placement.routing.receipts import Refusal, RefusalReason
-from router.directory.api.messages import Ask, Placed
+from router.directory.api.messages import Ask, Placed, TurnEnded
 from router.directory.journal import Journal, Row
 from router.directory.table import BindingTable
 from router.directory.waiting import MAX_WAITING, Waiter
@@ -79,25 +79,25 @@ def test_a_conversation_leaves_a_draining_decoder_when_no_turn_of_it_runs_there(
 def test_a_conversation_never_moves_twice_within_a_minute() -> None:
     made = table(decoders=3)
     left = place(made, ask("c", turn=1)).engine
-    made.turn_ended("c", "g", 1.0, prompt_tokens=1000, completion_tokens=10, turn=1)
+    made.turn_ended("c", "g", 1.0, TurnEnded(prompt_tokens=1000, completion_tokens=10), turn=1)
     made.engine_state(state(left, 1, draining=True), 2.0)
     there = place(made, ask("c", turn=2), 10.0).engine
-    made.turn_ended("c", "g", 11.0, prompt_tokens=1100, completion_tokens=10, turn=2)
+    made.turn_ended("c", "g", 11.0, TurnEnded(prompt_tokens=1100, completion_tokens=10), turn=2)
     made.engine_state(state(there, 1, draining=True), 12.0)
     assert place(made, ask("c", turn=3), 69.9).engine == there
-    made.turn_ended("c", "g", 69.95, prompt_tokens=1200, completion_tokens=10, turn=3)
+    made.turn_ended("c", "g", 69.95, TurnEnded(prompt_tokens=1200, completion_tokens=10), turn=3)
     assert place(made, ask("c", turn=4), 70.0).engine not in (left, there)
 
 
 def test_without_transfers_a_conversation_moves_and_is_computed_again() -> None:
     made = table(policy=PlacingPolicy.COLLOCATED)
     left = place(made, ask("c", turn=1)).engine
-    made.turn_ended("c", "g", 1.0, prompt_tokens=1000, completion_tokens=10, turn=1)
+    made.turn_ended("c", "g", 1.0, TurnEnded(prompt_tokens=1000, completion_tokens=10), turn=1)
     made.engine_state(state(left, 1, draining=True), 2.0)
     moved = place(made, ask("c", turn=2), 3.0)
     receipt: Any = moved.note["receipt"]
     assert (moved.cause, moved.prefiller, receipt["move"]["sends"]) == ("moved", None, False)
-    made.turn_ended("c", "g", 4.0, prompt_tokens=1100, completion_tokens=10, turn=2)
+    made.turn_ended("c", "g", 4.0, TurnEnded(prompt_tokens=1100, completion_tokens=10), turn=2)
     assert (left, "c") in made.effects().releases
 
 
@@ -289,7 +289,7 @@ def test_a_turn_that_can_never_fit_is_refused_at_once() -> None:
 def test_an_engines_new_epoch_voids_its_bindings_but_not_the_conversations() -> None:
     made = table()
     placed = place(made, ask("c"))
-    made.turn_ended("c", "g", 1.0, prompt_tokens=10, completion_tokens=5)
+    made.turn_ended("c", "g", 1.0, TurnEnded(prompt_tokens=10, completion_tokens=5))
     made.engine_up(info(placed.engine, epoch=2))
     assert made.binding("c") is None
     again = place(made, ask("c"))
@@ -311,7 +311,7 @@ def test_idle_conversations_end_and_running_ones_do_not() -> None:
     made = table(ttl_s=100.0)
     place(made, ask("runs"), 0.0)
     place(made, ask("idle"), 0.0)
-    made.turn_ended("idle", "g", 10.0, prompt_tokens=5, completion_tokens=5)
+    made.turn_ended("idle", "g", 10.0, TurnEnded(prompt_tokens=5, completion_tokens=5))
     made.effects()
     assert made.expire(109.0) == 0
     assert made.expire(111.0) == 1
@@ -328,7 +328,7 @@ def test_a_lost_gateway_leaves_no_reservation_of_an_unfinished_first_turn() -> N
     made = table()
     placed = place(made, ask("half"))
     whole = place(made, ask("whole"))
-    made.turn_ended("whole", "g", 1.0, prompt_tokens=5, completion_tokens=5)
+    made.turn_ended("whole", "g", 1.0, TurnEnded(prompt_tokens=5, completion_tokens=5))
     assert made.kv_in_use(placed.engine) > 0
     made.gateway_gone("g", 2.0)
     assert made.kv_in_use(placed.engine) == (
@@ -341,7 +341,7 @@ def test_a_lost_gateway_leaves_no_reservation_of_an_unfinished_first_turn() -> N
 def test_a_large_later_turn_goes_through_a_prefiller_to_the_same_decoder() -> None:
     made = table()
     placed = place(made, ask("c"))
-    made.turn_ended("c", "g", 1.0, prompt_tokens=1100, completion_tokens=5)
+    made.turn_ended("c", "g", 1.0, TurnEnded(prompt_tokens=1100, completion_tokens=5))
     again = place(made, ask("c", 9400, uncached_tokens=9000))
     assert (again.engine, again.prefiller, again.known) == (placed.engine, "p0", True)
     assert again.cause == "redisaggregated"
@@ -361,7 +361,7 @@ def test_a_prefillers_cached_prefix_of_a_large_later_turn_does_not_count() -> No
 
     place(made, ask("c", 4000))
     made.prefill_done("c", 0.05, tokens=4100)
-    made.turn_ended("c", "g", 1.0, prompt_tokens=4100, completion_tokens=5)
+    made.turn_ended("c", "g", 1.0, TurnEnded(prompt_tokens=4100, completion_tokens=5))
     whole, broken, shared = again(9400), again(9000), again(5300)
     assert shared < broken < whole, "what is shared is at most what the decoder has, and what was computed"
     made.engine_up(info("p0", Role.PREFILL, epoch=2))
@@ -397,7 +397,7 @@ def test_after_a_restart_only_the_call_with_the_lost_answer_is_placed_again() ->
     # The directory lived on and only its answer was lost: the turn must not count twice.
     once_more = place(restarted, ask("c", end=end, again=True))
     assert not once_more.known
-    restarted.turn_ended("c", "g", 1.0, prompt_tokens=10, completion_tokens=1)
+    restarted.turn_ended("c", "g", 1.0, TurnEnded(prompt_tokens=10, completion_tokens=1))
     assert not restarted.running_at("c")
 
 
@@ -416,7 +416,9 @@ async def test_the_journal_restores_the_same_table(seed: int) -> None:
                 end = chains.of_text(SEED, rng.randbytes(rng.randrange(600))).end
                 made.place(ask(key, rng.randrange(800), end=end), now, nobody)
             case 2:
-                made.turn_ended(key, "g", now, prompt_tokens=rng.randrange(100), completion_tokens=3)
+                made.turn_ended(
+                    key, "g", now, TurnEnded(prompt_tokens=rng.randrange(100), completion_tokens=3)
+                )
             case 3:
                 made.end(key, "deleted", now)
             case 4:
@@ -455,13 +457,13 @@ def same(made: BindingTable, again: BindingTable) -> None:
 def test_the_end_of_a_turn_may_arrive_before_its_beginning() -> None:
     """The report of a client that leaves at once can arrive before the placement that it gives up."""
     made = table()
-    made.turn_ended("c", "g", 0.0, prompt_tokens=0, completion_tokens=0, turn=7)
+    made.turn_ended("c", "g", 0.0, TurnEnded(prompt_tokens=0, completion_tokens=0), turn=7)
     outcome = made.place(ask("c", turn=7), 0.1, nobody)
     assert isinstance(outcome, Refusal)
     assert len(made.conversations) == 0
     place(made, ask("c", turn=8))
-    made.turn_ended("c", "g", 0.2, prompt_tokens=5, completion_tokens=5, turn=8)
-    made.turn_ended("c", "g", 0.2, prompt_tokens=0, completion_tokens=0, turn=8)  # said twice
+    made.turn_ended("c", "g", 0.2, TurnEnded(prompt_tokens=5, completion_tokens=5), turn=8)
+    made.turn_ended("c", "g", 0.2, TurnEnded(prompt_tokens=0, completion_tokens=0), turn=8)  # said twice
     place(made, ask("c", turn=9))
     assert made.running_at("c")
 
@@ -470,7 +472,7 @@ def test_a_request_that_arrives_again_after_its_turn_ended_starts_nothing() -> N
     """The request arrives late, on a connection that the gateway has given up."""
     made = table()
     place(made, ask("c", turn=7))
-    made.turn_ended("c", "g", 0.2, prompt_tokens=5, completion_tokens=5, turn=7)
+    made.turn_ended("c", "g", 0.2, TurnEnded(prompt_tokens=5, completion_tokens=5), turn=7)
     assert isinstance(made.place(ask("c", turn=7), 0.3, nobody), Refusal)
     assert not made.running_at("c")
 
@@ -478,7 +480,7 @@ def test_a_request_that_arrives_again_after_its_turn_ended_starts_nothing() -> N
 def test_a_turn_that_lost_its_decoder_may_ask_again_after_a_restart_of_the_directory() -> None:
     made = table(decoders=1)
     place(made, ask("c", turn=7))
-    made.turn_ended("c", "g", 0.2, prompt_tokens=5, completion_tokens=5, turn=7)
+    made.turn_ended("c", "g", 0.2, TurnEnded(prompt_tokens=5, completion_tokens=5), turn=7)
     again = BindingTable(100.0, placer())
     again.replay(made.effects().rows)
     again.fleet.await_no_longer()

@@ -16,7 +16,7 @@ from kvtransfer.config import ConnectorConfig
 from tests.fleet.talk import CITY_TOOL
 from tests.kvtransfer.engine.engines import EngineProcess, running
 from workers.engine.grammars.config import GrammarBudget
-from workers.keeper.engine_memory import session_bytes
+from workers.engine_memory import session_bytes
 
 pytestmark = [pytest.mark.engine, pytest.mark.timeout(900)]
 

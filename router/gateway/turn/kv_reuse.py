@@ -1,18 +1,24 @@
-"""Reasons for broken prefixes: why a later turn's prompt did not continue its conversation's KV.
+"""Whether a later turn found its conversation's KV: reasons for broken prefixes, and moves to other decoders.
 
+A prefix is broken when a prompt does not continue the tokens of its conversation's KV.
 The hash chains over messages show what a client changed. The engine's count of cached tokens shows the rest:
 if the messages are the same and the KV of the last answer is not found, the same text has become other
 tokens. docs/operate.md says what to do about each cause.
 """
 
+import logging
 from dataclasses import dataclass
 from enum import StrEnum
 
 from router import metrics
 from router.directory.api.cache import Asked, Known
+from router.gateway.turn.binding import Route
+from router.gateway.turn.execution import PrefillLeg
 from router.gateway.turn.turn import Turn
 from router.http import Observation
 from router.identity.prefix_chain import OTHERS, REASONED
+
+log = logging.getLogger("conserve.router.kv_reuse")
 
 _CAUSES_WITH_KV = frozenset({"bound", "redisaggregated", "moved"})  # routes to the decoder that holds the KV
 
@@ -93,3 +99,39 @@ def record_prefix(
             seen.called_tool,
         )
     return broken
+
+
+def count_move(
+    route: Route, prefill: PrefillLeg, seen: Observation, *, answered: bool, same_prefix: bool
+) -> None:
+    """Count a turn whose conversation moved, and the context tokens that were computed again.
+
+    Call this before the turn's token counts replace those of the turn before. A changed prefix is computed
+    again wherever the conversation is, and does not count.
+    """
+    if not answered:
+        metrics.MOVED.labels(route.moved, "unfinished").inc()
+        return
+    cached = seen.usage.cached_tokens if seen.usage is not None else None
+    held = route.known.context_tokens - route.known.completion_tokens
+    tokens = recomputed_tokens(held, route.decoder.block_tokens, prefill, cached) if same_prefix else 0
+    metrics.MOVED.labels(route.moved, "recomputed" if tokens else "with_kv").inc()
+    if tokens:
+        metrics.MOVED_RECOMPUTED_TOKENS.inc(tokens)
+        metrics.FALLBACKS.labels("move_recomputed").inc()
+        log.warning(
+            "moved without its KV conversation=%s engine=%s recomputed=%d",
+            *(route.known.key, route.decoder.engine, tokens),
+        )
+
+
+def recomputed_tokens(held: int, block: int, prefill: PrefillLeg, cached: int | None) -> int:
+    """Return how many tokens of a moved context were computed again, by the former decoder or the new one.
+
+    `held` tokens were computed before; an incomplete block is computed again in any turn. `cached` is what
+    the new decoder had or received, None if it does not say.
+    """
+    found = 0 if prefill.done_at is None else prefill.cached_tokens
+    if cached is not None:
+        found = min(found, cached)
+    return max(0, held // block * block - found)
