@@ -103,9 +103,6 @@ COUNTERS: Mapping[str, CounterSpec] = {
         ("released", "ttl", "drained"),
     ),
     "faults": CounterSpec("conserve_kv_faults", "Faults found by the idle integrity check; 0 is right."),
-    "reordered_blocks": CounterSpec(
-        "conserve_kv_reordered_blocks", "Free blocks moved so that retained ones are used last."
-    ),
     "prompt_tokens": CounterSpec(
         "conserve_prompt_tokens", "Tokens of turns' prompts computed, before their first tokens."
     ),

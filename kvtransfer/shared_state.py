@@ -81,6 +81,7 @@ class SharedKvState:
         self.lock = threading.RLock()
         self.host = HostIndex(host_slots)
         self.conversations = RetainedConversations(clock, self.host.drop, groups)
+        self.host.on_copy = self.conversations.blocks.on_host_copy
         self.requests: dict[str, tuple[Any, RetainedConversation]] = {}  # those with a conversation, by id
         self.growing: list[str] = []  # of them, those with perhaps a full block more in this step (retention)
         self.loads = RequestLoads()
@@ -111,7 +112,7 @@ class SharedKvState:
             if conversation is None or conversation.phase is RetentionPhase.RUNNING:
                 return False
             if conversation.phase is RetentionPhase.RETAINED:
-                if not self.on_host(conversation):
+                if conversation.unstored:
                     return False
                 self._park(conversation, "pressure")
             return True
@@ -120,17 +121,6 @@ class SharedKvState:
         self.conversations.park(conversation)
         self.counts[f"parked.{cause}"] += 1
         self.changes.parked.append(conversation.key)
-
-    def on_host(self, conversation: RetainedConversation) -> bool:
-        return all(map(self.host.stored, self.conversations.keys(conversation)))
-
-    def _reaches_host(self, conversation: RetainedConversation) -> bool:
-        """Return whether all blocks are on the host or on their way there.
-
-        A sleeping engine learns in its next step that its last copies have ended. Until then they hold their
-        blocks, so parking loses nothing.
-        """
-        return all(block in self.host for block in self.conversations.keys(conversation))
 
     @property
     def draining(self) -> bool:
@@ -147,7 +137,12 @@ class SharedKvState:
                 self.drains_since = self.clock() if draining else None
 
     def park_and_expire(self) -> None:
-        """Park and end conversations that have been idle for long enough."""
+        """Park and end conversations that have been idle for long enough.
+
+        Only those are parked whose blocks are all on the host or on their way there. A sleeping engine learns
+        in its next step that its last copies have ended. Until then they hold their blocks, so parking loses
+        nothing.
+        """
         with self.lock:
             now = self.clock()
             if self.drains_since is not None:
@@ -163,7 +158,7 @@ class SharedKvState:
                     self.release(conversation.key, "ttl")
                 elif conversation.phase is not RetentionPhase.RETAINED or now < conversation.kept_until:
                     continue
-                elif idle_s >= park_after_s and self._reaches_host(conversation):
+                elif idle_s >= park_after_s and not conversation.lacking:
                     late = conversation.kept_until > -inf
                     self._park(conversation, "late" if late else "idle" if wish is None else "said")
 
@@ -173,7 +168,7 @@ class SharedKvState:
             if missing_blocks <= 0:
                 return
             if self.park(conversation.key):
-                missing_blocks -= len(self.conversations.keys(conversation))
+                missing_blocks -= conversation.owned
 
     def reset(self) -> None:
         """Forget all computed KV, because it is no longer valid."""

@@ -5,11 +5,12 @@ while a copy touches its slot, the slot becomes free at the end of the copy.
 """
 
 from collections import Counter
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import count
 from typing import Any
 
+from kvtransfer.retention.owned_blocks import HostCopy
 from kvtransfer.retention.retained_conversations import RetainedConversations, block_key
 
 
@@ -38,6 +39,7 @@ class HostIndex:
         self._slots: dict[int, Slot] = {}
         self._by_block: dict[bytes, Slot] = {}
         self._generations = count(1)
+        self.on_copy: Callable[[bytes, HostCopy], None] = lambda block, copy: None
 
     @property
     def free(self) -> int:
@@ -47,6 +49,10 @@ class HostIndex:
     def used(self) -> int:
         """Return the number of slots whose block can be found now or when its copy ends."""
         return len(self._by_block)
+
+    @property
+    def is_complete(self) -> bool:
+        return len(self._free) + len(self._slots) == self.capacity
 
     def __contains__(self, block: bytes) -> bool:
         return block in self._by_block
@@ -68,11 +74,14 @@ class HostIndex:
             return None
         slot = Slot(self._free.pop(), next(self._generations), block)
         self._slots[slot.number] = self._by_block[block] = slot
+        self.on_copy(block, HostCopy.ON_ITS_WAY)
         return slot
 
     def end_store(self, number: int) -> None:
         slot = self._slots[number]
         slot.stored = True
+        if not slot.dropped:
+            self.on_copy(slot.block, HostCopy.STORED)
         self._free_if_done(slot)
 
     def begin_load(self, block: bytes) -> Slot | None:
@@ -92,6 +101,7 @@ class HostIndex:
         slot = self._by_block.pop(block, None)
         if slot is not None:
             slot.dropped = True
+            self.on_copy(block, HostCopy.ABSENT)
             self._free_if_done(slot)
 
     def drop_slot(self, number: int) -> None:
@@ -105,7 +115,7 @@ class HostIndex:
     def faults(self) -> list[str]:
         """Describe inconsistencies; an index without leaks has none."""
         found = [f"slot {s.number} is dropped, idle, and not free" for s in self._slots.values() if s.done]
-        if len(self._free) + len(self._slots) != self.capacity:
+        if not self.is_complete:
             found.append(f"{self.capacity} slots, but {len(self._free)} free and {len(self._slots)} used")
         states = Counter(slot.block for slot in self._slots.values() if not slot.dropped)
         found += [f"a block is in {slots} slots" for slots in states.values() if slots > 1]

@@ -116,7 +116,6 @@ class Prefetches:
         if not load.void:
             self._register(load)
         self.pool.free_blocks([*reversed(load.blocks), *reversed(load.kept)])
-        self._state.conversations.order_changed()
         if not (load.void or load.unfilled):
             prefetch = load.prefetch
             self._state.conversations.prefetched(load.conversation, prefetch.left_at, prefetch.due_in_s)

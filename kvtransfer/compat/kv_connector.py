@@ -70,7 +70,6 @@ CONNECTOR = ReliedOn(
             "get_cached_block": ("self", "block_hash", "kv_cache_group_ids"),
             "get_num_free_blocks": ("self",),
         },
-        "vllm.v1.core.kv_cache_utils:FreeKVCacheBlockQueue": {"iter_blocks_after": ("self", "cursor")},
         "vllm.v1.core.kv_cache_manager:KVCacheManager": {"get_block_ids": ("self", "request_id")},
     },
     attributes={
@@ -123,8 +122,6 @@ CONNECTOR = ReliedOn(
         ),
     },
     uses={
-        # Retention: a freed block with a hash joins the end of the queue that is taken last.
-        _POOL: {"free_blocks": ("prepend_n", "append_n")},
         # Who calls the connector: what nobody calls any more would be left out without a word.
         _SCHEDULER: {
             "__init__": ("bind_kv_cache_manager", "requires_kv_delivery"),

@@ -6,10 +6,11 @@ from typing import Any
 
 from vllm.v1.request import RequestStatus
 
+from kvtransfer.compat.free_queue import key_of
 from kvtransfer.config import ConnectorConfig
 from kvtransfer.control.control_socket import RecentChanges
 from kvtransfer.control.waiting_prompts import WaitingPrompts
-from kvtransfer.retention.retained_conversations import RetentionPhase, block_key
+from kvtransfer.retention.retained_conversations import RetentionPhase
 from kvtransfer.shared_state import SharedKvState
 from placement.engines import EngineState
 from placement.scheduling.prompt_order import PromptRate
@@ -31,9 +32,9 @@ class PromptSpeed:
 class IdleBlocks:
     """Counts of the blocks of idle conversations."""
 
-    retained_free: int  # retained and without a reference
+    retained_free: int  # of retained conversations, or shared, and without a reference
     evictable: int  # of these, the ones that may be evicted without loss
-    parked: int  # of parked conversations only
+    parked: int  # of one parked conversation only
 
 
 class EngineSnapshot:
@@ -124,21 +125,19 @@ class EngineSnapshot:
         meanwhile, and idle conversations alone are no reason to share.
         """
         conversations = self._kv_state.conversations
-        retained: set[tuple[bytes, int]] = set()
-        parked: set[tuple[bytes, int]] = set()
+        lists, parked = [conversations.blocks.shared], 0
         for conversation in conversations:
             if conversation.phase is RetentionPhase.RETAINED:
-                retained.update(conversations.blocks(conversation))
+                lists.append(conversation.free)
             elif conversation.phase is RetentionPhase.PARKED:
-                parked.update(conversations.blocks(conversation))
-        free = [block_key(*block) for block in retained if self._is_free(*block, released)]
-        all_evictable = self._config.idle_kv_evictable or self._kv_state.split is not None
-        evictable = len(free) if all_evictable else sum(map(self._kv_state.host.stored, free))
-        return IdleBlocks(len(free), evictable, len(parked - retained))
-
-    def _is_free(self, block_hash: bytes, group: int, released: set[int]) -> bool:
-        found = self.pool.get_cached_block(block_hash, [group])
-        return bool(found) and (found[0].ref_cnt == 0 or found[0].block_id in released)
+                parked += conversation.exclusive
+        keys = [key for block in released if (key := key_of(self.pool.blocks[block])) is not None]
+        copied = [key for key in keys if conversations.blocks.list_of(key) in lists]
+        free = sum(map(len, lists)) + len(copied)
+        if self._config.idle_kv_evictable or self._kv_state.split is not None:
+            return IdleBlocks(free, free, parked)
+        stored = sum(one.stored for one in lists) + sum(map(self._kv_state.host.stored, copied))
+        return IdleBlocks(free, stored, parked)
 
     def _is_parked(self, key: str) -> bool:
         conversation = self._kv_state.conversations.get(key)

@@ -67,11 +67,14 @@ class ReportScheduler(SchedulerSide):
         self._notify()
 
     def order(self, scheduler_output: Any) -> None:
-        """Check integrity in steps that schedule nothing, such as the last step before the engine sleeps."""
+        """Check integrity in steps that schedule nothing, such as the last step before the engine sleeps.
+
+        Sums are compared, because a request may arrive at any time. If they differ, all blocks are visited.
+        """
         for request_id in scheduler_output.preempted_req_ids or ():
             if (request := self._requests.get(request_id)) is not None:
                 self._prompts.preempted(request)
-        if not scheduler_output.num_scheduled_tokens:
+        if not scheduler_output.num_scheduled_tokens and self.is_idle() and not self._sums_agree():
             for fault in self.faults():
                 self._kv_state.counts["faults"] += 1
                 logger.error("integrity: %s", fault)
@@ -105,6 +108,13 @@ class ReportScheduler(SchedulerSide):
             references = {holder: ids() for holder, ids in self._kv_state.holders.references.items()}
             found = block_faults(self._pool.blocks, self._pool.get_num_free_blocks(), references)
             return found + host_faults(self._kv_state.host, self._kv_state.conversations)
+
+    def _sums_agree(self) -> bool:
+        with self._kv_state.lock:
+            host, blocks = self._kv_state.host, self._kv_state.conversations.blocks
+            held = {block for ids in self._kv_state.holders.references.values() for block in ids()}
+            used = self._pool.num_gpu_blocks - 1 - self._pool.get_num_free_blocks()  # without the null block
+            return used == len(held) and host.used == blocks.host_copies and host.is_complete
 
     def account_for(self, holder: str, blocks: Callable[[], Iterable[int]]) -> None:
         """Register a holder of references for the integrity check: a block id per reference."""

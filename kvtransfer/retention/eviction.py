@@ -1,24 +1,16 @@
 """Retention: keeps conversations' blocks on the accelerator between turns by ordering their eviction.
 
-No reference is held. Every block stays allocatable, so that retention cannot block a running turn. Retained
-blocks are only moved, by public methods of vLLM's block pool, to the end of its free queue that is taken
-last.
-
-Free blocks are evicted in this order: blocks without an owner, blocks of offline work, of parked
+No reference is held. Every block stays allocatable, so that retention cannot block a running turn. vLLM's
+free queue is replaced by one that takes blocks without an owner first, then blocks of offline work, of parked
 conversations, of retained ones, and last the prefixes that several conversations share. Of retained
-conversations the oldest is evicted first, and of one conversation the last block. vLLM takes blocks from one
-end of its queue and appends freed ones with a hash to the other, so a conversation's blocks are in order by
-themselves. Blocks that change their rank are not: conversations that end, are parked or are offline, and
-shared prefixes.
+conversations the oldest is evicted first, and of one conversation the last block. No step visits all blocks:
+the order is kept up to date where a block is freed or used, and where a conversation changes.
 """
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from itertools import islice
+from collections.abc import Mapping, Sequence
 from typing import Any
 
-from vllm.v1.core.kv_cache_utils import get_block_hash, get_group_id
-
-from kvtransfer.compat.kv_connector import free_queue
+from kvtransfer.compat.free_queue import take_owned_blocks_last
 from kvtransfer.config import ConnectorConfigError
 from kvtransfer.control.control_socket import EngineCommand, Reply
 from kvtransfer.growing_requests import GrowingRequests
@@ -31,77 +23,8 @@ from kvtransfer.request_facts import (
     is_offline,
     owner_key,
 )
-from kvtransfer.retention.retained_conversations import (
-    EvictionRank,
-    RetainedConversation,
-    RetainedConversations,
-    RetentionPhase,
-    block_key,
-)
-
-LOOK_AHEAD = 3  # in steps that take as many blocks as they can
-
-
-def in_danger(
-    queue: Iterable[Any],
-    rank_of: Callable[[Any], EvictionRank],
-    window: int,
-    above: EvictionRank = EvictionRank.NOTHING,
-) -> bool:
-    """Return whether one of the next `window` blocks in the queue has a rank above `above`."""
-    return any(rank_of(block) > above for block in islice(queue, window))
-
-
-def rank_of(conversations: RetainedConversations, block: Any) -> EvictionRank:
-    if block.block_hash is None:
-        return EvictionRank.NOTHING
-    return conversations.rank_of(block_key(get_block_hash(block.block_hash), get_group_id(block.block_hash)))
-
-
-def leading_unowned(queue: Iterable[Any], rank_of: Callable[[Any], EvictionRank], most: int) -> int:
-    """Count the blocks without an owner at the head of the queue, up to `most`."""
-    unowned = 0
-    for block in islice(queue, most):
-        if block.block_hash is not None and rank_of(block) > EvictionRank.NOTHING:
-            return unowned
-        unowned += 1
-    return unowned
-
-
-def taken_by_running(scheduler_output: Any) -> int:
-    """Count the blocks that a step took for requests that were already running."""
-    taken = filter(None, scheduler_output.scheduled_cached_reqs.new_block_ids)
-    return sum(len(group) for groups in taken for group in groups)
-
-
-def eviction_order(
-    conversations: RetainedConversations, block_of: Callable[[bytes, int], Any | None]
-) -> list[Any]:
-    """Return the free blocks that have an owner, in eviction order."""
-    shared = shared_order(conversations, block_of)
-    order: list[Any] = []
-    placed = set(map(id, shared))
-    # Filled from the end, so that a block shared by a turn and an offline request has the turn's place.
-    for conversation in sorted(conversations, key=_retention_order, reverse=True):
-        for owned in conversations.blocks(conversation):
-            block = block_of(*owned)
-            if block is not None and block.ref_cnt == 0 and id(block) not in placed:
-                placed.add(id(block))
-                order.append(block)
-    order.reverse()
-    return order + shared
-
-
-def shared_order(
-    conversations: RetainedConversations, block_of: Callable[[bytes, int], Any | None]
-) -> list[Any]:
-    """Return the free blocks that several conversations share, in eviction order."""
-    found = (block_of(*owned) for owned in conversations.shared)
-    return [block for block in found if block is not None and block.ref_cnt == 0]
-
-
-def _retention_order(conversation: RetainedConversation) -> tuple[EvictionRank, bool, float]:
-    return conversation.rank, conversation.phase is RetentionPhase.RUNNING, conversation.used_at
+from kvtransfer.retention.owned_blocks import EvictionRank
+from kvtransfer.retention.retained_conversations import RetainedConversation
 
 
 class RetentionScheduler(SchedulerSide):
@@ -115,10 +38,6 @@ class RetentionScheduler(SchedulerSide):
         self.window = a_group * len(context.groups)  # the most blocks that one step can take
         self._pool: Any = None
         self._growing = GrowingRequests(self._block_tokens)
-        # `changed` of the conversations and of shared blocks when free blocks were last put in order.
-        self._ordered_at = self._shared_at = -1
-        self._unowned = 0  # blocks at the head of the queue that are known to have no owner
-        self._blocks = 0  # size of the pool when that was counted
         if context.config.own_transfer:
             context.commands["tokens"] = self.tokens_of
 
@@ -129,6 +48,7 @@ class RetentionScheduler(SchedulerSide):
                 f"blocks of {self._block_tokens} tokens are hashed by {self._pool.hash_block_size}: "
                 "start the engine without a separate hash block size"
             )
+        take_owned_blocks_last(self._pool, self._kv_state.conversations.blocks, self._kv_state.lock)
 
     def on_new_request(self, request: Any) -> None:
         key = owner_key(request)
@@ -142,7 +62,6 @@ class RetentionScheduler(SchedulerSide):
             self._kv_state.requests[request.request_id] = request, conversation
 
     def after_allocation(self, request: Any, blocks: Any, match: Match | None) -> None:
-        self._unowned = 0  # blocks that a prompt finds in the cache leave the queue anywhere
         self._kv_state.loads.loading.add(request.request_id)
         owned = self._kv_state.requests.get(request.request_id)
         if owned is not None and not owned[1].offline:
@@ -157,23 +76,14 @@ class RetentionScheduler(SchedulerSide):
             self._kv_state.growing = [one for one in growing if one not in admitted]
             for request_id in self._kv_state.growing:
                 self._advance(*self._kv_state.requests[request_id])
-            self._unowned -= taken_by_running(scheduler_output)
-            if self._pool.num_gpu_blocks != self._blocks:
-                self._unowned, self._blocks = 0, self._pool.num_gpu_blocks  # the pool shrank or grew
-            if scheduler_output.preempted_req_ids:
-                self._unowned = 0  # its blocks have joined the other end
-                self._kv_state.conversations.order_changed()
             self._kv_state.park_and_expire()
             if self._kv_state.host.capacity:
                 self._relieve()
-            self._put_in_order()
 
     def on_finished(self, request: Any, block_ids: Sequence[list[int]]) -> None:
         with self._kv_state.lock:
             owned = self._kv_state.requests.pop(request.request_id, None)
-            if owned is None:
-                self._kv_state.conversations.order_changed()
-            else:
+            if owned is not None:
                 if request.request_id not in self._kv_state.loads.loading:
                     self._advance(*owned)
                 owned[1].tokens = request.all_token_ids if depends_on_tokens_only(request) else ()
@@ -194,48 +104,12 @@ class RetentionScheduler(SchedulerSide):
             self._kv_state.conversations.advance(conversation, request.block_hashes[:full])
 
     def _relieve(self) -> None:
-        conversations = self._kv_state.conversations
-        free = self._pool.get_num_free_blocks()
-        kept = len(conversations.owned(EvictionRank.RETAINED)) + len(conversations.shared)
-        if free - kept >= self.window or self._unowned >= self.window:
-            return
-        if not in_danger(free_queue(self._pool), self._rank_of, self.window, above=EvictionRank.PARKED):
-            return  # most steps on a full accelerator: the count below visits all retained blocks
-        ranked = (one for one in conversations if one.rank is EvictionRank.RETAINED)
-        retained = {owned for one in ranked for owned in conversations.blocks(one)}
-        blocks = (self._block_of(*owned) for owned in retained.union(conversations.shared))
-        retained_free = sum(1 for block in blocks if block is not None and block.ref_cnt == 0)
-        self._kv_state.park_for_pressure(self.window - (free - retained_free))
-
-    def _put_in_order(self) -> None:
-        """Reorder the free blocks if the order is stale and a block with an owner is about to be taken.
-
-        Ordering visits all owned blocks, or only the shared ones if nothing but the ends of turns changed.
-        """
-        conversations = self._kv_state.conversations
-        changed, shared = conversations.changed, conversations.shared.changed
-        if (changed, shared) == (self._ordered_at, self._shared_at):
-            return
-        if self._unowned >= self.window:
-            return
-        # Counted further than one step can take, so that the next steps need not count again.
-        self._unowned = leading_unowned(free_queue(self._pool), self._rank_of, LOOK_AHEAD * self.window)
-        if self._unowned >= min(self.window, self._pool.get_num_free_blocks()):
-            return
-        self._unowned = 0
-        whole = changed != self._ordered_at
-        order = (eviction_order if whole else shared_order)(conversations, self._block_of)
-        self._pool.touch(order)
-        self._pool.free_blocks(order)
-        self._ordered_at, self._shared_at = changed, shared
-        self._kv_state.counts["reordered_blocks"] += len(order)
-
-    def _rank_of(self, block: Any) -> EvictionRank:
-        return rank_of(self._kv_state.conversations, block)
-
-    def _block_of(self, block_hash: bytes, group: int) -> Any | None:
-        found = self._pool.get_cached_block(block_hash, [group])
-        return found[0] if found else None
+        """Park conversations if one step could otherwise evict KV that is only here."""
+        free = self._kv_state.conversations.blocks.free
+        retained = free[EvictionRank.RETAINED] + free[EvictionRank.SHARED]
+        evictable = self._pool.get_num_free_blocks() - retained
+        if evictable < self.window:
+            self._kv_state.park_for_pressure(self.window - evictable)
 
     def reset(self) -> None:
         self._kv_state.reset()

@@ -12,15 +12,14 @@ state spaces) have one block that counts: it holds what the prompt has come to a
 vLLM's hybrid manager, and for models whose layers are all alike, there is one group.
 """
 
-from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
-from enum import IntEnum, StrEnum
+from enum import StrEnum
 from math import inf
-from typing import TypeAlias, TypeVar
+
+from kvtransfer.retention.owned_blocks import BlockKey, EvictionList, EvictionOrder, EvictionRank, OwnedBlocks
 
 STATE_WINDOW = 2  # a state is in the block of the token before it, like a window of two tokens
-OwnedBlock: TypeAlias = tuple[bytes, int]  # hash and group
 FirstKept = Callable[[int], int]  # index of the first block that a group keeps of a chain of this length
 
 
@@ -87,17 +86,7 @@ class RetentionPhase(StrEnum):
     PARKED = "parked"  # idle; its blocks are on the host, and evictable on the accelerator
 
 
-class EvictionRank(IntEnum):
-    """Eviction rank of a block without references, given by its owner; the lowest rank is evicted first."""
-
-    NOTHING = 0
-    OFFLINE = 1
-    PARKED = 2
-    RETAINED = 3
-    SHARED = 4  # prefix of several conversations
-
-
-@dataclass(slots=True)
+@dataclass(slots=True, eq=False)
 class RetainedConversation:
     """Conversation on one engine, with the chain of its block hashes."""
 
@@ -116,6 +105,12 @@ class RetainedConversation:
     due_at: float = -inf  # when the turn is expected that its KV was prefetched for
     kept_until: float = -inf  # prefetched KV is retained until then
     ttl_s: float | None = None
+    # Blocks without references, and counts of blocks (`BlockOwner`).
+    free: EvictionList = field(default_factory=EvictionList)
+    owned: int = 0
+    exclusive: int = 0
+    lacking: int = 0
+    unstored: int = 0
 
     @property
     def used_at(self) -> float:
@@ -128,57 +123,13 @@ class RetainedConversation:
             return EvictionRank.OFFLINE
         return EvictionRank.PARKED if self.phase is RetentionPhase.PARKED else EvictionRank.RETAINED
 
-
-class SharedBlocks:
-    """Blocks that several conversations own, in eviction order: longest unused first, last block first.
-
-    `changed` counts the turns that ended while there were any.
-    """
-
-    def __init__(self) -> None:
-        self._owners: Counter[OwnedBlock] = Counter()
-        self._order: dict[OwnedBlock, None] = {}
-        self._keys: set[bytes] = set()
-        self.changed = 0
-
-    def __contains__(self, key: bytes) -> bool:
-        return key in self._keys
-
-    def __iter__(self) -> Iterator[OwnedBlock]:
-        return iter(list(self._order))
-
-    def __len__(self) -> int:
-        return len(self._order)
-
-    def gain(self, blocks: Sequence[OwnedBlock]) -> None:
-        for block in reversed(blocks):
-            self._owners[block] += 1
-            if self._owners[block] == 2:
-                self._order[block] = None
-                self._keys.add(block_key(*block))
-
-    def lose(self, blocks: Sequence[OwnedBlock]) -> None:
-        _subtract(self._owners, blocks)
-        for block in blocks:
-            if self._owners.get(block, 0) == 1 and block in self._order:
-                del self._order[block]
-                self._keys.remove(block_key(*block))
-
-    def used(self, blocks: Iterable[OwnedBlock]) -> None:
-        """Move the shared blocks of a conversation whose turn has ended to the end of the order."""
-        if not self._order:
-            return
-        self.changed += 1
-        for block in reversed([one for one in blocks if one in self._order]):
-            del self._order[block]
-            self._order[block] = None
+    @property
+    def eviction_order(self) -> EvictionOrder:
+        return self.rank, self.phase is RetentionPhase.RUNNING, self.used_at
 
 
 class RetainedConversations:
-    """All conversations of an engine, and the ranks of their blocks.
-
-    `changed` counts changes of rank; the order of free blocks is stale when it has grown.
-    """
+    """Conversations of one engine, and the blocks that they own."""
 
     def __init__(
         self,
@@ -188,12 +139,8 @@ class RetainedConversations:
     ) -> None:
         self._clock = clock
         self._groups = groups
-        self._on_unwanted = on_unwanted  # called for a block that no conversation wants on the host any more
         self._by_key: dict[str, RetainedConversation] = {}
-        self._owners: dict[EvictionRank, Counter[bytes]] = {rank: Counter() for rank in EvictionRank}
-        self._host_owners: Counter[bytes] = Counter()
-        self.shared = SharedBlocks()
-        self.changed = 0
+        self.blocks = OwnedBlocks(on_unwanted)
 
     def __len__(self) -> int:
         return len(self._by_key)
@@ -204,39 +151,28 @@ class RetainedConversations:
     def get(self, key: str) -> RetainedConversation | None:
         return self._by_key.get(key)
 
-    def blocks(self, conversation: RetainedConversation) -> Iterator[OwnedBlock]:
-        """Yield hash and group of each block of a conversation, in the order of the chain."""
+    def keys(self, conversation: RetainedConversation) -> Iterator[bytes]:
+        """Yield the key of each block of a conversation, in the order of the chain."""
         firsts = [first_kept(len(conversation.chain)) for first_kept in self._groups]
         for at, block_hash in enumerate(conversation.chain):
-            yield from ((block_hash, group) for group, first in enumerate(firsts) if at >= first)
-
-    def keys(self, conversation: RetainedConversation) -> list[bytes]:
-        return [block_key(*block) for block in self.blocks(conversation)]
+            yield from (block_key(block_hash, group) for group, first in enumerate(firsts) if at >= first)
 
     def rank_of(self, block: bytes) -> EvictionRank:
-        if block in self.shared:
-            return EvictionRank.SHARED
-        for rank in (EvictionRank.RETAINED, EvictionRank.PARKED, EvictionRank.OFFLINE):
-            if block in self._owners[rank]:
-                return rank
-        return EvictionRank.NOTHING
-
-    def owned(self, rank: EvictionRank) -> Counter[bytes]:
-        return self._owners[rank]
+        return self.blocks.rank_of(block)
 
     def wanted_on_host(self, block: bytes) -> bool:
-        return block in self._host_owners
+        return self.blocks.wanted_on_host(block)
 
     def begin_turn(self, key: str, prompt: Sequence[bytes], offline: bool = False) -> RetainedConversation:
         """Record a new request. Blocks that its prompt does not continue lose this owner."""
         conversation = self._by_key.get(key)
         if conversation is None:
             conversation = self._by_key[key] = RetainedConversation(key, offline, self._clock())
-        self._set_phase(conversation, RetentionPhase.RUNNING)
-        self._set_on_host(conversation, True)
+        conversation.on_host = True
         conversation.turns += 1
         conversation.ended = False
         conversation.due_at = conversation.kept_until = -inf
+        self._set_phase(conversation, RetentionPhase.RUNNING)
         self._set_chain(conversation, conversation.chain[: _common(conversation.chain, prompt)])
         return conversation
 
@@ -248,8 +184,9 @@ class RetainedConversations:
     def end_turn(self, conversation: RetainedConversation) -> None:
         conversation.turns -= 1
         conversation.last_used = self._clock()
-        self.shared.used(self.blocks(conversation))
+        self.blocks.shared_used(conversation, self.keys(conversation))
         if conversation.turns:
+            self._set_phase(conversation, RetentionPhase.RUNNING)
             return
         if conversation.ended or conversation.offline or not conversation.chain:
             self._forget(conversation)
@@ -287,17 +224,15 @@ class RetainedConversations:
 
     def leave_host(self, conversation: RetainedConversation) -> None:
         """Give up a conversation's host slots. A parked one is retained again with the blocks still here."""
-        self._set_on_host(conversation, False)
+        if conversation.on_host:
+            conversation.on_host = False
+            self.blocks.leave_host(self.keys(conversation))
         if conversation.phase is RetentionPhase.PARKED:
             self._set_phase(conversation, RetentionPhase.RETAINED)
 
     def retained_oldest_first(self) -> list[RetainedConversation]:
         retained = (c for c in self._by_key.values() if c.phase is RetentionPhase.RETAINED)
         return sorted(retained, key=lambda c: c.used_at)
-
-    def order_changed(self) -> None:
-        """Record that blocks of low rank were freed behind retained ones, so the queue needs sorting."""
-        self.changed += 1
 
     def idle_since(self, since: float) -> list[RetainedConversation]:
         return [c for c in self._by_key.values() if not c.turns and c.last_used <= since]
@@ -307,58 +242,29 @@ class RetainedConversations:
         del self._by_key[conversation.key]
 
     def _set_phase(self, conversation: RetainedConversation, phase: RetentionPhase) -> None:
-        before = conversation.rank
         conversation.phase = phase
-        if conversation.rank is not before:
-            keys = self.keys(conversation)
-            self._remove_owner(before, keys)
-            self._owners[conversation.rank].update(keys)
-            self.changed += 1
-
-    def _set_on_host(self, conversation: RetainedConversation, on_host: bool) -> None:
-        if conversation.on_host is on_host:
-            return
-        conversation.on_host = on_host
-        if on_host:
-            self._host_owners.update(self.keys(conversation))
-        else:
-            self._remove_host_owner(self.keys(conversation))
+        self.blocks.reorder(conversation.free, conversation.eviction_order)
 
     def _set_chain(self, conversation: RetainedConversation, chain: Sequence[bytes]) -> None:
         same = _common(conversation.chain, chain)
-        lost, gained = (
-            self._beyond(conversation.chain, len(chain), same),
-            self._beyond(chain, len(conversation.chain), same),
-        )
+        lost = self._beyond(conversation.chain, len(chain), same)
+        gained = self._beyond(chain, len(conversation.chain), same)
         conversation.chain[same:] = chain[same:]
-        if not conversation.offline:
-            self.shared.gain(gained)
-            self.shared.lose(lost)
-        gains, losses = [block_key(*one) for one in gained], [block_key(*one) for one in lost]
-        self._owners[conversation.rank].update(gains)
-        self._remove_owner(conversation.rank, losses)
-        if conversation.on_host:
-            self._host_owners.update(gains)
-            self._remove_host_owner(losses)
-        if lost:
-            self.changed += 1
+        self.blocks.gain(conversation, gained)
+        self.blocks.lose(conversation, lost)
 
-    def _beyond(self, chain: Sequence[bytes], other: int, same: int) -> list[OwnedBlock]:
+    def _beyond(self, chain: Sequence[bytes], other: int, same: int) -> list[BlockKey]:
         """Return the blocks of `chain` that a chain of length `other` with `same` equal blocks lacks."""
-        found: list[OwnedBlock] = []
+        found: list[BlockKey] = []
         for group, first_kept in enumerate(self._groups):
             first, end = first_kept(len(chain)), len(chain)
             before_it = range(first, min(first_kept(other), same, end))
             after_it = range(max(first, same), end)
-            found += [(chain[at], group) for at in (*before_it, *after_it)]
+            found += [
+                (block_key(chain[at], group), at * len(self._groups) + group)
+                for at in (*before_it, *after_it)
+            ]
         return found
-
-    def _remove_owner(self, rank: EvictionRank, blocks: Sequence[bytes]) -> None:
-        _subtract(self._owners[rank], blocks)
-
-    def _remove_host_owner(self, blocks: Sequence[bytes]) -> None:
-        for block in _subtract(self._host_owners, blocks):
-            self._on_unwanted(block)
 
 
 def _common(mine: Sequence[bytes], other: Sequence[bytes]) -> int:
@@ -371,17 +277,3 @@ def _common(mine: Sequence[bytes], other: Sequence[bytes]) -> int:
         else:
             high = middle - 1
     return low
-
-
-Block = TypeVar("Block")
-
-
-def _subtract(owners: Counter[Block], blocks: Sequence[Block]) -> list[Block]:
-    """Remove one owner from each block, and return the blocks without one."""
-    gone = []
-    for block in blocks:
-        owners[block] -= 1
-        if not owners[block]:
-            del owners[block]
-            gone.append(block)
-    return gone

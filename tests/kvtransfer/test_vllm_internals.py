@@ -14,6 +14,7 @@ import pytest
 
 pytest.importorskip("vllm", reason="vLLM is not installed: make install")
 
+from kvtransfer.compat.free_queue import FREE_QUEUE
 from kvtransfer.compat.kv_connector import CONNECTOR, LMCACHE, WORKER
 from kvtransfer.compat.relied_on import ReliedOn, UnsupportedVllmError, differences, verify
 from kvtransfer.config import ConnectorConfigError
@@ -30,6 +31,7 @@ ROOT = Path(__file__).resolve().parents[2]
 PACKAGES = ("kvtransfer", "workers", "router", "placement", "traces", "deploy")
 CONTACTS = {
     "kvtransfer/compat/block_cache.py",
+    "kvtransfer/compat/free_queue.py",
     "kvtransfer/compat/kv_connector.py",
     "kvtransfer/compat/whole_graphs.py",
     "workers/engine/compat/block_pool.py",
@@ -184,7 +186,7 @@ def test_code_that_no_longer_uses_a_relied_on_name_is_refused(monkeypatch: pytes
 
     monkeypatch.setattr(BlockPool, "free_blocks", lambda self, ordered_blocks: self.free_blocks)
     with pytest.raises(UnsupportedVllmError, match=r"free_blocks is relied on to use append_n, but does not"):
-        verify(CONNECTOR)
+        verify(FREE_QUEUE)
 
 
 def test_a_class_that_moved_is_a_difference_and_not_an_import_error() -> None:

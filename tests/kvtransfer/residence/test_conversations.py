@@ -1,7 +1,7 @@
 """Ownership of blocks from the first turn of a conversation to its end."""
 
+from kvtransfer.retention.owned_blocks import EvictionRank
 from kvtransfer.retention.retained_conversations import (
-    EvictionRank,
     RetainedConversations,
     RetentionPhase,
     all_kept,
@@ -74,7 +74,6 @@ def test_a_prefix_is_protected_while_several_conversations_share_it() -> None:
     assert conversations.rank_of(b"xy") is EvictionRank.SHARED
     conversations.end("b")
     assert conversations.rank_of(b"xy") is EvictionRank.PARKED
-    assert list(conversations.shared) == []
 
 
 def test_offline_work_does_not_make_a_prefix_shared() -> None:
@@ -83,17 +82,6 @@ def test_offline_work_does_not_make_a_prefix_shared() -> None:
     running = conversations.begin_turn("offline:1", chain("xyz"), offline=True)
     conversations.advance(running, chain("xyz"))
     assert conversations.rank_of(b"xy") is EvictionRank.RETAINED
-
-
-def test_the_least_recently_used_shared_prefix_is_evicted_first_from_its_end() -> None:
-    conversations, _, _ = make()
-    for key, text in (("a", "xya"), ("b", "xyb"), ("c", "pqc"), ("d", "pqd")):
-        turn(conversations, key, text)
-    assert [block for block, _ in conversations.shared] == [b"xy", b"x", b"pq", b"p"]
-    before = conversations.shared.changed
-    turn(conversations, "a", "xya")
-    assert [block for block, _ in conversations.shared] == [b"pq", b"p", b"xy", b"x"]
-    assert conversations.shared.changed == before + 1
 
 
 def test_offline_work_owns_its_blocks_until_it_ends() -> None:
@@ -189,7 +177,7 @@ def test_a_conversation_owns_the_last_blocks_of_a_window_group() -> None:
     conversations = RetainedConversations(Clock(), unwanted.append, (all_kept, windowed))
     running = conversations.begin_turn("a", chain("abcd"))
     conversations.advance(running, chain("abcd"))
-    assert conversations.keys(running) == [
+    assert list(conversations.keys(running)) == [
         *(b"a", b"ab", b"abc", block_key(b"abc", 1), b"abcd", block_key(b"abcd", 1))
     ]
     conversations.advance(running, chain("abcde"))
@@ -198,7 +186,7 @@ def test_a_conversation_owns_the_last_blocks_of_a_window_group() -> None:
     assert conversations.rank_of(block_key(b"abcde", 1)) is EvictionRank.RETAINED
     conversations.end_turn(running)
     again = conversations.begin_turn("a", chain("abXY"))  # a shorter prefix has an earlier window
-    assert conversations.keys(again) == [b"a", block_key(b"a", 1), b"ab", block_key(b"ab", 1)]
+    assert list(conversations.keys(again)) == [b"a", block_key(b"a", 1), b"ab", block_key(b"ab", 1)]
     conversations.end("a")
     conversations.end_turn(again)
     assert all(conversations.rank_of(block) is EvictionRank.NOTHING for block in chain("abcde"))

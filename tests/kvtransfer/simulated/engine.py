@@ -79,6 +79,7 @@ class SteppedEngine:
     connector: ConnectorConfig
     beside: Mapping[str, Any] | None = None  # another connector, as vLLM's configuration names it
     blocks: int = 60
+    context: int = 0  # longest request in tokens; 0: as long as the pool
     batched_tokens: int = 256
     window: int = 0  # tokens that a second group of layers attends to; 0: there is none
     states: bool = False  # whether a second group of layers keeps a state
@@ -97,7 +98,7 @@ class SteppedEngine:
             model=str(model_directory()),
             dtype="float32",
             block_size=BLOCK_TOKENS,
-            max_model_len=(self.blocks - 2) * BLOCK_TOKENS,
+            max_model_len=self.context or (self.blocks - 2) * BLOCK_TOKENS,
             max_num_batched_tokens=self.batched_tokens,
             max_num_seqs=8,
             enable_prefix_caching=True,

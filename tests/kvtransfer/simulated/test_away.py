@@ -49,7 +49,7 @@ def step_until_on_host(engine: SteppedEngine, key: str) -> None:
     conversation = engine.kv_state.conversations.get(key)
     assert conversation is not None
     limit = time.monotonic() + 10
-    while not engine.kv_state.on_host(conversation):
+    while conversation.unstored:
         assert time.monotonic() < limit, f"{key} is not on the host"
         engine.step()
         time.sleep(0.01)

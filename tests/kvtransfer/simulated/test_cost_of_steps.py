@@ -1,84 +1,121 @@
 """The cost that retention adds to a step does not grow with the number of retained blocks."""
 
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from types import FrameType
 from typing import Any
 
 import pytest
 
 pytest.importorskip("vllm", reason="vLLM is not installed: make install")
 
+import kvtransfer
+from kvtransfer.compat.block_cache import cache_blocks
 from kvtransfer.config import ConnectorConfig
-from kvtransfer.retention.retained_conversations import EvictionRank
-from tests.kvtransfer.engine.engines import eventually, free_port
+from kvtransfer.retention.retained_conversations import RetentionPhase
+from tests.kvtransfer.engine.engines import free_port
 from tests.kvtransfer.simulated.engine import BLOCK_TOKENS, SteppedEngine
 
-pytestmark = pytest.mark.slow
+PRODUCT = str(Path(kvtransfer.__file__).parent)
+POOL = 50_000
+CONVERSATIONS, THEIRS = 120, 416  # together nearly the pool
+SHARED = 100  # blocks that pairs of conversations begin with
+# A pass over the retained blocks, or over those of a tenth of the conversations, executes more lines.
+LINES = 6_000
 
 
-def end_copies(engine: SteppedEngine) -> None:
-    """Wait for the end of copies: blocks that are being stored are not free until a step learns of it."""
+def lines_executed(run: Callable[[], Any]) -> int:
+    """Return how many lines of `kvtransfer` a call executes; each pass of a loop or comprehension is one."""
+    seen = 0
 
-    def ended() -> bool:
-        engine.step()
-        return not any(list(ids()) for ids in engine.kv_state.holders.references.values())
+    def trace(frame: FrameType, event: str, argument: Any) -> Any:
+        nonlocal seen
+        if not frame.f_code.co_filename.startswith(PRODUCT):
+            return None
+        seen += event == "line"
+        return trace
 
-    assert eventually(ended)
-
-
-def test_a_step_does_not_visit_each_retained_block(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    """A step has enough free blocks, although retained blocks and running requests leave few."""
-    connector = ConnectorConfig(engine="d", epoch=1, port=free_port(), host_kv_gib=0.005, park_after_s=3600.0)
-    engine = SteppedEngine(connector, blocks=100)
+    before = sys.gettrace()
+    sys.settrace(trace)
     try:
-        for number, output in ((1, 2), (2, 40)):
-            prompt = [(n * number) % 250 for n in range(30 * BLOCK_TOKENS)]
-            engine.add(f"turn{number}", prompt, output, session=f"s{number}")
-            if number == 1:
-                engine.run(2000)
-                end_copies(engine)
-        for _ in range(8):
-            engine.step()
-        pool = engine.scheduler.kv_cache_manager.block_pool
-        retained = len(engine.kv_state.conversations.owned(EvictionRank.RETAINED))
-        free, window = pool.get_num_free_blocks(), engine.side("retention").window
-        assert free - retained < window < free - 30
-        looked_at: list[Any] = []
-        monkeypatch.setattr(pool, "get_cached_block", lambda block, groups: looked_at.append(block))
-        engine.step()
-        assert looked_at == []
+        run()
+    finally:
+        sys.settrace(before)
+    return seen
+
+
+def full_engine(host: bool) -> SteppedEngine:
+    """Return an engine whose pool is full of idle conversations, half of them with a beginning in common.
+
+    With a host, half of the conversations are on it entirely, and the others lack their last block there.
+    """
+    connector = ConnectorConfig(
+        engine="d",
+        epoch=1,
+        port=free_port(),
+        host_kv_gib=1.0 if host else 0.0,
+        park_after_s=3600.0,
+    )
+    engine = SteppedEngine(connector, blocks=POOL, context=4096)
+    pool, conversations = engine.scheduler.kv_cache_manager.block_pool, engine.kv_state.conversations
+    for number in range(CONVERSATIONS):
+        begin = b"%03d" % (number // 2 % 30 if number % 2 else number)
+        chain = [
+            b"%s-%04d" % (begin if at < SHARED else b"%03d!" % number, at) + bytes(20) for at in range(THEIRS)
+        ]
+        blocks = pool.get_new_blocks(THEIRS)
+        cache_blocks(pool, chain, dict(enumerate(blocks)), BLOCK_TOKENS, 0)
+        conversation = conversations.begin_turn(f"s{number}", chain)
+        conversations.advance(conversation, chain)
+        for key in chain[: THEIRS - number % 2] if host else ():
+            if key not in engine.kv_state.host and (slot := engine.kv_state.host.begin_store(key)):
+                engine.kv_state.host.end_store(slot.number)
+        conversations.end_turn(conversation)
+        pool.free_blocks(reversed(blocks))
+    return engine
+
+
+@pytest.mark.parametrize("host", [True, False])
+def test_no_step_visits_all_retained_blocks(host: bool) -> None:
+    """Each kind of step on a full pool of 50,000 blocks, and the state that an engine reports.
+
+    In these steps requests take the blocks of conversations, which are parked under pressure and by time, and
+    one ends.
+    """
+    seen: dict[str, int] = {}
+    engine = full_engine(host)
+    state, pool = engine.kv_state, engine.scheduler.kv_cache_manager.block_pool
+
+    def step(kind: str, steps: int = 10) -> None:
+        seen[kind] = max(lines_executed(engine.step) for _ in range(steps))
+
+    def parked() -> int:
+        return sum(one.phase is RetentionPhase.PARKED for one in state.conversations)
+
+    try:
+        before = pool.get_num_free_blocks()
+        seen["state"] = lines_executed(engine.side("report").snapshot)
+        engine.add("stranger", [7] * 40 * BLOCK_TOKENS, 2)
+        step("prompt without a conversation")
+        engine.add("turn", [n % 250 for n in range(40 * BLOCK_TOKENS)], 3 * BLOCK_TOKENS, session="new")
+        step("turn", 3 * BLOCK_TOKENS)
+        engine.add("batch", [n % 91 for n in range(20 * BLOCK_TOKENS)], 4, priority=1)
+        step("offline request")
+        engine.add("again", [n % 77 for n in range(40 * BLOCK_TOKENS)], 4, session="other")
+        step("pressure")
+        assert (0 < parked() < 10) if host else not parked()
+        assert lines_executed(lambda: state.release("s1")) < 100 * THEIRS  # it visits its own blocks
+        engine.abort("again")
+        for one in state.conversations:
+            one.park_after_s = 0.0
+        step("idle", 3)
+        assert (parked() > 50) if host else not parked()
+        seen["state after these steps"] = lines_executed(engine.side("report").snapshot)
+        assert before > POOL - 200 and pool.get_num_free_blocks() > before - 100 and engine.wrong == []
     finally:
         engine.close()
-
-
-def test_a_step_without_admissions_does_not_scan_the_free_blocks_again(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    """The last scan covered more blocks than the steps since then have taken."""
-    connector = ConnectorConfig(engine="d", epoch=1, port=free_port(), park_after_s=3600.0)
-    engine = SteppedEngine(connector, blocks=200)
-    try:
-        engine.add("ended", [7] * 10, 2)  # nobody's blocks join those of conversations
-        engine.run()
-        looked_at: list[Any] = []
-        queue = engine.scheduler.kv_cache_manager.block_pool.free_block_queue
-        following = queue.iter_blocks_after
-
-        def noted(cursor: Any) -> Any:
-            for block in following(cursor):
-                looked_at.append(block)
-                yield block
-
-        monkeypatch.setattr(queue, "iter_blocks_after", noted)
-        engine.add("turn", [n % 250 for n in range(2 * BLOCK_TOKENS)], 4 * BLOCK_TOKENS, session="s")
-        engine.step()
-        assert len(looked_at) >= engine.side("retention").window
-        looked_at.clear()
-        for _ in range(3 * BLOCK_TOKENS):
-            engine.step()
-        assert looked_at == []
-    finally:
-        engine.close()
+    assert max(seen.values()) < LINES, seen
 
 
 def test_idle_blocks_are_found_after_the_blocks_before_them_are_taken() -> None:

@@ -139,7 +139,10 @@ def _set_size(scheduler: Any, blocks: int) -> None:
 
 
 def used_blocks(pool: Any) -> tuple[list[int], list[int]]:
-    """Return the blocks that requests hold, and those that only the prefix cache holds, newest first."""
+    """Return the blocks that requests hold, and those that only the prefix cache holds.
+
+    Of the latter the last one to be evicted comes first.
+    """
     held = [block.block_id for block in pool.blocks if block.ref_cnt and not block.is_null]
     return held, [block.block_id for block in reversed(list(free_queue(pool))) if _is_cached(block)]
 

@@ -12,7 +12,6 @@ from typing import Any
 
 from kvtransfer.compat.block_cache import remember_engine_core
 from kvtransfer.plugins import EngineContext, Plugin, SchedulerSide, WorkerSide
-from kvtransfer.retention.eviction import rank_of
 from placement.engines import SplitState
 from placement.overload.drop_plan import EngineShape
 from placement.scheduling.latency_model import LatencyModel
@@ -94,9 +93,6 @@ class OverloadScheduler(SchedulerSide):
         The others are evicted from the prefix cache. KV of offline requests ranks last there.
         """
         held, cached = internals.used_blocks(self._pool)
-        with self._kv_state.lock:
-            ranks = {b: rank_of(self._kv_state.conversations, self._pool.blocks[b]) for b in cached}
-        cached.sort(key=lambda block: -ranks[block])
         facts = self.inbox.facts
         block_bytes = facts.row_bytes * facts.layers if facts is not None else 1
         most = int(CACHED_KV_S * self._statistics.link_bytes_per_s / block_bytes)
