@@ -15,6 +15,7 @@ import ctypes
 import json
 import math
 import os
+import select
 import signal
 import subprocess
 import sys
@@ -116,6 +117,7 @@ def run(argv: list[str], lease: Lease, grace_s: float, oom_score: int, asked: En
         stdin=subprocess.DEVNULL,
         preexec_fn=prepare,  # noqa: PLW1509, one thread
     )
+    ends = os.pidfd_open(child.pid)
     try:
         while child.poll() is None:
             if not lease.held():
@@ -125,7 +127,7 @@ def run(argv: list[str], lease: Lease, grace_s: float, oom_score: int, asked: En
                 return 3
             if asked.over:
                 return 0
-            time.sleep(LOOK_EVERY_S)
+            select.select([ends], [], [], LOOK_EVERY_S)
         return child.returncode if child.returncode >= 0 else 128 - child.returncode
     except AskedToEnd:
         return 0

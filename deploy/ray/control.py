@@ -5,7 +5,7 @@ The directory, the command line and the autoscaler call it. No token passes thro
 
 from collections.abc import AsyncIterator
 from dataclasses import dataclass
-from typing import Any, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import grpc
 
@@ -13,8 +13,10 @@ from deploy.errors import DeployError
 from kvtransfer.control.control_socket import ControlSocketError
 from router.directory.api.rpc import BadReply, Method, Service, Stub
 from workers import processes
-from workers.keeper.engine_status import EngineLink, KeeperReport, StatusStore
-from workers.keeper.kv_sender import KvSender, SentKv
+from workers.keeper.engine_status import EngineLink, KeeperReport, SentKv, StatusStore
+
+if TYPE_CHECKING:
+    from workers.keeper.kv_sender import KvSender  # has a client of HTTP, which only keepers need
 
 Reply = TypeVar("Reply")
 
@@ -56,7 +58,7 @@ class ControlError(DeployError, ConnectionError):
 class ControlServer:
     """Server of the control service. It listens before the keeper runs, which announces its address."""
 
-    def __init__(self, store: StatusStore, feed: EngineLink, secret: str, sender: KvSender) -> None:
+    def __init__(self, store: StatusStore, feed: EngineLink, secret: str, sender: "KvSender") -> None:
         self._store, self._feed, self._sender = store, feed, sender
         service = Service(secret, unavailable=(ControlSocketError,))
         service.once(INFO, self._info)

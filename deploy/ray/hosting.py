@@ -1,6 +1,7 @@
 """Processes that an actor hosts. They outlive the actor, which adopts them when it is back."""
 
 import asyncio
+import contextlib
 import hashlib
 import logging
 import os
@@ -19,6 +20,7 @@ from workers.processes import Backoff
 log = logging.getLogger("conserve.deploy.hosting")
 
 LOOK_EVERY_S = 0.5
+FIRST_BACKOFF_S, LONGEST_BACKOFF_S, CALM_S = 0.05, 10.0, 60.0
 LEASE_S = 60.0  # where no supervisor of ours runs; the actor may take as long to come back
 GRACE_S = 5.0
 
@@ -68,7 +70,7 @@ async def keep(
     `look` is called again and again while it runs, and `ended` each time that it has ended.
     """
     wanted.directory.mkdir(parents=True, exist_ok=True)
-    loop, backoff = asyncio.get_running_loop(), Backoff(0.2, 10.0, 60.0)
+    loop, backoff = asyncio.get_running_loop(), Backoff(FIRST_BACKOFF_S, LONGEST_BACKOFF_S, CALM_S)
     process = await asyncio.to_thread(
         LeasedProcess.adopt, wanted.directory, wanted.fingerprint, wanted.grace_s
     )
@@ -78,13 +80,29 @@ async def keep(
         while process.alive():
             process.renew()
             await look(process)
-            await asyncio.sleep(LOOK_EVERY_S)
+            await _ended_within(process.record.pid, LOOK_EVERY_S)
         await asyncio.to_thread(process.end, GRACE_S)
         ended()
         process = None
         wait_s = backoff.next(loop.time())
-        log.warning("process ended name=%s next_start_s=%.1f", wanted.name, wait_s)
+        log.warning("process ended name=%s next_start_s=%.2f", wanted.name, wait_s)
         await asyncio.sleep(wait_s)
+
+
+async def _ended_within(pid: int, seconds: float) -> None:
+    """Wait until a process ends, which need not be a child, or so many seconds have passed."""
+    try:
+        descriptor = os.pidfd_open(pid)
+    except ProcessLookupError:
+        return
+    loop, ended = asyncio.get_running_loop(), asyncio.Event()
+    loop.add_reader(descriptor, ended.set)
+    try:
+        with contextlib.suppress(TimeoutError):
+            await asyncio.wait_for(ended.wait(), seconds)
+    finally:
+        loop.remove_reader(descriptor)
+        os.close(descriptor)
 
 
 def fingerprint(config: bytes) -> str:

@@ -15,11 +15,10 @@ the terms slowly, the speed at once.
 """
 
 import math
+import statistics
 from collections import deque
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
-
-import numpy as np
 
 from placement import PlacementError
 
@@ -165,6 +164,7 @@ def fit(
     about (no long prefill yet) keeps the prior's value instead of falling to zero. A term that the prior
     lacks stays out.
     """
+    import numpy as np  # here, because gateways only read models and start in half the time without it
     from scipy.optimize import nnls
 
     usable = [s for s in samples if s.seconds > 0]
@@ -207,6 +207,8 @@ def _bucket(tokens: int) -> str:
 
 def error_by_region(model: LatencyModel, samples: Sequence[Sample]) -> tuple[RegionError, ...]:
     """Return the error over all samples, and then for each range of new tokens and context."""
+    import numpy as np
+
     regions: dict[str, list[float]] = {"all": []}
     for sample in samples:
         if sample.seconds <= 0:
@@ -312,5 +314,5 @@ def undisturbed(model: LatencyModel, samples: Sequence[Sample], allowed: float =
     Samples are compared with their median, so an engine that became slower as a whole keeps all of them.
     """
     slowness = [sample.seconds / max(model.seconds(sample.work), 1e-9) for sample in samples]
-    limit = float(np.median(slowness)) * allowed
+    limit = statistics.median(slowness) * allowed
     return [sample for sample, slow in zip(samples, slowness, strict=True) if slow <= limit]

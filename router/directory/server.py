@@ -2,6 +2,7 @@
 
 import asyncio
 from collections.abc import AsyncIterator, Callable
+from contextlib import suppress
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -9,6 +10,7 @@ from typing import Any
 from placement.routing.placer import Placer
 from placement.routing.receipts import Refusal
 from router.directory.api import messages as m
+from router.directory.api.push import GatewayStream
 from router.directory.api.rpc import Service
 from router.directory.directory import Directory, DirectorySettings, Prefetch, Release, Send
 from router.directory.dropping import DropCommands
@@ -121,6 +123,7 @@ class DirectoryServer(Directory):
     async def _watch(self, request: m.WatchRequest) -> AsyncIterator[m.Push]:
         stream = self.gateways.join(request.gateway, request.metrics)
         self.gateway_came(request.gateway)
+        self._spawn(self._tell_bindings(stream))
         try:
             while True:
                 await stream.wait()
@@ -130,6 +133,13 @@ class DirectoryServer(Directory):
         finally:
             if self.gateways.leave(request.gateway, stream):
                 self.gateway_left(request.gateway)
+
+    async def _tell_bindings(self, stream: GatewayStream) -> None:
+        """Tell a gateway, which may have just started, of all bindings that are in the journal."""
+        bound = self.table.bindings()
+        with suppress(JournalError):  # a disk that takes nothing: what is on it cannot be told apart
+            await self.durable()
+            stream.tell_bound(bound)
 
     async def _prefetch_for(self, request: m.PrefetchRequest) -> str:
         return await self.prefetch(request.key, request.due_in_s)

@@ -209,6 +209,10 @@ class BindingTable:
 
     # Reading
 
+    def bindings(self) -> dict[str, tuple[str, int]]:
+        """Return engine and epoch of each bound conversation."""
+        return {one.key: (one.engine, one.epoch) for one in self._bindings}
+
     def binding(self, key: str) -> Binding | None:
         return self._bindings.look_up(key)
 

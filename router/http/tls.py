@@ -14,10 +14,6 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import Literal, Protocol, cast
 
-from cryptography import x509
-from cryptography.exceptions import UnsupportedAlgorithm
-from cryptography.hazmat.primitives.serialization import Encoding, PublicFormat, load_pem_private_key
-
 from router.errors import GatewayConfigError
 from router.http.limits import ServerLimits
 from router.process import WatchedFiles, content_of
@@ -40,6 +36,15 @@ def load_context(cert: Path, key: Path, now: datetime) -> tuple[ssl.SSLContext, 
 
     Raises TlsError for everything that would fail at the first client.
     """
+    # Imported here, because gateways without TLS start sooner without it.
+    from cryptography import x509
+    from cryptography.exceptions import UnsupportedAlgorithm
+    from cryptography.hazmat.primitives.serialization import Encoding, PublicFormat, load_pem_private_key
+
+    def public(holder: object) -> bytes:
+        key = holder.public_key()  # type: ignore[attr-defined]  # a certificate, or a key of any kind
+        return bytes(key.public_bytes(Encoding.DER, PublicFormat.SubjectPublicKeyInfo))
+
     chain = _content(cert, "cert")
     try:
         leaf = x509.load_pem_x509_certificates(chain)[0]
@@ -60,7 +65,7 @@ def load_context(cert: Path, key: Path, now: datetime) -> tuple[ssl.SSLContext, 
         ) from None
     except (ValueError, UnsupportedAlgorithm) as error:
         raise TlsError("key", f"{key} holds no private key in PEM") from error
-    if _public(private) != _public(leaf):
+    if public(private) != public(leaf):
         problem = f"{key} is not the key of the first certificate in {cert}"
         raise TlsError("key", f"{problem}: use the two files of one pair, the server's certificate first")
     context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
@@ -82,11 +87,6 @@ def _content(file: Path, which: Literal["cert", "key"]) -> bytes:
     if len(content) > MAX_FILE_BYTES:
         raise TlsError(which, f"{file} is longer than {MAX_FILE_BYTES >> 20} MiB")
     return content
-
-
-def _public(holder: object) -> bytes:
-    key = holder.public_key()  # type: ignore[attr-defined]  # a certificate, or a key of any kind
-    return bytes(key.public_bytes(Encoding.DER, PublicFormat.SubjectPublicKeyInfo))
 
 
 class Certificate:

@@ -254,11 +254,18 @@ class _Killable:
             await engine.start()
         self.directory = DirectoryProcess(self._folder, [engine.info for engine in self.engines.values()])
         await self.directory.start()
-        self.gateways = [self._gateway(number) for number in range(2)]
-        self.urls = [f"http://127.0.0.1:{await gateway.start()}" for gateway in self.gateways]
-        for gateway in self.gateways:
-            await until(lambda gateway=gateway: len(gateway.directory.engines))
+        self.gateways: list[Gateway] = []
+        self.urls: list[str] = []
+        for _ in range(2):
+            await self.add_gateway()
         return self
+
+    async def add_gateway(self) -> Gateway:
+        gateway = self._gateway(len(self.gateways))
+        self.urls.append(f"http://127.0.0.1:{await gateway.start()}")
+        self.gateways.append(gateway)
+        await until(lambda: len(gateway.directory.engines))
+        return gateway
 
     def decoder_of(self, name: str) -> str:
         return next(
@@ -333,6 +340,21 @@ async def test_without_a_directory_any_gateway_serves_a_bound_conversation(tmp_p
         await until(lambda: not any(gateway.directory.unreported for gateway in made.gateways))
         described = (await get(f"{made.urls[0]}/v1/conversations/a"))[1]
         assert described["decoder"] == decoder and described["turns"] > 0
+
+
+async def test_a_gateway_that_starts_is_told_of_all_bindings(tmp_path: Path) -> None:
+    async with _Killable(tmp_path) as made:
+        name = {"x-conversation-id": "a"}
+        assert (await ask(made.urls[0], [user("a")], headers=name)).status == 200
+        decoder = made.decoder_of("a")
+        later = await made.add_gateway()
+        await until(lambda: any(key.endswith(":a") for key in later.directory.cache.elsewhere))
+        await made.directory.kill()
+        await until(lambda: not later.directory.connected)
+        began, turn = time.monotonic(), [user("a"), assistant("x"), user("b")]
+        assert (await ask(made.urls[-1], turn, headers=name)).status == 200
+        assert time.monotonic() - began < 2.0
+        assert made.decoder_of("a") == decoder
 
 
 @pytest.mark.slow

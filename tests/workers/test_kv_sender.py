@@ -8,8 +8,8 @@ import pytest
 
 from kvtransfer.control.control_socket import ControlSocketError
 from tests.support.fake_engine import FakeEngine
-from workers.keeper.engine_status import EngineLink, StatusStore
-from workers.keeper.kv_sender import KvSender, SentKv
+from workers.keeper.engine_status import EngineLink, SentKv, StatusStore
+from workers.keeper.kv_sender import KvSender
 
 TOKENS = tuple(range(100))
 

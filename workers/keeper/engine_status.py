@@ -55,6 +55,14 @@ class KeeperReport:
     over: int = 0  # newest epoch that this keeper saw end
 
 
+@dataclass(frozen=True, slots=True)
+class SentKv:
+    """Result of sending one conversation's KV to another engine."""
+
+    done: bool  # the other engine holds the conversation's KV
+    recomputed_tokens: int = 0  # of these, computed again by either engine
+
+
 class StatusStore:
     def __init__(self, engine: str) -> None:
         self.report = KeeperReport(KeeperStatus(engine, KeeperPhase.WAITING))

@@ -7,7 +7,6 @@ exports the KV as a prefiller does, and the other engine fetches it and retains 
 import asyncio
 import logging
 from collections.abc import Mapping
-from dataclasses import dataclass
 from typing import Any
 from uuid import uuid4
 
@@ -15,19 +14,11 @@ import aiohttp
 
 from kvtransfer.control.control_socket import ControlSocketError
 from workers.engine.engine_key import KEY_HEADER
-from workers.keeper.engine_status import EngineLink, StatusStore
+from workers.keeper.engine_status import EngineLink, SentKv, StatusStore
 
 log = logging.getLogger("conserve.workers.kv_sender")
 
 LIMIT_S = 60.0
-
-
-@dataclass(frozen=True, slots=True)
-class SentKv:
-    """Result of sending one conversation."""
-
-    done: bool  # the other engine holds the conversation's KV
-    recomputed_tokens: int = 0  # of these, computed again by either engine
 
 
 class KvSender:

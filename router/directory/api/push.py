@@ -5,13 +5,15 @@ name was doing ended with it.
 """
 
 import asyncio
+import itertools
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import replace
 
 from router.directory.api.messages import Engines, Placed, Push, Spent
 
 MAX_PENDING = 100_000
+BOUND_AT_ONCE = 5_000  # bindings in one push, which holds a gateway's loop for some milliseconds
 BATCH = "batch"  # what the batch process calls itself
 
 
@@ -45,9 +47,14 @@ class GatewayStream:
         self._wake.clear()
 
     def wake(self) -> None:
-        if len(self.ended) + len(self.foreign) + len(self.spent) + len(self.bound) > MAX_PENDING:
+        if len(self.ended) + len(self.foreign) + len(self.spent) > MAX_PENDING:
             self.overrun = True
         self._wake.set()
+
+    def tell_bound(self, bound: Mapping[str, tuple[str, int]]) -> None:
+        """Tell of bindings as they were a moment ago; what has been told since is newer."""
+        self.bound = {**bound, **self.bound}
+        self.wake()
 
     def spend(self, by: str, news: Spent) -> None:
         if (before := self.spent.get((by, news.key))) is not None:
@@ -56,15 +63,19 @@ class GatewayStream:
         self.spent[by, news.key] = news
 
     def take(self, engines: Callable[[], Engines]) -> Push:
-        """Return all waiting changes, with the engines if they changed."""
+        """Return all that waits, with the engines if they changed, and a part of the bindings."""
+        keys = list(itertools.islice(self.bound, BOUND_AT_ONCE))
+        bound = tuple((key, *self.bound.pop(key)) for key in keys)
+        if self.bound:
+            self._wake.set()
         taken = Push(
             engines() if self.engines else None,
             tuple(self.ended),
             tuple(self.foreign),
             tuple((gateway, one) for (gateway, _), one in self.spent.items()),
-            tuple((key, *where) for key, where in self.bound.items()),
+            bound,
         )
-        self.ended, self.foreign, self.engines, self.spent, self.bound = [], [], False, {}, {}
+        self.ended, self.foreign, self.engines, self.spent = [], [], False, {}
         return taken
 
 
@@ -109,6 +120,8 @@ class GatewayStreams:
         if ended:
             for stream in self._by_gateway.values():
                 stream.ended += ended
+                for key, _ in ended:
+                    stream.bound.pop(key, None)
                 stream.wake()
         for gateway, key in foreign:
             one = self._by_gateway.get(gateway)
