@@ -103,7 +103,6 @@ class CudaMover(Mover):
 
     def store(self, memory: HostSlots, copies: list[BlockCopy], at: int = 0) -> None:
         """Store blocks; one unit is copied while the previous one is hashed."""
-        memory.use(copies)
         under_way: deque[tuple[list[BlockCopy], Launched]] = deque()
         try:
             for unit, place in self._units(copies, at):

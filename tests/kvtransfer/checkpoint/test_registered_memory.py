@@ -1,11 +1,9 @@
-"""Host rows for GPU copies are registered in chunks, once, when they are first used."""
+"""Host rows for GPU copies are registered in chunks, once, before the engine is ready."""
 
 import logging
 import mmap
-import threading
 import time
 from collections.abc import Callable
-from concurrent.futures import ThreadPoolExecutor
 from itertools import pairwise
 from types import SimpleNamespace
 
@@ -20,6 +18,7 @@ from tests.support.device import LateCuda
 
 SLOTS = 40
 ROW = 2560  # eight are five pages
+CHUNKS = 5
 
 
 class RegistryLog(PinnedMemoryRegistrar):
@@ -49,22 +48,18 @@ def copies(*slots: int) -> list[BlockCopy]:
     return [BlockCopy(block, slot, 1) for block, slot in enumerate(slots)]
 
 
-def test_memory_is_registered_once_and_only_when_used() -> None:
+def test_all_memory_is_registered_once_before_its_first_use() -> None:
     registry = RegistryLog()
     memory = HostSlots(SLOTS, ROW, registry)
-    assert not registry.held
-    memory.use(copies(0, 7))
-    memory.use(copies(3))
-    assert registry.held == {memory.rows[0].ctypes.data: 8 * ROW}
-    memory.use(copies(5, 39, 8))
-    assert registry.asked == 3
+    assert registry.held == {memory.rows[at].ctypes.data: 8 * ROW for at in range(0, SLOTS, 8)}
+    CudaMover([torch.randn(12, 2, 16, 10) for _ in range(2)], LateCuda()).store(memory, copies(0, 39))
+    assert registry.asked == CHUNKS
 
 
 @pytest.mark.parametrize("row", [ROW, 4096, 4104, 40960])
 def test_rows_and_pages_do_not_cross_chunks(row: int) -> None:
     registry = RegistryLog()
     memory = HostSlots(1030, row, registry)
-    memory.use(copies(*range(1030)))
     chunks = sorted(registry.held.items())
     assert len(chunks) > 1 and all(not (at % mmap.PAGESIZE or size % mmap.PAGESIZE) for at, size in chunks)
     assert all(at + size == then for (at, size), (then, _) in pairwise(chunks))
@@ -82,7 +77,7 @@ def test_a_run_of_slots_ends_where_a_registration_ends() -> None:
 def test_close_unregisters_everything() -> None:
     registry = RegistryLog()
     memory = HostSlots(SLOTS, ROW, registry)
-    memory.use(copies(0, 20, 39))
+    assert registry.held
     memory.close()
     assert not registry.held
 
@@ -101,7 +96,7 @@ def test_a_refused_registration_is_counted_and_its_block_is_still_copied(
         mover.store(memory, copies(2, 10))
     assert len(caplog.records) == 1 and "(no)" in caplog.text
     assert memory.take_refused() == 2 and memory.take_refused() == 0
-    assert registry.asked == 3 and len(registry.held) == 1
+    assert registry.asked == CHUNKS and len(registry.held) == CHUNKS - 2
     back = [BlockCopy(6, 17, 1), BlockCopy(7, 9, 1)]
     assert mover.load(memory, back) == back
     assert all(torch.equal(layer[[6, 7]], was[[3, 2]]) for layer, was in zip(device, before, strict=True))
@@ -123,31 +118,6 @@ def test_a_closed_copier_unregisters_memory_and_refusals_are_counted() -> None:
     until(lambda: not registry.held)
 
 
-class SlowRegistry(RegistryLog):
-    def __init__(self) -> None:
-        super().__init__()
-        self.began, self.goes_on = threading.Event(), threading.Event()
-
-    def register(self, address: int, nbytes: int) -> str:
-        self.began.set()
-        assert self.goes_on.wait(5)
-        return super().register(address, nbytes)
-
-
-def test_the_model_asks_for_counts_while_memory_is_registered() -> None:
-    registry = SlowRegistry()
-    memory = HostSlots(SLOTS, ROW, registry)
-    using = threading.Thread(target=memory.use, args=(copies(0),))
-    using.start()
-    assert registry.began.wait(5)
-    with ThreadPoolExecutor(1) as model:
-        try:
-            assert model.submit(memory.take_refused).result(2) == 0
-        finally:
-            registry.goes_on.set()
-    using.join(5)
-
-
 class RaisingRegistry(RegistryLog):
     def register(self, address: int, nbytes: int) -> str:
         self.asked += 1
@@ -157,9 +127,7 @@ class RaisingRegistry(RegistryLog):
 def test_a_registration_that_raises_counts_as_refused() -> None:
     registry = RaisingRegistry()
     memory = HostSlots(SLOTS, ROW, registry)
-    memory.use(copies(0, 1))
-    memory.use(copies(2))
-    assert registry.asked == 1 and memory.take_refused() == 1
+    assert registry.asked == CHUNKS and memory.take_refused() == CHUNKS
 
 
 def test_closing_waits_for_memory_to_be_unregistered() -> None:
