@@ -20,7 +20,9 @@ def main() -> int:
     parser = argparse.ArgumentParser(prog="python -m tests.simulated", description=__doc__)
     parser.add_argument("--seeds", type=int, default=100, help="how many")
     parser.add_argument("--first", type=int, default=0, help="the first one; `--seeds 1 --first N` replays N")
-    parser.add_argument("--bug", choices=sorted(bugs.BUGS), help="break the product by this deliberate bug")
+    parser.add_argument(
+        "--bug", choices=sorted(bugs.BUGS), help="break the product by this deliberate bug, until it is found"
+    )
     parser.add_argument("--bugs", action="store_true", help="print the seed that finds each deliberate bug")
     parser.add_argument("--json", type=Path, help="file for the results of all seeds")
     parser.add_argument("--log", action="store_true", help="print the log lines of all processes")
@@ -37,6 +39,8 @@ def main() -> int:
         results.append(result)
         if result.violations:
             print(f"seed {result.seed}: {result.violations[0]}", flush=True)
+            if options.bug is not None:  # found
+                break
     _report(results, options.json)
     return 1 if any(result.violations for result in results) else 0
 

@@ -37,5 +37,5 @@ def test_no_seed_breaks_an_invariant_and_each_replays(tmp_path: Path) -> None:
 @pytest.mark.slow
 @pytest.mark.parametrize("bug", ["epoch_ignored_by_directory", "epoch_ignored_by_gateway"])
 def test_a_deliberate_bug_is_found(tmp_path: Path, bug: str) -> None:
-    status, output, results = simulated(tmp_path, "--bug", bug, "--seeds", "4")
+    status, output, results = simulated(tmp_path, "--bug", bug, "--seeds", "60")
     assert (status, bool(results["violations"])) == (1, True), output
