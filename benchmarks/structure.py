@@ -1,10 +1,11 @@
 """Count the lines, import circles, folders and docstring faults of a source tree.
 
-python -m benchmarks.structure                            print the figures python -m benchmarks.structure
---json FILE                and write them to FILE python -m benchmarks.structure --list docstring_fragments
-print each place of one figure python -m benchmarks.structure --trips                    also count the files
-that one turn runs python -m benchmarks.structure --tree ../other            count another checkout python -m
-benchmarks.structure --sample 7                 print texts to read as a newcomer, drawn with a seed
+    python -m benchmarks.structure                             print the figures
+    python -m benchmarks.structure --json FILE                 and write them to FILE
+    python -m benchmarks.structure --list docstring_fragments  print each place of one figure
+    python -m benchmarks.structure --trips                     also count the files that one turn runs
+    python -m benchmarks.structure --tree ../other             count another checkout
+    python -m benchmarks.structure --sample 7                  print texts to read as a newcomer, by seed
 
 The figures leave out files that protoc wrote:
 

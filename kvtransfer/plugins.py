@@ -155,7 +155,7 @@ class WorkerSide(PluginSide):
         """Receive the order of a step before the step overwrites a block."""
 
     def needs_layers(self, order: Any | None) -> bool:
-        """Return whether this side has work between layers in the step with this order.
+        """Return whether this side has work between layers in the step that this order is for.
 
         If no side has, the step may be one CUDA graph, and the next two hooks are not called. The answer may
         depend on the order only, because ranks must agree. Only sides that override one of the two hooks are

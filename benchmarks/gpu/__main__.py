@@ -1,4 +1,4 @@
-"""Costs of mechanisms and of engines on a GPU.
+"""Measure on a GPU what the product's mechanisms cost, and how its engines compare with plain vLLM.
 
     python -m benchmarks.gpu [--only STEP,...] [--skip STEP,...] [--limit S] [--out FILE] [--page FILE]
 

@@ -100,5 +100,5 @@ async def _listens(info: EngineInfo) -> bool:
 
 
 def _over(report: KeeperReport, up: EngineInfo) -> bool:
-    """Return whether the engine is gone. Without an engine, a keeper may not have adopted it yet."""
+    """Return whether this epoch has ended. A keeper that shows no engine may only not have adopted it yet."""
     return report.over >= up.epoch or report.status.epoch > up.epoch

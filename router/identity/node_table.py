@@ -111,7 +111,7 @@ class NodeTable:
             self._remove(digest, conversation)
 
     def holders(self, digest: bytes, id_prefix: str = "") -> tuple[Holder, ...]:
-        """Return the conversations at a node: first the oldest one, then the most recent tips.
+        """Return the conversations at a node: first the oldest, then those whose newest request ended here.
 
         The first conversation becomes the parent of a fork. The number of tips is bounded, those with
         `id_prefix` first, because a client can repeat a prompt under any number of ids.

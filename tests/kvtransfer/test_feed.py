@@ -172,7 +172,7 @@ async def test_a_failed_command_is_reported_and_the_connection_continues(tmp_pat
         server.close()
 
 
-async def test_a_change_wakes_the_feed_once_until_it_is_reported(
+async def test_many_changes_before_a_report_wake_the_socket_once(
     engine: FedEngine, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A step signals a change, hundreds of times a second."""

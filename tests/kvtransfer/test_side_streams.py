@@ -90,7 +90,7 @@ def test_writes_of_an_aborted_iteration_come_before_loads(
 def test_without_the_event_loaded_kv_would_be_overwritten(
     way: Callable[..., Restore], cuda: LateCuda, kv: list[Any]
 ) -> None:
-    """The previous test guards against this."""
+    """Show that the previous test can fail: without the event the bytes are wrong."""
     restore = way(cuda, kv, ordered=False)
     abort_in_layer(cuda, kv, [4, 5, 6], 3)
     restore()

@@ -31,7 +31,7 @@ async def test_the_second_conversation_with_a_prefix_finds_it_cached(tmp_path: P
         assert sorted((len(first.seen), len(second.seen))) == [0, 2]
 
 
-async def test_a_separate_cache_key_removes_no_other_prefix(tmp_path: Path) -> None:
+async def test_a_prompt_cache_key_of_its_own_still_shares_prefixes(tmp_path: Path) -> None:
     """Codex names each conversation by its `prompt_cache_key`, and all have a common prefix."""
     async with fleet(tmp_path) as made:
         assert await cached(made, "one", prompt_cache_key="a") == 0

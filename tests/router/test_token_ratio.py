@@ -1,4 +1,4 @@
-"""Prompt sizes come from observations, never from a prediction."""
+"""Prompt sizes in tokens are estimated from what engines counted before."""
 
 from dataclasses import replace
 from typing import Any

@@ -66,7 +66,7 @@ def test_spans_of_a_conversation_are_its_turns(tmp_path: Path) -> None:
     assert first.model_class == "m"
 
 
-def test_calls_of_one_trace_without_an_id_are_one_session_and_a_shorter_prompt_begins_anew(
+def test_calls_of_one_trace_without_an_id_are_one_session_until_a_prompt_is_shorter(
     tmp_path: Path,
 ) -> None:
     spans = [

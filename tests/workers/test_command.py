@@ -112,7 +112,7 @@ def test_the_environment_of_ray_does_not_reach_an_engine() -> None:
 
 
 @pytest.mark.parametrize("device", Device)
-def test_every_engine_has_the_model_runner_that_is_checked(device: Device) -> None:
+def test_every_engine_uses_the_model_runner_that_was_verified(device: Device) -> None:
     """Only the fleet file changes this; the environment of the user does not."""
     spec, around = replace(SPEC, device=device), {"VLLM_USE_V2_MODEL_RUNNER": "1"}
     assert engine_command(spec, START, KEYS, around).env["VLLM_USE_V2_MODEL_RUNNER"] == "0"

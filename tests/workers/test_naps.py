@@ -25,7 +25,9 @@ def ends(monkeypatch: pytest.MonkeyPatch) -> Iterator[tuple[MessageQueue, Messag
     writer.shutdown()
 
 
-def test_waiting_uses_no_core_and_misses_no_message(ends: tuple[MessageQueue, MessageQueue]) -> None:
+def test_a_waiting_process_uses_no_core_and_misses_no_message(
+    ends: tuple[MessageQueue, MessageQueue],
+) -> None:
     writer, reader = ends
     writer.enqueue("first")
     assert reader.dequeue(timeout=10) == "first"  # from here vLLM alone would spin for a second

@@ -78,7 +78,7 @@ async def test_a_watcher_waits_while_nothing_changes() -> None:
     assert report.status.detail == "loading weights"
 
 
-async def test_a_connected_keeper_checks_the_bookkeeping_of_its_engine_and_receives_states(
+async def test_a_connected_keeper_receives_states_and_can_check_integrity(
     tmp_path: Path, caplog: object
 ) -> None:
     checked: list[str] = []

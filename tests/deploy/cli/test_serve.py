@@ -52,7 +52,7 @@ def model_in(directory: Path, **config: Any) -> str:
     return str(directory)
 
 
-def test_the_file_is_printed_and_valid() -> None:
+def test_the_printed_fleet_file_is_valid() -> None:
     content = printed("smollm2", "--prefill", "0", "--decode", "1", "--port", "8123")
     assert content["model"] == {"path": "smollm2", "dtype": "float32", "max_context": 8192}
     assert (content["policy"], content["gateway"]["port"]) == ("collocated", 8123)

@@ -155,7 +155,7 @@ def test_scheduling_is_asynchronous(role: str, final: dict[str, Flat]) -> None:
 
 
 @pytest.mark.parametrize("role", ROLES)
-def test_every_engine_has_the_model_runner_that_is_checked(role: str, final: dict[str, Flat]) -> None:
+def test_every_engine_uses_the_model_runner_that_was_verified(role: str, final: dict[str, Flat]) -> None:
     assert (final[role]["runner"], final["plain"]["runner"]) == ("V1", "V2")
 
 

@@ -1,4 +1,4 @@
-"""One co-serving engine on a computed clock, iteration by iteration, with the product's scheduling policies.
+"""One simulated co-serving engine, iteration by iteration, with the product's scheduling policies.
 
 The engine does what vLLM does around a policy: two loops over running and waiting requests, blocks taken when
 tokens are scheduled, and the latest offline request preempted when a running online one lacks a block.

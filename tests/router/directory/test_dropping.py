@@ -223,7 +223,7 @@ def test_an_engine_that_has_not_reported_since_a_restart_may_be_the_peer() -> No
     assert [(what, engine, epoch) for what, engine, epoch, _, _ in two.told] == [("restore", "d0", 7)]
 
 
-def test_pairs_that_have_one_epoch_after_a_restart_are_all_restored() -> None:
+def test_several_pairs_with_the_same_epoch_after_a_restart_are_all_restored() -> None:
     four = TwoEngines(("d0", "d1", "d2", "d3"))
     heard = {}
     for name, partner in (("d2", "d3:1"), ("d3", "d2:1")):  # as a former directory told them

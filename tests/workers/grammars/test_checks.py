@@ -48,7 +48,7 @@ def run(main: Coroutine[Any, Any, None]) -> None:
 
 
 class CompileProcess:
-    """The compile process for one engine configuration, started as after a kill."""
+    """Compile process for one engine configuration, started like one that replaces a killed process."""
 
     def __init__(self, config: Any) -> None:
         self.config, self.address = config, new_address()

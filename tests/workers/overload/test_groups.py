@@ -36,7 +36,7 @@ from workers.engine.overload.split.peer_link import Message, MessageKind, PeerCo
 
 
 @pytest.mark.parametrize("size", [2, 3, 4])
-def test_kv_is_in_its_region_on_every_member_and_comes_back(four: Group, size: int) -> None:
+def test_every_member_keeps_kv_in_its_region_and_returns_it(four: Group, size: int) -> None:
     group = four[:size]
     split(group)
     kept = [layer for worker in group for layer in worker.split.member.kept]  # type: ignore[union-attr]
