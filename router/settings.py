@@ -5,9 +5,20 @@ configuration. A field `lease_s` is the key `lease` of the file, where a time ma
 """
 
 import re
-from typing import Annotated
+from pathlib import Path
+from typing import Annotated, Generic, TypeVar
 
-from pydantic import AliasGenerator, BeforeValidator, ConfigDict, Field, WithJsonSchema
+from pydantic import (
+    AliasGenerator,
+    BeforeValidator,
+    ConfigDict,
+    Field,
+    TypeAdapter,
+    ValidationError,
+    WithJsonSchema,
+)
+
+from router.errors import GatewayConfigError
 
 MIB = 1 << 20
 _UNITS = {"ms": 0.001, "s": 1.0, "m": 60.0, "h": 3600.0, "d": 86_400.0}
@@ -57,3 +68,28 @@ Port = Annotated[int, Field(ge=0, le=65_535)]
 Gib = Annotated[float, Field(ge=0, allow_inf_nan=False)]
 Share = Annotated[float, Field(gt=0, le=1)]
 Count = Annotated[int, Field(gt=0, le=10**12)]
+
+Config = TypeVar("Config")
+
+
+class ConfigFile(Generic[Config]):
+    """JSON file with the configuration of one process."""
+
+    def __init__(self, kind: type[Config]) -> None:
+        self._adapter: TypeAdapter[Config] = TypeAdapter(kind)
+
+    def load(self, path: Path) -> Config:
+        """Read a file. Raises GatewayConfigError with one line for each problem."""
+        try:
+            return self._adapter.validate_json(path.read_bytes())
+        except OSError as error:
+            raise GatewayConfigError(f"{path}: {error.strerror}") from error
+        except ValidationError as error:
+            found = ((".".join(map(str, one["loc"])) or "file", one["msg"]) for one in error.errors())
+            raise GatewayConfigError(
+                "\n".join(f"{path}: {where}: {what}" for where, what in found)
+            ) from error
+
+    def dump(self, config: Config) -> bytes:
+        """Return the content of a file from which `load` makes the same configuration."""
+        return self._adapter.dump_json(config, indent=2)

@@ -1,17 +1,16 @@
 """Configuration of the batch process: frozen dataclasses, read from a JSON file that has no unknown keys."""
 
 from dataclasses import dataclass, field
-from pathlib import Path
 
-from pydantic import ConfigDict, TypeAdapter, ValidationError
+from pydantic import ConfigDict
 from pydantic.dataclasses import dataclass as checked
 
 from router.auth.keys import StructuredOutputs
-from router.errors import GatewayConfigError
 from router.gateway.config import ServedModel
 from router.http import ServerLimits, UpstreamLimits
 from router.requests.fields import UnknownFields
 from router.requests.prompt_limit import MAX_BYTES_PER_TOKEN
+from router.settings import ConfigFile
 
 HOUR_S = 3600
 MIN_WINDOW_S = HOUR_S
@@ -73,19 +72,5 @@ class BatchConfig:
             raise ValueError("key: without one anybody could name any caller")
 
 
-def load(path: Path) -> BatchConfig:
-    try:
-        return _ADAPTER.validate_json(path.read_bytes())
-    except OSError as wrong:
-        raise GatewayConfigError(f"{path}: {wrong.strerror}") from wrong
-    except ValidationError as wrong:
-        found = ((".".join(map(str, one["loc"])) or "file", one["msg"]) for one in wrong.errors())
-        raise GatewayConfigError("\n".join(f"{path}: {where}: {what}" for where, what in found)) from wrong
-
-
-def dump(config: BatchConfig) -> bytes:
-    """Return the file content from which `load` makes the same configuration."""
-    return _ADAPTER.dump_json(config, indent=2)
-
-
-_ADAPTER = TypeAdapter(BatchConfig)
+_FILE = ConfigFile(BatchConfig)
+load, dump = _FILE.load, _FILE.dump

@@ -3,21 +3,19 @@
 from dataclasses import dataclass, field
 from enum import StrEnum
 from itertools import starmap
-from pathlib import Path
 from typing import Annotated, Literal
 from urllib.parse import urlsplit
 
-from pydantic import AfterValidator, ConfigDict, Field, TypeAdapter, ValidationError
+from pydantic import AfterValidator, ConfigDict, Field
 from pydantic.dataclasses import dataclass as checked
 
 from placement.prefetch_rules import PrefetchRules
 from placement.routing.placer_settings import PlacingPolicy, Redisaggregation
 from router.auth.keys import DefaultLimits, Key
-from router.errors import GatewayConfigError
 from router.http import ServerLimits, UpstreamLimits
 from router.requests.fields import UnknownFields
 from router.requests.prompt_limit import MAX_BYTES_PER_TOKEN
-from router.settings import MIB, SETTINGS, Duration, FilePath, Share
+from router.settings import MIB, SETTINGS, ConfigFile, Duration, FilePath, Share
 
 _STRICT = ConfigDict(extra="forbid")
 _SERVER, _UPSTREAM = ServerLimits(), UpstreamLimits()
@@ -263,23 +261,5 @@ class GatewayConfig:
         return {name: model for model in self.models for name in (model.name, *model.aliases)}
 
 
-def load(path: Path) -> GatewayConfig:
-    """Read a configuration file. Raises GatewayConfigError with one line for each problem."""
-    try:
-        return _ADAPTER.validate_json(path.read_bytes())
-    except OSError as error:
-        raise GatewayConfigError(f"{path}: {error.strerror}") from error
-    except ValidationError as error:
-        lines = [
-            f"{path}: {'.'.join(str(part) for part in problem['loc']) or 'file'}: {problem['msg']}"
-            for problem in error.errors()
-        ]
-        raise GatewayConfigError("\n".join(lines)) from error
-
-
-def dump(config: GatewayConfig) -> bytes:
-    """Return the file contents from which `load` makes the same configuration."""
-    return _ADAPTER.dump_json(config, indent=2)
-
-
-_ADAPTER = TypeAdapter(GatewayConfig)
+_FILE = ConfigFile(GatewayConfig)
+load, dump = _FILE.load, _FILE.dump
