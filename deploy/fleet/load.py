@@ -1,8 +1,7 @@
 """Read a fleet file, and report every mistake with its line, what was expected and the nearest key."""
 
 import difflib
-from collections.abc import Iterable, Mapping
-from dataclasses import dataclass, field
+from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +11,7 @@ from pydantic import ValidationError
 from deploy.errors import DeployError, KeyPath, Problem
 from deploy.fleet.checks import check, check_files
 from deploy.fleet.schema import FleetSpec
+from router.auth.keys_file import line_of
 
 
 class FleetFileError(DeployError, ValueError):
@@ -71,34 +71,20 @@ def _expected(message: str) -> str:
     return message if message.startswith(("a time is", "String should")) else f"expected {message}"
 
 
-@dataclass
-class Positions:
-    """Lines of keys and values by path, counted from 1; a mapping has the line of its first entry."""
-
-    keys: dict[KeyPath, int] = field(default_factory=dict)
-    values: dict[KeyPath, int] = field(default_factory=dict)
-    duplicates: list[Problem] = field(default_factory=list)
-
-    def line(self, problem: Problem) -> int:
-        table = self.keys if problem.at_key else self.values
-        path = problem.path
-        while path and path not in table:
-            path, table = path[:-1], self.values
-        return table.get(path, 1)
-
-    def visit(self, node: yaml.Node, path: KeyPath) -> None:
-        self.values[path] = node.start_mark.line + 1
-        if isinstance(node, yaml.SequenceNode):
-            for index, value in enumerate(node.value):
-                self.visit(value, (*path, index))
-        elif isinstance(node, yaml.MappingNode):
-            for key, value in node.value:
-                inner = (*path, str(key.value))
-                if first := self.keys.get(inner):
-                    message = f"the key '{key.value}' is already on line {first}"
-                    self.duplicates.append(Problem(inner, message, at_key=True))
-                self.keys[inner] = key.start_mark.line + 1
-                self.visit(value, inner)
+def _repeated(node: yaml.Node, path: KeyPath = ()) -> Iterator[Problem]:
+    """Yield the keys that a mapping has twice; PyYAML keeps the last one."""
+    if isinstance(node, yaml.SequenceNode):
+        for index, value in enumerate(node.value):
+            yield from _repeated(value, (*path, index))
+    elif isinstance(node, yaml.MappingNode):
+        lines: dict[str, int] = {}
+        for key, value in node.value:
+            name = str(key.value)
+            if name in lines:
+                message = f"the key '{name}' is already on line {lines[name]}"
+                yield Problem((*path, name), message, at_key=True)
+            lines[name] = key.start_mark.line + 1
+            yield from _repeated(value, (*path, name))
 
 
 def load_fleet(file: Path, *, to_start: bool = False) -> FleetSpec:
@@ -117,30 +103,28 @@ def load_fleet(file: Path, *, to_start: bool = False) -> FleetSpec:
 
 def parse_fleet(text: str, name: str, *, to_start: bool = False) -> FleetSpec:
     try:
-        where, root = Positions(), yaml.compose(text, Loader=yaml.SafeLoader)
-        if root is not None:
-            where.visit(root, ())
-        content = yaml.safe_load(text)
+        root, content = yaml.compose(text, Loader=yaml.SafeLoader), yaml.safe_load(text)
     except yaml.MarkedYAMLError as error:
         line = error.problem_mark.line + 1 if error.problem_mark else 1
         raise FleetFileError(name, [(line, f"not valid YAML: {error.problem}")]) from error
-    if not isinstance(content, dict):
+    if root is None or not isinstance(content, dict):
         raise FleetFileError(name, [(1, "expected a mapping with at least 'tiers'")])
-    if where.duplicates:
-        raise _error(name, where, where.duplicates)
+    if repeated := list(_repeated(root)):
+        raise _error(name, root, repeated)
     try:
         fleet = FleetSpec.of(content)
     except ValidationError as error:
         problems = (from_pydantic(detail) for detail in error.errors(include_url=False))  # type: ignore[arg-type]
-        raise _error(name, where, list(dict.fromkeys(problems))) from error
+        raise _error(name, root, list(dict.fromkeys(problems))) from error
     if beyond_types := list(check(fleet)) or list(check_files(fleet) if to_start else ()):
-        raise _error(name, where, beyond_types)
+        raise _error(name, root, beyond_types)
     return fleet
 
 
-def _error(name: str, where: Positions, problems: list[Problem]) -> FleetFileError:
-    found = ((dotted(problem.path), problem) for problem in problems)
-    return FleetFileError(
-        name,
-        ((where.line(one), f"{path}: {one.message}" if path else one.message) for path, one in found),
-    )
+def _error(name: str, root: yaml.Node, problems: list[Problem]) -> FleetFileError:
+    lines = []
+    for one in problems:
+        path = dotted(one.path)
+        message = f"{path}: {one.message}" if path else one.message
+        lines.append((line_of(root, one.path, at_key=one.at_key), message))
+    return FleetFileError(name, lines)

@@ -15,7 +15,7 @@ _MAX_BYTES = 8 << 20
 _MAX_DEPTH = 8  # nested lists and mappings; a key needs four
 _KEY = TypeAdapter(Key)
 _NOT_A_LIST = "expected a list of keys, each with id, owner and hash"
-_Path = Sequence[int | str]  # index of an entry, and the fields below it
+YamlPath = Sequence[int | str]  # index of an entry, and the fields below it
 
 
 class KeysFileError(GatewayConfigError):
@@ -85,7 +85,7 @@ def parse_keys(content: bytes | str, name: str, inline: Sequence[Key] = ()) -> t
     if not isinstance(entries, list):
         raise KeysFileError(f"{name}:1: {_NOT_A_LIST}")
     keys: list[Key] = []
-    problems: list[tuple[_Path, str]] = []
+    problems: list[tuple[YamlPath, str]] = []
     for index, entry in enumerate(entries):  # in a loop, so that other threads can run in between
         try:
             keys.append(_KEY.validate_python(entry))
@@ -94,13 +94,13 @@ def parse_keys(content: bytes | str, name: str, inline: Sequence[Key] = ()) -> t
             problems += [((index, *one["loc"]), _message(one)) for one in found]
     problems = problems or list(_conflicts(keys, inline))
     if problems:
-        lines = dict.fromkeys(f"{name}:{_line(root, path)}: {message}" for path, message in problems)
+        lines = dict.fromkeys(f"{name}:{line_of(root, path)}: {message}" for path, message in problems)
         raise KeysFileError("\n".join(lines))
     return tuple(keys)
 
 
-def _line(node: yaml.Node, path: _Path) -> int:
-    """Return the line of the innermost part of this path that exists in the file."""
+def line_of(node: yaml.Node, path: YamlPath, *, at_key: bool = True) -> int:
+    """Return the line of the key, or of the value, at the longest part of a path that is there."""
     line: int = node.start_mark.line + 1
     for part in path:
         children: Mapping[Any, tuple[yaml.Node, yaml.Node]] = {}
@@ -110,8 +110,8 @@ def _line(node: yaml.Node, path: _Path) -> int:
             children = {key.value: (key, child) for key, child in node.value}
         if part not in children:
             break
-        at, node = children[part]
-        line = at.start_mark.line + 1
+        key, node = children[part]
+        line = (key if at_key else node).start_mark.line + 1
     return line
 
 
@@ -127,7 +127,7 @@ def _message(error: Mapping[str, Any]) -> str:
     return f"{path}: {str(error['msg']).removeprefix('Value error, ')}"
 
 
-def _conflicts(keys: Sequence[Key], inline: Sequence[Key]) -> Iterator[tuple[_Path, str]]:
+def _conflicts(keys: Sequence[Key], inline: Sequence[Key]) -> Iterator[tuple[YamlPath, str]]:
     """Yield the keys that have no hash, or share an id or hash with another key."""
     for field in ("id", "hash"):
         first: dict[str, int] = {}
