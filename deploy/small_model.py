@@ -1,9 +1,8 @@
-"""python -m deploy.small_model --out DIR: generate a small model, so real vLLM runs without a download."""
+"""A small model made on the spot, so that real vLLM runs without a download."""
 
-import argparse
 import json
 from collections.abc import Iterator
-from dataclasses import asdict, dataclass, fields
+from dataclasses import asdict, dataclass
 from pathlib import Path
 
 import numpy as np
@@ -197,19 +196,3 @@ def _write(directory: Path, shape: ModelShape) -> None:
     }
     (directory / "generation_config.json").write_text(json.dumps(generation, indent=2) + "\n")
     write_tokenizer(directory, shape.max_context, shape.merges)
-
-
-def main() -> None:
-    parser = argparse.ArgumentParser(prog="python -m deploy.small_model", description=__doc__)
-    parser.add_argument("--out", type=Path, required=True, help="directory of the model")
-    for field in fields(ModelShape):
-        kind = float if field.name == "std" else int
-        parser.add_argument(f"--{field.name.replace('_', '-')}", type=kind, default=field.default)
-    values = vars(parser.parse_args())
-    out: Path = values.pop("out")
-    written = make_model(out, ModelShape(**values))
-    print(f"{out}: {'written' if written else 'already there'}")
-
-
-if __name__ == "__main__":
-    main()

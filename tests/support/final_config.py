@@ -17,8 +17,8 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
-from deploy.fleet import vllm_options
 from tests.support.fleet import ROOT
+from tests.support.vllm_options_file import text as vllm_options_text
 
 Commands = dict[str, tuple[list[str], dict[str, str]]]  # arguments and environment by name
 Flat = dict[str, str]
@@ -132,7 +132,7 @@ def _main() -> None:
         os.environ.clear()
         os.environ.update(before)
     with contextlib.redirect_stdout(sys.stderr):
-        found[OPTIONS] = {"text": vllm_options.text()}
+        found[OPTIONS] = {"text": vllm_options_text()}
     print(json.dumps(found))
 
 

@@ -177,4 +177,6 @@ def test_vllm_accepts_every_engine_of_a_shipped_file(file: Path, final: dict[str
 
 
 def test_the_known_vllm_options_are_those_of_the_installed_release(final: dict[str, Flat]) -> None:
-    assert final[OPTIONS]["text"] == vllm_options.FILE.read_text(), "run: python -m deploy.fleet.vllm_options"
+    assert final[OPTIONS]["text"] == vllm_options.FILE.read_text(), (
+        "run: python -m tests.support.vllm_options_file"
+    )
