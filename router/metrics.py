@@ -297,9 +297,9 @@ PROMPT_TOKENS = Histogram(
 )
 MOVED = Counter(
     "conserve_conversations_moved_total",
-    "Conversations moved to another decoder, by reason (drain: theirs is to end) and by what became of their "
-    "KV: with_kv; recomputed (all or a part of the context was computed again); unfinished (the turn came to "
-    "nothing).",
+    "Conversations moved to another decoder, by reason (drain: theirs is to end; hot: prompts wait there)"
+    " and by what became of their KV: with_kv; recomputed (all or a part of the context was computed again); "
+    "unfinished (the turn came to nothing).",
     ["reason", "outcome"],
 )
 MOVED_RECOMPUTED_TOKENS = Counter(

@@ -227,6 +227,9 @@ class PlacementSpec(Spec):
     """Where prompts of first turns, and large prompts of later turns, are computed. `elastic`: on a prefiller
     or on the conversation's decoder, wherever the first token is sooner. `prefiller`: always on a prefiller,
     as in the paper."""
+    relieve_hot: bool = default(PlacerSettings, "relieve_hot")
+    """Move idle conversations, with their KV, off a decoder whose prompts wait much longer than another's.
+    Without it, conversations leave a decoder only when it drains, as in the paper."""
 
 
 class TransferSpec(Spec):

@@ -119,11 +119,14 @@ class LeastKvRule:
             prefiller = prefillers.prefer_cached(prefiller, tokens, cached, now, weight)
         return EngineChoice(decoder, prefiller, decoders, cached)
 
-    def move(self, turn: FirstTurn) -> EngineChoice | Refusal:
-        """Return the decoder with the least KV, which gets the conversation's KV from the former one."""
-        decoder = self.state.decoders.choose(self.state.need(turn), None)
-        if decoder is None:
+    def move(self, turn: FirstTurn, target: str | None) -> EngineChoice | Refusal:
+        """Return the decoder that gets the conversation's KV from its former one: the one with the least KV,
+        unless a `target` is named."""
+        decoder = self.state.decoders.choose(self.state.need(turn), target)
+        if decoder is None or (target and decoder.chosen.engine != target):
             return self._no_decoder(self.state.need(turn))
+        if target:
+            decoder = decoder._replace(why=Why.WAITS_LESS)
         return EngineChoice(decoder, PrefillerChoice.none(Why.HAS_KV), self.state.decoders, {})
 
     def find_later(self, turn: LaterTurn, now: float) -> EngineChoice:

@@ -10,7 +10,8 @@ from placement import PlacementError
 from placement.engines import EngineInfo, EngineState
 from placement.overload.signal import OverloadState, OverloadWatch
 from placement.routing.elastic import ElasticRule
-from placement.routing.engine_speed import EngineSpeeds
+from placement.routing.engine_speed import EngineSpeed, EngineSpeeds
+from placement.routing.hot_decoders import HotDecoders
 from placement.routing.least_kv import EngineChoice, FirstTurn, LaterTurn, LeastKvRule, RoutingState
 from placement.routing.placer_settings import FirstTurns, PlacerSettings, PlacingPolicy
 from placement.routing.prefix_map import PromptPrefix
@@ -43,6 +44,7 @@ class Placer:
         self._state = RoutingState(settings)
         elastic = settings.first_turns is FirstTurns.ELASTIC and settings.policy is PlacingPolicy.CONSERVE
         self._rule = ElasticRule(self._state) if elastic else LeastKvRule(self._state)
+        self.hot = HotDecoders()
         self._capacity, self._overload = CapacityWatch(settings.capacity_window_s), OverloadWatch()
 
     # Engines
@@ -72,6 +74,7 @@ class Placer:
         state = self._state
         state.split_kv.pop(engine, None)
         self._speeds.remove(engine)
+        self.hot.remove(engine)
         state.prefixes.forget_engine(engine)
         if engine in state.prefillers:
             lost |= dict.fromkeys(state.prefillers.remove_engine(engine))
@@ -98,11 +101,22 @@ class Placer:
                 state.prefillers.drop_placed_before(report.engine, before, now)
         if report.engine in state.decoders:
             state.decoders.observe(report, last_seq)
+            self._observe_wait(report, speed, now)
         self._observe_split(report, info.kv_tokens)
         kv_tokens = state.split_kv.get(report.engine, info.kv_tokens)
         state.prefixes.set_kv_tokens(report.engine, kv_tokens // report.kv_per_token)
         self._rule.observe(report, last_seq, speed, now)
         return True
+
+    def _observe_wait(self, report: EngineState, speed: EngineSpeed, now: float) -> None:
+        """Note how long prompts wait on a decoder, if it takes conversations and reports its speed."""
+        tokens, engine = report.waiting_prompt_tokens, report.engine
+        if report.draining or not (speed.tokens_per_s or speed.estimate):
+            self.hot.remove(engine)
+        elif speed.tokens_per_s:
+            self.hot.observe(engine, tokens / speed.tokens_per_s, now)
+        elif speed.estimate is not None:
+            self.hot.observe(engine, speed.estimate.seconds(tokens) if tokens else 0.0, now)
 
     def _observe_split(self, report: EngineState, whole: int) -> None:
         """Resize a decoder that began or stopped sharing its layers."""
@@ -134,9 +148,14 @@ class Placer:
         prefixes.prompt_placed(turn.key, engine, turn.prefixes, turn.prompt_tokens, expected, now)
         return placement
 
-    def place_moved(self, turn: FirstTurn, move: Move, now: float) -> Placement | Refusal:
-        """Place a later turn on a different decoder; a refusal changes nothing."""
-        choice = self._rule.move(turn) if move.sends else self._rule.first_turn(turn, now)
+    def place_moved(
+        self, turn: FirstTurn, move: Move, now: float, target: str | None = None
+    ) -> Placement | Refusal:
+        """Place a later turn on another decoder than before, on `target` if it is named.
+
+        A refusal changes nothing.
+        """
+        choice = self._rule.move(turn, target) if move.sends else self._rule.first_turn(turn, now)
         if isinstance(choice, Refusal):
             return choice
         if choice.decoder.chosen.engine in self._state.split_kv:  # it cannot receive KV

@@ -33,6 +33,7 @@ class Why(StrEnum):
     SOONER_WITH_CAPACITY = "sooner_with_capacity"  # elastic: its first token is sooner by the margin
     HAS_TIME = "has_time"  # elastic: prefillers are saturated, and so is the decoder with the least KV
     PREFERRED = "preferred"  # the decoder of the parent, or of the conversation this one forked from
+    WAITS_LESS = "waits_less"  # a move: prompts wait less there than on the hot decoder
     LAST_RESORT = "last_resort"  # elastic: a prefiller, because the conversation fits on no decoder
     BOUND = "bound"  # a later turn stays on its decoder
 
@@ -101,6 +102,7 @@ class Estimates(NamedTuple):
 
 class MoveReason(StrEnum):
     DRAIN = "drain"  # its decoder is to end: an upgrade, fewer replicas, or a signal
+    HOT = "hot"  # prompts wait on its decoder, and much less on another one
 
 
 class Move(NamedTuple):
@@ -110,6 +112,7 @@ class Move(NamedTuple):
     source: str  # the former decoder
     context_tokens: int  # that it holds
     sends: bool  # False: the former decoder cannot send KV, so that the context is computed again
+    waits_s: tuple[float, float] | None = None  # of prompts, there and on the hot source, by estimate
 
 
 class Receipt(NamedTuple):

@@ -4,6 +4,7 @@ import asyncio
 import logging
 from collections import Counter
 from collections.abc import Awaitable, Callable
+from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
@@ -32,6 +33,7 @@ _TICK_S = 0.1
 _COMMAND_TIMEOUT_S = 5.0
 STREAMLESS_S = 20.0  # gRPC's keep-alive lets a gateway notice a lost stream within 15 s
 _SEND_LIMIT_S = 60.0
+_RELIEF_LIMIT_S = 5.0  # of a move off a hot decoder: a turn may wait for it
 _MOVE_IDLE_S = 0.5
 
 Release = Callable[[EngineInfo, str], Awaitable[None]]
@@ -344,22 +346,28 @@ class Directory:
     async def _move_idle(self, send: Send, move: IdleMove) -> None:
         recomputed: int | None = None
         try:
-            async with asyncio.timeout(_SEND_LIMIT_S):
+            limit_s = _SEND_LIMIT_S if move.reason is MoveReason.DRAIN else _RELIEF_LIMIT_S
+            async with asyncio.timeout(limit_s):
                 recomputed = await send(move.source, move.target, move.key)
         except _ENGINE_ERRORS as wrong:
             log.warning("not sent conversation=%s from=%s reason=%r", move.key, move.source.engine, wrong)
         finally:
             bound = self.table.idle_moves.end(move, recomputed is not None, self.clock())
             self.changed()
+            self.serve_soon()
         outcome = "unfinished" if not bound else "recomputed" if recomputed else "with_kv"
-        metrics.MOVED.labels(MoveReason.DRAIN, outcome).inc()
+        metrics.MOVED.labels(move.reason, outcome).inc()
         if bound and recomputed:
             metrics.MOVED_RECOMPUTED_TOKENS.inc(recomputed)
             metrics.FALLBACKS.labels("move_recomputed").inc()
         log.info(
-            "idle conversation moved conversation=%s from=%s to=%s outcome=%s recomputed=%d",
-            *(move.key, move.source.engine, move.target.engine, outcome, recomputed or 0),
+            "idle conversation moved conversation=%s from=%s to=%s reason=%s outcome=%s recomputed=%d",
+            *(move.key, move.source.engine, move.target.engine, move.reason, outcome, recomputed or 0),
         )
+        if bound:
+            with suppress(JournalError):  # then gateways ask where the next turn goes
+                await self.durable()
+                self.gateways.tell_moved(move.key, move.target.engine, move.target.epoch)
 
     def _spawn(self, work: Awaitable[None]) -> asyncio.Task[None]:
         task = asyncio.ensure_future(work)

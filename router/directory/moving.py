@@ -1,24 +1,29 @@
-"""Moves idle conversations, with their KV, away from draining decoders.
+"""Moves idle conversations, with their KV, off draining decoders and off hot ones.
 
-A conversation that talks moves with its next turn (`placing.py`). One that is idle is sent by its decoder to
-another one, so that the drain need not wait for a turn. If a turn begins meanwhile, what was sent is dropped.
+An idle conversation is sent by its decoder to another one. A turn that asks for its place while the
+conversation leaves a hot decoder waits for the end of the move, which is sooner than its place in the queue
+there. Any other turn that begins meanwhile voids the move, and what was sent is dropped. On a draining
+decoder a conversation that talks moves with its next turn as well (`placing.py`).
 """
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from heapq import nlargest
+from math import ceil
 
 from placement.engines import EngineInfo
 from placement.routing.bindings import Binding, Bindings
+from placement.routing.hot_decoders import HotDecoder
 from placement.routing.least_kv import FirstTurn
 from placement.routing.placer import Placer
-from placement.routing.receipts import Placement
+from placement.routing.receipts import MoveReason, Placement
 from router.directory.conversations import ConversationRecord, ConversationRecords
 from router.directory.fleet import FleetView
 from router.directory.placing import Effects, Placing
 
 AT_ONCE = 4  # sends of the whole fleet
 TRIES = 2  # of a conversation, until no engine drains any more
+RELIEF_SHARE = 0.25  # of a hot decoder's conversations leave at a time
 
 
 @dataclass(frozen=True, slots=True)
@@ -29,6 +34,7 @@ class IdleMove:
     source: EngineInfo
     target: EngineInfo
     used_at: float  # of the conversation: a turn since then voids the move
+    reason: MoveReason
     placement: Placement
 
 
@@ -46,7 +52,7 @@ class IdleMoves:
     ) -> None:
         self._placing, self._placer, self._bindings = placing, placer, bindings
         self._conversations, self._fleet, self._effects = conversations, fleet, effects
-        self._under_way: set[str] = set()
+        self._under_way: dict[str, MoveReason] = {}
         self._tries: dict[str, int] = {}
 
     def begin(self, now: float) -> list[IdleMove]:
@@ -54,24 +60,53 @@ class IdleMoves:
         draining = [one.info.engine for one in self._fleet.records() if one.state.draining]
         if not draining:
             self._tries.clear()
-            return []
-        room, begun = AT_ONCE - len(self._under_way), []
+            return self._relieve(now) if self._placer.settings.relieve_hot else []
         idle = (one for engine in draining for one in self._idle(engine, now))
+        return self._begin(idle, AT_ONCE, now)
+
+    def _relieve(self, now: float) -> list[IdleMove]:
+        """Begin moves off the hottest decoder, of a small share of its conversations at a time."""
+        hot = self._placer.hot.hottest(now)
+        if hot is None:
+            return []
+        bound = self._bindings.bound_to(hot.engine)
+        idle = (one for one in self._idle(hot.engine, now) if not one[0].parked)
+        begun = self._begin(idle, ceil(len(bound) * RELIEF_SHARE), now, hot)
+        if begun:
+            self._placer.hot.left(hot.engine, now)
+        return begun
+
+    def _begin(
+        self,
+        idle: Iterable[tuple[ConversationRecord, Binding]],
+        most: int,
+        now: float,
+        hot: HotDecoder | None = None,
+    ) -> list[IdleMove]:
+        room, begun = min(most, AT_ONCE - len(self._under_way)), []
         for conversation, binding in nlargest(room, idle, key=lambda one: one[0].used_at):
             turn = FirstTurn(binding.key, max(1, conversation.context_tokens), None, True)
-            placement = self._placing.target(turn, conversation, binding, now)
+            placement = self._placing.target(turn, conversation, binding, now, hot)
             source = self._fleet.info(binding.engine)
             target = self._fleet.info(placement.decoder) if placement is not None else None
             if placement is None or source is None or target is None:
                 continue
-            self._under_way.add(binding.key)
+            reason = MoveReason.DRAIN if hot is None else MoveReason.HOT
+            self._under_way[binding.key] = reason
             self._tries[binding.key] = self._tries.get(binding.key, 0) + 1
-            begun.append(IdleMove(binding.key, source, target, conversation.used_at, placement))
+            if hot is not None and conversation.gateway:
+                # Its gateway would begin the next turn on this engine without asking.
+                self._effects.foreign.append((conversation.gateway, conversation.key))
+            begun.append(IdleMove(binding.key, source, target, conversation.used_at, reason, placement))
         return begun
 
+    def relieves(self, key: str) -> bool:
+        """Return whether a conversation is leaving a hot decoder, so that its next turn waits for the end."""
+        return self._under_way.get(key) is MoveReason.HOT
+
     def end(self, move: IdleMove, sent: bool, now: float) -> bool:
-        """Bind a conversation to the engine that now has its KV. Return False if it stays where it is."""
-        self._under_way.discard(move.key)
+        """Bind a conversation to the engine that has its KV now. Returns False if it stays where it is."""
+        self._under_way.pop(move.key, None)
         conversation, binding = self._conversations.get(move.key), self._bindings.look_up(move.key)
         stayed = binding is not None and (binding.engine, binding.epoch) == _at(move.source)
         target = self._fleet.info(move.target.engine)
@@ -80,6 +115,8 @@ class IdleMoves:
             self._placing.rebind(conversation, move.placement, now)
             self._effects.releases.append((move.source.engine, move.key))
             return True
+        if conversation is not None and move.reason is MoveReason.HOT:
+            conversation.moved_at = now  # a move that failed is not tried again at once
         if stayed:
             self._placer.release(move.key, now)  # the reservation
         if there and (binding is None or binding.engine != move.target.engine):
@@ -95,7 +132,7 @@ class IdleMoves:
             if conversation is None or binding is None or conversation.running or not conversation.turns:
                 continue
             tried = key in self._under_way or self._tries.get(key, 0) >= TRIES
-            if not tried and self._placing.may_leave(conversation, binding, now):
+            if not tried and self._placing.may_move(conversation, now):
                 yield conversation, binding
 
     def _is_idle(self, conversation: ConversationRecord, move: IdleMove) -> bool:

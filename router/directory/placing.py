@@ -4,6 +4,7 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 from placement.routing.bindings import Binding, Bindings
+from placement.routing.hot_decoders import HotDecoder
 from placement.routing.least_kv import FirstTurn, LaterTurn
 from placement.routing.placer import Placer
 from placement.routing.receipts import Move, MoveReason, Placement, Refusal, RefusalReason
@@ -103,8 +104,12 @@ class Placing:
         return self._bound(ask, conversation, placement, "moved", now)
 
     def may_leave(self, conversation: ConversationRecord, binding: Binding, now: float) -> bool:
-        """Return whether a conversation's decoder drains and its last move is long enough ago."""
-        if not self._fleet.draining(binding.engine) or self._fleet.awaits_some:
+        """Return whether a conversation's decoder drains, and its last move is long enough ago."""
+        return self._fleet.draining(binding.engine) and self.may_move(conversation, now)
+
+    def may_move(self, conversation: ConversationRecord, now: float) -> bool:
+        """Return whether a conversation's last move is long enough ago."""
+        if self._fleet.awaits_some:
             return False
         return conversation.moved_at is None or now - conversation.moved_at >= MOVES_AGAIN_AFTER_S
 
@@ -116,12 +121,22 @@ class Placing:
         return reachable and whole and self._placer.settings.policy.disaggregates
 
     def target(
-        self, turn: FirstTurn, conversation: ConversationRecord, binding: Binding, now: float
+        self,
+        turn: FirstTurn,
+        conversation: ConversationRecord,
+        binding: Binding,
+        now: float,
+        hot: HotDecoder | None = None,
     ) -> Placement | None:
-        """Reserve another decoder for a conversation; return None if none has capacity."""
+        """Reserve another decoder for a conversation; None if none has room.
+
+        Its own one drains, or is `hot`.
+        """
         sends, held = self.can_send(binding.engine), conversation.context_tokens
-        move = Move(MoveReason.DRAIN, binding.engine, held, sends)
-        placement = self._placer.place_moved(turn, move, now)
+        reason = MoveReason.DRAIN if hot is None else MoveReason.HOT
+        waits_s = None if hot is None else (hot.target_wait_s, hot.wait_s)
+        move = Move(reason, binding.engine, held, sends, waits_s)
+        placement = self._placer.place_moved(turn, move, now, hot.target if hot else None)
         return None if isinstance(placement, Refusal) else placement
 
     def rebind(self, conversation: ConversationRecord, placement: Placement, now: float) -> None:

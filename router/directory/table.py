@@ -24,6 +24,7 @@ from router.identity.node_table import MAX_NODES, NodeTable
 from router.identity.prefix_chain import End
 
 LEFT = Refusal(RefusalReason.NO_CAPACITY, "whoever asked has left", 0.0)
+MOVING = Refusal(RefusalReason.NO_CAPACITY, "the conversation's KV is on its way to another decoder", 1.0)
 BEHIND = Refusal(RefusalReason.NO_CAPACITY, "conversations that go before still wait for capacity", 1.0)
 
 
@@ -64,7 +65,7 @@ class BindingTable:
         due, tokens = now - ask.queue_weight, self._placing.tokens_to_compute(ask, now)
         bound = self._bindings.look_up(ask.key) is not None
         goes = bound or self._waiting.may_pass(ask, tokens, due, now)
-        outcome: Placed | Refusal = self._placing.attempt(ask, now) if goes else BEHIND
+        outcome: Placed | Refusal = self._attempt(ask, now) if goes else BEHIND
         if isinstance(outcome, Placed):
             if not bound:
                 self._waiting.served(ask, tokens, now)
@@ -88,7 +89,10 @@ class BindingTable:
                 self.end(placed.key, "undelivered", now)
 
     def serve_waiting(self, now: float) -> None:
-        self._waiting.serve(now, lambda ask: self._placing.attempt(ask, now))
+        self._waiting.serve(now, lambda ask: self._attempt(ask, now))
+
+    def _attempt(self, ask: Ask, now: float) -> Placed | Refusal:
+        return MOVING if self.idle_moves.relieves(ask.key) else self._placing.attempt(ask, now)
 
     @property
     def waiting(self) -> int:

@@ -76,6 +76,11 @@ class FakeFleet:
     async def prefetch(self, info: EngineInfo, key: str, due_in_s: float) -> bool:
         return self.engines[info.engine].prefetch(key, due_in_s)
 
+    async def send(self, source: EngineInfo, target: EngineInfo, key: str) -> int:
+        """Send a conversation's KV as a keeper does; return the tokens computed again."""
+        self.engines[target.engine].held[key] = self.engines[source.engine].held[key]
+        return 0
+
     async def settle(self) -> None:
         """Wait until the directory and all gateways have the newest reports.
 
@@ -111,6 +116,7 @@ async def fleet(
     engine: dict[str, Any] | None = None,
     placing: dict[str, Any] | None = None,
     curves: Mapping[str, PrefillCurve] = CURVES,
+    sends: bool = False,
     **config: Any,
 ) -> AsyncIterator[FakeFleet]:
     engines = {f"p{n}": FakeEngine(f"p{n}", Role.PREFILL, **(engine or {})) for n in range(prefillers)}
@@ -128,6 +134,7 @@ async def fleet(
         made.release,
         secret="s3cret",
         prefetch=made.prefetch,
+        send=made.send if sends else None,
     )
     made.address = f"127.0.0.1:{await made.directory.start('127.0.0.1', 0)}"
     for one in engines.values():

@@ -19,6 +19,7 @@ from workers.keeper.engine_status import EngineLink, SentKv, StatusStore
 log = logging.getLogger("conserve.workers.kv_sender")
 
 LIMIT_S = 60.0
+BEFORE_TURNS = -1  # priority: next to nothing is computed, and waiting turns are why conversations leave
 
 
 class KvSender:
@@ -36,6 +37,7 @@ class KvSender:
             if info is None or not tokens:
                 return SentKv(False)
             body: dict[str, Any] = {"model": self._model, "prompt": tokens, "max_tokens": 1, "temperature": 0}
+            body["priority"] = BEFORE_TURNS
             body |= {"cache_salt": salt} if salt else {}
             transfer_id, (host, _, port) = uuid4().hex, info.transfer.rpartition(":")
             source = {"do_remote_decode": True, "transfer_id": transfer_id}

@@ -145,6 +145,13 @@ class GatewayStreams:
                 if not gateway.startswith(f"{BATCH}."):
                     stream.bound |= bound
 
+    def tell_moved(self, key: str, engine: str, epoch: int) -> None:
+        """Tell all gateways that a conversation is bound to another engine, once that is in the journal."""
+        for gateway, stream in self._by_gateway.items():
+            if not gateway.startswith(f"{BATCH}."):
+                stream.bound[key] = engine, epoch
+                stream.wake()
+
     def tell_engines(self) -> None:
         for stream in self._by_gateway.values():
             stream.engines = True

@@ -271,6 +271,7 @@ CASES = {
     "conversation.decoder_wait": case(13, lambda got: got.gateway.place_wait_s),
     "conversation.prefiller_wait": case(14, lambda got: got.placer.max_prefill_wait_s),
     "placement.first_turns": case("prefiller", lambda got: got.placer.first_turns),
+    "placement.relieve_hot": case(True, lambda got: got.placer.relieve_hot),
     "slos.ttfet": case(1.5, lambda got: got.gateway.slos["default"].ttfet_s),
     "slos.last_turn_tbt": case("50ms", lambda got: got.gateway.slos["default"].last_turn_tbt_s, 0.05),
     "slos.ahead": case("12s", lambda got: got.gateway.slos["default"].queue_weight, 12.0),

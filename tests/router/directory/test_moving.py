@@ -1,10 +1,14 @@
-"""Idle conversations leave a draining decoder with their KV; an arriving turn cancels the move."""
+"""Idle conversations leave a draining or a hot decoder with their KV, and a turn voids that."""
 
+from dataclasses import replace
 from typing import Any
 
-from router.directory.api.messages import TurnEnded
+from placement.routing.placer_settings import PlacerSettings
+from placement.routing.receipts import Refusal
+from router.directory.api.messages import Placed, TurnEnded
 from router.directory.moving import AT_ONCE, TRIES, IdleMove
 from router.directory.table import BindingTable
+from router.directory.waiting import Waiter
 from tests.router.directory.test_table import ask, place, table
 from tests.support.engines import info, state
 
@@ -107,3 +111,102 @@ def test_a_conversation_does_not_move_without_capacity_or_twice_within_a_minute(
     drained(made, left, on=False, seq=2)
     assert made.idle_moves.begin(61.9) == []
     assert one_move(made, 62.0).target.engine == left
+
+
+TOKENS_PER_S = 1000.0
+
+
+def waits(made: BindingTable, seq: int, now: float, **seconds: float) -> None:
+    """Report how long prompts wait on each decoder."""
+    for engine, wait_s in seconds.items():
+        tokens = int(wait_s * TOKENS_PER_S)
+        report = replace(state(engine, seq), waiting_prompt_tokens=tokens, prompt_tokens_per_s=TOKENS_PER_S)
+        assert made.engine_state(report, now)
+
+
+def hot_fleet(conversations: int = 4, *, relieve_hot: bool = True) -> BindingTable:
+    """Return a fleet whose decoder d0 has conversations and waiting prompts, while d1 has neither."""
+    made = table(decoders=1, kv_tokens=100_000, relieve_hot=relieve_hot)
+    for number in range(conversations):
+        idle(made, f"c{number}", number + 1, now=float(number))
+    made.engine_up(info("d1", kv_tokens=100_000))
+    for second in range(10):
+        waits(made, second + 1, float(second), d0=4.0, d1=0.0)
+    return made
+
+
+def test_a_quarter_of_a_hot_decoders_conversations_leave_at_a_time() -> None:
+    made = hot_fleet()
+    move = one_move(made, 10.0)
+    assert (move.key, move.source.engine, move.target.engine) == ("c3", "d0", "d1"), "the last used first"
+    assert made.effects().foreign == [("g", "c3")], "its gateway has to ask where the next turn goes"
+    assert made.idle_moves.begin(10.5) == [], "the effect of the first has to show"
+    assert made.idle_moves.end(move, True, 11.0)
+    told: Any = made.describe("c3")
+    receipt = told["placements"][-1]["receipt"]
+    assert (receipt["move"]["reason"], receipt["decoder"]["why"]) == ("hot", "waits_less")
+    there_s, here_s = receipt["move"]["waits_s"]
+    assert there_s < 0.1 and 3.0 < here_s <= 4.0
+    waits(made, 11, 16.0, d0=4.0, d1=0.0)
+    assert one_move(made, 16.0).key == "c2"
+
+
+def test_a_turn_waits_for_the_end_of_a_move_off_a_hot_decoder() -> None:
+    made = hot_fleet()
+    answers: list[Placed | Refusal] = []
+    move = one_move(made, 10.0)
+    waiter = made.place(ask("c3", turn=9, wait_s=60.0), 10.1, answers.append)
+    assert isinstance(waiter, Waiter)
+    made.serve_waiting(10.2)
+    assert answers == []
+    assert made.idle_moves.end(move, True, 10.5)
+    made.serve_waiting(10.5)
+    (answer,) = answers
+    assert isinstance(answer, Placed)
+    assert (answer.engine, answer.prefiller, answer.known) == ("d1", None, True)
+
+
+def test_a_turn_stays_on_a_hot_decoder_if_the_move_fails() -> None:
+    made = hot_fleet()
+    answers: list[Placed | Refusal] = []
+    move = one_move(made, 10.0)
+    made.place(ask("c3", turn=9, wait_s=60.0), 10.1, answers.append)
+    assert not made.idle_moves.end(move, False, 15.0)
+    made.serve_waiting(15.0)
+    (answer,) = answers
+    assert isinstance(answer, Placed) and answer.engine == "d0"
+    made.turn_ended("c3", "g", 16.0, TurnEnded(prompt_tokens=1000, completion_tokens=10), turn=9)
+    waits(made, 11, 21.0, d0=4.0, d1=0.0)
+    assert one_move(made, 21.0).key != "c3", "it is not tried again within a minute"
+
+
+def test_conversations_stay_where_the_waits_are_alike_short_or_over() -> None:
+    made = hot_fleet()
+    waits(made, 11, 10.0, d0=4.0, d1=4.0)
+    assert made.idle_moves.begin(16.0) == [], "both wait"
+    waits(made, 12, 17.0, d0=0.0, d1=0.0)
+    assert made.idle_moves.begin(40.0) == [], "the burst is over"
+    waits(made, 13, 41.0, d0=0.9, d1=0.0)
+    assert made.idle_moves.begin(60.0) == [], "a transfer is not worth it"
+
+
+def test_parked_and_running_conversations_stay_on_a_hot_decoder() -> None:
+    made = hot_fleet(2)
+    place(made, ask("c1", turn=9), 9.5)
+    assert made.conversations.park("c0", "d0")
+    assert made.idle_moves.begin(10.0) == []
+
+
+def test_conversations_stay_on_a_hot_decoder_by_default() -> None:
+    assert not PlacerSettings().relieve_hot
+    assert hot_fleet(relieve_hot=False).idle_moves.begin(10.0) == []
+
+
+def test_a_full_target_takes_nothing_and_the_waits_decide_not_the_kv_in_use() -> None:
+    made = hot_fleet()
+    made.engine_up(info("d2", kv_tokens=100_000))
+    waits(made, 11, 10.0, d2=3.0)
+    waits(made, 12, 12.0, d0=4.0, d2=3.0)
+    report = replace(state("d1", 12, live=99_000), prompt_tokens_per_s=TOKENS_PER_S)
+    assert made.engine_state(report, 12.0)
+    assert made.idle_moves.begin(13.0) == [], "d1 is full, and prompts wait on d2"

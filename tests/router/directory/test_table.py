@@ -70,7 +70,8 @@ def test_a_conversation_leaves_a_draining_decoder_when_no_turn_of_it_runs_there(
     assert moved.engine != left
     assert (moved.cause, moved.prefiller, moved.known) == ("moved", left, True)
     receipt: Any = moved.note["receipt"]
-    assert receipt["move"] == {"reason": "drain", "source": left, "context_tokens": 0, "sends": True}
+    move = {"reason": "drain", "source": left, "context_tokens": 0, "sends": True, "waits_s": None}
+    assert receipt["move"] == move
     assert (left, "c") not in made.effects().releases, "it has yet to send the KV"
     made.prefill_done("c", 1.0, 1000, 900)
     assert (left, "c") in made.effects().releases
