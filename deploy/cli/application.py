@@ -29,8 +29,9 @@ from deploy.cli.commands import (
 
 app = typer.Typer(
     name="conserve",
-    help="Conversation-level orchestrator for agentic LLM serving on vLLM.",
+    help="Serve coding agents on your own GPUs: vLLM engines as one fleet behind one endpoint.",
     no_args_is_help=True,
+    rich_markup_mode="markdown",
     pretty_exceptions_enable=False,
 )
 app.command("serve", context_settings={"allow_extra_args": True, "ignore_unknown_options": True})(

@@ -34,7 +34,7 @@ class HealthLine:
 
 
 def doctor(
-    port: Annotated[int, typer.Option(help="Of the gateway", min=1, max=65535)] = 8000,
+    port: Annotated[int, typer.Option(help="Port of the gateway", min=1, max=65535)] = 8000,
 ) -> None:
     """Say what this machine lacks to serve, and how to fix it; exit with 1 if something blocks."""
     findings = [*(finding for look in LOOKS for finding in look()), *_port(port)]

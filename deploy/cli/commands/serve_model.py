@@ -37,11 +37,17 @@ SCHEMA_LINE = "# Made by `conserve serve`; change it and run it with `conserve u
 def serve(
     context: typer.Context,
     model: Annotated[str, typer.Argument(metavar="MODEL", help="A directory, a Hugging Face id, or smollm2")],
-    prefill: Annotated[int | None, typer.Option(help="Prefillers; 0: engines do both", min=0)] = None,
-    decode: Annotated[int | None, typer.Option(help="Decoders", min=1)] = None,
-    power_cap: Annotated[int | None, typer.Option(help="Of a decoder's GPUs, W", min=1)] = None,
-    coserving: Annotated[bool, typer.Option("--coserving", help="Decoders work off batches, too")] = False,
-    port: Annotated[int | None, typer.Option(help="Of the gateway; else 8000", min=1, max=65535)] = None,
+    prefill: Annotated[
+        int | None, typer.Option(help="Number of prefillers; 0: each engine prefills and decodes", min=0)
+    ] = None,
+    decode: Annotated[int | None, typer.Option(help="Number of decoders", min=1)] = None,
+    power_cap: Annotated[
+        int | None, typer.Option(help="Power limit of each GPU of decoders, W", min=1)
+    ] = None,
+    coserving: Annotated[bool, typer.Option("--coserving", help="Decoders also work off batches")] = False,
+    port: Annotated[
+        int | None, typer.Option(help="Port of the gateway; by default 8000", min=1, max=65535)
+    ] = None,
     print_file: Annotated[
         bool, typer.Option("--print", help="Print the fleet file, and start nothing")
     ] = False,
@@ -49,8 +55,10 @@ def serve(
 ) -> None:
     """Serve a model on this machine's GPUs, or on its CPU. Other options are passed to vLLM.
 
-    CONSERVE_API_KEY: the key that callers must send. OTEL_EXPORTER_OTLP_ENDPOINT: where spans go. HF_TOKEN
-    and HF_HOME are Hugging Face's.
+    As in: conserve serve Qwen/Qwen3-32B --prefill 1 --decode 3 --max-num-seqs 64
+
+    Callers must send the key in CONSERVE_API_KEY, if it is set; spans go to OTEL_EXPORTER_OTLP_ENDPOINT.
+    HF_TOKEN and HF_HOME have the meaning that Hugging Face gives them.
     """
     options = dict(vllm_arguments(context.args))
     wishes = wishes_of(model, options)
