@@ -1,6 +1,8 @@
 """Hardware of this machine: memory, cores, GPUs."""
 
+import importlib.util
 import os
+import sys
 from contextlib import suppress
 from importlib import metadata
 
@@ -64,4 +66,7 @@ def foreign_builds() -> list[str]:
 
 
 def remedy(builds: list[str]) -> str:
-    return f"pip uninstall -y {' '.join(builds)}: serving text needs none of them"
+    """Return the command that removes packages; an environment that uv made has no pip."""
+    has_pip = importlib.util.find_spec("pip") is not None
+    command = f"{sys.executable} -m pip uninstall -y" if has_pip else f"uv pip uninstall -p {sys.executable}"
+    return f"{command} {' '.join(builds)} (serving text needs none of them)"

@@ -66,7 +66,8 @@ def only_fleet(*, to_end: bool = False) -> FleetHome:
         case [one]:
             return one
         case []:
-            raise DeployError("no fleet is up on this machine; start one with: conserve up FILE")
+            start = "conserve serve MODEL, or conserve up FILE"
+            raise DeployError(f"no fleet is up on this machine; start one with: {start}")
         case several:
             names = ", ".join(home.name for home in several)
             if len(up) < len(several):

