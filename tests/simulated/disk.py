@@ -43,6 +43,7 @@ class Disk:
         self.full = self.fails = False  # writes; syncs and writes
         self.loses_syncs = False  # a deliberate bug: a sync does nothing
         self.writes = 0
+        self.at_sync: Callable[[], None] | None = None  # what to do at the next one
         self.at_write: tuple[int, Callable[[], None]] | None = None  # number of a write, and what to do there
         self._root, self._name, self._random = root, name, random
         self._life = 0
@@ -64,7 +65,7 @@ class Disk:
         shutil.rmtree(self.path, ignore_errors=True)  # its open files live on in the former life
         self._life += 1
         self._files.clear()
-        self.at_write = None
+        self.at_write = self.at_sync = None
         self.path = self._root / f"{self._name}-{self._life}"
         self.path.mkdir(parents=True)
         for name, content in contents.items():
@@ -121,6 +122,9 @@ class Disk:
             return SYNC_ERROR
         if not self.loses_syncs:
             self._files.setdefault(path, File()).unsynced.clear()
+        if self.at_sync is not None:
+            strike, self.at_sync = self.at_sync, None
+            strike()
         return 0
 
 

@@ -223,7 +223,7 @@ class World:
                 self._mend(one, other)
         self.disk.full = self.disk.fails = False
         self.disk.slow_s = 0.0
-        self.disk.at_write = None
+        self.disk.at_write = self.disk.at_sync = None
         for unit in self.units:
             unit.start()
         self.network.faults = Faults(self.network.faults.delay_s)
@@ -253,6 +253,17 @@ class World:
         unit = draw.choice(self.units + [self.directory] * 3)
         if unit.process is not None and unit.process.alive:
             unit.process.crashes_at = unit.process.steps + draw.randrange(1, 400)
+
+    def _crash_after_commit(self, draw: Random) -> None:
+        """Let the directory crash between the next write of its journal and the answer that waits for it."""
+        process = self.directory.process
+        if process is None or not process.alive:
+            return
+
+        def strike() -> None:
+            process.crashes_at = process.steps + draw.randrange(1, 12)
+
+        self.disk.at_sync = strike
 
     def _lose_power(self, draw: Random) -> None:
         """Cut the power of the directory's host, often in the middle of a write."""
@@ -312,6 +323,7 @@ class World:
 
 FAULTS = [
     *[World._crash_soon] * 3,
+    World._crash_after_commit,
     World._lose_power,
     World._kill_engine,
     *[World._cut_link] * 2,
