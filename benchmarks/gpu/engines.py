@@ -51,10 +51,10 @@ class EngineVariant:
 ANSWERS: tuple[Load, ...] = (loads.time_between_tokens, loads.time_to_first_token)
 VARIANTS: dict[str, EngineVariant] = {
     "coserving": EngineVariant(
-        (*ANSWERS, loads.beside_offline_decodes, loads.turns_beside_offline_work),
+        (*ANSWERS, loads.beside_offline_decodes, loads.turns_beside_offline_work, loads.paper_load),
         coserves=True,
     ),
-    "plain": EngineVariant((*ANSWERS, loads.beside_offline_decodes)),
+    "plain": EngineVariant((*ANSWERS, loads.beside_offline_decodes, loads.paper_load)),
     "kept": EngineVariant((*ANSWERS, loads.back_from_the_host), keeps=True),
     "aborts": EngineVariant(
         (loads.answers_beside_aborts,),
@@ -62,6 +62,7 @@ VARIANTS: dict[str, EngineVariant] = {
         environment={**V1_RUNNER, "VLLM_BATCH_INVARIANT": "1"},
         ttft_target_s=0.06,
     ),
+    "plain-v2": EngineVariant(ANSWERS, environment={"VLLM_USE_V2_MODEL_RUNNER": "1"}),
 }
 HANDOVER = "handover"
 

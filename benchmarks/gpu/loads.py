@@ -220,3 +220,24 @@ async def answers_beside_aborts(under: EngineUnderTest) -> Figures:
         "answers_equal_when_repeated": same(again),
         "answers_equal_beside_aborts": same(disturbed),
     }
+
+
+async def paper_load(under: EngineUnderTest) -> Figures:
+    """Measure the paper's prompts and answers at its rate: alone, and beside offline prompts."""
+    prompt, output, rate, seconds = under.sizes.paper
+
+    async def play(seed: int, name: str) -> Figures:
+        rng = random.Random(seed)
+        tasks: list[asyncio.Task[EngineAnswer]] = []
+        began, due = time.monotonic(), 0.0
+        while (due := due + rng.expovariate(rate)) < seconds:
+            await asyncio.sleep(max(0.0, began + due - time.monotonic()))
+            tasks.append(asyncio.create_task(under.ask(under.prompt(seed + len(tasks), prompt), output)))
+        answers = await asyncio.gather(*tasks)
+        ttft = spread(f"paper_ttft_{name}", [one.first_token_s for one in answers])
+        return ttft | spread(f"paper_tbt_{name}", gaps(answers))
+
+    alone = await play(600_000, "alone")
+    async with offline_prompts(under, 400_000) as found:
+        beside = await play(500_000, "beside_offline")
+    return alone | beside | {f"paper_{key}": value for key, value in found.items()}

@@ -35,6 +35,7 @@ SEQUENCE = (
     Step("plain", ENGINES, 150),
     Step("kept", ENGINES, 150),
     Step("aborts", ENGINES, 150),
+    Step("plain-v2", ENGINES, 120),
     Step("handover", ENGINES, 200),
     Step("together", TOGETHER, 480),
 )

@@ -18,6 +18,7 @@ class EngineSizes:
     offline: tuple[int, int]  # number of offline prompts, and their tokens
     turns: int  # turns beside offline work
     host_kv_gib: float
+    paper: tuple[int, int, float, float]  # prompt tokens, answer tokens, requests a second, seconds
     arguments: Mapping[str, Any] = field(default_factory=dict)  # for vLLM
 
 
@@ -33,6 +34,7 @@ LARGE = EngineSizes(
     offline=(48, 6000),
     turns=24,
     host_kv_gib=16.0,
+    paper=(4096, 256, 2.0, 15.0),
     arguments={
         "dtype": "bfloat16",
         "max_model_len": 36_864,
@@ -51,6 +53,7 @@ SMALL = EngineSizes(
     offline=(3, 300),
     turns=3,
     host_kv_gib=0.2,
+    paper=(64, 8, 2.0, 2.0),
     arguments={
         "dtype": "float32",
         "max_model_len": 1024,

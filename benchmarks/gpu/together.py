@@ -17,7 +17,7 @@ from benchmarks.gpu.loads import Load
 from benchmarks.gpu.results import ResultLog
 from benchmarks.harness.processes import received, spawned
 
-ENGINES = ("coserving", "plain", "kept")
+ENGINES = ("coserving", "plain", "plain-v2", "kept")
 ROUNDS = 3
 DONE = "done"
 START_LIMIT_S, LOAD_LIMIT_S = 240.0, 90.0
@@ -28,6 +28,7 @@ ONCE: tuple[tuple[str, tuple[str, ...]], ...] = (
     ("turns_beside_offline_work", ("coserving",)),
     ("back_from_the_host", ("kept",)),
     ("answers_beside_aborts", ("coserving",)),
+    ("paper_load", ("coserving", "plain")),
 )
 
 
