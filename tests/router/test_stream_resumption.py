@@ -232,7 +232,7 @@ async def test_a_stream_that_crashes_engines_is_not_resumed_a_second_time(tmp_pa
         assert not [one for one in made.directory.table.conversations if one.running]
 
 
-async def test_two_streams_with_one_prompt_lose_an_engine_once(tmp_path: Path) -> None:
+async def test_two_streams_with_the_same_prompt_both_resume_after_one_crash(tmp_path: Path) -> None:
     async with fleet(tmp_path, decoders=1, prefillers=0, engine={"token_s": 0.02}) as made:
         before = await cuts(made)
         cut_first(made, 5)

@@ -40,7 +40,7 @@ def test_demand_without_a_prefiller_is_infinite() -> None:
     assert signals(watch, 0, 0.0).prefill_load == inf
 
 
-def test_one_full_second_does_not_fill_the_window() -> None:
+def test_one_second_of_full_load_counts_little_in_the_window() -> None:
     watch = CapacityWatch(window_s=60)
     watch.observed(0.2, 0.0)
     watch.observed(1.0, 1.0)
