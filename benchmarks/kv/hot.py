@@ -82,7 +82,7 @@ async def ask(
 ) -> tuple[float, str]:
     """Return the seconds until the first token, and the text."""
     began, first, parts = time.monotonic(), 0.0, []
-    stream = await client.chat.completions.create(
+    stream: Any = await client.chat.completions.create(
         model=model,
         messages=messages,  # type: ignore[arg-type]
         max_tokens=ANSWER_TOKENS,

@@ -8,10 +8,10 @@ from dataclasses import replace
 
 from placement import PlacementError
 from placement.engines import EngineInfo, EngineState
+from placement.hot_decoders import HotDecoders
 from placement.overload.signal import OverloadState, OverloadWatch
 from placement.routing.elastic import ElasticRule
 from placement.routing.engine_speed import EngineSpeed, EngineSpeeds
-from placement.routing.hot_decoders import HotDecoders
 from placement.routing.least_kv import EngineChoice, FirstTurn, LaterTurn, LeastKvRule, RoutingState
 from placement.routing.placer_settings import FirstTurns, PlacerSettings, PlacingPolicy
 from placement.routing.prefix_map import PromptPrefix

@@ -12,8 +12,8 @@ from heapq import nlargest
 from math import ceil
 
 from placement.engines import EngineInfo
+from placement.hot_decoders import HotDecoder
 from placement.routing.bindings import Binding, Bindings
-from placement.routing.hot_decoders import HotDecoder
 from placement.routing.least_kv import FirstTurn
 from placement.routing.placer import Placer
 from placement.routing.receipts import MoveReason, Placement

@@ -3,8 +3,8 @@
 from dataclasses import dataclass, field, replace
 from typing import Any
 
+from placement.hot_decoders import HotDecoder
 from placement.routing.bindings import Binding, Bindings
-from placement.routing.hot_decoders import HotDecoder
 from placement.routing.least_kv import FirstTurn, LaterTurn
 from placement.routing.placer import Placer
 from placement.routing.receipts import Move, MoveReason, Placement, Refusal, RefusalReason
