@@ -66,6 +66,11 @@ PREFILL_LOAD = Gauge(
     "Seconds of prefill work that arrive per second and prefiller, by the tiers' latency curves; 1 is "
     "saturation.",
 )
+PREFILLERS_TAKING = Gauge(
+    "conserve_prefillers_taking_conversations",
+    "Prefillers that take conversations of their own now, because they idle while prompts wait on decoders "
+    "(`placement.roles: elastic`).",
+)
 PREFILL_WAIT = Gauge(
     "conserve_prefill_wait_seconds",
     "Predicted wait in the shortest prefill queue, by the tiers' latency curves.",
@@ -113,13 +118,15 @@ PROMPTS_PLACED = Counter(
     "Placed turns by the reason for the engine that computes their prompt. A prefiller: "
     "finishes_first, has_prefix (it has a part of the prompt cached). The decoder: sooner_on_decoder, "
     "ttft_at_risk, prefillers_saturated, no_prefiller_up, prefillers_busy, prefilled_locally, restored, "
-    "shares_layers. A prefiller that keeps the conversation because no decoder has room: last_resort.",
+    "shares_layers. A prefiller that keeps the conversation: idle_prefiller (it idles while prompts wait on "
+    "decoders), last_resort (no decoder has room).",
     ["why"],
 )
 FIRST_TURNS_PLACED = Counter(
     "conserve_first_turns_placed_total",
     "Conversations bound, by what computes their first prompt (prefiller, decoder) and by the reason for "
-    "their decoder: least_kv_in_use, sooner_with_capacity, has_time, preferred, last_resort.",
+    "their decoder: least_kv_in_use, sooner_with_capacity, has_time, preferred; a prefiller: idle_prefiller, "
+    "last_resort.",
     ["prompt", "decoder"],
 )
 RELEASES_FAILED = Counter(
@@ -396,7 +403,7 @@ ENGINE_CONVERSATIONS = Gauge("conserve_engine_conversations", "Conversations bou
 from_zero(CONVERSATIONS_ENDED, "deleted", "final", "idle", "failed_first_turn", "gateway_lost", "undelivered")
 from_zero(
     *(PROMPTS_PLACED, "finishes_first", "has_prefix", "sooner_on_decoder"),
-    *("ttft_at_risk", "prefillers_saturated", "last_resort"),
+    *("ttft_at_risk", "prefillers_saturated", "idle_prefiller", "last_resort"),
 )
 for _prompt in ("prefiller", "decoder"):
     FIRST_TURNS_PLACED.labels(_prompt, "least_kv_in_use")

@@ -244,6 +244,7 @@ def placer_settings(fleet: FleetSpec) -> PlacerSettings:
         policy=fleet.policy,
         first_turns=fleet.placement.first_turns,
         relieve_hot=fleet.placement.relieve_hot,
+        roles=fleet.placement.roles,
         capacity_window_s=fleet.capacity.window,
         max_prefill_wait_s=times.prefiller_wait,
         ttft_s=fleet.coserving.ttft,

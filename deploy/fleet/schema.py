@@ -12,7 +12,13 @@ from pydantic_core import to_json
 
 from kvtransfer.config import ConnectorConfig
 from placement.engines import Role
-from placement.routing.placer_settings import FirstTurns, PlacerSettings, PlacingPolicy, Redisaggregation
+from placement.routing.placer_settings import (
+    FirstTurns,
+    PlacerSettings,
+    PlacingPolicy,
+    PrefillerRoles,
+    Redisaggregation,
+)
 from placement.scheduling.interface import ServingSettings
 from placement.sizing.autoscaling import ScaleLimits
 from placement.sizing.capacity import Thresholds
@@ -230,6 +236,9 @@ class PlacementSpec(Spec):
     relieve_hot: bool = default(PlacerSettings, "relieve_hot")
     """Move idle conversations, with their KV, off a decoder whose prompts wait much longer than another's.
     Without it, conversations leave a decoder only when it drains, as in the paper."""
+    roles: PrefillerRoles = default(PlacerSettings, "roles")
+    """Whether prefillers take conversations. `fixed`: only what fits on no decoder. `elastic`: also new ones,
+    while they idle and prompts wait on decoders. Only with `first_turns: elastic`."""
 
 
 class TransferSpec(Spec):

@@ -6,7 +6,8 @@ second is released as soon as online work needs the space. Whether a conversatio
 well: KV between turns that is also on the host can be evicted at no cost.
 """
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
 from math import inf
 
 import numpy as np
@@ -18,6 +19,21 @@ from placement.routing.engine_table import OPTIONS, EngineTable
 from placement.routing.receipts import DecoderChoice, DecoderOption, Why
 
 CLOSED = -1.0
+
+
+@dataclass(frozen=True, slots=True)
+class KvFill:
+    """KV of some engines."""
+
+    in_use: float  # tokens, not evictable
+    limit: float  # tokens that those of them which accept conversations may hold
+
+    def __add__(self, other: "KvFill") -> "KvFill":
+        return KvFill(self.in_use + other.in_use, self.limit + other.limit)
+
+    @property
+    def pressure(self) -> float:
+        return self.in_use / self.limit if self.limit else float(self.in_use > 0)
 
 
 class DecoderPool:
@@ -145,15 +161,16 @@ class DecoderPool:
         """Return how many engines accept conversations."""
         return int(np.count_nonzero(self._open_rows()))
 
-    def pressure(self) -> float:
-        """Return the share of the open engines' limits that is in use and not evictable.
+    def fill(self, engines: Iterable[str] | None = None) -> KvFill:
+        """Return the KV of these engines, by default of all.
 
         KV on draining engines counts too, because its conversations will need space elsewhere.
         """
-        table, rows = self._table, [self._table.row(engine) for engine in self._reserved_on]
-        limit = self.open_limit()
+        table = self._table
+        rows = [table.row(engine) for engine in (self._reserved_on if engines is None else engines)]
         in_use = float((table["live"][rows] - table["idle"][rows] + table["reserved"][rows]).sum())
-        return in_use / limit if limit else float(in_use > 0)
+        open_rows = [row for row in rows if table["open_limit"][row] >= 0.0]
+        return KvFill(in_use, float(table["limit"][open_rows].sum()))
 
     def demand(self, refused: Sequence[int]) -> KvDemand:
         """Return the KV that the open engines have, and the KV that is demanded from them.
@@ -174,10 +191,6 @@ class DecoderPool:
             waiting=float(waiting.sum()),
             refused=float(least.min()) if len(least) else 0.0,
         )
-
-    def open_limit(self) -> float:
-        """Return the sum of the KV limits of engines that accept conversations, in tokens."""
-        return float(self._table["limit"][self._open_rows()].sum())
 
     def _open_rows(self) -> NDArray[np.bool_]:
         return self._table["open_limit"] >= 0.0

@@ -10,15 +10,17 @@ lately not hidden; the prompts that wait on the decoder, the rate at which it la
 share of its time that the TBT target of its running turns leaves to prompts.
 """
 
-from collections.abc import Iterable
-from dataclasses import dataclass, field
+from collections import Counter
+from dataclasses import dataclass, field, replace
 from math import inf, pow
 
 from placement.engines import EngineInfo, EngineState
-from placement.routing.decoder_pool import DecoderPool
+from placement.routing.decoder_pool import DecoderPool, KvFill
 from placement.routing.engine_speed import EngineSpeed
 from placement.routing.least_kv import EngineChoice, FirstTurn, LaterTurn, LeastKvRule, RoutingState
-from placement.routing.placer_settings import PlacerSettings
+from placement.routing.placer_settings import PlacerSettings, PrefillerRoles
+from placement.routing.prefill_queue import TYPICAL_TOKENS
+from placement.routing.prefiller_roles import IdlePrefillers
 from placement.routing.receipts import (
     DecoderChoice,
     Estimates,
@@ -29,6 +31,7 @@ from placement.routing.receipts import (
     Why,
 )
 from placement.scheduling.prefill_curve import PrefillCurve
+from placement.sizing.capacity import Signals
 
 TRANSFER_COST_KEPT_S = (
     20.0  # how long the last transfers' cost counts fully; then it halves in each such time
@@ -115,7 +118,10 @@ class ElasticRule(LeastKvRule):
         self._backlogs: dict[str, PromptBacklog] = {}
         self._placed_on: dict[str, str] = {}  # conversation -> engine, placed and not reported yet
         self._transfer_cost = TransferCost()
-        self._last_resort = DecoderPool()  # prefillers, for what fits on no decoder
+        self._own = DecoderPool()  # prefillers, with the conversations that they hold
+        self._held_by: dict[str, str] = {}  # conversation -> prefiller that took it
+        self._held_on = Counter[str]()  # prefiller -> conversations that it took
+        self._idle = IdlePrefillers(state.settings.ttft_s)
 
     def first_turn(self, turn: FirstTurn, now: float) -> EngineChoice | Refusal:
         choice = self.find(turn, now)
@@ -125,6 +131,8 @@ class ElasticRule(LeastKvRule):
             return self._on_a_prefiller(turn, now) or choice
         if choice.prefiller.why in (Why.SHARES_LAYERS, Why.RESTORED):
             return choice
+        if (own := self._on_an_idle_prefiller(choice, turn, now)) is not None:
+            return own
         choice = choice._replace(decoder=self._soonest_decoder(choice, turn))
         cached = choice.cached.get(choice.decoder.chosen.engine, 0)
         choice = self._where_sooner(choice, turn.prompt_tokens - cached)
@@ -134,10 +142,10 @@ class ElasticRule(LeastKvRule):
         return checked
 
     def later_turn(self, turn: LaterTurn, now: float) -> EngineChoice:
-        if turn.decoder in self._last_resort:
-            option = self._last_resort.option(turn.decoder)
+        if turn.decoder in self._own:
+            option = self._own.option(turn.decoder)
             holder = DecoderChoice(Why.BOUND, option, (), len(self.state.decoders), 0)
-            return EngineChoice(holder, PrefillerChoice.none(Why.PREFILLED_LOCALLY), self._last_resort, {})
+            return EngineChoice(holder, PrefillerChoice.none(Why.PREFILLED_LOCALLY), self._own, {})
         choice = self.find_later(turn, now)
         if choice.prefiller.why in (Why.SHARES_LAYERS, Why.PREFILLED_LOCALLY):
             return choice
@@ -153,11 +161,15 @@ class ElasticRule(LeastKvRule):
         """
         remote_s = None
         if prefiller is not None:
-            # A prefiller that holds conversations has only a share of its time for prompts.
-            share = max(self._backlogs[prefiller.engine].share, LEAST_SHARE)
-            prefill_s = (prefiller.wait_s + prefiller.prefill_s) / share
-            remote_s = prefill_s + self._transfer_cost.seconds(tokens)
+            remote_s = self._prefill_s(prefiller, tokens) + self._transfer_cost.seconds(tokens)
         return Estimates(self._backlogs[decoder].first_token_s(tokens), remote_s)
+
+    def _prefill_s(self, prefiller: PrefillerOption, tokens: int) -> float:
+        """Return the seconds until the end of a prefill. Own turns leave only a share of the time."""
+        backlog, wait_s = self._backlogs[prefiller.engine], prefiller.wait_s
+        if self._held_on[prefiller.engine]:
+            wait_s = max(wait_s, backlog.wait_s(tokens))  # prompts of its own turns are in no queue
+        return (wait_s + prefiller.prefill_s) / max(backlog.share, LEAST_SHARE)
 
     def _where_sooner(self, choice: EngineChoice, tokens: int) -> EngineChoice:
         """Drop the prefiller from the choice if the decoder, with `tokens` to compute, is clearly sooner."""
@@ -191,6 +203,35 @@ class ElasticRule(LeastKvRule):
             return least.replaced(options[best], Why.SOONER_WITH_CAPACITY)
         return least
 
+    def _on_an_idle_prefiller(self, choice: EngineChoice, turn: FirstTurn, now: float) -> EngineChoice | None:
+        """Return the prefiller that takes conversations, where it has less KV in use than the best decoder.
+
+        It computes the prompt itself, unless another engine is clearly sooner.
+        """
+        least, taking, tokens = choice.decoder, self._idle.taking, turn.prompt_tokens
+        if not taking or least.why is not Why.LEAST_KV_IN_USE:
+            return None
+        engine = next((name for name in self._own.fitting(self.state.need(turn)) if name in taking), None)
+        if engine is None or (option := self._own.option(engine)).kv_in_use >= least.chosen.kv_in_use:
+            return None
+        cached, weight = choice.cached.get(engine, 0), turn.queue_weight
+        queue = self.state.prefillers.option(engine, tokens, now, cached, weight)
+        if queue is None:
+            return None
+        own_s = self._prefill_s(queue, tokens)
+        cached = choice.cached.get(least.chosen.engine, 0)
+        local_s, remote_s = self.estimate(least.chosen.engine, tokens - cached, choice.prefiller.chosen)
+        if min(local_s, own_s if remote_s is None else remote_s) < self.state.settings.sooner_share * own_s:
+            return None
+        decoder, prefiller = least.replaced(option, Why.IDLE_PREFILLER), choice.prefiller
+        return EngineChoice(
+            decoder,
+            prefiller.rejected(Why.PREFILLED_LOCALLY),
+            self._own,
+            choice.cached,
+            Estimates(own_s, remote_s),
+        )
+
     def _on_a_decoder_with_time(self, choice: EngineChoice, turn: FirstTurn) -> EngineChoice | None:
         """Choose the same decoder, or the first with capacity, whose own prompts end soon; None if there is
         none.
@@ -207,23 +248,26 @@ class ElasticRule(LeastKvRule):
 
     def _on_a_prefiller(self, turn: FirstTurn, now: float) -> EngineChoice | None:
         """Return a prefiller that computes and holds the conversation, or None if it fits on none."""
-        holder = self._last_resort.choose(self.state.need(turn), None)
+        holder = self._own.choose(self.state.need(turn), None)
         if holder is None:
             return None
         holder, prefiller = holder._replace(why=Why.LAST_RESORT), PrefillerChoice.none(Why.PREFILLED_LOCALLY)
-        return EngineChoice(holder, prefiller, self._last_resort, self.state.cached_tokens(turn, now))
+        return EngineChoice(holder, prefiller, self._own, self.state.cached_tokens(turn, now))
 
     # Events
 
     def engine_up(self, info: EngineInfo, curve: PrefillCurve | None) -> None:
         self._backlogs[info.engine] = PromptBacklog(curve)
         if info.engine in self.state.prefillers:
-            self._last_resort.add(info.engine, int(info.kv_tokens * self.state.settings.last_resort_fill))
+            self._own.add(info.engine, int(info.kv_tokens * self.state.settings.own_fill))
 
     def engine_down(self, engine: str) -> tuple[str, ...]:
         self._backlogs.pop(engine, None)
+        self._idle.remove(engine)
+        self._held_by = {key: name for key, name in self._held_by.items() if name != engine}
+        self._held_on.pop(engine, None)
         self._placed_on = {key: name for key, name in self._placed_on.items() if name != engine}
-        return self._last_resort.remove(engine) if engine in self._last_resort else ()
+        return self._own.remove(engine) if engine in self._own else ()
 
     def observe(self, state: EngineState, last_seq: int, speed: EngineSpeed, now: float) -> None:
         self._transfer_cost.now = now
@@ -235,28 +279,49 @@ class ElasticRule(LeastKvRule):
         for key, (_, at) in tuple(backlog.placed.items()):
             if key in state.confirmed or at < now - REACHES_ENGINE_S:
                 self._forget_prompt(key)
-        if state.engine in self._last_resort:
-            self._last_resort.observe(state, last_seq)
+        if state.engine in self._own:
+            self._own.observe(state, last_seq)
+        if self.state.settings.roles is PrefillerRoles.FIXED:
+            return
+        if state.engine in self.state.prefillers:
+            idle = not state.running and not state.waiting and not state.draining
+            self._idle.prefiller_reported(state.engine, idle, now)
+        else:
+            self._idle.decoder_reported(state.engine, backlog.wait_s(TYPICAL_TOKENS), now)
 
     def placed(self, key: str, choice: EngineChoice, uncached: int, now: float) -> None:
         self._forget_prompt(key)
-        if choice.prefiller.chosen is None:
-            engine = choice.decoder.chosen.engine
-            self._backlogs[engine].placed[key] = uncached, now
-            self._placed_on[key] = engine
+        if choice.decoder.why is Why.IDLE_PREFILLER and key not in self._held_by:
+            self._held_by[key] = choice.decoder.chosen.engine
+            self._held_on[choice.decoder.chosen.engine] += 1
+        prefiller = choice.prefiller.chosen
+        engine = choice.decoder.chosen.engine if prefiller is None else prefiller.engine
+        self._backlogs[engine].placed[key] = uncached, now
+        self._placed_on[key] = engine
 
     def transferred(self, tokens: int, seconds: float) -> None:
         self._transfer_cost.measured(tokens, seconds)
 
     def release(self, key: str) -> None:
         self._forget_prompt(key)
-        self._last_resort.release(key)
+        self._own.release(key)
+        if (holder := self._held_by.pop(key, None)) is not None:
+            self._held_on[holder] -= 1
 
     def pool_of(self, engine: str) -> DecoderPool:
-        return self._last_resort if engine in self._last_resort else self.state.decoders
+        return self._own if engine in self._own else self.state.decoders
 
-    def lent_engines(self, decoders: Iterable[str]) -> float | None:
-        return sum(self._backlogs[name].share for name in decoders)
+    @property
+    def role_changes(self) -> int:
+        return self._idle.changes
+
+    def kv_fill(self) -> KvFill:
+        return super().kv_fill() + self._own.fill(self._idle.taking)
+
+    def with_roles(self, signals: Signals) -> Signals:
+        kept = [1 - self._backlogs[name].share for name in self._backlogs if name in self._own]
+        lent = [one.share for name, one in self._backlogs.items() if name in self.state.decoders]
+        return replace(signals, lent=sum(lent), kept=sum(kept), taking=len(self._idle.taking))
 
     def _forget_prompt(self, key: str) -> None:
         """Forget a prompt that has been computed or that the engine now reports itself."""

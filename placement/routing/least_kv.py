@@ -4,12 +4,12 @@ A conversation is bound to the decoder with the least KV in use among those wher
 computed by the prefiller that would finish it first.
 """
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
 from placement.engines import EngineInfo, EngineState
-from placement.routing.decoder_pool import DecoderPool
+from placement.routing.decoder_pool import DecoderPool, KvFill
 from placement.routing.engine_speed import EngineSpeed
 from placement.routing.placer_settings import PlacerSettings
 from placement.routing.prefill_queue import PrefillQueues
@@ -24,6 +24,7 @@ from placement.routing.receipts import (
     refuse,
 )
 from placement.scheduling.prefill_curve import PrefillCurve
+from placement.sizing.capacity import Signals
 
 
 @dataclass(frozen=True, slots=True)
@@ -183,9 +184,18 @@ class LeastKvRule:
     def release(self, key: str) -> None:
         """Forget a conversation that ended, or whose placement was not used."""
 
+    @property
+    def role_changes(self) -> int:
+        """Return how often a prefiller began or ended to take conversations."""
+        return 0
+
     def pool_of(self, engine: str) -> DecoderPool:
         return self.state.decoders
 
-    def lent_engines(self, decoders: Iterable[str]) -> float | None:
-        """Return the time that decoders have left for prompts, in engines; None if the rule ignores it."""
-        return None
+    def kv_fill(self) -> KvFill:
+        """Return the KV of the engines that take conversations."""
+        return self.state.decoders.fill()
+
+    def with_roles(self, signals: Signals) -> Signals:
+        """Return the signals with what engines do beside their role."""
+        return signals

@@ -4,7 +4,6 @@ The directory runs it in production and the simulator in simulation. It does no 
 """
 
 from collections.abc import Mapping, Sequence
-from dataclasses import replace
 
 from placement import PlacementError
 from placement.engines import EngineInfo, EngineState
@@ -260,14 +259,14 @@ class Placer:
     def observe_overload(self, now: float, refused: Sequence[int] = ()) -> OverloadState:
         """Compare the decoders' KV with the demand; `refused` counts prompt tokens that fit on no decoder."""
         decoders = self._state.decoders
-        self._capacity.observed(decoders.pressure(), now)
+        self._capacity.observed(self._rule.kv_fill().pressure, now)
         needs = [tokens + self.settings.headroom_tokens for tokens in refused]
         return self._overload.observe(decoders.demand(needs), now)
 
     def signals(self, running_tokens: int, now: float) -> Signals:
         """Return the capacity signals; `running_tokens` is the KV of conversations with a running turn."""
         decoders, prefillers = self._state.decoders, self._state.prefillers
-        running_share = running_tokens / max(1.0, decoders.open_limit())
+        running_share = running_tokens / max(1.0, self._rule.kv_fill().limit)
         signals = self._capacity.signals(
             prefillers.open_count(),
             prefillers.shortest_wait_s(now),
@@ -275,11 +274,15 @@ class Placer:
             running_share,
             now,
         )
-        lent = self._rule.lent_engines(name for name in self._infos if name in decoders)
-        return replace(signals, lent=lent)
+        return self._rule.with_roles(signals)
 
     def prefill_wait_s(self, engine: str, now: float) -> float:
         return self._state.prefillers.wait_s(engine, now)
+
+    @property
+    def role_changes(self) -> int:
+        """Return how often a prefiller began or ended to take conversations."""
+        return self._rule.role_changes
 
     def kv_in_use(self, engine: str) -> int:
         return self._rule.pool_of(engine).option(engine).kv_in_use

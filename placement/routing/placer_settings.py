@@ -62,10 +62,18 @@ class FirstTurns(StrEnum):
     ELASTIC = "elastic"  # where the first token comes first
 
 
+class PrefillerRoles(StrEnum):
+    """Whether prefillers take conversations of their own."""
+
+    FIXED = "fixed"  # the paper's rule: only what fits on no decoder
+    ELASTIC = "elastic"  # also new ones, while they idle and prompts wait on decoders
+
+
 @dataclass(frozen=True, slots=True)
 class PlacerSettings:
     policy: PlacingPolicy = PlacingPolicy.CONSERVE
     first_turns: FirstTurns = FirstTurns.ELASTIC
+    roles: PrefillerRoles = PrefillerRoles.FIXED  # only with elastic first turns
     headroom_tokens: int = 1024  # reserved beyond the prompt, for the first answers
     fill: float = 0.9  # share of a decoder's KV that may be in use, evictable KV not counted
     max_prefill_wait_s: float = 10.0  # a longer queue refuses
@@ -88,4 +96,4 @@ class PlacerSettings:
     sooner_share: float = 0.8
     ttft_s: float = DEFAULT_TARGETS.ttft_s
     sooner_full: float = 0.25  # elastic: with a larger share of decoders full, only the KV in use counts
-    last_resort_fill: float = 0.75  # elastic: share of a prefiller's KV for what fits on no decoder
+    own_fill: float = 0.75  # elastic: share of a prefiller's KV for conversations of its own

@@ -34,6 +34,7 @@ class Why(StrEnum):
     HAS_TIME = "has_time"  # elastic: prefillers are saturated, and so is the decoder with the least KV
     PREFERRED = "preferred"  # the decoder of the parent, or of the conversation this one forked from
     WAITS_LESS = "waits_less"  # a move: prompts wait less there than on the hot decoder
+    IDLE_PREFILLER = "idle_prefiller"  # elastic roles: a prefiller that idles while prompts wait on decoders
     LAST_RESORT = "last_resort"  # elastic: a prefiller, because the conversation fits on no decoder
     BOUND = "bound"  # a later turn stays on its decoder
 

@@ -21,6 +21,8 @@ class Signals:
     observed_s: float  # how long the fleet was observed; less than the window says little
     prompts_s: float = 0.0  # seconds of prefill that arrive per second
     lent: float | None = None  # elastic: decoders' time that running turns leave to prompts, in engines
+    kept: float = 0.0  # elastic: prefillers' time that turns of their own conversations take, in engines
+    taking: int = 0  # elastic roles: prefillers that take conversations now; their KV counts as decoders'
 
     @property
     def prompt_load(self) -> float:
@@ -30,8 +32,13 @@ class Signals:
         """
         if self.lent is None:
             return self.prefill_load
-        engines = self.prefillers + self.lent
+        engines = self.for_prompts
         return self.prompts_s / engines if engines else inf
+
+    @property
+    def for_prompts(self) -> float:
+        """Return the engines' time that running turns leave to prompts, in engines."""
+        return max(0.0, self.prefillers - self.kept) + (self.lent or 0.0)
 
     def saturates_in_s(self, longest_wait_s: float) -> float:
         """Return the seconds until the shortest queue is too long; infinite if no queue grows."""
@@ -147,11 +154,11 @@ def _prefillers(signals: Signals, limits: Thresholds, longest_wait_s: float) -> 
 def _elastic(signals: Signals, limits: Thresholds, longest_wait_s: float) -> Recommendation | None:
     """Advise on prefillers of a fleet whose decoders also compute prompts, in the time they have left."""
     asked, engines, lent = signals.prompts_s, signals.prefillers, signals.lent or 0.0
-    load = signals.prompt_load
+    load, available = signals.prompt_load, signals.for_prompts
     there = f"{_number(engines, 'prefiller')} and of what decoders have left, {lent:.1f} engines"
     if load > limits.high or signals.prefill_wait_s >= longest_wait_s:
-        count = max(1, ceil(round(asked / limits.target - engines - lent, 6)))
-        after = f"with {count} more {asked / (engines + count + lent):.0%}"
+        count = max(1, ceil(round(asked / limits.target - available, 6)))
+        after = f"with {count} more {asked / (available + count):.0%}"
         return Recommendation(
             Action.ADD_PREFILLERS, count, f"prompts ask for {load:.0%} of the time of {there}; {after}"
         )
@@ -171,6 +178,8 @@ def _decoders(signals: Signals, limits: Thresholds) -> Recommendation | None:
     if not engines:
         return Recommendation(Action.ADD_DECODERS, 1, "no decoder is up")
     holds = f"conversations hold {pressure:.0%} of the KV of {_number(engines, 'decoder')}"
+    if signals.taking:
+        holds += f" and {_number(signals.taking, 'prefiller')} without work"
     if pressure > limits.high:
         if 0 < running <= limits.target:
             reason = (

@@ -30,6 +30,7 @@ from router.process import SteadyClock
 log = logging.getLogger("conserve.router.directory.directory")
 
 _TICK_S = 0.1
+ON_A_PREFILLER = (Why.IDLE_PREFILLER, Why.LAST_RESORT)  # decoders' reasons: the conversation stays there
 _COMMAND_TIMEOUT_S = 5.0
 STREAMLESS_S = 20.0  # gRPC's keep-alive lets a gateway notice a lost stream within 15 s
 _SEND_LIMIT_S = 60.0
@@ -195,7 +196,7 @@ class Directory:
             log.info("placed conversation=%s receipt=%s", placed.key, orjson.dumps(placed.note).decode())
             receipt = placed.note["receipt"]
             held, computed = receipt["decoder"]["why"], receipt["prefiller"]["why"]
-            metrics.PROMPTS_PLACED.labels(held if held == Why.LAST_RESORT else computed).inc()
+            metrics.PROMPTS_PLACED.labels(held if held in ON_A_PREFILLER else computed).inc()
             if held != Why.BOUND:
                 prompt = "prefiller" if placed.prefiller else "decoder"
                 metrics.FIRST_TURNS_PLACED.labels(prompt, held).inc()

@@ -196,6 +196,7 @@ class CapacityWatcher:
         signals = report.signals
         metrics.PREFILL_LOAD.set(signals.prefill_load)
         metrics.PREFILL_WAIT.set(signals.prefill_wait_s)
+        metrics.PREFILLERS_TAKING.set(signals.taking)
         metrics.PREFILL_SATURATES.set(signals.saturates_in_s(self._placer.settings.max_prefill_wait_s))
         metrics.DECODER_PRESSURE.set(signals.decoder_pressure)
         given = {one.action: max(1, one.count) for one in report.advice}

@@ -80,7 +80,7 @@ class DashboardRoutes:
             "models": [model.name for model in self._config.models],
             "notice": notice,
             "now": shown.now,
-            "live": sum(engine["conversations"] for engine in holding),
+            "live": sum(engine["conversations"] for engine in engines),
             "turns_running": sum(engine["running"] for engine in holding),
             "decoder_kv": in_use / capacity if capacity else 0.0,
             "slo": self._attainment({"met": shown.met, "missed": shown.missed}),

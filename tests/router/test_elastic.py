@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from placement.routing.placer_settings import FirstTurns
+from placement.routing.placer_settings import FirstTurns, PrefillerRoles
 from placement.scheduling.prefill_curve import PrefillCurve
 from tests.support.fake_fleet import FakeFleet, GatewayAnswer, ask, assistant, fleet, get, user
 from tests.support.waiting import until
@@ -70,7 +70,7 @@ async def test_a_first_turn_is_computed_where_its_first_token_comes_first(tmp_pa
 
 
 async def test_a_prefiller_holds_conversations_that_fit_on_no_decoder(tmp_path: Path) -> None:
-    async with elastic(tmp_path, fill=0.02, last_resort_fill=0.75, headroom_tokens=0) as made:
+    async with elastic(tmp_path, fill=0.02, own_fill=0.75, headroom_tokens=0) as made:
         assert (await turn(made, "first")).status == 200
         assert (await placement(made, "first"))["decoder"] == "d0"
         assert (await turn(made, "second")).status == 200
@@ -97,3 +97,35 @@ async def test_nothing_is_refused_while_a_decoder_has_time(tmp_path: Path) -> No
         assert [answer.status for answer in answers] == [200] * 6
         why = [(await placement(made, f"c{number}"))["receipt"]["prefiller"]["why"] for number in range(6)]
         assert "prefillers_saturated" in why and "finishes_first" in why
+
+
+async def taking(made: FakeFleet, prefillers: int) -> None:
+    async with asyncio.timeout(60.0):
+        while await sample(made, "conserve_prefillers_taking_conversations") != prefillers:  # noqa: ASYNC110
+            await asyncio.sleep(0.1)
+
+
+async def test_an_idle_prefiller_takes_a_conversation_through_its_turns_while_decoders_queue(
+    tmp_path: Path,
+) -> None:
+    async with elastic(tmp_path, roles=PrefillerRoles.ELASTIC) as made:
+        decoder = made.engines["d0"]
+        assert (await turn(made, "before")).status == 200
+        decoder.waiting_prompt_tokens, decoder.prompt_tokens_per_s = 10_000, 1_000.0
+        await taking(made, 1)
+        assert (await turn(made, "kept")).status == 200
+        one = await placement(made, "kept")
+        assert (one["decoder"], one["prefiller"]) == ("p0", None)
+        assert one["receipt"]["decoder"]["why"] == "idle_prefiller"
+        messages = [user("x" * 1000), assistant("yes"), user("y" * 3000)]
+        again = await ask(made.urls[0], messages, headers={"x-conversation-id": "kept"}, stream=True)
+        assert again.status == 200
+        await made.settle()
+        _, told = await get(f"{made.urls[0]}/v1/conversations/kept")
+        assert (told["decoder"], told["turns"], told["transfers"]) == ("p0", 2, 0)
+        await get(f"{made.urls[0]}/v1/conversations/kept", "DELETE")
+        await until(lambda: made.engines["p0"].released)
+        decoder.waiting_prompt_tokens = 0
+        await taking(made, 0)
+        assert (await turn(made, "after")).status == 200
+        assert (await placement(made, "after"))["decoder"] == "d0"

@@ -13,6 +13,8 @@ from traces.simulator.batch import Gaps, Iteration
 from traces.simulator.kv import KvStore, Link, LiveConversation, Pressure
 from traces.simulator.tiers import EngineProfile
 
+QUEUES_S = 1.0  # a turn that waits longer is in a queue
+
 
 class EventQueue:
     """Queue of events. Simultaneous events run in the order of scheduling, so that runs repeat exactly."""
@@ -128,6 +130,11 @@ class SimulatedEngine:
         """Change the engine's pipeline and the size of its KV at the next boundary."""
         self._regrouping = change
         self._soon()
+
+    def turns_that_queue(self) -> int:
+        """Return how many turns are here for more than a second and in no iteration now."""
+        computed, before = {live.key for live, _ in self._chunks}, self._events.now - QUEUES_S
+        return sum(live.turn_at < before and live.key not in computed for live in self.waiting)
 
     def waiting_prompt_tokens(self) -> int:
         return sum(live.todo for live in self.waiting)

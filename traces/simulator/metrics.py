@@ -22,6 +22,30 @@ class Leak(TraceError, AssertionError):
 
 
 @dataclass
+class IdleWhileWaiting:
+    """Idle share of each role while turns queue.
+
+    As many idle engines count as there are turns that queue: a single turn needs no more than one of them.
+    """
+
+    samples: int = 0
+    idle: list[float] = field(default_factory=lambda: [0.0, 0.0])  # prefillers, others
+
+    def sample(self, at_the_gate: int, *roles: Sequence[SimulatedEngine]) -> None:
+        queued = at_the_gate + sum(engine.turns_that_queue() for role in roles for engine in role)
+        if not queued:
+            return
+        self.samples += 1
+        for number, role in enumerate(roles):
+            if role:
+                self.idle[number] += min(queued, sum(engine.idle for engine in role)) / len(role)
+
+    @property
+    def of_the_least_busy_role(self) -> float:
+        return max(self.idle) / self.samples if self.samples else 0.0
+
+
+@dataclass
 class SimulationTally:
     """Work that the router requested, for comparison with the work that engines did."""
 
@@ -34,6 +58,7 @@ class SimulationTally:
     transfers: int = 0
     through_prefiller_again: int = 0
     last_resorts: int = 0
+    idle: IdleWhileWaiting = field(default_factory=IdleWhileWaiting)
     first_turns: int = 0
     first_turns_prefilled: int = 0  # by a prefiller
     least_kv: int = 0  # first turns whose decoder had the least KV in use
@@ -121,6 +146,7 @@ class Totals:
     preemptions: int
     through_prefiller_again: int  # later turns
     last_resorts: int  # conversations that a prefiller holds
+    idle_while_waiting: float  # idle share of the least busy role while turns queue and conversations arrive
     prefiller_share: float  # of first turns that a prefiller computes
     least_kv_share: float  # of conversations that are bound to the decoder with the least KV in use
     gate_wait_s: float
@@ -180,6 +206,7 @@ class SimulationSummary:
     preemptions: int
     through_prefiller_again: int
     last_resorts: int
+    idle_while_waiting: float
     prefiller_share: float
     least_kv_share: float
     gate_wait_mean_s: float
@@ -205,7 +232,7 @@ def summarise(system: str, result: SimulationResult) -> SimulationSummary:
         *_p50_p95(result.e2e),
         *(totals.transfers, totals.recomputed_tokens, totals.parked_tokens, totals.preemptions),
         *(totals.through_prefiller_again, totals.last_resorts),
-        *(totals.prefiller_share, totals.least_kv_share),
+        *(totals.idle_while_waiting, totals.prefiller_share, totals.least_kv_share),
         gate_wait_mean_s=totals.gate_wait_s / max(1, totals.conversations),
         tokens_per_joule=totals.tokens_per_joule,
         joules_per_conversation=totals.joules / max(1, totals.conversations),

@@ -22,6 +22,8 @@ from traces.simulator.metrics import Recorder, SimulationResult, SimulationTally
 from traces.simulator.policies import SimulatedRouter, System, SystemSettings, TurnRoute
 from traces.simulator.tiers import SimulatedFleet
 
+COUNT_IDLE_S = 0.25
+
 
 class SimulatedEngines:
     """Engines of a fleet. Like real ones they report changes, whenever the placer is about to look."""
@@ -161,6 +163,7 @@ class Simulation:
         self._gate: deque[LiveConversation] = deque()
         self._arrivals: Iterator[TraceConversation] = iter(())
         self._arrived = 0
+        self._all_arrived = False
         self._served_at = 0.0  # the last turn's end: what lingers after it is nobody's work
         self.dropping: Dropping | None = None
         if settings.dropping is not None:
@@ -176,14 +179,25 @@ class Simulation:
         """Play a whole trace in order of arrival. Conversations are read when their time comes."""
         self._arrivals = iter(conversations)
         self._expect_next_arrival()
+        self._count_idle(None)
         self.events.run()
         check(self.tally, self.fleet.engines.values(), self._served_at, waiting=len(self._gate))
         return SimulationResult(self.recorder, self._totals())
 
     def _expect_next_arrival(self) -> None:
         conversation = next(self._arrivals, None)
+        self._all_arrived = conversation is None
         if conversation is not None:
             self.events.at(max(conversation.arrival_s, self.events.now), self._arrive, conversation)
+
+    def _count_idle(self, _: Any) -> None:
+        """Count idle engines and waiting turns once a period, until the last conversation has arrived."""
+        if self._all_arrived:
+            return
+        self.events.at(self.events.now + COUNT_IDLE_S, self._count_idle, None)
+        engines, prefillers = self.fleet.engines, self.fleet.prefillers
+        others = [engine for name, engine in engines.items() if name not in prefillers]
+        self.tally.idle.sample(len(self._gate), [engines[name] for name in prefillers], others)
 
     def _arrive(self, conversation: Any) -> None:
         live = LiveConversation(conversation, self._arrived, self.events.now)
@@ -378,6 +392,7 @@ class Simulation:
             preemptions=sum(engine.preempted for engine in engines),
             through_prefiller_again=tally.through_prefiller_again,
             last_resorts=tally.last_resorts,
+            idle_while_waiting=tally.idle.of_the_least_busy_role,
             prefiller_share=tally.first_turns_prefilled / max(1, tally.first_turns),
             least_kv_share=tally.least_kv / max(1, tally.first_turns),
             gate_wait_s=tally.gate_wait_s,

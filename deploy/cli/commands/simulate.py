@@ -99,6 +99,7 @@ SHOWN = {
     "parked_tokens": "tokens parked on the host",
     "preemptions": "turns that gave way to others",
     "last_resorts": "conversations that a prefiller holds",
+    "idle_while_waiting": "engines idle while turns queue, share of the least busy role",
     "prefiller_share": "first turns that a prefiller computes, share",
     "least_kv_share": "conversations on the decoder with the least KV, share",
     "tokens_per_joule": "tokens per joule",

@@ -272,6 +272,7 @@ CASES = {
     "conversation.prefiller_wait": case(14, lambda got: got.placer.max_prefill_wait_s),
     "placement.first_turns": case("prefiller", lambda got: got.placer.first_turns),
     "placement.relieve_hot": case(True, lambda got: got.placer.relieve_hot),
+    "placement.roles": case("elastic", lambda got: got.placer.roles),
     "slos.ttfet": case(1.5, lambda got: got.gateway.slos["default"].ttfet_s),
     "slos.last_turn_tbt": case("50ms", lambda got: got.gateway.slos["default"].last_turn_tbt_s, 0.05),
     "slos.ahead": case("12s", lambda got: got.gateway.slos["default"].queue_weight, 12.0),
@@ -392,7 +393,7 @@ NOT_SET: dict[type, dict[str, str]] = {
     },
     PlacerSettings: {
         "fill retry_no_capacity_s retry_no_engine_s local_prefill_without_prefiller forget_prefill_after_s "
-        "last_resort_fill local_share local_share_at_risk at_risk sooner_share sooner_full": CONSTANT,
+        "own_fill local_share local_share_at_risk at_risk sooner_share sooner_full": CONSTANT,
     },
     DirectorySettings: {"return_s gateway_grace_s push_states_s": CONSTANT},
     KeeperSettings: {

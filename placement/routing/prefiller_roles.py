@@ -1,0 +1,63 @@
+"""Prefillers that take new conversations: they idle while prompts wait on decoders.
+
+A prefiller takes conversations from the moment that it was mostly idle for a while and prompts waited on the
+decoders meanwhile. It takes no more as soon as it is mostly busy or nothing waits on decoders. What it has
+taken it keeps for life, so that its role returns as its conversations end.
+"""
+
+from dataclasses import dataclass, field
+from math import exp
+
+WINDOW_S = 5.0  # over which idle time and waits are averaged
+BEGINS_IDLE, ENDS_IDLE = 0.5, 0.1  # share of its time that a prefiller is idle
+BEGINS_WAIT, ENDS_WAIT = 0.4, 0.1  # mean wait of a prompt on a decoder, as a share of the TTFT target
+
+
+@dataclass(slots=True)
+class TimeMean:
+    """Mean of a value over a window of time; each value holds until the next one."""
+
+    mean: float = 0.0
+    _value: float = 0.0
+    _at: float | None = None
+
+    def observe(self, value: float, now: float) -> None:
+        if self._at is not None:
+            kept = exp(-max(0.0, now - self._at) / WINDOW_S)
+            self.mean = kept * self.mean + (1 - kept) * self._value
+        self._value, self._at = value, now
+
+
+@dataclass(slots=True)
+class IdlePrefillers:
+    """The prefillers that take conversations now, by the reports of the fleet's engines."""
+
+    ttft_s: float  # target
+    taking: set[str] = field(default_factory=set)
+    changes: int = 0  # how often a prefiller began or ended to take conversations
+    _idle: dict[str, TimeMean] = field(default_factory=dict)  # prefiller -> share of its time without work
+    _waits: dict[str, float] = field(default_factory=dict)  # decoder -> seconds that its prompts wait
+    _wait_sum: float = 0.0
+    _wait: TimeMean = field(default_factory=TimeMean)  # of all decoders
+
+    def decoder_reported(self, engine: str, wait_s: float, now: float) -> None:
+        self._wait_sum += wait_s - self._waits.get(engine, 0.0)
+        self._waits[engine] = wait_s
+        self._wait.observe(max(0.0, self._wait_sum) / len(self._waits), now)
+
+    def prefiller_reported(self, engine: str, idle: bool, now: float) -> None:
+        share = self._idle.setdefault(engine, TimeMean())
+        share.observe(float(idle), now)
+        before, wait = engine in self.taking, self._wait.mean / self.ttft_s
+        if before:
+            after = share.mean > ENDS_IDLE and wait > ENDS_WAIT
+        else:
+            after = share.mean > BEGINS_IDLE and wait > BEGINS_WAIT
+        if after != before:
+            self.taking ^= {engine}
+            self.changes += 1
+
+    def remove(self, engine: str) -> None:
+        self._idle.pop(engine, None)
+        self.taking.discard(engine)
+        self._wait_sum -= self._waits.pop(engine, 0.0)
