@@ -1,10 +1,10 @@
 """Hardware of this machine: memory, cores, GPUs."""
 
-import importlib.util
 import os
 import sys
 from contextlib import suppress
 from importlib import metadata
+from importlib.machinery import PathFinder
 
 import psutil
 
@@ -67,6 +67,7 @@ def foreign_builds() -> list[str]:
 
 def remedy(builds: list[str]) -> str:
     """Return the command that removes packages; an environment that uv made has no pip."""
-    has_pip = importlib.util.find_spec("pip") is not None
+    # Not `importlib.util.find_spec`: setuptools has a finder that removes `distutils` when asked for pip.
+    has_pip = PathFinder.find_spec("pip") is not None
     command = f"{sys.executable} -m pip uninstall -y" if has_pip else f"uv pip uninstall -p {sys.executable}"
     return f"{command} {' '.join(builds)} (serving text needs none of them)"

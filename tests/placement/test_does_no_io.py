@@ -21,6 +21,7 @@ ALLOWED = {
     "itertools",
     "math",
     "re",
+    "statistics",
     "typing",
     "numpy",
     "scipy",

@@ -1,6 +1,7 @@
 """Counts of a split, the measured link, and the blocks that a drop moves or evicts."""
 
-from types import SimpleNamespace
+from collections.abc import Mapping
+from types import MappingProxyType, SimpleNamespace
 from typing import Any
 
 import pytest
@@ -10,6 +11,7 @@ pytest.importorskip("vllm", reason="vLLM is not installed: make install")
 from vllm.v1.core.block_pool import BlockPool
 from vllm.v1.core.kv_cache_utils import BlockHash
 
+from kvtransfer.compat.free_queue import take_owned_blocks_last
 from kvtransfer.config import ConnectorConfig
 from kvtransfer.control.control_socket import EngineCommand
 from kvtransfer.shared_state import SharedKvState
@@ -63,14 +65,21 @@ def test_a_measured_link_is_used_until_it_is_too_old() -> None:
 class SideWithBlocks:
     """Scheduler side on vLLM's own pool: requests hold two blocks, the prefix cache ten."""
 
-    def __init__(self, blocks_per_s: float) -> None:
+    def __init__(self, blocks_per_s: float, owners: Mapping[str, range] = MappingProxyType({})) -> None:
+        """`owners` are conversations and offline requests, with the numbers of their blocks."""
+        self.kv_state = SharedKvState(ConnectorConfig(), 0, lambda: 0.0)
         self.pool = BlockPool(num_gpu_blocks=32, enable_caching=True, hash_block_size=16)
         self.blocks = self.pool.get_new_blocks(12)
         request: Any = SimpleNamespace(request_id="r", block_hashes=[BlockHash(b"%d" % n) for n in range(12)])
         self.pool.cache_full_blocks(request, self.blocks, 0, 12, 16, 0)
         self.held, self.cached = self.blocks[:2], self.blocks[2:]
+        conversations = self.kv_state.conversations
+        take_owned_blocks_last(self.pool, conversations.blocks, self.kv_state.lock)
+        for key, numbers in owners.items():
+            hashes = [BlockHash(b"%d" % number) for number in numbers]
+            owner = conversations.begin_turn(key, hashes, key.startswith("offline:"))
+            conversations.advance(owner, hashes)
         self.pool.free_blocks(self.cached)  # the last of them was used last
-        self.kv_state = SharedKvState(ConnectorConfig(), 0, lambda: 0.0)
         config = SimpleNamespace(cache_config=SimpleNamespace(block_size=16))
         context: Any = SimpleNamespace(kv_state=self.kv_state, commands={}, vllm_config=config)
         self.side = OverloadScheduler(context)
@@ -112,12 +121,7 @@ def test_cached_blocks_beyond_the_link_s_second_are_evicted_and_counted() -> Non
 
 
 def test_cached_blocks_of_offline_requests_are_evicted_first() -> None:
-    """Offline blocks rank last even if they were used last."""
-    made = SideWithBlocks(5 / CACHED_KV_S)
-    conversations = made.kv_state.conversations
-    for key, offline, numbers in (("c", False, range(2, 6)), ("offline:r", True, range(6, 12))):
-        hashes = [BlockHash(b"%d" % number) for number in numbers]
-        conversation = conversations.begin_turn(key, hashes, offline)
-        conversations.advance(conversation, hashes)
+    """Offline blocks rank last even if they were used last; the last block of a request is evicted first."""
+    made = SideWithBlocks(5 / CACHED_KV_S, {"c": range(2, 6), "offline:r": range(6, 12)})
     order = made.ordered("drop")
-    assert sorted(order.used[2:]) == ids(*made.cached[:4], made.cached[-1])
+    assert sorted(order.used[2:]) == ids(*made.cached[:5])
