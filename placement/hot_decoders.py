@@ -5,8 +5,9 @@ behind while others have time. Then some of its conversations should move.
 """
 
 from dataclasses import dataclass, field
-from math import exp
 from typing import NamedTuple
+
+from placement.time_mean import TimeMean
 
 WINDOW_S = 3.0  # over which waits are averaged
 LEAST_SAVED_S = 1.0  # a move that saves a turn less than this is not worth its transfer
@@ -24,35 +25,14 @@ class HotDecoder(NamedTuple):
 
 
 @dataclass(slots=True)
-class MeanWait:
-    """Wait of a decoder's prompts, averaged over a window of time; a value holds until the next one."""
-
-    mean: float = 0.0
-    _value: float = 0.0
-    _at: float | None = None
-
-    def observe(self, value: float, now: float) -> None:
-        self.until(now)
-        self._value = value
-
-    def until(self, now: float) -> float:
-        """Return the mean at `now`."""
-        if self._at is not None:
-            kept = exp(-max(0.0, now - self._at) / WINDOW_S)
-            self.mean = kept * self.mean + (1 - kept) * self._value
-        self._at = now
-        return self.mean
-
-
-@dataclass(slots=True)
 class HotDecoders:
     """Waits of prompts on all decoders that take conversations."""
 
-    _waits: dict[str, MeanWait] = field(default_factory=dict)
+    _waits: dict[str, TimeMean] = field(default_factory=dict)
     _left_at: dict[str, float] = field(default_factory=dict)
 
     def observe(self, engine: str, wait_s: float, now: float) -> None:
-        self._waits.setdefault(engine, MeanWait()).observe(wait_s, now)
+        self._waits.setdefault(engine, TimeMean(WINDOW_S)).observe(wait_s, now)
 
     def remove(self, engine: str) -> None:
         self._waits.pop(engine, None)

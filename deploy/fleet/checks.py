@@ -18,6 +18,7 @@ from deploy.home import FleetHome, FleetKeys
 from kvtransfer import KVTransferError
 from placement import PlacementError
 from placement.engines import Role
+from placement.routing.placer_settings import FirstTurns, PlacingPolicy, PrefillerRoles
 from router.auth.keys_file import load_keys
 from router.gateway.slo_classes import PRIORITY_S
 from router.http import Certificate, TlsError
@@ -57,6 +58,7 @@ def _of_the_file(fleet: FleetSpec) -> Iterator[Problem]:
     yield from _exposed(fleet)
     yield from _coserving(fleet)
     yield from _embeddings(fleet)
+    yield from _placement(fleet)
     yield from check_overload(fleet)
 
 
@@ -89,6 +91,17 @@ def _roles(fleet: FleetSpec) -> Iterator[Problem]:
                 ("tiers", index, "role"),
                 f"the policy '{fleet.policy}' has no use for role '{tier.role}'; expected {roles}",
             )
+
+
+def _placement(fleet: FleetSpec) -> Iterator[Problem]:
+    placement = fleet.placement
+    elastic = fleet.policy is PlacingPolicy.CONSERVE and placement.first_turns is FirstTurns.ELASTIC
+    if placement.roles is PrefillerRoles.ELASTIC and not elastic:
+        message = "'elastic' has an effect with policy 'conserve' and 'first_turns: elastic' only"
+        yield Problem(("placement", "roles"), message)
+    if placement.relieve_hot and not fleet.policy.disaggregates:
+        message = f"engines of the policy '{fleet.policy}' cannot send KV to others: leave it out"
+        yield Problem(("placement", "relieve_hot"), message)
 
 
 def _arguments(fleet: FleetSpec) -> Iterator[Problem]:

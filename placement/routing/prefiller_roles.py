@@ -6,26 +6,12 @@ taken it keeps for life, so that its role returns as its conversations end.
 """
 
 from dataclasses import dataclass, field
-from math import exp
+
+from placement.time_mean import TimeMean
 
 WINDOW_S = 5.0  # over which idle time and waits are averaged
 BEGINS_IDLE, ENDS_IDLE = 0.5, 0.1  # share of its time that a prefiller is idle
 BEGINS_WAIT, ENDS_WAIT = 0.4, 0.1  # mean wait of a prompt on a decoder, as a share of the TTFT target
-
-
-@dataclass(slots=True)
-class TimeMean:
-    """Mean of a value over a window of time; each value holds until the next one."""
-
-    mean: float = 0.0
-    _value: float = 0.0
-    _at: float | None = None
-
-    def observe(self, value: float, now: float) -> None:
-        if self._at is not None:
-            kept = exp(-max(0.0, now - self._at) / WINDOW_S)
-            self.mean = kept * self.mean + (1 - kept) * self._value
-        self._value, self._at = value, now
 
 
 @dataclass(slots=True)
@@ -38,7 +24,7 @@ class IdlePrefillers:
     _idle: dict[str, TimeMean] = field(default_factory=dict)  # prefiller -> share of its time without work
     _waits: dict[str, float] = field(default_factory=dict)  # decoder -> seconds that its prompts wait
     _wait_sum: float = 0.0
-    _wait: TimeMean = field(default_factory=TimeMean)  # of all decoders
+    _wait: TimeMean = field(default_factory=lambda: TimeMean(WINDOW_S))  # of all decoders
 
     def decoder_reported(self, engine: str, wait_s: float, now: float) -> None:
         self._wait_sum += wait_s - self._waits.get(engine, 0.0)
@@ -46,7 +32,7 @@ class IdlePrefillers:
         self._wait.observe(max(0.0, self._wait_sum) / len(self._waits), now)
 
     def prefiller_reported(self, engine: str, idle: bool, now: float) -> None:
-        share = self._idle.setdefault(engine, TimeMean())
+        share = self._idle.setdefault(engine, TimeMean(WINDOW_S))
         share.observe(float(idle), now)
         before, wait = engine in self.taking, self._wait.mean / self.ttft_s
         if before:

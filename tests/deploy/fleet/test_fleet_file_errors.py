@@ -207,6 +207,14 @@ def test_broken_yaml_and_missing_files_are_reported(tmp_path: Path) -> None:
             "fleet.yaml:14: slos.gold.keys: a key of this class is none of gateway.api_keys",
         ),
         (
+            "placement:\n  roles: elastic\n  first_turns: prefiller\n",
+            "fleet.yaml:12: placement.roles: 'elastic' has an effect with policy 'conserve' and",
+        ),
+        (
+            "placement:\n  relieve_hot: true\npolicy: collocated\n",
+            "fleet.yaml:12: placement.relieve_hot: engines of the policy 'collocated' cannot send KV",
+        ),
+        (
             "coserving:\n  policy: bros\n  offline_share: 0.1\n",
             "fleet.yaml:13: coserving.offline_share: 'offline_share' has an effect with policy 'conserve'",
         ),

@@ -1,0 +1,26 @@
+"""Mean of a value over a window of time, for rules that must not follow every moment."""
+
+from dataclasses import dataclass
+from math import exp
+
+
+@dataclass(slots=True)
+class TimeMean:
+    """Exponential mean over `window_s`; each value holds until the next one."""
+
+    window_s: float
+    mean: float = 0.0
+    _value: float = 0.0
+    _at: float | None = None
+
+    def observe(self, value: float, now: float) -> None:
+        self.until(now)
+        self._value = value
+
+    def until(self, now: float) -> float:
+        """Bring the mean to `now`, and return it."""
+        if self._at is not None:
+            kept = exp(-max(0.0, now - self._at) / self.window_s)
+            self.mean = kept * self.mean + (1 - kept) * self._value
+        self._at = now
+        return self.mean
