@@ -17,6 +17,8 @@ import stat
 from collections.abc import Iterator
 from contextlib import suppress
 
+from setproctitle import getproctitle
+
 from kvtransfer.parent_death import die_with_parent
 from workers.engine.grammars.compile_process import new_address, start_process
 from workers.engine.grammars.config import ADDRESS
@@ -61,6 +63,7 @@ def detach_from_server() -> None:
 
 
 def main() -> None:
+    getproctitle()  # finds where titles go, which it cannot once the environment's first variable changes
     os.environ[ADDRESS] = new_address()
     from vllm.entrypoints.launchers.api_server.entry import main as serve
 
