@@ -10,6 +10,7 @@ from kvtransfer.compat.free_queue import key_of
 from kvtransfer.config import ConnectorConfig
 from kvtransfer.control.control_socket import RecentChanges
 from kvtransfer.control.waiting_prompts import WaitingPrompts
+from kvtransfer.retention.owned_blocks import EvictionList
 from kvtransfer.retention.retained_conversations import RetentionPhase
 from kvtransfer.shared_state import SharedKvState
 from placement.engines import EngineState
@@ -32,9 +33,9 @@ class PromptSpeed:
 class IdleBlocks:
     """Counts of the blocks of idle conversations."""
 
-    retained_free: int  # of retained conversations, or shared, and without a reference
+    retained_free: int  # of retained conversations, and without a reference
     evictable: int  # of these, the ones that may be evicted without loss
-    parked: int  # of one parked conversation only
+    parked: int  # of parked conversations only
 
 
 class EngineSnapshot:
@@ -124,20 +125,28 @@ class EngineSnapshot:
         (`idle_kv_evictable`), and where layers can be shared with another engine: nothing is copied
         meanwhile, and idle conversations alone are no reason to share.
         """
-        conversations = self._kv_state.conversations
-        lists, parked = [conversations.blocks.shared], 0
-        for conversation in conversations:
+        blocks, stored_on_host = self._kv_state.conversations.blocks, self._kv_state.host.stored
+        lists: list[EvictionList] = []
+        parked = uses_of_shared = 0
+        for conversation in self._kv_state.conversations:
             if conversation.phase is RetentionPhase.RETAINED:
                 lists.append(conversation.free)
+                uses_of_shared += conversation.owned - conversation.exclusive
             elif conversation.phase is RetentionPhase.PARKED:
                 parked += conversation.exclusive
         keys = [key for block in released if (key := key_of(self.pool.blocks[block])) is not None]
-        copied = [key for key in keys if conversations.blocks.list_of(key) in lists]
-        free = sum(map(len, lists)) + len(copied)
+        soon = [key for key in keys if blocks.list_of(key) in lists]
+        shared_soon = [key for key in keys if blocks.list_of(key) is blocks.shared]
+        # Who shares a block with whom is not counted. No more are retained than retained conversations use.
+        shared = len(blocks.shared) + len(shared_soon)
+        retained_shared = min(shared, uses_of_shared)
+        parked += shared - retained_shared
+        free = sum(map(len, lists)) + len(soon) + retained_shared
         if self._config.idle_kv_evictable or self._kv_state.split is not None:
             return IdleBlocks(free, free, parked)
-        stored = sum(one.stored for one in lists) + sum(map(self._kv_state.host.stored, copied))
-        return IdleBlocks(free, stored, parked)
+        stored_shared = blocks.shared.stored + sum(map(stored_on_host, shared_soon))
+        stored = sum(one.stored for one in lists) + sum(map(stored_on_host, soon))
+        return IdleBlocks(free, stored + min(stored_shared, retained_shared), parked)
 
     def _is_parked(self, key: str) -> bool:
         conversation = self._kv_state.conversations.get(key)
