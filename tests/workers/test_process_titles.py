@@ -1,0 +1,28 @@
+"""An engine's processes have vLLM's titles, whatever is first in their environment."""
+
+import os
+import subprocess
+import sys
+
+SERVER = """
+import os, sys, types
+from setproctitle import setproctitle
+import workers.serve
+
+def serve():
+    os.environ["FIRST"] = "changed, as torch changes a variable when it is imported"
+    setproctitle("VLLM::EngineCore")
+    print(open("/proc/self/cmdline").read().rstrip("\\0 "))
+
+entry = types.SimpleNamespace(main=serve)
+sys.modules["vllm.entrypoints.launchers.api_server.entry"] = entry
+workers.serve.start_process = lambda address: None
+workers.serve.main()
+"""
+
+
+def test_a_title_is_shown_when_the_first_variable_of_the_environment_changes() -> None:
+    environment = {"FIRST": "as started", "PATH": os.environ["PATH"], "PYTHONPATH": os.pathsep.join(sys.path)}
+    command = [sys.executable, "-c", SERVER]
+    said = subprocess.run(command, env=environment, capture_output=True, text=True, check=True, timeout=60)
+    assert said.stdout.strip() == "VLLM::EngineCore"
