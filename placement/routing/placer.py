@@ -100,7 +100,8 @@ class Placer:
                 state.prefillers.drop_placed_before(report.engine, before, now)
         if report.engine in state.decoders:
             state.decoders.observe(report, last_seq)
-            self._observe_wait(report, speed, now)
+            if self.settings.relieve_hot:
+                self._observe_wait(report, speed, now)
         self._observe_split(report, info.kv_tokens)
         kv_tokens = state.split_kv.get(report.engine, info.kv_tokens)
         state.prefixes.set_kv_tokens(report.engine, kv_tokens // report.kv_per_token)
