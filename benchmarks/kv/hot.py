@@ -2,9 +2,9 @@
 
     python -m benchmarks.kv.hot [--quick] [--json FILE]
 
-Two decoders, and agents whose conversations are all on one of them, because a fork begins where its parent
-is; each turn appends the output of a tool. Then the same agents without a parent, whose conversations are
-spread by their KV: there nothing should move. All engines share the cores of one machine.
+Two decoders. First agents without a parent, whose conversations are spread by their KV: there nothing should
+move. Then agents whose conversations are all on one decoder, because a fork begins where its parent is. Each
+turn appends the output of a tool. All engines share the cores of one machine.
 """
 
 import asyncio
@@ -98,7 +98,11 @@ async def ask(
 
 
 def measure(relieve_hot: bool, turns: int) -> tuple[Seen, Seen, dict[str, Any]]:
-    """Return what the forks saw, what agents without a parent saw, and the counts of moves of both."""
+    """Return what the forks saw, what agents without a parent saw, and the counts of moves of both.
+
+    The agents without a parent come first: idle conversations count too where new ones are placed, so after
+    the forks all agents would be on the other decoder.
+    """
     fleet = two_decoders(relieve_hot)
     with brought_up(fleet) as home:
         url, status = serving(home).endpoint, fleet_status(home)
@@ -109,14 +113,14 @@ def measure(relieve_hot: bool, turns: int) -> tuple[Seen, Seen, dict[str, Any]]:
             return int(moved), int(counted(pages, "conserve_moved_recomputed_tokens_total"))
 
         before = count()
-        skewed = asyncio.run(play(url, fleet.model.name, "parent", turns))
-        between = count()
         even = asyncio.run(play(url, fleet.model.name, "", turns))
+        between = count()
+        skewed = asyncio.run(play(url, fleet.model.name, "parent", turns))
         after = count()
     counts = {
-        "moved": between[0] - before[0],
+        "moved": after[0] - between[0],
         "recomputed_tokens": after[1] - before[1],
-        "moved_when_even": after[0] - between[0],
+        "moved_when_even": between[0] - before[0],
     }
     return skewed, even, counts
 
