@@ -23,6 +23,7 @@ from benchmarks.harness.vllm_engine import vllm_engine
 from deploy.small_model import write_tokenizer
 from kvtransfer.config import SECRET_VARIABLE, ConnectorConfig
 from placement.scheduling.interface import ServingSettings, TurnTargets
+from workers.engine.compat.cpu_build import fork_engine_on_cpu
 from workers.engine.coserving.config import (
     PROMPT_SCHEDULER,
     SAFEPOINT_PLUGIN,
@@ -135,6 +136,8 @@ async def started(
         **own_parts(name, variant, made, iterations),
         **variant.options,
     }
+    if made.device == "cpu":
+        fork_engine_on_cpu()  # as a fleet's engines: vLLM would have two processes import it again
     async with vllm_engine(arguments, environment) as engine:
         under = EngineUnderTest(
             engine.llm, engine.asked, sizes=made.sizes, clock=clock, iterations=iterations
