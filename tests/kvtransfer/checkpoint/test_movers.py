@@ -6,6 +6,7 @@ from typing import Any
 import pytest
 import torch
 import xxhash
+from torch.overrides import TorchFunctionMode
 
 from kvtransfer.checkpoint.copy_orders import BlockCopy
 from kvtransfer.checkpoint.cuda_mover import CudaMover
@@ -16,7 +17,7 @@ from kvtransfer.checkpoint.host_slots import (
     Mover,
     block_bytes,
 )
-from tests.support.device import LateCuda, LateStream
+from tests.support.device import LateCuda, LateEvent, LateStream
 
 BLOCKS = 6
 
@@ -127,6 +128,55 @@ def test_a_unit_is_launched_with_few_calls(memory: HostSlots, device: list[Any])
     assert sum(len(stream.launched) for stream in streams) == len(device) + 1 + 2
     mover.load(memory, copies)
     assert sum(len(stream.launched) for stream in streams) == 2 * (len(device) + 1 + 2)
+
+
+class LockReleases(TorchFunctionMode):
+    """Counts the calls of torch, of the digest and of events. Each releases Python's lock and takes it again,
+    for which the model's thread may have to wait.
+    """
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        super().__init__()
+        self.count = 0
+        for owner, name in (
+            (xxhash, "xxh3_64_intdigest"),
+            *((LateEvent, one) for one in ("record", "synchronize")),
+            (LateStream, "wait_event"),
+        ):
+            monkeypatch.setattr(owner, name, self._counted(getattr(owner, name)))
+
+    def _counted(self, original: Callable[..., Any]) -> Callable[..., Any]:
+        def call(*arguments: Any) -> Any:
+            self.count += 1
+            return original(*arguments)
+
+        return call
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.count += getattr(func, "__name__", "") not in {
+            "__get__",
+            "__len__",
+        }  # attributes, such as shapes
+        return func(*args, **(kwargs or {}))
+
+
+@pytest.mark.parametrize(("step", "most"), [(1, 2.0), (2, 3.3)], ids=["consecutive slots", "scattered slots"])
+def test_copies_take_python_s_lock_only_a_few_times_per_mebibyte(
+    step: int, most: float, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The sizes are those of Qwen3 8B, in two units of 14 blocks."""
+    blocks = 28
+    device = [torch.zeros(blocks, 2, 32, 8, 64, dtype=torch.bfloat16) for _ in range(36)]
+    memory, mover = HostSlots(step * blocks, block_bytes(device)), CudaMover(device, LateCuda())
+    copies = [BlockCopy(block, step * block, 1) for block in range(blocks)]
+    mover.store(memory, copies)  # caches views
+    mebibytes = blocks * block_bytes(device) / (1 << 20)
+    with LockReleases(monkeypatch) as releases:
+        mover.store(memory, copies)
+        stored, releases.count = releases.count, 0
+        assert mover.load(memory, copies) == copies
+    assert stored / mebibytes <= most
+    assert releases.count / mebibytes <= most
 
 
 def test_a_failed_store_leaves_no_copy_running(device: list[Any], monkeypatch: pytest.MonkeyPatch) -> None:

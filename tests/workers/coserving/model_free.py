@@ -6,7 +6,7 @@ else is a wrong output on a real model; here it is an entry in `lies`.
 
 import random
 import uuid
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -199,7 +199,11 @@ class ModelFreeEngine:
             self.hung_up += 1
             self.outputs.pop(gone)
             self.scheduler.finish_requests(gone, RequestStatus.FINISHED_ABORTED)
-        self.deliver(done, rows, [] if aborted else sampled, loaded)
+        self.deliver(done, rows, [] if aborted else sampled, loaded | self.loads_ended())
+
+    def loads_ended(self) -> frozenset[str]:
+        """Hook: return the requests whose KV has arrived since the last result."""
+        return frozenset()
 
     def rows_of(self, done: Any) -> list[StepRequest]:
         """Record the rows when the step is scheduled, because the next one may be scheduled before it is
@@ -245,6 +249,15 @@ class ModelFreeEngine:
             first = max(0, row.end - row.count - window + 1) if window else 0
             self._attend(row, tokens, group, first, aborted)
         return [answer(tokens)] if row.end == len(tokens) else []
+
+    def fill(self, tokens: Sequence[int], blocks: tuple[list[int], ...], first: int, end: int) -> None:
+        """Write the KV of tokens from `first` to `end` as a load does."""
+        for group in range(len(self._windows)):
+            right = group
+            for position, token in enumerate(tokens[:end]):
+                right = hash((right, token))
+                if position >= first and blocks[group][position // BLOCK]:  # not a null block
+                    self._kv[blocks[group][position // BLOCK], position % BLOCK] = right
 
     def _attend(self, row: StepRequest, tokens: list[int], group: int, first: int, aborted: bool) -> None:
         right = group

@@ -10,7 +10,7 @@ from collections.abc import Callable
 from typing import Any
 
 from vllm.v1.engine.core import EngineCore
-from vllm.v1.outputs import EMPTY_MODEL_RUNNER_OUTPUT, KVConnectorOutput, ModelRunnerOutput
+from vllm.v1.outputs import KVConnectorOutput, ModelRunnerOutput
 from vllm.v1.request import RequestStatus
 
 from tests.workers.coserving.model_free import ModelFreeEngine
@@ -73,7 +73,7 @@ class OverlappedEngine(ModelFreeEngine):
             self.overlapped += in_flight > 0
             assert not in_flight or not self._may_abort(step), "a step that may be aborted is not alone"
         self._ordered = step
-        return LateResult(lambda: None if step.num_scheduled_tokens else EMPTY_MODEL_RUNNER_OUTPUT)
+        return LateResult(lambda: None if step.num_scheduled_tokens else self._result([], {}, []))
 
     def sample_tokens(self, grammar_output: Any, non_block: bool) -> LateResult:
         step, rows = self._ordered, self.rows_of(self._ordered)
@@ -91,13 +91,16 @@ class OverlappedEngine(ModelFreeEngine):
                 self.core.aborts_queue.put([gone])
             keys = [row.key for row in rows]
             index = {key: number for number, key in enumerate(keys)}
-            made = ModelRunnerOutput(keys, index, [] if aborted else sampled)
-            if self._loaded:
-                made.kv_connector_output = KVConnectorOutput(finished_recving=set(self._loaded))
-            return made
+            return self._result(keys, index, [] if aborted else sampled)
 
         assert step.num_scheduled_tokens
         return LateResult(result)
+
+    def _result(self, *made: Any) -> ModelRunnerOutput:
+        output = ModelRunnerOutput(*made)
+        if loaded := self._loaded | self.loads_ended():
+            output.kv_connector_output = KVConnectorOutput(finished_recving=set(loaded))
+        return output
 
     def _hang_up(self, key: str) -> None:
         self.hung_up += self.outputs.pop(key, None) is not None

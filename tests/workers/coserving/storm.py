@@ -17,10 +17,10 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from benchmarks.harness import cpu_overlap
 from benchmarks.harness.output import command, write_json
 from placement.scheduling.interface import ServingSettings, TurnTargets
 from placement.scheduling.latency_model import LatencyModel
-from tests.workers.coserving import cpu_overlap
 from workers.engine.coserving import safepoint as page
 from workers.engine.coserving.config import CoServingConfig
 from workers.engine.coserving.profile import StandaloneEngine, StandaloneShape, coserving_engine, on_cuda

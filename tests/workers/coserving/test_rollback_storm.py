@@ -11,9 +11,9 @@ from typing import Any
 
 import pytest
 
+from benchmarks.harness.cpu_overlap import overlapping
 from tests.support.architectures import architecture_directory
 from tests.workers.coserving.audit import AUDIT_VARIABLE
-from tests.workers.coserving.cpu_overlap import overlapping
 from tests.workers.coserving.storm import (
     StormResult,
     storm,

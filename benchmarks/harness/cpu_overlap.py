@@ -1,4 +1,4 @@
-"""Asynchronous scheduling on vLLM's CPU build, which vLLM itself turns off there, for tests.
+"""Asynchronous scheduling on vLLM's CPU build, which vLLM itself turns off there.
 
     with overlapping():
         async with coserving_engine(replace(shape, arguments={"worker_cls": WORKER}), config): ...
@@ -17,12 +17,12 @@ from vllm.platforms.cpu import CpuPlatform
 
 from workers.engine.engine_worker import EngineWorker
 
-WORKER = "tests.workers.coserving.cpu_overlap.OverlappingCpuWorker"
+WORKER = "benchmarks.harness.cpu_overlap.OverlappingCpuWorker"
 
 
 @contextmanager
 def overlapping() -> Iterator[None]:
-    """Give engines that are configured within this block asynchronous scheduling."""
+    """Give engines that are configured within this block asynchronous scheduling if they ask for it."""
     updating = CpuPlatform.check_and_update_config
 
     @functools.wraps(updating)
@@ -56,12 +56,17 @@ class IdleStream:
     def wait_stream(self, stream: Any) -> None: ...
 
 
+def replace_cuda(event: type = DoneEvent) -> None:
+    """Replace the streams and events with which the runner copies sampled tokens."""
+    cuda: Any = torch.cuda
+    cuda.Event, cuda.Stream = event, IdleStream
+    cuda.current_stream = IdleStream
+    cuda.stream = lambda stream: nullcontext()
+
+
 class OverlappingCpuWorker(EngineWorker):
     """Worker with streams and events for the runner's copies of sampled tokens."""
 
     def init_device(self) -> None:
-        cuda: Any = torch.cuda
-        cuda.Event, cuda.Stream = DoneEvent, IdleStream
-        cuda.current_stream = IdleStream
-        cuda.stream = lambda stream: nullcontext()
+        replace_cuda()
         super().init_device()
