@@ -31,11 +31,11 @@ def test_steps_take_the_time_of_the_device_and_have_the_offline_work_of_their_va
     )
     found = json.loads(done.stdout.rpartition("found ")[2])
     rows = {row["variant"]: row for row in overlap.rows_of(2, [found])}
-    assert rows["plain"]["device"] == pytest.approx(5)
-    assert rows["decodes"]["device"] == pytest.approx(5)
-    assert rows["prompts"]["device"] > 10
+    assert rows["plain"]["device"] == pytest.approx(10)
+    assert rows["decodes"]["device"] == pytest.approx(10)
+    assert rows["prompts"]["device"] > 20
     for name, row in rows.items():
-        assert row["token"] > 0.99 * 5, name
+        assert row["token"] > 9.9, name
         assert row["host"] > 0 and row["schedule"] > 0 and row["prepare"] > 0, name
     assert set(overlap.figures(list(rows.values()))) == {
         *("decodes_vs_plain", "decodes_vs_plain_2", "decodes_host_vs_plain", "decodes_host_vs_plain_2"),
