@@ -208,13 +208,14 @@ class CheckpointScheduler(SchedulerSide):
             self._counts[cause] += 1
 
     def _end_stores(self, stored: Counter[int]) -> None:
-        for slot, ranks in stored.items():
-            self._stored[slot] += ranks
-            if self._stored[slot] >= self._ranks:
-                del self._stored[slot]
-                self._kv_state.host.end_store(slot)
-                self._pool.free_blocks([self.copying.pop(slot)])
-                self._counts["stored_blocks"] += 1
+        self._stored.update(stored)
+        done = [slot for slot in stored if self._stored[slot] >= self._ranks]
+        for slot in done:
+            del self._stored[slot]
+            self._kv_state.host.end_store(slot)
+        if done:
+            self._pool.free_blocks([self.copying.pop(slot) for slot in done])
+            self._counts["stored_blocks"] += len(done)
 
     def saved_blocks(self, request_id: str) -> int:
         """Return how many leading blocks of a request are on the host or on their way."""

@@ -8,6 +8,7 @@ the order is kept up to date where a block is freed or used, and where a convers
 """
 
 from collections.abc import Mapping, Sequence
+from math import inf
 from typing import Any
 
 from kvtransfer.compat.free_queue import take_owned_blocks_last
@@ -26,6 +27,8 @@ from kvtransfer.request_facts import (
 from kvtransfer.retention.owned_blocks import EvictionRank
 from kvtransfer.retention.retained_conversations import RetainedConversation
 
+PARKS_EVERY_S = 0.05  # while requests run: the check looks at every conversation
+
 
 class RetentionScheduler(SchedulerSide):
     """Tracks which conversation owns which blocks, and keeps the free queue in eviction order."""
@@ -38,6 +41,7 @@ class RetentionScheduler(SchedulerSide):
         self.window = a_group * len(context.groups)  # the most blocks that one step can take
         self._pool: Any = None
         self._growing = GrowingRequests(self._block_tokens)
+        self._parks_at = -inf
         if context.config.own_transfer:
             context.commands["tokens"] = self.tokens_of
 
@@ -76,7 +80,11 @@ class RetentionScheduler(SchedulerSide):
             self._kv_state.growing = [one for one in growing if one not in admitted]
             for request_id in self._kv_state.growing:
                 self._advance(*self._kv_state.requests[request_id])
-            self._kv_state.park_and_expire()
+            now = self._kv_state.clock()
+            # An engine may sleep after a step without requests, so nothing is put off then.
+            if now >= self._parks_at or not scheduler_output.num_scheduled_tokens:
+                self._parks_at = now + PARKS_EVERY_S
+                self._kv_state.park_and_expire()
             if self._kv_state.host.capacity:
                 self._relieve()
 

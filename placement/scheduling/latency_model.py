@@ -227,6 +227,8 @@ def error_by_region(model: LatencyModel, samples: Sequence[Sample]) -> tuple[Reg
 
 # An engine that only prefills has few iterations, and each of them says more: they count several times.
 PROMPT_TOKENS, PROMPTS_COUNT = 64, 4
+# Least time between fits. A fit takes the host a millisecond, which is a fifth of a GPU's step.
+FIT_EVERY_S = 1.0
 
 
 class SpeedFactor:
@@ -275,6 +277,7 @@ class SelfCorrecting:
     fitted: LatencyModel = field(init=False)
     observed: int = field(init=False, default=0)
     _since: int = field(init=False, default=0)  # iterations since the last fit
+    _since_s: float = field(init=False, default=0.0)  # their time
     _buckets: dict[int, deque[Sample]] = field(init=False, default_factory=dict)
     _speed: SpeedFactor = field(init=False, default_factory=SpeedFactor)
 
@@ -290,11 +293,17 @@ class SelfCorrecting:
         self._since += PROMPTS_COUNT if work.new_tokens - work.requests >= PROMPT_TOKENS else 1
         before_s = max(self.fitted.seconds(work), 1e-9)
         self._speed.observe(before_s, seconds)
-        if self._since >= (self.every if self.observed > 2 * self.every else self.every // 4):
-            self._since = 0
+        self._since_s += seconds
+        if self._due():
+            self._since, self._since_s = 0, 0.0
             self._refit()
             self._speed.rebase(before_s, max(self.fitted.seconds(work), 1e-9))
         self.model = self.fitted.scaled(self._speed.factor)
+
+    def _due(self) -> bool:
+        if self.observed <= 2 * self.every:
+            return self._since >= self.every // 4
+        return self._since >= self.every and self._since_s >= FIT_EVERY_S
 
     def _refit(self) -> None:
         samples = [sample for bucket in self._buckets.values() for sample in bucket]
