@@ -71,7 +71,7 @@ class EngineWatch:
             address = self._address_of(self._engine)
         if not address:
             return  # the keeper does not listen yet
-        async with ControlClient(address, self._secret) as client:
+        async with ControlClient(address, self._secret, term=self._directory.term) as client:
             async for report in client.watch():
                 if report.status.engine != self._engine:
                     raise ControlError(f"at {address} is now the keeper of {report.status.engine}")

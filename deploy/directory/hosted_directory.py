@@ -10,13 +10,15 @@ import json
 import logging
 import signal
 import sys
+import time
+from collections.abc import Callable
 from pathlib import Path
 
 from prometheus_client import start_http_server
 
 from deploy.directory.config import HostedDirectoryConfig
 from deploy.directory.engine_watch import EngineWatch
-from deploy.ray.control import ControlClient
+from deploy.ray.control import ControlClient, DirectorySuperseded
 from placement.engines import EngineInfo
 from placement.routing.placer import Placer
 from router.directory.journal import JournalError
@@ -27,6 +29,9 @@ log = logging.getLogger("conserve.deploy.directory")
 
 LOOK_EVERY_S = 0.5
 SEND_LIMIT_S = 60.0  # of one conversation's KV
+# A supervisor starts an ended directory again, which would then be the newest one. One that still runs beside
+# the new directory's own, as after a partition, has ended by itself after this time.
+SUPERSEDED_S = 60.0
 
 
 class KeepersFile:
@@ -54,6 +59,7 @@ class HostedDirectory:
     def __init__(self, config: HostedDirectoryConfig) -> None:
         self._config = config
         self._keepers = KeepersFile(Path(config.keepers))
+        self._term = 0
         self._watches: dict[str, EngineWatch] = {}
         self._tasks: dict[str, asyncio.Task[None]] = {}
 
@@ -68,9 +74,10 @@ class HostedDirectory:
             prefetch=self._prefetch,
             send=self._send,
             secret=config.secret,
-            drops=_DropsByKeepers(config.keepers_key),
+            drops=_DropsByKeepers(self._keeper_of),
         )
         await server.start(config.host, config.port)
+        self._term = server.term
         log.info("serving address=%s:%d", config.host, config.port)
         settle_heap()
         page, _ = start_http_server(0, addr=config.host)
@@ -110,30 +117,33 @@ class HostedDirectory:
         self._watches[engine] = watch
         self._tasks[engine] = asyncio.create_task(watch.run())
 
+    def _keeper_of(self, info: EngineInfo, timeout_s: float = 5.0) -> ControlClient:
+        return ControlClient(info.control, self._config.keepers_key, timeout_s, term=self._term)
+
     async def _release(self, info: EngineInfo, conversation: str) -> None:
-        async with ControlClient(info.control, self._config.keepers_key) as client:
+        async with self._keeper_of(info) as client:
             await client.release(conversation)
 
     async def _prefetch(self, info: EngineInfo, conversation: str, due_in_s: float) -> bool:
-        async with ControlClient(info.control, self._config.keepers_key) as client:
+        async with self._keeper_of(info) as client:
             return await client.prefetch(conversation, due_in_s)
 
     async def _send(self, source: EngineInfo, target: EngineInfo, conversation: str) -> int | None:
-        async with ControlClient(source.control, self._config.keepers_key, SEND_LIMIT_S) as client:
+        async with self._keeper_of(source, SEND_LIMIT_S) as client:
             sent = await client.send(conversation, target.http)
         return sent.recomputed_tokens if sent.done else None
 
 
 class _DropsByKeepers:
-    def __init__(self, secret: str) -> None:
-        self._secret = secret
+    def __init__(self, keeper_of: Callable[[EngineInfo], ControlClient]) -> None:
+        self._keeper_of = keeper_of
 
     async def drop(self, info: EngineInfo, epoch: int, members: tuple[str, ...], part: int) -> None:
-        async with ControlClient(info.control, self._secret) as client:
+        async with self._keeper_of(info) as client:
             await client.drop(epoch, members, part)
 
     async def restore(self, info: EngineInfo, epoch: int) -> None:
-        async with ControlClient(info.control, self._secret) as client:
+        async with self._keeper_of(info) as client:
             await client.restore(epoch)
 
 
@@ -157,5 +167,9 @@ def main(arguments: list[str] | None = None) -> int:
         asyncio.run(_until_asked_to_end(HostedDirectory(config)))
     except JournalError as wrong:
         print(wrong, file=sys.stderr)
+        return 2
+    except DirectorySuperseded as wrong:
+        print(wrong, file=sys.stderr)
+        time.sleep(SUPERSEDED_S)
         return 2
     return 0

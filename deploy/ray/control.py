@@ -11,7 +11,7 @@ import grpc
 
 from deploy.errors import DeployError
 from kvtransfer.control.control_socket import ControlSocketError
-from router.directory.api.rpc import BadReply, Method, Service, Stub
+from router.directory.api.rpc import SUPERSEDED, BadReply, Method, Service, Stub, TermFence
 from workers import processes
 from workers.keeper.engine_status import EngineLink, KeeperReport, SentKv, StatusStore
 
@@ -55,12 +55,16 @@ class ControlError(DeployError, ConnectionError):
     """The keeper refused a command, or is gone; the message says why."""
 
 
+class DirectorySuperseded(DeployError):
+    """A newer directory commands the engines."""
+
+
 class ControlServer:
     """Server of the control service. It listens before the keeper runs, which announces its address."""
 
     def __init__(self, store: StatusStore, feed: EngineLink, secret: str, sender: "KvSender") -> None:
         self._store, self._feed, self._sender = store, feed, sender
-        service = Service(secret, unavailable=(ControlSocketError,))
+        service = Service(secret, unavailable=(ControlSocketError,), refuses=TermFence().refuses)
         service.once(INFO, self._info)
         service.stream(WATCH, self._watch)
         service.once(RELEASE, feed.release)
@@ -101,10 +105,11 @@ class ControlServer:
 class ControlClient:
     """Client of one keeper's control service."""
 
-    def __init__(self, address: str, secret: str, timeout_s: float = 5.0) -> None:
+    def __init__(self, address: str, secret: str, timeout_s: float = 5.0, *, term: int = 0) -> None:
+        """`term`: of the directory that asks; a keeper that has heard a newer one refuses it."""
         self.address = address
         self._channel = grpc.aio.insecure_channel(address)
-        self._stub, self._timeout_s = Stub(self._channel, secret), timeout_s
+        self._stub, self._timeout_s = Stub(self._channel, secret, term), timeout_s
 
     async def __aenter__(self) -> "ControlClient":
         return self
@@ -143,13 +148,17 @@ class ControlClient:
         await self._ask(DRAIN, on)
 
     async def watch(self) -> AsyncIterator[KeeperReport]:
-        """Yield the keeper's report at first and after each change. Raises ControlError when the keeper is
-        gone.
+        """Yield the keeper's report, and each change of it.
+
+        Raises ControlError when the keeper is gone, and DirectorySuperseded when it has heard a newer
+        directory.
         """
         try:
             async for report in self._stub.stream(WATCH, None, wait_for_ready=False):
                 yield report
         except (grpc.aio.AioRpcError, BadReply) as error:
+            if isinstance(error, grpc.aio.AioRpcError) and error.code() is SUPERSEDED:
+                raise DirectorySuperseded(f"the keeper at {self.address} says: {error.details()}") from error
             raise ControlError(f"the keeper at {self.address} went away: {_reason(error)}") from error
         raise ControlError(f"the keeper at {self.address} ended the stream")
 

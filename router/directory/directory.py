@@ -81,6 +81,7 @@ class Directory:
             settings.thresholds, placer, self.table.conversations, self.table.refused_tokens, clock
         )
         self.settled = False
+        self.term = 0  # greater than that of every directory before this one
         self.met: Counter[str] = Counter()  # answers to users by SLO target, of all gateways
         self.missed: Counter[str] = Counter()
         self.metrics_page = ""  # host:port, where there is one
@@ -108,6 +109,7 @@ class Directory:
         if isinstance(self.clock, SteadyClock):
             self.clock.not_before(newest)
         self._started_at = self.clock()
+        self.term = self._journal.take_term(int(self._started_at * 1e6))
         self.settled = not self.table.absent()
         self._show_awaited()
         counts = len(self.table.conversations), len(self.table.fleet.recalled)

@@ -35,6 +35,7 @@ MAX_UNWRITTEN = 10_000  # rows in memory while the disk refuses them, above whic
 CONVERSATION, ENGINE = "c:", "e:"  # prefixes of subjects
 TURNS, NODE = "turns", "n:"  # slots of turn counts and of prompt ends
 _SEQUENCE = "sequence"  # subject of the row with the number of its transaction
+_TERM = "term"  # subject of the row with the directory's number
 _SCHEMA = f"""BEGIN;
 CREATE TABLE rows
     (id INTEGER PRIMARY KEY, subject TEXT, slot TEXT, payload BLOB, sum INTEGER, UNIQUE (subject, slot));
@@ -106,6 +107,18 @@ class Journal:
     def read(self) -> list[Row]:
         """Return all rows in the order in which they were written."""
         return [Row(*row[:3]) for row in self._rows.execute(_ALL) if _is_ours(row[0])]
+
+    def take_term(self, at_least: int) -> int:
+        """Return a number greater than all that were taken from this file, and write it.
+
+        `at_least`: a time, by which the numbers of another file are greater, too. A disk that takes nothing
+        keeps the last number, and nobody else writes to it meanwhile.
+        """
+        row = self._rows.execute("SELECT payload FROM rows WHERE subject = ?", (_TERM,)).fetchone()
+        term = max(at_least, int(row[0]) + 1 if row is not None else 0)
+        with suppress(sqlite3.Error):
+            self._write([Row(_TERM, _TERM, b"%d" % term)])
+        return term
 
     def append(self, row: Row) -> None:
         """Queue a row. Raise an error for a row that can never be written and would block all later rows."""

@@ -3,6 +3,7 @@
 import asyncio
 from collections.abc import AsyncIterator, Callable
 from contextlib import suppress
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -47,7 +48,7 @@ class DirectoryServer(Directory):
         send: Send | None = None,
     ) -> None:
         super().__init__(settings, placer, journal, release, clock, drops, prefetch, send)
-        service = Service(secret, unavailable=(NotSettled,), broken=(JournalError,))
+        service = Service(secret, unavailable=(NotSettled,), broken=(JournalError,), refuses=self._refuses)
         service.stream(m.PLACE, self._place)
         service.stream(m.WATCH, self._watch)
         service.once(m.IDENTIFY, self._identify)
@@ -78,6 +79,10 @@ class DirectoryServer(Directory):
         if server is not None:
             await server.stop(grace_s)
             await self.close()
+
+    def _refuses(self, term: int) -> str:
+        """Return why a gateway is refused that has heard a directory of this term."""
+        return "a newer directory serves this fleet" if term > self.term else ""
 
     async def _place(self, asks: m.Asks) -> AsyncIterator[m.PlaceAnswers]:
         self.check_journal()
@@ -129,7 +134,7 @@ class DirectoryServer(Directory):
                 await stream.wait()
                 if stream.overrun:
                     return
-                yield stream.take(lambda: m.Engines(self.engines(), self.settled))
+                yield replace(stream.take(lambda: m.Engines(self.engines(), self.settled)), term=self.term)
         finally:
             if self.gateways.leave(request.gateway, stream):
                 self.gateway_left(request.gateway)

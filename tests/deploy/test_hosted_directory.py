@@ -17,12 +17,13 @@ import psutil
 import pytest
 import ray
 
+from deploy.directory import hosted_directory
 from deploy.directory.config import HostedDirectoryConfig
 from deploy.fleet.load import parse_fleet
 from deploy.home import FleetHome, FleetKeys, Purpose
 from deploy.lifecycle.status import directory_status
 from deploy.ray.common import SealedFleet
-from deploy.ray.control import ControlServer
+from deploy.ray.control import ControlServer, DirectorySuperseded
 from deploy.ray.directory_actor import DirectoryActor
 from deploy.ray.hosting import HostedProcess, end, keep, last_port
 from placement.engines import Role
@@ -87,6 +88,22 @@ class Rig:
                     if isinstance(outcome, Placed):
                         return outcome
                 await asyncio.sleep(0.1)
+
+
+def test_a_replaced_directory_does_not_return_at_once(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    async def superseded(_: hosted_directory.HostedDirectory) -> None:
+        raise DirectorySuperseded("a newer directory has taken over")
+
+    slept: list[float] = []
+    monkeypatch.setattr(hosted_directory.HostedDirectory, "run", superseded)
+    monkeypatch.setattr(hosted_directory.time, "sleep", slept.append)
+    config = tmp_path / "config.json"
+    config.write_bytes(Rig(tmp_path).hosted().config)
+    assert hosted_directory.main(["--config", str(config)]) == 2
+    assert slept == [hosted_directory.SUPERSEDED_S]
+    assert "a newer directory has taken over" in capsys.readouterr().err
 
 
 async def cancelled(task: asyncio.Task[None]) -> None:

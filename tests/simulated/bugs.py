@@ -12,6 +12,7 @@ from router.directory.api.calls import ActivityReports
 from router.directory.api.client import DirectoryClient
 from router.directory.api.messages import Placed
 from router.directory.api.push import GatewayStreams
+from router.directory.api.rpc import TermFence
 from router.directory.directory import Directory
 from router.directory.journal import Journal
 from router.directory.server import PlaceCall
@@ -92,6 +93,11 @@ def gateway_without_stream_never_gone() -> None:
     Directory.heard_from = lambda directory, gateway: None  # type: ignore[method-assign]
 
 
+def term_ignored() -> None:
+    """Keepers obey a directory that a newer one has replaced."""
+    TermFence.refuses = lambda fence, term: ""  # type: ignore[method-assign]
+
+
 def foreign_not_told() -> None:
     """A gateway is not told that another one serves its conversation now."""
     tell = GatewayStreams.tell
@@ -125,6 +131,7 @@ BUGS: dict[str, Callable[[], None]] = {
         report_taken_twice,
         gateway_never_gone,
         gateway_without_stream_never_gone,
+        term_ignored,
         foreign_not_told,
         place_without_end,
     )

@@ -73,6 +73,12 @@ class Disk:
             (self.path / name).write_bytes(content)
         _DISKS[str(self.path)] = self
 
+    def copy(self, name: str) -> "Disk":
+        """Return a disk of another host with the same files."""
+        made = Disk(self._root, name, Random(self._random.random()))
+        shutil.copytree(self.path, made.path, ignore=shutil.ignore_patterns("*-shm"), dirs_exist_ok=True)
+        return made
+
     def _surviving(self, content: bytes, file: File) -> bytes:
         """Return a file without some of its unsynced writes, possibly with one of them written in part."""
         for one in reversed(file.unsynced):

@@ -6,6 +6,7 @@ turns on their way to an engine. It changes none of them.
 
 import json
 from collections.abc import Callable
+from copy import deepcopy
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
@@ -41,7 +42,7 @@ class Monitor:
         self.violations: list[str] = []
         self.counts: dict[str, int] = {}
         self.directory: DirectoryServer | None = None
-        self._histories: dict[str, Decisions] = {}
+        self._journals: dict[str, dict[str, Decisions]] = {}  # host of a directory -> conversation
 
     def now(self) -> float:
         return self.world.loop.time()
@@ -58,12 +59,16 @@ class Monitor:
         """Record a decision that is written to the journal."""
         if row.subject.startswith("c:") and (row.slot == "binding" or not row.slot):
             state = _state_of(row)
-            self._history(row.subject[2:]).states.append((self.now(), state))
+            self._history(row.subject[2:], current().host).states.append((self.now(), state))
+
+    def journal_copied(self, source: str, target: str) -> None:
+        """Record that the directory on one host will go on from a copy of another one's journal."""
+        self._journals[target] = deepcopy(self._journals.get(source, {}))
 
     def journal_read(self, rows: list[Row]) -> None:
         """Compare what a restarted directory reads with what its former life acknowledged."""
         read = {row.subject[2:]: _state_of(row) for row in rows if row.slot == "binding"}
-        for key, history in self._histories.items():
+        for key, history in self._journals.get(current().host, {}).items():
             state = read.get(key)
             later = [index for index, (_, one) in enumerate(history.states) if one == state]
             if not later or later[-1] < history.acknowledged:
@@ -76,14 +81,15 @@ class Monitor:
 
     def placed(self, placed: Placed) -> None:
         """Record that a gateway was told of a binding."""
-        history = self._history(placed.key)
         wanted = placed.engine, placed.epoch
-        found = [index for index, (_, one) in enumerate(history.states) if one == wanted]
-        if not found:
-            self.violated("an acknowledged binding is in the journal", f"{placed.key} to {wanted}")
-        elif found[-1] > history.acknowledged:
-            history.acknowledged = found[-1]
         self.count("placed")
+        for host in reversed(self._journals):  # the newest directory first
+            history = self._history(placed.key, host)
+            found = [index for index, (_, one) in enumerate(history.states) if one == wanted]
+            if found:
+                history.acknowledged = max(history.acknowledged, found[-1])
+                return
+        self.violated("an acknowledged binding is in the journal", f"{placed.key} to {wanted}")
 
     def waited(self, gateway: SimulatedProcess, began: float, frozen_s: float, limit_s: float) -> None:
         """Check how long a turn waited for placement, without the times that its gateway stood still."""
@@ -98,7 +104,7 @@ class Monitor:
         if (route.known.engine, route.known.epoch) != (engine, epoch):
             bound = route.known.engine, route.known.epoch
             self.violated("a turn runs where it is bound", f"{key} on {engine} epoch {epoch}, not on {bound}")
-        since, state = self._history(key).states[-1]
+        since, state = self._history(key, self.world.directory.host).states[-1]
         if state is None or state == (engine, epoch) or self.now() - since < STALE_S:
             return
         runs = self.world.engine_runs
@@ -109,8 +115,8 @@ class Monitor:
                 f"{self.now() - since:.1f} s",
             )
 
-    def _history(self, key: str) -> Decisions:
-        return self._histories.setdefault(key, Decisions())
+    def _history(self, key: str, host: str) -> Decisions:
+        return self._journals.setdefault(host, {}).setdefault(key, Decisions())
 
     def now_and_then(self) -> None:
         """Check the directory's table for bindings to ended epochs."""

@@ -49,6 +49,7 @@ class Network:
         self._cut: dict[tuple[str, str], float] = {}  # from, to -> since when
         self._held: dict[tuple[str, str], list[Callable[[], None]]] = defaultdict(list)
         self._connections: dict[Connection, None] = {}
+        self.names: dict[str, str] = {}  # name -> host that it resolves to
 
     # Links
 
@@ -106,6 +107,8 @@ class Network:
     def bind(self, process: SimulatedProcess, port: int, listener: Any) -> int:
         port = port or self.free_port()
         place = process.host, port
+        if not process.alive:  # the rest of a step within which its host lost power
+            raise OSError(5, "the host has no power")
         if place in self._listeners:
             raise OSError(98, "Address already in use")
         self._listeners[place] = listener
@@ -431,7 +434,7 @@ class SimulatedCall(Connection):
         """Reach the server, or retry while the caller waits for it."""
         if self._ended is not None:
             return
-        host, port = self.channel.place
+        host, port = self.channel.resolve(self.client.host)
         server = self.network.listener(host, port)
         cut = self.network.is_cut(self.client.host, host)
         if cut or not isinstance(server, CallServer) or not server.listens:
@@ -571,12 +574,19 @@ class SimulatedChannel:
     """Channel of simulated calls, in place of `grpc.aio.insecure_channel`."""
 
     def __init__(self, network: Network, address: str, options: Any = None) -> None:
-        host, _, port = address.rpartition(":")
-        self.network, self.place = network, (host, int(port))
+        self._name, _, port = address.rpartition(":")
+        self.network, self._port = network, int(port)
+        self._host = ""  # that the name resolved to when a connection was last made
         given = dict(options or ())
         ping_s, answer_s = given.get("grpc.keepalive_time_ms"), given.get("grpc.keepalive_timeout_ms", 20_000)
         self.keepalive_s = None if ping_s is None else (ping_s + answer_s) / 1000
         self._calls: list[SimulatedCall] = []
+
+    def resolve(self, asker: str) -> tuple[str, int]:
+        """Return host and port of the server. A channel stays with its host while that answers."""
+        if not self._host or not self.network.answers(asker, self._host, self._port):
+            self._host = self.network.names.get(self._name, self._name)
+        return self._host, self._port
 
     def unary_unary(self, path: str) -> Callable[..., SimulatedCall]:
         return self._open(path)

@@ -57,10 +57,15 @@ class Unit:
         self.loop, self.name, self.host, self.main, self.disk = loop, name, host, main, disk
         self.process: SimulatedProcess | None = None
         self.lives = 0
+        self.retired = False  # its end is its last
+
+    @property
+    def alive(self) -> bool:
+        return self.process is not None and self.process.alive
 
     def start(self) -> None:
         """Start the process if it is not running."""
-        if self.process is not None and self.process.alive:
+        if self.alive or self.retired:
             return
         self.lives += 1
         self.process = SimulatedProcess(self.loop, self.name, self.host, self.disk)

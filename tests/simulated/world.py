@@ -11,6 +11,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from random import Random
 
+from deploy.ray.control import DirectorySuperseded
 from placement.engines import Role
 from router.directory.journal import JournalError
 from router.gateway.main import Gateway
@@ -29,7 +30,9 @@ START_S, FAULTS_S, LOAD_S = 4.0, 14.0, 16.0  # until the fleet serves; of faults
 QUIET_S = TTL_S + 22.0  # after the load, until all must be nothing; it stays so for SETTLED_S
 SETTLED_S = 3.0
 LONGEST_TURN_S = 75.0  # waits for places, two lost decoders and a frozen gateway included
-DIRECTORY, CLIENTS = "10.0.0.1", "10.0.9.1"
+TOGETHER_S = 15.0  # a replaced directory ends within this time, if one keeper reaches both
+DIRECTORY, CLIENTS = "directory", "10.0.9.1"  # a name, which resolves to the newest directory
+DIRECTORY_HOSTS = "10.0.0.1", "10.0.0.2"
 
 
 @dataclass
@@ -66,11 +69,14 @@ class World:
         self._calm, self._root = calm, root
         self._out_of_reach: dict[str, float] = {}  # gateway's host -> when it was last cut off
         self._gateways: dict[str, Gateway] = {}
+        self.replaced: Unit | None = None  # the directory that a second one has replaced
+        self._together_s = 0.0  # for which one keeper has reached both
         self._make_fleet(draw)
 
     def _make_fleet(self, draw: Random) -> None:
         self.disk = Disk(self._root, "directory", Random(draw.random()))
-        fabric, addresses = Fabric(), {}
+        fabric = Fabric()
+        self._addresses: dict[str, str] = {}
         self.machines: list[EngineHost] = []
         self.keepers: list[Unit] = []
         roles = [Role.DECODE] * draw.randrange(2, 4) + [Role.PREFILL] * draw.randrange(0, 2)
@@ -81,10 +87,9 @@ class World:
             machine = EngineHost(self.loop, self.network, fabric, name, role, host, kv_tokens, folder)
             engines.MACHINES[folder] = machine
             self.machines.append(machine)
-            addresses[name] = f"{host}:{CONTROL_PORT}"
+            self._addresses[name] = f"{host}:{CONTROL_PORT}"
             self.keepers.append(Unit(self.loop, f"keeper {name}", host, processes.keeper_main(machine)))
-        main = processes.directory_main(self.disk, DIRECTORY, addresses)
-        self.directory = Unit(self.loop, "directory", DIRECTORY, main, self.disk)
+        self.directory = self._directory_on(DIRECTORY_HOSTS[0])
         self.gateways: list[Unit] = []
         for number in range(draw.randrange(1, 4)):
             name, host = f"gateway-{number}", f"10.0.1.{number + 1}"
@@ -100,10 +105,15 @@ class World:
         for unit in self.units:
             unit.supervisor, unit.on_failure = self.me.context, self._unit_failed
 
+    def _directory_on(self, host: str) -> Unit:
+        self.network.names[DIRECTORY] = host
+        main = processes.directory_main(self.disk, host, self._addresses)
+        return Unit(self.loop, f"directory on {host}", host, main, self.disk)
+
     # Asked by the monitor
 
     def directory_serves(self) -> bool:
-        return self.directory.process is not None and self.directory.process.alive
+        return self.directory.alive
 
     def engine_runs(self, engine: str, epoch: int) -> bool:
         """Return whether an engine's process of this epoch is alive."""
@@ -117,7 +127,7 @@ class World:
         )
 
     def reached_directory(self, gateway: SimulatedProcess, seconds: float) -> bool:
-        """Return whether nothing has kept a gateway from the directory for `seconds`."""
+        """Return whether nothing has kept a gateway from the newest directory for `seconds`."""
         return self.loop.time() - self._out_of_reach.get(gateway.host, 0.0) > seconds
 
     def live_gateways(self) -> list[Gateway]:
@@ -157,7 +167,7 @@ class World:
     def _unit_failed(self, error: BaseException) -> None:
         """Record a process that ended by itself. A failing disk may end one, which is then restarted."""
         self.monitor.count(f"ended by {type(error).__name__}")
-        if not isinstance(error, JournalError | OSError | sqlite3.Error):
+        if not isinstance(error, JournalError | OSError | sqlite3.Error | DirectorySuperseded):
             self.monitor.violated("no process ends by itself", repr(error))
 
     async def _script(self) -> None:
@@ -182,6 +192,27 @@ class World:
         while True:
             await asyncio.sleep(1.0)
             self.monitor.now_and_then()
+            if self.replaced is not None and self.replaced.alive:
+                self._check_replaced(self.replaced)
+
+    def _check_replaced(self, replaced: Unit) -> None:
+        """Check that a replaced directory learns of the newer one from keepers that both reach."""
+        for host in self._hosts():  # a gateway may still be with the older one
+            self._out_of_reach[host] = max(self._out_of_reach.get(host, 0.0), self.loop.time())
+        hosts = replaced.host, self.directory.host
+        between = [
+            one
+            for one in self.keepers
+            if self._runs(one) and not any(self.network.is_cut(one.host, host) for host in hosts)
+        ]
+        together = between and self._runs(replaced) and self._runs(self.directory)
+        self._together_s = self._together_s + 1.0 if together else 0.0
+        if self._together_s > TOGETHER_S:
+            self.monitor.violated("a replaced directory ends", f"it still runs after {TOGETHER_S:.0f} s")
+
+    def _runs(self, unit: Unit) -> bool:
+        process = unit.process
+        return process is not None and process.alive and process.frozen_until <= self.loop.time()
 
     async def _load(self) -> None:
         draw, until = Random(self.random.random()), self.loop.time() + LOAD_S
@@ -242,7 +273,7 @@ class World:
     def _mend(self, one: str, other: str) -> None:
         if self.network.is_cut(one, other):
             self.network.mend(one, other)
-            if DIRECTORY in (one, other):
+            if self.directory.host in (one, other):
                 self._out_of_reach[one] = self._out_of_reach[other] = self.loop.time()
 
     def _later(self, seconds: float, undo: Callable[[], None]) -> None:
@@ -270,12 +301,33 @@ class World:
         if draw.random() < 0.5:
             self._crash(self.directory, power_lost=True)
             return
+        directory = self.directory
 
         def strike() -> None:
             self._later(0.0, lambda: None)
-            self._crash(self.directory, power_lost=True)
+            self._crash(directory, power_lost=True)
 
         self.disk.at_write = self.disk.writes + draw.randrange(1, 12), strike
+
+    def _start_second_directory(self, draw: Random) -> None:
+        """Replace the directory by one on another host, with a copy of its disk, while it still serves.
+
+        Some hosts cannot reach the first one for a while. Nobody restarts it when it ends.
+        """
+        first = self.directory
+        if self.replaced is not None or first.disk is None or not first.alive:
+            return
+        self.replaced, first.retired = first, True
+        self.disk = first.disk.copy("second")
+        second = self.directory = self._directory_on(DIRECTORY_HOSTS[1])
+        second.supervisor, second.on_failure = self.me.context, self._unit_failed
+        self.units.append(second)
+        self.monitor.journal_copied(first.host, second.host)
+        for host in self._hosts():
+            self._out_of_reach[host] = self.loop.time()
+            if host not in DIRECTORY_HOSTS and draw.random() < 0.3:
+                self._cut(first.host, host, draw)
+        second.start()
 
     def _kill_engine(self, draw: Random) -> None:
         draw.choice(self.machines).kill()
@@ -283,11 +335,15 @@ class World:
     def _cut_link(self, draw: Random) -> None:
         one, other = draw.sample(self._hosts(), 2)
         if draw.random() < 0.5:
-            one = DIRECTORY
+            one = self.directory.host
+        self._cut(one, other, draw)
+
+    def _cut(self, one: str, other: str, draw: Random) -> None:
+        """Cut a link, one way or both, for some seconds."""
         if one != other and not self.network.is_cut(one, other):
             self.network.cut(one, other, both_ways=draw.random() < 0.7)
             self._later(draw.expovariate(0.2), lambda: self._mend(one, other))
-            if DIRECTORY in (one, other):
+            if self.directory.host in (one, other):
                 self._out_of_reach[one] = self._out_of_reach[other] = float("inf")
 
     def _reset_connections(self, draw: Random) -> None:
@@ -325,6 +381,7 @@ FAULTS = [
     *[World._crash_soon] * 3,
     World._crash_after_commit,
     World._lose_power,
+    World._start_second_directory,
     World._kill_engine,
     *[World._cut_link] * 2,
     World._reset_connections,

@@ -277,6 +277,9 @@ class DirectoryClient:
             await asyncio.sleep(_RETRY_S)
 
     def _take(self, push: m.Push) -> None:
+        if 0 < push.term < self._stub.term:
+            raise BadReply("an older directory answers, which a newer one has replaced")
+        self._stub.term = max(self._stub.term, push.term)
         if not self.connected:
             self.connected = True
             metrics.DIRECTORY_UP.set(1)

@@ -193,6 +193,7 @@ class Push:
     bound: tuple[
         tuple[str, str, int], ...
     ] = ()  # conversation, engine, epoch: for when the directory is away
+    term: int = 0  # of the directory
 
 
 @dataclass(frozen=True, slots=True)

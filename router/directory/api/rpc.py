@@ -15,8 +15,9 @@ import msgspec
 
 from router.errors import RouterError
 
-_SECRET = "x-conserve-secret"
+_SECRET, _TERM = "x-conserve-secret", "x-conserve-term"
 BROKEN = grpc.StatusCode.FAILED_PRECONDITION  # gRPC never says it by itself
+SUPERSEDED = grpc.StatusCode.ABORTED  # so is this
 MAX_MESSAGE = ("grpc.max_receive_message_length", 64 << 20)
 
 encode = msgspec.msgpack.encode
@@ -40,10 +41,29 @@ class Method(Generic[Request, Reply]):
     reply: Any
 
 
+class TermFence:
+    """Term of the newest directory that a service has heard of. Callers with an older one are refused.
+
+    A directory has a greater term than those before it. Who has none, such as a person's command, passes.
+    """
+
+    def __init__(self) -> None:
+        self._newest = 0
+
+    def refuses(self, term: int) -> str:
+        """Return why a caller is refused; empty if it is not."""
+        if 0 < term < self._newest:
+            return "a newer directory has taken over"
+        self._newest = max(self._newest, term)
+        return ""
+
+
 class Stub:
     """Client side of a channel. Calls raise grpc.aio.AioRpcError."""
 
-    def __init__(self, channel: Any, secret: str) -> None:
+    def __init__(self, channel: Any, secret: str, term: int = 0) -> None:
+        """`term`: of the newest directory that the caller is or has heard of; it goes with each call."""
+        self.term = term
         self._channel = channel
         self._metadata = ((_SECRET, secret),) if secret else ()
         self._calls: dict[Method[Any, Any], tuple[Any, msgspec.msgpack.Decoder[Any]]] = {}
@@ -53,7 +73,7 @@ class Stub:
     ) -> Reply:
         call, decoder = self._call(method, self._channel.unary_unary)
         data = await call(
-            encode(request), timeout=timeout_s, metadata=self._metadata, wait_for_ready=wait_for_ready
+            encode(request), timeout=timeout_s, metadata=self._told(), wait_for_ready=wait_for_ready
         )
         return _decoded(decoder, data)
 
@@ -67,13 +87,16 @@ class Stub:
     ) -> AsyncIterator[Reply]:
         call, decoder = self._call(method, self._channel.unary_stream)
         answers = call(
-            encode(request), timeout=timeout_s, metadata=self._metadata, wait_for_ready=wait_for_ready
+            encode(request), timeout=timeout_s, metadata=self._told(), wait_for_ready=wait_for_ready
         )
         try:
             async for data in answers:
                 yield _decoded(decoder, data)
         finally:
             answers.cancel()
+
+    def _told(self) -> tuple[tuple[str, str], ...]:
+        return (*self._metadata, (_TERM, str(self.term))) if self.term else self._metadata
 
     def _call(
         self, method: Method[Any, Reply], open_call: Callable[[str], Any]
@@ -91,23 +114,26 @@ class Service:
         secret: str,
         unavailable: tuple[type[Exception], ...],
         broken: tuple[type[Exception], ...] = (),
+        refuses: Callable[[int], str] = lambda term: "",
     ) -> None:
         """`unavailable` and `broken` name the handler exceptions whose text is sent to the caller.
 
         `unavailable`: asking again may help. `broken`: somebody has to repair something first.
+        `refuses`: says why a caller with a term is not served, before each call and each message of a stream.
         """
         if not secret:
             raise NoSecret("the secret is empty: everybody would be answered; give one")
         self._secret = secret.encode()
         self._codes = dict.fromkeys(unavailable, grpc.StatusCode.UNAVAILABLE) | dict.fromkeys(broken, BROKEN)
         self._expected = (*unavailable, *broken)
+        self._refuses = refuses
         self._handlers: dict[str, Any] = {}
 
     def once(self, method: Method[Request, Reply], handler: Callable[[Request], Awaitable[Reply]]) -> None:
         decoder = msgspec.msgpack.Decoder(method.request)
 
         async def answer(data: bytes, context: Context) -> bytes:
-            request = await self._read(decoder, data, context)
+            request, _ = await self._read(decoder, data, context)
             try:
                 return encode(await handler(request))
             except self._expected as wrong:
@@ -122,9 +148,10 @@ class Service:
         decoder = msgspec.msgpack.Decoder(method.request)
 
         async def answer(data: bytes, context: Context) -> AsyncIterator[bytes]:
-            request = await self._read(decoder, data, context)
+            request, term = await self._read(decoder, data, context)
             try:
                 async for one in handler(request):
+                    await self._check_term(term, context)
                     yield encode(one)
             except self._expected as wrong:
                 await self._refuse(context, wrong)
@@ -142,15 +169,23 @@ class Service:
 
     async def _read(
         self, decoder: "msgspec.msgpack.Decoder[Request]", data: bytes, context: Context
-    ) -> Request:
-        given = str(dict(context.invocation_metadata()).get(_SECRET, ""))
+    ) -> tuple[Request, int]:
+        metadata = dict(context.invocation_metadata())
+        given = str(metadata.get(_SECRET, ""))
         if not hmac.compare_digest(given.encode(), self._secret):
             await context.abort(grpc.StatusCode.UNAUTHENTICATED, "the secret is missing or wrong")
+        told = str(metadata.get(_TERM, ""))
+        term = int(told) if told.isdecimal() and len(told) < 20 else 0
+        await self._check_term(term, context)
         try:
-            return decoder.decode(data)
+            return decoder.decode(data), term
         except msgspec.MsgspecError as wrong:
             await context.abort(grpc.StatusCode.INVALID_ARGUMENT, f"not understood: {wrong}")
             raise  # abort has raised already
+
+    async def _check_term(self, term: int, context: Context) -> None:
+        if why := self._refuses(term):
+            await context.abort(SUPERSEDED, why)
 
 
 class _ByPath(grpc.GenericRpcHandler):

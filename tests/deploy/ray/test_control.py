@@ -6,7 +6,7 @@ from dataclasses import dataclass, field
 
 import pytest
 
-from deploy.ray.control import ControlClient, ControlError, ControlServer
+from deploy.ray.control import ControlClient, ControlError, ControlServer, DirectorySuperseded
 from kvtransfer.control.control_socket import ControlSocketError
 from tests.workers.test_status import INFO, STATE
 from workers.keeper.engine_status import KeeperPhase, StatusStore
@@ -70,6 +70,27 @@ async def test_a_watcher_receives_the_stored_status(rig: ControlRig) -> None:
         gone = await anext(reports)
         assert (gone.info, gone.over) == (None, INFO.epoch)
         await reports.aclose()
+
+
+async def test_a_directory_that_another_one_has_replaced_commands_no_engine(rig: ControlRig) -> None:
+    rig.store.engine_up(INFO)
+    async with (
+        ControlClient(rig.address, SECRET, term=1) as old,
+        ControlClient(rig.address, SECRET) as person,
+    ):
+        reports = old.watch()
+        await anext(reports)
+        await old.release("a")
+        async with ControlClient(rig.address, SECRET, term=2) as new:
+            await new.release("b")
+        with pytest.raises(ControlError, match="a newer directory has taken over"):
+            await old.release("c")
+        rig.store.engine_state(STATE)
+        with pytest.raises(DirectorySuperseded):  # with the next report
+            await anext(reports)
+        with pytest.raises(DirectorySuperseded):
+            await anext(old.watch())
+        await person.drain(True)
 
 
 async def test_commands_reach_the_engine(rig: ControlRig) -> None:

@@ -28,6 +28,7 @@ class ToldDirectory:
     events: list[tuple[str, int]] = field(default_factory=list)
     confirmed: dict[str, int] = field(default_factory=dict)
     curves: set[str] = field(default_factory=lambda: {INFO.tier})
+    term: int = 0
 
     def engine_up(self, info: EngineInfo) -> None:
         if info.tier not in self.curves:

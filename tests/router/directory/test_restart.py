@@ -1,6 +1,7 @@
 """A restarted directory does not decide on the part of its fleet that reports first."""
 
 import asyncio
+import time
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from pathlib import Path
@@ -19,6 +20,7 @@ from router.directory.journal import MAX_UNWRITTEN, JournalError
 from router.directory.server import DirectoryServer
 from router.directory.table import BindingTable
 from router.directory.waiting import Waiter
+from router.errors import DirectoryUnavailable
 from tests.router.directory.test_journal import full_disk
 from tests.router.directory.test_table import ask, nobody, place, table
 from tests.support.engines import info, placer, state
@@ -245,3 +247,43 @@ async def test_nothing_is_placed_while_the_disk_and_its_queue_are_full(tmp_path:
         assert refused.value.code() is BROKEN
         assert "free space or fix the disk" in str(refused.value.details())
         assert made.table.describe("new") is None  # not even placed and taken back
+
+
+async def test_a_gateway_that_has_heard_a_newer_directory_gets_nothing_from_an_older_one(
+    tmp_path: Path,
+) -> None:
+    async def started(name: str, port: int, ahead_s: float) -> tuple[DirectoryServer, int]:
+        journal = tmp_path / name / "journal"  # of two disks: no lock keeps the two apart
+        server = DirectoryServer(
+            DirectorySettings(3600.0),
+            placer(),
+            journal,
+            release,
+            secret="s3cret",
+            clock=lambda: time.time() + ahead_s,
+        )
+        port = await server.start("127.0.0.1", port)
+        server.engine_up(info("d0"))
+        server.engine_state(state("d0", 1))
+        return server, port
+
+    newer, port = await started("newer", 0, ahead_s=3600.0)
+    gateway = DirectoryClient(f"127.0.0.1:{port}", "g0", secret="s3cret")
+    await gateway.start()
+    try:
+        await until(lambda: gateway.connected)
+        await newer.stop(0.1)
+        older, _ = await started("older", port, ahead_s=0.0)
+        assert older.term < newer.term
+        with pytest.raises(DirectoryUnavailable, match="ABORTED"):
+            await gateway.place(ask("a"))
+        assert older.table.conversations.get("a") is None
+        assert not gateway.connected
+        other = DirectoryClient(f"127.0.0.1:{port}", "g1", secret="s3cret")
+        await other.start()
+        placed, _ = await other.place(ask("a"))
+        assert isinstance(placed, Placed)
+        await other.stop()
+        await older.stop(0.1)
+    finally:
+        await gateway.stop()
