@@ -22,7 +22,7 @@ class Bindings:
     def __init__(self) -> None:
         self._bindings: dict[str, Binding] = {}
         self._by_engine: dict[str, set[str]] = {}
-        self._epochs: dict[str, int] = {}
+        self._epochs: dict[str, int] = {}  # engine -> newest epoch
 
     def __len__(self) -> int:
         return len(self._bindings)
@@ -36,7 +36,8 @@ class Bindings:
                 f"engine {engine} is in epoch {self._epochs[engine]}, not {epoch}; place {key} again"
             )
         self.end(key)
-        self._void_before(engine, epoch)
+        self.void_epoch(engine, epoch - 1)
+        self._epochs[engine] = epoch
         binding = Binding(key, engine, epoch, now)
         self._bindings[key] = binding
         self._by_engine.setdefault(engine, set()).add(key)
@@ -52,15 +53,15 @@ class Bindings:
         return binding
 
     def void_epoch(self, engine: str, epoch: int) -> tuple[Binding, ...]:
-        """End every binding to this or an earlier epoch of an engine, and return them."""
-        return self._void_before(engine, epoch + 1)
+        """End every binding to this or an earlier epoch of an engine, and return them.
 
-    def bound_to(self, engine: str) -> tuple[str, ...]:
-        return tuple(sorted(self._by_engine.get(engine, ())))
-
-    def _void_before(self, engine: str, epoch: int) -> tuple[Binding, ...]:
-        if epoch <= self._epochs.get(engine, -1):
+        An engine that was only out of reach returns in the same epoch, and may be bound to again.
+        """
+        if epoch < self._epochs.get(engine, epoch):
             return ()
         self._epochs[engine] = epoch
         voided = [self.end(key) for key in self.bound_to(engine)]
         return tuple(binding for binding in voided if binding is not None)
+
+    def bound_to(self, engine: str) -> tuple[str, ...]:
+        return tuple(sorted(self._by_engine.get(engine, ())))

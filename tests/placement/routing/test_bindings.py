@@ -15,22 +15,23 @@ class Table(RuleBasedStateMachine):
         super().__init__()
         self.table = Bindings()
         self.bound: dict[str, tuple[str, int]] = {}
-        self.over: dict[str, int] = {"d0": -1, "d1": -1}
+        self.newest: dict[str, int] = {"d0": 0, "d1": 0}
         self.now = 0.0
 
     @rule(key=KEYS, engine=ENGINES, ahead=st.integers(0, 1))
     def bind(self, key: str, engine: str, ahead: int) -> None:
-        epoch = self.over[engine] + 1 + ahead
+        epoch = self.newest[engine] + ahead  # the same one also after it was voided
         self.now += 1
         self.table.bind(key, engine, epoch, self.now)
+        self.newest[engine] = epoch
         self.voided(engine, epoch - 1)
         self.bound[key] = (engine, epoch)
 
     @rule(key=KEYS, engine=ENGINES)
     def bind_to_a_past_epoch(self, key: str, engine: str) -> None:
-        if self.over[engine] >= 0:
+        if self.newest[engine]:
             with pytest.raises(StaleEpoch):
-                self.table.bind(key, engine, self.over[engine], self.now)
+                self.table.bind(key, engine, self.newest[engine] - 1, self.now)
 
     @rule(key=KEYS)
     def end(self, key: str) -> None:
@@ -39,9 +40,10 @@ class Table(RuleBasedStateMachine):
 
     @rule(engine=ENGINES, back=st.integers(0, 1))
     def void(self, engine: str, back: int) -> None:
-        epoch = self.over[engine] + 1 - back
+        epoch = self.newest[engine] + 1 - back
         expected = {key for key, (where, e) in self.bound.items() if where == engine and e <= epoch}
         assert {binding.key for binding in self.table.void_epoch(engine, epoch)} == expected
+        self.newest[engine] = max(self.newest[engine], epoch)
         self.voided(engine, epoch)
 
     @invariant()
@@ -54,7 +56,6 @@ class Table(RuleBasedStateMachine):
             assert set(self.table.bound_to(engine)) == {k for k, (e, _) in self.bound.items() if e == engine}
 
     def voided(self, engine: str, epoch: int) -> None:
-        self.over[engine] = max(self.over[engine], epoch)
         for key in [k for k, (e, at) in self.bound.items() if e == engine and at <= epoch]:
             del self.bound[key]
 

@@ -298,6 +298,16 @@ def test_an_engines_new_epoch_voids_its_bindings_but_not_the_conversations() -> 
     assert not again.known
 
 
+def test_an_engine_that_was_only_out_of_reach_takes_conversations_in_the_same_epoch() -> None:
+    made = table(decoders=1)
+    place(made, ask("c"))
+    made.engine_down("d0")
+    assert made.binding("c") is None
+    made.engine_up(info("d0"))
+    again = place(made, ask("c"))
+    assert (again.engine, again.epoch, again.cause) == ("d0", 1, "rebound")
+
+
 def test_a_decoder_that_did_not_answer_takes_nothing_until_it_reports() -> None:
     made = table()
     placed = place(made, ask("c"))
