@@ -55,7 +55,7 @@ REQUESTS := 3000
 fuzz: install
 	@$(PY) -m venv .venv-fuzz
 	@.venv-fuzz/bin/python -m pip install --quiet --disable-pip-version-check -r requirements/fuzz.txt
-	@$(PY) -m benchmarks.fuzz --requests $(REQUESTS) --schemathesis .venv-fuzz/bin/schemathesis
+	@$(PY) -m tests.fuzz --requests $(REQUESTS) --schemathesis .venv-fuzz/bin/schemathesis
 
 # What is in the environments of the CPU and of CUDA, as CycloneDX JSON in dist/.
 sbom:

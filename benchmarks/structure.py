@@ -5,7 +5,6 @@
     python -m benchmarks.structure --list docstring_fragments  print each place of one figure
     python -m benchmarks.structure --trips                     also count the files that one turn runs
     python -m benchmarks.structure --tree ../other             count another checkout
-    python -m benchmarks.structure --sample 7                  print texts to read as a newcomer, by seed
 
 The figures leave out files that protoc wrote:
 
@@ -260,7 +259,6 @@ def main() -> None:
     parser = command(__doc__)
     parser.add_argument("--tree", type=Path, default=ROOT, help="checkout to count (default: this one)")
     parser.add_argument("--trips", action="store_true", help="start a fleet and observe two turns")
-    parser.add_argument("--sample", type=int, metavar="SEED", help="print a random sample of texts to read")
     parser.add_argument("--list", metavar="FIGURE", help="print each place that this figure counts")
     arguments = parser.parse_args()
     structure = Structure(arguments.tree.resolve())
@@ -271,14 +269,6 @@ def main() -> None:
             parser.error(f"--list knows {', '.join(places)}")
         print("\n".join(places[arguments.list]))
         return
-    if arguments.sample is not None:
-        from benchmarks import reading_sample
-
-        tests = [module for module in structure.everything.values() if module.package == "tests"]
-        counted = list(structure.counted.values())
-        print("\n".join(reading_sample.draw(structure.root, counted, tests, arguments.sample)))
-        return
-
     structure.print_packages()
     figures = structure.figures()
     if arguments.trips:

@@ -6,7 +6,7 @@ from urllib.parse import urlsplit
 
 import pytest
 
-from benchmarks.fuzz.__main__ import FuzzResults, attackers
+from tests.fuzz.__main__ import FuzzResults, attackers
 from tests.support.fake_fleet import MODEL, FakeFleet, ask, fleet, user
 
 pytestmark = pytest.mark.slow

@@ -4,8 +4,8 @@ from pathlib import Path
 
 import pytest
 
-from benchmarks.reading_sample import draw
 from benchmarks.structure import Module, Structure
+from tests.structure.reading_sample import draw
 
 FILES = {
     "placement/one.py": '"""A complete first line here."""\nfrom placement import two\n',

@@ -1,6 +1,6 @@
 """Thousands of malformed requests to a live fleet, with an honest conversation beside them.
 
-    python -m benchmarks.fuzz [--requests 100000] [--seed 0] [--quick] [--json FILE] [--fleet FILE]
+    python -m tests.fuzz [--requests 100000] [--seed 0] [--quick] [--json FILE] [--fleet FILE]
         [--schemathesis PROGRAM [--schemathesis-seconds 120]]
 
 Fields of valid requests are replaced, removed and added, and bytes of valid requests are tampered with; with
@@ -25,9 +25,6 @@ from urllib.parse import urlsplit
 import aiohttp
 import psutil
 
-from benchmarks.fuzz.described import Described, described
-from benchmarks.fuzz.mutations import Attack, attack
-from benchmarks.fuzz.stalls import long_holds, watch
 from benchmarks.harness.chats import converse
 from benchmarks.harness.fleet import CO_SERVING, brought_up
 from benchmarks.harness.output import command, report
@@ -35,6 +32,9 @@ from benchmarks.harness.processes import received, spawned
 from deploy.fleet import load_fleet
 from deploy.home import FleetHome
 from deploy.lifecycle.status import EngineStatus, fleet_status, serving
+from tests.fuzz.described import Described, described
+from tests.fuzz.mutations import Attack, attack
+from tests.fuzz.stalls import long_holds, watch
 from traces import ReplayError
 from traces.replay.client import ChatClient, ReplayOptions
 

@@ -1,12 +1,12 @@
-"""Draw a random sample of the texts that a newcomer reads, for `python -m benchmarks.structure --sample
-SEED`."""
+"""Print a random sample of the texts that a newcomer reads: python -m tests.structure.reading_sample SEED"""
 
 import random
 import re
+import sys
 from collections.abc import Iterable, Iterator
 from pathlib import Path
 
-from benchmarks.structure import Module
+from benchmarks.structure import ROOT, Module, Structure
 
 COUNTS = {"docstrings": 60, "README rows": 40, "test names": 40, "paragraphs": 20}
 SHORTEST_PARAGRAPH = 80  # characters
@@ -58,3 +58,9 @@ def draw(root: Path, counted: list[Module], tests: list[Module], seed: int) -> I
         chosen = chance.sample(texts, min(COUNTS[kind], len(texts)))
         yield f"\n{len(chosen)} of {len(texts)} {kind}"
         yield from (f"{Path(place).relative_to(root)}  {text}" for place, text in chosen)
+
+
+if __name__ == "__main__":
+    structure = Structure(ROOT)
+    of_tests = [module for module in structure.everything.values() if module.package == "tests"]
+    print("\n".join(draw(ROOT, list(structure.counted.values()), of_tests, int(sys.argv[1]))))

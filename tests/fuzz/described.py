@@ -15,7 +15,7 @@ from typing import Any
 import httpx
 import orjson
 
-from benchmarks.fuzz.mutations import LENGTHS
+from tests.fuzz.mutations import LENGTHS
 
 WORKERS, REQUEST_LIMIT_S, END_LIMIT_S = 2, 60, 120.0
 EXAMPLES = 100_000  # of each operation; the time limit ends a run

@@ -1,1 +1,0 @@
-"""Hostile input beside honest work: `python -m benchmarks.fuzz`."""

@@ -1,0 +1,1 @@
+"""Hostile input beside honest work: `python -m tests.fuzz`."""
