@@ -13,9 +13,9 @@ from math import inf
 import numpy as np
 from numpy.typing import NDArray
 
+from placement.engine_table import OPTIONS, EngineTable
 from placement.engines import EngineState
 from placement.overload.signal import KvDemand
-from placement.routing.engine_table import OPTIONS, EngineTable
 from placement.routing.receipts import DecoderChoice, DecoderOption, Why
 
 CLOSED = -1.0

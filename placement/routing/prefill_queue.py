@@ -11,7 +11,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from placement.routing.engine_table import OPTIONS, EngineTable
+from placement.engine_table import OPTIONS, EngineTable
 from placement.routing.receipts import PrefillerChoice, PrefillerOption, Why
 from placement.scheduling.prefill_curve import PrefillCurve
 

@@ -3,7 +3,7 @@
 from hypothesis import given
 from hypothesis import strategies as st
 
-from placement.routing.engine_table import EngineTable
+from placement.engine_table import EngineTable
 
 NAMES = st.builds("{}-{}".format, st.sampled_from(["prefill", "decode"]), st.integers(0, 30))
 
