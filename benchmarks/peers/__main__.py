@@ -1,156 +1,132 @@
 """Our fleets beside other routers over real vLLM, with the same engines and client, in turns of one run.
 
-    python -m benchmarks.peers [--peers DIR] [--trace FILE] [--rounds 3] [--quick] [--json FILE]
+    python -m benchmarks.peers --peers DIR [--loads 0.5,0.8,1.0,1.5,2.0] [--rounds 3] [--quick] [--json FILE]
+
+Loads are shares of the capacity of plain vLLM on this machine. It is measured first, for each trace: every
+installed router over plain engines serves all conversations at once, and the router with the most tokens per
+second is the best one. Then `ours` and the best router, or the contenders of --only, play each trace at each
+load, in turns. A contender is started anew for each trace and plays its loads one after the other; each trace
+and round begins with another contender.
 
 Peers come from --peers DIR (or $CONSERVE_PEERS), an environment each, as requirements/peers.txt says. A peer
 that is not installed or does not run is named with its reason and left out from then on. When ours does not
-end a play, all its conversations count as `failed`, and ours plays the next trace. Every contender plays
-every trace once a round, started anew for each; each trace and round begins with another contender. --quick
-is one round of one trace, and nothing starts that would not end within 8 minutes.
+end a play, the conversations of its remaining loads count as `failed`, and ours plays the next trace.
+
+--profile has engines write each iteration and adds a table of what they spend their time on, per engine and
+play. That costs them some time: take the other figures from a run without it.
+
+--quick is one round of one trace at 0.8 and 1.5 beside the first router, and ends within ten minutes.
 """
 
-import asyncio
+import argparse
 import os
-import tempfile
 import time
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
-from dataclasses import dataclass, field, replace
+from collections.abc import Mapping
 from pathlib import Path
 
-from benchmarks.harness.engines import Bench, DoesNotRun, PlainEngines
-from benchmarks.harness.fleet import RANDOM, changed
+from benchmarks.harness.engines import PlainEngines
+from benchmarks.harness.fleet import RANDOM
 from benchmarks.harness.output import command, named_rows, print_rows, report
-from benchmarks.harness.rounds import rotated
-from benchmarks.peers import cpu, figures
-from benchmarks.peers.contenders import PeerSetup, contenders
-from benchmarks.peers.figures import OURS, PeerRow
-from benchmarks.peers.loads import Play, plays
-from deploy.fleet import load_fleet
-from deploy.small_model import make_model
-from traces import ReplayError
-from traces.format import TraceConversation
-from traces.replay import Replay, ReplayOptions, ReplayWatcher, replay
+from benchmarks.peers import cpu, engine_probe, figures, loads
+from benchmarks.peers.contenders import contenders
+from benchmarks.peers.figures import OURS
+from benchmarks.peers.peer_run import PeerRun, prepared
+from benchmarks.peers.profile import IterationCost
 
-START_LIMIT_S, PLAY_LIMIT_S, WARM_LIMIT_S = 600.0, 300.0, 120.0
-QUICK_START_S, QUICK_PLAY_S, QUICK_S = 240.0, 75.0, 465.0
-SETTLE_S = 10.0  # between the warm-up and the play: work that a start leaves ends in it
-LAST_TURN_S = 100.0  # about what a contender takes in a quick run
-
-
-@dataclass
-class PeerRun:
-    """Rounds of all contenders, and their results."""
-
-    plays: Sequence[Play]
-    model: str
-    play_limit_s: float
-    ends_at: float
-    rows: list[PeerRow] = field(default_factory=list)
-    skipped: dict[str, str] = field(default_factory=dict)
-    lost: int = 0  # conversations of plays that ours did not end
-
-    def round(self, number: int, everyone: Sequence[PeerSetup]) -> None:
-        """Let all contenders play one trace, then the next, so that compared plays are only minutes apart."""
-        for index, one in enumerate(self.plays):
-            for contender in rotated(everyone, number + index):
-                if contender.name in self.skipped and contender.name != OURS:
-                    continue
-                if time.monotonic() + LAST_TURN_S > self.ends_at:
-                    self.skipped[contender.name] = "a quick run had no time left for it"
-                    continue
-                try:
-                    self._turn(number, contender, one)
-                except (DoesNotRun, ReplayError, SystemExit) as reason:
-                    self._skip(number, contender, one, str(reason))
-
-    def _skip(self, number: int, contender: PeerSetup, one: Play, reason: str) -> None:
-        if contender.name == OURS:
-            self.lost += len(one.conversations)
-            reason = f"round {number}, {one.name}: {reason}"
-        self.skipped[contender.name] = reason
-        print(f"{contender.name} is left out: {reason}", flush=True)
-
-    def _turn(self, number: int, contender: PeerSetup, one: Play) -> None:
-        began = time.monotonic()
-        with contender.start() as url:
-            took = time.monotonic() - began
-            print(f"round {number}: {contender.name} serves after {took:.0f} s", flush=True)
-            # The first requests of an engine are not its router's cost: a few conversations go unmeasured.
-            warm = [
-                replace(some, arrival_s=0.0, turns=some.turns[:2]) for some in self.plays[0].conversations[:4]
-            ]
-            self._replayed(url, warm, f"warm {time.monotonic()}", WARM_LIMIT_S)
-            time.sleep(SETTLE_S)
-            salt = f"{number} {contender.name} {one.name}"
-            before = cpu.now()
-            played = self._replayed(url, one.conversations, salt, self.play_limit_s)
-            spent, others = cpu.now().since(before)
-        row = figures.row(contender.name, one.name, number, contender.peer, played, spent, others)
-        self.rows.append(row)
-        print(
-            f"  {one.name}: TTFET p50 {row.ttfet_p50_s:.2f} p95 {row.ttfet_p95_s:.2f} s, E2E p95 "
-            f"{row.e2e_p95_s:.2f} s, gap p99 {row.gap_p99_s:.3f} s, {row.failed} failed; "
-            f"CPU {row.cpu_s:.0f} s, others {row.others_cpu_s:.0f} s",
-            flush=True,
-        )
-
-    def _replayed(self, url: str, trace: Sequence[TraceConversation], salt: str, limit_s: float) -> Replay:
-        options = ReplayOptions(
-            url, model=self.model, probes=0, time_limit_s=limit_s, request_timeout_s=limit_s, salt=salt
-        )
-        return asyncio.run(replay(trace, options, ReplayWatcher()))
-
-
-@contextmanager
-def prepared(fleet_file: Path, peers: Path | None, start_limit_s: float) -> Iterator[Bench]:
-    """Make one model for all contenders, and a folder for their logs."""
-    with tempfile.TemporaryDirectory(prefix="peers-") as folder:
-        work, fleet = Path(folder), load_fleet(fleet_file)
-        if fleet.model.path == "small":
-            make_model(work / "model")
-            fleet = changed(fleet, model={"path": str(work / "model")})
-        (work / "home").mkdir()
-        together = sum(tier.replicas for tier in fleet.tiers)
-        yield Bench(
-            changed(fleet, name="peers", engine={"start_together": together}), work, peers, start_limit_s
-        )
+LOADS, QUICK_LOADS = "0.5,0.8,1.0,1.5,2.0", "0.8,1.5"
+START_LIMIT_S, PLAY_LIMIT_S = 600.0, 600.0
+QUICK_START_S, QUICK_PLAY_S, QUICK_S = 240.0, 90.0, 570.0
 
 
 def main() -> None:
-    quick = "one round, one trace, fewer conversations; ends within 8 minutes"
-    parser = command(__doc__, quick, RANDOM)
+    parser = command(__doc__, "one round, one trace, two loads, fewer conversations", RANDOM)
     parser.add_argument("--peers", type=Path, default=os.environ.get("CONSERVE_PEERS"))
-    parser.add_argument("--trace", type=Path, help="play this one only, as it is")
+    parser.add_argument("--loads", type=shares, help=f"shares of the capacity (default: {LOADS})")
+    parser.add_argument(
+        "--traces", help=f"{', '.join(loads.NAMES)} or files, separated by commas (default: real,mix)"
+    )
     parser.add_argument("--rounds", type=int, default=3)
-    parser.add_argument("--only", default="", help="only these contenders, separated by semicolons")
+    parser.add_argument("--only", default="", help="these contenders, separated by semicolons")
+    parser.add_argument("--profile", action="store_true", help="also say what engines spend their time on")
     options = parser.parse_args()
     cpu.mark()
     quick, rounds = options.quick, 1 if options.quick else options.rounds
     ends_at = time.monotonic() + (QUICK_S if quick else float("inf"))
-    loads = plays(options.trace, quick)
+    names = (options.traces or ("real" if quick else "real,mix")).split(",")
     peers = Path(options.peers) if options.peers else None
-    with prepared(options.fleet, peers, QUICK_START_S if quick else START_LIMIT_S) as bench:
-        run = PeerRun(loads, bench.fleet.model.name, QUICK_PLAY_S if quick else PLAY_LIMIT_S, ends_at)
+    start_limit_s = QUICK_START_S if quick else START_LIMIT_S
+    with prepared(options.fleet, peers, start_limit_s, options.profile) as bench:
+        run = PeerRun(
+            loads.traces(names, quick),
+            options.loads or shares(QUICK_LOADS if quick else LOADS),
+            bench.fleet.model.name,
+            QUICK_PLAY_S if quick else PLAY_LIMIT_S,
+            ends_at,
+            probe=bench.work / engine_probe.EVENTS if options.profile else None,
+        )
         with PlainEngines(bench) as plain:
             everyone = contenders(bench, plain)
-            names = [one.name for one in everyone]
-            wanted = [name.strip() for name in options.only.split(";") if name.strip()] or names
-            if unknown := set(wanted) - set(names):
+            known = [one.name for one in everyone]
+            wanted = [name.strip() for name in options.only.split(";") if name.strip()]
+            if unknown := set(wanted) - set(known):
                 parser.error(
-                    f"--only: no contender is called {', '.join(unknown)}; there are {'; '.join(names)}"
+                    f"--only: no contender is called {', '.join(unknown)}: there are {'; '.join(known)}"
                 )
-            for name in names:
-                if name not in wanted:
-                    run.skipped[name] = "not asked for in this run (`--only`)"
+            routers = [one for one in everyone if one.over_plain and (not wanted or one.name in wanted)]
+            routers = routers or [one for one in everyone if one.over_plain]
+            best = run.measure_capacity(routers[:1] if quick else routers)
+            wanted = wanted or [OURS, best]
             for number in range(rounds):
                 run.round(number, [one for one in everyone if one.name in wanted])
     table, found = figures.medians(run.rows), figures.named(run.rows, run.lost)
-    for trace, rows in table.items():
-        print_rows(trace, named_rows("contender", rows))
+    for play, rows in table.items():
+        print_rows(play, named_rows("contender", rows))
+    variants = {
+        name: figures.named(run.rows, ours=name)
+        for name in dict.fromkeys(one.contender for one in run.rows if not one.peer and one.contender != OURS)
+    }
+    for name, ratios in variants.items():
+        print_rows(name, named_rows("figure", {figure: {"worst": value} for figure, value in ratios.items()}))
+    if options.profile:
+        print_rows("What engines spend their time on", run.profiles, width=240)
+        print_rows("Processor time of an iteration", named_rows("contender", _milliseconds(run.costs)))
     print("\n".join(f"left out: {name}: {why}" for name, why in run.skipped.items()))
-    failures = figures.failures(table, run.lost)
-    report(options.json, found, failures=failures, left_out=run.skipped, table=table, rows=run.rows)
+    report(
+        options.json,
+        found,
+        failures=figures.failures(table, run.lost),
+        left_out=run.skipped,
+        best_router=best,
+        capacity=run.capacities,
+        by_play=figures.by_round(run.rows),
+        variants=variants,
+        profile=run.profiles,
+        iteration_cost=run.costs,
+        table=table,
+        rows=run.rows,
+    )
+
+
+def _milliseconds(costs: Mapping[str, IterationCost]) -> dict[str, dict[str, float]]:
+    return {
+        name: {
+            "constant_ms": cost.constant_s * 1e3,
+            "decode_ms": cost.decode_s * 1e3,
+            "1000_prompt_tokens_ms": cost.prompt_token_s * 1e6,
+        }
+        for name, cost in costs.items()
+    }
+
+
+def shares(text: str) -> tuple[float, ...]:
+    """Return the loads of a list; raise an error that argparse reports."""
+    try:
+        found = tuple(float(one) for one in text.split(","))
+    except ValueError as error:
+        raise argparse.ArgumentTypeError(f"expected shares like {LOADS}, not {text!r}") from error
+    if min(found) <= 0:
+        raise argparse.ArgumentTypeError(f"a load is above 0, not {min(found):g}")
+    return found
 
 
 if __name__ == "__main__":

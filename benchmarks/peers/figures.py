@@ -4,19 +4,23 @@ import statistics
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
+from benchmarks.peers.contenders import FirstTurnCounts
+from benchmarks.peers.loads import MIX, REAL, Play
 from traces.replay import Replay, summarise
 from traces.replay.results import PlayOutcome
 
 OURS = "ours"
+BEYOND = 1.0  # share of the capacity from which on tokens per second are compared
 MOST_FAILED = 0.05  # share of conversations; the times of a peer that fails more do not count
 
 
 @dataclass(frozen=True)
 class PeerRow:
-    """Figures of one contender for one trace in one round, in seconds, without tools and people."""
+    """Figures of one contender for one play in one round, in seconds, without tools and people."""
 
     contender: str
     trace: str
+    load: float  # share of the capacity of plain vLLM behind the best router
     round: int
     peer: bool
     conversations: int
@@ -30,9 +34,17 @@ class PeerRow:
     e2e_p95_s: float
     gap_p99_s: float  # over answers, of the longest time between two pieces of text
     recomputed_tokens: int
+    tokens_per_s: float  # new prompt tokens and output, until the last answer
     cpu_s: float  # of engines, router and all helpers
     others_cpu_s: float  # of other processes: how quiet the machine was
     cpu_by_kind: Mapping[str, float]
+    # Of the conversations that ours bound in this play; None where none were counted.
+    prefiller_share: float | None = None  # first prompts that a prefiller computed
+    least_kv_share: float | None = None  # on the decoder with the least KV in use
+
+    @property
+    def play(self) -> str:
+        return f"{self.trace} at {self.load:g}"
 
 
 RATIOS = {
@@ -43,19 +55,21 @@ RATIOS = {
     "later_ttft_p95_vs_best_peer": "later_ttft_p95_s",
     "cpu_vs_best_peer": "cpu_s",
 }
+TOKENS = "tokens_per_s_vs_best_peer"  # of plays beyond the capacity; the only figure where more is better
 TIMES = tuple(name for name in PeerRow.__dataclass_fields__ if name.endswith("_s"))
 SUMS = ("conversations", "failed", "refused", "recomputed_tokens")
-Table = dict[str, dict[str, dict[str, float]]]  # by trace, contender and figure
+Table = dict[str, dict[str, dict[str, float]]]  # by play, contender and figure
 
 
 def row(
     contender: str,
-    trace: str,
+    played: Play,
     number: int,
     peer: bool,
     run: Replay,
     cpu_s: Mapping[str, float],
     others_cpu_s: float,
+    bound: FirstTurnCounts | None = None,
 ) -> PeerRow:
     summary = summarise(run)
 
@@ -63,8 +77,9 @@ def row(
         found = summary.spreads.get(name)
         return found.at(percentile) if found else float("nan")
 
+    ends = [turn.answered_s for one in run.conversations for turn in one.turns]
     return PeerRow(
-        *(contender, trace, number, peer),
+        *(contender, played.trace, played.load, number, peer),
         conversations=len(run.conversations),
         failed=sum(one.outcome is not PlayOutcome.DONE for one in run.conversations),
         refused=summary.refusals,
@@ -76,9 +91,12 @@ def row(
         e2e_p95_s=at("e2e_served", 95),
         gap_p99_s=at("longest_gap", 99),
         recomputed_tokens=summary.recomputed_tokens or 0,
+        tokens_per_s=(summary.new_tokens + summary.output_tokens) / max(ends, default=float("inf")),
         cpu_s=sum(seconds for kind, seconds in cpu_s.items() if kind != "player"),
         others_cpu_s=others_cpu_s,
         cpu_by_kind={kind: round(seconds, 1) for kind, seconds in cpu_s.items()},
+        prefiller_share=bound.share(bound.on_prefillers) if bound else None,
+        least_kv_share=bound.share(bound.least_kv) if bound else None,
     )
 
 
@@ -86,47 +104,60 @@ def medians(rows: Iterable[PeerRow]) -> Table:
     """Return medians over rounds; failures, refusals and recomputed tokens are summed."""
     by: dict[str, dict[str, list[PeerRow]]] = {}
     for one in rows:
-        by.setdefault(one.trace, {}).setdefault(one.contender, []).append(one)
+        by.setdefault(one.play, {}).setdefault(one.contender, []).append(one)
     return {
-        trace: {
+        play: {
             contender: {name: statistics.median(getattr(one, name) for one in played) for name in TIMES}
             | {name: sum(getattr(one, name) for one in played) for name in SUMS}
             for contender, played in contenders.items()
         }
-        for trace, contenders in by.items()
+        for play, contenders in by.items()
     }
 
 
-def by_round(rows: Sequence[PeerRow]) -> dict[str, dict[str, list[float]]]:
-    """Return ratios of our fleet to the best peer, by figure and trace, for each round with a peer."""
-    found: dict[str, dict[str, list[float]]] = {name: {} for name in RATIOS}
-    for trace in dict.fromkeys(one.trace for one in rows):
+def by_round(rows: Sequence[PeerRow], ours: str = OURS) -> dict[str, dict[str, list[float]]]:
+    """Return ratios of a fleet of ours to the best peer, by figure and play, for each round with a peer."""
+    found: dict[str, dict[str, list[float]]] = {name: {} for name in (*RATIOS, TOKENS)}
+    for play in dict.fromkeys(one.play for one in rows):
         for number in dict.fromkeys(one.round for one in rows):
-            played = [one for one in rows if (one.trace, one.round) == (trace, number)]
-            ours = [one for one in played if one.contender == OURS]
+            played = [one for one in rows if (one.play, one.round) == (play, number)]
+            mine = [one for one in played if one.contender == ours]
             peers = [one for one in played if one.peer and one.failed <= MOST_FAILED * one.conversations]
-            for name, field in RATIOS.items() if ours and peers else ():
+            if not mine or not peers:
+                continue
+            for name, field in RATIOS.items():
                 best = max(min(getattr(one, field) for one in peers), 1e-6)
-                found[name].setdefault(trace, []).append(getattr(ours[0], field) / best)
+                found[name].setdefault(play, []).append(getattr(mine[0], field) / best)
+            if mine[0].load > BEYOND:
+                most = max(one.tokens_per_s for one in peers)
+                found[TOKENS].setdefault(play, []).append(mine[0].tokens_per_s / most)
     return found
 
 
-def named(rows: Sequence[PeerRow], lost: int = 0) -> dict[str, float | None]:
-    """Return each figure's median ratio for the worst trace; None if no peer ran.
+def named(rows: Sequence[PeerRow], lost: int = 0, ours: str = OURS) -> dict[str, float | None]:
+    """Return each figure's median ratio for the worst play, and the shares of first turns; None without one.
 
     `lost` counts conversations of plays that ours did not end; they have no row.
     """
     worst: dict[str, float | None] = {}
-    for name, traces in by_round(rows).items():
-        found = [statistics.median(ratios) for ratios in traces.values()]
-        worst[name] = round(max(found), 3) if found else None
-    ours = [one for one in rows if one.contender == OURS]
-    failed = lost + sum(one.failed for one in ours)
-    return worst | {"failed": failed, "refused": sum(one.refused for one in ours)}
+    for name, plays in by_round(rows, ours).items():
+        found = [statistics.median(ratios) for ratios in plays.values()]
+        worst[name] = round((min if name == TOKENS else max)(found), 3) if found else None
+    mine = [one for one in rows if one.contender == ours]
+    shares = {
+        "prefiller_share_real": [one.prefiller_share for one in mine if one.trace == REAL],
+        "prefiller_share_mix": [one.prefiller_share for one in mine if one.trace == MIX],
+        "least_kv_share": [one.least_kv_share for one in mine],
+    }
+    for name, values in shares.items():
+        known = [value for value in values if value is not None]
+        worst[name] = round(statistics.mean(known), 3) if known else None
+    failed = lost + sum(one.failed for one in mine)
+    return worst | {"failed": failed, "refused": sum(one.refused for one in mine)}
 
 
 def failures(table: Table, lost: int = 0) -> dict[str, int]:
-    """Return the number of failed conversations of each contender, over all traces and rounds."""
+    """Return the number of failed conversations of each contender, over all plays and rounds."""
     found = {OURS: lost} if lost else {}
     for contenders in table.values():
         for contender, figures in contenders.items():

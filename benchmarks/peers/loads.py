@@ -1,4 +1,4 @@
-"""Traces that every contender plays: conversations of recorded agents, the paper's mix, and a burst."""
+"""Traces that every contender plays, at any rate: recorded agents, the paper's mix, and a burst of it."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
@@ -11,40 +11,66 @@ from traces.format import TraceConversation, load
 
 SAMPLE = Path(__file__).parents[2] / "traces" / "samples" / "laptop.jsonl.gz"
 COUNT, QUICK_COUNT = 24, 10
-REAL_SHRINK, REAL_RATE = 2, 0.42  # of the laptop sample, which is the agents' lengths / 16
-MIX_SHRINK, MIX_RATE = 8, 0.29
-BURST = "steps:0.15*20,1.5*6"  # conversations/s for so many s: half of the mix's rate, then ten times that
+REAL_SHRINK = 2  # of the laptop sample, which is the agents' lengths / 16
+MIX_SHRINK = 8
+# Seconds at a low rate, then at ten times that rate, in turns.
+LOW_S, HIGH_S, HIGH = 20.0, 6.0, 10.0
+REAL, MIX, BURST = NAMES = ("real", "mix", "burst")
 
 
 @dataclass(frozen=True)
 class Play:
-    """A trace with a name."""
+    """A trace at a share of the measured capacity, with its arrivals."""
+
+    trace: str
+    load: float
+    conversations: tuple[TraceConversation, ...]
+
+    @property
+    def name(self) -> str:
+        return f"{self.trace} at {self.load:g}"
+
+
+@dataclass(frozen=True)
+class PeerTrace:
+    """Conversations that are played at several rates."""
 
     name: str
     conversations: tuple[TraceConversation, ...]
 
+    def at(self, load: float, capacity: float) -> Play:
+        """Return the trace at a share `load` of a capacity in conversations per second."""
+        rate = load * capacity
+        arrivals = f"poisson:{rate}"
+        if self.name == BURST:
+            low = rate * (LOW_S + HIGH_S) / (LOW_S + HIGH * HIGH_S)
+            arrivals = f"steps:{low}*{LOW_S},{HIGH * low}*{HIGH_S}"
+        times = generators.parse(arrivals, generators.stream(0, f"peers {self.name}"))
+        return Play(self.name, load, tuple(generators.arriving(self.conversations, times)))
 
-def plays(trace: Path | None, quick: bool) -> list[Play]:
-    """Return the given trace, or recorded coding agents, the paper's mix and a burst of it."""
-    if trace is not None:
-        given = load(trace).conversations
-        return [Play(trace.stem.removesuffix(".jsonl"), given[:QUICK_COUNT] if quick else given)]
+    def at_once(self) -> tuple[TraceConversation, ...]:
+        """Return the conversations without arrivals and waits: they take all that engines have."""
+        return tuple(
+            replace(one, arrival_s=0.0, turns=tuple(replace(turn, wait_s=0.0) for turn in one.turns))
+            for one in self.conversations
+        )
+
+
+def traces(names: Sequence[str], quick: bool) -> list[PeerTrace]:
+    """Return the traces of these names; a name that is not one of `NAMES` is a file."""
     count = QUICK_COUNT if quick else COUNT
-    real = _shrunk(load(SAMPLE).conversations, REAL_SHRINK)
-    mix = _shrunk(workload.conversations(PaperMix(conversations=count)), MIX_SHRINK)
-    every = [
-        Play("real", _arriving(real, f"poisson:{REAL_RATE}", count)),
-        Play("paper's mix", _arriving(mix, f"poisson:{MIX_RATE}", count)),
-        Play("burst", _arriving(mix, BURST, count)),
-    ]
-    return every[:1] if quick else every
+    return [PeerTrace(Path(name).name.partition(".")[0], _conversations(name, count)) for name in names]
+
+
+def _conversations(name: str, count: int) -> tuple[TraceConversation, ...]:
+    if name == REAL:
+        found = _shrunk(load(SAMPLE).conversations, REAL_SHRINK)
+    elif name in (MIX, BURST):
+        found = _shrunk(workload.conversations(PaperMix(conversations=count)), MIX_SHRINK)
+    else:
+        found = list(load(Path(name)).conversations)
+    return tuple(replace(conversation, parent=None) for conversation in found[:count])
 
 
 def _shrunk(found: Sequence[TraceConversation], divisor: int) -> list[TraceConversation]:
     return list(generators.scale(found, generators.Scale(lengths=1 / divisor)))
-
-
-def _arriving(found: Sequence[TraceConversation], arrivals: str, count: int) -> tuple[TraceConversation, ...]:
-    alone = (replace(conversation, parent=None) for conversation in found)
-    times = generators.parse(arrivals, generators.stream(0, f"peers {arrivals}"))
-    return tuple(generators.arriving(alone, times))[:count]

@@ -44,7 +44,8 @@ def test_relay() -> None:
 def test_peers() -> None:
     assert set(peers.named([])) == keys("""
         ttfet_p95_vs_best_peer ttfet_p50_vs_best_peer e2e_p95_vs_best_peer gap_p99_vs_best_peer
-        later_ttft_p95_vs_best_peer cpu_vs_best_peer failed refused""")
+        later_ttft_p95_vs_best_peer cpu_vs_best_peer tokens_per_s_vs_best_peer
+        prefiller_share_real prefiller_share_mix least_kv_share failed refused""")
 
 
 def test_paper() -> None:

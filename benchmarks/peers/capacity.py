@@ -1,0 +1,46 @@
+"""Capacity of plain vLLM on this machine: what a router over it serves when everything arrives at once."""
+
+from dataclasses import dataclass
+
+from traces import ReplayError
+from traces.replay import Replay
+from traces.replay.results import TurnResult
+
+SHARE = 0.9  # of the work: at the end few conversations are left, which do not fill all engines
+
+
+@dataclass(frozen=True)
+class PeerCapacity:
+    """Rates at which a router served a trace whose conversations all arrived at once."""
+
+    trace: str
+    router: str
+    tokens_per_s: float  # new prompt tokens and output
+    conversations_per_s: float
+
+
+def capacity(trace: str, router: str, run: Replay) -> PeerCapacity:
+    """Return the rates until `SHARE` of the tokens were served."""
+    tokens, at = saturated(run)
+    if not tokens:
+        raise ReplayError(f"{router} served nothing of {trace}, so there is no capacity to compare with")
+    whole = sum(_tokens(turn) for one in run.conversations for turn in one.turns)
+    return PeerCapacity(trace, router, tokens / at, tokens / whole * len(run.conversations) / at)
+
+
+def saturated(run: Replay) -> tuple[int, float]:
+    """Return the first `SHARE` of the tokens of a replay, and the time until they were served."""
+    turns = sorted(
+        (turn for conversation in run.conversations for turn in conversation.turns),
+        key=lambda turn: turn.answered_s,
+    )
+    served, so_far = sum(map(_tokens, turns)), 0
+    for turn in turns:
+        so_far += _tokens(turn)
+        if so_far >= SHARE * served:
+            return so_far, turn.answered_s
+    return 0, 0.0
+
+
+def _tokens(turn: TurnResult) -> int:
+    return turn.new_tokens + turn.output_tokens

@@ -1,0 +1,123 @@
+"""Plugin of vLLM that writes what an engine's processes spend their time on (`benchmarks.peers --profile`).
+
+Every process writes a file of its own in the folder that an environment variable names. A line is one
+`ProbeEvent`. The clock is the machine's, so that lines of several processes can be put beside each other.
+"""
+
+import json
+import os
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from functools import wraps
+from pathlib import Path
+from typing import Any
+
+FOLDER = "CONSERVE_BENCHMARK_PROBE"
+MODEL, SAMPLE, SCHEDULE, UPDATE, WAIT = "model", "sample", "schedule", "update", "wait"
+STORE, LOAD = "store", "load"
+EVENTS = "events"
+GROUP = "vllm.general_plugins"
+
+
+@dataclass(frozen=True)
+class ProbeEvent:
+    """One piece of an engine's work."""
+
+    kind: str
+    at: float  # its end
+    seconds: float
+    cpu_s: float  # of its thread
+    decodes: int = 0  # of a scheduled iteration: requests with one token
+    prompts: int = 0  # requests with more
+    prompt_tokens: int = 0
+
+
+def plugin_folder(folder: Path) -> Mapping[str, str]:
+    """Make a folder that installs the plugin, and return the environment of engines that shall have it."""
+    metadata = folder / "site" / "conserve_benchmark_probe-1.0.dist-info"
+    metadata.mkdir(parents=True)
+    (metadata / "METADATA").write_text(
+        "Metadata-Version: 2.1\nName: conserve-benchmark-probe\nVersion: 1.0\n"
+    )
+    (metadata / "entry_points.txt").write_text(f"[{GROUP}]\nconserve_probe = {__name__}:install\n")
+    (folder / EVENTS).mkdir()
+    root = Path(__file__).parents[2]
+    return {FOLDER: str(folder / EVENTS), "PYTHONPATH": f"{folder / 'site'}{os.pathsep}{root}"}
+
+
+def install() -> None:
+    """Wrap the methods that do an engine's work. vLLM calls this in each of its processes."""
+    from vllm.v1.engine.core import EngineCoreProc
+    from vllm.v1.worker.worker_base import WorkerWrapperBase
+
+    _after(EngineCoreProc, "__init__", _watch_core)
+    _after(WorkerWrapperBase, "init_worker", _watch_worker)
+
+
+def _after(owner: type, name: str, then: Callable[[Any], None]) -> None:
+    """Call `then` with the object after its method `name`."""
+    method = getattr(owner, name)
+
+    @wraps(method)
+    def both(self: Any, *args: Any, **kwargs: Any) -> Any:
+        result = method(self, *args, **kwargs)
+        then(self)
+        return result
+
+    setattr(owner, name, both)
+
+
+def _watch_core(core: Any) -> None:
+    _time(core.scheduler, "schedule", SCHEDULE, _scheduled)
+    _time(core.scheduler, "update_from_output", UPDATE)
+    _time(core, "_process_input_queue", WAIT)
+
+
+def _watch_worker(wrapper: Any) -> None:
+    _time(wrapper.worker, "execute_model", MODEL)
+    _time(wrapper.worker, "sample_tokens", SAMPLE)
+    if wrapper.vllm_config.kv_transfer_config is not None:
+        from kvtransfer.checkpoint.copier import Copier
+
+        _time(Copier, "_store", STORE)
+        _time(Copier, "_load", LOAD)
+
+
+def _scheduled(output: Any) -> dict[str, int]:
+    tokens = output.num_scheduled_tokens.values()
+    prompts = [one for one in tokens if one > 1]
+    return {
+        "decodes": len(tokens) - len(prompts),
+        "prompts": len(prompts),
+        "prompt_tokens": sum(prompts),
+    }
+
+
+def _time(owner: Any, name: str, kind: str, facts: Callable[[Any], dict[str, int]] | None = None) -> None:
+    method = getattr(owner, name)
+
+    @wraps(method)
+    def timed(*args: Any, **kwargs: Any) -> Any:
+        began, cpu = time.monotonic(), time.thread_time()
+        result = method(*args, **kwargs)
+        ended = time.monotonic()
+        _write(kind, ended, ended - began, time.thread_time() - cpu, **(facts(result) if facts else {}))
+        return result
+
+    setattr(owner, name, timed)
+
+
+def _write(kind: str, at: float, seconds: float, cpu_s: float, **more: int) -> None:
+    line = json.dumps({"kind": kind, "at": at, "seconds": seconds, "cpu_s": cpu_s, **more}) + "\n"
+    _file().write(line.encode())
+
+
+_files: dict[int, Any] = {}  # by process: a fork opens its own
+
+
+def _file() -> Any:
+    pid = os.getpid()
+    if pid not in _files:
+        _files[pid] = (Path(os.environ[FOLDER]) / f"{pid}.jsonl").open("ab", buffering=0)
+    return _files[pid]
