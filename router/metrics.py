@@ -81,7 +81,9 @@ PREFILL_SATURATES = Gauge(
     "arrival rate; +Inf while it does not grow.",
 )
 DECODER_PRESSURE = Gauge(
-    "conserve_decoder_pressure", "Share of the decoders' KV for conversations that is in use or reserved."
+    "conserve_decoder_pressure",
+    "Share of the decoders' KV for conversations that is in use, reserved, or asked for by turns that fit on "
+    "no decoder.",
 )
 KV_ASKED = Gauge(
     "conserve_kv_asked",

@@ -273,18 +273,20 @@ def alike(fleet: FleetSpec) -> Mapping[str, str]:
     }
 
 
+def thresholds(fleet: FleetSpec) -> Thresholds:
+    return configured(Thresholds, fleet.capacity)
+
+
 def directory_settings(fleet: FleetSpec) -> DirectorySettings:
-    thresholds = configured(Thresholds, fleet.capacity)
     dropping = DropLimits(fleet.coserving.tbt) if fleet.overload.policy == "drop" else None
     return DirectorySettings(
-        fleet.conversation.ttl, thresholds, settle_s=fleet.engine.lease, dropping=dropping
+        fleet.conversation.ttl, thresholds(fleet), settle_s=fleet.engine.lease, dropping=dropping
     )
 
 
 def scale_limits(fleet: FleetSpec, autoscale: AutoscaleSpec) -> ScaleLimits:
-    thresholds = configured(Thresholds, fleet.capacity)
     return configured(
-        ScaleLimits, fleet.capacity, least=autoscale.min, most=autoscale.max, thresholds=thresholds
+        ScaleLimits, fleet.capacity, least=autoscale.min, most=autoscale.max, thresholds=thresholds(fleet)
     )
 
 

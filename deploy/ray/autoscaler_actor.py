@@ -8,13 +8,14 @@ import logging
 import time
 from collections.abc import Mapping
 
-from deploy.fleet.components import EngineName, scale_limits
+from deploy.fleet.components import EngineName, scale_limits, thresholds
 from deploy.fleet.schema import TierSpec
 from deploy.home import FleetHome, FleetKeys, Purpose
 from deploy.lifecycle import status as ask
 from deploy.ray.common import Background, SealedFleet, log_to_stderr, replica
 from deploy.ray.keepers import Keepers
-from placement.sizing.autoscaling import TierScaler, load_of
+from placement.sizing.autoscaling import TierScaler
+from placement.sizing.capacity import judge
 from workers.keeper.engine_status import KeeperPhase
 from workers.oom_score import OomScore, set_oom_score
 from workers.profiles import Coefficients
@@ -64,10 +65,11 @@ class AutoscalerActor:
             return  # nothing is known: nothing is changed
         present = await asyncio.to_thread(self._present, tier)
         starting = await asyncio.to_thread(self._starting, present)
-        load = load_of(tier.role, answer.signals, self._fleet.conversation.prefiller_wait)
-        if starting and load >= self._fleet.capacity.low:
+        longest_wait_s = self._fleet.conversation.prefiller_wait
+        judged = judge(tier.role, answer.signals, thresholds(self._fleet), longest_wait_s)
+        if starting and judged.load >= self._fleet.capacity.low:
             return  # what comes is not in the load yet
-        decision = scaler.decide(load, len(present), time.monotonic())
+        decision = scaler.decide(judged, len(present), time.monotonic())
         if decision.reason:
             change = (tier.name, len(present), decision.replicas, decision.reason)
             log.info("tier scaled tier=%s from=%d to=%d reason=%s", *change)

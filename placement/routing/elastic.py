@@ -320,8 +320,16 @@ class ElasticRule(LeastKvRule):
 
     def with_roles(self, signals: Signals) -> Signals:
         kept = [1 - self._backlogs[name].share for name in self._backlogs if name in self._own]
-        lent = [one.share for name, one in self._backlogs.items() if name in self.state.decoders]
-        return replace(signals, lent=sum(lent), kept=sum(kept), taking=len(self._idle.taking))
+        decoders = [one for name, one in self._backlogs.items() if name in self.state.decoders]
+        # Nothing is known of the wait on an engine that has computed no prompt yet.
+        waits = [wait for one in decoders if (wait := one.wait_s(TYPICAL_TOKENS)) < inf]
+        return replace(
+            signals,
+            lent=sum(one.share for one in decoders),
+            kept=sum(kept),
+            taking=len(self._idle.taking),
+            decoder_wait_s=sum(waits) / len(waits) if waits else 0.0,
+        )
 
     def _forget_prompt(self, key: str) -> None:
         """Forget a prompt that has been computed or that the engine now reports itself."""

@@ -9,6 +9,7 @@ from placement import PlacementError
 from placement.engines import EngineInfo, EngineState
 from placement.hot_decoders import HotDecoders
 from placement.overload.signal import OverloadState, OverloadWatch
+from placement.routing.decoder_pool import KvFill
 from placement.routing.elastic import ElasticRule
 from placement.routing.engine_speed import EngineSpeed, EngineSpeeds
 from placement.routing.least_kv import EngineChoice, FirstTurn, LaterTurn, LeastKvRule, RoutingState
@@ -260,8 +261,8 @@ class Placer:
     def observe_overload(self, now: float, refused: Sequence[int] = ()) -> OverloadState:
         """Compare the decoders' KV with the demand; `refused` counts prompt tokens that fit on no decoder."""
         decoders = self._state.decoders
-        self._capacity.observed(self._rule.kv_fill().pressure, now)
         needs = [tokens + self.settings.headroom_tokens for tokens in refused]
+        self._capacity.observed((self._rule.kv_fill() + KvFill(sum(needs), 0.0)).pressure, now)
         return self._overload.observe(decoders.demand(needs), now)
 
     def signals(self, running_tokens: int, now: float) -> Signals:

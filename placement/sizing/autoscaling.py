@@ -1,9 +1,9 @@
 """Autoscaling: the number of replicas of a tier, from the share of its capacity in use."""
 
 from dataclasses import dataclass, field
+from math import ceil
 
-from placement.engines import Role
-from placement.sizing.capacity import Signals, Thresholds
+from placement.sizing.capacity import Thresholds, TierLoad
 
 
 @dataclass(frozen=True, slots=True)
@@ -29,16 +29,17 @@ class TierScaler:
         self._changed_at: float | None = None
         self._calm_since: float | None = None
 
-    def decide(self, load: float, replicas: int, now: float) -> Decision:
+    def decide(self, judged: TierLoad, replicas: int, now: float) -> Decision:
         """Return the replicas that a tier should have.
 
-        `load` is the share of the tier's capacity in use; `replicas` counts engines that are up or starting.
+        `judged` is the load of its role, of which the tier takes its part; `replicas` counts engines that are
+        up or starting.
         """
-        limits = self._limits
+        limits, load = self._limits, judged.load
         within = min(max(replicas, limits.least), limits.most)
         if within != replicas:
             return self._change(within, f"the limits are {limits.least} to {limits.most}", now)
-        enough = limits.thresholds.enough(load, replicas)
+        enough = ceil(judged.enough * replicas / judged.engines) if judged.engines else replicas + 1
         if load > limits.thresholds.high:
             self._calm_since = None
             wanted = min(max(enough, replicas + 1), limits.most)
@@ -60,15 +61,3 @@ class TierScaler:
 
     def _cooling(self, now: float) -> bool:
         return self._changed_at is not None and now - self._changed_at < self._limits.cool_down_s
-
-
-def load_of(role: Role, signals: Signals, longest_wait_s: float) -> float:
-    """Return the share of a tier's capacity in use, from the signals that `conserve advise` uses.
-
-    Prefillers are full when their shortest queue is as long as first turns may wait. All other roles are
-    judged by their KV.
-    """
-    if role is not Role.PREFILL:
-        return signals.decoder_pressure
-    full = signals.prefill_wait_s >= longest_wait_s
-    return max(signals.prompt_load, 1.0) if full else signals.prompt_load

@@ -9,6 +9,8 @@ from dataclasses import dataclass
 from enum import StrEnum
 from math import ceil, exp, inf, isinf
 
+from placement.engines import Role
+
 
 @dataclass(frozen=True, slots=True)
 class Signals:
@@ -16,13 +18,14 @@ class Signals:
     prefill_load: float  # seconds of prefill that arrive per second and prefiller; 1 is saturation
     prefill_wait_s: float  # of the shortest queue, now
     decoders: int
-    decoder_pressure: float  # share of the decoders' KV limit that is in use and not evictable
+    decoder_pressure: float  # share of the decoders' KV limit in use and not evictable, or asked for in vain
     running_share: float  # the same for conversations with a running turn, now
     observed_s: float  # how long the fleet was observed; less than the window says little
     prompts_s: float = 0.0  # seconds of prefill that arrive per second
     lent: float | None = None  # elastic: decoders' time that running turns leave to prompts, in engines
     kept: float = 0.0  # elastic: prefillers' time that turns of their own conversations take, in engines
     taking: int = 0  # elastic roles: prefillers that take conversations now; their KV counts as decoders'
+    decoder_wait_s: float = 0.0  # elastic: of a prompt on a decoder, now; mean of the decoders
 
     @property
     def prompt_load(self) -> float:
@@ -119,6 +122,39 @@ class Recommendation:
     reason: str
 
 
+@dataclass(frozen=True, slots=True)
+class TierLoad:
+    """Judgement of the engines of a role, which `conserve advise` reports and the autoscaler follows."""
+
+    load: float  # share of their capacity in use
+    engines: int  # that are up
+    enough: int  # engines that would carry the load at the target utilisation
+
+    def missing(self, limits: Thresholds) -> int:
+        """Return how many engines to add; 0 if the load is not high."""
+        return max(1, self.enough - self.engines) if self.load > limits.high else 0
+
+
+def judge(role: Role, signals: Signals, limits: Thresholds, longest_wait_s: float) -> TierLoad:
+    """Return the load of a role's engines.
+
+    Engines are full when prompts wait for them as long as first turns may wait: on the prefiller with the
+    shortest queue, or on the mean decoder. Otherwise prefillers are judged by the time that prompts ask for,
+    and decoders by their KV.
+    """
+    prefills = role is Role.PREFILL
+    engines = signals.prefillers if prefills else signals.decoders
+    load = signals.prompt_load if prefills else signals.decoder_pressure
+    if (signals.prefill_wait_s if prefills else signals.decoder_wait_s) >= longest_wait_s:
+        load = max(load, 1.0)
+    if prefills and signals.lent is not None:
+        # Another prefiller adds its own time only, and not what decoders lend.
+        others = signals.for_prompts - engines
+        enough = max(1, ceil(round(signals.prompts_s / limits.target - others, 6)))
+        return TierLoad(load, engines, enough)
+    return TierLoad(load, engines, limits.enough(load, engines))
+
+
 def advise(
     signals: Signals, thresholds: Thresholds, longest_wait_s: float, *, prefills: bool = True
 ) -> tuple[Recommendation, ...]:
@@ -126,7 +162,7 @@ def advise(
 
     `prefills` is whether the fleet's policy uses prefillers at all.
     """
-    found = [_decoders(signals, thresholds)]
+    found = [_decoders(signals, thresholds, longest_wait_s)]
     if prefills:
         elastic = signals.lent is not None
         found.insert(0, (_elastic if elastic else _prefillers)(signals, thresholds, longest_wait_s))
@@ -139,8 +175,7 @@ def _prefillers(signals: Signals, limits: Thresholds, longest_wait_s: float) -> 
         return Recommendation(Action.ADD_PREFILLERS, 1, "prompts arrive and no prefiller is up")
     asks = f"prompts ask for {load:.0%} of the time of {_number(engines, 'prefiller')}"
     in_s = signals.saturates_in_s(longest_wait_s)
-    if load > limits.high or in_s == 0:
-        count = max(1, limits.enough(load, engines) - engines)
+    if count := judge(Role.PREFILL, signals, limits, longest_wait_s).missing(limits):
         passing = f"their queues pass {longest_wait_s:.0f} s in {in_s:.0f} s"
         when = "" if isinf(in_s) else f"; at this rate {passing}"
         after = f"{engines + count} would be at {load * engines / (engines + count):.0%}"
@@ -156,8 +191,7 @@ def _elastic(signals: Signals, limits: Thresholds, longest_wait_s: float) -> Rec
     asked, engines, lent = signals.prompts_s, signals.prefillers, signals.lent or 0.0
     load, available = signals.prompt_load, signals.for_prompts
     there = f"{_number(engines, 'prefiller')} and of what decoders have left, {lent:.1f} engines"
-    if load > limits.high or signals.prefill_wait_s >= longest_wait_s:
-        count = max(1, ceil(round(asked / limits.target - available, 6)))
+    if count := judge(Role.PREFILL, signals, limits, longest_wait_s).missing(limits):
         after = f"with {count} more {asked / (available + count):.0%}"
         return Recommendation(
             Action.ADD_PREFILLERS, count, f"prompts ask for {load:.0%} of the time of {there}; {after}"
@@ -173,21 +207,23 @@ def _elastic(signals: Signals, limits: Thresholds, longest_wait_s: float) -> Rec
     return None
 
 
-def _decoders(signals: Signals, limits: Thresholds) -> Recommendation | None:
+def _decoders(signals: Signals, limits: Thresholds, longest_wait_s: float) -> Recommendation | None:
     pressure, engines, running = signals.decoder_pressure, signals.decoders, signals.running_share
     if not engines:
         return Recommendation(Action.ADD_DECODERS, 1, "no decoder is up")
-    holds = f"conversations hold {pressure:.0%} of the KV of {_number(engines, 'decoder')}"
+    holds = f"conversations hold or ask for {pressure:.0%} of the KV of {_number(engines, 'decoder')}"
     if signals.taking:
         holds += f" and {_number(signals.taking, 'prefiller')} without work"
-    if pressure > limits.high:
+    if count := judge(Role.DECODE, signals, limits, longest_wait_s).missing(limits):
+        if pressure <= limits.high:
+            waits = f"prompts wait {signals.decoder_wait_s:.0f} s on decoders, as long as a first turn may"
+            return Recommendation(Action.ADD_DECODERS, count, waits)
         if 0 < running <= limits.target:
             reason = (
                 f"{holds}, those with a turn under way {running:.0%}: with more host "
                 "memory (kv.host_kv_gib, overload.policy: park) the others could wait there"
             )
             return Recommendation(Action.RAISE_HOST_KV, 0, reason)
-        count = max(1, limits.enough(pressure, engines) - engines)
         after = f"{engines + count} would be at {pressure * engines / (engines + count):.0%}"
         return Recommendation(Action.ADD_DECODERS, count, f"{holds}; {after}")
     if pressure < limits.low:

@@ -10,8 +10,7 @@ from placement.routing.placer import Placer
 from placement.routing.placer_settings import PlacerSettings, PrefillerRoles
 from placement.routing.prefiller_roles import IdlePrefillers
 from placement.routing.receipts import Placement, Why
-from placement.sizing.autoscaling import load_of
-from placement.sizing.capacity import Action, Thresholds, advise
+from placement.sizing.capacity import Action, Thresholds, advise, judge
 from tests.placement.conftest import CURVE, engine, state
 
 TICK_S = 0.25
@@ -140,9 +139,37 @@ def test_advice_and_autoscaler_know_the_prefillers_that_hold_conversations(
     signals = placer.signals(0, now)
     assert signals.taking == taking
     assert signals.prompt_load == pytest.approx(prompt_load, rel=2 * seconds_of_prefill)
-    assert load_of(Role.PREFILL, signals, 10.0) == signals.prompt_load
+    assert judge(Role.PREFILL, signals, Thresholds(), 10.0).load == signals.prompt_load
     assert signals.decoder_pressure == pytest.approx(100_000 / (2_000_000 + 750_000 * taking))
     reasons = [
         one.reason for one in advise(signals, Thresholds(), 10.0) if one.action is Action.LOWER_DECODE_CAPS
     ]
     assert [("prefiller" in reason) for reason in reasons] == [bool(taking)]
+
+
+def test_signals_have_the_mean_wait_on_decoders_of_which_something_is_known() -> None:
+    placer = a_placer(PrefillerRoles.FIXED)
+    now = queue_on_decoders(placer)
+    assert placer.signals(0, now).decoder_wait_s == pytest.approx(1.0)
+    placer.observe(
+        state("d1", 50_000, 1_000, waiting_prompt_tokens=60_000, prompt_tokens_per_s=20_000.0), now
+    )
+    assert placer.signals(0, now).decoder_wait_s == pytest.approx(2.0)
+    unknown = Placer(PlacerSettings(), {"prefill": CURVE})
+    unknown.engine_up(engine("new"))
+    unknown.observe(state("new", 50_000, 1, waiting_prompt_tokens=20_000), now)
+    assert unknown.signals(0, now).decoder_wait_s == 0.0
+
+
+def test_turns_that_fit_on_no_decoder_count_as_pressure() -> None:
+    """Two decoders are four fifths full, and a conversation of half a decoder waits for one of them."""
+    placer = a_placer(PrefillerRoles.FIXED)
+    for name in ("d0", "d1"):
+        placer.observe(state(name, 800_000, 1), 0.0)
+    placer.observe_overload(0.0)
+    assert placer.signals(1_600_000, 0.0).decoder_pressure == pytest.approx(0.8)
+    for second in range(1, 600):
+        placer.observe_overload(float(second), [500_000])
+    signals = placer.signals(1_600_000, 600.0)
+    assert signals.decoder_pressure == pytest.approx(1.05, abs=0.01)
+    assert Action.ADD_DECODERS in {one.action for one in advise(signals, Thresholds(), 10.0)}

@@ -7,8 +7,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from placement.engines import Role
-from placement.sizing.autoscaling import ScaleLimits, TierScaler, load_of
-from placement.sizing.capacity import Action, Recommendation, Signals, Thresholds, advise
+from placement.sizing.autoscaling import ScaleLimits, TierScaler
+from placement.sizing.capacity import Action, Recommendation, Signals, Thresholds, advise, judge
 
 LIMITS = Thresholds(high=0.85, target=0.7, low=0.4)
 LONGEST_WAIT_S = 10.0
@@ -61,25 +61,48 @@ def test_elastic_fleets_count_the_time_that_decoders_have_left(
     assert given_for(signals(load=3.0, prompts_s=prompts_s, lent=lent)) == expected
 
 
+PREFILL_ANSWERS = [
+    (signals(load=1.2), Action.ADD_PREFILLERS, 4),
+    (signals(load=0.6), None, 2),
+    (signals(load=0.1), Action.LOWER_PREFILL_CAPS, 1),
+    (signals(load=0.6, prefill_wait_s=12.0), Action.ADD_PREFILLERS, 3),
+    (signals(load=3.0, prompts_s=6.0, lent=2.0), Action.ADD_PREFILLERS, 7),
+    (signals(load=3.0, prompts_s=2.2, lent=2.0), None, 2),
+    (signals(load=3.0, prompts_s=2.2, lent=2.0, kept=1.8), Action.ADD_PREFILLERS, 3),
+    (signals(load=3.0, prompts_s=2.2, lent=2.0, prefill_wait_s=12.0), Action.ADD_PREFILLERS, 3),
+    (signals(load=3.0, prompts_s=1.9, lent=4.0), Action.LOWER_PREFILL_CAPS, 1),
+    (signals(load=3.0, prompts_s=1.5, lent=4.0), Action.NO_PREFILLERS, 1),
+]
+DECODE_ANSWERS = [
+    (signals(pressure=0.95), Action.ADD_DECODERS, 6),
+    (signals(pressure=0.6), None, 4),
+    (signals(pressure=0.6, decoder_wait_s=9.0), None, 4),
+    (signals(pressure=0.6, decoder_wait_s=12.0), Action.ADD_DECODERS, 6),
+    (signals(pressure=0.1, decoder_wait_s=12.0), Action.ADD_DECODERS, 6),
+    (signals(pressure=0.1), Action.LOWER_DECODE_CAPS, 3),
+]
+
+
 @pytest.mark.parametrize(
-    ("seen", "advised", "replicas"),
+    ("role", "seen", "advised", "replicas"),
     [
-        (signals(load=1.2), Action.ADD_PREFILLERS, 4),
-        (signals(load=0.6), None, 2),
-        (signals(load=0.1), Action.LOWER_PREFILL_CAPS, 1),
-        (signals(load=0.6, prefill_wait_s=12.0), Action.ADD_PREFILLERS, 3),
-        (signals(load=3.0, prompts_s=6.0, lent=2.0), Action.ADD_PREFILLERS, 5),
-        (signals(load=3.0, prompts_s=2.2, lent=2.0), None, 2),
-        (signals(load=3.0, prompts_s=1.9, lent=4.0), Action.LOWER_PREFILL_CAPS, 1),
-        (signals(load=3.0, prompts_s=1.5, lent=4.0), Action.NO_PREFILLERS, 1),
+        *((Role.PREFILL, *answer) for answer in PREFILL_ANSWERS),
+        *((Role.DECODE, *answer) for answer in DECODE_ANSWERS),
     ],
 )
-def test_the_autoscaler_does_what_is_advised(seen: Signals, advised: Action | None, replicas: int) -> None:
-    assert next((one for one in given_for(seen) if one is not Action.LOWER_DECODE_CAPS), None) is advised
+def test_the_autoscaler_does_what_is_advised(
+    role: Role, seen: Signals, advised: Action | None, replicas: int
+) -> None:
+    """Both count the same engines; where fewer would do, the autoscaler removes one at a time."""
+    found = given_for(seen)
+    of_the_role = [one for one in found if ("decode" in one.value) == (role is Role.DECODE)]
+    assert of_the_role == ([advised] if advised else [])
+    judged = judge(role, seen, LIMITS, LONGEST_WAIT_S)
     scaler = TierScaler(ScaleLimits(1, 8, LIMITS, cool_down_s=0.0, calm_s=10.0))
-    load = load_of(Role.PREFILL, seen, LONGEST_WAIT_S)
-    decided = [scaler.decide(load, 2, now).replicas for now in (0.0, 10.0)]
-    assert (max if replicas > 2 else min)(decided) == replicas
+    decided = [scaler.decide(judged, judged.engines, now).replicas for now in (0.0, 10.0)]
+    assert (max if replicas > judged.engines else min)(decided) == replicas
+    if advised in (Action.ADD_PREFILLERS, Action.ADD_DECODERS):
+        assert found[advised] == replicas - judged.engines
 
 
 def test_a_fleet_without_disaggregation_gets_no_advice_on_prefillers() -> None:
