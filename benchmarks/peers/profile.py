@@ -61,7 +61,9 @@ def processes_of(urls: Mapping[str, str]) -> dict[str, list[int]]:
     ports = {urlsplit(url).port: engine for engine, url in urls.items()}
     found: dict[str, list[int]] = {}
     for one in psutil.net_connections("tcp"):
-        if one.status == psutil.CONN_LISTEN and one.pid and (engine := ports.get(one.laddr.port)):
+        if one.status != psutil.CONN_LISTEN or one.pid is None or not one.laddr:
+            continue
+        if engine := ports.get(one.laddr.port):
             server = psutil.Process(one.pid)
             found[engine] = [server.pid, *(child.pid for child in server.children(recursive=True))]
     return found
