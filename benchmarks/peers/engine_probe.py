@@ -69,22 +69,22 @@ def _after(owner: type, name: str, then: Callable[[Any], None]) -> None:
 
 
 def _watch_core(core: Any) -> None:
-    _time(core.scheduler, "schedule", SCHEDULE, _scheduled)
-    _time(core.scheduler, "update_from_output", UPDATE)
-    _time(core, "_process_input_queue", WAIT)
+    time_calls(core.scheduler, "schedule", SCHEDULE, scheduled_tokens)
+    time_calls(core.scheduler, "update_from_output", UPDATE)
+    time_calls(core, "_process_input_queue", WAIT)
 
 
 def _watch_worker(wrapper: Any) -> None:
-    _time(wrapper.worker, "execute_model", MODEL)
-    _time(wrapper.worker, "sample_tokens", SAMPLE)
+    time_calls(wrapper.worker, "execute_model", MODEL)
+    time_calls(wrapper.worker, "sample_tokens", SAMPLE)
     if wrapper.vllm_config.kv_transfer_config is not None:
         from kvtransfer.checkpoint.copier import Copier
 
-        _time(Copier, "_store", STORE)
-        _time(Copier, "_load", LOAD)
+        time_calls(Copier, "_store", STORE)
+        time_calls(Copier, "_load", LOAD)
 
 
-def _scheduled(output: Any) -> dict[str, int]:
+def scheduled_tokens(output: Any) -> dict[str, int]:
     tokens = output.num_scheduled_tokens.values()
     prompts = [one for one in tokens if one > 1]
     return {
@@ -94,7 +94,9 @@ def _scheduled(output: Any) -> dict[str, int]:
     }
 
 
-def _time(owner: Any, name: str, kind: str, facts: Callable[[Any], dict[str, int]] | None = None) -> None:
+def time_calls(
+    owner: Any, name: str, kind: str, facts: Callable[[Any], dict[str, int]] | None = None
+) -> None:
     method = getattr(owner, name)
 
     @wraps(method)
@@ -113,11 +115,11 @@ def _write(kind: str, at: float, seconds: float, cpu_s: float, **more: int) -> N
     _file().write(line.encode())
 
 
-_files: dict[int, Any] = {}  # by process: a fork opens its own
+open_files: dict[int, Any] = {}  # by process: a fork opens its own
 
 
 def _file() -> Any:
     pid = os.getpid()
-    if pid not in _files:
-        _files[pid] = (Path(os.environ[FOLDER]) / f"{pid}.jsonl").open("ab", buffering=0)
-    return _files[pid]
+    if pid not in open_files:
+        open_files[pid] = (Path(os.environ[FOLDER]) / f"{pid}.jsonl").open("ab", buffering=0)
+    return open_files[pid]

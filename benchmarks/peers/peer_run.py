@@ -69,7 +69,7 @@ class PeerRun:
 
     def _capacities_of(self, router: PeerSetup) -> Iterator[PeerCapacity]:
         with router.start() as serving:
-            self._warm_up(serving)
+            self.warm_up(serving)
             for trace in self.traces:
                 salt = f"capacity {router.name} {trace.name}"
                 played = self._replayed(serving, trace.at_once(), salt, self.play_limit_s)
@@ -106,22 +106,22 @@ class PeerRun:
         with contender.start() as serving:
             took = time.monotonic() - began
             print(f"round {number}: {contender.name} serves after {took:.0f} s", flush=True)
-            self._warm_up(serving)
+            self.warm_up(serving)
             while left:
                 if time.monotonic() + SETTLE_S + self.play_limit_s > self.ends_at:
                     self._leave_out(contender.name, f"a quick run had no time left for {left[0].name}")
                     return
                 time.sleep(SETTLE_S)
-                self._play(number, contender, serving, left[0])
+                self.play(number, contender, serving, left[0])
                 del left[0]
 
-    def _warm_up(self, serving: Serving) -> None:
+    def warm_up(self, serving: Serving) -> None:
         """Play the beginnings of a few conversations: an engine's first requests cost more than others."""
         some = self.traces[0].at_once()[:WARM_CONVERSATIONS]
         warm = [replace(one, turns=one.turns[:WARM_TURNS]) for one in some]
         self._replayed(serving, warm, f"warm {time.monotonic()}", WARM_LIMIT_S)
 
-    def _play(self, number: int, contender: PeerSetup, serving: Serving, one: Play) -> None:
+    def play(self, number: int, contender: PeerSetup, serving: Serving, one: Play) -> None:
         bound, before = serving.first_turns(), cpu.now()
         salt = f"{number} {contender.name} {one.name}"
         played = self._replayed(serving, one.conversations, salt, self.play_limit_s)

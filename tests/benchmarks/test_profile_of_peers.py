@@ -55,7 +55,7 @@ def written(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
         monkeypatch.setenv(name, value)
     monkeypatch.syspath_prepend(environment["PYTHONPATH"].partition(":")[0])
     yield tmp_path / engine_probe.EVENTS
-    engine_probe._files.clear()
+    engine_probe.open_files.clear()
 
 
 def test_vllm_finds_the_plugin_in_its_folder(written: Path) -> None:
@@ -73,7 +73,7 @@ def test_a_timed_method_writes_what_it_did_and_returns_its_result(written: Path)
             return Output()
 
     scheduler = Scheduler()
-    engine_probe._time(scheduler, "schedule", SCHEDULE, engine_probe._scheduled)
+    engine_probe.time_calls(scheduler, "schedule", SCHEDULE, engine_probe.scheduled_tokens)
     assert isinstance(scheduler.schedule(), Output)
     (file,) = written.iterdir()
     (line,) = map(json.loads, file.read_text().splitlines())

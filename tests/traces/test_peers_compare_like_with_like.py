@@ -124,13 +124,13 @@ def test_loads_that_a_contender_ended_are_not_lost_with_a_later_one(monkeypatch:
     monkeypatch.setattr("benchmarks.peers.peer_run.SETTLE_S", 0.0)
     ours = PeerSetup("ours", lambda: nullcontext(Serving("http://nowhere", {})), peer=False)
     run = a_run([ours], loads=(0.5, 0.8, 1.5))
-    monkeypatch.setattr(run, "_warm_up", lambda serving: None)
+    monkeypatch.setattr(run, "warm_up", lambda serving: None)
 
     def play(number: int, contender: PeerSetup, serving: Serving, one: Play) -> None:
         if one.load > 0.5:
             raise ReplayError("the engine ended")
 
-    monkeypatch.setattr(run, "_play", play)
+    monkeypatch.setattr(run, "play", play)
     run.round(0, [ours])
     assert run.lost == 2 * 10
     assert run.skipped == {"ours": "round 0, real at 0.8: the engine ended"}

@@ -50,7 +50,7 @@ def test_no_engine_is_removed_that_the_target_needs() -> None:
 
 
 def test_a_tier_takes_its_part_of_what_its_role_lacks() -> None:
-    """Of six engines of the role, two are this tier's; nine would be enough."""
+    """Two of the six engines of the role are the tier's; nine would be enough."""
     assert TierScaler(LIMITS).decide(TierLoad(1.05, 6, 9), 2, 0.0).replicas == 3
 
 
