@@ -23,11 +23,13 @@ DROPPED = {
     "aider": set[str](),
     "cline": set[str](),
     "continue": set[str](),
+    "copilot": set[str](),
+    "grok": {"search_parameters"},
     "pi": {"store"},
     "vibe": set[str](),
 }
 # Agents without an entry in `conserve run`, which docs/coding-agents.md configures.
-OTHERS = ("cline", "continue", "pi", "vibe")
+OTHERS = ("cline", "continue", "copilot", "grok", "pi", "vibe")
 
 
 @pytest.fixture
