@@ -16,7 +16,8 @@ if [ -f "$stamp" ] && [ "$(cat "$stamp")" = "$key" ]; then
 fi
 
 if [ "$(uname -s)" != Linux ]; then
-  echo "conserve: vLLM runs on Linux only; on this machine use a container: docker run -it -v \"\$PWD\":/conserve -w /conserve -p 8000:8000 python:3.11 make up" >&2
+  # A gateway that answers beyond the container asks for a key.
+  echo "conserve: vLLM runs on Linux only; on this machine use a container: docker run -it -v \"\$PWD\":/conserve -w /conserve -p 8000:8000 -e CONSERVE_API_KEY=secret python:3.11 sh -c 'make install && .venv/bin/conserve serve smollm2 --host 0.0.0.0'" >&2
   exit 1
 fi
 python="${PYTHON:-}"
@@ -54,6 +55,12 @@ if [ "$extras" = cpu,dev ] || [ "$extras" = cuda,postgres ]; then
     echo "uv cannot install them ($venv/install.log); pip does"
     "${pip[@]}" "${locked[@]}" 2>>"$venv/install.log" || "${pip[@]}" "${locked[@]}" "${torch[@]}"
   }
+  # cpu.txt has torch's hashes for Python 3.11, because PyTorch's index was out of reach when it was made.
+  unlocked=(install --no-deps torch==2.13.0+cpu)
+  if [ "$lock" = requirements/cpu.txt ] && ! "$venv/bin/python" -m pip show --quiet torch 2>>"$venv/install.log"; then
+    echo "torch for this Python is not in $lock: PyTorch's index has it, and no hash is compared"
+    with_uv "${unlocked[@]}" "${torch[@]}" || "${pip[@]}" "${unlocked[@]}" "${torch[@]}"
+  fi
   "${pip[@]}" install --no-deps --no-build-isolation -e .  # by the setuptools of the list
 else
   echo "installing conserve[$extras]"
