@@ -44,6 +44,7 @@ class Wishes:
     power_cap_w: int | None = None
     coserving: bool = False
     port: int | None = None
+    host: str | None = None
     dtype: str = "auto"
     max_context: int | None = None
     served_name: str | None = None
@@ -76,7 +77,7 @@ def fleet_for(wishes: Wishes, model: Architecture, machine: Machine) -> dict[str
         for role, replicas in (("prefill", engines.prefill), ("decode", engines.decode))
         if replicas
     ]
-    content["gateway"] = {"host": "127.0.0.1", "port": wishes.port or 8000}
+    content["gateway"] = {"host": wishes.host or "127.0.0.1", "port": wishes.port or 8000}
     content["conversation"] = {"ttl": "30m", "park_after": "60s"}
     content["kv"] = {"host_kv_gib": 4 if on_gpus else 1}
     undoable = not model.states and not model.multimodal

@@ -203,3 +203,7 @@ def test_commits_are_checked_by_the_linters_of_make_check() -> None:
 @pytest.mark.parametrize("package", PRODUCT)
 def test_a_package_says_that_it_is_typed(package: str) -> None:
     assert (ROOT / package / "py.typed").is_file()
+
+
+def test_the_front_page_is_short() -> None:
+    assert len((ROOT / "README.md").read_text().split()) <= 800

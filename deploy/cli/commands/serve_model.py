@@ -27,10 +27,10 @@ from workers.processes import write_atomically
 API_KEY, TRACES = "CONSERVE_API_KEY", "OTEL_EXPORTER_OTLP_ENDPOINT"
 OWN_OPTIONS = {
     "port": "--port before the --",
-    "host": "gateway.host in a fleet file",
+    "host": "--host before the --",
     "model": "the first argument",
 }
-OWN_NAMES = ("prefill", "decode", "power-cap", "coserving", "port", "print", "detach")
+OWN_NAMES = ("prefill", "decode", "power-cap", "coserving", "port", "host", "print", "detach")
 SCHEMA_LINE = "# Made by `conserve serve`; change it and run it with `conserve up`.\n"
 
 
@@ -48,6 +48,10 @@ def serve(
     port: Annotated[
         int | None, typer.Option(help="Port of the gateway; by default 8000", min=1, max=65535)
     ] = None,
+    host: Annotated[
+        str | None,
+        typer.Option(help="Address of the gateway; by default 127.0.0.1. Another one needs CONSERVE_API_KEY"),
+    ] = None,
     print_file: Annotated[
         bool, typer.Option("--print", help="Print the fleet file, and start nothing")
     ] = False,
@@ -63,7 +67,13 @@ def serve(
     options = dict(vllm_arguments(context.args))
     wishes = wishes_of(model, options)
     wishes = replace(
-        wishes, prefill=prefill, decode=decode, power_cap_w=power_cap, coserving=coserving, port=port
+        wishes,
+        prefill=prefill,
+        decode=decode,
+        power_cap_w=power_cap,
+        coserving=coserving,
+        port=port,
+        host=host,
     )
     machine = usable(this_machine())
     content = fleet_for(wishes, architecture(model), machine)

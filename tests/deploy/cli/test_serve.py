@@ -206,6 +206,13 @@ def test_a_key_and_a_receiver_of_spans_come_from_the_environment(monkeypatch: py
     assert "secret-of-mine" not in file.read_text() and file.stat().st_mode & 0o077 == 0
 
 
+def test_callers_elsewhere_are_asked_for_a_key(monkeypatch: pytest.MonkeyPatch) -> None:
+    refused = str(serve("smollm2", "--host", "0.0.0.0").exception)
+    assert "gateway.host: everybody who reaches 0.0.0.0 may call without a key" in refused
+    monkeypatch.setenv("CONSERVE_API_KEY", "secret-of-mine")
+    assert printed("smollm2", "--host", "0.0.0.0")["gateway"]["host"] == "0.0.0.0"
+
+
 def test_doctor_explains_how_to_free_a_taken_port() -> None:
     with socket.socket() as taken:
         taken.bind(("127.0.0.1", 0))
