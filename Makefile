@@ -6,6 +6,13 @@ FLEET := configs/laptop.yaml
 
 .PHONY: up down test check docs fast lint types structure install lock sbom clients broken fuzz schema wheel clean
 
+# An environment of its own, installed by uv or else by pip: $(call environment,DIRECTORY,REQUIREMENTS)
+define environment
+	@$(PY) -m venv $(1)
+	@$(PY) -m uv pip install --quiet --python $(1)/bin/python -r $(2) 2>/dev/null || \
+	  $(1)/bin/python -m pip install --quiet --disable-pip-version-check -r $(2)
+endef
+
 up: install
 	@$(VENV)/bin/conserve up $(FLEET)
 
@@ -38,9 +45,8 @@ structure: install
 # The real programs of coding agents, and all agent frameworks' tool loops, on fleets of the tests; `make test`
 # has those of the extra `dev`. They pin much: they have an environment of their own.
 clients: install
-	@command -v npm >/dev/null || { echo "make clients runs coding agents, which need Node.js 22 and npm: install them" >&2; exit 1; }
-	@$(PY) -m venv .venv-clients
-	@.venv-clients/bin/python -m pip install --quiet --disable-pip-version-check -r requirements/agents.txt
+	@command -v npm >/dev/null || { echo "make clients runs coding agents, which need Node.js 20 or later and npm: install them" >&2; exit 1; }
+	$(call environment,.venv-clients,requirements/agents.txt)
 	@cp tests/clients/package.json .venv-clients
 	@npm install --prefix .venv-clients --no-package-lock --no-audit --no-fund --loglevel error
 	@CONSERVE_AGENTS_PYTHON=$(CURDIR)/.venv-clients/bin/python \
@@ -53,8 +59,7 @@ broken: install
 # Malformed requests against a live fleet: `make fuzz REQUESTS=100000`. Schemathesis has an environment of its own.
 REQUESTS := 3000
 fuzz: install
-	@$(PY) -m venv .venv-fuzz
-	@.venv-fuzz/bin/python -m pip install --quiet --disable-pip-version-check -r requirements/fuzz.txt
+	$(call environment,.venv-fuzz,requirements/fuzz.txt)
 	@$(PY) -m tests.fuzz --requests $(REQUESTS) --schemathesis .venv-fuzz/bin/schemathesis
 
 # What is in the environments of the CPU and of CUDA, as CycloneDX JSON in dist/.

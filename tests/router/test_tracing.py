@@ -17,6 +17,7 @@ from prometheus_client import REGISTRY
 from router.gateway.config import TracingConfig
 from router.gateway.tracing import MOST_WAITING, TurnTracer
 from tests.support.fake_fleet import FakeFleet, ask, assistant, fleet, user
+from tests.support.log_lines import fields
 from tests.support.otlp_receiver import Received, Receiver, otlp_receiver
 from tests.support.waiting import until
 
@@ -98,6 +99,25 @@ async def test_a_later_turn_has_one_leg(tmp_path: Path, receiver: Receiver) -> N
     later = [span for span in spans if span.trace == turns[1].trace]
     assert set(by_name(later)) == {"turn", "identify", "bind", "decode leg"}
     assert by_name(later)["bind"].attributes["conserve.cause"] == "bound"
+
+
+async def test_span_and_log_line_say_why_a_turn_was_computed_again_and_at_what_cost(
+    tmp_path: Path, receiver: Receiver, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level("INFO")
+    async with fleet(tmp_path, tracing=TracingConfig(receiver.endpoint, sample=1.0)) as made:
+        for text in ("hello " * 50, "a summary of it"):
+            await ask(made.urls[0], [user(text)], headers={"x-session-id": "s"}, max_tokens=100)
+            await made.settle()
+        spans = await spans_after(made, receiver)
+    whole, edited = (span.attributes for span in spans if span.name == "turn")
+    assert "conserve.broken_by" not in whole
+    assert edited["conserve.broken_by"] == "edited_history"
+    assert edited["conserve.recomputed_tokens"] > 0
+    lines = [fields(one.message) for one in caplog.records if one.message.startswith("turn ")]
+    assert [line["broken_by"] for line in lines] == ["-", "edited_history"]
+    assert int(lines[1]["recomputed"]) == edited["conserve.recomputed_tokens"]
+    assert int(lines[1]["cached"]) == edited["gen_ai.usage.cache_read.input_tokens"]
 
 
 async def test_an_unsampled_turn_is_forwarded_unchanged(tmp_path: Path, receiver: Receiver) -> None:

@@ -219,4 +219,5 @@ def add_environment(content: dict[str, Any], file: Path) -> None:
         write_atomically(keys, yaml.safe_dump([entry]), 0o600)
         content["gateway"]["keys_file"] = str(keys)
     if endpoint := os.environ.get(TRACES):
-        content["observe"] = {"tracing": {"endpoint": endpoint}}
+        grpc = os.environ.get("OTEL_EXPORTER_OTLP_PROTOCOL") == "grpc"
+        content["observe"] = {"tracing": {"endpoint": endpoint} | ({"protocol": "grpc"} if grpc else {})}

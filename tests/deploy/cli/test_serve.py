@@ -23,7 +23,12 @@ from router.auth.keys_file import load_keys
 def alone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("CONSERVE_HOME", str(tmp_path / "home"))
     monkeypatch.setenv("HF_HOME", str(tmp_path / "hf"))
-    for name in ("CONSERVE_API_KEY", "OTEL_EXPORTER_OTLP_ENDPOINT", "HF_HUB_OFFLINE"):
+    for name in (
+        "CONSERVE_API_KEY",
+        "OTEL_EXPORTER_OTLP_ENDPOINT",
+        "OTEL_EXPORTER_OTLP_PROTOCOL",
+        "HF_HUB_OFFLINE",
+    ):
         monkeypatch.delenv(name, raising=False)
 
 
@@ -201,6 +206,8 @@ def test_a_key_and_a_receiver_of_spans_come_from_the_environment(monkeypatch: py
     monkeypatch.setenv("OTEL_EXPORTER_OTLP_ENDPOINT", "http://127.0.0.1:4318")
     content = printed("smollm2")
     assert content["observe"] == {"tracing": {"endpoint": "http://127.0.0.1:4318"}}
+    monkeypatch.setenv("OTEL_EXPORTER_OTLP_PROTOCOL", "grpc")
+    assert printed("smollm2")["observe"]["tracing"]["protocol"] == "grpc"
     file = Path(content["gateway"]["keys_file"])
     assert [key.id for key in load_keys(file)] == ["environment"]
     assert "secret-of-mine" not in file.read_text() and file.stat().st_mode & 0o077 == 0
