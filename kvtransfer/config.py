@@ -43,6 +43,8 @@ class ConnectorConfig:
     park_after_s: float = PARK_AFTER_S  # idle time after which a conversation is parked
     ttl_s: float | None = None  # idle time after which a conversation is forgotten; None: never
     host_kv_gib: float = 0.0  # host memory for checkpoints; 0: no checkpoint, nothing can be parked
+    disk_gib: float = 0.0  # disk behind the host memory, of all ranks; 0: none
+    disk_path: str = ""  # folder of the file there
     idle_kv_evictable: bool = False  # idle conversations' KV may be evicted without a copy on the host
     lmcache: str = ""  # host:port of LMCache's server, the tier behind the host; empty: none
     lmcache_timeout_s: float = 1.0  # longest wait for it within a step
@@ -60,6 +62,10 @@ class ConnectorConfig:
             raise ConnectorConfigError(f"staging_gib must be above 0, not {self.staging_gib!r}")
         if self.host_kv_gib < 0:
             raise ConnectorConfigError(f"host_kv_gib must be 0 or more, not {self.host_kv_gib!r}")
+        if self.disk_gib < 0:
+            raise ConnectorConfigError(f"disk_gib must be 0 or more, not {self.disk_gib!r}")
+        if self.disk_gib and not (self.host_kv_gib and self.disk_path):
+            raise ConnectorConfigError("disk_gib needs disk_path, and host_kv_gib above 0")
         if self.backend not in ("tcp", "nixl"):
             raise ConnectorConfigError(f"backend must be tcp or nixl, not {self.backend!r}")
         if self.encrypt and self.backend != "tcp":
@@ -137,8 +143,19 @@ def transfer_secret(environ: Mapping[str, str] = os.environ) -> bytes:
 
 
 GIB = 1 << 30
+SECTOR_BYTES = 4096  # addresses, lengths and offsets of direct I/O are multiples of it on all usual disks
 
 
 def host_slots(config: ConnectorConfig, ranks: int, block_bytes: int) -> int:
     """Return the number of host slots. `host_kv_gib` is for all ranks; each holds a part of a block."""
     return int(config.host_kv_gib * GIB) // (block_bytes * ranks)
+
+
+def disk_row_bytes(block_bytes: int) -> int:
+    """Return what a block of one rank takes on the disk: whole sectors, as direct I/O wants them."""
+    return -(-block_bytes // SECTOR_BYTES) * SECTOR_BYTES
+
+
+def disk_slots(config: ConnectorConfig, ranks: int, block_bytes: int) -> int:
+    """Return the number of slots on the disk. `disk_gib` is for all ranks, like `host_kv_gib`."""
+    return int(config.disk_gib * GIB) // (disk_row_bytes(block_bytes) * ranks)

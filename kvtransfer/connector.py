@@ -29,6 +29,7 @@ from kvtransfer.config import (
     LMCACHE,
     LMCACHE_MODULE,
     ConnectorConfig,
+    disk_slots,
     host_slots,
 )
 from kvtransfer.connector_stats import ConnectorMetrics, ConnectorStats
@@ -83,8 +84,14 @@ class ConServeConnector(KVConnectorBase_V1, SupportsHMA):
         die_with_parent()
         extra = vllm_config.kv_transfer_config.kv_connector_extra_config
         config = ConnectorConfig.from_extra_config(extra)
-        slots = host_slots(config, int(vllm_config.parallel_config.world_size), block_bytes(groups))
-        kv_state = SharedKvState(config, slots, time.monotonic, [group.first_kept for group in groups])
+        ranks, size = int(vllm_config.parallel_config.world_size), block_bytes(groups)
+        kv_state = SharedKvState(
+            config,
+            host_slots(config, ranks, size),
+            time.monotonic,
+            [group.first_kept for group in groups],
+            disk_slots(config, ranks, size),
+        )
         context = EngineContext(config, vllm_config, kv_cache_config, kv_state, groups)
         plugins = selected_plugins(config)
         self.kv_state, self.groups = kv_state, groups

@@ -65,6 +65,16 @@ COUNTERS: Mapping[str, CounterSpec] = {
     ),
     "stored_blocks": CounterSpec("conserve_kv_stored_blocks", "Blocks copied to host memory."),
     "restored_blocks": CounterSpec("conserve_kv_restored_blocks", "Blocks copied back from host memory."),
+    "disk_blocks": CounterSpec("conserve_kv_disk_blocks", "Blocks moved from host memory to the disk."),
+    "disk_restored_blocks": CounterSpec(
+        "conserve_kv_disk_restored_blocks",
+        "Blocks copied back for turns from the disk.",
+    ),
+    "failed_disk_moves": CounterSpec(
+        "conserve_kv_failed_disk_moves",
+        "Blocks that could not be written to the disk: the disk is full, failing or not there; the engine's "
+        "log has why. 0 is right.",
+    ),
     "restores": CounterSpec("conserve_kv_restores", "Turns that got blocks back from host memory."),
     "corrupt_blocks": CounterSpec(
         "conserve_kv_corrupt_host_blocks", "Host blocks that failed their check; they are computed again."

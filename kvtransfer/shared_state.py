@@ -7,7 +7,7 @@ its scheduler sleeps. Everything here is bookkeeping; blocks are touched in the 
 import logging
 import threading
 from collections import Counter
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from math import inf
 from typing import Any
@@ -75,11 +75,12 @@ class SharedKvState:
         host_slots: int,
         clock: Callable[[], float],
         groups: Sequence[FirstKept] = (all_kept,),
+        disk_slots: int = 0,
     ) -> None:
         self._config = config
         self.clock = clock
         self.lock = threading.RLock()
-        self.host = HostIndex(host_slots)
+        self.host = HostIndex(host_slots, disk_slots)
         self.conversations = RetainedConversations(clock, self.host.drop, groups)
         self.host.on_copy = self.conversations.blocks.on_host_copy
         self.requests: dict[str, tuple[Any, RetainedConversation]] = {}  # those with a conversation, by id
@@ -88,6 +89,7 @@ class SharedKvState:
         self.changes = UnreportedChanges()
         self.holders = BlockHolders()
         self.drains_since: float | None = None  # None: the engine does not drain
+        self.moves_to_disk = False  # idle conversations make room in host memory by moving to the disk
         self.kv_io_suspended = False  # no copy or transfer starts: layers are shared with another engine
         self.split: SplitState | None = None
         self.counts: Counter[str] = Counter()
@@ -182,22 +184,45 @@ class SharedKvState:
         """Reserve a slot for a block of `owner`, or return None if the host is full for it.
 
         A conversation displaces checkpoints of offline work first, then the idle conversation that was least
-        recently used. Offline work displaces nothing: without a checkpoint it only computes more after a
-        preemption, and what another offline request would lose is worth as much.
+        recently used. Where conversations move to the disk, the block waits for that instead. Offline work
+        displaces nothing: without a checkpoint it only computes more after a preemption, and what another
+        offline request would lose is worth as much.
         """
         slot = self.host.begin_store(block)
         if slot is not None or owner.offline:
             return slot
         for conversation in self._displaceable_by(owner):
-            if conversation.phase is RetentionPhase.PARKED:
-                self.changes.unparked.append(conversation.key)
-                logger.info("host memory is full, KV is lost conversation=%s", conversation.key)
-            self.conversations.leave_host(conversation)
-            self.counts["left_host"] += not conversation.offline
+            if self.moves_to_disk and not conversation.offline:
+                return None
+            self._leave_host(conversation)
             slot = self.host.begin_store(block)
             if slot is not None:
                 return slot
         return None
+
+    def give_up_longest_idle(self) -> None:
+        """Make room on a full disk: the conversation that is idle for longest loses its KV there and here."""
+        if oldest := next(iter(self._idle_on_host()), None):
+            self._leave_host(oldest)
+
+    def _leave_host(self, conversation: RetainedConversation) -> None:
+        if conversation.phase is RetentionPhase.PARKED:
+            self.changes.unparked.append(conversation.key)
+            logger.info("host memory is full, KV is lost conversation=%s", conversation.key)
+        self.conversations.leave_host(conversation)
+        self.counts["left_host"] += not conversation.offline
+
+    def idle_blocks(self) -> Iterator[bytes]:
+        """Yield the blocks of idle conversations that have slots, those of the longest idle one first."""
+        for conversation in self._idle_on_host():
+            for block in self.conversations.keys(conversation):
+                if conversation.turns:
+                    break
+                yield block
+
+    def _idle_on_host(self) -> list[RetainedConversation]:
+        idle = (c for c in self.conversations if c.on_host and c.chain and not (c.turns or c.offline))
+        return sorted(idle, key=lambda c: c.last_used)
 
     def _displaceable_by(self, owner: RetainedConversation) -> list[RetainedConversation]:
         """Return the conversations whose host slots `owner` may take: offline work first, then idle ones."""

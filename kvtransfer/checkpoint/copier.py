@@ -1,8 +1,9 @@
 """Worker side of the checkpoint: a thread that copies blocks in the background, and its throttle.
 
-Loads come before stores, because a turn waits for them. While the model computes on the same cores, the
-copier rests after each piece, so that decoding requests lose little. The longer copies wait, the less it
-rests, because blocks are held on the accelerator until they are stored. Without steps it does not rest.
+Loads come before stores, because a turn waits for them, and stores before moves to the disk. While the model
+computes on the same cores, the copier rests after each piece, so that decoding requests lose little. The
+longer copies wait, the less it rests, because blocks are held on the accelerator until they are stored.
+Without steps it does not rest.
 
 A failed copy is logged and reported to the scheduler, which counts it: a request waits for the copy, and
 blocks are held for it. So no exception of a copy may end the thread.
@@ -15,11 +16,20 @@ import time
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor, wait
+from functools import partial
+from pathlib import Path
 from typing import Any
 
-from kvtransfer.checkpoint.copy_orders import BlockCopy, BlockLoad, CheckpointOrder, CheckpointReport
+from kvtransfer.checkpoint.copy_orders import (
+    BlockCopy,
+    BlockLoad,
+    CheckpointOrder,
+    CheckpointReport,
+    DiskMove,
+)
 from kvtransfer.checkpoint.cuda_mover import memory_for, mover_for
-from kvtransfer.checkpoint.host_slots import THREADS, HostSlots, Mover
+from kvtransfer.checkpoint.disk_slots import DiskSlots
+from kvtransfer.checkpoint.host_slots import THREADS, HostSlots, Mover, block_bytes
 from kvtransfer.checkpoint.scheduler import CheckpointScheduler
 from kvtransfer.plugins import EngineContext, LoadsEnded, Plugin, WorkerSide
 from kvtransfer.transfer.kv_memory import by_block_first
@@ -67,6 +77,7 @@ class Copier:
         self._mover = mover
         self._loads: deque[tuple[float, BlockLoad]] = deque()  # with the time of the order
         self._stores: deque[tuple[float, list[BlockCopy]]] = deque()
+        self._moves: deque[DiskMove] = deque()
         self._work = threading.Condition()
         self._throttle = CopyThrottle(SHARE_BESIDE_STEPS, PATIENCE_S)
         self._beside_steps = False  # a step with requests runs
@@ -75,6 +86,7 @@ class Copier:
         self._closed = False
         self._report = CheckpointReport()
         self._ended = LoadsEnded()
+        self._disk_fails = False  # as of the last move
         self._threads = min(THREADS, os.cpu_count() or 1)
         self._part = max(1, mover.at_once // THREADS)
         self._helpers = ThreadPoolExecutor(THREADS - 1, "kv-copier", initializer=self._lower_priority)
@@ -88,6 +100,7 @@ class Copier:
         with self._work:
             self._loads.extend((now, load) for load in order.loads)
             self._stores.extend((now, copies) for copies in self._pieces(order.stores))
+            self._moves.extend(order.moves)
             self._beside_steps = order.beside_step
             self._work.notify()
 
@@ -122,28 +135,28 @@ class Copier:
         self._lower_priority()
         while True:
             with self._work:
-                self._work.wait_for(lambda: self._loads or self._stores or self._closed)
+                self._work.wait_for(lambda: self._loads or self._stores or self._moves or self._closed)
             self._rest()
             with self._work:
                 if self._closed:
                     break
-                asked_for, work = self._next()
-            if isinstance(work, BlockLoad):
-                self._load(work, asked_for)
-            else:
-                self._store(work, asked_for)
+                work = self._next()
+            work()
         self.memory.close()  # no copy is under way here
 
-    def _next(self) -> tuple[float, BlockLoad | list[BlockCopy]]:
+    def _next(self) -> Callable[[], None]:
         """Return the next work. One thread gets only part of a store, because a load may arrive meanwhile."""
         if self._loads:
-            return self._loads.popleft()
+            asked_for, load = self._loads.popleft()
+            return partial(self._load, load, asked_for)
+        if not self._stores:
+            return partial(self._move, self._moves.popleft())
         asked_for, copies = self._stores.popleft()
         if not self._mover.takes_cores and self._store_threads() == 1:
             copies, later = copies[: self._part], copies[self._part :]
             if later:
                 self._stores.appendleft((asked_for, later))
-        return asked_for, copies
+        return partial(self._store, copies, asked_for)
 
     def _rest(self) -> None:
         if not self._mover.takes_cores:
@@ -204,6 +217,26 @@ class Copier:
             self._report.stored.update(copy.slot for copy in copies)
             self._report.failed.update(copy.slot for copy in failed)
 
+    def _move(self, move: DiskMove) -> None:
+        self._throttle.begin()
+        failed = False
+        try:
+            self.memory.move_to_disk(move)
+        except Exception:
+            failed = True
+            if not self._disk_fails:
+                logger.exception("a block could not be written to the disk; more of this is counted")
+        self._disk_fails = failed
+        self._throttle.end(0.0)
+        with self._work:
+            self._report.moved[move.disk_slot] += 1
+            if failed:
+                self._report.unmoved.add(move.disk_slot)
+
+    def _load_part(self, memory: HostSlots, copies: list[BlockCopy], at: int) -> list[BlockCopy]:
+        staged = memory.staged(copies, at)
+        return [staged[copy] for copy in self._mover.load(memory, list(staged), at)]
+
     def _load(self, load: BlockLoad, asked_for: float) -> None:
         failed: list[BlockCopy] = []
         corrupt: list[BlockCopy] = []
@@ -211,7 +244,7 @@ class Copier:
             self._rest()
             self._throttle.begin()
             try:
-                parts = self._in_parts(self._mover.load, copies, self._load_threads())
+                parts = self._in_parts(self._load_part, copies, self._load_threads())
                 good = [copy for part in parts for copy in part]
             except Exception:
                 logger.exception(
@@ -260,12 +293,28 @@ class CheckpointWorker(WorkerSide):
 
     def __init__(self, context: EngineContext, rank: int) -> None:
         self._blocks = int(context.kv_cache_config.num_blocks)
-        self._slots = context.kv_state.host.capacity
+        self._host = context.kv_state.host
+        self._disk_path = context.config.disk_path
         self.copier: Copier
 
     def register(self, kv_caches: Mapping[str, Any]) -> None:
         device = pages([by_block_first(tensor, self._blocks) for tensor in kv_caches.values()])
-        self.copier = Copier(memory_for(device, self._slots), mover_for(device))
+        mover, disk = mover_for(device), self._disk(block_bytes(device))
+        memory = memory_for(device, self._host.capacity, disk, mover.at_once if disk else 0)
+        self.copier = Copier(memory, mover)
+
+    def _disk(self, block_bytes: int) -> DiskSlots | None:
+        if not self._host.disk_capacity:
+            return None
+        try:
+            return DiskSlots(Path(self._disk_path), self._host.disk_capacity, block_bytes)
+        except OSError as reason:
+            logger.error(
+                "kv.disk_gib cannot be had in %s (%s): conversations that leave host memory lose their KV",
+                self._disk_path,
+                reason,
+            )
+            return None
 
     def before_step(self, order: CheckpointOrder | None) -> None:
         self.copier.step_began()

@@ -3,6 +3,8 @@
 from collections import Counter
 from dataclasses import dataclass, field
 
+FIRST_DISK_SLOT = 1 << 32  # slots with smaller numbers are in host memory
+
 
 @dataclass(frozen=True, slots=True)
 class BlockCopy:
@@ -22,16 +24,27 @@ class BlockLoad:
     prefetch: bool = False
 
 
+@dataclass(frozen=True, slots=True)
+class DiskMove:
+    """Move of one block from host memory to the disk."""
+
+    slot: int
+    generation: int  # of the slot's contents
+    disk_slot: int
+    disk_generation: int
+
+
 @dataclass(slots=True)
 class CheckpointOrder:
     """Copies that begin with a step."""
 
     stores: list[BlockCopy] = field(default_factory=list)
     loads: list[BlockLoad] = field(default_factory=list)
+    moves: list[DiskMove] = field(default_factory=list)
     beside_step: bool = False  # the model computes meanwhile
 
     def __bool__(self) -> bool:
-        return bool(self.stores or self.loads)
+        return bool(self.stores or self.loads or self.moves)
 
 
 @dataclass(slots=True)
@@ -43,9 +56,11 @@ class CheckpointReport:
     failed: set[int] = field(default_factory=set)  # slots whose copy raised
     prefetched: Counter[str] = field(default_factory=Counter)  # prefetches, with the number of ranks done
     unfilled: set[int] = field(default_factory=set)  # blocks that a prefetch did not fill
+    moved: Counter[int] = field(default_factory=Counter)  # disk slots, with the number of ranks done
+    unmoved: set[int] = field(default_factory=set)  # disk slots that could not be written
 
     def __bool__(self) -> bool:
-        return bool(self.stored or self.corrupt or self.failed or self.prefetched)
+        return bool(self.stored or self.corrupt or self.failed or self.prefetched or self.moved)
 
     def merge(self, other: "CheckpointReport") -> "CheckpointReport":
         return CheckpointReport(
@@ -54,4 +69,6 @@ class CheckpointReport:
             self.failed | other.failed,
             self.prefetched + other.prefetched,
             self.unfilled | other.unfilled,
+            self.moved + other.moved,
+            self.unmoved | other.unmoved,
         )

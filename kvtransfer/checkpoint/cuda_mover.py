@@ -12,6 +12,7 @@ from typing import Any
 import torch
 
 from kvtransfer.checkpoint.copy_orders import BlockCopy
+from kvtransfer.checkpoint.disk_slots import DiskSlots
 from kvtransfer.checkpoint.host_slots import THREADS, CudaRegistrar, HostMover, HostSlots, Mover, block_bytes
 from kvtransfer.side_stream import Launched, SideStream, cuda_of
 from kvtransfer.transfer.kv_memory import byte_rows
@@ -158,6 +159,8 @@ def mover_for(device: list[torch.Tensor]) -> Mover:
     return CudaMover(device, cuda) if cuda is not None else HostMover(device)
 
 
-def memory_for(device: list[torch.Tensor], slots: int) -> HostSlots:
+def memory_for(
+    device: list[torch.Tensor], slots: int, disk: DiskSlots | None = None, scratch: int = 0
+) -> HostSlots:
     registry = CudaRegistrar(device[0].device) if device[0].is_cuda else None
-    return HostSlots(slots, block_bytes(device), registry)
+    return HostSlots(slots, block_bytes(device), registry, disk, scratch)

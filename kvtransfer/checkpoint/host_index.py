@@ -1,7 +1,8 @@
-"""Index of host memory: which block is in which slot. It holds no bytes.
+"""Index of host memory and of the disk behind it: which block is in which slot. It holds no bytes.
 
 A slot is free, being stored to, or stored; a stored slot may have loads under way. When a block is dropped
-while a copy touches its slot, the slot becomes free at the end of the copy.
+while a copy touches its slot, the slot becomes free at the end of the copy. Blocks are stored to slots in
+memory; a move to a slot on the disk frees the one in memory when it ends.
 """
 
 from collections import Counter
@@ -10,13 +11,14 @@ from dataclasses import dataclass
 from itertools import count
 from typing import Any
 
+from kvtransfer.checkpoint.copy_orders import FIRST_DISK_SLOT, DiskMove
 from kvtransfer.retention.owned_blocks import HostCopy
 from kvtransfer.retention.retained_conversations import RetainedConversations, block_key
 
 
 @dataclass(slots=True)
 class Slot:
-    """Place of one block in host memory."""
+    """Place of one block in host memory or on the disk."""
 
     number: int
     generation: int  # of the slot's contents: a copy ordered for other contents is refused
@@ -29,15 +31,23 @@ class Slot:
     def done(self) -> bool:
         return self.dropped and self.stored and not self.loads
 
+    @property
+    def on_disk(self) -> bool:
+        return self.number >= FIRST_DISK_SLOT
+
 
 class HostIndex:
-    """Slots of host memory, by number and by the block that they hold."""
+    """Slots of host memory and of the disk, by number and by the block that they hold."""
 
-    def __init__(self, slots: int) -> None:
+    def __init__(self, slots: int, disk_slots: int = 0) -> None:
         self.capacity = slots
+        self.disk_capacity = disk_slots
         self._free = list(range(slots - 1, -1, -1))
+        self._free_on_disk = list(range(FIRST_DISK_SLOT + disk_slots - 1, FIRST_DISK_SLOT - 1, -1))
         self._slots: dict[int, Slot] = {}
         self._by_block: dict[bytes, Slot] = {}
+        self._moving: dict[int, Slot] = {}  # slot on the disk -> slot whose block moves there
+        self._on_disk = 0  # blocks of `_by_block`
         self._generations = count(1)
         self.on_copy: Callable[[bytes, HostCopy], None] = lambda block, copy: None
 
@@ -47,12 +57,27 @@ class HostIndex:
 
     @property
     def used(self) -> int:
-        """Return the number of slots whose block can be found now or when its copy ends."""
-        return len(self._by_block)
+        """Return the number of slots in memory whose block can be found now or when its copy ends."""
+        return len(self._by_block) - self._on_disk
+
+    @property
+    def free_on_disk(self) -> int:
+        return len(self._free_on_disk)
+
+    @property
+    def used_on_disk(self) -> int:
+        """Return the number of blocks whose only copy here is on the disk."""
+        return self._on_disk
+
+    @property
+    def moving(self) -> int:
+        """Return the number of moves to the disk under way."""
+        return len(self._moving)
 
     @property
     def is_complete(self) -> bool:
-        return len(self._free) + len(self._slots) == self.capacity
+        free = len(self._free) + len(self._free_on_disk)
+        return free + len(self._slots) == self.capacity + self.disk_capacity
 
     def __contains__(self, block: bytes) -> bool:
         return block in self._by_block
@@ -96,10 +121,32 @@ class HostIndex:
         slot.loads -= 1
         self._free_if_done(slot)
 
+    def begin_move(self, block: bytes) -> DiskMove | None:
+        """Reserve a disk slot for a block whose copy in memory nobody uses; None if there is none."""
+        slot = self._by_block.get(block)
+        if slot is None or slot.on_disk or not slot.stored or slot.loads or not self._free_on_disk:
+            return None
+        slot.loads = 1  # the move reads the slot
+        target = Slot(self._free_on_disk.pop(), next(self._generations), block, dropped=True)
+        self._slots[target.number], self._moving[target.number] = target, slot
+        return DiskMove(slot.number, slot.generation, target.number, target.generation)
+
+    def end_move(self, number: int, written: bool) -> None:
+        """End the move to a disk slot. The block stays in memory if it was not `written`."""
+        target, source = self._slots[number], self._moving.pop(number)
+        target.stored = True
+        if written and not source.dropped:
+            target.dropped, source.dropped = False, True
+            self._by_block[target.block] = target
+            self._on_disk += 1
+        self.end_load(source.number)
+        self._free_if_done(target)
+
     def drop(self, block: bytes) -> None:
         """Remove a block that is no longer wanted or was found to be corrupt."""
         slot = self._by_block.pop(block, None)
         if slot is not None:
+            self._on_disk -= slot.on_disk
             slot.dropped = True
             self.on_copy(block, HostCopy.ABSENT)
             self._free_if_done(slot)
@@ -116,7 +163,10 @@ class HostIndex:
         """Describe inconsistencies; an index without leaks has none."""
         found = [f"slot {s.number} is dropped, idle, and not free" for s in self._slots.values() if s.done]
         if not self.is_complete:
-            found.append(f"{self.capacity} slots, but {len(self._free)} free and {len(self._slots)} used")
+            slots, free = self.capacity + self.disk_capacity, len(self._free) + len(self._free_on_disk)
+            found.append(f"{slots} slots, but {free} free and {len(self._slots)} used")
+        if self._on_disk != sum(slot.on_disk for slot in self._by_block.values()):
+            found.append(f"not {self._on_disk} blocks are on the disk")
         states = Counter(slot.block for slot in self._slots.values() if not slot.dropped)
         found += [f"a block is in {slots} slots" for slots in states.values() if slots > 1]
         return found
@@ -124,7 +174,7 @@ class HostIndex:
     def _free_if_done(self, slot: Slot) -> None:
         if slot.done:
             del self._slots[slot.number]
-            self._free.append(slot.number)
+            (self._free_on_disk if slot.on_disk else self._free).append(slot.number)
 
 
 def block_faults(

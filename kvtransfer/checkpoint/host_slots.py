@@ -18,6 +18,7 @@ import time
 from abc import ABC, abstractmethod
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
 from itertools import accumulate, pairwise
 from typing import Protocol
 
@@ -26,7 +27,8 @@ import numpy.typing as npt
 import torch
 import xxhash
 
-from kvtransfer.checkpoint.copy_orders import BlockCopy
+from kvtransfer.checkpoint.copy_orders import FIRST_DISK_SLOT, BlockCopy, DiskMove
+from kvtransfer.checkpoint.disk_slots import DiskSlots
 
 logger = logging.getLogger("conserve.kvtransfer.checkpoint")
 
@@ -139,15 +141,47 @@ class HostSlots:
     """Host memory with one row per slot, and the digest of each row's content.
 
     Rows are plain memory that is touched page by page as slots fill, or with a registrar registered memory
-    (`RegisteredRows`). The mover decides what a digest covers.
+    (`RegisteredRows`). The mover decides what a digest covers. A row that moves to the disk takes its digest
+    along. On its way back to the accelerator it passes through one of the last `scratch` rows.
     """
 
-    def __init__(self, slots: int, block_bytes: int, registry: PinnedMemoryRegistrar | None = None) -> None:
+    def __init__(
+        self,
+        slots: int,
+        block_bytes: int,
+        registry: PinnedMemoryRegistrar | None = None,
+        disk: DiskSlots | None = None,
+        scratch: int = 0,
+    ) -> None:
+        self._disk, self._first_scratch, slots = disk, slots, slots + scratch
         registered = RegisteredRows(slots, block_bytes, registry) if registry is not None else None
         self._registered = registered
         self.rows: Rows = registered.rows if registered else np.empty((slots, block_bytes), dtype=np.uint8)
         self.tensor = torch.from_numpy(self.rows)  # the same memory
         self.contents: dict[int, tuple[int, int]] = {}  # slot -> generation, digest
+
+    def move_to_disk(self, move: DiskMove) -> None:
+        """Write a row to the disk. Raises OSError if it cannot, or if its slot holds other contents."""
+        generation, digest = self.contents.get(move.slot, (0, 0))
+        if self._disk is None or generation != move.generation:
+            raise OSError("there is no disk" if self._disk is None else f"slot {move.slot} was changed")
+        self._disk.write(move.disk_slot, self.rows[move.slot])
+        self.contents[move.disk_slot] = move.disk_generation, digest
+
+    def staged(self, copies: list[BlockCopy], at: int) -> dict[BlockCopy, BlockCopy]:
+        """Read blocks on the disk into scratch rows, from row `at` on.
+
+        Returns the copies to make from memory, each with the copy that was ordered.
+        """
+        found: dict[BlockCopy, BlockCopy] = {}
+        for row, copy in enumerate(copies, self._first_scratch + at):
+            if copy.slot < FIRST_DISK_SLOT:
+                found[copy] = copy
+            elif self._disk is not None and copy.slot in self.contents:
+                self._disk.read(copy.slot, self.rows[row])
+                self.contents[row] = self.contents[copy.slot]
+                found[replace(copy, slot=row)] = copy
+        return found
 
     def known(self, copies: list[BlockCopy]) -> list[BlockCopy]:
         """Return the copies whose slots still hold the expected generation."""
@@ -185,9 +219,11 @@ class HostSlots:
         return self._registered.take_refused() if self._registered is not None else 0
 
     def close(self) -> None:
-        """Release the registered memory after the last copy."""
+        """Release the registered memory and the file after the last copy."""
         if self._registered is not None:
             self._registered.close()
+        if self._disk is not None:
+            self._disk.close()
 
 
 HOST_PART_BYTES = 2 << 20  # copied by one thread between two rests

@@ -4,7 +4,8 @@ from collections import Counter
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from kvtransfer.checkpoint.copy_orders import BlockCopy, BlockLoad, CheckpointOrder
+from kvtransfer.checkpoint.copy_orders import FIRST_DISK_SLOT, BlockCopy, BlockLoad, CheckpointOrder
+from kvtransfer.checkpoint.disk_moves import DiskMoves
 from kvtransfer.checkpoint.prefetches import Prefetches
 from kvtransfer.plugins import LATER, EngineContext, Match, SchedulerSide, StepOutcome
 from kvtransfer.request_facts import confirmed_blocks, is_offline
@@ -41,6 +42,7 @@ class CheckpointScheduler(SchedulerSide):
         # Set by the engine's scheduler before each step, because loads take blocks without asking it.
         self.offline_may_start = True
         self.prefetches = Prefetches(context)
+        self._disk_moves = DiskMoves(context.kv_state, self._ranks)
         context.commands["prefetch"] = self.prefetches.ask
 
     def copying_block_ids(self) -> list[int]:
@@ -127,6 +129,7 @@ class CheckpointScheduler(SchedulerSide):
             may_load = self.offline_may_start and not self._kv_state.kv_io_suspended
             if (load := self.prefetches.begin_next(may_load)) is not None:
                 self._next.loads.append(load)
+            self._next.moves = self._disk_moves.begin()
         order, self._next = self._next, CheckpointOrder()
         order.beside_step = bool(scheduler_output.num_scheduled_tokens)
         if not order and (order.beside_step == self._was_beside_step or not self._copies_go_on()):
@@ -135,7 +138,8 @@ class CheckpointScheduler(SchedulerSide):
         return order
 
     def _copies_go_on(self) -> bool:
-        return bool(self._loading or self.copying or self.prefetches.arriving)
+        moving = self._kv_state.host.moving
+        return bool(self._loading or self.copying or self.prefetches.arriving or moving)
 
     def on_finished(self, request: Any, block_ids: Sequence[list[int]]) -> None:
         owned = self._owned.pop(request.request_id, None)
@@ -192,10 +196,12 @@ class CheckpointScheduler(SchedulerSide):
                 del self._arriving[request_id]
                 for slot in slots:
                     self._kv_state.host.end_load(slot)
+                    self._counts["disk_restored_blocks"] += slot >= FIRST_DISK_SLOT
                 self._counts["restored_blocks"] += len(slots)
                 self._counts["restores"] += 1
             if outcome.report is not None:
                 self._end_stores(outcome.report.stored)
+                self._counts += self._disk_moves.on_report(outcome.report.moved, outcome.report.unmoved)
                 if restored := self.prefetches.on_report(outcome.report.prefetched, outcome.report.unfilled):
                     self._counts["restored_blocks"] += restored
                     self._counts["restores"] += 1

@@ -108,6 +108,7 @@ def test_a_closed_copier_unregisters_memory_and_refusals_are_counted() -> None:
     context = SimpleNamespace(
         kv_cache_config=SimpleNamespace(num_blocks=12),
         kv_state=SimpleNamespace(host=SimpleNamespace(capacity=SLOTS)),
+        config=SimpleNamespace(disk_path=""),
     )
     worker = CheckpointWorker(context, 0)  # type: ignore[arg-type]
     worker.copier = Copier(HostSlots(SLOTS, ROW, registry), CudaMover(device, LateCuda()))

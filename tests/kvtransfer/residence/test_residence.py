@@ -1,16 +1,20 @@
 """Host slots and conversations never leak, in any order of events."""
 
+from collections import Counter
+
 import hypothesis.strategies as st
 import pytest
 from hypothesis import settings
 from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
 
+from kvtransfer.checkpoint.copy_orders import DiskMove
+from kvtransfer.checkpoint.disk_moves import DiskMoves
 from kvtransfer.checkpoint.host_index import Slot, block_faults, host_faults
 from kvtransfer.config import ConnectorConfig
 from kvtransfer.retention.retained_conversations import RetainedConversation, RetentionPhase
 from kvtransfer.shared_state import SharedKvState
 
-SLOTS = 6
+SLOTS, DISK_SLOTS = 8, 3
 KEYS = st.sampled_from("abcd")
 
 
@@ -21,7 +25,9 @@ class ConversationLives(RuleBasedStateMachine):
         super().__init__()
         self.now = 0.0
         config = ConnectorConfig(park_after_s=10, ttl_s=100)
-        self.kv_state = SharedKvState(config, SLOTS, lambda: self.now)
+        self.kv_state = SharedKvState(config, SLOTS, lambda: self.now, disk_slots=DISK_SLOTS)
+        self.disk_moves = DiskMoves(self.kv_state, ranks=1)
+        self.moving: list[DiskMove] = []
         self.running: list[tuple[RetainedConversation, list[bytes]]] = []
         self.storing: list[Slot] = []
         self.loading: list[Slot] = []
@@ -70,6 +76,17 @@ class ConversationLives(RuleBasedStateMachine):
             if corrupt:
                 self.kv_state.host.drop_slot(slot.number)
 
+    @rule()
+    def move(self) -> None:
+        self.moving += self.disk_moves.begin()
+
+    @rule(written=st.booleans(), data=st.data())
+    def moved(self, written: bool, data: st.DataObject) -> None:
+        if self.moving:
+            move = self.moving.pop(data.draw(st.integers(0, len(self.moving) - 1)))
+            failed = set() if written else {move.disk_slot}
+            self.disk_moves.on_report(Counter([move.disk_slot]), failed)
+
     @rule(key=KEYS)
     def release(self, key: str) -> None:
         self.kv_state.release(key)
@@ -103,9 +120,11 @@ class ConversationLives(RuleBasedStateMachine):
             self.kv_state.host.end_store(slot.number)
         for slot in self.loading:
             self.kv_state.host.end_load(slot.number)
+        for move in self.moving:
+            self.kv_state.host.end_move(move.disk_slot, written=True)
         for key in "abcd":
             self.kv_state.release(key)
-        assert self.kv_state.host.free == SLOTS
+        assert self.kv_state.host.free == SLOTS and self.kv_state.host.free_on_disk == DISK_SLOTS
         assert len(self.kv_state.conversations) == 0
 
 

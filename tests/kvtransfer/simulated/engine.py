@@ -7,6 +7,7 @@ processes, but blocks, preemptions and transfers as in an engine.
 """
 
 import os
+from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
@@ -108,6 +109,7 @@ class SteppedEngine:
             kv_transfer_config=self._kv_transfer_config(),
         ).create_engine_config()
         self.vllm_config.cache_config.num_gpu_blocks = self.blocks
+        self.counts: Counter[str] = Counter()  # of the scheduler side, for `/metrics`
         if self.graphs:
             with_graphs(self.vllm_config)
         spec = FullAttentionSpec(block_size=BLOCK_TOKENS, num_kv_heads=1, head_size=32, dtype=torch.float32)
@@ -126,6 +128,7 @@ class SteppedEngine:
         self.scheduler = prompt_scheduler(  # as every engine of a fleet that does not co-serve
             self.vllm_config, kv_config, StructuredOutputManager(self.vllm_config), BLOCK_TOKENS
         )
+        self._note_counts()
         kind = KVConnectorFactory.get_connector_class(self.vllm_config.kv_transfer_config)
         self.worker: Any = kind(self.vllm_config, KVConnectorRole.WORKER, kv_config)
         # Groups share memory, as in vLLM: a block is one group's at a time.
@@ -134,6 +137,16 @@ class SteppedEngine:
         self.worker.register_kv_caches(self.kv)
         self.dispatcher = CudagraphDispatcher(self.vllm_config)
         self.dispatcher.initialize_cudagraph_keys(self.vllm_config.compilation_config.cudagraph_mode)
+
+    def _note_counts(self) -> None:
+        take = self.scheduler.connector.get_kv_connector_stats
+
+        def noted() -> Any:
+            stats = take()
+            self.counts.update({name: n for name, n in stats.reduce().items() if n} if stats else {})
+            return stats
+
+        self.scheduler.connector.get_kv_connector_stats = noted
 
     def _state_spec(self) -> MambaSpec:
         return MambaSpec(

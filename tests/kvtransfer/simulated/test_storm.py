@@ -10,6 +10,7 @@ import random
 import time
 import uuid
 from collections.abc import Callable, Iterator, Mapping
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -18,6 +19,7 @@ pytest.importorskip("vllm", reason="vLLM is not installed: make install")
 
 
 from kvtransfer.checkpoint.copier import Copier
+from kvtransfer.checkpoint.copy_orders import FIRST_DISK_SLOT
 from kvtransfer.config import ConnectorConfig
 from tests.kvtransfer.engine.engines import free_port
 from tests.kvtransfer.simulated.engine import BLOCK_TOKENS, SteppedEngine, next_token
@@ -39,8 +41,13 @@ BESIDE: dict[str, dict[str, Any]] = {
 
 
 class SimulatedStorm:
-    def __init__(self, seed: int, beside: Mapping[str, Any]) -> None:
+    def __init__(self, seed: int, beside: Mapping[str, Any], disk: Path | None = None) -> None:
         self.rng = random.Random(seed)
+        tiers = (
+            {"host_kv_gib": 0.0004, "disk_gib": 0.001, "disk_path": str(disk)}
+            if disk
+            else {"host_kv_gib": 0.0012}
+        )
         self.port = free_port()
         self.prefiller = SteppedEngine(
             ConnectorConfig(engine="p", epoch=1, port=self.port, lease_s=LEASE_S, timeout_s=1.0),
@@ -48,7 +55,7 @@ class SimulatedStorm:
             **beside,
         )
         self.decoder = SteppedEngine(
-            ConnectorConfig(engine="d", timeout_s=1.0, host_kv_gib=0.0012, park_after_s=0.05),
+            ConnectorConfig(engine="d", timeout_s=1.0, park_after_s=0.05, **tiers),
             blocks=100 if beside else 60,
             **beside,
         )
@@ -169,8 +176,12 @@ class SimulatedStorm:
         memory = copier_of(self.decoder).memory
         if memory.contents:
             slot = self.rng.choice(sorted(memory.contents))
-            row = memory.rows[slot]
+            row = memory.rows[0].copy() if slot >= FIRST_DISK_SLOT else memory.rows[slot]
+            if slot >= FIRST_DISK_SLOT:
+                memory._disk.read(slot, row)  # type: ignore[union-attr]
             row[self.rng.randrange(len(row))] ^= 1
+            if slot >= FIRST_DISK_SLOT:
+                memory._disk.write(slot, row)  # type: ignore[union-attr]
 
     def reset(self) -> None:
         if not self.decoder.scheduler.running:
@@ -202,7 +213,23 @@ def seed(request: pytest.FixtureRequest) -> Iterator[int]:
 
 @pytest.mark.parametrize("beside", BESIDE.values(), ids=BESIDE)
 def test_a_storm_leaks_nothing_and_answers_are_correct(seed: int, beside: Mapping[str, Any]) -> None:
-    storm = SimulatedStorm(seed, beside)
+    passes(SimulatedStorm(seed, beside), seed)
+
+
+@pytest.mark.parametrize(
+    "beside", [BESIDE["one group"], BESIDE["windows beside"]], ids=["one group", "windows"]
+)
+def test_a_storm_over_a_disk_leaks_nothing_and_answers_are_correct(
+    seed: int, beside: Mapping[str, Any], tmp_path: Path
+) -> None:
+    storm = SimulatedStorm(seed, beside, tmp_path)
+    passes(storm, seed)
+    assert storm.decoder.counts["disk_restored_blocks"], (
+        f"nothing came from the disk: CONSERVE_STORM_SEED={seed}"
+    )
+
+
+def passes(storm: SimulatedStorm, seed: int) -> None:
     replay = f"CONSERVE_STORM_SEED={seed}"
     storm.blow()
     storm.settle()
@@ -214,6 +241,6 @@ def test_a_storm_leaks_nothing_and_answers_are_correct(seed: int, beside: Mappin
         free = engine.scheduler.kv_cache_manager.block_pool.get_num_free_blocks()
         assert free == engine.blocks - 1, replay
     host = storm.decoder.kv_state.host
-    assert host.free == host.capacity, replay
+    assert host.free == host.capacity and host.free_on_disk == host.disk_capacity, replay
     storm.decoder.close()
     storm.prefiller.close()

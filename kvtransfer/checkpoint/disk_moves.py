@@ -1,0 +1,69 @@
+"""Chooses what moves from host memory to the disk: the KV of the conversations that are idle for longest."""
+
+from collections import Counter
+from collections.abc import Iterator
+from typing import Final
+
+from kvtransfer.checkpoint.copy_orders import DiskMove
+from kvtransfer.shared_state import SharedKvState
+
+KEPT_FREE: Final = 8  # one slot of so many in host memory, for blocks that are stored next
+LOOKS_A_STEP: Final = 512  # at blocks; bounds what a step costs
+WALK_S: Final = 0.05  # between two beginnings at the longest idle conversation
+PAUSE_S: Final = 30.0  # after a write that failed
+
+
+class DiskMoves:
+    """Keeps a part of host memory free by moving blocks to the disk. Callers hold the state's lock.
+
+    When the disk is full, the conversation that is idle for longest loses its KV. While the disk fails, host
+    memory is given to others as if there were no disk.
+    """
+
+    def __init__(self, state: SharedKvState, ranks: int) -> None:
+        self._state = state
+        self._ranks = ranks
+        self._walk: Iterator[bytes] = iter(())
+        self._next_walk_at = 0.0
+        self._paused_until = 0.0
+        self._done: Counter[int] = Counter()  # disk slot -> ranks done
+        self._failed: set[int] = set()  # of these, the ones that a rank could not write
+
+    def begin(self) -> list[DiskMove]:
+        """Return the moves that begin with this step."""
+        host, now = self._state.host, self._state.clock()
+        self._state.moves_to_disk = bool(host.disk_capacity) and now >= self._paused_until
+        missing = host.capacity // KEPT_FREE - host.free - host.moving
+        if missing <= 0 or not self._state.moves_to_disk:
+            return []
+        if not host.free_on_disk:
+            self._state.give_up_longest_idle()
+        moves: list[DiskMove] = []
+        for _ in range(LOOKS_A_STEP):
+            block = next(self._walk, None)
+            if block is None:
+                if now < self._next_walk_at:
+                    break
+                self._walk, self._next_walk_at = self._state.idle_blocks(), now + WALK_S
+            elif (move := host.begin_move(block)) is not None:
+                moves.append(move)
+                if len(moves) == missing:
+                    break
+        return moves
+
+    def on_report(self, moved: Counter[int], unmoved: set[int]) -> Counter[str]:
+        """Take the ranks' results of a step; return their counts."""
+        counts: Counter[str] = Counter()
+        self._failed |= unmoved
+        for disk_slot, ranks in moved.items():
+            self._done[disk_slot] += ranks
+            if self._done[disk_slot] < self._ranks:
+                continue
+            del self._done[disk_slot]
+            failed = disk_slot in self._failed
+            self._failed.discard(disk_slot)
+            self._state.host.end_move(disk_slot, written=not failed)
+            counts["failed_disk_moves" if failed else "disk_blocks"] += 1
+            if failed:
+                self._paused_until = self._state.clock() + PAUSE_S
+        return counts
