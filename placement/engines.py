@@ -54,6 +54,8 @@ class EngineState:
     draining: bool = False
     host_used_tokens: int = 0  # in host memory, of conversations and offline work
     host_free_tokens: int = 0
+    disk_used_tokens: int = 0  # on the disk, of idle conversations
+    disk_free_tokens: int = 0
     parked: Mapping[str, int] = field(default_factory=dict)  # conversations that were parked and still are
     unparked: Mapping[str, int] = field(default_factory=dict)  # conversations that a full host dropped
     named_after: int = 0  # `confirmed` is complete for readers of later reports
@@ -84,8 +86,8 @@ class EngineState:
     def drained(self) -> bool:
         """Return whether the engine is draining and holds nothing, so that it can be stopped at no cost."""
         busy = self.running or self.waiting or self.offline_running or self.offline_waiting
-        held = self.live_tokens or self.parked_tokens or self.offline_tokens or self.host_used_tokens
-        return self.draining and not busy and not held
+        held = self.live_tokens or self.parked_tokens or self.offline_tokens
+        return self.draining and not (busy or held or self.host_used_tokens or self.disk_used_tokens)
 
 
 @dataclass(frozen=True, slots=True)

@@ -397,7 +397,7 @@ ENGINE_CONNECTION_PROBLEMS = Counter(
 ENGINE_KV_TOKENS = Gauge(
     "conserve_engine_kv_tokens",
     "Tokens of KV on an engine, as last reported by the directory: in_use (live and reserved), live, "
-    "parked, offline, free; in its host memory: host_used, host_free.",
+    "parked, offline, free; in its host memory: host_used, host_free; on its disk: disk_used, disk_free.",
     ["engine", "kind"],
 )
 ENGINE_CONVERSATIONS = Gauge("conserve_engine_conversations", "Conversations bound to an engine.", ["engine"])

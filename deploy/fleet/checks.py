@@ -52,6 +52,7 @@ def _of_the_file(fleet: FleetSpec) -> Iterator[Problem]:
     yield from _power(fleet)
     yield from _times(fleet)
     yield from _nixl(fleet)
+    yield from _disk(fleet)
     yield from _kv_tiers(fleet)
     yield from _autoscaling(fleet)
     yield from _slos(fleet)
@@ -139,6 +140,21 @@ def _nixl(fleet: FleetSpec) -> Iterator[Problem]:
             ("transfer", "backend"),
             "'nixl' is not installed: pip install --no-deps nixl nixl_cu12, or set backend: tcp",
         )
+
+
+def _disk(fleet: FleetSpec) -> Iterator[Problem]:
+    if fleet.kv.disk_gib and not fleet.kv.disk_path:
+        yield Problem(
+            ("kv", "disk_gib"),
+            "set kv.disk_path, too: a folder on a fast local disk of each engine's machine",
+        )
+    if fleet.kv.disk_gib and not (fleet.kv.host_kv_gib and "host" in fleet.kv.kv_tiers):
+        yield Problem(
+            ("kv", "disk_gib"),
+            "KV goes to the disk from host memory: set kv.host_kv_gib above 0 and 'host' in kv.kv_tiers",
+        )
+    if fleet.kv.disk_path and not fleet.kv.disk_gib:
+        yield Problem(("kv", "disk_path"), "it has no effect without kv.disk_gib: set that, or take this out")
 
 
 def _kv_tiers(fleet: FleetSpec) -> Iterator[Problem]:

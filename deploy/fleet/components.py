@@ -170,6 +170,10 @@ def parks(fleet: FleetSpec) -> bool:
     return fleet.overload.policy in ("park", "drop")
 
 
+def keeps_on_host(fleet: FleetSpec) -> bool:
+    return "host" in fleet.kv.kv_tiers and parks(fleet)
+
+
 def connector(fleet: FleetSpec, role: Role) -> ConnectorConfig:
     coserves, transfer = coserves_on(fleet, role), fleet.policy.disaggregates
     publishes = transfer and role is Role.PREFILL and fleet.transfer.backend == "tcp"
@@ -183,7 +187,9 @@ def connector(fleet: FleetSpec, role: Role) -> ConnectorConfig:
         transfer=transfer,
         layer_hooks=publishes or (coserves and has_safepoints(fleet)),
         ttl_s=fleet.conversation.ttl + 60.0,  # the directory ends a conversation; this is for what it missed
-        host_kv_gib=fleet.kv.host_kv_gib if "host" in fleet.kv.kv_tiers and parks(fleet) else 0.0,
+        host_kv_gib=fleet.kv.host_kv_gib if keeps_on_host(fleet) else 0.0,
+        disk_gib=fleet.kv.disk_gib if keeps_on_host(fleet) else 0.0,
+        disk_path=fleet.kv.disk_path,
         idle_kv_evictable=fleet.overload.policy == "preempt",
         lmcache_timeout_s=fleet.kv.lmcache.timeout,
     )

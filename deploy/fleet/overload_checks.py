@@ -70,6 +70,7 @@ def _without_parking(fleet: FleetSpec) -> Iterator[Problem]:
     policy = fleet.overload.policy
     settings = {
         ("kv", "host_kv_gib"): "host_kv_gib" in fleet.kv.model_fields_set,
+        ("kv", "disk_gib"): bool(fleet.kv.disk_gib),
         ("kv", "kv_tiers"): "kv_tiers" in fleet.kv.model_fields_set and bool(fleet.kv.kv_tiers),
         ("conversation", "park_after"): "park_after" in fleet.conversation.model_fields_set,
     }

@@ -265,6 +265,11 @@ class LmcacheSpec(Spec):
 class KvSpec(Spec):
     host_kv_gib: Gib = 4.0
     """Memory an engine may use on its host for parked conversations."""
+    disk_gib: Gib = default(ConnectorConfig, "disk_gib")
+    """Space on a disk that an engine may use for KV which its host memory has no room for. 0: none."""
+    disk_path: str = default(ConnectorConfig, "disk_path")
+    """Folder on a fast local disk (NVMe) of each engine's machine, for `disk_gib`. The engine's file there
+    has no name and is gone when the engine ends; its content is not encrypted."""
     kv_tiers: list[Literal["host", "lmcache"]] = ["host"]
     """Tiers of KV behind the accelerator: `host`, each engine's own memory, and behind it `lmcache`, a server
     on each node, from which a conversation whose decoder died is restored on another one."""

@@ -62,7 +62,10 @@ class EngineSnapshot:
             free = int(self.pool.get_num_free_blocks()) + len(released)
             used = int(self.pool.num_gpu_blocks) - 1 - free
             idle = self._idle_blocks(released)
-            host_used, host_free = self._kv_state.host.used, self._kv_state.host.free
+            host = self._kv_state.host
+            host_used, host_free, disk_used, disk_free = (
+                count * tokens for count in (host.used, host.free, host.used_on_disk, host.free_on_disk)
+            )
             self._take_changes()
             parked = {key: seq for key, seq in self._parked.all().items() if self._is_parked(key)}
             unparked = {key: seq for key, seq in self._unparked.all().items() if not self._is_parked(key)}
@@ -85,8 +88,10 @@ class EngineSnapshot:
             offline_waiting=offline - offline_running,
             confirmed=self._confirmed.all(),
             draining=draining,
-            host_used_tokens=host_used * tokens,
-            host_free_tokens=host_free * tokens,
+            host_used_tokens=host_used,
+            host_free_tokens=host_free,
+            disk_used_tokens=disk_used,
+            disk_free_tokens=disk_free,
             parked=parked,
             unparked=unparked,
             named_after=self._confirmed.after,

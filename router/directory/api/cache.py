@@ -22,6 +22,8 @@ _KV_KINDS = {  # label of the metric: field of the state
     "free": "free_tokens",
     "host_used": "host_used_tokens",
     "host_free": "host_free_tokens",
+    "disk_used": "disk_used_tokens",
+    "disk_free": "disk_free_tokens",
 }
 
 

@@ -17,7 +17,7 @@ from tests.deploy.observe.test_catalogue_is_complete import RULES, VLLM, compare
 from tests.support.prometheus import MISSING, PROMETHEUS, PROMTOOL, Prometheus, prometheus
 
 pytestmark = [pytest.mark.slow, pytest.mark.skipif(not (PROMETHEUS and PROMTOOL), reason=MISSING)]
-KINDS = ("in_use", "live", "parked", "offline", "free", "host_used", "host_free")
+KINDS = ("in_use", "live", "parked", "offline", "free", "host_used", "host_free", "disk_used", "disk_free")
 VALUES = {"kind": KINDS, "met": ("yes", "no")}
 
 

@@ -12,11 +12,23 @@ from typing import Any
 
 import numpy as np
 
+from kvtransfer.checkpoint.copy_orders import FIRST_DISK_SLOT
 from kvtransfer.checkpoint.host_slots import HostSlots
 from kvtransfer.plugins import EngineContext, Plugin, SchedulerSide, WorkerSide
 
 VARIABLE = "CONSERVE_TEST_SABOTAGE"
 PLUGINS = {name: f"tests.kvtransfer.engine.sabotage:{name.title()}Plugin" for name in ("leak", "blind")}
+
+
+def damage(memory: HostSlots, slot: int, byte: int) -> None:
+    """Flip a bit of a block in host memory or on the disk."""
+    if slot < FIRST_DISK_SLOT:
+        memory.rows[slot][byte] ^= 1
+    elif memory._disk is not None:
+        row = memory.rows[0].copy()
+        memory._disk.read(slot, row)
+        row[byte] ^= 1
+        memory._disk.write(slot, row)
 
 
 class SabotageWorker(WorkerSide):
@@ -30,7 +42,7 @@ class SabotageWorker(WorkerSide):
     def before_step(self, order: Any | None) -> None:
         if self._request.exists() and self._memory is not None:
             for slot in self._memory.contents:
-                self._memory.rows[slot][11] ^= 1
+                damage(self._memory, slot, 11)
             self._request.unlink()
 
 

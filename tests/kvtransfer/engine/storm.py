@@ -236,7 +236,8 @@ def idle(engine: EngineProcess) -> bool:
 
 def held(engine: EngineProcess) -> int:
     state = state_of(engine)
-    return state.live_tokens + state.parked_tokens + state.offline_tokens + state.host_used_tokens
+    on_host = state.host_used_tokens + state.disk_used_tokens
+    return state.live_tokens + state.parked_tokens + state.offline_tokens + on_host
 
 
 @contextlib.contextmanager

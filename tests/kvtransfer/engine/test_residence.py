@@ -1,4 +1,6 @@
-"""On a real engine with too little KV, conversations are retained, parked and restored with equal answers.
+"""Conversations are retained, parked, moved to the disk and restored on a real engine with too little KV.
+
+All answers equal plain vLLM's.
 
 The storm at the end draws from a seed. `CONSERVE_STORM_SECONDS` (default 20) is its length, and
 `CONSERVE_STORM_SEED` replays one. The long one, with kills, is `python -m tests.kvtransfer.engine.storm`.
@@ -43,12 +45,14 @@ STORM_S = float(os.environ.get("CONSERVE_STORM_SECONDS", "20"))
 
 
 @pytest.fixture(scope="module")
-def plain_and_ours() -> Iterator[tuple[EngineProcess, EngineProcess]]:
+def plain_and_ours(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[EngineProcess, EngineProcess]]:
     os.environ[VARIABLE] = str(SABOTAGE)
     connector = ConnectorConfig(
         engine="d",
         transfer=False,
-        host_kv_gib=0.2,
+        host_kv_gib=0.02,  # half of what the conversations have in the end
+        disk_gib=0.2,
+        disk_path=str(tmp_path_factory.mktemp("kv")),
         park_after_s=3,
         control_socket=socket_path(),
         plugins=("tests.kvtransfer.engine.sabotage:SabotagePlugin",),
@@ -106,6 +110,9 @@ def test_conversations_beyond_the_kv_compute_only_new_tokens(
     new = sum(len(prompts[-1]) for prompts in script.prompts)
     assert computed <= new + CONVERSATIONS * TURNS * engine.block_tokens
     assert script.computed > 2 * computed  # plain vLLM loses them
+    metrics = engine.metrics()
+    assert metrics["conserve_kv_disk_restored_blocks_total"] > 0
+    assert metrics["conserve_kv_left_host_total"] == metrics["conserve_kv_failed_disk_moves_total"] == 0
     assert faults_of(engine) == []
 
 

@@ -19,9 +19,9 @@ pytest.importorskip("vllm", reason="vLLM is not installed: make install")
 
 
 from kvtransfer.checkpoint.copier import Copier
-from kvtransfer.checkpoint.copy_orders import FIRST_DISK_SLOT
 from kvtransfer.config import ConnectorConfig
 from tests.kvtransfer.engine.engines import free_port
+from tests.kvtransfer.engine.sabotage import damage
 from tests.kvtransfer.simulated.engine import BLOCK_TOKENS, SteppedEngine, next_token
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]
@@ -176,12 +176,7 @@ class SimulatedStorm:
         memory = copier_of(self.decoder).memory
         if memory.contents:
             slot = self.rng.choice(sorted(memory.contents))
-            row = memory.rows[0].copy() if slot >= FIRST_DISK_SLOT else memory.rows[slot]
-            if slot >= FIRST_DISK_SLOT:
-                memory._disk.read(slot, row)  # type: ignore[union-attr]
-            row[self.rng.randrange(len(row))] ^= 1
-            if slot >= FIRST_DISK_SLOT:
-                memory._disk.write(slot, row)  # type: ignore[union-attr]
+            damage(memory, slot, self.rng.randrange(memory.rows.shape[1]))
 
     def reset(self) -> None:
         if not self.decoder.scheduler.running:
