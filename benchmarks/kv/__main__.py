@@ -2,13 +2,13 @@
 
     python -m benchmarks.kv [--quick] [--json FILE] [--trace FILE]
 
-Agent conversations run on one decoder whose accelerator holds a third of their KV: how many prompt tokens are
-computed again, and how long later turns wait for their first token, beside plain vLLM; then the
-same while offline work fills the decoder. Answers must be equal, token for token. Then prompts are restored
-from the host against computing them, and beside a request that decodes. In the end everything is released,
-and blocks that are still held count. Copies by themselves come first: to the host and back, and over a
-connection. Last, agents talk to a fleet of three decoders while one is drained: no token of their context may
-be computed again, and no stream cut.
+Copies by themselves come first: to the host, to the disk and back, and over a connection. Then agent
+conversations run on one decoder whose accelerator holds a third of their KV: how many prompt tokens are
+computed again, and how long later turns wait for their first token, beside plain vLLM; then the same while
+offline work fills the decoder. Answers must be equal, token for token. Then prompts are restored from the
+host against computing them, and beside a request that decodes. In the end everything is released, and blocks
+that are still held count. Last, agents talk to a fleet of three decoders while one is drained: no token of
+their context may be computed again, and no stream cut.
 """
 
 import tempfile
@@ -21,6 +21,7 @@ from typing import Any
 from benchmarks.harness.output import command, print_figures, print_rows, write_json
 from benchmarks.kv.conversations import HOST_KV_GIB, LoadShape, Played, compared, in_a_process, play_load
 from benchmarks.kv.copies import KvSize, measure_copies
+from benchmarks.kv.disk import disk_copies
 from benchmarks.kv.drain import drain_under_load
 from benchmarks.kv.restore import restore_against_recompute
 from deploy.small_model import make_model
@@ -35,7 +36,7 @@ def measure(load: LoadShape, quick: bool, report: Callable[[dict[str, Any]], Non
     """Return all figures; `report` is given what is known after each part."""
     model = Path(tempfile.gettempdir()) / "conserve-benchmark-model"
     make_model(model)
-    copies = measure_copies(KvSize())
+    copies = {**measure_copies(KvSize()), **disk_copies(KvSize())}
     ours: Played = in_a_process(play_load, model, load, True, False)
     plain: Played = in_a_process(play_load, model, load, False, False)
     found = {**compared(plain, ours), **copies}

@@ -96,11 +96,11 @@ def host_copies(size: KvSize) -> dict[str, float]:
     try:
         for _ in range(size.rounds + 1):  # the first round touches every page
             for name, copy in plain.items():
-                taken[name].append(thread.submit(_seconds, copy).result())
-            taken["store"].append(_seconds(store))
+                taken[name].append(thread.submit(seconds_of, copy).result())
+            taken["store"].append(seconds_of(store))
             for layer in layers:
                 layer.zero_()
-            taken["restore"].append(_seconds(restore))
+            taken["restore"].append(seconds_of(restore))
             if not all(torch.equal(one, other) for one, other in zip(layers, wanted, strict=True)):
                 raise AssertionError("KV did not come back from the host as it was")
     finally:
@@ -218,7 +218,7 @@ def _produce(pipe: Connection, size: KvSize, secret: bytes) -> None:
                 left -= peer.send(source[: min(left, SOCKET_BYTES)])
 
 
-def _seconds(work: Callable[[], object]) -> float:
+def seconds_of(work: Callable[[], object]) -> float:
     began = time.perf_counter()
     work()
     return time.perf_counter() - began

@@ -53,7 +53,10 @@ class DiskSlots:
         row[:] = np.frombuffer(buffer, np.uint8)[: self._block_bytes]
 
     def close(self) -> None:
-        os.close(self._file)
+        """Give the space back. Reads and writes after this raise OSError."""
+        file, self._file = self._file, -1
+        if file >= 0:
+            os.close(file)
 
     def _offset(self, slot: int) -> int:
         return (slot - FIRST_DISK_SLOT) * self._row_bytes

@@ -153,7 +153,7 @@ class HostSlots:
         disk: DiskSlots | None = None,
         scratch: int = 0,
     ) -> None:
-        self._disk, self._first_scratch, slots = disk, slots, slots + scratch
+        self.disk, self._first_scratch, slots = disk, slots, slots + scratch
         registered = RegisteredRows(slots, block_bytes, registry) if registry is not None else None
         self._registered = registered
         self.rows: Rows = registered.rows if registered else np.empty((slots, block_bytes), dtype=np.uint8)
@@ -163,9 +163,9 @@ class HostSlots:
     def move_to_disk(self, move: DiskMove) -> None:
         """Write a row to the disk. Raises OSError if it cannot, or if its slot holds other contents."""
         generation, digest = self.contents.get(move.slot, (0, 0))
-        if self._disk is None or generation != move.generation:
-            raise OSError("there is no disk" if self._disk is None else f"slot {move.slot} was changed")
-        self._disk.write(move.disk_slot, self.rows[move.slot])
+        if self.disk is None or generation != move.generation:
+            raise OSError("there is no disk" if self.disk is None else f"slot {move.slot} was changed")
+        self.disk.write(move.disk_slot, self.rows[move.slot])
         self.contents[move.disk_slot] = move.disk_generation, digest
 
     def staged(self, copies: list[BlockCopy], at: int) -> dict[BlockCopy, BlockCopy]:
@@ -177,8 +177,8 @@ class HostSlots:
         for row, copy in enumerate(copies, self._first_scratch + at):
             if copy.slot < FIRST_DISK_SLOT:
                 found[copy] = copy
-            elif self._disk is not None and copy.slot in self.contents:
-                self._disk.read(copy.slot, self.rows[row])
+            elif self.disk is not None and copy.slot in self.contents:
+                self.disk.read(copy.slot, self.rows[row])
                 self.contents[row] = self.contents[copy.slot]
                 found[replace(copy, slot=row)] = copy
         return found
@@ -222,8 +222,8 @@ class HostSlots:
         """Release the registered memory and the file after the last copy."""
         if self._registered is not None:
             self._registered.close()
-        if self._disk is not None:
-            self._disk.close()
+        if self.disk is not None:
+            self.disk.close()
 
 
 HOST_PART_BYTES = 2 << 20  # copied by one thread between two rests

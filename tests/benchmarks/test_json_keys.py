@@ -12,6 +12,7 @@ from benchmarks.coserving import __main__ as coserving
 from benchmarks.coserving.turns import Experienced, LoadOutcome, OnlineLoad, PartLengths
 from benchmarks.kv.conversations import Played, compared
 from benchmarks.kv.copies import KvSize, measure_copies
+from benchmarks.kv.disk import disk_copies
 from benchmarks.overload import PolicyBursts
 from benchmarks.paper import __main__ as paper
 from benchmarks.paper import elastic
@@ -126,6 +127,12 @@ def test_availability() -> None:
 
 
 @pytest.mark.timeout(400)  # a process that imports torch takes a minute on busy cores
+def test_copies_to_the_disk() -> None:
+    assert set(disk_copies(KvSize(layers=1, blocks=2, rounds=1))) == keys("""
+        disk_dd_write_gbs disk_dd_read_gbs disk_write_gbs disk_read_gbs disk_copy_vs_dd
+    """)
+
+
 def test_copies_of_kv() -> None:
     assert set(measure_copies(KvSize(layers=1, blocks=2, rounds=1))) == keys("""
         host_plain_store_gbs host_plain_restore_gbs host_one_call_gbs host_store_gbs host_restore_gbs

@@ -157,6 +157,7 @@ def key_limits(got: Everything) -> DefaultLimits:
 
 
 LMCACHE = {"kv__kv_tiers": ["host", "lmcache"], "coserving__enabled": False}
+DISK = {"kv__disk_gib": 1, "kv__disk_path": "/disk"}
 TLS = {"gateway__tls__cert": "/c", "gateway__tls__key": "/k"}
 COLLOCATED = {"coserving__enabled": False, "policy": "collocated"}
 CASES = {
@@ -285,6 +286,8 @@ CASES = {
     "transfer.lease": case(16, lambda got: got.engine.connector.lease_s),
     "transfer.staging_gib": case(1.5, lambda got: got.engine.connector.staging_gib),
     "transfer.timeout": case(17, lambda got: got.engine.connector.timeout_s),
+    "kv.disk_gib": case(3, lambda got: got.engine.connector.disk_gib, **DISK),
+    "kv.disk_path": case("/nvme", lambda got: got.engine.connector.disk_path, **DISK),
     "kv.host_kv_gib": case(2, lambda got: got.engine.connector.host_kv_gib),
     "kv.kv_tiers": case(
         ["lmcache"],
@@ -414,6 +417,7 @@ DERIVED = {
     (KeeperSettings, "start_together"),  # by the device
     (KeeperSettings, "kv_gib"),  # by kv.host_kv_gib, kv.kv_tiers and VLLM_CPU_KVCACHE_SPACE
     (ConnectorConfig, "host_kv_gib"),  # by kv.kv_tiers and overload.policy
+    (ConnectorConfig, "disk_gib"),  # by kv.kv_tiers and overload.policy
     (ConnectorConfig, "plugins"),  # by coserving.enabled and overload.policy
     (DispatchSettings, "coserving"),  # by coserving.enabled
     (LaunchSpec, "options"),

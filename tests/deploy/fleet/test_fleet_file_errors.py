@@ -126,6 +126,23 @@ NO_RECEIVER = "observe:\n  tracing:\n    sample: 0.5\n    endpoint: http://here:
         (GOOD.replace("30s", "0"), "fleet.yaml:10: conversation.park_after: expected greater than 0, not 0"),
         (GOOD + "transfer: {lease: 0}\n", "fleet.yaml:11: transfer.lease: expected greater than 0, not 0"),
         (GOOD + "transfer: {timeout: 0s}\n", "fleet.yaml:11: transfer.timeout: expected greater than 0"),
+        (
+            GOOD + "kv: {disk_gib: 9}\n",
+            "fleet.yaml:11: kv.disk_gib: set kv.disk_path, too: a folder on a fast",
+        ),
+        (
+            GOOD + "kv: {disk_path: /nvme}\n",
+            "fleet.yaml:11: kv.disk_path: it has no effect without kv.disk_gib",
+        ),
+        (
+            GOOD + "kv: {disk_gib: 9, disk_path: /nvme, host_kv_gib: 0}\n",
+            "fleet.yaml:11: kv.disk_gib: KV goes to the disk from host memory: set kv.host_kv_gib above 0",
+        ),
+        (
+            GOOD.replace("  park_after: 30s\n", "")
+            + "kv: {disk_gib: 9, disk_path: /nvme}\noverload: {policy: preempt}\n",
+            "fleet.yaml:10: kv.disk_gib: nothing is parked with overload.policy 'preempt'",
+        ),
         (GOOD + NO_RECEIVER, "fleet.yaml:14: observe.tracing.endpoint: expected http://host:port of an OTLP"),
     ],
 )

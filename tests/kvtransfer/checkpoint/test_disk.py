@@ -86,15 +86,11 @@ def test_a_block_of_other_contents_is_neither_moved_nor_loaded(host: HostWithDis
 def test_a_disk_that_fails_loses_only_what_is_on_it(host: HostWithDisk) -> None:
     host.store(BlockCopy(1, slot=0, generation=1), BlockCopy(2, slot=1, generation=2))
     assert not host.move(DiskMove(0, 1, D0, 3))
-    host.disk.close()
-    host.disk._file = -1  # reads and writes fail from now on, with an error of the kernel
-    try:
-        assert host.move(DiskMove(1, 2, D1, 4)) == {D1}
-        assert host.load(BlockCopy(6, D0, 3)).failed_blocks == {6}
-        assert host.copier.take_report().failed == {D0}
-        assert not host.load(BlockCopy(7, slot=1, generation=2)).failed_blocks
-    finally:
-        host.memory._disk = None
+    host.disk.close()  # reads and writes fail from now on, with an error of the kernel
+    assert host.move(DiskMove(1, 2, D1, 4)) == {D1}
+    assert host.load(BlockCopy(6, D0, 3)).failed_blocks == {6}
+    assert host.copier.take_report().failed == {D0}
+    assert not host.load(BlockCopy(7, slot=1, generation=2)).failed_blocks
 
 
 def test_the_file_has_no_name_so_that_nothing_is_left_of_it(tmp_path: Path, host: HostWithDisk) -> None:

@@ -24,11 +24,11 @@ def damage(memory: HostSlots, slot: int, byte: int) -> None:
     """Flip a bit of a block in host memory or on the disk."""
     if slot < FIRST_DISK_SLOT:
         memory.rows[slot][byte] ^= 1
-    elif memory._disk is not None:
+    elif memory.disk is not None:
         row = memory.rows[0].copy()
-        memory._disk.read(slot, row)
+        memory.disk.read(slot, row)
         row[byte] ^= 1
-        memory._disk.write(slot, row)
+        memory.disk.write(slot, row)
 
 
 class SabotageWorker(WorkerSide):

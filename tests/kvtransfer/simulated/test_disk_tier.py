@@ -103,14 +103,10 @@ def test_when_the_disk_fails_conversations_displace_each_other_in_memory_again(
     with_disk: ConversationsOnDisk,
 ) -> None:
     copier = with_disk.engine.worker.worker_side("checkpoint").copier
-    copier.memory._disk.close()
-    copier.memory._disk._file = -1  # reads and writes fail from now on, with an error of the kernel
-    try:
-        for key in KEYS:
-            with_disk.turn(key)
-        assert with_disk.turn(KEYS[-1]) < 2 * BLOCK_TOKENS
-        counts = with_disk.engine.counts
-        assert counts["failed_disk_moves"] and counts["left_host"] and "disk_blocks" not in counts
-        assert not with_disk.engine.wrong and not with_disk.engine.faults()
-    finally:
-        copier.memory._disk = None
+    copier.memory.disk.close()  # reads and writes fail from now on, with an error of the kernel
+    for key in KEYS:
+        with_disk.turn(key)
+    assert with_disk.turn(KEYS[-1]) < 2 * BLOCK_TOKENS
+    counts = with_disk.engine.counts
+    assert counts["failed_disk_moves"] and counts["left_host"] and "disk_blocks" not in counts
+    assert not with_disk.engine.wrong and not with_disk.engine.faults()
