@@ -34,6 +34,7 @@ class CheckpointScheduler(SchedulerSide):
         self._owned: dict[str, tuple[Any, RetainedConversation]] = {}  # request and conversation, by id
         self._visited: dict[str, int] = {}  # request -> blocks of its chain that have a slot or need none
         self._behind: dict[str, None] = {}  # requests with full blocks that could not be stored in their step
+        self._late: dict[str, int] = {}  # idle conversation -> block from which on some may lack a slot
         self.copying: dict[int, Any] = {}  # slot -> block that we reference until it is copied
         self._stored: Counter[int] = Counter()  # slot -> ranks done
         self._loading: dict[str, list[int]] = {}  # request -> slots
@@ -126,6 +127,8 @@ class CheckpointScheduler(SchedulerSide):
                     self._store(*owned, None)
                 elif owned:
                     self._behind[request_id] = None
+            if self._may_store_late():
+                self._store_late()
             may_load = self.offline_may_start and not self._kv_state.kv_io_suspended
             if (load := self.prefetches.begin_next(may_load)) is not None:
                 self._next.loads.append(load)
@@ -146,6 +149,8 @@ class CheckpointScheduler(SchedulerSide):
         if owned is not None and request.request_id not in self._kv_state.loads.loading:
             with self._kv_state.lock:
                 self._store(*owned, block_ids)
+                if not owned[1].turns and owned[1].lacking:
+                    self._late[owned[1].key] = 0
         self._visited.pop(request.request_id, None)
 
     def _store(
@@ -172,6 +177,34 @@ class CheckpointScheduler(SchedulerSide):
         self._visited[request.request_id] = at
         if at < end and block_ids is None:
             self._behind[request.request_id] = None
+
+    def _may_store_late(self) -> bool:
+        return bool(self._late and self._kv_state.host.free and not self._kv_state.kv_io_suspended)
+
+    def _store_late(self) -> None:
+        """Store blocks of idle conversations for which there was no slot when their turns ended."""
+        for key, at in list(self._late.items()):
+            conversation = self._kv_state.conversations.get(key)
+            if conversation is None or conversation.turns or not conversation.lacking:
+                del self._late[key]
+                continue
+            chain = conversation.chain
+            firsts = [group.first_kept(len(chain)) for group in self._groups]
+            while at < len(chain) and len(self._next.stores) < STORES_A_STEP:
+                found = (
+                    (block_key(chain[at], number), self._pool.get_cached_block(chain[at], [number]))
+                    for number, first in enumerate(firsts)
+                    if at >= first
+                )
+                if not all(
+                    self._begin_store(key, one[0].block_id, conversation) for key, one in found if one
+                ):
+                    break
+                at += 1
+            self._late[key] = at
+            if at < len(chain):
+                return
+            del self._late[key]
 
     def _begin_store(self, key: bytes, block_id: int, conversation: RetainedConversation) -> bool:
         """Order the copy of a block that is wanted on the host; return False if no slot is free."""
@@ -229,7 +262,8 @@ class CheckpointScheduler(SchedulerSide):
         return self._visited.get(request_id, 0) if owned is None or owned[1].on_host else 0
 
     def needs_step(self) -> bool:
-        return self.prefetches.pending
+        moving = self._kv_state.moves_to_disk and bool(self._late) and self._kv_state.host.moving > 0
+        return self.prefetches.pending or self._may_store_late() or moving
 
     def reset(self) -> None:
         with self._kv_state.lock:

@@ -10,6 +10,7 @@ pytest.importorskip("vllm", reason="vLLM is not installed: make install")
 
 from kvtransfer.checkpoint.disk_moves import KEPT_FREE
 from kvtransfer.config import ConnectorConfig
+from kvtransfer.retention.retained_conversations import RetentionPhase
 from tests.kvtransfer.simulated.engine import BLOCK_TOKENS, SteppedEngine
 
 LONG = 6  # blocks of a conversation
@@ -109,4 +110,21 @@ def test_when_the_disk_fails_conversations_displace_each_other_in_memory_again(
     assert with_disk.turn(KEYS[-1]) < 2 * BLOCK_TOKENS
     counts = with_disk.engine.counts
     assert counts["failed_disk_moves"] and counts["left_host"] and "disk_blocks" not in counts
+    assert not with_disk.engine.wrong and not with_disk.engine.faults()
+
+
+def test_a_turn_that_ends_while_host_memory_is_full_is_stored_when_moves_have_made_room(
+    with_disk: ConversationsOnDisk,
+) -> None:
+    """The free eighth of host memory is smaller than the turn."""
+    for key in KEYS:
+        with_disk.turn(key)
+    host, long = with_disk.engine.kv_state.host, [n % 240 for n in range(16 * BLOCK_TOKENS)]
+    assert host.free < 16
+    with_disk.said["long"] = long
+    with_disk.turn("long")
+    conversation = with_disk.engine.kv_state.conversations.get("long")
+    assert conversation is not None and not conversation.unstored
+    with_disk.engine.kv_state.park_and_expire()
+    assert conversation.phase is RetentionPhase.PARKED
     assert not with_disk.engine.wrong and not with_disk.engine.faults()
