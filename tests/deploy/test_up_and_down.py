@@ -1,5 +1,6 @@
 """No process of a fleet is left after Ctrl-C, `down`, a failed start or a killed terminal."""
 
+import json
 import os
 import shlex
 import shutil
@@ -145,6 +146,8 @@ def test_a_fleet_in_the_background_of_a_script_is_down_within_seconds(rig: Fleet
     assert "0 of 1 engines serve" in said
     until(lambda: "Ctrl-C ends it" in rig.output(), 300, "the fleet to serve")
     assert "0 of 1 engines serve" not in conserve(rig.base, "status").stdout
+    (engine,) = json.loads(conserve(rig.base, "status", "--json").stdout)["engines"]
+    assert (engine["engine"], engine["phase"]) == ("mixed-0", "serving")
     began = time.monotonic()
     assert "processes ended" in conserve(rig.base, "down").stdout
     assert time.monotonic() - began < DOWN_S

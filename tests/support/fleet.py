@@ -1,6 +1,5 @@
 """A real fleet for tests, brought up and down with the command line."""
 
-import json
 import os
 import shutil
 import signal
@@ -10,7 +9,7 @@ import tempfile
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +18,7 @@ import yaml
 from deploy.fleet import FleetSpec, load_fleet
 from deploy.home import FleetHome
 from deploy.lifecycle.down import marked
+from deploy.lifecycle.status import fleet_status
 from workers.processes import free_port
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -40,10 +40,8 @@ class RunningFleet:
         return conserve(self.base, *arguments, timeout_s=timeout_s)
 
     def status(self) -> dict[str, Any]:
-        answer = self.cli("status", self.fleet.name, "--json")
-        assert answer.returncode == 0, answer.stderr
-        status: dict[str, Any] = json.loads(answer.stdout)
-        return status
+        """Return what `conserve status --json` prints, without the two CPU seconds of a command."""
+        return asdict(fleet_status(self.home))
 
     def engines(self) -> dict[str, dict[str, Any]]:
         return {engine["engine"]: engine for engine in self.status()["engines"]}
