@@ -7,6 +7,7 @@ import ssl
 import subprocess
 import time
 import urllib.request
+from collections import Counter
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from multiprocessing import get_context
@@ -122,6 +123,14 @@ def spawned(work: Callable[..., object], *arguments: Any) -> Iterator[Connection
         process.join(20)
         if process.is_alive():
             end_tree(process.pid or 0)
+
+
+def arrived(pipe: Connection) -> Counter[str]:
+    """Return the sum of all counts that a process has sent until now. A starved process is not waited for."""
+    counts: Counter[str] = Counter()
+    while pipe.poll():
+        counts += pipe.recv()
+    return counts
 
 
 def received(pipe: Connection, limit_s: float = 300.0) -> Any:

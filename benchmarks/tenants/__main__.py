@@ -28,7 +28,7 @@ import orjson
 from benchmarks.harness.chats import converse
 from benchmarks.harness.fleet import RANDOM, brought_up, changed
 from benchmarks.harness.output import command, quantile, report
-from benchmarks.harness.processes import received, spawned
+from benchmarks.harness.processes import arrived, spawned
 from benchmarks.tenants.hostile import attack
 from deploy.fleet import FleetSpec, load_fleet
 from deploy.home import FleetHome
@@ -122,7 +122,7 @@ async def play(
             with spawned(attack, url, HOSTILE, model, seed + number, whole_s) as pipe:
                 await asyncio.sleep(GROWS_S)
                 await talk(chat, random, beside, phase_s)
-                answers += await asyncio.to_thread(received, pipe, whole_s + 60)
+                answers += arrived(pipe)
             await asyncio.sleep(GROWS_S)  # what the attack had begun ends
             tails = (quantile(seen.ttft_s, 0.99) for seen in (alone, beside))
             print("round {}: P99 alone {:.3f} s, beside {:.3f} s".format(number, *tails), flush=True)
@@ -165,6 +165,8 @@ def main() -> None:
             url = serving(home).endpoint
             memory, model = MemoryOfEngines(home), fleet.model.name
             alone, beside, answers = asyncio.run(play(url, model, memory, options.seed, rounds, phase_s))
+    if not answers:
+        raise SystemExit("the attack got no processor time, so nothing was measured: use a quieter machine")
     figures = figures_of(alone, beside, answers, memory.most)
     print("answers to the attack:", dict(answers.most_common()))
     for line in (*alone.failed, *beside.failed):

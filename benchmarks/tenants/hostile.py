@@ -22,12 +22,14 @@ CLIENTS |= dict.fromkeys(("cut", "tokenize", "count", "named", "noted", "urgent"
 CLIENTS |= dict.fromkeys(("regex", "schema", "tools"), 2)  # make an engine compile
 FLOOD_TOKENS, GIANT_CHARACTERS = 128, 80_000
 LONG_CHARACTERS, LONG_ID = 10 << 20, "R" * 60_000
+REPEATED_CHARACTERS = 100_000  # so that long text costs the attack little processor time
 EXPRESSION = "((a{1,999}b){1,999}c){1,999}|" + "|".join(f"([a-z]{{1,{2000 + n}}}[0-9])" for n in range(900))
 PROPERTIES, TOOLS, TOOL_PROPERTIES = 1500, 150, 20
 LINES = 50  # of a batch
 PAUSE_S = 0.1  # after a refusal: `retry-after` is not kept to
 SLOW_BYTE_S = 1.0
 GIVES_UP_S = 60.0
+TELL_EVERY_S = 1.0
 
 
 class HostileTenant:
@@ -66,10 +68,10 @@ class HostileTenant:
             case "cut":  # has text that an engine would tokenise to cut it
                 return await self._ask(self._body(LONG_CHARACTERS, 1, truncate_prompt_tokens=10))
             case "tokenize":
-                body = {"model": self._model, "prompt": text("long", LONG_CHARACTERS)}
+                body = {"model": self._model, "prompt": long_text("long", LONG_CHARACTERS)}
                 return await self._ask(body, path="/tokenize")
             case "count":
-                messages = [{"role": "user", "content": text("long", LONG_CHARACTERS)}]
+                messages = [{"role": "user", "content": long_text("long", LONG_CHARACTERS)}]
                 return await self._ask(
                     {"model": self._model, "messages": messages}, path="/v1/messages/count_tokens"
                 )
@@ -106,7 +108,7 @@ class HostileTenant:
                 return await self._send_slowly()
 
     def _body(self, characters: int, tokens: int, **more: Any) -> dict[str, Any]:
-        content = text(f"hostile-{self._random.random()}-{next(self._numbers)}", characters)
+        content = long_text(f"hostile-{self._random.random()}-{next(self._numbers)}", characters)
         sizes = {"max_tokens": tokens, "min_tokens": tokens, "ignore_eos": True}
         return {"model": self._model, "messages": [{"role": "user", "content": content}], **sizes, **more}
 
@@ -160,23 +162,37 @@ class HostileTenant:
             writer.close()
 
 
-def attack(pipe: Connection, url: str, key: str, model: str, seed: int, seconds: float) -> None:
-    """Attack for `seconds`, and send the answers through the pipe.
+def long_text(stream: str, characters: int) -> str:
+    """Return text that begins like no other stream's, and repeats when it is long."""
+    part = text(stream, min(characters, REPEATED_CHARACTERS))
+    return (part * -(-characters // REPEATED_CHARACTERS))[:characters]
 
-    The attack leaves the processors to the fleet, since on other machines it would have its own.
+
+def attack(pipe: Connection, url: str, key: str, model: str, seed: int, seconds: float) -> None:
+    """Attack for `seconds`, and send counts of new answers through the pipe all the time.
+
+    The attack leaves the processors to the fleet, since on other machines it would have its own. On a busy
+    machine it may therefore end late.
     """
     os.nice(19)
 
-    async def for_a_while() -> Counter[str]:
+    async def for_a_while() -> None:
         async with aiohttp.ClientSession(
             headers={"authorization": f"Bearer {key}"},
             timeout=aiohttp.ClientTimeout(GIVES_UP_S),
             connector=aiohttp.TCPConnector(limit=0),
         ) as session:
             tenant = HostileTenant(session, url, key, model, seed)
+
+            async def tell() -> None:
+                while True:
+                    await asyncio.sleep(TELL_EVERY_S)
+                    pipe.send(tenant.answers)
+                    tenant.answers = Counter()
+
             with suppress(TimeoutError):
                 async with asyncio.timeout(seconds):
-                    await tenant.run()
-            return tenant.answers
+                    await asyncio.gather(tenant.run(), tell())
 
-    pipe.send(asyncio.run(for_a_while()))
+    with suppress(BrokenPipeError):  # nobody listens any more
+        asyncio.run(for_a_while())
