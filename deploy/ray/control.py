@@ -11,7 +11,7 @@ import grpc
 
 from deploy.errors import DeployError
 from kvtransfer.control.control_socket import ControlSocketError
-from router.directory.api.rpc import SUPERSEDED, BadReply, Method, Service, Stub, TermFence
+from router.directory.api.rpc import KEEPALIVE, SUPERSEDED, BadReply, Method, Service, Stub, TermFence
 from workers import processes
 from workers.keeper.engine_status import EngineLink, KeeperReport, SentKv, StatusStore
 
@@ -108,7 +108,7 @@ class ControlClient:
     def __init__(self, address: str, secret: str, timeout_s: float = 5.0, *, term: int = 0) -> None:
         """`term`: of the directory that asks; a keeper that has heard a newer one refuses it."""
         self.address = address
-        self._channel = grpc.aio.insecure_channel(address)
+        self._channel = grpc.aio.insecure_channel(address, KEEPALIVE)
         self._stub, self._timeout_s = Stub(self._channel, secret, term), timeout_s
 
     async def __aenter__(self) -> "ControlClient":

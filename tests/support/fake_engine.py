@@ -78,7 +78,9 @@ class FakeEngine:
     cut_after: int = 0  # the connection of a stream breaks after so many tokens
     silent_after: int = 0  # a stream goes silent after so many tokens, as if its machine had vanished
     lines: bool = True  # writes token lines on request
+    host: str = "127.0.0.1"
     port: int = 0
+    control: str = ""  # host:port of its keeper's service
     reports: int = 0  # state reports so far
     _runner: web.AppRunner | None = None
     _computing: asyncio.Lock = field(default_factory=asyncio.Lock)
@@ -96,7 +98,7 @@ class FakeEngine:
         app.router.add_post("/v1/embeddings", self._embed)
         self._runner = web.AppRunner(app, handler_cancellation=True, access_log=None, shutdown_timeout=0.1)
         await self._runner.setup()
-        site = web.TCPSite(self._runner, "127.0.0.1", port)
+        site = web.TCPSite(self._runner, self.host, port)
         await site.start()
         self.port = self._runner.addresses[0][1]
 
@@ -107,9 +109,10 @@ class FakeEngine:
     @property
     def info(self) -> EngineInfo:
         tier = "prefill" if self.role is Role.PREFILL else "decode"
-        address = f"127.0.0.1:{self.port}"
+        address = f"{self.host}:{self.port}"
+        addresses = address, address, self.control
         return EngineInfo(
-            self.name, tier, self.role, self.epoch, address, address, "", self.kv_tokens, 16, self.max_context
+            self.name, tier, self.role, self.epoch, *addresses, self.kv_tokens, 16, self.max_context
         )
 
     def state(self) -> EngineState:

@@ -21,7 +21,7 @@ from router.directory.api.cache import Cache, EngineList, Known
 from router.directory.api.calls import REPORT_TIMEOUT_S, ActivityReports, PlaceCalls, is_broken, reason_of
 from router.directory.api.messages import FAILED, Activity, Ask, Placed, TurnEnded
 from router.directory.api.push import process_name
-from router.directory.api.rpc import MAX_MESSAGE, BadReply, Method, Stub
+from router.directory.api.rpc import KEEPALIVE, MAX_MESSAGE, BadReply, Method, Stub
 from router.errors import DirectoryUnavailable
 from router.identity.node_table import MAX_NODES, Holder, KnownNode
 from router.identity.prefix_chain import Chain, End
@@ -33,8 +33,7 @@ _CHANNEL = [
     ("grpc.min_reconnect_backoff_ms", 500),
     ("grpc.max_reconnect_backoff_ms", 500),
     ("grpc.dns_min_time_between_resolutions_ms", 500),  # by default a lost directory is not found for 30 s
-    ("grpc.keepalive_time_ms", 10_000),
-    ("grpc.keepalive_timeout_ms", 5_000),
+    *KEEPALIVE,
     MAX_MESSAGE,
 ]
 _CALL_TIMEOUT_S = 2.0

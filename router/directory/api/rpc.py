@@ -19,6 +19,16 @@ _SECRET, _TERM = "x-conserve-secret", "x-conserve-term"
 BROKEN = grpc.StatusCode.FAILED_PRECONDITION  # gRPC never says it by itself
 SUPERSEDED = grpc.StatusCode.ABORTED  # so is this
 MAX_MESSAGE = ("grpc.max_receive_message_length", 64 << 20)
+# A caller that only reads a stream sees in 15 s that nothing comes back any more, as when a cable is pulled.
+KEEPALIVE = (
+    ("grpc.keepalive_time_ms", 10_000),
+    ("grpc.keepalive_timeout_ms", 5_000),
+    ("grpc.http2.max_pings_without_data", 0),  # by default two, and then a silent stream lasts for ever
+)
+_PINGS_ALLOWED = (
+    "grpc.http2.min_ping_interval_without_data_ms",
+    5_000,
+)  # more often would end the connection
 
 encode = msgspec.msgpack.encode
 Request = TypeVar("Request")
@@ -159,7 +169,7 @@ class Service:
         self._handlers[method.path] = grpc.unary_stream_rpc_method_handler(answer)
 
     def server(self, options: Iterable[tuple[str, object]] = ()) -> Any:
-        made = grpc.aio.server(options=[MAX_MESSAGE, *options])
+        made = grpc.aio.server(options=[MAX_MESSAGE, _PINGS_ALLOWED, *options])
         made.add_generic_rpc_handlers((_ByPath(self._handlers),))
         return made
 
