@@ -10,6 +10,7 @@ import os
 import re
 import subprocess
 import sys
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -18,16 +19,13 @@ import pytest
 
 from tests.clients.recorded import record
 from tests.fleet.talk import get
-from tests.support.agent_fleet import PROGRAMS
+from tests.support.agent_fleet import agent_fleet
 from tests.support.fleet import RunningFleet, environment
 from tests.support.recording_proxy import RecordedExchange, recording_proxy
 
-pytestmark = [
-    pytest.mark.fleet,
-    pytest.mark.timeout(1500),
-    pytest.mark.skipif(not PROGRAMS, reason="coding agents are not installed here; `make clients` does it"),
-]
+pytestmark = [pytest.mark.fleet, pytest.mark.timeout(1500)]
 
+PROGRAMS = os.environ.get("CONSERVE_AGENT_PROGRAMS", "")
 LIMIT_S = 240
 SECRET = "marmalade"  # in a file that the agent has to read
 BIG = "A line of a file whose tokens Claude Code has counted.\n" * 800
@@ -108,6 +106,19 @@ OCCASIONAL = {
 }
 
 
+@pytest.fixture(scope="module")
+def programs() -> str:
+    if not PROGRAMS:
+        pytest.skip("the coding agents are not installed here; `make clients` installs them from npm")
+    return PROGRAMS
+
+
+@pytest.fixture(scope="module")
+def fleet(programs: str, tmp_path_factory: pytest.TempPathFactory) -> Iterator[RunningFleet]:
+    with agent_fleet(tmp_path_factory.mktemp("agents") / "model") as running:
+        yield running
+
+
 @pytest.fixture
 def repository(tmp_path: Path) -> Path:
     folder = tmp_path / "repository"
@@ -120,7 +131,9 @@ def repository(tmp_path: Path) -> Path:
     return folder
 
 
-async def run_agent(script: Scripted, url: str, repository: Path, key: str) -> tuple[int, str, str]:
+async def run_agent(
+    script: Scripted, url: str, programs: str, repository: Path, key: str
+) -> tuple[int, str, str]:
     """Run an agent by `conserve run`; return its exit status, its answer and what else it printed.
 
     It has no way to any other server than the fleet's gateway: its proxy is a closed port.
@@ -128,7 +141,7 @@ async def run_agent(script: Scripted, url: str, repository: Path, key: str) -> t
     home = repository.parent / "home"
     home.mkdir()
     variables = environment(repository.parent / "state") | {
-        "PATH": os.pathsep.join((PROGRAMS, os.environ["PATH"])),
+        "PATH": os.pathsep.join((programs, os.environ["PATH"])),
         "HOME": str(home),
         "PWD": str(repository),  # OpenCode believes it before its working directory
         "CONSERVE_API_KEY": key,
@@ -156,11 +169,11 @@ async def run_agent(script: Scripted, url: str, repository: Path, key: str) -> t
 
 
 async def worked(
-    name: str, script: Scripted, fleet: RunningFleet, repository: Path
+    name: str, script: Scripted, fleet: RunningFleet, programs: str, repository: Path
 ) -> list[RecordedExchange]:
     """Let an agent work until it has answered; return its requests with a body, all of which were served."""
     async with recording_proxy(fleet.url) as proxy:
-        status, answer, said = await run_agent(script, proxy.url, repository, key=name)
+        status, answer, said = await run_agent(script, proxy.url, programs, repository, key=name)
     posts = [one for one in proxy.exchanges if one.method == "POST"]
     shown = "\n".join(f"{one.status} {one.target} {one.answer[-300:]!r}" for one in posts)
     assert (status, ANSWER in answer) == (0, True), f"{answer}\n{said}\n{shown}"
@@ -172,24 +185,24 @@ async def worked(
 
 @pytest.mark.parametrize("name", SCRIPTS)
 async def test_an_agent_works_in_a_repository_and_its_later_turns_recompute_nothing(
-    laptop_fleet: RunningFleet, repository: Path, name: str
+    fleet: RunningFleet, programs: str, repository: Path, name: str
 ) -> None:
-    turns = await worked(name, SCRIPTS[name], laptop_fleet, repository)
+    turns = await worked(name, SCRIPTS[name], fleet, programs, repository)
     assert SECRET.encode() in turns[-1].body
     assert (repository / "size.txt").read_text().strip() == str(len(f"The word is {SECRET}.\n"))
     assert len(turns) >= 3
     (conversation,) = {one.answer_headers["x-conversation-id"] for one in turns}
-    assert_computed_once(laptop_fleet, conversation, len(turns))
-    found = get(laptop_fleet.url, f"/v1/conversations/{conversation}", name)
+    assert_computed_once(fleet, conversation, len(turns))
+    found = get(fleet.url, f"/v1/conversations/{conversation}", name)
     assert (found["turns"], found["transfers"]) == (len(turns), 1)
 
 
 @pytest.mark.parametrize("name", OCCASIONAL)
 async def test_occasional_requests_of_an_agent_do_not_make_it_fail(
-    laptop_fleet: RunningFleet, repository: Path, name: str
+    fleet: RunningFleet, programs: str, repository: Path, name: str
 ) -> None:
     script, mark = OCCASIONAL[name]
-    requests = await worked(name, script, laptop_fleet, repository)
+    requests = await worked(name, script, fleet, programs, repository)
     assert any(mark in one.target or mark.encode() in one.body for one in requests)
 
 

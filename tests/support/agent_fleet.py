@@ -1,6 +1,5 @@
 """A fleet for coding agents: their long prompts fit, and its model answers as the prompts say."""
 
-import os
 import shutil
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -14,7 +13,6 @@ from deploy.models import smollm2
 from deploy.small_model import ModelShape, make_weights
 from tests.support.fleet import RunningFleet, fleet_up
 
-PROGRAMS = os.environ.get("CONSERVE_AGENT_PROGRAMS", "")  # directory of the coding agents' programs
 CONTEXT = 65_536
 VOCABULARY_OF_BYTES = ModelShape().vocabulary
 SHAPE = ModelShape(
@@ -42,15 +40,17 @@ def make_model(directory: Path) -> None:
 
 @contextmanager
 def agent_fleet(directory: Path) -> Iterator[RunningFleet]:
-    """Start one prefiller and two decoders whose model is made in `directory`."""
+    """Start one prefiller and one decoder whose model is made in `directory`."""
     make_model(directory)
 
     def edit(content: Any) -> None:
         content["name"] = "agents"
         content["model"] |= {"path": str(directory), "max_context": CONTEXT}
         args = content["engine"]["args"]
-        del args["tool-strict-level"]  # for a model without a script
+        for name in ("tool-strict-level", "structured-outputs-config"):  # for a model without a script
+            del args[name]
         args["logits-processors"] = "tests.support.scripted_replies:ScriptedReplies"
+        content["tiers"][1]["replicas"] = 1
         content["conversation"]["prefiller_wait"] = "2m"
 
     with fleet_up("random", edit) as fleet:

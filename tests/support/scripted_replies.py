@@ -2,8 +2,7 @@
 
 Coding agents need a model that calls their tools. Lines `REPLY: …` of a prompt are the answers to it: the
 first before any tool has answered, the next after one result, and so on. A line that is a JSON object is a
-tool call. A text that stands in the prompt again, as a summary does, has been given before. An answer that
-has to have a certain form, such as the call of one tool, is left to the model and to vLLM's grammar. Prefill,
+tool call. A text that stands in the prompt again, as a summary does, has been given before. Prefill,
 transfer, decoding, tool parser and streaming are those of any model.
 """
 
@@ -17,7 +16,6 @@ from vllm.v1.sample.logits_processor import BatchUpdate, LogitsProcessor
 from vllm.v1.sample.logits_processor.builtin import process_dict_updates
 
 if TYPE_CHECKING:
-    from vllm import SamplingParams
     from vllm.config import VllmConfig
 
 SCRIPTED = re.compile(r"^REPLY: (.*)$", re.MULTILINE)
@@ -49,16 +47,16 @@ class ScriptedReplies(LogitsProcessor):
         return False
 
     def update_state(self, batch_update: BatchUpdate | None) -> None:
-        process_dict_updates(self._replies, batch_update, self._row)
+        process_dict_updates(
+            self._replies, batch_update, lambda _, prompt, generated: (self._reply(prompt or []), generated)
+        )
 
-    def _row(
-        self, sampling: "SamplingParams", prompt: list[int] | None, generated: list[int]
-    ) -> tuple[list[int], Sequence[int]] | None:
-        if sampling.structured_outputs is not None:
-            return None
-        text = reply_to(self._tokenizer.decode(prompt or []))
-        reply = self._tokenizer.encode(text, add_special_tokens=False)
-        return [*reply, self._tokenizer.eos_token_id], generated
+    def _reply(self, prompt: list[int]) -> list[int]:
+        text = reply_to(self._tokenizer.decode(prompt))
+        return [
+            *self._tokenizer.encode(text, add_special_tokens=False),
+            self._tokenizer.eos_token_id,
+        ]
 
     def apply(self, logits: torch.Tensor) -> torch.Tensor:
         for row, (reply, generated) in self._replies.items():
