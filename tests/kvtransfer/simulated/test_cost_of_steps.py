@@ -3,6 +3,7 @@
 import sys
 from collections.abc import Callable
 from pathlib import Path
+from statistics import median
 from types import FrameType
 from typing import Any
 
@@ -116,6 +117,28 @@ def test_no_step_visits_all_retained_blocks(host: bool) -> None:
     finally:
         engine.close()
     assert max(seen.values()) < LINES, seen
+
+
+def lines_of_a_decoding_step(conversations: int) -> float:
+    """Return the median over 20 steps beside so many idle conversations."""
+    engine = SteppedEngine(ConnectorConfig(engine="d", epoch=1, port=free_port(), park_after_s=3600.0))
+    try:
+        engine.kv_state.clock = lambda: 1.0
+        idle = engine.kv_state.conversations
+        for number in range(conversations):
+            conversation = idle.begin_turn(f"idle{number}", [])
+            idle.advance(conversation, [b"%032d" % number])
+            idle.end_turn(conversation)
+        engine.add("turn", [n % 250 for n in range(BLOCK_TOKENS)], 40, session="turn")
+        for _ in range(4):
+            engine.step()
+        return median(lines_executed(engine.step) for _ in range(20))
+    finally:
+        engine.close()
+
+
+def test_a_decoding_step_does_not_look_at_every_conversation() -> None:
+    assert lines_of_a_decoding_step(300) < lines_of_a_decoding_step(3) + 50
 
 
 def test_idle_blocks_are_found_after_the_blocks_before_them_are_taken() -> None:
