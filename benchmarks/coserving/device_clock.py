@@ -221,7 +221,8 @@ class ClockedEngine:
             if len(gaps) == UNSTEADY:
                 device_s = self._device.busy_s
             last = now
-            parts.wall.clear(), parts.cpu.clear()
+            parts.wall.clear()
+            parts.cpu.clear()
         parts.enter("")
         kept = rows[UNSTEADY:]
         host = [sum(one.get(f"{part}_cpu", 0.0) for part in PARTS) for one in kept]
@@ -255,7 +256,7 @@ class ClockedEngine:
             session_id=None if offline else f"s{number}",
         )
         self._core.add_request(*self._core.preprocess_add_request(request))
-        return request.request_id
+        return str(request.request_id)
 
 
 def own_parts(variant: ClockedVariant) -> dict[str, Any]:
