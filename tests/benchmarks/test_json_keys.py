@@ -15,7 +15,7 @@ from benchmarks.kv.copies import KvSize, measure_copies
 from benchmarks.kv.disk import disk_copies
 from benchmarks.overload import PolicyBursts
 from benchmarks.paper import __main__ as paper
-from benchmarks.paper import elastic
+from benchmarks.paper import elastic, roles
 from benchmarks.peers import figures as peers
 from benchmarks.relay import report as relay
 from benchmarks.tenants import __main__ as tenants
@@ -60,6 +60,14 @@ def test_paper() -> None:
         elastic_worst_ttfet elastic_worst_first_ttft elastic_worst_later_ttft elastic_worst_e2e
         elastic_late_share elastic_tokens_per_joule_vs_collocated
         elastic_capped_tokens_per_joule_vs_collocated elastic_kv_bound_ttfet_vs_collocated""")
+
+
+def test_roles() -> None:
+    rows = [
+        roles.RolesRow(8, load, kind, idle, *[1.0] * 7)
+        for load, kind, idle in ((0.8, "fixed", 0.3), (1.5, "fixed", 0.1), (0.8, "elastic", 0.2))
+    ]
+    assert roles.figures(rows) == {"idle_while_waiting_fixed_8": 0.3, "idle_while_waiting_elastic_8": 0.2}
 
 
 def test_prefixes_and_returns() -> None:
