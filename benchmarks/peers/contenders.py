@@ -87,6 +87,8 @@ def ours(bench: Bench, **placement: str) -> Iterator[Serving]:
     try:
         with brought_up(fleet, bench.start_limit_s) as home:
             status = fleet_status(home)
+            if not status.metrics:
+                raise DoesNotRun("its directory did not say within 3 s where its metrics are")
             engines = {one.engine: f"http://{one.http}" for one in status.engines}
             yield Serving(serving(home).endpoint, engines, f"http://{status.metrics}")
     except subprocess.TimeoutExpired as late:
