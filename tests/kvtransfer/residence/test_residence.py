@@ -1,14 +1,11 @@
 """Host slots and conversations never leak, in any order of events."""
 
-from collections import Counter
-
 import hypothesis.strategies as st
 import pytest
 from hypothesis import settings
 from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
 
 from kvtransfer.checkpoint.copy_orders import DiskMove
-from kvtransfer.checkpoint.disk_moves import DiskMoves
 from kvtransfer.checkpoint.host_index import Slot, block_faults, host_faults
 from kvtransfer.config import ConnectorConfig
 from kvtransfer.retention.retained_conversations import RetainedConversation, RetentionPhase
@@ -26,7 +23,6 @@ class ConversationLives(RuleBasedStateMachine):
         self.now = 0.0
         config = ConnectorConfig(park_after_s=10, ttl_s=100)
         self.kv_state = SharedKvState(config, SLOTS, lambda: self.now, disk_slots=DISK_SLOTS)
-        self.disk_moves = DiskMoves(self.kv_state, ranks=1)
         self.moving: list[DiskMove] = []
         self.running: list[tuple[RetainedConversation, list[bytes]]] = []
         self.storing: list[Slot] = []
@@ -43,13 +39,18 @@ class ConversationLives(RuleBasedStateMachine):
             return
         index = data.draw(st.integers(0, len(self.running) - 1))
         conversation, prompt = self.running.pop(index)
-        computed = data.draw(st.integers(0, len(prompt)))  # fewer than all: aborted
+        aborted = data.draw(st.integers(0, 3)) == 0
+        computed = data.draw(st.integers(0, len(prompt))) if aborted else len(prompt)
         if computed > len(conversation.chain):
             self.kv_state.conversations.advance(conversation, prompt[:computed])
         self.kv_state.conversations.end_turn(conversation)
         for block in conversation.chain:
             if conversation.on_host and self.kv_state.conversations.wanted_on_host(block):
                 self._store(block, conversation)
+        if data.draw(st.booleans()):  # the copier does not lag behind
+            for slot in self.storing:
+                self.kv_state.host.end_store(slot.number)
+            self.storing.clear()
 
     def _store(self, block: bytes, owner: RetainedConversation) -> None:
         if block not in self.kv_state.host and (slot := self.kv_state.claim_host_slot(block, owner)):
@@ -76,16 +77,18 @@ class ConversationLives(RuleBasedStateMachine):
             if corrupt:
                 self.kv_state.host.drop_slot(slot.number)
 
-    @rule()
-    def move(self) -> None:
-        self.moving += self.disk_moves.begin()
+    @rule(data=st.data())
+    def move(self, data: st.DataObject) -> None:
+        blocks = sorted(self.kv_state.host.blocks())
+        for block in blocks[: data.draw(st.integers(1, DISK_SLOTS))]:
+            if move := self.kv_state.host.begin_move(block):
+                self.moving.append(move)
 
     @rule(written=st.booleans(), data=st.data())
     def moved(self, written: bool, data: st.DataObject) -> None:
         if self.moving:
             move = self.moving.pop(data.draw(st.integers(0, len(self.moving) - 1)))
-            failed = set() if written else {move.disk_slot}
-            self.disk_moves.on_report(Counter([move.disk_slot]), failed)
+            self.kv_state.host.end_move(move.disk_slot, written)
 
     @rule(key=KEYS)
     def release(self, key: str) -> None:
@@ -129,7 +132,7 @@ class ConversationLives(RuleBasedStateMachine):
 
 
 TestLife = ConversationLives.TestCase
-TestLife.settings = settings(max_examples=60, stateful_step_count=40, deadline=None)
+TestLife.settings = settings(max_examples=100, stateful_step_count=50, deadline=None)
 
 
 def idle(kv_state: SharedKvState, key: str, blocks: list[bytes]) -> RetainedConversation:
