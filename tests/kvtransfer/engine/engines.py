@@ -7,7 +7,6 @@ import os
 import re
 import signal
 import socket
-import subprocess
 import sys
 import tempfile
 import time
@@ -17,6 +16,7 @@ from collections.abc import Awaitable, Callable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import aclosing
 from dataclasses import dataclass, field
+from multiprocessing.context import ForkServerProcess
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -27,6 +27,7 @@ from kvtransfer.config import SECRET_VARIABLE, ConnectorConfig
 from kvtransfer.control.control_socket import ControlSocketClient
 from placement.engines import EngineState
 from tests.support import engine_device
+from tests.support.warm_process import start_module
 from workers.engine.coserving.config import (
     PROMPT_SCHEDULER,
     SAFEPOINT_PLUGIN,
@@ -81,7 +82,7 @@ class EngineProcess:
     secret: str = SECRET
     arguments: Sequence[str] = ()
     http: int = field(default_factory=free_port)
-    process: subprocess.Popen[bytes] | None = None
+    process: ForkServerProcess | None = None
     log: Path = field(default_factory=lambda: Path(tempfile.mkstemp(suffix=".log", prefix="engine-")[1]))
 
     @property
@@ -96,8 +97,7 @@ class EngineProcess:
         return min(16000, (self.blocks - 2) * self.block_tokens)
 
     def start(self) -> "EngineProcess":
-        command = [sys.executable, "-m", SERVER]
-        command += ["--model", str(model_directory()), "--served-model-name", "m", "--dtype", "float32"]
+        command = ["--model", str(model_directory()), "--served-model-name", "m", "--dtype", "float32"]
         command += ["--host", "127.0.0.1", "--port", str(self.http), "--max-model-len", str(self.context())]
         command += ["--num-gpu-blocks-override", str(self.blocks), "--block-size", str(self.block_tokens)]
         command += ["--max-num-batched-tokens", str(self.batched_tokens), "--max-num-seqs", "16"]
@@ -121,10 +121,7 @@ class EngineProcess:
             **engine_device.environment(),
             "PYTHONPATH": os.pathsep.join(filter(None, sys.path)),
         }
-        with self.log.open("wb") as log:
-            self.process = subprocess.Popen(
-                command, env=environment, stdout=log, stderr=subprocess.STDOUT, start_new_session=True
-            )
+        self.process = start_module(SERVER, command, environment, self.log)
         self._wait_ready()
         self.ask([5, 6, 7], max_tokens=2)  # an engine is warm before it takes transferred requests
         return self
@@ -133,7 +130,7 @@ class EngineProcess:
         limit = time.monotonic() + START_S
         while time.monotonic() < limit:
             assert self.process is not None
-            if self.process.poll() is not None:
+            if not self.process.is_alive():
                 raise RuntimeError(f"engine ended at start:\n{self.errors()}")
             with contextlib.suppress(OSError), urllib.request.urlopen(f"{self.url}/health", timeout=2):
                 return
@@ -159,7 +156,7 @@ class EngineProcess:
                 process.send_signal(signal.SIGKILL)
         psutil.wait_procs(processes, timeout=20)
         if self.process is not None:
-            self.process.wait(20)
+            self.process.join(20)
 
     def post(self, path: str, body: dict[str, Any], **headers: str) -> dict[str, Any]:
         request = urllib.request.Request(

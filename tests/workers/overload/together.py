@@ -4,7 +4,6 @@ An engine steps whenever it has something to do, as vLLM's own loop does.
 """
 
 import contextlib
-import multiprocessing
 import random
 import threading
 import time
@@ -18,6 +17,7 @@ from typing import Any
 from kvtransfer.config import SECRET_VARIABLE, ConnectorConfig
 from kvtransfer.control.control_socket import EngineCommand, Reply
 from tests.kvtransfer.engine.in_process import ENVIRONMENT, EngineHere
+from tests.support.warm_process import warm_context
 from workers.engine.compat.engine_core_patches import notify_of_arrivals
 from workers.engine.coserving.config import PROMPT_SCHEDULER, SAFEPOINT_PLUGIN, SCHEDULER_CLASS, WORKER_CLASS
 from workers.engine.coserving.safepoint import ABORTS, RUNNING, Flag
@@ -189,8 +189,8 @@ class SplitEngine:
 
     def __init__(self, model: Path, blocks: int, batched_tokens: int, coserves: bool) -> None:
         self.address = ""  # of its peer server, once it is ready
-        self.pipe, theirs = multiprocessing.get_context("spawn").Pipe()
-        self.process = multiprocessing.get_context("spawn").Process(
+        self.pipe, theirs = warm_context().Pipe()
+        self.process = warm_context().Process(
             target=serve, args=(theirs, model, blocks, batched_tokens, coserves), daemon=True
         )
         self.process.start()
