@@ -47,10 +47,11 @@ class Setup:
 
 @dataclass(frozen=True, slots=True)
 class Agent:
-    """A coding agent: its program, its npm package, and its setup for a fleet."""
+    """A coding agent: its program, its npm package, the tokens of its first prompt, its setup for a fleet."""
 
     program: str
     package: str
+    first_prompt: int  # without the user's text; measured with SmolLM2's tokenizer
     setup: Callable[[Path, AgentEndpoint], Setup]
 
 
@@ -137,8 +138,8 @@ def _qwen(directory: Path, fleet: AgentEndpoint) -> Setup:
 
 
 AGENTS: Mapping[str, Agent] = {
-    "codex": Agent("codex", "@openai/codex", _codex),
-    "claude": Agent("claude", "@anthropic-ai/claude-code", _claude),
-    "opencode": Agent("opencode", "opencode-ai", _opencode),
-    "qwen": Agent("qwen", "@qwen-code/qwen-code", _qwen),
+    "codex": Agent("codex", "@openai/codex", 9_300, _codex),
+    "claude": Agent("claude", "@anthropic-ai/claude-code", 12_600, _claude),
+    "opencode": Agent("opencode", "opencode-ai", 7_800, _opencode),
+    "qwen": Agent("qwen", "@qwen-code/qwen-code", 19_100, _qwen),
 }

@@ -48,6 +48,11 @@ def run(
         raise DeployError(f"the program {chosen.program!r} is not installed; {hint}")
     key = os.environ.get("CONSERVE_API_KEY") or "anonymous"
     endpoint = endpoint_at(url.rstrip("/").removesuffix("/v1"), key, model, trust)
+    if endpoint.context <= chosen.first_prompt:
+        raise DeployError(
+            f"{endpoint.model} takes {endpoint.context} tokens, and the first prompt of {agent.value} alone "
+            f"has about {chosen.first_prompt}: serve a model with a longer context, best 65536 or more"
+        )
     setup = chosen.setup(conserve_home() / "agents" / agent.value, endpoint)
     setup.write()
     for line in described(setup.environment, key):

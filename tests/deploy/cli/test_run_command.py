@@ -70,6 +70,12 @@ async def test_an_agent_gets_settings_and_arguments_and_its_exit_status_is_retur
     assert f"CODEX_HOME={environment['CODEX_HOME']}" in said and "right" not in said
 
 
+async def test_a_model_too_small_for_the_agents_first_prompt_is_refused(tmp_path: Path) -> None:
+    async with fleet(tmp_path, decoders=1, engine={"max_context": 8_192}) as made:
+        status, said = await conserve_run(tmp_path, "codex", "--url", made.urls[0])
+    assert status == 1 and "takes 8192 tokens, and the first prompt of codex alone has about 9300" in said
+
+
 async def test_a_missing_agent_or_fleet_is_reported_in_a_sentence(made: FakeFleet, tmp_path: Path) -> None:
     url = made.urls[0]
     for arguments, key, sentence in (
