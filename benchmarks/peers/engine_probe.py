@@ -47,23 +47,25 @@ def plugin_folder(folder: Path) -> Mapping[str, str]:
 
 
 def install() -> None:
-    """Wrap the methods that do an engine's work. vLLM calls this in each of its processes."""
+    """Wrap the methods that do an engine's work. vLLM calls this in each of its processes.
+
+    A spawned process calls it while it makes its core or worker, so only later methods can be hooked.
+    """
     from vllm.v1.engine.core import EngineCoreProc
     from vllm.v1.worker.worker_base import WorkerWrapperBase
 
-    _after(EngineCoreProc, "__init__", _watch_core)
-    _after(WorkerWrapperBase, "init_worker", _watch_worker)
+    _before(EngineCoreProc, "run_busy_loop", _watch_core)
+    _before(WorkerWrapperBase, "initialize_from_config", _watch_worker)
 
 
-def _after(owner: type, name: str, then: Callable[[Any], None]) -> None:
-    """Call `then` with the object after its method `name`."""
+def _before(owner: type, name: str, first: Callable[[Any], None]) -> None:
+    """Call `first` with the object before its method `name`."""
     method = getattr(owner, name)
 
     @wraps(method)
     def both(self: Any, *args: Any, **kwargs: Any) -> Any:
-        result = method(self, *args, **kwargs)
-        then(self)
-        return result
+        first(self)
+        return method(self, *args, **kwargs)
 
     setattr(owner, name, both)
 
