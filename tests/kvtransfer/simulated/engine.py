@@ -37,6 +37,7 @@ from vllm.v1.structured_output import StructuredOutputManager
 
 from kvtransfer.config import SECRET_VARIABLE, SEVERAL, SEVERAL_MODULE, ConnectorConfig
 from kvtransfer.connector import ConServeConnector
+from kvtransfer.connector_stats import ConnectorStats
 from kvtransfer.control.control_socket import EngineCommand
 from kvtransfer.shared_state import SharedKvState
 from tests.kvtransfer.engine.engines import model_directory
@@ -143,7 +144,8 @@ class SteppedEngine:
 
         def noted() -> Any:
             stats = take()
-            self.counts.update({name: n for name, n in stats.reduce().items() if n} if stats else {})
+            if isinstance(stats, ConnectorStats):
+                self.counts.update(stats.reduce())
             return stats
 
         self.scheduler.connector.get_kv_connector_stats = noted

@@ -299,7 +299,7 @@ class OpenScheduler(OverlappingScheduler):
 
     def preempt(self, request: Request, now: float) -> None:
         self.running.remove(request)
-        self._preempt_request(request, now, drop_stale_output=True)
+        self._preempt_request(request, now)
 
     def _preempt_request(self, request: Request, timestamp: float, drop_stale_output: bool = False) -> None:
         self.before_preemption(request)

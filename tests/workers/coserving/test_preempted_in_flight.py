@@ -1,0 +1,43 @@
+"""A request that is preempted while its step is in flight gets the token of that step."""
+
+import time
+from pathlib import Path
+
+import pytest
+
+pytest.importorskip("vllm", reason="vLLM is not installed: make install")
+
+from placement.scheduling.latency_model import LatencyModel, SelfCorrecting
+from tests.workers.coserving.model_free import StepRequest
+from tests.workers.coserving.overlapped import OverlappedEngine
+
+TOKENS = 8
+QUICK = LatencyModel(1e-6, 0, 0, 1e-3)  # no step is worth aborting, so steps overlap
+
+
+class SampleCount(OverlappedEngine):
+    """Counts how often a token is sampled: of a request with a seed, each draw advances its generator."""
+
+    drawn = 0
+
+    def forward(self, rows: list[StepRequest], aborted: bool = False) -> list[list[int]]:
+        sampled = super().forward(rows, aborted)
+        self.drawn += sum(map(len, sampled))
+        return sampled
+
+
+def test_no_sampled_token_is_thrown_away(small_model: Path) -> None:
+    engine = SampleCount(small_model, latency=QUICK)
+    engine.scheduler.latency = SelfCorrecting(QUICK, bound=1.0)  # steps without a model would correct it
+    engine.ask("a", [33 + number % 80 for number in range(100)], TOKENS, priority=1)
+    while len(engine.outputs["a"]) < 2:
+        engine.step(abort_share=0.0)
+    request = engine.scheduler.requests["a"]
+    assert request.num_in_flight_tokens, "no step is in flight"
+    engine.scheduler.preempt(request, time.monotonic())
+    limit = time.monotonic() + 30
+    while engine.scheduler.has_requests():
+        assert time.monotonic() < limit
+        engine.step(abort_share=0.0)
+    assert len(engine.outputs["a"]) == engine.drawn == TOKENS
+    assert not engine.lies
