@@ -14,7 +14,7 @@ import os
 import tempfile
 import warnings
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from multiprocessing.connection import Connection
 from pathlib import Path
 from statistics import mean, median
@@ -38,22 +38,21 @@ DEVICE_S = {1: 4.6e-3, 16: 5.3e-3, 64: 6.4e-3}  # a step of Qwen3 8B on an H200,
 OTHER_DEVICE_S = 10e-3
 TOKENS, PROMPTS_TOKENS = 23, 8  # a round
 LIMIT_S = 300.0  # for an engine's start, and for a round
+STOP, STOP_S = ("stop",), 10.0  # an engine that stops by itself removes its shared memory
 
 Round = Mapping[str, Mapping[str, Any]]  # what each variant's engine measured
 
 
 def serve_engine(name: str, most: int, pipe: Connection) -> None:
-    """Call methods of a variant's engine for the parent process, until it closes the pipe."""
+    """Call methods of a variant's engine for the parent process, until it sends `STOP`."""
     die_with_parent()
     with tempfile.TemporaryDirectory() as folder:
         engine = ClockedEngine(VARIANTS[name], Path(folder), most)
         pipe.send("started")
-        try:
-            while True:
-                method, *arguments = pipe.recv()
-                pipe.send(getattr(engine, method)(*arguments))
-        except EOFError:
-            engine.stop()
+        while (call := pipe.recv()) != STOP:
+            method, *arguments = call
+            pipe.send(getattr(engine, method)(*arguments))
+        engine.stop()
 
 
 @contextmanager
@@ -85,8 +84,10 @@ def engines(names: Sequence[str], most: int) -> Iterator[dict[str, Connection]]:
         yield pipes
     finally:
         for pipe in pipes.values():
-            pipe.close()
+            with suppress(OSError):
+                pipe.send(STOP)
         for child in children:
+            child.join(STOP_S)
             child.kill()
             child.join()
 

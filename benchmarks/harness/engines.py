@@ -86,7 +86,7 @@ class PlainEngines(AbstractContextManager["PlainEngines"]):
         bench, port = self._bench, free_port(HOST)
         decoder = next(engine for engine in engines(bench.fleet) if engine.tier.role is not Role.PREFILL)
         spec = engine_spec(bench.fleet, decoder, FleetHome(bench.work / "home"), HOST)
-        spec = replace(spec, connector=None, scheduler_class=None, additional=None)
+        spec = replace(spec, connector=None, scheduler_class=None, worker_class=None, additional=None)
         command = engine_command(spec, Start(1, port, 0), EngineKeys(), os.environ)
         argv, environment = [*command.argv], dict(command.env)
         argv[argv.index(SERVER)] = VLLM_SERVER
