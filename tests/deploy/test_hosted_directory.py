@@ -100,7 +100,11 @@ def test_a_replaced_directory_does_not_return_at_once(
     monkeypatch.setattr(hosted_directory.HostedDirectory, "run", superseded)
     monkeypatch.setattr(hosted_directory.time, "sleep", slept.append)
     config = tmp_path / "config.json"
-    config.write_bytes(Rig(tmp_path).hosted().config)
+
+    async def written() -> None:  # clients of gRPC need a running loop
+        config.write_bytes(Rig(tmp_path).hosted().config)
+
+    asyncio.run(written())
     assert hosted_directory.main(["--config", str(config)]) == 2
     assert slept == [hosted_directory.SUPERSEDED_S]
     assert "a newer directory has taken over" in capsys.readouterr().err
