@@ -47,7 +47,7 @@ class Setup:
 
 @dataclass(frozen=True, slots=True)
 class Agent:
-    """A coding agent: its program, its npm package, the tokens of its first prompt, its setup for a fleet."""
+    """A coding agent: its program, npm package, tokens of its first prompt, and setup for a fleet."""
 
     program: str
     package: str

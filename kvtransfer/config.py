@@ -43,8 +43,8 @@ class ConnectorConfig:
     park_after_s: float = PARK_AFTER_S  # idle time after which a conversation is parked
     ttl_s: float | None = None  # idle time after which a conversation is forgotten; None: never
     host_kv_gib: float = 0.0  # host memory for checkpoints; 0: no checkpoint, nothing can be parked
-    disk_gib: float = 0.0  # disk behind the host memory, of all ranks; 0: none
-    disk_path: str = ""  # folder of the file there
+    disk_gib: float = 0.0  # disk space behind the host memory, of all ranks; 0: none
+    disk_path: str = ""  # folder of the file on the disk
     idle_kv_evictable: bool = False  # idle conversations' KV may be evicted without a copy on the host
     lmcache: str = ""  # host:port of LMCache's server, the tier behind the host; empty: none
     lmcache_timeout_s: float = 1.0  # longest wait for it within a step
@@ -152,7 +152,7 @@ def host_slots(config: ConnectorConfig, ranks: int, block_bytes: int) -> int:
 
 
 def disk_row_bytes(block_bytes: int) -> int:
-    """Return what a block of one rank takes on the disk: whole sectors, as direct I/O wants them."""
+    """Return the bytes of one rank's block on the disk: whole sectors, as direct I/O requires."""
     return -(-block_bytes // SECTOR_BYTES) * SECTOR_BYTES
 
 

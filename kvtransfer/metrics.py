@@ -68,12 +68,12 @@ COUNTERS: Mapping[str, CounterSpec] = {
     "disk_blocks": CounterSpec("conserve_kv_disk_blocks", "Blocks moved from host memory to the disk."),
     "disk_restored_blocks": CounterSpec(
         "conserve_kv_disk_restored_blocks",
-        "Blocks copied back for turns from the disk.",
+        "Blocks copied back from the disk for turns.",
     ),
     "failed_disk_moves": CounterSpec(
         "conserve_kv_failed_disk_moves",
-        "Blocks that could not be written to the disk: the disk is full, failing or not there; the engine's "
-        "log has why. 0 is right.",
+        "Blocks that could not be written to the disk, which is failing or was not available at the start; "
+        "the engine's log has the reason. 0 is right.",
     ),
     "restores": CounterSpec("conserve_kv_restores", "Turns that got blocks back from host memory."),
     "corrupt_blocks": CounterSpec(

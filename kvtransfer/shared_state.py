@@ -184,7 +184,7 @@ class SharedKvState:
         """Reserve a slot for a block of `owner`, or return None if the host is full for it.
 
         A conversation displaces checkpoints of offline work first, then the idle conversation that was least
-        recently used. Where conversations move to the disk, the block waits for that instead. Offline work
+        recently used. If conversations move to the disk, the block waits for a move instead. Offline work
         displaces nothing: without a checkpoint it only computes more after a preemption, and what another
         offline request would lose is worth as much.
         """
@@ -201,19 +201,19 @@ class SharedKvState:
         return None
 
     def give_up_longest_idle(self) -> None:
-        """Make room on a full disk: the conversation that is idle for longest loses its KV there and here."""
+        """Make room on a full disk: the conversation that is idle for longest loses its KV on the host."""
         if oldest := next(iter(self._idle_on_host()), None):
             self._leave_host(oldest)
 
     def _leave_host(self, conversation: RetainedConversation) -> None:
         if conversation.phase is RetentionPhase.PARKED:
             self.changes.unparked.append(conversation.key)
-            logger.info("host memory is full, KV is lost conversation=%s", conversation.key)
+            logger.info("the host is full, KV is lost conversation=%s", conversation.key)
         self.conversations.leave_host(conversation)
         self.counts["left_host"] += not conversation.offline
 
     def idle_blocks(self) -> Iterator[bytes]:
-        """Yield the blocks of idle conversations that have slots, those of the longest idle one first."""
+        """Yield the stored blocks of idle conversations, beginning with the one that is idle for longest."""
         for conversation in self._idle_on_host():
             for block in self.conversations.keys(conversation):
                 if conversation.turns:

@@ -66,7 +66,7 @@ def detach_from_server() -> None:
 def main() -> None:
     getproctitle()  # finds where titles go, which it cannot once the environment's first variable changes
     os.environ[ADDRESS] = new_address()
-    gc.disable()  # an import leaves little garbage, and looking for it takes a seventh of its CPU time
+    gc.disable()  # imports leave little garbage; looking for it is a seventh of their CPU time
     from vllm.entrypoints.launchers.api_server.entry import main as serve
 
     gc.enable()

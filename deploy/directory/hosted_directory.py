@@ -29,8 +29,8 @@ log = logging.getLogger("conserve.deploy.directory")
 
 LOOK_EVERY_S = 0.5
 SEND_LIMIT_S = 60.0  # of one conversation's KV
-# A supervisor starts an ended directory again, which would then be the newest one. One that still runs beside
-# the new directory's own, as after a partition, has ended by itself after this time.
+# A replaced directory waits before it ends, because its supervisor starts it again and it would then be the
+# newest directory. After a partition, that old supervisor ends by itself within this time.
 SUPERSEDED_S = 60.0
 
 

@@ -266,7 +266,7 @@ class KvSpec(Spec):
     host_kv_gib: Gib = 4.0
     """Memory an engine may use on its host for parked conversations."""
     disk_gib: Gib = default(ConnectorConfig, "disk_gib")
-    """Space on a disk that an engine may use for KV which its host memory has no room for. 0: none."""
+    """Disk space that an engine may use for KV that does not fit into its host memory. 0: none."""
     disk_path: str = default(ConnectorConfig, "disk_path")
     """Folder on a fast local disk (NVMe) of each engine's machine, for `disk_gib`. The engine's file there
     has no name and is gone when the engine ends; its content is not encrypted."""

@@ -106,7 +106,7 @@ class ControlClient:
     """Client of one keeper's control service."""
 
     def __init__(self, address: str, secret: str, timeout_s: float = 5.0, *, term: int = 0) -> None:
-        """`term`: of the directory that asks; a keeper that has heard a newer one refuses it."""
+        """Use the `term` of the directory that asks; a keeper that has heard of a newer one refuses it."""
         self.address = address
         self._channel = grpc.aio.insecure_channel(address, KEEPALIVE)
         self._stub, self._timeout_s = Stub(self._channel, secret, term), timeout_s
@@ -148,10 +148,10 @@ class ControlClient:
         await self._ask(DRAIN, on)
 
     async def watch(self) -> AsyncIterator[KeeperReport]:
-        """Yield the keeper's report, and each change of it.
+        """Yield the keeper's report, and again after each change.
 
-        Raises ControlError when the keeper is gone, and DirectorySuperseded when it has heard a newer
-        directory.
+        Raises ControlError when the keeper is gone, and DirectorySuperseded when the keeper has heard of a
+        newer directory.
         """
         try:
             async for report in self._stub.stream(WATCH, None, wait_for_ready=False):

@@ -16,7 +16,7 @@ if [ -f "$stamp" ] && [ "$(cat "$stamp")" = "$key" ]; then
 fi
 
 if [ "$(uname -s)" != Linux ]; then
-  # A gateway that answers beyond the container asks for a key.
+  # A gateway that others can reach requires a key.
   echo "conserve: vLLM runs on Linux only; on this machine use a container: docker run -it -v \"\$PWD\":/conserve -w /conserve -p 8000:8000 -e CONSERVE_API_KEY=secret python:3.11 sh -c 'make install && .venv/bin/conserve serve smollm2 --host 0.0.0.0'" >&2
   exit 1
 fi
@@ -58,7 +58,7 @@ if [ "$extras" = cpu,dev ] || [ "$extras" = cuda,postgres ]; then
   # cpu.txt has torch's hashes for Python 3.11, because PyTorch's index was out of reach when it was made.
   unlocked=(install --no-deps torch==2.13.0+cpu)
   if [ "$lock" = requirements/cpu.txt ] && ! "$venv/bin/python" -m pip show --quiet torch 2>>"$venv/install.log"; then
-    echo "torch for this Python is not in $lock: PyTorch's index has it, and no hash is compared"
+    echo "conserve: $lock has no torch for this Python: installing it from PyTorch's index, without comparing a hash"
     with_uv "${unlocked[@]}" "${torch[@]}" || "${pip[@]}" "${unlocked[@]}" "${torch[@]}"
   fi
   "${pip[@]}" install --no-deps --no-build-isolation -e .  # by the setuptools of the list

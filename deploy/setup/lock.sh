@@ -15,14 +15,14 @@ common=(--python-version 3.11 --python-platform x86_64-manylinux_2_35 --generate
 without=(--no-emit-package torchvision --no-emit-package torchaudio --no-emit-package torchcodec)
 if [ -n "${WHEELS:-}" ]; then
   torch=(--find-links "$WHEELS")
-  only_here=(-e "s/^torch==[^ ]*/& ; python_version < '3.12'/")  # it has the wheels for Python 3.11
+  only_here=(-e "s/^torch==[^ ]*/& ; python_version < '3.12'/")  # the folder has wheels for Python 3.11 only
 else
   only_here=()
   torch=(--extra-index-url https://download.pytorch.org/whl/cpu)
 fi
 "$venv/bin/uv" pip compile pyproject.toml "$venv/cpu.in" --extra cpu --extra dev "${common[@]}" "${without[@]}" \
   "${torch[@]}" --output-file requirements/cpu.txt --quiet
-# Compiled for x86-64, the list has no markers; Intel's packages have wheels for it only.
+# The list is compiled on x86-64 and has no markers, but Intel's packages have wheels for x86-64 only.
 sed -i -e "s/^intel-[^ ]*/& ; platform_machine == 'x86_64'/" "${only_here[@]}" requirements/cpu.txt
 "$venv/bin/uv" pip compile pyproject.toml --extra cuda --extra postgres "${common[@]}" \
   --output-file requirements/cuda.txt --quiet

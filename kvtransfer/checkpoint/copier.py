@@ -86,7 +86,7 @@ class Copier:
         self._closed = False
         self._report = CheckpointReport()
         self._ended = LoadsEnded()
-        self._disk_fails = False  # as of the last move
+        self._disk_fails = False  # whether the last move failed
         self._threads = min(THREADS, os.cpu_count() or 1)
         self._part = max(1, mover.at_once // THREADS)
         self._helpers = ThreadPoolExecutor(THREADS - 1, "kv-copier", initializer=self._lower_priority)
@@ -225,7 +225,9 @@ class Copier:
         except Exception:
             failed = True
             if not self._disk_fails:
-                logger.exception("a block could not be written to the disk; more of this is counted")
+                logger.exception(
+                    "a block could not be written to the disk; further failures are only counted"
+                )
         self._disk_fails = failed
         self._throttle.end(0.0)
         with self._work:
@@ -310,7 +312,7 @@ class CheckpointWorker(WorkerSide):
             return DiskSlots(Path(self._disk_path), self._host.disk_capacity, block_bytes)
         except OSError as reason:
             logger.error(
-                "kv.disk_gib cannot be had in %s (%s): conversations that leave host memory lose their KV",
+                "kv.disk_gib cannot be reserved in %s (%s): conversations that leave host memory lose KV",
                 self._disk_path,
                 reason,
             )

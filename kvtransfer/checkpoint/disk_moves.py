@@ -1,4 +1,4 @@
-"""Chooses what moves from host memory to the disk: the KV of the conversations that are idle for longest."""
+"""Moves KV from host memory to the disk, from the conversations that have been idle for longest."""
 
 from collections import Counter
 from collections.abc import Iterator
@@ -7,17 +7,17 @@ from typing import Final
 from kvtransfer.checkpoint.copy_orders import DiskMove
 from kvtransfer.shared_state import SharedKvState
 
-KEPT_FREE: Final = 8  # one slot of so many in host memory, for blocks that are stored next
-LOOKS_A_STEP: Final = 512  # at blocks; bounds what a step costs
-WALK_S: Final = 0.05  # between two beginnings at the longest idle conversation
+KEPT_FREE: Final = 8  # one in so many host slots stays free, for the blocks that are stored next
+LOOKS_A_STEP: Final = 512  # blocks that a step examines at most, which bounds its cost
+WALK_S: Final = 0.05  # least time between two walks, which begin at the conversation idle for longest
 PAUSE_S: Final = 30.0  # after a write that failed
 
 
 class DiskMoves:
     """Keeps a part of host memory free by moving blocks to the disk. Callers hold the state's lock.
 
-    When the disk is full, the conversation that is idle for longest loses its KV. While the disk fails, host
-    memory is given to others as if there were no disk.
+    When the disk is full, the conversation that has been idle for longest loses its KV. For a while after a
+    failed write, conversations displace each other in host memory, as without a disk.
     """
 
     def __init__(self, state: SharedKvState, ranks: int) -> None:
@@ -27,7 +27,7 @@ class DiskMoves:
         self._next_walk_at = 0.0
         self._paused_until = 0.0
         self._done: Counter[int] = Counter()  # disk slot -> ranks done
-        self._failed: set[int] = set()  # of these, the ones that a rank could not write
+        self._failed: set[int] = set()  # disk slots that a rank could not write
 
     def begin(self) -> list[DiskMove]:
         """Return the moves that begin with this step."""
@@ -52,7 +52,7 @@ class DiskMoves:
         return moves
 
     def on_report(self, moved: Counter[int], unmoved: set[int]) -> Counter[str]:
-        """Take the ranks' results of a step; return their counts."""
+        """End the moves that all ranks have done; return how many were written and how many failed."""
         counts: Counter[str] = Counter()
         self._failed |= unmoved
         for disk_slot, ranks in moved.items():

@@ -1,8 +1,8 @@
 """Disk behind host memory: a file with one row per slot.
 
 The file has no name in its folder, so that nothing of it is left when the process ends, however it ends. Its
-space is reserved at the start: a disk that is full says so then, and not in the middle of a conversation.
-Rows bypass the page cache (direct I/O), which would take the memory that the disk is to save.
+space is reserved at the start, so that a lack of space shows then and not in the middle of a conversation.
+Rows bypass the page cache (direct I/O), which would use the memory that the disk is meant to save.
 """
 
 import logging
@@ -29,7 +29,7 @@ class DiskSlots:
     def __init__(self, folder: Path, slots: int, block_bytes: int) -> None:
         self._block_bytes = block_bytes
         self._row_bytes = disk_row_bytes(block_bytes)
-        self._buffers = threading.local()  # of each thread, aligned as direct I/O wants it
+        self._buffers = threading.local()  # one for each thread, aligned as direct I/O requires
         folder.mkdir(parents=True, exist_ok=True)
         self._file = _unnamed_file(folder)
         try:
@@ -69,12 +69,12 @@ class DiskSlots:
 
 
 def _unnamed_file(folder: Path) -> int:
-    """Open a new file for direct I/O if its file system has it, and remove its name."""
+    """Open a new file, with direct I/O if the file system supports it, and remove its name."""
     file, name = tempfile.mkstemp(prefix="kv-", dir=folder)
     try:
         return os.open(name, os.O_RDWR | os.O_DIRECT)
     except OSError as reason:
-        logger.warning("no direct I/O in %s (%s): KV on this disk takes page cache, too", folder, reason)
+        logger.warning("no direct I/O in %s (%s): KV on this disk also takes page cache", folder, reason)
         return os.dup(file)
     finally:
         os.close(file)

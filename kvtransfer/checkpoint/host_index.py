@@ -47,7 +47,7 @@ class HostIndex:
         self._slots: dict[int, Slot] = {}
         self._by_block: dict[bytes, Slot] = {}
         self._moving: dict[int, Slot] = {}  # slot on the disk -> slot whose block moves there
-        self._on_disk = 0  # blocks of `_by_block`
+        self._on_disk = 0  # number of blocks in `_by_block` that are there
         self._generations = count(1)
         self.on_copy: Callable[[bytes, HostCopy], None] = lambda block, copy: None
 
@@ -57,7 +57,7 @@ class HostIndex:
 
     @property
     def used(self) -> int:
-        """Return the number of slots in memory whose block can be found now or when its copy ends."""
+        """Return the number of slots in memory whose block is usable now or when its copy ends."""
         return len(self._by_block) - self._on_disk
 
     @property
@@ -122,7 +122,7 @@ class HostIndex:
         self._free_if_done(slot)
 
     def begin_move(self, block: bytes) -> DiskMove | None:
-        """Reserve a disk slot for a block whose copy in memory nobody uses; None if there is none."""
+        """Reserve a disk slot for a block in memory; None if a copy uses the block or the disk is full."""
         slot = self._by_block.get(block)
         if slot is None or slot.on_disk or not slot.stored or slot.loads or not self._free_on_disk:
             return None
@@ -165,8 +165,9 @@ class HostIndex:
         if not self.is_complete:
             slots, free = self.capacity + self.disk_capacity, len(self._free) + len(self._free_on_disk)
             found.append(f"{slots} slots, but {free} free and {len(self._slots)} used")
-        if self._on_disk != sum(slot.on_disk for slot in self._by_block.values()):
-            found.append(f"not {self._on_disk} blocks are on the disk")
+        on_disk = sum(slot.on_disk for slot in self._by_block.values())
+        if self._on_disk != on_disk:
+            found.append(f"{on_disk} blocks are on the disk, and {self._on_disk} are counted")
         states = Counter(slot.block for slot in self._slots.values() if not slot.dropped)
         found += [f"a block is in {slots} slots" for slots in states.values() if slots > 1]
         return found

@@ -34,7 +34,7 @@ class CheckpointScheduler(SchedulerSide):
         self._owned: dict[str, tuple[Any, RetainedConversation]] = {}  # request and conversation, by id
         self._visited: dict[str, int] = {}  # request -> blocks of its chain that have a slot or need none
         self._behind: dict[str, None] = {}  # requests with full blocks that could not be stored in their step
-        self._late: dict[str, int] = {}  # idle conversation -> block from which on some may lack a slot
+        self._late: dict[str, int] = {}  # idle conversation -> first block that may lack a slot
         self.copying: dict[int, Any] = {}  # slot -> block that we reference until it is copied
         self._stored: Counter[int] = Counter()  # slot -> ranks done
         self._loading: dict[str, list[int]] = {}  # request -> slots

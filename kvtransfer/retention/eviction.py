@@ -27,7 +27,7 @@ from kvtransfer.request_facts import (
 from kvtransfer.retention.owned_blocks import EvictionRank
 from kvtransfer.retention.retained_conversations import RetainedConversation
 
-PARKS_EVERY_S = 0.05  # while requests run: the check looks at every conversation
+PARKS_EVERY_S = 0.05  # between checks while requests run, because a check visits every conversation
 
 
 class RetentionScheduler(SchedulerSide):
@@ -81,7 +81,7 @@ class RetentionScheduler(SchedulerSide):
             for request_id in self._kv_state.growing:
                 self._advance(*self._kv_state.requests[request_id])
             now = self._kv_state.clock()
-            # An engine may sleep after a step without requests, so nothing is put off then.
+            # An engine may sleep after a step without requests, so such a step always checks.
             if now >= self._parks_at or not scheduler_output.num_scheduled_tokens:
                 self._parks_at = now + PARKS_EVERY_S
                 self._kv_state.park_and_expire()

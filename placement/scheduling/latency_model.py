@@ -227,7 +227,7 @@ def error_by_region(model: LatencyModel, samples: Sequence[Sample]) -> tuple[Reg
 
 # An engine that only prefills has few iterations, and each of them says more: they count several times.
 PROMPT_TOKENS, PROMPTS_COUNT = 64, 4
-# Least time between fits. A fit takes the host a millisecond, which is a fifth of a GPU's step.
+# Least time between two fits: a fit takes a millisecond of the host, a fifth of a GPU's step.
 FIT_EVERY_S = 1.0
 
 
@@ -277,7 +277,7 @@ class SelfCorrecting:
     fitted: LatencyModel = field(init=False)
     observed: int = field(init=False, default=0)
     _since: int = field(init=False, default=0)  # iterations since the last fit
-    _since_s: float = field(init=False, default=0.0)  # their time
+    _since_s: float = field(init=False, default=0.0)  # time of these iterations
     _buckets: dict[int, deque[Sample]] = field(init=False, default_factory=dict)
     _speed: SpeedFactor = field(init=False, default_factory=SpeedFactor)
 

@@ -32,8 +32,8 @@ class TierScaler:
     def decide(self, judged: TierLoad, replicas: int, now: float) -> Decision:
         """Return the replicas that a tier should have.
 
-        `judged` is the load of its role, of which the tier takes its part; `replicas` counts engines that are
-        up or starting.
+        `judged` is the load of the tier's role. The tier takes its share of the engines that the role needs.
+        `replicas` counts engines that are up or starting.
         """
         limits, load = self._limits, judged.load
         within = min(max(replicas, limits.least), limits.most)

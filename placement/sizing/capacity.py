@@ -18,14 +18,14 @@ class Signals:
     prefill_load: float  # seconds of prefill that arrive per second and prefiller; 1 is saturation
     prefill_wait_s: float  # of the shortest queue, now
     decoders: int
-    decoder_pressure: float  # share of the decoders' KV limit in use and not evictable, or asked for in vain
+    decoder_pressure: float  # share of the decoders' KV limit in use and not evictable, or waited for
     running_share: float  # the same for conversations with a running turn, now
     observed_s: float  # how long the fleet was observed; less than the window says little
     prompts_s: float = 0.0  # seconds of prefill that arrive per second
     lent: float | None = None  # elastic: decoders' time that running turns leave to prompts, in engines
     kept: float = 0.0  # elastic: prefillers' time that turns of their own conversations take, in engines
     taking: int = 0  # elastic roles: prefillers that take conversations now; their KV counts as decoders'
-    decoder_wait_s: float = 0.0  # elastic: of a prompt on a decoder, now; mean of the decoders
+    decoder_wait_s: float = 0.0  # elastic: wait of a prompt now, mean over the decoders
 
     @property
     def prompt_load(self) -> float:
@@ -126,8 +126,8 @@ class Recommendation:
 class TierLoad:
     """Judgement of the engines of a role, which `conserve advise` reports and the autoscaler follows."""
 
-    load: float  # share of their capacity in use
-    engines: int  # that are up
+    load: float  # share of the engines' capacity in use
+    engines: int  # engines that are up
     enough: int  # engines that would carry the load at the target utilisation
 
     def missing(self, limits: Thresholds) -> int:
@@ -216,7 +216,7 @@ def _decoders(signals: Signals, limits: Thresholds, longest_wait_s: float) -> Re
         holds += f" and {_number(signals.taking, 'prefiller')} without work"
     if count := judge(Role.DECODE, signals, limits, longest_wait_s).missing(limits):
         if pressure <= limits.high:
-            waits = f"prompts wait {signals.decoder_wait_s:.0f} s on decoders, as long as a first turn may"
+            waits = f"prompts wait {signals.decoder_wait_s:.0f} s on decoders, too long for a first turn"
             return Recommendation(Action.ADD_DECODERS, count, waits)
         if 0 < running <= limits.target:
             reason = (

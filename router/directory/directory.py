@@ -81,7 +81,7 @@ class Directory:
             settings.thresholds, placer, self.table.conversations, self.table.refused_tokens, clock
         )
         self.settled = False
-        self.term = 0  # greater than that of every directory before this one
+        self.term = 0  # number of this start, greater than those before
         self.met: Counter[str] = Counter()  # answers to users by SLO target, of all gateways
         self.missed: Counter[str] = Counter()
         self.metrics_page = ""  # host:port, where there is one

@@ -35,7 +35,7 @@ MAX_UNWRITTEN = 10_000  # rows in memory while the disk refuses them, above whic
 CONVERSATION, ENGINE = "c:", "e:"  # prefixes of subjects
 TURNS, NODE = "turns", "n:"  # slots of turn counts and of prompt ends
 _SEQUENCE = "sequence"  # subject of the row with the number of its transaction
-_TERM = "term"  # subject of the row with the directory's number
+_TERM = "term"  # subject of the row with the directory's term
 _SCHEMA = f"""BEGIN;
 CREATE TABLE rows
     (id INTEGER PRIMARY KEY, subject TEXT, slot TEXT, payload BLOB, sum INTEGER, UNIQUE (subject, slot));
@@ -111,8 +111,9 @@ class Journal:
     def take_term(self, at_least: int) -> int:
         """Return a number greater than all that were taken from this file, and write it.
 
-        `at_least`: a time, by which the numbers of another file are greater, too. A disk that takes nothing
-        keeps the last number, and nobody else writes to it meanwhile.
+        `at_least` is the time of the start, so that the number is also greater than those in other files.
+        If the disk accepts no write, the file keeps its last number. No other directory can take a number
+        from the file meanwhile.
         """
         row = self._rows.execute("SELECT payload FROM rows WHERE subject = ?", (_TERM,)).fetchone()
         term = max(at_least, int(row[0]) + 1 if row is not None else 0)

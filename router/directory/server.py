@@ -81,7 +81,7 @@ class DirectoryServer(Directory):
             await self.close()
 
     def _refuses(self, term: int) -> str:
-        """Return why a gateway is refused that has heard a directory of this term."""
+        """Return why a gateway is refused that knows a directory with this term; empty if it is not."""
         return "a newer directory serves this fleet" if term > self.term else ""
 
     async def _place(self, asks: m.Asks) -> AsyncIterator[m.PlaceAnswers]:

@@ -51,7 +51,7 @@ def run(
     if endpoint.context <= chosen.first_prompt:
         raise DeployError(
             f"{endpoint.model} takes {endpoint.context} tokens, and the first prompt of {agent.value} alone "
-            f"has about {chosen.first_prompt}: serve a model with a longer context, best 65536 or more"
+            f"has about {chosen.first_prompt}: serve a model with a longer context, if possible 65536 or more"
         )
     setup = chosen.setup(conserve_home() / "agents" / agent.value, endpoint)
     setup.write()

@@ -50,7 +50,9 @@ def serve(
     ] = None,
     host: Annotated[
         str | None,
-        typer.Option(help="Address of the gateway; by default 127.0.0.1. Another one needs CONSERVE_API_KEY"),
+        typer.Option(
+            help="Address that the gateway listens on (default: 127.0.0.1); any other needs CONSERVE_API_KEY"
+        ),
     ] = None,
     print_file: Annotated[
         bool, typer.Option("--print", help="Print the fleet file, and start nothing")

@@ -16,19 +16,18 @@ import msgspec
 from router.errors import RouterError
 
 _SECRET, _TERM = "x-conserve-secret", "x-conserve-term"
-BROKEN = grpc.StatusCode.FAILED_PRECONDITION  # gRPC never says it by itself
-SUPERSEDED = grpc.StatusCode.ABORTED  # so is this
+# gRPC itself never answers with these two codes.
+BROKEN = grpc.StatusCode.FAILED_PRECONDITION
+SUPERSEDED = grpc.StatusCode.ABORTED
 MAX_MESSAGE = ("grpc.max_receive_message_length", 64 << 20)
-# A caller that only reads a stream sees in 15 s that nothing comes back any more, as when a cable is pulled.
+# A caller that only reads a stream notices within 15 s that the server is out of reach (a pulled cable).
 KEEPALIVE = (
     ("grpc.keepalive_time_ms", 10_000),
     ("grpc.keepalive_timeout_ms", 5_000),
-    ("grpc.http2.max_pings_without_data", 0),  # by default two, and then a silent stream lasts for ever
+    ("grpc.http2.max_pings_without_data", 0),  # the default is two, after which a silent stream never ends
 )
-_PINGS_ALLOWED = (
-    "grpc.http2.min_ping_interval_without_data_ms",
-    5_000,
-)  # more often would end the connection
+# A server ends the connection of a client that pings more often.
+_PINGS_ALLOWED = ("grpc.http2.min_ping_interval_without_data_ms", 5_000)
 
 encode = msgspec.msgpack.encode
 Request = TypeVar("Request")
@@ -52,9 +51,10 @@ class Method(Generic[Request, Reply]):
 
 
 class TermFence:
-    """Term of the newest directory that a service has heard of. Callers with an older one are refused.
+    """Term of the newest directory that a service has heard of. Callers with an older term are refused.
 
-    A directory has a greater term than those before it. Who has none, such as a person's command, passes.
+    A directory has a greater term than those before it. A caller without a term, such as a command that a
+    person runs, is not refused.
     """
 
     def __init__(self) -> None:
@@ -72,7 +72,7 @@ class Stub:
     """Client side of a channel. Calls raise grpc.aio.AioRpcError."""
 
     def __init__(self, channel: Any, secret: str, term: int = 0) -> None:
-        """`term`: of the newest directory that the caller is or has heard of; it goes with each call."""
+        """Send `term` with each call: that of the newest directory that the caller is or has heard of."""
         self.term = term
         self._channel = channel
         self._metadata = ((_SECRET, secret),) if secret else ()
@@ -129,7 +129,8 @@ class Service:
         """`unavailable` and `broken` name the handler exceptions whose text is sent to the caller.
 
         `unavailable`: asking again may help. `broken`: somebody has to repair something first.
-        `refuses`: says why a caller with a term is not served, before each call and each message of a stream.
+        `refuses` returns why a caller with a term is not served. It is asked before each call and before each
+        message of a stream.
         """
         if not secret:
             raise NoSecret("the secret is empty: everybody would be answered; give one")

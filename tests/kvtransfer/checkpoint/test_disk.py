@@ -109,7 +109,7 @@ def test_a_disk_without_the_space_is_said_at_the_start_and_the_engine_goes_on(
     worker = CheckpointWorker(context, 0)  # type: ignore[arg-type]
     worker.register({"layer": torch.zeros(BLOCKS, 2, 4, 8)})
     try:
-        assert "kv.disk_gib cannot be had" in caplog.text
+        assert "kv.disk_gib cannot be reserved" in caplog.text
         worker.before_step(CheckpointOrder(moves=[DiskMove(0, 1, D0, 2)]))
         limit = time.monotonic() + 5
         while (report := worker.report()) is None:
