@@ -30,12 +30,12 @@ from workers.engine.coserving.config import (
 )
 
 SHAPE = ModelShape(layers=36, hidden=64, heads=2, kv_heads=1, head_dim=32, intermediate=64, max_context=4096)
-PROMPT_TOKEN_S = 27e-6  # of the device, for each prompt token: 8,192 take 0.22 s on an H200
+PROMPT_TOKEN_S = 27e-6  # device time of a prompt token: 8,192 take 0.22 s on an H200
 TBT_TARGET_S = 0.05  # beside offline prompts
 BLOCKS = 2600
 PROMPT, OFFLINE_PROMPT, OFFLINE_PROMPTS = 64, 2048, 4
 SPIN_S = 2e-4  # a sleep is longer than asked for by about this time
-UNSTEADY = 3  # tokens of a round that are not measured: the device was idle before it
+UNSTEADY = 3  # first tokens of a round, not measured: the device was idle before the round
 WAIT, PARTS = "wait", ("schedule", "prepare", "launch", "sample", "update", "other")
 
 
@@ -51,7 +51,7 @@ class ClockedVariant:
 
 
 class PartTimes:
-    """Times of the parts of steps, in wall time and in CPU time of this thread, without those within them."""
+    """Wall time and CPU time of each part of a step in this thread, without the parts inside it."""
 
     def __init__(self) -> None:
         self.wall: dict[str, float] = defaultdict(float)
@@ -59,7 +59,7 @@ class PartTimes:
         self._part, self._since = "", (0.0, 0.0)
 
     def enter(self, part: str) -> str:
-        """Begin a part, and return the one that it is within."""
+        """Begin a part; return the part that it interrupts."""
         now, before = (time.perf_counter(), time.thread_time()), self._part
         self.wall[before] += now[0] - self._since[0]
         self.cpu[before] += now[1] - self._since[1]
@@ -184,7 +184,7 @@ class ClockedEngine:
         executor.sample_tokens = timed("sample", executor.sample_tokens)
 
     def begin(self, requests: int, step_s: float) -> None:
-        """Replace all requests by this number of decoding ones."""
+        """Replace all requests by `requests` decoding ones."""
         self._core.abort_requests([*self._turns, *self._prompts])
         self._prompts = set()
         while self._core.scheduler.has_requests() or self._core.batch_queue:

@@ -1,12 +1,12 @@
-"""Time per token beside a device of a given speed: does the host's work hide behind the device's?
+"""Time per token with a device of a given speed: is the host's work hidden behind the device's?
 
     python -m benchmarks.coserving.overlap [--quick] [--json FILE]
 
 vLLM's engine core, scheduler and model runner run with a model that computes nothing and a clock in place of
 the device (device_clock.py). A host that is slower than the device, or waits for it, shows as a longer time
-per token. Each variant has a process; they take turns in short rounds, and ratios are those of a round's
-medians. `_sync` is without asynchronous scheduling: the state before. Host times are CPU time, which other
-processes of the machine disturb less.
+per token. Each variant has a process. The variants take turns in short rounds, and a ratio is that of two
+medians of one round. Variants named `_sync` do without asynchronous scheduling. Host times are CPU time,
+which other processes of the machine disturb less.
 """
 
 import multiprocessing
@@ -36,7 +36,7 @@ VARIANTS = {
 }
 DEVICE_S = {1: 4.6e-3, 16: 5.3e-3, 64: 6.4e-3}  # a step of Qwen3 8B on an H200, by number of requests
 OTHER_DEVICE_S = 10e-3
-TOKENS, PROMPTS_TOKENS = 23, 8  # a round
+TOKENS, PROMPTS_TOKENS = 23, 8  # in a round; fewer beside offline prompts
 LIMIT_S = 300.0  # for an engine's start, and for a round
 STOP, STOP_S = ("stop",), 10.0  # an engine that stops by itself removes its shared memory
 
@@ -122,7 +122,7 @@ def measure(names: Sequence[str], counts: Sequence[int], rounds: int, tokens: in
 
 
 def rows_of(requests: int, rounds: Sequence[Round]) -> list[dict[str, Any]]:
-    """Return a row for each variant; times in ms, of the host in CPU time."""
+    """Return a row for each variant. Times are in ms; those of the host are CPU time."""
     rows = []
     for name in (one for one in VARIANTS if one in rounds[0]):
         played = [one[name] for one in rounds]
@@ -149,7 +149,7 @@ def rows_of(requests: int, rounds: Sequence[Round]) -> list[dict[str, Any]]:
 
 
 def figures(rows: Sequence[Mapping[str, Any]]) -> dict[str, float]:
-    """Return the ratio of each variant to plain vLLM: with each number of requests, and the worst."""
+    """Return the ratio of each variant to plain vLLM: for each number of requests, and the greatest."""
     named: dict[str, float] = {}
     for name in (one for one in VARIANTS if one != "plain"):
         for figure in ("vs_plain", "host_vs_plain"):

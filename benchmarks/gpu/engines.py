@@ -137,7 +137,7 @@ async def started(
         **variant.options,
     }
     if made.device == "cpu":
-        fork_engine_on_cpu()  # as a fleet's engines: vLLM would have two processes import it again
+        fork_engine_on_cpu()  # as fleets do; otherwise two more processes import vLLM
     async with vllm_engine(arguments, environment) as engine:
         under = EngineUnderTest(
             engine.llm, engine.asked, sizes=made.sizes, clock=clock, iterations=iterations

@@ -3,8 +3,8 @@
     with overlapping():
         async with coserving_engine(replace(shape, arguments={"worker_cls": WORKER}), config): ...
 
-Steps overlap for the scheduler: one is scheduled before the result of the one before is taken, and the runner
-finds its tokens where a GPU's finds them. There is no device that would work meanwhile.
+For the scheduler, steps overlap: each step is scheduled before the result of the previous step is taken, and
+the runner finds the sampled tokens where a GPU's runner finds them. No device works meanwhile.
 """
 
 import functools

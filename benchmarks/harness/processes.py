@@ -126,7 +126,7 @@ def spawned(work: Callable[..., object], *arguments: Any) -> Iterator[Connection
 
 
 def arrived(pipe: Connection) -> Counter[str]:
-    """Return the sum of all counts that a process has sent until now. A starved process is not waited for."""
+    """Return the sum of all counts that a process has sent so far, without waiting for more."""
     counts: Counter[str] = Counter()
     while pipe.poll():
         counts += pipe.recv()

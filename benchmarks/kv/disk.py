@@ -1,4 +1,4 @@
-"""Blocks to the disk and back, beside `dd` with direct I/O and the same block size in the same folder."""
+"""Copies blocks to the disk and back, beside `dd` with direct I/O, equal block size and the same folder."""
 
 import statistics
 import subprocess
@@ -20,7 +20,7 @@ from kvtransfer.config import disk_row_bytes
 
 
 def disk_copies(size: KvSize, folder: Path | None = None) -> dict[str, float]:
-    """Measure moves from host memory to the disk and loads from there. Differing bytes are an error."""
+    """Measure moves from host memory to the disk, and loads from the disk. Differing bytes are an error."""
     layers = list(size.make(True).values())
     wanted = [layer.clone() for layer in layers]
     row, mover = block_bytes(layers), mover_for(layers)

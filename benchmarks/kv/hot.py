@@ -100,8 +100,8 @@ async def ask(
 def measure(relieve_hot: bool, turns: int) -> tuple[Seen, Seen, dict[str, Any]]:
     """Return what the forks saw, what agents without a parent saw, and the counts of moves of both.
 
-    The agents without a parent come first: idle conversations count too where new ones are placed, so after
-    the forks all agents would be on the other decoder.
+    The agents without a parent come first. Placement counts idle conversations, so after the forks it would
+    put all these agents on the other decoder.
     """
     fleet = two_decoders(relieve_hot)
     with brought_up(fleet) as home:

@@ -4,9 +4,8 @@
 
 One engine in four is a prefiller. The conversations are those of the laptop sample, half as long, repeated
 until there are 37 for each engine. Their waits are at most 2 s, so that most of a play is a steady state. The
-capacity is what collocated engines serve a second when all conversations arrive at once, by the time that
-they are busy. `idle_while_waiting` is the idle share of the least busy role while turns queue for more than a
-second.
+capacity is the rate at which busy collocated engines serve conversations that all arrive at once.
+`idle_while_waiting` is the idle share of the least busy role while turns queue for more than a second.
 """
 
 from collections.abc import Iterator, Sequence
@@ -26,7 +25,7 @@ from traces.simulator.tiers import EngineProfile, SimulatedFleet, SimulatedTier
 
 SAMPLE = Path(__file__).parents[2] / "traces" / "samples" / "laptop.jsonl.gz"
 SHRINK, EACH = 2, 37  # divisor of lengths; conversations for each engine
-SLOWER = 4.0  # than the laptop profile, which is one core for one engine
+SLOWER = 4.0  # times slower than the laptop profile, in which an engine has a core of its own
 PREFILLERS = 0.25  # share of the engines
 ENGINES, LOADS = "8,64,1000", "0.8,1.0,1.5,2.0"
 
@@ -49,7 +48,7 @@ class RolesRow:
 
 
 def profile() -> EngineProfile:
-    """Return a processor core that several engines share."""
+    """Return the profile of an engine that shares a processor core with others."""
     base = find("laptop")
     model = base.latency
     slower = replace(

@@ -12,8 +12,8 @@ Peers come from --peers DIR (or $CONSERVE_PEERS), an environment each, as requir
 that is not installed or does not run is named with its reason and left out from then on. When ours does not
 end a play, the conversations of its remaining loads count as `failed`, and ours plays the next trace.
 
---profile has engines write each iteration and adds a table of what they spend their time on, per engine and
-play. That costs them some time: take the other figures from a run without it.
+With --profile, engines log each iteration, and a table shows what each engine spends its time on in each
+play. Logging slows engines down a little: take the other figures from a run without --profile.
 
 --quick is one round of one trace at 0.8 and 1.5 beside the first router, and ends within ten minutes.
 """
@@ -47,7 +47,7 @@ def main() -> None:
     )
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--only", default="", help="these contenders, separated by semicolons")
-    parser.add_argument("--profile", action="store_true", help="also say what engines spend their time on")
+    parser.add_argument("--profile", action="store_true", help="also report what engines spend their time on")
     options = parser.parse_args()
     cpu.mark()
     quick, rounds = options.quick, 1 if options.quick else options.rounds

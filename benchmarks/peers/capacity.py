@@ -1,4 +1,4 @@
-"""Capacity of plain vLLM on this machine: what a router over it serves when everything arrives at once."""
+"""Capacity of plain vLLM on this machine: the rates behind a router when all conversations arrive at once."""
 
 from dataclasses import dataclass
 
@@ -6,7 +6,7 @@ from traces import ReplayError
 from traces.replay import Replay
 from traces.replay.results import TurnResult
 
-SHARE = 0.9  # of the work: at the end few conversations are left, which do not fill all engines
+SHARE = 0.9  # of the tokens: towards the end, few conversations are left and do not fill all engines
 
 
 @dataclass(frozen=True)

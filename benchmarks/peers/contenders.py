@@ -67,7 +67,7 @@ class PeerSetup:
     name: str
     start: Callable[[], AbstractContextManager[Serving]]
     peer: bool = True
-    over_plain: bool = False  # a router over the plain engines, whose capacity is the measure of loads
+    over_plain: bool = False  # a router over plain engines: loads are shares of the capacity behind it
 
 
 def contenders(bench: Bench, plain: PlainEngines) -> list[PeerSetup]:
@@ -88,7 +88,7 @@ def ours(bench: Bench, **placement: str) -> Iterator[Serving]:
         with brought_up(fleet, bench.start_limit_s) as home:
             status = fleet_status(home)
             if not status.metrics:
-                raise DoesNotRun("its directory did not say within 3 s where its metrics are")
+                raise DoesNotRun("its directory did not report the address of its metrics within 3 s")
             engines = {one.engine: f"http://{one.http}" for one in status.engines}
             yield Serving(serving(home).endpoint, engines, f"http://{status.metrics}")
     except subprocess.TimeoutExpired as late:

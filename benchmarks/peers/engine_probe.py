@@ -27,14 +27,14 @@ class ProbeEvent:
     kind: str
     at: float  # its end
     seconds: float
-    cpu_s: float  # of its thread
+    cpu_s: float  # CPU time of its thread
     decodes: int = 0  # of a scheduled iteration: requests with one token
     prompts: int = 0  # requests with more
     prompt_tokens: int = 0
 
 
 def plugin_folder(folder: Path) -> Mapping[str, str]:
-    """Make a folder that installs the plugin, and return the environment of engines that shall have it."""
+    """Make a folder that installs the plugin, and return the environment of engines that load it."""
     metadata = folder / "site" / "conserve_benchmark_probe-1.0.dist-info"
     metadata.mkdir(parents=True)
     (metadata / "METADATA").write_text(
@@ -49,7 +49,8 @@ def plugin_folder(folder: Path) -> Mapping[str, str]:
 def install() -> None:
     """Wrap the methods that do an engine's work. vLLM calls this in each of its processes.
 
-    A spawned process calls it while it makes its core or worker, so only later methods can be hooked.
+    A spawned process calls this while it makes its core or worker, so only methods that run later can be
+    wrapped.
     """
     from vllm.v1.engine.core import EngineCoreProc
     from vllm.v1.worker.worker_base import WorkerWrapperBase

@@ -10,7 +10,7 @@ from traces.replay import Replay, summarise
 from traces.replay.results import PlayOutcome
 
 OURS = "ours"
-BEYOND = 1.0  # share of the capacity from which on tokens per second are compared
+BEYOND = 1.0  # share of the capacity above which tokens per second are compared
 MOST_FAILED = 0.05  # share of conversations; the times of a peer that fails more do not count
 
 
@@ -135,7 +135,7 @@ def by_round(rows: Sequence[PeerRow], ours: str = OURS) -> dict[str, dict[str, l
 
 
 def named(rows: Sequence[PeerRow], lost: int = 0, ours: str = OURS) -> dict[str, float | None]:
-    """Return each figure's median ratio for the worst play, and the shares of first turns; None without one.
+    """Return each figure's median ratio for the worst play, and shares of first turns; None if unknown.
 
     `lost` counts conversations of plays that ours did not end; they have no row.
     """

@@ -1,4 +1,4 @@
-"""Traces that every contender plays, at any rate: recorded agents, the paper's mix, and a burst of it."""
+"""Traces that every contender plays at given rates: recorded agents, the paper's mix, and bursts of it."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
@@ -49,7 +49,7 @@ class PeerTrace:
         return Play(self.name, load, tuple(generators.arriving(self.conversations, times)))
 
     def at_once(self) -> tuple[TraceConversation, ...]:
-        """Return the conversations without arrivals and waits: they take all that engines have."""
+        """Return the conversations without arrivals and waits, so that they use all of the capacity."""
         return tuple(
             replace(one, arrival_s=0.0, turns=tuple(replace(turn, wait_s=0.0) for turn in one.turns))
             for one in self.conversations

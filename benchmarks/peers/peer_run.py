@@ -24,7 +24,7 @@ from traces.format import TraceConversation
 from traces.replay import Replay, ReplayOptions, ReplayWatcher, replay
 
 WARM_LIMIT_S = 120.0
-SETTLE_S = 10.0  # before each play: work that a start or a play leaves ends in it
+SETTLE_S = 10.0  # before each play, so that work of a start or of the previous play ends
 WARM_CONVERSATIONS, WARM_TURNS = 4, 2
 
 
@@ -47,9 +47,9 @@ class PeerRun:
     costs: dict[str, IterationCost] = field(default_factory=dict)  # by contender
 
     def measure_capacity(self, routers: Sequence[PeerSetup]) -> str:
-        """Let each router serve each trace at once; return the best one, whose rates the loads are shares of.
+        """Let each router serve each trace's conversations at once, and return the best router.
 
-        The best router is the one with the most tokens per second, over all traces.
+        The best router serves the most tokens per second, over all traces. Loads are shares of its rates.
         """
         found: dict[str, list[PeerCapacity]] = {}
         for router in routers:
@@ -101,7 +101,7 @@ class PeerRun:
         print(f"{contender} is left out: {reason}", flush=True)
 
     def _turn(self, number: int, contender: PeerSetup, left: list[Play]) -> None:
-        """Start a contender and let it play; `left` loses each play that it ends."""
+        """Start a contender and let it play; each play that ends is removed from `left`."""
         began = time.monotonic()
         with contender.start() as serving:
             took = time.monotonic() - began

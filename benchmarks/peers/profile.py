@@ -12,21 +12,21 @@ import psutil
 from benchmarks.peers.engine_probe import LOAD, MODEL, SAMPLE, SCHEDULE, STORE, UPDATE, WAIT, ProbeEvent
 
 SIZES = (8, 64, 256, 1024)  # tokens of an iteration, at most; the last class has more
-WAITS_S = 0.002  # a shorter look into the queue of requests is part of a step
+WAITS_S = 0.002  # a shorter look into the request queue counts as part of a step
 
 
 @dataclass(frozen=True)
 class EngineProfileRow:
-    """Time of one engine in a part of a play, in shares of it unless the name says otherwise."""
+    """Profile of one engine in a part of a play. Times are shares of that part, except `seconds`."""
 
     contender: str
     play: str
     engine: str
-    seconds: float  # of the part
+    seconds: float  # duration of the part
     iterations: int
     tokens: int
-    with_prompts: int  # iterations
-    prompt_tokens_each: float  # of those
+    with_prompts: int  # iterations that compute prompt tokens
+    prompt_tokens_each: float  # mean over these iterations
     by_size: tuple[int, ...]  # iterations of up to `SIZES` tokens, and of more
     model: float
     model_cpu: float
@@ -34,12 +34,12 @@ class EngineProfileRow:
     copies_cpu: float  # of blocks to the host
     restores_cpu: float
     waiting: float  # without any request
-    other: float  # of the engine core's loop, its time without a processor included
+    other: float  # rest of the engine core's loop, including waits for a processor
 
 
 @dataclass(frozen=True)
 class IterationCost:
-    """Processor time of an iteration of the model: what it costs whatever is in it, and for what is in it."""
+    """Processor time of an iteration of the model: a constant, and costs per decode and per prompt token."""
 
     constant_s: float
     decode_s: float
@@ -47,7 +47,7 @@ class IterationCost:
 
 
 def events(folder: Path, pids: Iterable[int]) -> list[ProbeEvent]:
-    """Return what processes wrote so far, in order of time."""
+    """Return the events that processes have written so far, in order of time."""
     found = []
     for pid in pids:
         file = folder / f"{pid}.jsonl"

@@ -22,7 +22,7 @@ CLIENTS |= dict.fromkeys(("cut", "tokenize", "count", "named", "noted", "urgent"
 CLIENTS |= dict.fromkeys(("regex", "schema", "tools"), 2)  # make an engine compile
 FLOOD_TOKENS, GIANT_CHARACTERS = 128, 80_000
 LONG_CHARACTERS, LONG_ID = 10 << 20, "R" * 60_000
-REPEATED_CHARACTERS = 100_000  # so that long text costs the attack little processor time
+REPEATED_CHARACTERS = 100_000  # longer text repeats this many, which takes little processor time
 EXPRESSION = "((a{1,999}b){1,999}c){1,999}|" + "|".join(f"([a-z]{{1,{2000 + n}}}[0-9])" for n in range(900))
 PROPERTIES, TOOLS, TOOL_PROPERTIES = 1500, 150, 20
 LINES = 50  # of a batch
@@ -163,13 +163,13 @@ class HostileTenant:
 
 
 def long_text(stream: str, characters: int) -> str:
-    """Return text that begins like no other stream's, and repeats when it is long."""
+    """Return text whose beginning no other stream has, and which repeats when it is long."""
     part = text(stream, min(characters, REPEATED_CHARACTERS))
     return (part * -(-characters // REPEATED_CHARACTERS))[:characters]
 
 
 def attack(pipe: Connection, url: str, key: str, model: str, seed: int, seconds: float) -> None:
-    """Attack for `seconds`, and send counts of new answers through the pipe all the time.
+    """Attack for `seconds`, and send the counts of new answers through the pipe every second.
 
     The attack leaves the processors to the fleet, since on other machines it would have its own. On a busy
     machine it may therefore end late.
