@@ -1,4 +1,4 @@
-"""Change one comparison, constant, `not` or early return of a module at a time; its tests have to fail.
+"""Change one comparison, constant, `not` or early return of a module at a time; its tests must fail.
 
     python -m tests.mutation router/auth/addresses.py [--tests tests/router/test_addresses.py …] [--most 60]
 
@@ -53,7 +53,7 @@ class Mutation(ast.NodeTransformer):
 
     def __init__(self, number: int) -> None:
         self._number, self._seen = number, -1
-        self.what = ""  # line and change; empty if there are not so many nodes
+        self.what = ""  # line and change; empty if there are fewer nodes
 
     def visit(self, node: ast.AST) -> ast.AST:
         if isinstance(node, ast.Expr) and isinstance(node.value, ast.Constant):

@@ -1,4 +1,4 @@
-"""A mutant differs from its module in one place, and each place has one."""
+"""Each mutant differs from its module in one place, and each place that can change has a mutant."""
 
 from tests.mutation import mutants
 

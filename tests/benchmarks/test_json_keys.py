@@ -134,13 +134,13 @@ def test_availability() -> None:
         decoder_new prefiller_new over_budget""")
 
 
-@pytest.mark.timeout(400)  # a process that imports torch takes a minute on busy cores
 def test_copies_to_the_disk() -> None:
     assert set(disk_copies(KvSize(layers=1, blocks=2, rounds=1))) == keys("""
         disk_dd_write_gbs disk_dd_read_gbs disk_write_gbs disk_read_gbs disk_copy_vs_dd
     """)
 
 
+@pytest.mark.timeout(400)  # a process that imports torch takes a minute on busy cores
 def test_copies_of_kv() -> None:
     assert set(measure_copies(KvSize(layers=1, blocks=2, rounds=1))) == keys("""
         host_plain_store_gbs host_plain_restore_gbs host_one_call_gbs host_store_gbs host_restore_gbs

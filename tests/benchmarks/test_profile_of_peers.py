@@ -1,4 +1,4 @@
-"""The profile of `benchmarks.peers` adds up what engines wrote within a part of a play."""
+"""The profile of `benchmarks.peers` adds up the events of engines within a part of a play."""
 
 import importlib.metadata
 import json

@@ -1,4 +1,4 @@
-"""A benchmark takes what a spawned process has sent, and waits for none that gets no processor time."""
+"""A benchmark takes what a spawned process has sent, and does not wait if the process stalls."""
 
 import time
 from collections import Counter

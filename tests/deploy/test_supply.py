@@ -51,5 +51,5 @@ def test_make_installs_only_what_has_hashes() -> None:
     from_an_index = re.findall(r"install --no-deps(?! --no-build-isolation)[^\n]*", script)
     without = [one for one in from_an_index if "--require-hashes" not in one]
     assert len(from_an_index) > 1 and without == ["install --no-deps torch==2.13.0+cpu)"]
-    # ... which is for Pythons whose wheel of torch the list does not have.
+    # The exception is for versions of Python for which the list has no torch.
     assert "torch==2.13.0+cpu ; python_version < '3.12' " in (ROOT / "requirements" / "cpu.txt").read_text()

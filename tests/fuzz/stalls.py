@@ -1,6 +1,4 @@
-"""Response times of a gateway's simplest request, beside those of an idle server, and stalls of its event
-loop.
-"""
+"""Stalls of a gateway: times of its simplest request beside an idle server's, and holds of its event loop."""
 
 import http.client
 import threading

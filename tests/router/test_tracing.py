@@ -101,7 +101,7 @@ async def test_a_later_turn_has_one_leg(tmp_path: Path, receiver: Receiver) -> N
     assert by_name(later)["bind"].attributes["conserve.cause"] == "bound"
 
 
-async def test_span_and_log_line_say_why_a_turn_was_computed_again_and_at_what_cost(
+async def test_span_and_log_line_say_why_and_how_much_of_a_turn_was_computed_again(
     tmp_path: Path, receiver: Receiver, caplog: pytest.LogCaptureFixture
 ) -> None:
     caplog.set_level("INFO")

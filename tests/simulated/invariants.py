@@ -62,7 +62,7 @@ class Monitor:
             self._history(row.subject[2:], current().host).states.append((self.now(), state))
 
     def journal_copied(self, source: str, target: str) -> None:
-        """Record that the directory on one host will go on from a copy of another one's journal."""
+        """Record that the directory on `target` continues from a copy of the journal on `source`."""
         self._journals[target] = deepcopy(self._journals.get(source, {}))
 
     def journal_read(self, rows: list[Row]) -> None:
@@ -102,7 +102,7 @@ class Monitor:
         self.count("turns")
         engine, epoch = route.decoder.engine, route.decoder.epoch
         runs = self.world.engine_runs
-        # Another turn of the conversation may have found the engine lost: then this one will, too.
+        # If another turn of the conversation found the engine lost, this turn will find that, too.
         if (route.known.engine, route.known.epoch) != (engine, epoch) and runs(engine, epoch):
             bound = route.known.engine, route.known.epoch
             self.violated("a turn runs where it is bound", f"{key} on {engine} epoch {epoch}, not on {bound}")

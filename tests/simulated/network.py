@@ -107,7 +107,7 @@ class Network:
     def bind(self, process: SimulatedProcess, port: int, listener: Any) -> int:
         port = port or self.free_port()
         place = process.host, port
-        if not process.alive:  # the rest of a step within which its host lost power
+        if not process.alive:  # rest of a step in which its host lost power
             raise OSError(5, "the host has no power")
         if place in self._listeners:
             raise OSError(98, "Address already in use")
@@ -576,7 +576,7 @@ class SimulatedChannel:
     def __init__(self, network: Network, address: str, options: Any = None) -> None:
         self._name, _, port = address.rpartition(":")
         self.network, self._port = network, int(port)
-        self._host = ""  # that the name resolved to when a connection was last made
+        self._host = ""  # host that the name resolved to at the last connection
         given = dict(options or ())
         ping_s, answer_s = given.get("grpc.keepalive_time_ms"), given.get("grpc.keepalive_timeout_ms", 20_000)
         self.keepalive_s = None if ping_s is None else (ping_s + answer_s) / 1000

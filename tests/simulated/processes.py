@@ -57,7 +57,7 @@ class Unit:
         self.loop, self.name, self.host, self.main, self.disk = loop, name, host, main, disk
         self.process: SimulatedProcess | None = None
         self.lives = 0
-        self.retired = False  # its end is its last
+        self.retired = False  # not started again after its end
 
     @property
     def alive(self) -> bool:

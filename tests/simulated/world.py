@@ -30,7 +30,7 @@ START_S, FAULTS_S, LOAD_S = 4.0, 14.0, 16.0  # until the fleet serves; of faults
 QUIET_S = TTL_S + 22.0  # after the load, until all must be nothing; it stays so for SETTLED_S
 SETTLED_S = 3.0
 LONGEST_TURN_S = 75.0  # waits for places, two lost decoders and a frozen gateway included
-TOGETHER_S = 15.0  # a replaced directory ends within this time, if one keeper reaches both
+TOGETHER_S = 15.0  # a replaced directory ends within this time if one keeper reaches it and the new one
 DIRECTORY, CLIENTS = "directory", "10.0.9.1"  # a name, which resolves to the newest directory
 DIRECTORY_HOSTS = "10.0.0.1", "10.0.0.2"
 
@@ -70,7 +70,7 @@ class World:
         self._out_of_reach: dict[str, float] = {}  # gateway's host -> when it was last cut off
         self._gateways: dict[str, Gateway] = {}
         self.replaced: Unit | None = None  # the directory that a second one has replaced
-        self._together_s = 0.0  # for which one keeper has reached both
+        self._together_s = 0.0  # time for which one keeper has reached both
         self._make_fleet(draw)
 
     def _make_fleet(self, draw: Random) -> None:
@@ -197,7 +197,7 @@ class World:
 
     def _check_replaced(self, replaced: Unit) -> None:
         """Check that a replaced directory learns of the newer one from keepers that both reach."""
-        for host in self._hosts():  # a gateway may still be with the older one
+        for host in self._hosts():  # a gateway may still follow the older one
             self._out_of_reach[host] = max(self._out_of_reach.get(host, 0.0), self.loop.time())
         hosts = replaced.host, self.directory.host
         between = [

@@ -1,4 +1,4 @@
-"""Print a random sample of the texts that a newcomer reads: python -m tests.structure.reading_sample SEED"""
+"""Print a random sample of texts that newcomers read: `python -m tests.structure.reading_sample SEED`."""
 
 import random
 import re

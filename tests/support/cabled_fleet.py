@@ -1,4 +1,4 @@
-"""A gateway, a directory and two engines on hosts of their own; cables are pulled while clients ask.
+"""Pulls cables between a gateway, a directory and two engines, each on its own host, while clients ask.
 
     python -m tests.support.cabled_fleet SECONDS FOLDER
 
@@ -43,7 +43,7 @@ class Pulled:
 
     cable: str
     seconds: float
-    waits_s: dict[str, float]  # by kind of client, the longest one for a token
+    waits_s: dict[str, float]  # longest wait for a token, by kind of client
     recovered_s: float  # from plugging in until every client had a new token
     failures: dict[str, int]
 
@@ -168,11 +168,11 @@ async def pulled(
 
 @dataclass
 class Silenced:
-    """Times at which the directory dropped and took back a host that nobody reached for a while."""
+    """Times until a host that nobody could reach counted as gone, and until it was back."""
 
     gone_s: float  # until its engine counted as gone
     back_s: float  # from plugging in until the engine was there again
-    decoder: str  # of the next new conversation, which is to be the engine that came back empty
+    decoder: str  # decoder of the next new conversation: expected is the engine that is back, and empty
 
 
 async def silenced(fleet: CabledFleet, host: str, name: str) -> Silenced:

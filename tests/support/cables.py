@@ -39,7 +39,7 @@ class CableEnd:
     peer_mac: str
 
     def send_to(self, mac: str) -> None:
-        """Send packets to a hardware address. To one that nobody has, they vanish without an error."""
+        """Send packets to a hardware address; those to an address that nobody has vanish without an error."""
         neighbour = (self.peer_ip, "lladdr", mac, "dev", self.interface, "nud", "permanent")
         ip(self.host, "neigh", "replace", *neighbour)
 

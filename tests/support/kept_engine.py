@@ -14,7 +14,7 @@ REPORT_EVERY_S = 0.1
 
 
 class DirectFeed:
-    """Takes commands straight to the engine, without a control socket."""
+    """Passes commands to the engine directly, without a control socket."""
 
     def __init__(self, engine: FakeEngine) -> None:
         self._engine = engine

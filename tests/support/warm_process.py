@@ -23,7 +23,9 @@ def warm_context() -> ForkServerContext:
     """Return the multiprocessing context whose processes have imported vLLM."""
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload(IMPORTED)
-    with mock.patch.dict(os.environ, engine_device.environment()):  # torch reads its own at the import
+    with mock.patch.dict(
+        os.environ, engine_device.environment()
+    ):  # torch reads its variables when it is imported
         forkserver.ensure_running()
     return context
 

@@ -72,7 +72,7 @@ async def test_a_watcher_receives_the_stored_status(rig: ControlRig) -> None:
         await reports.aclose()
 
 
-async def test_a_directory_that_another_one_has_replaced_commands_no_engine(rig: ControlRig) -> None:
+async def test_keepers_refuse_a_directory_that_a_newer_one_has_replaced(rig: ControlRig) -> None:
     rig.store.engine_up(INFO)
     async with (
         ControlClient(rig.address, SECRET, term=1) as old,
@@ -86,7 +86,7 @@ async def test_a_directory_that_another_one_has_replaced_commands_no_engine(rig:
         with pytest.raises(ControlError, match="a newer directory has taken over"):
             await old.release("c")
         rig.store.engine_state(STATE)
-        with pytest.raises(DirectorySuperseded):  # with the next report
+        with pytest.raises(DirectorySuperseded):  # raised with the next report
             await anext(reports)
         with pytest.raises(DirectorySuperseded):
             await anext(old.watch())

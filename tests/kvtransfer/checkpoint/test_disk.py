@@ -97,7 +97,7 @@ def test_the_file_has_no_name_so_that_nothing_is_left_of_it(tmp_path: Path, host
     assert list((tmp_path / "kv").iterdir()) == []
 
 
-def test_a_disk_without_the_space_is_said_at_the_start_and_the_engine_goes_on(
+def test_a_disk_without_enough_space_is_logged_at_the_start_and_the_engine_continues(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     index = SimpleNamespace(capacity=SLOTS, disk_capacity=1 << 40)

@@ -131,8 +131,9 @@ def test_a_unit_is_launched_with_few_calls(memory: HostSlots, device: list[Any])
 
 
 class LockReleases(TorchFunctionMode):
-    """Counts the calls of torch, of the digest and of events. Each releases Python's lock and takes it again,
-    for which the model's thread may have to wait.
+    """Counts calls of torch, of the digest and of events.
+
+    Each call releases the GIL and takes it again, and the model's thread may have to wait for that.
     """
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -161,7 +162,7 @@ class LockReleases(TorchFunctionMode):
 
 
 @pytest.mark.parametrize(("step", "most"), [(1, 2.0), (2, 3.3)], ids=["consecutive slots", "scattered slots"])
-def test_copies_take_python_s_lock_only_a_few_times_per_mebibyte(
+def test_copies_take_the_gil_only_a_few_times_per_mebibyte(
     step: int, most: float, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The sizes are those of Qwen3 8B, in two units of 14 blocks."""
@@ -169,7 +170,7 @@ def test_copies_take_python_s_lock_only_a_few_times_per_mebibyte(
     device = [torch.zeros(blocks, 2, 32, 8, 64, dtype=torch.bfloat16) for _ in range(36)]
     memory, mover = HostSlots(step * blocks, block_bytes(device)), CudaMover(device, LateCuda())
     copies = [BlockCopy(block, step * block, 1) for block in range(blocks)]
-    mover.store(memory, copies)  # caches views
+    mover.store(memory, copies)  # so that views are cached
     mebibytes = blocks * block_bytes(device) / (1 << 20)
     with LockReleases(monkeypatch) as releases:
         mover.store(memory, copies)

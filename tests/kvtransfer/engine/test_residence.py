@@ -50,7 +50,7 @@ def plain_and_ours(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[E
     connector = ConnectorConfig(
         engine="d",
         transfer=False,
-        host_kv_gib=0.02,  # half of what the conversations have in the end
+        host_kv_gib=0.02,  # half of the conversations' KV at the end
         disk_gib=0.2,
         disk_path=str(tmp_path_factory.mktemp("kv")),
         park_after_s=3,

@@ -120,7 +120,7 @@ def test_no_step_visits_all_retained_blocks(host: bool) -> None:
 
 
 def lines_of_a_decoding_step(conversations: int) -> float:
-    """Return the median over 20 steps beside so many idle conversations."""
+    """Return the median of the lines that 20 steps execute beside a number of idle conversations."""
     engine = SteppedEngine(ConnectorConfig(engine="d", epoch=1, port=free_port(), park_after_s=3600.0))
     try:
         engine.kv_state.clock = lambda: 1.0

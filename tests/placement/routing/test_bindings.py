@@ -20,7 +20,7 @@ class Table(RuleBasedStateMachine):
 
     @rule(key=KEYS, engine=ENGINES, ahead=st.integers(0, 1))
     def bind(self, key: str, engine: str, ahead: int) -> None:
-        epoch = self.newest[engine] + ahead  # the same one also after it was voided
+        epoch = self.newest[engine] + ahead  # may be an epoch that was voided
         self.now += 1
         self.table.bind(key, engine, epoch, self.now)
         self.newest[engine] = epoch

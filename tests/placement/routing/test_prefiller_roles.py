@@ -147,7 +147,7 @@ def test_advice_and_autoscaler_know_the_prefillers_that_hold_conversations(
     assert [("prefiller" in reason) for reason in reasons] == [bool(taking)]
 
 
-def test_signals_have_the_mean_wait_on_decoders_of_which_something_is_known() -> None:
+def test_signals_have_the_mean_wait_over_decoders_whose_speed_is_known() -> None:
     placer = a_placer(PrefillerRoles.FIXED)
     now = queue_on_decoders(placer)
     assert placer.signals(0, now).decoder_wait_s == pytest.approx(1.0)

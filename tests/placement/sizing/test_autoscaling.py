@@ -49,8 +49,8 @@ def test_no_engine_is_removed_that_the_target_needs() -> None:
     assert scaler.decide(judged(0.5, 2, limits), 2, 0.0).replicas == 2, "one would be at 100 %"
 
 
-def test_a_tier_takes_its_part_of_what_its_role_lacks() -> None:
-    """Two of the six engines of the role are the tier's; nine would be enough."""
+def test_a_tier_adds_its_share_of_the_engines_that_its_role_lacks() -> None:
+    """The tier has two of the six engines of its role, and the role needs nine."""
     assert TierScaler(LIMITS).decide(TierLoad(1.05, 6, 9), 2, 0.0).replicas == 3
 
 

@@ -249,11 +249,13 @@ async def test_nothing_is_placed_while_the_disk_and_its_queue_are_full(tmp_path:
         assert made.table.describe("new") is None  # not even placed and taken back
 
 
-async def test_a_gateway_that_has_heard_a_newer_directory_gets_nothing_from_an_older_one(
+async def test_an_older_directory_places_nothing_for_a_gateway_that_knows_a_newer_one(
     tmp_path: Path,
 ) -> None:
     async def started(name: str, port: int, ahead_s: float) -> tuple[DirectoryServer, int]:
-        journal = tmp_path / name / "journal"  # of two disks: no lock keeps the two apart
+        journal = (
+            tmp_path / name / "journal"
+        )  # on separate disks, so that no lock keeps the directories apart
         server = DirectoryServer(
             DirectorySettings(3600.0),
             placer(),

@@ -1,4 +1,4 @@
-"""Storms in which the KV of some prompts comes from elsewhere, several steps later: vLLM without a model."""
+"""Storms in which the KV of some prompts arrives several steps later, on vLLM without a model."""
 
 import random
 from pathlib import Path
@@ -69,7 +69,7 @@ class LateOverlapped(LateLoads, OverlappedEngine):
 @pytest.mark.parametrize("windows", WINDOWS.values(), ids=WINDOWS)
 @pytest.mark.parametrize("kind", [LateLoads, LateOverlapped])
 @pytest.mark.parametrize("seed", [3, 11])
-def test_no_request_reads_kv_that_neither_was_computed_nor_has_arrived(
+def test_requests_read_only_kv_that_was_computed_or_has_arrived(
     small_model: Path, kind: type[LateLoads], windows: tuple[int, ...], seed: int
 ) -> None:
     engine = storm(small_model, None, seed, windows=windows, kind=kind)

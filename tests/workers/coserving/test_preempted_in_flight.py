@@ -16,7 +16,7 @@ QUICK = LatencyModel(1e-6, 0, 0, 1e-3)  # no step is worth aborting, so steps ov
 
 
 class SampleCount(OverlappedEngine):
-    """Counts how often a token is sampled: of a request with a seed, each draw advances its generator."""
+    """Counts sampled tokens, because each draw advances the generator of a request with a seed."""
 
     drawn = 0
 
@@ -28,7 +28,9 @@ class SampleCount(OverlappedEngine):
 
 def test_no_sampled_token_is_thrown_away(small_model: Path) -> None:
     engine = SampleCount(small_model, latency=QUICK)
-    engine.scheduler.latency = SelfCorrecting(QUICK, bound=1.0)  # steps without a model would correct it
+    engine.scheduler.latency = SelfCorrecting(
+        QUICK, bound=1.0
+    )  # bound: steps without a model would change it
     engine.ask("a", [33 + number % 80 for number in range(100)], TOKENS, priority=1)
     while len(engine.outputs["a"]) < 2:
         engine.step(abort_share=0.0)
