@@ -148,6 +148,10 @@ def _disk(fleet: FleetSpec) -> Iterator[Problem]:
             ("kv", "disk_gib"),
             "set kv.disk_path, too: a folder on a fast local disk of each engine's machine",
         )
+    elif fleet.kv.disk_gib and not Path(fleet.kv.disk_path).is_absolute():
+        yield Problem(
+            ("kv", "disk_path"), "expected a path from / on, as each engine has a working folder of its own"
+        )
     if fleet.kv.disk_gib and not (fleet.kv.host_kv_gib and "host" in fleet.kv.kv_tiers):
         yield Problem(
             ("kv", "disk_gib"),

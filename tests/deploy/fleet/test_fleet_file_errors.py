@@ -135,6 +135,10 @@ NO_RECEIVER = "observe:\n  tracing:\n    sample: 0.5\n    endpoint: http://here:
             "fleet.yaml:11: kv.disk_path: it has no effect without kv.disk_gib",
         ),
         (
+            GOOD + "kv: {disk_gib: 9, disk_path: ~/kv}\n",
+            "fleet.yaml:11: kv.disk_path: expected a path from / on",
+        ),
+        (
             GOOD + "kv: {disk_gib: 9, disk_path: /nvme, host_kv_gib: 0}\n",
             "fleet.yaml:11: kv.disk_gib: KV goes to the disk from host memory: set kv.host_kv_gib above 0",
         ),
