@@ -213,12 +213,17 @@ class SharedKvState:
         self.counts["left_host"] += not conversation.offline
 
     def idle_blocks(self) -> Iterator[bytes]:
-        """Yield the stored blocks of idle conversations, beginning with the one that is idle for longest."""
+        """Yield the blocks that may be in host memory, those of the longest idle conversation first."""
         for conversation in self._idle_on_host():
+            if conversation.on_disk:  # there may be far more of these than of the others
+                continue
+            on_disk = True
             for block in self.conversations.keys(conversation):
                 if conversation.turns:
                     break
+                on_disk &= self.host.on_disk(block)
                 yield block
+            conversation.on_disk = on_disk and not conversation.turns
 
     def _idle_on_host(self) -> list[RetainedConversation]:
         idle = (c for c in self.conversations if c.on_host and c.chain and not (c.turns or c.offline))

@@ -1,5 +1,6 @@
 """Moves KV from host memory to the disk, from the conversations that have been idle for longest."""
 
+import logging
 from collections import Counter
 from collections.abc import Iterator
 from typing import Final
@@ -7,17 +8,22 @@ from typing import Final
 from kvtransfer.checkpoint.copy_orders import DiskMove
 from kvtransfer.shared_state import SharedKvState
 
+logger = logging.getLogger("conserve.kvtransfer.checkpoint")
+
 KEPT_FREE: Final = 8  # one in so many host slots stays free, for the blocks that are stored next
 LOOKS_A_STEP: Final = 512  # blocks that a step examines at most, which bounds its cost
 WALK_S: Final = 0.05  # least time between two walks, which begin at the conversation idle for longest
 PAUSE_S: Final = 30.0  # after a write that failed
+SILENT_S: Final = 30.0  # while moves are under way and none ends: the disk counts as failing
+LONGEST_STEP_S: Final = 1.0  # of that time, as results come with steps and an idle engine has none
 
 
 class DiskMoves:
     """Keeps a part of host memory free by moving blocks to the disk. Callers hold the state's lock.
 
     When the disk is full, the conversation that has been idle for longest loses its KV. For a while after a
-    failed write, conversations displace each other in host memory, as without a disk.
+    failed write, and while the disk does not answer, conversations displace each other in host memory, as
+    without a disk.
     """
 
     def __init__(self, state: SharedKvState, ranks: int) -> None:
@@ -26,14 +32,17 @@ class DiskMoves:
         self._walk: Iterator[bytes] = iter(())
         self._next_walk_at = 0.0
         self._paused_until = 0.0
+        self._began_at = 0.0  # the last call of `begin`
+        self._silent_s = 0.0  # since a move ended, while others are under way
         self._done: Counter[int] = Counter()  # disk slot -> ranks done
         self._failed: set[int] = set()  # disk slots that a rank could not write
 
     def begin(self) -> list[DiskMove]:
         """Return the moves that begin with this step."""
         host, now = self._state.host, self._state.clock()
+        self._watch(now)
         self._state.moves_to_disk = bool(host.disk_capacity) and now >= self._paused_until
-        missing = host.capacity // KEPT_FREE - host.free - host.moving
+        missing = max(1, host.capacity // KEPT_FREE) - host.free - host.moving
         if missing <= 0 or not self._state.moves_to_disk:
             return []
         if not host.free_on_disk:
@@ -51,10 +60,22 @@ class DiskMoves:
                     break
         return moves
 
+    def _watch(self, now: float) -> None:
+        before, since = self._silent_s, min(now - self._began_at, LONGEST_STEP_S)
+        self._began_at = now
+        self._silent_s = before + since if self._state.host.moving else 0.0
+        if self._silent_s < SILENT_S:
+            return
+        self._paused_until = now + PAUSE_S
+        if before < SILENT_S:
+            self._state.counts["failed_disk_moves"] += 1
+            logger.error("no block could be moved to the disk for %g s: the disk does not answer", SILENT_S)
+
     def on_report(self, moved: Counter[int], unmoved: set[int]) -> Counter[str]:
         """End the moves that all ranks have done; return how many were written and how many failed."""
         counts: Counter[str] = Counter()
         self._failed |= unmoved
+        self._silent_s = 0.0 if moved else self._silent_s
         for disk_slot, ranks in moved.items():
             self._done[disk_slot] += ranks
             if self._done[disk_slot] < self._ranks:

@@ -86,6 +86,10 @@ class HostIndex:
         slot = self._by_block.get(block)
         return slot is not None and slot.stored
 
+    def on_disk(self, block: bytes) -> bool:
+        slot = self._by_block.get(block)
+        return slot is not None and slot.on_disk
+
     def stored_prefix(self, chain: list[bytes], start: int, end: int, group: int = 0) -> int:
         """Return how many blocks from `start` on are stored without a gap."""
         at = start

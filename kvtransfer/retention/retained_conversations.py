@@ -97,6 +97,7 @@ class RetainedConversation:
     turns: int = 0  # that run or wait now
     chain: list[bytes] = field(default_factory=list)
     on_host: bool = True  # False once it left a full host: its blocks get no slots
+    on_disk: bool = False  # True once all of its blocks are on the disk, until its next turn
     tokens: Sequence[int] = ()  # of its last turn, if they and `salt` are all that its KV depends on
     salt: str = ""
     ended: bool = False  # ended while a turn ran: forgotten when the turn ends
@@ -168,7 +169,7 @@ class RetainedConversations:
         conversation = self._by_key.get(key)
         if conversation is None:
             conversation = self._by_key[key] = RetainedConversation(key, offline, self._clock())
-        conversation.on_host = True
+        conversation.on_host, conversation.on_disk = True, False
         conversation.turns += 1
         conversation.ended = False
         conversation.due_at = conversation.kept_until = -inf
