@@ -43,3 +43,22 @@ def test_no_sampled_token_is_thrown_away(small_model: Path) -> None:
         engine.step(abort_share=0.0)
     assert len(engine.outputs["a"]) == engine.drawn == TOKENS
     assert not engine.lies
+
+
+@pytest.mark.parametrize("hands_kv_over", [False, True])
+def test_the_token_in_flight_ends_no_request_whose_kv_is_to_be_handed_over(
+    small_model: Path, hands_kv_over: bool
+) -> None:
+    engine = SampleCount(small_model, latency=QUICK)
+    engine.scheduler.requires_kv_delivery = hands_kv_over  # as with NIXL's connector
+    engine.ask("a", [33 + number % 80 for number in range(100)], 1, priority=1)
+    request = engine.scheduler.requests["a"]
+    while not request.num_in_flight_tokens:
+        engine.step(abort_share=0.0)
+    engine.scheduler.preempt(request, time.monotonic())
+    limit = time.monotonic() + 30
+    while engine.scheduler.has_requests():
+        assert time.monotonic() < limit
+        engine.step(abort_share=0.0)
+    assert len(engine.outputs["a"]) == 1
+    assert engine.drawn == (2 if hands_kv_over else 1), "after a preemption its blocks are gone"

@@ -71,6 +71,7 @@ SCHEDULING = ReliedOn(
             "failed_recving_kv_req_ids",
             "finished_req_ids",
             "deferred_frees",
+            "requires_kv_delivery",
         ),
         _QUEUE: ("_heap",),
         "vllm.v1.core.single_type_kv_cache_manager:FullAttentionManager": (
@@ -134,6 +135,7 @@ class OpenScheduling:
     pause_state: Any
     kv_holding_waiting: Any
     deferred_frees: deque[tuple[int, list[Any]]]
+    requires_kv_delivery: bool
     failed_recving_kv_req_ids: set[str]
     finished_req_ids: set[str]  # since the last step was scheduled
 
@@ -299,7 +301,7 @@ class OpenScheduler(OverlappingScheduler):
 
     def preempt(self, request: Request, now: float) -> None:
         self.running.remove(request)
-        self._preempt_request(request, now)
+        self._preempt_request(request, now, self.requires_kv_delivery)  # as vLLM's own preemption
 
     def _preempt_request(self, request: Request, timestamp: float, drop_stale_output: bool = False) -> None:
         self.before_preemption(request)
