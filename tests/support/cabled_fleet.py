@@ -7,6 +7,7 @@ control service of their keepers; the rest is the product's own processes.
 """
 
 import asyncio
+import itertools
 import json
 import os
 import sys
@@ -172,11 +173,11 @@ class Silenced:
 
     gone_s: float  # until its engine counted as gone
     back_s: float  # from plugging in until the engine was there again
-    decoder: str  # decoder of the next new conversation: expected is the engine that is back, and empty
+    used_s: float  # from then until a new conversation was placed on it
 
 
-async def silenced(fleet: CabledFleet, host: str, name: str) -> Silenced:
-    """Pull all cables of a host until its engine counts as gone, and plug them in again."""
+async def silenced(fleet: CabledFleet, host: str, engine: str) -> Silenced:
+    """Pull all cables of a host until its engine counts as gone, plug them in, and wait until it is used."""
     links = fleet.network.links_of(host)
     began = time.monotonic()
     for link in links:
@@ -187,14 +188,23 @@ async def silenced(fleet: CabledFleet, host: str, name: str) -> Silenced:
         await asyncio.to_thread(fleet.network.plug_in, *link)
     await fleet.until_engines(len(BACKS))
     back = time.monotonic()
-    async with aiohttp.ClientSession(fleet.url, headers={"authorization": "Bearer steady"}) as http:
+    async with asyncio.timeout(SETTLE_S):  # each new conversation fills the other engine a little more
+        names = (f"after-the-silence-{number}" for number in itertools.count())
+        while await new_conversation(fleet.url, next(names)) != engine:
+            pass
+    return Silenced(gone - began, back - gone, time.monotonic() - back)
+
+
+async def new_conversation(url: str, name: str) -> str | None:
+    """Start a conversation and return its decoder."""
+    async with aiohttp.ClientSession(url, headers={"authorization": "Bearer steady"}) as http:
         body = {"model": MODEL, "messages": [{"role": "user", "content": "hi"}], "max_tokens": 2}
         asked = http.post("/v1/chat/completions", json=body, headers={"x-conversation-id": name})
         async with asked as answer:
             assert answer.status == 200, await answer.text()
         async with http.get(f"/v1/conversations/{name}") as answer:
-            decoder = (await answer.json()).get("decoder")
-    return Silenced(gone - began, back - gone, decoder)
+            decoder: str | None = (await answer.json()).get("decoder")
+            return decoder
 
 
 async def play(seconds: float, folder: Path) -> dict[str, Any]:
@@ -216,7 +226,7 @@ async def play(seconds: float, folder: Path) -> dict[str, Any]:
                 print(rows[-1], file=sys.stderr, flush=True)
         decoders = await decoders_of(fleet.url, clients)
     await asyncio.gather(asking, return_exceptions=True)
-    silent = await silenced(fleet, BACKS[0], "after-the-silence")
+    silent = await silenced(fleet, BACKS[0], "d0")
     return {
         "rows": [asdict(one) for one in rows],
         "decoders": decoders,
