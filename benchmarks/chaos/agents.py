@@ -93,8 +93,10 @@ class Agents:
             before, script.answers = script.answers, []
             self._number += 1
             headers, messages = {"x-conversation-id": f"chaos-{self._number}"}, _begin(script)
-            for message, tokens in script.turns:
+            for number, (message, tokens) in enumerate(script.turns, 1):
                 messages.append({"role": "user", "content": message})
+                if number == len(script.turns):
+                    headers["x-conversation-final"] = "true"
                 parts = [part async for part in self._ask(messages, tokens, headers, stream=False)]
                 script.answers.append("".join(parts))
                 messages.append({"role": "assistant", "content": script.answers[-1]})

@@ -35,7 +35,8 @@ def drain_one(home: FleetHome, engine: str, conversations: int) -> dict[str, Any
 
 
 async def _drain(home: FleetHome, status: FleetStatus, engine: str, conversations: int) -> dict[str, Any]:
-    pages = [f"http://{page}" for page in status.gateways]
+    # Gateways count moves with a turn, the directory counts moves between turns.
+    pages = [f"http://{page}" for page in (*status.gateways, status.metrics) if page]
     address = next(one.control for one in status.engines if one.engine == engine)
     agents = Agents(serving(home).endpoint, load_fleet(home.fleet_file).model.name, 0, LENGTHS)
     await agents.learn()
@@ -48,7 +49,8 @@ async def _drain(home: FleetHome, status: FleetStatus, engine: str, conversation
     playing = asyncio.create_task(agents.run(AT_ONCE, time.monotonic() + LIMIT_S, conversations))
     key = keys_of(load_fleet(home.fleet_file), home).of(Purpose.KEEPERS)
     async with ControlClient(address, key) as keeper:
-        await _until(lambda: agents.seen.turns >= AT_ONCE or playing.done())
+        # By then about half of the first conversations are bound, and none is near its end.
+        await _until(lambda: agents.seen.turns >= AT_ONCE // 2 or playing.done())
         began = time.monotonic()
         await keeper.drain()
         try:
