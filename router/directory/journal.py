@@ -35,6 +35,7 @@ MAX_UNWRITTEN = 10_000  # rows in memory while the disk refuses them, above whic
 CONVERSATION, ENGINE = "c:", "e:"  # prefixes of subjects
 TURNS, NODE = "turns", "n:"  # slots of turn counts and of prompt ends
 _SEQUENCE = "sequence"  # subject of the row with the number of its transaction
+_DIGITS = 20  # of the number in the sequence file
 _TERM = "term"  # subject of the row with the directory's term
 _SCHEMA = f"""BEGIN;
 CREATE TABLE rows
@@ -235,7 +236,7 @@ class Journal:
             raise
         self._sequence = sequence
         with suppress(OSError):  # an older number only notices less
-            os.pwrite(self._sequence_file, b"%020d" % sequence, 0)
+            os.pwrite(self._sequence_file, 2 * (b"%0*d" % (_DIGITS, sequence)), 0)
 
     def _execute(self, row: Row) -> None:
         if row.payload is not None:
@@ -346,10 +347,14 @@ def _sequence_file(path: Path) -> Path:
 
 
 def _acknowledged(path: Path) -> int:
-    """Return the number of the last transaction on disk; 0 if a power cut left the file empty."""
+    """Return the number of the last transaction on disk; 0 if a power cut left the file empty.
+
+    The file holds the number twice. A power cut can tear the write, and mix the digits of two numbers in one
+    copy (09 and 10 become 19); the smaller copy is never greater than what was on disk.
+    """
     try:
         text = _sequence_file(path).read_bytes().strip(b"\0")
-        return int(text or b"0")
+        return min(int(text[:_DIGITS] or b"0"), int(text[_DIGITS:] or text or b"0"))
     except FileNotFoundError:
         return 0
     except ValueError:

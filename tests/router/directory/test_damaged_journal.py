@@ -139,6 +139,24 @@ async def more(path: Path) -> Path:
     return again
 
 
+async def test_a_torn_write_of_the_sequence_file_does_not_refuse_a_whole_journal(tmp_path: Path) -> None:
+    path = tmp_path / "journal"
+    journal, sequence = Journal(path), tmp_path / "journal-sequence"
+    numbers = []
+    for number in range(10):
+        journal.append(row(number))
+        await journal.durable()
+        numbers.append(sequence.read_bytes())
+    await journal.close()
+    nine, ten = numbers[-2:]
+    for written_bytes in range(len(ten) + 1):
+        sequence.write_bytes(ten[:written_bytes] + nine[written_bytes:])
+        check(path)
+    sequence.write_bytes(ten.replace(b"10", b"12"))
+    with pytest.raises(JournalError, match="its last 2 transactions are missing"):
+        check(path)
+
+
 def test_a_missing_journal_starts_empty(tmp_path: Path) -> None:
     path = asyncio.run(written(tmp_path / "journal", killed=False))
     path.rename(tmp_path / "elsewhere")
