@@ -1,0 +1,37 @@
+"""A storm's answers are compared exactly, except for the rounding of logprobs."""
+
+from types import SimpleNamespace
+from typing import Any
+
+from tests.workers.coserving.storm import StormAnswer
+
+
+def answer(
+    tokens: list[int], logprobs: list[dict[int, float]], prompt: list[dict[int, float]]
+) -> StormAnswer:
+    def entries(positions: list[dict[int, float]]) -> list[dict[int, Any]]:
+        return [{token: SimpleNamespace(logprob=value) for token, value in one.items()} for one in positions]
+
+    choice = SimpleNamespace(
+        index=0, token_ids=tokens, text="text", finish_reason="length", logprobs=entries(logprobs)
+    )
+    return StormAnswer.of(SimpleNamespace(outputs=[choice], prompt_logprobs=[None, *entries(prompt)]))
+
+
+RIGHT = answer([5], [{5: -0.25}], [{7: -1.005}])
+
+
+def test_logprobs_that_differ_by_their_rounding_are_equal() -> None:
+    """The two prompt logprobs are 2e-6 apart, and with two decimals 0.01."""
+    assert answer([5], [{5: -0.250002}], [{7: -1.005002}]).difference(RIGHT) == ""
+
+
+def test_another_token_differs_whatever_its_logprob() -> None:
+    assert answer([6], [{5: -0.25}], [{7: -1.005}]).difference(RIGHT).startswith("choices ")
+
+
+def test_logprobs_further_apart_than_their_rounding_differ() -> None:
+    assert "at position 0" in answer([5], [{5: -0.252}], [{7: -1.005}]).difference(RIGHT)
+    assert "at position 1" in answer([5], [{5: -0.25}], [{7: -1.007}]).difference(RIGHT)
+    assert "at position 1" in answer([5], [{5: -0.25}], [{8: -1.005}]).difference(RIGHT)
+    assert "1 positions" in answer([5], [{5: -0.25}], []).difference(RIGHT)
