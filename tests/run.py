@@ -22,7 +22,8 @@ FLAKY_FILE = Path(__file__).with_name("flaky.toml")
 ENTRY_LIFETIME = timedelta(days=30)
 Suite = tuple[list[str], list[str]]  # arguments that select tests, and arguments that say how they run
 # Tests without engines wait more than they compute, so several processes keep two cores busy. Tests on the
-# shared fleet and tests that start engines of their own run in two processes at the same time.
+# shared fleet, and tests that start engines or fleets of one engine, run in two processes at the same time:
+# the engine suite takes what keeps both equally long.
 PARALLEL, DURATIONS = ["-q", "--dist", "loadfile"], ["--durations", "30"]
 SUITES: dict[str, list[Suite]] = {
     "fast": [(["-m", "not engine and not fleet and not slow"], [*PARALLEL, "-n", "3", *DURATIONS])],

@@ -17,10 +17,9 @@ import pytest
 from deploy.home import FleetHome
 from deploy.lifecycle.down import marked
 from tests.support.fleet import ROOT, conserve, environment
-from tests.support.whole_life import CAP_W, CLIENTS_SPAN, CLIENTS_TRACE, WholeLife
 from workers.processes import free_port
 
-pytestmark = pytest.mark.fleet
+pytestmark = pytest.mark.engine  # beside the tests of the shared fleet, which take longer than all engines
 DOWN_S = 15.0  # a whole `conserve down`, on two cores
 
 ONE_ENGINE = """\
@@ -153,39 +152,6 @@ def test_a_fleet_in_the_background_of_a_script_is_down_within_seconds(rig: Fleet
     assert time.monotonic() - began < DOWN_S
     assert running.wait(5) == 0
     assert rig.processes() == []
-
-
-@pytest.mark.timeout(900)
-def test_the_printed_command_gets_an_answer(life: WholeLife) -> None:
-    assert life.answer["choices"][0]["message"]["content"]
-    assert life.models["data"][0]["id"] == "small"
-    assert [(name, one["phase"]) for name, one in life.engines.items()] == [("decode-0", "serving")]
-    assert "fleet 'one' is up as the file says; to end it: conserve down one" in life.up_again
-
-
-@pytest.mark.timeout(900)
-def test_a_clients_trace_continues_down_to_the_engine(life: WholeLife) -> None:
-    """The trace has the gateway's spans, and vLLM's own span below the decode leg."""
-    found = {span.name: span for span in life.spans}
-    assert set(found) == {"turn", "identify", "bind", "decode leg", "llm_request"}
-    assert {span.trace for span in life.spans} == {CLIENTS_TRACE} and found["turn"].parent == CLIENTS_SPAN
-    assert found["llm_request"].parent == found["decode leg"].span
-    assert found["llm_request"].service == "conserve-decode-0"
-
-
-@pytest.mark.timeout(900)
-def test_down_leaves_nothing(life: WholeLife) -> None:
-    assert "processes ended" in life.down
-    assert life.left == []
-    assert not life.answers_still
-
-
-@pytest.mark.timeout(900)
-def test_the_keeper_caps_its_gpu_while_the_fleet_is_up(life: WholeLife) -> None:
-    """Only the keeper sees the GPUs: the engine of this test is vLLM for CPUs."""
-    assert life.saw_gpus == {"keeper": True, "engine": False}
-    assert life.limits_w == [CAP_W, 300.0]
-    assert life.limits_after_w == [300.0, 300.0]
 
 
 @pytest.mark.timeout(900)
