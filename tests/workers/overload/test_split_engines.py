@@ -118,8 +118,9 @@ def test_a_peer_that_gets_no_order_changes_nothing(
     both: SplitTogether, asked: list[Request], right: Answers
 ) -> None:
     both.fresh()
+    both.first.hold(20)
     both.add(asked)
-    both.first.until(lambda state: state["generated"] > 20)
+    both.first.until(lambda state: state["holds"])
     began = time.monotonic()
     both.tell(both.first, 0)
     state = both.first.until(lambda state: not state["pending"])
@@ -132,9 +133,7 @@ def test_a_slow_peer_costs_a_bounded_time(both: SplitTogether, asked: list[Reque
     """Two pieces of KV take 4 s each, and an order at most 6 s: a drop and a restore fail in time."""
     both.fresh()
     both.first.limit(6.0)
-    both.add(asked)
-    for engine in both.engines:
-        engine.until(lambda state: state["generated"] > 20)
+    both.begin(asked)
     both.second.broken("SlowToAnswer")
     both.tell(both.first, 0)
     both.tell(both.second, 1, again=False)

@@ -49,9 +49,8 @@ def test_offline_requests_free_their_blocks_and_wait_while_layers_are_shared(bot
     online, offline = requests(23, count=6, output=30), requests(24, count=4, output=100)
     right = both.right([*online, *offline])
     both.fresh()
-    both.add(offline, priority=10)
-    for engine in both.engines:
-        engine.until(lambda state: state["running"] == 2 and state["generated"] > 4)
+    both.begin(offline, priority=10)
+    assert [engine.state()["running"] for engine in both.engines] == [2, 2]
     both.drop()
     both.add(online)
     for engine in both.engines:

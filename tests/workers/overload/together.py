@@ -57,6 +57,7 @@ class SplitChild:
             max_num_seqs=16,
         )
         self.names: dict[str, str] = {}
+        self.hold_after: int | None = None  # generated tokens after which it takes no step until an order
         self.interrupts, self.arrivals = False, 0
         self.flag: Flag | None = self.engine.side("safepoint").flag if coserves else None
         if self.flag is not None:
@@ -68,7 +69,20 @@ class SplitChild:
 
     @property
     def busy(self) -> bool:
-        return bool(self.engine.scheduler.has_requests())
+        return bool(self.engine.scheduler.has_requests()) and not self.holds
+
+    @property
+    def holds(self) -> bool:
+        return self.hold_after is not None and self.generated > self.hold_after
+
+    @property
+    def generated(self) -> int:
+        """Return how many tokens the requests that have not ended have generated."""
+        return sum(request.num_output_tokens for request in self.engine.scheduler.requests.values())
+
+    def hold(self, after: int | None) -> None:
+        """Take no step once more than `after` tokens are generated, until an order arrives."""
+        self.hold_after = after
 
     def add(self, requests: list[Request], priority: int = 0) -> None:
         for name, prompt, output in requests:
@@ -96,6 +110,7 @@ class SplitChild:
         return {self.names[request_id]: tokens for request_id, tokens in taken.items()}
 
     def command(self, command: EngineCommand) -> Reply:
+        self.hold_after = None
         handler: Callable[[EngineCommand], Reply] = getattr(self.engine.side(NAME).inbox, command.command)
         return handler(command)
 
@@ -111,7 +126,8 @@ class SplitChild:
             "running": len(scheduler.running),
             "left": len(requests),
             "computed": self.engine.computed,
-            "generated": sum(request.num_output_tokens for request in requests),
+            "generated": self.generated,
+            "holds": self.holds,
             "preemptions": sum(request.num_preemptions for request in requests),
             "passes": self.model.passes.counts.own,
             "served": self.model.passes.counts.served,
@@ -273,6 +289,7 @@ class SplitTogether:
         """Reset all engines: nothing is broken, split or cached."""
         for engine in self.engines:
             engine.broken("")
+            engine.hold(None)
         if self.first.state()["epoch"]:
             self.restore()
         self.finish()
@@ -303,10 +320,16 @@ class SplitTogether:
             changes += 1
         return self.finish(), changes
 
-    def split_in_flight(self, asked: list[Request], generated: int = 150) -> None:
-        self.add(asked)
+    def begin(self, asked: list[Request], priority: int = 0) -> None:
+        """Have every engine generate a few tokens and hold, so that requests do not end before an order."""
         for engine in self.engines:
-            engine.until(lambda state: state["generated"] > 20)
+            engine.hold(20)
+        self.add(asked, priority)
+        for engine in self.engines:
+            engine.until(lambda state: state["holds"])
+
+    def split_in_flight(self, asked: list[Request], generated: int = 150) -> None:
+        self.begin(asked)
         self.drop()
         for engine in self.engines:  # of those that are left: who began soon may have none any more
             engine.until(lambda state: state["generated"] > generated or not state["running"])
