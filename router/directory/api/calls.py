@@ -35,8 +35,9 @@ class _WaitingAsk:
 class PlaceCalls:
     """Combines requests for placement into calls, so that turns which begin together share the cost."""
 
-    def __init__(self, stub: Stub) -> None:
-        self._stub = stub
+    def __init__(self, stub: Stub, on_abandoned: Callable[[Ask], None]) -> None:
+        """`on_abandoned` is told of a request whose caller left before its call ended."""
+        self._stub, self._on_abandoned = stub, on_abandoned
         self._pending: list[_WaitingAsk] = []
         self._some = asyncio.Event()
         self._calls: set[asyncio.Task[None]] = set()
@@ -83,6 +84,8 @@ class PlaceCalls:
             for one in batch:
                 if not one.outcome.done():
                     one.outcome.set_exception(wrong)
+                elif one.outcome.cancelled():  # a directory that restarted since then may have placed it
+                    self._on_abandoned(one.ask)
 
 
 class ActivityReports:

@@ -63,7 +63,7 @@ class DirectoryClient:
         self._turns = itertools.count(1)
         self._channel = grpc.aio.insecure_channel(address, _CHANNEL)
         self._stub = Stub(self._channel, secret)
-        self._places = PlaceCalls(self._stub)
+        self._places = PlaceCalls(self._stub, lambda ask: self.abandon(ask.key, ask.turn))
         self._reports = ActivityReports(self._stub, self.gateway, self._unknown)
         self._tasks: list[asyncio.Task[None]] = []
 

@@ -4,10 +4,16 @@ import asyncio
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from pathlib import Path
+from typing import Any
 
+from placement.engines import EngineInfo
 from placement.routing.receipts import Refusal
 from router.directory.api.client import DirectoryClient
 from router.directory.api.messages import Ask, Placed
+from router.directory.api.rpc import Stub
+from router.directory.directory import DirectorySettings
+from router.directory.server import DirectoryServer
+from tests.support.engines import info, placer, state
 from tests.support.fake_fleet import FakeFleet, fleet
 from tests.support.waiting import until
 
@@ -63,3 +69,54 @@ async def test_a_disconnected_caller_leaves_no_request_in_the_queue(tmp_path: Pa
             task.cancel()
         await asyncio.gather(*waiting, return_exceptions=True)
         assert made.directory.table.binding("s:0") is None
+
+
+class ReconnectingStub(Stub):
+    """Stub whose connection for streams is not there yet, as during gRPC's pause between two attempts."""
+
+    def __init__(self, address_of: Stub) -> None:
+        self.__dict__ = address_of.__dict__
+        self.asked, self.connected = asyncio.Event(), asyncio.Event()
+
+    async def stream(self, *args: Any, **named: Any) -> AsyncIterator[Any]:
+        self.asked.set()
+        await self.connected.wait()
+        async for answer in super().stream(*args, **named):
+            yield answer
+
+
+async def test_a_request_that_reaches_the_next_directory_after_its_caller_left_is_given_back(
+    tmp_path: Path,
+) -> None:
+    async def release(engine: EngineInfo, key: str) -> None:
+        pass
+
+    async def serve(port: int) -> tuple[DirectoryServer, int]:
+        made = DirectoryServer(
+            DirectorySettings(ttl_s=600.0), placer(), tmp_path / "journal", release, secret="s3cret"
+        )
+        port = await made.start("127.0.0.1", port)
+        made.engine_up(info("d0"))
+        made.engine_state(state("d0", 1))
+        return made, port
+
+    first, port = await serve(0)
+    one = DirectoryClient(f"127.0.0.1:{port}", "g", secret="s3cret")
+    one._places._stub = stub = ReconnectingStub(one._stub)
+    await one.start()
+    await until(lambda: len(one.engines))
+    asking = asyncio.create_task(place(one, "s:left", wait_s=5.0))
+    await stub.asked.wait()
+    asking.cancel()
+    await asyncio.gather(asking, return_exceptions=True)
+    one.abandon("s:left", 1)
+    await until(lambda: first.table.conversations.is_over(one.gateway, 1))
+    await first.stop(0.1)
+    second, _ = await serve(port)
+    try:
+        stub.connected.set()
+        await until(lambda: second.table.conversations.is_over(one.gateway, 1))
+        assert not len(second.table.conversations) and not second.table.kv_in_use("d0")
+    finally:
+        await one.stop()
+        await second.stop(0.1)
