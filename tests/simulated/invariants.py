@@ -5,13 +5,15 @@ turns on their way to an engine. It changes none of them.
 """
 
 import json
+from collections import Counter
 from collections.abc import Callable
 from copy import deepcopy
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
+from router.directory.api.calls import ActivityReports
 from router.directory.api.client import DirectoryClient
-from router.directory.api.messages import Ask, Placed
+from router.directory.api.messages import Activity, Ask, Placed
 from router.directory.journal import Journal, Row
 from router.directory.server import DirectoryServer
 from router.gateway.turn.binding import Route
@@ -43,6 +45,8 @@ class Monitor:
         self.counts: dict[str, int] = {}
         self.directory: DirectoryServer | None = None
         self._journals: dict[str, dict[str, Decisions]] = {}  # host of a directory -> conversation
+        self._told: dict[tuple[SimulatedProcess, int], tuple[str, int]] = {}  # gateway, turn -> newest place
+        self._finished: Counter[str] = Counter()  # conversation -> turns that gateways reported as finished
 
     def now(self) -> float:
         return self.world.loop.time()
@@ -79,9 +83,9 @@ class Monitor:
                 continue
             del history.states[later[-1] + 1 :]
 
-    def placed(self, placed: Placed) -> None:
+    def placed(self, gateway: SimulatedProcess, turn: int, placed: Placed) -> None:
         """Record that a gateway was told of a binding."""
-        wanted = placed.engine, placed.epoch
+        wanted = self._told[gateway, turn] = placed.engine, placed.epoch
         self.count("placed")
         for host in reversed(self._journals):  # the newest directory first
             history = self._history(placed.key, host)
@@ -102,9 +106,10 @@ class Monitor:
         self.count("turns")
         engine, epoch = route.decoder.engine, route.decoder.epoch
         runs = self.world.engine_runs
+        bound = route.known.engine, route.known.epoch
         # If another turn of the conversation found the engine lost, this turn will find that, too.
-        if (route.known.engine, route.known.epoch) != (engine, epoch) and runs(engine, epoch):
-            bound = route.known.engine, route.known.epoch
+        elsewhere = bound != (engine, epoch) and runs(engine, epoch)
+        if elsewhere or self._told.get((gateway, route.turn), bound) != (engine, epoch):
             self.violated("a turn runs where it is bound", f"{key} on {engine} epoch {epoch}, not on {bound}")
         since, state = self._history(key, self.world.directory.host).states[-1]
         if state is None or state == (engine, epoch) or self.now() - since < STALE_S:
@@ -116,11 +121,14 @@ class Monitor:
                 f"{self.now() - since:.1f} s",
             )
 
+    def turn_finished(self, key: str) -> None:
+        self._finished[key] += 1
+
     def _history(self, key: str, host: str) -> Decisions:
         return self._journals.setdefault(host, {}).setdefault(key, Decisions())
 
     def now_and_then(self) -> None:
-        """Check the directory's table for bindings to ended epochs."""
+        """Check the directory's table for bindings to ended epochs, and for turns that are counted twice."""
         server = self.directory
         if server is None or not self.world.directory_serves():
             return
@@ -129,6 +137,10 @@ class Monitor:
             if info is not None and binding.epoch < info.epoch:
                 what = f"{binding.key} to {binding.engine} epoch {binding.epoch}, which is in {info.epoch}"
                 self.violated("a conversation is bound to a live epoch", what)
+        for one in server.table.conversations:
+            if one.turns > self._finished[one.key]:
+                what = f"{one.key} has {one.turns}, and its gateways reported {self._finished[one.key]}"
+                self.violated("a finished turn counts once", what)
 
     # The end of a run
 
@@ -190,7 +202,12 @@ def install(monitor: Callable[[], Monitor]) -> None:
 
     after(Journal, "append", lambda journal, _, row: monitor().row_appended(row))
     after(Journal, "read", lambda journal, rows: monitor().journal_read(rows))
+    def added(_: ActivityReports, __: None, activity: Activity) -> None:
+        if activity.ended is not None and activity.ended.prompt_tokens:
+            monitor().turn_finished(activity.key)
+
     after(DirectoryServer, "__init__", made)
+    after(ActivityReports, "add", added)
     place, run = DirectoryClient.place, TurnRunner.run
 
     async def placed(client: DirectoryClient, ask: Ask) -> Any:
@@ -201,7 +218,7 @@ def install(monitor: Callable[[], Monitor]) -> None:
         finally:
             watcher.waited(gateway, began, frozen_s, ask.wait_s + PLACE_GRACE_S)
         if isinstance(outcome, Placed):
-            monitor().placed(outcome)
+            monitor().placed(gateway, ask.turn, outcome)
         return outcome, known
 
     async def runs(runner: TurnRunner, turn: Any, route: Any, *args: Any, **named: Any) -> Any:

@@ -35,7 +35,16 @@ def test_no_seed_breaks_an_invariant_and_each_replays(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("bug", ["answer_before_journal", "epoch_ignored_by_directory"])
+@pytest.mark.parametrize(
+    "bug",
+    [
+        "answer_before_journal",
+        "epoch_ignored_by_directory",
+        "epoch_ignored_by_gateway",
+        "report_taken_twice",
+        "reservation_leaked",
+    ],
+)
 def test_a_deliberate_bug_is_found(tmp_path: Path, bug: str) -> None:
     status, output, results = simulated(tmp_path, "--bug", bug, "--seeds", "60")
     assert (status, bool(results["violations"])) == (1, True), output

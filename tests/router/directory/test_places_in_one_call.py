@@ -6,10 +6,12 @@ from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any
 
+import pytest
+
 from placement.engines import EngineInfo
 from placement.routing.receipts import Refusal
 from router.directory.api.client import DirectoryClient
-from router.directory.api.messages import Ask, Placed
+from router.directory.api.messages import PLACE, Ask, Placed
 from router.directory.api.rpc import Stub
 from router.directory.directory import DirectorySettings
 from router.directory.server import DirectoryServer
@@ -71,23 +73,21 @@ async def test_a_disconnected_caller_leaves_no_request_in_the_queue(tmp_path: Pa
         assert made.directory.table.binding("s:0") is None
 
 
-class ReconnectingStub(Stub):
-    """Stub whose connection for streams is not there yet, as during gRPC's pause between two attempts."""
+async def test_a_request_that_reaches_the_next_directory_after_its_caller_left_is_given_back(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    asked, connected, stream = asyncio.Event(), asyncio.Event(), Stub.stream
 
-    def __init__(self, address_of: Stub) -> None:
-        self.__dict__ = address_of.__dict__
-        self.asked, self.connected = asyncio.Event(), asyncio.Event()
-
-    async def stream(self, *args: Any, **named: Any) -> AsyncIterator[Any]:
-        self.asked.set()
-        await self.connected.wait()
-        async for answer in super().stream(*args, **named):
+    async def connect_late(stub: Stub, method: Any, *args: Any, **named: Any) -> AsyncIterator[Any]:
+        """Send a request for placement late, as in gRPC's pause between two attempts to connect."""
+        if method is PLACE:
+            asked.set()
+            await connected.wait()
+        async for answer in stream(stub, method, *args, **named):
             yield answer
 
+    monkeypatch.setattr(Stub, "stream", connect_late)
 
-async def test_a_request_that_reaches_the_next_directory_after_its_caller_left_is_given_back(
-    tmp_path: Path,
-) -> None:
     async def release(engine: EngineInfo, key: str) -> None:
         pass
 
@@ -102,11 +102,10 @@ async def test_a_request_that_reaches_the_next_directory_after_its_caller_left_i
 
     first, port = await serve(0)
     one = DirectoryClient(f"127.0.0.1:{port}", "g", secret="s3cret")
-    one._places._stub = stub = ReconnectingStub(one._stub)
     await one.start()
     await until(lambda: len(one.engines))
     asking = asyncio.create_task(place(one, "s:left", wait_s=5.0))
-    await stub.asked.wait()
+    await asked.wait()
     asking.cancel()
     await asyncio.gather(asking, return_exceptions=True)
     one.abandon("s:left", 1)
@@ -114,7 +113,7 @@ async def test_a_request_that_reaches_the_next_directory_after_its_caller_left_i
     await first.stop(0.1)
     second, _ = await serve(port)
     try:
-        stub.connected.set()
+        connected.set()
         await until(lambda: second.table.conversations.is_over(one.gateway, 1))
         assert not len(second.table.conversations) and not second.table.kv_in_use("d0")
     finally:
