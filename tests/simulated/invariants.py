@@ -202,6 +202,7 @@ def install(monitor: Callable[[], Monitor]) -> None:
 
     after(Journal, "append", lambda journal, _, row: monitor().row_appended(row))
     after(Journal, "read", lambda journal, rows: monitor().journal_read(rows))
+
     def added(_: ActivityReports, __: None, activity: Activity) -> None:
         if activity.ended is not None and activity.ended.prompt_tokens:
             monitor().turn_finished(activity.key)
