@@ -58,8 +58,6 @@ class BlockHolders:
     """Holders of block references, for the integrity check. Each plugin registers its own."""
 
     references: dict[str, BlockIds] = field(default_factory=dict)  # block ids, one for each reference
-    # Of those, the ones that the engine's next step gives back. An idle engine still has them.
-    released_next_step: dict[str, BlockIds] = field(default_factory=dict)
 
     @property
     def any_held(self) -> bool:
@@ -141,9 +139,8 @@ class SharedKvState:
     def park_and_expire(self) -> None:
         """Park and end conversations that have been idle for long enough.
 
-        Only those are parked whose blocks are all on the host or on their way there. A sleeping engine learns
-        in its next step that its last copies have ended. Until then they hold their blocks, so parking loses
-        nothing.
+        Only those are parked whose blocks are all on the host or on their way there. Copies under way hold
+        their blocks, so parking loses nothing.
         """
         with self.lock:
             now = self.clock()

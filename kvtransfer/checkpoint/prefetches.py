@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from kvtransfer.checkpoint.copy_orders import BlockCopy, BlockLoad
-from kvtransfer.compat.block_cache import PREFETCHING, cache_blocks, remember_engine_core, wake_engine
+from kvtransfer.compat.block_cache import PREFETCHING, cache_blocks, wake_engine
 from kvtransfer.compat.relied_on import verify
 from kvtransfer.control.control_socket import EngineCommand, Reply
 from kvtransfer.plugins import EngineContext
@@ -47,7 +47,6 @@ class Prefetches:
 
     def __init__(self, context: EngineContext) -> None:
         verify(PREFETCHING)
-        remember_engine_core()
         self._state = context.kv_state
         self._groups = context.groups
         self._block_tokens = int(context.vllm_config.cache_config.block_size)

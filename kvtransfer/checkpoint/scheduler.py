@@ -23,7 +23,6 @@ class CheckpointScheduler(SchedulerSide):
     def __init__(self, context: EngineContext) -> None:
         self._kv_state = context.kv_state
         self._kv_state.holders.references["checkpoint"] = self.copying_block_ids
-        self._kv_state.holders.released_next_step["checkpoint"] = self.copying_block_ids
         self._block_tokens = int(context.vllm_config.cache_config.block_size)
         self._ranks = int(context.vllm_config.parallel_config.world_size)
         self._groups = context.groups

@@ -8,7 +8,7 @@ from typing import Any
 from vllm.v1.engine import EngineCoreRequestType
 from vllm.v1.engine.core import EngineCore
 
-from kvtransfer.compat.relied_on import ReliedOn
+from kvtransfer.compat.relied_on import ReliedOn, verify
 
 _POOL = "vllm.v1.core.block_pool:BlockPool"
 _CORE = "vllm.v1.engine.core:EngineCoreProc"
@@ -28,10 +28,14 @@ PREFETCHING = ReliedOn(
                 "block_mask",
             ),
         },
-        "vllm.v1.engine.core:EngineCore": {"preprocess_add_request": ("self", "request")},
     },
+    attributes={_POOL: ("null_block", "enable_kv_cache_events")},
+    uses={},
+)
+
+WAKING = ReliedOn(
+    signatures={"vllm.v1.engine.core:EngineCore": {"preprocess_add_request": ("self", "request")}},
     attributes={
-        _POOL: ("null_block", "enable_kv_cache_events"),
         _CORE: ("input_queue",),
         "vllm.v1.engine:EngineCoreRequestType": ("WAKEUP",),
     },
@@ -58,6 +62,7 @@ class _EngineCoreOfProcess:
 
 def remember_engine_core() -> None:
     """Patch vLLM so that an idle engine can be woken after its first request (the warm-up)."""
+    verify(WAKING)
     original = EngineCore.preprocess_add_request
     if getattr(original, "remembers_core", False):
         return

@@ -6,7 +6,6 @@ from typing import Any
 
 from vllm.v1.request import RequestStatus
 
-from kvtransfer.compat.free_queue import key_of
 from kvtransfer.config import ConnectorConfig
 from kvtransfer.control.control_socket import RecentChanges
 from kvtransfer.control.waiting_prompts import WaitingPrompts
@@ -57,11 +56,10 @@ class EngineSnapshot:
         self._kv_state.park_and_expire()
         with self._kv_state.lock:
             offline_blocks = prompts.blocks_of([r for r in requests if r.priority > 0])
-            released = self._blocks_released_next_step()
             lacking = sum(map(prompts.missing_kv_tokens, requests))
-            free = int(self.pool.get_num_free_blocks()) + len(released)
+            free = int(self.pool.get_num_free_blocks())
             used = int(self.pool.num_gpu_blocks) - 1 - free
-            idle = self._idle_blocks(released)
+            idle = self._idle_blocks()
             host = self._kv_state.host
             host_used, host_free, disk_used, disk_free = (
                 count * tokens for count in (host.used, host.free, host.used_on_disk, host.free_on_disk)
@@ -118,19 +116,14 @@ class EngineSnapshot:
             recent.add(keys, self._seq)
             keys.clear()
 
-    def _blocks_released_next_step(self) -> set[int]:
-        """Return blocks held only by a copy or an expired lease that ends with the next step."""
-        ids = {block for held in self._kv_state.holders.released_next_step.values() for block in held()}
-        return {block for block in ids if self.pool.blocks[block].ref_cnt == 1}
-
-    def _idle_blocks(self, released: set[int]) -> IdleBlocks:
+    def _idle_blocks(self) -> IdleBlocks:
         """Count the blocks of idle conversations.
 
         A block that is on the host, too, is evictable. All are where idle KV may be lost
         (`idle_kv_evictable`), and where layers can be shared with another engine: nothing is copied
         meanwhile, and idle conversations alone are no reason to share.
         """
-        blocks, stored_on_host = self._kv_state.conversations.blocks, self._kv_state.host.stored
+        blocks = self._kv_state.conversations.blocks
         lists: list[EvictionList] = []
         parked = uses_of_shared = 0
         for conversation in self._kv_state.conversations:
@@ -139,19 +132,14 @@ class EngineSnapshot:
                 uses_of_shared += conversation.owned - conversation.exclusive
             elif conversation.phase is RetentionPhase.PARKED:
                 parked += conversation.exclusive
-        keys = [key for block in released if (key := key_of(self.pool.blocks[block])) is not None]
-        soon = [key for key in keys if blocks.list_of(key) in lists]
-        shared_soon = [key for key in keys if blocks.list_of(key) is blocks.shared]
         # Who shares a block with whom is not counted. No more are retained than retained conversations use.
-        shared = len(blocks.shared) + len(shared_soon)
-        retained_shared = min(shared, uses_of_shared)
-        parked += shared - retained_shared
-        free = sum(map(len, lists)) + len(soon) + retained_shared
+        retained_shared = min(len(blocks.shared), uses_of_shared)
+        parked += len(blocks.shared) - retained_shared
+        free = sum(map(len, lists)) + retained_shared
         if self._config.idle_kv_evictable or self._kv_state.split is not None:
             return IdleBlocks(free, free, parked)
-        stored_shared = blocks.shared.stored + sum(map(stored_on_host, shared_soon))
-        stored = sum(one.stored for one in lists) + sum(map(stored_on_host, soon))
-        return IdleBlocks(free, stored + min(stored_shared, retained_shared), parked)
+        stored = sum(one.stored for one in lists) + min(blocks.shared.stored, retained_shared)
+        return IdleBlocks(free, stored, parked)
 
     def _is_parked(self, key: str) -> bool:
         conversation = self._kv_state.conversations.get(key)

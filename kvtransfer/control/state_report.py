@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from kvtransfer.checkpoint.host_index import block_faults, host_faults
+from kvtransfer.compat.block_cache import remember_engine_core, wake_engine
 from kvtransfer.control.control_socket import ControlSocketServer, EngineCommand, Reply
 from kvtransfer.control.engine_snapshot import EngineSnapshot, PromptSpeed
 from kvtransfer.control.waiting_prompts import WaitingPrompts
@@ -14,6 +15,8 @@ from kvtransfer.plugins import EngineContext, Match, Plugin, SchedulerSide, Step
 from placement.engines import EngineState
 
 logger = logging.getLogger("conserve.kvtransfer.report")
+
+IDLE_STEP_S = 1.0  # least time between two steps of an engine that has no requests and still holds KV
 
 
 class ReportScheduler(SchedulerSide):
@@ -28,6 +31,8 @@ class ReportScheduler(SchedulerSide):
         self._requests: dict[str, Any] = {}
         self._pool: Any = None
         self._socket: ControlSocketServer | None = None
+        self._step_asked, self._next_ask_at = False, 0.0
+        remember_engine_core()
         self.counts: Counter[str] = Counter()
 
     @property
@@ -71,6 +76,7 @@ class ReportScheduler(SchedulerSide):
 
         Sums are compared, because a request may arrive at any time. If they differ, all blocks are visited.
         """
+        self._step_asked = False
         for request_id in scheduler_output.preempted_req_ids or ():
             if (request := self._requests.get(request_id)) is not None:
                 self._prompts.preempted(request)
@@ -93,8 +99,27 @@ class ReportScheduler(SchedulerSide):
         if self._socket is not None:
             self._socket.close()
 
+    def needs_step(self) -> bool:
+        return self._step_asked
+
     def snapshot(self) -> EngineState:
+        """Return the engine's state for the keeper, at least once a second in the control socket's thread."""
+        self._ask_for_step()
         return self._snapshot.take(list(self._requests.values()))
+
+    def _ask_for_step(self) -> None:
+        """Make an engine without requests step if it holds KV for a transfer, a copy, or a move to the disk.
+
+        Workers report that one has ended only in a step, and vLLM steps only for requests.
+        """
+        now = self._kv_state.clock()
+        if self._requests or now < self._next_ask_at:
+            return
+        with self._kv_state.lock:
+            held = self._kv_state.holders.any_held or self._kv_state.host.moving
+        if held:
+            self._step_asked, self._next_ask_at = True, now + IDLE_STEP_S
+            wake_engine()
 
     def is_idle(self) -> bool:
         loads = self._kv_state.loads

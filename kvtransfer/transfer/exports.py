@@ -68,16 +68,9 @@ class Exports:
     """Exports of one rank, written by the worker's thread and read by the server's threads."""
 
     def __init__(
-        self,
-        memory: BlockMemory,
-        block_tokens: int,
-        lease_s: float,
-        clock: Callable[[], float],
-        renewed: Callable[[], None] = lambda: None,
+        self, memory: BlockMemory, block_tokens: int, lease_s: float, clock: Callable[[], float]
     ) -> None:
-        """Create an empty set; `renewed` is called whenever a lease is renewed."""
         self.memory = memory
-        self._renewed = renewed
         self._block_tokens = block_tokens
         self._lease_s = lease_s
         self._clock = clock
@@ -231,7 +224,6 @@ class Exports:
             self._check(reader.export)
             if reader.export.deadline is not None:
                 reader.export.deadline = self._clock() + self._lease_s
-                self._renewed()
 
     def delivered(self, reader: Reader) -> None:
         """Record that the consumer has this lane's layers. After all lanes the export is delivered."""

@@ -1,9 +1,6 @@
 """Scheduler side of the transfer: which requests export, which fetch, and which blocks are held."""
 
-import contextlib
 import logging
-import os
-import time
 from array import array
 from collections import Counter
 from collections.abc import Mapping, Sequence
@@ -72,23 +69,6 @@ class TransferReport:
         return TransferReport(self.released + other.released)
 
 
-def note_renewal(control_socket: str) -> None:
-    """Tell the scheduler's process that a worker renewed a lease, by touching the control socket.
-
-    An idle engine makes no step in which the worker could report it.
-    """
-    with contextlib.suppress(OSError):  # there is no socket
-        os.utime(control_socket)
-
-
-def renewed_within(control_socket: str, seconds: float) -> bool:
-    """Return whether any lease of the engine was renewed in the last `seconds`."""
-    try:
-        return time.time() - os.stat(control_socket).st_mtime < seconds
-    except OSError:
-        return False
-
-
 def prompt_digest(request: Any) -> str:
     """Return a digest of everything that determines a prompt's KV, which two engines can compare.
 
@@ -118,9 +98,7 @@ class TransferScheduler(SchedulerSide):
         self._block_tokens = int(context.vllm_config.cache_config.block_size)
         self._ranks = int(context.vllm_config.parallel_config.world_size)
         self._groups = context.groups
-        self._clock = context.kv_state.clock
         context.kv_state.holders.references["transfer"] = self.held_block_ids
-        context.kv_state.holders.released_next_step["transfer"] = self.expired_block_ids
         self._manager: Any = None
         self._pool: Any = None
         self._next = TransferOrder()
@@ -130,7 +108,6 @@ class TransferScheduler(SchedulerSide):
         self._states: dict[
             str, list[Any]
         ] = {}  # the same, for prompts whose last tokens are not yet computed
-        self._held_since: dict[str, float] = {}
         self._released: Counter[str] = Counter()  # transfer -> ranks that released it
         self._sources: dict[
             str, TransferSource
@@ -141,14 +118,6 @@ class TransferScheduler(SchedulerSide):
     def held_block_ids(self) -> list[int]:
         held = (*self._held.values(), *self._states.values())
         return [block.block_id for blocks in held for block in blocks]
-
-    def expired_block_ids(self) -> list[int]:
-        """Return blocks of expired leases, which an idle engine's workers report only in the next step."""
-        if self._held_since and renewed_within(self._config.control_socket, self._config.lease_s):
-            return []
-        over = self._clock() - self._config.lease_s
-        expired = [t for t, since in list(self._held_since.items()) if since <= over]
-        return [block.block_id for transfer in expired for block in self._held.get(transfer, [])]
 
     def bind(self, manager: Any) -> None:
         self._manager, self._pool = manager, manager.block_pool
@@ -294,7 +263,6 @@ class TransferScheduler(SchedulerSide):
 
     def _release(self, transfer_id: str) -> None:
         self._released.pop(transfer_id, None)
-        self._held_since.pop(transfer_id, None)
         held = self._held.pop(transfer_id, []) + self._states.pop(transfer_id, [])
         self._pool.free_blocks(reversed(held))
 
@@ -313,7 +281,6 @@ class TransferScheduler(SchedulerSide):
             self._next.aborted.append(transfer_id)
             self._release(transfer_id)
             return None
-        self._held_since[transfer_id] = self._clock()
         self._next.finished.append(transfer_id)
         return self._answer(transfer_id, request)
 

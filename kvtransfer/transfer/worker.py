@@ -29,7 +29,6 @@ from kvtransfer.transfer.scheduler import (
     TransferOrder,
     TransferReport,
     TransferScheduler,
-    note_renewal,
 )
 from kvtransfer.transfer.staging import StagedBlockMemory
 from kvtransfer.transfer.wire import TransferRefused
@@ -66,8 +65,7 @@ class TransferWorker(WorkerSide):
     def register(self, kv_caches: Mapping[str, Any]) -> None:
         self._memory = self._memory_of(kv_caches)
         self._layers = {layer: index for index, layer in enumerate(self._memory.layers)}
-        lease_s, renewed = self._config.lease_s, partial(note_renewal, self._config.control_socket)
-        self._exports = Exports(self._memory, self._block_tokens, lease_s, time.monotonic, renewed)
+        self._exports = Exports(self._memory, self._block_tokens, self._config.lease_s, time.monotonic)
         if self._config.port:
             self._server = self._serve()
 

@@ -265,13 +265,19 @@ def test_an_aborted_decode_leaks_nothing(pair: EnginePair) -> None:
     assert faults_of(pair.decoder) == []
 
 
-def test_no_transfer_is_left_on_either_side(pair: EnginePair) -> None:
-    time.sleep(LEASE_S)
-    for engine in (pair.prefiller, pair.decoder):
-        engine.ask([9, 9, 9], 2)  # leases end in a step
-        assert eventually(lambda engine=engine: state_of(engine).running == 0)  # type: ignore[misc]
-        assert state_of(engine).live_tokens == 0
-        assert faults_of(engine) == []
+def test_no_transfer_is_left_on_either_side_although_no_request_comes(pair: EnginePair) -> None:
+    def is_empty(engine: EngineProcess, within_s: float) -> bool:
+        return eventually(lambda: state_of(engine).live_tokens == 0, within_s)
+
+    assert is_empty(pair.prefiller, LEASE_S + 3) and is_empty(pair.decoder, LEASE_S + 3)
+    pair.both_legs("1k")
+    assert is_empty(pair.prefiller, 3), "its decoder has taken it"
+    for seed in (94, 95):
+        params = {"do_remote_decode": True, "transfer_id": uuid.uuid4().hex}
+        pair.prefiller.ask(PROMPTS["1k"] + prompt_of(100, seed), 1, params)
+    assert state_of(pair.prefiller).live_tokens > 0
+    assert is_empty(pair.prefiller, LEASE_S + 3), "two leases of one beginning have ended"
+    assert faults_of(pair.prefiller) == faults_of(pair.decoder) == []
 
 
 def test_the_session_header_reaches_the_connector_from_every_route(pair: EnginePair) -> None:

@@ -8,6 +8,7 @@ pytest.importorskip("vllm", reason="vLLM is not installed: make install")
 
 from kvtransfer.config import ConnectorConfig
 from kvtransfer.control.control_socket import NAMED_AT_MOST
+from kvtransfer.control.state_report import IDLE_STEP_S
 from kvtransfer.shared_state import LEAVES_WITHIN_S
 from tests.kvtransfer.engine.engines import free_port
 from tests.kvtransfer.simulated.engine import BLOCK_TOKENS, SteppedEngine
@@ -78,17 +79,27 @@ def test_an_engine_without_transfers_releases_idle_kv_at_once(made_without: Step
     assert engine.wrong == [] and engine.faults() == []
 
 
-def test_leases_of_a_sleeping_prefiller_end(engine: SteppedEngine) -> None:
+def test_an_engine_without_requests_steps_once_a_second_until_its_leases_end(engine: SteppedEngine) -> None:
+    """Two exports hold the same blocks: conversations with one beginning."""
     report = engine.side("report")
-    params = {"do_remote_decode": True, "transfer_id": "t"}
-    engine.add("prefill", [n % 250 for n in range(10 * BLOCK_TOKENS)], 1, params=params)
-    engine.run(2000)
+    for name in ("a", "b"):
+        prompt = [n % 250 for n in range(10 * BLOCK_TOKENS)] + [ord(name)] * BLOCK_TOKENS
+        engine.add(name, prompt, 1, params={"do_remote_decode": True, "transfer_id": name})
+        engine.run(2000)
     engine.kv_state.drain(True)
-    assert not report.snapshot().drained  # its decoder may still come for it
-    limit = time.monotonic() + 30
-    while not report.snapshot().drained and time.monotonic() < limit:
-        time.sleep(0.05)
+    began, steps = time.monotonic(), 0
+    assert not report.snapshot().drained  # the decoders may still come for them
+    while not report.snapshot().drained and time.monotonic() < began + 30:
+        while engine.busy():
+            engine.step()
+            steps += 1
+        time.sleep(0.01)
     assert report.snapshot().drained
+    assert 2 <= steps <= 1 + (time.monotonic() - began) / IDLE_STEP_S
+    engine.kv_state.clock = lambda: time.monotonic() + 100
+    report.snapshot()
+    assert not engine.busy(), "nothing is held any more"
+    assert engine.faults() == []
 
 
 def test_a_report_of_many_parked_conversations_confirms_no_placement(engine: SteppedEngine) -> None:

@@ -12,7 +12,7 @@ pytest.importorskip("vllm", reason="vLLM is not installed: make install")
 from kvtransfer.config import ConnectorConfig
 from kvtransfer.transfer.kv_memory import HostBlockMemory
 from placement.engines import EngineState
-from tests.kvtransfer.engine.engines import eventually, free_port, socket_path
+from tests.kvtransfer.engine.engines import eventually, free_port
 from tests.kvtransfer.simulated.engine import BLOCK_TOKENS, SteppedEngine
 
 pytestmark = pytest.mark.slow
@@ -89,7 +89,7 @@ def test_a_parked_conversation_evicted_from_a_full_host_is_reported() -> None:
         engine.close()
 
 
-def test_a_renewed_lease_is_not_reported_as_ended(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_renewed_lease_is_not_ended_by_the_steps_of_an_idle_engine(monkeypatch: pytest.MonkeyPatch) -> None:
     """An otherwise idle engine sends a prompt for longer than several leases."""
     at_once = HostBlockMemory.outgoing
 
@@ -99,25 +99,28 @@ def test_a_renewed_lease_is_not_reported_as_ended(monkeypatch: pytest.MonkeyPatc
 
     monkeypatch.setattr(HostBlockMemory, "outgoing", slowly)
     monkeypatch.setattr(HostBlockMemory, "piece_blocks", lambda memory, layer, piece_bytes: 1)
-    lease_s, port = 0.4, free_port()
-    prefiller = SteppedEngine(
-        ConnectorConfig(engine="p", epoch=1, port=port, lease_s=lease_s, control_socket=socket_path())
-    )
+    lease_s, port = 0.6, free_port()
+    prefiller = SteppedEngine(ConnectorConfig(engine="p", epoch=1, port=port, lease_s=lease_s))
     decoder = SteppedEngine(ConnectorConfig(engine="d"))
+
+    def live_tokens() -> int:
+        prefiller.run()
+        return int(prefiller.side("report").snapshot().live_tokens)
+
     try:
         prompt = [n % 250 for n in range(20 * BLOCK_TOKENS)]
         prefiller.add("prefill", prompt, 1, params={"do_remote_decode": True, "transfer_id": "t"})
         prefiller.run()
         source = {"do_remote_prefill": True, "transfer_id": "t", "remote_host": "127.0.0.1"}
         decoder.add("turn", prompt, 2, params={**source, "remote_port": port, "remote_epoch": 1})
-        begun, least = time.monotonic(), prefiller.side("report").snapshot().live_tokens
+        begun, least = time.monotonic(), live_tokens()
         while "turn" not in decoder.answers:
             decoder.step()
-            least = min(least, prefiller.side("report").snapshot().live_tokens)
+            least = min(least, live_tokens())
             time.sleep(0.01)
         assert time.monotonic() - begun > 3 * lease_s
         assert decoder.computed_prompt_tokens <= 1 and least == 20 * BLOCK_TOKENS
-        assert eventually(lambda: prefiller.side("report").snapshot().live_tokens == 0, 10 * lease_s)
+        assert eventually(lambda: live_tokens() == 0, 10 * lease_s)
     finally:
         prefiller.close()
         decoder.close()

@@ -10,7 +10,6 @@ import logging
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from kvtransfer.compat.block_cache import remember_engine_core
 from kvtransfer.plugins import EngineContext, Plugin, SchedulerSide, WorkerSide
 from placement.engines import SplitState
 from placement.overload.drop_plan import EngineShape
@@ -38,7 +37,6 @@ class OverloadScheduler(SchedulerSide):
         self.inbox = CommandInbox(self._kv_state.clock)
         self._statistics = SplitStatistics(self._kv_state.clock)
         context.commands.update(drop=self.inbox.drop, restore=self.inbox.restore)
-        remember_engine_core()
         self._order: SplitOrder | None = None
         self._latency: LatencyModel | None = None  # of the whole model
         self._block_tokens = int(context.vllm_config.cache_config.block_size)
