@@ -15,7 +15,7 @@ LOOKS_A_STEP: Final = 512  # blocks that a step examines at most, which bounds i
 WALK_S: Final = 0.05  # least time between two walks, which begin at the conversation idle for longest
 PAUSE_S: Final = 30.0  # after a write that failed
 SILENT_S: Final = 30.0  # while moves are under way and none ends: the disk counts as failing
-LONGEST_STEP_S: Final = 1.0  # of that time, as results come with steps and an idle engine has none
+LONGEST_STEP_S: Final = 1.0  # of that time, as results come with steps, which are rare without requests
 
 
 class DiskMoves:

@@ -17,6 +17,7 @@ def test_conversations_leave_a_drained_decoder_without_recomputing_a_token(
 ) -> None:
     found = drain_one(laptop_fleet.home, "decode-0", conversations=10)
     assert found["moved_conversations"] >= 2, found
+    assert found["drain_seconds"] < 30, found  # what has left is not held for its lease of a minute
     lost = {name: found[name] for name in ("moved_recomputed_tokens", "cut_streams", "moved_other_outputs")}
     assert set(lost.values()) == {0}, found
 
