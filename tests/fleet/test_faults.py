@@ -33,7 +33,10 @@ def fleet(laptop_fleet: RunningFleet) -> Iterator[RunningFleet]:
 
 
 def serving(fleet: RunningFleet) -> None:
-    """Wait until all engines are up and the gateway accepts new conversations."""
+    """Wait until all engines are up, the gateway accepts new conversations and every engine has a keeper.
+
+    An engine serves without its keeper, but only the keeper reports the engine's pid.
+    """
 
     def whole() -> bool:
         try:
@@ -44,6 +47,9 @@ def serving(fleet: RunningFleet) -> None:
         return ready and len(shown) == 3 and all(engine["status"] == "up" for engine in shown)
 
     fleet.until(whole, RECOVERY_S, "the fleet to be whole")
+    fleet.until(
+        lambda: all(one["pid"] for one in fleet.engines().values()), RECOVERY_S, "all keepers to report"
+    )
 
 
 def vllm_process(fleet: RunningFleet, engine: str, name: str) -> int:
@@ -170,10 +176,7 @@ def test_a_killed_keeper_costs_no_kv(fleet: RunningFleet) -> None:
     messages.append({"role": "user", "content": "Go on."})
     answer = text_turn(client(fleet.url, "keeper"), fleet.model, messages)
     assert answer.cached_tokens > 0
-    time.sleep(5)
     serving(fleet)
-    # Engines serve without a keeper; a new keeper reports their pid once it has found them.
-    fleet.until(lambda: fleet.engines()[before["decoder"]]["pid"], 60, "a new keeper to report")
     now = fleet.engines()[before["decoder"]]
     assert (now["pid"], now["epoch"]) == (engine["pid"], engine["epoch"])
     assert conversation(fleet, "keeper", 2)["decoder"] == before["decoder"]
@@ -201,7 +204,6 @@ def test_ninety_seconds_without_the_ray_head_disturb_nothing(fleet: RunningFleet
             time.sleep(12)
     finally:
         os.kill(supervisor, signal.SIGCONT)
-    time.sleep(10)
     serving(fleet)
     after = conversation(fleet, "head", turns)
     assert (after["decoder"], after["epoch"], after["transfers"]) == (before["decoder"], before["epoch"], 1)
@@ -239,7 +241,6 @@ def test_a_killed_ray_process_ends_no_gateway_and_no_engine(
     assert longest < 10 and longest_new < 10
     assert [set(fleet.processes(one)) for one in kept] == before
     serving(fleet)
-    fleet.until(lambda: all(one["pid"] for one in fleet.engines().values()), 60, "new keepers to report")
     assert {one: (state["pid"], state["epoch"]) for one, state in fleet.engines().items()} == engines
 
 
