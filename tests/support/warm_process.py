@@ -8,14 +8,18 @@ import multiprocessing
 import os
 import runpy
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import ProcessPoolExecutor
 from multiprocessing import forkserver
 from multiprocessing.context import ForkServerContext, ForkServerProcess
 from pathlib import Path
+from typing import Any, TypeVar
 from unittest import mock
 
 from tests.support import engine_device
+from workers.engine.compat.cpu_build import fork_engine_on_cpu
 
+Result = TypeVar("Result")
 IMPORTED = ["vllm.entrypoints.launchers.api_server.entry", "vllm.v1.engine.core"]
 
 
@@ -28,6 +32,12 @@ def warm_context() -> ForkServerContext:
     ):  # torch reads its variables when it is imported
         forkserver.ensure_running()
     return context
+
+
+def call_warm(function: Callable[..., Result], *arguments: Any) -> Result:
+    """Return the function's result from a process that has imported vLLM, and that forks its engines."""
+    with ProcessPoolExecutor(1, warm_context(), fork_engine_on_cpu) as process:
+        return process.submit(function, *arguments).result()
 
 
 def start_module(

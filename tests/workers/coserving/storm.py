@@ -274,7 +274,10 @@ def storm_shape(model: Path, overlaps: bool = False, **more: Any) -> StandaloneS
     # Of a GPU vLLM wants so much to be free; these blocks take little.
     arguments: dict[str, Any] = {"gpu_memory_utilization": 0.2, "kv_cache_memory_bytes": 4 << 30}
     if not on_cuda():
-        arguments = {"worker_cls": cpu_overlap.WORKER} if overlaps else {}
+        # vLLM's choice for CPUs, which `fork_engine_on_cpu` changes unless it is named: the worker computes
+        # while the scheduler plans.
+        arguments = {"distributed_executor_backend": "mp"}
+        arguments |= {"worker_cls": cpu_overlap.WORKER} if overlaps else {}
     small: dict[str, Any] = {
         "blocks": 65,
         "max_tokens": 192,

@@ -5,6 +5,7 @@ to see that the storm finds it.
 """
 
 import asyncio
+from collections.abc import Mapping, Sequence
 from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
@@ -12,7 +13,9 @@ from typing import Any
 import pytest
 
 from benchmarks.harness.cpu_overlap import overlapping
+from tests.support import engine_device
 from tests.support.architectures import architecture_directory
+from tests.support.warm_process import call_warm
 from tests.workers.coserving.audit import AUDIT_VARIABLE
 from tests.workers.coserving.storm import (
     StormResult,
@@ -22,7 +25,17 @@ from tests.workers.coserving.storm import (
 )
 from workers.engine.coserving.profile import coserving_engine
 
+pytestmark = pytest.mark.engine
 CRIPPLED = "tests.workers.coserving.crippled."
+
+
+def in_warm_process(*arguments: Any, **limits: Any) -> StormResult:
+    """Return the result of `_storm` on an engine whose processes import nothing anew."""
+    return call_warm(_run_storm, arguments, limits)
+
+
+def _run_storm(arguments: Sequence[Any], limits: Mapping[str, Any]) -> StormResult:
+    return asyncio.run(_storm(*arguments, **limits))
 
 
 async def _storm(
@@ -35,7 +48,7 @@ async def _storm(
     overlaps: bool = False,
     **limits: Any,
 ) -> StormResult:
-    environment = {AUDIT_VARIABLE: str(audit)}
+    environment = {AUDIT_VARIABLE: str(audit), **engine_device.environment()}
     shape = storm_shape(
         model, overlaps, blocks=blocks, scheduler=CRIPPLED + scheduler, environment=environment
     )
@@ -51,13 +64,12 @@ def finds_a_fault(model: Path, scheduler: str, audit: Path) -> bool:
     from vllm.v1.engine.exceptions import EngineDeadError, EngineGenerateError
 
     try:
-        result = asyncio.run(_storm(model, scheduler, audit, 150, 20, stall_s=20.0, until_wrong=True))
+        result = in_warm_process(model, scheduler, audit, 150, 20, stall_s=20.0, until_wrong=True)
     except (EngineDeadError, EngineGenerateError):
         return True
     return not result.ok or audit.exists()
 
 
-@pytest.mark.engine
 @pytest.mark.parametrize(
     ("windows", "blocks", "overlaps"),
     [
@@ -70,7 +82,7 @@ def test_outputs_equal_an_undisturbed_run(
     windows: bool, blocks: int, overlaps: bool, small_model: Path, tmp_path: Path
 ) -> None:
     model, audit = architecture_directory("gemma3_text") if windows else small_model, tmp_path / "audit"
-    result = asyncio.run(_storm(model, "Audited", audit, 20, 6, blocks, overlaps, limit_s=300.0))
+    result = in_warm_process(model, "Audited", audit, 20, 6, blocks, overlaps, limit_s=300.0)
     assert bool(result.overlapped) == overlaps
     assert result.aborts >= 20
     assert result.preemptions >= 6
@@ -79,7 +91,6 @@ def test_outputs_equal_an_undisturbed_run(
     assert not audit.exists(), audit.read_text()
 
 
-@pytest.mark.engine
 @pytest.mark.slow
 def test_without_one_rollback_step_outputs_differ(small_model: Path, tmp_path: Path) -> None:
     """Requests hit blocks in the prefix cache that were never computed."""
