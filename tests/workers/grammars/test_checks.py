@@ -129,7 +129,7 @@ def test_a_grammar_over_its_budget_is_stopped_and_remembered(compiling: CompileP
         known, began = count("known"), time.monotonic()
         with pytest.raises(VLLMValidationError):
             await compiling.check(checks, repetitions(0))
-        assert time.monotonic() - began < 0.2 and count("known") == known + 1
+        assert time.monotonic() - began < BUDGET.cpu_s / 2 and count("known") == known + 1
 
     run(main())
 
@@ -139,8 +139,14 @@ def test_one_owners_grammars_do_not_keep_another_owner_waiting(compiling: Compil
     async def main() -> None:
         checks = GrammarChecks(compiling.address, BUDGET)
         attack = [asyncio.create_task(compiling.check(checks, repetitions(n), "eve")) for n in range(1, 3)]
-        await asyncio.sleep(0.5)
-        assert len(compiling.forks()) == 1, "one compilation per owner at a time"
+        limit, counts = time.monotonic() + 60, list[int]()
+        while not compiling.forks():
+            assert time.monotonic() < limit, "nothing is compiled"
+            await asyncio.sleep(0.02)
+        for _ in range(10):
+            counts.append(len(compiling.forks()))
+            await asyncio.sleep(0.05)
+        assert max(counts) == 1, "one compilation per owner at a time"
         await compiling.check(checks, schema("of_bob"), "bob")
         assert not all(one.done() for one in attack)
         ended = await asyncio.gather(*attack, return_exceptions=True)
