@@ -58,6 +58,7 @@ class OwnCluster:
             *("--head", "--port", str(self.port), "--ray-client-server-port", str(self.client_port)),
             *("--temp-dir", str(temporary_directory(self.home)), "--include-dashboard", dashboard),
             *("--num-cpus", "0", "--num-gpus", "0"),
+            "--no-monitor",  # of Ray's autoscaler, which starts machines: this cluster is one machine
         )
 
     def node_argv(self) -> list[str]:

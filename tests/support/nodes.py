@@ -34,7 +34,7 @@ class Nodes:
         port = self.address.rsplit(":", 1)[1]
         client = str(free_port(HEAD_HOST))
         head = ["--head", "--port", port, "--ray-client-server-port", client]
-        head += ["--temp-dir", str(self.directory / "t"), "--include-dashboard", "false"]
+        head += ["--temp-dir", str(self.directory / "t"), "--include-dashboard", "false", "--no-monitor"]
         self._start("head", HEAD_HOST, resources, head)
         self._until_up("head")
 
