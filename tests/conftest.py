@@ -27,16 +27,27 @@ settings.register_profile("busy machine", deadline=None, max_examples=60)
 settings.load_profile("busy machine")
 
 
+TESTS = Path(__file__).parent
 MODULE_MARKS = re.compile(r"^pytestmark = (\[\n.*?^\]|[^\n]*)", re.MULTILINE | re.DOTALL)
 
 
 def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool | None:
-    """Do not import files whose tests a suite leaves out, because imports take longer than most tests."""
-    excluded = {mark for mark in ("engine", "fleet", "slow") if f"not {mark}" in str(config.option.markexpr)}
-    if not excluded or collection_path.suffix != ".py":
+    """Do not import files without tests for this suite, because imports take longer than most tests."""
+    words = re.findall(r"(not )?\b(engine|fleet|slow)\b", str(config.option.markexpr))
+    if not words or collection_path.suffix != ".py":
         return None
-    marks = MODULE_MARKS.search(collection_path.read_text())
-    return True if marks and excluded & set(re.findall(r"mark\.(\w+)", marks[1])) else None
+    excluded, wanted = ({mark for no, mark in words if bool(no) is left_out} for left_out in (True, False))
+    content = collection_path.read_text()
+    module = MODULE_MARKS.search(content)
+    if module and excluded & _marks_in(module[1]):
+        return True
+    above = (folder / "conftest.py" for folder in collection_path.parents[: -len(TESTS.parents)])
+    written = [content, *(file.read_text() for file in above if file.exists())]  # a fixture's marks, too
+    return True if wanted and not wanted & _marks_in("\n".join(written)) else None
+
+
+def _marks_in(content: str) -> set[str]:
+    return set(re.findall(r"mark\.(\w+)", content))
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

@@ -2,6 +2,7 @@
 
 import ast
 import builtins
+import re
 
 import pytest
 
@@ -26,6 +27,14 @@ def test_a_class_name_is_defined_once() -> None:
 def test_no_file_is_longer_than_the_limit() -> None:
     long = [f"{m.path}: {m.lines} lines" for m in PRODUCT_MODULES.values() if m.lines > MAX_LINES]
     assert not long, "\n".join(long)
+
+
+def test_suites_are_marked_in_test_files_and_conftests() -> None:
+    """Only there does the collection of a suite look for its mark (tests/conftest.py)."""
+    others = [m for m in TEST_MODULES.values() if not m.path.name.startswith(("test_", "conftest"))]
+    assert others
+    marked = [m.path for m in others if re.search(r"mark\.(engine|fleet|slow)\b", m.text)]
+    assert marked == []
 
 
 @pytest.mark.parametrize("package", PRODUCT)
