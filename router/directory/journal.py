@@ -12,12 +12,14 @@ commit, so that more than one missing transaction is noticed. One may be missing
 import asyncio
 import logging
 import os
+import shutil
 import sqlite3
 from collections.abc import Iterable
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import closing, suppress
 from dataclasses import dataclass
 from pathlib import Path
+from tempfile import TemporaryDirectory
 
 from xxhash import xxh3_64_intdigest
 
@@ -262,10 +264,26 @@ def check(path: Path) -> None:
     if not path.exists():
         return
     try:
-        with closing(_read_only(path)) as opened:
-            _check(path, opened)
-    except sqlite3.Error as wrong:
+        try:
+            with closing(_read_only(path)) as opened:
+                _check(path, opened)
+        except sqlite3.OperationalError as wrong:
+            if "I/O" not in str(wrong):
+                raise
+            _check_copy(path)
+    except (sqlite3.Error, OSError) as wrong:
         raise JournalError(_sentence(path, wrong)) from wrong
+
+
+def _check_copy(path: Path) -> None:
+    """Check a journal on a full disk: to read its log, SQLite writes an index of some KiB beside it."""
+    with TemporaryDirectory() as folder:
+        copy = Path(folder, path.name)
+        for end in ("", "-wal"):
+            if (file := path.with_name(path.name + end)).exists():
+                shutil.copyfile(file, copy.with_name(file.name))
+        with closing(_read_only(copy)) as opened:
+            _check(path, opened)
 
 
 def _check(path: Path, opened: sqlite3.Connection) -> None:
@@ -368,12 +386,12 @@ def _damaged(path: Path, what: str) -> JournalError:
     )
 
 
-def _sentence(path: Path, wrong: sqlite3.Error) -> str:
+def _sentence(path: Path, wrong: Exception) -> str:
     if "locked" in str(wrong):
         return f"{path} is in use by another directory; stop that one first"
     if "malformed" in str(wrong):
         return str(_damaged(path, str(wrong)))
-    if "full" in str(wrong) or "I/O" in str(wrong):
+    if isinstance(wrong, OSError) or "full" in str(wrong) or "I/O" in str(wrong):
         return f"cannot write {path}: {wrong}; free space or fix the disk"
     return (
         f"{path} is no journal that this version can read ({wrong}): it is damaged, and "

@@ -1,14 +1,12 @@
 """The directory runs on a full file system: a tmpfs that only its process sees."""
 
 import asyncio
-import subprocess
 import time
 from collections.abc import AsyncIterator
-from contextlib import asynccontextmanager, suppress
+from contextlib import asynccontextmanager
 from pathlib import Path
 
 import grpc
-import pytest
 
 from router.directory.api.messages import STATUS
 from router.directory.api.rpc import Stub
@@ -17,45 +15,33 @@ from router.gateway.main import Gateway
 from tests.support.directory_process import DirectoryProcess
 from tests.support.fake_engine import FakeEngine
 from tests.support.fake_fleet import MODEL, GatewayAnswer, ask, get, user
+from tests.support.small_disk import SmallDisk, small_disk
 from tests.support.waiting import until
 
-ON_A_DISK_OF_ITS_OWN = 'mount -t tmpfs -o size=1m none "$0" && exec "$@"'
 
-
-def namespace() -> list[str]:
-    """Return a command prefix with separate mounts, for root or for a user with namespaces."""
-    for options in (["--mount"], ["--user", "--map-root-user", "--mount"]):
-        command = ["unshare", *options]
-        if not subprocess.run([*command, "true"], stderr=subprocess.DEVNULL, check=False).returncode:
-            return command
-    pytest.skip("this machine lets us mount nothing")
-
-
-class SmallDisk:
-    def __init__(self, folder: Path, directory: DirectoryProcess) -> None:
-        self._address = directory.address
-        self._filler = Path(f"/proc/{directory.pid}/root{folder}/filler")
-
-    def fill(self) -> None:
-        with suppress(OSError), self._filler.open("wb", buffering=0) as opened:
-            while opened.write(bytes(4096)):
-                pass
-
-    def make_room(self) -> None:
-        self._filler.unlink()
-
-    async def problem(self) -> str:
-        """Return what the directory's status says about its disk."""
-        async with grpc.aio.insecure_channel(self._address) as channel:
-            return (await Stub(channel, "s3cret").ask(STATUS, None, 5.0)).journal_problem
+async def problem(directory: DirectoryProcess) -> str:
+    """Return what the directory's status says about its disk."""
+    async with grpc.aio.insecure_channel(directory.address) as channel:
+        return (await Stub(channel, "s3cret").ask(STATUS, None, 5.0)).journal_problem
 
 
 @asynccontextmanager
-async def serving(folder: Path) -> AsyncIterator[tuple[str, SmallDisk]]:
+async def serving(folder: Path) -> AsyncIterator[tuple[str, SmallDisk, DirectoryProcess]]:
     engine = FakeEngine("d0")
     await engine.start()
-    directory = DirectoryProcess(folder, [engine.info])
-    await directory.start(*namespace(), "sh", "-c", ON_A_DISK_OF_ITS_OWN, str(folder))
+    with small_disk(folder) as disk:
+        directory = DirectoryProcess(folder, [engine.info])
+        try:
+            await directory.start(*disk.within)
+            async with gateway_of(directory) as url:
+                yield url, disk, directory
+        finally:
+            await directory.kill()
+            await engine.stop()
+
+
+@asynccontextmanager
+async def gateway_of(directory: DirectoryProcess) -> AsyncIterator[str]:
     config = GatewayConfig(
         directory=directory.address,
         models=(ServedModel(MODEL),),
@@ -68,11 +54,9 @@ async def serving(folder: Path) -> AsyncIterator[tuple[str, SmallDisk]]:
     try:
         url = f"http://127.0.0.1:{await gateway.start()}"
         await until(lambda: len(gateway.directory.engines))
-        yield url, SmallDisk(folder, directory)
+        yield url
     finally:
         await gateway.stop(0.2)
-        await directory.kill()
-        await engine.stop()
 
 
 async def talk(url: str, conversation: str) -> tuple[GatewayAnswer, float]:
@@ -82,7 +66,7 @@ async def talk(url: str, conversation: str) -> tuple[GatewayAnswer, float]:
 
 
 async def test_a_full_disk_refuses_new_conversations_at_once(tmp_path: Path) -> None:
-    async with serving(tmp_path) as (url, disk):
+    async with serving(tmp_path) as (url, disk, directory):
         assert (await talk(url, "bound"))[0].status == 200
         disk.fill()
         told = await asyncio.gather(*(talk(url, f"new-{number}") for number in range(3)))
@@ -92,9 +76,24 @@ async def test_a_full_disk_refuses_new_conversations_at_once(tmp_path: Path) -> 
             assert reason in answer.error["message"]
             assert "retry-after" in answer.headers
         assert (await talk(url, "bound"))[0].status == 200
-        assert reason in await disk.problem()
+        assert reason in await problem(directory)
         ended, why = await get(f"{url}/v1/conversations/bound", "DELETE")
         assert ended == 503 and "database or disk is full" in why["error"]["message"]
         disk.make_room()
         assert (await talk(url, "new-0"))[0].status == 200
-        assert not await disk.problem()
+        assert not await problem(directory)
+
+
+async def test_a_directory_that_starts_on_a_full_disk_knows_its_conversations(tmp_path: Path) -> None:
+    async with serving(tmp_path) as (url, disk, directory):
+        assert (await talk(url, "bound"))[0].status == 200
+        disk.fill()
+        await directory.kill()
+        await directory.start(*disk.within)
+        disk.fill()  # the start has shortened SQLite's log
+        answer, _ = await talk(url, "new")
+        assert answer.status == 503 and "free space or fix the disk" in answer.error["message"]
+        assert (await get(f"{url}/v1/conversations/bound"))[0] == 200
+        assert (await talk(url, "bound"))[0].status == 200
+        disk.make_room()
+        assert (await talk(url, "new"))[0].status == 200
