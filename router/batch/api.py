@@ -28,6 +28,7 @@ from router.batch.parameters import (
 )
 from router.batch.routes import find_route
 from router.batch.store.blobs import Blobs, UploadForm, receive_form
+from router.batch.store.database import disk_problem, reason_of
 from router.batch.store.records import BatchStatus, FileRecord
 from router.batch.store.store import Store
 from router.errors import (
@@ -133,8 +134,12 @@ class BatchApi:
         except (SQLAlchemyError, OSError) as error:
             if responder.started:
                 raise
-            log.warning("not served method=%s path=%r reason=%r", request.method, request.path, str(error))
-            text = "Files and batches cannot be kept or read at this moment; try again."
+            log.warning(
+                "not served method=%s path=%r reason=%r", request.method, request.path, reason_of(error)
+            )
+            problem = disk_problem(error)
+            why = f": {problem}; free space or fix the disk, then" if problem else " at this moment;"
+            text = f"Files and batches cannot be kept or read{why} try again."
             raise Unavailable(text, retry_after_s=5.0) from error
 
     async def upload(self, call: BatchCall) -> Shown:

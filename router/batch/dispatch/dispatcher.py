@@ -25,7 +25,7 @@ from router.batch.dispatch.policy import (
 from router.batch.dispatch.validation import Validator
 from router.batch.metrics import BACKLOG, NEAREST_DEADLINE, OLDEST_AGE, STEP_ERRORS, URGENT
 from router.batch.store.blobs import Blobs
-from router.batch.store.database import StoreTakenOver
+from router.batch.store.database import StoreTakenOver, reason_of
 from router.batch.store.records import Backlog, ClaimedRequest
 from router.batch.store.request_table import PutBack
 from router.batch.store.store import Store
@@ -113,8 +113,7 @@ class Dispatcher:
                 raise
             except (SQLAlchemyError, OSError) as error:
                 STEP_ERRORS.labels("store").inc()
-                name, kind = step.__name__, type(error).__name__
-                log.warning("step failed, trying again step=%s error=%s reason=%r", name, kind, str(error))
+                log.warning("step failed, trying again step=%s reason=%r", step.__name__, reason_of(error))
                 await asyncio.sleep(self._settings.tick_s)
             except Exception:  # one faulty step must not end the others: counted, logged, repeated
                 STEP_ERRORS.labels("fault").inc()

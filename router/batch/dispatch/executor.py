@@ -22,6 +22,7 @@ from router.batch.dispatch.in_flight import (
     judge_status,
 )
 from router.batch.metrics import COMMIT_SECONDS, DUPLICATES, HARVESTED, LOST, SET_ASIDE, STEP_ERRORS, TRIES
+from router.batch.store.database import reason_of
 from router.batch.store.records import ClaimedRequest, Result, Usage, offline_body
 from router.batch.store.request_table import PutBack
 from router.batch.store.store import Store
@@ -242,8 +243,11 @@ class ResultWriter:
                 await self.flush()
             except SQLAlchemyError as error:
                 STEP_ERRORS.labels("store").inc()
-                reason = type(error).__name__
-                log.warning("results not written, trying again wait_s=%.0f error=%s", self._retry_s, reason)
+                log.warning(
+                    "results not written, trying again results=%d reason=%r",
+                    len(self._results),
+                    reason_of(error),
+                )
                 await asyncio.sleep(self._retry_s)
 
     async def flush(self) -> None:

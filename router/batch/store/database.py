@@ -4,6 +4,9 @@ One process writes. Each takes the store over with a higher epoch, which every w
 with its own: writes of a former process that still runs are refused.
 """
 
+import errno
+import os
+import sqlite3
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -157,11 +160,25 @@ VERSION = 1
 
 _BUSY_TIMEOUT_MS = 30_000
 _WRITES, _DURABLE = "conserve_writes", "conserve_durable"
+_DISK_ERRORS = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EIO, errno.EROFS)
 _TAKING_OVER = 0x636F6E73  # PostgreSQL's number of our advisory lock
 
 
 class StoreTakenOver(Unavailable):
     """Another batch process has taken over the store, so this one has to end."""
+
+
+def reason_of(error: Exception) -> str:
+    """Return the driver's or the system's words. SQLAlchemy adds the statement, with the clients' data."""
+    return str(getattr(error, "orig", None) or error)
+
+
+def disk_problem(error: Exception) -> str:
+    """Return what is wrong with a local disk in words for clients, without paths; empty for other errors."""
+    cause = getattr(error, "orig", error)
+    if isinstance(cause, sqlite3.Error) and ("full" in str(cause) or "I/O" in str(cause)):
+        return str(cause)
+    return os.strerror(cause.errno) if isinstance(cause, OSError) and cause.errno in _DISK_ERRORS else ""
 
 
 class Database:

@@ -34,8 +34,10 @@ class Process:
         assert self._process is not None
         return self._process.pid
 
-    async def start(self) -> None:
-        self._process = await asyncio.to_thread(subprocess.Popen, self._command, stdout=subprocess.PIPE)
+    async def start(self, *within: str) -> None:
+        """Start the process; `within` is a command that executes its arguments, such as `nsenter`."""
+        command = [*within, *self._command]
+        self._process = await asyncio.to_thread(subprocess.Popen, command, stdout=subprocess.PIPE)
         assert self._process.stdout is not None
         async with asyncio.timeout(_START_S):
             first = await asyncio.to_thread(self._process.stdout.readline)
