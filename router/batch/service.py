@@ -11,6 +11,8 @@ from pathlib import Path
 
 import uvloop
 from prometheus_client import CONTENT_TYPE_LATEST, generate_latest
+from sqlalchemy.engine import make_url
+from sqlalchemy.exc import SQLAlchemyError
 
 from router.batch.api import BatchApi
 from router.batch.config import BatchConfig, load
@@ -20,6 +22,7 @@ from router.batch.forwarding import caller_of
 from router.batch.metrics import REQUEUED
 from router.batch.routes import PREFIXES
 from router.batch.store.blobs import Blobs
+from router.batch.store.database import reason_of
 from router.batch.store.records import OfflineBodyParser
 from router.batch.store.store import Store
 from router.directory.api.client import DirectoryClient
@@ -191,3 +194,8 @@ def main(arguments: list[str] | None = None) -> int:
     except GatewayConfigError as wrong:
         print(wrong, file=sys.stderr)
         return 2
+    except (SQLAlchemyError, OSError) as error:
+        store = make_url(config.store_url).render_as_string()  # without the password
+        text = "cannot run with the store %s: %s; check that its server or its disk can be used"
+        log.critical(text, store, " ".join(reason_of(error).split()))
+        return 1

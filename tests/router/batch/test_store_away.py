@@ -2,6 +2,8 @@
 
 import asyncio
 import resource
+import subprocess
+import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
@@ -12,16 +14,38 @@ import pytest
 from prometheus_client import REGISTRY
 from sqlalchemy.exc import OperationalError
 
+from router.batch.config import BatchConfig, dump
 from router.batch.dispatch.executor import ResultWriter
 from router.batch.store.blobs import Blobs
 from router.batch.store.records import Result
 from router.batch.store.request_table import RequestTable
 from router.batch.store.store import BatchTable
+from router.gateway.config import ServedModel
 from tests.router.batch.fake_engine import OfflineEngine
 from tests.router.batch.gateway import GatewayWithBatch
 from tests.router.batch.jobs import ended, jsonl, line, lines_of, submit
+from tests.router.batch.processes import free_port
 
 AWAY = OperationalError("UPDATE", {}, ConnectionError("the store is away"))
+
+
+def test_a_process_without_its_store_ends_with_one_line_and_no_password(tmp_path: Path) -> None:
+    config = BatchConfig(
+        f"postgresql+psycopg://user:hidden@127.0.0.1:{free_port()}/batches",
+        str(tmp_path / "files"),
+        models=(ServedModel("small"),),
+        directory="127.0.0.1:1",
+        secret="s3cret",
+        key="of gateways",
+    )
+    (tmp_path / "batch.json").write_bytes(dump(config))
+    command = [sys.executable, "-m", "router.batch", "--config", str(tmp_path / "batch.json")]
+    done = subprocess.run(
+        command, capture_output=True, text=True, timeout=60, check=False, start_new_session=True
+    )
+    (said,) = done.stderr.splitlines()
+    assert done.returncode == 1 and "Connection refused" in said and "check that its server" in said
+    assert "hidden" not in said
 
 
 def store_errors() -> float:
