@@ -58,8 +58,8 @@ URGENT = Counter(
 )
 STEP_ERRORS = Counter(
     "conserve_batch_step_errors",
-    "Failed steps of the dispatcher, which are repeated, by cause: the store, the files, or an "
-    "internal error.",
+    "Failed steps of the dispatcher, which are repeated, by cause: store (the database or the files) or "
+    "fault (an internal error).",
     ["cause"],
 )
 

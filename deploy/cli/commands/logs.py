@@ -10,11 +10,11 @@ from workers.keeper.engine_log import last_lines
 
 
 def logs(
-    engine: Annotated[str, typer.Argument(help="An engine, a gateway (as in gateway-0) or `directory`")],
+    engine: Annotated[str, typer.Argument(help="An engine, a gateway (gateway-0), `batch` or `directory`")],
     fleet: FleetOption = None,
     lines: Annotated[int, typer.Option(help="Number of lines")] = 50,
 ) -> None:
-    """Print the end of the log of an engine, a gateway or the directory."""
+    """Print the end of the log of an engine, a gateway, the batch process or the directory."""
     home = home_of(fleet)
     folders = (*home.engines.glob("*"), *home.gateways.glob("*"), home.directory)
     known = sorted(path for path in folders if path.is_dir())

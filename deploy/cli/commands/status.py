@@ -31,7 +31,7 @@ def in_words(found: FleetStatus) -> str:
         since = f"Starting for {found.seconds:.0f} s" if found.seconds else "Starting"
         return f"{since}: {serving} of {len(found.engines)} engines serve; the endpoint is open when all do."
     if found.lost:
-        return f"Its supervisor is gone, and Ray with it; to end what is left: conserve down {found.fleet}"
+        return f"Its supervisor is gone: nobody restarts Ray; to end what runs: conserve down {found.fleet}"
     if not found.reachable:
         return "The directory does not answer: gateways serve the conversations they know, and no new ones."
     if found.journal_problem:
