@@ -191,14 +191,9 @@ def paper(count: int, rate: float, seed: int = 0, mix: SweBench | None = None) -
     return _trace(f"swe-bench, Poisson {rate}/s", seed, swe_bench_conversations(count, seed, mix), times)
 
 
-def saturating(
-    count: int,
-    prefill_seconds: Callable[[int], float] | None = None,
-    seed: int = 0,
-    mix: SweBench | None = None,
-) -> Trace:
+def saturating(count: int, prefill_seconds: Callable[[int], float] | None = None, seed: int = 0) -> Trace:
     """Return SWE-bench-like conversations spaced so that one prefiller is exactly full."""
-    found = tuple(swe_bench_conversations(count, seed, mix))
+    found = tuple(swe_bench_conversations(count, seed))
     cost = prefill_seconds or (lambda tokens: tokens / PAPER_PREFILL_TOKENS_PER_S)
     # Each arrives when the prefiller has just finished the one before: full, no queue.
     times = accumulate((cost(one.turns[0].appended_tokens) for one in found), initial=0.0)
@@ -213,13 +208,11 @@ def bursts(count: int, rate: float, cv: float, seed: int = 0, lengths: RequestLe
     )
 
 
-def step_bursts(
-    count: int, pattern: tuple[RateStep, ...], seed: int = 0, mix: SweBench | None = None
-) -> Trace:
+def step_bursts(count: int, pattern: tuple[RateStep, ...], seed: int = 0) -> Trace:
     """Return SWE-bench-like conversations at a rate that changes in steps."""
     times = steps(pattern, stream(seed, "arrivals"))
     shape = ", ".join(f"{step.rate}/s for {step.seconds} s" for step in pattern)
-    return _trace(f"swe-bench, steps {shape}", seed, swe_bench_conversations(count, seed, mix), times)
+    return _trace(f"swe-bench, steps {shape}", seed, swe_bench_conversations(count, seed), times)
 
 
 def _trace(what: str, seed: int, found: Iterator[TraceConversation], times: Iterator[float]) -> Trace:

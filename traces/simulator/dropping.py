@@ -5,7 +5,7 @@ engines do, and a round takes as long as the longest of these batches, plus the 
 """
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 from placement.engines import Role
@@ -21,8 +21,6 @@ from traces.simulator.tiers import SimulatedTier
 class DroppingSettings:
     limits: DropLimits
     look_s: float = 1.0  # between two looks at the fleet, as the directory's
-    restores: bool = True
-    from_start: bool = False  # pairs before anything is served: a pipeline by configuration
 
 
 class RoundsTogether:
@@ -30,7 +28,6 @@ class RoundsTogether:
 
     def __init__(self, members: Sequence[SimulatedEngine], shape: EngineShape, events: EventQueue) -> None:
         self.members = tuple(members)
-        self.busy_s = self.stage_s = 0.0  # of all stages: computing, and in all
         self._shape, self._events = shape, events
         self._due = False
         self._ends = 0.0
@@ -51,8 +48,6 @@ class RoundsTogether:
         batch_s = [model.seconds(batch) for batch in batches if batch.requests]
         size = len(self.members)
         seconds = max(batch_s) + self._shape.hops_s(size, tokens / size)
-        self.busy_s += sum(batch_s)
-        self.stage_s += size * seconds
         self._ends = self._events.now + seconds
         for member in self._here():
             member.step(seconds)
@@ -64,22 +59,11 @@ class RoundsTogether:
 
 @dataclass
 class OverloadTally:
-    """Counts of drops, and samples of the fleet: time, share of the whole KV demanded, share available."""
+    """Counts of drops and restores, and the time during which some engines shared a model."""
 
-    looks: list[tuple[float, float, float]] = field(default_factory=list)
     drops: int = 0
     restores: int = 0
-    most_gained: float = 0.0  # share of the KV of whole models
     split_s: float = 0.0
-    exchange_s: list[float] = field(default_factory=list)
-    why_no_more: list[str] = field(default_factory=list)
-    pipelines: list[RoundsTogether] = field(default_factory=list)
-
-    @property
-    def bubble(self) -> float:
-        """Return the share of time that pipeline stages waited."""
-        spent = sum(pipeline.stage_s for pipeline in self.pipelines)
-        return 1 - sum(pipeline.busy_s for pipeline in self.pipelines) / spent if spent else 0.0
 
 
 class Dropping:
@@ -111,27 +95,20 @@ class Dropping:
         self._placer, self._events = placer, events
         self._report, self._changed = report, changed
         self._looked_at = 0.0
-        if settings.from_start:
-            names = list(self._engines)
-            for pair in zip(names[::2], names[1::2], strict=False):
-                self._split(pair, self._shape.kv_each(2), exchange=False)
         events.at(settings.look_s, self._look, None)
 
     def _look(self, _: Any) -> None:
         now = self._events.now
         state = self._placer.observe_overload(now, self._report())
-        tally, whole = self.tally, self._shape.kv_tokens * len(self._engines)
+        whole = self._shape.kv_tokens * len(self._engines)
         gained = sum(engine.kv.capacity for engine in self._engines.values()) - whole
-        tally.looks.append((now, state.asked, 1 + gained / whole))
-        tally.split_s += (now - self._looked_at) * bool(self._groups)
+        self.tally.split_s += (now - self._looked_at) * bool(self._groups)
         self._looked_at = now
-        if self._settings.from_start:
-            pass
-        elif state.overloaded and state.lacking_tokens > gained:
+        if state.overloaded and state.lacking_tokens > gained:
             self._drop(
                 plan_drop(self._members(), self._shape, state.lacking_tokens - gained, self._settings.limits)
             )
-        elif self._groups and not state.overloaded and self._settings.restores and self._fits():
+        elif self._groups and not state.overloaded and self._fits():
             self._restore()
         if self._events.more:
             self._events.at(now + self._settings.look_s, self._look, None)
@@ -145,25 +122,16 @@ class Dropping:
         ]
 
     def _drop(self, plan: DropPlan) -> None:
-        self.tally.why_no_more.append(plan.why_no_more)
         for group in plan.merged:
-            self._split(group.engines, group.kv_tokens, exchange=True)
+            self._split(group.engines, group.kv_tokens)
             self.tally.drops += 1
-        whole = self._shape.kv_tokens
-        gained = sum(
-            self._shape.kv_each(len(self._groups[name].members)) / whole - 1
-            for name in self._engines
-            if name in self._groups
-        )
-        self.tally.most_gained = max(self.tally.most_gained, gained / len(self._engines))
 
-    def _split(self, names: Sequence[str], kv_tokens: int, exchange: bool) -> None:
+    def _split(self, names: Sequence[str], kv_tokens: int) -> None:
         members = [self._engines[name] for name in names]
         group = RoundsTogether(members, self._shape, self._events)
-        self.tally.pipelines.append(group)
         for member in members:
             before = len(self._groups[member.name].members) if member.name in self._groups else 1
-            self._regroup(member, group, kv_tokens, before, len(names) if exchange else before)
+            self._regroup(member, group, kv_tokens, before, len(names))
             self._groups[member.name] = group
 
     def _regroup(
@@ -171,7 +139,6 @@ class Dropping:
     ) -> None:
         """Move an engine to another group or to none. The engine pauses while KV and parameters move."""
         exchange_s = self._shape.exchange_s(before, after, engine.kv.resident)
-        self.tally.exchange_s.append(exchange_s)
         parameters_s = self._shape.restore_s(before) if group is None else 0.0
         engine.regroup(Regrouping(group, kv_tokens, exchange_s + parameters_s))
         self._placer.resize(engine.name, kv_tokens)

@@ -56,10 +56,6 @@ class StickyRouting:
         sent[engine] = prompt
         return engine
 
-    def forget(self, conversation: str) -> None:
-        """Forget a conversation. Its tokens stay in the engines' counts, as in the router's trees."""
-        self._prefixes.pop(conversation, None)
-
 
 class System(StrEnum):
     ELASTIC = "elastic"  # first turns, and large later ones, where their first token comes first

@@ -5,7 +5,7 @@ from dataclasses import dataclass, replace
 from placement.engines import Role
 from placement.overload.drop_plan import EngineShape
 from placement.scheduling.latency_model import LatencyModel
-from placement.scheduling.prefill_curve import PrefillCurve, curve_of, prompt_seconds
+from placement.scheduling.prefill_curve import prompt_seconds
 from placement.sizing.power_curve import PowerCurve
 from traces import TraceError
 
@@ -62,13 +62,6 @@ class SimulatedTier:
 class SimulatedFleet:
     tiers: tuple[SimulatedTier, ...]
 
-    def of(self, role: Role) -> tuple[SimulatedTier, ...]:
-        return tuple(tier for tier in self.tiers if tier.role is role)
-
 
 def prefill_seconds(profile: EngineProfile, prompt: int, cached: int = 0) -> float:
     return prompt_seconds(profile.latency, profile.chunk_tokens, prompt, cached)
-
-
-def prefill_curve(profile: EngineProfile) -> PrefillCurve:
-    return curve_of(profile.latency, profile.chunk_tokens)

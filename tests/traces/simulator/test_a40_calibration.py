@@ -3,7 +3,8 @@
 import pytest
 
 from benchmarks.paper import a40
-from traces.simulator.tiers import prefill_curve, prefill_seconds
+from placement.scheduling.prefill_curve import curve_of
+from traces.simulator.tiers import prefill_seconds
 
 ENGINE = a40.ENGINE
 MODEL = ENGINE.latency
@@ -37,7 +38,7 @@ def test_prefill_stays_below_the_cards_peak() -> None:
 
 
 def test_the_curve_fits_the_chunked_engine() -> None:
-    curve = prefill_curve(ENGINE)
+    curve = curve_of(ENGINE.latency, ENGINE.chunk_tokens)
     for tokens in (500, 5_000, 15_000, 60_000):
         assert curve.seconds(tokens) == pytest.approx(prefill_seconds(ENGINE, tokens), rel=0.25)
 

@@ -68,7 +68,7 @@ def test_dropping_serves_long_answers_sooner_and_restores() -> None:
     without, dropped = play(burst(), None), play(burst(), DROP)
     assert dropped.dropping is not None
     tally = dropped.dropping.tally
-    assert tally.drops > 0 and tally.restores > 0 and 0 < tally.most_gained < 1
+    assert tally.drops > 0 and tally.restores > 0
     assert ttft(dropped, 99) < 0.5 * ttft(without, 99)
     for engine in dropped.fleet.engines.values():
         assert engine.kv.capacity == KV and engine.pipeline is None
@@ -92,14 +92,6 @@ def test_where_computing_is_the_bottleneck_nothing_is_dropped() -> None:
 def test_an_exchange_over_a_slow_link_delays_turns() -> None:
     slow, slower = (replace(layered(), network_bytes_per_s=rate) for rate in (2e9, 5e8))
     assert ttft(play(burst(), DROP, slower), 99) > ttft(play(burst(), DROP, slow), 99)
-
-
-def test_a_configured_pipeline_is_always_split() -> None:
-    simulation = play(burst(40), replace(DROP, from_start=True))
-    assert all(
-        engine.pipeline is not None and engine.kv.capacity > KV
-        for engine in simulation.fleet.engines.values()
-    )
 
 
 def test_a_profile_without_a_layer_count_is_refused_with_a_sentence() -> None:

@@ -6,11 +6,12 @@ from placement.routing.least_kv import FirstTurn
 from placement.routing.placer import Placer
 from placement.routing.placer_settings import FirstTurns, PlacerSettings
 from placement.routing.receipts import Placement
+from placement.scheduling.prefill_curve import curve_of
 from traces.format import TraceConversation, TraceTurn
 from traces.simulator.kv import Pressure
 from traces.simulator.policies import System, SystemSettings
 from traces.simulator.simulation import Simulation, SimulationSettings
-from traces.simulator.tiers import prefill_curve, prefill_seconds
+from traces.simulator.tiers import prefill_seconds
 
 from .conftest import fleet, profile
 from .test_conservation import fleet_for, settings_for, trace
@@ -84,7 +85,7 @@ def test_bindings_of_a_run_equal_those_of_the_product_placer() -> None:
     simulation.run(found)
     placer = Placer(
         PlacerSettings(headroom_tokens=0, first_turns=FirstTurns.PREFILLER),
-        {tier.name: prefill_curve(tier.profile) for tier in simulated.tiers},
+        {tier.name: curve_of(tier.profile.latency, tier.profile.chunk_tokens) for tier in simulated.tiers},
     )
     for tier in simulated.tiers:
         for i in range(tier.replicas):
