@@ -112,10 +112,6 @@ class DropPlan:
     gained_tokens: int
     why_no_more: NotDropped
 
-    @property
-    def drops(self) -> bool:
-        return bool(self.merged)
-
 
 def plan_drop(
     groups: Sequence[Sequence[Member]], shape: EngineShape, lacking_tokens: float, limits: DropLimits

@@ -175,11 +175,8 @@ class IterationDone:
     """A finished iteration with its predicted and its measured time."""
 
     now: float
-    work: BatchWork
     predicted_s: float
     seconds: float
-    online_requests: int
-    offline_requests: int
     late_requests: int  # online requests whose token came after its deadline
     aborted: bool
 

@@ -80,7 +80,7 @@ def test_a_larger_demand_never_merges_fewer_engines(count: int) -> None:
 
 def test_without_excess_demand_nothing_changes() -> None:
     made = plan_drop(alone(4), SHAPE, 0, LIMITS)
-    assert not made.drops and made.why_no_more is NotDropped.ENOUGH
+    assert not made.merged and made.why_no_more is NotDropped.ENOUGH
 
 
 def test_the_fullest_engines_pair_first_and_no_more_than_needed() -> None:
@@ -109,7 +109,7 @@ def test_when_pairs_do_not_suffice_the_two_smallest_groups_merge() -> None:
 def test_a_reserve_is_kept_for_growing_demand() -> None:
     made = plan_drop(alone(4), SHAPE, 10_000, replace(LIMITS, reserve=0.2))
     assert len(made.merged) == 2 and made.gained_tokens > 0.2 * 4 * 220_000
-    assert not plan_drop(alone(4), SHAPE, 0, replace(LIMITS, reserve=0.2)).drops
+    assert not plan_drop(alone(4), SHAPE, 0, replace(LIMITS, reserve=0.2)).merged
 
 
 def test_existing_groups_stay_and_their_gain_counts() -> None:
@@ -141,10 +141,10 @@ def test_a_merge_that_does_not_pay_is_refused_with_a_reason(
     shape: EngineShape, limits: DropLimits, why: NotDropped
 ) -> None:
     made = plan_drop(alone(4), shape, 1e6, limits)
-    assert not made.drops and made.why_no_more is why
+    assert not made.merged and made.why_no_more is why
 
 
 def test_an_engine_that_cannot_be_moved_in_time_leaves_the_others_to_pair() -> None:
     groups = [[Member("full", 219_000, 100)], *alone(3, held=50_000)]
     made = plan_drop(groups, SHAPE, 1e6, replace(LIMITS, exchange_s=0.6))
-    assert made.drops and all("full" not in group.engines for group in made.merged)
+    assert made.merged and all("full" not in group.engines for group in made.merged)

@@ -150,19 +150,8 @@ class SimulatedCoServing:
                 late = sum(self._advance(request, tokens, ended) for request, tokens in batch)
             else:
                 self.served.aborts += 1
-            offline_requests = sum(request.offline for request, _ in batch)
-            self._policy.observe(
-                IterationDone(
-                    ended,
-                    work,
-                    self._believed.seconds(work),
-                    ended - now,
-                    len(batch) - offline_requests,
-                    offline_requests,
-                    late,
-                    aborted_at is not None,
-                )
-            )
+            predicted_s = self._believed.seconds(work)
+            self._policy.observe(IterationDone(ended, predicted_s, ended - now, late, aborted_at is not None))
             now = ended
         self.served.seconds = now
         return self.served

@@ -1,13 +1,12 @@
 """BROS serves urgent requests and cheap swap-ins first; its batch grows slowly and shrinks at once."""
 
 from placement.scheduling.interface import IterationDone, ServingSettings
-from placement.scheduling.latency_model import BatchWork
 from placement.scheduling.policy_registry import make_policy
 from tests.placement.scheduling.views import MODEL, fill, offline, online, policy_with, view
 
 
 def done(late: int = 0) -> IterationDone:
-    return IterationDone(10.0, BatchWork(), 0.01, 0.01, 1, 1, late, aborted=False)
+    return IterationDone(10.0, 0.01, 0.01, late, aborted=False)
 
 
 def test_online_requests_are_ordered_by_time_to_their_deadline() -> None:

@@ -63,7 +63,7 @@ def test_the_margin_follows_prediction_errors() -> None:
     def offline_tokens_after(seconds: float) -> int:
         policy = make_policy(ServingSettings(margin=0.1))
         for _ in range(300):
-            policy.observe(IterationDone(10.0, BatchWork(), 0.04, seconds, 1, 1, 0, aborted=False))
+            policy.observe(IterationDone(10.0, 0.04, seconds, 0, aborted=False))
         return fill(policy, view(online("a", slo=TurnTargets(SLO.ttft_s, 0.05)), offline("off")))["off"]
 
     exact, configured, slow = (
@@ -78,7 +78,7 @@ def test_occasional_late_iterations_cost_offline_tokens_but_none_of_prompts() ->
     policy = make_policy(ServingSettings(margin=0.1))
     for number in range(2_000):
         seconds = 0.048 if number % 10 == 0 else 0.04
-        policy.observe(IterationDone(10.0, BatchWork(), 0.04, seconds, 1, 1, 0, aborted=False))
+        policy.observe(IterationDone(10.0, 0.04, seconds, 0, aborted=False))
     request = online("a")
     prompt = fill(policy, view(request, waiting=(LONG,)))["new"]
     beside = fill(policy, view(request, offline("off", 5000)))["off"]

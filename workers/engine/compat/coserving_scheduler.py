@@ -316,7 +316,7 @@ class OpenScheduler(OverlappingScheduler):
             tuple(block.block_id for block in manager.req_to_blocks[request.request_id][first:])
             for manager, first in zip(self.managers, before, strict=True)
         )
-        return ScheduledRequest(request, tokens, start, written, tuple(map(max, before, adopted)), admitted)
+        return ScheduledRequest(request, start, written, tuple(map(max, before, adopted)), admitted)
 
     def hashed(self, block_ids: set[int]) -> set[int]:
         """Return the blocks that are registered in the prefix cache."""

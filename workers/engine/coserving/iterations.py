@@ -21,7 +21,6 @@ class ScheduledRequest:
     """Request of an iteration, as recorded when it was scheduled."""
 
     request: Any
-    tokens: int  # scheduled
     start: int  # tokens computed before
     written: tuple[tuple[int, ...], ...]  # ids of the blocks to write, by KV cache group
     not_its_to_register: tuple[int, ...]  # full blocks before `start`, or adopted as prefix hits, by group
@@ -60,9 +59,7 @@ class PendingIteration:
 
     def done(self, now: float, seconds: float, late: int) -> IterationDone:
         """Return the facts about this iteration that a policy learns from."""
-        batch = self.batch
-        online, offline = batch.online_requests, batch.offline_requests
-        return IterationDone(now, batch.work, batch.seconds, seconds, online, offline, late, self.aborted)
+        return IterationDone(now, self.batch.seconds, seconds, late, self.aborted)
 
 
 def count(iteration: PendingIteration, counts: MutableMapping[str, Any], seconds: float, late: int) -> None:
