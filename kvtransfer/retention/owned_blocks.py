@@ -270,11 +270,6 @@ class OwnedBlocks:
     def released(self) -> int:
         return len(self._lists)
 
-    def list_of(self, key: bytes) -> EvictionList | None:
-        """Return the list in which a block is kept when it has no reference."""
-        block = self._blocks.get(key)
-        return self._list_of(block) if block is not None else None
-
     def _list_of(self, block: OwnedBlock) -> EvictionList:
         if len(block.turns) > 1:
             return self.shared

@@ -158,9 +158,6 @@ class RetainedConversations:
         for at, block_hash in enumerate(conversation.chain):
             yield from (block_key(block_hash, group) for group, first in enumerate(firsts) if at >= first)
 
-    def rank_of(self, block: bytes) -> EvictionRank:
-        return self.blocks.rank_of(block)
-
     def wanted_on_host(self, block: bytes) -> bool:
         return self.blocks.wanted_on_host(block)
 

@@ -31,14 +31,14 @@ def test_a_conversation_keeps_its_blocks_between_turns() -> None:
     turn(conversations, "a", "abc")
     found = conversations.get("a")
     assert found is not None and found.phase is RetentionPhase.RETAINED
-    assert conversations.rank_of(b"abc") is EvictionRank.RETAINED
+    assert conversations.blocks.rank_of(b"abc") is EvictionRank.RETAINED
 
 
 def test_an_ended_conversation_owns_nothing() -> None:
     conversations, unwanted, _ = make()
     turn(conversations, "a", "abc")
     assert conversations.end("a")
-    assert conversations.rank_of(b"abc") is EvictionRank.NOTHING
+    assert conversations.blocks.rank_of(b"abc") is EvictionRank.NOTHING
     assert sorted(unwanted) == chain("abc")
     assert not conversations.end("a")
 
@@ -48,7 +48,7 @@ def test_a_conversation_that_ends_during_a_turn_is_forgotten_after_it() -> None:
     running = conversations.begin_turn("a", chain("abc"))
     conversations.advance(running, chain("abc"))
     assert conversations.end("a")
-    assert conversations.rank_of(b"abc") is EvictionRank.RETAINED
+    assert conversations.blocks.rank_of(b"abc") is EvictionRank.RETAINED
     conversations.end_turn(running)
     assert len(conversations) == 0
 
@@ -57,23 +57,23 @@ def test_blocks_that_a_compacted_prompt_does_not_continue_are_released() -> None
     conversations, unwanted, _ = make()
     turn(conversations, "a", "abcdef")
     conversations.begin_turn("a", chain("abXYZ"))
-    assert conversations.rank_of(b"ab") is EvictionRank.RETAINED
-    assert conversations.rank_of(b"abc") is EvictionRank.NOTHING
+    assert conversations.blocks.rank_of(b"ab") is EvictionRank.RETAINED
+    assert conversations.blocks.rank_of(b"abc") is EvictionRank.NOTHING
     assert sorted(unwanted) == [b"abc", b"abcd", b"abcde", b"abcdef"]
 
 
 def test_a_prefix_is_protected_while_several_conversations_share_it() -> None:
     conversations, _, _ = make()
     turn(conversations, "a", "xya")
-    assert conversations.rank_of(b"xy") is EvictionRank.RETAINED
+    assert conversations.blocks.rank_of(b"xy") is EvictionRank.RETAINED
     turn(conversations, "b", "xyb")
     parked = conversations.get("a")
     assert parked is not None
     conversations.park(parked)
-    assert conversations.rank_of(b"xya") is EvictionRank.PARKED
-    assert conversations.rank_of(b"xy") is EvictionRank.SHARED
+    assert conversations.blocks.rank_of(b"xya") is EvictionRank.PARKED
+    assert conversations.blocks.rank_of(b"xy") is EvictionRank.SHARED
     conversations.end("b")
-    assert conversations.rank_of(b"xy") is EvictionRank.PARKED
+    assert conversations.blocks.rank_of(b"xy") is EvictionRank.PARKED
 
 
 def test_offline_work_does_not_make_a_prefix_shared() -> None:
@@ -81,16 +81,16 @@ def test_offline_work_does_not_make_a_prefix_shared() -> None:
     turn(conversations, "a", "xya")
     running = conversations.begin_turn("offline:1", chain("xyz"), offline=True)
     conversations.advance(running, chain("xyz"))
-    assert conversations.rank_of(b"xy") is EvictionRank.RETAINED
+    assert conversations.blocks.rank_of(b"xy") is EvictionRank.RETAINED
 
 
 def test_offline_work_owns_its_blocks_until_it_ends() -> None:
     conversations, unwanted, _ = make()
     running = conversations.begin_turn("offline:1", chain("abc"), offline=True)
     conversations.advance(running, chain("abc"))
-    assert conversations.rank_of(b"abc") is EvictionRank.OFFLINE
+    assert conversations.blocks.rank_of(b"abc") is EvictionRank.OFFLINE
     conversations.end_turn(running)
-    assert conversations.rank_of(b"abc") is EvictionRank.NOTHING
+    assert conversations.blocks.rank_of(b"abc") is EvictionRank.NOTHING
     assert len(unwanted) == 3
 
 
@@ -182,12 +182,14 @@ def test_a_conversation_owns_the_last_blocks_of_a_window_group() -> None:
     ]
     conversations.advance(running, chain("abcde"))
     assert unwanted == [block_key(b"abc", 1)]
-    assert conversations.rank_of(block_key(b"abc", 1)) is EvictionRank.NOTHING
-    assert conversations.rank_of(block_key(b"abcde", 1)) is EvictionRank.RETAINED
+    assert conversations.blocks.rank_of(block_key(b"abc", 1)) is EvictionRank.NOTHING
+    assert conversations.blocks.rank_of(block_key(b"abcde", 1)) is EvictionRank.RETAINED
     conversations.end_turn(running)
     again = conversations.begin_turn("a", chain("abXY"))  # a shorter prefix has an earlier window
     assert list(conversations.keys(again)) == [b"a", block_key(b"a", 1), b"ab", block_key(b"ab", 1)]
     conversations.end("a")
     conversations.end_turn(again)
-    assert all(conversations.rank_of(block) is EvictionRank.NOTHING for block in chain("abcde"))
-    assert all(conversations.rank_of(block_key(one, 1)) is EvictionRank.NOTHING for one in chain("abcde"))
+    assert all(conversations.blocks.rank_of(block) is EvictionRank.NOTHING for block in chain("abcde"))
+    assert all(
+        conversations.blocks.rank_of(block_key(one, 1)) is EvictionRank.NOTHING for one in chain("abcde")
+    )
