@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import logging
 from collections import deque
 from dataclasses import dataclass, field
 
@@ -11,8 +10,6 @@ from router.errors import EngineBusy, EngineUnreachable
 from router.http.limits import Sweeper, UpstreamLimits
 from router.http.streams.splice import make_splice_loop
 from router.http.upstream import Endpoint, UpstreamConnection
-
-log = logging.getLogger("conserve.router.http.pool")
 
 
 @dataclass(slots=True)

@@ -104,11 +104,6 @@ class RequestBody:
         """Return whether the handler is waiting for bytes that have not arrived."""
         return self._waiter is not None
 
-    @property
-    def exhausted(self) -> bool:
-        """Return whether the body is complete and has been read to its end."""
-        return self.complete and not self._pieces
-
     async def read(self, max_bytes: int | None = None) -> bytes:
         """Return the whole body; raises 413 once it exceeds ``max_bytes`` (default: the server's limit)."""
         pieces = await self.read_pieces(max_bytes)

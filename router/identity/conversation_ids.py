@@ -60,7 +60,6 @@ class ExplicitIdentity:
 
     id: str | None
     parent: str | None
-    source: str  # header or body field of the id, empty without one
     group: str = ""  # prompts of different groups never match
     hint: str = ""  # names the conversation if the request has no id
 
@@ -88,11 +87,6 @@ def conversation_key(space: str, conversation_id: str) -> str:
 def conversation_id(key: str) -> str:
     """Return the id in a conversation key."""
     return key.partition(":")[2]
-
-
-def owner_of(key: str) -> str:
-    """Return the owner in a conversation key."""
-    return key.partition(":")[0]
 
 
 def id_prefix_of(key: str) -> str:
@@ -131,18 +125,18 @@ def normalized_hint(raw: object) -> str | None:
 
 def explicit_identity(headers: Mapping[str, str], body: Mapping[str, Any]) -> ExplicitIdentity:
     """Return what headers and body say about the conversation. Headers take precedence."""
-    id, source, parent = _from_headers(headers)
-    if id is None and (id := named_conversation(body)) is not None:
-        source = "conversation"
+    id, parent = _from_headers(headers)
+    if id is None:
+        id = named_conversation(body)
     groups = _groups(body)
     hint = next(iter(groups), normalized_hint(headers.get(CORRELATION_HEADER))) or ""
-    return ExplicitIdentity(id, parent, source, "\0".join(groups), hint)
+    return ExplicitIdentity(id, parent, "\0".join(groups), hint)
 
 
-def _from_headers(headers: Mapping[str, str]) -> tuple[str | None, str, str | None]:
-    """Return the id, the header that contained it, and the parent's id."""
+def _from_headers(headers: Mapping[str, str]) -> tuple[str | None, str | None]:
+    """Return the id and the parent's id."""
     if headers.keys().isdisjoint(_ALL_HEADERS):
-        return None, "", None
+        return None, None
     parent = None
     for name in PARENT_HEADERS:
         parent = parent or clean_id(headers.get(name), name)
@@ -153,11 +147,11 @@ def _from_headers(headers: Mapping[str, str]) -> tuple[str | None, str, str | No
         if name == "x-claude-code-session-id":
             id, agent_parent = _claude_code_agent(id, headers)
             parent = parent or agent_parent
-        return id, name, parent if parent != id else None
+        return id, parent if parent != id else None
     token = headers.get(TOKEN_HEADER, "")
     if _GENERATED.fullmatch(token):
-        return token, TOKEN_HEADER, parent
-    return None, "", parent
+        return token, parent
+    return None, parent
 
 
 def _claude_code_agent(session: str, headers: Mapping[str, str]) -> tuple[str, str | None]:

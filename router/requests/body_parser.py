@@ -101,7 +101,6 @@ class ParsedBody:
 class Prompt:
     """Prompt of a turn, in the facts that a gateway needs: hashes, sizes and hints."""
 
-    seed: bytes
     identity: ExplicitIdentity
     chain: Chain
     tool_bytes: int  # of tool definitions, which are part of the prompt and of no message
@@ -165,7 +164,6 @@ def _prompt(parser: BodyParser, api: Api, body: Mapping[str, Any]) -> Prompt:
     tools_digest = xxh3_128_digest(definitions)
     start, messages = chains.of_group(seed, identity.group), chains.messages_of(body)
     return Prompt(
-        seed=seed,
         identity=identity,
         chain=chains.of_messages(start, messages) if messages is not None else chains.of_prompt(start, body),
         tool_bytes=len(definitions),

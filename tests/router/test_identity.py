@@ -30,16 +30,16 @@ SEED = chains.seed("space", "model")
 def test_headers_count_in_their_documented_order() -> None:
     for at, name in enumerate(ID_HEADERS):
         headers = {later: f"id-{later}" for later in ID_HEADERS[at:]}
-        assert explicit_identity(headers, {"session_id": "body"}).source == name
+        assert explicit_identity(headers, {"session_id": "body"}).id == f"id-{name}"
 
 
 def test_conversation_ids_of_the_body_come_after_headers_and_sessions_make_groups() -> None:
     body = {"session_id": "a", "conversation": {"id": "b"}, "conversation_id": "c"}
     named = explicit_identity({}, body)
-    assert (named.id, named.source) == ("b", "conversation")
+    assert named.id == "b"
     body.pop("conversation")
     got = explicit_identity({}, body)
-    assert (got.id, got.source, got.group, got.hint) == (None, "", "a\0c", "a")
+    assert (got.id, got.group, got.hint) == (None, "a\0c", "a")
 
 
 def test_cache_keys_and_metadata_make_groups_and_correlation_ids_hints() -> None:

@@ -345,10 +345,8 @@ async def test_a_client_that_leaves_during_a_resumption_leaves_no_state(tmp_path
 
 
 def a_turn(api: Api, body: dict[str, Any], size: int = 0) -> Turn:
-    seed = chains.seed("s", "m")
-    prompt = Prompt(
-        seed, ExplicitIdentity(None, None, ""), chains.of_text(seed, b""), 0, b"", b"", None, Hints()
-    )
+    chain = chains.of_text(chains.seed("s", "m"), b"")
+    prompt = Prompt(ExplicitIdentity(None, None), chain, 0, b"", b"", None, Hints())
     body = {"stream": True, **body}
     return Turn(api, (b"x" * size,), body, [], "s", prompt, "", SloClass("default"), 0.0)
 

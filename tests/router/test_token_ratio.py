@@ -21,7 +21,7 @@ SEED = chains.seed("s", "m")
 
 def turn(size: int, tools: int = 0) -> Turn:
     chain = chains.of_text(SEED, b"x" * size)
-    prompt = Prompt(SEED, ExplicitIdentity(None, None, ""), chain, tools, b"", b"", None, Hints())
+    prompt = Prompt(ExplicitIdentity(None, None), chain, tools, b"", b"", None, Hints())
     return Turn(Api.CHAT, (b"",), {}, [], "s", prompt, "", SloClass("default"), 0.0)
 
 

@@ -22,7 +22,6 @@ _RETRIED = (408, 425, 500, 502, 504)
 @dataclass(frozen=True, slots=True)
 class SentRequest:
     engine: str
-    epoch: int
     est_tokens: int
     suspect: bool
     sent_after: int  # the engine's last report when it was sent: later reports include it
@@ -44,7 +43,7 @@ class InFlight:
         self, key: object, engine: EngineInfo, state: EngineState | None, prefix: str, tokens: int, tries: int
     ) -> None:
         seq = state.seq if state is not None else -1
-        self._sent[key] = SentRequest(engine.engine, engine.epoch, tokens, tries >= SUSPECT_AFTER, seq)
+        self._sent[key] = SentRequest(engine.engine, tokens, tries >= SUSPECT_AFTER, seq)
         IN_FLIGHT.labels(engine.engine).inc()
         group = group_of(prefix)
         self.warm[group] = engine.engine

@@ -100,7 +100,6 @@ class ClaimedRequest:
     owner: str
     endpoint: str
     input_file_id: str
-    custom_id: str
     offset: int
     length: int
     prefix: str

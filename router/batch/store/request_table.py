@@ -199,7 +199,7 @@ def _claim_of_one(connection: Connection, batch: int, count: int, now: float) ->
     these = and_(requests.c.batch == batch, requests.c.line.in_([key.line for key in keys]))
     leasing = update(requests).where(these).values(state=RequestState.LEASED).returning(*requests.c)
     found = sorted(connection.execute(leasing).mappings(), key=lambda row: (row["prefix"], row["line"]))
-    of_line = ("batch", "line", "custom_id", "offset", "length", "prefix", "est_tokens", "tries")
+    of_line = ("batch", "line", "offset", "length", "prefix", "est_tokens", "tries")
     return [ClaimedRequest(**source, **{name: row[name] for name in of_line}) for row in found]
 
 

@@ -46,7 +46,6 @@ class Known:
     key: str
     engine: str
     epoch: int
-    turns: int = 0  # finished here
     prompt_bytes: int = 0  # of its newest request
     completion_tokens: int = 0  # of its newest finished turn
     context_tokens: int = 0  # what its decoder holds, after its newest finished turn

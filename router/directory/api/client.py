@@ -169,7 +169,6 @@ class DirectoryClient:
     def turn_ended(self, known: Known, turn: int, ended: TurnEnded = FAILED) -> None:
         """Report the end of a turn; by default of one that came to nothing."""
         if ended.prompt_tokens:
-            known.turns += 1
             known.completion_tokens = ended.completion_tokens
             known.context_tokens = ended.tokens
         self._reports.add(Activity(known.key, turn, ended=ended))
