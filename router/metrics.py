@@ -93,8 +93,8 @@ KV_ASKED = Gauge(
 LAYERS_SHARED = Counter(
     "conserve_overload_changes_total",
     "Changes of groups of decoders that share their layers (drop) or get them back (restore), by "
-    "outcome: done; failed (not complete within 45 s; the group is left alone for 60 s); refused (an "
-    "engine did not answer, or refused).",
+    "outcome: done; failed (no drop within 45 s, no restore within 120 s; the group is left alone for 60 s); "
+    "refused (an engine did not answer, or refused).",
     ["change", "outcome"],
 )
 OVERLOAD_ROUNDS_FAILED = Counter(
