@@ -10,6 +10,11 @@ from dataclasses import dataclass
 from enum import StrEnum
 from math import exp
 
+DECLARED = 1.0  # demand, as a share of the KV, from which on it is an overload
+OVER = 0.5  # demand below which it is over: the paper's threshold for restoring
+FULL = 0.7  # share held, below which turns wait for KV only if more are refused than wait
+WINDOW_S = 2.0
+
 
 @dataclass(frozen=True, slots=True)
 class KvDemand:
@@ -37,14 +42,6 @@ class OverloadReason(StrEnum):
 
 
 @dataclass(frozen=True, slots=True)
-class OverloadSettings:
-    declare: float = 1.0  # demand, as a share of the KV, from which on it is an overload
-    over: float = 0.5  # demand below which it is over: the paper's threshold for restoring
-    full: float = 0.7  # share held, below which turns wait for KV only if more are refused than wait
-    window_s: float = 2.0
-
-
-@dataclass(frozen=True, slots=True)
 class OverloadState:
     overloaded: bool
     reason: OverloadReason
@@ -64,8 +61,7 @@ class OverloadState:
 
 
 class OverloadWatch:
-    def __init__(self, settings: OverloadSettings | None = None) -> None:
-        self._settings = settings or OverloadSettings()
+    def __init__(self) -> None:
         self._began_at: float | None = None  # first observation in the averages
         self._observed_at = 0.0
         self._averages = (0.0, 0.0, 0.0)  # shares: held, waiting, refused
@@ -81,7 +77,7 @@ class OverloadWatch:
         else:
             held, waiting, refused = self._averages = self._averaged(demand, now)
             asked = held + waiting + refused
-            overloaded, reason = self._judge(demand, asked, held >= self._settings.full or refused > waiting)
+            overloaded, reason = self._judge(demand, asked, held >= FULL or refused > waiting)
         self.state = OverloadState(
             overloaded,
             reason,
@@ -97,7 +93,7 @@ class OverloadWatch:
             self._began_at = self._observed_at = now
             kept = 0.0
         else:
-            kept = exp(-max(0.0, now - self._observed_at) / self._settings.window_s)
+            kept = exp(-max(0.0, now - self._observed_at) / WINDOW_S)
         self._observed_at = now
         before, seen = self._averages, (demand.held, demand.waiting, demand.refused)
         held, waiting, refused = (
@@ -106,13 +102,13 @@ class OverloadWatch:
         return held, waiting, refused
 
     def _judge(self, demand: KvDemand, asked: float, for_kv: bool) -> tuple[bool, OverloadReason]:
-        settings, before = self._settings, self.state.overloaded
+        before = self.state.overloaded
         seen_s = self._observed_at - (self._began_at or 0.0)
-        on_average = asked >= settings.declare
-        at_once = demand.asked >= settings.declare * demand.capacity
-        if on_average and for_kv and (before or (at_once and seen_s >= settings.window_s)):
+        on_average = asked >= DECLARED
+        at_once = demand.asked >= DECLARED * demand.capacity
+        if on_average and for_kv and (before or (at_once and seen_s >= WINDOW_S)):
             return True, OverloadReason.KV_SHORT
-        if before and asked >= settings.over:
+        if before and asked >= OVER:
             return True, OverloadReason.NOT_OVER
         if on_average and not for_kv:
             return False, OverloadReason.COMPUTE

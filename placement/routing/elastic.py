@@ -27,7 +27,6 @@ from placement.routing.receipts import (
     PrefillerChoice,
     PrefillerOption,
     Refusal,
-    RefusalReason,
     Why,
 )
 from placement.scheduling.prefill_curve import PrefillCurve
@@ -126,8 +125,6 @@ class ElasticRule(LeastKvRule):
     def first_turn(self, turn: FirstTurn, now: float) -> EngineChoice | Refusal:
         choice = self.find(turn, now)
         if isinstance(choice, Refusal):
-            if choice.reason is RefusalReason.NO_PREFILLER:
-                return choice
             return self._on_a_prefiller(turn, now) or choice
         if choice.prefiller.why in (Why.SHARES_LAYERS, Why.RESTORED):
             return choice

@@ -114,8 +114,6 @@ class LeastKvRule:
         else:
             prefillers, tokens, weight = self.state.prefillers, turn.prompt_tokens, turn.queue_weight
             found = prefillers.choose(tokens, now, weight)
-            if found is None and not settings.local_prefill_without_prefiller:
-                return refuse(RefusalReason.NO_PREFILLER, settings.retry_no_engine_s)
             prefiller = found or PrefillerChoice.none(Why.NO_PREFILLER_UP)
             prefiller = prefillers.prefer_cached(prefiller, tokens, cached, now, weight)
         return EngineChoice(decoder, prefiller, decoders, cached)

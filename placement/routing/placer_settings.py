@@ -79,7 +79,6 @@ class PlacerSettings:
     max_prefill_wait_s: float = 10.0  # a longer queue refuses
     retry_no_capacity_s: float = 5.0
     retry_no_engine_s: float = 10.0
-    local_prefill_without_prefiller: bool = True
     relieve_hot: bool = False  # conversations leave a decoder whose prompts wait much longer than another's
     shared_tier: bool = False  # decoders find KV of a conversation that another decoder had
     capacity_window_s: float = 60.0  # over which the capacity signals are averaged

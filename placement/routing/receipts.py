@@ -19,7 +19,7 @@ class Why(StrEnum):
     FINISHES_FIRST = "finishes_first"  # its queue and its prefill take the least time
     HAS_PREFIX = "has_prefix"  # it has cached a prefix of the prompt, and ends about as soon
     # Why no prefiller computes the prompt.
-    NO_PREFILLER_UP = "no_prefiller_up"  # the fleet lets decoders prefill when no prefiller is up
+    NO_PREFILLER_UP = "no_prefiller_up"  # the decoder computes the prompt instead
     SOONER_ON_DECODER = "sooner_on_decoder"  # elastic: the decoder's estimate is lower by the margin
     TTFT_AT_RISK = "ttft_at_risk"  # elastic: the prefiller would risk the TTFT target, the decoder is sooner
     PREFILLERS_SATURATED = "prefillers_saturated"  # elastic: queues are too long, a decoder has time
@@ -151,7 +151,6 @@ class Placement:
 
 class RefusalReason(StrEnum):
     NO_DECODER = "no_decoder"  # no decoder is up
-    NO_PREFILLER = "no_prefiller"  # no prefiller is up, and decoders may not prefill long prompts
     NO_CAPACITY = "no_capacity"  # every decoder's KV is in use
     SATURATED = "saturated"  # every prefiller's queue is too long
     TOO_LARGE = "too_large"  # no decoder of this fleet can ever hold the conversation
@@ -166,8 +165,6 @@ class Refusal:
 
 MESSAGES = {
     RefusalReason.NO_DECODER: "no decoder of this fleet is up; try again when its engines have started "
-    "(`conserve status`)",
-    RefusalReason.NO_PREFILLER: "no prefiller of this fleet is up; try again when its engine has restarted "
     "(`conserve status`)",
     RefusalReason.TOO_LARGE: "the conversation needs {tokens} tokens of KV, more than any decoder of this "
     "fleet may hold; shorten the prompt",

@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from placement.overload.signal import KvDemand, OverloadReason, OverloadSettings, OverloadWatch
+from placement.overload.signal import WINDOW_S, KvDemand, OverloadReason, OverloadWatch
 
 CALM = KvDemand(capacity=1_000, held=300, evictable=0, waiting=0)
 FULL = KvDemand(capacity=1_000, held=950, evictable=0, waiting=500)
@@ -102,7 +102,7 @@ def test_a_single_observation_declares_no_overload(demand: KvDemand, now: float)
 
 
 def test_an_overload_is_declared_after_a_window_of_observations() -> None:
-    window = OverloadSettings().window_s
+    window = WINDOW_S
     assert not after((FULL, window), every=0.5).state.overloaded
     assert after((FULL, window + 0.5), every=0.5).state.reason is OverloadReason.KV_SHORT
 

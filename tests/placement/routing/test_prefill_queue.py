@@ -92,14 +92,10 @@ def test_a_draining_prefiller_gets_nothing(fleet: MakeFleet) -> None:
     assert [p.prefiller for p in placed if isinstance(p, Placement)] == ["p1"] * 3
 
 
-def test_without_a_prefiller_the_decoder_computes_the_prompt_only_where_that_is_allowed(
-    fleet: MakeFleet,
-) -> None:
-    allowed = fleet(prefillers=0).place(FirstTurn("a", 100), 0.0)
-    assert isinstance(allowed, Placement) and allowed.prefiller is None
-    assert allowed.receipt.prefiller.why is Why.NO_PREFILLER_UP
-    refused = fleet(prefillers=0, local_prefill_without_prefiller=False).place(FirstTurn("a", 100), 0.0)
-    assert isinstance(refused, Refusal) and refused.reason is RefusalReason.NO_PREFILLER
+def test_without_a_prefiller_the_decoder_computes_the_prompt(fleet: MakeFleet) -> None:
+    placed = fleet(prefillers=0).place(FirstTurn("a", 100), 0.0)
+    assert isinstance(placed, Placement) and placed.prefiller is None
+    assert placed.receipt.prefiller.why is Why.NO_PREFILLER_UP
 
 
 def test_a_large_later_turn_goes_through_the_prefiller_to_its_own_decoder(fleet: MakeFleet) -> None:
