@@ -273,15 +273,13 @@ class Directory:
         self._streamless.discard(gateway)
         self._gateway_gone(gateway)
 
-    def activities_seen(self, gateway: str, first: int | None, count: int) -> int:
+    def activities_seen(self, gateway: str, first: int, count: int) -> int:
         """Return how many activities of a report are already known, and count the others.
 
         A report that arrives late, on a connection that its gateway has given up, would begin turns again
         that have ended.
         """
         self.heard_from(gateway)
-        if first is None:  # a gateway of an earlier version does not number them
-            return 0
         taken = self._activities.get(gateway, 0)
         self._activities[gateway] = max(taken, first + count)
         return min(max(taken - first, 0), count)

@@ -7,7 +7,7 @@ with its own: writes of a former process that still runs are refused.
 import errno
 import os
 import sqlite3
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from threading import Lock
@@ -135,7 +135,6 @@ queue = Table(
     Column("not_before", Float, nullable=False, server_default="0"),
     sqlite_with_rowid=False,
 )
-_FORMER_QUEUE = "batch_requests_pending"  # the index that was the queue of some stores of version 0
 
 results = Table(
     "batch_results",
@@ -240,35 +239,21 @@ class Database:
 
 
 def _prepare_tables(connection: Connection) -> None:
-    """Create the tables, or migrate those of an earlier version."""
+    """Create the tables; raise GatewayConfigError if there are those of another version."""
     there = inspect(connection)
     version = VERSION  # of a new store
     if there.has_table(stores.name):
         version = connection.execute(select(stores.c.version)).scalar_one()
     elif there.has_table(files.name):
-        version = 0
-    if version > VERSION:
+        version = 0  # from before versions were recorded
+    if version != VERSION:
         raise GatewayConfigError(
             f"the batch store is of version {version}, and this conserve knows {VERSION}: start the version "
             "that wrote it, or set another batch.database"
         )
     metadata.create_all(connection)
-    for migrate in _MIGRATIONS[version:]:
-        migrate(connection)
     if connection.execute(update(stores).values(version=VERSION)).rowcount == 0:
         connection.execute(insert(stores).values(id=1, version=VERSION))
-
-
-def _queue_as_table(connection: Connection) -> None:
-    indexes = inspect(connection).get_indexes(requests.name)
-    if any(index["name"] == _FORMER_QUEUE for index in indexes):
-        pending = select(requests.c.batch, requests.c.prefix, requests.c.line)
-        lines = pending.where(requests.c.state == "pending")
-        connection.execute(insert(queue).from_select(["batch", "prefix", "line"], lines))
-        connection.exec_driver_sql(f"DROP INDEX {_FORMER_QUEUE}")
-
-
-_MIGRATIONS: tuple[Callable[[Connection], None], ...] = (_queue_as_table,)  # from 0 on
 
 
 def _newest(connection: Connection) -> float:

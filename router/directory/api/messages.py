@@ -140,7 +140,7 @@ class ReportRequest:
 
     gateway: str
     activities: tuple[Activity, ...]
-    first: int | None = None  # number of the first activity, counted from the gateway's start
+    first: int  # number of the first activity, counted from the gateway's start
 
 
 @dataclass(frozen=True, slots=True)

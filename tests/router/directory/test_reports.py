@@ -139,7 +139,6 @@ async def test_a_report_that_arrives_a_second_time_is_applied_once(directory: Di
     assert directory.activities_seen("g", 3, 1) == 0
     assert directory.activities_seen("g", 0, 2) == 2
     assert directory.activities_seen("other", 0, 1) == 0
-    assert directory.activities_seen("g", None, 2) == 0  # of a gateway that does not number them
 
 
 async def test_turns_of_a_gateway_that_never_opens_a_stream_end(

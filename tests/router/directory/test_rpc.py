@@ -67,7 +67,7 @@ async def address() -> AsyncIterator[str]:
         m.PlaceAnswer(1, m.Placed("k", "d0", 5, None, True, "bound", {"at": 1.5}, 9)),
         m.PlaceAnswer(0, refused=Refusal(RefusalReason.SATURATED, "full", 2.0)),
         m.IdentifyReply(2, (m.FoundHolder("c", True, False),), ((0, (3, 2)),)),
-        m.ReportRequest("g", (m.Activity("k", 3, ended=m.TurnEnded(1, 2, True, ("e2e",))),)),
+        m.ReportRequest("g", (m.Activity("k", 3, ended=m.TurnEnded(1, 2, True, ("e2e",))),), 7),
         m.Push(m.Engines((m.EngineRecord(INFO, STATE, False, 3, 99),), True), (("c", "idle"),), ("f",)),
         m.DirectoryStatus((m.EngineRecord(INFO, STATE, True),), 0, "h:9", ("h:8",), ()),
         m.CapacityReport(
