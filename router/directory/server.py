@@ -169,7 +169,6 @@ class DirectoryServer(Directory):
     async def _status(self, _: None) -> m.DirectoryStatus:
         return m.DirectoryStatus(
             engines=self.engines(),
-            waiting=self.table.waiting,
             metrics=self.metrics_page,
             gateways=self.gateways.pages(of_batch=False),
             batch=self.gateways.pages(of_batch=True),

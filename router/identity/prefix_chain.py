@@ -256,14 +256,8 @@ def messages_of(body: Mapping[str, Any]) -> list[object] | None:
     return None
 
 
-def of_body(start: bytes, body: Mapping[str, Any]) -> Chain:
-    """Return the chain of a body of any API. A prompt of unknown shape becomes one opaque link."""
-    messages = messages_of(body)
-    return of_messages(start, messages) if messages is not None else of_prompt(start, body)
-
-
 def of_prompt(start: bytes, body: Mapping[str, Any]) -> Chain:
-    """Return the chain of a body without messages."""
+    """Return the chain of a body without messages. A prompt of unknown shape becomes one opaque link."""
     prompt = body.get("prompt")
     if isinstance(prompt, str):
         return of_text(start, prompt.encode("utf-8", "surrogatepass"))

@@ -108,8 +108,8 @@ def test_a_plain_prompt_that_differs_in_one_byte_does_not_match(head: bytes, whe
 
 def test_token_ids_are_hashed_as_tokens() -> None:
     tokens = list(range(1000))
-    short = chains.of_body(SEED, {"prompt": tokens[:300]})
-    long = chains.of_body(SEED, {"prompt": tokens})
+    short = chains.of_prompt(SEED, {"prompt": tokens[:300]})
+    long = chains.of_prompt(SEED, {"prompt": tokens})
     assert short.end.link in long.links
     text = array("q", tokens).tobytes().decode("latin-1")
-    assert chains.of_body(SEED, {"prompt": text}).end.digest != long.end.digest
+    assert chains.of_prompt(SEED, {"prompt": text}).end.digest != long.end.digest

@@ -164,7 +164,7 @@ async def test_a_prompt_beyond_every_context_is_refused_before_it_is_hashed(
     made: FakeFleet, monkeypatch: pytest.MonkeyPatch, prompt: object
 ) -> None:
     context = made.gateways[0].directory.engines.max_context
-    monkeypatch.setattr("router.identity.prefix_chain.of_body", lambda *_: pytest.fail("hashed"))
+    monkeypatch.setattr("router.identity.prefix_chain.of_prompt", lambda *_: pytest.fail("hashed"))
     body = orjson.dumps({"model": MODEL, "prompt": prompt})
     assert context
     with pytest.raises(ApiError) as refused:

@@ -71,7 +71,7 @@ def test_a_gateway_new_to_a_conversation_uses_the_decoders_count() -> None:
 
 def of_ids(count: int) -> Turn:
     asked = turn(0)
-    chain = chains.of_body(SEED, {"prompt": [7] * count})
+    chain = chains.of_prompt(SEED, {"prompt": [7] * count})
     return replace(asked, prompt=replace(asked.prompt, chain=chain, exact_tokens=count))
 
 

@@ -83,7 +83,6 @@ class Refused(ReplayError):
 
     def __init__(self, status: int, retry_after_s: float, message: str) -> None:
         super().__init__(f"HTTP {status}: {message}")
-        self.status = status
         self.retry_after_s = retry_after_s
 
 

@@ -218,7 +218,6 @@ class ListRequest:
 @dataclass(frozen=True, slots=True)
 class DirectoryStatus:
     engines: tuple[EngineRecord, ...]
-    waiting: int
     metrics: str  # host:port of the directory's metrics page
     gateways: tuple[str, ...]  # and of each gateway process's
     batch: tuple[str, ...]  # and of the batch process's

@@ -6,7 +6,7 @@ from placement.routing.receipts import Refusal
 from router.directory.api.client import DirectoryClient
 from router.directory.api.messages import Ask, Engines, Push, Spent
 from router.directory.api.push import GatewayStreams, process_name, supersedes
-from router.identity.prefix_chain import of_body, seed
+from router.identity.prefix_chain import of_messages, seed
 from tests.support.fake_fleet import fleet
 from tests.support.waiting import until
 
@@ -36,7 +36,7 @@ def test_token_grants_of_gateways_accumulate_for_a_slow_reader() -> None:
 async def test_a_successor_replaces_a_gateway_whose_stream_still_seems_open(tmp_path: Path) -> None:
     """A vanished machine closes no connection."""
     async with fleet(tmp_path, gateways=0, gateway_grace_s=600.0) as made:
-        chain = of_body(seed("s", "m", ""), {"messages": [{"role": "user", "content": "x" * 100}]})
+        chain = of_messages(seed("s", "m"), [{"role": "user", "content": "x" * 100}])
         old = DirectoryClient(made.address, "g", secret="s3cret")
         await old.start()
         await until(lambda: len(old.engines))

@@ -69,7 +69,7 @@ async def address() -> AsyncIterator[str]:
         m.IdentifyReply(2, (m.FoundHolder("c", True, False),), ((0, (3, 2)),)),
         m.ReportRequest("g", (m.Activity("k", 3, ended=m.TurnEnded(1, 2, True, ("e2e",))),), 7),
         m.Push(m.Engines((m.EngineRecord(INFO, STATE, False, 3, 99),), True), (("c", "idle"),), ("f",)),
-        m.DirectoryStatus((m.EngineRecord(INFO, STATE, True),), 0, "h:9", ("h:8",), ()),
+        m.DirectoryStatus((m.EngineRecord(INFO, STATE, True),), "h:9", ("h:8",), ()),
         m.CapacityReport(
             Signals(0, float("inf"), 0.0, 1, 0.5, 0.25, 3.0), (Recommendation(Action.ADD_DECODERS, 1, "r"),)
         ),
