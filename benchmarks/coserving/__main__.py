@@ -26,6 +26,7 @@ from workers.profiles import Profile
 
 # Ours stands between the two that it is compared with: neighbours in time have the same machine.
 POLICIES = ("online_only", "conserve", "non_preemptive", "sarathi", "bros")
+LOADS, MIDDLE = (0.2, 0.4, 0.6), 0.4  # online work, in shares of the capacity
 SCALES = (1.0, 1.25, 1.5, 2.0)
 CHECKS = 200_000
 SHOWN = (
@@ -120,9 +121,7 @@ def loads(capacity: float, options: argparse.Namespace, lengths: PartLengths) ->
     if options.quick:
         mixed, requests = [(0.4, 1.0)], 4
     else:
-        middle, requests = options.loads[len(options.loads) // 2], options.requests
-        mixed = [(share, 1.0) for share in options.loads if 1.0 in options.cvs]
-        mixed += [(middle, cv) for cv in options.cvs if cv != 1.0]
+        mixed, requests = [*((share, 1.0) for share in LOADS), (MIDDLE, 0.5), (MIDDLE, 2.0)], options.requests
     return [
         OnlineLoad(share * capacity, cv, requests / (share * capacity), lengths, share) for share, cv in mixed
     ]
@@ -131,14 +130,12 @@ def loads(capacity: float, options: argparse.Namespace, lengths: PartLengths) ->
 async def run(options: argparse.Namespace) -> None:
     """Compare the policies under each load, and report after every load, in case the run is cut off."""
     quick, outcomes = options.quick, list[LoadOutcome]()
-    lengths = PartLengths.part_of_paper(16 if quick else options.part)
+    lengths = PartLengths.part_of_paper(16 if quick else 4)
     async with bench(options.model, lengths, 1 if quick else 5) as engine:
         capacity, profile = await engine.capacity(2.5 if quick else 20.0), engine.profile
         print(f"capacity: {capacity:.2f} requests/s", flush=True)
         for load in loads(capacity, options, lengths):
-            outcomes.append(
-                await engine.compare(load, tuple(options.policies), 1 if quick else options.turns)
-            )
+            outcomes.append(await engine.compare(load, POLICIES, 1 if quick else options.turns))
             rows = [row_of(one, name, profile.model) for one in outcomes for name in one.by_policy]
             print_rows("co-serving", ({name: row[name] for name in SHOWN} for row in rows))
             measured = {"capacity": capacity, "latency": profile.model}
@@ -150,12 +147,6 @@ def main() -> None:
     parser.add_argument("--model", type=Path, help=f"of {LAYERS} layers; without it one is made")
     parser.add_argument("--turns", type=int, default=3, help="of every policy under every load")
     parser.add_argument("--requests", type=int, default=20, help="online requests of a turn, about")
-    about = "divisor of the paper's lengths (4,096 in, 256 out)"
-    parser.add_argument("--part", type=int, default=4, choices=(4, 8, 16), help=about)
-    about = "online work, in shares of the capacity"
-    parser.add_argument("--loads", type=float, nargs="+", default=[0.2, 0.4, 0.6], help=about)
-    parser.add_argument("--cvs", type=float, nargs="+", default=[0.5, 1.0, 2.0])
-    parser.add_argument("--policies", nargs="+", default=POLICIES)
     asyncio.run(run(parser.parse_args()))
 
 
