@@ -2,7 +2,7 @@
 
 from placement import PlacementError
 from placement.scheduling.baselines.bros import Bros
-from placement.scheduling.baselines.reference_policies import NonPreemptive, OnlineOnly, RoundRobin, Sarathi
+from placement.scheduling.baselines.reference_policies import NonPreemptive, OnlineOnly, Sarathi
 from placement.scheduling.conserve import Conserve
 from placement.scheduling.interface import ServingPolicy, ServingSettings
 from placement.scheduling.prompts_in_order import PromptsInOrder
@@ -18,7 +18,6 @@ POLICIES: dict[str, type[ServingPolicy]] = {
     "non_preemptive": NonPreemptive,
     "online_only": OnlineOnly,
     "prompts_in_order": PromptsInOrder,
-    "round_robin": RoundRobin,
     "sarathi": Sarathi,
 }
 

@@ -34,22 +34,3 @@ class Sarathi(ServingPolicy):
         builder = BatchBuilder(model, work, view.max_tokens - work.new_tokens, None, admit_waiting=not taken)
         staying = preemption.without(view.running, taken)
         return IterationPlan(online_then_offline(staying), tuple(r.key for r in taken), builder)
-
-
-class RoundRobin(ServingPolicy):
-    """Policy that alternates between online and offline iterations; the baseline in the BROS paper."""
-
-    _offline_turn = False
-
-    def plan(self, view: EngineView, model: LatencyModel) -> IterationPlan:
-        online = preemption.online_requests(view)
-        # Waiting offline requests come after waiting online ones, so they can start only without those.
-        startable = view.offline_waiting and not view.online_waiting
-        offline = startable or any(request.offline for request in view.running)
-        self._offline_turn = bool(offline) and (not online or not self._offline_turn)
-        order = tuple(request.key for request in view.running)
-        if self._offline_turn:
-            left_out = {request.key: 0 for request in online}
-            builder = BatchBuilder(model, BatchWork(), view.max_tokens, None, caps=left_out)
-            return IterationPlan(order, (), builder)
-        return IterationPlan(order, (), BatchBuilder(model, BatchWork(), 0, None, admit_waiting=False))
