@@ -110,10 +110,6 @@ class Candidate:
     tokens_per_joule: float
     holds: bool
 
-    @property
-    def engines(self) -> int:
-        return self.prefillers + self.decoders
-
     def does_as_well_as(self, other: "Candidate") -> bool:
         """Compare figures, with the tolerance `AS_WELL`. A figure that the other lacks is ignored."""
         mine, theirs = (

@@ -85,7 +85,6 @@ class Directory:
         self.met: Counter[str] = Counter()  # answers to users by SLO target, of all gateways
         self.missed: Counter[str] = Counter()
         self.metrics_page = ""  # host:port, where there is one
-        self._placer = placer
         self._release = release
         self._prefetch = prefetch
         self._send = send
