@@ -185,8 +185,6 @@ def _times(fleet: FleetSpec) -> Iterator[Problem]:
         )
     if fleet.engine.lease < 5:
         yield Problem(("engine", "lease"), "expected at least 5 s: a keeper needs that long to be restarted")
-    if fleet.engine.health_interval == 0:
-        yield Problem(("engine", "health_interval"), "expected more than 0 s")
 
 
 def _slos(fleet: FleetSpec) -> Iterator[Problem]:

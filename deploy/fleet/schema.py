@@ -118,10 +118,6 @@ class EngineSpec(Spec):
     """Time after which an engine that is not healthy counts as failed."""
     stall_limit: Duration = default(KeeperSettings, "stall_limit_s")
     """Time without a log line after which a starting engine counts as failed."""
-    health_interval: Duration = default(KeeperSettings, "health_interval_s")
-    """Time between two health checks."""
-    health_misses: Annotated[int, Field(gt=0)] = default(KeeperSettings, "health_misses")
-    """Failed health checks in a row before an engine is restarted."""
     grammar_cpu: Period = default(Engine, "grammar_cpu_s")
     """CPU time to compile a grammar or schema; a request whose grammar takes more is refused."""
     grammar_memory_mib: Annotated[int, Field(ge=128, le=1 << 20)] = default(Engine, "grammar_memory_mib")
@@ -368,7 +364,6 @@ class RaySpec(Spec):
     """Address of an existing cluster; without it a cluster of one node starts and ends with the fleet."""
     control_resources: dict[str, Annotated[float, Field(gt=0)]] = {}
     """Ray resources of the directory and the gateways, to place them on certain nodes."""
-    object_store_mib: Annotated[int, Field(ge=80)] = 100
     dashboard: bool = False
 
 

@@ -39,6 +39,7 @@ HEAD_LOSS_BRIDGED_S = 600
 LONGEST_SOCKET = "session_2026-01-01_00-00-00_000000_4194304/sockets/plasma_store.1"
 # Not 127.0.0.1, which Ray replaces by the machine's address: that changes when a laptop changes networks.
 LOOPBACK = "127.0.0.2"
+OBJECT_STORE_BYTES = 100 << 20  # nothing of ours is kept there, and Ray wants 80 MB at least
 
 
 @dataclass(frozen=True, slots=True)
@@ -68,7 +69,7 @@ class OwnCluster:
         return [
             *(*ray_command(), "start", "--block", *options),
             *("--node-ip-address", LOOPBACK, "--disable-usage-stats", "--include-log-monitor", "false"),
-            *("--object-store-memory", str(self.fleet.ray.object_store_mib << 20)),
+            *("--object-store-memory", str(OBJECT_STORE_BYTES)),
         ]
 
 

@@ -184,8 +184,6 @@ CASES = {
     "engine.start_together": case(5, lambda got: got.keeper.start_together),
     "engine.start_limit": case(11, lambda got: got.keeper.start_limit_s),
     "engine.stall_limit": case(12, lambda got: got.keeper.stall_limit_s),
-    "engine.health_interval": case(13, lambda got: got.keeper.health_interval_s),
-    "engine.health_misses": case(14, lambda got: got.keeper.health_misses),
     "engine.grammar_cpu": case(16, lambda got: got.engine.grammar_cpu_s),
     "engine.grammar_memory_mib": case(170, lambda got: got.engine.grammar_memory_mib),
     "engine.memory_gib": case(15, lambda got: got.keeper.memory_gib),
@@ -357,7 +355,6 @@ CASES = {
     "observe.audit": case(True, lambda got: got.gateway.audit),
     "ray.address": case("10.0.0.1:6379", lambda got: "conserve_control" in got.control["resources"], False),
     "ray.control_resources": case({"CPU": 2}, lambda got: got.control["num_cpus"], 2),
-    "ray.object_store_mib": case(200, lambda got: f"--object-store-memory {200 << 20}" in got.head, True),
     "ray.dashboard": case(True, lambda got: "--include-dashboard true" in got.head),
 }
 
@@ -400,8 +397,8 @@ NOT_SET: dict[type, dict[str, str]] = {
     },
     DirectorySettings: {"return_s gateway_grace_s push_states_s": CONSTANT},
     KeeperSettings: {
-        "warm_limit_s tier_limit_s health_timeout_s end_grace_s backoff_first_s backoff_longest_s "
-        "calm_after_s": CONSTANT
+        "warm_limit_s tier_limit_s health_interval_s health_timeout_s health_misses end_grace_s "
+        "backoff_first_s backoff_longest_s calm_after_s": CONSTANT
     },
     LaunchSpec: {"host": IDENTITY},
     PowerSettings: {"record": IDENTITY, "interval_s": CONSTANT},
