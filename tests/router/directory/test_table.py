@@ -298,14 +298,38 @@ def test_an_engines_new_epoch_voids_its_bindings_but_not_the_conversations() -> 
     assert not again.known
 
 
-def test_an_engine_that_was_only_out_of_reach_takes_conversations_in_the_same_epoch() -> None:
+def test_an_engine_that_was_only_out_of_reach_has_its_conversations_again() -> None:
+    made = table()
+    first = place(made, ask("stays")).engine
+    other = place(made, ask("goes")).engine
+    assert place(made, ask("goes", lost=(other, 1))).engine == first
+    made.engine_state(state(other, 1), 1.0)
+    assert place(made, ask("leaves")).engine == other
+    for engine in (first, other):
+        made.engine_down(engine)
+    made.engine_up(info(other))
+    assert place(made, ask("goes")).engine == other  # bound anew meanwhile
+    made.end("leaves", "deleted", 2.0)
+    made.effects()
+    made.engine_up(info(first))
+    assert made.binding("stays") is None
+    for engine in (first, other):
+        made.engine_state(state(engine, 2), 3.0)
+    again = made.binding("stays")
+    assert again is not None and (again.engine, again.epoch) == (first, 1)
+    effects = made.effects()
+    assert sorted(effects.releases) == [(first, "goes"), (other, "leaves")]
+    assert len(effects.rows) == 3  # the engine, the conversation, its binding
+    assert place(made, ask("stays")).cause == "bound"
+
+
+def test_an_engine_that_returns_in_a_new_epoch_has_no_conversation_again() -> None:
     made = table(decoders=1)
     place(made, ask("c"))
     made.engine_down("d0")
-    assert made.binding("c") is None
-    made.engine_up(info("d0"))
-    again = place(made, ask("c"))
-    assert (again.engine, again.epoch, again.cause) == ("d0", 1, "rebound")
+    made.engine_up(info("d0", epoch=2))
+    made.engine_state(state("d0", 1, epoch=2), 1.0)
+    assert made.binding("c") is None and not made.effects().releases
 
 
 def test_a_decoder_that_did_not_answer_takes_nothing_until_it_reports() -> None:
