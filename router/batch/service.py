@@ -196,6 +196,5 @@ def main(arguments: list[str] | None = None) -> int:
         return 2
     except (SQLAlchemyError, OSError) as error:
         store = make_url(config.store_url).render_as_string()  # without the password
-        text = "cannot run with the store %s: %s; check that its server or its disk can be used"
-        log.critical(text, store, " ".join(reason_of(error).split()))
+        log.critical("cannot run: %s; the batch store is %s", " ".join(reason_of(error).split()), store)
         return 1

@@ -44,7 +44,7 @@ def test_a_process_without_its_store_ends_with_one_line_and_no_password(tmp_path
         command, capture_output=True, text=True, timeout=60, check=False, start_new_session=True
     )
     (said,) = done.stderr.splitlines()
-    assert done.returncode == 1 and "Connection refused" in said and "check that its server" in said
+    assert done.returncode == 1 and "Connection refused" in said and "user:***@127.0.0.1" in said
     assert "hidden" not in said
 
 
