@@ -163,9 +163,6 @@ def show(name: str, row: dict[str, float]) -> None:
 
 def main() -> None:
     parser = command(__doc__, quick="fewer decisions, same fleet")
-    parser.add_argument("--decoders", type=int, default=1_000)
-    parser.add_argument("--prefillers", type=int, default=300)
-    parser.add_argument("--conversations", type=int, default=100_000)
     parser.add_argument("--journal", action="store_true", help="measure placements that reach the disk")
     options = parser.parse_args()
     if options.journal:
@@ -177,7 +174,7 @@ def main() -> None:
         write_json(options.json, durable)
         return
     decisions = 5_000 if options.quick else 30_000
-    size = FleetSize(options.decoders, options.prefillers, options.conversations, decisions)
+    size = FleetSize(1_000, 300, 100_000, decisions)
     table = measure(size)
     print(f"{size.decoders} decoders, {size.prefillers} prefillers, {size.conversations} live conversations")
     for name, row in table.items():

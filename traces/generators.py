@@ -182,21 +182,17 @@ def _positive(**values: float) -> None:
             raise TraceError(f"{name} must be above 0, not {value}")
 
 
-PAPER_PREFILL_TOKENS_PER_S = 25_000.0
-
-
 def paper(count: int, rate: float, seed: int = 0, mix: SweBench | None = None) -> Trace:
     """Return SWE-bench-like conversations with Poisson arrivals."""
     times = poisson(rate, stream(seed, "arrivals"))
     return _trace(f"swe-bench, Poisson {rate}/s", seed, swe_bench_conversations(count, seed, mix), times)
 
 
-def saturating(count: int, prefill_seconds: Callable[[int], float] | None = None, seed: int = 0) -> Trace:
+def saturating(count: int, prefill_seconds: Callable[[int], float], seed: int = 0) -> Trace:
     """Return SWE-bench-like conversations spaced so that one prefiller is exactly full."""
     found = tuple(swe_bench_conversations(count, seed))
-    cost = prefill_seconds or (lambda tokens: tokens / PAPER_PREFILL_TOKENS_PER_S)
     # Each arrives when the prefiller has just finished the one before: full, no queue.
-    times = accumulate((cost(one.turns[0].appended_tokens) for one in found), initial=0.0)
+    times = accumulate((prefill_seconds(one.turns[0].appended_tokens) for one in found), initial=0.0)
     return _trace("swe-bench, prefiller exactly full", seed, iter(found), times)
 
 

@@ -1,6 +1,6 @@
 """Measure on a GPU what the product's mechanisms cost, and how its engines compare with plain vLLM.
 
-    python -m benchmarks.gpu [--only STEP,...] [--skip STEP,...] [--limit S] [--out FILE] [--page FILE]
+    python -m benchmarks.gpu [--only STEP,...] [--skip STEP,...] [--limit S] [--out FILE]
 
 Every step runs in a process of its own with a time limit, and appends its figures to `--out` as JSON lines
 as soon as they are known: a run that is cut off loses nothing that was measured. Steps of the group `torch`
@@ -42,7 +42,6 @@ def main() -> None:
     parser.add_argument("--skip", type=names, default=[], help="steps or groups to leave out")
     parser.add_argument("--limit", type=float, help="seconds that a step may take, instead of its own limit")
     parser.add_argument("--out", type=Path, metavar="FILE", help="append a JSON line per figure group here")
-    parser.add_argument("--page", type=Path, metavar="FILE", help="write a Markdown page here")
     parser.add_argument("--list", action="store_true", help="print the steps and their limits")
     arguments = parser.parse_args()
     if arguments.list:
@@ -62,11 +61,8 @@ def main() -> None:
         found = read_results(out)
     compare_with_plain(found)
     machine = machine_name(device)
-    text = page(machine, found, device)
-    if arguments.page:
-        arguments.page.write_text(text)
     write_json(arguments.json, {"machine": machine, **found})
-    print(text)
+    print(page(machine, found, device))
     failed = [name for name in failed_steps(found) if name in {step.name for step in steps}]
     sys.exit(f"not as expected: {', '.join(failed)}" if failed else 0)
 

@@ -73,7 +73,7 @@ def test_saturating_arrivals_keep_the_prefiller_busy_without_a_queue() -> None:
 
 
 def test_the_papers_speeds_saturate_at_the_papers_rate() -> None:
-    found = saturating(COUNT).conversations
+    found = saturating(COUNT, lambda tokens: tokens / 25_000).conversations
     assert len(found) / found[-1].arrival_s == pytest.approx(1.634, rel=0.02)
 
 
