@@ -120,7 +120,7 @@ def test_a_fleet_file_becomes_the_same_tiers_with_their_caps() -> None:
     file = load_fleet(FLEET)
     fleet = simulated_fleet(file, find("a40-qwen3-0.6b"))
     assert [(tier.role, tier.replicas) for tier in fleet.tiers] == [(Role.PREFILL, 1), (Role.DECODE, 3)]
-    assert fleet.of(Role.DECODE)[0].profile.power.limit_w == 200
+    assert fleet.tiers[1].profile.power.limit_w == 200
     chosen = simulation_settings(file, None, 0.1, 0)
     assert chosen.system.system is System.ELASTIC
     assert chosen.placer.redisaggregation.above_tokens == file.conversation.redisaggregate_tokens

@@ -88,8 +88,6 @@ def test_sticky_goes_to_its_prefix_unless_the_engines_are_out_of_balance() -> No
     turns["a"] = 0
     assert routing.choose("one", 1_800, 1_600) == "b", "most of it is there now"
     assert routing.choose("one", 9_000, 1_800) == "a", "too little of it is anywhere: to whom was sent least"
-    routing.forget("one")
-    assert routing.choose("one", 100, 100) == "b"
 
 
 def test_elastic_placing_is_about_as_good_as_the_better_baseline_on_the_papers_mix() -> None:

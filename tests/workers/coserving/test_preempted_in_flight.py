@@ -2,6 +2,7 @@
 
 import time
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -62,3 +63,25 @@ def test_the_token_in_flight_ends_no_request_whose_kv_is_to_be_handed_over(
         engine.step(abort_share=0.0)
     assert len(engine.outputs["a"]) == 1
     assert engine.drawn == (2 if hands_kv_over else 1), "after a preemption its blocks are gone"
+
+
+def test_a_request_resumed_by_the_step_that_preempts_it_brings_its_tokens(small_model: Path) -> None:
+    """A worker that lacks them ends the engine."""
+    engine = SampleCount(small_model, latency=QUICK)
+    engine.ask("a", [33 + number % 80 for number in range(100)], TOKENS, priority=1)
+    while len(engine.outputs["a"]) < 2:
+        engine.step(abort_share=0.0)
+    scheduler, steps = engine.scheduler, list[Any]()
+    request, schedule = scheduler.requests["a"], scheduler.schedule
+    scheduler.schedule = lambda *asked: steps.append(schedule(*asked)) or steps[-1]
+    with scheduler.only_result():
+        while engine.core.batch_queue:
+            engine.core.step_with_batch_queue()
+    assert not request.num_in_flight_tokens, "vLLM resumes it after the result of its step"
+    scheduler.preempt(request, time.monotonic())
+    limit = time.monotonic() + 30
+    while scheduler.has_requests():
+        assert time.monotonic() < limit
+        engine.step(abort_share=0.0)
+    resumed = [step.scheduled_cached_reqs for step in steps if step.scheduled_cached_reqs.resumed_req_ids]
+    assert len(resumed) == 1 and resumed[0].all_token_ids.keys() == {request.request_id}

@@ -302,6 +302,8 @@ class OpenScheduler(OverlappingScheduler):
     def preempt(self, request: Request, now: float) -> None:
         self.running.remove(request)
         self._preempt_request(request, now, self.requires_kv_delivery)  # as vLLM's own preemption
+        # The step that is planned now may resume it, and then has to bring its tokens: the worker drops it.
+        self.prev_step_scheduled_req_ids.discard(request.request_id)
 
     def _preempt_request(self, request: Request, timestamp: float, drop_stale_output: bool = False) -> None:
         self.before_preemption(request)
