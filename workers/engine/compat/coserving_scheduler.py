@@ -71,6 +71,7 @@ SCHEDULING = ReliedOn(
             "failed_recving_kv_req_ids",
             "finished_req_ids",
             "deferred_frees",
+            "prev_step_scheduled_req_ids",
             "requires_kv_delivery",
         ),
         _QUEUE: ("_heap",),
@@ -134,6 +135,7 @@ class OpenScheduling:
     max_num_scheduled_tokens: int
     pause_state: Any
     kv_holding_waiting: Any
+    prev_step_scheduled_req_ids: set[str]
     deferred_frees: deque[tuple[int, list[Any]]]
     requires_kv_delivery: bool
     failed_recving_kv_req_ids: set[str]
@@ -302,7 +304,8 @@ class OpenScheduler(OverlappingScheduler):
     def preempt(self, request: Request, now: float) -> None:
         self.running.remove(request)
         self._preempt_request(request, now, self.requires_kv_delivery)  # as vLLM's own preemption
-        # The step that is planned now may resume it, and then has to bring its tokens: the worker drops it.
+        # The step that is being planned may resume the request. The worker then needs its tokens, which vLLM
+        # leaves out if the request was in the step before.
         self.prev_step_scheduled_req_ids.discard(request.request_id)
 
     def _preempt_request(self, request: Request, timestamp: float, drop_stale_output: bool = False) -> None:
