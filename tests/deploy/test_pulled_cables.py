@@ -32,8 +32,8 @@ def test_while_a_cable_is_pulled_only_its_clients_wait_and_all_are_answered(tmp_
         assert max(row["waits_s"].values()) < PULLED_S + ANSWERED_S, row
         if "head" in row["cable"]:  # turns and streams need neither the directory nor its view of engines
             assert row["waits_s"]["bound"] < PULLED_S and row["waits_s"]["stream"] < PULLED_S, row
-            # A new conversation waits for the directory, on a busy machine for longer than its client does.
-            assert all(name.startswith("new: SocketTimeoutError") for name in row["failures"]), row
+            # A new conversation needs the directory: it may be refused, or its client may wait no longer.
+            assert all(name.startswith("new: ") for name in row["failures"]), row
     assert set(found["decoders"].values()) == {"d0", "d1"}
     assert found["silenced"]["gone_s"] < GONE_S
     before, again = found["silenced"]["conversations"]
