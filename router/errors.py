@@ -14,6 +14,12 @@ import orjson
 
 JSON_TYPE = (b"content-type", b"application/json")
 INVALID = "invalid_request_error"
+_EXCERPT_CHARS = 100
+
+
+def excerpt(value: str) -> str:
+    """Return a client's value at a length that fits into a message."""
+    return value if len(value) <= _EXCERPT_CHARS else f"{value[:_EXCERPT_CHARS]}…"
 
 
 class RouterError(Exception):

@@ -4,7 +4,7 @@ A page may send a form or text to any site, and a gateway without keys serves ev
 Browsers say which site such a request comes from; other clients send no such headers.
 """
 
-from router.errors import Forbidden
+from router.errors import Forbidden, excerpt
 from router.http import Request
 
 _SAFE_METHODS = ("GET", "HEAD")  # browsers hide their answers from pages of other sites
@@ -22,7 +22,7 @@ def refuse_cross_site(request: Request) -> None:
     foreign = origin is not None and origin.lower().partition("://")[2] != host
     if foreign or (site is not None and site.lower() not in _OWN_SITES):
         raise Forbidden(
-            f"a page of another site ({(origin or site or '')[:100]!r}) may not call a gateway that asks for "
-            "no key: give it keys, or have a proxy of yours drop Origin and Sec-Fetch-Site",
+            f"a page of another site ({excerpt(origin or site or '')!r}) may not call a gateway that asks "
+            "for no key: give it keys, or have a proxy of yours drop Origin and Sec-Fetch-Site",
             code="cross_site",
         )

@@ -40,6 +40,7 @@ from router.errors import (
     NotFound,
     TooManyRequests,
     Unavailable,
+    excerpt,
 )
 from router.http import Headers, Request, Responder
 
@@ -89,7 +90,7 @@ class BatchCall:
         """Read a JSON body. Other content types are refused, as a web page of another site can send those."""
         kind = self.content_type.partition(";")[0].strip().lower()
         if kind != "application/json":
-            text = f"The request body must be application/json, not {kind[:100] or 'of no type'}."
+            text = f"The request body must be application/json, not {excerpt(kind) or 'of no type'}."
             raise BadRequest(text, param="content-type", code="invalid_content_type")
         return await self.request.body.read(_MAX_BODY_BYTES)
 
@@ -121,7 +122,7 @@ class BatchApi:
         name = methods.get("GET" if request.method == "HEAD" else request.method)
         if name is None:
             allow = ", ".join(methods)
-            text = f"{request.path} does not take {request.method}; it takes {allow}."
+            text = f"{excerpt(request.path)} does not take {request.method}; it takes {allow}."
             raise MethodNotAllowed(text, allow=allow)
         call = BatchCall(request, self._owner_of(request.headers), *(clean_id_text(one) for one in ids))
         try:
@@ -238,7 +239,7 @@ class BatchApi:
         file_id = clean_id_text(wanted.input_file_id)
         file = await asyncio.to_thread(self._files.get, owner, file_id, now)
         if file is None:
-            text = f"No such File object: {wanted.input_file_id[:80]}. Upload the input file first."
+            text = f"No such File object: {excerpt(wanted.input_file_id)}. Upload the input file first."
             raise invalid("input_file_id", text, "file_not_found")
         if file.purpose != "batch":
             text = f"The file's purpose is '{file.purpose}'; a batch needs one uploaded for 'batch'."
@@ -272,12 +273,12 @@ class BatchApi:
 
 
 def _no_such_file(file_id: str) -> NotFound:
-    return NotFound(f"No such File object: {file_id[:80]}", param="id")
+    return NotFound(f"No such File object: {excerpt(file_id)}", param="id")
 
 
 def _found(batch: Row[Any] | None, batch_id: str) -> Row[Any]:
     if batch is None:
-        raise NotFound(f"No batch found with id '{batch_id[:80]}'.", param="id")
+        raise NotFound(f"No batch found with id '{excerpt(batch_id)}'.", param="id")
     return batch
 
 

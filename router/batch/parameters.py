@@ -8,11 +8,12 @@ import orjson
 
 from router.batch.config import HOUR_S, MAX_WINDOW_S, MIN_WINDOW_S
 from router.batch.store.records import ENDPOINTS, NewBatch
-from router.errors import BadRequest
+from router.errors import BadRequest, excerpt
 
 _WINDOW = re.compile(r"([1-9][0-9]{0,4})(h|d)")
 _MAX_PAIRS, _MAX_KEY, _MAX_VALUE = 16, 64, 512
 _MIN_TTL_S, _MAX_TTL_S = HOUR_S, 30 * 24 * HOUR_S
+_WHOLE = re.compile("[0-9]{1,8}")
 
 
 def new_batch(body: bytes) -> NewBatch:
@@ -39,7 +40,8 @@ def window_seconds(window: str) -> int:
     if not MIN_WINDOW_S <= seconds <= MAX_WINDOW_S:
         raise invalid(
             "completion_window",
-            f"Invalid value: '{window}'. The completion window is from 1h to 7d, such as '24h' or '3d'.",
+            f"Invalid value: '{excerpt(window)}'. The completion window is from 1h to 7d, such as '24h' or "
+            "'3d'.",
         )
     return seconds
 
@@ -66,7 +68,8 @@ def _text(given: dict[str, Any], name: str) -> str:
 def one_of(value: object, param: str, allowed: Collection[str]) -> str:
     if not isinstance(value, str) or value not in allowed:
         names = ", ".join(f"'{name}'" for name in allowed)
-        raise invalid(param, f"Invalid value: '{value}'. Supported values are: {names}.")
+        given = f": '{excerpt(value)}'" if isinstance(value, str) else ""
+        raise invalid(param, f"Invalid value{given}. Supported values are: {names}.")
     return value
 
 
@@ -74,7 +77,7 @@ def page_limit(query: Mapping[str, str], most: int, default: int) -> int:
     text = query.get("limit")
     if text is None:
         return default
-    if not (text.isascii() and text.isdigit() and len(text) < 9 and 1 <= int(text) <= most):
+    if not (_WHOLE.fullmatch(text) and 1 <= int(text) <= most):
         raise invalid("limit", f"'limit' must be from 1 to {most}.")
     return int(text)
 
@@ -86,7 +89,7 @@ def clean_id_text(text: str) -> str:
 
 def time_to_live_s(anchor: object, seconds: object, param: str) -> int:
     one_of(anchor, f"{param}.anchor", ("created_at",))
-    if isinstance(seconds, str) and seconds.isascii() and seconds.isdigit():
+    if isinstance(seconds, str) and _WHOLE.fullmatch(seconds):
         seconds = int(seconds)
     if isinstance(seconds, bool) or not isinstance(seconds, int) or not _MIN_TTL_S <= seconds <= _MAX_TTL_S:
         allowed = f"a whole number from {_MIN_TTL_S} to {_MAX_TTL_S}"

@@ -4,7 +4,7 @@ import re
 from collections.abc import Mapping
 from urllib.parse import quote
 
-from router.errors import NotFound
+from router.errors import NotFound, excerpt
 
 PREFIXES = ("/v1/files", "/v1/batches")
 # By path and method, the method of `BatchApi` that answers.
@@ -24,7 +24,7 @@ def find_route(path: str) -> tuple[Mapping[str, str], tuple[str, ...]]:
     for pattern, methods in _PATTERNS.items():
         if match := pattern.fullmatch(path):
             return methods, match.groups()
-    raise NotFound(f"there is no {path[:200]}; see the README for the API")
+    raise NotFound(f"there is no {excerpt(path)}; see the README for the API")
 
 
 def canonical_target(path: str) -> bytes:

@@ -27,7 +27,7 @@ from router.batch.store.records import OfflineBodyParser
 from router.batch.store.store import Store
 from router.directory.api.client import DirectoryClient
 from router.directory.api.push import BATCH
-from router.errors import ANTHROPIC, GatewayConfigError, NotFound
+from router.errors import ANTHROPIC, GatewayConfigError, NotFound, excerpt
 from router.http import (
     Endpoint,
     Headers,
@@ -106,7 +106,7 @@ class BatchService:
         elif request.path in self._flex:
             await self._serve_flex(self._flex[request.path], request, responder)
         else:
-            raise NotFound(f"There is no {request.path[:200]} here.")
+            raise NotFound(f"There is no {excerpt(request.path)} here.")
 
     def _owner_of(self, headers: Headers) -> str:
         return caller_of(headers, self.config.key)

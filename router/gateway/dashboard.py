@@ -21,7 +21,14 @@ from router.auth.keyring import Keyring
 from router.auth.keys import Key
 from router.directory.api.client import DirectoryClient
 from router.directory.api.messages import TimelineReport
-from router.errors import DirectoryUnavailable, MethodNotAllowed, NotFound, PasswordWanted, Unauthorized
+from router.errors import (
+    DirectoryUnavailable,
+    MethodNotAllowed,
+    NotFound,
+    PasswordWanted,
+    Unauthorized,
+    excerpt,
+)
 from router.gateway.config import DEFAULT_CLASS, GatewayConfig, SloSettings
 from router.http import Request, Responder
 
@@ -53,7 +60,7 @@ class DashboardRoutes:
             found = await self._conversation(unquote(path.removeprefix("/conversations/")))
             responder.respond(200, orjson.dumps(found), _JSON)
         else:
-            raise NotFound(f"there is no {request.path[:200]}; the page is {PREFIX}")
+            raise NotFound(f"there is no {excerpt(request.path)}; the page is {PREFIX}")
 
     def caller(self, request: Request) -> Key | None:
         """Return the key of a caller who may see the dashboard; None if no keys are configured."""

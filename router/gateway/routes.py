@@ -24,6 +24,7 @@ from router.errors import (
     Misdirected,
     NotFound,
     RateLimited,
+    excerpt,
 )
 from router.gateway import openapi
 from router.gateway.config import GatewayConfig
@@ -132,7 +133,7 @@ class Routes:
             responder.error_shape = ANTHROPIC
         known = not self._hosts or request.path in _PROBED  # probes call a pod by its address
         if not known and (name := _host(request)) and name not in self._hosts:
-            raise Misdirected(f"this gateway is not called {name[:100]!r}: gateway.hosts has its names")
+            raise Misdirected(f"this gateway is not called {excerpt(name)!r}: gateway.hosts has its names")
         methods = self._open.get(request.path)
         if methods is not None:
             if request.path == _METRICS and self._keys.configured:
@@ -164,7 +165,7 @@ class Routes:
         """
         route = self._open.get(request.path, {}).get(request.method)
         if route is None:
-            raise NotFound(f"there is no {request.method} {request.path[:200]} here; /metrics is")
+            raise NotFound(f"there is no {request.method} {excerpt(request.path)} here; /metrics is")
         await route(request, responder)
 
     async def _within_limits(self, key: Key, request: Request, responder: Responder) -> None:
@@ -186,7 +187,7 @@ class Routes:
             (found for prefix, found in self._prefixes.items() if request.path.startswith(prefix)), None
         )
         if methods is None:
-            raise NotFound(f"there is no {request.path[:200]}; see the README for the API")
+            raise NotFound(f"there is no {excerpt(request.path)}; see the README for the API")
         await _handler(methods, request)(key, request, responder)
 
     def _check_batches(self, key: Key) -> None:
@@ -219,7 +220,7 @@ def _handler(methods: Mapping[str, AnyHandler], request: Request) -> AnyHandler:
     handler = methods.get("GET" if request.method == "HEAD" else request.method)
     if handler is None:
         allowed = ", ".join(sorted(methods))
-        raise MethodNotAllowed(f"{request.path[:200]} takes {allowed}", allow=allowed)
+        raise MethodNotAllowed(f"{excerpt(request.path)} takes {allowed}", allow=allowed)
     return handler
 
 

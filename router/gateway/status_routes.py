@@ -9,7 +9,7 @@ from prometheus_client import CONTENT_TYPE_LATEST, generate_latest
 from placement.engines import Role
 from router.auth.keys import Key
 from router.directory.api.client import DirectoryClient
-from router.errors import ModelNotFound
+from router.errors import ModelNotFound, excerpt
 from router.gateway.turn.turn import Models
 from router.http import Request, Responder
 from router.metrics import HttpCounts
@@ -61,7 +61,7 @@ class ModelRoutes:
     async def get(self, key: Key, request: Request, responder: Responder) -> None:
         name = request.path.removeprefix(f"{MODELS}/")
         if name not in self._models_of(key.models):
-            raise ModelNotFound(f"the model {name[:100]!r} does not exist", param="model")
+            raise ModelNotFound(f"the model {excerpt(name)!r} does not exist", param="model")
         responder.respond(200, orjson.dumps(self._model(name)), [_JSON])
 
     def _model(self, name: str) -> dict[str, object]:

@@ -186,6 +186,8 @@ class RequestParser:
         for field, value in self._headers:
             name = field.lower()
             if name == b"content-length":
+                if len(value) > 20:  # llhttp bounds the value, but not the zeros before it
+                    raise self._bad_http("The Content-Length has more than 20 digits.")
                 length = int(value)
             elif name == b"transfer-encoding":
                 chunked = True

@@ -11,18 +11,26 @@ from typing import Any
 
 import orjson
 from sqlalchemy import Row
+from sqlalchemy.exc import DataError, SQLAlchemyError
 
 from router.batch.config import MAX_WINDOW_S
 from router.batch.dispatch.validation import Validator
 from router.batch.metrics import BATCHES_ENDED, BATCHES_LIVE
 from router.batch.store.blobs import Blobs, BlobWriter
-from router.batch.store.records import LIVE, BatchStatus, FileRecord
+from router.batch.store.database import StoreTakenOver
+from router.batch.store.records import LIVE, BatchError, BatchStatus, FileRecord
 from router.batch.store.request_table import LineOutcome
 from router.batch.store.store import ENDS, VALIDATES, Store
 
 log = logging.getLogger("conserve.router.batch.lifecycle")
 
 _SWEEP_EVERY_S = 60.0
+_UNAVAILABLE = (SQLAlchemyError, OSError, StoreTakenOver)  # the next pass may succeed
+_FAULT = BatchError(
+    "server_error",
+    "The server cannot validate this file, and its log says why. Tell the operator; to find the line that it "
+    "fails at, submit the lines in smaller batches.",
+)
 _UNDONE = {
     BatchStatus.EXPIRED: (
         "batch_expired",
@@ -54,10 +62,19 @@ class BatchLifecycle:
         self.live = 1  # batches that have not ended, when last counted; not counted yet: look
 
     def validate_one(self) -> bool:
-        """Validate the oldest new batch; return True if there may be more."""
+        """Validate the oldest new batch; return True if there may be more.
+
+        A batch that our code cannot validate fails, because those behind it wait for it.
+        """
         batch = self._store.batches.first(VALIDATES)
         if batch is not None:
-            self._validator.validate(batch)
+            try:
+                self._validator.validate(batch)
+            except Exception as error:
+                if isinstance(error, _UNAVAILABLE) and not isinstance(error, DataError):
+                    raise
+                log.exception("batch cannot be validated batch=%s", batch.id)
+                self._validator.fail(batch, [_FAULT])
         return batch is not None
 
     def end_one(self) -> bool:

@@ -23,10 +23,10 @@ from router.batch.store.records import (
     prefix_key,
 )
 from router.batch.store.store import Store
-from router.errors import BadRequest, RouterError
+from router.errors import BadRequest, RouterError, excerpt
 from router.gateway.config import ServedModel
 from router.requests.body_parser import check_items, is_deep
-from router.requests.fields import UnknownFields, check_fields
+from router.requests.fields import UnknownFields, check_fields, known_part
 from router.requests.grammars import grammar_of
 from router.requests.hints import HINT_FIELDS
 
@@ -34,6 +34,7 @@ log = logging.getLogger("conserve.router.batch.validation")
 
 _CUSTOM_ID_CHARS = 512
 _LINES_A_WRITE = 1_000
+_ERRORS_BYTES = 64 * 1024  # of JSON in a failed batch; scanning stops there, too
 # A thread beside the event loop: it lets go of the interpreter before the loop has to ask for it.
 _WORK_S = 0.002
 _REST_S = 0.0002
@@ -60,7 +61,8 @@ class Validator:
                     request = self._check(line, batch.endpoint, seen)
                 except BadLine as bad:
                     errors.append(bad.at(line.number))
-                    if len(errors) >= self._limits.reported_errors:
+                    many = len(errors) >= self._limits.reported_errors
+                    if many or len(orjson.dumps(errors)) > _ERRORS_BYTES:
                         break
                     continue
                 if errors:
@@ -77,7 +79,7 @@ class Validator:
             empty = "The input file is empty. Please ensure that the batch contains at least one request."
             errors.append(BatchError("empty_file", empty))
         if errors:
-            self._fail(batch, errors)
+            self.fail(batch, errors)
             return
         lines = self._store.requests
         if (not good or lines.load(batch.seq, good)) and lines.enqueue(batch.seq):
@@ -114,7 +116,7 @@ class Validator:
         key = prefix_key(checked.body)
         return NewRequest(line.number, checked.custom_id, line.offset, line.length, key, checked.est_tokens)
 
-    def _fail(self, batch: Row[Any], errors: list[BatchError]) -> None:
+    def fail(self, batch: Row[Any], errors: list[BatchError]) -> None:
         if self._store.batches.fail(batch.seq, errors, self._clock()):
             BATCHES_ENDED.labels(BatchStatus.FAILED).inc()
             log.info("batch failed batch=%s errors=%d first=%s", batch.id, len(errors), errors[0].code)
@@ -194,7 +196,7 @@ class BadLine(RouterError):
 class CheckedLine:
     custom_id: str
     model: str
-    body: dict[str, Any]
+    body: dict[str, Any]  # without its unknown fields
     est_tokens: int
 
 
@@ -213,17 +215,19 @@ def check_line(
         raise BadLine("string_above_max_length", text, "custom_id")
     method = _required(entry, "method", "a string")
     if method != "POST":
-        text = f"Invalid value: '{method}'. The only supported value is 'POST'."
+        text = f"Invalid value: '{excerpt(method)}'. The only supported value is 'POST'."
         raise BadLine("invalid_method", text, "method")
     url = _required(entry, "url", "a string")
     if url != endpoint:
-        text = f"The URL '{url}' of this request is not the batch's endpoint '{endpoint}'."
+        text = f"The URL '{excerpt(url)}' of this request is not the batch's endpoint '{endpoint}'."
         raise BadLine("url_mismatch", text, "url")
     body = _required(entry, "body", "an object")
     name = _required(body, "model", "a string", "body.model")
     model = models.get(name)
     if model is None:
-        raise BadLine("model_not_found", f"The model '{name}' is not served by this fleet.", "body.model")
+        raise BadLine(
+            "model_not_found", f"The model '{excerpt(name)}' is not served by this fleet.", "body.model"
+        )
     if endpoint == EMBEDDINGS and not model.embeddings:
         raise BadLine("unsupported", f"The model '{name}' generates text: it makes no embeddings.", "url")
     _check_common(endpoint, body, limits.unknown_fields)
@@ -233,6 +237,7 @@ def check_line(
         prompt = "prompt" if endpoint == "/v1/completions" else "input"
         if not _required(body, prompt, "a string or an array", f"body.{prompt}"):
             raise BadLine("invalid_value", f"'{prompt}' must not be empty.", f"body.{prompt}")
+    body = known_part(endpoint, body)  # no check has seen the rest
     return CheckedLine(custom_id, name, body, estimated_tokens(len(data), body))
 
 

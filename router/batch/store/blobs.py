@@ -3,7 +3,7 @@
 import asyncio
 import os
 from collections.abc import AsyncIterator, Iterator
-from contextlib import suppress
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from typing import Any, Self
 
@@ -29,12 +29,13 @@ class Blobs:
         return (_LocalWriter if self._local else BlobWriter)(self._fs, self._path(blob))
 
     def chunks(self, blob: str) -> Iterator[bytes]:
-        with self._fs.open(self._path(blob), "rb") as file:
+        with _os_errors(), self._fs.open(self._path(blob), "rb") as file:
             while chunk := file.read(_CHUNK_BYTES):
                 yield chunk
 
     def part(self, blob: str, offset: int, length: int) -> bytes:
-        data: bytes = self._fs.cat_file(self._path(blob), start=offset, end=offset + length)
+        with _os_errors():
+            data: bytes = self._fs.cat_file(self._path(blob), start=offset, end=offset + length)
         return data
 
     def delete(self, blob: str) -> None:
@@ -43,6 +44,17 @@ class Blobs:
 
     def _path(self, blob: str) -> str:
         return f"{self._root}/{blob}"
+
+
+@contextmanager
+def _os_errors() -> Iterator[None]:
+    """Turn the errors of object stores, which have no base in common, into OSError."""
+    try:
+        yield
+    except OSError:
+        raise
+    except Exception as error:
+        raise OSError(f"{type(error).__name__}: {error}") from error
 
 
 class BlobWriter:

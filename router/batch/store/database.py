@@ -194,10 +194,12 @@ class Database:
             if not parsed.database or parsed.database == ":memory:":
                 raise GatewayConfigError("the batch store must be a file: sqlite:////path/to/batch.db")
             Path(parsed.database).parent.mkdir(parents=True, exist_ok=True)
-            self._engine = create_engine(parsed)
+            self._engine = create_engine(parsed, hide_parameters=True)
             _prepare_sqlite(self._engine)
         else:
-            self._engine = create_engine(parsed, pool_size=8, max_overflow=8, pool_pre_ping=True)
+            self._engine = create_engine(
+                parsed, hide_parameters=True, pool_size=8, max_overflow=8, pool_pre_ping=True
+            )
         # SQLite's own waiting for the writer's lock sleeps ever longer: inside a process a queue is faster.
         self._writing = Lock()
         self._epoch: int | None = None

@@ -9,7 +9,7 @@ import orjson
 import xxhash
 
 from router.requests.body_parser import count_prompts
-from router.requests.fields import OFFLINE_PRIORITY
+from router.requests.fields import MAX_TOKENS, OFFLINE_PRIORITY
 from router.requests.hints import HINT_FIELDS
 
 
@@ -170,10 +170,14 @@ def offline_body(body: Mapping[str, Any]) -> bytes:
 
 
 def estimated_tokens(size: int, body: Mapping[str, Any]) -> int:
-    """Estimate the tokens of a request of `size` bytes and of its answer."""
+    """Estimate the tokens of a request of `size` bytes and of its answers: of these at most `MAX_TOKENS`.
+
+    `body` has known fields only: the values of others have not been checked.
+    """
     for name in ("max_completion_tokens", "max_output_tokens", "max_tokens"):
         if isinstance(body.get(name), int | float):  # a whole one: router/requests/fields.py
-            return size // BYTES_PER_TOKEN + int(body[name]) * int(body.get("n") or 1) * count_prompts(body)
+            answers = int(body.get("n") or 1) * count_prompts(body)
+            return size // BYTES_PER_TOKEN + min(int(body[name]) * answers, MAX_TOKENS)
     return size // BYTES_PER_TOKEN + DEFAULT_OUTPUT_TOKENS
 
 

@@ -24,6 +24,7 @@ from router.errors import (
     NotFound,
     PayloadTooLarge,
     Unavailable,
+    excerpt,
 )
 from router.gateway.config import AnswersConfig
 from router.gateway.responses.answer_observer import MOST_BYTES, AnswerObserver
@@ -269,7 +270,7 @@ def history_error(reason: Missing, conversation: str | None, most_bytes: int) ->
     param = "conversation" if conversation else "previous_response_id"
     advice = "send the messages that matter as input"
     if conversation:
-        advice += f", or DELETE /v1/conversations/{conversation[:100]} to begin it anew"
+        advice += f", or DELETE /v1/conversations/{excerpt(conversation)} to begin it anew"
     if reason is Missing.TOO_MANY:
         text = f"the history has more than {LONGEST_HISTORY} answers, which is more than can be sent again"
         return BadRequest(f"{text}: {advice}", param=param, code="history_too_long")

@@ -7,12 +7,15 @@ from typing import Any
 import httpx
 import pytest
 from prometheus_client import REGISTRY
+from sqlalchemy.exc import DataError
 
 from router.auth.keys import StructuredOutputs
 from router.batch.config import BatchLimits
 from router.batch.dispatch.validation import BadLine, check_line
+from router.batch.store.records import estimated_tokens
+from router.batch.store.request_table import RequestTable
 from router.gateway.config import ServedModel
-from router.requests.fields import UnknownFields
+from router.requests.fields import MAX_TOKENS, UnknownFields
 from tests.router.batch.fake_engine import OfflineEngine
 from tests.router.batch.gateway import GatewayWithBatch, StaticFleet
 from tests.router.batch.jobs import ended, jsonl, line, submit
@@ -92,6 +95,7 @@ BAD_LINES: dict[str, tuple[bytes, str, str | None]] = {
     "message a string": (body(messages=["hi"]), "invalid_type", "body.messages[0]"),
     "message without role": (text(content="x"), "missing_required_parameter", "body.messages[0].role"),
     "content a number": (text(role="user", content=4), "invalid_type", "body.messages[0].content"),
+    "a long method": (changed(method="GET" * 200), "invalid_method", "method"),
     "max_tokens zero": (body(max_tokens=0), "integer_below_min_value", "body.max_tokens"),
     "max_tokens a string": (body(max_tokens="8"), "invalid_type", "body.max_tokens"),
     "max_tokens of 10^30": (body(max_tokens=10**30), "integer_above_max_value", "body.max_tokens"),
@@ -172,7 +176,7 @@ async def test_each_bad_line_is_named_with_its_error(small: GatewayWithBatch, en
             assert batch.errors is not None and batch.errors.data, name
             error = batch.errors.data[0]
             assert (error.line, error.code, error.param) == (3, code, param), name
-            assert error.message, name
+            assert error.message and len(error.message) < 500, name
             assert batch.output_file_id is None and batch.error_file_id is None, name
             assert batch.failed_at is not None and batch.in_progress_at is None, name
     assert engine.served == []  # nothing of a failed batch runs
@@ -231,6 +235,76 @@ async def test_a_missing_last_newline_and_crlf_are_accepted(small: GatewayWithBa
         assert batch.status == "completed" and batch.request_counts and batch.request_counts.total == 2
 
 
+RESPONSES = {"model": "tiny", "input": "x", "max_output_tokens": 5}
+UNCHECKED: dict[str, tuple[str, dict[str, Any]]] = {
+    "an unknown n": ("/v1/responses", RESPONSES | {"n": "x"}),
+    "an unknown limit": ("/v1/chat/completions", line("a")["body"] | {"max_output_tokens": 1e30}),
+}
+
+
+@pytest.mark.parametrize("name", list(UNCHECKED))
+async def test_an_unknown_field_of_a_line_is_not_computed_with(small: GatewayWithBatch, name: str) -> None:
+    url, asked = UNCHECKED[name]
+    async with small.client("sk-one") as client, small.client("sk-two") as other:
+        batch = await submit(client, jsonl([line("a", url=url, body=asked)]), url)
+        behind = await ended(other, await submit(other, jsonl(GOOD)), within_s=20)
+        assert behind.status == "completed"
+        assert (await ended(client, batch)).status == "completed"
+
+
+def test_the_estimate_of_a_line_fits_into_the_store() -> None:
+    assert estimated_tokens(4_000, {"max_tokens": 1e30, "n": 128}) == 1_000 + MAX_TOKENS
+    with_unknown = line("a")["body"] | {"max_completion_tokens": None, "max_output_tokens": 1000}
+    data = jsonl([line("a", body=with_unknown)])
+    checked = check_line(data, "/v1/chat/completions", BatchLimits(), {"tiny": ServedModel("tiny")})
+    assert checked.est_tokens == len(data) // 4 + 8
+
+
+async def test_a_batch_that_cannot_be_validated_fails_and_others_go_on(
+    small: GatewayWithBatch, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    real = RequestTable.load
+    for fault in (ZeroDivisionError("a fault"), DataError("INSERT", {}, ValueError("out of range"))):
+
+        def load(table: RequestTable, batch: int, lines: Any, fault: Exception = fault) -> bool:
+            if lines[0].custom_id == "bad":
+                raise fault
+            return real(table, batch, lines)
+
+        with monkeypatch.context() as patched:
+            patched.setattr(RequestTable, "load", load)
+            async with small.client("sk-one") as client, small.client("sk-two") as other:
+                batch = await submit(client, jsonl([line("bad")]))
+                behind = await ended(other, await submit(other, jsonl(GOOD)), within_s=20)
+                assert behind.status == "completed"
+                batch = await ended(client, batch)
+        assert batch.status == "failed" and batch.errors is not None and batch.errors.data
+        assert batch.errors.data[0].code == "server_error" and batch.errors.data[0].message
+        assert type(fault).__name__ in caplog.text and batch.id in caplog.text
+        caplog.clear()
+
+
+async def test_errors_repeat_little_of_what_the_client_sent(
+    engine: OfflineEngine, sqlite_url: str, tmp_path: Any
+) -> None:
+    running = GatewayWithBatch(sqlite_url, str(tmp_path / "files"), StaticFleet(engine.address))
+    await running.start()
+    many = [line("\U0001f600" * 512) for _ in range(101)]  # the same id in each line
+    long = [line("a", method="M" * 10**6), line("b", url="U" * 10**6), text_model("m" * 10**6)]
+    async with running.client() as client:
+        for lines, most in ((long, 2_000), (many, 70_000)):
+            batch = await ended(client, await submit(client, jsonl(lines)))
+            assert batch.status == "failed" and batch.errors is not None and batch.errors.data
+            assert len(batch.errors.data) >= 3
+            assert len(batch.errors.model_dump_json().encode()) < most
+    await running.stop()
+
+
+def text_model(model: str) -> dict[str, Any]:
+    entry = line("c")
+    return entry | {"body": entry["body"] | {"model": model}}
+
+
 CREATE = {"input_file_id": "?", "endpoint": "/v1/chat/completions", "completion_window": "24h"}
 BAD_CREATES: dict[str, tuple[Any, str, str | None]] = {
     "not json": (b"{", "invalid_json", None),
@@ -250,6 +324,20 @@ BAD_CREATES: dict[str, tuple[Any, str, str | None]] = {
     ),
     "metadata not text": (CREATE | {"metadata": {"a": 1}}, "invalid_value", "metadata"),
     "metadata key long": (CREATE | {"metadata": {"k" * 65: ""}}, "invalid_value", "metadata"),
+    "output ttl of 4400 digits": (
+        CREATE | {"output_expires_after": {"anchor": "created_at", "seconds": "9" * 4400}},
+        "invalid_value",
+        "output_expires_after.seconds",
+    ),
+    "output ttl from a deep anchor": (
+        json.dumps(CREATE | {"output_expires_after": {"anchor": 1}})
+        .replace("1}", "[" * 1000 + "]" * 1000 + "}")
+        .encode(),
+        "invalid_value",
+        "output_expires_after.anchor",
+    ),
+    "a long window": (CREATE | {"completion_window": "9" * 9999}, "invalid_value", "completion_window"),
+    "a long endpoint": (CREATE | {"endpoint": "/" * 9999}, "invalid_value", "endpoint"),
     "output ttl": (
         CREATE | {"output_expires_after": {"anchor": "created_at", "seconds": 5}},
         "invalid_value",
@@ -270,7 +358,7 @@ async def test_invalid_batches_are_refused(small: GatewayWithBatch) -> None:
             assert answer.status_code == 400, name
             error = answer.json()["error"]
             assert (error["code"], error["param"]) == (code, param), name
-            assert error["type"] == "invalid_request_error", name
+            assert error["type"] == "invalid_request_error" and len(error["message"]) < 500, name
         for window in ("1h", "7d", "168h"):
             answer = await http.post(
                 "/v1/batches",
@@ -292,6 +380,8 @@ async def test_invalid_uploads_are_refused(small: GatewayWithBatch, tmp_path: An
         await post(400, "purpose", files={"file": file})
         await post(400, "file", files={"purpose": (None, "batch")})
         await post(400, "purpose", files={"file": file}, data={"purpose": "fine-tune"})
+        ttl = {"expires_after[anchor]": "created_at", "expires_after[seconds]": "9" * 4400}
+        await post(400, "expires_after.seconds", files={"file": file}, data={"purpose": "batch", **ttl})
         await post(400, None, content=b"hello", headers={"content-type": "text/plain"})
         cut = b'--b\r\ncontent-disposition: form-data; name="purpose"\r\n\r\nbatch\r\n'
         await post(400, None, content=cut, headers={"content-type": "multipart/form-data; boundary=b"})

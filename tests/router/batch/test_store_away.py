@@ -9,8 +9,10 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
+import fsspec
 import openai
 import pytest
+from fsspec.implementations.memory import MemoryFileSystem
 from prometheus_client import REGISTRY
 from sqlalchemy.exc import OperationalError
 
@@ -133,6 +135,29 @@ async def test_unreadable_lines_are_sent_once_the_files_are_back(
         assert batch.request_counts.completed == 10
     assert sorted(engine.served) == sorted(f"r{i}" for i in range(10))
     assert store_errors() == before + 2
+
+
+class AwayFileSystem(MemoryFileSystem):
+    """Object store whose client reports a broken connection by an exception of its own."""
+
+    protocol = "away"
+
+    def open(self, path: str, *_: Any, **__: Any) -> Any:
+        class ConnectionBroken(Exception): ...
+
+        raise ConnectionBroken(path)
+
+    cat_file = open
+
+
+def test_an_object_store_that_is_away_counts_as_a_disk_error() -> None:
+    """A batch fails if anything else goes wrong in its validation."""
+    fsspec.register_implementation("away", AwayFileSystem, clobber=True)
+    blobs = Blobs("away://bucket")
+    with pytest.raises(OSError, match="ConnectionBroken"):
+        next(blobs.chunks("file-1"))
+    with pytest.raises(OSError, match="ConnectionBroken"):
+        blobs.part("file-1", 0, 1)
 
 
 async def test_a_full_disk_is_reported_to_clients_and_leaves_nothing_half_done(

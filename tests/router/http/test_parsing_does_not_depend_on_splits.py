@@ -148,6 +148,7 @@ HEAD = b"POST /x HTTP/1.1\r\nhost: gateway\r\n"
         HEAD + b"content-length: 5 5\r\n\r\nhello",
         HEAD + b"content-length: \r\n\r\n",
         HEAD + b"content-length: 99999999999999999999\r\n\r\n",
+        HEAD + b"content-length: " + b"0" * 40 + b"5\r\n\r\nhello",
         HEAD + b"transfer-encoding: gzip, chunked\r\n\r\n0\r\n\r\n",
         HEAD + b"transfer-encoding: chunked, gzip\r\n\r\n0\r\n\r\n",
         HEAD + b"transfer-encoding: chunked\r\ntransfer-encoding: chunked\r\n\r\n0\r\n\r\n",
