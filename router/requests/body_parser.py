@@ -13,7 +13,7 @@ from typing import Any
 import orjson
 from xxhash import xxh3_128_digest
 
-from router.errors import BadRequest, ModelNotFound
+from router.errors import BadRequest, ModelNotFound, excerpt
 from router.identity import prefix_chain as chains
 from router.identity.conversation_ids import ExplicitIdentity, explicit_identity
 from router.identity.prefix_chain import Chain
@@ -30,6 +30,7 @@ MOST_ITEMS = 10_000  # messages with their parts, or tools
 MOST_PROMPTS = 1_024  # of one request: an engine makes a request of each
 DEEPEST = 200  # nested arrays and objects; an engine's parser fails at some 900
 _LISTS = frozenset({"messages", "input", "system", "tools", "prompt"})  # fields that may be long lists
+_RENDERED = ("documents", "chat_template_kwargs")
 _SMALL = 16 * 1024  # bytes of a field that is returned from a large body
 
 _TARGETS = {
@@ -109,6 +110,7 @@ class Prompt:
     exact_tokens: int | None  # of a prompt of token ids
     hints: Hints
     prefixes: tuple[tuple[bytes, int], ...] = ()  # digest and bytes up to each of the first messages
+    template_bytes: int = 0  # of documents and arguments, which the chat template may render
 
 
 def is_cheap(pieces: Sequence[bytes]) -> bool:
@@ -172,6 +174,7 @@ def _prompt(parser: BodyParser, api: Api, body: Mapping[str, Any]) -> Prompt:
         exact_tokens=len(ids) if (ids := token_ids(body.get("prompt"))) is not None else None,
         hints=parse_hints(parser.headers, body),
         prefixes=chains.prefixes_of(tools_digest, messages or ()),
+        template_bytes=sum(len(_dump(name, body[name])) for name in _RENDERED if body.get(name)),
     )
 
 
@@ -223,7 +226,8 @@ def _parse_object(headers: Mapping[str, str], raw: bytes) -> dict[str, Any]:
     media_type = headers.get("content-type", "").partition(";")[0].strip().lower()
     if media_type != "application/json":
         raise BadRequest(
-            f"the body must be application/json, not {media_type or 'of no type'}", param="content-type"
+            f"the body must be application/json, not {excerpt(media_type) or 'of no type'}",
+            param="content-type",
         )
     if len(raw) > CHEAP_BYTES and raw.count(b"{") + raw.count(b"[") > MOST_MARKS:
         raise BadRequest(f"the body has more than {MOST_MARKS} arrays and objects")
@@ -259,5 +263,5 @@ def check_model(body: Mapping[str, Any], models: frozenset[str]) -> None:
         raise BadRequest("model must be the name of a model (GET /v1/models lists them)", param="model")
     if name not in models:
         raise ModelNotFound(
-            f"the model {name[:100]!r} does not exist; GET /v1/models lists those that do", param="model"
+            f"the model {excerpt(name)!r} does not exist; GET /v1/models lists those that do", param="model"
         )

@@ -8,6 +8,7 @@ import orjson
 from xxhash import xxh3_128_digest
 
 _FREE = (None, "text")
+_PARALLEL = (None, True)  # engines take 0 or "false" for False
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,8 +42,9 @@ def _constraints(body: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:
         chosen = value.get("format") if isinstance(value, dict) else None
         if _type(chosen) not in _FREE:
             yield block, chosen
-    if _holds_calls(body):
-        yield "tool_choice", [body.get("tool_choice"), body.get("tools")]
+    tools = list(_tools(body))
+    if _holds_calls(body, tools):
+        yield "tool_choice", [body.get("tool_choice"), tools]
 
 
 def _type(value: Any) -> Any:
@@ -51,17 +53,35 @@ def _type(value: Any) -> Any:
     return kind if kind is None or isinstance(kind, str) else "other"
 
 
-def _holds_calls(body: Mapping[str, Any]) -> bool:
-    tools, choice = body.get("tools"), body.get("tool_choice")
-    if not isinstance(tools, list) or not tools or _type(choice) == "none":
+def _tools(body: Mapping[str, Any]) -> Iterator[Any]:
+    """Yield the tools of a body, and those that Anthropic's system messages add to them."""
+    tools, messages = body.get("tools"), body.get("messages")
+    yield from tools if isinstance(tools, list) else ()
+    for message in messages if isinstance(messages, list) else ():
+        if isinstance(message, dict) and message.get("role") == "system":
+            yield from _added_tools(message.get("content"))
+
+
+def _added_tools(content: Any) -> Iterator[Any]:
+    for block in content if isinstance(content, list) else ():
+        change = block.get("tool") if isinstance(block, dict) else None
+        if isinstance(change, dict) and change.get("definition"):
+            yield change["definition"]
+
+
+def _holds_calls(body: Mapping[str, Any], tools: list[Any]) -> bool:
+    choice = body.get("tool_choice")
+    if not tools or _type(choice) == "none":
         return False
     if _type(choice) not in (None, "auto"):
         return True
-    return body.get("parallel_tool_calls") is False or any(map(_is_strict, tools))
+    single = isinstance(choice, dict) and choice.get("disable_parallel_tool_use")  # Anthropic's
+    return bool(single) or body.get("parallel_tool_calls") not in _PARALLEL or any(map(_is_strict, tools))
 
 
 def _is_strict(tool: Any) -> bool:
+    """Return whether calls of a tool follow its schema. Engines take 1 or "true" for True."""
     if not isinstance(tool, dict):
         return False
     function = tool.get("function")
-    return tool.get("strict") is True or (isinstance(function, dict) and function.get("strict") is True)
+    return bool(tool.get("strict") or (isinstance(function, dict) and function.get("strict")))

@@ -22,6 +22,7 @@ from router.requests.fields import fields_of
 MAX_BYTES_PER_TOKEN = 16
 MOST_TOKENS_OF_SEVERAL = 131_072  # of all prompts of one request, where the context is smaller
 UNKNOWN_CONTEXT = 65_536  # tokens, while no engine is known
+_WITH_MEDIA = ("messages", "input")  # fields with parts that engines do not tokenise
 _SEVERAL = {"/v1/completions": "prompt", "/v1/embeddings": "input"}  # fields that may list several prompts
 
 
@@ -37,7 +38,7 @@ class PromptLimit:
         known = fields_of(path)
         fields = [name for name in body if name in known and known[name].part is BodyPart.PROMPT]
         listing = _SEVERAL.get(path)
-        sizes = {name: self._size(body[name]) for name in fields if name != listing}
+        sizes = {name: self._size(body[name], name in _WITH_MEDIA) for name in fields if name != listing}
         beside = sum(sizes.values())
         each = [self._size(prompt) for prompt in _prompts(body.get(listing))] if listing else []
         context = self.max_context or UNKNOWN_CONTEXT
@@ -55,12 +56,15 @@ class PromptLimit:
     def _tokens(self, size: int) -> int:
         return -(-size // self.max_bytes_per_token)
 
-    def _size(self, value: object) -> int:
-        """Return the bytes of JSON without media; token ids count as the most bytes they can stand for."""
+    def _size(self, value: object, with_media: bool = False) -> int:
+        """Return the bytes of JSON, without media if the field may have any.
+
+        Token ids count as the most bytes they can stand for.
+        """
         if (ids := token_ids(value)) is not None:
             return len(ids) * self.max_bytes_per_token
-        characters, _ = media_in(value)
-        return len(orjson.dumps(value)) - characters
+        size = len(orjson.dumps(value))
+        return size - media_in(value)[0] if with_media else size
 
     def _refusal(
         self, what: str, size: int, bound: str, param: str | None, body: Mapping[str, Any]

@@ -141,6 +141,23 @@ TOO_LONG: dict[str, tuple[str, dict[str, Any]]] = {
         "/v1/chat/completions",
         {"messages": [user("x")], "chat_template_kwargs": {"more": WORDS}},
     ),
+    **{
+        f"{field} that look like media": ("/v1/chat/completions", {"messages": [user("x")], field: value})
+        for field, value in (
+            ("tools", [{"file": "", **TOOL, "type": None}, {"image": "", "function": WORDS}]),
+            ("documents", [{"image": "", "body": WORDS}]),
+            ("chat_template_kwargs", {"type": "image", "x": WORDS}),
+        )
+    },
+    "a tool of Anthropic's that looks like an image": (
+        "/v1/messages/count_tokens",
+        {"messages": [user("x")], "tools": [{"image": "", "input_schema": {}, "description": WORDS}]},
+    ),
+    "a system prompt that looks like an image": (
+        "/v1/messages",
+        {"messages": [user("x")], "system": [{"type": "image", "source": WORDS}], **ONE_TOKEN},
+    ),
+    "what is embedded and looks like an image": ("/v1/embeddings", {"input": [{"image": WORDS}]}),
     "a plain prompt": ("/v1/completions", {"prompt": WORDS}),
     "one of several prompts": ("/v1/completions", {"prompt": ["x", WORDS]}),
     "several prompts": ("/v1/completions", {"prompt": [WORDS[:-100]] * 200}),

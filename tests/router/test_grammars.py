@@ -29,6 +29,29 @@ GRAMMARS: list[tuple[dict[str, Any], str]] = [
     ({"tools": [{"type": "function", "name": "f", "strict": True}], "tool_choice": "auto"}, "tool_choice"),
     ({"tools": [TOOL], "parallel_tool_calls": False}, "tool_choice"),
 ]
+ADDED = {"type": "tool_addition", "tool": {"type": "tool_definition", "definition": {"name": "f"}}}
+STRICT_ADDED = {
+    "type": "tool_addition",
+    "tool": {"type": "tool_definition", "definition": {"name": "f", "strict": True}},
+}
+
+
+def added(*blocks: Any) -> list[dict[str, Any]]:
+    return [{"role": "user", "content": "x"}, {"role": "system", "content": [*blocks]}]
+
+
+ONE_CALL = {"type": "auto", "disable_parallel_tool_use": True}  # Anthropic's
+GRAMMARS += [
+    ({"tools": [TOOL], "tool_choice": ONE_CALL}, "tool_choice"),
+    ({"messages": added(ADDED), "tool_choice": ONE_CALL}, "tool_choice"),
+    ({"messages": added(STRICT_ADDED)}, "tool_choice"),
+    ({"messages": added(ADDED), "tool_choice": {"type": "any"}}, "tool_choice"),
+    # vLLM reads these as booleans
+    ({"tools": [TOOL], "parallel_tool_calls": 0}, "tool_choice"),
+    ({"tools": [TOOL], "parallel_tool_calls": "false"}, "tool_choice"),
+    ({"tools": [{"type": "function", "name": "f", "strict": "true"}]}, "tool_choice"),
+    ({"tools": [TOOL], "tool_choice": {"type": "auto", "disable_parallel_tool_use": 1}}, "tool_choice"),
+]
 FREE: list[dict[str, Any]] = [
     {},
     {"structured_outputs": None, "response_format": None, "text": None},
@@ -39,6 +62,10 @@ FREE: list[dict[str, Any]] = [
     {"tools": [TOOL], "tool_choice": "auto"},
     {"tools": [STRICT], "tool_choice": "none"},
     {"tool_choice": "required"},
+    {"tools": [TOOL], "parallel_tool_calls": True},
+    {"tools": [{**TOOL, "strict": False}], "tool_choice": ONE_CALL | {"disable_parallel_tool_use": False}},
+    {"messages": added(ADDED, {"type": "text", "text": "x"}, "x"), "tool_choice": {"type": "auto"}},
+    {"messages": [{"role": "user", "content": [STRICT_ADDED]}, "x", {"role": "system", "content": "x"}]},
 ]
 
 
@@ -58,6 +85,9 @@ def test_a_grammar_is_known_by_its_content_and_not_by_the_prompt() -> None:
     same = grammar_of({"messages": ["b"], "structured_outputs": {"x": 1, "regex": "a"}})
     other = grammar_of({"messages": ["a"], "structured_outputs": {"regex": "b", "x": 1}})
     assert one == same and one != other
+    assert grammar_of({"messages": added(STRICT_ADDED)}) != grammar_of(
+        {"messages": added(STRICT_ADDED, ADDED)}
+    )
 
 
 @pytest.mark.slow

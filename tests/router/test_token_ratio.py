@@ -3,6 +3,7 @@
 from dataclasses import replace
 from typing import Any
 
+import orjson
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -13,8 +14,9 @@ from router.gateway.turn.token_ratio import TokenRatio
 from router.gateway.turn.turn import Turn
 from router.identity import prefix_chain as chains
 from router.identity.conversation_ids import ExplicitIdentity
-from router.requests.body_parser import Api, Prompt
+from router.requests.body_parser import Api, BodyParser, Prompt, parse_body
 from router.requests.hints import Hints
+from router.requests.prompt_limit import PromptLimit
 
 SEED = chains.seed("s", "m")
 
@@ -36,12 +38,30 @@ def known(prompt_bytes: int, completion: int = 0, context: int = 0) -> Known:
     )
 
 
-@given(st.floats(0.1, 2.0), st.integers(100, 10**6))
+@given(st.floats(0.05, 1.0), st.integers(100, 10**6))
 def test_the_ratio_follows_what_engines_count(truth: float, size: int) -> None:
     ratio = TokenRatio(0.3)
     for _ in range(30):
         ratio.learn(turn(size), max(1, int(size * truth)))
     assert abs(ratio.tokens(size) - size * truth) <= size * 0.02 + 2
+
+
+@pytest.mark.parametrize(("size", "tokens", "expected"), [(100, 10**6, 1_000_000), (10**6, 1, 50_000)])
+def test_no_prompt_makes_the_estimates_of_others_absurd(size: int, tokens: int, expected: int) -> None:
+    ratio = TokenRatio(0.3)
+    ratio.learn(turn(size), tokens)
+    assert ratio.tokens(1_000_000) == expected
+
+
+@pytest.mark.parametrize("field", ["documents", "chat_template_kwargs"])
+def test_what_a_template_may_render_counts_as_prompt(field: str) -> None:
+    text = {"text": "x" * 100_000}
+    body = {"model": "m", "messages": [], field: [text] if field == "documents" else text}
+    headers, models = {"content-type": "application/json"}, frozenset({"m"})
+    parser = BodyParser("/v1/chat/completions", Api.CHAT, headers, "s", models, PromptLimit(100_000))
+    prompt = parse_body(parser, (orjson.dumps(body),)).prompt
+    assert prompt is not None
+    assert replace(turn(0), prompt=prompt).prompt_bytes > 100_000
 
 
 def test_an_estimate_never_exceeds_the_context_of_an_engine() -> None:

@@ -8,6 +8,8 @@ from router.gateway.turn.turn import Turn
 
 _WEIGHT = 0.2  # of a new observation
 _LEAST_BYTES = 64  # shorter prompts are mostly the chat template
+# Tokens per byte that one prompt may teach, because the ratio is that of all owners. Prose has 0.2 to 0.3.
+_LEAST_RATIO, _MOST_RATIO = 0.05, 1.0
 
 
 class TokenRatio:
@@ -26,7 +28,7 @@ class TokenRatio:
         prompt, size = turn.prompt, turn.prompt_bytes
         if size < _LEAST_BYTES or tokens <= 0 or prompt.chain.media or prompt.exact_tokens is not None:
             return
-        seen = tokens / size
+        seen = min(max(tokens / size, _LEAST_RATIO), _MOST_RATIO)
         self._ratio = self._ratio + _WEIGHT * (seen - self._ratio) if self._learned else seen
         self._learned = True
 

@@ -57,7 +57,7 @@ class Turn:
 
     @property
     def prompt_bytes(self) -> int:
-        return self.prompt.chain.total_bytes + self.prompt.tool_bytes
+        return self.prompt.chain.total_bytes + self.prompt.tool_bytes + self.prompt.template_bytes
 
     @property
     def flex(self) -> bool:

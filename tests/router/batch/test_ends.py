@@ -56,13 +56,23 @@ async def test_an_ended_batch_cannot_be_cancelled(gateway: GatewayWithBatch) -> 
             await client.batches.cancel(batch.id)
 
 
-@pytest.mark.parametrize("more", [{}, {"truncate_prompt_tokens": 10}], ids=["whole", "to be cut"])
+WORDS = "word " * 30_000  # more than the engine's 8,192 tokens can be
+LONG: dict[str, dict[str, Any]] = {
+    "whole": {"messages": [{"role": "user", "content": WORDS}]},
+    "to be cut": {"messages": [{"role": "user", "content": WORDS}], "truncate_prompt_tokens": 10},
+    "a tool that looks like a file": {"tools": [{"file": "", "function": {"description": WORDS}}]},
+    "a document that looks like an image": {"documents": [{"image": "", "body": WORDS}]},
+    "arguments that look like an image": {"chat_template_kwargs": {"type": "image", "x": WORDS}},
+}
+
+
+@pytest.mark.parametrize("more", LONG.values(), ids=LONG)
 async def test_a_line_that_no_engine_can_hold_fails_alone_and_reaches_none(
     gateway: GatewayWithBatch, engine: OfflineEngine, more: dict[str, Any]
 ) -> None:
     """Otherwise an engine would tokenize all of it, and another engine at each retry."""
     async with gateway.client() as client:
-        long = line("long", "word " * 30_000)  # of 8,192 tokens
+        long = line("long")
         long["body"] |= more
         batch = await ended(client, await submit(client, jsonl([line("a"), long, line("b")])))
         output, error = await results_of(client, batch)
