@@ -16,7 +16,7 @@ endef
 up: install
 	@$(VENV)/bin/conserve up $(FLEET)
 
-down: install
+down:
 	@$(VENV)/bin/conserve down $(FLEET)
 
 test: install lint types docs
@@ -71,6 +71,7 @@ schema: install
 
 # What `ray up` copies to the machines of a cluster.
 wheel: install
+	@rm -rf build  # what was deleted since the last wheel would be in this one
 	@$(PY) -m pip wheel --quiet --no-deps --wheel-dir dist .
 
 install:

