@@ -16,14 +16,14 @@ from workers.power.nvml import Gpus, NoGpus, PowerError
 
 def this_machine() -> Machine:
     """Return this machine, with the GPUs in CUDA_VISIBLE_DEVICES; without a driver there are none."""
-    memory, cores = psutil.virtual_memory().available, len(os.sched_getaffinity(0))
+    memory, cores = psutil.virtual_memory(), len(os.sched_getaffinity(0))
     visible = os.environ.get("CUDA_VISIBLE_DEVICES")
     try:
         with Gpus() as gpus:
             found = gpus.all() if visible is None else [gpus.find(one) for one in visible.split(",") if one]
-            sizes = tuple(gpus.memory(gpu.uuid) for gpu in found)
+            sizes = tuple(gpus.memory(gpu.uuid) or memory.total for gpu in found)
     except NoGpus:
-        return Machine(cores, memory)
+        return Machine(cores, memory.available)
     except PowerError as error:
         raise DeployError(f"{error}; see `nvidia-smi`, or hide the GPUs: CUDA_VISIBLE_DEVICES=") from error
     if len(kinds := sorted({gpu.name for gpu in found})) > 1:
@@ -33,7 +33,9 @@ def this_machine() -> Machine:
         )
     board = accelerator_of(found[0].name) if found else None
     accelerator = next((name for name, one in ACCELERATORS.items() if one is board), None)
-    return Machine(cores, memory, sizes, accelerator)
+    return Machine(
+        cores, memory.available, sizes, accelerator, takes_caps=all(gpu.takes_limits for gpu in found)
+    )
 
 
 def describe(machine: Machine) -> str:

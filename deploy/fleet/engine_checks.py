@@ -4,7 +4,7 @@ Each check is a function of the engines of one tier, or of two tiers that exchan
 notices late, and what our connector and the roll-back cannot do. What vLLM refuses at once is left to vLLM.
 """
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 from deploy.errors import KeyPath, Problem
@@ -276,7 +276,7 @@ def _states(one: TierEngines, model: Architecture) -> Iterator[Problem]:
 
 
 def _coserving_limits(one: TierEngines) -> Iterator[Problem]:
-    if _speculates(one.args) and (one.coserves or one.transfers):
+    if speculates(one.args) and (one.coserves or one.transfers):
         name = next(name for name in SPECULATIVE if name in one.args)
         what = "co-serving" if one.coserves else "the transfer"
         yield Problem(
@@ -316,7 +316,7 @@ def _coserving_limits(one: TierEngines) -> Iterator[Problem]:
 SPECULATIVE = ("speculative-config", "spec-method", "spec-model", "spec-tokens")
 
 
-def _speculates(args: dict[str, Any]) -> bool:
+def speculates(args: Mapping[str, Any]) -> bool:
     return any(args.get(name) for name in SPECULATIVE)
 
 

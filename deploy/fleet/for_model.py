@@ -10,6 +10,7 @@ from math import ceil
 from typing import Any
 
 from deploy.errors import DeployError
+from deploy.fleet.engine_checks import speculates
 from deploy.fleet.engine_needs import BYTES, Architecture
 from placement.sizing.accelerators import ACCELERATORS, Accelerator
 from placement.sizing.provisioning import TYPICAL, Capacity, Means, ProvisioningError, provision
@@ -20,7 +21,7 @@ GPU_WORKSPACE = 2 * GIB  # activations and CUDA graphs
 WEIGHTS_SHARE = 0.7  # of that at most, or too little is left for KV
 CPU_SHARE = 0.8  # of the memory that is free
 CPU_WORKSPACE = 1.5 * GIB  # of an engine, beside weights and KV
-CPU_KV = 1.1 * GIB  # of an engine: more is of no use at the speed of a CPU
+CPU_KV = 1.1 * GIB  # of an engine; more only for a conversation that is asked for
 LEAST_CONTEXT = 2_048
 CPU_BLOCK = 32
 REACHED = 0.5  # of a data sheet's figures
@@ -32,6 +33,7 @@ class Machine:
     memory: int  # bytes that are free
     gpu_memory: tuple[int, ...] = ()  # bytes of each GPU
     accelerator: str | None = None  # a name of `placement/sizing/accelerators.py`
+    takes_caps: bool = True  # power limits of the GPUs can be set
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,7 +44,7 @@ class Wishes:
     prefill: int | None = None
     decode: int | None = None
     power_cap_w: int | None = None
-    coserving: bool = False
+    coserving: bool | None = None  # None: where each engine prefills and decodes
     port: int | None = None
     host: str | None = None
     dtype: str = "auto"
@@ -80,8 +82,7 @@ def fleet_for(wishes: Wishes, model: Architecture, machine: Machine) -> dict[str
     content["gateway"] = {"host": wishes.host or "127.0.0.1", "port": wishes.port or 8000}
     content["conversation"] = {"ttl": "30m", "park_after": "60s"}
     content["kv"] = {"host_kv_gib": 4 if on_gpus else 1}
-    undoable = not model.states and not model.multimodal
-    if wishes.coserving or (engines.collocated and undoable):
+    if engines.collocated if wishes.coserving is None else wishes.coserving:
         content["coserving"] = {"enabled": True, "ageing": "1m"}
     return content
 
@@ -96,6 +97,8 @@ def _tier(role: str, replicas: int, wishes: Wishes, machine: Machine) -> dict[st
     if machine.accelerator:
         tier["hardware"] = {"accelerator": machine.accelerator, "node_gpus": len(machine.gpu_memory)}
     if role == "decode" and wishes.power_cap_w:
+        if machine.gpu_memory and not machine.takes_caps:
+            raise DeployError("--power-cap: the driver of these GPUs reports no power limits: leave it out")
         tier["power_cap_w"] = wishes.power_cap_w
     return tier
 
@@ -103,23 +106,34 @@ def _tier(role: str, replicas: int, wishes: Wishes, machine: Machine) -> dict[st
 def _on_gpus(wishes: Wishes, model: Architecture, machine: Machine) -> tuple[dict[str, Any], _Engines]:
     gpus, options = len(machine.gpu_memory), dict(wishes.options)
     there = min(machine.gpu_memory) * float(options.get("gpu-memory-utilization", GPU_SHARE))
-    ranks = int(options.get("tensor-parallel-size", 0)) or _ranks(model, gpus, there)
+    for name in ("tensor-parallel-size", "pipeline-parallel-size"):
+        if options.get(name, 1) < 1:
+            raise DeployError(f"--{name}: expected 1 or more, not {options[name]}")
+    pipeline = int(options.get("pipeline-parallel-size", 1))
+    ranks = int(options.get("tensor-parallel-size", 0))
+    ranks = ranks or _ranks(model, max(1, gpus // pipeline), there * pipeline)
     options.setdefault("gpu-memory-utilization", GPU_SHARE)
     if ranks > 1:
         options["tensor-parallel-size"] = ranks
-    most = gpus // (ranks * int(options.get("pipeline-parallel-size", 1)))
-    left = there - GPU_WORKSPACE - model.weight_bytes / ranks
-    context = _context(wishes, model, left, ranks, f"a GPU with {there / GIB:.0f} GiB for weights and KV")
+    each = ranks * pipeline
+    most = gpus // each
+    if not most:
+        raise DeployError(f"an engine with {each} GPUs does not fit this machine, which has {gpus}")
+    left = there - GPU_WORKSPACE - model.weight_bytes / each
+    where = f"a GPU with {there / GIB:.0f} GiB for weights and KV"
+    context = _context(wishes, model, left * pipeline, ranks, where)
     if wishes.prefill is None and wishes.decode is None:
-        prefillers = _prefillers(model, machine, ranks, most, left) if most > 1 else 0
+        splits = most > 1 and pipeline == 1 and not speculates(options)  # what a transfer can do
+        prefillers = _prefillers(model, machine, ranks, most, left) if splits else 0
         chosen = _Engines(prefillers, most - prefillers, context)
     else:
         chosen = _Engines(wishes.prefill or 0, 1 if wishes.decode is None else wishes.decode, context)
     asked = chosen.prefill + chosen.decode
     if asked > most:
         raise DeployError(
-            f"{asked} engines of {ranks} GPUs do not fit the {gpus} GPUs of this machine: at most {most}; "
-            "lower --prefill or --decode, or describe several machines in a fleet file (--print)"
+            f"{asked} engines with {each} GPU{'s' if each > 1 else ''} each do not fit this machine's {gpus} "
+            f"GPUs: at most {most} engine{'s' if most > 1 else ''}; lower --prefill or --decode, or describe "
+            "several machines in a fleet file (--print)"
         )
     return {"device": "cuda", "args": options}, chosen
 
@@ -161,13 +175,14 @@ def _on_cpu(wishes: Wishes, model: Architecture, machine: Machine) -> tuple[dict
     width = BYTES.get(wishes.dtype, 0) or BYTES.get(model.dtype, 2)
     weights = model.weight_bytes * width / BYTES.get(model.dtype, width)
     free = CPU_SHARE * machine.memory
+    kv = max(CPU_KV, model.kv_bytes((wishes.max_context or 0) + CPU_BLOCK, 1, width))  # a block is vLLM's own
     if wishes.prefill is None and wishes.decode is None:
-        fits = 3 * (weights + CPU_WORKSPACE + CPU_KV) <= free
-        prefill, decode = (1, 2) if fits else (0, 1)
+        fits = 3 * (weights + CPU_WORKSPACE + kv) <= free
+        prefill, decode = (1, 2) if fits and not speculates(wishes.options) else (0, 1)
     else:
         prefill, decode = wishes.prefill or 0, 1 if wishes.decode is None else wishes.decode
     count = max(1, prefill + decode)
-    left = min(CPU_KV, free / count - weights - CPU_WORKSPACE)
+    left = min(kv, free / count - weights - CPU_WORKSPACE)
     where = f"{count} engine{'s' if count > 1 else ''} and {machine.memory / GIB:.1f} GiB of free memory"
     context = _context(wishes, model, left, 1, where, width)
     args: dict[str, Any] = {
@@ -192,10 +207,10 @@ def _context(wishes: Wishes, model: Architecture, left: float, ranks: int, where
     """Return the longest conversation: the model's maximum, or less if not even one of these fits."""
     fits = max(0, int(left / model.kv_bytes(1, ranks, width)))
     asked = wishes.max_context or min(model.max_context or fits, fits)
+    room = f"room for conversations of {fits} tokens" if left > 0 else "no room for them"
     if fits < max(LEAST_CONTEXT, wishes.max_context or 0):
         raise DeployError(
             f"{wishes.model} has {model.weight_bytes / GIB:.1f} GiB of weights, and with {where} there is "
-            f"room for conversations of {fits} tokens: take a smaller or a quantised model, fewer engines, "
-            "or a machine with more memory"
+            f"{room}: take a smaller or a quantised model, fewer engines, or a machine with more memory"
         )
     return asked if asked <= LEAST_CONTEXT else asked // CPU_BLOCK * CPU_BLOCK

@@ -132,7 +132,8 @@ class EnginePower:
                 watts += gpus.watts(gpu.uuid)
                 limit += gpu.limit_w
         metrics.POWER_WATTS.labels(settings.engine).set(watts)
-        metrics.POWER_LIMIT_WATTS.labels(settings.engine).set(limit)
+        if limit:
+            metrics.POWER_LIMIT_WATTS.labels(settings.engine).set(limit)
         wanted = (settings.cap_w or 0.0) * len(settings.gpus)
         self._readings += 1
         again = self._capped or self._readings >= self._retry_after

@@ -139,6 +139,8 @@ def plan(gpus: Gpus, wishes: Sequence[WantedLimit], record: LimitRecord) -> list
 def _problem(gpu: Gpu, wish: WantedLimit, other: WantedLimit | None) -> str:
     if other is not None and not same(other.cap_w, wish.cap_w):
         return f"{other.owner} wants {other.cap_w:g} W of the same GPU"
+    if not gpu.takes_limits:
+        return "the driver of this GPU reports no power limits, so that it takes no cap"
     if not gpu.least_w <= wish.cap_w <= gpu.most_w:
         return f"this GPU accepts {gpu.least_w:g} to {gpu.most_w:g} W, not {wish.cap_w:g} W"
     return ""

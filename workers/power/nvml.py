@@ -1,9 +1,10 @@
 """Power and energy of NVIDIA GPUs through nvidia-ml-py, in watts and joules."""
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from types import TracebackType
+from typing import Any
 
 from workers.processes import WorkerError
 
@@ -22,7 +23,7 @@ class NotPermitted(PowerError):
 
 @dataclass(frozen=True, slots=True)
 class Gpu:
-    """GPU with its current power limit and the limits that it accepts."""
+    """GPU with its current power limit and those that it accepts; all are 0 if its driver reports none."""
 
     uuid: str
     index: int
@@ -30,6 +31,10 @@ class Gpu:
     limit_w: float
     least_w: float
     most_w: float
+
+    @property
+    def takes_limits(self) -> bool:
+        return self.most_w > 0.0
 
     @property
     def label(self) -> str:
@@ -88,9 +93,10 @@ class Gpus:
             return float(self._nvml.nvmlDeviceGetPowerUsage(self._handle(uuid))) / 1000.0
 
     def memory(self, uuid: str) -> int:
-        """Return the bytes of a GPU's memory."""
+        """Return the bytes of a GPU's memory; 0 if it has none of its own."""
         with self._errors(f"memory of {uuid}"):
-            return int(self._nvml.nvmlDeviceGetMemoryInfo(self._handle(uuid)).total)
+            found = self._supported(self._nvml.nvmlDeviceGetMemoryInfo, self._handle(uuid))
+            return int(found.total) if found is not None else 0
 
     @contextmanager
     def _errors(self, what: str) -> Iterator[None]:
@@ -111,15 +117,24 @@ class Gpus:
         return self._nvml.nvmlDeviceGetHandleByUUID(uuid.encode())
 
     def _read(self, handle: object) -> Gpu:
-        least, most = self._nvml.nvmlDeviceGetPowerManagementLimitConstraints(handle)
+        now = self._supported(self._nvml.nvmlDeviceGetPowerManagementLimit, handle)
+        accepted = self._supported(self._nvml.nvmlDeviceGetPowerManagementLimitConstraints, handle)
+        least, most = accepted if now is not None and accepted is not None else (0, 0)
         return Gpu(
             uuid=_text(self._nvml.nvmlDeviceGetUUID(handle)),
             index=int(self._nvml.nvmlDeviceGetIndex(handle)),
             name=_text(self._nvml.nvmlDeviceGetName(handle)),
-            limit_w=self._nvml.nvmlDeviceGetPowerManagementLimit(handle) / 1000.0,
+            limit_w=(now or 0) / 1000.0,
             least_w=least / 1000.0,
             most_w=most / 1000.0,
         )
+
+    def _supported(self, read: Callable[[object], Any], handle: object) -> Any:
+        """Return what NVML reads from a GPU; None if its driver cannot, as of some laptops."""
+        try:
+            return read(handle)
+        except self._nvml.NVMLError_NotSupported:
+            return None
 
 
 def _text(value: str | bytes) -> str:

@@ -96,11 +96,11 @@ def _show(changes: Sequence[LimitChange]) -> None:
         if gpu is None:
             table.add_row(wish.gpu, wish.owner, "", f"{wish.cap_w:g} W", "", note)
             continue
-        takes = f"{gpu.least_w:g} to {gpu.most_w:g} W"
+        takes = f"{gpu.least_w:g} to {gpu.most_w:g} W" if gpu.takes_limits else "none"
         row = (
             gpu.label,
             wish.owner,
-            f"{gpu.limit_w:g} W",
+            f"{gpu.limit_w:g} W" if gpu.takes_limits else "",
             f"{wish.cap_w:g} W",
             takes,
             note,

@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 import yaml
 
-from tests.workers.power.machine import DRIVER, PERMISSION, ROOT, GpuMachine, build
+from tests.workers.power.machine import DRIVER, NO_LIMITS, PERMISSION, ROOT, GpuMachine, build
 
 pytestmark = pytest.mark.slow
 
@@ -65,7 +65,12 @@ def test_a_single_tier_gets_all_gpus_of_the_machine(machine: GpuMachine, fleet: 
 
 
 @pytest.mark.parametrize(
-    ("fails", "says"), [(PERMISSION, "needs root"), (DRIVER, "there is no NVIDIA driver on this machine")]
+    ("fails", "says"),
+    [
+        (PERMISSION, "needs root"),
+        (DRIVER, "there is no NVIDIA driver on this machine"),
+        (NO_LIMITS, "takes no cap"),
+    ],
 )
 def test_an_impossible_request_is_refused_with_a_sentence(
     machine: GpuMachine, fleet: str, fails: int, says: str

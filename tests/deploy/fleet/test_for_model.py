@@ -1,5 +1,6 @@
 """The fleet that `conserve serve` makes for a model: valid, and as large as the machine allows."""
 
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -73,13 +74,56 @@ def test_without_gpus_a_small_fleet_fits_a_laptop() -> None:
     assert 3 * (SMALL.weight_bytes + kv) < 8 * GIB
 
 
+def test_a_conversation_that_is_asked_for_gets_its_memory_on_a_cpu() -> None:
+    made = fleet(SMALL, LAPTOP, dtype="float32", max_context=32_768)
+    assert made.model.max_context == 32_768 and tiers(made) == [("prefill", 1), ("decode", 2)]
+    fewer = fleet(SMALL, replace(LAPTOP, memory=10 * GIB), dtype="float32", max_context=32_768)
+    assert fewer.model.max_context == 32_768 and tiers(fewer) == [("decode", 1)]
+
+
+def test_stages_of_a_pipeline_share_weights_and_exchange_no_kv() -> None:
+    made = fleet(
+        LARGE, h100s(8), options={"tensor-parallel-size": 2, "pipeline-parallel-size": 2}, coserving=False
+    )
+    assert (made.policy, tiers(made)) == ("collocated", [("decode", 2)])
+    assert made.model.max_context == 40960
+
+
+@pytest.mark.parametrize(
+    ("asked", "machine", "enabled"),
+    [(None, h100s(1), True), (False, h100s(1), False), (None, h100s(2), False), (True, h100s(2), True)],
+)
+def test_co_serving_is_on_where_engines_prefill_and_as_asked_for(
+    asked: bool | None, machine: Machine, enabled: bool
+) -> None:
+    assert fleet(MIDDLE, machine, coserving=asked).coserving.enabled is enabled
+
+
 @pytest.mark.parametrize(
     ("model", "machine", "wishes", "said"),
     [
         (LARGE, h100s(1), {}, "weights of 140 GiB do not fit 1 x 72 GiB"),
-        (MIDDLE, LAPTOP, {}, "16.0 GiB of weights, and with 1 engine and 15.0 GiB of free memory"),
-        (MIDDLE, h100s(2), {"prefill": 1, "decode": 2}, "3 engines of 1 GPUs do not fit the 2 GPUs"),
+        (
+            MIDDLE,
+            LAPTOP,
+            {},
+            "16.0 GiB of weights, and with 1 engine and 15.0 GiB of free memory there is no room",
+        ),
+        (
+            MIDDLE,
+            h100s(2),
+            {"prefill": 1, "decode": 2},
+            "3 engines with 1 GPU each do not fit this machine's 2 GPUs: at most 2 engines;",
+        ),
         (MIDDLE, h100s(1), {"max_context": 900_000}, "room for conversations of"),
+        (MIDDLE, h100s(2), {"options": {"tensor-parallel-size": 4}}, "an engine with 4 GPUs does not fit"),
+        (
+            MIDDLE,
+            h100s(2),
+            {"options": {"pipeline-parallel-size": 0}},
+            "--pipeline-parallel-size: expected 1",
+        ),
+        (MIDDLE, replace(h100s(1), takes_caps=False), {"power_cap_w": 300}, "--power-cap: the driver of"),
     ],
 )
 def test_a_model_that_does_not_fit_is_refused_with_a_sentence(

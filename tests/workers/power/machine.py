@@ -26,7 +26,7 @@ FIELDS = (
     "reserved",
     "energy_mj",
 )
-PERMISSION, LOST, NO_ENERGY, DRIVER, IGNORES_LIMIT = 1, 2, 4, 8, 16
+PERMISSION, LOST, NO_ENERGY, DRIVER, IGNORES_LIMIT, NO_LIMITS, NO_MEMORY = 1, 2, 4, 8, 16, 32, 64
 
 
 def build(folder: Path) -> Path:

@@ -10,7 +10,8 @@
 typedef int nvmlReturn_t;
 enum { OK = 0, UNINITIALIZED = 1, INVALID_ARGUMENT = 2, NOT_SUPPORTED = 3, NO_PERMISSION = 4, NOT_FOUND = 6,
        DRIVER_NOT_LOADED = 9, GPU_IS_LOST = 15 };
-enum { FAIL_PERMISSION = 1, FAIL_LOST = 2, FAIL_NO_ENERGY = 4, FAIL_DRIVER = 8, FAIL_IGNORES_LIMIT = 16 };
+enum { FAIL_PERMISSION = 1, FAIL_LOST = 2, FAIL_NO_ENERGY = 4, FAIL_DRIVER = 8, FAIL_IGNORES_LIMIT = 16,
+       FAIL_NO_LIMITS = 32, FAIL_NO_MEMORY = 64 };
 
 struct gpu {
     char uuid[96];
@@ -105,7 +106,7 @@ nvmlReturn_t nvmlDeviceGetUUID(struct gpu *gpu, char *uuid, unsigned int length)
 
 nvmlReturn_t nvmlDeviceGetPowerManagementLimit(struct gpu *gpu, unsigned int *limit) {
     *limit = gpu->limit_mw;
-    return usable(gpu);
+    return gpu->fails & FAIL_NO_LIMITS ? NOT_SUPPORTED : usable(gpu);
 }
 
 nvmlReturn_t nvmlDeviceGetPowerManagementDefaultLimit(struct gpu *gpu, unsigned int *limit) {
@@ -116,7 +117,7 @@ nvmlReturn_t nvmlDeviceGetPowerManagementDefaultLimit(struct gpu *gpu, unsigned 
 nvmlReturn_t nvmlDeviceGetPowerManagementLimitConstraints(struct gpu *gpu, unsigned int *least, unsigned int *most) {
     *least = gpu->least_mw;
     *most = gpu->most_mw;
-    return usable(gpu);
+    return gpu->fails & FAIL_NO_LIMITS ? NOT_SUPPORTED : usable(gpu);
 }
 
 nvmlReturn_t nvmlDeviceSetPowerManagementLimit(struct gpu *gpu, unsigned int limit) {
@@ -135,7 +136,7 @@ nvmlReturn_t nvmlDeviceGetMemoryInfo(struct gpu *gpu, struct memory *memory) {
     memory->total = 48ULL << 30;
     memory->free = memory->total;
     memory->used = 0;
-    return usable(gpu);
+    return gpu->fails & FAIL_NO_MEMORY ? NOT_SUPPORTED : usable(gpu);
 }
 
 nvmlReturn_t nvmlDeviceGetPowerUsage(struct gpu *gpu, unsigned int *power) {

@@ -2,7 +2,7 @@
 
 import pytest
 
-from tests.workers.power.machine import DRIVER, NO_ENERGY, PERMISSION, GpuMachine
+from tests.workers.power.machine import DRIVER, NO_ENERGY, NO_LIMITS, PERMISSION, GpuMachine
 
 SERVE = """
 import asyncio, logging, sys
@@ -52,6 +52,7 @@ def test_energy_is_the_increase_of_the_counters(machine: GpuMachine) -> None:
     [
         (PERMISSION, "not permitted; setting power limits needs root"),
         (DRIVER, "there is no NVIDIA driver on this machine"),
+        (NO_LIMITS, "the driver of this GPU reports no power limits, so that it takes no cap"),
     ],
 )
 def test_a_failed_cap_is_logged_and_counted_and_serving_continues(

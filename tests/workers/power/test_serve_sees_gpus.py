@@ -1,21 +1,25 @@
 """`conserve serve` makes a fleet of the GPUs that the driver lists."""
 
+import pytest
 import yaml
 
-from tests.workers.power.machine import GpuMachine
+from tests.workers.power.machine import DRIVER, NO_LIMITS, NO_MEMORY, GpuMachine
 
-# A machine with GPUs has vLLM's CUDA build, which is not installed here.
-PROGRAM = """
-import sys
+SERVE = """
 from deploy.cli.application import app
-from deploy.cli.commands import serve_model
-serve_model.installed = lambda package: "0.32.0"
-app(["serve", "smollm2", "--print", *sys.argv[1:]])
+from deploy.cli.commands import doctor, serve_model
+from deploy.cli.common import errors_as_sentences
+with errors_as_sentences():
+    app(["serve", "smollm2", "--print", *sys.argv[1:]])
 """
+# A machine with GPUs has vLLM's CUDA build, which is not installed here.
+CUDA = "import sys\n" + SERVE.replace(
+    "with", 'doctor.installed = serve_model.installed = lambda package: "0.32.0"\nwith'
+)
 
 
 def test_two_gpus_are_a_prefiller_and_a_decoder_with_a_cap(machine: GpuMachine) -> None:
-    done = machine.python(PROGRAM, "--power-cap", "200")
+    done = machine.python(CUDA, "--power-cap", "200")
     assert done.returncode == 0, done.stderr
     content = yaml.safe_load(done.stdout)
     assert content["engine"]["device"] == "cuda"
@@ -26,7 +30,30 @@ def test_two_gpus_are_a_prefiller_and_a_decoder_with_a_cap(machine: GpuMachine) 
     assert content["tiers"][0]["hardware"]["accelerator"] == "A40"
 
 
-def test_gpus_that_are_hidden_are_not_used(machine: GpuMachine) -> None:
-    done = machine.python(f"import os\nos.environ['CUDA_VISIBLE_DEVICES'] = ''\n{PROGRAM}")
+def test_gpus_that_the_cpu_build_does_not_use_are_named_beside_the_fleet_file(machine: GpuMachine) -> None:
+    done = machine.python(f"import sys\n{SERVE}")
+    assert done.returncode == 0 and yaml.safe_load(done.stdout)["engine"]["device"] == "cpu"
+    assert "There are GPUs here, and vLLM's CPU build is installed" in done.stderr
+
+
+def test_the_cuda_build_without_a_gpu_serves_nothing(machine: GpuMachine) -> None:
+    hidden = machine.python(f"import os\nos.environ['CUDA_VISIBLE_DEVICES'] = ''\n{CUDA}")
+    assert (hidden.returncode, hidden.stdout) == (1, "")
+    assert "GPUs: hidden by CUDA_VISIBLE_DEVICES; unset it" in hidden.stderr
+    machine.write(0, "fails", DRIVER)
+    none = machine.python(CUDA)
+    assert none.returncode == 1 and none.stderr.startswith(
+        "conserve: GPUs: none, and no driver; install NVIDIA's"
+    )
+
+
+@pytest.mark.parametrize("fails", [NO_LIMITS, NO_LIMITS | NO_MEMORY], ids=["laptop", "unified memory"])
+def test_a_gpu_without_power_limits_serves_and_takes_no_cap(machine: GpuMachine, fails: int) -> None:
+    for index in range(2):
+        machine.write(index, "fails", fails)
+    done = machine.python(CUDA)
     assert done.returncode == 0, done.stderr
-    assert yaml.safe_load(done.stdout)["engine"]["device"] == "cpu"
+    assert yaml.safe_load(done.stdout)["engine"]["device"] == "cuda"
+    refused = machine.python(CUDA, "--power-cap", "200")
+    assert refused.returncode == 1
+    assert "--power-cap: the driver of these GPUs reports no power limits: leave it out" in refused.stderr
