@@ -20,6 +20,12 @@ class AgentEndpoint:
     model: str
     key: str
     context: int  # tokens
+    certificate: str = ""  # file that the gateway's name is verified by, where the system does not trust it
+
+    @property
+    def trust(self) -> dict[str, str]:
+        """Return the variable by which programs on Node.js trust the gateway."""
+        return {"NODE_EXTRA_CA_CERTS": self.certificate} if self.certificate else {}
 
     @property
     def output_tokens(self) -> int:
@@ -85,8 +91,11 @@ def _claude(directory: Path, fleet: AgentEndpoint) -> Setup:
         "CLAUDE_CODE_MAX_CONTEXT_TOKENS": str(fleet.context),
         "CLAUDE_CODE_MAX_OUTPUT_TOKENS": str(fleet.output_tokens),
         "CLAUDE_CODE_DISABLE_NONESSENTIAL_TRAFFIC": "1",
+        **fleet.trust,
     }
-    return Setup(environment, removed=frozenset({"ANTHROPIC_API_KEY", "CLAUDE_CODE_OAUTH_TOKEN"}))
+    own = {"ANTHROPIC_API_KEY", "CLAUDE_CODE_OAUTH_TOKEN"}
+    clouds = {"CLAUDE_CODE_USE_BEDROCK", "CLAUDE_CODE_USE_VERTEX"}  # for which the address is ignored
+    return Setup(environment, removed=frozenset(own | clouds))
 
 
 def _opencode(directory: Path, fleet: AgentEndpoint) -> Setup:
@@ -116,6 +125,7 @@ def _opencode(directory: Path, fleet: AgentEndpoint) -> Setup:
         "OPENCODE_DISABLE_LSP_DOWNLOAD": "1",
         "CONSERVE_API_KEY": fleet.key,
         **folders,
+        **fleet.trust,
     }
     return Setup(environment, {file: json.dumps(settings, indent=2) + "\n"})
 
@@ -133,6 +143,7 @@ def _qwen(directory: Path, fleet: AgentEndpoint) -> Setup:
         "OPENAI_API_KEY": fleet.key,
         "OPENAI_MODEL": fleet.model,
         "QWEN_CODE_MAX_OUTPUT_TOKENS": str(fleet.output_tokens),
+        **fleet.trust,
     }
     return Setup(environment, {directory / "settings.json": json.dumps(settings, indent=2) + "\n"})
 

@@ -52,12 +52,15 @@ def free_port(host: str) -> int:
     A process that loses it to another one fails to start and tries again. Ephemeral ports are avoided, so
     that a killed process can have its port again.
     """
-    family = socket.AF_INET6 if ":" in host else socket.AF_INET
     for port in (*random.sample(PORTS, TRIED_PORTS), 0):
-        with contextlib.suppress(OSError), socket.socket(family) as listener:
+        with contextlib.suppress(OSError), socket.socket(_family(host)) as listener:
             listener.bind((host, port))
             return int(listener.getsockname()[1])
     raise WorkerError(f"no free port at {host}: is it an address of this machine?")
+
+
+def _family(host: str) -> socket.AddressFamily:
+    return socket.AF_INET6 if ":" in host else socket.AF_INET
 
 
 def listens(host: str, port: int) -> bool:
@@ -69,7 +72,7 @@ def listens(host: str, port: int) -> bool:
 
 def listen_problem(host: str, port: int) -> str:
     """Return why a process cannot listen there now; empty if it can."""
-    with socket.socket() as probe:
+    with socket.socket(_family(host)) as probe:
         probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         try:
             probe.bind((host, port))

@@ -1,5 +1,6 @@
 """Arguments and helpers that commands share, and errors as sentences."""
 
+import errno
 import sys
 import time
 from collections.abc import Iterator
@@ -22,6 +23,8 @@ from traces.format import Trace, load
 from workers.processes import WorkerError
 
 EXPECTED = (DeployError, KVTransferError, PlacementError, RouterError, TraceError, WorkerError)
+DENIED = (errno.EACCES, errno.EROFS, errno.ENOTDIR)
+FULL = (errno.ENOSPC, errno.EDQUOT)
 FleetFile = Annotated[Path, typer.Argument(help="A fleet file, as configs/laptop.yaml")]
 _WHICH = "Name or file of the fleet; by default the only one that is up"
 FleetName = Annotated[str | None, typer.Argument(metavar="[FLEET]", help=_WHICH)]
@@ -31,12 +34,22 @@ AsJson = Annotated[bool, typer.Option("--json", help="Print JSON")]
 
 @contextmanager
 def errors_as_sentences() -> Iterator[None]:
-    """Print our own errors as a sentence and exit with 1; other errors keep their traceback."""
+    """Print our own errors, and files that cannot be written, as a sentence, and exit with 1.
+
+    Other errors keep their traceback.
+    """
     try:
         yield
     except EXPECTED as error:
         sentence = str(error)
         print(sentence if "\n" in sentence else f"conserve: {sentence}", file=sys.stderr)
+        sys.exit(1)
+    except OSError as error:
+        if error.errno not in FULL and not (error.filename and error.errno in DENIED):
+            raise
+        where = f"{error.filename}: " if error.filename else ""
+        folders = "CONSERVE_HOME, HF_HOME and XDG_CACHE_HOME name other folders"
+        print(f"conserve: {where}{error.strerror}; {folders}", file=sys.stderr)
         sys.exit(1)
 
 

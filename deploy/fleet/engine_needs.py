@@ -167,7 +167,8 @@ def _weight_bytes(directory: Path) -> int:
             json.loads((directory / "model.safetensors.index.json").read_text())["metadata"]["total_size"]
         )
     except (OSError, ValueError, KeyError, TypeError):
-        return sum(file.stat().st_size for file in directory.glob("*.safetensors"))
+        files = list(directory.glob("consolidated*.safetensors")) or directory.glob("*.safetensors")
+        return sum(file.stat().st_size for file in files)
 
 
 @dataclass(frozen=True)

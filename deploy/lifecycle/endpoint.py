@@ -31,6 +31,12 @@ def trust_of(fleet: FleetSpec) -> ssl.SSLContext | None:
     return context
 
 
+def certificate_of(fleet: FleetSpec) -> str:
+    """Return the file of the gateway's certificate; empty without TLS or where it is on another machine."""
+    file = Path(fleet.gateway.tls.cert).expanduser() if fleet.gateway.tls is not None else None
+    return str(file.absolute()) if file is not None and file.exists() else ""
+
+
 def curl(fleet: FleetSpec) -> str:
     """Return a `curl` command up to the path, with a name from the certificate and trust in it."""
     leaf, endpoint = _certificate(fleet), endpoint_of(fleet)
@@ -46,8 +52,8 @@ def curl(fleet: FleetSpec) -> str:
 
 
 def _certificate(fleet: FleetSpec) -> x509.Certificate | None:
-    file = Path(fleet.gateway.tls.cert).expanduser() if fleet.gateway.tls is not None else None
-    return x509.load_pem_x509_certificate(file.read_bytes()) if file is not None and file.exists() else None
+    file = certificate_of(fleet)
+    return x509.load_pem_x509_certificate(Path(file).read_bytes()) if file else None
 
 
 def _names(leaf: x509.Certificate) -> list[str]:
@@ -61,8 +67,7 @@ def _names(leaf: x509.Certificate) -> list[str]:
 
 def _reachable(fleet: FleetSpec) -> str:
     host = fleet.gateway.host
-    if host in ("0.0.0.0", "::"):
-        return "127.0.0.1"
+    host = {"0.0.0.0": "127.0.0.1", "::": "::1"}.get(host, host)  # asyncio listens on one family only
     try:
         return f"[{host}]" if ip_address(host).version == 6 else host
     except ValueError:

@@ -36,6 +36,14 @@ POLL_S = 0.5
 
 
 def prepare(fleet: FleetSpec, home: FleetHome, tell: Tell) -> None:
+    clear_the_way(fleet, home)
+    home.create()
+    write_fleet(fleet, home)
+    ensure_model(fleet, home, tell)
+
+
+def clear_the_way(fleet: FleetSpec, home: FleetHome) -> None:
+    """End what a killed run has left, and refuse a start that cannot succeed."""
     refuse_missing_model(fleet)
     if home.read_run() is not None:
         bring_down(home)  # a killed run may have left processes
@@ -43,9 +51,6 @@ def prepare(fleet: FleetSpec, home: FleetHome, tell: Tell) -> None:
         journal.check(home.journal)  # a damaged one would end the directory's actor again and again
     refuse_few_descriptors(fleet)
     refuse_taken_port(fleet)
-    home.create()
-    write_fleet(fleet, home)
-    ensure_model(fleet, home, tell)
 
 
 def write_fleet(fleet: FleetSpec, home: FleetHome) -> None:
@@ -65,7 +70,8 @@ def refuse_taken_port(fleet: FleetSpec) -> None:
     if problem := processes.listen_problem(gateway.host, gateway.port):
         where = f"{gateway.host}:{gateway.port} ({problem})"
         raise LifecycleError(
-            f"the gateway cannot listen on {where}; change gateway.port or end what is there"
+            f"the gateway cannot listen on {where}: end what is there, or choose another port (--port, or "
+            "gateway.port in the fleet file)"
         )
 
 

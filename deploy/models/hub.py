@@ -3,11 +3,15 @@
 `HF_TOKEN`, `HF_HOME`, `HF_ENDPOINT` and `HF_HUB_OFFLINE` have their usual meaning.
 """
 
+import json
 import os
 import socket
 import threading
 import urllib.request
-from contextlib import suppress
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager, suppress
+from fnmatch import fnmatch
+from pathlib import Path
 from urllib.parse import urlsplit
 
 from deploy.errors import DeployError
@@ -16,37 +20,102 @@ INSTEAD = "give a directory with config.json, a Hugging Face id as in Qwen/Qwen3
 REACH_S = 1.0  # to connect; a resolver that does not answer takes 20 s to give up
 WAIT_S = 5.0
 TEXT_FILES = ("config.json", "tokenizer_config.json", "chat_template.jinja")
-FILES = ("*.json", "*.jinja", "*.safetensors", "*.model", "*.txt", "*.tiktoken", "*.py")
+FILES = ("*.json", "*.jinja", "*.model", "*.txt", "*.tiktoken", "*.py")  # beside weights
+MISTRALS = "consolidated*.safetensors"  # the format that vLLM prefers where a model has both
 
 
 def describe(model: str) -> int:
-    """Download the small files of a model; return their directory and the size of its weights."""
+    """Download the small files of a model; return the size of its weights."""
     os.environ.setdefault("HF_HUB_ETAG_TIMEOUT", str(int(WAIT_S)))
-    import httpx
     from huggingface_hub import HfApi, constants, hf_hub_download
-    from huggingface_hub.errors import GatedRepoError, HfHubHTTPError, HFValidationError, OfflineModeIsEnabled
 
-    silent = f"{model} is not on this machine, and Hugging Face cannot be reached: {INSTEAD}"
     if not (constants.HF_HUB_OFFLINE or reaches(constants.ENDPOINT)):
-        raise DeployError(silent)
-    try:
+        raise DeployError(_SILENT.format(model))
+    with _errors(model):
         files = HfApi().model_info(model, timeout=WAIT_S, files_metadata=True).siblings or []
-        there = {file.rfilename for file in files}
-        found = [hf_hub_download(model, name) for name in TEXT_FILES if name in there]
-    except GatedRepoError as error:
-        raise DeployError(f"{model} is gated: accept its licence on its page, and set HF_TOKEN") from error
-    except HFValidationError as error:
-        raise DeployError(f"{model} is neither a directory nor an id of Hugging Face: {INSTEAD}") from error
-    except OfflineModeIsEnabled as error:
-        raise DeployError(f"{model} is not on this machine, and HF_HUB_OFFLINE is set: {INSTEAD}") from error
-    except HfHubHTTPError as error:
+        there = [file.rfilename for file in files]
+        if "config.json" not in there:
+            raise DeployError(f"{model} has no config.json, so that vLLM cannot serve it: {INSTEAD}")
+        for name in TEXT_FILES:
+            if name in there:
+                hf_hub_download(model, name)
+        weights = _weights(model, there)
+    return sum(file.size or 0 for file in files if file.rfilename in weights)
+
+
+def fetch(model: str) -> None:
+    """Download all that an engine loads, with a progress bar, as an engine that downloads seems to hang."""
+    from huggingface_hub import HfApi, snapshot_download
+
+    with _errors(model):
+        there = HfApi().list_repo_files(model)
+        text = [name for name in there if "/" not in name and any(fnmatch(name, one) for one in FILES)]
+        snapshot_download(model, allow_patterns=[*text, *_weights(model, there)])
+
+
+def index_of(names: Iterable[str]) -> str:
+    """Return the name of the file that lists the weights which vLLM loads."""
+    kind = "consolidated" if any(fnmatch(name, MISTRALS) for name in names) else "model"
+    return f"{kind}.safetensors.index.json"
+
+
+def _weights(model: str, there: Sequence[str]) -> list[str]:
+    """Return the files that vLLM loads. Copies are in folders, or in a format that it does not prefer."""
+    from huggingface_hub import hf_hub_download
+
+    files = [name for name in there if "/" not in name]
+    if (index := index_of(files)) in files:
+        return sorted(set(json.loads(Path(hf_hub_download(model, index)).read_text())["weight_map"].values()))
+    return [name for name in files if fnmatch(name, MISTRALS)] or [
+        name for name in files if name.endswith(".safetensors")
+    ]
+
+
+_SILENT = f"{{}} is not on this machine, and Hugging Face cannot be reached: {INSTEAD}"
+_AGAIN = "run it again: it continues where it stopped"
+
+
+@contextmanager
+def _errors(model: str) -> Iterator[None]:
+    """Convert errors of the hub, of the network and of files to a sentence."""
+    import httpx
+    from huggingface_hub.errors import HfHubHTTPError, HFValidationError, LocalEntryNotFoundError
+
+    try:
+        yield
+    except (HfHubHTTPError, HFValidationError, httpx.HTTPError, OSError, RuntimeError) as error:
+        # RuntimeError: of hf_xet, which downloads large files. A file that is not in the cache either says
+        # only in its cause why it was not fetched.
+        cause = error.__cause__ if isinstance(error, LocalEntryNotFoundError) else error
+        raise DeployError(_sentence(model, cause or error)) from error
+
+
+def _sentence(model: str, error: BaseException) -> str:
+    from huggingface_hub.errors import (
+        GatedRepoError,
+        HfHubHTTPError,
+        HFValidationError,
+        OfflineModeIsEnabled,
+        RepositoryNotFoundError,
+    )
+
+    if isinstance(error, GatedRepoError):
+        return f"{model} is gated: accept its licence on its page, and set HF_TOKEN"
+    if isinstance(error, RepositoryNotFoundError):
         why = "private, or there is no such model (with HF_TOKEN set, yours are found)"
-        raise DeployError(f"Hugging Face does not show {model}: it is {why}; {INSTEAD}") from error
-    except (httpx.HTTPError, OSError) as error:
-        raise DeployError(silent) from error
-    if not found or not found[0].endswith("config.json"):
-        raise DeployError(f"{model} has no config.json, so that vLLM cannot serve it: {INSTEAD}")
-    return sum(file.size or 0 for file in files if file.rfilename.endswith(".safetensors"))
+        return f"Hugging Face does not show {model}: it is {why}; {INSTEAD}"
+    if isinstance(error, HfHubHTTPError):
+        status = error.response.status_code
+        do = f"wait a minute, and {_AGAIN}" if status == 429 or status >= 500 else INSTEAD
+        do = "make a valid HF_TOKEN, or unset it" if status in (401, 403) else do
+        return f"Hugging Face answers {status} for {model}: {do}"
+    if isinstance(error, HFValidationError):
+        return f"{model} is neither a directory nor an id of Hugging Face: {INSTEAD}"
+    if isinstance(error, OfflineModeIsEnabled):
+        return f"{model} is not on this machine, and HF_HUB_OFFLINE is set: {INSTEAD}"
+    if isinstance(error, OSError) and error.strerror:
+        return f"{model} cannot be written: {error.filename or 'a file'}: {error.strerror}; then {_AGAIN}"
+    return f"{model} is not whole, because the connection to Hugging Face is lost ({error}): {_AGAIN}"
 
 
 def reaches(url: str) -> bool:
@@ -64,10 +133,3 @@ def reaches(url: str) -> bool:
     attempt.start()
     attempt.join(REACH_S)
     return connected.is_set()
-
-
-def fetch(model: str) -> None:
-    """Download all that an engine loads, with a progress bar, as an engine that downloads seems to hang."""
-    from huggingface_hub import snapshot_download
-
-    snapshot_download(model, allow_patterns=list(FILES))

@@ -95,9 +95,11 @@ KINDS = {"tool-call-parser": ("tools", TOOL_RULES), "reasoning-parser": ("think"
 class Choice:
     option: str  # vLLM's
     parser: str  # empty: none
-    why: str
+    why: str  # empty: the model's files are not here
 
     def __str__(self) -> str:
+        if not self.why:
+            return f"{self.option}: not known yet: chosen when the model is fetched"
         return f"{self.option}: {self.parser or 'none'} ({self.why})"
 
 
@@ -107,9 +109,9 @@ def choose(model: ModelText | None) -> tuple[Choice, ...]:
 
 
 def _choice(option: str, model: ModelText | None, word: str, rules: tuple[Rule, ...]) -> Choice:
-    by_hand = f"set {option} in engine.args where it needs one"
     if model is None:
-        return Choice(option, "", f"the model's config.json is not on this machine: {by_hand}")
+        return Choice(option, "", "")
+    by_hand = f"set {option} in engine.args where it needs one"
     rule = next((rule for rule in rules if rule.fits(model)), None)
     if rule is not None:
         marks = (

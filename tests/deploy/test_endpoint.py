@@ -15,7 +15,7 @@ from deploy.cli.commands.top import look
 from deploy.cli.commands.up import curl_line
 from deploy.errors import DeployError
 from deploy.fleet import FleetSpec
-from deploy.lifecycle.endpoint import endpoint_of, trust_of
+from deploy.lifecycle.endpoint import certificate_of, endpoint_of, trust_of
 from router.gateway.config import TlsConfig
 from tests.support.certificates import Authority
 from tests.support.fake_fleet import MODEL, FakeFleet, fleet
@@ -72,6 +72,21 @@ async def test_only_the_fleets_certificate_is_trusted(tmp_path: Path) -> None:
                 urllib.request.urlopen, f"{endpoint_of(up)}/ready", None, 5, context=trust_of(up)
             )
     assert isinstance(refused.value.reason, ssl.SSLCertVerificationError)
+
+
+@pytest.mark.parametrize(
+    ("host", "reached"), [("0.0.0.0", "127.0.0.1"), ("::", "[::1]"), ("fd00::1", "[fd00::1]"), ("h", "h")]
+)
+def test_a_gateway_is_reached_at_an_address_of_its_family(host: str, reached: str) -> None:
+    tiers = [{"name": "all", "role": "mixed"}]
+    up = FleetSpec.of({"policy": "collocated", "tiers": tiers, "gateway": {"host": host}})
+    assert endpoint_of(up) == f"http://{reached}:8000"
+
+
+def test_a_certificate_is_named_for_programs_that_ask_for_a_file(tmp_path: Path) -> None:
+    cert, key = Authority(tmp_path).pair()
+    assert certificate_of(spec(cert, key, 8000)) == str(cert)
+    assert certificate_of(spec(tmp_path / "elsewhere.pem", key, 8000)) == ""
 
 
 def test_without_tls_the_endpoint_is_plain_http(tmp_path: Path) -> None:

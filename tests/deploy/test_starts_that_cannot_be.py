@@ -65,7 +65,7 @@ def test_a_taken_port_is_reported(base: Path) -> None:
         port = taken.getsockname()[1]
         said = refused(base, lambda content: content["gateway"].update(port=port))
     assert f"cannot listen on 127.0.0.1:{port}" in said
-    assert "change gateway.port or end what is there" in said
+    assert "choose another port (--port" in said
 
 
 def test_a_damaged_journal_is_reported(base: Path) -> None:

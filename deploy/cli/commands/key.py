@@ -140,6 +140,18 @@ def _edit(path: Path, change: Callable[[str], str]) -> None:
         os.close(folder)
 
 
+def put_key(path: Path, entry: dict[str, Any]) -> None:
+    """Add a key to a file, or replace the one with its id. A secret that is a key there stays that key."""
+
+    def changed(text: str) -> str:
+        hashes = {key.id: key.hash for key in parse_keys(text, str(path))}
+        if entry["hash"] in hashes.values():
+            return text
+        return _append(_remove(text, entry["id"], path) if entry["id"] in hashes else text, entry)
+
+    _edit(path, changed)
+
+
 def _append(text: str, entry: dict[str, Any]) -> str:
     """Append an entry to the list, with the list's indentation; comments stay."""
     root, indent = _block_list(text), ""

@@ -8,6 +8,7 @@ import sys
 import urllib.error
 import urllib.request
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from enum import StrEnum
 from typing import Annotated, Any
 
@@ -17,9 +18,10 @@ from deploy.agents import AGENTS, AgentEndpoint
 from deploy.cli.common import FleetOption, gateway_of
 from deploy.errors import DeployError
 from deploy.home import conserve_home
-from deploy.lifecycle.endpoint import trust_of
+from deploy.lifecycle.endpoint import certificate_of, trust_of
 
 TIMEOUT_S = 10.0
+LEAST_WORK = 4_096  # tokens of a conversation, after an agent's first prompt
 AgentName = StrEnum("AgentName", list(AGENTS))  # type: ignore[misc]
 
 
@@ -38,9 +40,10 @@ def run(
     $CONSERVE_API_KEY, if the fleet asks for keys.
     """
     trust: ssl.SSLContext | None = None
+    certificate = ""
     if url is None:
         url, up = gateway_of(fleet)
-        trust = trust_of(up)
+        trust, certificate = trust_of(up), certificate_of(up)
     chosen = AGENTS[agent.value]
     program = shutil.which(chosen.program)
     if program is None:
@@ -48,10 +51,12 @@ def run(
         raise DeployError(f"the program {chosen.program!r} is not installed; {hint}")
     key = os.environ.get("CONSERVE_API_KEY") or "anonymous"
     endpoint = endpoint_at(url.rstrip("/").removesuffix("/v1"), key, model, trust)
-    if endpoint.context <= chosen.first_prompt:
+    endpoint = replace(endpoint, certificate=certificate)
+    if endpoint.context < chosen.first_prompt + LEAST_WORK:
         raise DeployError(
             f"{endpoint.model} takes {endpoint.context} tokens, and the first prompt of {agent.value} alone "
-            f"has about {chosen.first_prompt}: serve a model with a longer context, if possible 65536 or more"
+            f"has about {chosen.first_prompt}, beside which it needs {LEAST_WORK}: serve a model with a "
+            "longer context, if possible 65536 or more"
         )
     setup = chosen.setup(conserve_home() / "agents" / agent.value, endpoint)
     setup.write()

@@ -3,7 +3,9 @@
 import difflib
 import json
 import os
-from collections.abc import Iterator, Sequence
+import re
+import sys
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
@@ -11,14 +13,21 @@ from typing import Annotated, Any
 
 import typer
 import yaml
+from pydantic import ValidationError
 
+from deploy.cli.commands import doctor
 from deploy.cli.commands.check import print_parsers
+from deploy.cli.commands.key import put_key
 from deploy.cli.commands.up import start_or_change
 from deploy.errors import DeployError
-from deploy.fleet import load_fleet, vllm_options
+from deploy.fleet import FleetSpec, parse_fleet, vllm_options
+from deploy.fleet.components import LOOPBACK
+from deploy.fleet.engine_checks import check_engines
 from deploy.fleet.engine_needs import Architecture, find_architecture, model_directory
 from deploy.fleet.for_model import Machine, Wishes, fleet_for, fleet_name
-from deploy.home import conserve_home
+from deploy.home import FleetHome, conserve_home
+from deploy.lifecycle.up import clear_the_way, is_up
+from deploy.lifecycle.upgrade import upgrading
 from deploy.machine import describe, foreign_builds, installed, remedy, this_machine
 from deploy.models import hub, smollm2
 from router.auth.keys import hash_secret
@@ -44,7 +53,13 @@ def serve(
     power_cap: Annotated[
         int | None, typer.Option(help="Power limit of each GPU of decoders, W", min=1)
     ] = None,
-    coserving: Annotated[bool, typer.Option("--coserving", help="Decoders also work off batches")] = False,
+    coserving: Annotated[
+        bool | None,
+        typer.Option(
+            "--coserving/--no-coserving",
+            help="Decoders also work off batches; by default those that prefill, too, where the model can",
+        ),
+    ] = None,
     port: Annotated[
         int | None, typer.Option(help="Port of the gateway; by default 8000", min=1, max=65535)
     ] = None,
@@ -66,10 +81,20 @@ def serve(
     Callers must send the key in CONSERVE_API_KEY, if it is set; spans go to OTEL_EXPORTER_OTLP_ENDPOINT.
     HF_TOKEN and HF_HOME have the meaning that Hugging Face gives them.
     """
-    options = dict(vllm_arguments(context.args))
-    wishes = wishes_of(model, options)
+    if model.startswith("-"):
+        raise DeployError("MODEL comes first, as in: conserve serve Qwen/Qwen3-32B --max-num-seqs 64")
+    if host not in (None, *LOOPBACK) and not os.environ.get(API_KEY):
+        raise DeployError(
+            f"--host {host}: everybody who reaches that address could call; set {API_KEY} to the key that "
+            "callers must send"
+        )
+    refuse_blocked(doctor.system())
+    if (
+        model.strip() and model != smollm2.NAME and Path(model).expanduser().is_dir()
+    ):  # the file is used in other folders
+        model = os.path.abspath(Path(model).expanduser())
     wishes = replace(
-        wishes,
+        wishes_of(model, dict(vllm_arguments(context.args))),
         prefill=prefill,
         decode=decode,
         power_cap_w=power_cap,
@@ -79,9 +104,12 @@ def serve(
     )
     machine = usable(this_machine())
     content = fleet_for(wishes, architecture(model), machine)
+    if coserving is None:
+        content = without_refused_coserving(content)
     file = conserve_home() / "serve" / f"{fleet_name(model)}.yaml"
     add_environment(content, file)
     text = SCHEMA_LINE + yaml.safe_dump(content, sort_keys=False)
+    fleet = parse_fleet(text, "the fleet file of these options", to_start=True)
     if print_file:
         print(text, end="")
         return
@@ -89,15 +117,45 @@ def serve(
         raise DeployError(f"{', '.join(builds)} and torch are of different builds: {remedy(builds)}")
     file.parent.mkdir(parents=True, exist_ok=True)
     write_atomically(file, text, 0o600)
-    fleet = load_fleet(file, to_start=True)
     tiers = ", ".join(f"{tier.replicas} x {tier.name}" for tier in fleet.tiers)
     print(
         f"{describe(machine)}: {tiers}, conversations of up to {fleet.model.max_context} tokens; as in {file}"
     )
     print_parsers(fleet)
     if not is_here(model):
+        refuse_hopeless_start(fleet)
         hub.fetch(model)
     start_or_change(fleet, file, detach=detach, dry_run=False)
+
+
+def refuse_blocked(findings: Iterable[doctor.HealthLine]) -> None:
+    for one in findings:
+        if one.blocks:
+            raise DeployError(f"{one.what}: {one.state}; {one.do}")
+
+
+def refuse_hopeless_start(fleet: FleetSpec) -> None:
+    """Refuse, before gigabytes are fetched, what would be refused after that."""
+    home = FleetHome.of(fleet.name)
+    if not is_up(home):
+        clear_the_way(fleet, home)
+        return
+    with upgrading(fleet, home):
+        pass
+
+
+def without_refused_coserving(content: dict[str, Any]) -> dict[str, Any]:
+    """Return a fleet without co-serving, which nobody asked for, if the check would refuse it."""
+    without = {name: block for name, block in content.items() if name != "coserving"}
+    try:
+        others = set(check_engines(FleetSpec.of(without)))
+        refused = [one for one in check_engines(FleetSpec.of(content)) if one not in others]
+    except ValidationError:  # `parse_fleet` says what is wrong
+        return content
+    if not refused:
+        return content
+    print(f"no co-serving here: {refused[0].message}", file=sys.stderr)
+    return without
 
 
 def vllm_arguments(words: Sequence[str]) -> Iterator[tuple[str, Any]]:
@@ -106,7 +164,8 @@ def vllm_arguments(words: Sequence[str]) -> Iterator[tuple[str, Any]]:
     while rest:
         word = rest.pop(0)
         if not word.startswith("--"):
-            raise DeployError(f"'{word}' is no option of vLLM's: they are written as --max-num-seqs 64")
+            what = "is short: write the long name" if word.startswith("-") else "is no option of vLLM's"
+            raise DeployError(f"'{word}' {what}, as in --tensor-parallel-size 2")
         name, _, given = word[2:].partition("=")
         name = name.replace("_", "-")
         positive = name.removeprefix("no-")
@@ -115,7 +174,7 @@ def vllm_arguments(words: Sequence[str]) -> Iterator[tuple[str, Any]]:
             yield positive, name == positive
             continue
         values = [given] if given else []
-        while not given and rest and not rest[0].startswith("--"):
+        while not given and rest and not re.match("--|-[A-Za-z]", rest[0]):
             values.append(rest.pop(0))
         read = [_value(one, kind) for one in values]
         value = read[0] if len(read) == 1 else read or None
@@ -187,7 +246,8 @@ TOKENIZERS = ("tokenizer*", "vocab*", "*.model", "*.tiktoken", "tekken.json")
 def lacking_file(directory: Path) -> str | None:
     """Name a file that an engine would miss in a model's directory after it has started for a minute."""
     with suppress(OSError, ValueError, KeyError, TypeError):
-        index = json.loads((directory / "model.safetensors.index.json").read_text())
+        name = hub.index_of(file.name for file in directory.iterdir())
+        index = json.loads((directory / name).read_text())
         for name in sorted(set(index["weight_map"].values())):
             if not (directory / name).is_file():
                 return str(name)
@@ -204,22 +264,28 @@ def is_here(model: str) -> bool:
 
 def usable(machine: Machine) -> Machine:
     """Return the machine without its GPUs if vLLM's CUDA build is missing."""
+    refuse_blocked(doctor.gpus(machine))
     if machine.gpu_memory and not installed("vllm"):
         print(
-            "There are GPUs here, and vLLM's CPU build is installed, which does not use them: conserve doctor"
+            "There are GPUs here, and vLLM's CPU build is installed, which uses none: conserve doctor",
+            file=sys.stderr,
         )
-        return replace(machine, gpu_memory=())
+        return replace(machine, gpu_memory=(), accelerator=None)
     return machine
 
 
 def add_environment(content: dict[str, Any], file: Path) -> None:
-    """Add settings from environment variables. A key is stored as its hash."""
+    """Add settings from environment variables.
+
+    A key is stored as its hash, beside keys that `conserve key new` has added. Its scope is to serve: agents
+    hold it, and must not read what others said.
+    """
     if secret := os.environ.get(API_KEY):
         keys = file.with_suffix(".keys")
         keys.parent.mkdir(parents=True, exist_ok=True)
-        entry = {"id": "environment", "owner": "environment", "hash": hash_secret(secret)}
-        write_atomically(keys, yaml.safe_dump([entry]), 0o600)
+        put_key(keys, {"id": "environment", "owner": "environment", "hash": hash_secret(secret)})
         content["gateway"]["keys_file"] = str(keys)
     if endpoint := os.environ.get(TRACES):
         grpc = os.environ.get("OTEL_EXPORTER_OTLP_PROTOCOL") == "grpc"
-        content["observe"] = {"tracing": {"endpoint": endpoint} | ({"protocol": "grpc"} if grpc else {})}
+        tracing = {"endpoint": endpoint, "sample": 1} | ({"protocol": "grpc"} if grpc else {})
+        content["observe"] = {"tracing": tracing}

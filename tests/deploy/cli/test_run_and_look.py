@@ -158,6 +158,15 @@ def test_without_a_name_killed_fleets_are_ignored(base: Path, monkeypatch: pytes
         only_fleet()
 
 
+def test_a_folder_that_cannot_be_written_is_named_without_a_traceback(base: Path) -> None:
+    (base / "file").write_text("")
+    answer = conserve(base / "file", "serve", "smollm2", "--prefill", "0", "--decode", "1")
+    assert answer.returncode == 1 and answer.stderr.startswith(
+        f"conserve: {base}/file/serve: Not a directory"
+    )
+    assert "CONSERVE_HOME" in answer.stderr and "Traceback" not in answer.stderr
+
+
 def test_a_starting_fleet_is_reported_as_starting(base: Path) -> None:
     up(base, "one", alive())
     said = conserve(base, "status").stdout
@@ -175,6 +184,7 @@ def test_the_help_names_every_command(base: Path) -> None:
     text = conserve(base, "--help").stdout
     for name in (name.split()[1] for name in COMMANDS if name != "conserve"):
         assert f" {name} " in text, name
+    assert "--install-completion" in text
 
 
 @pytest.mark.parametrize("name", COMMANDS)

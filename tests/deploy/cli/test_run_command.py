@@ -71,9 +71,10 @@ async def test_an_agent_gets_settings_and_arguments_and_its_exit_status_is_retur
 
 
 async def test_a_model_too_small_for_the_agents_first_prompt_is_refused(tmp_path: Path) -> None:
-    async with fleet(tmp_path, decoders=1, engine={"max_context": 8_192}) as made:
+    async with fleet(tmp_path, decoders=1, engine={"max_context": 13_000}) as made:
         status, said = await conserve_run(tmp_path, "codex", "--url", made.urls[0])
-    assert status == 1 and "takes 8192 tokens, and the first prompt of codex alone has about 9300" in said
+    assert status == 1, said
+    assert "takes 13000 tokens, and the first prompt of codex alone has about 9300, beside which" in said
 
 
 async def test_a_missing_agent_or_fleet_is_reported_in_a_sentence(made: FakeFleet, tmp_path: Path) -> None:
@@ -90,11 +91,13 @@ async def test_a_missing_agent_or_fleet_is_reported_in_a_sentence(made: FakeFlee
 
 @pytest.mark.parametrize("name", AGENTS)
 def test_every_agent_is_configured_for_the_fleet_only(name: str, tmp_path: Path) -> None:
-    endpoint = AgentEndpoint("http://127.0.0.1:8000", 'm"odel', "secret", 40_000)
+    endpoint = AgentEndpoint("http://127.0.0.1:8000", 'm"odel', "secret", 40_000, "/c.pem")
     setup = AGENTS[name].setup(tmp_path, endpoint)
     setup.write()
-    environment = setup.applied({"ANTHROPIC_API_KEY": "mine", "HOME": "/home/me"})
+    others = ("ANTHROPIC_API_KEY", "CLAUDE_CODE_USE_BEDROCK", "CLAUDE_CODE_USE_VERTEX")
+    environment = setup.applied({"HOME": "/home/me", **dict.fromkeys(others, "mine")})
     assert environment["HOME"] == "/home/me"
+    assert environment.get("NODE_EXTRA_CA_CERTS") == (None if name == "codex" else "/c.pem")
     assert "mine" not in environment.values() or name != "claude"
     texts = [*setup.environment.values(), *setup.files.values()]
     assert any("http://127.0.0.1:8000" in text for text in texts)

@@ -1,6 +1,7 @@
 """`conserve serve` and `conserve doctor` need one command, and explain each error in a sentence."""
 
 import json
+import re
 import socket
 import sys
 from importlib import metadata
@@ -13,10 +14,17 @@ from click.testing import Result
 from typer.testing import CliRunner
 
 from deploy.cli.application import app
-from deploy.cli.commands.serve_model import is_here, vllm_arguments
+from deploy.cli.commands import doctor
+from deploy.cli.commands.serve_model import is_here, vllm_arguments, without_refused_coserving
+from deploy.cli.commands.up import dashboard_key
 from deploy.errors import DeployError
 from deploy.fleet import parse_fleet
+from deploy.fleet.components import EngineName, engine_spec
+from deploy.fleet.for_model import GIB, Machine
+from deploy.home import FleetHome
+from router.auth.keys import hash_secret
 from router.auth.keys_file import load_keys
+from tests.support.fleet import ROOT
 
 
 @pytest.fixture(autouse=True)
@@ -91,6 +99,8 @@ def test_options_of_vllm_reach_the_engines() -> None:
         (["--max-num-seqs", "many"], "--max-num-seqs: expected an integer, not 'many'"),
         (["--prefil", "2"], "--prefil: did you mean --prefill?"),
         (["seven"], "'seven' is no option of vLLM's"),
+        (["-tp", "2"], "'-tp' is short: write the long name, as in --tensor-parallel-size 2"),
+        (["--max-num-seqs", "4", "-O3"], "'-O3' is short: write the long name"),
     ],
 )
 def test_an_option_unknown_to_vllm_is_refused(words: list[str], said: str) -> None:
@@ -205,7 +215,7 @@ def test_a_key_and_a_receiver_of_spans_come_from_the_environment(monkeypatch: py
     monkeypatch.setenv("CONSERVE_API_KEY", "secret-of-mine")
     monkeypatch.setenv("OTEL_EXPORTER_OTLP_ENDPOINT", "http://127.0.0.1:4318")
     content = printed("smollm2")
-    assert content["observe"] == {"tracing": {"endpoint": "http://127.0.0.1:4318"}}
+    assert content["observe"] == {"tracing": {"endpoint": "http://127.0.0.1:4318", "sample": 1}}
     monkeypatch.setenv("OTEL_EXPORTER_OTLP_PROTOCOL", "grpc")
     assert printed("smollm2")["observe"]["tracing"]["protocol"] == "grpc"
     file = Path(content["gateway"]["keys_file"])
@@ -213,11 +223,135 @@ def test_a_key_and_a_receiver_of_spans_come_from_the_environment(monkeypatch: py
     assert "secret-of-mine" not in file.read_text() and file.stat().st_mode & 0o077 == 0
 
 
+def test_keys_that_were_added_stay_and_the_key_of_the_environment_follows_it(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    def keys() -> dict[str, str]:
+        return {key.id: key.hash for key in load_keys(file)}
+
+    monkeypatch.setenv("CONSERVE_API_KEY", "first")
+    file = Path(printed("smollm2")["gateway"]["keys_file"])
+    added = CliRunner().invoke(app, ["key", "new", "--owner", "me", "--id", "mine", "--file", str(file)])
+    before = keys()
+    monkeypatch.setenv("CONSERVE_API_KEY", "second")
+    printed("smollm2")
+    assert keys() == {"mine": before["mine"], "environment": hash_secret("second")}
+    monkeypatch.setenv("CONSERVE_API_KEY", added.stdout.strip())  # it keeps its owner
+    printed("smollm2")
+    assert keys()["mine"] == before["mine"]
+
+
+def test_the_operator_is_told_how_to_make_a_key_for_the_dashboard(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert dashboard_key(parse_fleet(yaml.safe_dump(printed("smollm2")), "f")) == ""
+    monkeypatch.setenv("CONSERVE_API_KEY", "secret-of-mine")
+    said = dashboard_key(parse_fleet(yaml.safe_dump(printed("smollm2")), "f"))
+    assert "conserve key new --owner NAME --scope admin --fleet smollm2" in said
+
+
+def test_a_longer_context_is_given_memory_and_stretched() -> None:
+    content = printed("smollm2", "--max-model-len", "32768", "--prefill", "0", "--decode", "1")
+    assert content["model"]["max_context"] == 32_768
+    fleet = parse_fleet(yaml.safe_dump(content), "printed")
+    (tier,) = fleet.tiers
+    options = dict(engine_spec(fleet, EngineName("decode-0", tier), FleetHome.of("f"), "127.0.0.1").options)
+    overrides: Any = options["hf-overrides"]
+    assert overrides["rope_parameters"]["factor"] == 4.0
+
+
+def model_with_weights(directory: Path) -> str:
+    model = model_in(directory, max_position_embeddings=4096)
+    (directory / "model.safetensors").write_bytes(b"0" * 100)
+    return model
+
+
+def test_the_fleet_file_has_the_whole_path_of_a_model(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model = model_with_weights(tmp_path / "mine")
+    monkeypatch.chdir(tmp_path)
+    for given in ("mine", "./mine", "../" + tmp_path.name + "/mine/"):
+        content = printed(given)
+        assert (content["model"]["path"], content["name"]) == (model, "mine")
+
+
+DRAFT = ("--speculative-config", '{"method": "ngram", "num_speculative_tokens": 2}')
+COLLOCATED = ("--prefill", "0", "--decode", "1")
+
+
+def test_co_serving_is_off_where_the_check_would_refuse_it() -> None:
+    answer = serve("smollm2", "--print", *DRAFT, *COLLOCATED)
+    assert answer.exception is None and "coserving" not in yaml.safe_load(answer.stdout)
+    assert answer.stderr.startswith("no co-serving here: co-serving does not know the tokens of a draft")
+    answer = serve("smollm2", "--print", "--scheduling-policy", "fcfs", *COLLOCATED)
+    assert answer.exception is None and "coserving" not in yaml.safe_load(answer.stdout)
+    assert "coserving" not in printed("smollm2", *COLLOCATED, "--no-coserving")
+    refused = str(serve("smollm2", "--print", "--coserving", *DRAFT, *COLLOCATED).exception)
+    assert "co-serving does not know the tokens of a draft" in refused
+
+
+def test_co_serving_is_off_for_a_model_without_hooks_between_its_layers(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    model = model_in(tmp_path / "v32", model_type="deepseek_v32", index_topk=2048)
+    content = {
+        "policy": "collocated",
+        "model": {"path": model},
+        "tiers": [{"name": "decode", "role": "decode"}],
+        "coserving": {"enabled": True},
+    }
+    assert "coserving" not in without_refused_coserving(content)
+    assert "vLLM does not call connectors between this model's layers" in capsys.readouterr().err
+
+
+def test_a_file_that_check_would_refuse_is_not_printed() -> None:
+    answer = serve("smollm2", "--print", "--enable-lora")
+    assert answer.stdout == "" and "adapters are not served" in str(answer.exception)
+
+
+def test_the_model_comes_before_options_of_vllm() -> None:
+    said = str(serve("--max-num-seqs", "64", "smollm2").exception)
+    assert said.startswith("MODEL comes first, as in: conserve serve Qwen")
+
+
 def test_callers_elsewhere_are_asked_for_a_key(monkeypatch: pytest.MonkeyPatch) -> None:
     refused = str(serve("smollm2", "--host", "0.0.0.0").exception)
-    assert "gateway.host: everybody who reaches 0.0.0.0 may call without a key" in refused
+    assert refused.startswith(
+        "--host 0.0.0.0: everybody who reaches that address could call; set CONSERVE_API_KEY"
+    )
     monkeypatch.setenv("CONSERVE_API_KEY", "secret-of-mine")
     assert printed("smollm2", "--host", "0.0.0.0")["gateway"]["host"] == "0.0.0.0"
+
+
+def test_doctor_on_another_system_says_that_first_and_only(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sys, "platform", "darwin")
+    monkeypatch.delattr("os.sched_getaffinity")
+    answer = CliRunner().invoke(app, ["doctor"])
+    assert answer.exit_code == 1
+    assert (
+        answer.stdout.startswith("fix   system: darwin; run the container") and answer.stdout.count("\n") == 1
+    )
+    assert str(serve("smollm2").exception).startswith("system: darwin; run the container")
+
+
+@pytest.mark.parametrize(
+    ("source", "said"),
+    [
+        (ROOT, "deploy/setup/install.sh .venv-cuda cuda,postgres"),
+        (ROOT / "docs", "pip install 'conserve_llm-0.1.0-py3-none-any.whl[cuda]'"),
+    ],
+    ids=["source tree", "wheel"],
+)
+def test_doctor_names_a_remedy_that_is_there(
+    source: Path, said: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(doctor, "SOURCE", str(source))
+    (line,) = doctor.gpus(Machine(4, 8 * GIB, (80 * GIB,), "H100"))
+    assert said in line.do
+
+
+def test_the_version_of_conserve_is_printed() -> None:
+    said = CliRunner().invoke(app, ["version"]).stdout
+    assert re.match(r"conserve-llm \d+\.\d+", said) and "\nray " in said
 
 
 def test_doctor_explains_how_to_free_a_taken_port() -> None:
@@ -254,5 +388,5 @@ def test_a_torchvision_of_another_build_is_named_before_anything_starts(
     said = str(serve("smollm2").exception)
     assert said.startswith("torchvision and torch are of different builds: ")
     assert f"{sys.executable} -m pip uninstall -y torchvision (serving text needs none of them)" in said
-    doctor = CliRunner().invoke(app, ["doctor"])
-    assert doctor.exit_code == 1 and "lacks torchvision: torch is" in doctor.stdout
+    looked = CliRunner().invoke(app, ["doctor"])
+    assert looked.exit_code == 1 and "fix   torchvision: torch is" in looked.stdout

@@ -1,18 +1,13 @@
 """Parsers are chosen by a model's own files; an unknown model gets none."""
 
 import json
-import os
-import subprocess
-import sys
-import threading
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
-from typing import ClassVar
 
 import pytest
 
 from deploy.fleet import vllm_options
 from deploy.models.parsers import REASONING_RULES, TOOL_RULES, ModelText, choose
+from tests.support.hub import standing_in
 
 QWEN3 = """{{- '<tool_call>\\n{"name": <function-name>, "arguments": <args>}\\n</tool_call>' }}{%- if tools %}
 {{- '<think>\\n' + reasoning_content.strip('\\n') + '\\n</think>\\n\\n' }}"""
@@ -51,56 +46,22 @@ def test_every_parser_is_in_vllms_registry() -> None:
 
 def test_an_unknown_family_gets_a_sentence_that_says_what_to_do() -> None:
     absent, unknown = choose(None)[0], choose(ModelText("bailing_moe", GLM))[0]
-    assert str(absent).startswith(
-        "tool-call-parser: none (the model's config.json is not on this machine: set"
-    )
+    assert str(absent) == "tool-call-parser: not known yet: chosen when the model is fetched"
     assert str(unknown).startswith("tool-call-parser: none (no rule fits model_type bailing_moe")
 
 
-class Hub(BaseHTTPRequestHandler):
-    """Stands in for the Hugging Face Hub: describes models and serves their files."""
-
-    files: ClassVar[dict[str, bytes]] = {
+def test_files_of_a_model_of_the_hub_are_fetched_before_parsers_are_chosen(tmp_path: Path) -> None:
+    files = {
         "config.json": json.dumps({"model_type": "qwen3", "num_hidden_layers": 2}).encode(),
         "chat_template.jinja": QWEN3.encode(),
+        "model.safetensors": bytes(1_000),
     }
-
-    def do_HEAD(self) -> None:
-        self.do_GET()
-
-    def do_GET(self) -> None:
-        name = self.path.rpartition("/")[2]
-        if self.path.startswith("/api/models/"):
-            siblings = [{"rfilename": one} for one in self.files]
-            siblings.append({"rfilename": "model.safetensors", "size": 1_000})
-            body = json.dumps({"id": "a/b", "sha": "0" * 40, "siblings": siblings}).encode()
-        else:
-            body = self.files[name]
-        self.send_response(200)
-        self.send_header("Content-Length", str(len(body)))
-        self.send_header("X-Repo-Commit", "0" * 40)
-        self.send_header("ETag", f'"{name}"')
-        self.end_headers()
-        if self.command == "GET":
-            self.wfile.write(body)
-
-    def log_message(self, format: str, *args: object) -> None:
-        pass
-
-
-def test_files_of_a_model_of_the_hub_are_fetched_before_parsers_are_chosen(tmp_path: Path) -> None:
-    server = ThreadingHTTPServer(("127.0.0.1", 0), Hub)
-    threading.Thread(target=server.serve_forever, daemon=True).start()
     program = (
         "import deploy.fleet\nfrom deploy.models import hub, built_in\n"
         "assert [one.parser for one in built_in.parsers('a/b')] == ['', '']\n"
         "assert hub.describe('a/b') == 1000\n"
         "print([one.parser for one in built_in.parsers('a/b')])\n"
     )
-    env = {**os.environ, "HF_HOME": str(tmp_path), "HF_ENDPOINT": f"http://127.0.0.1:{server.server_port}"}
-    env.pop("HF_HUB_OFFLINE", None)
-    command = [sys.executable, "-c", program]
-    done = subprocess.run(command, env=env, capture_output=True, text=True, timeout=60, check=False)
-    server.shutdown()
-    server.server_close()
+    with standing_in(files) as hub:
+        done = hub.run(tmp_path, "-c", program)
     assert done.stdout.strip() == "['hermes', 'qwen3']", done.stderr

@@ -1,0 +1,100 @@
+"""The files of a model that vLLM loads are counted and fetched, and each refusal is a sentence."""
+
+import json
+import socket
+from pathlib import Path
+
+import pytest
+
+from tests.support.hub import standing_in
+
+CONFIG = {"model_type": "llama", "num_hidden_layers": 2, "num_attention_heads": 2, "hidden_size": 64}
+TEXT = {"config.json": json.dumps(CONFIG).encode(), "tokenizer.json": b"{}"}
+FETCH = "from deploy.models import hub; print(hub.describe('a/b')); hub.fetch('a/b')"
+
+
+def weights(*names: str) -> dict[str, bytes]:
+    return {name: bytes(1_000) for name in names}
+
+
+def index(*names: str) -> bytes:
+    return json.dumps({"metadata": {"total_size": 1}, "weight_map": dict(enumerate(names))}).encode()
+
+
+SHARDS = ("model-1.safetensors", "model-2.safetensors")
+SHARDED = {**weights(*SHARDS), "model.safetensors.index.json": index(*SHARDS)}
+
+
+@pytest.mark.parametrize(
+    ("files", "loaded"),
+    [
+        ({**weights("model.safetensors", "onnx/model.safetensors")}, ("model.safetensors",)),
+        ({**SHARDED, **weights("original/model.safetensors", "extra.safetensors")}, SHARDS),
+        ({**SHARDED, **weights("consolidated.safetensors")}, ("consolidated.safetensors",)),
+    ],
+    ids=["a copy in a folder", "what the index does not name", "Mistral's own format"],
+)
+def test_a_second_copy_is_neither_counted_nor_fetched(
+    tmp_path: Path, files: dict[str, bytes], loaded: tuple[str, ...]
+) -> None:
+    with standing_in({**TEXT, **files, "original/config.json": b"{}"}) as hub:
+        done = hub.run(tmp_path, "-c", FETCH)
+    assert done.returncode == 0, done.stderr
+    assert int(done.stdout) == 1_000 * len(loaded)
+    assert {name for name in hub.sent if name.endswith(".safetensors")} == set(loaded)
+    assert hub.sent.issuperset(TEXT) and "original/config.json" not in hub.sent
+    here = "from deploy.cli.commands.serve_model import is_here; print(is_here('a/b'))"
+    assert hub.run(tmp_path, "-c", here).stdout == "True\n"
+
+
+INVALID = {"X-Error-Message": "Invalid credentials in Authorization header"}
+UNKNOWN = {"X-Error-Code": "RepoNotFound"}
+
+
+@pytest.mark.parametrize(
+    ("path", "status", "why", "said"),
+    [
+        ("/api/models", 429, {}, "Hugging Face answers 429 for a/b: wait a minute, and run it again"),
+        ("/api/models", 503, {}, "Hugging Face answers 503 for a/b: wait a minute, and run it again"),
+        ("/api/models", 401, INVALID, "Hugging Face answers 401 for a/b: make a valid HF_TOKEN, or unset it"),
+        ("/api/models", 401, UNKNOWN, "does not show a/b: it is private, or there is no such model"),
+        ("model.safetensors", 403, {}, "Hugging Face answers 403 for a/b: make a valid HF_TOKEN"),
+    ],
+)
+def test_each_refusal_has_its_own_sentence(
+    tmp_path: Path, path: str, status: int, why: dict[str, str], said: str
+) -> None:
+    with standing_in({**TEXT, **weights("model.safetensors")}) as hub:
+        hub.refuses, hub.why = {path: status}, why
+        done = hub.run(tmp_path, "-c", FETCH)
+    assert said in done.stderr.splitlines()[-1]
+
+
+def test_a_model_without_config_json_is_refused(tmp_path: Path) -> None:
+    with standing_in({"tokenizer_config.json": b"{}", **weights("model.safetensors")}) as hub:
+        done = hub.run(tmp_path, "-c", FETCH)
+    assert "DeployError: a/b has no config.json" in done.stderr
+
+
+def test_a_cache_that_cannot_be_written_is_named(tmp_path: Path) -> None:
+    (tmp_path / "hf").write_text("a file, and no folder")
+    with standing_in({**TEXT, **weights("model.safetensors")}) as hub:
+        done = hub.run(tmp_path, "-c", FETCH)
+    last = done.stderr.splitlines()[-1]
+    assert (
+        last.startswith(f"deploy.errors.DeployError: a/b cannot be written: {tmp_path}/hf")
+        and "run it again" in last
+    )
+
+
+def test_a_taken_port_is_reported_before_anything_large_is_fetched(tmp_path: Path) -> None:
+    with (
+        standing_in({**TEXT, **weights("model.safetensors")}) as hub,
+        socket.create_server(("127.0.0.1", 0)) as taken,
+    ):
+        port = str(taken.getsockname()[1])
+        done = hub.run(tmp_path, "-m", "deploy.cli", "serve", "a/b", "--port", port)
+    assert (
+        f"cannot listen on 127.0.0.1:{port}" in done.stderr and "choose another port (--port" in done.stderr
+    )
+    assert "config.json" in hub.sent and "model.safetensors" not in hub.sent
