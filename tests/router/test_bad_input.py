@@ -259,6 +259,8 @@ async def test_unknown_paths_and_methods_are_refused(made: FakeFleet) -> None:
     assert (await get(f"{made.urls[0]}/v1/chat/completions", headers=KEY))[0] == 405
     status, models = await get(f"{made.urls[0]}/v1/models", headers=KEY)
     assert [model["id"] for model in models["data"]] == [MODEL, "alias"]
+    longest = next(iter(made.engines.values())).max_context
+    assert {model["max_model_len"] for model in models["data"]} == {longest}
     assert (await get(f"{made.urls[0]}/v1/models/alias", headers=KEY))[0] == status == 200
     assert (await get(f"{made.urls[0]}/v1/models/none", headers=KEY))[0] == 404
     status, ready = await get(f"{made.urls[0]}/ready")

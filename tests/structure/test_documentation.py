@@ -26,7 +26,11 @@ FOLDERS = (
 )
 PAGES = sorted(
     path.relative_to(ROOT)
-    for path in (*ROOT.glob("*.md"), *(page for folder in FOLDERS for page in (ROOT / folder).rglob("*.md")))
+    for path in (
+        *ROOT.glob("*.md"),
+        ROOT / "llms.txt",
+        *(page for folder in FOLDERS for page in (ROOT / folder).rglob("*.md")),
+    )
 )
 HISTORY = {Path("CHANGELOG.md"), Path("docs/measurements/retired.md")}  # names of things that are gone
 LINK = re.compile(r"!?\[[^\]]*\]\(([^)\s]+)\)")
