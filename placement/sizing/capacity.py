@@ -162,11 +162,12 @@ def advise(
 
     `prefills` is whether the fleet's policy uses prefillers at all.
     """
-    found = [_decoders(signals, thresholds, longest_wait_s)]
-    if prefills:
-        elastic = signals.lent is not None
-        found.insert(0, (_elastic if elastic else _prefillers)(signals, thresholds, longest_wait_s))
-    return tuple(recommendation for recommendation in found if recommendation is not None)
+    found = _decoders(signals, thresholds, longest_wait_s)
+    if not prefills:
+        return found
+    advise_prefillers = _prefillers if signals.lent is None else _elastic
+    first = advise_prefillers(signals, thresholds, longest_wait_s)
+    return (first, *found) if first else found
 
 
 def _prefillers(signals: Signals, limits: Thresholds, longest_wait_s: float) -> Recommendation | None:
@@ -207,28 +208,31 @@ def _elastic(signals: Signals, limits: Thresholds, longest_wait_s: float) -> Rec
     return None
 
 
-def _decoders(signals: Signals, limits: Thresholds, longest_wait_s: float) -> Recommendation | None:
+def _decoders(signals: Signals, limits: Thresholds, longest_wait_s: float) -> tuple[Recommendation, ...]:
+    """Advise on decoders: more where the autoscaler adds some, and host memory where that would do instead."""
     pressure, engines, running = signals.decoder_pressure, signals.decoders, signals.running_share
     if not engines:
-        return Recommendation(Action.ADD_DECODERS, 1, "no decoder is up")
+        return (Recommendation(Action.ADD_DECODERS, 1, "no decoder is up"),)
     holds = f"conversations hold or ask for {pressure:.0%} of the KV of {_number(engines, 'decoder')}"
     if signals.taking:
         holds += f" and {_number(signals.taking, 'prefiller')} without work"
     if count := judge(Role.DECODE, signals, limits, longest_wait_s).missing(limits):
         if pressure <= limits.high:
             waits = f"prompts wait {signals.decoder_wait_s:.0f} s on decoders, too long for a first turn"
-            return Recommendation(Action.ADD_DECODERS, count, waits)
-        if 0 < running <= limits.target:
-            reason = (
-                f"{holds}, those with a turn under way {running:.0%}: with more host "
-                "memory (kv.host_kv_gib, overload.policy: park) the others could wait there"
-            )
-            return Recommendation(Action.RAISE_HOST_KV, 0, reason)
+            return (Recommendation(Action.ADD_DECODERS, count, waits),)
         after = f"{engines + count} would be at {pressure * engines / (engines + count):.0%}"
-        return Recommendation(Action.ADD_DECODERS, count, f"{holds}; {after}")
+        more = Recommendation(Action.ADD_DECODERS, count, f"{holds}; {after}")
+        if not 0 < running <= limits.target:
+            return (more,)
+        instead = (
+            f"or instead: conversations with a turn under way hold {running:.0%}; with more host memory "
+            "(kv.host_kv_gib, overload.policy: park) the others could wait there"
+        )
+        return more, Recommendation(Action.RAISE_HOST_KV, 0, instead)
     if pressure < limits.low:
-        return Recommendation(Action.LOWER_DECODE_CAPS, 0, f"{holds}: they can be slower, or fewer")
-    return None
+        reason = f"{holds}: they can be slower, or fewer"
+        return (Recommendation(Action.LOWER_DECODE_CAPS, 0, reason),)
+    return ()
 
 
 def _number(count: int, what: str) -> str:

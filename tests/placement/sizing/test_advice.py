@@ -31,7 +31,7 @@ def given_for(seen: Signals, *, prefills: bool = True) -> dict[Action, int]:
         (signals(load=1.2), {Action.ADD_PREFILLERS: 2}),
         (signals(pressure=0.95), {Action.ADD_DECODERS: 2}),
         (signals(load=0.86, pressure=0.86), {Action.ADD_PREFILLERS: 1, Action.ADD_DECODERS: 1}),
-        (signals(pressure=0.95, running_share=0.4), {Action.RAISE_HOST_KV: 0}),
+        (signals(pressure=0.95, running_share=0.4), {Action.ADD_DECODERS: 2, Action.RAISE_HOST_KV: 0}),
         (signals(pressure=0.95, running_share=0.8), {Action.ADD_DECODERS: 2}),
         (signals(load=0.1), {Action.LOWER_PREFILL_CAPS: 0}),
         (signals(pressure=0.1), {Action.LOWER_DECODE_CAPS: 0}),
@@ -75,6 +75,7 @@ PREFILL_ANSWERS = [
 ]
 DECODE_ANSWERS = [
     (signals(pressure=0.95), Action.ADD_DECODERS, 6),
+    (signals(pressure=0.95, running_share=0.4), Action.ADD_DECODERS, 6),
     (signals(pressure=0.6), None, 4),
     (signals(pressure=0.6, decoder_wait_s=9.0), None, 4),
     (signals(pressure=0.6, decoder_wait_s=12.0), Action.ADD_DECODERS, 6),
