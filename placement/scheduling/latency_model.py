@@ -17,7 +17,7 @@ the terms slowly, the speed at once.
 import math
 import statistics
 from collections import deque
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from placement import PlacementError
@@ -229,6 +229,9 @@ def error_by_region(model: LatencyModel, samples: Sequence[Sample]) -> tuple[Reg
 PROMPT_TOKENS, PROMPTS_COUNT = 64, 4
 # Least time between two fits: a fit takes a millisecond of the host, a fifth of a GPU's step.
 FIT_EVERY_S = 1.0
+# Bounds of an undisturbed iteration's time, relative to the median of batches of its size.
+TOO_FAST, TOO_SLOW = 0.5, 1.25
+FEW_SAMPLES = 4
 
 
 class SpeedFactor:
@@ -308,7 +311,7 @@ class SelfCorrecting:
     def _refit(self) -> None:
         samples = [sample for bucket in self._buckets.values() for sample in bucket]
         fitted = fit(samples, self.base, self.prior_weight)
-        fitted = fit(undisturbed(fitted, samples), self.base, self.prior_weight)
+        fitted = fit(undisturbed(fitted, self._buckets), self.base, self.prior_weight)
         self.fitted = LatencyModel(
             *(
                 min(max(new, old / self.bound), old * self.bound)
@@ -317,11 +320,23 @@ class SelfCorrecting:
         )
 
 
-def undisturbed(model: LatencyModel, samples: Sequence[Sample], allowed: float = 1.25) -> list[Sample]:
-    """Return the samples without those that were slowed down by another process on the machine.
+def undisturbed(model: LatencyModel, buckets: Mapping[int, Iterable[Sample]]) -> list[Sample]:
+    """Return the samples whose time is that of their own work.
 
-    Samples are compared with their median, so an engine that became slower as a whole keeps all of them.
+    Another process of the machine slows an iteration down. With asynchronous scheduling the next iteration
+    then looks short, because the device computed it while its host was late. Samples are compared with the
+    median of their bucket, so that an engine that became slower as a whole keeps all of them, and a model
+    that is wrong about some sizes does not lose the samples that would correct it. A bucket with few
+    samples is compared together with its neighbours.
     """
-    slowness = [sample.seconds / max(model.seconds(sample.work), 1e-9) for sample in samples]
-    limit = statistics.median(slowness) * allowed
-    return [sample for sample, slow in zip(samples, slowness, strict=True) if slow <= limit]
+    slowness = {
+        size: [(sample.seconds / max(model.seconds(sample.work), 1e-9), sample) for sample in samples]
+        for size, samples in buckets.items()
+    }
+    kept = []
+    for size, samples in slowness.items():
+        sizes = (size,) if len(samples) >= FEW_SAMPLES else (size - 1, size, size + 1)
+        typical = statistics.median_low(slow for near in sizes for slow, _ in slowness.get(near, ()))
+        least, most = TOO_FAST * typical, TOO_SLOW * typical
+        kept += [sample for slow, sample in samples if least <= slow <= most]
+    return kept

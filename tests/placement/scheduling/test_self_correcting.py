@@ -8,6 +8,7 @@ import pytest
 from placement.scheduling.latency_model import (
     CONSERVATIVE,
     BatchWork,
+    LatencyModel,
     SelfCorrecting,
     SpeedFactor,
     error_by_region,
@@ -15,6 +16,7 @@ from placement.scheduling.latency_model import (
 from tests.placement.scheduling.test_latency_model import TRUE, measured
 
 DECODE = BatchWork.of([(1, 500)] * 4)
+GPU = LatencyModel(27e-6, 0, 0, constant=5e-3)
 
 
 def test_an_engine_without_a_profile_learns_its_own_speed() -> None:
@@ -56,6 +58,35 @@ def test_disturbed_iterations_are_not_learned_from() -> None:
         learning.observe(sample.work, sample.seconds * disturbance)
     after = error_by_region(learning.fitted, measured(200, noise=0.0, seed=9))[0]
     assert after.p90 < 0.05
+
+
+def test_a_result_that_the_host_took_late_does_not_spoil_the_model() -> None:
+    """With asynchronous scheduling its time then has a part of the next iteration's, which looks short."""
+    learning = SelfCorrecting(GPU)
+    decode, prompt = BatchWork.of([(1, 100)]), BatchWork.of([(1, 100), (1_200, 500)])
+    chunk = BatchWork.of([(1, 100), (900, 500)])
+    for number in range(80):
+        if number % 3 == 0:
+            learning.observe(decode, GPU.seconds(decode))
+        if number in (6, 7, 30):
+            late_s = GPU.seconds(chunk) - 0.002
+            learning.observe(decode, GPU.seconds(decode) + late_s)
+            learning.observe(chunk, 0.002)
+        learning.observe(prompt, GPU.seconds(prompt))
+        assert learning.fitted.seconds(prompt) == pytest.approx(GPU.seconds(prompt), rel=0.15), number
+        assert learning.fitted.seconds(chunk) == pytest.approx(GPU.seconds(chunk), rel=0.15), number
+
+
+def test_samples_that_an_early_misfit_contradicts_are_not_lost() -> None:
+    learning = SelfCorrecting(GPU)
+    decode, prompt = BatchWork.of([(1, 100)]), BatchWork.of([(1, 100), (1_200, 500)])
+    for _ in range(40):  # a driver that computed prompts in a fifth of the time, and then does no longer
+        learning.observe(decode, GPU.seconds(decode))
+        learning.observe(prompt, GPU.seconds(prompt) / 5)
+    for _ in range(40):
+        learning.observe(decode, GPU.seconds(decode))
+        learning.observe(prompt, GPU.seconds(prompt))
+    assert learning.fitted.seconds(prompt) == pytest.approx(GPU.seconds(prompt), rel=0.05)
 
 
 def test_the_model_follows_an_engine_that_became_slower() -> None:
