@@ -1,9 +1,9 @@
 """Elastic placement: follow the paper's rule unless another engine gives the first token clearly sooner.
 
 A turn's prompt is computed by a prefiller. The conversation's decoder computes it if its first token comes
-within `local_share` of the prefiller's time, or, where the prefiller would put the TTFT target at risk, if
-it is sooner at all. A decoder that computes it within `sooner_share` of the time of the one with the least
-KV in use is preferred to that one. What fits on no decoder is held by a prefiller, as a last resort.
+within half of the prefiller's time, or, where the prefiller would put the TTFT target at risk, if it is
+sooner at all. A decoder that computes it in clearly less time than the one with the least KV in use is
+preferred to that one. What fits on no decoder is held by a prefiller, as a last resort.
 
 The estimates use only what is known: what is queued on a prefiller, its curve, and what of transfers was
 lately not hidden; the prompts that wait on the decoder, the rate at which it lately got through them, and the
@@ -18,7 +18,7 @@ from placement.engines import EngineInfo, EngineState
 from placement.routing.decoder_pool import DecoderPool, KvFill
 from placement.routing.engine_speed import EngineSpeed
 from placement.routing.least_kv import EngineChoice, FirstTurn, LaterTurn, LeastKvRule, RoutingState
-from placement.routing.placer_settings import PlacerSettings, PrefillerRoles
+from placement.routing.placer_settings import PrefillerRoles
 from placement.routing.prefill_queue import TYPICAL_TOKENS
 from placement.routing.prefiller_roles import IdlePrefillers
 from placement.routing.receipts import (
@@ -32,6 +32,13 @@ from placement.routing.receipts import (
 from placement.scheduling.prefill_curve import PrefillCurve
 from placement.sizing.capacity import Signals
 
+# Found by simulation (docs/simulation.md). A decoder computes a prompt if its first token comes within this
+# share of the prefiller's time, or of the larger one where the prefiller takes too much of the TTFT target.
+LOCAL_SHARE, LOCAL_SHARE_AT_RISK = 0.5, 0.95
+AT_RISK = 0.6  # share of the TTFT target
+SOONER_SHARE = 0.8  # another decoder than that with the least KV has to be at least that much faster
+MANY_FULL = 0.25  # with a larger share of decoders full, KV is short and only the KV in use counts
+OWN_FILL = 0.75  # share of a prefiller's KV for conversations of its own
 TRANSFER_COST_KEPT_S = (
     20.0  # how long the last transfers' cost counts fully; then it halves in each such time
 )
@@ -41,13 +48,13 @@ LEAST_SHARE = 0.05  # of an engine's time that its prompts are assumed to have
 REPLACED_PER_TRANSFER = 0.1  # share of the known transfer cost that each new transfer replaces
 
 
-def why_local(estimates: Estimates, settings: PlacerSettings) -> Why | None:
+def why_local(estimates: Estimates, ttft_s: float) -> Why | None:
     """Return why the decoder computes a prompt itself, or None if a prefiller computes it."""
     local_s, remote_s = estimates
-    if remote_s is None or local_s <= settings.local_share * remote_s:
+    if remote_s is None or local_s <= LOCAL_SHARE * remote_s:
         return Why.SOONER_ON_DECODER
-    at_risk = remote_s > settings.at_risk * settings.ttft_s
-    return Why.TTFT_AT_RISK if at_risk and local_s <= settings.local_share_at_risk * remote_s else None
+    at_risk = remote_s > AT_RISK * ttft_s
+    return Why.TTFT_AT_RISK if at_risk and local_s <= LOCAL_SHARE_AT_RISK * remote_s else None
 
 
 @dataclass(slots=True)
@@ -172,7 +179,7 @@ class ElasticRule(LeastKvRule):
         """Drop the prefiller from the choice if the decoder, with `tokens` to compute, is clearly sooner."""
         best = choice.prefiller.chosen
         estimates = self.estimate(choice.decoder.chosen.engine, tokens, best)
-        why = why_local(estimates, self.state.settings)
+        why = why_local(estimates, self.state.settings.ttft_s)
         if best is None or why is None:
             return choice._replace(estimates=estimates)
         return choice._replace(prefiller=choice.prefiller.rejected(why), estimates=estimates)
@@ -183,8 +190,8 @@ class ElasticRule(LeastKvRule):
         It must also compute the prompt rather than the prefiller. Where many decoders are full, KV is short
         and only the KV in use counts.
         """
-        least, settings = choice.decoder, self.state.settings
-        few_full = least.without_capacity <= settings.sooner_full * least.considered
+        least = choice.decoder
+        few_full = least.without_capacity <= MANY_FULL * least.considered
         if least.why is not Why.LEAST_KV_IN_USE or not few_full:
             return least
         options = {
@@ -195,8 +202,9 @@ class ElasticRule(LeastKvRule):
         tokens = {name: turn.prompt_tokens - choice.cached.get(name, 0) for name in options}
         seconds = {name: self._backlogs[name].first_token_s(count) for name, count in tokens.items()}
         best = min(seconds, key=seconds.__getitem__)
-        clearly = seconds[best] < settings.sooner_share * seconds[least.chosen.engine]
-        if clearly and why_local(self.estimate(best, tokens[best], choice.prefiller.chosen), settings):
+        clearly = seconds[best] < SOONER_SHARE * seconds[least.chosen.engine]
+        estimates = self.estimate(best, tokens[best], choice.prefiller.chosen)
+        if clearly and why_local(estimates, self.state.settings.ttft_s):
             return least.replaced(options[best], Why.SOONER_WITH_CAPACITY)
         return least
 
@@ -218,7 +226,7 @@ class ElasticRule(LeastKvRule):
         own_s = self._prefill_s(queue, tokens)
         cached = choice.cached.get(least.chosen.engine, 0)
         local_s, remote_s = self.estimate(least.chosen.engine, tokens - cached, choice.prefiller.chosen)
-        if min(local_s, own_s if remote_s is None else remote_s) < self.state.settings.sooner_share * own_s:
+        if min(local_s, own_s if remote_s is None else remote_s) < SOONER_SHARE * own_s:
             return None
         decoder, prefiller = least.replaced(option, Why.IDLE_PREFILLER), choice.prefiller
         return EngineChoice(
@@ -256,7 +264,7 @@ class ElasticRule(LeastKvRule):
     def engine_up(self, info: EngineInfo, curve: PrefillCurve | None) -> None:
         self._backlogs[info.engine] = PromptBacklog(curve)
         if info.engine in self.state.prefillers:
-            self._own.add(info.engine, int(info.kv_tokens * self.state.settings.own_fill))
+            self._own.add(info.engine, int(info.kv_tokens * OWN_FILL))
 
     def engine_down(self, engine: str) -> tuple[str, ...]:
         self._backlogs.pop(engine, None)

@@ -26,6 +26,8 @@ from placement.routing.receipts import (
 from placement.scheduling.prefill_curve import PrefillCurve
 from placement.sizing.capacity import Signals
 
+RETRY_NO_CAPACITY_S, RETRY_NO_ENGINE_S = 5.0, 10.0  # `retry_after` of refusals
+
 
 @dataclass(frozen=True, slots=True)
 class FirstTurn:
@@ -153,13 +155,12 @@ class LeastKvRule:
         return refuse(RefusalReason.SATURATED, wait_s - limit_s, wait_s=wait_s, limit_s=limit_s)
 
     def _no_decoder(self, need: int) -> Refusal:
-        settings, decoders = self.state.settings, self.state.decoders
+        decoders = self.state.decoders
         if not len(decoders):
-            return refuse(RefusalReason.NO_DECODER, settings.retry_no_engine_s)
+            return refuse(RefusalReason.NO_DECODER, RETRY_NO_ENGINE_S)
         if not decoders.could_ever_hold(need):
             return refuse(RefusalReason.TOO_LARGE, 0.0, tokens=need)
-        count, retry_s = len(decoders), settings.retry_no_capacity_s
-        return refuse(RefusalReason.NO_CAPACITY, retry_s, tokens=need, decoders=count)
+        return refuse(RefusalReason.NO_CAPACITY, RETRY_NO_CAPACITY_S, tokens=need, decoders=len(decoders))
 
     # Events. This rule needs no state of its own.
 

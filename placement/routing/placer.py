@@ -12,12 +12,21 @@ from placement.overload.signal import OverloadState, OverloadWatch
 from placement.routing.decoder_pool import KvFill
 from placement.routing.elastic import ElasticRule
 from placement.routing.engine_speed import EngineSpeed, EngineSpeeds
-from placement.routing.least_kv import EngineChoice, FirstTurn, LaterTurn, LeastKvRule, RoutingState
+from placement.routing.least_kv import (
+    RETRY_NO_CAPACITY_S,
+    EngineChoice,
+    FirstTurn,
+    LaterTurn,
+    LeastKvRule,
+    RoutingState,
+)
 from placement.routing.placer_settings import FirstTurns, PlacerSettings, PlacingPolicy
 from placement.routing.prefix_map import PromptPrefix
 from placement.routing.receipts import Move, Placement, Receipt, Refusal, RefusalReason, refuse
 from placement.scheduling.prefill_curve import PrefillCurve
 from placement.sizing.capacity import CapacityWatch, Signals
+
+FORGET_PREFILL_AFTER_S = 5.0  # an idle prefiller's queued prompts are forgotten after this
 
 
 class MissingCurve(PlacementError, LookupError):
@@ -97,7 +106,7 @@ class Placer:
                 state.prefillers.set_curve(report.engine, speed.reported, speed.estimate, speed.freshness)
             state.prefillers.set_draining(report.engine, report.draining)
             if report.running == 0 and report.waiting == 0:
-                before = now - self.settings.forget_prefill_after_s
+                before = now - FORGET_PREFILL_AFTER_S
                 state.prefillers.drop_placed_before(report.engine, before, now)
         if report.engine in state.decoders:
             state.decoders.observe(report, last_seq)
@@ -160,7 +169,7 @@ class Placer:
         if isinstance(choice, Refusal):
             return choice
         if choice.decoder.chosen.engine in self._state.split_kv:  # it cannot receive KV
-            return refuse(RefusalReason.NO_CAPACITY, self.settings.retry_no_capacity_s, tokens=0, decoders=0)
+            return refuse(RefusalReason.NO_CAPACITY, RETRY_NO_CAPACITY_S, tokens=0, decoders=0)
         uncached = 0 if move.sends else turn.prompt_tokens
         placement = self._commit(turn, choice, self._state.need(turn), uncached, now, move)
         self._state.prefixes.record(turn.key, turn.prefixes, placement.decoder, turn.prompt_tokens, now)

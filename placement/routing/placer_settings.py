@@ -77,22 +77,8 @@ class PlacerSettings:
     headroom_tokens: int = 1024  # reserved beyond the prompt, for the first answers
     fill: float = 0.9  # share of a decoder's KV that may be in use, evictable KV not counted
     max_prefill_wait_s: float = 10.0  # a longer queue refuses
-    retry_no_capacity_s: float = 5.0
-    retry_no_engine_s: float = 10.0
     relieve_hot: bool = False  # conversations leave a decoder whose prompts wait much longer than another's
     shared_tier: bool = False  # decoders find KV of a conversation that another decoder had
     capacity_window_s: float = 60.0  # over which the capacity signals are averaged
-    forget_prefill_after_s: float = 5.0  # an idle prefiller's queued prompts are forgotten after this
     redisaggregation: Redisaggregation = field(default_factory=Redisaggregation)
-    # Elastic: a decoder computes a prompt instead of a prefiller if its first token comes within
-    # `local_share` of the time, or `local_share_at_risk` where the prefiller would take more than `at_risk`
-    # of the TTFT target.
-    local_share: float = 0.5
-    local_share_at_risk: float = 0.95
-    at_risk: float = 0.6
-    # Elastic: a decoder with capacity is preferred to the one with the least KV if its first token comes
-    # within this share of the time.
-    sooner_share: float = 0.8
     ttft_s: float = DEFAULT_TARGETS.ttft_s
-    sooner_full: float = 0.25  # elastic: with a larger share of decoders full, only the KV in use counts
-    own_fill: float = 0.75  # elastic: share of a prefiller's KV for conversations of its own

@@ -163,7 +163,10 @@ class PrefixMap:
     def record(
         self, key: str, prefixes: Sequence[PromptPrefix], engine: str, tokens: int, now: float
     ) -> None:
-        """Record that an engine has a prompt of `tokens`. As in vLLM, its end is evicted first."""
+        """Record that an engine has cached a prompt of `tokens` tokens.
+
+        As in vLLM, the end of a prompt is evicted first.
+        """
         cache = self._caches.setdefault(engine, AssumedCache())
         parts = _parts(key, prefixes, tokens)
         for part in reversed(parts):

@@ -70,7 +70,7 @@ async def test_a_first_turn_is_computed_where_its_first_token_comes_first(tmp_pa
 
 
 async def test_a_prefiller_holds_conversations_that_fit_on_no_decoder(tmp_path: Path) -> None:
-    async with elastic(tmp_path, fill=0.02, own_fill=0.75, headroom_tokens=0) as made:
+    async with elastic(tmp_path, fill=0.02, headroom_tokens=0) as made:
         assert (await turn(made, "first")).status == 200
         assert (await placement(made, "first"))["decoder"] == "d0"
         assert (await turn(made, "second")).status == 200

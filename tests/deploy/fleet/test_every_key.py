@@ -392,8 +392,7 @@ NOT_SET: dict[type, dict[str, str]] = {
         "max_connections acquire_timeout_s connect_timeout_s idle_timeout_s max_head_bytes": CONSTANT
     },
     PlacerSettings: {
-        "fill retry_no_capacity_s retry_no_engine_s forget_prefill_after_s "
-        "own_fill local_share local_share_at_risk at_risk sooner_share sooner_full": CONSTANT,
+        "fill": CONSTANT,
     },
     DirectorySettings: {"return_s gateway_grace_s push_states_s": CONSTANT},
     KeeperSettings: {

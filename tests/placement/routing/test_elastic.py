@@ -13,7 +13,10 @@ from placement.routing.least_kv import FirstTurn, LaterTurn
 from placement.routing.placer import Placer
 from placement.routing.placer_settings import FirstTurns, PlacerSettings
 from placement.routing.receipts import Estimates, Placement, Refusal, RefusalReason, Why
+from placement.scheduling.interface import DEFAULT_TARGETS
 from tests.placement.conftest import CURVE, engine, state
+
+TTFT_S = DEFAULT_TARGETS.ttft_s
 
 
 def a_placer(decoders: int = 2, kv_tokens: int = 1_000_000, first: FirstTurns = FirstTurns.ELASTIC) -> Placer:
@@ -55,7 +58,7 @@ def test_the_lower_estimate_decides_and_both_are_on_the_receipt(
     assert estimates.local_s >= CURVE.seconds(tokens) / share
     if rate and waiting:
         assert estimates.local_s >= waiting / rate
-    why = why_local(estimates, PlacerSettings())
+    why = why_local(estimates, TTFT_S)
     assert (answer.prefiller is None) == (why is not None)
     assert why is None or answer.receipt.prefiller.why is why
     assert answer.receipt.to_json()["estimates"]["remote_s"] == estimates.remote_s
@@ -75,7 +78,7 @@ def test_the_lower_estimate_decides_and_both_are_on_the_receipt(
 def test_a_prompt_leaves_the_papers_rule_by_a_margin_or_when_its_target_is_at_risk(
     local_s: float, remote_s: float | None, why: Why | None
 ) -> None:
-    assert why_local(Estimates(local_s, remote_s), PlacerSettings()) is why
+    assert why_local(Estimates(local_s, remote_s), TTFT_S) is why
 
 
 def test_an_idle_prefiller_computes_the_prompt_and_the_decoder_does_when_the_queue_is_long() -> None:
@@ -103,7 +106,7 @@ def test_a_decoder_that_is_clearly_sooner_is_chosen() -> None:
     assert (found.prefiller, found.decoder) == (None, "d0"), "d1 holds less, and computes another's prompt"
     assert found.receipt.decoder.why is Why.SOONER_WITH_CAPACITY
     assert [one.engine for one in found.receipt.decoder.runners_up] == ["d1"]
-    assert found.receipt.estimates is not None and why_local(found.receipt.estimates, PlacerSettings())
+    assert found.receipt.estimates is not None and why_local(found.receipt.estimates, TTFT_S)
 
 
 @pytest.mark.parametrize(

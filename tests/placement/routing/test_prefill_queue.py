@@ -77,7 +77,7 @@ def test_an_end_reported_early_or_late_moves_the_queue(fleet: MakeFleet) -> None
 
 
 def test_an_idle_prefiller_has_no_queue(fleet: MakeFleet) -> None:
-    placer = fleet(forget_prefill_after_s=5.0)
+    placer = fleet()
     placer.place(FirstTurn("lost", 50_000), 0.0)
     placer.observe(state("p0", 0, 1, running=0), 4.0)
     before = placer.prefill_wait_s("p0", 0.1)
