@@ -75,7 +75,7 @@ class ClassSeen:
 
 
 class ClassAgents:
-    """Agents of one class."""
+    """Simulated agents whose turns all have one SLO class."""
 
     def __init__(self, session: aiohttp.ClientSession, url: str, model: str) -> None:
         self._chat = ChatClient(session, ReplayOptions(url, model), model)

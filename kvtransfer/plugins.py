@@ -35,7 +35,7 @@ class EngineContext:
     config: ConnectorConfig
     vllm_config: Any
     kv_cache_config: Any
-    kv_state: SharedKvState  # used on the scheduler's side only
+    kv_state: SharedKvState  # workers use only its host memory
     groups: tuple[CacheGroup, ...]  # KV cache groups of the model
     commands: dict[str, Handler] = field(default_factory=dict)  # the keeper's commands that plugins carry out
 

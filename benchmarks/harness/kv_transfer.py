@@ -1,4 +1,4 @@
-"""KV of generated prompts, offered and fetched as between engines, but without engines."""
+"""KV transfers between two memories, without engines."""
 
 import socket
 import time

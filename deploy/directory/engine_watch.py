@@ -35,12 +35,12 @@ class EngineWatch:
         clock: Callable[[], float] = time.monotonic,
         known: EngineInfo | None = None,
     ) -> None:
-        """`address_of` asks Ray for the keeper's address. `known` is the journal's engine, if any."""
+        """`address_of` reads the keeper's address. `known` is the journal's engine, if any."""
         self._engine, self._directory, self._address_of = engine, directory, address_of
         self._secret, self._lease_s, self._clock = secret, lease_s, clock
         self._up = known
         self._last_address = known.control if known is not None else ""
-        self._ask_ray = not self._last_address
+        self._read_address_again = not self._last_address
         self._heard = clock()
 
     @property
@@ -56,7 +56,7 @@ class EngineWatch:
                 await self._follow()
             except (ControlError, MissingCurve, TimeoutError, ValueError) as error:
                 say(str(error) or repr(error))
-            self._ask_ray = not self._ask_ray
+            self._read_address_again = not self._read_address_again
             late = self._clock() - self._heard > self._lease_s
             if self._up is not None and late and not await _listens(self._up):
                 log.warning("keeper gone for longer than its lease, and its engine engine=%s", self._engine)
@@ -67,7 +67,7 @@ class EngineWatch:
         # A restarted keeper listens where it did before, so every other try needs no Ray, whose knowledge can
         # be out of date after its head was lost.
         address = self._last_address
-        if self._ask_ray or not address:
+        if self._read_address_again or not address:
             address = self._address_of(self._engine)
         if not address:
             return  # the keeper does not listen yet

@@ -38,7 +38,7 @@ class IdleBlocks:
 
 
 class EngineSnapshot:
-    """Builds states for the control socket, in the socket's thread. It only reads."""
+    """Builds states for the control socket, in the socket's thread."""
 
     def __init__(
         self, config: ConnectorConfig, kv_state: SharedKvState, prompts: WaitingPrompts, block_tokens: int
@@ -51,7 +51,10 @@ class EngineSnapshot:
         self._confirmed, self._parked, self._unparked = (RecentChanges() for _ in range(3))
 
     def take(self, requests: Sequence[Any]) -> EngineState:
-        """Return the current state. A running step may change the sums while they are computed."""
+        """Park and end conversations that are due, and return the state after it.
+
+        A running step may change the sums while they are computed.
+        """
         prompts, tokens = self._prompts, self._block_tokens
         self._kv_state.park_and_expire()
         with self._kv_state.lock:

@@ -235,7 +235,7 @@ class ResponseParser:
     def __init__(self) -> None:
         self._llhttp = httptools.HttpResponseParser(self)
         self.excess = False
-        """The engine sent bytes after the end of a response."""
+        """Whether the engine sent bytes after the end of a response."""
         self.expect(head_only=False)
 
     def expect(self, *, head_only: bool) -> None:

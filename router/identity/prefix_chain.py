@@ -202,7 +202,7 @@ def seed(space: str, model: str, user: str = "") -> bytes:
 
 
 def of_group(start: bytes, group: str) -> bytes:
-    """Return the start of a chain in a group. Prompts of different groups never match."""
+    """Mix a group's name into the start of a chain, so that prompts of different groups never match."""
     return xxh3_128_digest(start + group.encode()) if group else start
 
 

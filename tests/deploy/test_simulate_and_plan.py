@@ -73,7 +73,7 @@ def test_figures_that_no_turn_has_are_null(tmp_path: Path, capsys: pytest.Captur
     assert "later - s" in capsys.readouterr().out
 
 
-def test_plan_with_means_reproduces_the_papers_check(capsys: pytest.CaptureFixture[str]) -> None:
+def test_plan_from_mean_lengths_gives_the_papers_rate(capsys: pytest.CaptureFixture[str]) -> None:
     plan(rate=1.4)
     assert "R* = 1.667/s" in capsys.readouterr().out
 

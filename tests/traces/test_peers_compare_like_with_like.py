@@ -30,7 +30,7 @@ def a_row(
     )
 
 
-def test_ratios_are_to_the_best_peer_of_the_same_round_and_the_worst_play_counts() -> None:
+def test_each_round_is_compared_with_its_best_peer_and_the_worst_ratio_is_reported() -> None:
     rows = [
         *(a_row("ours", 2.0, turn) for turn in range(3)),
         *(a_row("slow", 9.0, turn) for turn in range(3)),
@@ -55,7 +55,7 @@ def test_a_variant_of_ours_is_compared_with_the_same_peers() -> None:
     assert named(rows, ours="ours, roles: elastic")["ttfet_p95_vs_best_peer"] == 0.5
 
 
-def test_shares_of_first_turns_are_means_over_plays_that_bound_some() -> None:
+def test_first_turn_shares_average_only_plays_with_new_conversations() -> None:
     rows = [replace(a_row("ours", 2.0), prefiller_share=share, least_kv_share=1.0) for share in (0.2, 0.4)]
     rows.append(replace(a_row("ours", 2.0, trace="mix"), prefiller_share=None, least_kv_share=0.4))
     found = named(rows)

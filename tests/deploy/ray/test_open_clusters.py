@@ -53,7 +53,7 @@ def driver(nodes: Nodes, **environment: str) -> str:
     return run.stdout
 
 
-def test_a_cluster_that_requires_its_token_accepts_a_holder(nodes: Nodes) -> None:
+def test_a_cluster_that_requires_its_token_accepts_a_driver_that_has_it(nodes: Nodes) -> None:
     nodes.start_head({"control_node": 1})
     assert "TAKEN" in driver(nodes, **nodes.environment)
     assert "REFUSED no token of a Ray cluster" in driver(nodes)

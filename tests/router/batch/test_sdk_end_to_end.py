@@ -43,7 +43,7 @@ async def test_a_batch_completes_with_one_result_for_each_line(
         ("/v1/embeddings", {"model": "tiny", "input": "x"}),
     ],
 )
-async def test_a_batch_may_use_the_other_endpoints(
+async def test_a_batch_may_use_endpoints_other_than_chat_completions(
     sqlite_gateway: GatewayWithBatch, endpoint: str, body: dict[str, str]
 ) -> None:
     async with sqlite_gateway.client() as client:

@@ -196,7 +196,7 @@ def test_a_responses_stream_is_observed() -> None:
     assert seen.called_tool
 
 
-def test_a_whole_answer_is_observed_from_its_beginning_and_end() -> None:
+def test_usage_of_a_long_answer_is_found_without_keeping_its_middle() -> None:
     answer = {
         "id": "chatcmpl-2",
         "object": "chat.completion",

@@ -119,7 +119,10 @@ class TrackedRequests:
         return iter(self._online.values())
 
     def offline_waiting(self, at_most: int, is_waiting: Callable[[Any], bool]) -> Iterator[TrackedRequest]:
-        """Yield the waiting ones among the `at_most` + 1 oldest offline requests, oldest first."""
+        """Yield waiting offline requests, oldest first.
+
+        Only the `at_most` + 1 oldest are examined: so many cannot all be running.
+        """
         first = islice(self._offline.values(), at_most + 1)
         return (tracked for tracked in first if is_waiting(tracked.request))
 
@@ -168,7 +171,7 @@ class TrackedRequests:
         return bool(self._together)
 
     def until_due(self, now: float) -> float:
-        """Return the seconds until the next token of any of the last step's online requests is due."""
+        """Return the seconds until the first online request of the last step owes its next token."""
         return self._together_at + self._together_tbt_s - now
 
     def served(self, requests: Sequence[Any] | None, now: float, decodes: bool = False) -> int:
@@ -209,7 +212,7 @@ class TrackedRequests:
         return sum(passed > one.slo.tbt_s for one in online)
 
     def settle(self) -> None:
-        """Write to each request what `_served_again` recorded."""
+        """Write the token times and counts of repeated decode steps, kept as sums, to each request."""
         if self._unsettled:
             for tracked in self._together:
                 tracked.last_token = tracked.last_served = self._together_at

@@ -173,7 +173,7 @@ class OverloadWorker(WorkerSide):
         self._counted: Mapping[str, float] = {}
 
     def take_counts(self) -> Mapping[str, float]:
-        """Return the counts since the last call, within a step, while no peer's batch is computed."""
+        """Return the counts since the last call. vLLM calls this inside a step, when no peer's batch runs."""
         if not hasattr(self, "model"):
             return {}
         counts, before = self.model.passes.counts, self._counted
