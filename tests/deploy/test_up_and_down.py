@@ -11,11 +11,14 @@ import tempfile
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
+from openai import OpenAI
 
 from deploy.home import FleetHome
 from deploy.lifecycle.down import marked
+from deploy.small_model import make_model
 from tests.support.fleet import ROOT, conserve, environment
 from workers.processes import free_port
 
@@ -121,6 +124,21 @@ def test_ctrl_c_ends_a_fleet_that_serves_within_seconds(rig: FleetRig) -> None:
     until(lambda: "Ctrl-C ends it" in rig.output(), 300, "the fleet to serve")
     os.killpg(running.pid, signal.SIGINT)
     assert running.wait(DOWN_S) == 0
+    assert rig.processes() == []
+
+
+@pytest.mark.timeout(600)
+def test_a_directory_is_served_by_one_command_and_ended_by_another(rig: FleetRig) -> None:
+    make_model(rig.base / "one")
+    one_engine = ("--prefill", "0", "--decode", "1", "--max-model-len", "4096")
+    options = ("--port", str(rig.port), "--detach", "--", "--max-num-seqs", "4")
+    answer = conserve(rig.base, "serve", str(rig.base / "one"), *one_engine, *options, timeout_s=500)
+    assert answer.returncode == 0, answer.stderr
+    sdk = OpenAI(base_url=f"http://127.0.0.1:{rig.port}/v1", api_key="any", max_retries=0)
+    messages: Any = [{"role": "user", "content": "What is the capital of France?"}]
+    said = sdk.chat.completions.create(model="one", messages=messages, max_tokens=8)
+    assert said.usage is not None and said.usage.completion_tokens > 0
+    assert "processes ended" in conserve(rig.base, "down", timeout_s=120).stdout
     assert rig.processes() == []
 
 
