@@ -37,6 +37,7 @@ class FirstTurn:
     had_decoder: bool = False  # it was served before, on a decoder that is gone
     prefixes: Sequence[PromptPrefix] = ()  # that other prompts may share, by length
     queue_weight: float = 0.0  # prompts with a lower weight wait behind it
+    answers: int = 1  # to its prompt
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,6 +49,7 @@ class LaterTurn:
     prefix_on: str = ""  # prefiller that still has the first `prefix_tokens` of the prompt
     prefix_tokens: int = 0
     queue_weight: float = 0.0
+    answers: int = 1
 
 
 class EngineChoice(NamedTuple):
@@ -72,7 +74,7 @@ class RoutingState:
 
     def need(self, turn: FirstTurn) -> int:
         """Return the tokens of KV to reserve for a first turn."""
-        return turn.prompt_tokens + self.settings.headroom_tokens
+        return turn.prompt_tokens + turn.answers * self.settings.headroom_tokens
 
     def cached_tokens(self, turn: FirstTurn, now: float) -> dict[str, int]:
         """Return the tokens of the prompt that engines have cached, by estimate.

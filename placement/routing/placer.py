@@ -178,7 +178,8 @@ class Placer:
     def place_later(self, turn: LaterTurn, now: float) -> Placement:
         """Place a later turn on its own decoder, without refusal. It may go through a prefiller again."""
         choice = self._rule.later_turn(turn, now)
-        need = turn.uncached_tokens + self.settings.headroom_tokens if choice.prefiller.chosen else 0
+        headroom = turn.answers * self.settings.headroom_tokens
+        need = turn.uncached_tokens + headroom if choice.prefiller.chosen else 0
         return self._commit(turn, choice, need, turn.uncached_tokens, now)
 
     def through_prefiller(self, uncached_tokens: int, prompt_tokens: int) -> bool:

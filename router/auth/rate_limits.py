@@ -18,7 +18,7 @@ from contextlib import contextmanager
 from router import metrics
 from router.auth.keys import Key, Limits, StructuredOutputs
 from router.directory.api.messages import Spent
-from router.errors import ApiError, Forbidden, RateLimited
+from router.errors import ApiError, BadRequest, Forbidden, RateLimited
 from router.http import Responder
 from router.requests.grammars import Grammar
 
@@ -82,6 +82,13 @@ class Meter:
         reports = self.turns_elsewhere.values()
         return self.turns + sum(turns for turns, at in reports if now - at < _GATEWAY_SILENT_S)
 
+    def begin_turns(self, count: int, now: float) -> None:
+        """Count running turns, or refuse them."""
+        limit = self.limits.turns
+        if limit is not None and self.all_turns(now) + count > limit:
+            raise _refusal(f"{limit} turns at once", 1.0, "turns")
+        self.turns += count
+
     def take(self, unit: str, amount: int, now: float) -> int:
         """Take an amount and return it; without a limit, return 0."""
         if unit not in self.buckets:
@@ -107,12 +114,24 @@ class Meter:
 
 
 class Charge:
-    """Tokens charged for one turn: first an estimate, corrected when the turn ends."""
+    """Charge of one turn: its answers while it runs, and tokens, first an estimate that its end corrects."""
 
     def __init__(self, meter: Meter | None, responder: Responder | None, clock: Callable[[], float]) -> None:
         self._meter, self._responder, self._clock = meter, responder, clock
         self._reserved = 0
+        self.turns = 1
         self.computing = False  # an engine has computed something for the turn, or is about to
+
+    def count_answers(self, answers: int) -> None:
+        """Count each answer of the turn as a turn, or refuse the turn."""
+        if self._meter is None or answers == 1:
+            return
+        limit = self._meter.limits.turns
+        if limit is not None and answers > limit:
+            asked = f"the request asks for {answers} answers, and each counts as a turn"
+            raise BadRequest(f"{asked}; this key may have {limit} turns at once", param="n")
+        self._meter.begin_turns(answers - 1, self._clock())
+        self.turns = answers
 
     def reserve(self, tokens: int) -> None:
         """Charge the estimate for a prompt, or refuse the turn."""
@@ -178,11 +197,8 @@ class Meters:
         if meter is None:
             yield UNMETERED
             return
-        limit = meter.limits.turns
-        if limit is not None and meter.all_turns(self._clock()) >= limit:
-            raise _refusal(f"{limit} turns at once", 1.0, "turns")
+        meter.begin_turns(1, self._clock())
         charge = Charge(meter, responder, self._clock)
-        meter.turns += 1
         try:
             yield charge
         except BaseException as error:
@@ -190,7 +206,7 @@ class Meters:
                 charge.refund()
             raise
         finally:
-            meter.turns -= 1
+            meter.turns -= charge.turns
 
     def _meter(self, name: str, limits: Limits | None) -> Meter | None:
         """Return the meter of a key or address, or None if it has no limits.

@@ -72,7 +72,7 @@ class Placing:
         preferred = parent.engine if parent and self._fleet.placeable(parent.engine) else None
         before = self._conversations.get(ask.key)
         had = before is not None and before.turns > 0
-        first = FirstTurn(ask.key, ask.prompt_tokens, preferred, had, ask.prefixes, ask.queue_weight)
+        first = _first_turn(ask, preferred, had=had)
         outcome = self._placer.place(first, now)
         if isinstance(outcome, Refusal):
             return outcome
@@ -95,7 +95,7 @@ class Placing:
         running = conversation.running.keys()
         if running - {ask.gateway} if ask.alone else running:
             return None
-        turn = FirstTurn(ask.key, ask.prompt_tokens, None, True, ask.prefixes, ask.queue_weight)
+        turn = _first_turn(ask, None, had=True)
         placement = self.target(turn, conversation, binding, now)
         if placement is None:
             return None
@@ -209,7 +209,8 @@ class Placing:
                 prefix_on = ""
             shared = min(tokens, ask.prompt_tokens - ask.uncached_tokens)  # beyond that the prefix broke
             sizes = ask.prompt_tokens, ask.uncached_tokens
-            later = LaterTurn(ask.key, binding.engine, *sizes, prefix_on, max(0, shared), ask.queue_weight)
+            prefix = prefix_on, max(0, shared)
+            later = LaterTurn(ask.key, binding.engine, *sizes, *prefix, ask.queue_weight, ask.answers)
             outcome = self._placer.place_later(later, now)
             return self._placed(ask, conversation, binding, outcome, "redisaggregated", now)
         context = conversation.context_tokens
@@ -254,3 +255,8 @@ class Placing:
         self._placer.release(binding.key, now)
         self._effects.releases.append((binding.engine, binding.key))
         self._effects.rows.append(journal.unbound(binding.key))
+
+
+def _first_turn(ask: Ask, preferred: str | None, *, had: bool) -> FirstTurn:
+    prompt = ask.prompt_tokens, preferred, had, ask.prefixes
+    return FirstTurn(ask.key, *prompt, ask.queue_weight, ask.answers)

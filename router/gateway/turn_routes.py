@@ -36,6 +36,7 @@ class TurnRoutes:
         pieces = await request.body.read_pieces()
         with self.meters.turn(key, responder, address) as charge:
             turn = await self.reader.read(api, request, pieces, key, models, charge, arrived_at)
+            charge.count_answers(turn.prompt.answers)
             if turn.ignored:
                 responder.add_header(HEADER, self.ignored.record(key.id, request.path, turn.ignored))
             if turn.grammar is not None:

@@ -5,7 +5,7 @@ another process (`parser_pool.py`). Sizes are checked before anything is hashed:
 hold is refused by its length alone.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from enum import StrEnum
 from typing import Any
@@ -17,6 +17,7 @@ from router.errors import BadRequest, ModelNotFound, excerpt
 from router.identity import prefix_chain as chains
 from router.identity.conversation_ids import ExplicitIdentity, explicit_identity
 from router.identity.prefix_chain import Chain
+from router.requests.answer_limits import check_answers
 from router.requests.body_spans import Span, cut_fields, find_fields, find_items, write_items
 from router.requests.fields import UnknownFields, check_fields, known_part, with_fields
 from router.requests.grammars import Grammar, grammar_of
@@ -26,8 +27,7 @@ from router.requests.prompt_limit import PromptLimit, token_ids
 CHEAP_BYTES = 256 * 1024
 CHEAP_MARKS = 4_000  # arrays and objects of a cheap body
 MOST_MARKS = 1_000_000  # arrays and objects of any body: beyond it, memory is many times the bytes
-MOST_ITEMS = 10_000  # messages with their parts, or tools
-MOST_PROMPTS = 1_024  # of one request: an engine makes a request of each
+MOST_ITEMS = 10_000  # messages with their parts, prompts, or tools
 DEEPEST = 200  # nested arrays and objects; an engine's parser fails at some 900
 _LISTS = frozenset({"messages", "input", "system", "tools", "prompt"})  # fields that may be long lists
 _RENDERED = ("documents", "chat_template_kwargs")
@@ -111,6 +111,7 @@ class Prompt:
     hints: Hints
     prefixes: tuple[tuple[bytes, int], ...] = ()  # digest and bytes up to each of the first messages
     template_bytes: int = 0  # of documents and arguments, which the chat template may render
+    answers: int = 1  # that it asks for, to all of its prompts
 
 
 def is_cheap(pieces: Sequence[bytes]) -> bool:
@@ -140,7 +141,8 @@ def parse_body(parser: BodyParser, pieces: Sequence[bytes]) -> ParsedBody:
         else:
             raw = kept = orjson.dumps(body)
     parser.limit.check(parser.path, body)
-    prompt = _prompt(parser, parser.api, body) if parser.api is not None else None
+    answers = check_answers(body)
+    prompt = _prompt(parser, parser.api, body, answers) if parser.api is not None else None
     continues = body.get("previous_response_id") or body.get("conversation")
     items: bytes | Span = b""
     if parser.items and (continues or body.get("store") is not False):
@@ -151,7 +153,7 @@ def parse_body(parser: BodyParser, pieces: Sequence[bytes]) -> ParsedBody:
     return ParsedBody(body, prompt, grammar, ignored, kept, replaced, items)
 
 
-def _prompt(parser: BodyParser, api: Api, body: Mapping[str, Any]) -> Prompt:
+def _prompt(parser: BodyParser, api: Api, body: Mapping[str, Any], answers: int) -> Prompt:
     field = _PROMPT_FIELD[api]
     pointer = next((name for name in ("previous_response_id", "conversation") if body.get(name)), None)
     if body.get("service_tier") == "flex" and api is Api.RESPONSES and pointer:
@@ -175,35 +177,34 @@ def _prompt(parser: BodyParser, api: Api, body: Mapping[str, Any]) -> Prompt:
         hints=parse_hints(parser.headers, body),
         prefixes=chains.prefixes_of(tools_digest, messages or ()),
         template_bytes=sum(len(_dump(name, body[name])) for name in _RENDERED if body.get(name)),
+        answers=answers,
     )
 
 
 def check_items(body: Mapping[str, Any]) -> None:
-    """Refuse a body of any endpoint with too many messages, tools, prompts or answers."""
+    """Refuse a body of any endpoint with too many messages, tools or prompts, or with a part's `uuid`.
+
+    An engine looks up a part with a `uuid` in its caches by that alone, whoever sent the media first.
+    """
     for field in body.keys() & _LISTS:
         value = body[field]
         if not isinstance(value, list) or token_ids(value) is not None:
             continue
-        items, most = (len(value), MOST_PROMPTS) if field == "prompt" else (_count_items(value), MOST_ITEMS)
-        if items > most:
-            raise BadRequest(f"{field} has {items} items and parts; it may have {most}", param=field)
-    if (prompts := count_prompts(body)) > 1:
-        count = body.get("n")
-        answers = count if isinstance(count, int | float) else 1
-        if prompts * answers > MOST_PROMPTS:
-            wanted = f"{prompts} prompts with {answers} answers each"
-            raise BadRequest(f"a request may have {MOST_PROMPTS} answers in all, not {wanted}", param="n")
+        parts = list(_parts(value))
+        if (items := len(value) + len(parts)) > MOST_ITEMS:
+            raise BadRequest(f"{field} has {items} items and parts; it may have {MOST_ITEMS}", param=field)
+        if any(isinstance(part, dict) and part.get("uuid") is not None for part in parts):
+            text = "a part of a message may have no uuid: leave it out, engines know media by their content"
+            raise BadRequest(text, param=f"{field}.content.uuid")
 
 
-def count_prompts(body: Mapping[str, Any]) -> int:
-    """Return the number of prompts in a completions request; 1 for any other request."""
-    prompt = body.get("prompt")
-    return len(prompt) if isinstance(prompt, list) and token_ids(prompt) is None else 1
-
-
-def _count_items(messages: list[object]) -> int:
-    contents = (message.get("content") for message in messages if isinstance(message, dict))
-    return len(messages) + sum(len(content) for content in contents if isinstance(content, list))
+def _parts(messages: list[object]) -> Iterator[object]:
+    """Yield the parts of messages, and of the outputs of tools among them."""
+    for message in messages:
+        if isinstance(message, dict):
+            for content in (message.get("content"), message.get("output")):
+                if isinstance(content, list):
+                    yield from content
 
 
 def _is_small(value: object) -> bool:

@@ -130,7 +130,7 @@ _CHECKS: Mapping[str, Check] = {
     "stop_sequences": items(16, text(4096)),
     **dict.fromkeys(("stop_token_ids", "logprob_token_ids"), items(1024, integer(0, _INT32))),
     "allowed_token_ids": items(MAX_STEP_TOKEN_IDS, integer(0, _INT32)),
-    "bad_words": items(1024, text(1024)),
+    "bad_words": items(128, text(1024)),
     "logit_bias": _biases,
     **dict.fromkeys(("top_logprobs", "prompt_logprobs"), integer(-1, MAX_STEP_TOKEN_IDS)),
     **dict.fromkeys(("structured_outputs", "response_format", "text", "output_config"), _grammar),

@@ -1,5 +1,6 @@
 """Requests that cost more than their size suggests are refused or reduced before an engine sees them."""
 
+import re
 from collections.abc import AsyncIterator
 from contextlib import nullcontext
 from dataclasses import replace
@@ -12,7 +13,7 @@ import pytest
 
 from router.auth.keys import inline_keys
 from router.batch.routes import canonical_target
-from router.errors import ContextTooLong, NotFound, Unavailable
+from router.errors import BadRequest, ContextTooLong, NotFound, Unavailable
 from router.gateway.config import BatchAddress, ServedModel
 from router.requests.body_parser import Api, BodyParser, parse_body
 from router.requests.fields import MAX_OTHER_BYTES
@@ -205,7 +206,7 @@ def test_text_beyond_every_context_is_refused_before_it_is_tokenised(name: str) 
         ("/v1/chat/completions", {"messages": [user(WORDS[:-100])]}),
         ("/v1/chat/completions", {"messages": [user(WORDS[:-100])], "truncate_prompt_tokens": 10}),
         ("/v1/chat/completions", {"messages": image(image_url={"url": "data:" + "A" * 1_000_000})}),
-        ("/v1/completions", {"prompt": [WORDS[:-100]] * 100}),
+        ("/v1/completions", {"prompt": [WORDS[:-100]] * 8}),
         ("/v1/completions", {"prompt": [1] * CONTEXT}),
         ("/v1/embeddings", {"input": ["word " * 100] * 2000}),
     ],
@@ -243,3 +244,106 @@ async def test_all_fields_besides_the_prompt_share_a_limit_of_kilobytes(
     assert (answer.status, answer.error["param"] in beside) == (400, True), answer.error
     assert str(MAX_OTHER_BYTES) in answer.error["message"]
     assert not made.decoder_requests() and not made.prefills()
+
+
+def checked(path: str, **body: Any) -> int:
+    """Return the number of answers that a turn asks for, as the gateway counts them."""
+    asked = BodyParser(path, API[path], JSON, "s", frozenset({MODEL}), PromptLimit(100_000))
+    prompt = parse_body(asked, (orjson.dumps({"model": MODEL, **body}),)).prompt
+    assert prompt is not None
+    return prompt.answers
+
+
+CHATTING = {"path": "/v1/chat/completions", "messages": [user("x")]}
+COMPLETING = {"path": "/v1/completions", "prompt": "x"}
+WORDS_OF_A_PAGE = [user("word " * 1000)]
+
+
+@pytest.mark.parametrize(
+    ("body", "answers"),
+    [
+        ({**CHATTING}, 1),
+        ({**CHATTING, "n": None}, 1),
+        ({**CHATTING, "n": 8, "bad_words": ["x"] * 16}, 8),
+        ({**CHATTING, "n": 8.0, "logprobs": True, "top_logprobs": 15}, 8),
+        ({**CHATTING, "n": 6, "logprobs": True, "top_logprobs": 20}, 6),
+        ({**CHATTING, "logprobs": True, "logprob_token_ids": [7] * 127}, 1),
+        ({**CHATTING, "messages": WORDS_OF_A_PAGE, "prompt_logprobs": 10}, 1),
+        ({**COMPLETING, "prompt": ["x"] * 4, "n": 2}, 8),
+        ({**COMPLETING, "prompt": [1] * 4000, "logprobs": 20}, 1),
+        ({**COMPLETING, "prompt": [1] * 4000, "logprobs": 4, "echo": True}, 1),
+        ({**COMPLETING, "prompt": [1] * 50_000, "echo": True}, 1),
+        ({"path": "/v1/responses", "input": "x", "n": 100}, 1),  # a field that is dropped
+    ],
+)
+def test_answers_are_counted(body: dict[str, Any], answers: int) -> None:
+    assert checked(**body) == answers
+
+
+@pytest.mark.parametrize(
+    ("body", "param", "bound"),
+    [
+        ({**CHATTING, "n": 9}, "n", "8"),
+        ({**CHATTING, "n": 128, "service_tier": "flex"}, "n", "8"),
+        ({**COMPLETING, "prompt": ["x"] * 9}, "n", "8"),
+        ({**COMPLETING, "prompt": [[1]] * 3, "n": 3}, "n", "8"),
+        ({**CHATTING, "bad_words": ["x"] * 129}, "bad_words", "128"),
+        ({**CHATTING, "n": 8, "bad_words": ["x"] * 17}, "bad_words", "128"),
+        ({**CHATTING, "n": 8, "logprobs": True, "top_logprobs": 16}, "top_logprobs", "128"),
+        ({**COMPLETING, "prompt": ["x"] * 8, "logprobs": 16}, "logprobs", "128"),
+        ({**COMPLETING, "logprobs": -1}, "logprobs", "128"),
+        ({**CHATTING, "n": 2, "logprobs": True, "logprob_token_ids": [7] * 64}, "logprob_token_ids", "128"),
+        ({**CHATTING, "messages": WORDS_OF_A_PAGE, "prompt_logprobs": 20}, "prompt_logprobs", "20000"),
+        ({**CHATTING, "messages": WORDS_OF_A_PAGE, "prompt_logprobs": 9, "n": 2}, "prompt_logprobs", "20000"),
+        ({**CHATTING, "prompt_logprobs": -1}, "prompt_logprobs", "20000"),
+        ({**CHATTING, "messages": [user("word " * 20_000)], "echo": True}, "echo", "20000"),
+        ({**COMPLETING, "prompt": [1] * 4001, "logprobs": 4, "echo": True}, "echo", "20000"),
+    ],
+)
+def test_answers_log_probabilities_and_bad_words_are_bounded_together(
+    body: dict[str, Any], param: str, bound: str
+) -> None:
+    with pytest.raises(BadRequest) as refused:
+        checked(**body)
+    assert refused.value.param == param
+    assert re.search(rf"it may (ask for|have) {bound}\b", refused.value.message)
+
+
+OTHERS_IMAGE = {"type": "image_url", "image_url": None}
+DISGUISED = {"type": "text", "text": "x", "image_url": None}  # an image, if it has a uuid
+
+
+@pytest.mark.parametrize("part", [OTHERS_IMAGE, DISGUISED])
+@pytest.mark.parametrize(
+    ("path", "field", "content"),
+    [
+        ("/v1/chat/completions", "messages", "content"),
+        ("/v1/responses", "input", "content"),
+        ("/v1/responses", "input", "output"),
+        ("/v1/embeddings", "messages", "content"),
+    ],
+)
+def test_media_are_known_by_their_content_and_not_by_a_clients_uuid(
+    path: str, field: str, content: str, part: dict[str, Any]
+) -> None:
+    asked = BodyParser(path, API.get(path), JSON, "s", frozenset({MODEL}), PromptLimit(CONTEXT))
+
+    def body(uuid: str | None) -> bytes:
+        message = {"role": "user", content: [{**part, "uuid": uuid}]}
+        return orjson.dumps({"model": MODEL, field: [message]})
+
+    with pytest.raises(BadRequest, match="no uuid"):
+        parse_body(asked, (body("of another"),))
+    parse_body(asked, (body(None),))
+
+
+async def test_kv_is_reserved_for_each_answer(made: FakeFleet) -> None:
+    beside = dict[int, int]()
+    url = made.urls[0]
+    for number in (1, 3):
+        named = {"x-conversation-id": f"answers-{number}"}
+        assert (await ask(url, [user("x")], headers=named, n=number)).status == 200
+        _, told = await get(f"{url}/v1/conversations/answers-{number}", headers=named)
+        receipt = told["placements"][0]["receipt"]
+        beside[number] = receipt["reserved_tokens"] - receipt["prompt_tokens"]
+    assert beside[3] == 3 * beside[1] > 0

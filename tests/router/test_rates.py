@@ -188,6 +188,21 @@ async def test_concurrent_turns_are_limited(tmp_path: Path) -> None:
         assert (await alice(made.urls[0], "third")).status == 200
 
 
+async def test_each_answer_of_a_request_counts_as_a_turn(tmp_path: Path) -> None:
+    async with limited(tmp_path, {"turns": 4}, engine={"token_s": 0.05}) as made:
+        url = made.urls[0]
+        going = asyncio.create_task(alice(url, "three", n=3, max_tokens=60))
+        await until(lambda: len(made.decoder_requests()) == 1)
+        refused = await alice(url, "two more", n=2)
+        assert (refused.status, refused.error["code"]) == (429, "rate_limit_exceeded")
+        assert (await alice(url, "one more", max_tokens=1)).status == 200
+        never = await alice(url, "five", n=5)
+        assert (never.status, never.error["param"]) == (400, "n") and "4 turns" in never.error["message"]
+        assert (await going).status == 200
+        several = await alice(url, "", path="/v1/completions", prompt=["a", "b"], n=2)
+        assert several.status == 200, "all are counted down again"
+
+
 async def test_a_request_without_its_body_does_not_count_as_a_turn(tmp_path: Path) -> None:
     async with limited(tmp_path, {"turns": 1}) as made:
         host, _, port = made.urls[0].removeprefix("http://").partition(":")

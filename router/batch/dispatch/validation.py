@@ -25,6 +25,7 @@ from router.batch.store.records import (
 from router.batch.store.store import Store
 from router.errors import BadRequest, RouterError, excerpt
 from router.gateway.config import ServedModel
+from router.requests.answer_limits import MOST_OFFLINE_ANSWERS, check_answers
 from router.requests.body_parser import check_items, is_deep
 from router.requests.fields import UnknownFields, check_fields, known_part
 from router.requests.grammars import grammar_of
@@ -230,14 +231,13 @@ def check_line(
         )
     if endpoint == EMBEDDINGS and not model.embeddings:
         raise BadLine("unsupported", f"The model '{name}' generates text: it makes no embeddings.", "url")
-    _check_common(endpoint, body, limits.unknown_fields)
+    body = _check_common(endpoint, body, limits.unknown_fields)
     if endpoint == "/v1/chat/completions":
         _check_messages(_required(body, "messages", "an array", "body.messages"))
     else:
         prompt = "prompt" if endpoint == "/v1/completions" else "input"
         if not _required(body, prompt, "a string or an array", f"body.{prompt}"):
             raise BadLine("invalid_value", f"'{prompt}' must not be empty.", f"body.{prompt}")
-    body = known_part(endpoint, body)  # no check has seen the rest
     return CheckedLine(custom_id, name, body, estimated_tokens(len(data), body))
 
 
@@ -284,7 +284,8 @@ def _of_kind(value: Any, kind: str, param: str) -> Any:
     raise BadLine("invalid_type", text, param)
 
 
-def _check_common(endpoint: str, body: dict[str, Any], unknown: UnknownFields) -> None:
+def _check_common(endpoint: str, body: dict[str, Any], unknown: UnknownFields) -> dict[str, Any]:
+    """Check a body, and return it without its unknown fields, whose values no check has seen."""
     if is_deep(body):
         raise BadLine("invalid_request", "'body' is nested too deeply.", "body")
     if body.get("stream"):
@@ -300,9 +301,12 @@ def _check_common(endpoint: str, body: dict[str, Any], unknown: UnknownFields) -
     try:
         check_items(body)
         check_fields(endpoint, body, unknown)
+        body = known_part(endpoint, body)
+        check_answers(body, MOST_OFFLINE_ANSWERS)
     except BadRequest as wrong:
         code = "invalid_request" if wrong.code == wrong.default_code else wrong.code
         raise BadLine(code, f"{wrong.message}.", f"body.{wrong.param}") from None
+    return body
 
 
 def _check_messages(messages: list[Any]) -> None:

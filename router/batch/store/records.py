@@ -8,7 +8,7 @@ from typing import Any
 import orjson
 import xxhash
 
-from router.requests.body_parser import count_prompts
+from router.requests.answer_limits import count_answers
 from router.requests.fields import MAX_TOKENS, OFFLINE_PRIORITY
 from router.requests.hints import HINT_FIELDS
 
@@ -176,8 +176,7 @@ def estimated_tokens(size: int, body: Mapping[str, Any]) -> int:
     """
     for name in ("max_completion_tokens", "max_output_tokens", "max_tokens"):
         if isinstance(body.get(name), int | float):  # a whole one: router/requests/fields.py
-            answers = int(body.get("n") or 1) * count_prompts(body)
-            return size // BYTES_PER_TOKEN + min(int(body[name]) * answers, MAX_TOKENS)
+            return size // BYTES_PER_TOKEN + min(int(body[name]) * count_answers(body), MAX_TOKENS)
     return size // BYTES_PER_TOKEN + DEFAULT_OUTPUT_TOKENS
 
 

@@ -35,6 +35,7 @@ class Ask:
     prefixes: tuple[PromptPrefix, ...] = ()  # that other prompts may share, by length
     flow: str = ""  # of its owner's, which are served fairly among each other
     waiting_share: float = 1.0  # of the waiting places, that its owner's turns may take
+    answers: int = 1  # that the turn asks for: each gets KV of its own
 
     @property
     def owner(self) -> str:

@@ -170,6 +170,7 @@ class Binder:
             prefixes=self._ratio.prefixes(turn) if uncached is None else (),
             flow=turn.flow,
             waiting_share=turn.waiting_share,
+            answers=turn.prompt.answers,
         )
         asking = asyncio.create_task(self._ask(ask))
 

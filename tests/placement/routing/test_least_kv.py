@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
 from placement.engines import Role
-from placement.routing.least_kv import FirstTurn
+from placement.routing.least_kv import FirstTurn, LaterTurn
 from placement.routing.placer import Placer
 from placement.routing.placer_settings import PlacerSettings
 from placement.routing.receipts import Placement, Refusal, RefusalReason, Why
@@ -163,3 +163,13 @@ def assert_refused(placer: Placer, tokens: int, reason: RefusalReason) -> Refusa
     assert isinstance(refusal, Refusal) and refusal.reason is reason
     assert refusal.message and (refusal.retry_after_s > 0 or reason is RefusalReason.TOO_LARGE)
     return refusal
+
+
+def test_each_answer_gets_headroom() -> None:
+    placer = Placer(PlacerSettings(fill=1.0, headroom_tokens=10), {"prefill": CURVE})
+    placer.engine_up(engine("p0", Role.PREFILL))
+    placer.engine_up(engine("d0", kv_tokens=100_000))
+    assert isinstance(placer.place(FirstTurn("a", 50, answers=4), 0.0), Placement)
+    assert placer.kv_in_use("d0") == 90
+    assert placer.place_later(LaterTurn("b", "d0", 20_000, 20_000, answers=4), 0.0).prefiller == "p0"
+    assert placer.kv_in_use("d0") == 90 + 20_040

@@ -1,6 +1,7 @@
 """Every kind of wrong input has its own error, with the line it is on."""
 
 import json
+from contextlib import nullcontext
 from dataclasses import replace
 from typing import Any
 
@@ -102,6 +103,17 @@ BAD_LINES: dict[str, tuple[bytes, str, str | None]] = {
     "max_tokens negative": (body(max_tokens=-(10**30)), "integer_below_min_value", "body.max_tokens"),
     "n zero": (body(n=0), "integer_below_min_value", "body.n"),
     "n of a million": (body(n=10**6), "integer_above_max_value", "body.n"),
+    "n of more than a step": (body(n=128, bad_words=["a", "b"]), "invalid_request", "body.bad_words"),
+    "log-probabilities of a prompt": (
+        body(prompt_logprobs=20_000),
+        "invalid_request",
+        "body.prompt_logprobs",
+    ),
+    "a uuid of media": (
+        text(role="user", content=[{"type": "image_url", "image_url": None, "uuid": "u"}]),
+        "invalid_request",
+        "body.messages.content.uuid",
+    ),
     "an endless target": (
         body(vllm_xargs={"slo_tbt_ms": "inf"}),
         "invalid_type",
@@ -408,3 +420,13 @@ def test_a_line_has_as_many_messages_as_a_turn_may_have() -> None:
     models = {entry["body"]["model"]: ServedModel(entry["body"]["model"])}
     with pytest.raises(BadLine, match="10001 items"):
         check_line(data, entry["url"], BatchLimits(line_bytes=len(data)), models)
+
+
+def test_a_line_may_ask_for_more_answers_than_a_turn() -> None:
+    for answers, refused in ((128, None), (2 * 65, "it may ask for 128")):
+        entry = line("a", url="/v1/completions")
+        entry["body"] = {"model": "tiny", "prompt": ["x"] * (answers // 2), "n": 2, "max_tokens": 3}
+        data = jsonl([entry])
+        asked = data, entry["url"], BatchLimits(), {"tiny": ServedModel("tiny")}
+        with pytest.raises(BadLine, match=refused) if refused else nullcontext():
+            assert check_line(*asked).est_tokens == len(data) // 4 + 3 * answers
