@@ -46,7 +46,7 @@ class GrammarChecks:
         self._slots = asyncio.Semaphore(budget.at_once)
         self._owners: WeakValueDictionary[str, asyncio.Lock] = WeakValueDictionary()
         self._known: OrderedDict[bytes, Outcome] = OrderedDict()
-        self._under_way: dict[bytes, asyncio.Task[Outcome]] = {}
+        self._under_way: dict[tuple[str, bytes], asyncio.Task[Outcome]] = {}  # by owner and digest
 
     async def check(self, vllm_config: Any, constraint: Outcome, owner: str) -> Outcome:
         """Return the fields that vLLM's validation sets, or raise the answer for the client."""
@@ -57,20 +57,23 @@ class GrammarChecks:
             self._known.move_to_end(digest)
             metrics.CHECKS.labels("known").inc()
         else:
-            task = self._under_way.get(digest)
+            name = owner, digest
+            task = self._under_way.get(name)
             if task is None:
-                task = asyncio.create_task(self._compile(vllm_config, content, owner))
-                self._under_way[digest] = task
-                task.add_done_callback(lambda done: self._remember(digest, done))
-            outcome = await asyncio.shield(task)  # other requests may wait for the same grammar
+                task = asyncio.create_task(self._compile(vllm_config, content, digest, owner))
+                self._under_way[name] = task
+                task.add_done_callback(lambda done: self._ended(name, done))
+            outcome = await asyncio.shield(task)  # other requests of this owner may wait for it
         return self._answer(outcome)
 
-    def _remember(self, digest: bytes, task: "asyncio.Task[Outcome]") -> None:
-        del self._under_way[digest]
-        if task.cancelled() or task.exception() is not None:
-            return
-        if len(json.dumps(task.result())) <= _KNOWN_BYTES:
-            self._known[digest] = task.result()
+    def _ended(self, name: tuple[str, bytes], task: "asyncio.Task[Outcome]") -> None:
+        del self._under_way[name]
+        if not task.cancelled():
+            task.exception()  # all who waited for it may have left
+
+    def _remember(self, digest: bytes, outcome: Outcome) -> None:
+        if len(json.dumps(outcome)) <= _KNOWN_BYTES:
+            self._known[digest] = outcome
             if len(self._known) > _KNOWN:
                 self._known.popitem(last=False)
 
@@ -84,12 +87,18 @@ class GrammarChecks:
             "smaller repetitions, alternatives and optional properties"
         )
 
-    async def _compile(self, vllm_config: Any, content: bytes, owner: str) -> Outcome:
+    async def _compile(self, vllm_config: Any, content: bytes, digest: bytes, owner: str) -> Outcome:
+        """Compile a grammar in its owner's turn, unless another owner's request has done so meanwhile."""
         lock = self._owners.setdefault(owner, asyncio.Lock())
         try:
             async with asyncio.timeout(self._budget.wait_s) as waiting, lock, self._slots:
                 waiting.reschedule(None)
-                return await self._compile_now(vllm_config, content)
+                if (known := self._known.get(digest)) is not None:
+                    metrics.CHECKS.labels("known").inc()
+                    return known
+                outcome = await self._compile_now(vllm_config, content)
+                self._remember(digest, outcome)
+                return outcome
         except TimeoutError:
             metrics.CHECKS.labels("unavailable").inc()
             raise _unavailable("other grammars of this API key are being compiled", 429) from None
