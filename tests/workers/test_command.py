@@ -141,3 +141,13 @@ def test_an_engine_with_another_control_socket_version_is_not_adopted(
     before = SPEC.fingerprint()
     monkeypatch.setattr("kvtransfer.control.control_socket.VERSION", -1)
     assert SPEC.fingerprint() != before
+
+
+def test_media_are_decoded_within_bounds_and_fetched_without_redirects() -> None:
+    """A redirect leads anywhere, whatever --allowed-media-domains says. Only the fleet file changes this."""
+    names = "VLLM_MAX_IMAGE_PIXELS", "VLLM_MEDIA_URL_ALLOW_REDIRECTS"
+    others = dict.fromkeys(names, "1")
+    env = engine_command(SPEC, START, KEYS, others).env
+    assert [env[name] for name in names] == [str(8192 * 8192), "0"]
+    changed = engine_command(replace(SPEC, env=tuple(others.items())), START, KEYS, {}).env
+    assert [changed[name] for name in names] == ["1", "1"]

@@ -178,6 +178,8 @@ def _environment(spec: LaunchSpec, keys: EngineKeys, environ: Mapping[str, str])
     env.update(GrammarBudget(spec.grammar_cpu_s, spec.grammar_memory_mib).to_environment())
     env["VLLM_REGEX_COMPILATION_TIMEOUT_S"] = "0"  # the engine core's grammars have passed a check
     env["VLLM_XGRAMMAR_CACHE_MB"] = str(spec.grammar_memory_mib)  # vLLM's own default is 512
+    env["VLLM_MAX_IMAGE_PIXELS"] = str(64 << 20)  # up to 256 MiB from few KB; vLLM allows 179 million
+    env["VLLM_MEDIA_URL_ALLOW_REDIRECTS"] = "0"  # they may leave --allowed-media-domains
     env["VLLM_NO_USAGE_STATS"] = "1"
     env["DO_NOT_TRACK"] = "1"
     if Path(spec.model).is_dir():
