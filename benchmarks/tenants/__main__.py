@@ -6,7 +6,8 @@ The fleet co-serves, with a key for each tenant and the same limits for both. Th
 conversations, in turns alone and beside an attack, on the same engines: floods of streams, giant prompts,
 streams that are cut off, bodies that come byte by byte, batches one after another, and requests that would
 cost more than they weigh: 10 MiB of text to be cut or counted, in metadata or in a line of a batch, request
-ids of 60 kB, beams, the highest priority, expressions of 19 KB, schemas and tools that are slow to compile.
+ids of 60 kB, beams, the highest priority, expressions of 19 KB, schemas and tools that are slow to compile,
+answers by the hundred with log-probabilities or words to avoid, log-probabilities of prompts.
 The victim's P99 of the time to the first token may be 1.25 times that of alone, that of the longest gap
 within a turn 1.5 times, and no turn of it may be refused or fail. No engine may take more than 1.5 times its
 idle memory, and no request may be answered with 500. Everything shares the machine, the attack's client too.
@@ -27,16 +28,15 @@ import orjson
 
 from benchmarks.harness.chats import converse
 from benchmarks.harness.fleet import RANDOM, brought_up, changed
+from benchmarks.harness.memory_watch import MEMORY_AIM, MemoryOfEngines
 from benchmarks.harness.output import command, quantile, report
 from benchmarks.harness.processes import arrived, spawned
 from benchmarks.tenants.hostile import attack
 from deploy.fleet import FleetSpec, load_fleet
-from deploy.home import FleetHome
 from deploy.lifecycle.status import serving
 from router.auth.keys import DefaultLimits, hash_secret
 from traces import ReplayError
 from traces.replay.client import ChatClient, ReplayOptions, text
-from workers.keeper.process_lease import recorded_below
 
 VICTIM, HOSTILE = "ck-victim", "ck-hostile"
 LIMITS = DefaultLimits(requests_per_minute=600, tokens_per_minute=60_000, turns=4, batches=20)
@@ -46,8 +46,7 @@ GROWS_S = 5.0  # of an attack, before the victim begins
 AGENTS, TURNS, TOKENS = 3, 4, 16
 PROMPT, APPEND = 1200, 250  # characters
 THINKS_S = 0.5
-AIM, GAP_AIM, MEMORY_AIM = 1.25, 1.5, 1.5
-LOOK_S = 2.0
+AIM, GAP_AIM = 1.25, 1.5
 
 
 @dataclass
@@ -76,23 +75,6 @@ async def talk(chat: ChatClient, random: Random, seen: VictimSeen, seconds: floa
                 seen.failed.append(str(wrong))
 
     await asyncio.gather(*(agent() for _ in range(AGENTS)))
-
-
-class MemoryOfEngines:
-    """Largest memory of any engine, as a multiple of its idle memory."""
-
-    def __init__(self, home: FleetHome) -> None:
-        self._engines, self.most = home.engines, 0.0
-
-    async def run(self) -> None:
-        """Poll the engines' memory until cancelled."""
-        while True:
-            await asyncio.to_thread(self._look)
-            await asyncio.sleep(LOOK_S)
-
-    def _look(self) -> None:
-        for engine in recorded_below(self._engines):
-            self.most = max(self.most, engine.memory_bytes() / max(1, engine.idle_bytes()))
 
 
 def prepared(file: Path, keys: Path) -> FleetSpec:

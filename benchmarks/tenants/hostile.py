@@ -20,11 +20,14 @@ CHAT = "/v1/chat/completions"
 CLIENTS = {"flood": 32, "giant": 6, "cancel": 12, "batch": 4, "slow": 20}
 CLIENTS |= dict.fromkeys(("cut", "tokenize", "count", "named", "noted", "urgent", "beam", "dear_batch"), 2)
 CLIENTS |= dict.fromkeys(("regex", "schema", "tools"), 2)  # make an engine compile
-FLOOD_TOKENS, GIANT_CHARACTERS = 128, 80_000
+CLIENTS |= dict.fromkeys(("listed", "scored", "avoided"), 2)  # hold an engine at each step, or its front end
+FLOOD_TOKENS, GIANT_CHARACTERS, LONGEST_SCORED = 128, 80_000, 3_000
 LONG_CHARACTERS, LONG_ID = 10 << 20, "R" * 60_000
 REPEATED_CHARACTERS = 100_000  # longer text repeats this many, which takes little processor time
 EXPRESSION = "((a{1,999}b){1,999}c){1,999}|" + "|".join(f"([a-z]{{1,{2000 + n}}}[0-9])" for n in range(900))
 PROPERTIES, TOOLS, TOOL_PROPERTIES = 1500, 150, 20
+ANSWERS = (2, 128)  # as many as the key may have at once, and more
+LISTED, AVOIDED = 20, 64  # log-probabilities, bad words
 LINES = 50  # of a batch
 PAUSE_S = 0.1  # after a refusal: `retry-after` is not kept to
 SLOW_BYTE_S = 1.0
@@ -100,6 +103,15 @@ class HostileTenant:
                 return await self._ask(self._body(10_000, 1), headers={"x-conversation-priority": "10"})
             case "beam":
                 return await self._ask(self._body(400, FLOOD_TOKENS, use_beam_search=True, n=8))
+            case "listed":
+                listed: dict[str, Any] = {"logprobs": True, "top_logprobs": LISTED, "stream": True}
+                return await self._ask(self._body(400, FLOOD_TOKENS, n=self._answers(), **listed))
+            case "scored":
+                characters = self._random.choice((LONGEST_SCORED, GIANT_CHARACTERS))
+                return await self._ask(self._body(characters, 1, prompt_logprobs=LISTED))
+            case "avoided":
+                words = [f"word {next(self._numbers)}" for _ in range(AVOIDED)]
+                return await self._ask(self._body(400, FLOOD_TOKENS, n=self._answers(), bad_words=words))
             case "batch":
                 return await self._submit(LINES, 2000)
             case "dear_batch":
@@ -111,6 +123,9 @@ class HostileTenant:
         content = long_text(f"hostile-{self._random.random()}-{next(self._numbers)}", characters)
         sizes = {"max_tokens": tokens, "min_tokens": tokens, "ignore_eos": True}
         return {"model": self._model, "messages": [{"role": "user", "content": content}], **sizes, **more}
+
+    def _answers(self) -> int:
+        return self._random.choice(ANSWERS)
 
     def _schema(self, properties: int) -> dict[str, Any]:
         """Return a schema with optional properties that no engine has seen before."""

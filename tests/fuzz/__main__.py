@@ -5,10 +5,10 @@
 
 Fields of valid requests are replaced, removed and added, and bytes of valid requests are tampered with; with
 --schemathesis (`make fuzz` has it) some requests are made from the gateway's `/openapi.json`. Meanwhile an
-honest conversation repeats, and its answers (float32, greedy) must be those it had before. No engine may end,
-no request may stay unanswered, no answer may be a 500, nothing may be left behind, and the gateway's loop may
-never be held for 50 ms of processor time. The longest stall is of GET /health, beside that of an idle server,
-since both share two cores with the engines.
+honest conversation repeats, and its answers (float32, greedy) must be those it had before. No engine may end
+or take more than 1.5 times its idle memory, no request may stay unanswered, no answer may be a 500, nothing
+may be left behind, and the gateway's loop may never be held for 50 ms of processor time. The longest stall is
+of GET /health, beside that of an idle server, since both share two cores with the engines.
 """
 
 import asyncio
@@ -27,6 +27,7 @@ import psutil
 
 from benchmarks.harness.chats import converse
 from benchmarks.harness.fleet import CO_SERVING, brought_up
+from benchmarks.harness.memory_watch import MEMORY_AIM, MemoryOfEngines
 from benchmarks.harness.output import command, report
 from benchmarks.harness.processes import received, spawned
 from deploy.fleet import load_fleet
@@ -49,7 +50,7 @@ SETTLE_S = 20.0
 SHOWN = 8
 FAULTS = (
     *("engines_ended", "unanswered", "internal_errors", "wrong", "left_running", "left_files"),
-    *("described_failed", "loop_held_over_50_ms"),
+    *("described_failed", "loop_held_over_50_ms", "engine_memory_over"),
 )
 
 
@@ -122,9 +123,16 @@ async def honest(chat: ChatClient, name: str) -> list[str]:
 
 
 async def run(
-    url: str, model: str, requests: int, seed: int, schemathesis: Path | None, seconds: float
+    url: str,
+    memory: MemoryOfEngines,
+    model: str,
+    requests: int,
+    seed: int,
+    schemathesis: Path | None,
+    seconds: float,
 ) -> FuzzResults:
     seen, stop, split = FuzzResults(), asyncio.Event(), urlsplit(url)
+    looking = asyncio.create_task(memory.run())
     async with aiohttp.ClientSession() as session:
         chat = ChatClient(session, ReplayOptions(url, conversation_header="x-conversation-id"), model)
         expected = await honest(chat, "before")
@@ -148,6 +156,7 @@ async def run(
         await attacking
         stop.set()
         await beside
+    looking.cancel()
     return seen
 
 
@@ -180,10 +189,11 @@ def measure(
 ) -> tuple[FuzzResults, dict[str, float]]:
     """Attack the fleet; return the results and the figures."""
     before, process = fleet_status(home).engines, listener(url)
+    engines = MemoryOfEngines(home)
     with spawned(watch, url) as prober:
         files, memory, holds = process.num_fds(), memory_mib(process), long_holds(url)
         began = time.monotonic()
-        seen = asyncio.run(run(url, *run_arguments))
+        seen = asyncio.run(run(url, engines, *run_arguments))
         seconds = time.monotonic() - began
         prober.send(None)
         stalls: dict[str, float] = received(prober)
@@ -206,6 +216,8 @@ def measure(
         "left_files": max(0, process.num_fds() - files - CLIENTS),
         "memory_mib": round(memory_mib(process), 1),
         "memory_mib_before": round(memory, 1),
+        "engine_memory_vs_idle": round(engines.most, 2),
+        "engine_memory_over": int(engines.most > MEMORY_AIM),
         "loop_held_over_50_ms": holds_after - holds,
         **stalls,
     }

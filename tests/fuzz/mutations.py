@@ -19,7 +19,8 @@ SEEDS: dict[str, dict[str, Any]] = json.loads("""{
     "prompt_cache_key": "k", "metadata": {"session_id": "s"}, "service_tier": "auto",
     "vllm_xargs": {"slo_tbt_ms": 200}},
   "/v1/completions": {"prompt": [1, 2, 3, 4], "max_tokens": 2, "stream": false, "echo": false, "logprobs": 1,
-    "suffix": null, "presence_penalty": 0.1, "repetition_penalty": 1.1, "min_tokens": 0},
+    "suffix": null, "presence_penalty": 0.1, "repetition_penalty": 1.1, "min_tokens": 0,
+    "structured_outputs": {"choice": ["a", "b"]}, "truncate_prompt_tokens": 3, "bad_words": ["x"]},
   "/v1/responses": {"input": 0, "max_output_tokens": 2, "store": false, "stream": false,
     "previous_response_id": null, "reasoning": null, "conversation": {"id": "c"}},
   "/v1/messages": {"messages": 0, "system": "You help.", "max_tokens": 2, "stream": false,
@@ -34,7 +35,14 @@ SEEDS["/v1/chat/completions"]["messages"] = SEEDS["/tokenize"]["messages"] = MES
 SEEDS["/v1/messages"]["messages"] = SEEDS["/v1/messages/count_tokens"]["messages"] = [USER]
 SEEDS["/v1/responses"]["input"], SEEDS["/v1/embeddings"]["input"] = [USER], [WORDS]
 LENGTHS = ("max_tokens", "max_completion_tokens", "max_output_tokens")
-READS = ("/v1/models", "/v1/models/x", "/v1/conversations", "/v1/conversations/x", "/v1/files", "/v1/batches")
+FILES = "/v1/files"
+READS = ("/v1/models", "/v1/models/x", "/v1/conversations", "/v1/conversations/x", FILES, "/v1/batches")
+FORM = "multipart/form-data; boundary=b"
+UPLOAD = (
+    b'--b\r\ncontent-disposition: form-data; name="purpose"\r\n\r\nbatch\r\n'
+    b'--b\r\ncontent-disposition: form-data; name="file"; filename="a"\r\n\r\n{}\r\n--b--\r\n'
+)
+QUERIES = ("?limit=-1", "?limit=²", "?after=%00&order=up", "?a=1&a=2", "?%zz", "?" + "q" * 20_000, "?")
 METHODS = (*["POST"] * 4, "GET", "PUT", "DELETE", "HEAD", "OPTIONS", "PATCH", "BREW")
 OUR_FIELDS = (
     "kv_transfer_params",
@@ -48,7 +56,7 @@ OUR_FIELDS = (
 HEADERS = (
     *("x-conversation-id", "x-session-id", "x-parent-conversation-id", "x-correlation-id", "accept"),
     *("x-conversation-final", "content-type", "content-encoding", "expect", "traceparent", "authorization"),
-    "connection",
+    *("connection", "x-request-id"),
 )
 HEADER_VALUES = ("x", "", "é", "a" * 600, "gzip", "100-continue", "00-0-0-0", "true", "\t")
 DEEP = "@deep@"  # stands for a nesting that no encoder writes
@@ -109,7 +117,8 @@ def _mutated_fields(random: Random, model: str) -> Attack:
     if random.random() < 0.2:
         head.append((random.choice(HEADERS), random.choice(HEADER_VALUES)))
     whole = limited and method not in ("HEAD", "BREW")
-    return Attack(_request(method, path, head, raw), whole, f"{method} {path}")
+    query = random.choice(QUERIES) if random.random() < 0.05 else ""
+    return Attack(_request(method, path + query, head, raw), whole, f"{method} {path}{query[:20]}")
 
 
 def _mutated(random: Random, value: Any) -> Any:
@@ -136,9 +145,10 @@ def _request(method: str, path: str, head: list[tuple[str, str]], body: bytes) -
 
 def _tampered_bytes(random: Random, model: str) -> Attack:
     """Return a valid request with some bytes changed, so that it may be invalid."""
-    path = random.choice([*SEEDS])
-    valid = json.dumps({"model": model, **SEEDS[path]}).encode()
-    good = _request("POST", path, [("Content-Type", "application/json")], valid)
+    path = random.choice([*SEEDS, FILES])
+    valid = UPLOAD if path == FILES else json.dumps({"model": model, **SEEDS[path]}).encode()
+    media_type = FORM if path == FILES else "application/json"
+    good = _request("POST", path, [("Content-Type", media_type)], valid)
     head, _, body = good.partition(b"\r\n\r\n")
     without_length = b"\r\n".join(head.split(b"\r\n")[:-1]) + b"\r\n"
     end, kind = b"\r\n\r\n", random.randrange(12)
