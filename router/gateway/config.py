@@ -14,7 +14,7 @@ from placement.routing.placer_settings import PlacingPolicy, Redisaggregation
 from router.auth.keys import DefaultLimits, Key
 from router.http import ServerLimits, UpstreamLimits
 from router.requests.fields import UnknownFields
-from router.requests.prompt_limit import MAX_BYTES_PER_TOKEN
+from router.requests.prompt_limit import MAX_ANSWERS, MAX_BYTES_PER_TOKEN
 from router.settings import MIB, SETTINGS, ConfigFile, Duration, FilePath, Share
 
 _STRICT = ConfigDict(extra="forbid")
@@ -169,6 +169,8 @@ class GatewayLimits:
     prompt_bytes_per_token: Annotated[int, Field(gt=0, le=1024)] = MAX_BYTES_PER_TOKEN
     """Prose has 4 to 5. A prompt with more bytes for each token of the largest context is refused before it
     is tokenised."""
+    answers: Annotated[int, Field(gt=0, le=128)] = MAX_ANSWERS
+    """Most answers that one request may ask for: `n` times its prompts."""
     request_timeout_s: Duration = _SERVER.body_timeout_s
     """Longest silence of a client that sends its request. A whole body has a minute, and longer if it is
     large, at 64 KiB/s."""

@@ -90,7 +90,7 @@ class Routes:
         groups = PrefixGroups(config.shared_prefixes)
 
         def prompt_limit() -> PromptLimit:
-            return PromptLimit(directory.engines.max_context, limits.prompt_bytes_per_token)
+            return PromptLimit(directory.engines.max_context, limits.prompt_bytes_per_token, limits.answers)
 
         unknown, ignored = config.unknown_fields, IgnoredFields()
         reader = TurnReader(parser_pool, groups, SloClasses(config), answers, prompt_limit, unknown)

@@ -15,7 +15,6 @@ from router.identity.prefix_chain import MEDIA_BYTES, media_in
 from router.requests.fields import MAX_STEP_TOKEN_IDS
 from router.requests.prompt_limit import token_ids
 
-MOST_ANSWERS = 8  # of a turn; each counts as one of its key's turns
 MOST_OFFLINE_ANSWERS = 128  # of a line of a batch, which turns go before
 MOST_LOG_PROBABILITIES = 128  # of a step, for all answers
 MOST_PROMPT_LOG_PROBABILITIES = 20_000
@@ -24,7 +23,7 @@ _BYTES_PER_TOKEN = 4
 _PROMPT = ("messages", "prompt", "tools", "documents", "chat_template_kwargs")
 
 
-def check_answers(body: Mapping[str, Any], most: int = MOST_ANSWERS) -> int:
+def check_answers(body: Mapping[str, Any], most: int) -> int:
     """Return the number of answers that a checked body asks for, or refuse it. Unknown fields are gone."""
     answers = count_answers(body)
     if answers > most:

@@ -141,7 +141,7 @@ def parse_body(parser: BodyParser, pieces: Sequence[bytes]) -> ParsedBody:
         else:
             raw = kept = orjson.dumps(body)
     parser.limit.check(parser.path, body)
-    answers = check_answers(body)
+    answers = check_answers(body, parser.limit.max_answers)
     prompt = _prompt(parser, parser.api, body, answers) if parser.api is not None else None
     continues = body.get("previous_response_id") or body.get("conversation")
     items: bytes | Span = b""

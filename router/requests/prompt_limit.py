@@ -20,6 +20,7 @@ from router.requests.fields import fields_of
 
 # Prose and source code have 3 to 5 bytes a token. Only rows of spaces or of one sign have many more.
 MAX_BYTES_PER_TOKEN = 16
+MAX_ANSWERS = 8  # of a turn; each counts as one of its key's turns
 MOST_TOKENS_OF_SEVERAL = 131_072  # of all prompts of one request, where the context is smaller
 UNKNOWN_CONTEXT = 65_536  # tokens, while no engine is known
 _WITH_MEDIA = ("messages", "input")  # fields with parts that engines do not tokenise
@@ -28,10 +29,11 @@ _SEVERAL = {"/v1/completions": "prompt", "/v1/embeddings": "input"}  # fields th
 
 @dataclass(frozen=True, slots=True)
 class PromptLimit:
-    """The longest prompt that the fleet accepts."""
+    """The longest prompt, and the most answers to it, that the fleet accepts."""
 
     max_context: int  # tokens of the largest engine; 0 while none is known
     max_bytes_per_token: int = MAX_BYTES_PER_TOKEN
+    max_answers: int = MAX_ANSWERS
 
     def check(self, path: str, body: Mapping[str, Any]) -> None:
         """Refuse a checked body whose prompt fits in no engine. `path` is its endpoint."""

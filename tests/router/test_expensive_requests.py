@@ -246,9 +246,12 @@ async def test_all_fields_besides_the_prompt_share_a_limit_of_kilobytes(
     assert not made.decoder_requests() and not made.prefills()
 
 
-def checked(path: str, **body: Any) -> int:
+A_LIMIT = PromptLimit(100_000)
+
+
+def checked(path: str, limit: PromptLimit = A_LIMIT, **body: Any) -> int:
     """Return the number of answers that a turn asks for, as the gateway counts them."""
-    asked = BodyParser(path, API[path], JSON, "s", frozenset({MODEL}), PromptLimit(100_000))
+    asked = BodyParser(path, API[path], JSON, "s", frozenset({MODEL}), limit)
     prompt = parse_body(asked, (orjson.dumps({"model": MODEL, **body}),)).prompt
     assert prompt is not None
     return prompt.answers
@@ -307,6 +310,13 @@ def test_answers_log_probabilities_and_bad_words_are_bounded_together(
         checked(**body)
     assert refused.value.param == param
     assert re.search(rf"it may (ask for|have) {bound}\b", refused.value.message)
+
+
+def test_a_fleet_may_allow_more_answers() -> None:
+    limit = PromptLimit(100_000, max_answers=16)
+    assert checked(**CHATTING, n=16, limit=limit) == 16
+    with pytest.raises(BadRequest, match="it may ask for 16"):
+        checked(**CHATTING, n=17, limit=limit)
 
 
 OTHERS_IMAGE = {"type": "image_url", "image_url": None}

@@ -240,6 +240,7 @@ CASES = {
         2, lambda got: [one.max_head_bytes for one in server_limits(got)], [2048, 2048]
     ),
     "gateway.limits.connections": case(99, lambda got: got.gateway.limits.server.max_connections),
+    "gateway.limits.answers": case(16, lambda got: got.gateway.limits.answers),
     "gateway.limits.prompt_bytes_per_token": case(8, lambda got: got.gateway.limits.prompt_bytes_per_token),
     "gateway.limits.owner_share": case(0.25, lambda got: got.gateway.limits.owner_share),
     "gateway.limits.bodies_mib": case(98, lambda got: got.gateway.limits.bodies_mib),
