@@ -12,6 +12,8 @@ from typing import Any
 from deploy.errors import DeployError
 from deploy.fleet.engine_checks import speculates
 from deploy.fleet.engine_needs import BYTES, Architecture
+from deploy.fleet.schema import default
+from placement.routing.placer_settings import PlacerSettings
 from placement.sizing.accelerators import ACCELERATORS, Accelerator
 from placement.sizing.provisioning import TYPICAL, Capacity, Means, ProvisioningError, provision
 
@@ -24,6 +26,8 @@ CPU_WORKSPACE = 1.5 * GIB  # of an engine, beside weights and KV
 CPU_KV = 1.1 * GIB  # of an engine; more only for a conversation that is asked for
 LEAST_CONTEXT = 2_048
 CPU_BLOCK = 32
+# Share of a decoder's KV that conversations get, and tokens that are reserved beside a prompt (and rounding).
+FILL, HEADROOM = default(PlacerSettings, "fill"), default(PlacerSettings, "headroom_tokens") + 2 * CPU_BLOCK
 REACHED = 0.5  # of a data sheet's figures
 
 
@@ -175,7 +179,7 @@ def _on_cpu(wishes: Wishes, model: Architecture, machine: Machine) -> tuple[dict
     width = BYTES.get(wishes.dtype, 0) or BYTES.get(model.dtype, 2)
     weights = model.weight_bytes * width / BYTES.get(model.dtype, width)
     free = CPU_SHARE * machine.memory
-    kv = max(CPU_KV, model.kv_bytes((wishes.max_context or 0) + CPU_BLOCK, 1, width))  # a block is vLLM's own
+    kv = max(CPU_KV, model.kv_bytes(ceil(((wishes.max_context or 0) + HEADROOM) / FILL), 1, width))
     if wishes.prefill is None and wishes.decode is None:
         fits = 3 * (weights + CPU_WORKSPACE + kv) <= free
         prefill, decode = (1, 2) if fits and not speculates(wishes.options) else (0, 1)
@@ -205,7 +209,7 @@ def _on_cpu(wishes: Wishes, model: Architecture, machine: Machine) -> tuple[dict
 
 def _context(wishes: Wishes, model: Architecture, left: float, ranks: int, where: str, width: int = 2) -> int:
     """Return the longest conversation: the model's maximum, or less if not even one of these fits."""
-    fits = max(0, int(left / model.kv_bytes(1, ranks, width)))
+    fits = max(0, int(FILL * left / model.kv_bytes(1, ranks, width)) - HEADROOM)
     asked = wishes.max_context or min(model.max_context or fits, fits)
     room = f"room for conversations of {fits} tokens" if left > 0 else "no room for them"
     if fits < max(LEAST_CONTEXT, wishes.max_context or 0):

@@ -8,6 +8,7 @@ import yaml
 
 from deploy.errors import DeployError
 from deploy.fleet import FleetSpec, parse_fleet
+from deploy.fleet.components import placer_settings
 from deploy.fleet.engine_needs import Architecture, architecture_of
 from deploy.fleet.for_model import GIB, Machine, Wishes, fleet_for
 from deploy.models import smollm2
@@ -77,6 +78,9 @@ def test_without_gpus_a_small_fleet_fits_a_laptop() -> None:
 def test_a_conversation_that_is_asked_for_gets_its_memory_on_a_cpu() -> None:
     made = fleet(SMALL, LAPTOP, dtype="float32", max_context=32_768)
     assert made.model.max_context == 32_768 and tiers(made) == [("prefill", 1), ("decode", 2)]
+    kv_tokens = 32 * (made.engine.args["num-gpu-blocks-override"] - 1)  # one block is vLLM's own
+    settings = placer_settings(made)
+    assert settings.fill * kv_tokens >= 32_768 + settings.headroom_tokens
     fewer = fleet(SMALL, replace(LAPTOP, memory=10 * GIB), dtype="float32", max_context=32_768)
     assert fewer.model.max_context == 32_768 and tiers(fewer) == [("decode", 1)]
 
