@@ -73,8 +73,11 @@ class RoutingState:
     split_kv: dict[str, int] = field(default_factory=dict)  # KV of decoders that share their layers
 
     def need(self, turn: FirstTurn) -> int:
-        """Return the tokens of KV to reserve for a first turn."""
-        return turn.prompt_tokens + turn.answers * self.settings.headroom_tokens
+        """Return the tokens of KV to reserve for a first turn: for as many answers as fit on any decoder."""
+        headroom, answers = self.settings.headroom_tokens, turn.answers
+        while answers > 1 and not self.decoders.could_ever_hold(turn.prompt_tokens + answers * headroom):
+            answers -= 1
+        return turn.prompt_tokens + answers * headroom
 
     def cached_tokens(self, turn: FirstTurn, now: float) -> dict[str, int]:
         """Return the tokens of the prompt that engines have cached, by estimate.

@@ -27,8 +27,10 @@ def check_answers(body: Mapping[str, Any], most: int) -> int:
     """Return the number of answers that a checked body asks for, or refuse it. Unknown fields are gone."""
     answers = count_answers(body)
     if answers > most:
-        asked = f"{answers} answers, n to each of its prompts"
-        raise BadRequest(f"the request asks for {asked}; it may ask for {most}", param="n")
+        prompts = _prompts(body)
+        asked = f"{answers} answers" if prompts == 1 else f"{answers} answers to {prompts} prompts"
+        param = "prompt" if answers == prompts else "n"
+        raise BadRequest(f"the request asks for {asked}; it may ask for {most}", param=param)
     if (words := answers * len(body.get("bad_words") or ())) > MOST_BAD_WORDS:
         asked = f"{words} bad_words, for {answers} answers"
         raise BadRequest(f"the request has {asked}; it may have {MOST_BAD_WORDS}", param="bad_words")

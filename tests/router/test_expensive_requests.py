@@ -288,7 +288,7 @@ def test_answers_are_counted(body: dict[str, Any], answers: int) -> None:
     [
         ({**CHATTING, "n": 9}, "n", "8"),
         ({**CHATTING, "n": 128, "service_tier": "flex"}, "n", "8"),
-        ({**COMPLETING, "prompt": ["x"] * 9}, "n", "8"),
+        ({**COMPLETING, "prompt": ["x"] * 9}, "prompt", "8"),
         ({**COMPLETING, "prompt": [[1]] * 3, "n": 3}, "n", "8"),
         ({**CHATTING, "bad_words": ["x"] * 129}, "bad_words", "128"),
         ({**CHATTING, "n": 8, "bad_words": ["x"] * 17}, "bad_words", "128"),

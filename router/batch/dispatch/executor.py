@@ -29,6 +29,8 @@ from router.batch.store.store import Store
 from router.errors import BadRequest, EngineGarbled, EngineLost, UpstreamError
 from router.http import Endpoint, RawHeaders, UpstreamPool, UpstreamRequest, UpstreamResponse, fetch
 from router.identity.prefix_groups import PrefixGroups
+from router.requests.answer_limits import MOST_OFFLINE_ANSWERS, check_answers
+from router.requests.body_parser import check_items
 from router.requests.fields import OFFLINE_HEADER, check_fields, known_part
 from router.requests.ignored_fields import IgnoredFields
 from router.requests.prompt_limit import PromptLimit
@@ -131,6 +133,8 @@ class Executor:
         if ignored := check_fields(request.endpoint, body):
             self._ignored.record(request.owner, request.endpoint, ignored)
             body = known_part(request.endpoint, body)
+        check_items(body)
+        check_answers(body, MOST_OFFLINE_ANSWERS)
         PromptLimit(info.max_context, self._prompt_bytes_per_token).check(request.endpoint, body)
         sent = UpstreamRequest(
             method="POST",

@@ -79,7 +79,9 @@ def allowance_of(engine: EngineSlots, settings: DispatchSettings) -> Allowance:
         # No KV to spare: idle conversations may hold all of it for as long as they live. One request after
         # another goes on in what is kept free, or a batch beside them would never end.
         window = min(window, 1)
-    return Allowance(max(0, min(window, settings.max_in_flight) - engine.in_flight), max(0, tokens))
+    # A request for several answers waits as several in the engine.
+    free = min(min(window, settings.max_in_flight) - engine.in_flight, QUEUE_AHEAD - state.offline_waiting)
+    return Allowance(max(0, free), max(0, tokens))
 
 
 def _idle(state: EngineState | None) -> bool:

@@ -174,10 +174,10 @@ def estimated_tokens(size: int, body: Mapping[str, Any]) -> int:
 
     `body` has known fields only: the values of others have not been checked.
     """
-    for name in ("max_completion_tokens", "max_output_tokens", "max_tokens"):
-        if isinstance(body.get(name), int | float):  # a whole one: router/requests/fields.py
-            return size // BYTES_PER_TOKEN + min(int(body[name]) * count_answers(body), MAX_TOKENS)
-    return size // BYTES_PER_TOKEN + DEFAULT_OUTPUT_TOKENS
+    names = ("max_completion_tokens", "max_output_tokens", "max_tokens")
+    named = (body[name] for name in names if isinstance(body.get(name), int | float))
+    answer = int(next(named, DEFAULT_OUTPUT_TOKENS))  # a whole number: router/requests/fields.py
+    return size // BYTES_PER_TOKEN + min(answer * count_answers(body), MAX_TOKENS)
 
 
 # A prefix key is three digests of the first 256, 2,048 and 16,384 characters of what the engine will read.

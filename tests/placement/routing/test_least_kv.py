@@ -165,6 +165,14 @@ def assert_refused(placer: Placer, tokens: int, reason: RefusalReason) -> Refusa
     return refusal
 
 
+def test_no_turn_is_refused_for_the_headroom_of_its_answers() -> None:
+    placer = Placer(PlacerSettings(fill=1.0, headroom_tokens=1_000), {"prefill": CURVE})
+    placer.engine_up(engine("p0", Role.PREFILL))
+    placer.engine_up(engine("d0", kv_tokens=20_000))
+    assert isinstance(placer.place(FirstTurn("a", 15_500, answers=8), 0.0), Placement)
+    assert placer.kv_in_use("d0") == 19_500
+
+
 def test_each_answer_gets_headroom() -> None:
     placer = Placer(PlacerSettings(fill=1.0, headroom_tokens=10), {"prefill": CURVE})
     placer.engine_up(engine("p0", Role.PREFILL))

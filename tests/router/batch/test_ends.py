@@ -83,6 +83,28 @@ async def test_a_line_that_no_engine_can_hold_fails_alone_and_reaches_none(
         assert len(engine.bodies) == 2
 
 
+async def test_a_line_that_an_earlier_version_accepted_is_checked_again(
+    gateway: GatewayWithBatch, engine: OfflineEngine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("router.batch.dispatch.validation.check_answers", lambda body, most: 1)
+    monkeypatch.setattr("router.batch.dispatch.validation.check_items", lambda body: None)
+    image = {"type": "image_url", "image_url": None, "uuid": "another owner's"}
+    lines = [
+        line("good"),
+        {**line("many"), "body": {**line("many")["body"], "n": 128, "bad_words": ["x"] * 2}},
+        {
+            **line("image"),
+            "body": {**line("image")["body"], "messages": [{"role": "user", "content": [image]}]},
+        },
+    ]
+    async with gateway.client() as client:
+        batch = await ended(client, await submit(client, jsonl(lines)))
+        output, error = await results_of(client, batch)
+    assert output.keys() == {"good"}
+    assert "it may have 128" in str(error["many"]) and "uuid" in str(error["image"])
+    assert len(engine.served) == 1
+
+
 async def test_an_expired_batch_keeps_what_was_done(
     gateway: GatewayWithBatch, engine: OfflineEngine, monkeypatch: pytest.MonkeyPatch
 ) -> None:

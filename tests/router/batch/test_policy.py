@@ -58,6 +58,14 @@ def test_the_window_follows_the_decoders_running_requests() -> None:
     assert allowance_of(view(reported=stuck, in_flight=14), SETTINGS).requests == 0
 
 
+def test_answers_that_wait_in_an_engine_leave_no_place_for_more_requests() -> None:
+    """One request for 128 answers runs as 128."""
+    many = state(offline_running=256, offline_waiting=384)
+    assert allowance_of(view(reported=many, in_flight=5), SETTINGS).requests == 0
+    few = state(offline_running=128, offline_waiting=0)
+    assert allowance_of(view(reported=few, in_flight=1), SETTINGS).requests == 4
+
+
 def test_an_engine_that_shares_layers_gets_nothing() -> None:
     shape = EngineShape(4, 1.0, 1_000, 1.0, 1.0, 1.0, None)
     for epoch, requests in ((0, 4), (3, 0)):
