@@ -43,9 +43,14 @@ _INT64 = 2**63 - 1
 _INT32 = 2**31 - 1
 
 
-@checks(BodyPart.GRAMMAR)
+@checks(BodyPart.GRAMMAR, type="object")
 def _grammar(name: str, value: Any) -> None:
-    """Check a schema, grammar, expression or list of choices that an answer has to follow."""
+    """Check a schema, grammar, expression or list of choices that an answer has to follow.
+
+    vLLM fails at a `structured_outputs` that is no object.
+    """
+    if type(value) is not dict:
+        raise wrong(name, "an object", None)
     nested(name, value)
     if (size := len(orjson.dumps(value))) > MAX_GRAMMAR_BYTES:
         raise BadRequest(f"{name} has {size} bytes as JSON; it may have {MAX_GRAMMAR_BYTES}", param=name)

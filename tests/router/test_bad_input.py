@@ -155,6 +155,7 @@ ENDLESS: list[tuple[dict[str, Any], str]] = [
     ({"response_format": {"type": "json_schema", "x": "y" * 70_000}}, "bad_request"),
     ({"structured_outputs": {"grammar": "y" * 70_000}}, "bad_request"),
     ({"structured_outputs": {"choice": ["a"] * 20_000}}, "bad_request"),
+    ({"structured_outputs": "a schema"}, "invalid_type"),
     ({"vllm_xargs": {"slo_tbt_ms": "inf"}}, "invalid_type"),
     ({"vllm_xargs": {"slo_tbt_ms": "nan"}}, "invalid_type"),
     ({"vllm_xargs": {"slo_tbt_ms": 0}}, "invalid_value"),
