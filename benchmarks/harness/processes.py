@@ -128,8 +128,9 @@ def spawned(work: Callable[..., object], *arguments: Any) -> Iterator[Connection
 def arrived(pipe: Connection) -> Counter[str]:
     """Return the sum of all counts that a process has sent so far, without waiting for more."""
     counts: Counter[str] = Counter()
-    while pipe.poll():
-        counts += pipe.recv()
+    with contextlib.suppress(EOFError):  # the process has ended
+        while pipe.poll():
+            counts += pipe.recv()
     return counts
 
 

@@ -24,6 +24,17 @@ def test_counts_of_a_process_that_stalls_are_taken_at_once() -> None:
         assert time.monotonic() - began < 1.0
 
 
+def count_and_end(pipe: Connection) -> None:
+    pipe.send(Counter({"flood 200": 3}))
+
+
+def test_counts_of_a_process_that_has_ended_are_taken() -> None:
+    with spawned(count_and_end) as pipe:
+        assert pipe.poll(30.0)
+        time.sleep(1.0)
+        assert arrived(pipe) == {"flood 200": 3}
+
+
 def test_long_text_has_its_length_and_its_own_beginning() -> None:
     first, second = (long_text(name, 250_000) for name in ("a", "b"))
     assert len(first) == len(second) == 250_000
