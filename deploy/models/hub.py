@@ -31,7 +31,7 @@ def describe(model: str) -> int:
 
     if not (constants.HF_HUB_OFFLINE or reaches(constants.ENDPOINT)):
         raise DeployError(_SILENT.format(model))
-    with _errors(model):
+    with _errors(model, _SILENT):
         files = HfApi().model_info(model, timeout=WAIT_S, files_metadata=True).siblings or []
         there = [file.rfilename for file in files]
         if "config.json" not in there:
@@ -47,7 +47,7 @@ def fetch(model: str) -> None:
     """Download all that an engine loads, with a progress bar, as an engine that downloads seems to hang."""
     from huggingface_hub import HfApi, snapshot_download
 
-    with _errors(model):
+    with _errors(model, _LOST):
         there = HfApi().list_repo_files(model)
         text = [name for name in there if "/" not in name and any(fnmatch(name, one) for one in FILES)]
         snapshot_download(model, allow_patterns=[*text, *_weights(model, there)])
@@ -59,13 +59,21 @@ def index_of(names: Iterable[str]) -> str:
     return f"{kind}.safetensors.index.json"
 
 
+def named_in(index: Path) -> list[str]:
+    """Return the files that an index of weights names; none if it is damaged."""
+    with suppress(OSError, ValueError, KeyError, TypeError, AttributeError):
+        return sorted({str(name) for name in json.loads(index.read_text())["weight_map"].values()})
+    return []
+
+
 def _weights(model: str, there: Sequence[str]) -> list[str]:
     """Return the files that vLLM loads. Copies are in folders, or in a format that it does not prefer."""
     from huggingface_hub import hf_hub_download
 
     files = [name for name in there if "/" not in name]
-    if (index := index_of(files)) in files:
-        return sorted(set(json.loads(Path(hf_hub_download(model, index)).read_text())["weight_map"].values()))
+    index = index_of(files)
+    if index in files and (named := named_in(Path(hf_hub_download(model, index)))):
+        return named
     return [name for name in files if fnmatch(name, MISTRALS)] or [
         name for name in files if name.endswith(".safetensors")
     ]
@@ -73,11 +81,12 @@ def _weights(model: str, there: Sequence[str]) -> list[str]:
 
 _SILENT = f"{{}} is not on this machine, and Hugging Face cannot be reached: {INSTEAD}"
 _AGAIN = "run it again: it continues where it stopped"
+_LOST = f"{{}} is not whole, because the connection to Hugging Face is lost ({{}}): {_AGAIN}"
 
 
 @contextmanager
-def _errors(model: str) -> Iterator[None]:
-    """Convert errors of the hub, of the network and of files to a sentence."""
+def _errors(model: str, lost: str) -> Iterator[None]:
+    """Convert errors of the hub, of the network (`lost`) and of files to a sentence."""
     import httpx
     from huggingface_hub.errors import HfHubHTTPError, HFValidationError, LocalEntryNotFoundError
 
@@ -87,10 +96,11 @@ def _errors(model: str) -> Iterator[None]:
         # RuntimeError: of hf_xet, which downloads large files. A file that is not in the cache either says
         # only in its cause why it was not fetched.
         cause = error.__cause__ if isinstance(error, LocalEntryNotFoundError) else error
-        raise DeployError(_sentence(model, cause or error)) from error
+        raise DeployError(_sentence(model, cause or error) or lost.format(model, error)) from error
 
 
-def _sentence(model: str, error: BaseException) -> str:
+def _sentence(model: str, error: BaseException) -> str | None:
+    """Say what is wrong; None if the connection is lost."""
     from huggingface_hub.errors import (
         GatedRepoError,
         HfHubHTTPError,
@@ -113,9 +123,10 @@ def _sentence(model: str, error: BaseException) -> str:
         return f"{model} is neither a directory nor an id of Hugging Face: {INSTEAD}"
     if isinstance(error, OfflineModeIsEnabled):
         return f"{model} is not on this machine, and HF_HUB_OFFLINE is set: {INSTEAD}"
-    if isinstance(error, OSError) and error.strerror:
+    lost = isinstance(error, ConnectionError | TimeoutError)
+    if isinstance(error, OSError) and error.strerror and not lost:
         return f"{model} cannot be written: {error.filename or 'a file'}: {error.strerror}; then {_AGAIN}"
-    return f"{model} is not whole, because the connection to Hugging Face is lost ({error}): {_AGAIN}"
+    return None
 
 
 def reaches(url: str) -> bool:

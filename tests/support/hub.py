@@ -21,6 +21,7 @@ class StandInHub:
     sent: set[str] = field(default_factory=set)  # names of files
     refuses: dict[str, int] = field(default_factory=dict)  # status, by a part of a path
     why: dict[str, str] = field(default_factory=dict)  # headers of a refusal
+    drops: str = ""  # the connection, for a path with this part
 
     def run(self, home: Path, *arguments: str) -> "subprocess.CompletedProcess[str]":
         """Run Python with this hub and the cache in `home`."""
@@ -57,6 +58,9 @@ def standing_in(files: Mapping[str, bytes]) -> Iterator[StandInHub]:
             self.do_GET()
 
         def do_GET(self) -> None:
+            if hub.drops and hub.drops in self.path:
+                self.close_connection = True
+                return
             refused = next((status for part, status in hub.refuses.items() if part in self.path), None)
             body = b"" if refused else hub.answer(self.path)
             name = self.path.rpartition("/resolve/")[2].partition("/")[2]

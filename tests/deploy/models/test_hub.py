@@ -22,6 +22,7 @@ def index(*names: str) -> bytes:
 
 
 SHARDS = ("model-1.safetensors", "model-2.safetensors")
+DAMAGED = (b"{}", b"[]", b'{"weight_map": []}', b"no JSON")
 SHARDED = {**weights(*SHARDS), "model.safetensors.index.json": index(*SHARDS)}
 
 
@@ -31,8 +32,9 @@ SHARDED = {**weights(*SHARDS), "model.safetensors.index.json": index(*SHARDS)}
         ({**weights("model.safetensors", "onnx/model.safetensors")}, ("model.safetensors",)),
         ({**SHARDED, **weights("original/model.safetensors", "extra.safetensors")}, SHARDS),
         ({**SHARDED, **weights("consolidated.safetensors")}, ("consolidated.safetensors",)),
+        *(({**SHARDED, "model.safetensors.index.json": damaged}, SHARDS) for damaged in DAMAGED),
     ],
-    ids=["a copy in a folder", "what the index does not name", "Mistral's own format"],
+    ids=["a copy in a folder", "what the index does not name", "Mistral's own format", *map(repr, DAMAGED)],
 )
 def test_a_second_copy_is_neither_counted_nor_fetched(
     tmp_path: Path, files: dict[str, bytes], loaded: tuple[str, ...]
@@ -68,6 +70,29 @@ def test_each_refusal_has_its_own_sentence(
         hub.refuses, hub.why = {path: status}, why
         done = hub.run(tmp_path, "-c", FETCH)
     assert said in done.stderr.splitlines()[-1]
+
+
+@pytest.mark.parametrize(
+    ("path", "said"),
+    [
+        ("/api/models", "a/b is not on this machine, and Hugging Face cannot be reached: "),
+        ("config.json", "a/b is not on this machine, and Hugging Face cannot be reached: "),
+        ("model.safetensors", "a/b is not whole, because the connection to Hugging Face is lost ("),
+    ],
+)
+def test_a_lost_connection_is_said_to_have_left_what_it_left(tmp_path: Path, path: str, said: str) -> None:
+    with standing_in({**TEXT, **weights("model.safetensors")}) as hub:
+        hub.drops = path
+        done = hub.run(tmp_path, "-c", FETCH)
+    assert said in done.stderr.splitlines()[-1], done.stderr
+
+
+@pytest.mark.parametrize("error", ["ConnectionResetError(104, 'reset')", "TimeoutError(110, 'timed out')"])
+def test_an_error_of_a_socket_is_none_of_a_file(tmp_path: Path, error: str) -> None:
+    lost = f"from deploy.models import hub\nwith hub._errors('a/b', hub._LOST): raise {error}"
+    with standing_in({}) as hub:
+        done = hub.run(tmp_path, "-c", lost)
+    assert "a/b is not whole, because the connection" in done.stderr.splitlines()[-1]
 
 
 def test_a_model_without_config_json_is_refused(tmp_path: Path) -> None:
