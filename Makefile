@@ -1,6 +1,7 @@
 # make up: a fleet on this machine.  make test: everything.  make check: what needs no engine.
 SHELL := /bin/bash
 VENV := .venv
+EXTRAS := cpu,dev
 PY := $(VENV)/bin/python
 FLEET := configs/laptop.yaml
 
@@ -75,7 +76,7 @@ wheel: install
 	@$(PY) -m pip wheel --quiet --no-deps --wheel-dir dist .
 
 install:
-	@deploy/setup/install.sh $(VENV)
+	@deploy/setup/install.sh $(VENV) $(EXTRAS)
 
 lock:
 	@deploy/setup/lock.sh

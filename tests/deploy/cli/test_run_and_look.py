@@ -1,6 +1,7 @@
 """The command line reports errors in a sentence, finds the fleet that is meant, and shows its state."""
 
 import asyncio
+import errno
 import os
 import shutil
 import subprocess
@@ -89,6 +90,26 @@ def test_an_error_of_a_component_is_printed_as_a_sentence(
     with pytest.raises(SystemExit), errors_as_sentences():
         raise error("that cannot be")
     assert capsys.readouterr().err == "conserve: that cannot be\n"
+
+
+@pytest.mark.parametrize(
+    ("file", "advised"),
+    [("hf/hub/model", True), ("", True), (None, True), ("tls.key", False)],
+    ids=["below a folder", "above one", "no file", "elsewhere"],
+)
+def test_other_folders_are_advised_only_for_files_in_ours(
+    file: str | None,
+    advised: bool,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    monkeypatch.setenv("HF_HOME", str(tmp_path / "hf"))
+    name, number = (None, errno.ENOSPC) if file is None else (str(tmp_path / file), errno.EACCES)
+    with pytest.raises(SystemExit), errors_as_sentences():
+        raise OSError(number, os.strerror(number), name)
+    said = capsys.readouterr().err
+    assert os.strerror(number) in said and ("HF_HOME" in said) is advised
 
 
 def test_status_asks_all_keepers_at_the_same_time(base: Path, monkeypatch: pytest.MonkeyPatch) -> None:

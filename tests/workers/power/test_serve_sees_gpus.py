@@ -7,14 +7,14 @@ from tests.workers.power.machine import DRIVER, NO_LIMITS, NO_MEMORY, GpuMachine
 
 SERVE = """
 from deploy.cli.application import app
-from deploy.cli.commands import doctor, serve_model
+from deploy import machine
 from deploy.cli.common import errors_as_sentences
 with errors_as_sentences():
     app(["serve", "smollm2", "--print", *sys.argv[1:]])
 """
 # A machine with GPUs has vLLM's CUDA build, which is not installed here.
 CUDA = "import sys\n" + SERVE.replace(
-    "with", 'doctor.installed = serve_model.installed = lambda package: "0.32.0"\nwith'
+    "with", "machine.installed = lambda name: '0.32.0' if name == 'vllm' else ''\nwith"
 )
 
 
@@ -34,6 +34,12 @@ def test_gpus_that_the_cpu_build_does_not_use_are_named_beside_the_fleet_file(ma
     done = machine.python(f"import sys\n{SERVE}")
     assert done.returncode == 0 and yaml.safe_load(done.stdout)["engine"]["device"] == "cpu"
     assert "There are GPUs here, and vLLM's CPU build is installed" in done.stderr
+
+
+def test_a_machine_without_vllm_is_not_said_to_have_the_cpu_build(machine: GpuMachine) -> None:
+    done = machine.python(CUDA.replace("vllm", "other"))
+    assert done.returncode == 0 and "CPU build" not in done.stderr
+    assert yaml.safe_load(done.stdout)["engine"]["device"] == "cuda"
 
 
 def test_the_cuda_build_without_a_gpu_serves_nothing(machine: GpuMachine) -> None:
