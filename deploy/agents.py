@@ -94,7 +94,7 @@ def _claude(directory: Path, fleet: AgentEndpoint) -> Setup:
         **fleet.trust,
     }
     own = {"ANTHROPIC_API_KEY", "CLAUDE_CODE_OAUTH_TOKEN"}
-    clouds = {"CLAUDE_CODE_USE_BEDROCK", "CLAUDE_CODE_USE_VERTEX"}  # for which the address is ignored
+    clouds = {f"CLAUDE_CODE_USE_{cloud}" for cloud in ("BEDROCK", "FOUNDRY", "VERTEX")}  # ignore the address
     return Setup(environment, removed=frozenset(own | clouds))
 
 

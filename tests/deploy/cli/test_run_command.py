@@ -94,7 +94,8 @@ def test_every_agent_is_configured_for_the_fleet_only(name: str, tmp_path: Path)
     endpoint = AgentEndpoint("http://127.0.0.1:8000", 'm"odel', "secret", 40_000, "/c.pem")
     setup = AGENTS[name].setup(tmp_path, endpoint)
     setup.write()
-    others = ("ANTHROPIC_API_KEY", "CLAUDE_CODE_USE_BEDROCK", "CLAUDE_CODE_USE_VERTEX")
+    clouds = [f"CLAUDE_CODE_USE_{cloud}" for cloud in ("BEDROCK", "FOUNDRY", "VERTEX")]
+    others = ("ANTHROPIC_API_KEY", *clouds)
     environment = setup.applied({"HOME": "/home/me", **dict.fromkeys(others, "mine")})
     assert environment["HOME"] == "/home/me"
     assert environment.get("NODE_EXTRA_CA_CERTS") == (None if name == "codex" else "/c.pem")
