@@ -213,8 +213,13 @@ def _context(wishes: Wishes, model: Architecture, left: float, ranks: int, where
     asked = wishes.max_context or min(model.max_context or fits, fits)
     room = f"room for conversations of {fits} tokens" if left > 0 else "no room for them"
     if fits < max(LEAST_CONTEXT, wishes.max_context or 0):
+        first, lower = "", ""
+        if fits >= LEAST_CONTEXT:
+            first = f"conversations of {wishes.max_context} tokens do not fit: "
+            lower = "lower --max-model-len, "
         raise DeployError(
-            f"{wishes.model} has {model.weight_bytes / GIB:.1f} GiB of weights, and with {where} there is "
-            f"{room}: take a smaller or a quantised model, fewer engines, or a machine with more memory"
+            f"{first}{wishes.model} has {model.weight_bytes / GIB:.1f} GiB of weights, and with {where} "
+            f"there is {room}: {lower}take a smaller or a quantised model, fewer engines, or a machine with "
+            "more memory"
         )
     return asked if asked <= LEAST_CONTEXT else asked // CPU_BLOCK * CPU_BLOCK

@@ -119,7 +119,12 @@ def test_co_serving_is_on_where_engines_prefill_and_as_asked_for(
             {"prefill": 1, "decode": 2},
             "3 engines with 1 GPU each do not fit this machine's 2 GPUs: at most 2 engines;",
         ),
-        (MIDDLE, h100s(1), {"max_context": 900_000}, "room for conversations of"),
+        (
+            MIDDLE,
+            h100s(1),
+            {"max_context": 900_000},
+            "^conversations of 900000 tokens do not fit: .* room for .*: lower --max-model-len, ",
+        ),
         (MIDDLE, h100s(2), {"options": {"tensor-parallel-size": 4}}, "an engine with 4 GPUs does not fit"),
         (
             MIDDLE,
