@@ -109,7 +109,7 @@ def serve(
         content = without_refused_coserving(content)
     file = conserve_home() / "serve" / f"{fleet_name(model)}.yaml"
     add_environment(content, keys := file.with_suffix(".keys"))
-    if not print_file:
+    if not (print_file and keys.exists()):  # a running fleet reads them
         put_environment_key(keys)
     text = SCHEMA_LINE + yaml.safe_dump(content, sort_keys=False)
     fleet = parse_fleet(text, "the fleet file of these options", to_start=not print_file)

@@ -226,10 +226,12 @@ def test_a_key_and_a_receiver_of_spans_come_from_the_environment(monkeypatch: py
     monkeypatch.setenv("OTEL_EXPORTER_OTLP_PROTOCOL", "grpc")
     assert printed("smollm2")["observe"]["tracing"]["protocol"] == "grpc"
     file = Path(content["gateway"]["keys_file"])
-    assert not file.exists()  # printing writes nothing
-    put_environment_key(file)
-    assert [key.id for key in load_keys(file)] == ["environment"]
+    assert [key.id for key in load_keys(file)] == ["environment"]  # that the printed file can be started
     assert "secret-of-mine" not in file.read_text() and file.stat().st_mode & 0o077 == 0
+    before = file.read_text()
+    monkeypatch.setenv("CONSERVE_API_KEY", "another")
+    printed("smollm2")
+    assert file.read_text() == before, "a fleet that runs has this key"
 
 
 def test_keys_that_were_added_stay_and_the_key_of_the_environment_follows_it(
