@@ -15,8 +15,8 @@ from router.identity.prefix_chain import End
 class Ask:
     """Request for the placement of a turn.
 
-    It is the first of a conversation, a later one that may go through a prefiller (`uncached_tokens`), or one
-    whose decoder was lost (`lost`).
+    The turn is the first of a conversation, a later one whose prompt a prefiller may compute
+    (`uncached_tokens`), or one whose decoder was lost (`lost`).
     """
 
     key: str
@@ -26,16 +26,16 @@ class Ask:
     parent: str | None = None
     uncached_tokens: int | None = None
     lost: tuple[str, int] | None = None  # engine and epoch that did not answer
-    end: End | None = None  # of the prompt, recorded as the conversation's newest node
-    turn: int = 0  # the gateway's number of it, by which its end is known
-    again: bool = False  # an earlier call with this very ask got no answer: what it placed did not run
-    queue_weight: float = 0.0  # seconds that its class is worth, among all turns
-    priority_weight: float = 0.0  # seconds that its client's priority is worth, among turns of its owner
-    alone: bool = False  # no other turn of it runs at this gateway; its reports may be on their way
-    prefixes: tuple[PromptPrefix, ...] = ()  # that other prompts may share, by length
-    flow: str = ""  # of its owner's, which are served fairly among each other
-    waiting_share: float = 1.0  # of the waiting places, that its owner's turns may take
-    answers: int = 1  # that the turn asks for: each gets KV of its own
+    end: End | None = None  # end of the prompt, which becomes the conversation's newest node
+    turn: int = 0  # the gateway's number of the turn; the report of its end has it too
+    again: bool = False  # the same ask got no answer before, so that no turn ran where it was placed
+    queue_weight: float = 0.0  # seconds by which the turn's class moves it forward among all turns
+    priority_weight: float = 0.0  # seconds by which its client's priority does, among its owner's turns
+    alone: bool = False  # the conversation has no other turn at this gateway (reports may be on their way)
+    prefixes: tuple[PromptPrefix, ...] = ()  # prefixes that other prompts may share, by length
+    flow: str = ""  # the turn's flow: an owner's flows are served fairly
+    waiting_share: float = 1.0  # share of the places to wait in that the owner's turns may take
+    answers: int = 1  # answers that the turn asks for; each gets KV of its own
 
     @property
     def owner(self) -> str:
@@ -54,7 +54,7 @@ class Placed:
     engine: str
     epoch: int
     prefiller: str | None  # None: the decoder computes the prompt
-    known: bool  # it was bound already
+    known: bool  # the conversation was bound before this turn
     cause: str
     note: dict[str, Any]  # cause, engines, receipt
     context_tokens: int
@@ -79,7 +79,7 @@ class IdentifyRequest:
 
     links: tuple[bytes, ...] = ()
     digests: tuple[bytes, ...] = ()
-    name: str = ""  # how the id of the conversation begins
+    name: str = ""  # prefix that the conversation's id must have
 
 
 @dataclass(frozen=True, slots=True)
@@ -91,29 +91,29 @@ class FoundHolder:
 
 @dataclass(frozen=True, slots=True)
 class IdentifyReply:
-    index: int = -1  # of the longest known prefix in the question's list
+    index: int = -1  # index of the longest known prefix in the request's list
     holders: tuple[FoundHolder, ...] = ()
-    tails: tuple[tuple[int, tuple[int, ...]], ...] = ()  # links with known tails, lengths
+    tails: tuple[tuple[int, tuple[int, ...]], ...] = ()  # index of a link, lengths of its known tails
 
 
 @dataclass(frozen=True, slots=True)
 class PrefillDone:
-    lost: tuple[str, int] | None = None  # the prefiller and its epoch, when it could not be reached
-    tokens: int = 0  # of the prompt, as the prefiller counted them; 0: it did not compute it
-    cached: int | None = None  # of these, what it had, if it says so
+    lost: tuple[str, int] | None = None  # prefiller and its epoch, if it could not be reached
+    tokens: int = 0  # prompt tokens by the prefiller's count; 0: it did not compute the prompt
+    cached: int | None = None  # how many of them the prefiller had cached; None: it does not report that
 
 
 @dataclass(frozen=True, slots=True)
 class TurnEnded:
     prompt_tokens: int = 0  # 0: the turn came to nothing
     completion_tokens: int = 0
-    tool_call: bool = False  # it asked for a tool: the conversation goes on without its user
+    tool_call: bool = False  # the answer calls a tool, so that the next turn needs no user
     met: tuple[str, ...] = ()  # SLO targets of the answer that were met
     missed: tuple[str, ...] = ()
-    first_token_s: float = 0.0  # from its placement; 0: it was not placed, or nobody could see the token
-    handover_s: float = 0.0  # from the end of its prefill to that, less the time of one more token
-    ttl_s: float = 0.0  # of silence, after which its client lets the conversation end; 0: it said nothing
-    cached: int | None = None  # of its prompt, that its decoder had, if it says so
+    first_token_s: float = 0.0  # seconds from placement to first token; 0: not placed, or not streamed
+    handover_s: float = 0.0  # seconds from the end of prefill to the first token, minus one token's time
+    ttl_s: float = 0.0  # seconds without a turn after which the client lets it end; 0: the default
+    cached: int | None = None  # prompt tokens that the decoder had cached; None: it does not report that
 
     @property
     def tokens(self) -> int:
@@ -128,7 +128,7 @@ class Activity:
     """Event of a turn: it began, was prefilled, had its first token, or ended."""
 
     key: str
-    turn: int = 0  # as in `Ask`
+    turn: int = 0  # number of the turn, as in `Ask`
     began: End | None = None
     prefilled: PrefillDone | None = None
     first_token: bool = False
@@ -165,22 +165,22 @@ class WatchRequest:
     """Request for a gateway's stream of pushes; while it is open, the gateway is present."""
 
     gateway: str
-    metrics: str = ""  # host:port of this very process's metrics page
+    metrics: str = ""  # host:port of this gateway process's metrics page
 
 
 @dataclass(frozen=True, slots=True)
 class EngineRecord:
     info: EngineInfo
-    state: EngineState  # without a number (seq): it has not reported to this directory
+    state: EngineState  # with seq 0 until the engine has reported to this directory
     suspect: bool
     conversations: int = 0
-    kv_in_use: int = 0  # with what is reserved for conversations that it has not reported yet
+    kv_in_use: int = 0  # tokens, with reservations for conversations that the engine has not reported yet
 
 
 @dataclass(frozen=True, slots=True)
 class Engines:
     engines: tuple[EngineRecord, ...]
-    settled: bool  # false soon after a restart: engines may be missing that are alive
+    settled: bool  # False soon after a restart of the directory, when engines that run may be missing
 
 
 @dataclass(frozen=True, slots=True)
@@ -189,12 +189,11 @@ class Push:
 
     engines: Engines | None = None
     ended: tuple[tuple[str, str], ...] = ()  # conversation, cause
-    foreign: tuple[str, ...] = ()  # another gateway serves these now
-    spent: tuple[tuple[str, Spent], ...] = ()  # at other gateways
-    bound: tuple[
-        tuple[str, str, int], ...
-    ] = ()  # conversation, engine, epoch: for when the directory is away
-    term: int = 0  # of the directory
+    foreign: tuple[str, ...] = ()  # conversations that another gateway serves now
+    spent: tuple[tuple[str, Spent], ...] = ()  # what keys spent at other gateways
+    # Conversation, engine and epoch; gateways use them while the directory is away.
+    bound: tuple[tuple[str, str, int], ...] = ()
+    term: int = 0  # the directory's term
 
 
 @dataclass(frozen=True, slots=True)
@@ -220,8 +219,8 @@ class ListRequest:
 class DirectoryStatus:
     engines: tuple[EngineRecord, ...]
     metrics: str  # host:port of the directory's metrics page
-    gateways: tuple[str, ...]  # and of each gateway process's
-    batch: tuple[str, ...]  # and of the batch process's
+    gateways: tuple[str, ...]  # those of the gateway processes
+    batch: tuple[str, ...]  # that of the batch process, if one runs
     journal_problem: str = ""  # why new conversations are refused
 
 
@@ -249,7 +248,7 @@ Asks = tuple[Ask, ...]
 PlaceAnswers = tuple[PlaceAnswer, ...]
 PLACE = Method[Asks, PlaceAnswers](f"{_SERVICE}/Place", Asks, PlaceAnswers)
 IDENTIFY = Method[IdentifyRequest, IdentifyReply](f"{_SERVICE}/Identify", IdentifyRequest, IdentifyReply)
-# What happened to turns, in order; answered with conversations that are to be placed again.
+# Events of turns, in order. The answer names conversations that are to be placed again.
 REPORT = Method[ReportRequest, tuple[str, ...]](f"{_SERVICE}/Report", ReportRequest, tuple[str, ...])
 SPEND = Method[SpentRequest, None](f"{_SERVICE}/Spend", SpentRequest, None)  # passed on to the other gateways
 END = Method[EndRequest, bool](f"{_SERVICE}/End", EndRequest, bool)  # whether it was known
