@@ -41,7 +41,7 @@ class RunRecord:
     started: float
     ray_address: str
     directory: str = ""  # host:port of its gRPC service
-    endpoint: str = ""  # of the gateway, once it answers
+    endpoint: str = ""  # the gateway's URL once it answers
     ending: bool = False  # a command ends the fleet
 
     def same_run(self, other: "RunRecord | None") -> bool:

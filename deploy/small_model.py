@@ -38,7 +38,7 @@ class ModelShape:
     kv_heads: int = 2
     head_dim: int = 64  # vLLM's CPU attention supports 32, 64, 80, 96, 112, 128, 192, 256
     intermediate: int = 768
-    max_context: int = 131_072  # as far as an agent's prompts go
+    max_context: int = 131_072  # as long as agents' prompts are
     seed: int = 0
     std: float = 0.15  # smaller falls into loops of two tokens, which hides wrong KV
     merges: int = 0  # pairs of characters that text tokenises to one token, and answers do not

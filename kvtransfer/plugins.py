@@ -65,7 +65,7 @@ class LoadsEnded:
     """Background loads that ended since the last step, on one rank."""
 
     requests: set[str] = field(default_factory=set)
-    failed: set[str] = field(default_factory=set)  # of these, the ones that did not get all blocks
+    failed: set[str] = field(default_factory=set)  # those that did not get all blocks
     failed_blocks: set[int] = field(default_factory=set)
 
 

@@ -35,7 +35,7 @@ class RequestLoads:
     """Requests by the state of their load. Written by retention (`loading`) and the state report."""
 
     loading: set[str] = field(default_factory=set)  # have blocks but no step yet: KV may be on its way
-    loaded: set[str] = field(default_factory=set)  # of these, the ones whose KV has arrived
+    loaded: set[str] = field(default_factory=set)  # those whose KV has arrived
     departing: set[str] = field(default_factory=set)  # ended; vLLM holds their blocks until the load ends
     held_by_others: set[str] = field(default_factory=set)  # ended; another connector holds their blocks
 

@@ -64,7 +64,7 @@ class EngineState:
     idle_tokens: int = 0
     waiting_prompt_tokens: int = 0  # to compute before the first tokens of turns that wait for one
     prompt_tokens_per_s: float = 0.0  # computed lately while prompts waited; 0: none yet
-    prompt_share: float = 1.0  # of its time that the TBT targets of running turns leave to prompts
+    prompt_share: float = 1.0  # share of its time that the TBT targets of running turns leave to prompts
     prompts: int = 0  # iterations so far with enough prompt tokens to measure
     # Seconds of a prompt of n tokens alone, a + b n + c n n, from its latency model.
     prefill_curve: tuple[float, float, float] | None = None
@@ -96,7 +96,7 @@ class SplitState:
 
     peer: str  # host:port at which the other members reach it
     shape: EngineShape
-    epoch: int = 0  # of the group that it shares its layers in; 0: its model is whole
-    kv_tokens: int = 0  # that fit now
+    epoch: int = 0  # epoch of the group with which it shares its layers; 0: its model is whole
+    kv_tokens: int = 0  # tokens of KV that fit now
     newest: int = 0  # latest epoch that it was ordered into; the next one must be later
     partners: tuple[str, ...] = ()  # `peer` of each other member

@@ -19,7 +19,7 @@ class HotDecoder(NamedTuple):
     """Decoder that conversations should leave, and where they should go."""
 
     engine: str
-    wait_s: float  # of a prompt, on average
+    wait_s: float  # mean wait of a prompt
     target: str
     target_wait_s: float
 

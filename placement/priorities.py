@@ -50,7 +50,7 @@ class QueueHead:
 
     tokens: int
     due: float
-    level: float = 0.0  # as `ClassOrder.level` returns it
+    level: float = 0.0  # value of `ClassOrder.level`
 
     @property
     def rank(self) -> tuple[float, float]:

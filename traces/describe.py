@@ -75,13 +75,13 @@ class LargeAppends:
 class Description:
     conversations: int
     turns: int
-    prompt_tokens: int  # as sent, cached ones included
+    prompt_tokens: int  # tokens as sent, cached ones included
     appended_tokens: int
     output_tokens: int
-    cached_share: float  # of prompt tokens
+    cached_share: float  # cached share of prompt tokens
     duration_s: float  # from the first to the last arrival
     rate: float  # conversations per second; 0 where all arrive at once
-    gap_cv: float  # of arrivals: 1 is Poisson
+    gap_cv: float  # coefficient of variation of arrivals: 1 is Poisson
     endings: dict[str, int]
     model_classes: dict[str, int]
     children: int

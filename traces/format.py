@@ -51,7 +51,7 @@ class TraceTurn:
 @dataclass(frozen=True, slots=True)
 class TraceConversation:
     id: str
-    arrival_s: float  # of the first turn, since the start of the trace
+    arrival_s: float  # arrival of the first turn, since the start of the trace
     turns: tuple[TraceTurn, ...]
     parent: str | None = None  # the conversation whose prefix this one's first turn shares (a sub-agent)
     model_class: str = ""

@@ -70,8 +70,8 @@ class SweBench:
     turns: float = 10.0 / 3.0
     appended_tokens: float = 250.0  # a tool's answer
     appended_cv: float = 1.0
-    output_tokens: float = 1_000.0  # of a conversation
-    output_cv: float = 1.0  # of a turn
+    output_tokens: float = 1_000.0  # mean output of a conversation
+    output_cv: float = 1.0  # coefficient of variation of a turn's output
     tool_s: float = 0.5
     tool_cv: float = 1.0
 

@@ -100,7 +100,7 @@ class Candidate:
 
     prefillers: int
     decoders: int
-    cap_w: float  # of the decoders
+    cap_w: float  # power cap of the decoders
     first_ttft_p95_s: float
     later_ttft_p95_s: float
     tbt_p95_s: float
@@ -127,9 +127,9 @@ class FleetPlan:
     parked: Provision
     conversations: int  # simulated
     too_large: int  # left out: they outgrow a decoder
-    ttft_s: float  # that was planned for
+    ttft_s: float  # TTFT that was planned for
     elastic: Candidate
-    without_prefillers: Candidate  # as many engines
+    without_prefillers: Candidate  # a fleet with as many engines
     by_cap: tuple[Candidate, ...]  # `elastic` with its decoders under each cap
 
     @property

@@ -38,15 +38,15 @@ class StartingKnowledge:
     They are not part of its fingerprint, so a keeper with newer measurements can adopt a running engine.
     """
 
-    profiles: Mapping[str, Coefficients] = field(default_factory=dict)  # of all the fleet's engines, by key
-    power_cap_w: float | None = None  # of this engine's GPUs
+    profiles: Mapping[str, Coefficients] = field(default_factory=dict)  # the fleet's profiles, by key
+    power_cap_w: float | None = None  # power cap of this engine's GPUs
 
 
 @dataclass(frozen=True, slots=True)
 class Profile:
     model: LatencyModel
     errors: tuple[RegionError, ...]
-    layer_seconds: float  # of one layer in the largest batch measured: the wait for a safepoint
+    layer_seconds: float  # time of one layer in the largest batch measured: the wait for a safepoint
     measured_at: float  # seconds since the epoch
 
 

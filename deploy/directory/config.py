@@ -19,7 +19,7 @@ class HostedDirectoryConfig:
     keepers: str  # file with the control address of each engine's keeper
     host: str
     port: int
-    secret: str  # that gateways show
+    secret: str  # secret that gateways send
     keepers_key: str
     lease_s: float  # an engine whose keeper is away for longer counts as gone unless it still listens
 

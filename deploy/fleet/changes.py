@@ -34,7 +34,7 @@ class Need(StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class Difference:
-    path: str  # as in conversation.ttl
+    path: str  # dotted, as in conversation.ttl
     old: Any  # None: not set
     new: Any
 

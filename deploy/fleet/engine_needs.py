@@ -63,20 +63,20 @@ BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
 class Architecture:
     """Architecture of a model. None or 0 means that its config.json does not say."""
 
-    names: tuple[str, ...]  # of vLLM's classes for it
+    names: tuple[str, ...]  # names of vLLM's classes for the model
     layers: int
-    attention_layers: int  # of these, the ones that keep keys and values
+    attention_layers: int  # layers that keep keys and values
     heads: int
     kv_heads: int
     head_dim: int
     max_context: int
-    latent_dim: int  # of multi-head latent attention: what a token leaves in each layer, on every rank
+    latent_dim: int  # multi-head latent attention: what a token leaves in each layer, on every rank
     states: bool  # some layers keep a state instead of keys and values
-    layer_kinds: int  # with windows, without, with states: several are several groups of KV
+    layer_kinds: int  # kinds of layers (with windows, without, with states): each has a group of KV
     layer_hooks: bool  # vLLM calls connectors between its layers
     multimodal: bool
     dtype: str
-    weight_bytes: int  # of the files beside it
+    weight_bytes: int  # bytes of the weights' files
 
     def kv_bytes(self, tokens: int, tensor: int, width: int) -> int:
         """Return the bytes of KV on one of `tensor` GPUs, with `width` bytes per number."""

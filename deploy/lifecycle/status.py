@@ -94,8 +94,8 @@ class FleetStatus:
     reachable: bool  # whether the directory answered
     engines: tuple[EngineStatus, ...]
     metrics: str = ""  # host:port of the directory's page
-    gateways: tuple[str, ...] = ()  # and of each gateway process's
-    batch: tuple[str, ...] = ()  # and of the batch process's
+    gateways: tuple[str, ...] = ()  # those of the gateway processes
+    batch: tuple[str, ...] = ()  # that of the batch process, if one runs
     starting: bool = False  # `conserve up` has not ended yet
     seconds: float = 0.0  # since the start of Ray's supervisor; 0: there is none here
     lost: bool = False  # whether that supervisor should run, and does not

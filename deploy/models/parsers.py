@@ -17,7 +17,7 @@ class ModelText:
     """Properties of a model that determine the form of its answers."""
 
     kind: str  # model_type of its config.json
-    template: str  # its chat template; empty where it has none
+    template: str  # the model's chat template; empty: none
 
 
 def text_in(directory: Path) -> ModelText | None:
@@ -45,7 +45,7 @@ def _json(file: Path) -> dict[str, Any]:
 
 @dataclass(frozen=True, slots=True)
 class Rule:
-    parser: str  # its name in vLLM
+    parser: str  # the parser's name in vLLM
     kinds: str = ".*"  # a regular expression for model_type
     marks: tuple[str, ...] = ()  # regular expressions, all of which the chat template has
 

@@ -44,7 +44,7 @@ SOURCES = (
 
 @dataclass(frozen=True, slots=True)
 class Metric:
-    name: str  # as it is scraped: counters with _total
+    name: str  # name as it is scraped: counters with _total
     kind: str
     labels: tuple[str, ...]
     help: str
@@ -76,7 +76,7 @@ def catalogue() -> dict[str, Metric]:
 @dataclass(frozen=True, slots=True)
 class Panel:
     title: str
-    unit: str  # of Grafana
+    unit: str  # name of the unit in Grafana
     lines: dict[str, str]  # legend: expression
 
 

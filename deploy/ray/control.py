@@ -25,7 +25,7 @@ Reply = TypeVar("Reply")
 class DropOrders:
     epoch: int
     members: tuple[str, ...]  # host:port of each one's peer server, in the order of their parts
-    part: int  # of the layers
+    part: int  # index of the part of the layers
 
 
 @dataclass(frozen=True, slots=True)

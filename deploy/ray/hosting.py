@@ -34,7 +34,7 @@ class HostedProcess:
     config: bytes  # holds keys; a process with another one is not adopted
     directory: Path
     port: int
-    mark: str  # of the fleet
+    mark: str  # mark of the fleet's processes
     grace_s: float = GRACE_S
     oom_score: OomScore = OomScore.SERVING
 

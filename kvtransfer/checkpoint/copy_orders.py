@@ -12,7 +12,7 @@ class BlockCopy:
 
     block: int
     slot: int
-    generation: int  # of the slot's contents
+    generation: int  # generation of the slot's contents
 
 
 @dataclass(frozen=True, slots=True)
@@ -29,7 +29,7 @@ class DiskMove:
     """Move of one block from host memory to the disk."""
 
     slot: int
-    generation: int  # of the slot's contents
+    generation: int  # generation of the slot's contents
     disk_slot: int
     disk_generation: int
 

@@ -21,7 +21,7 @@ class Slot:
     """Place of one block in host memory or on the disk."""
 
     number: int
-    generation: int  # of the slot's contents: a copy ordered for other contents is refused
+    generation: int  # generation of the slot's contents: a copy ordered for other contents is refused
     block: bytes
     stored: bool = False
     loads: int = 0  # copies back to the accelerator under way

@@ -43,8 +43,8 @@ class EngineCommand:
     command: str
     conversation: str = ""
     draining: bool = False
-    due_in_s: float = 0.0  # of a prefetch: seconds until the next turn is expected
-    epoch: int = 0  # of a split
+    due_in_s: float = 0.0  # for a prefetch: seconds until the next turn is expected
+    epoch: int = 0  # epoch of a split
     members: tuple[str, ...] = ()  # host:port of each member's peer server, in the order of their parts
     part: int = 0  # the part of the layers that this engine keeps
 
@@ -55,8 +55,8 @@ class Reply:
 
     done: bool = False
     faults: tuple[str, ...] = ()
-    tokens: tuple[int, ...] = ()  # of a conversation
-    salt: str = ""  # with which its blocks are hashed
+    tokens: tuple[int, ...] = ()  # tokens of a conversation
+    salt: str = ""  # salt with which its blocks are hashed
     error: str = ""
 
 

@@ -23,7 +23,7 @@ class PromptSpeed:
     """
 
     rate: PromptRate = field(default_factory=PromptRate)
-    share: float = 1.0  # of the engine's time that decoding requests leave to prompts
+    share: float = 1.0  # share of the engine's time that decoding requests leave to prompts
     long_prompts: int = 0  # iterations with more than a few prompt tokens
     curve: tuple[float, float, float] | None = None
 
@@ -32,9 +32,9 @@ class PromptSpeed:
 class IdleBlocks:
     """Counts of the blocks of idle conversations."""
 
-    retained_free: int  # of retained conversations, and without a reference
-    evictable: int  # of these, the ones that may be evicted without loss
-    parked: int  # of parked conversations only
+    retained_free: int  # blocks of retained conversations that no request uses
+    evictable: int  # those of them that may be evicted without loss
+    parked: int  # blocks of parked conversations only
 
 
 class EngineSnapshot:

@@ -29,7 +29,7 @@ class CacheGroup:
 
     layers: tuple[str, ...]
     block_tokens: int
-    block_bytes: int  # of one block, in all layers, on one rank
+    block_bytes: int  # bytes of one block, in all layers, on one rank
     window: int = 0  # tokens that a layer attends to; 0: all
     state: bool = False
 
@@ -94,15 +94,15 @@ class RetainedConversation:
     offline: bool
     last_used: float
     phase: RetentionPhase = RetentionPhase.RUNNING
-    turns: int = 0  # that run or wait now
+    turns: int = 0  # turns that run or wait now
     chain: list[bytes] = field(default_factory=list)
     on_host: bool = True  # False once it left a full host: its blocks get no slots
     on_disk: bool = False  # True once all of its blocks are on the disk, until its next turn
-    tokens: Sequence[int] = ()  # of its last turn, if they and `salt` are all that its KV depends on
+    tokens: Sequence[int] = ()  # tokens of its last turn, if its KV depends on these and `salt` alone
     salt: str = ""
     ended: bool = False  # ended while a turn ran: forgotten when the turn ends
     # Wishes of the client; None: the engine's settings hold.
-    park_after_s: float | None = None  # for this pause only
+    park_after_s: float | None = None  # limit for this pause only
     due_at: float = -inf  # when the turn is expected that its KV was prefetched for
     kept_until: float = -inf  # prefetched KV is retained until then
     ttl_s: float | None = None

@@ -49,7 +49,7 @@ class Reader:
 
     export: Export
     skip: Sequence[int]  # by KV cache group
-    layers: Sequence[int]  # of this lane
+    layers: Sequence[int]  # layers of this lane
     lanes: int  # number of the consumer's lanes
     generation: int = -1
     sent: list[int] = field(default_factory=list)  # blocks by layer

@@ -207,7 +207,7 @@ class TransferSource:
     """Producer of a prompt's KV, and the transfer to request from it."""
 
     host: str
-    port: int  # of rank 0
+    port: int  # port of rank 0
     transfer_id: str
     epoch: int | None
     prompt: str  # digest of the prompt

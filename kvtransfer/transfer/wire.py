@@ -106,7 +106,7 @@ class Wanted(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """Request of a consumer: the payload of OPEN."""
 
     transfer_id: str
-    epoch: int | None  # of the producer, as the directory knew it; None: not checked
+    epoch: int | None  # producer's epoch as the directory knew it; None: not checked
     rank: Size
     ranks: Size
     layout: str  # fingerprint of the KV's shape and data type

@@ -31,11 +31,11 @@ class EngineShape:
 
     layers: int
     layer_bytes: float  # parameters of a layer, on all ranks of an engine
-    kv_tokens: int  # that fit beside all layers
+    kv_tokens: int  # tokens of KV that fit beside all layers
     kv_bytes_per_token: float  # in all layers
-    activation_bytes: float  # of a token between two layers
+    activation_bytes: float  # bytes of one token's activation between two layers
     link_bytes_per_s: float  # from engine to engine, each way
-    latency: LatencyModel | None  # of the whole model; None: not measured
+    latency: LatencyModel | None  # latency of the whole model; None: not measured
     hop_s: float = 1e-4  # latency of one message
 
     def kept(self, engines: int) -> tuple[range, ...]:
@@ -68,7 +68,7 @@ class Member:
     """An engine, as a drop plan sees it."""
 
     engine: str
-    held_tokens: float  # that are not evictable
+    held_tokens: float  # tokens of KV that cannot be evicted
     running: int
 
 
@@ -80,7 +80,7 @@ class DropLimits:
     # Share of the KV that is gained once beyond what is lacking. A declared overload goes on growing, and
     # where few engines have capacity, all new turns go there and wait for each other's prompts.
     reserve: float = 0.3
-    link_share: float = 0.1  # of an iteration that may be spent on messages between engines
+    link_share: float = 0.1  # share of an iteration that messages between engines may take
 
 
 class NotDropped(StrEnum):
@@ -99,8 +99,8 @@ class NotDropped(StrEnum):
 @dataclass(frozen=True, slots=True)
 class SplitGroup:
     engines: tuple[str, ...]
-    layers: tuple[range, ...]  # of each engine
-    kv_tokens: int  # of each engine
+    layers: tuple[range, ...]  # one entry for each engine
+    kv_tokens: int  # tokens of KV on each engine
     whole_s: float  # seconds of an iteration with the KV of whole models full
     split_s: float  # the same with all of the gained KV full
     exchange_s: float  # how long running turns stand still first

@@ -20,7 +20,7 @@ WINDOW_S = 2.0
 class KvDemand:
     """KV that the decoders have, and KV that is demanded from them, in tokens."""
 
-    capacity: float  # that conversations may take, with whole models
+    capacity: float  # tokens of KV for conversations while all models are whole
     held: float  # not evictable: of running turns, and of idle ones that are nowhere else
     evictable: float  # held beside that, and released at once
     waiting: float  # missing for placed turns: they wait on an engine, or are in transfer to one

@@ -20,10 +20,10 @@ class SharingDecoder:
 
     engine: str
     tier: str
-    held_tokens: float  # that are not evictable
+    held_tokens: float  # tokens of KV that cannot be evicted
     running: int
     split: SplitState
-    leaving: bool = False  # it will end, and shares nothing from now on
+    leaving: bool = False  # the engine will end, and shares nothing from now on
 
     @property
     def gained_tokens(self) -> int:

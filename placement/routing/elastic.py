@@ -64,7 +64,7 @@ class PromptBacklog:
     curve: PrefillCurve | None  # None: nothing is known of the engine but its rate
     waiting_tokens: int = 0
     tokens_per_s: float = 0.0  # 0: it has computed no prompt lately
-    share: float = 1.0  # of the engine's time that running turns leave to prompts
+    share: float = 1.0  # share of the engine's time that running turns leave to prompts
     placed: dict[str, tuple[int, float]] = field(default_factory=dict)  # conversation -> tokens, when
 
     def first_token_s(self, tokens: int) -> float:

@@ -33,9 +33,9 @@ RETRY_NO_CAPACITY_S, RETRY_NO_ENGINE_S = 5.0, 10.0  # `retry_after` of refusals
 class FirstTurn:
     key: str
     prompt_tokens: int
-    preferred_decoder: str | None = None  # of the parent, or of the conversation this one forked from
-    had_decoder: bool = False  # it was served before, on a decoder that is gone
-    prefixes: Sequence[PromptPrefix] = ()  # that other prompts may share, by length
+    preferred_decoder: str | None = None  # decoder of the parent, or of the conversation it forked from
+    had_decoder: bool = False  # the conversation had a decoder that is gone
+    prefixes: Sequence[PromptPrefix] = ()  # prefixes that other prompts may share, by length
     queue_weight: float = 0.0  # prompts with a lower weight wait behind it
     answers: int = 1  # to its prompt
 
@@ -57,7 +57,7 @@ class EngineChoice(NamedTuple):
 
     decoder: DecoderChoice
     prefiller: PrefillerChoice
-    pool: DecoderPool  # that the decoder is in
+    pool: DecoderPool  # pool that the decoder is in
     cached: Mapping[str, int]  # tokens of the prompt that engines have cached, by estimate
     estimates: Estimates | None = None
 

@@ -24,7 +24,7 @@ class IdlePrefillers:
     _idle: dict[str, TimeMean] = field(default_factory=dict)  # prefiller -> share of its time without work
     _waits: dict[str, float] = field(default_factory=dict)  # decoder -> seconds that its prompts wait
     _wait_sum: float = 0.0
-    _wait: TimeMean = field(default_factory=lambda: TimeMean(WINDOW_S))  # of all decoders
+    _wait: TimeMean = field(default_factory=lambda: TimeMean(WINDOW_S))  # mean wait over all decoders
 
     def decoder_reported(self, engine: str, wait_s: float, now: float) -> None:
         self._wait_sum += wait_s - self._waits.get(engine, 0.0)

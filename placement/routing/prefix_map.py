@@ -60,7 +60,7 @@ class KnownPrefix:
 class AssumedCache:
     """Assumed content of an engine's prefix cache, in eviction order."""
 
-    kv_tokens: float = inf  # that fit
+    kv_tokens: float = inf  # tokens of KV that fit
     capacity: float = inf  # tokens assumed to fit
     tokens: int = 0
     parts: OrderedDict[bytes, int] = field(default_factory=OrderedDict)

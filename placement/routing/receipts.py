@@ -111,9 +111,9 @@ class Move(NamedTuple):
 
     reason: MoveReason
     source: str  # the former decoder
-    context_tokens: int  # that it holds
+    context_tokens: int  # tokens of its context
     sends: bool  # False: the former decoder cannot send KV, so that the context is computed again
-    waits_s: tuple[float, float] | None = None  # of prompts, there and on the hot source, by estimate
+    waits_s: tuple[float, float] | None = None  # estimated waits of prompts at the target and the hot source
 
 
 class Receipt(NamedTuple):

@@ -32,7 +32,7 @@ class RequestView:
     tokens: int  # prompt and generated tokens so far
     computed: int  # tokens whose KV is on the accelerator
     blocks: int = 0  # blocks of KV it holds
-    saved_blocks: int = 0  # of its blocks, those that the host has too: a preemption does not lose them
+    saved_blocks: int = 0  # blocks that the host has as well, so that a preemption does not lose them
     restore_blocks: int = 0  # blocks to restore from the host before it can run
     running: bool = False
     last_token: float | None = None  # when its latest output token was made; None before the first
@@ -85,7 +85,7 @@ class DecodingView:
     offline: BatchWork
     due_in_s: float  # until the first online token is due
     tbt_s: float  # tightest target of the online requests
-    most_blocks: int  # that the step can take
+    most_blocks: int  # most blocks that the step can take
     free_blocks: int
     total_blocks: int
 
@@ -95,8 +95,8 @@ class BatchBuilder:
     """Builder of a batch. The engine offers candidates in order and is told how many tokens each gets."""
 
     model: LatencyModel
-    work: BatchWork  # of online requests, running and waiting; offline work is added as it is taken
-    tokens_left: int  # of the iteration, not planned for online requests
+    work: BatchWork  # online work, running and waiting; offline work is added as it is taken
+    tokens_left: int  # tokens of the iteration that are not planned for online requests
     target_s: float | None  # how long the iteration may take; None: no limit
     online_left: int | None = None  # tokens online requests may still take; None: no limit
     slots_left: int | None = None  # offline requests that may still join; None: no limit
@@ -150,7 +150,7 @@ class BatchBuilder:
 class IterationPlan:
     """Decision of a policy before an iteration."""
 
-    order: tuple[str, ...]  # of the running requests
+    order: tuple[str, ...]  # order of the running requests
     preempt: tuple[str, ...]  # running offline requests that give their memory and slot back now
     builder: BatchBuilder = field(compare=False)
     # Waiting online requests, in the order in which the engine is to look at them; None: by arrival.
@@ -186,7 +186,7 @@ class ServingSettings:
     """Policy settings that an operator can change in the fleet file; all else is a constant."""
 
     policy: str = "conserve"
-    slo: TurnTargets = DEFAULT_TARGETS  # of requests that bring none
+    slo: TurnTargets = DEFAULT_TARGETS  # targets of requests that bring none
     margin: float = 0.1  # share of a target kept free for prediction errors (conserve: until it has learned)
     safepoints: bool = True  # off: arrivals never raise the flag
     offline_share: float = 0.0  # least share of an iteration's tokens for offline work

@@ -16,7 +16,7 @@ from placement.engines import Role
 class Signals:
     prefillers: int
     prefill_load: float  # seconds of prefill that arrive per second and prefiller; 1 is saturation
-    prefill_wait_s: float  # of the shortest queue, now
+    prefill_wait_s: float  # present wait in the shortest queue
     decoders: int
     decoder_pressure: float  # share of the decoders' KV limit in use and not evictable, or waited for
     running_share: float  # the same for conversations with a running turn, now

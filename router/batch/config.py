@@ -23,7 +23,7 @@ class BatchLimits:
     line_bytes: int = 16 << 20
     requests_per_batch: int = 1_000_000
     prompt_bytes_per_token: int = MAX_BYTES_PER_TOKEN
-    structured_outputs: StructuredOutputs = StructuredOutputs.ALLOW  # for lines
+    structured_outputs: StructuredOutputs = StructuredOutputs.ALLOW  # whether lines may have grammars
     unknown_fields: UnknownFields = UnknownFields.DROP
     reported_errors: int = 100  # bad lines named in one failed batch; scanning stops there
 
@@ -33,7 +33,7 @@ class DispatchSettings:
     """Settings for the amount of offline work per engine and for failed attempts."""
 
     max_in_flight: int = 256  # per engine
-    keep_free_fraction: float = 0.10  # of an engine's KV, never planned for offline work
+    keep_free_fraction: float = 0.10  # share of an engine's KV that is never planned for offline work
     harvest_prefill: bool = False  # prefillers take offline work too: idle ones, or all that co-serve
     coserving: bool = False  # engines abort it for a turn
     ageing_s: float | None = None  # an engine without offline work for so long gets one request all the same
@@ -45,7 +45,7 @@ class DispatchSettings:
     backoff_max_s: float = 60.0
     cancel_grace_s: float = 30.0
     tick_s: float = 0.25
-    lost_after_s: float = 10.0  # that the fleet view misses an engine
+    lost_after_s: float = 10.0  # how long an engine may be missing from the fleet view
 
 
 @checked(frozen=True, config=ConfigDict(extra="forbid"))
@@ -54,10 +54,10 @@ class BatchConfig:
     files_url: str  # a folder or any fsspec URL
     models: tuple[ServedModel, ...]
     directory: str  # host:port
-    secret: str  # that the directory asks for
-    key: str  # that gateways show this process
-    engine_key: str = ""  # that engines ask for; empty: none is shown
-    shared_prefixes: tuple[str, ...] = ()  # as the gateways'
+    secret: str  # secret that the directory requires
+    key: str  # key that gateways send to this process
+    engine_key: str = ""  # key that engines require; empty: none
+    shared_prefixes: tuple[str, ...] = ()  # as in the gateways' configuration
     host: str = "127.0.0.1"
     port: int = 0
     limits: BatchLimits = field(default_factory=BatchLimits)

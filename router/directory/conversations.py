@@ -21,7 +21,7 @@ ENDED_REMEMBERED = 4096
 class PlacedTurn:
     """Running turn that was placed, and how many of its tokens its decoder did not have."""
 
-    note: dict[str, Any]  # of its placement
+    note: dict[str, Any]  # note of the turn's placement
     tokens: int
 
 
@@ -32,16 +32,16 @@ class ConversationRecord:
     created_at: float
     used_at: float
     turns: int = 0  # finished
-    prompt_tokens: int = 0  # of the newest finished turn
+    prompt_tokens: int = 0  # prompt of the newest finished turn
     completion_tokens: int = 0
-    output_tokens: int = 0  # of all turns
+    output_tokens: int = 0  # output of all turns
     transfers: int = 0  # placements that asked a prefiller
     notes: list[dict[str, Any]] = field(default_factory=list)  # one a placement: cause, engines, receipt
-    gateway: str = ""  # that served its newest turn
+    gateway: str = ""  # gateway that served the newest turn
     running: dict[str, set[int]] = field(default_factory=dict)  # gateway -> turns in flight there
-    placed: dict[tuple[str, int], PlacedTurn] = field(default_factory=dict)  # of these, by gateway and number
-    ttl_s: float = 0.0  # of silence, if its client said so
-    parked: bool = False  # as heard since the directory began
+    placed: dict[tuple[str, int], PlacedTurn] = field(default_factory=dict)  # by gateway and turn
+    ttl_s: float = 0.0  # seconds without a turn after which it ends; 0: the default
+    parked: bool = False  # as engines reported since the directory started
     parks_on: str = ""  # the engine that said so while a turn was running here
     moved_at: float | None = None  # to its present decoder
     moves_from: str = ""  # the former decoder, until it has sent the KV

@@ -50,9 +50,9 @@ _ENGINE_ERRORS = (OSError, TimeoutError, grpc.RpcError, RuntimeError)
 @dataclass(frozen=True, slots=True)
 class DirectorySettings:
     ttl_s: float  # a conversation without a turn for this long ends
-    thresholds: Thresholds = field(default_factory=Thresholds)  # of the advice about its size
+    thresholds: Thresholds = field(default_factory=Thresholds)  # thresholds for advice about the fleet's size
     return_s: float = 10.0  # after a start: how long new conversations wait for engines of the journal
-    settle_s: float = 60.0  # and bindings for an engine that the journal does not name
+    settle_s: float = 60.0  # how long bindings wait for an engine that the journal does not name
     gateway_grace_s: float = 3.0  # a gateway without its stream for longer has no running turns
     push_states_s: float = 1.0
     dropping: DropLimits | None = None  # None: no parameters give way

@@ -33,7 +33,7 @@ class IdleMove:
     key: str
     source: EngineInfo
     target: EngineInfo
-    used_at: float  # of the conversation: a turn since then voids the move
+    used_at: float  # when the conversation was used last: a later turn voids the move
     reason: MoveReason
     placement: Placement
 

@@ -25,7 +25,7 @@ RESTARTED = Refusal(RefusalReason.NO_DECODER, "not all engines have reported sin
 class Effects:
     """Changes that calls of the table produced for the journal, the engines and the gateways."""
 
-    rows: list[Row] = field(default_factory=list)  # for the journal
+    rows: list[Row] = field(default_factory=list)  # rows to write to the journal
     releases: list[tuple[str, str]] = field(default_factory=list)  # engine, conversation
     ended: list[tuple[str, str]] = field(default_factory=list)  # conversation, cause
     foreign: list[tuple[str, str]] = field(default_factory=list)  # gateway, conversation served elsewhere now

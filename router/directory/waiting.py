@@ -24,7 +24,7 @@ _MOST_PASSED_BY = 16  # owners whose turn does not fit, in one look at the queue
 @dataclass(slots=True, eq=False)
 class Waiter:
     ask: Ask
-    tokens: int  # that it computes, by estimate
+    tokens: int  # estimate of the tokens that the turn computes
     due: float
     deadline: float
     refusal: Refusal

@@ -119,7 +119,7 @@ class BatchAddress:
     """Address of the batch process, and what it accepts."""
 
     http: str  # host:port
-    key: str = ""  # that the batch process asks for
+    key: str = ""  # key that the batch process requires
     max_file_bytes: int = 2 << 30
 
 
@@ -211,24 +211,24 @@ class GatewayConfig:
     directory: str  # host:port
     models: tuple[ServedModel, ...]
     fleet: str = "fleet"
-    name: str = "gateway"  # of this process; unique in the fleet
+    name: str = "gateway"  # name of this process; unique in the fleet
     host: str = "127.0.0.1"
     port: int = 8000
     reuse_port: bool = False  # several gateway processes on one port
     tls: TlsConfig | None = None  # without it the port speaks plain HTTP
-    metrics_host: str = "127.0.0.1"  # of the port with the metrics of this process alone
+    metrics_host: str = "127.0.0.1"  # address for the metrics page of this process alone
     policy: PlacingPolicy = PlacingPolicy.CONSERVE
     handover: Handover = Handover.TOGETHER
     redisaggregation: Redisaggregation = field(default_factory=Redisaggregation)
     prefetch: PrefetchRules = field(default_factory=PrefetchRules)
     place_wait_s: float = 30.0  # longest wait of a first turn for capacity
     longest_ttl_s: float = 24 * 3600.0  # longest idle time that a client may ask for
-    unknown_fields: UnknownFields = UnknownFields.DROP  # of requests
-    tokens_per_byte: float = 0.3  # of text, until engines have reported their counts
+    unknown_fields: UnknownFields = UnknownFields.DROP  # what becomes of a request's unknown fields
+    tokens_per_byte: float = 0.3  # assumed for text until engines have reported counts
     slos: dict[str, SloSettings] = field(default_factory=dict)
     ttft_s: float | None = None  # the engines' target for turns without one
     tbt_s: float | None = None  # the engines' target for classes without one
-    keys: tuple[Key, ...] = ()  # of the fleet file; without any, and without a keys file, everybody may call
+    keys: tuple[Key, ...] = ()  # keys of the fleet file; without these and a keys file, everybody may call
     keys_file: str | None = None  # more keys; read again when it changes
     hosts: tuple[str, ...] = ()  # names that clients may use; empty: any
     trusted_proxies: tuple[str, ...] = ()  # networks whose `X-Forwarded-For` is trusted
@@ -236,7 +236,7 @@ class GatewayConfig:
     key_limits: DefaultLimits = DefaultLimits()
     shared_prefixes: tuple[str, ...] = ()  # owners that share cached prefixes; "*": all
     directory_secret: str = ""
-    engine_key: str = ""  # that engines ask for; empty: none
+    engine_key: str = ""  # key that engines require; empty: none
     batch: BatchAddress | None = None  # None: no Files and Batch APIs, no service tier flex
     answers: AnswersConfig = field(default_factory=AnswersConfig)
     tracing: TracingConfig | None = None

@@ -24,7 +24,7 @@ class TurnRoutes:
     answers: Answers
     batch: BatchForwarding | None
     meters: Meters
-    models_of: Callable[[tuple[str, ...]], Models]  # those of the names that a key may use
+    models_of: Callable[[tuple[str, ...]], Models]  # returns the models of the names that a key may use
     address: Callable[[Request], str]
     ignored: IgnoredFields
     clock: Callable[[], float] = time.monotonic

@@ -205,7 +205,7 @@ class Resolution:
     match: PrefixMatch
     conversation: str | None  # None for a new one
     parent: str | None  # a fork starts on the decoder of its parent
-    known_bytes: int  # of the prompt, up to the known prefix
+    known_bytes: int  # bytes of the prompt up to the known prefix
 
 
 def resolve_prefix(

@@ -184,7 +184,7 @@ class Chain:
     sizes: tuple[int, ...]  # prompt bytes up to each link, with `MEDIA_BYTES` for each image, sound or file
     end: End
     total_bytes: int
-    text: bytes = b""  # of a plain prompt, to look for known tails in
+    text: bytes = b""  # text of a plain prompt, in which known tails are looked for
     media: int = 0  # images, sounds and files
 
     def digest_at(self, index: int, tail_bytes: int) -> bytes | None:

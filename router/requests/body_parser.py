@@ -64,7 +64,7 @@ class Api(StrEnum):
 class BodyParser:
     """Parser of one request's body, with the facts that it needs about the request."""
 
-    path: str  # of the endpoint
+    path: str  # path of the endpoint
     api: Api | None  # None: not a turn, the body is only checked
     headers: Mapping[str, str]
     space: str  # scope of the caller's conversation ids
@@ -82,12 +82,12 @@ class ParsedBody:
     """A body whose fields have been checked."""
 
     fields: Mapping[str, Any]  # by name; large values of a large body are None
-    prompt: "Prompt | None"  # of a turn
+    prompt: "Prompt | None"  # None for requests that are no turns
     grammar: Grammar | None
     ignored: tuple[str, ...]  # names of unknown fields and tools, which engines do not get
     kept: bytes | tuple[Span, ...]  # the body without them; of a large one, the places of what stays
     replaced: Mapping[str, Any]  # fields of a large body without unknown tools
-    items: bytes | Span  # of the Responses API; their place in a large body without unknown fields
+    items: bytes | Span  # items of the Responses API, or their place in a large body without unknown fields
 
     def known_part(self, pieces: tuple[bytes, ...]) -> tuple[bytes, ...]:
         """Return the bytes of this body, which was given in `pieces`, without its unknown fields."""
@@ -104,14 +104,14 @@ class Prompt:
 
     identity: ExplicitIdentity
     chain: Chain
-    tool_bytes: int  # of tool definitions, which are part of the prompt and of no message
+    tool_bytes: int  # bytes of tool definitions, which belong to the prompt and to no message
     tools_digest: bytes
-    authors: bytes  # of each message (`prefix_chain.message_authors`)
-    exact_tokens: int | None  # of a prompt of token ids
+    authors: bytes  # author of each message (`prefix_chain.message_authors`)
+    exact_tokens: int | None  # length of a prompt of token ids; None for text
     hints: Hints
     prefixes: tuple[tuple[bytes, int], ...] = ()  # digest and bytes up to each of the first messages
-    template_bytes: int = 0  # of documents and arguments, which the chat template may render
-    answers: int = 1  # that it asks for, to all of its prompts
+    template_bytes: int = 0  # bytes of documents and arguments that the chat template may render
+    answers: int = 1  # answers that the request asks for, to all of its prompts
 
 
 def is_cheap(pieces: Sequence[bytes]) -> bool:

@@ -21,7 +21,7 @@ class Span:
 
     start: int
     end: int
-    text: bool = False  # it is one item, the text with its quotes
+    text: bool = False  # the span is one item: a text with its quotes
 
 
 NO_ITEMS = Span(0, 0)

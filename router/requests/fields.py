@@ -264,7 +264,7 @@ def check_fields(
     Raises BadRequest for fields and values that no engine may get.
     """
     known, ignored = fields_of(path), []
-    others: dict[str, Any] = {}  # that are neither prompt nor grammar
+    others: dict[str, Any] = {}  # values that are neither prompt nor grammar
     for name, value in body.items():
         if name in REFUSED:
             raise BadRequest(f"{name} belongs to the fleet; {REFUSED[name]}", param=name)

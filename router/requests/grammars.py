@@ -15,7 +15,7 @@ _PARALLEL = (None, True)  # engines take 0 or "false" for False
 class Grammar:
     """Constraint on an answer that an engine compiles."""
 
-    field: str  # of the body, that asks for it
+    field: str  # field of the body that asks for the grammar
     digest: bytes
 
 

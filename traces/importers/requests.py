@@ -70,7 +70,7 @@ class _Open:
     id: str
     arrival_s: float
     parent: str | None
-    full_blocks: tuple[int, ...] = ()  # of the latest prompt
+    full_blocks: tuple[int, ...] = ()  # full blocks of the latest prompt
     latest_s: float = 0.0
     largest_context: int = 0
     turns: list[TraceTurn] = field(default_factory=list)

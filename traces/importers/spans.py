@@ -49,7 +49,7 @@ class ModelCall:
     output_tokens: int
     model: str
     ending: TurnEnding
-    messages: tuple[bytes, ...]  # of its prompt; none where the span has none
+    messages: tuple[bytes, ...]  # messages of the prompt; none where the span has none
 
 
 def read_spans(path: Path) -> Iterator[TraceConversation]:

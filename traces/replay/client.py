@@ -35,9 +35,9 @@ class ReplayOptions:
     dialect: Dialect = Dialect.VLLM
     tools: ToolStyle = ToolStyle.CALLS
     max_conversations: int = 256  # in flight; later ones start late, which is counted
-    time_limit_s: float = 600.0  # of the replay proper: what is not done then is reported as unfinished
+    time_limit_s: float = 600.0  # limit of the replay: what is not done then is reported as unfinished
     request_timeout_s: float = 300.0
-    retries: int = 8  # of a turn that was refused with 429 or 503
+    retries: int = 8  # retries of a turn that was refused with 429 or 503
     probes: int = 3  # conversations played alone first, to know the unloaded latency; 0: no SLO
     slo_factor: float = 5.0
     conversation_header: str = ""  # send the conversation's id in this header; agents do not

@@ -40,7 +40,7 @@ class TurnResult:
     ttft_s: float  # from then to the first text, refused attempts included
     answered_s: float  # when the last text came
     prompt_tokens: int
-    new_tokens: int  # of the prompt: what nobody can have cached
+    new_tokens: int  # tokens of the prompt that nobody can have cached
     output_tokens: int
     cached_tokens: int | None  # what the endpoint says it had, where it says so
     longest_gap_s: float  # between two pieces of text
@@ -236,7 +236,7 @@ class Objective:
 
     judged: int
     violations: int
-    geometric_mean: float  # of measured / unloaded
+    geometric_mean: float  # geometric mean of measured / unloaded
     p95: float
 
     @property

@@ -57,7 +57,7 @@ class Regrouping(NamedTuple):
 
     pipeline: Pipeline | None
     kv_tokens: int
-    exchange_s: float  # that turns which run stand still, because their KV is on its way
+    exchange_s: float  # how long running turns stand still because their KV is on its way
 
 
 class SimulatedEngine:

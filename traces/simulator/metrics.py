@@ -147,8 +147,8 @@ class Totals:
     through_prefiller_again: int  # later turns
     last_resorts: int  # conversations that a prefiller holds
     idle_while_waiting: float  # idle share of the least busy role while turns queue and conversations arrive
-    prefiller_share: float  # of first turns that a prefiller computes
-    least_kv_share: float  # of conversations that are bound to the decoder with the least KV in use
+    prefiller_share: float  # share of first turns that a prefiller computes
+    least_kv_share: float  # share of conversations bound to the decoder with the least KV in use
     gate_wait_s: float
     joules: float
     events: int

@@ -102,7 +102,7 @@ class TurnRoute:
 @dataclass(frozen=True, slots=True)
 class SystemSettings:
     system: System = System.PREFILLER
-    error_rate: float = 0.1  # of AMPD's predictions
+    error_rate: float = 0.1  # error rate of AMPD's predictions
     sticky: StickySettings = field(default_factory=StickySettings)
 
     def placer_settings(self, base: PlacerSettings) -> PlacerSettings:

@@ -117,7 +117,7 @@ class SimulationSettings:
     # simulation.md are without.
     reserved_until_held: bool = False
     tbt_s: float = DEFAULT_TARGETS.tbt_s  # elastic: engines cut prompts so that running turns keep it
-    dropping: DroppingSettings | None = None  # of parameters under overload; None: none are dropped
+    dropping: DroppingSettings | None = None  # how parameters are dropped under overload; None: not at all
     seed: int = 0
 
 

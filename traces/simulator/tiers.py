@@ -23,7 +23,7 @@ class EngineProfile:
     # What a drop of parameters depends on; 0: not known, and none is dropped.
     layers: int = 0
     layer_bytes: float = 0.0  # parameters of a layer
-    activation_bytes: float = 0.0  # of a token between two layers
+    activation_bytes: float = 0.0  # bytes of one token's activation between two layers
 
     def __post_init__(self) -> None:
         if self.kv_bytes_per_token <= 0:

@@ -15,11 +15,11 @@ class KeeperSettings:
     health_interval_s: float = 1.0
     health_timeout_s: float = 5.0
     health_misses: int = 10  # in a row, before a restart
-    memory_gib: float | None = None  # of the engine's processes, before a restart; None: `MemoryLimit.of`
+    memory_gib: float | None = None  # an engine with more is restarted; None: `MemoryLimit.of`
     kv_gib: float = 0.0  # KV that the engine keeps in host memory
     lease_s: float = 60.0
     end_grace_s: float = 10.0
-    drain_s: float = 120.0  # for conversations to leave an engine that a signal asked to end
+    drain_s: float = 120.0  # time for conversations to leave an engine that a signal asked to end
     backoff_first_s: float = 1.0
     backoff_longest_s: float = 60.0
-    calm_after_s: float = 300.0  # of serving, after which back-off starts over
+    calm_after_s: float = 300.0  # after serving for so long, back-off starts over

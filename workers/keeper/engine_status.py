@@ -60,7 +60,7 @@ class SentKv:
     """Result of sending one conversation's KV to another engine."""
 
     done: bool  # the other engine holds the conversation's KV
-    recomputed_tokens: int = 0  # of these, computed again by either engine
+    recomputed_tokens: int = 0  # how many of them either engine computed again
 
 
 class StatusStore:

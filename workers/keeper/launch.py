@@ -41,15 +41,15 @@ class LaunchSpec:
     model: str
     served_name: str
     device: Device
-    directory: Path  # of this engine alone: record, lease, socket, log
+    directory: Path  # folder of this engine alone, with its record, lease, socket and log
     host: str = "127.0.0.1"  # at which gateways and peers reach the engine
     dtype: str = "auto"
     max_context: int | None = None
     threads: int | None = None
     exact_tokens: bool = True  # build prompts from the tokens that were generated
-    grammar_cpu_s: float = 5.0  # of one compilation; a request whose grammar needs more is refused
+    grammar_cpu_s: float = 5.0  # limit of one compilation; a request whose grammar needs more is refused
     grammar_memory_mib: int = 256
-    options: Options = ()  # of vLLM, without the leading dashes
+    options: Options = ()  # vLLM's options, without the leading dashes
     env: tuple[tuple[str, str], ...] = ()
     connector: ConnectorConfig | None = None  # port, socket and epoch are filled in at each start
     scheduler_class: str | None = None
@@ -77,8 +77,8 @@ class Start:
 class EngineKeys:
     """Secrets of a fleet's engines."""
 
-    http: str = ""  # that HTTP clients of the engine send; empty if they need none
-    transfer: str = ""  # with which engines authenticate each other
+    http: str = ""  # key that HTTP clients of the engine send; empty: none
+    transfer: str = ""  # key with which engines authenticate each other
 
 
 @dataclass(frozen=True, slots=True)

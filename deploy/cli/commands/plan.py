@@ -201,7 +201,7 @@ class TierPlan:
     engines: int
     shape: EngineShape
     limits: DropLimits
-    first: DropPlan  # as soon as any KV is lacking
+    first: DropPlan  # plan for when any KV is lacking
     most: DropPlan  # however much is lacking
 
 

@@ -21,7 +21,7 @@ class FlexSlot:
     """Place at an engine that a flex request holds until it ends."""
 
     engine: EngineInfo
-    timeout_s: float  # for the engine's first byte
+    timeout_s: float  # how long the engine's first byte may take
 
 
 @dataclass(frozen=True, eq=False, slots=True)

@@ -39,10 +39,10 @@ class EngineSlots:
     kv_tokens: int
     state: EngineState | None  # None: it reports nothing
     in_flight: int  # offline requests at it
-    unseen_tokens: int  # of those sent since its last report
-    suspects: int  # of those in flight, requests that failed before
+    unseen_tokens: int  # tokens of the requests sent since its last report
+    suspects: int  # requests in flight that failed before
     resting: bool = False  # backs off after errors
-    starved: bool = False  # of offline work, for longer than `ageing_s`
+    starved: bool = False  # it had no offline work for longer than `ageing_s`
 
 
 @dataclass(frozen=True, slots=True)

@@ -132,7 +132,7 @@ class Backlog:
     pending: int
     leased: int
     accepting: bool  # more lines may be started; False while it is being cancelled
-    est_tokens: int  # of an average line
+    est_tokens: int  # estimated tokens of an average line
     created_at: int
     expires_at: int
 
@@ -148,7 +148,7 @@ class OfflineRequest:
 
     prefix: str
     est_tokens: int
-    body: bytes  # as it goes to an engine
+    body: bytes  # body as it goes to an engine
 
 
 @dataclass(frozen=True, slots=True)

@@ -46,10 +46,10 @@ class Known:
     key: str
     engine: str
     epoch: int
-    prompt_bytes: int = 0  # of its newest request
-    completion_tokens: int = 0  # of its newest finished turn
+    prompt_bytes: int = 0  # size of the newest request
+    completion_tokens: int = 0  # output of the newest finished turn
     context_tokens: int = 0  # what its decoder holds, after its newest finished turn
-    asked: Asked | None = None  # its newest request
+    asked: Asked | None = None  # the newest request
     tool_called_at: float | None = None  # by its newest turn; None while a turn runs
     tool_waits: tuple[float, ...] = ()  # seconds that its tools took, the newest last
     waiting_since: float | None = None  # when the user message arrived that is not yet answered

@@ -69,7 +69,7 @@ class StoredAnswer:
 
     id: str
     previous: str | None  # the answer before it
-    items: bytes  # of the request and of the answer, with commas between them
+    items: bytes  # items of request and answer, with commas between them
     response: bytes
     conversation: str | None = None
     conversation_end: int = 0  # the last end of the conversation, when the turn began

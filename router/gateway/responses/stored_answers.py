@@ -58,7 +58,7 @@ Result = TypeVar("Result")
 class History:
     """Position of a request's answer in its history."""
 
-    request_items: tuple[bytes, ...]  # with commas between them, in pieces
+    request_items: tuple[bytes, ...]  # items with commas between them, in pieces
     previous: str | None  # the answer before it
     conversation: str | None
     stored: bool  # whether the answer is to be stored

@@ -47,7 +47,7 @@ class Identified:
     how: PrefixMatch
     parent: str | None
     chain: Chain
-    matched_bytes: int  # of the prompt, in an earlier request of this conversation
+    matched_bytes: int  # bytes of the prompt that an earlier request of this conversation had
     turn: int  # the directory client's number of this turn
 
 

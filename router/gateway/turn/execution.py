@@ -25,7 +25,7 @@ class PrefillLeg:
     """Result of a turn's prefill leg."""
 
     done_at: float | None = None  # when the prefiller had computed the prompt
-    cached_tokens: int = 0  # of the prompt, on the prefiller
+    cached_tokens: int = 0  # prompt tokens that the prefiller had cached
 
 
 @dataclass(frozen=True, slots=True)

@@ -37,9 +37,9 @@ class PrefixBreak(StrEnum):
 class KvReuse:
     """KV that the decoder held for a later turn, and how much of it the turn reused."""
 
-    matched_bytes: int  # of the prompt, in an earlier request of this conversation
+    matched_bytes: int  # bytes of the prompt that an earlier request of this conversation had
     held: int  # tokens that its decoder held
-    generated: int  # of these, by the turn before
+    generated: int  # how many of them the turn before generated
     cached: int | None  # tokens that it found again, if it says so
     block: int  # tokens of a block; an incomplete block is never found
 

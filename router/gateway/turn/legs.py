@@ -109,7 +109,7 @@ class PrefillAnswer:
 
     prompt_tokens: int  # exact; 0 when the prefill failed
     params: dict[str, Any] | None
-    cached_tokens: int | None = None  # of the prompt, if the engine says so
+    cached_tokens: int | None = None  # prompt tokens that were cached; None: the engine does not report them
     unreachable: bool = False
     died: bool = False  # the prefiller crashed while it had the request
 

@@ -35,20 +35,20 @@ class Turn:
     api: Api
     raw: tuple[bytes, ...]  # body for the engine: the client's, in pieces, with the fleet's fields appended
     body: Mapping[str, Any]  # fields of the client's body; None in place of large values
-    headers: RawHeaders  # for the engine
+    headers: RawHeaders  # headers that go on to the engine
     space: str  # the caller's name space of conversation ids
     prompt: Prompt
-    salt: str  # of the model and the cache: an engine finds KV of this prompt under the same salt only
+    salt: str  # salt of model and cache: engines find KV of this prompt under the same salt only
     slo_class: SloClass
     arrived_at: float
-    trace: "TurnTrace | None" = None  # of a sampled turn, where tracing is on
+    trace: "TurnTrace | None" = None  # spans of a sampled turn, where tracing is on
     charge: Charge = UNMETERED
     flow: str = ""  # turns of one owner are served fairly among its flows
     waiting_share: float = 1.0  # share of the waiting places that the owner may take
-    grammar: Grammar | None = None  # that an engine compiles for it
-    history: History | None = None  # of the Responses API
+    grammar: Grammar | None = None  # grammar that an engine compiles for the turn
+    history: History | None = None  # earlier items, in the Responses API
     ignored: tuple[str, ...] = ()  # names of the client's fields that were dropped
-    resume: Mapping[str, Any] | None = None  # for the engine: the part of a stream that the client has
+    resume: Mapping[str, Any] | None = None  # tells the engine which part of a stream the client has
 
     @property
     def model(self) -> str:

@@ -31,7 +31,7 @@ class TurnOutcome:
     """Result of a turn, as far as the directory is notified of it."""
 
     generated: bool  # the engine generated something
-    prompt_tokens: int = 0  # as the engine counts; 0 when it does not say
+    prompt_tokens: int = 0  # by the engine's count; 0: it reports none
     completion_tokens: int = 0
     met: tuple[str, ...] = ()  # SLO targets of the answer to a user
     missed: tuple[str, ...] = ()

@@ -27,7 +27,7 @@ class CoServingConfig:
     model: LatencyModel = CONSERVATIVE
     profiled: bool = False  # `model` was measured; else one of `profiles` or a guess is used
     profiles: Mapping[str, Coefficients] = field(default_factory=dict)  # measured latency models, by key
-    power_cap_w: float | None = None  # of this engine's GPUs, part of the profile's key
+    power_cap_w: float | None = None  # cap of this engine's GPUs; part of the profile's key
     planned: bool = True  # False: vLLM's own rules, for measurements
     safepoint_every: int = 1  # layers between two checks of the flag
     iteration_log: str = ""  # file with one JSON line per iteration; empty: none

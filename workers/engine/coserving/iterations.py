@@ -46,7 +46,7 @@ class PendingIteration:
     arrivals: list[RequestView] = field(default_factory=list)
     raised: bool = False  # the flag was raised for an arrival
     prompt_tokens: int = 0  # online, before a first token
-    prompt_share: float = 1.0  # of the engine's time, left to prompts by decoding requests
+    prompt_share: float = 1.0  # share of the engine's time that decoding requests leave to prompts
     overlapped: bool = False  # scheduled while the previous iteration ran
     decodes: bool = False  # every request decodes one token
     repeats: bool = False  # so did the same requests in the iteration before

@@ -189,7 +189,7 @@ class Point:
 class Grid:
     """Ranges of the iterations to provoke."""
 
-    max_tokens: int  # of an iteration
+    max_tokens: int  # most tokens of an iteration
     max_context: int
     max_requests: int
     block_tokens: int

@@ -80,7 +80,7 @@ class TrackedRequests:
     default_slo: TurnTargets
     arguments_of: Callable[[Any], Mapping[str, Any]]
     blocks_of: Callable[[Any], int]
-    saved_blocks_of: Callable[[Any], int]  # its blocks that are on the host, too
+    saved_blocks_of: Callable[[Any], int]  # returns how many blocks of a request are on the host as well
     restore_blocks_of: Callable[[Any], int]  # to load from the host before it can run
     clock: Callable[[], float] = time.monotonic
     wall: Callable[[], float] = time.time

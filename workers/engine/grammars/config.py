@@ -17,10 +17,10 @@ _WALL_FACTOR = 6  # how much slower a busy machine computes
 class GrammarBudget:
     """Budget of one compilation; a request whose grammar exceeds it is refused."""
 
-    cpu_s: float = 5.0  # of all threads together
+    cpu_s: float = 5.0  # limit for all threads together
     memory_mib: int = 256
     at_once: int = 2  # compilations of an engine; an owner has one at a time
-    wait_s: float = 30.0  # for other compilations
+    wait_s: float = 30.0  # longest wait for other compilations
 
     @property
     def wall_s(self) -> float:

@@ -20,7 +20,7 @@ class DropOrder:
 
     epoch: int
     members: tuple[str, ...]  # host:port of each member's peer server, in the order of their parts
-    part: int  # of the layers, which this engine keeps
+    part: int  # index of the part of the layers that this engine keeps
     used: list[int]  # blocks whose KV moves with the layers
 
 
@@ -41,7 +41,7 @@ class WorkerFacts:
     layers: int
     layer_bytes: int
     row_bytes: int  # KV of a block in a layer
-    activation_bytes: int  # of a token between two layers
+    activation_bytes: int  # bytes of one token's activation between two layers
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,11 +50,11 @@ class SplitReport:
 
     event: SplitEvent
     epoch: int
-    blocks: int  # of the pool from now on
-    seconds: float = 0.0  # that the engine stood still
+    blocks: int  # blocks in the pool from now on
+    seconds: float = 0.0  # how long the engine stood still
     reason: str = ""
     facts: WorkerFacts | None = None
-    moved_bytes: int = 0  # of KV, to peers or back
+    moved_bytes: int = 0  # bytes of KV sent to peers or back
     moved_s: float = 0.0
 
     def merge(self, other: "SplitReport") -> "SplitReport":

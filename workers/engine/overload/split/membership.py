@@ -59,9 +59,9 @@ AFTER_EXCHANGE = (SplitPhase.GIVEN, SplitPhase.TAKEN)
 
 @dataclass(frozen=True, slots=True)
 class SplitLimits:
-    meet_s: float = 10.0  # for a peer to reach a step boundary
-    answer_s: float = 30.0  # of one message: the peer may be in a long step of its own
-    order_s: float = 30.0  # of all messages of one order, during which streams stand still
+    meet_s: float = 10.0  # longest wait for a peer to reach a step boundary
+    answer_s: float = 30.0  # longest wait for one answer: the peer may be in a long step
+    order_s: float = 30.0  # limit on all messages of one order, during which streams stand still
 
 
 @dataclass(frozen=True, slots=True)
@@ -78,12 +78,12 @@ class Membership:
     """This engine's part in one split, from the drop order on."""
 
     epoch: int
-    part: int  # of this engine
+    part: int  # index of this engine's part
     members: tuple[str, ...]  # host:port of each member's peer server
     parts: tuple[range, ...]  # layers that each member keeps
-    blocks: int = 0  # of each member's pool
+    blocks: int = 0  # blocks in each member's pool
     connections: dict[int, PeerConnection] = field(default_factory=dict)  # to the other members
-    _end: float = math.inf  # of the present order
+    _end: float = math.inf  # when the present order has to be done
 
     @classmethod
     def from_order(cls, order: DropOrder, layers: int) -> "Membership":
@@ -166,9 +166,9 @@ class Membership:
 class EngineMemory:
     """Memory of an engine with its whole model, which a split redistributes."""
 
-    blocks: int  # of the pool
+    blocks: int  # blocks in the pool
     row_bytes: int  # KV of a block in a layer
-    layer_bytes: Sequence[int]  # of each layer's parameters
+    layer_bytes: Sequence[int]  # bytes of each layer's parameters
     page_bytes: int
 
     def rows_that_fit(self, kept: range) -> int:

@@ -22,7 +22,7 @@ class PassCounts:
     served: int = 0  # batches of peers
     served_s: float = 0.0  # computing them
     peer_s: float = 0.0  # own batches were at peers
-    idle_s: float = 0.0  # of that, nothing was computed here
+    idle_s: float = 0.0  # part of that time in which nothing was computed here
     peer_bytes: int = 0  # sent to peers with own batches
 
 
