@@ -90,10 +90,8 @@ def serve(
             "callers must send"
         )
     refuse_blocked(doctor.system())
-    if (
-        model.strip() and model != smollm2.NAME and Path(model).expanduser().is_dir()
-    ):  # the file is used in other folders
-        model = os.path.abspath(Path(model).expanduser())
+    if model.strip() and model != smollm2.NAME and (folder := Path(model).expanduser()).is_dir():
+        model = os.path.abspath(folder)  # the fleet file may be used in other folders
     wishes = replace(
         wishes_of(model, dict(vllm_arguments(context.args))),
         prefill=prefill,
