@@ -182,13 +182,6 @@ class Placer:
         need = turn.uncached_tokens + headroom if choice.prefiller.chosen else 0
         return self._commit(turn, choice, need, turn.uncached_tokens, now)
 
-    def through_prefiller(self, uncached_tokens: int, prompt_tokens: int) -> bool:
-        """Return whether a later turn has to be placed at all; most only need their binding."""
-        settings = self.settings
-        return settings.policy.later_turn_through_prefiller(
-            settings.redisaggregation, uncached_tokens, prompt_tokens
-        )
-
     def prefill_done(self, key: str, now: float, tokens: int = 0, cached: int | None = None) -> None:
         """Record the end of a prefill.
 

@@ -8,8 +8,8 @@ from pydantic.dataclasses import dataclass as checked
 from router.auth.keys import StructuredOutputs
 from router.gateway.config import ServedModel
 from router.http import ServerLimits, UpstreamLimits
+from router.requests.cost_limits import MAX_BYTES_PER_TOKEN
 from router.requests.fields import UnknownFields
-from router.requests.prompt_limit import MAX_BYTES_PER_TOKEN
 from router.settings import ConfigFile
 
 HOUR_S = 3600

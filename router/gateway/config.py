@@ -13,8 +13,8 @@ from placement.prefetch_rules import PrefetchRules
 from placement.routing.placer_settings import PlacingPolicy, Redisaggregation
 from router.auth.keys import DefaultLimits, Key
 from router.http import ServerLimits, UpstreamLimits
+from router.requests.cost_limits import MAX_ANSWERS, MAX_BYTES_PER_TOKEN
 from router.requests.fields import UnknownFields
-from router.requests.prompt_limit import MAX_ANSWERS, MAX_BYTES_PER_TOKEN
 from router.settings import MIB, SETTINGS, ConfigFile, Duration, FilePath, Share
 
 _STRICT = ConfigDict(extra="forbid")

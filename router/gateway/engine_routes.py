@@ -20,10 +20,10 @@ from router.http import (
 )
 from router.identity.prefix_groups import PrefixGroups
 from router.requests.body_parser import BodyParser
+from router.requests.cost_limits import PromptLimit
 from router.requests.fields import UnknownFields, with_fields
 from router.requests.ignored_fields import HEADER, IgnoredFields
 from router.requests.parser_pool import ParserPool
-from router.requests.prompt_limit import PromptLimit
 
 _JSON = (b"content-type", b"application/json")
 _ATTEMPTS = 2

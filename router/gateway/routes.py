@@ -47,9 +47,9 @@ from router.gateway.turn_routes import TurnRoutes
 from router.http import Handler, Request, Responder, UpstreamPool
 from router.identity.prefix_groups import PrefixGroups
 from router.requests.body_parser import Api
+from router.requests.cost_limits import PromptLimit
 from router.requests.ignored_fields import IgnoredFields
 from router.requests.parser_pool import ParserPool
-from router.requests.prompt_limit import PromptLimit
 from router.settings import MIB
 
 audit = logging.getLogger("conserve.audit")

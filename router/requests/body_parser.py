@@ -17,12 +17,11 @@ from router.errors import BadRequest, ModelNotFound, excerpt
 from router.identity import prefix_chain as chains
 from router.identity.conversation_ids import ExplicitIdentity, explicit_identity
 from router.identity.prefix_chain import Chain
-from router.requests.answer_limits import check_answers
 from router.requests.body_spans import Span, cut_fields, find_fields, find_items, write_items
+from router.requests.cost_limits import PromptLimit, check_answers, token_ids
 from router.requests.fields import UnknownFields, check_fields, known_part, with_fields
 from router.requests.grammars import Grammar, grammar_of
 from router.requests.hints import Hints, parse_hints
-from router.requests.prompt_limit import PromptLimit, token_ids
 
 CHEAP_BYTES = 256 * 1024
 CHEAP_MARKS = 4_000  # arrays and objects of a cheap body

@@ -13,7 +13,7 @@ from router.errors import BadRequest
 class BodyPart(Enum):
     """Parts of a body, each with its own limit."""
 
-    PROMPT = auto()  # engines tokenise it: at most a context (`prompt_limit.py`)
+    PROMPT = auto()  # engines tokenise it: at most a context (`cost_limits.py`)
     GRAMMAR = auto()  # engines compile it: at most `MAX_GRAMMAR_BYTES` a field
     OTHER = auto()  # all other fields: at most `MAX_OTHER_BYTES` together
 

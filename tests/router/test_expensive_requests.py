@@ -16,8 +16,8 @@ from router.batch.routes import canonical_target
 from router.errors import BadRequest, ContextTooLong, NotFound, Unavailable
 from router.gateway.config import BatchAddress, ServedModel
 from router.requests.body_parser import Api, BodyParser, parse_body
+from router.requests.cost_limits import MAX_BYTES_PER_TOKEN, UNKNOWN_CONTEXT, PromptLimit
 from router.requests.fields import MAX_OTHER_BYTES
-from router.requests.prompt_limit import MAX_BYTES_PER_TOKEN, UNKNOWN_CONTEXT, PromptLimit
 from tests.support.fake_fleet import MODEL, FakeFleet, ask, fleet, get, user
 
 

@@ -15,8 +15,8 @@ from prometheus_client import REGISTRY
 
 from router.errors import ApiError
 from router.requests.body_parser import Api, BodyParser, is_cheap, parse_body
+from router.requests.cost_limits import PromptLimit
 from router.requests.parser_pool import MAX_WAITING, ParserPool
-from router.requests.prompt_limit import PromptLimit
 from tests.support.fake_fleet import MODEL, FakeFleet, ask, fleet, user
 from tests.support.waiting import until
 

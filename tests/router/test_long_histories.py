@@ -23,8 +23,8 @@ from router.gateway.responses.answer_store import AnswerStore
 from router.gateway.responses.stored_answers import Answers, History
 from router.requests.body_parser import CHEAP_MARKS, Api, BodyParser
 from router.requests.body_spans import cut_items, find_items, write_items
+from router.requests.cost_limits import PromptLimit
 from router.requests.parser_pool import MAX_WAITING, ParserPool
-from router.requests.prompt_limit import PromptLimit
 from router.settings import MIB
 from tests.router.test_large_bodies import BOUND_S, Stalls
 from tests.router.test_rates import limited

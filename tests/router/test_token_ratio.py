@@ -15,8 +15,8 @@ from router.gateway.turn.turn import Turn
 from router.identity import prefix_chain as chains
 from router.identity.conversation_ids import ExplicitIdentity
 from router.requests.body_parser import Api, BodyParser, Prompt, parse_body
+from router.requests.cost_limits import PromptLimit
 from router.requests.hints import Hints
-from router.requests.prompt_limit import PromptLimit
 
 SEED = chains.seed("s", "m")
 

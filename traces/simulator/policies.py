@@ -160,8 +160,9 @@ class SimulatedRouter:
         if wrong or system is System.PULL_BACK:
             return TurnRoute(live.engine, self._shortest_prefill_queue(), pull=True)
         prompt = live.turn.prompt_tokens
-        if not self._placer.through_prefiller(uncached, prompt):
-            return TurnRoute(live.engine)
+        placing = self._placer.settings
+        if not placing.policy.later_turn_through_prefiller(placing.redisaggregation, uncached, prompt):
+            return TurnRoute(live.engine)  # as most turns, it needs its binding only
         placed = self._placer.place_later(LaterTurn(live.key, live.engine, prompt, uncached, *prefix), now)
         return TurnRoute(placed.decoder, placed.prefiller)
 

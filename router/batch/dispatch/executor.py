@@ -29,11 +29,10 @@ from router.batch.store.store import Store
 from router.errors import BadRequest, EngineGarbled, EngineLost, UpstreamError
 from router.http import Endpoint, RawHeaders, UpstreamPool, UpstreamRequest, UpstreamResponse, fetch
 from router.identity.prefix_groups import PrefixGroups
-from router.requests.answer_limits import MOST_OFFLINE_ANSWERS, check_answers
 from router.requests.body_parser import check_items
+from router.requests.cost_limits import MOST_OFFLINE_ANSWERS, PromptLimit, check_answers
 from router.requests.fields import OFFLINE_HEADER, check_fields, known_part
 from router.requests.ignored_fields import IgnoredFields
-from router.requests.prompt_limit import PromptLimit
 
 log = logging.getLogger("conserve.router.batch.executor")
 

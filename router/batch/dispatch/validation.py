@@ -25,8 +25,8 @@ from router.batch.store.records import (
 from router.batch.store.store import Store
 from router.errors import BadRequest, RouterError, excerpt
 from router.gateway.config import ServedModel
-from router.requests.answer_limits import MOST_OFFLINE_ANSWERS, check_answers
 from router.requests.body_parser import check_items, is_deep
+from router.requests.cost_limits import MOST_OFFLINE_ANSWERS, check_answers
 from router.requests.fields import UnknownFields, check_fields, known_part
 from router.requests.grammars import grammar_of
 from router.requests.hints import HINT_FIELDS

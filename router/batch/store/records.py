@@ -8,7 +8,7 @@ from typing import Any
 import orjson
 import xxhash
 
-from router.requests.answer_limits import count_answers
+from router.requests.cost_limits import count_answers
 from router.requests.fields import MAX_TOKENS, OFFLINE_PRIORITY
 from router.requests.hints import HINT_FIELDS
 

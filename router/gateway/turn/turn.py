@@ -13,12 +13,12 @@ from router.http import RawHeaders, Request
 from router.identity.conversation_ids import normalized_hint
 from router.identity.prefix_groups import PrefixGroups
 from router.requests.body_parser import Api, BodyParser, Prompt
+from router.requests.cost_limits import PromptLimit
 from router.requests.fields import UnknownFields, with_fields
 from router.requests.forwarded_headers import forwarded
 from router.requests.grammars import Grammar
 from router.requests.hints import HINT_FIELDS
 from router.requests.parser_pool import ParserPool
-from router.requests.prompt_limit import PromptLimit
 
 if TYPE_CHECKING:
     from router.gateway.tracing import TurnTrace

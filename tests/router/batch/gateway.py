@@ -20,8 +20,8 @@ from router.gateway.turn.turn import TurnReader
 from router.http import Request, Responder, Server, StreamObserver, UpstreamLimits, UpstreamPool
 from router.identity.prefix_groups import PrefixGroups
 from router.requests.body_parser import Api
+from router.requests.cost_limits import PromptLimit
 from router.requests.parser_pool import ParserPool
-from router.requests.prompt_limit import PromptLimit
 from tests.router.batch.fake_engine import MODEL
 
 SECRET = "s3cret"
