@@ -86,7 +86,8 @@ def fleet_for(wishes: Wishes, model: Architecture, machine: Machine) -> dict[str
     content["gateway"] = {"host": wishes.host or "127.0.0.1", "port": wishes.port or 8000}
     content["conversation"] = {"ttl": "30m", "park_after": "60s"}
     content["kv"] = {"host_kv_gib": 4 if on_gpus else 1}
-    if engines.collocated if wishes.coserving is None else wishes.coserving:
+    coserves = engines.collocated if wishes.coserving is None else wishes.coserving
+    if coserves:
         content["coserving"] = {"enabled": True, "ageing": "1m"}
     return content
 
@@ -213,10 +214,9 @@ def _context(wishes: Wishes, model: Architecture, left: float, ranks: int, where
     asked = wishes.max_context or min(model.max_context or fits, fits)
     room = f"room for conversations of {fits} tokens" if left > 0 else "no room for them"
     if fits < max(LEAST_CONTEXT, wishes.max_context or 0):
-        first, lower = "", ""
-        if fits >= LEAST_CONTEXT:
-            first = f"conversations of {wishes.max_context} tokens do not fit: "
-            lower = "lower --max-model-len, "
+        asks_much = fits >= LEAST_CONTEXT
+        first = f"conversations of {wishes.max_context} tokens do not fit: " if asks_much else ""
+        lower = "lower --max-model-len, " if asks_much else ""
         raise DeployError(
             f"{first}{wishes.model} has {model.weight_bytes / GIB:.1f} GiB of weights, and with {where} "
             f"there is {room}: {lower}take a smaller or a quantised model, fewer engines, or a machine with "

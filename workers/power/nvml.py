@@ -130,7 +130,7 @@ class Gpus:
         )
 
     def _supported(self, read: Callable[[object], Any], handle: object) -> Any:
-        """Return what NVML reads from a GPU; None if its driver cannot, as of some laptops."""
+        """Return what NVML reads from a GPU; None if its driver cannot, as on some laptops."""
         try:
             return read(handle)
         except self._nvml.NVMLError_NotSupported:
