@@ -13,7 +13,7 @@ from typing import Any
 
 from kvtransfer.checkpoint.copy_orders import FIRST_DISK_SLOT, DiskMove
 from kvtransfer.retention.owned_blocks import HostCopy
-from kvtransfer.retention.retained_conversations import RetainedConversations, block_key
+from kvtransfer.retention.retained_conversations import CacheGroup, RetainedConversations, block_key
 
 
 @dataclass(slots=True)
@@ -90,12 +90,30 @@ class HostIndex:
         slot = self._by_block.get(block)
         return slot is not None and slot.on_disk
 
-    def stored_prefix(self, chain: list[bytes], start: int, end: int, group: int = 0) -> int:
-        """Return how many blocks from `start` on are stored without a gap."""
-        at = start
-        while at < end and self.stored(block_key(chain[at], group)):
-            at += 1
-        return at - start
+    def restorable_end(
+        self, groups: Sequence[CacheGroup], chain: Sequence[bytes], start: int, end: int, pool: Any = None
+    ) -> int:
+        """Return up to where `chain` can be restored from block `start` on, at most `end`.
+
+        A block counts that is stored, or cached in `pool`. Of groups with a window only the blocks that the
+        window needs at the returned end count.
+        """
+
+        def lacks(at: int, group: int) -> bool:
+            cached = pool is not None and pool.get_cached_block(chain[at], [group]) is not None
+            return not (cached or self.stored(block_key(chain[at], group)))
+
+        for number, group in enumerate(groups):
+            if not group.window:
+                end = next((at for at in range(start, end) if lacks(at, number)), end)
+        windows = [(number, group) for number, group in enumerate(groups) if group.window]
+        while end > start:
+            needed = ((n, reversed(range(max(start, group.first_kept(end)), end))) for n, group in windows)
+            gap = max((next((at for at in places if lacks(at, n)), -1) for n, places in needed), default=-1)
+            if gap < 0:
+                break
+            end = gap
+        return end
 
     def begin_store(self, block: bytes) -> Slot | None:
         """Reserve a slot to copy the block to, or return None if none is free."""

@@ -144,23 +144,7 @@ class Prefetches:
         return bool(chain) and 2 * self._restorable_end(chain) >= len(chain)
 
     def _restorable_end(self, chain: list[bytes]) -> int:
-        """Return the length of the longest prefix of `chain` that every group has, here or on the host."""
-        end = len(chain)
-        for number, group in enumerate(self._groups):
-            if not group.window:
-                end = next((at for at in range(end) if not self._has(chain[at], number)), end)
-        windows = [(number, group) for number, group in enumerate(self._groups) if group.window]
-        while end > 0:
-            needed = ((at, number) for number, group in windows for at in range(group.first_kept(end), end))
-            gap = max((at for at, number in needed if not self._has(chain[at], number)), default=-1)
-            if gap < 0:
-                break
-            end = gap
-        return end
-
-    def _has(self, block_hash: bytes, group: int) -> bool:
-        cached = self.pool.get_cached_block(block_hash, [group]) is not None
-        return cached or self._state.host.stored(block_key(block_hash, group))
+        return self._state.host.restorable_end(self._groups, chain, 0, len(chain), self.pool)
 
     def _begin(self, prefetch: Prefetch, conversation: RetainedConversation) -> BlockLoad | None:
         """Take blocks and slots for a prefetch; return None if the pool has no space for it now."""

@@ -74,25 +74,8 @@ class CheckpointScheduler(SchedulerSide):
         """Return how many blocks the host has after the tokens that are on the accelerator."""
         start = computed_tokens // self._block_tokens
         end = int(min((request.num_tokens - 1) // self._block_tokens, len(request.block_hashes)))
-        hashes, host = request.block_hashes, self._kv_state.host
         with self._kv_state.lock:
-            for number, group in enumerate(self._groups):
-                if not group.window:
-                    end = start + host.stored_prefix(hashes, start, end, number)
-            while end > start and (gap := self._gap(hashes, start, end)) >= start:
-                end = gap
-        return end - start
-
-    def _gap(self, hashes: list[bytes], start: int, end: int) -> int:
-        """Return the last block that attention windows at `end` need and the host lacks, or -1."""
-        host = self._kv_state.host
-        windows = ((n, group.first_kept(end)) for n, group in enumerate(self._groups) if group.window)
-        needed = ((n, reversed(range(max(start, first), end))) for n, first in windows)
-        gaps = (
-            next((at for at in places if not host.stored(block_key(hashes[at], n))), -1)
-            for n, places in needed
-        )
-        return max(gaps, default=-1)
+            return self._kv_state.host.restorable_end(self._groups, request.block_hashes, start, end) - start
 
     def after_allocation(self, request: Any, blocks: Any, match: Match | None) -> None:
         self._visited.pop(request.request_id, None)

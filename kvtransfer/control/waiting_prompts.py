@@ -98,14 +98,6 @@ class WaitingPrompts:
 
     def _found_tokens(self, request: Any) -> int:
         """Count the prompt's tokens that are on the accelerator or on the host."""
-        chain, blocks = request.block_hashes, 0
-        while blocks < len(chain) and self._is_here(chain[blocks], self._full):
-            blocks += 1
-        states = [number for number, group in enumerate(self._groups) if group.state]
-        while blocks and not all(self._is_here(chain[blocks - 1], number) for number in states):
-            blocks -= 1
+        chain = request.block_hashes
+        blocks = self._kv_state.host.restorable_end(self._groups, chain, 0, len(chain), self._pool)
         return blocks * self._block_tokens
-
-    def _is_here(self, block: bytes, group: int) -> bool:
-        cached = self._pool.get_cached_block(block, [group]) is not None
-        return cached or self._kv_state.host.stored(block_key(block, group))
