@@ -4,9 +4,9 @@
 
 Loads are shares of the capacity of plain vLLM on this machine. It is measured first, for each trace: every
 installed router over plain engines serves all conversations at once, and the router with the most tokens per
-second is the best one. Then `ours` and the best router, or the contenders of --only, play each trace at each
-load, in turns. A contender is started anew for each trace and plays its loads one after the other; each trace
-and round begins with another contender.
+second is the best one of that trace. Then `ours` and the best routers, or the contenders of --only, play each
+trace at each load, in turns. A contender is started anew for each trace and plays its loads one after the
+other; each trace and round begins with another contender.
 
 Peers come from --peers DIR (or $CONSERVE_PEERS), an environment each, as requirements/peers.txt says. A peer
 that is not installed or does not run is named with its reason and left out from then on. When ours does not
@@ -75,7 +75,7 @@ def main() -> None:
             routers = [one for one in everyone if one.over_plain and (not wanted or one.name in wanted)]
             routers = routers or [one for one in everyone if one.over_plain]
             best = run.measure_capacity(routers[:1] if quick else routers)
-            wanted = wanted or [OURS, best]
+            wanted = wanted or [OURS, *best.values()]
             for number in range(rounds):
                 run.round(number, [one for one in everyone if one.name in wanted])
     table, found = figures.medians(run.rows), figures.named(run.rows, run.lost)
@@ -96,7 +96,7 @@ def main() -> None:
         found,
         failures=figures.failures(table, run.lost),
         left_out=run.skipped,
-        best_router=best,
+        best_routers=best,
         capacity=run.capacities,
         by_play=figures.by_round(run.rows),
         variants=variants,

@@ -46,26 +46,26 @@ class PeerRun:
     profiles: list[EngineProfileRow] = field(default_factory=list)
     costs: dict[str, IterationCost] = field(default_factory=dict)  # by contender
 
-    def measure_capacity(self, routers: Sequence[PeerSetup]) -> str:
-        """Let each router serve each trace's conversations at once, and return the best router.
+    def measure_capacity(self, routers: Sequence[PeerSetup]) -> dict[str, str]:
+        """Let each router serve each trace's conversations at once, and return the best router of each trace.
 
-        The best router serves the most tokens per second, over all traces. Loads are shares of its rates.
+        The best router serves the most tokens per second. Loads are shares of its rate of conversations.
         """
-        found: dict[str, list[PeerCapacity]] = {}
+        found: list[list[PeerCapacity]] = []
         for router in routers:
             try:
-                found[router.name] = list(self._capacities_of(router))
+                found.append(list(self._capacities_of(router)))
             except (DoesNotRun, ReplayError) as reason:
                 self._leave_out(router.name, str(reason))
         if not found:
             raise SystemExit("no router runs over plain vLLM: install one as requirements/peers.txt says")
-        best = max(found, key=lambda name: sum(one.tokens_per_s for one in found[name]))
-        self.capacities = [one for ones in found.values() for one in ones]
+        self.capacities = [one for ones in found for one in ones]
+        best = [max(ones, key=lambda one: one.tokens_per_s) for ones in zip(*found, strict=True)]
         self.plays = [
             [trace.at(load, one.conversations_per_s) for load in self.loads]
-            for trace, one in zip(self.traces, found[best], strict=True)
+            for trace, one in zip(self.traces, best, strict=True)
         ]
-        return best
+        return {one.trace: one.router for one in best}
 
     def _capacities_of(self, router: PeerSetup) -> Iterator[PeerCapacity]:
         with router.start() as serving:

@@ -75,7 +75,7 @@ def test_a_run_writes_figures_of_every_load(tmp_path: Path, monkeypatch: pytest.
         )
         peers.main()
     written = json.loads(out.read_text())
-    assert written["best_router"] == "fast"
+    assert written["best_routers"] == {"two": "fast"}
     assert len(written["rows"]) == 4 * 2 and written["failed"] == 0
     assert list(written["table"]) == ["two at 0.5", "two at 2"]
     assert list(written["by_play"]["tokens_per_s_vs_best_peer"]) == ["two at 2"]
