@@ -59,7 +59,7 @@ def epoch_ignored_by_gateway() -> None:
 
 def epoch_ignored_by_directory() -> None:
     """A new epoch of an engine voids no binding to an older one."""
-    BindingTable._void = lambda table, engine, epoch: None  # type: ignore[method-assign]
+    BindingTable._void = lambda table, engine, epoch: []  # type: ignore[method-assign]
 
 
 def reservation_leaked() -> None:

@@ -48,3 +48,4 @@ def test_no_seed_breaks_an_invariant_and_each_replays(tmp_path: Path) -> None:
 def test_a_deliberate_bug_is_found(tmp_path: Path, bug: str) -> None:
     status, output, results = simulated(tmp_path, "--bug", bug, "--seeds", "60")
     assert (status, bool(results["violations"])) == (1, True), output
+    assert "TypeError" not in output, "the bug itself fails, instead of breaking an invariant"
