@@ -93,10 +93,10 @@ class HostIndex:
     def restorable_end(
         self, groups: Sequence[CacheGroup], chain: Sequence[bytes], start: int, end: int, pool: Any = None
     ) -> int:
-        """Return up to where `chain` can be restored from block `start` on, at most `end`.
+        """Return the end of the longest run of blocks from `start` to at most `end` that can be restored.
 
-        A block counts that is stored, or cached in `pool`. Of groups with a window only the blocks that the
-        window needs at the returned end count.
+        A block can be restored when it is stored here or cached in `pool`. Groups with a window need only
+        the blocks within their window at the end of the run.
         """
 
         def lacks(at: int, group: int) -> bool:
