@@ -58,13 +58,14 @@ _NEW_FILE = {
 }
 
 
-def document(routes: Mapping[str, Iterable[str]], unknown: UnknownFields) -> bytes:
+def document(routes: Mapping[str, Iterable[str]], unknown: UnknownFields, max_answers: int) -> bytes:
     """Return the OpenAPI document of `routes`: methods by path, with parameters in braces.
 
-    `unknown`: what is done with fields that nobody knows.
+    `unknown`: what is done with fields that nobody knows. `max_answers`: the most answers to a request.
     """
     paths = {
-        path: {one.lower(): _operation(path, one, unknown) for one in routes[path]} for path in sorted(routes)
+        path: {one.lower(): _operation(path, one, unknown, max_answers) for one in routes[path]}
+        for path in sorted(routes)
     }
     return orjson.dumps(
         {
@@ -80,7 +81,7 @@ def document(routes: Mapping[str, Iterable[str]], unknown: UnknownFields) -> byt
     )
 
 
-def _operation(path: str, method: str, unknown: UnknownFields) -> dict[str, Any]:
+def _operation(path: str, method: str, unknown: UnknownFields, max_answers: int) -> dict[str, Any]:
     refused = {"application/json": {"schema": {"$ref": "#/components/schemas/Error"}}}
     made: dict[str, Any] = {
         "responses": {
@@ -92,12 +93,12 @@ def _operation(path: str, method: str, unknown: UnknownFields) -> dict[str, Any]
     names = [part[1:-1] for part in path.split("/") if part.startswith("{")]
     if names:
         made["parameters"] = [{"name": one, "in": "path", "required": True, "schema": _TEXT} for one in names]
-    if method == "POST" and (content := _body(path, unknown)) is not None:
+    if method == "POST" and (content := _body(path, unknown, max_answers)) is not None:
         made["requestBody"] = {"required": True, "content": content}
     return made
 
 
-def _body(path: str, unknown: UnknownFields) -> dict[str, Any] | None:
+def _body(path: str, unknown: UnknownFields, max_answers: int) -> dict[str, Any] | None:
     if path == "/v1/files":
         return {"multipart/form-data": {"schema": _NEW_FILE}}
     if path == "/v1/batches":
@@ -105,6 +106,8 @@ def _body(path: str, unknown: UnknownFields) -> dict[str, Any] | None:
     if path not in _NEEDED:
         return None
     properties = {name: check.schema or _SHAPES.get(name, {}) for name, check in fields_of(path).items()}
+    if "n" in properties:
+        properties["n"] = {**properties["n"], "maximum": max_answers}
     schema = {
         "type": "object",
         "required": list(_NEEDED[path]),

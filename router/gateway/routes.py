@@ -125,7 +125,7 @@ class Routes:
         named = {f"{path}{{id}}": methods for path, methods in self._prefixes.items()}
         batches = BATCH_ROUTES if batch is not None else {}
         self.status.description = openapi.document(
-            {**self._open, **self._exact, **named, **batches}, config.unknown_fields
+            {**self._open, **self._exact, **named, **batches}, config.unknown_fields, limits.answers
         )
 
     async def __call__(self, request: Request, responder: Responder) -> None:

@@ -8,7 +8,7 @@ import httpx
 import pytest
 
 from router.errors import BadRequest
-from router.gateway.config import AnswersConfig, BatchAddress
+from router.gateway.config import AnswersConfig, BatchAddress, GatewayLimits
 from router.requests import fields
 from tests.support.fake_fleet import FakeFleet, ask, fleet, user
 
@@ -48,10 +48,20 @@ async def test_bodies_are_described_as_they_are_checked(made: FakeFleet) -> None
         assert schema["additionalProperties"] is True
         assert set(schema["required"]) <= known.keys()
         for name, said in schema["properties"].items():
-            if said.get("type") in ("integer", "number") and "maximum" in said:
+            if said.get("type") in ("integer", "number") and "maximum" in said and name != "n":
                 fields.check_fields(path, {name: said["maximum"]})
                 with pytest.raises(BadRequest):
                     fields.check_fields(path, {name: said["maximum"] * 2 + 1})
+
+
+async def test_the_number_of_answers_is_described_as_the_gateway_limits_it(tmp_path: Path) -> None:
+    async with fleet(tmp_path, decoders=1, prefillers=0, limits=GatewayLimits(answers=3)) as made:
+        paths = (await described(made))["paths"]
+        for path in ("/v1/chat/completions", "/v1/completions"):
+            schema = paths[path]["post"]["requestBody"]["content"]["application/json"]["schema"]
+            assert schema["properties"]["n"] == {"type": "integer", "minimum": 1, "maximum": 3}
+        assert (await ask(made.urls[0], [user("hi")], n=3)).status == 200
+        assert (await ask(made.urls[0], [user("hi")], n=4)).status == 400
 
 
 async def test_messages_are_described_as_widely_as_they_are_served(made: FakeFleet) -> None:
