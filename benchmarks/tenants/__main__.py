@@ -1,6 +1,6 @@
 """Cost of a hostile tenant for another tenant of the same fleet.
 
-    python -m benchmarks.tenants [--quick] [--json FILE] [--fleet FILE] [--seed 0]
+    python -m benchmarks.tenants [--quick] [--json FILE] [--fleet FILE] [--seed 0] [--attacks each]
 
 The fleet co-serves, with a key for each tenant and the same limits for both. The victim's agents hold
 conversations, in turns alone and beside an attack, on the same engines: floods of streams, giant prompts,
@@ -10,18 +10,23 @@ ids of 60 kB, beams, the highest priority, expressions of 19 KB, schemas and too
 answers by the hundred with log-probabilities or words to avoid, log-probabilities of prompts.
 The victim's P99 of the time to the first token may be 1.25 times that of alone, that of the longest gap
 within a turn 1.5 times, and no turn of it may be refused or fail. No engine may take more than 1.5 times its
-idle memory, and no request may be answered with 500. Everything shares the machine, the attack's client too.
+idle memory, and no request may be answered with 500. All kinds of requests come at once: the cheap ones then
+use up the tenant's limits, and most others are refused. `--attacks` plays kinds apart. Everything shares the
+machine, the attack's client too.
 """
 
 import asyncio
 import sys
 import tempfile
 import time
+from argparse import ArgumentTypeError
 from collections import Counter
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from itertools import pairwise
 from pathlib import Path
 from random import Random
+from typing import Any
 
 import aiohttp
 import orjson
@@ -29,9 +34,9 @@ import orjson
 from benchmarks.harness.chats import converse
 from benchmarks.harness.fleet import RANDOM, brought_up, changed
 from benchmarks.harness.memory_watch import MEMORY_AIM, MemoryOfEngines
-from benchmarks.harness.output import command, quantile, report
+from benchmarks.harness.output import command, print_rows, quantile, report
 from benchmarks.harness.processes import arrived, spawned
-from benchmarks.tenants.hostile import attack
+from benchmarks.tenants.hostile import CLIENTS, attack
 from deploy.fleet import FleetSpec, load_fleet
 from deploy.lifecycle.status import serving
 from router.auth.keys import DefaultLimits, hash_secret
@@ -47,6 +52,7 @@ AGENTS, TURNS, TOKENS = 3, 4, 16
 PROMPT, APPEND = 1200, 250  # characters
 THINKS_S = 0.5
 AIM, GAP_AIM = 1.25, 1.5
+ATTACKS_HELP = "attacks in turns, such as flood,regex+schema, or `each` kind alone (default: all at once)"
 
 
 @dataclass
@@ -77,6 +83,14 @@ async def talk(chat: ChatClient, random: Random, seen: VictimSeen, seconds: floa
     await asyncio.gather(*(agent() for _ in range(AGENTS)))
 
 
+def attacks_of(asked: str) -> list[list[str]]:
+    """Return the kinds of requests of each attack."""
+    attacks = [[kind] for kind in CLIENTS] if asked == "each" else [one.split("+") for one in asked.split(",")]
+    if unknown := {kind for one in attacks for kind in one} - CLIENTS.keys():
+        raise ArgumentTypeError(f"no kind is called {', '.join(sorted(unknown))}: there are {', '.join(CLIENTS)}")
+    return attacks
+
+
 def prepared(file: Path, keys: Path) -> FleetSpec:
     rows = [{"id": one, "owner": one[3:], "hash": hash_secret(one)} for one in (VICTIM, HOSTILE)]
     keys.write_bytes(orjson.dumps(rows))
@@ -90,7 +104,13 @@ def prepared(file: Path, keys: Path) -> FleetSpec:
 
 
 async def play(
-    url: str, model: str, memory: MemoryOfEngines, seed: int, rounds: int, phase_s: float
+    url: str,
+    model: str,
+    memory: MemoryOfEngines,
+    seed: int,
+    rounds: int,
+    phase_s: float,
+    kinds: Sequence[str] = tuple(CLIENTS),
 ) -> tuple[VictimSeen, VictimSeen, Counter[str]]:
     """Return the victim's measurements alone and during the attack, and the answers to the attack."""
     alone, beside, answers, random = VictimSeen(), VictimSeen(), Counter[str](), Random(seed)
@@ -101,7 +121,7 @@ async def play(
         await talk(chat, random, VictimSeen(), GROWS_S)  # engines have seen such turns
         for number in range(rounds):
             await talk(chat, random, alone, phase_s)
-            with spawned(attack, url, HOSTILE, model, seed + number, whole_s) as pipe:
+            with spawned(attack, url, HOSTILE, model, seed + number, whole_s, kinds) as pipe:
                 await asyncio.sleep(GROWS_S)
                 await talk(chat, random, beside, phase_s)
                 answers += arrived(pipe)
@@ -139,21 +159,31 @@ def figures_of(
 
 def main() -> None:
     quick = f"{QUICK_ROUNDS} rounds of {QUICK_PHASE_S:.0f} s"
-    options = command(__doc__, quick, RANDOM, seed=0).parse_args()
+    parser = command(__doc__, quick, RANDOM, seed=0)
+    parser.add_argument("--attacks", type=attacks_of, default="+".join(CLIENTS), help=ATTACKS_HELP)
+    options = parser.parse_args()
     rounds, phase_s = (QUICK_ROUNDS, QUICK_PHASE_S) if options.quick else (ROUNDS, PHASE_S)
+    rows: list[dict[str, Any]] = []
+    all_answers = Counter[str]()
     with tempfile.TemporaryDirectory(prefix="keys-") as folder:
         fleet = prepared(options.fleet, Path(folder) / "keys.yaml")
         with brought_up(fleet) as home:
             url = serving(home).endpoint
-            memory, model = MemoryOfEngines(home), fleet.model.name
-            alone, beside, answers = asyncio.run(play(url, model, memory, options.seed, rounds, phase_s))
-    if not answers:
-        raise SystemExit("the attack got no processor time, so nothing was measured: use a quieter machine")
-    figures = figures_of(alone, beside, answers, memory.most)
-    print("answers to the attack:", dict(answers.most_common()))
-    for line in (*alone.failed, *beside.failed):
-        print(f"  failed: {line[:300]}")
-    report(options.json, figures, attack=answers)
+            for attack_kinds in options.attacks:
+                memory = MemoryOfEngines(home)
+                playing = play(url, fleet.model.name, memory, options.seed, rounds, phase_s, attack_kinds)
+                alone, beside, answers = asyncio.run(playing)
+                if not answers:
+                    raise SystemExit("the attack got no processor time: use a quieter machine")
+                row = {"attack": "+".join(attack_kinds), **figures_of(alone, beside, answers, memory.most)}
+                rows.append(row)
+                all_answers += answers
+                print(row["attack"], "was answered:", dict(answers.most_common()))
+                for line in (*alone.failed, *beside.failed):
+                    print(f"  failed: {line[:300]}")
+    print_rows("Each attack", rows)
+    figures = {name: max(row[name] for row in rows) for name in rows[0] if name != "attack"}
+    report(options.json, figures, attack=all_answers, attacks=rows)
     late = figures["victim_ttft_p99_vs_alone"] > AIM or figures["victim_gap_p99_vs_alone"] > GAP_AIM
     grown = figures["engine_memory_vs_idle"] > MEMORY_AIM
     sys.exit(1 if figures["victim_failed"] or figures["internal_errors"] or late or grown else 0)

@@ -3,6 +3,7 @@
 import asyncio
 import os
 from collections import Counter
+from collections.abc import Sequence
 from contextlib import suppress
 from itertools import count
 from multiprocessing.connection import Connection
@@ -38,15 +39,24 @@ TELL_EVERY_S = 1.0
 class HostileTenant:
     """Clients of the hostile tenant, and the answers to each kind of attack."""
 
-    def __init__(self, session: aiohttp.ClientSession, url: str, key: str, model: str, seed: int) -> None:
+    def __init__(
+        self,
+        session: aiohttp.ClientSession,
+        url: str,
+        key: str,
+        model: str,
+        seed: int,
+        kinds: Sequence[str] = tuple(CLIENTS),
+    ) -> None:
+        self._kinds = kinds
         self._session, self._url, self._model, self._random = session, url, model, Random(seed)
         self._headers, self._numbers = {"authorization": f"Bearer {key}"}, count()
         self.answers: Counter[str] = Counter()
 
     async def run(self) -> None:
         async with asyncio.TaskGroup() as group:
-            for kind, number in CLIENTS.items():
-                for _ in range(number):
+            for kind in self._kinds:
+                for _ in range(CLIENTS[kind]):
                     group.create_task(self._forever(kind))
 
     async def _forever(self, kind: str) -> None:
@@ -183,8 +193,10 @@ def long_text(stream: str, characters: int) -> str:
     return (part * -(-characters // REPEATED_CHARACTERS))[:characters]
 
 
-def attack(pipe: Connection, url: str, key: str, model: str, seed: int, seconds: float) -> None:
-    """Attack for `seconds`, and send the counts of new answers through the pipe every second.
+def attack(
+    pipe: Connection, url: str, key: str, model: str, seed: int, seconds: float, kinds: Sequence[str]
+) -> None:
+    """Attack for `seconds` with `kinds` of requests, and send the counts of new answers through the pipe every second.
 
     The attack leaves the processors to the fleet, since on other machines it would have its own. On a busy
     machine it may therefore end late.
@@ -197,7 +209,7 @@ def attack(pipe: Connection, url: str, key: str, model: str, seed: int, seconds:
             timeout=aiohttp.ClientTimeout(GIVES_UP_S),
             connector=aiohttp.TCPConnector(limit=0),
         ) as session:
-            tenant = HostileTenant(session, url, key, model, seed)
+            tenant = HostileTenant(session, url, key, model, seed, kinds)
 
             async def tell() -> None:
                 while True:
