@@ -85,9 +85,11 @@ async def talk(chat: ChatClient, random: Random, seen: VictimSeen, seconds: floa
 
 def attacks_of(asked: str) -> list[list[str]]:
     """Return the kinds of requests of each attack."""
-    attacks = [[kind] for kind in CLIENTS] if asked == "each" else [one.split("+") for one in asked.split(",")]
+    if asked == "each":
+        return [[kind] for kind in CLIENTS]
+    attacks = [one.split("+") for one in asked.split(",")]
     if unknown := {kind for one in attacks for kind in one} - CLIENTS.keys():
-        raise ArgumentTypeError(f"no kind is called {', '.join(sorted(unknown))}: there are {', '.join(CLIENTS)}")
+        raise ArgumentTypeError(f"{', '.join(sorted(unknown))} is none of {', '.join(CLIENTS)}")
     return attacks
 
 

@@ -196,7 +196,7 @@ def long_text(stream: str, characters: int) -> str:
 def attack(
     pipe: Connection, url: str, key: str, model: str, seed: int, seconds: float, kinds: Sequence[str]
 ) -> None:
-    """Attack for `seconds` with `kinds` of requests, and send the counts of new answers through the pipe every second.
+    """Attack for `seconds`, and send the counts of new answers through the pipe every second.
 
     The attack leaves the processors to the fleet, since on other machines it would have its own. On a busy
     machine it may therefore end late.

@@ -15,7 +15,7 @@ pytest.importorskip("vllm", reason="vLLM is not installed: make install")
 MEASURE = """
 import json
 from benchmarks.coserving.overlap import measure
-print("found", json.dumps(measure(("plain", "decodes", "prompts"), (2,), 1, 6)[2][0]))
+print("found", json.dumps(measure(("plain", "decodes", "prompts"), (2,), 1, 24)[2][0]))
 """
 
 
@@ -35,7 +35,7 @@ def test_steps_take_the_time_of_the_device_and_have_the_offline_work_of_their_va
     assert rows["decodes"]["device"] == pytest.approx(10)
     assert rows["prompts"]["device"] > 20
     for name, row in rows.items():
-        assert row["token"] > 9.9, name
+        assert row["token_mean"] > 9, name  # a late first token shortens it
         assert row["host"] > 0 and row["schedule"] > 0 and row["prepare"] > 0, name
     assert set(overlap.figures(list(rows.values()))) == {
         *("decodes_vs_plain", "decodes_vs_plain_2", "decodes_host_vs_plain", "decodes_host_vs_plain_2"),
