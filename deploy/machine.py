@@ -67,7 +67,7 @@ def vllm_build() -> str:
 
 
 def folders() -> dict[str, tuple[str, Path]]:
-    """Return what is in each folder that ConServe writes, and where it is, by the variable that moves it."""
+    """Return content and path of each folder that ConServe writes, by the variable that changes the path."""
     hub = Path(os.environ.get("HF_HOME") or "~/.cache/huggingface").expanduser()
     return {
         "CONSERVE_HOME": ("state", conserve_home()),

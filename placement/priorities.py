@@ -46,7 +46,7 @@ class ClassOrder:
 
 @dataclass(frozen=True, slots=True)
 class QueueHead:
-    """The next turn in the queue of one name."""
+    """Turn at the head of one name's queue (an owner or a flow)."""
 
     tokens: int
     due: float

@@ -42,7 +42,7 @@ class Lease:
     """
 
     def __init__(self, file: Path, seconds: float, record: Path, supervisor: str) -> None:
-        """`supervisor` is the value of its environment variable; empty if there is none."""
+        """Take the lease. `supervisor` is the text of its environment variable; empty if there is none."""
         self._file, self._seconds, self._record = file, seconds, record
         pid, _, started = supervisor.partition(" ")
         self._supervisor = (int(pid), float(started)) if supervisor else None

@@ -54,7 +54,7 @@ def errors_as_sentences() -> Iterator[None]:
 
 
 def _elsewhere(error: OSError) -> str:
-    """Return the advice to choose other folders, unless the file is none of ours."""
+    """Return the advice to choose other folders; empty if the file is in none of ConServe's folders."""
     file = Path(str(error.filename)).resolve()
     ours = [folder.resolve() for _, folder in folders().values()]
     if error.filename and not any(file.is_relative_to(one) or one.is_relative_to(file) for one in ours):

@@ -35,7 +35,7 @@ class EngineWatch:
         clock: Callable[[], float] = time.monotonic,
         known: EngineInfo | None = None,
     ) -> None:
-        """`address_of` reads the keeper's address. `known` is the journal's engine, if any."""
+        """Watch `engine`. `address_of` returns its keeper's address; `known` is the journal's record."""
         self._engine, self._directory, self._address_of = engine, directory, address_of
         self._secret, self._lease_s, self._clock = secret, lease_s, clock
         self._up = known

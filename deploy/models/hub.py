@@ -100,7 +100,7 @@ def _errors(model: str, lost: str) -> Iterator[None]:
 
 
 def _sentence(model: str, error: BaseException) -> str | None:
-    """Say what is wrong; None if the connection is lost."""
+    """Return a sentence that explains the error; None if the connection is lost."""
     from huggingface_hub.errors import (
         GatedRepoError,
         HfHubHTTPError,

@@ -90,7 +90,7 @@ async def keep(
 
 
 async def _ended_within(pid: int, seconds: float) -> None:
-    """Wait until a process ends, which need not be a child, or so many seconds have passed."""
+    """Wait until a process ends or the seconds have passed. The process need not be a child."""
     try:
         descriptor = os.pidfd_open(pid)
     except ProcessLookupError:

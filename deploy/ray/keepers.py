@@ -70,7 +70,7 @@ class KeeperActor:
         host: str | None,
         profiles: Mapping[str, Coefficients],
     ) -> None:
-        """`host` is the address of this node; None means the address that Ray knows."""
+        """Create the keeper of engine `name`. `host` is this node's address; None: as Ray knows it."""
         log_to_stderr()
         set_oom_score(OomScore.KEEPER)
         self._keys = FleetKeys.here(home.name)

@@ -190,9 +190,7 @@ class Copier:
         return [mine, *(other.result() for other in others)]
 
     def _store_threads(self) -> int:
-        """Return one while steps run: no request waits for a store, and each thread takes the GIL from the
-        model.
-        """
+        """Return how many threads store blocks: one while steps run, as each takes the GIL from the model."""
         return 1 if self._steps_go_on() else self._threads
 
     def _load_threads(self) -> int:

@@ -220,7 +220,7 @@ class OwnedBlocks:
                     return
 
     def reorder(self, blocks: EvictionList, order: EvictionOrder) -> None:
-        """Change the place of a list among the lists."""
+        """Change when the blocks of a list are evicted, relative to the blocks of other lists."""
         if order != blocks.order:
             self.free[blocks.order[0]] -= len(blocks)
             self.free[order[0]] += len(blocks)
@@ -238,7 +238,7 @@ class OwnedBlocks:
         return True
 
     def reclaim(self, pool_block: Any) -> bool:
-        """Give back a block that is used again. Returns False if it was not released."""
+        """Remove a block that is used again from the released ones; return False if it was not released."""
         found = self._lists.pop(pool_block.block_id, None)
         if found is None:
             return False
@@ -253,7 +253,7 @@ class OwnedBlocks:
         return True
 
     def evict(self, number: int) -> list[Any]:
-        """Give back so many of the released blocks, in eviction order."""
+        """Remove and return `number` released blocks, in eviction order."""
         evicted = []
         for _ in range(number):
             if self._next is None:

@@ -252,7 +252,7 @@ class RetainedConversations:
         self.blocks.lose(conversation, lost)
 
     def _beyond(self, chain: Sequence[bytes], other: int, same: int) -> list[BlockKey]:
-        """Return the blocks of `chain` that a chain of length `other` with `same` equal blocks lacks."""
+        """Return the blocks of `chain` that a chain of length `other`, equal in its first `same`, lacks."""
         found: list[BlockKey] = []
         for group, first_kept in enumerate(self._groups):
             first, end = first_kept(len(chain)), len(chain)

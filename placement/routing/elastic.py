@@ -169,7 +169,7 @@ class ElasticRule(LeastKvRule):
         return Estimates(self._backlogs[decoder].first_token_s(tokens), remote_s)
 
     def _prefill_s(self, prefiller: PrefillerOption, tokens: int) -> float:
-        """Return the seconds until the end of a prefill. Own turns leave only a share of the time."""
+        """Return the seconds until a prefill ends on a prefiller that may also have turns of its own."""
         backlog, wait_s = self._backlogs[prefiller.engine], prefiller.wait_s
         if self._held_on[prefiller.engine]:
             wait_s = max(wait_s, backlog.wait_s(tokens))  # prompts of its own turns are in no queue
@@ -209,7 +209,7 @@ class ElasticRule(LeastKvRule):
         return least
 
     def _on_an_idle_prefiller(self, choice: EngineChoice, turn: FirstTurn, now: float) -> EngineChoice | None:
-        """Return the prefiller that takes conversations, where it has less KV in use than the best decoder.
+        """Return a prefiller that takes conversations, if it has less KV in use than the best decoder.
 
         It computes the prompt itself, unless another engine is clearly sooner.
         """
@@ -238,9 +238,7 @@ class ElasticRule(LeastKvRule):
         )
 
     def _on_a_decoder_with_time(self, choice: EngineChoice, turn: FirstTurn) -> EngineChoice | None:
-        """Choose the same decoder, or the first with capacity, whose own prompts end soon; None if there is
-        none.
-        """
+        """Choose a decoder whose own prompts end soon, if possible the same one; None if there is none."""
         first, limit_s = choice.decoder.chosen.engine, self.state.settings.max_prefill_wait_s
         for name in (first, *self.state.decoders.fitting(self.state.need(turn))):
             if self._backlogs[name].wait_s(turn.prompt_tokens) <= limit_s:

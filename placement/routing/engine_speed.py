@@ -46,7 +46,7 @@ class EngineSpeeds:
     """Prefill speeds of all engines."""
 
     def __init__(self, hardware_of: Mapping[str, str]) -> None:
-        """`hardware_of` names the hardware of each tier; tiers with the same name are alike."""
+        """Start without engines. `hardware_of` names each tier's hardware; tiers of one name are alike."""
         self._hardware_of = hardware_of
         self._engines: dict[str, SpeedHistory] = {}
         self._by_hardware: defaultdict[str, dict[str, SpeedHistory]] = defaultdict(dict)

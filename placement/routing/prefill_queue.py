@@ -299,5 +299,5 @@ def _queued_seconds(queue: OrderedDict[str, QueuedPrefill], min_weight: float = 
 
 
 def _cost(option: PrefillerOption) -> float:
-    """Return the seconds until the prompt ends, its prefill counted with a surcharge."""
+    """Return the seconds until the prompt ends, with a surcharge for tokens that are computed again."""
     return option.wait_s + (1 + RECOMPUTE_COST) * option.prefill_s

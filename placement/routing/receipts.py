@@ -54,7 +54,7 @@ class PrefillerChoice(NamedTuple):
 
     @classmethod
     def none(cls, why: Why) -> "PrefillerChoice":
-        """Return a choice without a prefiller, because none was looked for."""
+        """Return the record of a choice for which no prefiller was considered."""
         return cls(why, None, (), 0)
 
     def rejected(self, why: Why) -> "PrefillerChoice":

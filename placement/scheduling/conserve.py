@@ -107,7 +107,10 @@ class Conserve(ServingPolicy):
     def interrupts(
         self, arrival: RequestView, queued: BatchWork, batch: RunningBatch, model: LatencyModel
     ) -> bool:
-        """Decide by the paper's Algorithm 1, but sooner, unless the gain is small or online requests lose."""
+        """Return whether an arrival aborts the batch: the paper's Algorithm 1 with an earlier threshold.
+
+        There is no abort if it gains little time, or if online requests of the batch would be late.
+        """
         if not self._settings.safepoints or not batch.offline_requests:
             return False
         if batch.seconds < self.armed_gains * self.abort_gain_s:

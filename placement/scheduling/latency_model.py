@@ -321,7 +321,7 @@ class SelfCorrecting:
 
 
 def undisturbed(model: LatencyModel, buckets: Mapping[int, Iterable[Sample]]) -> list[Sample]:
-    """Return the samples whose time is that of their own work.
+    """Return the samples whose measured time was not changed by other work.
 
     Another process of the machine slows an iteration down. With asynchronous scheduling the next iteration
     then looks short, because the device computed it while its host was late. Samples are compared with the

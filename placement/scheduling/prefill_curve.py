@@ -18,7 +18,7 @@ class CurveError(PlacementError, ValueError):
 
 @dataclass(frozen=True, slots=True)
 class PrefillCurve:
-    """Prefill time of a prompt alone: seconds(n) = a + b*n + c*n*n, which never falls as n grows."""
+    """Prefill time of a prompt that runs alone: seconds(n) = a + b*n + c*n*n, never less for a larger n."""
 
     a: float
     b: float

@@ -40,7 +40,7 @@ class Signals:
 
     @property
     def for_prompts(self) -> float:
-        """Return the engines' time that running turns leave to prompts, in engines."""
+        """Return how many engines' worth of time running turns leave to prompts."""
         return max(0.0, self.prefillers - self.kept) + (self.lent or 0.0)
 
     def saturates_in_s(self, longest_wait_s: float) -> float:

@@ -23,7 +23,7 @@ class Addresses:
     """
 
     def __init__(self, trusted: Sequence[str]) -> None:
-        """`trusted` lists the networks of trusted proxies, such as 10.0.0.0/8."""
+        """Trust proxies in these networks, such as 10.0.0.0/8."""
         self._trusted = [ip_network(network) for network in trusted]
         self._parse = lru_cache(_CACHED)(_parse)
 

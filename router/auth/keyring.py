@@ -34,7 +34,7 @@ class Keyring:
         limits: Limits = _DEFAULT_LIMITS,
         clock: Callable[[], float] = time.time,
     ) -> None:
-        """`inline` are the fleet file's own keys; `limits` are defaults for keys without their own."""
+        """Accept the fleet file's `inline` keys and those of `file`; `limits` are for keys that set none."""
         self.configured = bool(inline) or file is not None
         self.anonymous = file is None and all(key.admin for key in inline)
         self._inline, self._limits, self._clock = inline, limits, clock

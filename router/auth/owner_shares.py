@@ -16,7 +16,7 @@ class OwnerShares:
     """
 
     def __init__(self, max_requests: int, max_bytes: int) -> None:
-        """`max_requests` is per owner; `max_bytes` is for the bodies of all owners together."""
+        """Allow each owner `max_requests` requests, and the bodies of all owners together `max_bytes`."""
         self._max_requests, self._max_bytes = max_requests, max_bytes
         self._requests: Counter[str] = Counter()
         self._bytes: Counter[str] = Counter()

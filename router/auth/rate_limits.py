@@ -161,7 +161,7 @@ class Meters:
     def __init__(
         self, limits_of: Callable[[str], Limits | None], clock: Callable[[], float] = time.monotonic
     ) -> None:
-        """`limits_of` maps a key's id to its current limits, or to None if the id is unknown."""
+        """Start without meters. `limits_of` returns a key's current limits, by its id; None if unknown."""
         self._limits_of, self._clock = limits_of, clock
         self._meters: OrderedDict[str, Meter] = OrderedDict()  # least recently used first
 

@@ -276,7 +276,7 @@ def check(path: Path) -> None:
 
 
 def _check_copy(path: Path) -> None:
-    """Check a journal on a full disk: to read its log, SQLite writes an index of some KiB beside it."""
+    """Check a copy of the journal, because SQLite writes an index beside the file and the disk is full."""
     with TemporaryDirectory() as folder:
         copy = Path(folder, path.name)
         for end in ("", "-wal"):

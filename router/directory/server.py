@@ -30,9 +30,10 @@ class NotSettled(RouterError):
 
 
 class DirectoryServer(Directory):
-    """A directory that listens. `deploy` runs one in a process: it announces engines and their reports here,
-    and passes what tells an engine's keeper that a conversation is over (`release`), and asks it to share its
-    layers (`drops`)."""
+    """Directory with its network server. `deploy` runs it, and announces engines and their reports to it.
+
+    `release` tells an engine's keeper that a conversation is over; `drops` asks keepers to share layers.
+    """
 
     def __init__(
         self,

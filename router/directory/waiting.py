@@ -32,7 +32,7 @@ class Waiter:
 
     @property
     def place(self) -> tuple[float, float, float]:
-        """Return the sort key of the turn in its flow."""
+        """Return the sort key by which the waiting turns of one flow are ordered."""
         return -self.ask.owner_weight, -self.ask.queue_weight, self.due
 
     @property
@@ -41,14 +41,14 @@ class Waiter:
 
 
 class Flow:
-    """Waiting turns of one flow; of several flows if an owner has more than `FLOWS`."""
+    """Queue of one flow's waiting turns. An owner with more than `FLOWS` flows has several in one queue."""
 
     def __init__(self) -> None:
         self.waiters: list[Waiter] = []
         self.classes = ClassOrder()
 
     def first(self, now: float, coming_s: float = -inf) -> tuple[Waiter, float]:
-        """Return the next turn, and its weight among other flows.
+        """Return the flow's next turn, and the weight with which it competes with other flows.
 
         `coming_s`: weight of a turn that arrives now. A turn that was left out for long takes the place, and
         the weight, of a better one.
@@ -62,7 +62,7 @@ class Flow:
         return first, min(level, best_s)
 
     def class_of(self, first: Waiter, counts_s: float) -> float:
-        """Return the class weight of the next turn among owners; another turn's, if it goes in its place."""
+        """Return the class weight among owners: the next turn's, or that of the turn it goes before."""
         if counts_s <= first.ask.owner_weight:
             return first.ask.queue_weight
         return max(one.ask.queue_weight for one in _first_of_each_weight(self.waiters))
@@ -80,7 +80,7 @@ class OwnerQueue:
         self._waiting = Counter[str]()  # turns of each of these
 
     def lane(self, flow: str) -> str:
-        """Return the lane of a flow: its own while one is free, and always the same one if possible.
+        """Return the lane (a queue) of a flow: its own while any is free, and if possible always the same.
 
         What the flow has used up of a round stays with the lane.
         """
@@ -98,7 +98,7 @@ class OwnerQueue:
         self.size += 1
 
     def remove(self, waiter: Waiter) -> bool:
-        """Remove a waiter; return False if it does not wait here."""
+        """Remove a waiting turn; return False if it does not wait here."""
         flow = waiter.ask.flow
         lane = self._lanes.get(flow, "")
         waiters = self.flows[lane].waiters if lane else []
@@ -137,7 +137,7 @@ class OwnerQueue:
         return True
 
     def first(self, now: float) -> tuple[Waiter, float]:
-        """Return the next turn of all flows, and its weight among owners."""
+        """Return the owner's next turn, and the weight with which it competes with other owners' turns."""
         best_s = self._best_s()
         firsts = {lane: flow.first(now) for lane, flow in self.flows.items()}
         heads = {lane: self._head(*first, best_s, now) for lane, first in firsts.items()}

@@ -46,7 +46,7 @@ class EngineRoutes:
         unknown: UnknownFields,
         ignored: IgnoredFields,
     ) -> None:
-        """`address` returns a caller's address; `tokens` estimates the tokens of a number of bytes."""
+        """Create the routes. `address` returns a caller's address; `tokens` estimates tokens from bytes."""
         self._models_of, self._directory, self._pool = models_of, directory, pool
         self._parser_pool, self._prompt_limit, self._groups = parser_pool, prompt_limit, groups
         self._meters, self._address, self._tokens = meters, address, tokens

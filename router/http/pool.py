@@ -36,7 +36,7 @@ class UpstreamPool:
     """Connections to all engines, their timeouts, and the loop that splices their streams."""
 
     def __init__(self, limits: UpstreamLimits | None = None, engine_key: str = "") -> None:
-        """Every request to an engine carries ``engine_key`` as proof that the fleet sent it."""
+        """Create an empty pool. Every request carries ``engine_key`` as proof that the fleet sent it."""
         self.limits = limits or UpstreamLimits()
         self.engine_key = engine_key
         self.stats = PoolStats()

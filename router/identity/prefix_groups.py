@@ -16,7 +16,7 @@ class PrefixGroups:
     """
 
     def __init__(self, shared: Collection[str] = ()) -> None:
-        """`shared` lists the owners that share prefixes with each other, or is EVERYBODY."""
+        """Group the owners in `shared`, who share prefixes with each other; it may contain EVERYBODY."""
         self._shared = frozenset(shared)
 
     def fields(self, space: str, body: Mapping[str, Any]) -> dict[str, Any]:

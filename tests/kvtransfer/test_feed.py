@@ -175,7 +175,7 @@ async def test_a_failed_command_is_reported_and_the_connection_continues(tmp_pat
 async def test_many_changes_before_a_report_wake_the_socket_once(
     engine: FedEngine, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A step signals a change, hundreds of times a second."""
+    """Each step signals a change, and an engine runs hundreds of steps a second."""
     feed = ControlSocketClient(tmp_path / "engine.sock")
     async with aclosing(feed.states()) as states:
         await anext(states)

@@ -90,7 +90,7 @@ def test_a_changed_signature_is_refused(monkeypatch: pytest.MonkeyPatch) -> None
         verify(CONNECTOR)
 
 
-def test_a_hook_that_is_gone_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_vllm_without_one_of_our_hooks_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorBase_V1
 
     monkeypatch.delattr(KVConnectorBase_V1, "get_transfer_results")
@@ -98,7 +98,7 @@ def test_a_hook_that_is_gone_is_refused(monkeypatch: pytest.MonkeyPatch) -> None
         verify(CONNECTOR)
 
 
-def test_a_scheduler_that_calls_another_hook_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_vllm_whose_scheduler_calls_another_hook_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     from vllm.v1.core.sched.scheduler import Scheduler
 
     monkeypatch.setattr(Scheduler, "reset_connector_cache", lambda self: self.connector.forget_all())
@@ -123,7 +123,7 @@ def test_a_changed_generate_method_is_refused_and_not_patched(monkeypatch: pytes
     assert AsyncLLM.generate is generate
 
 
-def test_an_attribute_that_is_gone_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_vllm_without_an_attribute_that_we_read_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     from vllm.v1.core.block_pool import BlockPool
 
     monkeypatch.setattr(BlockPool, "__init__", lambda self: None)

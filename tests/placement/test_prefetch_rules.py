@@ -33,7 +33,7 @@ def test_no_prefetch_while_a_turn_waits_or_space_is_missing(busy: dict[str, int]
 
 
 def test_no_prefetch_while_layers_are_shared() -> None:
-    """Nothing could be loaded from the host: the whole prompt would be recomputed while KV is short."""
+    """A split engine loads nothing from the host, so a prefetch would recompute the whole prompt."""
     shape = EngineShape(8, 3e6, 1000, 8192, 1024, 1e9, None)
     whole = SplitState("d:1", shape, 0, 1000, newest=7)
     assert may_prefetch(replace(IDLE, split=whole), 500)

@@ -26,7 +26,7 @@ def test_a_content_string_equals_one_text_part(role: str, text: str) -> None:
 
 
 @given(TEXT)
-def test_null_and_empty_equal_missing(text: str) -> None:
+def test_null_and_empty_fields_count_as_missing(text: str) -> None:
     plain = {"role": "assistant", "content": text}
     padded = {**plain, "tool_calls": [], "refusal": None, "function_call": None, "annotations": []}
     assert canonical(plain) == canonical(padded)
@@ -47,7 +47,7 @@ def test_tool_calls_are_equal_whatever_the_spacing_of_their_arguments(arguments:
     assert canonical(call(spaced, content="")) == canonical(call(dense))
 
 
-def test_different_calls_differ() -> None:
+def test_tool_calls_with_other_arguments_have_other_hashes() -> None:
     def call(arguments: str) -> dict[str, Any]:
         function = {"name": "f", "arguments": arguments}
         return {"role": "assistant", "tool_calls": [{"id": "c", "function": function}]}

@@ -164,7 +164,7 @@ async def test_an_anthropic_client_may_send_its_session_in_the_user_id(made: Fak
 async def test_a_cache_key_of_a_whole_application_does_not_join_conversations(
     made: FakeFleet, field: str
 ) -> None:
-    """Such a key pins nothing even if the first turns arrive together."""
+    """Conversations with a common cache key are placed separately, even if they arrive together."""
     loops = await asyncio.gather(*(tool_loop(made, f"task {n}", **{field: "my-app"}) for n in range(6)))
     assert [len(ids(answers)) for answers in loops] == [1] * 6
     conversations = set().union(*map(ids, loops))

@@ -64,7 +64,7 @@ async def test_the_number_of_answers_is_described_as_the_gateway_limits_it(tmp_p
         assert (await ask(made.urls[0], [user("hi")], n=4)).status == 400
 
 
-async def test_messages_are_described_as_widely_as_they_are_served(made: FakeFleet) -> None:
+async def test_the_description_allows_every_message_that_is_served(made: FakeFleet) -> None:
     paths = (await described(made))["paths"]
     for path in ("/v1/chat/completions", "/v1/messages"):
         schema = paths[path]["post"]["requestBody"]["content"]["application/json"]["schema"]

@@ -116,7 +116,7 @@ async def test_tokens_that_a_prefiller_computed_are_charged(tmp_path: Path) -> N
 
 
 async def test_tokens_that_a_lost_engine_generated_are_not_given_back_as_cached(tmp_path: Path) -> None:
-    """The engine that continues has these tokens in its prompt and may find them in its cache."""
+    """The tokens are part of the prompt of the engine that continues, which may have them in its cache."""
     async with limited(
         tmp_path, {"tokens_per_minute": 2000}, engine={"cached": 5000, "token_s": 0.001}, prefillers=0
     ) as made:

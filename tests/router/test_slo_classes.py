@@ -66,7 +66,7 @@ def test_engines_get_targets_and_weights_of_the_class() -> None:
 def test_a_turn_cannot_ask_for_a_tighter_tbt_than_its_class(
     headers: dict[str, str], body: dict[str, Any]
 ) -> None:
-    """Otherwise all turns of an engine would pay for a tighter target."""
+    """A tighter TBT target would cost all turns of the engine."""
     tight = SloClass("tight", SloSettings(last_turn_tbt_s=0.02))
     for of, least in ((SloClass("default", SloSettings()), 50), (PAID, 50), (GOLD, 50), (tight, 20)):
         said = engine_arguments(of, headers, body)
@@ -81,7 +81,7 @@ def test_a_turn_cannot_ask_for_a_tighter_tbt_than_its_class(
 def test_a_turn_cannot_ask_for_a_tighter_ttft_than_its_class_or_engines(
     headers: dict[str, str], body: dict[str, Any]
 ) -> None:
-    """Otherwise offline work would be aborted for a tighter target."""
+    """A tighter TTFT target would abort offline work."""
     config = replace(CONFIG, ttft_s=2.0)
     default = SloClass("default", SloSettings(ttfet_s=0.1))  # of answers to users: not the engines'
     tight = SloClass("tight", SloSettings(ttfet_s=0.5))

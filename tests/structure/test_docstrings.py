@@ -8,7 +8,7 @@ REFUSED = refused_here()
 
 
 @pytest.mark.parametrize("package", PACKAGES)
-def test_no_docstring_of_a_package_is_refused(package: str) -> None:
+def test_docstrings_of_a_package_make_sense_without_the_code(package: str) -> None:
     found = REFUSED.get(package, [])
     assert not found, (
         f"{package} has {len(found)} docstrings that begin with a fragment or have fewer than four words. "

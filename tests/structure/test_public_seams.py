@@ -87,7 +87,7 @@ def private_names(cls: ast.ClassDef) -> set[str]:
 
 
 def is_private(name: str) -> bool:
-    """Return whether a name is private; `_` is not, and `_replace` is the public API of named tuples."""
+    """Return whether a name is private. `_`, and `_replace` of named tuples, are not."""
     return name.startswith("_") and not name.startswith("__") and name not in ("_", "_replace")
 
 

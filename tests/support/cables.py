@@ -48,7 +48,7 @@ class CabledNetwork:
     """Hosts that are connected by cables."""
 
     def __init__(self, *hosts: str) -> None:
-        """`hosts` are the names of namespaces to create beside `FRONT`."""
+        """Create namespaces with these names beside `FRONT`."""
         assert len(hosts) < AT_MOST
         self._hosts = (FRONT, *hosts)
         for host in hosts:

@@ -113,7 +113,7 @@ def test_the_environment_of_ray_does_not_reach_an_engine() -> None:
 
 @pytest.mark.parametrize("device", Device)
 def test_every_engine_uses_the_model_runner_that_was_verified(device: Device) -> None:
-    """Only the fleet file changes this; the environment of the user does not."""
+    """The fleet file can choose another model runner; the environment of the user cannot."""
     spec, around = replace(SPEC, device=device), {"VLLM_USE_V2_MODEL_RUNNER": "1"}
     assert engine_command(spec, START, KEYS, around).env["VLLM_USE_V2_MODEL_RUNNER"] == "0"
     spec = replace(spec, env=tuple(around.items()))
@@ -144,7 +144,7 @@ def test_an_engine_with_another_control_socket_version_is_not_adopted(
 
 
 def test_media_are_decoded_within_bounds_and_fetched_without_redirects() -> None:
-    """A redirect leads anywhere, whatever --allowed-media-domains says. Only the fleet file changes this."""
+    """A redirect could lead outside --allowed-media-domains. Only the fleet file can permit redirects."""
     names = "VLLM_MAX_IMAGE_PIXELS", "VLLM_MEDIA_URL_ALLOW_REDIRECTS"
     others = dict.fromkeys(names, "1")
     env = engine_command(SPEC, START, KEYS, others).env

@@ -61,5 +61,5 @@ def test_an_unknown_failure_shows_its_first_error() -> None:
     assert found.evidence == "ValueError: seven is not a number"
 
 
-def test_an_empty_log_is_no_crash() -> None:
+def test_an_empty_log_gives_an_unknown_cause() -> None:
     assert diagnose([]).cause == "unknown cause"

@@ -56,7 +56,7 @@ async def test_requests_without_the_key_are_refused(
     assert (await engine.request(method, path, headers={name: KEY})).text == "served"
 
 
-async def test_metrics_are_for_prometheus(engine: httpx.AsyncClient) -> None:
+async def test_metrics_can_be_read_without_the_key(engine: httpx.AsyncClient) -> None:
     assert (await engine.get("/metrics")).text == "served"
 
 

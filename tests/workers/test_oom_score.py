@@ -51,7 +51,7 @@ def test_an_engine_has_its_score_and_its_host_does_not(directory: Path) -> None:
 
 
 def test_a_score_can_be_raised_and_lowered_without_privileges() -> None:
-    """Ray gives its actors 1000."""
+    """An actor starts with Ray's score of 1000 and has to lower it."""
     code = "from workers.oom_score import set_oom_score; set_oom_score(1000); set_oom_score(200); "
     code += "print(open('/proc/self/oom_score_adj').read())"
     assert in_another_process(code) == "200"

@@ -312,7 +312,7 @@ def _spreads(results: Sequence[ConversationResult], turns: Sequence[TurnResult])
 
 
 def _objectives(run: Replay) -> dict[str, Objective]:
-    """Judge served times only, because tools and people have no objective."""
+    """Compare latencies with their objectives, without the time of tools and people."""
     alone = run.unloaded
     if alone is None:
         return {}

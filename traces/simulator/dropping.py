@@ -79,8 +79,9 @@ class Dropping:
         report: Callable[[], list[int]],
         changed: Callable[[SimulatedEngine], None],
     ) -> None:
-        """`report` updates the placer's view, and returns the prompts that wait for a decoder.
+        """Observe the engines of one tier.
 
+        `report` updates the placer's view, and returns the prompts that wait for a decoder.
         `changed` is called with an engine whose KV has another size.
         """
         if tier.profile.shape is None:

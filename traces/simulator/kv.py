@@ -172,7 +172,7 @@ class Prefixes:
     """Prefix cache of a prefiller, as in vLLM: the least recently used prefix is evicted first."""
 
     def __init__(self, capacity: int) -> None:
-        """`capacity` is in tokens; with 0 nothing is remembered."""
+        """Create a cache of `capacity` tokens; with 0 it remembers nothing."""
         self._capacity = capacity
         self._tokens = 0
         self._held: OrderedDict[str, int] = OrderedDict()

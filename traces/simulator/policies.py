@@ -34,7 +34,7 @@ class StickyRouting:
     """
 
     def __init__(self, settings: StickySettings, turns: Mapping[str, int]) -> None:
-        """`turns` maps each engine to its number of turns; the caller updates it."""
+        """Start with no prefixes. `turns` maps each engine to its number of turns; the caller updates it."""
         self._settings = settings
         self._turns = turns
         self._sent = dict.fromkeys(turns, 0)  # tokens of prompts, those sent before left out
@@ -69,7 +69,7 @@ class System(StrEnum):
 
     @classmethod
     def of(cls, placer: PlacerSettings) -> "System":
-        """Return the system that a fleet with these settings is."""
+        """Return the simulated system that corresponds to a fleet's settings."""
         disaggregates = placer.policy is PlacingPolicy.CONSERVE
         return cls((placer.first_turns if disaggregates else placer.policy).value)
 
@@ -132,7 +132,7 @@ class SimulatedRouter:
         prefillers: tuple[str, ...],
         seed: int,
     ) -> None:
-        """`turns` are the current turns of each engine. Baselines use them and the prefillers' names."""
+        """Create a system's router. Baselines use each engine's current `turns` and the prefillers' names."""
         self._settings = settings
         self._placer = placer
         self._turns = turns

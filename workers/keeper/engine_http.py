@@ -34,7 +34,7 @@ _FAILURES = (aiohttp.ClientError, TimeoutError, OSError)
 
 class EngineHttp:
     def __init__(self, address: str, served_name: str, key: str = "", *, embeds: bool = False) -> None:
-        """`embeds` says that the engine makes embeddings instead of text."""
+        """Create the client of an engine; one that `embeds` makes embeddings instead of text."""
         self.address, self._name, self._key, self._embeds = address, served_name, key, embeds
         self._session: aiohttp.ClientSession | None = None
 

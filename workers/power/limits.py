@@ -256,7 +256,7 @@ def _until_keeper_is_gone(limit_s: float | None = None) -> None:
 
 
 def _taken_over(path: Path, holder: str, grace_s: float) -> bool:
-    """Return whether, within the grace period, no entry names this holder any more."""
+    """Wait until no entry names this holder; return False if one still does after the grace period."""
     end = time.monotonic() + grace_s
     while any(entry.holder == holder for entry in read_record(path, boot_id()).entries.values()):
         left = end - time.monotonic()

@@ -58,7 +58,7 @@ class Executor:
         groups: PrefixGroups,
         prompt_bytes_per_token: int,
     ) -> None:
-        """`tried` is called when an attempt ends, with the tokens that it used if they are known."""
+        """Create the executor. It calls `tried` when an attempt ends, with the used tokens if known."""
         self._pool = pool
         self._in_flight = in_flight
         self._results = results

@@ -51,7 +51,7 @@ class BatchLifecycle:
         clock: Callable[[], float],
         keep_s: float | None = None,
     ) -> None:
-        """Files are kept for `keep_s`. The record of a batch stays one batch window longer."""
+        """Keep files for `keep_s`, and the record of a batch for one batch window longer."""
         self._store = store
         self._blobs = blobs
         self._validator = validator

@@ -149,7 +149,7 @@ class Rate:
 def share_out(
     backlog: Sequence[Backlog], free: Allowance, fair: FairShare, now: float, tokens_per_s: float
 ) -> tuple[dict[int, int], int]:
-    """Return how many lines to take from each batch, and how many of those jump the fair order.
+    """Return how many lines to take from each batch, and how many of them go before the fair order.
 
     Batches whose window gets tight come first, the one that closes first before the others, but only for a
     part of what is free: a key cannot starve others by asking for short windows. The rest goes to the key
@@ -204,7 +204,7 @@ def assign(
     allowances: Mapping[str, Allowance],
     warm: Mapping[str, str],
 ) -> tuple[list[tuple[AnyJob, str]], list[AnyJob]]:
-    """Assign jobs to the decoder that holds their prefix, or the least loaded if that is much more loaded.
+    """Assign each job to the decoder that holds its prefix, or to the least loaded one if that is far better.
 
     Returns the assignments and the jobs that fit nowhere.
     """
@@ -245,7 +245,7 @@ def assign(
 
 
 def _load(engine: EngineSlots) -> float:
-    """Return KV of live conversations as a share of the engine's, plus how full its offline window is."""
+    """Return an engine's load: the share of its KV that is live, plus how full its offline window is."""
     if engine.state is None:
         return engine.in_flight / (1 + engine.in_flight)
     window = 1 + engine.state.offline_running + engine.state.offline_waiting

@@ -168,7 +168,7 @@ class StoreTakenOver(Unavailable):
 
 
 def reason_of(error: Exception) -> str:
-    """Return the driver's or the system's words. SQLAlchemy adds the statement, with the clients' data."""
+    """Return the error text of the driver or the system; SQLAlchemy's own text contains clients' data."""
     return str(getattr(error, "orig", None) or error)
 
 

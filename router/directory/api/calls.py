@@ -36,7 +36,7 @@ class PlaceCalls:
     """Combines requests for placement into calls, so that turns which begin together share the cost."""
 
     def __init__(self, stub: Stub, on_abandoned: Callable[[Ask], None]) -> None:
-        """`on_abandoned` is told of a request whose caller left before its call ended."""
+        """Start without calls. `on_abandoned` receives a request whose caller left before its call ended."""
         self._stub, self._on_abandoned = stub, on_abandoned
         self._pending: list[_WaitingAsk] = []
         self._some = asyncio.Event()

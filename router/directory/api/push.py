@@ -52,7 +52,7 @@ class GatewayStream:
         self._wake.set()
 
     def tell_bound(self, bound: Mapping[str, tuple[str, int]]) -> None:
-        """Tell of bindings as they were a moment ago; what has been told since is newer."""
+        """Queue bindings of a moment ago. A binding that is queued already is newer and stays."""
         self.bound = {**bound, **self.bound}
         self.wake()
 

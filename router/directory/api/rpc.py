@@ -126,7 +126,7 @@ class Service:
         broken: tuple[type[Exception], ...] = (),
         refuses: Callable[[int], str] = lambda term: "",
     ) -> None:
-        """`unavailable` and `broken` name the handler exceptions whose text is sent to the caller.
+        """Create a server. Callers get the text of exceptions in `unavailable` and `broken`.
 
         `unavailable`: asking again may help. `broken`: somebody has to repair something first.
         `refuses` returns why a caller with a term is not served. It is asked before each call and before each

@@ -110,7 +110,7 @@ class Answers:
         parser_pool: ParserPool | None = None,
         most_bytes: int = ServerLimits().max_body_bytes,
     ) -> None:
-        """`parser_pool` parses costly answers; `most_bytes` bounds a history with its request."""
+        """Create the store. `parser_pool` parses costly answers; `most_bytes` limits history and request."""
         self._store = AnswerStore(config)
         self._disk = ThreadPoolExecutor(1, "answers")
         self._longest_s, self._shown_s = LONGEST_S, SHOWN_WITHIN_S

@@ -97,7 +97,7 @@ def test_an_error_of_a_component_is_printed_as_a_sentence(
     [("hf/hub/model", True), ("", True), (None, True), ("tls.key", False)],
     ids=["below a folder", "above one", "no file", "elsewhere"],
 )
-def test_other_folders_are_advised_only_for_files_in_ours(
+def test_other_folders_are_advised_only_if_conserve_wrote_the_file(
     file: str | None,
     advised: bool,
     tmp_path: Path,

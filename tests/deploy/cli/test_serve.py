@@ -362,7 +362,7 @@ def test_doctor_on_another_system_says_that_first_and_only(monkeypatch: pytest.M
     ],
     ids=["source tree", "wheel"],
 )
-def test_doctor_names_a_remedy_that_is_there(
+def test_doctor_names_a_remedy_that_works_in_this_installation(
     source: Path, said: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(doctor, "SOURCE", str(source))

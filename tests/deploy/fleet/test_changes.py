@@ -58,7 +58,7 @@ def test_keys_that_engines_do_not_receive_restart_no_engine(
     assert not (found.added or found.removed or found.engines or found.keepers or found.autoscaler)
 
 
-def test_arguments_of_decoders_touch_decoders_only() -> None:
+def test_changed_arguments_of_decoders_restart_only_decoders() -> None:
     running = {"prefill-0": Need.NOTHING, "decode-0": Need.ENGINE, "decode-1": Need.ENGINE}
     found = planned(decode(args={"max-num-seqs": 31}), running)
     assert not (found.directory or found.gateways or found.keepers)

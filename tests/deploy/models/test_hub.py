@@ -80,7 +80,7 @@ def test_each_refusal_has_its_own_sentence(
         ("model.safetensors", "a/b is not whole, because the connection to Hugging Face is lost ("),
     ],
 )
-def test_a_lost_connection_is_said_to_have_left_what_it_left(tmp_path: Path, path: str, said: str) -> None:
+def test_the_error_of_a_lost_connection_says_what_is_missing(tmp_path: Path, path: str, said: str) -> None:
     with standing_in({**TEXT, **weights("model.safetensors")}) as hub:
         hub.drops = path
         done = hub.run(tmp_path, "-c", FETCH)
@@ -88,7 +88,7 @@ def test_a_lost_connection_is_said_to_have_left_what_it_left(tmp_path: Path, pat
 
 
 @pytest.mark.parametrize("error", ["ConnectionResetError(104, 'reset')", "TimeoutError(110, 'timed out')"])
-def test_an_error_of_a_socket_is_none_of_a_file(tmp_path: Path, error: str) -> None:
+def test_a_socket_error_is_reported_as_a_lost_connection(tmp_path: Path, error: str) -> None:
     lost = f"from deploy.models import hub\nwith hub._errors('a/b', hub._LOST): raise {error}"
     with standing_in({}) as hub:
         done = hub.run(tmp_path, "-c", lost)

@@ -62,7 +62,7 @@ def test_a_gateway_with_another_configuration_is_replaced(slots: Slots) -> None:
 
 
 def test_an_interrupted_hand_over_continues(slots: Slots) -> None:
-    """Otherwise nothing would end the old gateway, and it would keep accepting connections."""
+    """An old gateway that nobody ends would keep accepting connections."""
     slots.start("gateway-0", "a")
     slots.start("gateway-0-b", "b")
     assert slots.place("b") == ("gateway-0-b", "gateway-0")

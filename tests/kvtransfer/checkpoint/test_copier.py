@@ -212,7 +212,7 @@ def test_the_copier_does_not_rest_when_steps_have_ended(host: CopyingHost, hours
 
 
 def test_a_rest_ends_when_no_step_follows(host: CopyingHost, hours_of_rest: None) -> None:
-    """An idle engine runs no step that could report the end of steps."""
+    """The copier has to learn that steps have ended, because an idle engine runs no further step."""
     moved = in_two_pieces(host, takes_cores=True)
     load_beside_a_step(host)
     assert not ends(host, 0.2)

@@ -85,7 +85,7 @@ def test_host_memory_of_a_few_slots_is_emptied_to_the_disk_too(slots: int) -> No
     assert host.idle_conversation("b", 1) == 1
 
 
-def test_a_disk_that_does_not_answer_is_one_that_fails(caplog: pytest.LogCaptureFixture) -> None:
+def test_a_disk_that_does_not_answer_counts_as_failing(caplog: pytest.LogCaptureFixture) -> None:
     host = HostBeforeADisk(slots=8, disk_slots=80)
     host.idle_conversation("a", 8)
     assert host.step() and host.idle_conversation("b", 1) == 0

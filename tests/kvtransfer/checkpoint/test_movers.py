@@ -181,7 +181,7 @@ def test_copies_take_the_gil_only_a_few_times_per_mebibyte(
 
 
 def test_a_failed_store_leaves_no_copy_running(device: list[Any], monkeypatch: pytest.MonkeyPatch) -> None:
-    """The next block uses the same slots."""
+    """A copy that still ran would overwrite the slots that the next block uses."""
     monkeypatch.setattr("kvtransfer.checkpoint.cuda_mover.UNIT_BYTES", 1)
 
     class NoRoom(HostSlots):

@@ -227,7 +227,7 @@ def test_a_busy_copier_learns_whether_a_step_computes() -> None:
 
 
 def test_blocks_that_did_not_fit_on_the_host_are_stored_once_there_is_space() -> None:
-    """No new block becomes full meanwhile."""
+    """The waiting block is stored although the request fills no further block."""
     engine = StoringEngine(slots=3)
     request = engine.arrive(StoredRequest("r", hashes(4)))
     assert engine.step(request, computed=64) == [10, 11, 12]

@@ -183,7 +183,7 @@ def test_running_turns_get_a_token_in_every_chunk_of_a_long_prompt(
 def test_the_shortest_prompt_gets_its_first_token_first(
     pair: EnginePair, plain: dict[str, GeneratedAnswer]
 ) -> None:
-    """Both engines order prompts in the same way."""
+    """Prefiller and decoder order prompts in the same way."""
     for engine in (pair.prefiller, pair.decoder):
         order: list[str] = []
         longest = engine.ask_later(prompt_of(9000, 75), 1)

@@ -118,7 +118,7 @@ def test_the_oldest_idle_conversation_comes_first() -> None:
 
 
 def test_prefetched_kv_is_evicted_after_kv_that_is_idle_for_longer() -> None:
-    """Until its turn is due the KV counts as in use; from then on it ages like the rest."""
+    """Prefetched KV counts as in use until the turn is due, and from then on it ages like other KV."""
     conversations, _, clock = make()
     turn(conversations, "back", "b")
     back = conversations.get("back")
@@ -168,7 +168,7 @@ def test_concurrent_turns_end_with_the_last_one() -> None:
 
 
 def windowed(blocks: int) -> int:
-    """The second group keeps two blocks."""
+    """Return the first block that a KV cache group keeps if it keeps the last two blocks."""
     return max(0, blocks - 2)
 
 

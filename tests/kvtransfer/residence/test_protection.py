@@ -47,7 +47,7 @@ def _retention_order(conversation: RetainedConversation) -> tuple[Any, ...]:
 
 
 def windowed(blocks: int) -> int:
-    """The second group keeps two blocks."""
+    """Return the first block that a KV cache group keeps if it keeps the last two blocks."""
     return max(0, blocks - 2)
 
 

@@ -64,7 +64,7 @@ def test_without_a_host_store_no_kv_is_free_to_evict() -> None:
 
 
 def test_idle_kv_that_may_be_lost_is_evictable_without_a_host_store() -> None:
-    """`overload: {policy: preempt}` treats idle KV as plain vLLM's prefix cache does."""
+    """With `overload: {policy: preempt}` idle KV is treated as plain vLLM's prefix cache treats it."""
     beside, after, live = idle_and_live_blocks(host_kv_gib=0.0, yields=True)
     assert beside == 10
     assert after == live

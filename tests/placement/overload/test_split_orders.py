@@ -109,7 +109,7 @@ def test_a_pair_is_restored_after_the_overload_if_its_kv_fits() -> None:
     assert split_orders(OVER, full, LIMITS) == SplitOrders()
 
 
-def test_two_pairs_of_one_epoch_are_two_pairs() -> None:
+def test_two_pairs_with_equal_epochs_are_kept_apart() -> None:
     four = [decoder(name, epoch=7, held=100) for name in "acbd"]
     assert split_orders(OVER, four, LIMITS) == SplitOrders(restores=(("a", "b"), ("c", "d")))
     leaving = [replace(four[0], leaving=True), *four[1:]]

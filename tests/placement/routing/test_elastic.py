@@ -75,7 +75,7 @@ def test_the_lower_estimate_decides_and_both_are_on_the_receipt(
         (inf, 9.0, None),
     ],
 )
-def test_a_prompt_leaves_the_papers_rule_by_a_margin_or_when_its_target_is_at_risk(
+def test_a_decoder_computes_a_prompt_if_clearly_sooner_or_if_the_target_is_at_risk(
     local_s: float, remote_s: float | None, why: Why | None
 ) -> None:
     assert why_local(Estimates(local_s, remote_s), TTFT_S) is why
@@ -167,7 +167,7 @@ def test_a_placed_prompt_counts_until_its_decoder_reports_it() -> None:
 
 
 def test_a_decoder_of_unknown_speed_computes_no_first_prompt() -> None:
-    """Without a curve and a rate the placer chooses the safe engine."""
+    """The prefiller is the safe choice for a decoder that has reported neither a curve nor a rate."""
     settings = PlacerSettings(fill=1.0, headroom_tokens=0, first_turns=FirstTurns.ELASTIC)
     placer = Placer(settings, {"prefill": CURVE})
     placer.engine_up(engine("p0", Role.PREFILL))

@@ -67,7 +67,7 @@ def test_engines_of_other_hardware_do_not_change_an_estimate() -> None:
 
 
 def test_an_engine_is_estimated_by_its_best_curve_when_none_computed_lately() -> None:
-    """Another process used its machine for a while, and no other engine has this hardware."""
+    """Another process slowed the engine down for a while, and no other engine has its hardware."""
     shown = Shown("prefill")
     shown.says("e0", FAST, 1, 0.0)
     shown.says("e0", FAST, 2, 1.0)
@@ -99,7 +99,7 @@ def test_the_first_report_of_an_engine_may_be_old() -> None:
 
 
 def test_a_prefiller_that_started_slowly_gets_prompts_again() -> None:
-    """Without this a fleet becomes one engine: the only one that ever shows how fast it is."""
+    """An engine that gets no prompts cannot show its speed, so one engine would get all prompts for ever."""
     curve = PrefillCurve(*SLOW)
     placer = Placer(
         PlacerSettings(headroom_tokens=0), {"prefill": curve}, {"prefill": "cpu", "decode": "cpu"}

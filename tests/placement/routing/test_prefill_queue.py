@@ -163,7 +163,7 @@ def waits(placer: Placer, key: str, queue_weight: float, now: float = 0.0) -> fl
     return placed.receipt.prefiller.chosen.wait_s
 
 
-def test_a_higher_class_waits_for_its_own_prompts_only(fleet: MakeFleet) -> None:
+def test_a_prompt_does_not_wait_for_prompts_of_lower_classes(fleet: MakeFleet) -> None:
     """Engines compute prompts of a higher class first, so lower-class queues do not saturate a prefiller for
     it."""
     placer = fleet(prefillers=2, kv_tokens=10**9, max_prefill_wait_s=1.0)

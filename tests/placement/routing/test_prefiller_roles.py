@@ -20,7 +20,7 @@ def seconds(of: float, since: float = 0.0) -> Iterator[float]:
     return (since + tick * TICK_S for tick in range(int(of / TICK_S)))
 
 
-def test_a_prefiller_takes_conversations_within_seconds_of_a_queue_and_ends_with_it() -> None:
+def test_an_idle_prefiller_takes_conversations_while_prompts_queue_on_decoders() -> None:
     roles = IdlePrefillers(ttft_s=2.0)
     taking = []
     for now in seconds(60.0):
@@ -43,7 +43,7 @@ def test_a_prefiller_that_is_mostly_busy_takes_none() -> None:
         assert not roles.taking
 
 
-def test_loads_around_a_bound_change_nothing() -> None:
+def test_a_load_that_swings_between_the_bounds_changes_no_role() -> None:
     """Idle time swings between the two bounds, and so does the wait, each in periods of half a minute."""
     roles = IdlePrefillers(ttft_s=2.0)
     for now in seconds(20.0):
@@ -129,7 +129,7 @@ def test_a_prefiller_with_a_queue_of_its_own_takes_none_that_others_would_answer
 def test_advice_and_autoscaler_know_the_prefillers_that_hold_conversations(
     roles: PrefillerRoles, share: float, taking: int, prompt_load: float
 ) -> None:
-    """Prefillers' KV counts as decoders' KV, and what their own turns leave of their time is for prompts."""
+    """Their KV counts as decoders' KV; the time that their own turns leave counts as time for prompts."""
     placer = a_placer(roles)
     now = queue_on_decoders(placer, share=share)
     seconds_of_prefill = CURVE.seconds(10_000)

@@ -103,7 +103,7 @@ def test_a_term_without_samples_keeps_its_prior() -> None:
     assert fit(decode_only).seconds(long_prefill) > 5 * TRUE.seconds(long_prefill)
 
 
-def test_a_term_that_the_prior_does_not_have_stays_out() -> None:
+def test_a_fit_adds_no_term_that_the_prior_lacks() -> None:
     paper = LatencyModel(per_token=2e-4, per_attended=4e-8, per_context=3e-7, constant=8e-3)
     found = fit(measured(300, noise=0.02), paper)
     assert (found.per_before, found.per_request) == (0, 0)

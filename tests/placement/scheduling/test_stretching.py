@@ -25,12 +25,12 @@ def test_cheap_decoding_lets_offline_work_use_the_whole_target(count: int) -> No
     assert stretched(count) == pytest.approx(TBT_S)
 
 
-def test_decoding_at_four_times_the_constant_leaves_offline_work_half_of_the_rest() -> None:
+def test_offline_work_gets_half_of_the_rest_if_decoding_costs_twice_its_limit() -> None:
     alone = 0.010 + 20 * 0.002
     assert stretched(20) == pytest.approx(alone + (TBT_S - alone) / 2)
 
 
-def test_more_decoding_requests_never_lengthen_iterations_until_they_fill_them() -> None:
+def test_more_decoding_requests_shorten_iterations_until_decoding_alone_fills_them() -> None:
     lengths = [stretched(count) for count in range(1, 46)]
     shortest = lengths.index(min(lengths))
     assert lengths[: shortest + 1] == sorted(lengths[: shortest + 1], reverse=True)
@@ -55,7 +55,7 @@ def test_a_target_that_decoding_alone_exceeds_leaves_no_offline_time() -> None:
     assert stretched(100) == pytest.approx(0.010 + 100 * 0.002)
 
 
-def test_an_infinite_constant_gives_offline_work_the_whole_target() -> None:
+def test_without_a_limit_on_decoding_cost_offline_work_uses_the_whole_target() -> None:
     thirty = BatchWork.of([(1, 999)] * 30)
     assert stretched_iteration_s(thirty, TBT_S, MODEL, math.inf) == pytest.approx(TBT_S)
 

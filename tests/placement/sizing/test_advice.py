@@ -94,7 +94,7 @@ DECODE_ANSWERS = [
 def test_the_autoscaler_does_what_is_advised(
     role: Role, seen: Signals, advised: Action | None, replicas: int
 ) -> None:
-    """Both count the same engines; where fewer would do, the autoscaler removes one at a time."""
+    """Advice and autoscaler want the same number of engines, but the autoscaler removes one at a time."""
     found = given_for(seen)
     of_the_role = [one for one in found if ("decode" in one.value) == (role is Role.DECODE)]
     assert of_the_role == ([advised] if advised else [])

@@ -15,7 +15,7 @@ def test_a_lower_cap_is_never_faster_and_never_draws_more(one: float, other: flo
 
 
 def test_power_falls_faster_than_speed() -> None:
-    """Otherwise a cap would save no energy on compute-bound work."""
+    """A cap saves energy on compute-bound work only because power falls faster than speed."""
     speed = A40.compute_speed(200)
     assert 200 * (1 / speed) < 300
     assert speed == pytest.approx(((200 - 75) / (300 - 75)) ** (1 / 3))

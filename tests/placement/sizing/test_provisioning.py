@@ -20,7 +20,7 @@ means = st.builds(
 )
 
 
-def test_the_papers_example_gives_its_number() -> None:
+def test_the_papers_example_needs_the_papers_number_of_decoders() -> None:
     plan = provision(SWE, PAPER)
     assert plan.saturating_rate == pytest.approx(1.667, abs=0.001)
     assert plan.by_throughput == pytest.approx(1.67, abs=0.01)
@@ -29,7 +29,7 @@ def test_the_papers_example_gives_its_number() -> None:
 
 
 @given(means, st.integers(1, 50))
-def test_both_inequalities_hold_and_one_decoder_less_would_not_more_than_satisfy_them(
+def test_both_inequalities_hold_and_no_decoder_is_superfluous(
     mean: Means, prefillers: int
 ) -> None:
     plan = provision(mean, PAPER, prefillers)

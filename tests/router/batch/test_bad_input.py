@@ -158,7 +158,7 @@ def ignored_fields() -> float:
     return REGISTRY.get_sample_value("conserve_ignored_fields_total", {"path": "/v1/chat/completions"}) or 0.0
 
 
-async def test_a_line_loses_its_unknown_fields_and_a_fleet_may_refuse_them(
+async def test_unknown_fields_of_a_line_are_dropped_unless_the_fleet_refuses_them(
     engine: OfflineEngine, sqlite_url: str, tmp_path: Any
 ) -> None:
     for policy, status in ((UnknownFields.DROP, "completed"), (UnknownFields.REFUSE, "failed")):

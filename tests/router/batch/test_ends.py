@@ -70,7 +70,7 @@ LONG: dict[str, dict[str, Any]] = {
 async def test_a_line_that_no_engine_can_hold_fails_alone_and_reaches_none(
     gateway: GatewayWithBatch, engine: OfflineEngine, more: dict[str, Any]
 ) -> None:
-    """Otherwise an engine would tokenize all of it, and another engine at each retry."""
+    """An engine that received the line would tokenize all of it, and each retry would cost another engine."""
     async with gateway.client() as client:
         long = line("long")
         long["body"] |= more

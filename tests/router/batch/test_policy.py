@@ -171,7 +171,7 @@ def test_common_prefixes_go_to_one_decoder() -> None:
     assert placed[0][1] == "y"
 
 
-def test_a_full_holder_of_the_prefix_is_not_waited_for() -> None:
+def test_a_job_does_not_wait_for_a_full_engine_that_holds_its_prefix() -> None:
     allowances = {"x": Allowance(0, 10_000), "y": Allowance(8, 10_000)}
     placed, left = assign([PolicyLine(1)], [view("x"), view("y")], allowances, {"0" * 16: "x"})
     assert [engine for _, engine in placed] == ["y"] and not left
@@ -226,8 +226,8 @@ def test_no_key_starves(sizes: dict[str, int], room: int) -> None:
     assert sum(taken.values()) == min(room, sum(sizes.values()))
 
 
-def test_a_new_rate_does_not_start_from_an_old_remainder() -> None:
-    """Every window would count as tight at that rate."""
+def test_the_rate_after_a_pause_ignores_the_rate_before_it() -> None:
+    """An old rate that has decayed to nearly zero would make the window of every batch count as tight."""
     now = 0.0
     rate = Rate(lambda: now)
     for _ in range(60):

@@ -148,7 +148,7 @@ async def test_many_lines_are_validated_in_bounded_memory(tmp_path: Path) -> Non
 
 
 def test_the_memory_measure_shows_higher_memory_use() -> None:
-    """The bound above uses a number that does change with memory use."""
+    """The number that the previous test bounds does change with memory use."""
     code = "b = bytearray(200 << 20); print(open('/proc/self/status').read())"
     status = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout
     assert int(status.split("VmHWM:")[1].split()[0]) / 1024 > 200

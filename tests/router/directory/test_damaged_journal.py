@@ -106,7 +106,7 @@ def test_a_cut_or_missing_log_is_refused(tmp_path: Path) -> None:
             Journal(path)
 
 
-def test_rows_torn_by_two_crashes_are_after_the_kept_rows(tmp_path: Path) -> None:
+def test_two_torn_ends_cost_only_the_last_rows_before_each_crash(tmp_path: Path) -> None:
     whole = asyncio.run(written(tmp_path / "journal", 100, killed=True))
     for attempt in range(4):
         path = copied(whole, tmp_path / f"once-{attempt}")

@@ -161,7 +161,7 @@ def test_an_engine_that_refuses_is_not_asked_again_for_a_while() -> None:
 
 
 def test_an_engine_that_lost_its_group_is_not_asked_again_for_a_while() -> None:
-    """The next group may be lost as well, and each loss recomputes all requests."""
+    """A second group may be lost as well, and each loss makes engines recompute all requests."""
     two, now = TwoEngines(), [0.0]
     dropper = Dropper(DropLimits(1.0), two.records, two, lambda: now[0])
     one_round(dropper, LACKING)

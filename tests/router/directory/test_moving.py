@@ -180,7 +180,7 @@ def test_a_turn_stays_on_a_hot_decoder_if_the_move_fails() -> None:
     assert one_move(made, 21.0).key != "c3", "it is not tried again within a minute"
 
 
-def test_conversations_stay_where_the_waits_are_alike_short_or_over() -> None:
+def test_conversations_stay_if_the_other_decoder_has_equal_waits_or_no_prompt_waits_long() -> None:
     made = hot_fleet()
     waits(made, 11, 10.0, d0=4.0, d1=4.0)
     assert made.idle_moves.begin(16.0) == [], "both wait"
@@ -202,7 +202,7 @@ def test_conversations_stay_on_a_hot_decoder_by_default() -> None:
     assert hot_fleet(relieve_hot=False).idle_moves.begin(10.0) == []
 
 
-def test_a_full_target_takes_nothing_and_the_waits_decide_not_the_kv_in_use() -> None:
+def test_conversations_do_not_move_to_a_full_decoder_or_to_one_where_prompts_wait() -> None:
     made = hot_fleet()
     made.engine_up(info("d2", kv_tokens=100_000))
     waits(made, 11, 10.0, d2=3.0)

@@ -11,7 +11,7 @@ from tests.support.fake_fleet import fleet
 from tests.support.waiting import until
 
 
-def test_only_a_later_process_of_the_same_name_supersedes() -> None:
+def test_only_a_later_process_supersedes_a_gateway_of_the_same_name() -> None:
     first, second = process_name("gateway-1"), process_name("gateway-1")
     assert supersedes(second, first)
     assert not supersedes(first, second)

@@ -30,7 +30,7 @@ def chunked(data: bytes) -> bytes:
 
 @pytest.fixture
 def diverted(monkeypatch: pytest.MonkeyPatch) -> list[bytes]:
-    """Data of spliced streams that was not one whole event."""
+    """Record the data of spliced streams that takes the slow path, because it is not one whole event."""
     seen: list[bytes] = []
     original = SpliceStream.divert
 

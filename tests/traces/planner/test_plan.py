@@ -42,7 +42,7 @@ def test_means_are_taken_over_turns() -> None:
     assert measured.large_turns == 0.5
 
 
-def test_capacity_at_the_papers_means_equals_the_papers() -> None:
+def test_capacity_at_the_papers_means_equals_that_of_the_paper() -> None:
     means = measure([TraceConversation("c", 0.0, (TraceTurn(15_300, 0, 1_000),))], ENGINE, 60, 8_192).pinned
     capacity = capacity_of(ENGINE, ENGINE, means)
     assert capacity.prefill_tokens_per_s == pytest.approx(25_000, rel=0.01)

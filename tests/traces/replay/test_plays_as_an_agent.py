@@ -112,7 +112,7 @@ async def test_only_vllm_is_asked_for_exact_lengths() -> None:
     assert not {"ignore_eos", "min_tokens"} & set(standard)
 
 
-async def test_no_conversation_id_unless_asked_for() -> None:
+async def test_a_conversation_id_is_sent_only_if_asked_for() -> None:
     async with PlayedEngine().running() as engine:
         await served(engine, agent("a", turns=1))
         await served(engine, agent("b", turns=1), conversation_header="X-Session-ID", api_key="k")

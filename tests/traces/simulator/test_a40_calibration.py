@@ -25,7 +25,7 @@ def test_a_full_decoder_gives_1k_tokens_a_second() -> None:
     assert slots / iteration == pytest.approx(1_000, rel=1e-6)
 
 
-def test_a_collocated_chunk_takes_the_slo_factor_times_the_baseline() -> None:
+def test_an_iteration_with_a_collocated_chunk_just_meets_the_slo() -> None:
     chunk = a40.COLLOCATED_CHUNK
     baseline = MODEL.constant + CONTEXT_S * (a40.INPUT_TOKENS + a40.OUTPUT_TOKENS / 2)
     iteration = MODEL.constant + chunk * (MODEL.per_token + MODEL.per_attended * chunk)
@@ -43,7 +43,7 @@ def test_the_curve_fits_the_chunked_engine() -> None:
         assert curve.seconds(tokens) == pytest.approx(prefill_seconds(ENGINE, tokens), rel=0.25)
 
 
-def test_a_cap_slows_prefill_and_leaves_decoding() -> None:
+def test_a_cap_slows_prefill_but_not_decoding() -> None:
     capped = ENGINE.capped(a40.CAP_W)
     assert prefill_seconds(capped, 15_000) > 1.15 * prefill_seconds(ENGINE, 15_000)
     one = prefill_seconds(capped, 15_001, cached=15_000)

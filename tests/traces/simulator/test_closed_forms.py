@@ -168,7 +168,7 @@ def test_a_single_prompt_takes_the_sum_of_its_chunks() -> None:
 
 
 def test_token_gaps_show_a_stall_that_the_mean_of_a_turn_hides() -> None:
-    """One prompt of 1,000 tokens joins a row that decodes 200."""
+    """A prompt of 1,000 tokens joins the batch of a turn that decodes 200."""
     found = [
         TraceConversation("decodes", 0.0, (TraceTurn(10, 0, 200),)),
         TraceConversation("p", 0.5, (TraceTurn(1_000, 0, 1),)),

@@ -68,7 +68,7 @@ def test_single_conversations_follow_the_papers_rule() -> None:
 
 
 def test_a_prefiller_holds_conversations_that_fit_on_no_decoder() -> None:
-    """`run` checks that every token, all KV and every second is accounted for."""
+    """The simulation itself checks that every token, all KV and every second is accounted for."""
     found = arriving(60, 0.02, output=400)
     result = play(System.ELASTIC, found, kv_tokens=60_000)
     assert result.totals.last_resorts > 0

@@ -23,7 +23,7 @@ from traces.simulator.kv import Pressure
 pytestmark = pytest.mark.slow
 
 
-def test_memory_equals_the_papers() -> None:
+def test_memory_sizes_agree_with_those_of_the_paper() -> None:
     assert QWEN_14B.kv_bytes_per_token == 192 * 1024
     assert A800.profile().kv_tokens == pytest.approx(243_000, rel=0.15)  # 45 GB of a GPU
     for cluster, model in ((A800, QWEN_14B), (H800, QWEN_72B)):
@@ -45,7 +45,7 @@ def test_iterations_on_full_kv_take_the_papers_measured_time() -> None:
 
 
 def test_with_long_answers_dropping_halves_the_latest_first_tokens() -> None:
-    """The rates make the larger burst ask for 1.25 times the KV."""
+    """The arrival rates are such that the larger burst needs 1.25 times the KV."""
     arrivals, tbt_s = Arrivals(8.05), 0.25
     never = DroppingSettings(DropLimits(tbt_s, most_engines=1), 1.0)
     preempt = p99_ttft(Pressure.DROP, never, 1e6, arrivals)

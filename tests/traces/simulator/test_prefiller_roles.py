@@ -55,7 +55,7 @@ class Watched:
 
 
 def test_roles_follow_a_load_that_turns_from_first_turns_to_later_ones_and_back() -> None:
-    """`run` checks that every token, all KV and every second is accounted for."""
+    """The simulation itself checks that every token, all KV and every second is accounted for."""
     kinds = (long_prompts, agents, long_prompts, agents)
     found = [one for number, kind in enumerate(kinds) for one in kind(number * PHASE_S)]
     elastic, fixed = Watched(found), Watched(found, PrefillerRoles.FIXED)

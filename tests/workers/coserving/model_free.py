@@ -73,8 +73,11 @@ class ModelFreeEngine:
         clock: Callable[[], float] | None = None,
         windows: tuple[int, ...] = (0,),
     ) -> None:
-        """`beside`: another connector of the engine, as in `--kv-transfer-config`. `windows`: tokens that the
-        layers of each KV cache group attend to; 0: all. `clock`: in place of one that `seed` determines."""
+        """Start an engine. `beside` is a second connector, as in `--kv-transfer-config`.
+
+        `windows`: how many tokens the layers of each KV cache group attend to; 0: all of them.
+        `clock`: replaces the clock that `seed` determines.
+        """
         from vllm.engine.arg_utils import EngineArgs
         from vllm.utils.hashing import sha256
         from vllm.v1.core.kv_cache_utils import get_request_block_hasher, init_none_hash

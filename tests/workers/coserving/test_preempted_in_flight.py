@@ -66,7 +66,7 @@ def test_the_token_in_flight_ends_no_request_whose_kv_is_to_be_handed_over(
 
 
 def test_a_request_resumed_by_the_step_that_preempts_it_brings_its_tokens(small_model: Path) -> None:
-    """A worker that lacks them ends the engine."""
+    """A worker that does not get the tokens of a resumed request ends the engine."""
     engine = SampleCount(small_model, latency=QUICK)
     engine.ask("a", [33 + number % 80 for number in range(100)], TOKENS, priority=1)
     while len(engine.outputs["a"]) < 2:

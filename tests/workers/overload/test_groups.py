@@ -73,7 +73,7 @@ def test_a_pool_is_as_large_as_the_plan_says(four: Group, size: int) -> None:
     assert planned - BLOCK_TOKENS < member.blocks * BLOCK_TOKENS <= planned
 
 
-def test_in_one_region_peers_overwrite_each_other(four: Group) -> None:
+def test_peers_whose_blocks_share_a_region_overwrite_each_other(four: Group) -> None:
     three = four[:3]
     for worker in three:
         broken.break_with(worker.model, "InOneRegion")
@@ -124,7 +124,7 @@ def test_a_message_that_names_no_other_member_is_refused(
 
 
 @pytest.mark.parametrize("row", [-1, 1_000, "1", 1.5, None])
-def test_blocks_outside_of_the_sender_s_pool_are_refused(four: Group, line: PeerConnection, row: Any) -> None:
+def test_blocks_outside_the_pool_of_the_sender_are_refused(four: Group, line: PeerConnection, row: Any) -> None:
     member = four[0].split.member
     assert member is not None
     for one in (row, member.blocks):

@@ -66,7 +66,7 @@ class SideWithBlocks:
     """Scheduler side on vLLM's own pool: requests hold two blocks, the prefix cache ten."""
 
     def __init__(self, blocks_per_s: float, owners: Mapping[str, range] = MappingProxyType({})) -> None:
-        """`owners` are conversations and offline requests, with the numbers of their blocks."""
+        """Fill the pool. `owners` names conversations and offline requests, and numbers their blocks."""
         self.kv_state = SharedKvState(ConnectorConfig(), 0, lambda: 0.0)
         self.pool = BlockPool(num_gpu_blocks=32, enable_caching=True, hash_block_size=16)
         self.blocks = self.pool.get_new_blocks(12)
@@ -109,7 +109,7 @@ def ids(*blocks: Any) -> list[int]:
     return sorted(block.block_id for block in blocks)
 
 
-def test_cached_blocks_beyond_the_link_s_second_are_evicted_and_counted() -> None:
+def test_a_drop_moves_cached_blocks_for_a_limited_time_and_evicts_the_rest() -> None:
     """Blocks of requests always move; of cached blocks only the most recently used do."""
     made = SideWithBlocks(5 / CACHED_KV_S)
     order = made.ordered("drop")

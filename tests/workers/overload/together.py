@@ -34,7 +34,7 @@ Request = tuple[str, list[int], int]
 
 
 class SplitChild:
-    """Runs in the engine's process."""
+    """The engine, in its own process, and the commands that the test sends to it."""
 
     def __init__(self, model: Path, blocks: int, batched_tokens: int, coserves: bool) -> None:
         self.highest = 0  # block that a request had, since all was forgotten

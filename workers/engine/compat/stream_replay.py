@@ -82,7 +82,7 @@ class GenerationObserver(Protocol):
     def follow(self, outputs: AsyncGenerator[Any, None]) -> AsyncGenerator[Any, None]: ...
 
     def next_id(self) -> str:
-        """Return an id instead of a random one, the same on every engine at the same point."""
+        """Return an id that is the same on every engine at the same point, in place of a random one."""
 
 
 class ReplayedOutputs:

@@ -26,7 +26,7 @@ class Undo:
 
 
 def rewind_computed(undo: Undo) -> None:
-    """1. Reset progress: no request computed anything, and no token is in flight, as no other step was."""
+    """1. Reset progress: no request has computed a token or has one in flight, because no other step ran."""
     for one in undo.running():
         one.request.num_computed_tokens = one.start
         one.request.num_output_placeholders = 0

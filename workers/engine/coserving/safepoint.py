@@ -120,7 +120,7 @@ class SafepointScheduler(SchedulerSide):
     def __init__(
         self, flag: Flag, enabled: bool, kv_io_suspended: Callable[[], bool] = lambda: False, layers: int = 0
     ) -> None:
-        """`layers` is the model's number of layers if the host runs ahead of the device, otherwise 0."""
+        """Create the scheduler side. `layers` is 0 unless the host runs ahead of the device."""
         self.flag = flag
         self._enabled = enabled
         self._kv_io_suspended = kv_io_suspended  # layers are shared, and peers compute parts of a step

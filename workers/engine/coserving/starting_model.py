@@ -73,7 +73,7 @@ def starting_model(config: CoServingConfig, key: ProfileKey, guess: LatencyModel
 
 
 def guess_of(vllm_config: Any, device: str) -> LatencyModel | None:
-    """Guess a model from the accelerator and the model's size; return None if either is unknown."""
+    """Guess a latency model from the accelerator and the served model's size; None if either is unknown."""
     board = accelerator_of(device)
     try:
         size = _size(vllm_config)

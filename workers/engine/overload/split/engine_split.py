@@ -33,7 +33,7 @@ class EngineSplit:
     def __init__(
         self, runner: Any, kv: ReservedKv, weights: LayerWeights, whole_blocks: int, device: DeviceLock
     ) -> None:
-        """`whole_blocks` is the pool of the engine when it has its whole model."""
+        """Start with the whole model, whose pool has `whole_blocks` blocks."""
         self.runner, self.kv, self.weights, self.device = runner, kv, weights, device
         self.whole_blocks = whole_blocks
         self.limits = SplitLimits()

@@ -37,7 +37,7 @@ class SplitModel:
         device: DeviceLock,
         settings: PeerSettings,
     ) -> None:
-        """`blocks` is the pool of the engine when it has its whole model."""
+        """Start with the whole model, whose pool has `blocks` blocks."""
         self.split = EngineSplit(runner, kv, weights, blocks, device)
         self.passes = SplitPasses(runner, device)
         self.exchange = KvExchange(kv)
