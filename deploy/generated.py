@@ -30,7 +30,8 @@ def metrics_page() -> str:
         "`deploy/observability/prometheus/`.",
     ]
     for source in SOURCES:
-        parts += ["", f"## {source.title}", "", f"`{source.module}`, on {source.page}.", ""]
+        parts += ["", f"## {source.title}", ""]
+        parts += [f"`{source.module}` declares these metrics, which are on {source.page}.", ""]
         parts += ["| metric | kind | labels | meaning |", "|---|---|---|---|"]
         for metric in metrics_of(source):
             labels = ", ".join(f"`{label}`" for label in metric.labels)

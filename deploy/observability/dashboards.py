@@ -27,7 +27,7 @@ class Source:
 
 ENGINE_PAGE = "an engine's `/metrics`, beside vLLM's own"
 SOURCES = (
-    Source("router.metrics", "Gateway and directory", "a gateway's `/metrics`; the directory's page"),
+    Source("router.metrics", "Gateway and directory", "a gateway's `/metrics` and the directory's page"),
     Source("router.batch.metrics", "Batch", "the batch process's `/metrics`"),
     Source("workers.keeper.metrics", "Keepers", "a keeper's page"),
     Source("kvtransfer.metrics", "KV in engines", ENGINE_PAGE),
