@@ -94,7 +94,7 @@ class SchedulerSide(PluginSide):
     hit_source = "external_unspecified"  # vLLM's name for the source of this plugin's matches
 
     def __init__(self, context: EngineContext) -> None:
-        """Build the side, in the scheduler's process."""
+        """Build the plugin's scheduler side, in the scheduler's process."""
 
     def bind(self, manager: Any) -> None:
         """Receive vLLM's `KVCacheManager`, once after the start."""
@@ -139,7 +139,7 @@ class WorkerSide(PluginSide):
     """Side of a plugin that runs in a worker, one per rank."""
 
     def __init__(self, context: EngineContext, rank: int) -> None:
-        """Build the side, in the worker's process."""
+        """Build the plugin's worker side, in the worker's process."""
 
     def overrides(self, hook: str) -> bool:
         return getattr(type(self), hook) is not getattr(WorkerSide, hook)

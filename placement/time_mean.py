@@ -1,4 +1,4 @@
-"""Mean of a value over a window of time, for rules that must not follow every moment."""
+"""Mean of a value over a window of time, for rules that must not react to each single value."""
 
 from dataclasses import dataclass
 from math import exp

@@ -173,7 +173,7 @@ class Unavailable(ApiError, status=503, code="unavailable"):
 
 
 class DirectoryUnavailable(Unavailable):
-    """The directory does not answer in time, or answers that it cannot, with the reason."""
+    """The directory does not answer in time, or says why it cannot place turns."""
 
     default_retry_after_s = 2.0
 

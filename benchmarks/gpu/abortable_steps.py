@@ -1,4 +1,4 @@
-"""Decode steps behind the product's safepoint. All that depends on its interface is in this file."""
+"""Decode steps behind the product's safepoint. No other GPU step uses the safepoint's interface."""
 
 import os
 import time

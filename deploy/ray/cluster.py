@@ -107,8 +107,7 @@ def remove_temporary_directory(home: FleetHome) -> None:
 
 
 def resources_of(fleet: FleetSpec) -> dict[str, float]:
-    """Return the node's custom resources, plenty of each: they place tiers on nodes, and this is the only
-    node.
+    """Return all custom resources that tiers ask for, in plenty, because this cluster has a single node.
 
     Ray finds CPUs and GPUs by itself.
     """

@@ -106,7 +106,7 @@ class ControlClient:
     """Client of one keeper's control service."""
 
     def __init__(self, address: str, secret: str, timeout_s: float = 5.0, *, term: int = 0) -> None:
-        """Use the `term` of the directory that asks; a keeper that has heard of a newer one refuses it."""
+        """Create a client for a directory of this `term`. A keeper that knows a newer one refuses it."""
         self.address = address
         self._channel = grpc.aio.insecure_channel(address, KEEPALIVE)
         self._stub, self._timeout_s = Stub(self._channel, secret, term), timeout_s

@@ -1,4 +1,4 @@
-"""Contact with vLLM's prefix cache and engine core: register restored blocks, and wake an idle engine."""
+"""Uses of vLLM's prefix cache and engine core: register restored blocks, and wake an idle engine."""
 
 import functools
 from collections.abc import Mapping

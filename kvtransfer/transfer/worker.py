@@ -123,7 +123,7 @@ class TransferWorker(WorkerSide):
         self._exports.after_layer(self._layers[layer])
 
     def after_step(self) -> None:
-        """Publish layers without a hook: those with a state and all layers of some models and of decoders."""
+        """Publish the layers that have no hook: those with a state, or all in some models and on decoders."""
         if self._exports.written:
             self._warn_once()
             for layer in self._states if self._hooked else self._layers:

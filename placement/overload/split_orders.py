@@ -77,7 +77,7 @@ def _may_be_planned(group: Sequence[SharingDecoder]) -> bool:
 
 
 def _fits(decoder: SharingDecoder) -> bool:
-    """Return whether what the decoder holds fits into the KV of its whole model."""
+    """Return whether the decoder's KV in use would fit if it restored its whole model."""
     return decoder.held_tokens <= decoder.split.shape.kv_tokens
 
 

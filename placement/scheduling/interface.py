@@ -108,7 +108,7 @@ class BatchBuilder:
     offline_tokens: int = 0
 
     def offline_budget(self) -> int:
-        """Return how many more offline tokens fit, if one request without context had them all."""
+        """Return how many more offline tokens fit, supposing that one request without context gets them."""
         if self.target_s is None:
             return self.tokens_left
         return self.model.max_tokens(self.work, 0, self.tokens_left, self.target_s)

@@ -209,7 +209,7 @@ def _elastic(signals: Signals, limits: Thresholds, longest_wait_s: float) -> Rec
 
 
 def _decoders(signals: Signals, limits: Thresholds, longest_wait_s: float) -> tuple[Recommendation, ...]:
-    """Advise to add decoders where the autoscaler adds some, and host memory where that would also do."""
+    """Advise to add decoders where the autoscaler adds some, or host memory if that would be enough."""
     pressure, engines, running = signals.decoder_pressure, signals.decoders, signals.running_share
     if not engines:
         return (Recommendation(Action.ADD_DECODERS, 1, "no decoder is up"),)

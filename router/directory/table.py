@@ -187,7 +187,7 @@ class BindingTable:
     # Engines
 
     def engine_up(self, info: EngineInfo) -> bool:
-        """Add an engine; return False if it was only announced again, after its keeper or we restarted."""
+        """Add an engine; return False if a restarted keeper or directory announced a known one again."""
         if self.fleet.info(info.engine) != info:
             self._effects.rows.append(journal.engine(info))
         new = self.fleet.up(info)
@@ -203,7 +203,7 @@ class BindingTable:
         return taken
 
     def engine_down(self, engine: str) -> None:
-        """Void an engine's bindings. They hold again if it reports in the same epoch: it was out of reach."""
+        """Void a lost engine's bindings. If it later reports in the same epoch, they hold again."""
         info = self.fleet.down(engine)
         if info is not None:
             self._effects.rows.append(journal.engine_gone(engine))

@@ -75,7 +75,7 @@ class ExplicitIdentity:
 
 
 def namespace(api_key: str) -> str:
-    """Return the scope of an API key's conversation ids, because clients may choose equal ids."""
+    """Return the name space of an API key's conversation ids; other keys may have the same ids."""
     return sha256(api_key.encode()).hexdigest()[:16]
 
 

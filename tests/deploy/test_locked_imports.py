@@ -72,7 +72,7 @@ def test_both_environments_have_everything_that_is_imported() -> None:
             assert one in lock("cpu.txt") and BUILDS.get(one, one) in lock("cuda.txt"), package
 
 
-def test_both_environments_have_one_version_of_what_is_built_twice_and_of_the_clients() -> None:
+def test_both_environments_have_the_same_version_of_vllm_torch_ray_and_openai() -> None:
     assert not of_other_versions().keys() & {"torch", "vllm", "openai", "ray"}
 
 

@@ -31,5 +31,5 @@ def test_the_cuda_lock_has_no_separate_lmcache() -> None:
 
 
 @pytest.mark.parametrize("file", sorted(path.name for path in REQUIREMENTS.glob("*.txt")))
-def test_no_list_has_a_harmful_release(file: str) -> None:
+def test_no_lock_file_has_a_release_known_to_be_harmful(file: str) -> None:
     assert not HARMFUL & set(versions(file).items())

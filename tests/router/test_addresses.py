@@ -55,7 +55,7 @@ def request(peer: str, *forwarded: str, **others: str) -> Request:
         ("10.0.0.1", ["192.0.2.7".rjust(65)], "10.0.0.1"),
     ],
 )
-def test_the_last_address_that_is_not_a_trusted_proxy_counts(
+def test_the_caller_is_the_last_address_that_is_not_a_trusted_proxy(
     peer: str, forwarded: list[str], caller: str
 ) -> None:
     assert Addresses(PROXIES).of(request(peer, *forwarded)) == caller

@@ -24,7 +24,7 @@ async def state(url: str) -> dict[str, Any]:
     return dict(orjson.loads(body))
 
 
-async def test_the_page_needs_nothing_from_elsewhere(tmp_path: Path) -> None:
+async def test_the_dashboard_loads_nothing_from_other_hosts(tmp_path: Path) -> None:
     async with fleet(tmp_path) as made:
         status, page, headers = await fetch(made.urls[0], "/dashboard")
     assert status == 200 and headers["Content-Type"].startswith("text/html")

@@ -76,7 +76,7 @@ def test_a_request_for_a_grammar_is_found_in_every_api(body: dict[str, Any], fie
 
 
 @pytest.mark.parametrize("body", FREE)
-def test_a_free_answer_has_no_grammar(body: dict[str, Any]) -> None:
+def test_a_request_for_plain_text_has_no_grammar(body: dict[str, Any]) -> None:
     assert grammar_of(body) is None
 
 

@@ -131,7 +131,7 @@ async def test_tokens_that_a_lost_engine_generated_are_not_given_back_as_cached(
         assert left(last, "tokens") < 600 + 34 * (time.monotonic() - began)
 
 
-async def test_a_stream_that_its_client_cuts_off_keeps_what_it_reserved(tmp_path: Path) -> None:
+async def test_a_stream_cut_off_by_its_client_costs_the_reserved_tokens(tmp_path: Path) -> None:
     async with limited(tmp_path, {"tokens_per_minute": 2000}, engine={"token_s": 0.2}) as made:
         going = asyncio.create_task(alice(made.urls[0], "x" * 1950, max_tokens=50, stream=True))
         await until(lambda: len(made.decoder_requests()))

@@ -1,4 +1,4 @@
-"""Waiting in tests: for a condition, with a limit that no busy machine reaches."""
+"""Wait in tests for a condition, with a limit that no busy machine reaches."""
 
 import asyncio
 from collections.abc import Callable

@@ -85,7 +85,7 @@ def test_condensed_conversations_keep_every_token_and_stop_reason() -> None:
 
 
 @pytest.mark.parametrize("name", ["trace_0116.json.gz", "trace_0118.json.gz"])
-def test_recordings_keep_every_token_and_waits_never_exceed_the_gap(name: str) -> None:
+def test_imported_recordings_keep_every_token_and_no_wait_exceeds_the_recorded_gap(name: str) -> None:
     recording = next(rows(name))
     (conversation,) = imported(name)
     requests = recording["requests"]

@@ -132,7 +132,7 @@ class SimulatedEngine:
         self._soon()
 
     def turns_that_queue(self) -> int:
-        """Return how many turns are here for more than a second and in no iteration now."""
+        """Return how many turns have been here for more than a second and are in no iteration now."""
         computed, before = {live.key for live, _ in self._chunks}, self._events.now - QUEUES_S
         return sum(live.turn_at < before and live.key not in computed for live in self.waiting)
 

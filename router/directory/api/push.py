@@ -138,7 +138,7 @@ class GatewayStreams:
                 stream.wake()
 
     def tell_bound(self, placed: Iterable[Placed]) -> None:
-        """Tell all gateways of bindings that are in the journal, so that each can serve them without us."""
+        """Tell all gateways of bindings in the journal, so that each can serve them without the directory."""
         if len(self._by_gateway) > 1:
             bound = {one.key: (one.engine, one.epoch) for one in placed}
             for gateway, stream in self._by_gateway.items():

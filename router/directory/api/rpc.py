@@ -72,7 +72,7 @@ class Stub:
     """Client side of a channel. Calls raise grpc.aio.AioRpcError."""
 
     def __init__(self, channel: Any, secret: str, term: int = 0) -> None:
-        """Send `term` with each call: that of the newest directory that the caller is or has heard of."""
+        """Create a client. It sends `term`, that of the newest directory known to it, with each call."""
         self.term = term
         self._channel = channel
         self._metadata = ((_SECRET, secret),) if secret else ()

@@ -1,4 +1,4 @@
-"""Observer of responses, and the boundary between server-sent events.
+"""Observer of responses, and a splitter of streams at the ends of server-sent events.
 
 The observer learns *when* things came (first token, first content, last event) by looking for JSON keys until
 the first content has come, and *what* the response was (finish reason, usage, id, tool call, error) once at

@@ -152,7 +152,7 @@ async def test_a_keeper_at_its_old_address_is_found_without_ray(rig: WatchRig) -
 
 @asynccontextmanager
 async def remembered(rig: WatchRig, control: str, http: str = "127.0.0.1:9") -> AsyncIterator[None]:
-    """Watch of a restarted directory, whose journal holds epoch 5 and the keeper's address."""
+    """Run the watch of a restarted directory, whose journal has epoch 5 and the keeper's address."""
     known = replace(INFO, epoch=5, control=control, http=http)
     watch = EngineWatch("decode-0", rig.told, rig.address_of, SECRET, 30.0, lambda: rig.now, known)
     assert watch.up

@@ -107,7 +107,7 @@ def test_a_conversation_evicted_from_the_host_is_retained_again_after_its_next_t
     assert conversations.wanted_on_host(b"abc")
 
 
-def test_the_oldest_idle_conversation_comes_first() -> None:
+def test_retained_conversations_are_listed_by_their_last_use() -> None:
     conversations, _, clock = make()
     for key in "abc":
         clock.now += 1

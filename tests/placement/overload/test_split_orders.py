@@ -130,7 +130,7 @@ def test_a_pair_with_a_leaving_engine_is_restored_and_never_formed() -> None:
     assert split_orders(LACKING, whole, LIMITS).drops == ()
 
 
-def test_unwilling_engines_are_left_alone() -> None:
+def test_engines_that_refuse_get_no_order_to_drop() -> None:
     three = [decoder("a"), decoder("b"), decoder("c")]
     assert split_orders(LACKING, three, LIMITS, unwilling={"a"}).drops == (("b", "c"),)
 
@@ -144,7 +144,7 @@ def test_no_group_is_restored_for_a_missing_member_while_a_decoder_is_silent(sta
     assert made.drops == (("c", "b"),)  # the one whose peer is not heard shares with nobody else
 
 
-def test_an_unwilling_pair_is_neither_restored_nor_merged() -> None:
+def test_a_pair_that_refuses_is_neither_restored_nor_merged() -> None:
     pair = [decoder("a", epoch=7), decoder("b", epoch=7)]
     assert split_orders(OVER, pair, LIMITS, unwilling={"b"}) == SplitOrders()
     assert split_orders(OVER, [decoder("a", epoch=7)], LIMITS, unwilling={"a"}) == SplitOrders()

@@ -50,7 +50,7 @@ def test_waiting_turns_are_counted_in_kv_of_the_pool() -> None:
     assert seen.asked == pytest.approx((4 * 9_100 + 500 + 4 * 3_100 + 500) / 38_000)
 
 
-def test_dropped_parameters_hold_more_conversations_but_none_that_a_whole_model_cannot() -> None:
+def test_dropping_makes_room_for_more_conversations_but_not_for_larger_ones() -> None:
     made = placer()
     made.engine_up(info("d0"))
     made.observe(state("d0", seq=1, live=8_000), 0.0)

@@ -112,7 +112,7 @@ class BestWith(FleetPlanner):
 
 
 @pytest.mark.parametrize("best", [2, 4, 7, 8, 9])
-def test_fewer_prefillers_than_compute_all_first_turns_are_tried_as_well(best: int) -> None:
+def test_plans_with_fewer_prefillers_than_first_turns_need_are_tried(best: int) -> None:
     planner = BestWith(best)
     bound = provision(Means(15_000, 1_000, 15, 16_000), Capacity(25_000, 1_000, 300_000), 8)
     chosen, without = planner.smallest(bound)

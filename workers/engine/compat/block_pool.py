@@ -1,4 +1,4 @@
-"""Contact with vLLM's private names for a block pool that changes its size; checked when an engine starts."""
+"""vLLM's private names that change the size of its block pool; checked when an engine starts."""
 
 import time
 from collections import deque

@@ -1,4 +1,4 @@
-"""Contact with vLLM's private names by our worker; checked when an engine starts."""
+"""vLLM's private names that our worker uses; checked when an engine starts."""
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager

@@ -1,6 +1,6 @@
-"""Contact with vLLM's private names by our schedulers; checked when an engine starts.
+"""vLLM's private names that our schedulers use; checked when an engine starts.
 
-Another vLLM release then stops with a sentence instead of misbehaving (kvtransfer/compat/relied_on.py).
+An engine with another vLLM release refuses to start instead of misbehaving (kvtransfer/compat/relied_on.py).
 """
 
 import logging

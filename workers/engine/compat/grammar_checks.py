@@ -1,4 +1,4 @@
-"""Contact with vLLM's private names for structured outputs; checked when an engine starts.
+"""vLLM's private names for structured outputs, and patches of them; checked when an engine starts.
 
 vLLM parses a grammar in its front end's event loop and compiles it in the engine core, both without a limit.
 With these patches the front end parses nothing: a request waits for the compiling process

@@ -1,4 +1,4 @@
-"""Contact with vLLM's private names by a worker that can drop layers; checked when its engine starts."""
+"""vLLM's private names that a worker uses to drop layers; checked when its engine starts."""
 
 import functools
 import inspect

@@ -1,4 +1,4 @@
-"""Accounting for steps in which the same requests decode again: by sums, without a pass over requests."""
+"""Sums over the requests of steps in which the same requests decode again, so that no step visits each."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass, replace

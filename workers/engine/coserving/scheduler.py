@@ -136,7 +136,7 @@ class CoServingScheduler(PlannedScheduling, internals.OpenScheduler):
             self._safepoint.counts["coserving_unplanned"] += 1
 
     def _arriving(self, request: Any, now: float) -> RequestView:
-        """Return the view of an arriving request, in the receiving thread."""
+        """Return an arriving request as the policy sees it. Called in the thread that receives requests."""
         arguments = internals.extra_args(request)
         return RequestView(
             request.request_id,
