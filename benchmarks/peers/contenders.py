@@ -23,7 +23,7 @@ ROUTER_LIMIT_S = 60.0
 
 @dataclass(frozen=True)
 class FirstTurnCounts:
-    """Counts of bound conversations, by where their first prompt was computed and by why they are there."""
+    """Counts of bound conversations: where their first prompt was computed, and why they were bound there."""
 
     bound: float
     on_prefillers: float
@@ -62,7 +62,7 @@ class Serving:
 
 @dataclass(frozen=True)
 class PeerSetup:
-    """A contender and its start; `start` raises `DoesNotRun` if it cannot run here."""
+    """A contender and the function that starts it; `start` raises `DoesNotRun` if it cannot run here."""
 
     name: str
     start: Callable[[], AbstractContextManager[Serving]]

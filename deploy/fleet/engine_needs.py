@@ -1,4 +1,4 @@
-"""Engines of a tier: their arguments, GPUs and model, as far as files on this machine describe it."""
+"""Arguments, GPUs and model of a tier's engines; the model is known if its files are on this machine."""
 
 import json
 import os

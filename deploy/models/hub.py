@@ -67,7 +67,7 @@ def named_in(index: Path) -> list[str]:
 
 
 def _weights(model: str, there: Sequence[str]) -> list[str]:
-    """Return the files that vLLM loads. Copies are in folders, or in a format that it does not prefer."""
+    """Return the weight files that vLLM loads, without copies in folders or in other formats."""
     from huggingface_hub import hf_hub_download
 
     files = [name for name in there if "/" not in name]

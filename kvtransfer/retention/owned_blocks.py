@@ -207,7 +207,7 @@ class OwnedBlocks:
             self._lists[one.block_id][1].stored += stored
 
     def shared_used(self, owner: BlockOwner, keys: Iterable[bytes]) -> None:
-        """Evict the shared blocks of a conversation whose turn has ended after all other shared blocks."""
+        """Rank the shared blocks of a conversation whose turn has ended as the most recently used ones."""
         left, use = owner.owned - owner.exclusive, next(self._uses)
         for key in keys if left else ():
             block = self._blocks[key]

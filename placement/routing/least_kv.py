@@ -190,7 +190,7 @@ class LeastKvRule:
 
     @property
     def role_changes(self) -> int:
-        """Return how often a prefiller began or ended to take conversations."""
+        """Return how often a prefiller started or stopped taking conversations."""
         return 0
 
     def pool_of(self, engine: str) -> DecoderPool:

@@ -286,7 +286,7 @@ class Placer:
 
     @property
     def role_changes(self) -> int:
-        """Return how often a prefiller began or ended to take conversations."""
+        """Return how often a prefiller started or stopped taking conversations."""
         return self._rule.role_changes
 
     def kv_in_use(self, engine: str) -> int:

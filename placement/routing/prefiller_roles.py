@@ -20,7 +20,7 @@ class IdlePrefillers:
 
     ttft_s: float  # target
     taking: set[str] = field(default_factory=set)
-    changes: int = 0  # how often a prefiller began or ended to take conversations
+    changes: int = 0  # how often a prefiller started or stopped taking conversations
     _idle: dict[str, TimeMean] = field(default_factory=dict)  # prefiller -> share of its time without work
     _waits: dict[str, float] = field(default_factory=dict)  # decoder -> seconds that its prompts wait
     _wait_sum: float = 0.0

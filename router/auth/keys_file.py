@@ -100,7 +100,7 @@ def parse_keys(content: bytes | str, name: str, inline: Sequence[Key] = ()) -> t
 
 
 def line_of(node: yaml.Node, path: YamlPath, *, at_key: bool = True) -> int:
-    """Return the line of the key, or of the value, at the longest part of a path that is there."""
+    """Return the line of the key, or of the value, at a path, or at its longest part that exists."""
     line: int = node.start_mark.line + 1
     for part in path:
         children: Mapping[Any, tuple[yaml.Node, yaml.Node]] = {}

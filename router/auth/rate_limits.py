@@ -83,7 +83,7 @@ class Meter:
         return self.turns + sum(turns for turns, at in reports if now - at < _GATEWAY_SILENT_S)
 
     def begin_turns(self, count: int, now: float) -> None:
-        """Count running turns, or refuse them."""
+        """Count `count` more running turns, or refuse them if they exceed the limit."""
         limit = self.limits.turns
         if limit is not None and self.all_turns(now) + count > limit:
             raise _refusal(f"{limit} turns at once", 1.0, "turns")

@@ -101,7 +101,7 @@ class IdleMoves:
         return begun
 
     def relieves(self, key: str) -> bool:
-        """Return whether a conversation is leaving a hot decoder, so that its next turn waits for the end."""
+        """Return whether a conversation is leaving a hot decoder; its next turn then waits for the move."""
         return self._under_way.get(key) is MoveReason.HOT
 
     def end(self, move: IdleMove, sent: bool, now: float) -> bool:

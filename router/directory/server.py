@@ -82,7 +82,7 @@ class DirectoryServer(Directory):
             await self.close()
 
     def _refuses(self, term: int) -> str:
-        """Return why a gateway is refused that knows a directory with this term; empty if it is not."""
+        """Return why to refuse a gateway that knows a directory with this term; empty to serve it."""
         return "a newer directory serves this fleet" if term > self.term else ""
 
     async def _place(self, asks: m.Asks) -> AsyncIterator[m.PlaceAnswers]:

@@ -62,7 +62,7 @@ class Flow:
         return first, min(level, best_s)
 
     def class_of(self, first: Waiter, counts_s: float) -> float:
-        """Return the class weight among owners: the next turn's, or that of the turn it goes before."""
+        """Return the class weight with which the flow's next turn, `first`, competes among owners."""
         if counts_s <= first.ask.owner_weight:
             return first.ask.queue_weight
         return max(one.ask.queue_weight for one in _first_of_each_weight(self.waiters))

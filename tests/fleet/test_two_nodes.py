@@ -1,7 +1,7 @@
-"""configs/two-nodes.yaml on two Ray nodes of this machine, cut down: a node prefills, a node decodes and
-co-serves, keys are asked for, and NIXL moves a first turn's KV between them where it is installed.
+"""A fleet like configs/two-nodes.yaml runs on two Ray nodes of this machine, one for each tier.
 
-Elsewhere our own transfer does: pip install --no-deps nixl nixl-cu12
+One node prefills, the other decodes and co-serves, and keys are asked for. NIXL moves a first turn's KV where it
+is installed (pip install --no-deps nixl nixl-cu12), elsewhere our own transfer does.
 """
 
 from collections.abc import Iterator

@@ -27,12 +27,12 @@ def test_observed_waits_decide_when_none_is_announced() -> None:
 @pytest.mark.parametrize(
     "busy", [{"waiting": 1}, {"waiting_prompt_tokens": 9}, {"draining": True}, {"free_tokens": 499}]
 )
-def test_no_prefetch_while_a_turn_waits_or_space_is_missing(busy: dict[str, int]) -> None:
+def test_nothing_is_prefetched_while_a_turn_waits_or_space_is_missing(busy: dict[str, int]) -> None:
     assert may_prefetch(IDLE, 500)
     assert not may_prefetch(replace(IDLE, **busy), 500)  # type: ignore[arg-type]
 
 
-def test_no_prefetch_while_layers_are_shared() -> None:
+def test_nothing_is_prefetched_while_layers_are_shared() -> None:
     """A split engine loads nothing from the host, so a prefetch would recompute the whole prompt."""
     shape = EngineShape(8, 3e6, 1000, 8192, 1024, 1e9, None)
     whole = SplitState("d:1", shape, 0, 1000, newest=7)

@@ -199,7 +199,7 @@ def test_many_named_conversations_with_the_same_first_request_stay_separate() ->
         table.record(asked.end, key)
 
 
-def test_an_advanced_conversation_does_not_hide_an_unadvanced_one() -> None:
+def test_a_conversation_that_went_on_does_not_hide_one_that_did_not() -> None:
     table, first = NodeTable(1000), prompt("a")
     table.record(first.end, "quick")
     table.record(first.end, "slow")

@@ -171,7 +171,7 @@ class Network:
 
 
 class Connection:
-    """Base of everything of which two processes hold the ends."""
+    """Base of connections and calls: each has two ends, held by two processes."""
 
     ends: tuple[SimulatedProcess, SimulatedProcess]
 

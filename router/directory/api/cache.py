@@ -202,7 +202,7 @@ class EngineList:
         self._changed = asyncio.Event()
 
     async def wait_for(self, engine: str, epoch: int, bound_s: float) -> EngineInfo | None:
-        """Wait for an engine that an answer named before the push that announces it arrived."""
+        """Wait until the directory has pushed an engine that one of its answers already named."""
         try:
             async with asyncio.timeout(bound_s):
                 while (info := self.alive(engine, epoch)) is None:

@@ -210,7 +210,7 @@ class DirectoryClient:
             raise _unavailable(wrong) from wrong
 
     async def _place(self, ask: Ask) -> Placed | Refusal:
-        """Ask for a placement, and again if the directory restarts: it returns a placement that it had made.
+        """Ask for a placement. If the directory restarts, ask again: it returns a placement that it had made.
 
         A directory that cannot write answers at once and is not asked again. A turn that was on its way when
         the directory went needs no place if its conversation is bound.

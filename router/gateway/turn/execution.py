@@ -63,7 +63,7 @@ class TurnRunner:
         stream: StreamResumption,
         observer: StreamObserver | None = None,
     ) -> RelayedTurn:
-        """Relay a turn. `observer` is that of the stream so far when it is resumed."""
+        """Relay a turn. For a resumed stream, `observer` has observed the part before."""
         key, trace, prefill = route.known.key, turn.trace, PrefillLeg()
         self._prefetcher.turn_arrived(route.known)
         turn.charge.computing = True

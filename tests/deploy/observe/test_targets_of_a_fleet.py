@@ -1,4 +1,4 @@
-"""Every page of a fleet is listed once, where it really is; the list is replaced in one step or asked for."""
+"""Every metrics page of a fleet is listed once under its real address, in a file and over HTTP."""
 
 import json
 import threading

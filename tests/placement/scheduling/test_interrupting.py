@@ -74,7 +74,7 @@ def test_an_abort_does_not_make_online_requests_of_the_batch_late() -> None:
     assert not raises(replace(mixed, seconds=0.03), queued=BatchWork.of([(9000, 0)])), "redoing takes longer"
 
 
-def test_no_flag_without_safepoints() -> None:
+def test_without_safepoints_no_flag_is_raised() -> None:
     assert not raises(LONG, safepoints=False)
 
 

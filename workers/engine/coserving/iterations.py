@@ -1,4 +1,4 @@
-"""Records of an engine's iterations until their results, with their log line and metrics.
+"""Records of iterations from their scheduling to their result, with log lines and metrics.
 
 vLLM's front end serves the metrics at `/metrics` (kvtransfer/connector_stats.py).
 """

@@ -190,7 +190,7 @@ def accept_handshake(peer: socket.socket, secret: bytes, encrypt: bool) -> PeerC
 
 
 def _seals(secret: bytes, challenge: bytes, answer: bytes) -> tuple[wire.Seal, wire.Seal]:
-    """Return the seals of the connecting side and of the listening side."""
+    """Return what seals messages of the connecting side, and what seals those of the listening side."""
     sides = wire.Signer.CONSUMER, wire.Signer.PRODUCER
     consumer, producer = (wire.Seal(secret, side, PURPOSE, challenge, answer) for side in sides)
     return consumer, producer
