@@ -56,8 +56,7 @@ Config = TypeVar("Config")
 
 
 def configured(kind: type[Config], *blocks: Spec, **given: Any) -> Config:
-    """Return a configuration with the given fields, and with those keys of the blocks that match a field's
-    name.
+    """Make a configuration of the `given` fields, and of keys in the blocks that have a field's name.
 
     A key of a time has no `_s`. Other fields keep their defaults.
     """

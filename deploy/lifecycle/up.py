@@ -60,7 +60,7 @@ def write_fleet(fleet: FleetSpec, home: FleetHome) -> None:
 
 
 def is_up(home: FleetHome) -> bool:
-    """Return whether a fleet is up, or may be: on another Ray cluster only Ray knows."""
+    """Return whether a fleet may be up. On a Ray cluster that is not ours, its run record alone counts."""
     run = home.read_run()
     return run is not None and (run.pid == 0 or processes.find(run.pid, run.started) is not None)
 

@@ -30,7 +30,7 @@ class PrefillLeg:
 
 @dataclass(frozen=True, slots=True)
 class RelayedTurn:
-    """A turn whose relay ended, however it ended."""
+    """A turn whose relay has ended, in success or failure."""
 
     outcome: RelayOutcome
     observer: StreamObserver

@@ -391,7 +391,7 @@ tiers:
     assert "latent attention" not in said[1]
 
 
-def test_the_checks_import_nothing_heavy() -> None:
+def test_the_checks_import_no_large_library() -> None:
     """All checks take less than two seconds, which is less than the import of vLLM."""
     heavy = "{'vllm', 'torch', 'transformers', 'ray'}"
     code = f"import sys, deploy.fleet.checks; print(sorted({heavy} & set(sys.modules)))"

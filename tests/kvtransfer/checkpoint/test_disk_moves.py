@@ -11,7 +11,7 @@ from kvtransfer.shared_state import SharedKvState
 
 
 class HostBeforeADisk:
-    """Host memory and a disk without bytes, and a clock that steps set."""
+    """Slots of host memory and of a disk, without bytes, and a clock that each step moves on."""
 
     def __init__(self, slots: int, disk_slots: int) -> None:
         self.now = 1000.0

@@ -39,7 +39,7 @@ def index_of(*stored: set[int]) -> HostIndex:
         ([FULL, WINDOW, STATE], [{0, 1, 2, 3, 4, 5}, {2, 3}, {2, 4}], 0, 0),
     ],
 )
-def test_a_prompt_is_restored_to_where_every_group_has_what_it_needs(
+def test_a_prompt_is_restored_as_far_as_every_group_has_its_blocks(
     groups: list[CacheGroup], stored: list[set[int]], start: int, end: int
 ) -> None:
     assert index_of(*stored).restorable_end(groups, CHAIN, start, len(CHAIN)) == end
