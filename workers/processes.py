@@ -71,7 +71,7 @@ def listens(host: str, port: int) -> bool:
 
 
 def listen_problem(host: str, port: int) -> str:
-    """Return why a process cannot listen there now; empty if it can."""
+    """Return why a process cannot listen on this address now; empty if it can."""
     with socket.socket(_family(host)) as probe:
         probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         try:

@@ -59,7 +59,7 @@ class PartTimes:
         self._part, self._since = "", (0.0, 0.0)
 
     def enter(self, part: str) -> str:
-        """Begin a part; return the part that it interrupts."""
+        """Begin to measure a part of a step; return the part that it interrupts."""
         now, before = (time.perf_counter(), time.thread_time()), self._part
         self.wall[before] += now[0] - self._since[0]
         self.cpu[before] += now[1] - self._since[1]

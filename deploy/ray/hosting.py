@@ -110,7 +110,7 @@ def fingerprint(config: bytes) -> str:
 
 
 def last_port(directory: Path, host: str) -> int:
-    """Return the port of the process that runs there or ran last, unless another process has taken it."""
+    """Return the port of a folder's last process, or a free port if another process has taken it."""
     last = LeasedProcess.recorded(directory)
     if last is not None and (last.alive() or not processes.listen_problem(host, last.record.ports[0])):
         return last.record.ports[0]
@@ -118,7 +118,7 @@ def last_port(directory: Path, host: str) -> int:
 
 
 def end(directory: Path) -> None:
-    """End the process that runs there, if there is one."""
+    """End the process that runs in a folder, if there is one."""
     process = LeasedProcess.recorded(directory)
     if process is not None:
         process.end(GRACE_S)

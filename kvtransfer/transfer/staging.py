@@ -185,7 +185,7 @@ class StagedBlockMemory(BlockMemory):
         return [self._views[slot][: count * self._sizes[layer]]]
 
     def _index(self, slot: int, blocks: Sequence[int]) -> torch.Tensor:
-        """Return block ids on the accelerator, copied from the slot's own memory without waiting."""
+        """Return block ids as a tensor on the accelerator; the copy is launched and not waited for."""
         index = self._indices[slot, : len(blocks)]
         index.numpy()[:] = blocks
         return index.to(self._device[0].device, non_blocking=True)

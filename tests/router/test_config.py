@@ -1,4 +1,4 @@
-"""A gateway's configuration is read back unchanged, and an invalid one names the wrong place."""
+"""A gateway's configuration is read back unchanged, and an error in one names the place to correct."""
 
 from pathlib import Path
 

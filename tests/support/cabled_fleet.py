@@ -112,7 +112,7 @@ class CabledFleet:
         return [one.returncode for one in self._processes if one.returncode is not None]
 
     async def until_engines(self, count: int) -> None:
-        """Wait until the directory knows so many engines."""
+        """Wait until the directory knows `count` engines."""
         async with asyncio.timeout(SILENCE_S), grpc.aio.insecure_channel(self.directory) as channel:
             while len((await Stub(channel, SECRET).ask(STATUS, None, 5.0)).engines) != count:  # noqa: ASYNC110
                 await asyncio.sleep(0.2)

@@ -93,7 +93,7 @@ class NewRequest:
 
 @dataclass(frozen=True, slots=True)
 class ClaimedRequest:
-    """A leased line that is at an engine or on its way there."""
+    """A leased line that has been sent to an engine or will be."""
 
     batch: int  # the batch's seq
     line: int

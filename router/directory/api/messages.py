@@ -146,7 +146,7 @@ class ReportRequest:
 
 @dataclass(frozen=True, slots=True)
 class Spent:
-    """Tokens that a gateway granted to a key since its last report, and the key's running turns there."""
+    """Tokens that a gateway granted to a key since its last report, and turns of the key that it runs."""
 
     key: str
     requests: int

@@ -123,7 +123,7 @@ class TurnHandler:
         responder: Responder,
         stream: StreamResumption,
     ) -> tuple[Route, RelayedTurn]:
-        """Continue a stream on another engine after its engine was lost, where the client's copy ends."""
+        """Continue the stream of a lost engine on another one, after the last token that the client has."""
         try:
             self._quarantine.check(turn.prompt.chain.end.digest)
             turn = stream.next_try(turn, relayed.outcome)

@@ -39,7 +39,7 @@ async def submit(
 
 
 async def in_progress(client: AsyncOpenAI, batch: Batch, done: int = 0) -> None:
-    """Wait until a batch runs and has so many results."""
+    """Wait until a batch runs and has at least `done` results."""
     async with asyncio.timeout(60):
         while True:
             now = await client.batches.retrieve(batch.id)

@@ -137,7 +137,7 @@ class PeerChannel:
 
 
 def _decoded(text: bytes) -> tuple[Header, list[torch.Tensor]]:
-    """Return a header, and empty tensors for the data that follows it."""
+    """Decode a header; return it with empty tensors for the data that follows."""
     try:
         header = msgspec.msgpack.decode(text, type=Header)
         kinds = [(DTYPES[dtype], shape) for dtype, shape in header.tensors]
