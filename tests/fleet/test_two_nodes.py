@@ -1,7 +1,7 @@
 """A fleet like configs/two-nodes.yaml runs on two Ray nodes of this machine, one for each tier.
 
-One node prefills, the other decodes and co-serves, and keys are asked for. NIXL moves a first turn's KV where it
-is installed (pip install --no-deps nixl nixl-cu12), elsewhere our own transfer does.
+One node prefills, the other decodes and co-serves, and keys are asked for. NIXL moves a first turn's KV
+where it is installed (pip install --no-deps nixl nixl-cu12), elsewhere our own transfer does.
 """
 
 from collections.abc import Iterator

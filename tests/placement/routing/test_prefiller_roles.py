@@ -129,7 +129,7 @@ def test_a_prefiller_with_a_queue_of_its_own_takes_none_that_others_would_answer
 def test_advice_and_autoscaler_know_the_prefillers_that_hold_conversations(
     roles: PrefillerRoles, share: float, taking: int, prompt_load: float
 ) -> None:
-    """Their KV counts as decoders' KV; the time that their own turns leave counts as time for prompts."""
+    """Such prefillers' KV counts as decoders' KV; the time that their turns leave is time for prompts."""
     placer = a_placer(roles)
     now = queue_on_decoders(placer, share=share)
     seconds_of_prefill = CURVE.seconds(10_000)

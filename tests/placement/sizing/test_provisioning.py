@@ -29,9 +29,7 @@ def test_the_papers_example_needs_the_papers_number_of_decoders() -> None:
 
 
 @given(means, st.integers(1, 50))
-def test_both_inequalities_hold_and_no_decoder_is_superfluous(
-    mean: Means, prefillers: int
-) -> None:
+def test_both_inequalities_hold_and_no_decoder_is_superfluous(mean: Means, prefillers: int) -> None:
     plan = provision(mean, PAPER, prefillers)
     assert plan.decoders * PAPER.decode_tokens_per_s >= plan.rate * mean.decoder_tokens
     assert plan.decoders * plan.slots >= plan.rate * mean.resident_s * (1 - 1e-12)

@@ -124,7 +124,9 @@ def test_a_message_that_names_no_other_member_is_refused(
 
 
 @pytest.mark.parametrize("row", [-1, 1_000, "1", 1.5, None])
-def test_blocks_outside_the_pool_of_the_sender_are_refused(four: Group, line: PeerConnection, row: Any) -> None:
+def test_blocks_outside_the_pool_of_the_sender_are_refused(
+    four: Group, line: PeerConnection, row: Any
+) -> None:
     member = four[0].split.member
     assert member is not None
     for one in (row, member.blocks):
