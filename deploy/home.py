@@ -24,8 +24,7 @@ from workers.processes import write_atomically
 
 DEFAULT_HOME = "~/.conserve"
 LONGEST_SOCKET_PATH = 107  # of a Unix socket, by the kernel
-
-
+CONTROL_FILE = "control"  # in an engine's folder: host:port of its keeper
 POWER = "power.json"  # the GPUs' former limits; one file for the machine, because limits are the machine's
 
 

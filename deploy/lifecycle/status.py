@@ -17,7 +17,7 @@ import grpc
 from deploy.errors import LifecycleError
 from deploy.fleet import FleetSpec, components, load_fleet
 from deploy.fleet.components import EngineName
-from deploy.home import FleetHome, FleetKeys, Purpose, RunRecord
+from deploy.home import CONTROL_FILE, FleetHome, FleetKeys, Purpose, RunRecord
 from deploy.ray.common import replica
 from deploy.ray.control import ControlClient, ControlError
 from router.directory.api import messages
@@ -27,7 +27,6 @@ from workers.keeper.engine_status import KeeperReport
 from workers.processes import write_atomically
 
 LIMIT_S = 3.0
-CONTROL_FILE = "control"
 
 Reply = TypeVar("Reply")
 

@@ -24,7 +24,7 @@ from deploy.fleet.components import (
     shared_tier,
 )
 from deploy.fleet.engine_needs import engine_resources
-from deploy.home import FleetHome, FleetKeys, Purpose
+from deploy.home import CONTROL_FILE, FleetHome, FleetKeys, Purpose
 from deploy.models.built_in import ensure_model
 from deploy.ray.common import (
     Background,
@@ -56,7 +56,6 @@ FREE_LIMIT_S = 30.0
 GRACE_S = 10.0
 POLL_S = 0.3
 QUIET_S = 1.0  # a turn on its way from a gateway arrives within
-CONTROL_FILE = "control"
 
 
 class KeeperActor:
