@@ -11,7 +11,6 @@ import logging
 import signal
 import sys
 import time
-from collections.abc import Callable
 from pathlib import Path
 
 from prometheus_client import start_http_server
@@ -74,7 +73,7 @@ class HostedDirectory:
             prefetch=self._prefetch,
             send=self._send,
             secret=config.secret,
-            drops=_DropsByKeepers(self._keeper_of),
+            share=self._share,
         )
         await server.start(config.host, config.port)
         self._term = server.term
@@ -133,18 +132,9 @@ class HostedDirectory:
             sent = await client.send(conversation, target.http)
         return sent.recomputed_tokens if sent.done else None
 
-
-class _DropsByKeepers:
-    def __init__(self, keeper_of: Callable[[EngineInfo], ControlClient]) -> None:
-        self._keeper_of = keeper_of
-
-    async def drop(self, info: EngineInfo, epoch: int, members: tuple[str, ...], part: int) -> None:
+    async def _share(self, info: EngineInfo, epoch: int, members: tuple[str, ...], part: int) -> None:
         async with self._keeper_of(info) as client:
-            await client.drop(epoch, members, part)
-
-    async def restore(self, info: EngineInfo, epoch: int) -> None:
-        async with self._keeper_of(info) as client:
-            await client.restore(epoch)
+            await (client.drop(epoch, members, part) if members else client.restore(epoch))
 
 
 async def _until_asked_to_end(directory: HostedDirectory) -> None:

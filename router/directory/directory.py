@@ -20,7 +20,7 @@ from router import metrics
 from router.directory.api.messages import EngineRecord
 from router.directory.api.push import GatewayStreams
 from router.directory.conversations import Timeline
-from router.directory.dropping import DropCommands, Dropper
+from router.directory.dropping import Dropper, ShareLayers
 from router.directory.fleet import CapacityWatcher
 from router.directory.journal import Journal, JournalError
 from router.directory.moving import IdleMove
@@ -68,7 +68,7 @@ class Directory:
         journal: Path,
         release: Release,
         clock: Callable[[], float] | None = None,
-        drops: DropCommands | None = None,
+        share: ShareLayers | None = None,
         prefetch: Prefetch | None = None,
         send: Send | None = None,
     ) -> None:
@@ -90,8 +90,8 @@ class Directory:
         self._send = send
         self._moved_idle_at = 0.0
         self._dropper: Dropper | None = None
-        if settings.dropping is not None and drops is not None:
-            self._dropper = Dropper(settings.dropping, self.table.fleet.records, drops)
+        if settings.dropping is not None and share is not None:
+            self._dropper = Dropper(settings.dropping, self.table.fleet.records, share)
         self._journal = Journal(journal)
         self._tasks: set[asyncio.Task[None]] = set()
         self._serve_timer: asyncio.TimerHandle | None = None

@@ -9,7 +9,6 @@ import asyncio
 import logging
 import time
 from collections.abc import Awaitable, Callable, Iterable, Iterator, Sequence
-from typing import Protocol
 
 import grpc
 
@@ -21,6 +20,12 @@ from router import metrics
 from router.directory.api.messages import EngineRecord
 
 log = logging.getLogger("conserve.router.directory.dropping")
+
+ShareLayers = Callable[[EngineInfo, int, tuple[str, ...], int], Awaitable[None]]
+"""Tells an engine the epoch of its group, the addresses of the members, and its own part of the layers.
+
+Without members, the engine restores the layers that it has dropped in that epoch.
+"""
 
 _TELL_S = 5.0
 # Limits until all engines report the change: their steps, exchange and own limits.
@@ -35,23 +40,15 @@ def _is_heard(record: EngineRecord) -> bool:
     return not record.suspect and record.state.seq > 0
 
 
-class DropCommands(Protocol):
-    """Commands to engines, sent through their keepers."""
-
-    async def drop(self, info: EngineInfo, epoch: int, members: tuple[str, ...], part: int) -> None: ...
-
-    async def restore(self, info: EngineInfo, epoch: int) -> None: ...
-
-
 class Dropper:
     def __init__(
         self,
         limits: DropLimits,
         records: Callable[[], Iterable[EngineRecord]],
-        commands: DropCommands,
+        share: ShareLayers,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        self._limits, self._records, self._commands, self._clock = limits, records, commands, clock
+        self._limits, self._records, self._share, self._clock = limits, records, share, clock
         self._unwilling: dict[str, float] = {}  # until when
         self._silent: dict[str, float] = {}  # since when
         self._sharing_in: dict[str, int] = {}  # engines that were told to share, and do: their epoch
@@ -161,15 +158,13 @@ class Dropper:
         members = tuple(record.state.split.peer for record in records if record.state.split is not None)
         if len(members) != len(engines):
             return
-        tells = [
-            self._commands.drop(record.info, epoch, members, part) for part, record in enumerate(records)
-        ]
+        tells = [self._share(record.info, epoch, members, part) for part, record in enumerate(records)]
         await self._change("drop", engines, tells, epoch)
 
     async def _restore(self, engines: tuple[str, ...]) -> None:
         records = [record for record in map(self._known, engines) if record is not None]
         tells = [
-            self._commands.restore(record.info, record.state.split.epoch)
+            self._share(record.info, record.state.split.epoch, (), 0)
             for record in records
             if record.state.split is not None
         ]

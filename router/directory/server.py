@@ -14,7 +14,7 @@ from router.directory.api import messages as m
 from router.directory.api.push import GatewayStream
 from router.directory.api.rpc import Service
 from router.directory.directory import Directory, DirectorySettings, Prefetch, Release, Send
-from router.directory.dropping import DropCommands
+from router.directory.dropping import ShareLayers
 from router.directory.journal import JournalError
 from router.directory.waiting import Waiter
 from router.errors import RouterError
@@ -32,7 +32,7 @@ class NotSettled(RouterError):
 class DirectoryServer(Directory):
     """Directory with its network server. `deploy` runs it, and announces engines and their reports to it.
 
-    `release` tells an engine's keeper that a conversation is over; `drops` asks keepers to share layers.
+    `release` tells an engine's keeper that a conversation is over; `share` asks keepers to share layers.
     """
 
     def __init__(
@@ -44,11 +44,11 @@ class DirectoryServer(Directory):
         *,
         secret: str,
         clock: Callable[[], float] | None = None,
-        drops: DropCommands | None = None,
+        share: ShareLayers | None = None,
         prefetch: Prefetch | None = None,
         send: Send | None = None,
     ) -> None:
-        super().__init__(settings, placer, journal, release, clock, drops, prefetch, send)
+        super().__init__(settings, placer, journal, release, clock, share, prefetch, send)
         service = Service(secret, unavailable=(NotSettled,), broken=(JournalError,), refuses=self._refuses)
         service.stream(m.PLACE, self._place)
         service.stream(m.WATCH, self._watch)

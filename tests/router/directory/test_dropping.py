@@ -72,16 +72,16 @@ class TwoEngines:
     def epochs(self) -> list[int]:
         return [record.state.split.epoch for record in self.records() if record.state.split]
 
-    async def drop(self, info: EngineInfo, epoch: int, members: tuple[str, ...], part: int) -> None:
+    async def share(self, info: EngineInfo, epoch: int, members: tuple[str, ...], part: int) -> None:
+        if not members:
+            self.told.append(("restore", info.engine, epoch, 0, ()))
+            self._happens(info.engine, SplitState(f"{info.engine}:1", SHAPE, 0, SHAPE.kv_tokens))
+            return
         self.told.append(("drop", info.engine, epoch, part, members))
         if info.engine in self.refuses:
             raise OSError("no")
         others = (one for one in members if one != members[part])
         self._happens(info.engine, in_split(info.engine, epoch, *others))
-
-    async def restore(self, info: EngineInfo, epoch: int) -> None:
-        self.told.append(("restore", info.engine, epoch, 0, ()))
-        self._happens(info.engine, SplitState(f"{info.engine}:1", SHAPE, 0, SHAPE.kv_tokens))
 
     def _happens(self, name: str, split: SplitState) -> None:
         if self.slow is None or self.slow.is_set():
@@ -104,7 +104,7 @@ def one_round(dropper: Dropper, state: OverloadState) -> None:
 
 def test_engines_are_paired_and_restored() -> None:
     two = TwoEngines()
-    dropper = Dropper(DropLimits(1.0), two.records, two)
+    dropper = Dropper(DropLimits(1.0), two.records, two.share)
     one_round(dropper, LACKING)
     both = ("d0:1", "d1:1")
     assert [(what, engine, part, members) for what, engine, _, part, members in two.told] == [
@@ -133,7 +133,7 @@ def test_when_two_do_not_suffice_three_engines_share_and_are_restored_together()
         "d2",
     ):  # a third of the layers is worth more than half of them only if they are large
         three.set(name, SplitState(f"{name}:1", replace(SHAPE, layer_bytes=3e7), 0, SHAPE.kv_tokens))
-    dropper = Dropper(DropLimits(1.0), three.records, three)
+    dropper = Dropper(DropLimits(1.0), three.records, three.share)
     one_round(dropper, replace(LACKING, lacking_tokens=100_000))
     (members,) = {members for _, _, _, _, members in three.told}
     assert sorted(members) == ["d0:1", "d1:1", "d2:1"]
@@ -148,7 +148,7 @@ def test_when_two_do_not_suffice_three_engines_share_and_are_restored_together()
 
 def test_an_engine_that_refuses_is_not_asked_again_for_a_while() -> None:
     two, now = TwoEngines(), [0.0]
-    dropper = Dropper(DropLimits(1.0), two.records, two, lambda: now[0])
+    dropper = Dropper(DropLimits(1.0), two.records, two.share, lambda: now[0])
     two.refuses = {"d1"}
     one_round(dropper, LACKING)
     two.set("d0", SplitState("d0:1", SHAPE, 0, SHAPE.kv_tokens))  # nobody met it: it has its whole model
@@ -163,7 +163,7 @@ def test_an_engine_that_refuses_is_not_asked_again_for_a_while() -> None:
 def test_an_engine_that_lost_its_group_is_not_asked_again_for_a_while() -> None:
     """A second group may be lost as well, and each loss makes engines recompute all requests."""
     two, now = TwoEngines(), [0.0]
-    dropper = Dropper(DropLimits(1.0), two.records, two, lambda: now[0])
+    dropper = Dropper(DropLimits(1.0), two.records, two.share, lambda: now[0])
     one_round(dropper, LACKING)
     assert len(two.told) == 2
     for name in ("d0", "d1"):
@@ -180,7 +180,7 @@ def test_an_engine_that_lost_its_group_is_not_asked_again_for_a_while() -> None:
 
 def test_an_epoch_is_never_used_twice() -> None:
     two, now = TwoEngines(), [0.0]
-    dropper = Dropper(DropLimits(1.0), two.records, two, lambda: now[0])
+    dropper = Dropper(DropLimits(1.0), two.records, two.share, lambda: now[0])
     seen = []
     for _ in range(3):
         one_round(dropper, OverloadState.initial())  # sees that they were lost
@@ -191,7 +191,7 @@ def test_an_epoch_is_never_used_twice() -> None:
             two.set(name, SplitState(f"{name}:1", SHAPE, 0, SHAPE.kv_tokens))
     assert sorted(set(seen)) == seen
     two.set("d0", SplitState("d0:1", SHAPE, 0, SHAPE.kv_tokens, newest=seen[-1] + 5))
-    one_round(Dropper(DropLimits(1.0), two.records, two), LACKING)  # of a directory that began again
+    one_round(Dropper(DropLimits(1.0), two.records, two.share), LACKING)  # of a directory that began again
     assert two.epochs()[0] > seen[-1] + 5
 
 
@@ -206,7 +206,7 @@ def test_an_engine_that_has_not_reported_since_a_restart_may_be_the_peer() -> No
     split_in(two, 7)
     heard = two.record("d1")
     two.put("d1", EngineRecord(heard.info, unreported(heard.info), suspect=True))
-    dropper = Dropper(DropLimits(1.0), two.records, two, lambda: now[0])
+    dropper = Dropper(DropLimits(1.0), two.records, two.share, lambda: now[0])
     one_round(dropper, LACKING)
     now[0] = SILENT_S - 1
     one_round(dropper, OVER)
@@ -230,7 +230,7 @@ def test_several_pairs_with_the_same_epoch_after_a_restart_are_all_restored() ->
         four.set(name, in_split(name, 1, partner))
         heard[name] = four.record(name)
         four.put(name, EngineRecord(heard[name].info, unreported(heard[name].info), suspect=True))
-    dropper = Dropper(DropLimits(1.0), four.records, four)
+    dropper = Dropper(DropLimits(1.0), four.records, four.share)
     one_round(dropper, LACKING)
     for name, record in heard.items():
         four.put(name, record)
@@ -247,7 +247,7 @@ def test_other_engines_can_pair_during_a_restore_and_no_order_is_sent_twice() ->
     heard = [four.record(name) for name in ("d2", "d3")]
     for record in heard:  # the pair that is there is restored first
         four.set(record.info.engine, None)
-    dropper = Dropper(DropLimits(1.0), four.records, four)
+    dropper = Dropper(DropLimits(1.0), four.records, four.share)
 
     async def rounds() -> None:
         four.slow = asyncio.Event()
@@ -277,7 +277,7 @@ def test_an_order_in_progress_is_not_reported_as_nothing_dropped(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
     two = TwoEngines()
-    dropper = Dropper(DropLimits(1.0), two.records, two)
+    dropper = Dropper(DropLimits(1.0), two.records, two.share)
 
     async def rounds() -> None:
         two.slow = asyncio.Event()
@@ -295,7 +295,7 @@ def test_an_order_in_progress_is_not_reported_as_nothing_dropped(
 
 def test_a_drop_in_progress_covers_the_excess_demand() -> None:
     four = TwoEngines(("d0", "d1", "d2", "d3"))
-    dropper = Dropper(DropLimits(1.0, reserve=0.0), four.records, four)
+    dropper = Dropper(DropLimits(1.0, reserve=0.0), four.records, four.share)
 
     async def rounds() -> None:
         four.slow = asyncio.Event()
@@ -322,7 +322,7 @@ def test_a_round_that_fails_does_not_end_dropping() -> None:
     two = TwoEngines()
     rounds = chain([None], repeat(LACKING))
     before = rounds_failed()
-    dropper = Dropper(DropLimits(1.0), two.records, two)
+    dropper = Dropper(DropLimits(1.0), two.records, two.share)
 
     async def for_a_while() -> None:
         with contextlib.suppress(TimeoutError):
