@@ -4,8 +4,9 @@ from __future__ import annotations
 
 from array import array
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from math import isclose
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -137,10 +138,7 @@ class Totals:
     horizon_s: float
     prefilled_tokens: int
     decoded_tokens: int
-    # What clients count: prompts as sent, and outputs.
-    served_tokens: int
-    # What a fleet that forgets nothing computes: what turns append, and outputs.
-    needed_tokens: int
+    recomputed_tokens: int  # beyond what turns append, and outputs
     transfers: int
     parked_tokens: int
     preemptions: int
@@ -151,17 +149,10 @@ class Totals:
     least_kv_share: float  # share of conversations bound to the decoder with the least KV in use
     gate_wait_s: float
     joules: float
+    tokens_per_joule: float  # prompts as clients send them, and outputs
     events: int
     drops: int  # groups of engines that were made of smaller ones
     split_s: float  # while there were some
-
-    @property
-    def tokens_per_joule(self) -> float:
-        return self.served_tokens / self.joules
-
-    @property
-    def recomputed_tokens(self) -> int:
-        return self.prefilled_tokens + self.decoded_tokens - self.needed_tokens
 
 
 @dataclass(frozen=True)
@@ -182,13 +173,9 @@ class SimulationResult:
         return self.recorder.in_trace_order(self.recorder.e2e)
 
 
-@dataclass(frozen=True, slots=True)
-class SimulationSummary:
+@dataclass(frozen=True)
+class SimulationSummary(Totals):
     system: str
-    conversations: int
-    refused: int
-    abandoned: int
-    horizon_s: float
     ttfet_p50_s: float
     ttfet_p95_s: float
     first_turn_ttft_p50_s: float
@@ -197,50 +184,32 @@ class SimulationSummary:
     later_turn_ttft_p95_s: float
     last_turn_tbt_p50_s: float
     last_turn_tbt_p95_s: float
-    token_gap_p99_s: float
     e2e_p50_s: float
     e2e_p95_s: float
-    transfers: int
-    recomputed_tokens: int
-    parked_tokens: int
-    preemptions: int
-    through_prefiller_again: int
-    last_resorts: int
-    idle_while_waiting: float
-    prefiller_share: float
-    least_kv_share: float
+    token_gap_p99_s: float
     gate_wait_mean_s: float
-    tokens_per_joule: float
     joules_per_conversation: float
-    events: int
-    drops: int
-    split_s: float
 
 
 def summarise(system: str, result: SimulationResult) -> SimulationSummary:
     totals, recorder = result.totals, result.recorder
     ttft = np.asarray(recorder.turn_ttft)
     first = np.asarray(recorder.turn_is_first, dtype=bool)
-    tbt = result.last_tbt[~np.isnan(result.last_tbt)]
+    times = {
+        "ttfet": result.ttfet,
+        "first_turn_ttft": ttft[first],
+        "later_turn_ttft": ttft[~first],
+        "last_turn_tbt": result.last_tbt[~np.isnan(result.last_tbt)],
+        "e2e": result.e2e,
+    }
+    percentiles: dict[str, Any] = {
+        f"{name}_p{p}_s": percentile(values, p) for name, values in times.items() for p in (50, 95)
+    }
     return SimulationSummary(
-        *(system, totals.conversations, totals.refused, totals.abandoned, totals.horizon_s),
-        *_p50_p95(result.ttfet),
-        *_p50_p95(ttft[first]),
-        *_p50_p95(ttft[~first]),
-        *_p50_p95(tbt),
-        recorder.gaps.percentile(99),
-        *_p50_p95(result.e2e),
-        *(totals.transfers, totals.recomputed_tokens, totals.parked_tokens, totals.preemptions),
-        *(totals.through_prefiller_again, totals.last_resorts),
-        *(totals.idle_while_waiting, totals.prefiller_share, totals.least_kv_share),
+        **asdict(totals),
+        **percentiles,
+        system=system,
+        token_gap_p99_s=recorder.gaps.percentile(99),
         gate_wait_mean_s=totals.gate_wait_s / max(1, totals.conversations),
-        tokens_per_joule=totals.tokens_per_joule,
         joules_per_conversation=totals.joules / max(1, totals.conversations),
-        events=totals.events,
-        drops=totals.drops,
-        split_s=totals.split_s,
     )
-
-
-def _p50_p95(values: Values) -> tuple[float, float]:
-    return percentile(values, 50), percentile(values, 95)

@@ -378,15 +378,17 @@ class Simulation:
     def _totals(self) -> Totals:
         tally, horizon = self.tally, self._served_at
         engines = self.fleet.engines.values()
+        prefilled = sum(engine.prefilled for engine in engines)
+        decoded = sum(engine.decoded for engine in engines)
+        joules = sum(engine.joules(horizon) for engine in engines)
         return Totals(
             conversations=self._arrived,
             refused=tally.refused,
             abandoned=tally.abandoned,
             horizon_s=horizon,
-            prefilled_tokens=sum(engine.prefilled for engine in engines),
-            decoded_tokens=sum(engine.decoded for engine in engines),
-            served_tokens=tally.sent + tally.to_decode,
-            needed_tokens=tally.needed_prefill + tally.to_decode,
+            prefilled_tokens=prefilled,
+            decoded_tokens=decoded,
+            recomputed_tokens=prefilled + decoded - tally.needed_prefill - tally.to_decode,
             transfers=tally.transfers,
             parked_tokens=sum(engine.kv.parked_in_all for engine in engines),
             preemptions=sum(engine.preempted for engine in engines),
@@ -396,7 +398,8 @@ class Simulation:
             prefiller_share=tally.first_turns_prefilled / max(1, tally.first_turns),
             least_kv_share=tally.least_kv / max(1, tally.first_turns),
             gate_wait_s=tally.gate_wait_s,
-            joules=sum(engine.joules(horizon) for engine in engines),
+            joules=joules,
+            tokens_per_joule=(tally.sent + tally.to_decode) / joules if joules else 0.0,
             events=self.events.handled,
             drops=self.dropping.tally.drops if self.dropping else 0,
             split_s=self.dropping.tally.split_s if self.dropping else 0.0,
