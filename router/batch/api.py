@@ -11,7 +11,6 @@ from email.utils import formatdate
 from typing import Any
 from urllib.parse import parse_qsl, quote
 
-import orjson
 from sqlalchemy import Row
 from sqlalchemy.exc import SQLAlchemyError
 
@@ -52,7 +51,6 @@ _PURPOSES = ("batch",)
 _MAX_FILENAME = 255
 _MAX_BODY_BYTES = 64 << 10
 _CANCELLABLE = (BatchStatus.CANCELLING, BatchStatus.CANCELLED)
-_JSON = [(b"content-type", b"application/json")]
 
 Shown = dict[str, Any]  # one of OpenAI's objects
 
@@ -129,7 +127,7 @@ class BatchApi:
             if name == "content":
                 await self._send_content(call, responder)
             else:
-                responder.respond(200, orjson.dumps(await getattr(self, name)(call)), _JSON)
+                responder.respond_json(await getattr(self, name)(call))
         except ClientLeft:
             log.info("client left method=%s path=%r", request.method, request.path)
         except (SQLAlchemyError, OSError) as error:

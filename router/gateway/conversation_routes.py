@@ -4,11 +4,9 @@ import re
 from typing import Any
 from urllib.parse import parse_qs
 
-import orjson
-
 from router.auth.keys import Key
 from router.directory.api.client import DirectoryClient
-from router.errors import BadRequest, NotFound
+from router.errors import JSON_TYPE, BadRequest, NotFound
 from router.gateway.responses.stored_answers import Answers
 from router.http import Request, Responder
 from router.identity.conversation_ids import clean_id, conversation_id, conversation_key
@@ -16,7 +14,6 @@ from router.requests.body_parser import Api
 
 CONVERSATIONS = "/v1/conversations"
 RESPONSES = f"{Api.RESPONSES.target.decode()}/"
-_JSON = (b"content-type", b"application/json")
 _PAGE = 50
 _LARGEST_PAGE = 200
 
@@ -31,14 +28,13 @@ class StoredAnswerRoutes:
         found = await self._answers.response(key.owner, request.path.removeprefix(RESPONSES))
         if found is None:
             raise NotFound("no such response is stored", code="response_not_found")
-        responder.respond(200, found, [_JSON])
+        responder.respond(200, found, [JSON_TYPE])
 
     async def delete(self, key: Key, request: Request, responder: Responder) -> None:
         name = request.path.removeprefix(RESPONSES)
         if not await self._answers.delete(key.owner, name):
             raise NotFound("no such response is stored", code="response_not_found")
-        deleted = {"id": name, "object": "response", "deleted": True}
-        responder.respond(200, orjson.dumps(deleted), [_JSON])
+        responder.respond_json({"id": name, "object": "response", "deleted": True})
 
 
 class ConversationRoutes:
@@ -51,7 +47,7 @@ class ConversationRoutes:
         found = await self._directory.describe(_conversation(key, request))
         if found is None:
             raise _not_found()
-        responder.respond(200, orjson.dumps(_shown(found)), [_JSON])
+        responder.respond_json(_shown(found))
 
     async def delete(self, key: Key, request: Request, responder: Responder) -> None:
         conversation = _conversation(key, request)
@@ -59,8 +55,8 @@ class ConversationRoutes:
         had_history = await self._answers.end_conversation(key.owner, conversation_id(conversation), known)
         if not (known or had_history):
             raise _not_found()
-        deleted = {"id": conversation_id(conversation), "object": "conversation.deleted", "deleted": True}
-        responder.respond(200, orjson.dumps(deleted), [_JSON])
+        name = conversation_id(conversation)
+        responder.respond_json({"id": name, "object": "conversation.deleted", "deleted": True})
 
     async def list(self, key: Key, request: Request, responder: Responder) -> None:
         """List conversations, the least recently used first. An admin sees those of all keys.
@@ -73,14 +69,11 @@ class ConversationRoutes:
         after = query.get("after", "")
         page = await self._directory.page(prefix, f"{prefix}{after}" if after else "", limit + 1)
         shown = [_shown(found, with_space=key.admin) for found in page[:limit]]
-        answer = {
-            "object": "list",
-            "data": shown,
-            "has_more": len(page) > limit,
-            "first_id": shown[0]["id"] if shown else None,
-            "last_id": shown[-1]["id"] if shown else None,
-        }
-        responder.respond(200, orjson.dumps(answer), [_JSON])
+        first, last = (shown[0]["id"], shown[-1]["id"]) if shown else (None, None)
+        more = len(page) > limit
+        responder.respond_json(
+            {"object": "list", "data": shown, "has_more": more, "first_id": first, "last_id": last}
+        )
 
 
 def _conversation(key: Key, request: Request) -> str:

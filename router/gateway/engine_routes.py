@@ -1,12 +1,13 @@
 """Routes that pass a request to any usable engine, because it belongs to no conversation."""
 
 from collections.abc import Callable, Mapping
+from dataclasses import dataclass
 from typing import Any
 
 from router.auth.keys import Key
 from router.auth.rate_limits import Meters
 from router.directory.api.client import DirectoryClient
-from router.errors import BadRequest, EngineUnreachable, Unavailable, Unsupported
+from router.errors import JSON_TYPE, BadRequest, EngineUnreachable, Unavailable, Unsupported
 from router.gateway.turn.turn import Models
 from router.http import (
     Endpoint,
@@ -25,37 +26,29 @@ from router.requests.fields import UnknownFields, with_fields
 from router.requests.ignored_fields import HEADER, IgnoredFields
 from router.requests.parser_pool import ParserPool
 
-_JSON = (b"content-type", b"application/json")
 _ATTEMPTS = 2
 
 
+@dataclass(frozen=True, slots=True)
 class EngineRoutes:
     """Passes requests without a conversation to a usable engine: embeddings and tokenisation."""
 
-    def __init__(
-        self,
-        models_of: Callable[[tuple[str, ...]], Models],
-        directory: DirectoryClient,
-        pool: UpstreamPool,
-        parser_pool: ParserPool,
-        prompt_limit: Callable[[], PromptLimit],
-        groups: PrefixGroups,
-        meters: Meters,
-        address: Callable[[Request], str],
-        tokens: Callable[[int], int],
-        unknown: UnknownFields,
-        ignored: IgnoredFields,
-    ) -> None:
-        """Create the routes. `address` returns a caller's address; `tokens` estimates tokens from bytes."""
-        self._models_of, self._directory, self._pool = models_of, directory, pool
-        self._parser_pool, self._prompt_limit, self._groups = parser_pool, prompt_limit, groups
-        self._meters, self._address, self._tokens = meters, address, tokens
-        self._unknown, self._ignored = unknown, ignored
+    models_of: Callable[[tuple[str, ...]], Models]  # returns the models of the names that a key may use
+    directory: DirectoryClient
+    pool: UpstreamPool
+    parser_pool: ParserPool
+    prompt_limit: Callable[[], PromptLimit]
+    groups: PrefixGroups
+    meters: Meters
+    address: Callable[[Request], str]  # returns a caller's address
+    tokens: Callable[[int], int]  # estimates the tokens of a number of bytes
+    unknown: UnknownFields
+    ignored: IgnoredFields
 
     async def embeddings(self, key: Key, request: Request, responder: Responder) -> None:
         """Serve an embeddings request under the limits of its key."""
         raw, body = await self._read(key, request, responder)
-        model = self._models_of(key.models).get(str(body.get("model")))
+        model = self.models_of(key.models).get(str(body.get("model")))
         if model is None:
             raise BadRequest("model must be the name of a model", param="model")
         if not model.embeddings:
@@ -63,9 +56,9 @@ class EngineRoutes:
                 f"the model {model.name!r} generates text and has no embeddings; ask a model that has",
                 param="model",
             )
-        sent, observer = with_fields(raw, self._groups.fields(key.owner, body)), StreamObserver()
-        with self._meters.turn(key, responder, self._address(request)) as charge:
-            charge.reserve(self._tokens(sum(map(len, raw))))
+        sent, observer = with_fields(raw, self.groups.fields(key.owner, body)), StreamObserver()
+        with self.meters.turn(key, responder, self.address(request)) as charge:
+            charge.reserve(self.tokens(sum(map(len, raw))))
             charge.computing = True
             end = await self._pass(request, responder, sent, observer)
             seen = observer.observation()
@@ -88,13 +81,13 @@ class EngineRoutes:
             api=None,
             headers=request.headers.as_text(),
             space=key.owner,
-            models=frozenset(self._models_of(key.models)),
-            limit=self._prompt_limit(),
-            unknown=self._unknown,
+            models=frozenset(self.models_of(key.models)),
+            limit=self.prompt_limit(),
+            unknown=self.unknown,
         )
-        parsed = await self._parser_pool.parse(parser, raw)
+        parsed = await self.parser_pool.parse(parser, raw)
         if parsed.ignored:
-            responder.add_header(HEADER, self._ignored.record(key.id, request.path, parsed.ignored))
+            responder.add_header(HEADER, self.ignored.record(key.id, request.path, parsed.ignored))
         return parsed.known_part(raw), parsed.fields
 
     async def _pass(
@@ -104,12 +97,12 @@ class EngineRoutes:
         raw: tuple[bytes, ...],
         observer: StreamObserver | None = None,
     ) -> RelayEnd:
-        passed = UpstreamRequest("POST", request.path.encode(), [_JSON], raw, repeatable=True)
-        engines = self._directory.engines.usable()[:_ATTEMPTS]
+        passed = UpstreamRequest("POST", request.path.encode(), [JSON_TYPE], raw, repeatable=True)
+        engines = self.directory.engines.usable()[:_ATTEMPTS]
         if not engines:
             raise Unavailable("no engine of this fleet is up; try again", retry_after_s=5.0)
         for engine in engines:
-            outcome = await relay(self._pool, Endpoint.parse(engine.http), passed, responder, observer)
+            outcome = await relay(self.pool, Endpoint.parse(engine.http), passed, responder, observer)
             if outcome.end is not RelayEnd.NOT_STARTED:
                 return outcome.end
         raise outcome.error or EngineUnreachable("no engine answered; try again", retry_after_s=5.0)

@@ -3,19 +3,17 @@
 import time
 from collections.abc import Callable
 
-import orjson
 from prometheus_client import CONTENT_TYPE_LATEST, generate_latest
 
 from placement.engines import Role
 from router.auth.keys import Key
 from router.directory.api.client import DirectoryClient
-from router.errors import ModelNotFound, excerpt
+from router.errors import JSON_TYPE, ModelNotFound, excerpt
 from router.gateway.turn.turn import Models
 from router.http import Request, Responder
 from router.metrics import HttpCounts
 
 MODELS = "/v1/models"
-_JSON = (b"content-type", b"application/json")
 
 
 class StatusRoutes:
@@ -27,17 +25,17 @@ class StatusRoutes:
         self.http_counts: HttpCounts | None = None  # of the server that uses these routes
 
     async def health(self, request: Request, responder: Responder) -> None:
-        responder.respond(200, b'{"status":"ok"}', [_JSON])
+        responder.respond_json({"status": "ok"})
 
     async def ready(self, request: Request, responder: Responder) -> None:
         """Answer 200 if new conversations can be placed: the directory is connected and a decoder is up."""
         holding = [info for info in self._directory.engines.usable() if info.role is not Role.PREFILL]
         state = {"directory": self._directory.connected, "engines": len(holding)}
         ready = self._directory.connected and bool(holding)
-        responder.respond(200 if ready else 503, orjson.dumps({"ready": ready, **state}), [_JSON])
+        responder.respond_json({"ready": ready, **state}, 200 if ready else 503)
 
     async def openapi(self, request: Request, responder: Responder) -> None:
-        responder.respond(200, self.description, [_JSON])
+        responder.respond(200, self.description, [JSON_TYPE])
 
     async def metrics(self, request: Request, responder: Responder) -> None:
         if self.http_counts is not None:
@@ -56,13 +54,13 @@ class ModelRoutes:
 
     async def list(self, key: Key, request: Request, responder: Responder) -> None:
         data = [self._model(name) for name in self._models_of(key.models)]
-        responder.respond(200, orjson.dumps({"object": "list", "data": data}), [_JSON])
+        responder.respond_json({"object": "list", "data": data})
 
     async def get(self, key: Key, request: Request, responder: Responder) -> None:
         name = request.path.removeprefix(f"{MODELS}/")
         if name not in self._models_of(key.models):
             raise ModelNotFound(f"the model {excerpt(name)!r} does not exist", param="model")
-        responder.respond(200, orjson.dumps(self._model(name)), [_JSON])
+        responder.respond_json(self._model(name))
 
     def _model(self, name: str) -> dict[str, object]:
         return {

@@ -8,7 +8,9 @@ from email.utils import formatdate
 from http import HTTPStatus
 from typing import Protocol
 
-from router.errors import OPENAI, ApiError, ErrorShape
+import orjson
+
+from router.errors import JSON_TYPE, OPENAI, ApiError, ErrorShape
 from router.http.request import RawHeaders, Request
 
 STATUS_LINES = {
@@ -257,6 +259,9 @@ class Responder:
         if status not in BODILESS:
             head.append((b"content-length", b"%d" % len(body)))
         self.answer(status, head, body)
+
+    def respond_json(self, value: object, status: int = 200) -> None:
+        self.respond(status, orjson.dumps(value), [JSON_TYPE])
 
     def refuse(self, error: ApiError) -> None:
         """Answer with ``error`` in the format of the requested API. Only allowed before ``start``."""

@@ -26,7 +26,7 @@ from router.batch.store.database import reason_of
 from router.batch.store.records import ClaimedRequest, Result, Usage, offline_body
 from router.batch.store.request_table import PutBack
 from router.batch.store.store import Store
-from router.errors import BadRequest, EngineGarbled, EngineLost, UpstreamError
+from router.errors import JSON_TYPE, BadRequest, EngineGarbled, EngineLost, UpstreamError
 from router.http import Endpoint, RawHeaders, UpstreamPool, UpstreamRequest, UpstreamResponse, fetch
 from router.identity.prefix_groups import PrefixGroups
 from router.requests.body_parser import check_items
@@ -43,7 +43,7 @@ _TAKEN_BACK = {
     "engine shares its layers": Verdict(Ending.SHARES_LAYERS, engine_rests=False),
 }
 _ENGINE_LOST, _SHARES_LAYERS = _TAKEN_BACK
-_HEADERS: RawHeaders = [(b"content-type", b"application/json"), OFFLINE_HEADER]
+_HEADERS: RawHeaders = [JSON_TYPE, OFFLINE_HEADER]
 
 
 class Executor:
