@@ -84,7 +84,7 @@ ALONE = [block for block in blocks() if not block.asks_a_fleet and block.runnabl
 ASKING = [block for block in blocks() if block.asks_a_fleet]
 
 
-def test_both_pages_have_blocks_of_each_kind() -> None:
+def test_the_two_pages_have_blocks_of_every_language() -> None:
     assert {block.page for block in ASKING} == set(PAGES)
     assert {block.language for block in blocks()} == {"", "yaml", "python"}
 

@@ -190,7 +190,7 @@ async def test_a_cache_key_for_each_conversation_keeps_equal_prompts_apart(
     assert names[0] != names[1]
 
 
-async def test_a_correlation_id_for_each_request_leaves_one_conversation(made: FakeFleet) -> None:
+async def test_requests_with_different_correlation_ids_stay_one_conversation(made: FakeFleet) -> None:
     messages = [SYSTEM, user("build it")]
     answers = []
     for number in range(4):

@@ -298,7 +298,9 @@ BODIES = [
 
 @pytest.mark.parametrize("indent", [None, 2])
 @pytest.mark.parametrize("body", BODIES)
-def test_items_are_found_in_a_body_whatever_its_spelling(body: dict[str, Any], indent: int | None) -> None:
+def test_items_are_found_in_a_body_however_its_json_is_written(
+    body: dict[str, Any], indent: int | None
+) -> None:
     raw = json.dumps(body, indent=indent, ensure_ascii=indent is None).encode()
     pieces = [raw[at : at + 7] for at in range(0, len(raw), 7)]
     given = body.get("input")

@@ -271,7 +271,7 @@ def test_a_malformed_endpoint_is_refused_with_the_expected_form(endpoint: str) -
         TracingConfig(endpoint)
 
 
-def test_a_full_queue_drops_turns_and_not_memory() -> None:
+def test_a_full_queue_drops_turns_so_that_memory_stays_bounded() -> None:
     begun, going, before = threading.Event(), threading.Event(), dropped()
 
     def wait(_: int) -> None:

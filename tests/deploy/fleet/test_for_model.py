@@ -75,7 +75,7 @@ def test_without_gpus_a_small_fleet_fits_a_laptop() -> None:
     assert 3 * (SMALL.weight_bytes + kv) < 8 * GIB
 
 
-def test_a_conversation_that_is_asked_for_gets_its_memory_on_a_cpu() -> None:
+def test_a_fleet_on_cpus_has_memory_for_the_requested_context() -> None:
     made = fleet(SMALL, LAPTOP, dtype="float32", max_context=32_768)
     assert made.model.max_context == 32_768 and tiers(made) == [("prefill", 1), ("decode", 2)]
     kv_tokens = 32 * (made.engine.args["num-gpu-blocks-override"] - 1)  # one block is vLLM's own

@@ -62,7 +62,7 @@ def test_a_saturated_refusal_names_the_excess_wait(fleet: MakeFleet) -> None:
     assert isinstance(placer.place(FirstTurn("late", 20_000), answer.retry_after_s), Placement)
 
 
-def test_an_end_reported_early_or_late_moves_the_queue(fleet: MakeFleet) -> None:
+def test_a_prompt_that_ends_early_or_late_changes_the_wait_of_the_queue(fleet: MakeFleet) -> None:
     placer = fleet(kv_tokens=10**9)
     each = CURVE.seconds(10_000)
     for key in "abc":

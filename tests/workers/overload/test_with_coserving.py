@@ -37,7 +37,7 @@ def test_answers_are_equal_in_a_storm_of_drops_restores_and_aborts(both: SplitTo
     assert [engine.faults() for engine in both.engines] == [[], []]
 
 
-def test_arrivals_are_reported_beside_the_wake_up_patch(both: SplitTogether) -> None:
+def test_arrivals_are_counted_although_two_patches_wrap_one_method(both: SplitTogether) -> None:
     """Two patches of the same vLLM method work together."""
     before = both.first.state()["arrivals"]
     both.first.add(requests(20, count=3, output=1))
