@@ -19,7 +19,7 @@ def docstrings(modules: Iterable[Module]) -> Iterator[tuple[str, str]]:
             yield f"{module.path}:{line}", " ".join(text.split("\n\n")[0].split())
 
 
-def test_names(modules: Iterable[Module]) -> Iterator[tuple[str, str]]:
+def names_of_tests(modules: Iterable[Module]) -> Iterator[tuple[str, str]]:
     """Yield the file and the sentence of each test name."""
     for module in modules:
         for name in re.findall(r"^(?:async )?def test_(\w+)", module.text, re.M):
@@ -27,10 +27,10 @@ def test_names(modules: Iterable[Module]) -> Iterator[tuple[str, str]]:
 
 
 def readme_rows(root: Path, folders: Iterable[str]) -> Iterator[tuple[str, str]]:
-    """Yield the file table rows of the READMEs in some folders."""
+    """Yield the rows of the READMEs in some folders whose first cell is a name; a table's head is none."""
     for folder in folders:
         for page in sorted((root / folder).rglob("README.md")):
-            for row in re.findall(r"^\| `.*\|$", page.read_text(), re.M):
+            for row in re.findall(r"^\| `.*\|$(?!\n\|-)", page.read_text(), re.M):
                 yield str(page), row
 
 
@@ -50,7 +50,7 @@ def draw(root: Path, counted: list[Module], tests: list[Module], seed: int) -> I
     kinds = {
         "docstrings": docstrings([*counted, *tests]),
         "README rows": readme_rows(root, product_folders),
-        "test names": test_names(tests),
+        "test names": names_of_tests(tests),
         "paragraphs": paragraphs(root),
     }
     for kind, found in kinds.items():

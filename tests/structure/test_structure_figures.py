@@ -56,7 +56,7 @@ def test_each_place_names_file_and_line(structure: Structure) -> None:
 def test_a_seed_draws_the_same_sample_again(tmp_path: Path) -> None:
     (tmp_path / "router").mkdir()
     (tmp_path / "docs").mkdir()
-    (tmp_path / "router" / "README.md").write_text("| `table.py` | the table |\n")
+    (tmp_path / "router" / "README.md").write_text("| `Key` | job |\n|---|---|\n| `table.py` | a table |\n")
     (tmp_path / "docs" / "page.md").write_text(f"# Page\n\n{'word ' * 30}\n")
     many = Module(
         "router.table",
@@ -68,3 +68,4 @@ def test_a_seed_draws_the_same_sample_again(tmp_path: Path) -> None:
     samples = [list(draw(tmp_path, [many], [test], seed)) for seed in (1, 1, 2)]
     assert samples[0] == samples[1] != samples[2]
     assert "60 of 101 docstrings" in "\n".join(samples[0]) and "tests/test_one.py  a plain name" in samples[0]
+    assert "\n1 of 1 README rows" in samples[0], "the head of the table is no row"
