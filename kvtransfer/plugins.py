@@ -118,7 +118,7 @@ class SchedulerSide(PluginSide):
         return None
 
     def on_outcome(self, outcome: StepOutcome) -> None:
-        """Receive the results of a step."""
+        """Receive the outcome of a step for this plugin."""
 
     def needs_step(self) -> bool:
         """Return whether the engine has to step for this plugin although it has no requests."""

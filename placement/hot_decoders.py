@@ -39,7 +39,7 @@ class HotDecoders:
         self._left_at.pop(engine, None)
 
     def left(self, engine: str, now: float) -> None:
-        """Note that conversations begin to leave an engine."""
+        """Record that conversations have begun to leave an engine."""
         self._left_at[engine] = now
 
     def hottest(self, now: float) -> HotDecoder | None:

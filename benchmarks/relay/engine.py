@@ -48,7 +48,7 @@ BARE, LINED = chunks(b""), chunks(b":123456;\n")
 
 
 class EngineStream:
-    """One answer, token by token."""
+    """Stream of one answer, sent token by token."""
 
     def __init__(self, transport: asyncio.Transport, tokens: int, *, lined: bool) -> None:
         self._transport = transport

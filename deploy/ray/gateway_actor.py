@@ -99,7 +99,7 @@ class GatewaysActor:
     def _looking(
         self, name: str, other: LeasedProcess | None, port: int = 0
     ) -> Callable[[LeasedProcess], Awaitable[None]]:
-        """Note the process; let it take over from `other`."""
+        """Return a callback that records a started process and lets it take over from `other`."""
 
         async def look(process: LeasedProcess) -> None:
             nonlocal other

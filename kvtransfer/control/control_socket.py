@@ -51,7 +51,7 @@ class EngineCommand:
 
 @dataclass(frozen=True, slots=True)
 class Reply:
-    """Answer to one command."""
+    """Engine's reply to one command of its keeper."""
 
     done: bool = False
     faults: tuple[str, ...] = ()

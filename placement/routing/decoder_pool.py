@@ -23,7 +23,7 @@ CLOSED = -1.0
 
 @dataclass(frozen=True, slots=True)
 class KvFill:
-    """KV of some engines."""
+    """KV in use on a set of engines, and the limit on it."""
 
     in_use: float  # tokens, not evictable
     limit: float  # tokens that those of them which accept conversations may hold

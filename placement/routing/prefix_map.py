@@ -50,7 +50,7 @@ class PrefixPart(NamedTuple):
 
 @dataclass(slots=True)
 class KnownPrefix:
-    """One prefix, over all engines."""
+    """Record of one prefix: which engines have some of it."""
 
     start: int
     engines: dict[str, float] = field(default_factory=dict)  # engines with some of it, and when they got it

@@ -79,5 +79,5 @@ class PromptRate:
 
     @property
     def tokens_per_s(self) -> float:
-        """Return the rate; 0 before the first prompt."""
+        """Return the prompt tokens per second; 0 before the first prompt."""
         return self._tokens / self._seconds if self._seconds else 0.0

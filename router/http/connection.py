@@ -207,7 +207,7 @@ class ServerConnection(asyncio.Protocol):
         return self._server.draining or (request is not None and not request.body.complete)
 
     def response_finished(self, *, keep_alive: bool) -> None:
-        """Go on to the next request, or close."""
+        """Go on to the connection's next request, or close the connection."""
         request, self._request, self._responder = self._request, None, None
         if request is None or self._closed:
             return

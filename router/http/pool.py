@@ -14,7 +14,7 @@ from router.http.upstream import Endpoint, UpstreamConnection
 
 @dataclass(slots=True)
 class PoolStats:
-    """Running counts, for metrics and tests."""
+    """Running counts of a pool's connections, for metrics and tests."""
 
     connections: int = 0
     connected: int = 0

@@ -191,7 +191,7 @@ class RequestBody:
         self._wake()
 
     def drop(self) -> None:
-        """Discard what the handler left unread."""
+        """Discard the part of the body that the handler left unread."""
         self._pieces.clear()
         self._held = 0
         if self._paused:

@@ -32,7 +32,7 @@ MAX_EVICTION_CANDIDATES = 64
 
 @dataclass(slots=True)
 class ServerStats:
-    """Running counts, for metrics and tests."""
+    """Running counts of a server's connections and requests, for metrics and tests."""
 
     connections: int = 0
     accepted: int = 0
@@ -53,7 +53,7 @@ class Evictable(Protocol):
         """Return whether the end of the last answer is still being sent."""
 
     def evict(self) -> None:
-        """Close, because a new connection needs the place."""
+        """Close this connection, because a new one needs its place."""
 
 
 class Server:

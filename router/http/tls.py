@@ -165,7 +165,7 @@ class TlsHandshake(asyncio.Protocol):
         self._received += data  # before the task has run for the first time
 
     def evict(self) -> None:
-        """Close, because a new connection needs the place of this handshake."""
+        """Abort this handshake, because a new connection needs its place."""
         self.abort("evicted")
 
     def abort(self, outcome: str = "failed") -> None:

@@ -134,7 +134,7 @@ def explicit_identity(headers: Mapping[str, str], body: Mapping[str, Any]) -> Ex
 
 
 def _from_headers(headers: Mapping[str, str]) -> tuple[str | None, str | None]:
-    """Return the id and the parent's id."""
+    """Return the ids that the headers give for the conversation and for its parent."""
     if headers.keys().isdisjoint(_ALL_HEADERS):
         return None, None
     parent = None

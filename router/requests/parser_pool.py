@@ -35,7 +35,7 @@ _FRAME = struct.Struct("!QQ")  # bytes of the pickled parser or result, bytes of
 
 
 class Parser(Protocol[Parsed_co]):
-    """Function of a body, in a form that can be pickled."""
+    """Parser of a body that can be pickled, so that another process can run it."""
 
     @property
     def space(self) -> str:

@@ -198,6 +198,6 @@ class Link:
         self._free_at = 0.0
 
     def send(self, size: float, now: float) -> float:
-        """Return when the last byte of `size` arrives."""
+        """Queue `size` bytes on the link, and return when the last one arrives."""
         self._free_at = max(self._free_at, now) + size / self._bytes_per_s
         return self._free_at

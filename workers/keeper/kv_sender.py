@@ -23,7 +23,7 @@ BEFORE_TURNS = -1  # priority: next to nothing is computed, and waiting turns ar
 
 
 class KvSender:
-    """Sends conversations from one engine."""
+    """Sends the KV of idle conversations from one engine to others."""
 
     def __init__(self, link: EngineLink, store: StatusStore, model: str, key: str) -> None:
         self._link, self._store = link, store

@@ -373,7 +373,7 @@ class OpenScheduler(OverlappingScheduler):
 
 
 def _nulls(blocks: Sequence[Any]) -> int:
-    """Return how many blocks at the beginning are null."""
+    """Return with how many null blocks a request's list of blocks begins."""
     return bisect(blocks, False, key=lambda block: not block.is_null)
 
 

@@ -43,7 +43,7 @@ class CommandInbox:
         return self._put(command, in_epoch=command.epoch)
 
     def done(self) -> None:
-        """Allow the next command."""
+        """Free the inbox for the next command."""
         self._command = None
 
     def _put(self, command: EngineCommand, in_epoch: int) -> Reply:

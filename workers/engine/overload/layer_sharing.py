@@ -47,7 +47,7 @@ class LayerSharing:
             yield
 
     def attach(self, runner: Any) -> None:
-        """Extend the runner of a loaded model."""
+        """Make the runner of a loaded model allocate KV in pages and run passes through the group."""
         self._runner = runner
         internals.on_kv_allocated(runner, self._release_kv, self._allocate_in_pages)
         passes.wrap_forward(runner, self._through_group)

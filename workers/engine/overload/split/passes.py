@@ -16,7 +16,7 @@ from workers.engine.overload.split.peer_link import Message, MessageKind, PeerRe
 
 @dataclass
 class PassCounts:
-    """Counts since the engine's start."""
+    """Counts and times of batches through shared layers since the engine's start."""
 
     own: int = 0  # own batches that went through peers
     served: int = 0  # batches of peers

@@ -90,7 +90,7 @@ class SplitModel:
             return None
 
     def take_report(self) -> SplitReport | None:
-        """Return how the last order ended, once."""
+        """Return how the last order ended; later calls return None until the next order ends."""
         report, self._report = self._report, None
         return report
 
