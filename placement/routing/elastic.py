@@ -111,7 +111,7 @@ class TransferCost:
         return tokens * self._confidence() * (self.s_per_token or 0.0)
 
     def _confidence(self) -> float:
-        """Return the weight of the last measured cost, between 0 and 1."""
+        """Return how much the last measured cost still counts: from 1 down to 0 as it ages."""
         return pow(0.5, max(0.0, (self.now - self._measured_at) / self._kept_s() - 1))
 
     def _kept_s(self) -> float:

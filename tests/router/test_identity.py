@@ -210,7 +210,7 @@ def test_a_conversation_that_went_on_does_not_hide_one_that_did_not() -> None:
     assert decide(table, prompt("a", "b")).conversation == "slow"
 
 
-def test_plain_prompts_that_share_whole_blocks_are_not_confused() -> None:
+def test_plain_prompts_with_a_long_common_prefix_stay_separate_conversations() -> None:
     table = NodeTable(100)
     shared = b"s" * 700
     for number in range(20):

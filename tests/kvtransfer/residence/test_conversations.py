@@ -139,7 +139,7 @@ def test_prefetched_kv_is_evicted_after_kv_that_is_idle_for_longer() -> None:
     assert back.kept_until < clock.now, "of one pause only"
 
 
-def test_a_prefetch_that_ends_after_its_turn_does_not_change_the_next_pause() -> None:
+def test_a_prefetch_that_ends_too_late_changes_neither_the_turn_nor_the_next_pause() -> None:
     conversations, _, clock = make()
     turn(conversations, "a", "a")
     left_at = clock.now

@@ -43,7 +43,7 @@ class SomeLoadsPlugin(Plugin):
 
 
 class LateLoads(ModelFreeEngine):
-    """Mixin: loads arrive in random steps, also when their clients are gone."""
+    """Mixin: loads arrive in random steps, even after their clients have disconnected."""
 
     loads = 0
 
