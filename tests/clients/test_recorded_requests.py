@@ -22,14 +22,16 @@ DROPPED = {
     "claude-count-tokens": {"context_management"},
     "aider": set[str](),
     "cline": set[str](),
+    "code-puppy": set[str](),
     "continue": set[str](),
     "copilot": set[str](),
     "grok": {"search_parameters"},
+    "nanocoder": set[str](),
     "pi": {"store"},
     "vibe": set[str](),
 }
 # Agents without an entry in `conserve run`, which docs/coding-agents.md configures.
-OTHERS = ("cline", "continue", "copilot", "grok", "pi", "vibe")
+OTHERS = ("cline", "code-puppy", "continue", "copilot", "grok", "nanocoder", "pi", "vibe")
 
 
 @pytest.fixture
