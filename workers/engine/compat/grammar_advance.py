@@ -1,10 +1,16 @@
-"""Patch of vLLM's structured output: a grammar can start after tokens that another engine generated."""
+"""Patch of vLLM's structured output in the engine core.
+
+A grammar can start after tokens that another engine generated, and is compiled at a low priority.
+"""
 
 import functools
+import os
+import threading
 from bisect import bisect_left
 from typing import Any
 
 from kvtransfer.compat.relied_on import ReliedOn
+from workers.engine.grammars.config import ENGINE_CORE_NICE
 
 _GRAMMARS = "vllm.v1.structured_output:StructuredOutputManager"
 
@@ -46,7 +52,11 @@ def grammar_start(manager: Any, request: Any, reasoner: Any, tokens: list[int]) 
 
 
 def advance_grammars() -> None:
-    """Patch this process so that a grammar first accepts the tokens that another engine generated."""
+    """Patch this process so that a grammar first accepts the tokens that another engine generated.
+
+    Threads that compile grammars get a lower priority than iterations. Compiling releases the interpreter's
+    lock, so no iteration waits for such a thread.
+    """
     from vllm.v1.structured_output import StructuredOutputManager
 
     creating = StructuredOutputManager._create_grammar
@@ -55,6 +65,8 @@ def advance_grammars() -> None:
 
     @functools.wraps(creating)
     def _create_grammar(self: StructuredOutputManager, request: Any) -> Any:
+        if threading.current_thread() is not threading.main_thread():
+            os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), ENGINE_CORE_NICE)
         grammar = creating(self, request)
         count = (request.sampling_params.extra_args or {}).get(BEHIND, 0)
         if count:

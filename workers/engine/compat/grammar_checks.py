@@ -6,8 +6,6 @@ With these patches the front end parses nothing: a request waits for the compili
 """
 
 import functools
-import os
-import threading
 from collections.abc import Awaitable, Callable
 from dataclasses import dataclass, fields
 from typing import Any
@@ -16,7 +14,6 @@ from vllm.exceptions import VLLMValidationError
 from vllm.sampling_params import SamplingParams, StructuredOutputsParams
 
 from kvtransfer.compat.relied_on import ReliedOn, verify
-from workers.engine.grammars.config import ENGINE_CORE_NICE
 
 _LLM = "vllm.v1.engine.async_llm:AsyncLLM"
 _XGRAMMAR = "vllm.v1.structured_output.backend_xgrammar"
@@ -196,27 +193,6 @@ def check_grammars(check: Check, accepted: Callable[[], Awaitable[None]]) -> Non
     AsyncLLM.add_request = add_request
     SamplingParams._validate_structured_outputs = _validate_structured_outputs
     backend_xgrammar.validate_xgrammar_grammar = validate_xgrammar_grammar
-
-
-def compile_at_low_priority() -> None:
-    """Patch this process so that threads that compile grammars have a lower priority than iterations.
-
-    Compiling releases the interpreter's lock, so no iteration waits for such a thread.
-    """
-    from vllm.v1.structured_output import StructuredOutputManager
-
-    creating = StructuredOutputManager._create_grammar
-    if hasattr(creating, "at_low_priority"):
-        return
-
-    @functools.wraps(creating)
-    def _create_grammar(self: StructuredOutputManager, request: Any) -> Any:
-        if threading.current_thread() is not threading.main_thread():
-            os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), ENGINE_CORE_NICE)
-        return creating(self, request)
-
-    _create_grammar.at_low_priority = True  # type: ignore[attr-defined]
-    StructuredOutputManager._create_grammar = _create_grammar
 
 
 def _is_prefill_leg(params: SamplingParams) -> bool:

@@ -29,7 +29,6 @@ from placement.scheduling.prompt_order import PromptSharing
 from workers.engine.compat import coserving_scheduler as internals
 from workers.engine.compat import cpu_build
 from workers.engine.compat.grammar_advance import GRAMMARS, advance_grammars
-from workers.engine.compat.grammar_checks import compile_at_low_priority
 from workers.engine.coserving.config import CoServingConfig
 from workers.engine.coserving.decoding_batch import DecodingBatch
 from workers.engine.coserving.iterations import (
@@ -60,7 +59,6 @@ class PlannedScheduling(internals.OpenScheduling):
         verify(internals.SCHEDULING)
         verify(GRAMMARS)
         advance_grammars()
-        compile_at_low_priority()
         if current_platform.is_cpu():
             verify(cpu_build.SPINNING)
             cpu_build.nap_instead_of_spinning()
