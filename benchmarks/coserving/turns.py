@@ -18,20 +18,14 @@ from typing import Any
 
 from benchmarks.harness.output import quantile
 from benchmarks.harness.rounds import forth_and_back
+from benchmarks.harness.standalone_engine import StandaloneEngine, StandaloneShape, coserving_engine
 from deploy.small_model import ModelShape, make_model
 from placement.scheduling.interface import ServingSettings, TurnTargets
 from placement.scheduling.latency_model import CONSERVATIVE, LatencyModel, SelfCorrecting
 from placement.scheduling.policy_registry import make_policy
-from workers.engine.coserving.config import SAFEPOINT_PLUGIN, CoServingConfig
+from workers.engine.coserving.config import CoServingConfig
 from workers.engine.coserving.iterations import IterationRecord
-from workers.engine.coserving.profile import (
-    Grid,
-    StandaloneEngine,
-    StandaloneShape,
-    coserving_engine,
-    measure,
-    profile_of,
-)
+from workers.engine.coserving.profile import Grid, measure, profile_of
 from workers.engine.coserving.scheduler import CoServingScheduler
 from workers.processes import write_atomically
 from workers.profiles import Profile
@@ -257,7 +251,6 @@ async def bench(model: Path | None, lengths: PartLengths, repeats: int) -> Async
             max_context=MAX_CONTEXT,
             block_tokens=BLOCK,
             scheduler=SCHEDULER,
-            plugins=(SAFEPOINT_PLUGIN,),
             environment={POLICY_FILE: str(policy_file), **environment},
         )
         async with coserving_engine(shape, CoServingConfig()) as engine:

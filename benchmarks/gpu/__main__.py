@@ -16,7 +16,7 @@ from pathlib import Path
 from benchmarks.gpu.results import compare_with_plain, failed_steps, page, read_results
 from benchmarks.gpu.runner import SEQUENCE, StepSelectionError, run_step, select
 from benchmarks.harness.output import command, write_json
-from workers.engine.coserving.profile import on_cuda
+from benchmarks.harness.standalone_engine import on_cuda
 
 CPU_LIMITS = 3  # times the limit of a GPU: an engine alone takes minutes to start on busy cores
 

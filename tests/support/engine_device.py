@@ -1,6 +1,6 @@
 """Device of the engines in tests: the GPU if torch sees one, otherwise the CPUs."""
 
-from workers.engine.coserving.profile import on_cuda
+from benchmarks.harness.standalone_engine import on_cuda
 
 # Of several engines on one GPU: vLLM wants its share to be free when one starts, and measures what is left
 # unless it is told, which goes wrong while others start or end.

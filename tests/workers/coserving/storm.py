@@ -19,11 +19,11 @@ from typing import Any
 
 from benchmarks.harness import cpu_overlap
 from benchmarks.harness.output import command, write_json
+from benchmarks.harness.standalone_engine import StandaloneEngine, StandaloneShape, coserving_engine, on_cuda
 from placement.scheduling.interface import ServingSettings, TurnTargets
 from placement.scheduling.latency_model import LatencyModel
 from workers.engine.coserving import safepoint as page
 from workers.engine.coserving.config import CoServingConfig
-from workers.engine.coserving.profile import StandaloneEngine, StandaloneShape, coserving_engine, on_cuda
 from workers.engine.coserving.safepoint import Flag
 
 # Roughly the small model on two cores, so that policies decide on times that are real.

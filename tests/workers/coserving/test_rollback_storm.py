@@ -13,6 +13,7 @@ from typing import Any
 import pytest
 
 from benchmarks.harness.cpu_overlap import overlapping
+from benchmarks.harness.standalone_engine import coserving_engine
 from tests.support import engine_device
 from tests.support.architectures import architecture_directory
 from tests.support.warm_process import call_warm
@@ -23,7 +24,6 @@ from tests.workers.coserving.storm import (
     storm_config,
     storm_shape,
 )
-from workers.engine.coserving.profile import coserving_engine
 
 pytestmark = pytest.mark.engine
 CRIPPLED = "tests.workers.coserving.crippled."

@@ -1,4 +1,4 @@
-"""An engine in this process's tree, without HTTP and fleet: for profiling, benchmarks and tests."""
+"""Measures the iterations of an engine, which runs without HTTP and fleet, and fits the latency model."""
 
 import asyncio
 import itertools
@@ -8,45 +8,19 @@ import os
 import random
 import tempfile
 import time
-import uuid
 from collections import defaultdict
-from collections.abc import AsyncIterator, Iterator, Mapping
+from collections.abc import AsyncIterator, Iterator
 from contextlib import asynccontextmanager
-from dataclasses import dataclass, field, fields, replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 from kvtransfer.config import ConnectorConfig
 from placement.scheduling.latency_model import Sample, error_by_region, fit
-from workers.engine.coserving.config import (
-    SAFEPOINT_PLUGIN,
-    SCHEDULER_CLASS,
-    WORKER_CLASS,
-    CoServingConfig,
-)
+from workers.engine.coserving.config import CoServingConfig
 from workers.engine.coserving.iterations import IterationRecord, read_iterations
-from workers.engine.coserving.safepoint import Flag
 from workers.keeper.launch import FLEET_MARK, EngineKeys, LaunchSpec, Start, engine_command
 from workers.profiles import Profile
-
-REPOSITORY = Path(__file__).resolve().parents[3]
-
-
-@dataclass(frozen=True)
-class StandaloneShape:
-    model: Path | str
-    blocks: int | None = 1024  # None: all that fit
-    block_tokens: int = 32
-    max_tokens: int = 512
-    max_running: int = 32
-    max_context: int = 4096
-    compiled: bool = False
-    ranks: int = 1
-    scheduler: str = SCHEDULER_CLASS
-    plugins: tuple[str, ...] = (SAFEPOINT_PLUGIN,)
-    host_kv_gib: float = 0.0
-    environment: Mapping[str, str] = field(default_factory=dict)
-    arguments: Mapping[str, Any] = field(default_factory=dict)  # more arguments of vLLM
 
 
 @dataclass
@@ -56,84 +30,6 @@ class LoggedEngine:
 
     def iterations(self) -> list[IterationRecord]:
         return read_iterations(self.log)
-
-
-@dataclass
-class StandaloneEngine(LoggedEngine):
-    flag: Flag
-
-    async def empty(self) -> None:
-        """Wait until no request is left, then empty the prefix cache."""
-        for _ in range(100):
-            if await self.llm.reset_prefix_cache():
-                return
-            await asyncio.sleep(0.05)
-        raise TimeoutError("the engine still held blocks after 5 s without requests")
-
-
-def on_cuda() -> bool:
-    os.environ["PYTORCH_NVML_BASED_CUDA_CHECK"] = "1"  # as in vLLM: otherwise the check makes forks unsafe
-    import torch
-
-    return bool(torch.cuda.is_available())
-
-
-@asynccontextmanager
-async def coserving_engine(
-    shape: StandaloneShape, config: CoServingConfig
-) -> AsyncIterator[StandaloneEngine]:
-    """Run vLLM with our scheduler, worker and connector; end its processes at the end."""
-    os.environ.update(
-        {
-            "VLLM_USE_V2_MODEL_RUNNER": "0",
-            "VLLM_CPU_KVCACHE_SPACE": "2",
-            "VLLM_LOGGING_LEVEL": "WARNING",
-            "HF_HUB_OFFLINE": "1",
-            "PYTHONPATH": os.pathsep.join([str(REPOSITORY), os.environ.get("PYTHONPATH", "")]),
-            **shape.environment,
-        }
-    )
-    from vllm.engine.arg_utils import AsyncEngineArgs
-    from vllm.v1.engine.async_llm import AsyncLLM
-
-    with tempfile.TemporaryDirectory(prefix="coserving-") as folder:
-        log = Path(folder) / "iterations.jsonl"
-        connector = ConnectorConfig(
-            safepoint=f"conserve-{uuid.uuid4().hex[:12]}",
-            plugins=shape.plugins,
-            host_kv_gib=shape.host_kv_gib,
-            transfer=False,
-        )
-        settings = config.to_additional_config()
-        settings["coserving"]["iteration_log"] = str(log)
-        own = {
-            "model": str(shape.model),
-            "max_model_len": shape.max_context,
-            "block_size": shape.block_tokens,
-            "num_gpu_blocks_override": shape.blocks,
-            "max_num_batched_tokens": shape.max_tokens,
-            "max_num_seqs": shape.max_running,
-            "enforce_eager": not shape.compiled,
-            "tensor_parallel_size": shape.ranks,
-            "enable_prefix_caching": True,
-            "scheduling_policy": "priority",
-            "scheduler_cls": shape.scheduler,
-            "worker_cls": WORKER_CLASS,
-            "additional_config": settings,
-            "kv_transfer_config": connector.to_kv_transfer_config(),
-            "disable_log_stats": True,
-        }
-        # Options of the HTTP server, such as tool parsers, are ignored.
-        known = {option.name for option in fields(AsyncEngineArgs)}
-        more = {name: value for name, value in shape.arguments.items() if name in known}
-        llm = AsyncLLM.from_engine_args(AsyncEngineArgs(**{"dtype": "float32", **own, **more}))
-        flag = Flag(connector.safepoint)
-        try:
-            yield StandaloneEngine(llm, log, flag)
-        finally:
-            llm.shutdown()
-            flag.close()
-            flag.remove()
 
 
 @asynccontextmanager
