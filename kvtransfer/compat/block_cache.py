@@ -1,7 +1,10 @@
-"""Uses of vLLM's prefix cache and engine core: register restored blocks, and wake an idle engine."""
+"""Uses of vLLM's prefix cache and engine core.
+
+It registers restored blocks, reports arrivals, and wakes an idle engine.
+"""
 
 import functools
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from types import SimpleNamespace
 from typing import Any
 
@@ -55,9 +58,10 @@ def cache_blocks(
 
 
 class _EngineCoreOfProcess:
-    """Holder of this process's engine core, set when the first request arrives."""
+    """Holder of this process's engine core, set when the first request arrives, and of who hears of arrivals."""
 
     core: Any = None
+    on_arrival: Callable[[Any], None] | None = None
 
 
 def remember_engine_core() -> None:
@@ -70,10 +74,23 @@ def remember_engine_core() -> None:
     @functools.wraps(original)
     def preprocess_add_request(self: EngineCore, request: Any) -> Any:
         _EngineCoreOfProcess.core = self
-        return original(self, request)
+        result = original(self, request)
+        if _EngineCoreOfProcess.on_arrival is not None:
+            _EngineCoreOfProcess.on_arrival(result[0])
+        return result
 
     preprocess_add_request.remembers_core = True  # type: ignore[attr-defined]
     EngineCore.preprocess_add_request = preprocess_add_request
+
+
+def notify_of_arrivals(on_arrival: Callable[[Any], None]) -> None:
+    """Call `on_arrival` for each request that arrives during an iteration, in the receiving thread.
+
+    Without this an arrival is seen only after the iteration, which a safepoint is meant to prevent. The last
+    caller's function is called.
+    """
+    _EngineCoreOfProcess.on_arrival = on_arrival
+    remember_engine_core()
 
 
 def wake_engine() -> None:

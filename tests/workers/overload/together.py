@@ -14,11 +14,11 @@ from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
 
+from kvtransfer.compat.block_cache import notify_of_arrivals
 from kvtransfer.config import SECRET_VARIABLE, ConnectorConfig
 from kvtransfer.control.control_socket import EngineCommand, Reply
 from tests.kvtransfer.engine.in_process import ENVIRONMENT, EngineHere
 from tests.support.warm_process import warm_context
-from workers.engine.compat.engine_core_patches import notify_of_arrivals
 from workers.engine.coserving.config import PROMPT_SCHEDULER, SAFEPOINT_PLUGIN, SCHEDULER_CLASS, WORKER_CLASS
 from workers.engine.coserving.safepoint import ABORTS, RUNNING, Flag
 from workers.engine.overload.config import OVERLOAD_PLUGIN

@@ -1,46 +1,16 @@
-"""Patches of vLLM's engine core: notification of arrivals, and armed steps that run alone.
+"""Patch of vLLM's engine core: armed steps run alone.
 
-The table of `coserving_scheduler.py` names what these patches rely on.
+The table of `coserving_scheduler.py` names what the patch relies on.
 """
 
 import functools
-from collections.abc import Callable
 from typing import Any
 
 from vllm.v1.engine.core import DPEngineCoreProc, EngineCore
-from vllm.v1.request import Request
 
 from workers.engine.compat.coserving_scheduler import OpenScheduler
 
 StepResult = tuple[dict[int, Any] | None, bool]
-
-
-class _Arrivals:
-    """Holder of the function that this process calls for arrivals."""
-
-    on_arrival: Callable[[Request], None] | None = None
-
-
-def notify_of_arrivals(on_arrival: Callable[[Request], None]) -> None:
-    """Call `on_arrival` for each request that arrives during an iteration, in the receiving thread.
-
-    Without this patch an arrival is seen only after the iteration, which a safepoint is meant to prevent. The
-    last caller's function is called.
-    """
-    _Arrivals.on_arrival = on_arrival
-    original = EngineCore.preprocess_add_request
-    if getattr(original, "notifies_of_arrivals", False):
-        return
-
-    @functools.wraps(original)
-    def preprocess_add_request(self: EngineCore, request: Any) -> Any:
-        result = original(self, request)
-        if _Arrivals.on_arrival is not None:
-            _Arrivals.on_arrival(result[0])
-        return result
-
-    preprocess_add_request.notifies_of_arrivals = True  # type: ignore[attr-defined]
-    EngineCore.preprocess_add_request = preprocess_add_request
 
 
 def keep_armed_steps_alone() -> None:

@@ -5,10 +5,11 @@ from collections.abc import Iterable
 from dataclasses import replace
 from typing import Any
 
+from kvtransfer.compat.block_cache import notify_of_arrivals
 from placement.scheduling.interface import DecodingView, IterationPlan, RequestView
 from placement.scheduling.latency_model import BatchWork
 from workers.engine.compat import coserving_scheduler as internals
-from workers.engine.compat.engine_core_patches import keep_armed_steps_alone, notify_of_arrivals
+from workers.engine.compat.engine_core_patches import keep_armed_steps_alone
 from workers.engine.coserving import rollback, safepoint
 from workers.engine.coserving.iterations import IterationRecord, PendingIteration, count, observe
 from workers.engine.coserving.planned import PlannedScheduling
