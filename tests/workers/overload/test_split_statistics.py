@@ -16,11 +16,10 @@ from kvtransfer.config import ConnectorConfig
 from kvtransfer.control.control_socket import EngineCommand
 from kvtransfer.shared_state import SharedKvState
 from tests.workers.overload.workers_here import scheduler_side
-from workers.engine.overload.metrics import COUNTERS
+from workers.engine.overload.metrics import COUNTERS, DEFAULT_LINK_BYTES_PER_S, MEASUREMENT_VALID_S
 from workers.engine.overload.orders import DropOrder, SplitEvent, SplitReport, WorkerFacts
 from workers.engine.overload.plugin import CACHED_KV_S, OverloadScheduler, OverloadWorker
 from workers.engine.overload.split.passes import PassCounts
-from workers.engine.overload.split_statistics import DEFAULT_LINK_BYTES_PER_S, MEASUREMENT_VALID_S
 
 
 def test_worker_counts_are_reported_once_under_known_names() -> None:

@@ -16,10 +16,9 @@ from placement.overload.drop_plan import EngineShape
 from placement.scheduling.latency_model import LatencyModel
 from workers.engine.compat import block_pool as internals
 from workers.engine.overload.command_inbox import CommandInbox
-from workers.engine.overload.metrics import COUNTERS, HISTOGRAMS
+from workers.engine.overload.metrics import COUNTERS, HISTOGRAMS, SplitStatistics
 from workers.engine.overload.orders import DropOrder, RestoreOrder, SplitEvent, SplitReport
 from workers.engine.overload.split.split_model import SplitModel
-from workers.engine.overload.split_statistics import SplitStatistics
 
 logger = logging.getLogger("conserve.workers.overload")
 

@@ -8,14 +8,13 @@ import torch
 
 from workers.engine.overload.orders import DropOrder, RestoreOrder, SplitEvent, SplitReport, WorkerFacts
 from workers.engine.overload.pages.layer_memory import LayerWeights, ReservedKv
-from workers.engine.overload.split.drop import LayerDrop
 from workers.engine.overload.split.engine_split import EngineSplit
 from workers.engine.overload.split.exchange import KvExchange
 from workers.engine.overload.split.membership import DeviceLock, PeerSettings
 from workers.engine.overload.split.passes import SplitPasses
 from workers.engine.overload.split.peer_link import PeerError, PeerServer
 from workers.engine.overload.split.peer_service import PeerService
-from workers.engine.overload.split.restore import LayerRestore
+from workers.engine.overload.split.transitions import drop_layers, restore_layers
 
 logger = logging.getLogger("conserve.workers.overload")
 
@@ -41,8 +40,7 @@ class SplitModel:
         self.split = EngineSplit(runner, kv, weights, blocks, device)
         self.passes = SplitPasses(runner, device)
         self.exchange = KvExchange(kv)
-        self._drop = LayerDrop(self.split, self.exchange, settings)
-        self._restore = LayerRestore(self.split, self.exchange)
+        self._settings = settings
         self.service = PeerService(self.split, self.passes)
         self._server = PeerServer(
             settings.host, settings.secret, self.service.answer, encrypt=settings.encrypt
@@ -65,14 +63,14 @@ class SplitModel:
 
     def drop(self, order: DropOrder) -> None:
         began = time.monotonic()
-        reason = self._drop.run(order, began)
+        reason = drop_layers(self.split, self.exchange, self._settings, order, began)
         self._finish(SplitEvent.NOT_SPLIT if reason else SplitEvent.SPLIT, order.epoch, began, reason)
 
     def restore(self, order: RestoreOrder) -> None:
         """Restore the whole model. A split that was lost meanwhile has already been reported."""
         began, member = time.monotonic(), self.split.member
         if member is not None and member.epoch == order.epoch:
-            reason = self._restore.run(order, member, began)
+            reason = restore_layers(self.split, self.exchange, order, member, began)
             self._finish(SplitEvent.LOST if reason else SplitEvent.RESTORED, order.epoch, began, reason)
 
     def forward(
