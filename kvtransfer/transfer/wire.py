@@ -31,7 +31,7 @@ from typing import Annotated
 
 import msgspec
 from cryptography.exceptions import InvalidTag
-from cryptography.hazmat.primitives.ciphers import AEADDecryptionContext, Cipher, algorithms, modes
+from cryptography.hazmat.primitives.ciphers import Cipher, algorithms, modes
 from cryptography.hazmat.primitives.ciphers.aead import AESGCM
 
 from kvtransfer import KVTransferError
@@ -139,64 +139,61 @@ class Seal:
     Both ends count the frames. Within a frame, tag number 0 covers the frame and number 1 its blocks.
     """
 
-    def __init__(self, secret: bytes, side: Signer, *nonces: bytes) -> None:
+    def __init__(self, secret: bytes, side: Signer, *nonces: bytes, encrypt: bool) -> None:
+        """With `encrypt` blocks are also encrypted."""
         key = proof(secret, side, b"seal", *nonces)[:KEY_BYTES]
-        self._cipher, self._aes = AESGCM(key), algorithms.AES(key)
-        self._frames = 0
+        self._cipher, self._aes, self._encrypt = AESGCM(key), algorithms.AES(key), encrypt
+        self._frames, self._buffer = 0, bytearray()
 
     def begin(self) -> None:
         self._frames += 1
 
-    def tag(self, content: bytes | memoryview, number: int = 0) -> bytes:
-        return self._cipher.encrypt(self._nonce(number), b"", content)
+    def tag(self, frame: bytes) -> bytes:
+        return self._cipher.encrypt(self._nonce(0), b"", frame)
 
-    def check(self, content: bytes | memoryview, tag: bytes, number: int = 0) -> None:
+    def check(self, frame: bytes, tag: bytes) -> None:
         try:
-            self._cipher.decrypt(self._nonce(number), tag, content)
+            self._cipher.decrypt(self._nonce(0), tag, frame)
         except InvalidTag:
             raise _changed() from None
 
     # For many bytes: these release Python's lock, which `AESGCM` keeps while it reads signed data.
 
-    def tag_all(self, views: Sequence[memoryview], number: int) -> bytes:
-        """Return one tag over all views in order."""
-        cipher = Cipher(self._aes, modes.GCM(self._nonce(number))).encryptor()
-        for view in views:
-            cipher.authenticate_additional_data(view)
+    def seal_blocks(self, views: Sequence[memoryview]) -> tuple[bytes, Sequence[memoryview]]:
+        """Return one tag over all views in order, and what to send: the views, or their encrypted bytes.
+
+        Encrypted bytes are valid until the next call.
+        """
+        cipher = Cipher(self._aes, modes.GCM(self._nonce(1))).encryptor()
+        if self._encrypt:
+            size, at = sum(view.nbytes for view in views), 0
+            if len(self._buffer) < size:
+                self._buffer = bytearray(size)
+            into = memoryview(self._buffer)[:size]
+            for view in views:
+                at += cipher.update_into(view, into[at : at + view.nbytes])
+            views = [into]
+        else:
+            for view in views:
+                cipher.authenticate_additional_data(view)
         cipher.finalize()
-        return cipher.tag
+        return cipher.tag, views
 
-    def check_all(self, views: Sequence[memoryview], tag: bytes, number: int) -> None:
-        cipher = Cipher(self._aes, modes.GCM(self._nonce(number), tag)).decryptor()
+    def open_blocks(self, views: Sequence[memoryview], tag: bytes) -> None:
+        """Check the tag of received blocks, which are decrypted in place."""
+        cipher = Cipher(self._aes, modes.GCM(self._nonce(1), tag)).decryptor()
         for view in views:
-            cipher.authenticate_additional_data(view)
-        _finish(cipher)
-
-    def encrypt_all(self, views: Sequence[memoryview], into: memoryview, number: int) -> bytes:
-        """Encrypt views into a buffer; return their tag."""
-        cipher = Cipher(self._aes, modes.GCM(self._nonce(number))).encryptor()
-        at = 0
-        for view in views:
-            at += cipher.update_into(view, into[at : at + view.nbytes])
-        cipher.finalize()
-        return cipher.tag
-
-    def decrypt_all(self, views: Sequence[memoryview], tag: bytes, number: int) -> None:
-        """Decrypt views in place and check their tag."""
-        cipher = Cipher(self._aes, modes.GCM(self._nonce(number), tag)).decryptor()
-        for view in views:
-            cipher.update_into(view, view)
-        _finish(cipher)
+            if self._encrypt:
+                cipher.update_into(view, view)
+            else:
+                cipher.authenticate_additional_data(view)
+        try:
+            cipher.finalize()
+        except InvalidTag:
+            raise _changed() from None
 
     def _nonce(self, number: int) -> bytes:
         return _NONCE.pack(self._frames, number)
-
-
-def _finish(cipher: AEADDecryptionContext) -> None:
-    try:
-        cipher.finalize()
-    except InvalidTag:
-        raise _changed() from None
 
 
 def _changed() -> TransferRefused:
@@ -208,15 +205,12 @@ class Channel:
 
     def __init__(self, peer: socket.socket) -> None:
         self._peer = peer
-        self._seals: tuple[Seal, Seal] | None = None  # ours and the peer's
-        self._encrypt = False
-        self._sealed = bytearray()  # buffer of encrypted blocks
+        self._seals: tuple[Seal, ...] | None = None  # ours and the peer's
         self._until: Callable[[], None] = lambda: None
 
     def seal(self, secret: bytes, we: Signer, nonces: tuple[bytes, bytes], *, encrypt: bool) -> None:
         they = Signer.PRODUCER if we is Signer.CONSUMER else Signer.CONSUMER
-        self._seals = Seal(secret, we, *nonces), Seal(secret, they, *nonces)
-        self._encrypt = encrypt
+        self._seals = tuple(Seal(secret, side, *nonces, encrypt=encrypt) for side in (we, they))
 
     def limit(self, seconds: float) -> None:
         """Set the longest time that the peer may be silent."""
@@ -250,14 +244,7 @@ class Channel:
         assert self._seals is not None
         seal = self._seals[0]
         seal.begin()
-        if self._encrypt:
-            size = sum(view.nbytes for view in views)
-            if len(self._sealed) < size:
-                self._sealed = bytearray(size)
-            sealed = memoryview(self._sealed)[:size]
-            tag, views = seal.encrypt_all(views, sealed, 1), [sealed]
-        else:
-            tag = seal.tag_all(views, 1)
+        tag, views = seal.seal_blocks(views)
         head = _HEADER.pack(Kind.BLOCKS, VERSION, layer, first, count, generation) + tag
         with all_within(self._peer, limit_s) as until:
             send_all(self._peer, [memoryview(head + seal.tag(head)), *views], until)
@@ -296,10 +283,7 @@ class Channel:
         seal = self._seals[1]
         with all_within(self._peer, limit_s) as until:
             receive_all(self._peer, list(views), until)
-        if self._encrypt:
-            seal.decrypt_all(views, tag, 1)
-        else:
-            seal.check_all(views, tag, 1)
+        seal.open_blocks(views, tag)
 
 
 def decode_refusal(payload: bytes) -> TransferRefused:

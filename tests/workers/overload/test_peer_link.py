@@ -194,8 +194,8 @@ def test_a_message_repeated_in_transit_is_rejected() -> None:
 
 def unproved() -> tuple[PeerChannel, socket.socket]:
     ours, theirs = socket.socketpair()
-    seal = wire.Seal(SECRET, wire.Signer.CONSUMER)
-    return PeerChannel(ours, seal, seal, encrypt=False), theirs
+    seal = wire.Seal(SECRET, wire.Signer.CONSUMER, encrypt=False)
+    return PeerChannel(ours, seal, seal), theirs
 
 
 def test_a_closed_connection_is_an_error_at_once() -> None:

@@ -93,23 +93,21 @@ class PeerChannel:
     each of them lets another thread have the interpreter.
     """
 
-    def __init__(self, peer: socket.socket, sending: wire.Seal, receiving: wire.Seal, encrypt: bool) -> None:
-        self._peer, self._sending, self._receiving, self._encrypt = peer, sending, receiving, encrypt
+    def __init__(self, peer: socket.socket, sending: wire.Seal, receiving: wire.Seal) -> None:
+        self._peer, self._sending, self._receiving = peer, sending, receiving
 
     def send(self, message: Message, limit_s: float) -> None:
         tensors = [tensor.contiguous() for tensor in message.tensors]
         described = [(str(t.dtype).removeprefix("torch."), list(t.shape)) for t in tensors]
         header = Header(message.kind, message.epoch, dict(message.values), described)
         text = msgspec.msgpack.encode(header)
-        start, views, seal = _LENGTH.pack(len(text)) + text, list(map(_bytes_of, tensors)), self._sending
+        start, seal = _LENGTH.pack(len(text)) + text, self._sending
+        views: Sequence[memoryview] = list(map(_bytes_of, tensors))
         seal.begin()
         start += seal.tag(start)
-        if views and self._encrypt:
-            encrypted = memoryview(bytearray(sum(view.nbytes for view in views)))
-            start += seal.encrypt_all(views, encrypted, 1)
-            views = [encrypted]
-        elif views:
-            start += seal.tag_all(views, 1)
+        if views:
+            tag, views = seal.seal_blocks(views)
+            start += tag
         with wire.all_within(self._peer, limit_s) as until:
             wire.send_all(self._peer, [memoryview(start), *views], until)
 
@@ -127,7 +125,7 @@ class PeerChannel:
             if tensors:
                 tag, views = bytearray(wire.TAG_BYTES), list(map(_bytes_of, tensors))
                 wire.receive_all(self._peer, [memoryview(tag), *views], until)
-                (seal.decrypt_all if self._encrypt else seal.check_all)(views, bytes(tag), 1)
+                seal.open_blocks(views, bytes(tag))
             return Message(header.kind, header.epoch, header.values, tensors)
 
     def wait(self) -> None:
@@ -165,8 +163,8 @@ def connect_handshake(peer: socket.socket, secret: bytes, encrypt: bool) -> Peer
         given = channel.receive_control(wire.Kind.ACCEPT)
     if not wire.proves(given, secret, wire.Signer.PRODUCER, PURPOSE, answer, challenge):
         raise TransferRefused(Reason.UNAUTHORISED, "the peer does not know this fleet's secret")
-    consumer, producer = _seals(secret, challenge, answer)
-    return PeerChannel(peer, consumer, producer, encrypt)
+    consumer, producer = _seals(secret, challenge, answer, encrypt)
+    return PeerChannel(peer, consumer, producer)
 
 
 def accept_handshake(peer: socket.socket, secret: bytes, encrypt: bool) -> PeerChannel:
@@ -185,14 +183,14 @@ def accept_handshake(peer: socket.socket, secret: bytes, encrypt: bool) -> PeerC
         raise
     mine = wire.proof(secret, wire.Signer.PRODUCER, PURPOSE, answer, challenge)
     channel.send_control(wire.Kind.ACCEPT, mine)
-    consumer, producer = _seals(secret, challenge, answer)
-    return PeerChannel(peer, producer, consumer, encrypt)
+    consumer, producer = _seals(secret, challenge, answer, encrypt)
+    return PeerChannel(peer, producer, consumer)
 
 
-def _seals(secret: bytes, challenge: bytes, answer: bytes) -> tuple[wire.Seal, wire.Seal]:
+def _seals(secret: bytes, challenge: bytes, answer: bytes, encrypt: bool) -> tuple[wire.Seal, wire.Seal]:
     """Return what seals messages of the connecting side, and what seals those of the listening side."""
-    sides = wire.Signer.CONSUMER, wire.Signer.PRODUCER
-    consumer, producer = (wire.Seal(secret, side, PURPOSE, challenge, answer) for side in sides)
+    nonces, sides = (PURPOSE, challenge, answer), (wire.Signer.CONSUMER, wire.Signer.PRODUCER)
+    consumer, producer = (wire.Seal(secret, side, *nonces, encrypt=encrypt) for side in sides)
     return consumer, producer
 
 
