@@ -58,7 +58,7 @@ def cache_blocks(
 
 
 class _EngineCoreOfProcess:
-    """Holder of this process's engine core, set when the first request arrives, and of who hears of arrivals."""
+    """This process's engine core, once a request has arrived, and the function that it calls for each."""
 
     core: Any = None
     on_arrival: Callable[[Any], None] | None = None

@@ -139,7 +139,10 @@ class TransferServer:
     def _answer(self, peer: wire.Channel) -> None:
         try:
             with peer.within(HANDSHAKE_S):
-                wanted = self._authenticate(peer)
+                text, nonces = peer.answer(self._producer.secret)
+                encrypt = self._producer.encrypt
+                peer.seal(self._producer.secret, wire.Signer.PRODUCER, nonces, encrypt=encrypt)
+                wanted = wire.Wanted.decode(text)
             self._check(wanted)
             peer.limit(self._producer.timeout_s)
             if wanted.dismiss:
@@ -157,17 +160,6 @@ class TransferServer:
         except TransferRefused as refused:
             peer.send_refusal(refused)
             raise
-
-    def _authenticate(self, peer: wire.Channel) -> wire.Wanted:
-        secret, challenge = self._producer.secret, wire.nonce()
-        peer.send_control(wire.Kind.CHALLENGE, challenge)
-        answer, given, text = wire.split_open(peer.receive_control(wire.Kind.OPEN))
-        if not wire.proves(given, secret, wire.Signer.CONSUMER, challenge, answer, text):
-            raise TransferRefused(Reason.UNAUTHORISED, "the consumer does not know this fleet's secret")
-        peer.send_control(wire.Kind.ACCEPT, wire.proof(secret, wire.Signer.PRODUCER, answer, challenge))
-        nonces = challenge, answer
-        peer.seal(secret, wire.Signer.PRODUCER, nonces, encrypt=self._producer.encrypt)
-        return wire.Wanted.decode(text)
 
     def _check(self, wanted: wire.Wanted) -> None:
         mine = self._producer
@@ -305,14 +297,8 @@ def _connected(
             connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
             cancellation.watch(connection)
             peer = wire.Channel(connection)
-            challenge = peer.receive_control(wire.Kind.CHALLENGE)
-            answer, text = wire.nonce(), msgspec.json.encode(wanted)
-            mine = wire.proof(me.secret, wire.Signer.CONSUMER, challenge, answer, text)
-            peer.send_control(wire.Kind.OPEN, answer + mine + text)
-            given = peer.receive_control(wire.Kind.ACCEPT)
-            if not wire.proves(given, me.secret, wire.Signer.PRODUCER, answer, challenge):
-                raise TransferRefused(Reason.UNAUTHORISED, "the producer does not know this fleet's secret")
-            peer.seal(me.secret, wire.Signer.CONSUMER, (challenge, answer), encrypt=me.encrypt)
+            nonces = peer.ask(me.secret, msgspec.json.encode(wanted))
+            peer.seal(me.secret, wire.Signer.CONSUMER, nonces, encrypt=me.encrypt)
             yield peer
     except OSError as error:
         if cancellation.cancelled:

@@ -212,6 +212,30 @@ class Channel:
         they = Signer.PRODUCER if we is Signer.CONSUMER else Signer.CONSUMER
         self._seals = tuple(Seal(secret, side, *nonces, encrypt=encrypt) for side in (we, they))
 
+    def ask(self, secret: bytes, wanted: bytes, *purpose: bytes) -> tuple[bytes, bytes]:
+        """Open the connection as its consumer; return both nonces. `purpose` is part of the proofs."""
+        challenge, answer = self.receive_control(Kind.CHALLENGE), nonce()
+        mine = proof(secret, Signer.CONSUMER, *purpose, challenge, answer, wanted)
+        self.send_control(Kind.OPEN, answer + mine + wanted)
+        given = self.receive_control(Kind.ACCEPT)
+        if not proves(given, secret, Signer.PRODUCER, *purpose, answer, challenge):
+            raise TransferRefused(Reason.UNAUTHORISED, "the producer does not know this fleet's secret")
+        return challenge, answer
+
+    def answer(
+        self, secret: bytes, *purpose: bytes, check: Callable[[bytes], object] = lambda wanted: None
+    ) -> tuple[bytes, tuple[bytes, bytes]]:
+        """Open the connection as its producer, unless `check` raises; return what is wanted, and nonces."""
+        challenge = nonce()
+        self.send_control(Kind.CHALLENGE, challenge)
+        payload, end = self.receive_control(Kind.OPEN), NONCE_BYTES + PROOF_BYTES
+        answer, given, wanted = payload[:NONCE_BYTES], payload[NONCE_BYTES:end], payload[end:]
+        if not proves(given, secret, Signer.CONSUMER, *purpose, challenge, answer, wanted):
+            raise TransferRefused(Reason.UNAUTHORISED, "the consumer does not know this fleet's secret")
+        check(wanted)
+        self.send_control(Kind.ACCEPT, proof(secret, Signer.PRODUCER, *purpose, answer, challenge))
+        return wanted, (challenge, answer)
+
     def limit(self, seconds: float) -> None:
         """Set the longest time that the peer may be silent."""
         self._peer.settimeout(seconds)
@@ -292,12 +316,6 @@ def decode_refusal(payload: bytes) -> TransferRefused:
         return TransferRefused(refusal.reason, refusal.detail)
     except msgspec.MsgspecError:
         return TransferRefused(Reason.PROTOCOL, "refused without a readable reason")
-
-
-def split_open(payload: bytes) -> tuple[bytes, bytes, bytes]:
-    """Split the payload of OPEN into nonce, proof and the text of `Wanted`."""
-    end = NONCE_BYTES + PROOF_BYTES
-    return payload[:NONCE_BYTES], payload[NONCE_BYTES:end], payload[end:]
 
 
 def receive_exactly(peer: socket.socket, size: int, before_each: Callable[[], None] = lambda: None) -> bytes:

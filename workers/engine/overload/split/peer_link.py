@@ -156,41 +156,33 @@ def connect_handshake(peer: socket.socket, secret: bytes, encrypt: bool) -> Peer
     """Authenticate as the connecting side."""
     channel = wire.Channel(peer)
     with channel.within(HANDSHAKE_S):
-        challenge = channel.receive_control(wire.Kind.CHALLENGE)
-        answer, mode = wire.nonce(), MODES[encrypt]
-        mine = wire.proof(secret, wire.Signer.CONSUMER, PURPOSE, challenge, answer, mode)
-        channel.send_control(wire.Kind.OPEN, answer + mine + mode)
-        given = channel.receive_control(wire.Kind.ACCEPT)
-    if not wire.proves(given, secret, wire.Signer.PRODUCER, PURPOSE, answer, challenge):
-        raise TransferRefused(Reason.UNAUTHORISED, "the peer does not know this fleet's secret")
-    consumer, producer = _seals(secret, challenge, answer, encrypt)
+        nonces = channel.ask(secret, MODES[encrypt], PURPOSE)
+    consumer, producer = _seals(secret, nonces, encrypt)
     return PeerChannel(peer, consumer, producer)
 
 
 def accept_handshake(peer: socket.socket, secret: bytes, encrypt: bool) -> PeerChannel:
     """Authenticate as the listening side; a refused peer is told the reason."""
-    channel, challenge = wire.Channel(peer), wire.nonce()
-    channel.send_control(wire.Kind.CHALLENGE, challenge)
-    with channel.within(HANDSHAKE_S):
-        answer, given, mode = wire.split_open(channel.receive_control(wire.Kind.OPEN))
-    try:
-        if not wire.proves(given, secret, wire.Signer.CONSUMER, PURPOSE, challenge, answer, mode):
-            raise TransferRefused(Reason.UNAUTHORISED, "the peer does not know this fleet's secret")
+
+    def check(mode: bytes) -> None:
         if mode != MODES[encrypt]:
             raise TransferRefused(Reason.MAPPING, "the engines differ in transfer.encrypt: start them alike")
+
+    channel = wire.Channel(peer)
+    try:
+        with channel.within(HANDSHAKE_S):
+            _, nonces = channel.answer(secret, PURPOSE, check=check)
     except TransferRefused as refused:
         channel.send_refusal(refused)
         raise
-    mine = wire.proof(secret, wire.Signer.PRODUCER, PURPOSE, answer, challenge)
-    channel.send_control(wire.Kind.ACCEPT, mine)
-    consumer, producer = _seals(secret, challenge, answer, encrypt)
+    consumer, producer = _seals(secret, nonces, encrypt)
     return PeerChannel(peer, producer, consumer)
 
 
-def _seals(secret: bytes, challenge: bytes, answer: bytes, encrypt: bool) -> tuple[wire.Seal, wire.Seal]:
+def _seals(secret: bytes, nonces: tuple[bytes, bytes], encrypt: bool) -> tuple[wire.Seal, wire.Seal]:
     """Return what seals messages of the connecting side, and what seals those of the listening side."""
-    nonces, sides = (PURPOSE, challenge, answer), (wire.Signer.CONSUMER, wire.Signer.PRODUCER)
-    consumer, producer = (wire.Seal(secret, side, *nonces, encrypt=encrypt) for side in sides)
+    sides = wire.Signer.CONSUMER, wire.Signer.PRODUCER
+    consumer, producer = (wire.Seal(secret, side, PURPOSE, *nonces, encrypt=encrypt) for side in sides)
     return consumer, producer
 
 
