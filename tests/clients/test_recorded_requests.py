@@ -25,13 +25,14 @@ DROPPED = {
     "code-puppy": set[str](),
     "continue": set[str](),
     "copilot": set[str](),
+    "deepagents-code": set[str](),
     "grok": {"search_parameters"},
     "nanocoder": set[str](),
     "pi": {"store"},
     "vibe": set[str](),
 }
 # Agents without an entry in `conserve run`, which docs/coding-agents.md configures.
-OTHERS = ("cline", "code-puppy", "continue", "copilot", "grok", "nanocoder", "pi", "vibe")
+OTHERS = ("cline", "code-puppy", "continue", "copilot", "deepagents-code", "grok", "nanocoder", "pi", "vibe")
 
 
 @pytest.fixture
