@@ -17,7 +17,8 @@ streams and ask again.
 
 Without --drop, steady clients beside the agents measure `unavailable_s`: by kind of killed process, the
 longest wait of a new conversation, a bound turn or a stream until the next fault, less the longest one before
-all faults. What other faults and the agents' load do to waits is in it.
+all faults. Kills during a lasting fault do not count. The command fails if a wait exceeds the budget of
+`benchmarks.availability` by more than --allowed-s, which is for what the agents' load does to waits.
 """
 
 import asyncio
@@ -34,6 +35,7 @@ from threading import Event
 from typing import Any
 
 from benchmarks import overload
+from benchmarks.availability import PROCESSES
 from benchmarks.chaos.agents import AgentLengths, Agents
 from benchmarks.chaos.faults import Fault, faults, inflict
 from benchmarks.chaos.watching import AbortedIterations, Batch, layer_changes, settled, whole
@@ -49,6 +51,7 @@ MINUTES, QUICK_MINUTES = 60.0, 3.0
 AT_ONCE = 4  # faults
 PARK_AFTER_S, TTL_S, SETTLE_S = 3.0, 90.0, 30.0
 QUIET_S = 10.0  # before the first fault
+ALLOWED_S = 5.0  # beyond a budget
 TTFT_S, AGEING_S = 0.02, 20.0  # so short a target that iterations with offline work are aborted for turns
 DROP_CONVERSATIONS, DROP_BLOCKS = 200, 96  # blocks of 32 tokens on each decoder
 DROP_LENGTHS = AgentLengths(
@@ -131,13 +134,27 @@ def unavailable_s(
     """Return by how much the longest waits after kills exceed those of a quiet time, by victim and client."""
     undisturbed = {kind: end - begin for kind, (begin, end) in clients.longest_waits(*quiet).items()}
     faults_, found = sorted(begun, key=lambda one: one[0]), dict[str, dict[str, float]]()
+    lasts_until = 0.0
     for (at, fault), (until, _) in pairwise([*faults_, (over, None)]):
-        if fault is None or fault.kind != "kill":
+        alone = at >= lasts_until
+        lasts_until = max(lasts_until, at + fault.seconds if fault is not None else at)
+        if fault is None or fault.kind != "kill" or not alone:
             continue
         worst = found.setdefault(fault.victim, dict.fromkeys(undisturbed, 0.0))
         for kind, (begin, end) in clients.longest_waits(at, until, beyond=False).items():
             worst[kind] = max(worst[kind], round(end - begin - undisturbed[kind], 3))
     return found
+
+
+def over_budget(unavailable: dict[str, dict[str, float]], allowed_s: float) -> list[str]:
+    """Return the waits that exceed the budget of the killed process. The fleet has one gateway."""
+    budgets = {one.command: one.budget_s for one in reversed(PROCESSES)}  # the only gateway comes first
+    return [
+        f"a client ({kind}) waited {wait_s:.1f} s after kill {victim}; its budget is {budget_s:.1f} s"
+        for victim, waits in unavailable.items()
+        for kind, wait_s in waits.items()
+        if (budget_s := budgets.get(victim, {}).get(kind)) is not None and wait_s > budget_s + allowed_s
+    ]
 
 
 async def play(
@@ -182,6 +199,9 @@ def main() -> None:
     parser.add_argument("--set-clock", action="store_true", help="also set this machine's clock")
     parser.add_argument("--drop", action="store_true", help="on decoders that share their layers")
     parser.add_argument("--conversations", type=int, help=f"end after so many; --drop: {DROP_CONVERSATIONS}")
+    parser.add_argument(
+        "--allowed-s", type=float, default=ALLOWED_S, help="wait beyond a budget after a kill"
+    )
     options = parser.parse_args()
     random, drop = Random(options.seed), options.drop
     fleet = prepared_to_drop() if drop else prepared(options.fleet)
@@ -204,6 +224,7 @@ def main() -> None:
         if (more := len(marked(home)) - before) > 0:
             left.append(f"{more} processes more")
     seen = agents.seen
+    late = over_budget(unavailable, options.allowed_s)
     figures = {
         "lost": len(seen.lost) + len(lost),
         "wrong": len(seen.wrong) + len(wrong),
@@ -213,6 +234,7 @@ def main() -> None:
         "conversations": seen.conversations,
         "turns": seen.turns,
         "longest_turn_s": seen.longest_turn_s,
+        "over_budget": len(late),
     }
     print("faults:", dict(faulty.counts.most_common()))
     print("tries:", dict(seen.tries.most_common()))
@@ -220,7 +242,7 @@ def main() -> None:
     for victim, by_kind in unavailable.items():
         print(f"unavailable_s after kill {victim}: {by_kind}")
     print("layers:", {change: count for change, count in layers.items() if count})
-    for line in (*seen.lost, *lost, *seen.wrong, *wrong, *seen.hung, *left):
+    for line in (*seen.lost, *lost, *seen.wrong, *wrong, *seen.hung, *left, *late):
         print(f"  {line[:400]}")
     counts: dict[str, Any] = {
         "unavailable_s": unavailable,
@@ -230,7 +252,7 @@ def main() -> None:
         "aborts": aborted.total,
     }
     report(options.json, figures, **counts)
-    bad = any(figures[name] for name in ("lost", "wrong", "hung", "leaked"))
+    bad = any(figures[name] for name in ("lost", "wrong", "hung", "leaked", "over_budget"))
     sys.exit(1 if bad or not figures["faults"] else 0)
 
 

@@ -1,7 +1,7 @@
 """Waits of clients around a kill are computed from given token times."""
 
 from benchmarks.availability import Kill, Unavailability, seen
-from benchmarks.chaos.__main__ import unavailable_s
+from benchmarks.chaos.__main__ import over_budget, unavailable_s
 from benchmarks.chaos.faults import Fault
 from benchmarks.harness.steady_clients import BOUND, NEW, STREAM, SteadyClient, SteadyClients
 
@@ -49,3 +49,21 @@ def test_a_wait_counts_for_the_last_kill_until_the_next_fault() -> None:
     begun = [(10.1, Fault("kill", "a")), (14.0, Fault("stop", "b", 3.0)), (20.2, Fault("kill", "a"))]
     waits = unavailable_s(made, begun, (0.0, 10.0), 20.6)
     assert waits == {"a": dict.fromkeys((NEW, BOUND, STREAM), 2.5)}
+
+
+def test_a_kill_during_a_lasting_fault_does_not_count() -> None:
+    made = clients(**{kind: [*QUIET, 13.0, 20.0] for kind in (NEW, BOUND, STREAM)})
+    begun = [(10.0, Fault("stop", "b", 3.0)), (10.1, Fault("kill", "a"))]
+    assert unavailable_s(made, begun, (0.0, 10.0), 20.6) == {}
+
+
+def test_chaos_holds_waits_after_a_kill_against_the_budget_of_its_process() -> None:
+    waits = {
+        "router.gateway.main": {NEW: 5.9},
+        "deploy.directory": {NEW: 5.9, BOUND: 1.1},
+        "VLLM::EngineCore": {NEW: 9},
+    }
+    assert over_budget(waits, 1.0) == [
+        "a client (bound) waited 1.1 s after kill deploy.directory; its budget is 0.0 s"
+    ]
+    assert len(over_budget(waits, 0.5)) == 3
