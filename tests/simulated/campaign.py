@@ -6,7 +6,7 @@ import logging
 import multiprocessing
 import os
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import asdict
 from pathlib import Path
 
@@ -20,6 +20,7 @@ def main() -> int:
     parser = argparse.ArgumentParser(prog="python -m tests.simulated", description=__doc__)
     parser.add_argument("--seeds", type=int, default=100, help="how many")
     parser.add_argument("--first", type=int, default=0, help="the first one; `--seeds 1 --first N` replays N")
+    parser.add_argument("--only", type=int, nargs="+", help="run these seeds")
     parser.add_argument(
         "--bug", choices=sorted(bugs.BUGS), help="break the product by this deliberate bug, until it is found"
     )
@@ -33,7 +34,7 @@ def main() -> int:
         logging.basicConfig(level=logging.INFO, format="%(name)s %(message)s", force=True)
     if options.bugs:
         return _find_bugs(options.json)
-    seeds = range(options.first, options.first + options.seeds)
+    seeds = options.only or range(options.first, options.first + options.seeds)
     results = []
     for result in _run_all(seeds, options.bug):
         results.append(result)
@@ -45,7 +46,7 @@ def main() -> int:
     return 1 if any(result.violations for result in results) else 0
 
 
-def _run_all(seeds: range, bug: str | None) -> Iterator[RunResult]:
+def _run_all(seeds: Sequence[int], bug: str | None) -> Iterator[RunResult]:
     """Run seeds, each in a fresh copy of this process, so that no run depends on earlier ones."""
     context = multiprocessing.get_context("fork")
     with context.Pool(min(os.cpu_count() or 1, len(seeds)), maxtasksperchild=1) as pool:
