@@ -7,11 +7,11 @@ from collections.abc import Callable
 from typing import Any
 
 from placement.routing.placer import Placer
-from router.directory.api.cache import EngineList
+from router.auth.rate_limits import Meters
+from router.directory.api.cache import Cache, EngineList
 from router.directory.api.calls import ActivityReports
 from router.directory.api.client import DirectoryClient
 from router.directory.api.messages import Placed
-from router.directory.api.push import GatewayStreams
 from router.directory.api.rpc import TermFence
 from router.directory.directory import Directory
 from router.directory.journal import Journal
@@ -98,10 +98,20 @@ def term_ignored() -> None:
     TermFence.refuses = lambda fence, term: ""  # type: ignore[method-assign]
 
 
-def foreign_not_told() -> None:
-    """A gateway is not told that another one serves its conversation now."""
-    tell = GatewayStreams.tell
-    GatewayStreams.tell = lambda streams, ended, _: tell(streams, ended, ())  # type: ignore[method-assign]
+def known_binding_kept() -> None:
+    """A gateway keeps its binding of a conversation that another gateway has bound elsewhere since."""
+    serve_elsewhere = Cache.serve_elsewhere
+
+    def kept(cache: Cache, key: str, engine: str = "", epoch: int = 0) -> None:
+        if cache.get(key) is None:
+            serve_elsewhere(cache, key, engine, epoch)
+
+    Cache.serve_elsewhere = kept  # type: ignore[method-assign]
+
+
+def turns_elsewhere_ignored() -> None:
+    """A gateway grants turns as if its keys had none at other gateways."""
+    Meters.apply_spent = lambda meters, reports: None  # type: ignore[method-assign]
 
 
 def place_without_end() -> None:
@@ -132,7 +142,8 @@ BUGS: dict[str, Callable[[], None]] = {
         gateway_never_gone,
         gateway_without_stream_never_gone,
         term_ignored,
-        foreign_not_told,
+        known_binding_kept,
+        turns_elsewhere_ignored,
         place_without_end,
     )
 }

@@ -29,6 +29,7 @@ class SimulatedAgent:
     ) -> None:
         self._key, self._conversation, self._gateways = key, conversation, gateways
         self._draw, self._done = draw, done
+        self._roams = draw.choice((0.2, 0.9))  # share of requests through any gateway
         self._messages: list[dict[str, str]] = []
         self._home = draw.choice(gateways)
 
@@ -48,7 +49,8 @@ class SimulatedAgent:
 
     async def _turn(self) -> None:
         draw = self._draw
-        body = {"model": MODEL, "messages": self._messages, "max_tokens": draw.randrange(2, 40)}
+        tokens = draw.randrange(2, 40) if draw.random() < 0.8 else draw.randrange(100, 250)
+        body = {"model": MODEL, "messages": self._messages, "max_tokens": tokens}
         if draw.random() < 0.5:
             body["stream"] = True
         asking = [asyncio.create_task(self._ask(body)) for _ in range(2 if draw.random() < 0.05 else 1)]
@@ -69,7 +71,7 @@ class SimulatedAgent:
             await asyncio.sleep(self._draw.uniform(0.1, 2.0))
 
     def _gateway(self) -> str:
-        return self._home if self._draw.random() < 0.8 else self._draw.choice(self._gateways)
+        return self._draw.choice(self._gateways) if self._draw.random() < self._roams else self._home
 
 
 async def request(

@@ -5,12 +5,15 @@ turns on their way to an engine. It changes none of them.
 """
 
 import json
-from collections import Counter
-from collections.abc import Callable
+from collections import Counter, defaultdict
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from copy import deepcopy
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
+from router.auth.keys import Key
+from router.auth.rate_limits import Meters
 from router.directory.api.calls import ActivityReports
 from router.directory.api.client import DirectoryClient
 from router.directory.api.messages import Activity, Ask, Placed
@@ -25,7 +28,8 @@ if TYPE_CHECKING:
 
 State = tuple[str, int] | None  # engine and epoch that a conversation is bound to
 PLACE_GRACE_S = 4.0  # beyond the wait that a turn asks for
-STALE_S = 12.0  # a gateway learns of a new binding within this time, if it reaches the directory
+STALE_S = 4.0  # a gateway learns of a new binding within this time, if it reaches the directory
+SHARED_S = 2.0  # and of the turns that other gateways run, if no message is late
 
 
 @dataclass
@@ -48,6 +52,7 @@ class Monitor:
         self._journals: dict[str, dict[str, Decisions]] = {}  # host of a directory -> conversation
         self._told: dict[tuple[SimulatedProcess, int], tuple[str, int]] = {}  # gateway, turn -> newest place
         self._finished: Counter[str] = Counter()  # conversation -> turns that gateways reported as finished
+        self._granted: dict[tuple[str, SimulatedProcess], list[float]] = defaultdict(list)  # key, gateway
 
     def now(self) -> float:
         return self.world.loop.time()
@@ -121,6 +126,25 @@ class Monitor:
                 f"{key} runs on {engine} epoch {epoch}; the directory has bound it to {state} for "
                 f"{self.now() - since:.1f} s",
             )
+
+    @contextmanager
+    def turn_granted(self, gateway: SimulatedProcess, key: Key) -> Iterator[None]:
+        """Check that a key has no more turns than its limit, as far as its gateway has been told of them."""
+        began, here = self.now(), self._granted[key.id, gateway]
+        here.append(began)
+        elsewhere = sum(
+            began - one > SHARED_S and self.world.shares(gateway, other, SHARED_S)
+            for (name, other), turns in self._granted.items()
+            if name == key.id and other is not gateway
+            for one in turns
+        )
+        if (limit := key.limits.turns) is not None and len(here) + elsewhere > limit:
+            what = f"{key.id} may have {limit} turns, and has {len(here)} here and {elsewhere} elsewhere"
+            self.violated("limits hold over gateways", what)
+        try:
+            yield
+        finally:
+            here.remove(began)
 
     def turn_finished(self, key: str) -> None:
         self._finished[key] += 1
@@ -211,7 +235,7 @@ def install(monitor: Callable[[], Monitor]) -> None:
 
     after(DirectoryServer, "__init__", made)
     after(ActivityReports, "add", added)
-    place, run = DirectoryClient.place, TurnRunner.run
+    place, run, turn = DirectoryClient.place, TurnRunner.run, Meters.turn
 
     async def placed(client: DirectoryClient, ask: Ask) -> Any:
         gateway, watcher = current(), monitor()
@@ -228,5 +252,11 @@ def install(monitor: Callable[[], Monitor]) -> None:
         monitor().turn_runs(current(), route.known.key, route)
         return await run(runner, turn, route, *args, **named)
 
+    @contextmanager
+    def granted(meters: Meters, key: Key, *args: Any) -> Iterator[Any]:
+        with turn(meters, key, *args) as charge, monitor().turn_granted(current(), key):
+            yield charge
+
     DirectoryClient.place = placed  # type: ignore[method-assign]
     TurnRunner.run = runs  # type: ignore[method-assign]
+    Meters.turn = granted  # type: ignore[method-assign]

@@ -23,6 +23,7 @@ from tests.simulated.loop import SimulatedProcess, VirtualLoop, current
 from workers import processes
 
 RTO_S = 30.0  # a host that gets no answer for so long gives a connection up
+LATEST_S = 2.0  # a message takes at most so long, on a link that is not cut
 UNAVAILABLE, DEADLINE = grpc.StatusCode.UNAVAILABLE, grpc.StatusCode.DEADLINE_EXCEEDED
 
 
@@ -31,9 +32,10 @@ class Faults:
     """Probabilities and durations of message faults."""
 
     delay_s: float = 0.001  # mean
-    late: float = 0.01  # share of messages that take much longer
+    late: float = 0.0  # share of messages that take much longer
     late_s: float = 0.5  # mean of these
     reset: float = 0.0  # share of calls whose connection is reset under way
+    breaks: float = 0.0  # share of streams that are reset under way
     twice: float = 0.0  # share of requests that arrive twice
     twice_s: float = 1.0  # mean time until the second
 
@@ -70,7 +72,8 @@ class Network:
     def delay(self) -> float:
         faults, draw = self.faults, self._random
         late = faults.late and draw.random() < faults.late
-        return draw.expovariate(1.0 / (faults.late_s if late else faults.delay_s))
+        delay_s = draw.expovariate(1.0 / (faults.late_s if late else faults.delay_s))
+        return min(delay_s, LATEST_S)
 
     def send(
         self,
@@ -216,6 +219,8 @@ class StreamListener:
 
         self.network.send(client, self.process, arrived)
         near.begin()
+        if self.network.chance(self.network.faults.breaks):
+            self.network.loop.call_later(self.network.some_time(1.0), stream.reset)
         return near, protocol
 
 

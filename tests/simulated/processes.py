@@ -39,7 +39,7 @@ DIRECTORY_PORT, GATEWAY_PORT, CONTROL_PORT = 7000, 8000, 9000
 PLACE_WAIT_S = 4.0
 TTL_S = 5.0  # a conversation ends after so much silence
 ENGINE_LEASE_S = 8.0
-TURNS_AT_ONCE, REQUESTS_PER_MINUTE = 3, 40  # limits of the key that has some
+TURNS_AT_ONCE, REQUESTS_PER_MINUTE = 2, 60  # limits of the key that has some
 FREE, LIMITED = "free-key", "limited-key"  # secrets of the two callers
 
 

@@ -26,11 +26,13 @@ from tests.simulated.loop import SimulatedProcess, VirtualLoop
 from tests.simulated.network import Faults, Network
 from tests.simulated.processes import CONTROL_PORT, DIRECTORY_PORT, FREE, LIMITED, TTL_S, Unit
 
-START_S, FAULTS_S, LOAD_S = 4.0, 14.0, 16.0  # until the fleet serves; of faults; of load
+START_S, FAULTS_S, LOAD_S = 4.0, 12.0, 18.0  # until the fleet serves; of faults; of load
 QUIET_S = TTL_S + 22.0  # after the load, until all must be nothing; it stays so for SETTLED_S
 SETTLED_S = 3.0
 LONGEST_TURN_S = 75.0  # waits for places, two lost decoders and a frozen gateway included
 TOGETHER_S = 15.0  # a replaced directory ends within this time if one keeper reaches it and the new one
+LOOKS_S = 1.0  # between two looks at what the processes have
+UNNOTICED_S = 15.0  # until the keep-alive shows that the directory's host has lost its power
 DIRECTORY, CLIENTS = "directory", "10.0.9.1"  # a name, which resolves to the newest directory
 DIRECTORY_HOSTS = "10.0.0.1", "10.0.0.2"
 
@@ -58,16 +60,18 @@ class World:
         calm = draw.random() < 0.1
         faults = Faults(
             delay_s=draw.choice((0.0005, 0.002, 0.01)),
-            late=0.0 if calm else draw.choice((0.0, 0.01, 0.05)),
+            late=0.0 if calm else draw.choice((0.0, 0.0, 0.01, 0.05)),
             reset=0.0 if calm else draw.choice((0.0, 0.01, 0.05)),
-            twice=0.0 if calm else draw.choice((0.0, 0.01, 0.05)),
+            breaks=0.0 if calm else draw.choice((0.0, 0.02, 0.2)),
+            twice=0.0 if calm else draw.choice((0.0, 0.0, 0.01, 0.05)),
         )
         self.network = loop.network = Network(loop, faults)
         networks.install(self.network)
         self.monitor = Monitor(self)
         self.me = SimulatedProcess(loop, "world", CLIENTS)
         self._calm, self._root = calm, root
-        self._out_of_reach: dict[str, float] = {}  # gateway's host -> when it was last cut off
+        self._in_time = not faults.late and not faults.twice  # messages arrive once and soon
+        self._out_of_reach: dict[str, float] = {}  # host -> until when it may miss the directory
         self._gateways: dict[str, Gateway] = {}
         self.replaced: Unit | None = None  # the directory that a second one has replaced
         self._together_s = 0.0  # time for which one keeper has reached both
@@ -91,12 +95,13 @@ class World:
             self.keepers.append(Unit(self.loop, f"keeper {name}", host, processes.keeper_main(machine)))
         self.directory = self._directory_on(DIRECTORY_HOSTS[0])
         self.gateways: list[Unit] = []
-        for number in range(draw.randrange(1, 4)):
+        for number in range(draw.choice((1, 2, 2, 3, 3))):
             name, host = f"gateway-{number}", f"10.0.1.{number + 1}"
             disk = Disk(self._root, name, Random(draw.random()))
 
             def started(gateway: Gateway, host: str = host) -> None:
                 self._gateways[host] = gateway
+                self._keep_from_directory(0.0, host)
 
             address = f"{DIRECTORY}:{DIRECTORY_PORT}"
             main = processes.gateway_main_of(name, host, address, disk, started)
@@ -128,7 +133,13 @@ class World:
 
     def reached_directory(self, gateway: SimulatedProcess, seconds: float) -> bool:
         """Return whether nothing has kept a gateway from the newest directory for `seconds`."""
-        return self.loop.time() - self._out_of_reach.get(gateway.host, 0.0) > seconds
+        cut = self.network.is_cut(gateway.host, self.directory.host)
+        return not cut and self.loop.time() - self._out_of_reach.get(gateway.host, 0.0) > seconds
+
+    def shares(self, one: SimulatedProcess, other: SimulatedProcess, seconds: float) -> bool:
+        """Return whether two gateways could tell each other their turns for `seconds`."""
+        both = all(gateway.alive and self.reached_directory(gateway, seconds) for gateway in (one, other))
+        return self._in_time and both
 
     def live_gateways(self) -> list[Gateway]:
         alive = [one.host for one in self.gateways if one.process is not None and one.process.alive]
@@ -190,15 +201,16 @@ class World:
 
     async def _watch(self) -> None:
         while True:
-            await asyncio.sleep(1.0)
+            await asyncio.sleep(LOOKS_S)
+            if not self._runs(self.directory):
+                self._keep_from_directory(LOOKS_S)
             self.monitor.now_and_then()
             if self.replaced is not None and self.replaced.alive:
                 self._check_replaced(self.replaced)
 
     def _check_replaced(self, replaced: Unit) -> None:
         """Check that a replaced directory learns of the newer one from keepers that both reach."""
-        for host in self._hosts():  # a gateway may still follow the older one
-            self._out_of_reach[host] = max(self._out_of_reach.get(host, 0.0), self.loop.time())
+        self._keep_from_directory(LOOKS_S)  # a gateway may still follow the older one
         hosts = replaced.host, self.directory.host
         between = [
             one
@@ -206,7 +218,7 @@ class World:
             if self._runs(one) and not any(self.network.is_cut(one.host, host) for host in hosts)
         ]
         together = between and self._runs(replaced) and self._runs(self.directory)
-        self._together_s = self._together_s + 1.0 if together else 0.0
+        self._together_s = self._together_s + LOOKS_S if together else 0.0
         if self._together_s > TOGETHER_S:
             self.monitor.violated("a replaced directory ends", f"it still runs after {TOGETHER_S:.0f} s")
 
@@ -220,11 +232,12 @@ class World:
         agents: list[asyncio.Task[None]] = []
         number = 0
         while self.loop.time() < until:
-            await asyncio.sleep(draw.expovariate(1.5))
+            await asyncio.sleep(draw.expovariate(0.9))
             number += 1
-            key = LIMITED if draw.random() < 0.3 else FREE
+            key = LIMITED if draw.random() < 0.35 else FREE
             agent = SimulatedAgent(key, f"c{number}", hosts, Random(draw.random()), self._answered)
-            agents.append(asyncio.create_task(agent.run(draw.randrange(1, 5), until)))
+            turns = draw.choice((1, 3, 12, 12))
+            agents.append(asyncio.create_task(agent.run(turns, until)))
         await asyncio.gather(*agents)
 
     def _answered(self, answer: Answer) -> None:
@@ -264,8 +277,7 @@ class World:
 
     def _crash(self, unit: Unit, *, power_lost: bool = False, away_s: float | None = None) -> None:
         if unit is self.directory:
-            for host in self._hosts():
-                self._out_of_reach[host] = self.loop.time()
+            self._keep_from_directory(UNNOTICED_S if power_lost else 0.0)
         unit.crash(power_lost=power_lost)
         away_s = self.random.uniform(0.05, 3.0) if away_s is None else away_s
         unit.start_in(away_s, self.me.context)
@@ -274,7 +286,13 @@ class World:
         if self.network.is_cut(one, other):
             self.network.mend(one, other)
             if self.directory.host in (one, other):
-                self._out_of_reach[one] = self._out_of_reach[other] = self.loop.time()
+                self._keep_from_directory(0.0, one, other)
+
+    def _keep_from_directory(self, seconds: float, *hosts: str) -> None:
+        """Record that hosts, by default all, may not reach the directory for a while from now."""
+        until = self.loop.time() + seconds
+        for host in hosts or self._hosts():
+            self._out_of_reach[host] = max(self._out_of_reach.get(host, 0.0), until)
 
     def _later(self, seconds: float, undo: Callable[[], None]) -> None:
         self.loop.call_later(seconds, undo, context=self.me.context)
@@ -323,8 +341,8 @@ class World:
         second.supervisor, second.on_failure = self.me.context, self._unit_failed
         self.units.append(second)
         self.monitor.journal_copied(first.host, second.host)
+        self._keep_from_directory(0.0)
         for host in self._hosts():
-            self._out_of_reach[host] = self.loop.time()
             if host not in DIRECTORY_HOSTS and draw.random() < 0.3:
                 self._cut(first.host, host, draw)
         second.start()
@@ -343,12 +361,9 @@ class World:
         if one != other and not self.network.is_cut(one, other):
             self.network.cut(one, other, both_ways=draw.random() < 0.7)
             self._later(draw.expovariate(0.2), lambda: self._mend(one, other))
-            if self.directory.host in (one, other):
-                self._out_of_reach[one] = self._out_of_reach[other] = float("inf")
 
     def _reset_connections(self, draw: Random) -> None:
-        for host in self._hosts():
-            self._out_of_reach[host] = max(self._out_of_reach.get(host, 0.0), self.loop.time())
+        self._keep_from_directory(0.0)
         self.network.reset_some(draw.choice((0.2, 1.0)))
 
     def _freeze(self, draw: Random) -> None:
@@ -356,9 +371,7 @@ class World:
         if unit.process is not None:
             seconds = draw.expovariate(0.7)
             unit.process.freeze(seconds)
-            for host in self._hosts() if unit is self.directory else [unit.host]:
-                at = self.loop.time() + seconds
-                self._out_of_reach[host] = max(self._out_of_reach.get(host, 0.0), at)
+            self._keep_from_directory(seconds, *([] if unit is self.directory else [unit.host]))
 
     def _hurt_disk(self, draw: Random) -> None:
         disk = self.disk
@@ -374,7 +387,9 @@ class World:
             disk.full = disk.fails = False
             disk.slow_s = 0.0
 
-        self._later(draw.expovariate(0.3), undo)
+        seconds = draw.expovariate(0.3)
+        self._keep_from_directory(seconds + 2 * disk.slow_s)  # bindings are told when they are written
+        self._later(seconds, undo)
 
 
 FAULTS = [

@@ -94,10 +94,10 @@ class Cache:
         Without an engine the conversation stays where it is known to be.
         """
         known = self._known.get(key)
-        if engine and known is not None:
+        if known is not None and (engine, epoch) == (known.engine, known.epoch):
             return  # this gateway's own news
         if known is not None:
-            engine, epoch = known.engine, known.epoch
+            engine, epoch = (engine, epoch) if engine else (known.engine, known.epoch)
             self.drop(key)
         if engine:
             self.elsewhere[key] = engine, epoch

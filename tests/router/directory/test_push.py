@@ -54,3 +54,25 @@ async def test_a_successor_replaces_a_gateway_whose_stream_still_seems_open(tmp_
         assert found is not None and not running("s:a")
         for client in (old, other, new):
             await client.stop()
+
+
+async def test_a_gateway_without_its_stream_learns_later_where_another_bound_its_conversation(
+    tmp_path: Path,
+) -> None:
+    async with fleet(tmp_path, gateways=0, decoders=2) as made:
+        clients = [DirectoryClient(made.address, name, secret="s3cret") for name in ("g", "h")]
+        for client in clients:
+            await client.start()
+        one, other = clients
+        await until(lambda: len(one.engines) and len(other.engines))
+        first, _ = await one.place(Ask("s:a", "", 100, 1.0, turn=one.next_turn()))
+        assert not isinstance(first, Refusal)
+        made.directory.gateways.close()  # clients open their streams again
+        await until(lambda: not len(made.directory.gateways))
+        lost = first.engine, first.epoch
+        moved, _ = await other.place(Ask("s:a", "", 100, 1.0, lost=lost, turn=other.next_turn()))
+        assert not isinstance(moved, Refusal) and moved.engine != first.engine
+        await until(lambda: one.bound("s:a") is None)
+        assert one.cache.elsewhere["s:a"] == (moved.engine, moved.epoch)
+        for client in clients:
+            await client.stop()
