@@ -83,7 +83,7 @@ class Child:
 
 
 def supervise(children: Sequence[Child], end_with: psutil.Process | None) -> None:
-    """Keep children running until a signal comes or `end_with` is gone; end them in reverse order."""
+    """Keep children running until SIGTERM, SIGINT or the end of `end_with`; then end the last one first."""
     asked: list[int] = []
     for number in (signal.SIGTERM, signal.SIGINT):
         signal.signal(number, lambda number, _frame: asked.append(number))

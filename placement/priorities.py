@@ -33,9 +33,10 @@ class ClassOrder:
         self._served[queue_weight] = now
 
     def level(self, queue_weight: float, arrival: float, highest_weight: float, now: float) -> float:
-        """Return a turn's rank among others, one of which has `highest_weight`; the highest goes first.
+        """Return the level of a turn among others whose highest weight is `highest_weight`.
 
-        Among equals the earliest due goes first. Infinity means that the turn was left out for long enough.
+        The turn with the highest level goes first; among equal levels, the turn that is due first. The level
+        is the turn's weight, or infinity once the turn and its class were left out for long enough.
         """
         longest_s = highest_weight - queue_weight
         if longest_s <= 0 or now - arrival <= longest_s:

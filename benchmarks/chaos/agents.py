@@ -42,11 +42,11 @@ class AgentLengths:
 
 @dataclass(slots=True)
 class Script:
-    """A system message, the user's messages with the lengths of their answers, and the known answers."""
+    """Script of one conversation: the messages of its agent, and the answers that it should get."""
 
     system: str
-    turns: list[tuple[str, int]]
-    answers: list[str] = field(default_factory=list)
+    turns: list[tuple[str, int]]  # message, and tokens of its answer
+    answers: list[str] = field(default_factory=list)  # as the undisturbed fleet gave them
 
 
 def scripts(seed: int, lengths: AgentLengths) -> list[Script]:

@@ -14,7 +14,7 @@ BATCH_ENDED = ("completed", "failed", "expired", "cancelled")
 
 
 def words(random: Random, count: int) -> str:
-    """Return random words of four hexadecimal digits; each is five tokens if a byte is a token."""
+    """Return random words of four hexadecimal digits; a byte-level tokenizer makes five tokens of each."""
     return " ".join(f"{random.randrange(16**4):04x}" for _ in range(count))
 
 

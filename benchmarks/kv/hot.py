@@ -45,7 +45,7 @@ def two_decoders(relieve_hot: bool) -> FleetSpec:
 
 
 async def play(url: str, model: str, parent: str, turns: int) -> Seen:
-    """Play all agents at the same time; with a `parent` as its forks."""
+    """Play all agents at the same time; if a `parent` is given, as forks of that conversation."""
     client = AsyncOpenAI(base_url=f"{url}/v1", api_key=parent or "even", max_retries=2, timeout=LIMIT_S)
     seen = Seen()
     if parent:

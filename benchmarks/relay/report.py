@@ -48,7 +48,7 @@ def named_figures(results: Results, table: Table) -> dict[str, float | None]:
     def against_rust(
         scenario: str, mine: str, pick: Callable[[list[float]], float] = max, key: str = CPU
     ) -> float | None:
-        """Return the ratio to the best peer: the largest ratio of a cost, the smallest of a rate."""
+        """Return our ratio to the best of the Rust routers; `pick` is max for a cost, and min for a rate."""
         found = [ratio for peer in RUST_PEERS if (ratio := against(scenario, mine, peer, key)) is not None]
         return pick(found) if found else None
 

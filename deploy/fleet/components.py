@@ -5,6 +5,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, fields, replace
 from typing import Any, TypeVar
 
+from deploy.fleet.engine_needs import arguments
 from deploy.fleet.schema import AutoscaleSpec, FleetSpec, Spec, TierSpec
 from deploy.home import POWER, FleetHome, FleetKeys, Purpose
 from deploy.models import smollm2
@@ -89,7 +90,7 @@ def engine_spec(fleet: FleetSpec, engine: EngineName, home: FleetHome, host: str
     coserves = coserves_on(fleet, tier.role)
     needs_worker = coserves or drops_on(fleet, tier.role) or device is Device.CPU  # else vLLM's own does
     trace_options, trace_env = _engine_tracing(fleet, engine)
-    options = {**trace_options, **_model_options(fleet), **fleet.engine.args, **tier.args}
+    options = {**trace_options, **_model_options(fleet), **arguments(fleet, tier)}
     if "tool-call-parser" in options:
         options.setdefault("enable-auto-tool-choice", True)
     env = {**trace_env, **fleet.engine.env, **tier.env, FLEET_MARK: home.mark}
@@ -198,7 +199,7 @@ def shared_tier(fleet: FleetSpec, engine: EngineName, home: FleetHome) -> Lmcach
     """Return the node's LMCache server, which every decoder's keeper keeps running."""
     if "lmcache" not in fleet.kv.kv_tiers or engine.tier.role is Role.PREFILL:
         return None
-    block_tokens = {**fleet.engine.args, **engine.tier.args}.get("block-size", DEFAULT_BLOCK_TOKENS)
+    block_tokens = arguments(fleet, engine.tier).get("block-size", DEFAULT_BLOCK_TOKENS)
     return LmcacheServer(home.engines / "lmcache", fleet.kv.lmcache.gib, int(block_tokens), home.mark)
 
 

@@ -48,7 +48,7 @@ class PinnedMemoryRegistrar(Protocol):
 
 
 class CudaRegistrar(PinnedMemoryRegistrar):
-    """Registers with the CUDA driver of one GPU.
+    """Registers host memory with the CUDA driver of one GPU.
 
     CUDA keeps a failed call's error for its thread, and torch's next launch in that thread would raise it. So
     each registration runs in a thread of its own.

@@ -218,7 +218,7 @@ class TransferScheduler(SchedulerSide):
         self._release(transfer_id)
 
     def _hold(self, transfer_id: str, request: Any, computed: int) -> bool:
-        """Reference the blocks that the decoder needs; return False if vLLM has freed some.
+        """Keep vLLM from freeing the blocks that the decoder needs; return False if it has freed some.
 
         vLLM frees a state when the steps after it begin, and a block that a window leaves with the prompt's
         last step.
@@ -238,7 +238,7 @@ class TransferScheduler(SchedulerSide):
         return True
 
     def _needed(self, request: Any, tokens: int, prompt: int, state: bool) -> list[Any] | None:
-        """Reference and return the blocks that the decoder needs, or None if some were freed."""
+        """Keep vLLM from freeing blocks that the decoder needs, and return them; None if some were freed."""
         first, end = min(tokens, prompt - 1), -(-tokens // self._block_tokens)
         by_group = zip(self._groups, self._manager.get_block_ids(request.request_id), strict=True)
         needed = [ids[group.first_block(first) : end] for group, ids in by_group if group.state is state]

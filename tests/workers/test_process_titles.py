@@ -1,4 +1,4 @@
-"""An engine's processes have vLLM's titles, whatever is first in their environment."""
+"""An engine's processes show vLLM's titles, although torch changes the first environment variable."""
 
 import os
 import subprocess

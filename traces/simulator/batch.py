@@ -106,7 +106,7 @@ class Iteration:
         return done
 
     def seconds(self, iterations: int) -> float:
-        """Return the duration of the next iterations if they compute no prompt."""
+        """Return how long the next `iterations` take together if they compute no prompt."""
         first = (
             self._constant + self._per_decoding * self.turns + self._per_read * (self.context + self.turns)
         )

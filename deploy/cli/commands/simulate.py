@@ -16,6 +16,7 @@ from deploy.cli.common import FleetFile, any_trace
 from deploy.errors import DeployError
 from deploy.fleet import load_fleet
 from deploy.fleet.components import placer_settings
+from deploy.fleet.engine_needs import arguments
 from deploy.fleet.schema import FleetSpec
 from placement.overload.drop_plan import DropLimits
 from traces.simulator.dropping import DroppingSettings
@@ -33,7 +34,7 @@ def simulated_fleet(file: FleetSpec, profile: EngineProfile) -> SimulatedFleet:
     """Return the file's fleet with engines of a profile; the file's chunk and KV sizes take precedence."""
     tiers = []
     for tier in file.tiers:
-        engine = _with_arguments(profile, file.engine.args | tier.args)
+        engine = _with_arguments(profile, arguments(file, tier))
         if tier.power_cap_w is not None:
             engine = engine.capped(tier.power_cap_w)
         tiers.append(SimulatedTier(tier.name, tier.role, tier.replicas, engine))
@@ -49,7 +50,7 @@ def simulation_settings(
 ) -> SimulationSettings:
     """Return the settings of the file, or those of another system on the same fleet."""
     placer = placer_settings(file)
-    prefixes = [(file.engine.args | tier.args).get("enable-prefix-caching") for tier in file.tiers]
+    prefixes = [arguments(file, tier).get("enable-prefix-caching") for tier in file.tiers]
     return SimulationSettings(
         SystemSettings(system or System.of(placer), error_rate=error_rate),
         placer,

@@ -57,7 +57,7 @@ def test_blocks_on_the_disk_do_not_delay_moves_of_others() -> None:
     assert host.step() + host.step(), "the first may be the rest of a walk that began before"
 
 
-def test_blocks_of_another_turn_move_to_the_disk_too() -> None:
+def test_new_blocks_of_a_conversation_on_the_disk_move_there_too() -> None:
     host = HostBeforeADisk(slots=1, disk_slots=80)
     for blocks in range(1, 4):
         assert host.idle_conversation("a", blocks) == 1

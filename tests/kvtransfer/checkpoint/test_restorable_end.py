@@ -45,7 +45,7 @@ def test_a_prompt_is_restored_as_far_as_every_group_has_its_blocks(
     assert index_of(*stored).restorable_end(groups, CHAIN, start, len(CHAIN)) == end
 
 
-def test_cached_blocks_count_where_the_caller_gives_a_pool() -> None:
+def test_blocks_cached_in_a_given_pool_count_as_restorable() -> None:
     cached = {(CHAIN[2], 0), (CHAIN[3], 1)}
     pool = SimpleNamespace(get_cached_block=lambda block, groups: ((block, *groups) in cached) or None)
     index = index_of({0, 1, 3}, {2})

@@ -195,7 +195,7 @@ def test_blocks_released_between_match_and_allocation_are_not_loaded() -> None:
     assert order is not None and {copy.slot for copy in order.loads[0].copies} == {-1}
 
 
-def test_a_full_host_is_counted_and_stores_what_fits() -> None:
+def test_blocks_that_fit_are_stored_and_the_full_host_is_counted() -> None:
     engine = StoringEngine(slots=3)
     request = engine.arrive(StoredRequest("r", hashes(8)))
     assert engine.step(request, computed=128) == [10, 11, 12]

@@ -200,7 +200,10 @@ class EngineProcess:
         return _asking.submit(self.ask, *arguments, **more)
 
     def metrics(self) -> dict[str, float]:
-        """Return counters summed over labels by metric name, and also by `name{label="value"}`."""
+        """Return the value of each metric, summed over its labels.
+
+        Of metrics with a label `source` or `reason` it also has each value of the label: `name{source="…"}`.
+        """
         with urllib.request.urlopen(f"{self.url}/metrics", timeout=30) as response:
             text = response.read().decode()
         found: dict[str, float] = {}

@@ -107,7 +107,7 @@ def test_an_engine_without_requests_steps_once_a_second_until_its_leases_end(eng
     assert engine.faults() == []
 
 
-def test_a_report_of_many_parked_conversations_confirms_no_placement(engine: SteppedEngine) -> None:
+def test_many_parked_conversations_push_no_confirmation_out_of_a_report(engine: SteppedEngine) -> None:
     report = engine.side("report")
     talk(engine, "known", 3)
     engine.run(2000)

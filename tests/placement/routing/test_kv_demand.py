@@ -18,7 +18,7 @@ def looked(made: Placer, refused: list[int]) -> OverloadState:
     return seen
 
 
-def test_idle_conversations_on_the_host_make_no_overload() -> None:
+def test_kv_that_can_be_evicted_causes_no_overload() -> None:
     idle = placer()
     idle.engine_up(info("d0"))
     idle.observe(replace(state("d0", seq=1, live=9_000), idle_tokens=6_000), 0.0)

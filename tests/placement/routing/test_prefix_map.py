@@ -91,7 +91,7 @@ def test_the_estimate_of_a_decoder_leaves_out_the_prefix_that_it_has() -> None:
     assert again.receipt.estimates.local_s < cold.receipt.estimates.local_s / 2
 
 
-def test_the_curve_learns_from_computed_tokens_only() -> None:
+def test_a_prefiller_is_not_taken_for_faster_because_it_had_cached_a_prefix() -> None:
     """A prompt with a cached prefix takes less time, but the prefiller has not become faster."""
     placer = a_placer()
     now = 0.0

@@ -208,8 +208,11 @@ class SimulatedCoServing:
         )
 
     def _in_order(self, first: tuple[str, ...] | None = None) -> list[SimulatedRequest]:
-        """Return waiting requests: online ones by the plan, else by arrival, then offline ones by start
-        order."""
+        """Return the waiting requests in the order in which they start.
+
+        Online requests come first, in the plan's order; those that the plan does not name follow by arrival.
+        Offline requests come last, in the policy's order.
+        """
         turn = {key: number for number, key in enumerate(first or ())}
         online = sorted(
             (request for request in self._waiting if not request.offline),

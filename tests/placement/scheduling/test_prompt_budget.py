@@ -111,8 +111,8 @@ def test_a_higher_class_goes_first_but_a_lower_one_is_not_left_out_for_longer_th
 
 
 def test_old_prompts_of_a_lower_class_do_not_delay_a_higher_one_while_some_are_served() -> None:
-    """In a lasting overload all prompts of the other class have waited longer than the class weights
-    differ."""
+    """In a lasting overload every prompt of the lower class has waited for longer than the difference of the
+    weights."""
     policy = make_policy(ServingSettings("prompts_in_order"))
     old = tuple(arrived(f"old-{n}", 1000, 10.0 - n) for n in range(20))
     turns = []

@@ -115,7 +115,7 @@ def test_the_model_follows_a_temporary_slowdown_within_a_second() -> None:
         assert learning.model.seconds(prefill) == pytest.approx(slower * TRUE.seconds(prefill), rel=0.03)
 
 
-def test_a_change_of_speed_scales_every_term() -> None:
+def test_slow_prefills_also_raise_the_estimate_of_decoding() -> None:
     learning = SelfCorrecting(TRUE, every=10_000)
     prefill = BatchWork.of([(256, 1000)])
     for _ in range(200):

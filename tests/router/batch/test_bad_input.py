@@ -422,7 +422,7 @@ def test_a_line_has_as_many_messages_as_a_turn_may_have() -> None:
         check_line(data, entry["url"], BatchLimits(line_bytes=len(data)), models)
 
 
-def test_a_line_may_ask_for_more_answers_than_a_turn() -> None:
+def test_a_batch_line_may_ask_for_128_answers() -> None:
     for answers, refused in ((128, None), (2 * 65, "it may ask for 128")):
         entry = line("a", url="/v1/completions")
         entry["body"] = {"model": "tiny", "prompt": ["x"] * (answers // 2), "n": 2, "max_tokens": 3}

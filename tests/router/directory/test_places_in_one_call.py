@@ -73,7 +73,7 @@ async def test_a_disconnected_caller_leaves_no_request_in_the_queue(tmp_path: Pa
         assert made.directory.table.binding("s:0") is None
 
 
-async def test_a_request_that_reaches_the_next_directory_after_its_caller_left_is_given_back(
+async def test_a_restarted_directory_keeps_no_place_for_a_caller_that_left_before(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     asked, connected, stream = asyncio.Event(), asyncio.Event(), Stub.stream

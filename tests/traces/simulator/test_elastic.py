@@ -75,7 +75,7 @@ def test_a_prefiller_holds_conversations_that_fit_on_no_decoder() -> None:
     assert len(result.e2e) == 60
 
 
-def test_sticky_goes_to_its_prefix_unless_the_engines_are_out_of_balance() -> None:
+def test_sticky_routing_follows_the_prefix_unless_that_engine_has_too_many_turns() -> None:
     turns = {"a": 0, "b": 0}
     routing = StickyRouting(StickySettings(balance_abs=4), turns)
     assert routing.choose("one", 1_000, 0) == "a"

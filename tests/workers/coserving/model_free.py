@@ -254,7 +254,7 @@ class ModelFreeEngine:
         return [answer(tokens)] if row.end == len(tokens) else []
 
     def fill(self, tokens: Sequence[int], blocks: tuple[list[int], ...], first: int, end: int) -> None:
-        """Write the KV of tokens from `first` to `end` as a load does."""
+        """Write the right KV at the positions from `first` to `end`, as a load from the host does."""
         for group in range(len(self._windows)):
             right = group
             for position, token in enumerate(tokens[:end]):

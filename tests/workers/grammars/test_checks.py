@@ -221,7 +221,7 @@ def test_the_budget_is_passed_through_the_environment() -> None:
     assert GrammarBudget.from_environment(BUDGET.to_environment()) == BUDGET
 
 
-def test_a_fork_without_memory_is_over_budget_and_not_an_invalid_grammar() -> None:
+def test_a_grammar_whose_compilation_lacks_memory_is_over_budget_and_not_invalid() -> None:
     parsing = VLLMValidationError("Failed to transform regex into a grammar: std::bad_alloc")
     assert failure(parsing) == failure(MemoryError()) == {"over_budget": True}
     assert failure(VLLMValidationError("no")) == {"invalid": "no"}

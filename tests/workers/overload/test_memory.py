@@ -54,7 +54,7 @@ def test_restored_parameters_have_their_address_and_content(memory: PhysicalMemo
         assert row.data_ptr() == layer.weight.data[3].data_ptr() and torch.equal(row, parameters[0][3])
 
 
-def test_packed_copies_leave_with_their_weights_and_are_made_anew(memory: PhysicalMemory) -> None:
+def test_dropped_layers_lose_packed_weights_and_restored_ones_get_new_ones(memory: PhysicalMemory) -> None:
     layers = [torch.nn.Sequential(torch.nn.Linear(512, 1024, bias=False)) for _ in range(LAYERS)]
     rows = torch.randn(8, 512)
     packed = PackedWeights(layers)  # a model that vLLM has not prepared has none

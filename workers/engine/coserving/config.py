@@ -61,7 +61,7 @@ class CoServingConfig:
 
 
 def with_knowledge(additional: str, known: StartingKnowledge) -> str:
-    """Return the value of vLLM's `--additional-config`, with the measurements that an engine starts with."""
+    """Return `additional`, a value of vLLM's `--additional-config`, with the `known` measurements in it."""
     config = CoServingConfig.from_additional_config(json.loads(additional))
     config = replace(config, profiles=known.profiles, power_cap_w=known.power_cap_w)
     return json.dumps(config.to_additional_config())
