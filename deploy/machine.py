@@ -11,7 +11,7 @@ import psutil
 from deploy.errors import DeployError
 from deploy.fleet.for_model import GIB, Machine
 from deploy.home import conserve_home
-from deploy.models import smollm2
+from deploy.models import hub, smollm2
 from placement.sizing.accelerators import ACCELERATORS, accelerator_of
 from workers.power.nvml import Gpus, NoGpus, PowerError
 
@@ -68,10 +68,9 @@ def vllm_build() -> str:
 
 def folders() -> dict[str, tuple[str, Path]]:
     """Return content and path of each folder that ConServe writes, by the variable that changes the path."""
-    hub = Path(os.environ.get("HF_HOME") or "~/.cache/huggingface").expanduser()
     return {
         "CONSERVE_HOME": ("state", conserve_home()),
-        "HF_HOME": ("model cache", hub),
+        "HF_HUB_CACHE" if os.environ.get("HF_HUB_CACHE") else "HF_HOME": ("model cache", hub.cache()),
         "XDG_CACHE_HOME": ("made models", smollm2.directory()),
     }
 

@@ -1,7 +1,6 @@
 """Arguments, GPUs and model of a tier's engines; the model is known if its files are on this machine."""
 
 import json
-import os
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from functools import cached_property
@@ -10,7 +9,7 @@ from typing import Any
 
 from deploy.errors import KeyPath
 from deploy.fleet.schema import SMALL_MODEL, FleetSpec, TierSpec
-from deploy.models import smollm2
+from deploy.models import hub, smollm2
 from placement.engines import Role
 from placement.sizing.accelerators import ACCELERATORS, Accelerator
 
@@ -50,7 +49,6 @@ def engine_resources(fleet: FleetSpec, tier: TierSpec) -> dict[str, float]:
     return {"GPU": float(parallel(fleet, tier).gpus), **tier.resources}
 
 
-HUB = Path("~/.cache/huggingface/hub")
 STATES = ("linear_attention", "mamba", "mamba2", "recurrent", "conv", "ssm")
 STATE_KEYS = ("mamba_d_state", "ssm_state_size", "ssm_cfg", "linear_num_key_heads", "mamba_expand")
 # Rotary embeddings whose length is in max_position_embeddings; of others vLLM multiplies it.
@@ -152,8 +150,7 @@ def model_directory(model: str) -> Path | None:
     path = Path(model).expanduser()
     if path.is_dir():
         return path
-    hub = os.environ.get("HF_HUB_CACHE") or (Path(os.environ.get("HF_HOME") or HUB.parent) / "hub")
-    cached = Path(hub).expanduser() / f"models--{model.replace('/', '--')}"
+    cached = hub.cache() / f"models--{model.replace('/', '--')}"
     try:
         return cached / "snapshots" / (cached / "refs" / "main").read_text().strip()
     except OSError:

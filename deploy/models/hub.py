@@ -1,6 +1,6 @@
 """Looks up a model on the Hugging Face Hub, and downloads its files.
 
-`HF_TOKEN`, `HF_HOME`, `HF_ENDPOINT` and `HF_HUB_OFFLINE` have their usual meaning.
+`HF_TOKEN`, `HF_HOME`, `HF_HUB_CACHE`, `HF_ENDPOINT` and `HF_HUB_OFFLINE` have their usual meaning.
 """
 
 import json
@@ -22,6 +22,14 @@ WAIT_S = 5.0
 TEXT_FILES = ("config.json", "tokenizer_config.json", "chat_template.jinja")
 FILES = ("*.json", "*.jinja", "*.model", "*.txt", "*.tiktoken", "*.py")  # beside weights
 MISTRALS = "consolidated*.safetensors"  # the format that vLLM prefers where a model has both
+
+
+def cache() -> Path:
+    """Return the folder of downloaded models, by huggingface_hub's rules but without its import."""
+    if folder := os.environ.get("HF_HUB_CACHE"):
+        return Path(folder).expanduser()
+    everything = Path(os.environ.get("XDG_CACHE_HOME") or "~/.cache") / "huggingface"
+    return Path(os.environ.get("HF_HOME") or everything).expanduser() / "hub"
 
 
 def describe(model: str) -> int:

@@ -1,11 +1,17 @@
 """The files of a model that vLLM loads are counted and fetched, and each refusal is a sentence."""
 
 import json
+import os
 import socket
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
 
+from deploy import machine
+from deploy.fleet.engine_needs import model_directory
+from deploy.models import hub as hugging_face
 from tests.support.hub import standing_in
 
 CONFIG = {"model_type": "llama", "num_hidden_layers": 2, "num_attention_heads": 2, "hidden_size": 64}
@@ -123,3 +129,30 @@ def test_a_taken_port_is_reported_before_anything_large_is_fetched(tmp_path: Pat
         f"cannot listen on 127.0.0.1:{port}" in done.stderr and "choose another port (--port" in done.stderr
     )
     assert "config.json" in hub.sent and "model.safetensors" not in hub.sent
+
+
+@pytest.mark.parametrize(
+    "variables",
+    [(), ("XDG_CACHE_HOME",), ("XDG_CACHE_HOME", "HF_HOME"), ("HF_HOME", "HF_HUB_CACHE")],
+    ids=", ".join,
+)
+def test_models_are_found_where_huggingface_hub_stores_them(
+    variables: tuple[str, ...], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name in ("XDG_CACHE_HOME", "HF_HOME", "HF_HUB_CACHE"):
+        monkeypatch.delenv(name, raising=False)
+    for name in ("HOME", *variables):
+        monkeypatch.setenv(name, str(tmp_path / name))
+    code = "from huggingface_hub import constants; print(constants.HF_HUB_CACHE)"
+    done = subprocess.run(
+        [sys.executable, "-c", code], env=dict(os.environ), capture_output=True, text=True, check=True
+    )
+    cached = Path(done.stdout.strip())
+    assert hugging_face.cache() == cached
+    refs = cached / "models--a--b" / "refs"
+    refs.mkdir(parents=True)
+    (refs / "main").write_text("abc")
+    assert model_directory("a/b") == cached / "models--a--b" / "snapshots" / "abc"
+    variable = next(name for name, (what, _) in machine.folders().items() if what == "model cache")
+    assert machine.folders()[variable][1] == cached
+    assert variable == ("HF_HUB_CACHE" if "HF_HUB_CACHE" in variables else "HF_HOME")
