@@ -32,8 +32,10 @@ ARGUMENTS_OF_OURS = {
     "served-model-name": "model.served_name",
     "dtype": "model.dtype",
     "max-model-len": "model.max_context",
-    "host": "",
-    "port": "",
+    "api-key": "gateway.keys_file",
+    **dict.fromkeys(("ssl-keyfile", "ssl-certfile", "ssl-ca-certs", "ssl-cert-reqs"), "gateway.tls"),
+    **dict.fromkeys(("ssl-ciphers", "enable-ssl-refresh"), "gateway.tls"),
+    **dict.fromkeys(("host", "port", "uds", "root-path", "middleware", "headless"), ""),
     "kv-transfer-config": "transfer and kv",
     "scheduler-cls": "coserving",
     "worker-cls": "coserving",
@@ -118,7 +120,7 @@ def _arguments(fleet: FleetSpec) -> Iterator[Problem]:
                 )
             elif name in ARGUMENTS_OF_OURS:
                 instead = ARGUMENTS_OF_OURS[name]
-                hint = f"set {instead} instead" if instead else "it is chosen for each engine"
+                hint = f"set {instead} instead" if instead else "ConServe sets up each engine's server"
                 yield Problem((*path, name), f"'{name}' is not set here: {hint}", at_key=True)
 
 

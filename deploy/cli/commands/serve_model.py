@@ -38,6 +38,7 @@ OWN_OPTIONS = {
     "port": "--port before the --",
     "host": "--host before the --",
     "model": "the first argument",
+    "api-key": f"the variable {API_KEY}",
 }
 OWN_NAMES = ("prefill", "decode", "power-cap", "coserving", "port", "host", "print", "detach")
 SCHEMA_LINE = "# Made by `conserve serve`; change it and run it with `conserve up`.\n"

@@ -177,6 +177,7 @@ def test_an_incomplete_directory_is_refused(tmp_path: Path) -> None:
     ("words", "said"),
     [
         (["--max-model-len", "0"], "--max-model-len: expected a number of tokens, not '0'"),
+        (["--api-key", "s"], "--api-key is not an option of each engine here: it is the variable CONSERVE_"),
         (["--served-model-name", ""], "--served-model-name: expected one name"),
         (["--served-model-name", "a", "b"], "--served-model-name: expected one name"),
     ],

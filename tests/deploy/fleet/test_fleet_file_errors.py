@@ -182,6 +182,20 @@ def test_options_that_the_fleet_sets_itself_are_refused() -> None:
     assert "'seed'" in found[1]
 
 
+@pytest.mark.parametrize(
+    ("option", "said"),
+    [
+        ("api-key: secret", "set gateway.keys_file instead"),
+        ("ssl-keyfile: a.pem", "set gateway.tls instead"),
+        ("uds: /run/vllm", "ConServe sets up each engine's server"),
+    ],
+)
+def test_options_of_vllms_server_are_refused_as_callers_reach_the_gateway(option: str, said: str) -> None:
+    name = option.partition(":")[0]
+    found = only_mistake(GOOD + f"engine:\n  args:\n    {option}\n")
+    assert found == f"fleet.yaml:13: engine.args.{name}: '{name}' is not set here: {said}"
+
+
 def test_a_wrong_argument_value_is_located_once() -> None:
     assert only_mistake(GOOD + "engine:\n  args:\n    seed:\n").startswith(
         "fleet.yaml:13: engine.args.seed: "
