@@ -162,6 +162,19 @@ def _safepoint_layers(one: TierEngines) -> Iterator[Problem]:
         )
 
 
+def _positions(one: TierEngines) -> Iterator[Problem]:
+    env = {**one.fleet.engine.env, **one.tier.env}
+    stretched = any(name.split(".")[0] == "hf-overrides" for name in one.args)
+    if one.model is None or stretched or env.get("VLLM_ALLOW_LONG_MAX_MODEL_LEN") == "1":
+        return
+    if 0 < one.model.max_context < one.max_context:
+        yield Problem(
+            ("model", "max_context"),
+            f"the model has positions for {one.model.max_context} tokens, not for {one.max_context}: lower "
+            "it, or stretch them with hf-overrides in engine.args, as recipes/qwen3-32b does",
+        )
+
+
 def _memory(one: TierEngines) -> Iterator[Problem]:
     model, board, ranks = one.model, one.accelerator, one.parallel
     longest = one.max_context
@@ -353,6 +366,6 @@ def _shown(one: TierEngines, name: str) -> str:
 
 CHECKS: tuple[Callable[[TierEngines], Iterator[Problem]], ...] = (
     *(_options, _environment, _gpus, _one_node, _power),
-    *(_safepoint_layers, _memory, _staging, _kv_type),
+    *(_safepoint_layers, _positions, _memory, _staging, _kv_type),
     *(_connector_limits, _coserving_limits),
 )

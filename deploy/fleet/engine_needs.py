@@ -54,6 +54,8 @@ STATE_KEYS = ("mamba_d_state", "ssm_state_size", "ssm_cfg", "linear_num_key_head
 # Rotary embeddings whose length is in max_position_embeddings; of others vLLM multiplies it.
 YARN = ("yarn", "deepseek_yarn", "deepseek_llama_scaling")
 LONG_ROPE = ("default", "mrope", "llama3", "longrope", "su", *YARN)
+# The first is Command R's, and vLLM prefers it to the others.
+POSITIONS = ("model_max_length", "max_position_embeddings", "n_positions", "max_seq_len")
 BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
 
 
@@ -118,7 +120,7 @@ def architecture_of(content: Mapping[str, Any], weight_bytes: int = 0) -> Archit
         heads=heads,
         kv_heads=number("num_key_value_heads", "num_kv_heads") or heads,
         head_dim=number("head_dim") or (hidden // heads if heads else 0),
-        max_context=_max_context(text, number("max_position_embeddings", "n_positions", "max_seq_len")),
+        max_context=_max_context(text, number(*POSITIONS)),
         latent_dim=number("kv_lora_rank") and number("kv_lora_rank") + number("qk_rope_head_dim"),
         states=states,
         layer_kinds=len(kinds),

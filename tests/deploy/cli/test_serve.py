@@ -272,6 +272,12 @@ def test_a_longer_context_is_given_memory_and_stretched() -> None:
     assert overrides["rope_parameters"]["factor"] == 4.0
 
 
+def test_a_context_longer_than_the_models_is_refused(tmp_path: Path) -> None:
+    for model, limit in (("smollm2", 32_768), (model_with_weights(tmp_path / "mine"), 4_096)):
+        answer = serve(model, "--max-model-len", str(2 * limit), "--print", "--prefill", "0", "--decode", "1")
+        assert f"the model has positions for {limit} tokens, not for {2 * limit}" in str(answer.exception)
+
+
 def model_with_weights(directory: Path) -> str:
     model = model_in(directory, max_position_embeddings=4096)
     (directory / "model.safetensors").write_bytes(b"0" * 100)

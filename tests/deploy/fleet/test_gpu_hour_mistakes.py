@@ -164,6 +164,17 @@ CASES: dict[str, tuple[Any, ...]] = {
         "takes 49 GiB a GPU, and tier 'prefill' has 41 beside",
         {"max_position_embeddings": 1 << 20},
     ),
+    "a conversation longer than the model's": (
+        "  max_context: 40960",
+        ">  max_context: 40961",
+        "the model has positions for 40960 tokens, not for 40961: lower it, or stretch them with hf-",
+    ),
+    "a conversation longer than YaRN's": (
+        "  max_context: 40960",
+        ">  max_context: 81920",
+        "the model has positions for 40960 tokens",  # already multiplied by the factor
+        {"rope_scaling": {"rope_type": "yarn", "factor": 2.0, "original_max_position_embeddings": 20480}},
+    ),
     "blocks that hold no whole conversation": (
         SEQS,
         a("num-gpu-blocks-override: 2000"),
@@ -325,6 +336,22 @@ def test_a_mistake_is_refused_with_its_line_and_the_correction(name: str, tmp_pa
     assert found, str(caught.value)
     if named:
         assert [int(problem.split(":")[1]) for problem in found] == named
+
+
+@pytest.mark.parametrize(
+    ("stretch", "config"),
+    [
+        (f"{TP}\n    hf-overrides: {{max_position_embeddings: 81920}}", {}),
+        (f"{TP}\n    hf-overrides.max_position_embeddings: 81920", {}),
+        (TP, {"rope_scaling": {"rope_type": "linear", "factor": 2.0}}),
+        (TP, {"model_max_length": 81920}),
+        (TP, {"max_position_embeddings": 81920, "rope_scaling": {"rope_type": "yarn", "factor": 2.0}}),
+    ],
+    ids=["overrides", "an override", "linear", "Command R", "YaRN"],
+)
+def test_a_stretched_context_is_accepted(stretch: str, config: dict[str, Any], tmp_path: Path) -> None:
+    text = FLEET.replace("max_context: 40960", "max_context: 81920").replace(TP, stretch)
+    load_fleet(write(tmp_path, text, config))
 
 
 @pytest.mark.parametrize("kinds", [["sliding_attention", "full_attention"], ["sliding_attention"]], ids=str)
