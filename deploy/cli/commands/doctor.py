@@ -20,7 +20,7 @@ from router.gateway.config import GatewayConfig
 from router.http import ServerLimits, descriptors_problem
 from workers.processes import SOURCE, listen_problem
 
-LEAST_MEMORY = 10 * GIB  # three engines with SmolLM2
+LEAST_MEMORY = round(11.7 * GIB)  # with less, `conserve serve smollm2` starts one engine instead of three
 LEAST_DISK = 5 * GIB
 
 
@@ -91,7 +91,7 @@ def _accelerators() -> Iterator[HealthLine]:
     yield from gpus(machine)
     short = not machine.gpu_memory and machine.memory < LEAST_MEMORY
     do = (
-        "end what takes it, or serve one engine: conserve serve smollm2 --prefill 0 --decode 1"
+        "too little for three engines (make up): end what takes it, or start one: conserve serve smollm2"
         if short
         else ""
     )

@@ -17,16 +17,18 @@ from deploy import machine
 from deploy.cli.application import app
 from deploy.cli.commands import doctor
 from deploy.cli.commands.serve_model import (
+    architecture,
     is_here,
     put_environment_key,
     vllm_arguments,
+    wishes_of,
     without_refused_coserving,
 )
 from deploy.cli.commands.up import dashboard_key
 from deploy.errors import DeployError
 from deploy.fleet import parse_fleet
 from deploy.fleet.components import EngineName, engine_spec
-from deploy.fleet.for_model import GIB, Machine
+from deploy.fleet.for_model import GIB, Machine, fleet_for
 from deploy.home import FleetHome
 from router.auth.keys import hash_secret
 from router.auth.keys_file import load_keys
@@ -375,6 +377,19 @@ def test_doctor_names_a_remedy_that_works_in_this_installation(
     monkeypatch.setattr(doctor, "SOURCE", str(source))
     (line,) = doctor.gpus(Machine(4, 8 * GIB, (80 * GIB,), "H100"))
     assert said in line.do
+
+
+@pytest.mark.parametrize(("missing", "engines"), [(0, 3), (GIB // 10, 1)])
+def test_doctor_wants_the_memory_of_as_many_engines_as_make_up_starts(
+    missing: int, engines: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    here = Machine(4, doctor.LEAST_MEMORY - missing)
+    fleet = fleet_for(wishes_of("smollm2", {}), architecture("smollm2"), here)
+    assert sum(tier["replicas"] for tier in fleet["tiers"]) == engines
+    monkeypatch.setattr(doctor, "this_machine", lambda: here)
+    said = CliRunner().invoke(app, ["doctor"]).stdout
+    assert ("ok    memory: 11.7 GiB free\n" in said) == (engines == 3), said
+    assert ("or start one: conserve serve smollm2\n" in said) == (engines == 1), said
 
 
 @pytest.mark.parametrize(
