@@ -118,7 +118,13 @@ def gpus(machine: Machine) -> Iterator[HealthLine]:
 
 def _files() -> Iterator[HealthLine]:
     problem = descriptors_problem(ServerLimits().max_connections)
-    yield HealthLine("open files", problem or "enough", "ulimit -Hn 65536" if problem else "", bool(problem))
+    do = (
+        "in a container: --ulimit nofile=65536; else, as root, LimitNOFILE=65536 in the service's unit, or a "
+        "hard nofile in /etc/security/limits.conf and a new login"
+        if problem
+        else ""
+    )
+    yield HealthLine("open files", problem or "enough", do, bool(problem))
 
 
 def _shared_memory() -> Iterator[HealthLine]:

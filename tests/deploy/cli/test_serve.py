@@ -392,6 +392,13 @@ def test_doctor_wants_the_memory_of_as_many_engines_as_make_up_starts(
     assert ("or start one: conserve serve smollm2\n" in said) == (engines == 1), said
 
 
+def test_doctor_says_who_can_allow_more_open_files(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("resource.getrlimit", lambda _: (1_024, 4_096))
+    answer = CliRunner().invoke(app, ["doctor"])
+    assert answer.exit_code == 1 and "here it may open 4096 (ulimit -Hn)" in answer.stdout
+    assert "; in a container: --ulimit nofile=65536; else, as root, LimitNOFILE=65536 " in answer.stdout
+
+
 @pytest.mark.parametrize(
     ("packages", "build"),
     [
