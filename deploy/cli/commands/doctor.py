@@ -1,5 +1,6 @@
 """conserve doctor: say what this machine lacks to serve, and how to fix it."""
 
+import ctypes
 import os
 import shutil
 import socket
@@ -80,6 +81,12 @@ def packages() -> Iterator[HealthLine]:
     if builds := foreign_builds():
         state = f"torch is {installed('torch')}, and these are of another build"
         yield HealthLine(", ".join(builds), state, remedy(builds), True)
+    if vllm_build() == "CPU":
+        try:  # vLLM only warns without it, and its engines fail for want of a kernel
+            ctypes.CDLL("libnuma.so.1")
+        except OSError:
+            do = "install libnuma, as root, as in: apt install libnuma1"
+            yield HealthLine("libnuma.so.1", "missing; vLLM's CPU build is linked to it", do, True)
 
 
 def _accelerators() -> Iterator[HealthLine]:

@@ -399,6 +399,19 @@ def test_doctor_says_who_can_allow_more_open_files(monkeypatch: pytest.MonkeyPat
     assert "; in a container: --ulimit nofile=65536; else, as root, LimitNOFILE=65536 " in answer.stdout
 
 
+@pytest.mark.parametrize("build", ["CPU", "CUDA"])
+def test_libnuma_is_named_before_an_engine_fails_without_it(
+    build: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def load(name: str) -> None:
+        raise OSError(f"{name}: cannot open shared object file")
+
+    monkeypatch.setattr(doctor, "vllm_build", lambda: build)
+    monkeypatch.setattr("ctypes.CDLL", load)
+    blocking = [one.do for one in doctor.packages() if one.what.startswith("libnuma") and one.blocks]
+    assert blocking == ["install libnuma, as root, as in: apt install libnuma1"] * (build == "CPU")
+
+
 @pytest.mark.parametrize(
     ("packages", "build"),
     [
