@@ -24,6 +24,7 @@ NOT_RUN = {  # beginnings of lines
     "conserve up": "a fleet is up already; tests/deploy/test_up_and_down.py starts one",
     "conserve serve Qwen": "needs the Hugging Face Hub and GPUs; its parts: tests/deploy/cli/test_serve.py",
     "conserve run": "needs the agent's program; tests/deploy/cli/test_run_command.py starts a stand-in",
+    "docker": "needs a container runtime",
     "pip install": "needs an index; tests/deploy/test_wheel.py installs the wheel without one",
 }
 

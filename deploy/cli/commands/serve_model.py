@@ -58,8 +58,8 @@ def serve(
         bool | None,
         typer.Option(
             "--coserving/--no-coserving",
-            help="Decoders also work off batches; by default on where each engine also prefills and the "
-            "model allows it",
+            help="Batch work in an engine stops between two layers for a turn; by default on where each "
+            "engine also prefills and the model allows it",
         ),
     ] = None,
     port: Annotated[
