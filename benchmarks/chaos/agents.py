@@ -23,6 +23,9 @@ REQUEST_LIMIT_S = 180.0  # beyond it a request hangs: the fleet's own limits are
 LOST_AFTER_S = 300.0  # a turn that is not answered for so long is lost
 RETRY_S = (0.2, 3.0)
 STREAMED = 0.7  # share of requests
+# Conversations repeat a few prompts, and one that ran on two killed engines is refused for minutes. An agent
+# then asks with another key, because a request is known by its key and prompt.
+SET_ASIDE = "request_set_aside"
 
 
 @dataclass(frozen=True, slots=True)
@@ -122,7 +125,7 @@ class Agents:
         script = random.choice(self._scripts)
         messages, headers = _begin(script), {"x-conversation-id": name}
         if self._lengths.apart:
-            headers["Authorization"] = f"Bearer {name}"
+            headers["Authorization"] = f"Bearer {headers['x-conversation-id']}"
         turns = zip(script.turns, script.answers, strict=True)
         for number, ((message, tokens), expected) in enumerate(turns, 1):
             messages.append({"role": "user", "content": message})
@@ -172,6 +175,8 @@ class Agents:
                 self.seen.hung.append(f"{name}: {time.monotonic() - began:.0f} s")
             except openai.APIStatusError as refused:
                 outcome = f"{refused.status_code} {refused.code or ''}".strip()
+                if refused.code == SET_ASIDE:
+                    headers["Authorization"] = f"Bearer {headers['x-conversation-id']}"
             except (openai.APIError, httpx.HTTPError) as broken:  # a connection, or an error within a stream
                 outcome = f"{type(broken).__name__}{', in a stream' if text else ''}"
             self.seen.tries[outcome] += 1

@@ -51,11 +51,12 @@ class SteadyClient:
         number = 0
         while True:
             number += 1
+            prompt = f"{self.name}-{number}"  # a repeated one is refused after two engines ended under it
             headers = {"x-conversation-id": self.name}
             if self.kind == NEW:
-                headers = {"x-conversation-id": f"{self.name}-{number}", "x-conversation-final": "true"}
+                headers = {"x-conversation-id": prompt, "x-conversation-final": "true"}
             try:
-                async for _ in _tokens(http, model, headers, TOKENS[self.kind]):
+                async for _ in _tokens(http, model, headers, prompt, TOKENS[self.kind]):
                     self.arrivals.append(time.monotonic())
             except (aiohttp.ClientError, OSError, TimeoutError, Cut) as wrong:
                 self.failures.append((time.monotonic(), f"{type(wrong).__name__} {wrong}"[:200]))
@@ -111,11 +112,11 @@ class SteadyClients:
 
 
 async def _tokens(
-    http: aiohttp.ClientSession, model: str, headers: Mapping[str, str], tokens: int
+    http: aiohttp.ClientSession, model: str, headers: Mapping[str, str], prompt: str, tokens: int
 ) -> AsyncIterator[None]:
     """Yield once for each token of an answer; raise an error if it is refused or cut off."""
     body: dict[str, Any] = {"model": model, "temperature": 0.0, "stream": True}
-    body |= {"messages": [{"role": "user", "content": text(headers["x-conversation-id"], PROMPT)}]}
+    body |= {"messages": [{"role": "user", "content": text(prompt, PROMPT)}]}
     body |= {"max_tokens": tokens, "min_tokens": tokens, "ignore_eos": True}
     async with http.post("/v1/chat/completions", json=body, headers=headers) as answer:
         if answer.status != 200:
