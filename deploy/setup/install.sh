@@ -45,7 +45,9 @@ for version in 3.11 3.12 3.13; do
   [ -n "$python" ] || ! "python$version" -c '' 2>/dev/null || python="python$version"
 done
 [ -n "$python" ] || { echo "conserve: no Python 3.11, 3.12 or 3.13 is installed; install one, or set PYTHON" >&2; exit 1; }
-[ -x "$venv/bin/python" ] || "$python" -m venv "$venv"
+# Without python3-venv, Debian's Python leaves an environment without pip.
+"$venv/bin/python" -m pip --version >/dev/null 2>&1 || "$python" -m venv "$venv" ||
+  { echo "conserve: $python cannot make an environment in $venv; on Debian and Ubuntu: apt install python3-venv" >&2; exit 1; }
 pip=("$venv/bin/python" -m pip --disable-pip-version-check --quiet)
 
 # uv installs faster than pip, from the same indexes, and compares the same hashes.

@@ -46,6 +46,18 @@ def test_an_environment_keeps_its_build(tmp_path: Path, there: list[str], extras
     assert said in done.stderr if refused else "build" not in done.stderr, done.stderr
 
 
+def test_an_environment_that_was_left_without_pip_is_made_anew(tmp_path: Path) -> None:
+    python, venv = tmp_path / "python", tmp_path / "venv" / "bin" / "python"
+    venv.parent.mkdir(parents=True)
+    venv.write_text("#!/bin/sh\nexit 1\n")
+    python.write_text(f'#!/bin/sh\necho "$@" >> {tmp_path}/asked\nexit 1\n')
+    for program in (python, venv):
+        program.chmod(0o755)
+    done = install(tmp_path / "venv", "cpu,dev", PYTHON=str(python))
+    assert done.returncode == 1 and done.stderr.endswith("on Debian and Ubuntu: apt install python3-venv\n")
+    assert (tmp_path / "asked").read_text() == f"-m venv {tmp_path}/venv\n"
+
+
 def test_another_system_is_told_at_once_to_use_a_container(tmp_path: Path) -> None:
     for name, lines in (("uname", "echo Darwin"), ("sha256sum", "exit 127")):
         (tmp_path / name).write_text(f"#!/bin/sh\n{lines}\n")
