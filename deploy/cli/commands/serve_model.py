@@ -41,7 +41,7 @@ OWN_OPTIONS = {
     "api-key": f"the variable {API_KEY}",
 }
 OWN_NAMES = ("prefill", "decode", "power-cap", "coserving", "port", "host", "print", "detach")
-SCHEMA_LINE = "# Made by `conserve serve`; change it and run it with `conserve up`.\n"
+HEADER = "# `conserve serve` writes this file anew: copy it before you change it, then `conserve up COPY`.\n"
 
 
 def serve(
@@ -110,7 +110,7 @@ def serve(
     add_environment(content, keys := file.with_suffix(".keys"))
     if not (print_file and keys.exists()):  # a running fleet reads them
         put_environment_key(keys)
-    text = SCHEMA_LINE + yaml.safe_dump(content, sort_keys=False)
+    text = HEADER + yaml.safe_dump(content, sort_keys=False)
     fleet = parse_fleet(text, "the fleet file of these options", to_start=not print_file)
     if print_file:
         print(text, end="")
