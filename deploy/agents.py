@@ -77,6 +77,8 @@ env_key = "CONSERVE_API_KEY"
 enabled = false
 """
     environment = {"CODEX_HOME": str(directory), "CONSERVE_API_KEY": fleet.key}
+    if fleet.certificate:  # SSL_CERT_FILE would replace the authorities of the agent's tools, too
+        environment["CODEX_CA_CERTIFICATE"] = fleet.certificate
     return Setup(environment, {directory / "config.toml": settings})
 
 

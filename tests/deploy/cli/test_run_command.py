@@ -6,6 +6,7 @@ import os
 import sys
 import tomllib
 from collections.abc import AsyncIterator
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -98,7 +99,9 @@ def test_every_agent_is_configured_for_the_fleet_only(name: str, tmp_path: Path)
     others = ("ANTHROPIC_API_KEY", *clouds)
     environment = setup.applied({"HOME": "/home/me", **dict.fromkeys(others, "mine")})
     assert environment["HOME"] == "/home/me"
-    assert environment.get("NODE_EXTRA_CA_CERTS") == (None if name == "codex" else "/c.pem")
+    trust = "CODEX_CA_CERTIFICATE" if name == "codex" else "NODE_EXTRA_CA_CERTS"
+    assert environment[trust] == "/c.pem" and "SSL_CERT_FILE" not in environment
+    assert trust not in AGENTS[name].setup(tmp_path, replace(endpoint, certificate="")).environment
     assert "mine" not in environment.values() or name != "claude"
     texts = [*setup.environment.values(), *setup.files.values()]
     assert any("http://127.0.0.1:8000" in text for text in texts)
