@@ -122,7 +122,7 @@ def test_a_layer_is_sent_when_it_is_computed_and_its_hook_waits_for_nothing(
 
 
 def test_an_exception_during_a_launch_leaves_nothing_running(cuda: LateCuda) -> None:
-    """Nobody waits for work that was launched before an exception, so its memory may be reused too early."""
+    """The stream waits for what it launched before the exception, whose memory may be reused afterwards."""
     stream, wrote = SideStream(cuda), torch.zeros(4)
     with pytest.raises(MemoryError), stream.launching():
         wrote.copy_(torch.ones(4))

@@ -110,7 +110,8 @@ def serve(
     add_environment(content, keys := file.with_suffix(".keys"))
     if not (print_file and keys.exists()):  # a running fleet reads them
         put_environment_key(keys)
-    text = HEADER + yaml.safe_dump(content, sort_keys=False)
+    text = yaml.safe_dump(content, sort_keys=False)
+    text = text if print_file else HEADER + text
     fleet = parse_fleet(text, "the fleet file of these options", to_start=not print_file)
     if print_file:
         print(text, end="")
