@@ -24,7 +24,7 @@ class AgentEndpoint:
 
     @property
     def trust(self) -> dict[str, str]:
-        """Return the variable by which programs on Node.js trust the gateway."""
+        """Return the environment variable that makes programs on Node.js trust the gateway's certificate."""
         return {"NODE_EXTRA_CA_CERTS": self.certificate} if self.certificate else {}
 
     @property
@@ -34,7 +34,7 @@ class AgentEndpoint:
 
 @dataclass(frozen=True, slots=True)
 class Setup:
-    """Variables and files that an agent is started with, and variables that are hidden from it."""
+    """What an agent is started with: variables, files, and the variables of its user that it must not see."""
 
     environment: Mapping[str, str]
     files: Mapping[Path, str] = field(default_factory=dict)
@@ -46,14 +46,14 @@ class Setup:
             path.write_text(text)
 
     def applied(self, environment: Mapping[str, str]) -> dict[str, str]:
-        """Return an environment with this setup applied."""
+        """Return a copy of `environment` that has this setup's variables and lacks those that it hides."""
         kept = {name: value for name, value in environment.items() if name not in self.removed}
         return {**kept, **self.environment}
 
 
 @dataclass(frozen=True, slots=True)
 class Agent:
-    """A coding agent: its program, npm package, tokens of its first prompt, and setup for a fleet."""
+    """A coding agent: its program and npm package, its first prompt's size, and its setup for a fleet."""
 
     program: str
     package: str

@@ -20,10 +20,7 @@ KeyPath = tuple[str | int, ...]
 
 @dataclass(frozen=True, slots=True)
 class Problem:
-    """A mistake in a fleet file.
-
-    `path` leads to it; with `at_key` the key itself is wrong rather than its value.
-    """
+    """A mistake in a fleet file, at `path`. With `at_key` the key is wrong, otherwise its value."""
 
     path: KeyPath
     message: str

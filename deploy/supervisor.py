@@ -1,7 +1,8 @@
 """python -m deploy.supervisor: keep this machine's Ray head and node running until told to end.
 
-A process that ends is started again with a back-off. Ray then restarts its actors, and keepers adopt their
-engines. Meanwhile engines and gateways serve: their leases run while the supervisor lives (`workers.host`).
+It starts a process that has ended again, each time after a longer pause. Ray then restarts its actors, and
+keepers adopt their engines. Engines and gateways serve meanwhile, because their leases run as long as the
+supervisor lives (`workers.host`).
 """
 
 import argparse
@@ -83,7 +84,7 @@ class Child:
 
 
 def supervise(children: Sequence[Child], end_with: psutil.Process | None) -> None:
-    """Keep children running until SIGTERM, SIGINT or the end of `end_with`; then end the last one first."""
+    """Keep `children` running until SIGTERM, SIGINT or the end of `end_with`; then end them, last first."""
     asked: list[int] = []
     for number in (signal.SIGTERM, signal.SIGINT):
         signal.signal(number, lambda number, _frame: asked.append(number))

@@ -19,10 +19,10 @@ RETRY_S = 0.5
 
 
 class EngineWatch:
-    """Watch of one engine's keeper.
+    """Follows the keeper of one engine, and tells the directory what it reports.
 
-    A keeper out of reach is not an engine that is gone: the engine goes on serving for its lease, and under a
-    supervisor until it is told to end. After the lease it counts as gone when it no longer listens.
+    An engine outlives its keeper: for its lease, and under a supervisor until it is told to end. So if the
+    keeper cannot be reached for longer than the lease, the engine only counts as gone if it does not listen.
     """
 
     def __init__(
@@ -35,7 +35,7 @@ class EngineWatch:
         clock: Callable[[], float] = time.monotonic,
         known: EngineInfo | None = None,
     ) -> None:
-        """Watch `engine`. `address_of` returns its keeper's address; `known` is the journal's record."""
+        """Watch `engine`, whose keeper is at `address_of(engine)`; `known` is its record in the journal."""
         self._engine, self._directory, self._address_of = engine, directory, address_of
         self._secret, self._lease_s, self._clock = secret, lease_s, clock
         self._up = known
@@ -100,5 +100,8 @@ async def _listens(info: EngineInfo) -> bool:
 
 
 def _over(report: KeeperReport, up: EngineInfo) -> bool:
-    """Return whether this epoch has ended. A keeper that shows no engine may only not have adopted it yet."""
+    """Return whether epoch `up` has ended by the keeper's report.
+
+    A report without an engine does not end it, because a new keeper may not have adopted the engine yet.
+    """
     return report.over >= up.epoch or report.status.epoch > up.epoch

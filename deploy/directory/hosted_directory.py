@@ -34,7 +34,7 @@ SUPERSEDED_S = 60.0
 
 
 class KeepersFile:
-    """File of control addresses by engine, written by the actor. An address is empty until it is known."""
+    """File of keepers' addresses by engine, which the actor writes; an address is empty until it is known."""
 
     def __init__(self, file: Path) -> None:
         self._file = file
@@ -53,7 +53,7 @@ class KeepersFile:
 
 
 class HostedDirectory:
-    """Directory server with a watch for each engine."""
+    """Runs the directory's server, and follows the keeper of each engine for it."""
 
     def __init__(self, config: HostedDirectoryConfig) -> None:
         self._config = config
@@ -90,9 +90,9 @@ class HostedDirectory:
             await server.stop()
 
     async def _follow_keepers(self, server: DirectoryServer) -> None:
-        """Watch each keeper in the file, and engines that outlive their keepers.
+        """Follow the keepers in the file, and engines that have outlived their keepers.
 
-        The engines of the journal are looked for at once, where they were.
+        Engines of the journal are tried at once, at the addresses that it has.
         """
         for record in server.table.fleet.records():
             self._watch(record.info.engine, server, record.info)

@@ -1,1 +1,1 @@
-"""Start, change, status and end of a fleet, for the command line and for tests."""
+"""Starts, changes, inspects and ends a fleet, for the command line and for tests."""

@@ -1,4 +1,4 @@
-"""Ends a fleet: first its supervisor, then engines and gateways, then everything else with its mark."""
+"""Ends a fleet: its supervisor, then engines and gateways, then all other processes that bear its mark."""
 
 import contextlib
 import logging
@@ -71,14 +71,14 @@ def end_actors(home: FleetHome, run: RunRecord) -> None:
 
 
 def _answering(ray: Any, handles: dict[str, Any]) -> list[Any]:
-    """Return the handles of actors that answer. A call to one on a lost node would block."""
+    """Return the handles whose actors answer, because a call to an actor on a lost node would block."""
     asked = {handle.__ray_ready__.remote(): handle for handle in handles.values()}
     ready, _ = ray.wait(list(asked), num_returns=len(asked), timeout=ANSWER_LIMIT_S) if asked else ([], [])
     return [asked[one] for one in ready]
 
 
 def bring_down(home: FleetHome) -> int:
-    """End every process of the fleet on this machine; return how many there were. Only KV is lost."""
+    """End every process of the fleet on this machine, and return their number. Nothing but KV is lost."""
     with uninterrupted():
         return _bring_down(home)
 
@@ -118,7 +118,7 @@ def marked(home: FleetHome) -> list[psutil.Process]:
 
 
 def _end_leased(home: FleetHome) -> None:
-    """Expire all leases, so that all processes end at the same time; then wait for each."""
+    """Expire the leases of engines, gateways and directory, so that they end together, and wait for each."""
     left = recorded_below(home.engines, home.gateways, home.directory)
     for process in left:
         process.expire()

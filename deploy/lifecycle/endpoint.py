@@ -17,9 +17,9 @@ def endpoint_of(fleet: FleetSpec) -> str:
 
 
 def trust_of(fleet: FleetSpec) -> ssl.SSLContext | None:
-    """Return a context that trusts exactly the gateway's certificate, under any name.
+    """Return a TLS context that trusts exactly the gateway's certificate, under any host name.
 
-    Returns None, for what the system trusts, without TLS or where the certificate is on another machine.
+    Returns None, which means the system's authorities, without TLS or if the file is on another machine.
     """
     leaf = _certificate(fleet)
     if leaf is None:
@@ -32,13 +32,13 @@ def trust_of(fleet: FleetSpec) -> ssl.SSLContext | None:
 
 
 def certificate_of(fleet: FleetSpec) -> str:
-    """Return the file of the gateway's certificate; empty without TLS or where it is on another machine."""
+    """Return the path of the gateway's certificate; empty without TLS or if it is on another machine."""
     file = Path(fleet.gateway.tls.cert).expanduser() if fleet.gateway.tls is not None else None
     return str(file.absolute()) if file is not None and file.exists() else ""
 
 
 def curl(fleet: FleetSpec) -> str:
-    """Return a `curl` command up to the path, with a name from the certificate and trust in it."""
+    """Return a `curl` command up to the URL's path, with the options that make it trust the certificate."""
     leaf, endpoint = _certificate(fleet), endpoint_of(fleet)
     if leaf is None or fleet.gateway.tls is None:
         return f"curl {endpoint}"

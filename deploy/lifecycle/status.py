@@ -1,4 +1,4 @@
-"""Status of a fleet that is up, and its metric pages.
+"""Collects the status of a fleet that is up, and the addresses of its metric pages.
 
 The status joins what the directory knows with the reports of the keepers on this machine. It needs no Ray.
 """
@@ -32,7 +32,7 @@ Reply = TypeVar("Reply")
 
 
 def keys_of(fleet: FleetSpec, home: FleetHome) -> FleetKeys:
-    """Return the fleet's keys for a command. Our own cluster keeps its token in the fleet's directory."""
+    """Return the fleet's keys for a command, from the token of its Ray cluster, ours or another."""
     if fleet.ray.address is not None:
         return FleetKeys.here(home.name)
     return FleetKeys(home.ray_token().read_text().strip(), home.name)
@@ -171,7 +171,7 @@ def _by_name(reply: messages.DirectoryStatus | None) -> dict[str, messages.Engin
 
 
 def _present(fleet: FleetSpec, home: FleetHome, known: Iterable[str]) -> list[EngineName]:
-    """Return the engines of the file; for an autoscaled tier, those that are known here."""
+    """Return the engines that the fleet file names, and of autoscaled tiers those that this machine knows."""
     found = [engine for engine in components.engines(fleet) if engine.tier.autoscale is None]
     keepers = {file.parent.name for file in home.engines.glob(f"*/{CONTROL_FILE}")}
     for tier in fleet.tiers:
@@ -199,7 +199,7 @@ Targets = list[dict[str, Any]]
 
 
 def targets(status: FleetStatus) -> Targets:
-    """Return the metric pages of all processes of a fleet, on all machines."""
+    """Return the addresses of the metric pages of all of a fleet's processes, on all machines."""
     # A label with the name of one of our metrics' labels would make Prometheus rename the latter.
     found = [page_of(page, status.fleet, "gateway") for page in status.gateways]
     found += [page_of(page, status.fleet, "batch") for page in status.batch]
@@ -216,12 +216,12 @@ def page_of(address: str, fleet: str, process: str, **labels: str) -> dict[str, 
 
 
 def write_targets(path: Path, found: Targets) -> None:
-    """Write the target file in one step: Prometheus reads it whenever it changes."""
+    """Write the target file atomically, because Prometheus reads it whenever it changes."""
     write_atomically(path, json.dumps(found, indent=1) + "\n")
 
 
 def discovery(address: str, look: Callable[[], Targets]) -> ThreadingHTTPServer:
-    """Return a server for `http_sd_configs` that calls `look` for every request."""
+    """Return an HTTP server for Prometheus's `http_sd_configs`, which calls `look` for each request."""
 
     class Handler(BaseHTTPRequestHandler):
         def do_GET(self) -> None:

@@ -1,4 +1,4 @@
-"""Starts a fleet: Ray, keepers, directory, gateways. Reports progress, and gives a reason for a failure."""
+"""Starts a fleet (Ray, keepers, directory, gateways), reports progress, and explains a start that fails."""
 
 import time
 import urllib.error
@@ -43,7 +43,7 @@ def prepare(fleet: FleetSpec, home: FleetHome, tell: Tell) -> None:
 
 
 def clear_the_way(fleet: FleetSpec, home: FleetHome) -> None:
-    """End what a killed run has left, and refuse a start that cannot succeed."""
+    """End the processes that a killed run has left, and refuse a start that cannot succeed."""
     refuse_missing_model(fleet)
     if home.read_run() is not None:
         bring_down(home)  # a killed run may have left processes
@@ -54,7 +54,7 @@ def clear_the_way(fleet: FleetSpec, home: FleetHome) -> None:
 
 
 def write_fleet(fleet: FleetSpec, home: FleetHome) -> None:
-    """Save the fleet file as the fleet was brought up."""
+    """Save the fleet that is brought up as the fleet file in its home."""
     content = fleet.model_dump(mode="json", exclude_unset=True)
     write_atomically(home.fleet_file, yaml.safe_dump(content, sort_keys=False))
 
@@ -76,13 +76,13 @@ def refuse_taken_port(fleet: FleetSpec) -> None:
 
 
 def refuse_few_descriptors(fleet: FleetSpec) -> None:
-    """Refuse a start if this machine allows a gateway too few open files."""
+    """Refuse to start if this machine allows a gateway fewer open files than its connections take."""
     if problem := descriptors_problem(fleet.gateway.limits.connections):
         raise LifecycleError(problem)
 
 
 def refuse_missing_model(fleet: FleetSpec) -> None:
-    """Refuse a missing model directory. Other machines and the hub can only be checked by engines."""
+    """Refuse a model directory that is missing here. Engines themselves check other machines and the hub."""
     path = fleet.model.path
     is_path = path.startswith(("/", "./", "../", "~")) or path.count("/") > 1
     if fleet.ray.address is None and is_path and not (Path(path).expanduser() / "config.json").is_file():
@@ -93,7 +93,7 @@ def refuse_missing_model(fleet: FleetSpec) -> None:
 
 
 def refuse_what_does_not_fit(fleet: FleetSpec, there: Mapping[str, float]) -> None:
-    """Refuse tiers that exceed our own cluster; another cluster may still grow."""
+    """Refuse tiers that need more than our own cluster has. A cluster that is not ours may still grow."""
     if fleet.ray.address is not None:
         return
     takes = {tier.name: engine_resources(fleet, tier) for tier in fleet.tiers}
@@ -135,7 +135,7 @@ def bring_up(fleet: FleetSpec, home: FleetHome, tell: Tell, *, end_with_us: bool
 
 
 def ended_elsewhere(home: FleetHome, error: BaseException) -> bool:
-    """Return whether a start failed because another command ended the fleet, or its supervisor was killed."""
+    """Return whether `error` is because another command ended the fleet, or its supervisor was killed."""
     if not isinstance(error, LifecycleError | ConnectionError):
         return False
     run = home.read_run()
@@ -175,7 +175,7 @@ def directory_address(ray: Any, directory: Any) -> str:
 def until_engines_serve(
     ray: Any, fleet: FleetSpec, keepers: dict[str, Any], home: FleetHome, tell: Tell
 ) -> None:
-    """Wait until all engines serve or one has failed. Keepers limit the time of a start."""
+    """Wait until all engines serve, or raise if one fails. Keepers limit how long a start may take."""
     shown: dict[str, str] = {}
     unplaced_until = time.monotonic() + fleet.engine.start_limit
     while True:
@@ -198,7 +198,7 @@ def until_engines_serve(
 
 
 def _status(ray: Any, keeper: Any, name: str) -> KeeperStatus | None:
-    """Return a keeper's status; None while Ray has not placed it."""
+    """Return the status of the keeper of engine `name`; None until Ray has placed its actor on a node."""
     try:
         status: KeeperStatus = ray.get(keeper.status.remote(), timeout=PLACE_LIMIT_S)
     except ray.exceptions.GetTimeoutError:
@@ -255,6 +255,6 @@ def _ask(ray: Any, reference: Any, who: str) -> Any:
 
 
 def _last_line(error: Exception) -> str:
-    """Return the last line of Ray's message that is not indented, because indented lines are ids."""
+    """Return the last line of Ray's message that is not indented; the indented lines are ids."""
     lines = str(error).strip().splitlines()
     return next((line for line in reversed(lines) if not line.startswith(("\t", " "))), repr(error))

@@ -1,4 +1,4 @@
-"""`conserve up` on a running fleet: changes what differs, one engine at a time, while the fleet serves."""
+"""Changes a running fleet to a new fleet file, one engine at a time, while it serves (`conserve up`)."""
 
 import contextlib
 from collections.abc import Iterator
@@ -26,9 +26,7 @@ from deploy.ray.common import AUTOSCALER, DIRECTORY, GATEWAYS, keeper_name, repl
 
 @contextlib.contextmanager
 def upgrading(new: FleetSpec, home: FleetHome) -> Iterator[tuple["Upgrade", list[Difference]]]:
-    """Yield the upgrade of a running fleet, before it changes anything, and the differences between the
-    files.
-    """
+    """Yield an upgrade of the running fleet to `new` that has changed nothing yet, and what differs."""
     run = home.read_run()
     if run is None or not run.endpoint:
         raise LifecycleError(
@@ -52,7 +50,7 @@ def upgrading(new: FleetSpec, home: FleetHome) -> Iterator[tuple["Upgrade", list
 
 
 class Upgrade:
-    """Changes of a running fleet, one engine at a time."""
+    """Upgrade of a running fleet to a new fleet file, one engine at a time."""
 
     def __init__(self, ray: Any, old: FleetSpec, new: FleetSpec, home: FleetHome, run: RunRecord) -> None:
         from deploy.lifecycle.actors import Actors  # imports Ray, whose environment is complete only now
@@ -71,8 +69,8 @@ class Upgrade:
     def run(self, tell: Tell) -> None:
         """Make the changes. Bindings and conversations stay.
 
-        An engine that does not start with its new settings is started with the old ones, and the rest of the
-        changes is not made.
+        If an engine does not start with its new settings, it is started with the old ones, and the remaining
+        changes are not made.
         """
         made = self.plan
         refuse_few_descriptors(self._new)

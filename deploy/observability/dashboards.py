@@ -18,7 +18,7 @@ ENGINE_LABELS = ("model_name", "engine")  # vLLM puts them on what connectors co
 
 @dataclass(frozen=True, slots=True)
 class Source:
-    """Module that declares metrics, and the page on which they appear."""
+    """Module that declares metrics, and the process on whose page they appear."""
 
     module: str
     title: str
@@ -88,7 +88,7 @@ class Dashboard:
 
 
 def dashboards() -> tuple[Dashboard, ...]:
-    """Read the dashboards from `dashboards.yaml`."""
+    """Return the Grafana dashboards that `dashboards.yaml` defines."""
     content = yaml.safe_load(Path(__file__).with_suffix(".yaml").read_text())
     return TypeAdapter(tuple[Dashboard, ...]).validate_python(content)
 

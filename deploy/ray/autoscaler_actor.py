@@ -1,6 +1,6 @@
 """Ray actor that keeps as many replicas of a tier as the load needs, within the tier's limits.
 
-It asks Ray for keepers with the tier's resources; where Ray's own autoscaler runs, nodes come with them.
+It asks Ray for keepers with the tier's resources. Ray's own autoscaler, if there is one, adds nodes for them.
 """
 
 import asyncio
@@ -82,7 +82,7 @@ class AutoscalerActor:
         return [engine for engine in self._keepers.engines() if replica(engine)[0] == tier.name]
 
     def _starting(self, engines: list[str]) -> bool:
-        """Return whether an engine is starting, and end engines that fail to start."""
+        """Return whether one of `engines` is starting, after ending those that failed to start."""
         starting = False
         for engine in engines:
             status = self._keepers.status(engine)
@@ -100,7 +100,7 @@ class AutoscalerActor:
 
 
 def _free(present: list[str], count: int) -> list[int]:
-    """Return the lowest indices that no replica has."""
+    """Return the `count` lowest indices that none of the present replicas has."""
     taken = {replica(engine)[1] for engine in present}
     free = (index for index in range(len(taken) + max(0, count)) if index not in taken)
     return [index for index, _ in zip(free, range(count), strict=False)]

@@ -1,7 +1,8 @@
 """Ray cluster of a fleet: our own on this machine, or the one that the fleet file names.
 
-Our own cluster has a head that only keeps tables, and a node that carries the fleet: a single process would
-lose the node with the head. The head may be lost for ten minutes. The cluster asks for a token.
+Our own cluster has a head, which only keeps tables, and a node beside it, on which the fleet runs, because
+a node inside the head would be lost with it. The fleet runs on without the head for up to ten minutes. The
+cluster asks for a token.
 """
 
 import contextlib
@@ -74,13 +75,13 @@ class OwnCluster:
 
 
 def temporary_directory(home: FleetHome) -> Path:
-    """Return the directory of Ray's sockets and logs. Its path must be short."""
+    """Return the directory of Ray's sockets and logs. Its path is short, because those of sockets must be."""
     digest = hashlib.sha256(str(home.root).encode()).hexdigest()[:10]
     return Path(tempfile.gettempdir()) / f"conserve-{os.getuid()}" / digest
 
 
 def make_temporary_directory(home: FleetHome) -> None:
-    """Make the directory, empty, inside a private one, because Ray lets everybody write to its own."""
+    """Make Ray's directory anew inside a private one, because Ray lets everybody write to its directory."""
     made = temporary_directory(home)
     if len(str(made / LONGEST_SOCKET)) > LONGEST_SOCKET_PATH:
         raise LifecycleError(f"{made} is too long for Ray's sockets; set TMPDIR to a shorter path")
@@ -107,7 +108,7 @@ def remove_temporary_directory(home: FleetHome) -> None:
 
 
 def resources_of(fleet: FleetSpec) -> dict[str, float]:
-    """Return all custom resources that tiers ask for, in plenty, because this cluster has a single node.
+    """Return the custom resources of our own node: more than enough of each that a tier asks for.
 
     Ray finds CPUs and GPUs by itself.
     """
@@ -122,7 +123,7 @@ def namespace(fleet: str) -> str:
 
 
 def common_environment(environ: Mapping[str, str]) -> dict[str, str]:
-    """Return the environment of every process that uses Ray, which reads it at import."""
+    """Return `environ` with the settings that Ray reads at import, for every process that uses Ray."""
     ours = with_our_packages(environ)
     env = {name: value for name, value in ours.items() if not name.startswith("RAY_")}
     env["RAY_gcs_rpc_server_reconnect_timeout_s"] = str(HEAD_LOSS_BRIDGED_S)
@@ -145,7 +146,7 @@ def own_cluster_environment(home: FleetHome, environ: Mapping[str, str]) -> dict
 
 
 def head_environment(home: FleetHome, environ: Mapping[str, str]) -> dict[str, str]:
-    """Return the environment of the head, which keeps its tables on disk to survive a restart."""
+    """Return the environment of Ray's head, with which it keeps its tables on disk to survive a restart."""
     env = own_cluster_environment(home, environ)
     env["RAY_gcs_storage"] = "rocksdb"
     env["RAY_gcs_storage_path"] = str(home.ray / "gcs")
@@ -164,7 +165,7 @@ LOGS = ("node.log", "head.log", "supervisor.log")
 
 
 def start_own_cluster(fleet: FleetSpec, home: FleetHome, end_with_us: bool) -> RunRecord:
-    """Start the supervisor of our own cluster. With `end_with_us` it ends when this process dies."""
+    """Start the supervisor of our own cluster and return its record. With `end_with_us` it ends with us."""
     cluster = OwnCluster(fleet, home, free_port(LOOPBACK), free_port(LOOPBACK))
     make_temporary_directory(home)
     for old in (home.ray / "gcs", home.ray / "logs"):
@@ -184,7 +185,7 @@ def start_own_cluster(fleet: FleetSpec, home: FleetHome, end_with_us: bool) -> R
 
 
 def connect(fleet: FleetSpec, home: FleetHome, record: RunRecord) -> Any:
-    """Import Ray, connect it and return it. Ray reads settings from the environment at import."""
+    """Return the module `ray`, connected to the fleet's cluster. Ray reads the environment when imported."""
     own = fleet.ray.address is None
     settings = own_cluster_environment(home, os.environ) if own else common_environment(os.environ)
     changed = any(
@@ -226,9 +227,9 @@ def connect(fleet: FleetSpec, home: FleetHome, record: RunRecord) -> Any:
 
 
 def refuse_open_cluster(ray: Any) -> None:
-    """Refuse a cluster without a token, because anybody could run code on all of its nodes.
+    """Refuse a cluster that answers without a token: anybody could run code on all of its nodes.
 
-    Only an answer counts. Any other error, as of a Ray version without this call, is logged.
+    If the call fails for another reason, such as a Ray version without it, the error is only logged.
     """
     address = ray.get_runtime_context().gcs_address
     with grpc.insecure_channel(address) as channel:
@@ -246,7 +247,7 @@ def refuse_open_cluster(ray: Any) -> None:
 
 
 def _until_listens(ray_address: str) -> None:
-    """Wait until Ray listens, because Ray itself would retry for minutes."""
+    """Wait until Ray's head listens. Connecting earlier would let Ray retry for minutes."""
     host, _, port = ray_address.rpartition(":")
     deadline = time.monotonic() + REACH_LIMIT_S
     while not (port.isdigit() and processes.listens(host, int(port))):
@@ -259,7 +260,7 @@ def _until_listens(ray_address: str) -> None:
 
 
 def _until_node_is_up(home: FleetHome, record: RunRecord) -> None:
-    """Wait until the log of `ray start --block` says so. A new supervisor starts a new log."""
+    """Wait until our Ray node is up, by the log of `ray start --block`; each supervisor begins a new log."""
     deadline = time.monotonic() + START_LIMIT_S
     while not any("Ray runtime started" in line for line in last_lines(home.ray / LOGS[0], 200)):
         if processes.find(record.pid, record.started) is None:

@@ -1,4 +1,4 @@
-"""Common parts of our Ray actors: names, options, encrypted arguments, logs and background work."""
+"""What our Ray actors share: names, options, encrypted arguments, logs and background work."""
 
 import asyncio
 import logging
@@ -34,7 +34,7 @@ def keeper_name(engine: str) -> str:
 
 
 def engines_of(actors: list[str]) -> list[str]:
-    """Return the engines whose keepers are among `actors`, with the replicas of a tier in order."""
+    """Return the names of the engines whose keepers are among `actors`, in the order of tier and index."""
     names = [actor.removeprefix(_KEEPER) for actor in actors if actor.startswith(_KEEPER)]
     return sorted(names, key=replica)
 
@@ -58,7 +58,7 @@ def always(name: str) -> dict[str, Any]:
 
 
 def resources(wanted: dict[str, float]) -> dict[str, Any]:
-    """Return resources as Ray options. An actor takes no CPU unless the fleet file says so."""
+    """Return the wanted resources as Ray's options for an actor, with no CPU unless `wanted` has one."""
     custom = {name: amount for name, amount in wanted.items() if name not in ("CPU", "GPU")}
     return {"num_cpus": wanted.get("CPU", 0), "num_gpus": wanted.get("GPU", 0), "resources": custom}
 
@@ -81,7 +81,7 @@ def serve_metrics(host: str) -> str:
 
 
 class Background:
-    """Event loop in a thread. If its work fails, the process ends, and Ray restarts the actor."""
+    """Runs an actor's work in an event loop in a thread. If it fails, the process ends; Ray restarts it."""
 
     def __init__(self, work: Callable[[], Coroutine[Any, Any, None]]) -> None:
         self._loop = asyncio.new_event_loop()
@@ -95,7 +95,7 @@ class Background:
         return asyncio.run_coroutine_threadsafe(coroutine, self._loop).result(timeout_s)
 
     async def stop(self) -> None:
-        """Cancel the work and wait for it. Call it through `call`."""
+        """Cancel the work and wait for its end. Run this coroutine in the thread's loop, through `call`."""
         if self._task is not None:
             self._task.cancel()
             await asyncio.gather(self._task, return_exceptions=True)
@@ -116,7 +116,7 @@ def _end_process_on_failure(task: "asyncio.Task[None]") -> None:
 
 @dataclass(frozen=True, slots=True)
 class SealedFleet:
-    """Fleet as an encrypted argument, as Ray stores arguments and a fleet may hold keys and passwords."""
+    """Encrypted fleet, as an argument of actors: Ray stores arguments, and a fleet can hold passwords."""
 
     content: bytes
 

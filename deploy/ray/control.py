@@ -1,6 +1,6 @@
-"""Control service of an engine's keeper: its reports, and commands that it passes on to the engine.
+"""gRPC service of an engine's keeper: it reports the engine's state and passes commands on to the engine.
 
-The directory, the command line and the autoscaler call it. No token passes through it.
+Its clients are the directory, the command line and the autoscaler. Tokens of answers never pass through it.
 """
 
 from collections.abc import AsyncIterator
@@ -52,15 +52,15 @@ DRAIN = Method[bool, None](f"{_SERVICE}/Drain", bool, None)
 
 
 class ControlError(DeployError, ConnectionError):
-    """The keeper refused a command, or is gone; the message says why."""
+    """The keeper refused a command or cannot be reached; the message says why."""
 
 
 class DirectorySuperseded(DeployError):
-    """A newer directory commands the engines."""
+    """The keeper refused this directory, because it has heard of a newer one."""
 
 
 class ControlServer:
-    """Server of the control service. It listens before the keeper runs, which announces its address."""
+    """Server of the control service. It listens before the keeper runs, which reports its address."""
 
     def __init__(self, store: StatusStore, feed: EngineLink, secret: str, sender: "KvSender") -> None:
         self._store, self._feed, self._sender = store, feed, sender
@@ -76,7 +76,7 @@ class ControlServer:
         self._server = service.server()
 
     async def start(self, host: str, port: int = 0) -> str:
-        """Listen on `port` of `host`, or on another port if that is taken; return the address."""
+        """Listen on `port` of `host`, or on a free port if `port` is taken; return the address."""
         if port and processes.listen_problem(host, port):
             port = 0
         bound = self._server.add_insecure_port(f"{host}:{port}")
@@ -106,7 +106,7 @@ class ControlClient:
     """Client of one keeper's control service."""
 
     def __init__(self, address: str, secret: str, timeout_s: float = 5.0, *, term: int = 0) -> None:
-        """Create a client for a directory of this `term`. A keeper that knows a newer one refuses it."""
+        """Create a client. `term` is that of the directory that uses it; keepers refuse an outdated one."""
         self.address = address
         self._channel = grpc.aio.insecure_channel(address, KEEPALIVE)
         self._stub, self._timeout_s = Stub(self._channel, secret, term), timeout_s
@@ -133,7 +133,7 @@ class ControlClient:
         return await self._ask(SEND, SendOrder(conversation, target))
 
     async def drop(self, epoch: int, members: tuple[str, ...], part: int) -> None:
-        """Make the engine keep one part of the layers, and share the others with `members`."""
+        """Make the engine keep layers `part` only; the engines `members` keep the other parts."""
         await self._ask(DROP, DropOrders(epoch, members, part))
 
     async def restore(self, epoch: int) -> None:
@@ -141,16 +141,17 @@ class ControlClient:
         await self._ask(RESTORE, epoch)
 
     async def drain(self, on: bool = True) -> None:
-        """Stop accepting new conversations, or accept them again. Running ones leave with their next turns.
+        """Make the engine accept no new conversations, or accept them again.
 
-        `EngineState.drained` (placement/engines.py) says when none is left.
+        Conversations that it holds leave with their next turns.
+        `EngineState.drained` (placement/engines.py) says when all have left.
         """
         await self._ask(DRAIN, on)
 
     async def watch(self) -> AsyncIterator[KeeperReport]:
-        """Yield the keeper's report, and again after each change.
+        """Yield the keeper's report now and after each change.
 
-        Raises ControlError when the keeper is gone, and DirectorySuperseded when the keeper has heard of a
+        Raises ControlError when the keeper cannot be reached, and DirectorySuperseded when it has heard of a
         newer directory.
         """
         try:

@@ -1,6 +1,6 @@
 """The Ray actor of the directory: keeps its process running, and tells it where the keepers are.
 
-The process outlives the actor, as gateways do: a lost raylet takes this actor, and no new conversation waits.
+The process outlives the actor, which is lost with Ray's node; new conversations are placed meanwhile.
 """
 
 import asyncio
@@ -77,7 +77,7 @@ class DirectoryActor:
         return HostedProcess("directory", "deploy.directory", config.dump(), folder, port, self._home.mark)
 
     async def _tell_keepers(self) -> None:
-        """Write the keepers' addresses when they change. They stay as they are while Ray does not answer."""
+        """Write the keepers' addresses to the file when they change, as long as Ray answers."""
         written: dict[str, str] | None = None
         while True:
             present = await asyncio.to_thread(_engines)
@@ -92,7 +92,7 @@ class DirectoryActor:
             await asyncio.sleep(FIND_EVERY_S)
 
     async def _keeper_address(self, engine: str) -> str:
-        """Ask the keeper for its address; a known handle answers even while Ray's head is away."""
+        """Ask the engine's keeper for its address. A known handle works even while Ray's head is away."""
         try:
             if engine not in self._handles:
                 self._handles[engine] = await asyncio.to_thread(ray.get_actor, keeper_name(engine))
@@ -105,7 +105,7 @@ class DirectoryActor:
 
 
 def _engines() -> list[str] | None:
-    """Return the engines that have a keeper; None while Ray does not answer."""
+    """Return the names of the engines that have a keeper; None while Ray does not answer."""
     try:
         return engines_of(ray.util.list_named_actors())
     except (RayError, RuntimeError) as error:

@@ -1,6 +1,4 @@
-"""Ray actor that keeps the gateways and the batch process running. They outlive it, as engines outlive
-keepers.
-"""
+"""Ray actor that keeps the gateways and the batch process running, and adopts them after its own restart."""
 
 import asyncio
 import contextlib
@@ -27,7 +25,7 @@ BATCH = "batch"  # the directory of its process, beside those of the gateways
 
 
 class PortTaken(DeployError):
-    """Another process took the port of the batch process; gateways must get a new one."""
+    """Another process took the batch process's port, so that it needs another, and gateways must learn it."""
 
 
 class GatewaysActor:
@@ -75,7 +73,7 @@ class GatewaysActor:
                     group.create_task(asyncio.to_thread(end, directory))
 
     async def _keep_batch(self, port: int) -> None:
-        """Run the batch process. One with another configuration ends before this one starts."""
+        """Keep the batch process running. A process with another configuration ends before it starts."""
         config = batch_config(self._fleet, self._home, self._directory, self._keys, self._host, port)
         text = router.batch.config.dump(config)
         directory, mark = self._home.gateways / BATCH, self._home.mark
@@ -99,7 +97,7 @@ class GatewaysActor:
     def _looking(
         self, name: str, other: LeasedProcess | None, port: int = 0
     ) -> Callable[[LeasedProcess], Awaitable[None]]:
-        """Return a callback that records a started process and lets it take over from `other`."""
+        """Return a callback that records the started process, and lets `other` end once it listens."""
 
         async def look(process: LeasedProcess) -> None:
             nonlocal other
@@ -111,7 +109,7 @@ class GatewaysActor:
 
 
 def place_of(gateways: Path, name: str, fingerprint: str) -> tuple[Path, LeasedProcess | None]:
-    """Return the directory to run in, and a gateway with another configuration to take over from.
+    """Return the directory to run gateway `name` in, and its process with another configuration, if one runs.
 
     There are two slots: while the old gateway finishes its streams, the new one already takes connections.
     """
@@ -121,7 +119,7 @@ def place_of(gateways: Path, name: str, fingerprint: str) -> tuple[Path, LeasedP
     free = (slot for slot in slots if slot not in live)
     chosen = next(same, None) or next(free, slots[0])
     chosen.mkdir(parents=True, exist_ok=True)
-    # Also where the actor before this one had begun to hand over: nobody else ends the old one.
+    # Also if a former actor had begun the hand-over, because nobody else ends the old process.
     old = (process for slot, process in live.items() if slot != chosen and (slot / LEASE).exists())
     return chosen, next(old, None)
 
@@ -146,7 +144,7 @@ def _taken_over(old: LeasedProcess, new: int, port: int) -> LeasedProcess | None
 
 
 def _listens(host: int, port: int) -> bool:
-    """Return whether a process below this host listens on the port, which the old gateway shares."""
+    """Return whether a child of process `host` listens on the port; the old gateway listens there, too."""
     with contextlib.suppress(psutil.Error):
         for process in psutil.Process(host).children(recursive=True):
             for connection in process.net_connections("tcp"):

@@ -1,4 +1,4 @@
-"""Processes that an actor hosts. They outlive the actor, which adopts them when it is back."""
+"""Hosts processes that outlive their actor: a restarted actor adopts them."""
 
 import asyncio
 import contextlib
@@ -67,7 +67,7 @@ async def keep(
 ) -> None:
     """Adopt or start the process, renew its lease, and restart it when it ends. Never returns.
 
-    `look` is called again and again while it runs, and `ended` each time that it has ended.
+    It calls `look` every half second while the process runs, and `ended` each time that it has ended.
     """
     wanted.directory.mkdir(parents=True, exist_ok=True)
     loop, backoff = asyncio.get_running_loop(), Backoff(FIRST_BACKOFF_S, LONGEST_BACKOFF_S, CALM_S)
@@ -90,7 +90,7 @@ async def keep(
 
 
 async def _ended_within(pid: int, seconds: float) -> None:
-    """Wait until a process ends or the seconds have passed. The process need not be a child."""
+    """Wait until the process ends, but at most `seconds`. It need not be a child of ours."""
     try:
         descriptor = os.pidfd_open(pid)
     except ProcessLookupError:
@@ -110,7 +110,7 @@ def fingerprint(config: bytes) -> str:
 
 
 def last_port(directory: Path, host: str) -> int:
-    """Return the port of a folder's last process, or a free port if another process has taken it."""
+    """Return the port that the folder's last process had, or a free port if another process has taken it."""
     last = LeasedProcess.recorded(directory)
     if last is not None and (last.alive() or not processes.listen_problem(host, last.record.ports[0])):
         return last.record.ports[0]

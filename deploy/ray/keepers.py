@@ -1,6 +1,6 @@
-"""Keepers of a fleet in Ray: the actor of one keeper, and the set of all keepers to start, drain and end.
+"""The Ray actor of a keeper, and `Keepers`, which starts, drains and ends the keepers of a fleet.
 
-`conserve up` and the autoscaler use it to change engines and their number.
+`conserve up` and the autoscaler change engines and their number through `Keepers`.
 """
 
 import asyncio
@@ -69,7 +69,7 @@ class KeeperActor:
         host: str | None,
         profiles: Mapping[str, Coefficients],
     ) -> None:
-        """Create the keeper of engine `name`. `host` is this node's address; None: as Ray knows it."""
+        """Create the keeper of engine `name`. `host` is this node's address; None asks Ray for it."""
         log_to_stderr()
         set_oom_score(OomScore.KEEPER)
         self._keys = FleetKeys.here(home.name)
@@ -98,7 +98,7 @@ class KeeperActor:
         return self._store.status
 
     def compare(self, sealed: SealedFleet, profiles: Mapping[str, Coefficients]) -> str:
-        """Return what this engine needs in order to match that fleet (deploy.fleet.changes.Need)."""
+        """Return what the engine needs to match the fleet file in `sealed` (deploy.fleet.changes.Need)."""
         fleet = sealed.opened(self._keys)
         engine = engine_named(fleet, self._engine.name)
         spec = engine_spec(fleet, engine, self._home, self._spec.host)
@@ -142,13 +142,13 @@ class KeeperActor:
             await server.stop()
 
     def _last_port(self) -> int:
-        """Return the port of the former keeper, so that its watchers find this one."""
+        """Return the port of the engine's former keeper, where the directory looks for this one."""
         file = self._spec.directory / CONTROL_FILE
         return int(file.read_text().rsplit(":", 1)[1]) if file.exists() else 0
 
 
 def end_in_order(background: Background, store: StatusStore, keeper: Keeper | None) -> None:
-    """End an engine after reporting its end, so that the directory does not wait for its lease."""
+    """Report that the engine has ended, then end it, so that the directory does not wait for its lease."""
 
     async def withdraw() -> None:
         store.engine_down()
@@ -182,7 +182,7 @@ class Keepers:
         return actor.remote(self._sealed, engine.name, self._home, self._host, self._profiles)
 
     def status(self, engine: str) -> KeeperStatus | None:
-        """Return the status of a keeper; None if it waits for a node, or its node is lost."""
+        """Return the status of an engine's keeper; None while it waits for a node, or if its node is lost."""
         try:
             status: KeeperStatus = self._ask(engine, "status")
         except (RayError, ValueError):
@@ -190,14 +190,14 @@ class Keepers:
         return status
 
     def need(self, engine: EngineName) -> Need:
-        """Return what an engine needs in order to match the fleet file."""
+        """Return what has to be done with an engine so that it matches the fleet file."""
         try:
             return Need(self._ask(engine.name, "compare", self._sealed, self._profiles))
         except (RayError, ValueError):
             return Need.PLACE
 
     def drain(self, engine: str, limit_s: float) -> bool:
-        """Drain an engine; return False if turns still run after `limit_s`, or it does not answer."""
+        """Drain an engine; return False if it still has turns after `limit_s`, or does not answer."""
         try:
             return asyncio.run(self._drained(engine, time.monotonic() + limit_s))
         except (RayError, ValueError, ControlError) as error:
@@ -205,7 +205,7 @@ class Keepers:
             return False
 
     def resume(self, engine: str) -> None:
-        """Undo a drain that was begun and not finished."""
+        """Let an engine accept conversations again, after a drain that was not finished."""
         with contextlib.suppress(RayError, ValueError, ControlError):
             asyncio.run(self._resumed(engine))
 
@@ -226,7 +226,7 @@ class Keepers:
     def end_actor(self, name: str) -> None:
         """End an actor if it exists, and wait until its name is free.
 
-        Its engine runs on for the time of its lease, in which another keeper may adopt it.
+        A keeper's engine runs on until its lease ends; another keeper can adopt it until then.
         """
         try:
             ray.kill(ray.get_actor(name), no_restart=True)
