@@ -1,4 +1,4 @@
-"""Command line: the entry point of `conserve`."""
+"""Entry point of the command line, `conserve`."""
 
 import signal
 

@@ -1,4 +1,4 @@
-"""The commands of `conserve`: one module of `commands` for each command or group."""
+"""Registers the commands of `conserve`, each of which has a module in `commands`."""
 
 import typer
 

@@ -1,4 +1,4 @@
-"""Arguments and helpers that commands share, and errors as sentences."""
+"""What commands share: arguments, finding the fleet, and printing errors as sentences."""
 
 import errno
 import sys
@@ -35,7 +35,7 @@ AsJson = Annotated[bool, typer.Option("--json", help="Print JSON")]
 
 @contextmanager
 def errors_as_sentences() -> Iterator[None]:
-    """Print our own errors, and files that cannot be written, as a sentence, and exit with 1.
+    """Print our own errors, and those of files that cannot be written, as a sentence, and exit with 1.
 
     Other errors keep their traceback.
     """
@@ -54,7 +54,7 @@ def errors_as_sentences() -> Iterator[None]:
 
 
 def _elsewhere(error: OSError) -> str:
-    """Return the advice to choose other folders; empty if the file is in none of ConServe's folders."""
+    """Return the advice to choose other folders, if the error's file is in one of ConServe's; else empty."""
     file = Path(str(error.filename)).resolve()
     ours = [folder.resolve() for _, folder in folders().values()]
     if error.filename and not any(file.is_relative_to(one) or one.is_relative_to(file) for one in ours):
@@ -63,7 +63,7 @@ def _elsewhere(error: OSError) -> str:
 
 
 def home_of(fleet: str | None) -> FleetHome:
-    """Return the home of the fleet with this name or file, or of the only fleet that is up."""
+    """Return the home of the fleet with this name or fleet file; with None, of the only fleet that is up."""
     if fleet is None:
         return only_fleet()
     if fleet.endswith((".yaml", ".yml")):
@@ -78,9 +78,9 @@ def gateway_of(fleet: str | None) -> tuple[str, FleetSpec]:
 
 
 def only_fleet(*, to_end: bool = False) -> FleetHome:
-    """Return the only fleet that is up; if none is, the only one that was killed and not brought down.
+    """Return the home of the only fleet that is up, or if none is, of the only one with remains of a kill.
 
-    With `to_end` both kinds count: a command that ends a fleet without a name must not end the wrong one.
+    With `to_end` both kinds count, so that a command without a name cannot end the wrong fleet.
     """
     runs = FleetHome.of_runs()
     up = [home for home in runs if is_up(home)]
@@ -99,7 +99,7 @@ def only_fleet(*, to_end: bool = False) -> FleetHome:
 
 
 def any_trace(path: Path) -> Trace:
-    """Read a trace in our format or in one that an importer knows."""
+    """Return the trace in a file of our format, or of a format that an importer knows."""
     try:
         return load(path)
     except NotATrace:

@@ -16,7 +16,7 @@ from deploy.fleet.components import (
 from deploy.fleet.schema import FleetSpec
 from deploy.home import FleetHome, FleetKeys
 
-# Engines of one fleet that differ in these do not understand each other's KV, so not one by one.
+# Engines that differ in these settings do not understand each other's KV, so they cannot change one by one.
 WHOLE_FLEET = ("name", "policy", "model", "engine.device", "transfer.backend", "transfer.encrypt", "ray")
 WHOLE_FLEET_ARGUMENTS = ("block-size", "kv-cache-dtype")
 
@@ -29,7 +29,7 @@ class Need(StrEnum):
     NOTHING = "nothing"
     KEEPER = "keeper"  # another keeper, which adopts the engine with its KV
     ENGINE = "engine"  # another engine
-    PLACE = "place"  # it does not answer: its node may be gone
+    PLACE = "place"  # another engine; this one does not answer, because its node may be gone
 
 
 @dataclass(frozen=True, slots=True)
@@ -85,7 +85,7 @@ def not_while_running(found: list[Difference]) -> list[Difference]:
 
 
 def plan(old: FleetSpec, new: FleetSpec, home: FleetHome, running: Mapping[str, Need]) -> FleetChanges:
-    """Return the changes of a fleet. `running` maps its engines, also autoscaled ones, to their needs."""
+    """Return what changes from `old` to `new`. `running` has the need of each engine, autoscaled ones too."""
     wanted = {engine.name: engine for engine in _wanted(new, running)}
 
     def needing(need: Need) -> tuple[EngineName, ...]:
@@ -103,7 +103,7 @@ def plan(old: FleetSpec, new: FleetSpec, home: FleetHome, running: Mapping[str, 
 
 
 def _wanted(fleet: FleetSpec, running: Mapping[str, Need]) -> Iterator[EngineName]:
-    """Yield the engines of the file; an autoscaled tier keeps its number of engines, within its limits."""
+    """Yield the engines of `fleet`; an autoscaled tier keeps as many as run, within its limits."""
     for tier in fleet.tiers:
         count = tier.replicas
         if tier.autoscale is not None:
@@ -116,20 +116,20 @@ def _wanted(fleet: FleetSpec, running: Mapping[str, Need]) -> Iterator[EngineNam
 def _directory(fleet: FleetSpec) -> object:
     """Return the settings whose change restarts the directory.
 
-    Which tiers are alike is not one of them: engines report that themselves.
+    Whether tiers compute alike is not one of them, because engines report it.
     """
     return directory_settings(fleet), placer_settings(fleet), prefill_curves(fleet)
 
 
 def _gateways(fleet: FleetSpec, home: FleetHome) -> object:
-    """Return the settings of gateways and of the batch process, which one actor keeps."""
+    """Return the settings whose change replaces the gateways and the batch process, which one actor keeps."""
     keys = FleetKeys("the same for both", fleet.name)
     batch = batch_config(fleet, home, "", keys, "", 0) if fleet.batch.enabled else None
     return fleet.gateway.processes, gateway_config(fleet, "", "", keys, ""), batch
 
 
 def _autoscaler(fleet: FleetSpec) -> object:
-    """Return the settings of the autoscaler; None if no tier is autoscaled."""
+    """Return the settings whose change restarts the autoscaler; None if no tier is autoscaled."""
     scaled = [tier for tier in fleet.tiers if tier.autoscale is not None]
     return (scaled, fleet.capacity, fleet.engine) if scaled else None
 

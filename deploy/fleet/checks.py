@@ -1,4 +1,4 @@
-"""Checks of a fleet beyond the types of its keys: roles, names, times, and each component's own limits."""
+"""Checks of a fleet file whose types are right: roles, names, times, and each component's own limits."""
 
 import re
 from collections import Counter
@@ -225,7 +225,7 @@ def _exposed(fleet: FleetSpec) -> Iterator[Problem]:
 
 
 def check_files(fleet: FleetSpec) -> Iterator[Problem]:
-    """Check files that gateways need. If gateways run on other machines, the files may exist only there."""
+    """Check the keys file and the certificate, if they are here: gateways may run on other machines."""
     keys_file, here = Path(fleet.gateway.keys_file or "").expanduser(), fleet.ray.address is None
     if fleet.gateway.keys_file and (here or keys_file.exists()):
         load_keys(keys_file)  # raises KeysFileError with lines of that file
@@ -272,7 +272,7 @@ Building = tuple[tuple[KeyPath, ...], Callable[[], object]]  # the blocks of the
 
 
 def _of_components(fleet: FleetSpec) -> Iterator[Problem]:
-    """Report what a component's own configuration would refuse, before its process starts."""
+    """Report what the components' own configurations refuse, before their processes start."""
     reported: set[str] = set()
     for blocks, build in _buildings(fleet):
         try:
@@ -310,7 +310,7 @@ def _buildings(fleet: FleetSpec) -> Iterator[Building]:
 
 
 def _key_of(fleet: FleetSpec, blocks: tuple[KeyPath, ...], message: str) -> KeyPath:
-    """Return the key that a component's error message names, or the first of its blocks."""
+    """Return the path of the key that a component's error message begins with, or else of its first block."""
     name = re.match(r"\w*", message)[0].removesuffix("_s")  # type: ignore[index]
     for path in blocks:
         block: object = fleet

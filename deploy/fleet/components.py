@@ -46,8 +46,8 @@ from workers.power.engine_power import PowerSettings
 LOOPBACK = ("127.0.0.1", "localhost", "::1")
 DEFAULT_BLOCK_TOKENS = 16  # vLLM's, on GPUs
 
-# Of prefillers until they report what a prompt takes: an 8B model on one GPU, the small model on one core. Of
-# decoders nothing is guessed: they compute first turns when they, or their like, have computed prompts.
+# Speed of prefillers until they report it: an 8B model on one GPU, the small model on one core. The speed of
+# decoders is not guessed: they compute first turns once they, or decoders like them, have computed a prompt.
 GUESSED_CURVES = {
     Device.CPU: PrefillCurve(0.03, 3e-4, 1e-8),
     Device.CUDA: PrefillCurve(0.02, 1e-4, 1e-9),
@@ -57,9 +57,9 @@ Config = TypeVar("Config")
 
 
 def configured(kind: type[Config], *blocks: Spec, **given: Any) -> Config:
-    """Make a configuration of the `given` fields, and of keys in the blocks that have a field's name.
+    """Return a `kind` made of the `given` fields and of the keys in `blocks` that have the name of a field.
 
-    A key of a time has no `_s`. Other fields keep their defaults.
+    A field in seconds ends in `_s`, its key does not. Other fields keep their defaults.
     """
     values = {}
     for block in blocks:
@@ -120,7 +120,7 @@ def _scheduler_class(fleet: FleetSpec, coserves: bool) -> str | None:
 
 
 def _engine_tracing(fleet: FleetSpec, engine: EngineName) -> tuple[dict[str, str], dict[str, str]]:
-    """Return options and environment for vLLM's own spans of the turns that a gateway samples."""
+    """Return vLLM's options and environment variables for its own spans of the turns that gateways sample."""
     tracing = fleet.observe.tracing
     if tracing is None:
         return {}, {}
@@ -156,12 +156,12 @@ def coserving(fleet: FleetSpec) -> CoServingConfig:
 
 
 def coserves_on(fleet: FleetSpec, role: Role) -> bool:
-    """Return whether engines of a role co-serve. Prefillers do if the file gives them offline work."""
+    """Return whether engines of `role` co-serve; prefillers do if the file gives them offline work."""
     return fleet.coserving.enabled and (role is not Role.PREFILL or fleet.batch.harvest_prefill)
 
 
 def drops_on(fleet: FleetSpec, role: Role) -> bool:
-    """Return whether engines of a role may drop parameters; only those that hold conversations do."""
+    """Return whether engines of `role` may drop parameters, which only engines with conversations do."""
     return fleet.overload.policy == "drop" and role is not Role.PREFILL
 
 
@@ -196,7 +196,7 @@ def connector(fleet: FleetSpec, role: Role) -> ConnectorConfig:
 
 
 def shared_tier(fleet: FleetSpec, engine: EngineName, home: FleetHome) -> LmcacheServer | None:
-    """Return the node's LMCache server, which every decoder's keeper keeps running."""
+    """Return the LMCache server on an engine's node, which decoders' keepers run; None without LMCache."""
     if "lmcache" not in fleet.kv.kv_tiers or engine.tier.role is Role.PREFILL:
         return None
     block_tokens = arguments(fleet, engine.tier).get("block-size", DEFAULT_BLOCK_TOKENS)
@@ -270,7 +270,7 @@ def prefill_curves(fleet: FleetSpec) -> Mapping[str, PrefillCurve]:
 
 
 def alike(fleet: FleetSpec) -> Mapping[str, str]:
-    """Return a name for each tier's hardware. Tiers with the same name compute a prompt in the same time."""
+    """Return a group for each tier; tiers of one group are assumed to compute a prompt in the same time."""
     on_cpu = fleet.engine.device is Device.CPU
     return {
         tier.name: f"{tier.hardware.accelerator} {tier.power_cap_w} {tier.args} {tier.env}"
@@ -299,9 +299,9 @@ def scale_limits(fleet: FleetSpec, autoscale: AutoscaleSpec) -> ScaleLimits:
 def gateway_config(
     fleet: FleetSpec, name: str, directory: str, keys: FleetKeys, batch: str, answers: str = ""
 ) -> GatewayConfig:
-    """Return the configuration of one gateway.
+    """Return the configuration of gateway `name`.
 
-    `batch` is host:port of the batch process, `answers` the default file of stored answers.
+    `directory` and `batch` are host:port of these processes, `answers` is the default file of stored answers.
     """
     return configured(
         GatewayConfig,
@@ -342,7 +342,7 @@ def asks_for_keys(fleet: FleetSpec) -> bool:
 
 
 def _hosts(fleet: FleetSpec) -> tuple[str, ...]:
-    """Return the host names that a gateway accepts, with those that commands on its machine use."""
+    """Return the host names that a gateway accepts: those of the file, and those that local commands use."""
     given, host = fleet.gateway.hosts, fleet.gateway.host
     if given:
         return tuple(dict.fromkeys((*given, *LOOPBACK, host)))
@@ -350,7 +350,7 @@ def _hosts(fleet: FleetSpec) -> tuple[str, ...]:
 
 
 def owners(fleet: FleetSpec, named: Sequence[str]) -> tuple[str, ...]:
-    """Replace plain-text keys by their owners, so that only the gateway has to know the keys."""
+    """Return `named` with each plain-text key replaced by its owner, so that only gateways know the keys."""
     given = fleet.gateway
     any_key = () if asks_for_keys(fleet) else named  # each is an owner
     in_clear = {*given.api_keys, *given.admin_keys, *any_key} - {EVERYBODY}

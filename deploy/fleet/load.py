@@ -23,7 +23,7 @@ class FleetFileError(DeployError, ValueError):
 
 
 def dotted(path: KeyPath) -> str:
-    """Convert a path to text: ('tiers', 0, 'role') -> tiers[0].role"""
+    """Return a path as text: tiers[0].role for ('tiers', 0, 'role')."""
     text = ""
     for part in path:
         text += f"[{part}]" if isinstance(part, int) else f".{part}" if text else part
@@ -51,7 +51,7 @@ def unknown_key(key: str, valid: list[str]) -> str:
 
 
 def keys_at(path: KeyPath) -> list[str]:
-    """Return the keys that a block may have, from the JSON schema."""
+    """Return the keys that the block at `path` may have, from the JSON schema."""
     whole = FleetSpec.model_json_schema()
     found: dict[str, Any] = whole
     for part in path:
@@ -72,7 +72,7 @@ def _expected(message: str) -> str:
 
 
 def _repeated(node: yaml.Node, path: KeyPath = ()) -> Iterator[Problem]:
-    """Yield the keys that a mapping has twice; PyYAML keeps the last one."""
+    """Yield a problem for each key that a mapping has twice, because PyYAML silently keeps the last value."""
     if isinstance(node, yaml.SequenceNode):
         for index, value in enumerate(node.value):
             yield from _repeated(value, (*path, index))
@@ -88,9 +88,9 @@ def _repeated(node: yaml.Node, path: KeyPath = ()) -> Iterator[Problem]:
 
 
 def load_fleet(file: Path, *, to_start: bool = False) -> FleetSpec:
-    """Read a fleet file. Raises FleetFileError with all mistakes.
+    """Return the fleet in a file. Raises FleetFileError with all mistakes.
 
-    With `to_start`, the files that it names are checked as well.
+    With `to_start`, the key and certificate files that it names are checked, too.
     """
     name = str(file)
     try:

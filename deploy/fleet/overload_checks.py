@@ -10,7 +10,7 @@ from workers.engine.overload.config import SPLIT_MODELS
 
 
 def in_the_way(fleet: FleetSpec, tier: TierSpec) -> Iterator[str]:
-    """Yield the reasons why engines of a tier cannot drop parameters."""
+    """Yield each reason why engines of `tier` cannot drop parameters."""
     given = arguments(fleet, tier)
     ranks = parallel(fleet, tier)
     if ranks.gpus > 1:
@@ -24,9 +24,9 @@ def in_the_way(fleet: FleetSpec, tier: TierSpec) -> Iterator[str]:
 
 
 def _compiled(fleet: FleetSpec, given: Mapping[str, object]) -> str:
-    """Return why an engine's compiled passes contradict dropping; empty if they do not.
+    """Return why an engine with these options cannot drop parameters because of its CUDA graphs; else empty.
 
-    While engines share layers, piecewise graphs are left unused, but a full graph would run all layers.
+    While engines share layers, they leave piecewise graphs unused, but a full graph would run all layers.
     """
     if given.get("enforce-eager"):
         return ""
@@ -44,7 +44,7 @@ def _compiled(fleet: FleetSpec, given: Mapping[str, object]) -> str:
 
 
 def model_in_the_way(fleet: FleetSpec) -> Iterator[str]:
-    """Yield the reasons why the model cannot be split. What config.json does not show, the engine checks."""
+    """Yield each reason in config.json why the model cannot be split; the engine checks the rest."""
     model = find_architecture(fleet.model.path)
     if model is None:
         return
@@ -66,7 +66,7 @@ def check_overload(fleet: FleetSpec) -> Iterator[Problem]:
 
 
 def _without_parking(fleet: FleetSpec) -> Iterator[Problem]:
-    """Report parking settings if the overload policy does not park."""
+    """Report settings of parking in a fleet whose overload policy does not park."""
     policy = fleet.overload.policy
     settings = {
         ("kv", "host_kv_gib"): "host_kv_gib" in fleet.kv.model_fields_set,

@@ -142,7 +142,7 @@ class HardwareSpec(Spec):
     """Hardware of a tier's nodes, for `conserve check` and for placement."""
 
     accelerator: str | None = None
-    """A name in `placement/sizing/accelerators.py`, as in `H100`. Tiers with the same name, arguments,
+    """A name in `placement/sizing/accelerators.py`, such as `H100`. Tiers with equal accelerator, arguments,
     environment and power cap are assumed to compute a prompt in the same time."""
     node_gpus: Annotated[int, Field(gt=0, le=256)] = 8
     """GPUs of one node. An engine runs on one node."""
@@ -157,10 +157,10 @@ class TierSpec(Spec):
     role: Role
     replicas: Annotated[int, Field(ge=0, le=4096)] = 1
     autoscale: AutoscaleSpec | None = None
-    """With it, `replicas` is the number at first."""
+    """Lets the number of engines follow the load, beginning with `replicas`."""
     resources: dict[str, Annotated[float, Field(gt=0)]] = {}
-    """Ray resources of one engine; a custom resource places the tier on its nodes. The number of GPUs
-    follows from the tensor and pipeline parallel sizes."""
+    """Ray resources of one engine. A custom resource places the tier on the nodes that have it. The number of
+    GPUs follows from the tensor and pipeline parallel sizes."""
     hardware: HardwareSpec = HardwareSpec()
     power_cap_w: Watts | None = None
     """Power limit of each GPU of the tier."""
@@ -184,14 +184,14 @@ class GatewaySpec(Spec):
     open: bool = False
     """Confirms that the gateway listens beyond this machine without asking for keys."""
     hosts: tuple[str, ...] = ()
-    """Accepted host names (`Host`). The default is any name; but only `localhost` where no key is asked for
-    and only this machine can reach the gateway, so that no page in a browser can call it by another name."""
+    """Accepted host names (`Host`). By default all are accepted, except on a gateway without keys that only
+    this machine can reach: it accepts `localhost` only, so that no web page can call it by another name."""
     keys_file: FilePath | None = default(GatewayConfig, "keys_file")
     """File with hashes of API keys; `conserve key new` adds one. Gateways read it again when it changes."""
     api_keys: tuple[_Secret, ...] = ()
-    """Accepted keys in clear, each an owner. Without any, and without `keys_file`, no key is asked for."""
+    """Accepted keys in plain text, each an owner. Without them and without `keys_file`, no key is needed."""
     admin_keys: tuple[_Secret, ...] = ()
-    """Keys in clear that see every conversation and the dashboard. Without any keys, everybody sees it."""
+    """Keys in plain text that may see all conversations and the dashboard. Without keys, everybody may."""
     shared_prefixes: tuple[str, ...] = ()
     """Owners, or keys of `api_keys`, who share cached prefixes, such as a common system prompt; `"*"` for
     all. Owners who share can tell from response times what the others have asked."""
@@ -211,23 +211,23 @@ class ConversationSpec(Spec):
     park_after: Period = default(ConnectorConfig, "park_after_s")
     """Idle time after which a conversation's KV is kept on the host only."""
     redisaggregate_tokens: Tokens = default(Redisaggregation, "above_tokens")
-    """A later turn with more uncached tokens passes through a prefiller again, to the same decoder."""
+    """A later turn with more uncached tokens may pass through a prefiller again, to the same decoder."""
     redisaggregate_share: Annotated[float, Field(ge=0, le=1)] = default(Redisaggregation, "min_share")
-    """It does so only if they are at least this share of its prompt: a prefiller computes the rest again."""
+    """It does so if they are at least this share of its prompt, because a prefiller computes all of it."""
     headroom_tokens: Tokens = default(PlacerSettings, "headroom_tokens")
-    """KV reserved beside the prompt when a conversation is bound, for its first growth."""
+    """KV tokens that a new conversation reserves beside its prompt, for its answer and first appends."""
     decoder_wait: Duration = default(GatewayConfig, "place_wait_s")
-    """Longest wait of a first turn before 429: for a decoder with capacity, and for a prefiller with a short
-    enough queue."""
+    """Longest time that a first turn waits for a decoder with capacity, or a prefiller with a short enough
+    queue, before it is answered with 429."""
     prefiller_wait: Duration = default(PlacerSettings, "max_prefill_wait_s")
-    """Longest queue of a prefiller that is given a first turn. If all are longer, and no decoder has time
-    for the prompt, the turn waits, up to `decoder_wait`."""
+    """Longest queue, in time, of a prefiller that is given a first turn. If all queues are longer, and no
+    decoder has time for the prompt, the turn waits, up to `decoder_wait`."""
 
 
 class PlacementSpec(Spec):
     first_turns: FirstTurns = default(PlacerSettings, "first_turns")
-    """Where prompts of first turns, and large prompts of later turns, are computed. `elastic`: on a prefiller
-    or on the conversation's decoder, wherever the first token is sooner. `prefiller`: always on a prefiller,
+    """Where the prompts of first turns, and large appends of later turns, are computed. `elastic`: on a
+    prefiller, unless the conversation's decoder would be clearly sooner. `prefiller`: always on a prefiller,
     as in the paper."""
     relieve_hot: bool = default(PlacerSettings, "relieve_hot")
     """Move idle conversations, with their KV, off a decoder whose prompts wait much longer than another's.
@@ -240,8 +240,8 @@ class PlacementSpec(Spec):
 class TransferSpec(Spec):
     backend: Literal["tcp", "nixl"] = default(ConnectorConfig, "backend")
     encrypt: bool = default(ConnectorConfig, "encrypt")
-    """Encrypt KV between engines (`tcp`). Transfers are authenticated in any case; without it, readers
-    of the network can read prompts. Its cost: docs/measurements/kv.md."""
+    """Encrypts KV between engines (`tcp`), so that nobody who reads the network can read prompts from it.
+    Transfers are authenticated in any case. Its cost: docs/measurements/kv.md."""
     lease: Period = default(ConnectorConfig, "lease_s")
     """Time for which a prefiller holds KV for its decoder."""
     staging_gib: Annotated[float, Field(gt=0, allow_inf_nan=False)] = default(ConnectorConfig, "staging_gib")
@@ -273,28 +273,28 @@ class KvSpec(Spec):
 
 
 class CoServingSpec(Spec):
-    """Offline work beside conversations. `ttft` and `tbt` hold without it, too: prompts are cut into chunks
-    so that running turns meet their targets."""
+    """Offline work beside conversations. `ttft` and `tbt` count without co-serving, too: engines cut prompts
+    into chunks so that running turns meet their targets."""
 
     enabled: bool = False
     policy: Literal["conserve", "bros", "online_only", "non_preemptive", "sarathi"] = default(
         ServingSettings, "policy"
     )
     ttft: Duration = default(ServingSettings, "slo").ttft_s
-    """Target of a request of a conversation, from its arrival at the engine to its first token."""
+    """Target of a turn without one of its own: time from its arrival at the engine to its first token."""
     tbt: Duration = default(ServingSettings, "slo").tbt_s
-    """Target of the time between its tokens."""
+    """Target of a turn without one of its own: time between its tokens."""
     margin: Annotated[float, Field(ge=0, lt=1)] = default(ServingSettings, "margin")
     """Share of a target kept free for errors of the latency model."""
     safepoints: bool = default(ServingSettings, "safepoints")
-    """An arrival may abort the running iteration (policy `conserve`)."""
+    """Lets an arriving turn abort the running iteration (policy `conserve`)."""
     safepoint_layers: Annotated[int, Field(gt=0)] = default(CoServingConfig, "safepoint_every")
     """Number of layers between two safepoints."""
     offline_share: Annotated[float, Field(ge=0, le=1)] = default(ServingSettings, "offline_share")
     """Least share of an iteration's tokens for offline work (policy `conserve`)."""
     ageing: Duration | None = default(ServingSettings, "ageing_s")
-    """An offline request that was not served for this long gets at least a token an iteration, whatever the
-    targets. Without it, offline work waits while conversations fill the engine (policy `conserve`)."""
+    """An offline request that was not served for this long gets at least one token an iteration, whatever the
+    targets. By default offline work waits while turns fill the engine (policy `conserve`)."""
 
 
 class BatchSpec(Spec):
@@ -307,13 +307,13 @@ class BatchSpec(Spec):
     in_flight_per_engine: Annotated[int, Field(gt=0)] = default(DispatchSettings, "max_in_flight")
     """Most offline requests in flight on an engine."""
     harvest_prefill: bool = default(DispatchSettings, "harvest_prefill")
-    """Give offline work to prefillers, too: to idle ones, or to all where `coserving` is enabled."""
+    """Gives offline work to prefillers, too: to those that idle, or with `coserving` to all."""
     keep_free: Annotated[float, Field(ge=0, lt=1)] = default(DispatchSettings, "keep_free_fraction")
     """Share of an engine's KV that offline work may not use."""
     ageing: Duration | None = default(DispatchSettings, "ageing_s")
-    """An engine without offline work for this long gets a request, however busy it is."""
+    """An engine that has had no offline work for this long gets an offline request, however busy it is."""
     file_ttl: Duration | None = default(BatchConfig, "file_ttl_s")
-    """Files are deleted after this long; without it they are kept."""
+    """Time after which files are deleted. By default they are kept."""
     database: str | None = None
     """SQLAlchemy URL; by default SQLite in the fleet's directory."""
     files: str | None = None
@@ -328,7 +328,7 @@ class ObserveSpec(Spec):
 
 
 class CapacitySpec(Spec):
-    """Load at which a tier is too small or too large: share of prefillers' time or of decoders' KV in use."""
+    """Loads at which a tier is too small or too large: shares of prefillers' time, or of decoders' KV."""
 
     window: Duration = default(PlacerSettings, "capacity_window_s")
     """Time over which the load is averaged."""
@@ -361,7 +361,7 @@ class OverloadSpec(Spec):
 
 class RaySpec(Spec):
     address: str | None = None
-    """Address of an existing cluster; without it a cluster of one node starts and ends with the fleet."""
+    """Address of an existing Ray cluster. By default one on this machine starts and ends with the fleet."""
     control_resources: dict[str, Annotated[float, Field(gt=0)]] = {}
     """Ray resources of the directory and the gateways, to place them on certain nodes."""
     dashboard: bool = False
@@ -370,7 +370,7 @@ class RaySpec(Spec):
 class FleetSpec(Spec):
     name: Name = "fleet"
     policy: PlacingPolicy = PlacingPolicy.CONSERVE
-    """`conserve` moves KV once; the other two are the baselines of the paper."""
+    """`conserve` moves a conversation's KV once; the other two policies are the paper's baselines."""
     model: ModelSpec = ModelSpec()
     engine: EngineSpec = EngineSpec()
     tiers: Annotated[list[TierSpec], Field(min_length=1)]

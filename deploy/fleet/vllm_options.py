@@ -1,8 +1,8 @@
 """Names and values of the options of the pinned vLLM release.
 
-`conserve check` has two seconds and vLLM takes twenty to import, so they are read from a file, which
-`python -m tests.support.vllm_options_file` makes from vLLM's parser
-(tests/deploy/fleet/test_final_configuration.py compares).
+Importing vLLM takes twenty seconds, so `conserve check` reads the options from a file instead. `python -m
+tests.support.vllm_options_file` makes it from vLLM's parser, and
+tests/deploy/fleet/test_final_configuration.py compares both.
 """
 
 import difflib
@@ -22,7 +22,7 @@ KINDS: Mapping[str, tuple[str, tuple[type, ...]]] = {
 
 @functools.cache
 def options() -> dict[str, Any]:
-    """Return, for each option, its kind (a key of KINDS, or text) or its list of choices."""
+    """Return the kind of each option (a key of KINDS, or text), or the list of values that it takes."""
     found: dict[str, Any] = json.loads(FILE.read_text())
     return found
 

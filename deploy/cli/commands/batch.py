@@ -33,7 +33,7 @@ _TIMEOUT_S = 600.0
 
 @contextmanager
 def client(url: str | None, fleet: str | None, api_key: str | None) -> "Iterator[OpenAI]":
-    """Connect to `url`, or to the named fleet on this machine. A refusal becomes a DeployError."""
+    """Yield a client of `url`, or of the named fleet on this machine. A refusal raises DeployError."""
     import openai
 
     key, trust = api_key or os.environ.get(API_KEY), None
@@ -165,7 +165,7 @@ def _finish(api: "OpenAI", batch: "Batch", out: Path | None) -> None:
 
 
 def _watched(api: "OpenAI", batch: "Batch") -> "Batch":
-    """Show a progress bar until the batch ends."""
+    """Show a progress bar until the batch job ends, and return its last state."""
     columns = (
         TextColumn("{task.description}"),
         BarColumn(),

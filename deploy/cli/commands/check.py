@@ -14,7 +14,7 @@ def check(file: FleetFile) -> None:
 
 
 def print_parsers(fleet: FleetSpec) -> None:
-    """Print which parsers the model's answers get, and why."""
+    """Print which parsers vLLM uses for the model's tool calls and reasoning, and why."""
     for choice in parsers(fleet.model.path):
         by_hand = fleet.engine.args.get(choice.option)
         print(f"{choice.option}: {by_hand} (as engine.args says)" if by_hand else choice)

@@ -14,7 +14,7 @@ app = typer.Typer(no_args_is_help=True)
 
 @app.callback()
 def journal() -> None:
-    """The directory's journal: repair a damaged one."""
+    """Repair a damaged journal of the directory."""
 
 
 @app.command("repair")
@@ -25,7 +25,7 @@ def repair(
 ) -> None:
     """Report which rows of a damaged journal are intact; with --yes, keep only those.
 
-    The former files are kept beside the new one. No directory may use the journal.
+    The former files are kept beside the new one. The directory must not be running.
     """
     path = file if file is not None else home_of(fleet).journal
     rows, lost = salvage(path)

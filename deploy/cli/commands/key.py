@@ -101,7 +101,7 @@ def _path(file: Path | None, fleet: str | None) -> Path:
 
 
 def _moment(expires: str) -> str:
-    """Convert a relative time to a date; leave a date for the keys file's own check."""
+    """Return the date that a time from now means, such as 90d; a date is returned as it is."""
     try:
         later = seconds(expires)
     except ValueError:
@@ -118,7 +118,7 @@ def _expiry(key: Key) -> str:
 
 
 def _edit(path: Path, change: Callable[[str], str]) -> None:
-    """Change the file under a lock, and refuse content that gateways would refuse."""
+    """Replace the content of the keys file by `change(content)` under a lock, if gateways would accept it."""
     path = path.resolve()
     try:
         folder = os.open(path.parent, os.O_RDONLY)
@@ -141,7 +141,7 @@ def _edit(path: Path, change: Callable[[str], str]) -> None:
 
 
 def put_key(path: Path, entry: dict[str, Any]) -> None:
-    """Add a key to a file, or replace the one with its id. A secret that is a key there stays that key."""
+    """Add an entry to a keys file, or replace that with its id. If its secret is there, nothing changes."""
 
     def changed(text: str) -> str:
         hashes = {key.id: key.hash for key in parse_keys(text, str(path))}
@@ -153,7 +153,7 @@ def put_key(path: Path, entry: dict[str, Any]) -> None:
 
 
 def _append(text: str, entry: dict[str, Any]) -> str:
-    """Append an entry to the list, with the list's indentation; comments stay."""
+    """Return the keys file's text with an entry more, in the list's indentation; comments stay."""
     root, indent = _block_list(text), ""
     if root.value:
         indent = " " * root.start_mark.column
@@ -164,7 +164,7 @@ def _append(text: str, entry: dict[str, Any]) -> str:
 
 
 def _remove(text: str, id: str, path: Path) -> str:
-    """Remove the lines of an entry; all other lines stay."""
+    """Return the keys file's text without the lines of the entry `id`; `path` is for the error message."""
     ids = [key.id for key in parse_keys(text, str(path))]
     if id not in ids:
         raise DeployError(f"there is no key {id} in {path}; it has {', '.join(ids) or 'none'}")
@@ -175,7 +175,7 @@ def _remove(text: str, id: str, path: Path) -> str:
 
 
 def _block_list(text: str) -> yaml.SequenceNode:
-    """Return the list of a checked file if it can be edited line by line."""
+    """Return the YAML list of a valid keys file, or raise DeployError if it cannot be edited line by line."""
     root = yaml.compose(text)
     assert isinstance(root, yaml.SequenceNode)
     if root.value and root.flow_style:

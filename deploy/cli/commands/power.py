@@ -26,7 +26,7 @@ Tier = Annotated[str | None, typer.Option(help="Only this tier runs here, on all
 
 @app.command("plan")
 def plan(file: FleetFile, tier: Tier = None) -> None:
-    """Show the changes without making them."""
+    """Show how GPU power limits would change, without changing them."""
     with Gpus() as gpus:
         _show(_planned(gpus, load_fleet(file), tier))
 
@@ -39,7 +39,7 @@ def apply(
         bool, typer.Option("--yes", help="Make the changes; without it they are only shown")
     ] = False,
 ) -> None:
-    """Set the limits. They stay until `conserve power restore`; keepers reset their own limits."""
+    """Set the limits. They stay until `conserve power restore`; keepers reset those that they set."""
     with Gpus() as gpus:
         fleet = load_fleet(file)
         changes = _planned(gpus, fleet, tier)
@@ -54,7 +54,7 @@ def apply(
 
 @app.command("restore")
 def restore() -> None:
-    """Reset every limit that was changed on this machine."""
+    """Reset each power limit of this machine that ConServe has changed."""
     with Gpus() as gpus:
         outcomes = limits.restore(gpus, conserve_home() / POWER, boot_id())
         if not outcomes:
@@ -70,7 +70,10 @@ def _planned(gpus: Gpus, fleet: FleetSpec, tier: str | None) -> list[LimitChange
 
 
 def wishes_of(fleet: FleetSpec, gpus: int, tier: str | None) -> list[WantedLimit]:
-    """Return the limits of this machine's GPUs, which are assigned to the file's tiers in order."""
+    """Return the limits that `fleet` wants for this machine's `gpus`, which go to its tiers in order.
+
+    With `tier`, all GPUs go to that tier.
+    """
     names = [known.name for known in fleet.tiers]
     if tier is not None:
         if tier not in names:

@@ -39,7 +39,7 @@ def profile(
         Path | None, typer.Option(help="Also draw predicted against measured times (PNG)")
     ] = None,
 ) -> None:
-    """Measure iterations of many shapes, fit the latency model, show its error by region, and store it."""
+    """Measure iterations of many shapes, fit the latency model to them, show its errors, and store it."""
     fleet = load_fleet(file)
     chosen = next((one for one in fleet.tiers if one.name == tier), None)
     if chosen is None:
@@ -84,7 +84,7 @@ async def _measure(
 
 @asynccontextmanager
 async def under_cap(fleet: FleetSpec, engine: EngineName, home: FleetHome) -> AsyncIterator[None]:
-    """Set the tier's power cap on as many GPUs of this machine as an engine uses."""
+    """Cap the power of as many GPUs of this machine as an engine uses, while in this context."""
     ranks = parallel(fleet, engine.tier).gpus
     gpus = visible_gpus() or tuple(str(index) for index in range(ranks))
     async with EnginePower(power_settings(fleet, engine, home, gpus[:ranks])) as power:
@@ -98,7 +98,7 @@ async def under_cap(fleet: FleetSpec, engine: EngineName, home: FleetHome) -> As
 
 
 def draw(profile: Profile, samples: list[Sample], path: Path) -> None:
-    """Draw predicted against measured times, one dot per shape."""
+    """Draw the profile's predicted times against the measured ones, a dot for each sample."""
     from traces import charts  # matplotlib: no other command should wait for it
 
     measured = [sample.seconds * 1e3 for sample in samples]

@@ -69,7 +69,7 @@ def run(
 
 
 def endpoint_at(url: str, key: str, model: str | None, trust: ssl.SSLContext | None = None) -> AgentEndpoint:
-    """Ask a gateway for its models, and return it as an agent's endpoint."""
+    """Ask the gateway at `url` for its models, and return the endpoint of `model`, or of its first model."""
     request = urllib.request.Request(f"{url}/v1/models", headers={"Authorization": f"Bearer {key}"})
     try:
         with urllib.request.urlopen(request, timeout=TIMEOUT_S, context=trust) as answer:
@@ -90,5 +90,5 @@ def endpoint_at(url: str, key: str, model: str | None, trust: ssl.SSLContext | N
 
 
 def described(environment: Mapping[str, str], key: str) -> list[str]:
-    """Return the variables as lines, without the key."""
+    """Return the variables as lines NAME=VALUE, in which `key` is hidden."""
     return [f"{name}={'…' if value == key else value}" for name, value in sorted(environment.items())]

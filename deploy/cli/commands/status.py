@@ -25,7 +25,7 @@ def status(
 
 
 def in_words(found: FleetStatus) -> str:
-    """Return, as text, problems that the table does not show; empty for a healthy fleet."""
+    """Return a sentence on a problem that the table of engines does not show; empty if there is none."""
     if found.starting:
         serving = sum(engine.phase == "serving" for engine in found.engines)
         since = f"Starting for {found.seconds:.0f} s" if found.seconds else "Starting"

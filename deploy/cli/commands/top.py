@@ -113,9 +113,9 @@ def _timeline(timeline: dict[str, Any], now: float) -> Text:
 
 
 def cells(spans: list[list[Any]], now: float) -> list[tuple[str, str]]:
-    """Return glyph and style of each cell of the timeline, newest last.
+    """Return the glyph and style of each cell of a conversation's timeline, newest last.
 
-    A cell shows the span at its end.
+    A cell shows the span that lasts at the cell's end.
     """
     found = []
     for cell in range(1, TIMELINE + 1):

@@ -42,7 +42,7 @@ def describe(
     picture: Annotated[Path | None, typer.Option(help="Also draw it: PNG, SVG or PDF by the ending")] = None,
     json: Annotated[Path | None, typer.Option(help="Also write the numbers")] = None,
 ) -> None:
-    """Print the contents of a trace and draw them."""
+    """Print what a trace contains, and with --picture draw it."""
     from traces import charts  # matplotlib: no other command should wait for it
 
     found = any_trace(trace)
@@ -87,7 +87,7 @@ def generate_saturating(
     count: Count = 200,
     seed: Seed = 0,
 ) -> None:
-    """Generate the same conversations, spaced so that one prefiller is exactly full."""
+    """Generate the conversations of `swe-bench` at the rate that exactly fills one prefiller."""
     _write(out, saturating(count, lambda tokens: tokens / prefill_rate, seed))
 
 

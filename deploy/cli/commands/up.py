@@ -26,7 +26,7 @@ def up(
         bool, typer.Option("--dry-run", help="On a running fleet: only show what would change")
     ] = False,
 ) -> None:
-    """Start a fleet and serve until Ctrl-C. If the fleet is running, change what differs while it serves."""
+    """Start a fleet and serve until Ctrl-C. If the fleet is up, change what differs while it serves."""
     fleet = load_fleet(file, to_start=True)
     if port is not None:
         fleet = fleet.model_copy(update={"gateway": fleet.gateway.model_copy(update={"port": port})})
@@ -68,7 +68,7 @@ def start(fleet: FleetSpec, home: FleetHome, detach: bool) -> None:
 
 
 def wait_for_end(home: FleetHome, poll_s: float = POLL_S) -> None:
-    """Wait until this run of the fleet has ended; a later run of the same fleet is ignored."""
+    """Wait until the fleet's present run has ended, whether or not another run of it begins."""
     ours = home.read_run()
     while ours is not None and ours.same_run(home.read_run()):
         time.sleep(poll_s)
@@ -95,7 +95,7 @@ def change(fleet: FleetSpec, home: FleetHome, dry_run: bool) -> None:
 
 
 def dashboard_key(fleet: FleetSpec) -> str:
-    """Return how to make a key for the dashboard, which shows what everybody says."""
+    """Return a hint how to make a key for the dashboard, which only keys of scope admin may see."""
     if not fleet.gateway.keys_file:
         return ""
     command = f"conserve key new --owner NAME --scope admin --fleet {fleet.name}"
@@ -103,7 +103,7 @@ def dashboard_key(fleet: FleetSpec) -> str:
 
 
 def curl_line(fleet: FleetSpec) -> str:
-    """Return a command that asks the fleet a question."""
+    """Return a `curl` command that asks the fleet a question."""
     asks_for_key = fleet.gateway.api_keys or fleet.gateway.keys_file
     key = ' -H "Authorization: Bearer $CONSERVE_API_KEY"' if asks_for_key else ""
     body = (
