@@ -34,7 +34,7 @@ class AgentEndpoint:
 
 @dataclass(frozen=True, slots=True)
 class Setup:
-    """What an agent is started with: variables, files, and the variables of its user that it must not see."""
+    """Files and variables that an agent is started with, and its user's variables that it must not see."""
 
     environment: Mapping[str, str]
     files: Mapping[Path, str] = field(default_factory=dict)

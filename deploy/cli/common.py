@@ -1,4 +1,4 @@
-"""What commands share: arguments, finding the fleet, and printing errors as sentences."""
+"""Arguments and helpers that several commands use: to find a fleet, and to print errors as sentences."""
 
 import errno
 import sys

@@ -1,4 +1,4 @@
-"""What our Ray actors share: names, options, encrypted arguments, logs and background work."""
+"""Helpers of our Ray actors: names, options, encrypted arguments, logs and background work."""
 
 import asyncio
 import logging

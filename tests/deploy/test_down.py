@@ -36,7 +36,9 @@ def base() -> Iterator[Path]:
     shutil.rmtree(made, ignore_errors=True)
 
 
-def test_a_zombie_supervisor_counts_as_ended(base: Path, never_reaping: "subprocess.Popen[str]") -> None:
+def test_down_treats_a_supervisor_that_is_a_zombie_as_ended(
+    base: Path, never_reaping: "subprocess.Popen[str]"
+) -> None:
     assert never_reaping.stdout is not None
     pid = int(never_reaping.stdout.readline())
     home = FleetHome(base / "one")

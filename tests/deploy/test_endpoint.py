@@ -39,7 +39,9 @@ async def sealed(
         yield made, spec(cert, key, int(made.urls[0].rpartition(":")[2]))
 
 
-async def test_top_and_the_readiness_check_use_tls(sealed: tuple[FakeFleet, FleetSpec]) -> None:
+async def test_conserve_top_and_the_readiness_check_reach_a_tls_gateway(
+    sealed: tuple[FakeFleet, FleetSpec],
+) -> None:
     made, up = sealed
     trust, url = trust_of(up), endpoint_of(up)
     assert url == made.urls[0].replace("http://", "https://") and trust is not None
@@ -62,7 +64,7 @@ async def test_the_curl_line_that_up_prints_works(sealed: tuple[FakeFleet, Fleet
     assert run.returncode == 0 and '"finish_reason"' in run.stdout, (command, run.stdout, run.stderr)
 
 
-async def test_only_the_fleets_certificate_is_trusted(tmp_path: Path) -> None:
+async def test_commands_trust_no_certificate_but_the_fleets(tmp_path: Path) -> None:
     authority = Authority(tmp_path)
     mine, other = authority.pair("mine"), authority.pair("other")  # of one issuer, and one name
     async with fleet(tmp_path / "fleet", tls=TlsConfig(*map(str, other))) as made:
@@ -77,13 +79,13 @@ async def test_only_the_fleets_certificate_is_trusted(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("host", "reached"), [("0.0.0.0", "127.0.0.1"), ("::", "[::1]"), ("fd00::1", "[fd00::1]"), ("h", "h")]
 )
-def test_a_gateway_is_reached_at_an_address_of_its_family(host: str, reached: str) -> None:
+def test_the_endpoint_has_a_loopback_address_of_the_gateways_address_family(host: str, reached: str) -> None:
     tiers = [{"name": "all", "role": "mixed"}]
     up = FleetSpec.of({"policy": "collocated", "tiers": tiers, "gateway": {"host": host}})
     assert endpoint_of(up) == f"http://{reached}:8000"
 
 
-def test_a_certificate_is_named_for_programs_that_ask_for_a_file(tmp_path: Path) -> None:
+def test_the_certificate_file_is_named_only_if_it_is_on_this_machine(tmp_path: Path) -> None:
     cert, key = Authority(tmp_path).pair()
     assert certificate_of(spec(cert, key, 8000)) == str(cert)
     assert certificate_of(spec(tmp_path / "elsewhere.pem", key, 8000)) == ""

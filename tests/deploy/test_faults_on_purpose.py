@@ -54,12 +54,14 @@ def until(true: Callable[[], bool], limit_s: float = 10.0) -> None:
         time.sleep(0.01)
 
 
-def test_a_kill_ends_the_process(home: FleetHome, writer: "subprocess.Popen[bytes]") -> None:
+def test_the_kill_fault_ends_its_process(home: FleetHome, writer: "subprocess.Popen[bytes]") -> None:
     assert inflict(home, Fault("kill", "router.batch"), Random(0)) == writer.pid
     assert writer.wait(10) == -signal.SIGKILL
 
 
-def test_a_stopped_process_continues(home: FleetHome, writer: "subprocess.Popen[bytes]") -> None:
+def test_a_process_stopped_by_the_stop_fault_continues_afterwards(
+    home: FleetHome, writer: "subprocess.Popen[bytes]"
+) -> None:
     seen = []
     process = psutil.Process(writer.pid)
 
@@ -72,7 +74,7 @@ def test_a_stopped_process_continues(home: FleetHome, writer: "subprocess.Popen[
     until(lambda: process.status() != psutil.STATUS_STOPPED)
 
 
-def test_a_full_disk_refuses_writes_until_the_fault_ends(
+def test_the_full_disk_fault_makes_writes_fail_until_it_ends(
     home: FleetHome, writer: "subprocess.Popen[bytes]", tmp_path: Path
 ) -> None:
     written, full = tmp_path / "written", tmp_path / "written.full"
@@ -86,7 +88,7 @@ def test_a_full_disk_refuses_writes_until_the_fault_ends(
     until(lambda: written.stat().st_size > before)
 
 
-def test_a_delayed_process_is_slowed_repeatedly_and_continues(
+def test_the_delay_fault_slows_a_process_repeatedly_and_then_lets_it_continue(
     home: FleetHome, writer: "subprocess.Popen[bytes]", tmp_path: Path
 ) -> None:
     process, states = psutil.Process(writer.pid), list[bool]()
@@ -102,19 +104,19 @@ def test_a_delayed_process_is_slowed_repeatedly_and_continues(
 
 
 @pytest.mark.parametrize("by_s", [3600.0, -3600.0])
-def test_the_clock_is_right_again_after_a_shift(by_s: float) -> None:
+def test_the_clock_fault_shifts_the_clock_and_sets_it_right_afterwards(by_s: float) -> None:
     """The test does not change the clock of this machine."""
     changes: list[float] = []
     set_clock(by_s, 0.2, change=lambda _, at: changes.append(at - time.time()))
     assert changes == pytest.approx([by_s, 0.0], abs=0.1)
 
 
-def test_processes_of_others_are_left_alone(tmp_path: Path, writer: "subprocess.Popen[bytes]") -> None:
+def test_faults_hit_only_processes_of_the_fleet(tmp_path: Path, writer: "subprocess.Popen[bytes]") -> None:
     assert inflict(FleetHome(tmp_path / "another"), Fault("kill", "router.batch"), Random(0)) == 0
     assert writer.poll() is None
 
 
-def test_every_kind_of_process_is_chosen_eventually() -> None:
+def test_random_faults_hit_every_kind_of_process_eventually() -> None:
     coming = faults(Random(1))
     killed = {fault.victim for fault in (next(coming) for _ in range(400)) if fault.kind == "kill"}
     assert killed == {*ENGINE, *FRONT, *KEEPS, *RAY}

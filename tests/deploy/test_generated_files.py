@@ -11,10 +11,10 @@ GENERATED = generated()
 
 
 @pytest.mark.parametrize("file", GENERATED, ids=lambda file: file.name)
-def test_a_generated_file_is_current(file: Path) -> None:
+def test_each_generated_file_equals_what_the_code_generates_now(file: Path) -> None:
     assert file.read_text() == GENERATED[file], "run: python -m deploy.generated"
 
 
-def test_no_dashboard_is_left_over() -> None:
+def test_no_grafana_file_remains_without_a_dashboard_definition() -> None:
     assert set(GRAFANA.glob("*.json")) == {file for file in GENERATED if file.parent == GRAFANA}
     assert all(json.loads(file.read_text())["panels"] for file in GRAFANA.glob("*.json"))

@@ -90,7 +90,7 @@ class Rig:
                 await asyncio.sleep(0.1)
 
 
-def test_a_replaced_directory_does_not_return_at_once(
+def test_a_directory_that_a_newer_one_has_replaced_does_not_return_at_once(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     async def superseded(_: hosted_directory.HostedDirectory) -> None:
@@ -115,7 +115,7 @@ async def cancelled(task: asyncio.Task[None]) -> None:
     await asyncio.gather(task, return_exceptions=True)
 
 
-async def test_the_directory_outlives_its_host_and_restarts_when_killed(tmp_path: Path) -> None:
+async def test_the_directory_process_outlives_its_actor_and_restarts_when_killed(tmp_path: Path) -> None:
     rig = Rig(tmp_path)
     store = StatusStore("decode-0")
     store.engine_up(replace(INFO, role=Role.DECODE, epoch=5))

@@ -28,7 +28,7 @@ def fleet() -> dict[str, Any]:
 @pytest.mark.parametrize(
     "document", [d for d in DOCUMENTS if d["kind"] != "RayJob"], ids=lambda document: document["kind"]
 )
-def test_kubernetes_accepts_the_object(document: dict[str, Any]) -> None:
+def test_kubernetes_accepts_every_object_of_the_manifest(document: dict[str, Any]) -> None:
     kubernetes_validate.validate(document, KUBERNETES, strict=True)
 
 
@@ -38,26 +38,26 @@ def test_kubernetes_accepts_the_pods_of_each_group(group: dict[str, Any]) -> Non
     kubernetes_validate.validate(pod, KUBERNETES, strict=True)
 
 
-def test_a_misspelt_field_is_refused() -> None:
+def test_kubernetes_refuses_a_manifest_with_a_misspelt_field() -> None:
     service = next(document for document in DOCUMENTS if document["kind"] == "Service")
     with pytest.raises(kubernetes_validate.ValidationError):
         kubernetes_validate.validate({**service, "spec": {"prots": []}}, KUBERNETES, strict=True)
 
 
-def test_the_fleet_file_in_the_config_map_is_valid(tmp_path: Path) -> None:
+def test_the_fleet_file_in_the_kubernetes_config_map_is_valid(tmp_path: Path) -> None:
     path = tmp_path / "fleet.yaml"
     path.write_text(yaml.safe_dump(fleet()))
     load_fleet(path)
 
 
-def test_each_tier_has_enough_nodes_with_its_resource() -> None:
+def test_the_kubernetes_cluster_has_enough_nodes_for_each_tier() -> None:
     for tier in fleet()["tiers"]:
         (custom,) = (name for name in tier["resources"] if name != "GPU")
         groups = [group for group in GROUPS if custom in group["rayStartParams"].get("resources", "")]
         assert sum(group["replicas"] for group in groups) == tier["replicas"], tier["name"]
 
 
-def test_every_node_tolerates_a_lost_head_and_leaves_memory_kills_to_the_kernel() -> None:
+def test_every_kubernetes_node_tolerates_a_lost_head_and_leaves_memory_kills_to_the_kernel() -> None:
     for group in GROUPS:
         (container,) = group["template"]["spec"]["containers"]
         names = {variable["name"] for variable in container["env"]}
@@ -73,7 +73,7 @@ def test_the_cluster_requires_a_token() -> None:
 
 
 @pytest.mark.parametrize("group", [*GROUPS, SUBMITTER], ids=lambda group: group.get("groupName", "head"))
-def test_pods_have_no_rights_that_they_do_not_need(group: dict[str, Any]) -> None:
+def test_kubernetes_pods_run_as_a_plain_user_without_capabilities(group: dict[str, Any]) -> None:
     pod = group["template"]["spec"]
     (container,) = pod["containers"]
     assert pod["securityContext"]["runAsNonRoot"] and pod["securityContext"]["runAsUser"] == 1000
@@ -83,7 +83,7 @@ def test_pods_have_no_rights_that_they_do_not_need(group: dict[str, Any]) -> Non
 
 
 @pytest.mark.parametrize("group", GROUPS, ids=lambda group: group.get("groupName", "head"))
-def test_keepers_write_to_a_volume(group: dict[str, Any]) -> None:
+def test_conserve_home_is_a_volume_of_every_kubernetes_pod(group: dict[str, Any]) -> None:
     (container,) = group["template"]["spec"]["containers"]
     (home,) = (one["value"] for one in container["env"] if one["name"] == "CONSERVE_HOME")
     mounted = {one["mountPath"]: one["name"] for one in container["volumeMounts"]}

@@ -24,7 +24,7 @@ def test_both_lock_files_have_the_same_major_version_of_each_import(package: str
     assert major(versions("cpu.txt")[package]) == major(versions("cuda.txt")[package])
 
 
-def test_the_cuda_lock_has_no_separate_lmcache() -> None:
+def test_the_cuda_lock_file_does_not_contain_lmcache() -> None:
     """The release that pip would choose lacks a feature of the connector; lmcache.txt pins the right one."""
     assert "lmcache" not in versions("cuda.txt")
     assert versions("lmcache.txt")["lmcache"] == "0.5.6"

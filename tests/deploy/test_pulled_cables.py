@@ -16,7 +16,7 @@ ANSWERED_S = 15.0  # after a cable is plugged in again, every client is answered
 GONE_S = 30.0  # keep-alive (15 s), the lease, and one more try
 
 
-def test_while_a_cable_is_pulled_only_its_clients_wait_and_all_are_answered(tmp_path: Path) -> None:
+def test_a_pulled_cable_delays_only_its_clients_and_all_are_answered_afterwards(tmp_path: Path) -> None:
     prefix = apart()
     if prefix is None:
         pytest.skip("this machine allows no network namespaces (or has no `ip` and `unshare`)")

@@ -29,18 +29,18 @@ def test_both_kinds_of_cluster_files_are_shipped() -> None:
 
 
 @pytest.mark.parametrize("path", FILES, ids=lambda path: path.name)
-def test_ray_accepts_the_file(path: Path) -> None:
+def test_ray_accepts_each_cluster_file(path: Path) -> None:
     prepared(load(path))
 
 
 @pytest.mark.parametrize("path", FILES, ids=lambda path: path.name)
-def test_ray_refuses_the_file_with_a_misspelt_key(path: Path) -> None:
+def test_ray_refuses_a_cluster_file_with_a_misspelt_key(path: Path) -> None:
     with pytest.raises(Exception, match="max_wokers"):
         prepared(load(path) | {"max_wokers": 3})
 
 
 @pytest.mark.parametrize("path", FILES, ids=lambda path: path.name)
-def test_the_loss_of_the_head_ends_no_node(path: Path) -> None:
+def test_the_nodes_of_a_cluster_file_outlive_a_lost_head_for_ten_minutes(path: Path) -> None:
     config = load(path)
     head, worker = config["head_start_ray_commands"][-1], config["worker_start_ray_commands"][-1]
     assert "RAY_gcs_storage=rocksdb" in head
@@ -49,7 +49,7 @@ def test_the_loss_of_the_head_ends_no_node(path: Path) -> None:
 
 
 @pytest.mark.parametrize("path", FILES, ids=lambda path: path.name)
-def test_ray_does_not_kill_actors_when_an_engine_fills_the_memory(path: Path) -> None:
+def test_the_nodes_of_a_cluster_file_leave_memory_kills_to_the_kernel(path: Path) -> None:
     config = load(path)
     for command in (config["head_start_ray_commands"][-1], config["worker_start_ray_commands"][-1]):
         for setting in ("RAY_memory_monitor_refresh_ms=0", "RAY_worker_oom_score_adj=0"):
@@ -67,18 +67,18 @@ def test_the_cluster_requires_a_token(path: Path) -> None:
 
 
 @pytest.mark.parametrize("path", FILES, ids=lambda path: path.name)
-def test_the_setup_command_in_the_first_line_works(path: Path) -> None:
+def test_the_setup_command_in_a_cluster_files_first_line_works(path: Path) -> None:
     (target,) = re.findall(r"make (\w+)", path.read_text().splitlines()[0])
     assert f"\n{target}:" in (ROOT / "Makefile").read_text()
 
 
 @pytest.mark.parametrize("path", FILES, ids=lambda path: path.name)
-def test_every_mounted_file_exists_or_is_built(path: Path) -> None:
+def test_every_file_that_a_cluster_file_mounts_exists_or_is_built(path: Path) -> None:
     for source in load(path)["file_mounts"].values():
         assert source in ("dist", TOKEN) or (ROOT / source).is_file(), source
 
 
-def test_on_aws_each_tier_of_the_fleet_has_a_node_type_with_its_resource() -> None:
+def test_the_aws_cluster_file_has_a_node_type_for_each_tier_of_the_fleet() -> None:
     config = load(ROOT / "deploy" / "ray" / "aws.yaml")
     fleet = load(ROOT / config["file_mounts"]["~/fleet.yaml"])
     offered = [node["resources"] for node in config["available_node_types"].values()]

@@ -35,7 +35,9 @@ def install(venv: Path, extras: str, **variables: str) -> "subprocess.CompletedP
         (["torch-2.13.0+cpu"], "cuda,postgres", ""),
     ],
 )
-def test_an_environment_keeps_its_build(tmp_path: Path, there: list[str], extras: str, refused: str) -> None:
+def test_an_environment_with_one_build_of_vllm_refuses_the_other_build(
+    tmp_path: Path, there: list[str], extras: str, refused: str
+) -> None:
     for name in there:
         (tmp_path / "lib" / "python3.11" / "site-packages" / f"{name}.dist-info").mkdir(parents=True)
     done = install(tmp_path, extras)
@@ -73,16 +75,16 @@ def made(*target: str) -> str:
     return subprocess.run(command, capture_output=True, text=True, timeout=30, check=True).stdout
 
 
-def test_ending_a_fleet_installs_nothing() -> None:
+def test_make_down_installs_nothing() -> None:
     assert "install.sh" not in made("down") and "install.sh .venv cpu,dev" in made("up")
     assert "install.sh .venv-cuda cuda" in made("up", "VENV=.venv-cuda", "EXTRAS=cuda")
 
 
-def test_a_wheel_has_no_module_of_an_earlier_one() -> None:
+def test_make_wheel_removes_modules_of_an_earlier_build() -> None:
     commands = made("wheel")
     assert 0 <= commands.find("rm -rf build") < commands.find("pip wheel")
 
 
-def test_an_image_is_built_without_environments_and_builds() -> None:
+def test_the_image_contains_no_environments_and_no_build_folders() -> None:
     ignored = (ROOT / ".dockerignore").read_text().split()
     assert {".git", ".venv*", ".conserve", "build", "dist", "site"}.issubset(ignored)

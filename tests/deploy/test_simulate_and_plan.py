@@ -47,7 +47,7 @@ def test_simulate_compares_eviction_policies(trace: Path, tmp_path: Path) -> Non
     assert all(one["conversations"] == 20 and one["drops"] == 0 for one in found)
 
 
-def test_the_default_eviction_policy_follows_the_park_key() -> None:
+def test_simulate_parks_by_default_after_the_time_in_the_fleet_file() -> None:
     file = load_fleet(FLEET)
     default, park = (simulation_settings(file, None, 0.1, 0, way) for way in (None, OverloadPolicy.PARK))
     assert default == park
@@ -60,7 +60,9 @@ def test_simulated_engines_use_the_tbt_target_of_the_file(tmp_path: Path) -> Non
     assert simulation_settings(load_fleet(tighter), None, 0.1, 0).tbt_s == 0.038
 
 
-def test_figures_that_no_turn_has_are_null(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_figures_without_any_turn_are_null_in_the_json_result(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     single, out = tmp_path / "single.jsonl", tmp_path / "out.json"
     turns = (TraceTurn(8_000, 0, 100),)
     write(single, [TraceConversation(f"c{i}", i * 1.0, turns) for i in range(20)], TraceHeader())
@@ -78,7 +80,7 @@ def test_plan_from_mean_lengths_gives_the_papers_rate(capsys: pytest.CaptureFixt
     assert "R* = 1.667/s" in capsys.readouterr().out
 
 
-def test_plan_overload_names_the_pairs_their_gain_and_the_obstacles(
+def test_plan_overload_prints_which_engines_pair_up_what_they_gain_and_what_prevents_it(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     out = tmp_path / "plan.json"
@@ -105,7 +107,7 @@ def test_plan_overload_reports_engines_that_would_be_too_slow(
         plan(overload=FLEET, profile=str(unknown))
 
 
-def test_an_impossible_request_is_refused_with_a_sentence(trace: Path) -> None:
+def test_an_impossible_workload_or_an_unknown_name_is_refused_with_a_sentence(trace: Path) -> None:
     with pytest.raises(PlacementError, match="not one fits"):
         plan(peak_tokens=400_000)
     with pytest.raises(TraceError, match=r"a40-qwen3-0\.6b"):
@@ -116,7 +118,7 @@ def test_an_impossible_request_is_refused_with_a_sentence(trace: Path) -> None:
         simulate(FLEET, trace, overload="never")
 
 
-def test_a_fleet_file_becomes_the_same_tiers_with_their_caps() -> None:
+def test_a_simulated_fleet_has_the_tiers_and_power_caps_of_its_file() -> None:
     file = load_fleet(FLEET)
     fleet = simulated_fleet(file, find("a40-qwen3-0.6b"))
     assert [(tier.role, tier.replicas) for tier in fleet.tiers] == [(Role.PREFILL, 1), (Role.DECODE, 3)]
@@ -126,6 +128,6 @@ def test_a_fleet_file_becomes_the_same_tiers_with_their_caps() -> None:
     assert chosen.placer.redisaggregation.above_tokens == file.conversation.redisaggregate_tokens
 
 
-def test_a_profile_survives_json() -> None:
+def test_a_profile_written_as_json_is_read_back_unchanged() -> None:
     profile = find("laptop")
     assert from_json(json.loads(json.dumps(asdict(profile)))) == profile

@@ -34,12 +34,12 @@ def digest(directory: Path) -> dict[str, str]:
     return {path.name: hashlib.sha256(path.read_bytes()).hexdigest() for path in sorted(directory.iterdir())}
 
 
-def test_the_same_shape_gives_the_same_bytes(model: Path, tmp_path: Path) -> None:
+def test_the_small_model_of_one_shape_always_has_the_same_bytes(model: Path, tmp_path: Path) -> None:
     make_model(tmp_path / "again", SMALL)
     assert digest(tmp_path / "again") == digest(model)
 
 
-def test_a_made_model_is_left_alone_and_another_shape_replaces_it(tmp_path: Path) -> None:
+def test_make_model_keeps_a_model_of_the_same_shape_and_replaces_another(tmp_path: Path) -> None:
     directory = tmp_path / "m"
     assert make_model(directory, SMALL)
     assert not make_model(directory, SMALL)
@@ -47,14 +47,14 @@ def test_a_made_model_is_left_alone_and_another_shape_replaces_it(tmp_path: Path
     assert json.loads((directory / "config.json").read_text())["num_hidden_layers"] == 1
 
 
-def test_a_directory_with_other_content_is_refused(tmp_path: Path) -> None:
+def test_make_model_refuses_a_directory_with_other_content(tmp_path: Path) -> None:
     (tmp_path / "precious.txt").write_text("mine")
     with pytest.raises(DeployError, match="something else"):
         make_model(tmp_path, SMALL)
     assert (tmp_path / "precious.txt").exists()
 
 
-def test_every_text_survives_the_tokenizer(model: Path) -> None:
+def test_the_tokenizer_decodes_the_tokens_of_any_text_to_that_text(model: Path) -> None:
     tokenizer = Tokenizer.from_file(str(model / "tokenizer.json"))
     for text in ("plain", "naïve 東京 🙂\n\t\x00", '{"a": [1, 2]}', " leading  spaces "):
         ids = tokenizer.encode(text).ids
@@ -62,13 +62,13 @@ def test_every_text_survives_the_tokenizer(model: Path) -> None:
         assert tokenizer.decode(ids) == text
 
 
-def test_every_text_of_the_model_tokenizes_to_its_own_tokens(model: Path) -> None:
+def test_text_that_the_small_model_generates_tokenizes_to_the_generated_tokens(model: Path) -> None:
     tokenizer = Tokenizer.from_file(str(model / "tokenizer.json"))
     said = [token for token in SPEAKABLE if token < 256]
     assert tokenizer.encode(tokenizer.decode(said)).ids == said
 
 
-def test_excluded_tokens_are_never_generated() -> None:
+def test_the_small_model_never_generates_excluded_tokens() -> None:
     weights = make_weights(SMALL)
     generator = np.random.default_rng(1)
     hidden = generator.normal(0, 30, (500, SMALL.hidden)).astype(np.float32)

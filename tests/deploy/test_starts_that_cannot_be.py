@@ -137,7 +137,7 @@ def test_missing_resources_are_reported(resources: dict[str, float], there: Any,
         refuse_what_does_not_fit(fleet, there)
 
 
-def test_a_start_that_fails_while_another_command_ends_the_fleet_says_so(base: Path) -> None:
+def test_a_start_during_which_another_command_ends_the_fleet_says_so(base: Path) -> None:
     home = FleetHome.of("random", str(base))
     home.create()
     ours = RunRecord(os.getpid(), psutil.Process().create_time(), "127.0.0.1:1")

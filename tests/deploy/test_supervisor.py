@@ -63,7 +63,7 @@ def started(tmp_path: Path) -> Iterator[Callable[..., subprocess.Popen[bytes]]]:
         process.wait()
 
 
-def test_a_killed_child_restarts_without_leftovers(
+def test_the_supervisor_restarts_a_killed_child_after_ending_its_remaining_processes(
     started: Callable[..., subprocess.Popen[bytes]], tmp_path: Path
 ) -> None:
     supervisor = started()

@@ -45,7 +45,7 @@ def test_the_image_pins_its_base_by_digest_and_installs_locked_packages() -> Non
         assert "--no-deps" in line and ("--require-hashes" in line or "/wheels/conserve_llm-" in line)
 
 
-def test_make_installs_only_what_has_hashes() -> None:
+def test_make_installs_only_packages_with_hashes() -> None:
     assert set(locked("uv.txt")) == {"uv"}
     script = (ROOT / "deploy" / "setup" / "install.sh").read_text()
     from_an_index = re.findall(r"install --no-deps(?! --no-build-isolation)[^\n]*", script)

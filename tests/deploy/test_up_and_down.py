@@ -128,7 +128,7 @@ def test_ctrl_c_ends_a_fleet_that_serves_within_seconds(rig: FleetRig) -> None:
 
 
 @pytest.mark.timeout(600)
-def test_a_directory_is_served_by_one_command_and_ended_by_another(rig: FleetRig) -> None:
+def test_serve_starts_a_model_directory_and_down_ends_it(rig: FleetRig) -> None:
     make_model(rig.base / "one")
     one_engine = ("--prefill", "0", "--decode", "1", "--max-model-len", "4096")
     options = ("--port", str(rig.port), "--detach", "--", "--max-num-seqs", "4")
@@ -143,7 +143,7 @@ def test_a_directory_is_served_by_one_command_and_ended_by_another(rig: FleetRig
 
 
 @pytest.mark.timeout(600)
-def test_down_during_a_start_ends_the_waiting_up(rig: FleetRig) -> None:
+def test_down_during_a_start_also_ends_the_conserve_up_that_waits(rig: FleetRig) -> None:
     running = rig.up()
     until(lambda: "mixed-0: starting" in rig.output(), 300, "the engine to begin to start")
     assert "processes ended" in conserve(rig.base, "down", "one", timeout_s=120).stdout
@@ -154,7 +154,7 @@ def test_down_during_a_start_ends_the_waiting_up(rig: FleetRig) -> None:
 
 
 @pytest.mark.timeout(600)
-def test_a_fleet_in_the_background_of_a_script_is_down_within_seconds(rig: FleetRig) -> None:
+def test_a_script_ends_a_fleet_that_it_started_in_the_background_within_seconds(rig: FleetRig) -> None:
     """Before the fleet is up, `conserve status` shows the progress of the start."""
     running = rig.up(background=True)
     said = ""
@@ -174,7 +174,7 @@ def test_a_fleet_in_the_background_of_a_script_is_down_within_seconds(rig: Fleet
 
 
 @pytest.mark.timeout(900)
-def test_a_killed_terminal_leaves_nothing_after_the_lease(rig: FleetRig) -> None:
+def test_no_process_outlives_a_killed_terminal_by_more_than_the_lease(rig: FleetRig) -> None:
     running = rig.up()
     until(lambda: "mixed-0: starting" in rig.output(), 300, "the engine to begin to start")
     running.kill()

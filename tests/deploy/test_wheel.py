@@ -66,7 +66,7 @@ def installed(tmp_path_factory: pytest.TempPathFactory) -> Installed:
     return Installed(python, base / "empty", base / "home")
 
 
-def test_everything_comes_from_the_wheel(installed: Installed) -> None:
+def test_an_installed_wheel_has_all_packages_but_the_tests(installed: Installed) -> None:
     found = installed.run(
         installed.python, "-c", f"import {', '.join(TOP_LEVEL)}; print({', '.join(TOP_LEVEL)})"
     )
@@ -76,7 +76,7 @@ def test_everything_comes_from_the_wheel(installed: Installed) -> None:
     assert "No module named 'tests'" in left_out.stderr
 
 
-def test_a_printed_fleet_file_is_valid(installed: Installed) -> None:
+def test_the_fleet_file_that_serve_prints_passes_conserve_check(installed: Installed) -> None:
     printed = installed.conserve("serve", "smollm2", "--print", "--prefill", "0", "--decode", "1")
     assert printed.returncode == 0, printed.stderr
     (installed.empty / "fleet.yaml").write_text(printed.stdout)
@@ -85,7 +85,7 @@ def test_a_printed_fleet_file_is_valid(installed: Installed) -> None:
     assert checked.stdout.startswith("fleet.yaml: valid: fleet 'smollm2'"), checked.stderr
 
 
-def test_doctor_names_this_machine(installed: Installed) -> None:
+def test_doctor_of_an_installed_wheel_finds_python_and_vllm(installed: Installed) -> None:
     said = installed.conserve("doctor", "--port", str(free_port("0.0.0.0")))
     assert said.returncode == 0, said.stdout + said.stderr
     assert "ok    Python: 3." in said.stdout and "ok    vLLM: " in said.stdout

@@ -58,7 +58,9 @@ async def test_a_batch_is_submitted_and_its_results_are_written(
 
 
 @pytest.mark.slow
-async def test_bad_lines_are_shown_with_their_numbers(gateway: GatewayWithBatch, tmp_path: Path) -> None:
+async def test_conserve_batch_prints_the_numbers_of_invalid_lines(
+    gateway: GatewayWithBatch, tmp_path: Path
+) -> None:
     file = tmp_path / "in.jsonl"
     file.write_bytes(jsonl([line("a"), line("b", method="GET"), line("a")]))
     code, text, _ = await conserve(gateway, "submit", str(file), "--wait")
@@ -69,7 +71,7 @@ async def test_bad_lines_are_shown_with_their_numbers(gateway: GatewayWithBatch,
 
 
 @pytest.mark.slow
-async def test_a_fleet_that_asks_for_a_key_says_how_to_give_one(gateway: GatewayWithBatch) -> None:
+async def test_conserve_batch_without_a_needed_key_says_how_to_give_one(gateway: GatewayWithBatch) -> None:
     gateway.front.keys = Keyring([Key("one", "one", hash_secret("ck-one"))], None)
     code, _, wrong = await conserve(gateway, "list")
     assert code == 1 and "asks for a key: give --api-key, or set $CONSERVE_API_KEY" in wrong

@@ -59,7 +59,7 @@ def test_apply_caps_the_decode_tiers_gpu_and_restore_undoes_it(machine: GpuMachi
     assert "Nothing to reset" in conserve(machine, "restore")[1]
 
 
-def test_a_single_tier_gets_all_gpus_of_the_machine(machine: GpuMachine, fleet: str) -> None:
+def test_power_apply_with_a_tier_caps_all_gpus_of_the_machine(machine: GpuMachine, fleet: str) -> None:
     conserve(machine, "apply", fleet, "--tier", "decode", "--yes")
     assert machine.limits() == [200.0, 200.0]
 
@@ -72,7 +72,7 @@ def test_a_single_tier_gets_all_gpus_of_the_machine(machine: GpuMachine, fleet: 
         (NO_LIMITS, "takes no cap"),
     ],
 )
-def test_an_impossible_request_is_refused_with_a_sentence(
+def test_a_power_apply_that_cannot_set_every_limit_changes_none_and_says_why(
     machine: GpuMachine, fleet: str, fails: int, says: str
 ) -> None:
     for index in range(2):

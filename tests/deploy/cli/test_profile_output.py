@@ -35,7 +35,7 @@ asyncio.run(main())
 """
 
 
-def test_the_prefill_time_of_a_prompt_is_printed(
+def test_conserve_profile_prints_the_prefill_time_of_a_prompt(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setattr(profile, "console", profile.Console(width=200))
@@ -44,14 +44,14 @@ def test_the_prefill_time_of_a_prompt_is_printed(
     assert f"{wanted.a:.3g} + {wanted.b:.3g} n + {wanted.c:.3g} n²" in capsys.readouterr().out
 
 
-def test_the_tier_is_measured_under_its_power_cap_which_is_then_undone(tmp_path: Path) -> None:
+def test_a_tier_is_profiled_under_its_power_cap_and_the_cap_is_undone_afterwards(tmp_path: Path) -> None:
     machine = GpuMachine.of(build(tmp_path / "nvml"), tmp_path)
     done = machine.python(MEASURES, CAPPED, str(machine.state))
     assert done.stdout.strip() == "[200.0, 300.0]", done.stderr
     assert machine.limits() == [300.0, 300.0]
 
 
-def test_nothing_is_measured_if_the_cap_cannot_be_set(tmp_path: Path) -> None:
+def test_conserve_profile_measures_nothing_if_the_power_cap_cannot_be_set(tmp_path: Path) -> None:
     machine = GpuMachine.of(build(tmp_path / "nvml"), tmp_path)
     machine.write(0, "fails", PERMISSION)
     done = machine.python(MEASURES, CAPPED, str(machine.state))

@@ -66,13 +66,13 @@ def alive() -> RunRecord:
     return replace(OURS, pid=os.getpid(), started=psutil.Process().create_time())
 
 
-def test_a_good_file_is_valid(base: Path) -> None:
+def test_conserve_check_accepts_a_valid_file(base: Path) -> None:
     answer = conserve(base, "check", "configs/laptop.yaml")
     assert answer.returncode == 0
     assert "valid: fleet 'laptop', model smollm2, 1 x prefill (prefill), 2 x decode (decode)" in answer.stdout
 
 
-def test_an_invalid_file_is_reported_with_its_line_and_without_a_traceback(base: Path) -> None:
+def test_conserve_check_reports_a_mistake_with_its_line_and_without_a_traceback(base: Path) -> None:
     file = base / "wrong.yaml"
     file.write_text(LAPTOP.read_text().replace("replicas: 2", "replcas: 2"))
     for command in ("check", "up"):
@@ -112,7 +112,9 @@ def test_other_folders_are_advised_only_if_conserve_wrote_the_file(
     assert os.strerror(number) in said and ("HF_HOME" in said) is advised
 
 
-def test_status_asks_all_keepers_at_the_same_time(base: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_conserve_status_asks_all_keepers_at_the_same_time(
+    base: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     home = up(base, "laptop", alive())
     names = ("prefill-0", "decode-0", "decode-1")
     for name in names:
@@ -151,7 +153,7 @@ def test_a_fleet_that_is_not_up_is_reported(base: Path) -> None:
     assert "no engine 'decode-0'" in conserve(base, "logs", "decode-0", "--fleet", "laptop").stderr
 
 
-def test_without_a_name_the_only_running_fleet_is_meant(base: Path) -> None:
+def test_a_command_without_a_name_takes_the_only_running_fleet(base: Path) -> None:
     for command in ("status", "down", "advise", "top"):
         said = conserve(base, command).stderr
         assert said.startswith("conserve: no fleet is up on this machine; start one with: conserve serve")
@@ -162,7 +164,9 @@ def test_without_a_name_the_only_running_fleet_is_meant(base: Path) -> None:
     assert conserve(base, "status", "two").stdout.startswith("two ")
 
 
-def test_without_a_name_killed_fleets_are_ignored(base: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_command_without_a_name_ignores_killed_fleets_while_one_runs(
+    base: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setenv("CONSERVE_HOME", str(base))
     up(base, "killed", OURS)
     assert only_fleet().name == "killed"
@@ -188,7 +192,7 @@ def test_a_folder_that_cannot_be_written_is_named_without_a_traceback(base: Path
     assert "CONSERVE_HOME" in answer.stderr and "Traceback" not in answer.stderr
 
 
-def test_a_starting_fleet_is_reported_as_starting(base: Path) -> None:
+def test_conserve_status_reports_a_starting_fleet_as_starting(base: Path) -> None:
     up(base, "one", alive())
     said = conserve(base, "status").stdout
     assert "0 of 3 engines serve; the endpoint is open when all do" in said
@@ -196,7 +200,7 @@ def test_a_starting_fleet_is_reported_as_starting(base: Path) -> None:
     assert "still starting: see conserve status one" in conserve(base, "top").stderr
 
 
-def test_a_fleet_without_a_supervisor_is_reported(base: Path) -> None:
+def test_conserve_status_reports_a_fleet_without_a_supervisor(base: Path) -> None:
     up(base, "one", OURS)
     assert "Its supervisor is gone" in conserve(base, "status").stdout
 
@@ -224,12 +228,12 @@ def ends_after(change: Callable[[], object], home: FleetHome) -> bool:
     return not waiting.is_alive()
 
 
-def test_up_ends_when_the_fleet_is_brought_down(base: Path) -> None:
+def test_conserve_up_ends_when_another_command_brings_the_fleet_down(base: Path) -> None:
     home = up(base, "one", OURS)
     assert ends_after(home.run_file.unlink, home)
 
 
-def test_up_ends_when_another_run_has_taken_its_place(base: Path) -> None:
+def test_conserve_up_ends_when_another_run_of_the_fleet_has_begun(base: Path) -> None:
     home = up(base, "one", OURS)
     assert ends_after(lambda: home.write_run(replace(OURS, pid=42, started=2.0)), home)
 

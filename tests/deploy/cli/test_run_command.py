@@ -78,7 +78,9 @@ async def test_a_model_too_small_for_the_agents_first_prompt_is_refused(tmp_path
     assert "takes 13000 tokens, and the first prompt of codex alone has about 9300, beside which" in said
 
 
-async def test_a_missing_agent_or_fleet_is_reported_in_a_sentence(made: FakeFleet, tmp_path: Path) -> None:
+async def test_conserve_run_reports_a_missing_agent_or_fleet_in_a_sentence(
+    made: FakeFleet, tmp_path: Path
+) -> None:
     url = made.urls[0]
     for arguments, key, sentence in (
         (("qwen", "--url", url), "right", "npm install -g @qwen-code/qwen-code"),
@@ -91,7 +93,9 @@ async def test_a_missing_agent_or_fleet_is_reported_in_a_sentence(made: FakeFlee
 
 
 @pytest.mark.parametrize("name", AGENTS)
-def test_every_agent_is_configured_for_the_fleet_only(name: str, tmp_path: Path) -> None:
+def test_the_settings_of_every_agent_point_to_the_fleet_and_to_nothing_else(
+    name: str, tmp_path: Path
+) -> None:
     endpoint = AgentEndpoint("http://127.0.0.1:8000", 'm"odel', "secret", 40_000, "/c.pem")
     setup = AGENTS[name].setup(tmp_path, endpoint)
     setup.write()

@@ -51,7 +51,7 @@ def text_of(shown: dict[str, Any]) -> str:
     return console.export_text()
 
 
-def test_engines_conversations_and_targets_are_named() -> None:
+def test_conserve_top_names_engines_conversations_and_targets() -> None:
     text = text_of(state())
     for expected in (
         "laptop",
@@ -66,18 +66,18 @@ def test_engines_conversations_and_targets_are_named() -> None:
         assert expected in text
 
 
-def test_an_engine_that_is_not_up_shows_its_state() -> None:
+def test_conserve_top_shows_the_state_of_an_engine_that_is_not_up() -> None:
     assert "draining" in text_of(state(engines=[engine(status="draining")]))
 
 
-def test_the_bar_divides_capacity_and_never_overflows() -> None:
+def test_the_kv_bar_divides_the_capacity_and_never_exceeds_its_width() -> None:
     bar = kv_bar({"capacity": 1000, "live": 500, "reserved": 250, "offline": 0})
     assert bar.plain.count("█") == 15 + 8 and len(bar.plain) == 30
     assert len(kv_bar({"capacity": 10, "live": 40, "reserved": 40, "offline": 40}).plain) == 30
     assert kv_bar({"capacity": 0, "live": 0, "reserved": 0, "offline": 0}).plain.count("█") == 0
 
 
-def test_a_lane_shows_each_span_at_its_time() -> None:
+def test_a_timeline_shows_each_span_at_its_time() -> None:
     row = cells([["prefill", 60.0], ["decode", 90.0]], now=WINDOW_S)
     assert len(row) == TIMELINE
     assert row[TIMELINE // 4] == NOTHING
@@ -85,12 +85,12 @@ def test_a_lane_shows_each_span_at_its_time() -> None:
     assert row[-1] == SPANS["decode"]
 
 
-def test_lanes_can_be_read_without_colours() -> None:
+def test_every_kind_of_span_has_a_glyph_of_its_own() -> None:
     assert len({glyph for glyph, _ in (*SPANS.values(), NOTHING)}) == len(SPANS) + 1
     assert "·" * 10 in text_of(state())
 
 
-def test_a_conversation_keeps_its_place_while_others_move() -> None:
+def test_conserve_top_sorts_conversations_by_their_start_newest_first() -> None:
     older = state()["timelines"][0]
     newer = older | {"key": "ab12:agent-9", "started": 70.0}
     for order in ([older, newer], [newer, older]):
@@ -98,5 +98,5 @@ def test_a_conversation_keeps_its_place_while_others_move() -> None:
         assert text.index("agent-9") < text.index("agent-7")
 
 
-def test_a_view_without_conversations_is_not_empty() -> None:
+def test_conserve_top_without_conversations_says_so() -> None:
     assert "no conversation" in text_of(state(timelines=[]))

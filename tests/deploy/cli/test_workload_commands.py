@@ -50,14 +50,14 @@ def test_import_detects_the_format_and_describe_reads_foreign_files(tmp_path: Pa
     assert "Mooncake" in run("trace", "describe", SAMPLES / "sources" / "mooncake.jsonl.gz").output
 
 
-def test_pages_of_a_target_file_are_read_once(tmp_path: Path) -> None:
+def test_a_replay_reads_each_page_of_a_target_file_once(tmp_path: Path) -> None:
     file = tmp_path / "targets.json"
     file.write_text('[{"targets": ["a:1"], "labels": {}}, {"targets": ["b:2", "c:3"], "labels": {}}]')
     assert pages_of(file, "http://a:1/") == ["http://b:2/metrics", "http://c:3/metrics"]
     assert pages_of(None, "http://a:1") == []
 
 
-def test_mistakes_are_reported_as_readable_errors(tmp_path: Path) -> None:
+def test_trace_and_report_commands_report_mistakes_in_a_sentence(tmp_path: Path) -> None:
     for arguments in (
         ("trace", "describe", tmp_path / "none"),
         ("trace", "scale", SAMPLES / "agents.jsonl.gz", "--rate", 0, "--out", tmp_path / "x"),

@@ -32,7 +32,7 @@ def decode(**values: Any) -> Edit:
     return lambda content: content["tiers"][1].update(values)
 
 
-def test_the_same_file_changes_nothing() -> None:
+def test_an_upgrade_to_the_same_fleet_file_changes_nothing() -> None:
     same = planned(lambda content: None)
     assert same.steps() == []
     assert differences(laptop(), laptop()) == []
@@ -50,7 +50,7 @@ def test_the_same_file_changes_nothing() -> None:
         ("batch", {"keep_free": 0.2}, False, True),
     ],
 )
-def test_keys_that_engines_do_not_receive_restart_no_engine(
+def test_changed_keys_that_engines_do_not_receive_restart_no_engine(
     block: str, values: dict[str, Any], directory: bool, gateways: bool
 ) -> None:
     found = planned(lambda content: content.setdefault(block, {}).update(values))
@@ -65,7 +65,7 @@ def test_changed_arguments_of_decoders_restart_only_decoders() -> None:
     assert found.steps() == ["drain decode-0 and start it again", "drain decode-1 and start it again"]
 
 
-def test_replicas_are_added_and_removed_at_the_end_of_the_tier() -> None:
+def test_changed_replicas_add_or_remove_the_last_engines_of_the_tier() -> None:
     more = planned(decode(replicas=4))
     assert [engine.name for engine in more.added] == ["decode-2", "decode-3"]
     fewer = planned(decode(replicas=1))
@@ -73,7 +73,7 @@ def test_replicas_are_added_and_removed_at_the_end_of_the_tier() -> None:
     assert fewer.steps() == ["drain decode-1 and end it"]
 
 
-def test_each_engine_gets_what_it_needs() -> None:
+def test_an_upgrade_replaces_keepers_or_engines_as_each_engine_needs() -> None:
     needs = {"prefill-0": Need.KEEPER, "decode-0": Need.ENGINE, "decode-1": Need.PLACE}
     found = planned(decode(args={"max-num-seqs": 8}), needs)
     assert [engine.name for engine in found.keepers] == ["prefill-0"]
@@ -81,14 +81,16 @@ def test_each_engine_gets_what_it_needs() -> None:
 
 
 @pytest.mark.parametrize(("present", "expected"), [(1, 2), (3, 3), (9, 4)])
-def test_a_tier_that_follows_the_load_keeps_its_number_within_its_limits(present: int, expected: int) -> None:
+def test_an_upgrade_keeps_the_size_of_an_autoscaled_tier_within_its_limits(
+    present: int, expected: int
+) -> None:
     running = {f"decode-{index}": Need.NOTHING for index in range(present)} | {"prefill-0": Need.NOTHING}
     found = planned(decode(autoscale={"min": 2, "max": 4}), running)
     assert present + len(found.added) - len(found.removed) == expected
     assert found.autoscaler
 
 
-def test_without_the_autoscale_block_the_file_sets_the_replicas_again() -> None:
+def test_a_tier_that_is_no_longer_autoscaled_gets_the_replicas_of_the_file() -> None:
     old = laptop(decode(autoscale={"min": 1, "max": 4}))
     running = {**NOTHING, "decode-2": Need.NOTHING}
     found = planned(lambda content: None, running, old)
@@ -104,14 +106,14 @@ def test_without_the_autoscale_block_the_file_sets_the_replicas_again() -> None:
         (lambda content: content.update(transfer={"backend": "nixl"}), "transfer.backend"),
     ],
 )
-def test_settings_that_all_engines_share_cannot_change_in_a_rolling_upgrade(
+def test_an_upgrade_refuses_changes_of_settings_that_all_engines_share(
     edit: Edit, path: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("deploy.fleet.checks.find_spec", lambda name: name)
     assert [one.path for one in not_while_running(differences(laptop(), laptop(edit)))] == [path]
 
 
-def test_differences_name_the_tier_and_hide_secrets() -> None:
+def test_printed_differences_name_the_tier_and_hide_secrets() -> None:
     def edit(content: Any) -> None:
         content["tiers"][1]["args"] = {"max-num-seqs": 8}
         content["gateway"]["api_keys"] = ["hidden"]

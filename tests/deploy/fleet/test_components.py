@@ -55,12 +55,12 @@ def test_only_decoders_without_co_serving_use_a_shared_tier(monkeypatch: pytest.
         parse_fleet(text, "fleet.yaml")
 
 
-def test_every_replica_of_every_tier_is_an_engine() -> None:
+def test_a_fleet_has_an_engine_for_every_replica_of_every_tier() -> None:
     assert [engine.name for engine in engines(fleet("laptop"))] == ["prefill-0", "decode-0", "decode-1"]
     assert len(list(engines(fleet("two-nodes")))) == 8
 
 
-def test_a_tiers_arguments_add_to_the_engines() -> None:
+def test_vllm_options_of_a_tier_are_added_to_those_of_all_engines() -> None:
     options = dict(spec_of(fleet("a40-paper"), "decode-2")["options"])  # type: ignore[call-overload]
     assert options["max-num-seqs"] == 128
     assert options["gpu-memory-utilization"] == 0.9
@@ -74,7 +74,7 @@ def test_engines_of_a_fleet_have_distinct_and_stable_settings() -> None:
     assert prints == [engine_spec(laptop, engine, HOME, "h").fingerprint() for engine in engines(laptop)]
 
 
-def test_only_decoders_of_a_coserving_fleet_coserve() -> None:
+def test_only_the_decoders_of_a_coserving_fleet_coserve() -> None:
     prefill, decode = spec_of(fleet("two-nodes"), "prefill-0"), spec_of(fleet("two-nodes"), "decode-0")
     assert prefill["scheduler_class"] == PROMPT_SCHEDULER
     assert decode["scheduler_class"] == SCHEDULER_CLASS
@@ -110,7 +110,7 @@ def test_an_engines_power_counts_only_the_gpus_that_it_asked_for() -> None:
         parse_fleet(with_gpu.replace(", GPU: 1", ""), "f")
 
 
-def test_the_gateways_file_is_read_back_unchanged(tmp_path: Path) -> None:
+def test_a_gateways_configuration_file_is_read_back_unchanged(tmp_path: Path) -> None:
     for name in ("laptop", "a40-paper", "two-nodes"):
         config = gateway_config(fleet(name), "gateway-0", "10.0.0.1:99", KEYS, "10.0.0.1:77")
         file = tmp_path / f"{name}.json"
@@ -118,14 +118,14 @@ def test_the_gateways_file_is_read_back_unchanged(tmp_path: Path) -> None:
         assert load(file) == config
 
 
-def test_the_gateway_is_told_how_kv_is_handed_over() -> None:
+def test_a_gateway_starts_both_legs_together_over_tcp_and_in_turn_over_nixl() -> None:
     laptop = gateway_config(fleet("laptop"), "g", "d:1", KEYS, "d:2")
     nodes = gateway_config(fleet("two-nodes"), "g", "d:1", KEYS, "d:2")
     assert (laptop.handover, nodes.handover) == (Handover.TOGETHER, Handover.IN_TURN)
     assert laptop.reuse_port and nodes.reuse_port
 
 
-def test_the_gateways_limits_reach_both_of_its_sides() -> None:
+def test_limits_of_the_fleet_file_reach_the_gateways_server_and_its_turns() -> None:
     text = (
         "policy: collocated\ntiers: [{name: all, role: mixed, replicas: 1}]\n"
         "gateway: {limits: {first_token_timeout: 7s, idle_timeout: 5s, request_timeout: 3s}}\n"
@@ -135,7 +135,7 @@ def test_the_gateways_limits_reach_both_of_its_sides() -> None:
     assert (config.limits.server.write_stall_s, config.limits.server.head_timeout_s) == (5, 3)
 
 
-def test_policies_and_times_reach_the_components_that_use_them() -> None:
+def test_policies_and_times_of_the_fleet_file_reach_the_placer_and_the_engines() -> None:
     baseline = parse_fleet(
         "policy: collocated\n"
         "tiers: [{name: all, role: mixed, replicas: 2}]\n"
@@ -155,7 +155,7 @@ def test_engines_that_share_cores_start_in_groups(name: str, together: int | Non
     assert keeper_settings(fleet(name)).start_together == together
 
 
-def test_tracing_reaches_gateways_and_engines_and_gateways_sample() -> None:
+def test_gateways_and_engines_receive_tracing_and_only_gateways_sample() -> None:
     plain = fleet("laptop")
     block = "\nobserve: {tracing: {endpoint: 'http://collector:4318/', sample: 0.2}}\n"
     traced = parse_fleet((CONFIGS / "laptop.yaml").read_text() + block, "traced")

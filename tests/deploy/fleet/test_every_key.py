@@ -450,12 +450,14 @@ def made(*changes: tuple[str, Any]) -> Everything:
     return Everything(content)
 
 
-def test_every_key_has_a_case() -> None:
+def test_this_file_has_a_case_for_every_key_of_the_fleet_file() -> None:
     assert sorted([*CASES, *DIRECT]) == sorted(keys(FleetSpec))
 
 
 @pytest.mark.parametrize("key", CASES)
-def test_a_key_reaches_its_component(key: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_setting_a_key_changes_the_configuration_of_its_component(
+    key: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr("deploy.fleet.checks.find_spec", lambda name: name)
     one = CASES[key]
     expected = one.value if one.expected is None else one.expected
@@ -464,7 +466,7 @@ def test_a_key_reaches_its_component(key: str, monkeypatch: pytest.MonkeyPatch) 
 
 
 @pytest.mark.parametrize("key", DIRECT)
-def test_the_component_uses_the_key(key: str) -> None:
+def test_a_key_without_a_configuration_field_is_read_by_the_named_file(key: str) -> None:
     read = key.removeprefix("tiers.")
     for file in DIRECT[key]:
         nodes = ast.walk(ast.parse((ROOT / file).read_text()))
@@ -490,7 +492,7 @@ def test_every_configuration_field_has_a_key_or_is_listed_as_internal(
     assert missing == {(kind, name) for kind, names in NOT_SET.items() for name in " ".join(names).split()}
 
 
-def test_a_default_is_defined_in_one_place(set_by_keys: set[tuple[type, str]]) -> None:
+def test_a_component_without_keys_receives_its_own_defaults(set_by_keys: set[tuple[type, str]]) -> None:
     """Without a key, a component receives its own default."""
     defaults = {
         (kind, field.name): field.default

@@ -136,7 +136,9 @@ def final(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Flat]:
 
 
 @pytest.mark.parametrize("role", ROLES)
-def test_each_difference_from_plain_vllm_has_a_reason(role: str, final: dict[str, Flat]) -> None:
+def test_each_difference_from_plain_vllms_configuration_has_a_listed_reason(
+    role: str, final: dict[str, Flat]
+) -> None:
     ours, theirs = final[role], final["plain"]
     assert "error" not in ours, ours["error"]
     different = {path for path in {*ours, *theirs} if ours.get(path) != theirs.get(path)}
@@ -150,12 +152,12 @@ def test_each_difference_from_plain_vllm_has_a_reason(role: str, final: dict[str
 
 
 @pytest.mark.parametrize("role", ROLES)
-def test_scheduling_is_asynchronous(role: str, final: dict[str, Flat]) -> None:
+def test_engines_of_every_role_schedule_asynchronously(role: str, final: dict[str, Flat]) -> None:
     assert final[role]["scheduler_config.async_scheduling"] == "True"
 
 
 @pytest.mark.parametrize("role", ROLES)
-def test_every_engine_uses_the_model_runner_that_was_verified(role: str, final: dict[str, Flat]) -> None:
+def test_every_engine_uses_vllms_v1_model_runner(role: str, final: dict[str, Flat]) -> None:
     assert (final[role]["runner"], final["plain"]["runner"]) == ("V1", "V2")
 
 
@@ -176,7 +178,7 @@ def test_vllm_accepts_every_engine_of_a_shipped_file(file: Path, final: dict[str
         assert made["parallel_config.tensor_parallel_size"] == str(size)
 
 
-def test_the_known_vllm_options_are_those_of_the_installed_release(final: dict[str, Flat]) -> None:
+def test_the_stored_vllm_options_are_those_of_the_installed_release(final: dict[str, Flat]) -> None:
     assert final[OPTIONS]["text"] == vllm_options.FILE.read_text(), (
         "run: python -m tests.support.vllm_options_file"
     )

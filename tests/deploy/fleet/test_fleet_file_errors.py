@@ -33,7 +33,7 @@ def only_mistake(text: str) -> str:
     return found[0]
 
 
-def test_a_correct_file_has_no_errors() -> None:
+def test_a_correct_fleet_file_has_no_errors() -> None:
     fleet = parse_fleet(GOOD, "fleet.yaml")
     assert [tier.replicas for tier in fleet.tiers] == [1, 2]
     assert fleet.conversation.ttl == 600
@@ -113,7 +113,7 @@ def test_a_correct_file_has_no_errors() -> None:
         ("name: test", "name: Not A Name", "fleet.yaml:1: name: String should match pattern"),
     ],
 )
-def test_a_mistake_is_located_and_explained(wrong: str, right: str, expected: str) -> None:
+def test_a_mistake_in_a_fleet_file_is_located_and_explained(wrong: str, right: str, expected: str) -> None:
     assert any(found.startswith(expected) for found in mistakes(GOOD.replace(wrong, right, 1)))
 
 
@@ -150,11 +150,15 @@ NO_RECEIVER = "observe:\n  tracing:\n    sample: 0.5\n    endpoint: http://here:
         (GOOD + NO_RECEIVER, "fleet.yaml:14: observe.tracing.endpoint: expected http://host:port of an OTLP"),
     ],
 )
-def test_a_value_that_a_component_would_refuse_is_an_error_of_the_file(text: str, expected: str) -> None:
+def test_a_value_that_a_component_would_refuse_is_a_mistake_in_the_fleet_file(
+    text: str, expected: str
+) -> None:
     assert only_mistake(text).startswith(expected)
 
 
-def test_the_key_a_component_names_is_found_in_the_file(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_error_of_a_component_is_reported_at_the_key_that_it_names(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     def refuses(*given: object) -> None:
         raise ConnectorConfigError("timeout_s must be below 5, not 30.0")
 
@@ -164,7 +168,7 @@ def test_the_key_a_component_names_is_found_in_the_file(monkeypatch: pytest.Monk
     assert only_mistake(text) == expected
 
 
-def test_a_key_unlike_any_other_lists_the_valid_keys() -> None:
+def test_an_unknown_key_that_resembles_none_lists_the_valid_keys() -> None:
     found = only_mistake(GOOD + "gateway:\n  xyzzy: 1\n")
     assert found.startswith("fleet.yaml:12: gateway.xyzzy: unknown key 'xyzzy'; expected one of admin_keys, ")
 
@@ -174,7 +178,7 @@ def test_all_errors_are_reported_together_in_the_order_of_lines() -> None:
     assert [line.split(":")[1] for line in found] == ["7", "9"]
 
 
-def test_options_that_the_fleet_sets_itself_are_refused() -> None:
+def test_vllm_options_that_conserve_sets_itself_are_refused() -> None:
     found = mistakes(GOOD + "engine:\n  args:\n    max-model-len: 10\n    --seed: 1\n")
     assert found[0].startswith(
         "fleet.yaml:13: engine.args.max-model-len: 'max-model-len' is not set here: set model.max"
@@ -190,13 +194,13 @@ def test_options_that_the_fleet_sets_itself_are_refused() -> None:
         ("uds: /run/vllm", "ConServe sets up each engine's server"),
     ],
 )
-def test_options_of_vllms_server_are_refused_as_callers_reach_the_gateway(option: str, said: str) -> None:
+def test_options_of_vllms_http_server_are_refused(option: str, said: str) -> None:
     name = option.partition(":")[0]
     found = only_mistake(GOOD + f"engine:\n  args:\n    {option}\n")
     assert found == f"fleet.yaml:13: engine.args.{name}: '{name}' is not set here: {said}"
 
 
-def test_a_wrong_argument_value_is_located_once() -> None:
+def test_a_wrong_value_of_a_vllm_option_is_reported_once() -> None:
     assert only_mistake(GOOD + "engine:\n  args:\n    seed:\n").startswith(
         "fleet.yaml:13: engine.args.seed: "
     )

@@ -43,39 +43,39 @@ def tiers(made: FleetSpec) -> list[tuple[str, int]]:
     return [(tier.name, tier.replicas) for tier in made.tiers]
 
 
-def test_one_gpu_gets_one_co_serving_engine() -> None:
+def test_serve_on_one_gpu_makes_one_co_serving_engine() -> None:
     made = fleet(MIDDLE, h100s(1))
     assert made.name == "some-model-v2"
     assert (made.policy, tiers(made), made.coserving.enabled) == ("collocated", [("decode", 1)], True)
     assert made.model.max_context == 40960
 
 
-def test_several_gpus_are_split_into_prefillers_and_decoders() -> None:
+def test_serve_splits_several_gpus_into_prefillers_and_decoders() -> None:
     made = fleet(MIDDLE, h100s(8), power_cap_w=400)
     (prefill, prefillers), (decode, decoders) = tiers(made)
     assert (prefill, decode, prefillers + decoders) == ("prefill", "decode", 8) and decoders > prefillers
     assert [tier.power_cap_w for tier in made.tiers] == [None, 400]
 
 
-def test_an_engine_of_a_large_model_takes_several_gpus() -> None:
+def test_serve_gives_an_engine_of_a_large_model_several_gpus() -> None:
     made = fleet(LARGE, h100s(8))
     assert made.engine.args["tensor-parallel-size"] == 4
     assert sum(replicas for _, replicas in tiers(made)) == 2
 
 
-def test_conversations_are_as_long_as_the_memory_allows() -> None:
+def test_serve_limits_the_context_to_what_the_memory_holds() -> None:
     made = fleet(MIDDLE, Machine(8, 60 * GIB, (24 * GIB,), "L4"))
     assert 2048 <= (made.model.max_context or 0) < 40960
 
 
-def test_without_gpus_a_small_fleet_fits_a_laptop() -> None:
+def test_serve_without_gpus_makes_a_small_fleet_that_fits_a_laptop() -> None:
     made = fleet(SMALL, LAPTOP, dtype="float32", max_context=8192)
     assert (made.engine.device, tiers(made)) == ("cpu", [("prefill", 1), ("decode", 2)])
     kv = made.engine.args["num-gpu-blocks-override"] * SMALL.kv_bytes(32, 1, 4)
     assert 3 * (SMALL.weight_bytes + kv) < 8 * GIB
 
 
-def test_a_fleet_on_cpus_has_memory_for_the_requested_context() -> None:
+def test_serve_on_cpus_plans_memory_for_the_requested_context() -> None:
     made = fleet(SMALL, LAPTOP, dtype="float32", max_context=32_768)
     assert made.model.max_context == 32_768 and tiers(made) == [("prefill", 1), ("decode", 2)]
     kv_tokens = 32 * (made.engine.args["num-gpu-blocks-override"] - 1)  # one block is vLLM's own
@@ -85,7 +85,7 @@ def test_a_fleet_on_cpus_has_memory_for_the_requested_context() -> None:
     assert fewer.model.max_context == 32_768 and tiers(fewer) == [("decode", 1)]
 
 
-def test_stages_of_a_pipeline_share_weights_and_exchange_no_kv() -> None:
+def test_serve_with_pipeline_parallelism_makes_collocated_engines() -> None:
     made = fleet(
         LARGE, h100s(8), options={"tensor-parallel-size": 2, "pipeline-parallel-size": 2}, coserving=False
     )
@@ -97,7 +97,7 @@ def test_stages_of_a_pipeline_share_weights_and_exchange_no_kv() -> None:
     ("asked", "machine", "enabled"),
     [(None, h100s(1), True), (False, h100s(1), False), (None, h100s(2), False), (True, h100s(2), True)],
 )
-def test_co_serving_is_on_where_engines_prefill_and_as_asked_for(
+def test_serve_enables_co_serving_where_engines_prefill_or_as_asked_for(
     asked: bool | None, machine: Machine, enabled: bool
 ) -> None:
     assert fleet(MIDDLE, machine, coserving=asked).coserving.enabled is enabled
@@ -135,7 +135,7 @@ def test_co_serving_is_on_where_engines_prefill_and_as_asked_for(
         (MIDDLE, replace(h100s(1), takes_caps=False), {"power_cap_w": 300}, "--power-cap: the driver of"),
     ],
 )
-def test_a_model_that_does_not_fit_is_refused_with_a_sentence(
+def test_serve_refuses_a_model_that_does_not_fit_with_a_sentence(
     model: Architecture, machine: Machine, wishes: dict[str, Any], said: str
 ) -> None:
     with pytest.raises(DeployError, match=said):

@@ -318,12 +318,12 @@ def special(name: str, text: str) -> str:
     return text
 
 
-def test_the_unchanged_fleet_file_is_valid(tmp_path: Path) -> None:
+def test_the_fleet_file_without_a_mistake_is_valid(tmp_path: Path) -> None:
     load_fleet(write(tmp_path, FLEET, {}))
 
 
 @pytest.mark.parametrize("name", CASES)
-def test_a_mistake_is_refused_with_its_line_and_the_correction(name: str, tmp_path: Path) -> None:
+def test_a_costly_mistake_is_refused_with_its_line_and_the_correction(name: str, tmp_path: Path) -> None:
     old, new, said, *more = CASES[name]
     assert FLEET.count(old) >= 1
     marked = special(name, old.join(FLEET.rsplit(old, 1)[:1]) + new + FLEET.rsplit(old, 1)[1])
@@ -349,7 +349,9 @@ def test_a_mistake_is_refused_with_its_line_and_the_correction(name: str, tmp_pa
     ],
     ids=["overrides", "an override", "linear", "Command R", "YaRN"],
 )
-def test_a_stretched_context_is_accepted(stretch: str, config: dict[str, Any], tmp_path: Path) -> None:
+def test_a_context_that_rope_scaling_stretches_is_accepted(
+    stretch: str, config: dict[str, Any], tmp_path: Path
+) -> None:
     text = FLEET.replace("max_context: 40960", "max_context: 81920").replace(TP, stretch)
     load_fleet(write(tmp_path, text, config))
 
@@ -360,12 +362,12 @@ def test_models_with_windows_may_co_serve(kinds: list[str], tmp_path: Path) -> N
 
 
 @pytest.mark.parametrize("mode", ["FULL_AND_PIECEWISE", "PIECEWISE"])
-def test_safepoints_need_piecewise_graphs(mode: str, tmp_path: Path) -> None:
+def test_co_serving_accepts_graph_modes_that_have_piecewise_graphs(mode: str, tmp_path: Path) -> None:
     said = a(f"compilation-config.cudagraph_mode: {mode}").replace(">", "")
     load_fleet(write(tmp_path, said.join(FLEET.rsplit(SEQS, 1)), {}))
 
 
-def test_layers_with_states_are_served_and_count_no_kv(tmp_path: Path) -> None:
+def test_layers_with_a_state_are_served_and_not_counted_as_kv(tmp_path: Path) -> None:
     """The KV of this context would not fit if all layers had KV."""
     alone = FLEET.replace("  enabled: true", "  enabled: false").replace("40960", "1000000")
     long = {"max_position_embeddings": 1_000_000}
@@ -386,7 +388,9 @@ def test_layers_with_states_are_served_and_count_no_kv(tmp_path: Path) -> None:
         load_fleet(write(tmp_path / name, alone, {**long, **some}))
 
 
-def test_only_our_connector_moves_and_stores_states(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_models_with_states_are_refused_with_nixl_and_with_lmcache(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr("deploy.fleet.checks.find_spec", lambda name: True)
     wrong = ("transfer: {backend: nixl}", "not by NIXL"), ("kv: {kv_tiers: [lmcache]}", "stored in LMCache")
     for number, (line, said) in enumerate(wrong):

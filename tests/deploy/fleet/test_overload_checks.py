@@ -34,7 +34,7 @@ def every_mistake(text: str) -> list[str]:
     return []
 
 
-def test_the_unchanged_file_is_valid() -> None:
+def test_a_fleet_file_that_allows_dropping_is_valid() -> None:
     assert parse_fleet(DROPS, "fleet.yaml").overload.policy == "drop"
     assert parse_fleet(DROPS.replace("backend: tcp", "encrypt: true"), "fleet.yaml").transfer.encrypt
 
@@ -62,7 +62,9 @@ def test_co_serving_engines_may_drop_parameters(device: Device, coserves: bool, 
         ("backend: tcp", "backend: nixl", "set transfer.backend: tcp"),
     ],
 )
-def test_a_setting_that_prevents_dropping_is_named(right: str, wrong: str, said: str) -> None:
+def test_a_setting_that_prevents_dropping_is_reported_with_the_reason(
+    right: str, wrong: str, said: str
+) -> None:
     assert right in DROPS
     text = DROPS.replace(right, wrong)
     found = [one for one in every_mistake(text) if said in one]
@@ -90,7 +92,7 @@ def test_full_cuda_graphs_prevent_dropping(args: str, works: bool) -> None:
     assert all("set compilation-config.cudagraph_mode: PIECEWISE" in one for one in found)
 
 
-def test_the_other_model_runner_is_refused() -> None:
+def test_dropping_on_vllms_v2_model_runner_is_refused() -> None:
     other = "device: cpu, env: {VLLM_USE_V2_MODEL_RUNNER: '1'}"
     (found,) = every_mistake(DROPS.replace("device: cpu", other))
     assert "dropping needs vLLM's V1 model runner" in found and found.startswith("fleet.yaml:2: engine.env.")
@@ -117,7 +119,9 @@ def of_model(folder: Path, architecture: str, **said: Any) -> str:
 
 
 @pytest.mark.parametrize("architecture", REFUSED)
-def test_models_whose_engines_would_not_start_are_refused(architecture: str, tmp_path: Path) -> None:
+def test_dropping_is_refused_for_models_whose_engines_would_not_start(
+    architecture: str, tmp_path: Path
+) -> None:
     text = of_model(tmp_path, architecture, **REFUSED[architecture])
     (found,) = every_mistake(text)
     assert found.startswith("fleet.yaml:9: overload.policy: 'drop' does not work here: ")
@@ -125,7 +129,7 @@ def test_models_whose_engines_would_not_start_are_refused(architecture: str, tmp
     assert not every_mistake(text.replace("drop", "park"))
 
 
-def test_splittable_models_with_several_kinds_of_layers_are_refused(tmp_path: Path) -> None:
+def test_dropping_is_refused_for_models_with_several_kinds_of_layers(tmp_path: Path) -> None:
     assert not every_mistake(of_model(tmp_path, "Qwen3ForCausalLM", layer_types=["full_attention"] * 2))
     (found,) = every_mistake(of_model(tmp_path, "LlamaForCausalLM", **WINDOWS))
     assert "layers have windows or states" in found and found.endswith("set overload.policy: park")
@@ -135,7 +139,7 @@ def test_splittable_models_with_several_kinds_of_layers_are_refused(tmp_path: Pa
     ("policy", "host_kv_gib", "idle_kv_evictable"),
     [("off", 0.0, False), ("preempt", 0.0, True), ("park", 4.0, False), ("drop", 4.0, False)],
 )
-def test_engines_receive_the_setting_for_idle_kv(
+def test_each_overload_policy_sets_host_memory_and_evictability_of_idle_kv(
     policy: str, host_kv_gib: float, idle_kv_evictable: bool
 ) -> None:
     fleet = parse_fleet(DROPS.replace("policy: drop", f"policy: {policy}"), "fleet.yaml")
@@ -152,7 +156,9 @@ def test_engines_receive_the_setting_for_idle_kv(
         ("conversation: {park_after: 5s}", "conversation.park_after"),
     ],
 )
-def test_parking_keys_are_refused_where_nothing_is_parked(policy: str, block: str, key: str) -> None:
+def test_keys_of_parking_are_refused_with_a_policy_that_parks_nothing(
+    policy: str, block: str, key: str
+) -> None:
     text = DROPS.replace("policy: drop", f"policy: {policy}") + block + "\n"
     said = f"fleet.yaml:9: {key}: nothing is parked with overload.policy '{policy}': take this out"
     assert [one for one in every_mistake(text) if one.startswith(said)]

@@ -91,14 +91,14 @@ def fit(fleet: FleetSpec) -> Fit:
 
 
 @recipes
-def test_conserve_check_accepts_a_recipe(file: Path) -> None:
+def test_conserve_check_accepts_every_recipe(file: Path) -> None:
     answer = CliRunner().invoke(app, ["check", str(file)])
     assert answer.exception is None, answer.exception
     assert ": valid: fleet " in answer.stdout
 
 
 @recipes
-def test_a_recipes_parsers_are_those_chosen_for_its_model(file: Path) -> None:
+def test_a_recipe_has_the_parsers_that_serve_would_choose_for_its_model(file: Path) -> None:
     fleet = loaded(file)
     published = PUBLISHED[fleet.model.path]
     chosen = choose(ModelText(published["config"]["model_type"], published["chat_template_marks"]))
@@ -108,7 +108,7 @@ def test_a_recipes_parsers_are_those_chosen_for_its_model(file: Path) -> None:
 
 
 @recipes
-def test_a_recipes_engines_fit_its_nodes_and_its_ranks_fit_the_model(file: Path) -> None:
+def test_a_recipes_engines_fill_its_nodes_and_its_ranks_divide_the_model(file: Path) -> None:
     fleet = loaded(file)
     model, hardware = architecture(fleet), fleet.tiers[0].hardware
     engines = [TierEngines(fleet, index, tier, model) for index, tier in enumerate(fleet.tiers)]
@@ -124,7 +124,7 @@ def test_a_recipes_engines_fit_its_nodes_and_its_ranks_fit_the_model(file: Path)
         assert width / ranks % blocks[0] == 0
 
 
-def test_a_model_that_does_not_fit_is_refused(tmp_path: Path) -> None:
+def test_a_recipe_on_gpus_that_are_too_small_is_refused(tmp_path: Path) -> None:
     text = (ROOT / "recipes" / "deepseek-v3" / "8xh200.yaml").read_text()
     smaller = tmp_path / "8xh100.yaml"
     smaller.write_text(text.replace("accelerator: H200", "accelerator: H100"))
@@ -132,7 +132,7 @@ def test_a_model_that_does_not_fit_is_refused(tmp_path: Path) -> None:
         load_fleet(smaller)
 
 
-def test_the_readmes_table_agrees_with_the_recipes() -> None:
+def test_the_table_in_the_readme_equals_what_the_recipes_give() -> None:
     rows = [
         f"| [{file.parent.name}]({called(file)}) | {file.stem} | {fleet.model.max_context:,} | "
         f"{it.engines} | {it.weights_gib:.0f} | {it.kv_bytes / 1024:.4g} | {it.tokens // 1000:,} | no |"

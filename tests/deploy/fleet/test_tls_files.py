@@ -42,11 +42,11 @@ def said(file: Path) -> str:
     return caught.value.problems[0].removeprefix(f"{file}:")
 
 
-def test_a_valid_certificate_and_key_are_accepted(tmp_path: Path, authority: Authority) -> None:
+def test_conserve_check_accepts_a_valid_certificate_and_key(tmp_path: Path, authority: Authority) -> None:
     load_fleet(fleet_of(tmp_path, *authority.pair()), to_start=True)
 
 
-def test_missing_files_are_refused(tmp_path: Path, authority: Authority) -> None:
+def test_missing_certificate_files_are_refused(tmp_path: Path, authority: Authority) -> None:
     cert, key = authority.pair()
     none = tmp_path / "none.pem"
     wrong = f"7: gateway.tls.cert: {none} cannot be read: No such file or directory"
@@ -61,7 +61,7 @@ def test_expired_and_not_yet_valid_certificates_are_refused(tmp_path: Path, auth
     assert "is not valid before" in said(fleet_of(tmp_path, *coming))
 
 
-def test_mismatched_pairs_and_files_without_a_certificate_are_refused(
+def test_keys_of_another_certificate_and_files_without_a_certificate_are_refused(
     tmp_path: Path, authority: Authority
 ) -> None:
     cert, key = authority.pair()
@@ -77,11 +77,11 @@ def test_a_running_fleet_can_be_ended_without_its_tls_files(tmp_path: Path) -> N
     load_fleet(fleet_of(tmp_path, tmp_path / "gone.pem", tmp_path / "gone.key"))
 
 
-def test_on_a_cluster_the_files_may_be_on_other_machines(tmp_path: Path) -> None:
+def test_tls_files_of_a_fleet_on_a_cluster_may_be_on_other_machines(tmp_path: Path) -> None:
     pair = Path("/etc/none/a.pem"), Path("/etc/none/a.key")
     file = fleet_of(tmp_path, *pair, "ray: {address: '10.0.0.1:6379'}\n")
     load_fleet(file, to_start=True)
 
 
-def test_relative_files_are_refused(tmp_path: Path) -> None:
+def test_relative_paths_of_tls_files_are_refused(tmp_path: Path) -> None:
     assert "7: gateway.tls.cert: " in said(fleet_of(tmp_path, Path("a.pem"), Path("/a.key")))

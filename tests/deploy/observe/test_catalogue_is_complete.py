@@ -49,7 +49,7 @@ def series() -> set[str]:
     return names
 
 
-def test_every_metric_is_declared_in_a_metrics_file_that_the_page_reads() -> None:
+def test_every_metric_is_declared_in_a_module_that_the_metrics_page_reads() -> None:
     known = {ROOT / (source.module.replace(".", "/") + ".py") for source in SOURCES}
     for component in COMPONENTS:
         for path in (ROOT / component).rglob("*.py"):
@@ -67,7 +67,7 @@ def _made(path: Path) -> set[str]:
     return kinds & called
 
 
-def test_names_help_and_labels_follow_the_rules() -> None:
+def test_metric_names_help_texts_and_labels_follow_the_rules() -> None:
     for metric in catalogue().values():
         assert re.fullmatch(r"(?:conserve|gen_ai_server)_[a-z0-9_]+", metric.name), metric.name
         assert metric.help.endswith(".") and len(metric.help) > 15, metric.name
@@ -76,20 +76,20 @@ def test_names_help_and_labels_follow_the_rules() -> None:
 
 
 @pytest.mark.parametrize(("where", "expression"), expressions())
-def test_expressions_use_metrics_that_exist(where: str, expression: str) -> None:
+def test_panels_and_alerts_use_only_metrics_that_exist(where: str, expression: str) -> None:
     names = metrics_in(expression)
     assert names
     assert names <= series(), f"{where}: {sorted(names - series())}"
 
 
-def test_every_metric_that_the_operators_page_names_has_a_panel_or_an_alert() -> None:
+def test_every_metric_in_operate_md_has_a_panel_or_an_alert() -> None:
     shown = {name for _, expression in expressions() for name in metrics_in(expression)}
     shown |= {name.removesuffix("_bucket") for name in shown}
     named = set(NAME.findall(OPERATORS_PAGE.read_text()))
     assert named and named <= shown, sorted(named - shown)
 
 
-def test_alerts_describe_what_to_do() -> None:
+def test_every_alert_says_what_to_do() -> None:
     groups = yaml.safe_load(RULES.read_text())["groups"]
     for rule in (rule for group in groups for rule in group["rules"]):
         assert rule["labels"]["severity"] in ("page", "ticket")

@@ -76,7 +76,7 @@ def test_every_expression_of_every_panel_returns_data(running: Prometheus) -> No
         running.until(asked, f"{where}: {expression}")  # on busy cores a scrape may be late
 
 
-def test_prometheus_has_loaded_the_rules(running: Prometheus) -> None:
+def test_prometheus_loads_every_alert_rule(running: Prometheus) -> None:
     (group,) = running.get("/api/v1/rules")["groups"]
     written = yaml.safe_load(RULES.read_text())["groups"][0]["rules"]
     assert len(group["rules"]) == len(written) >= 10

@@ -26,7 +26,7 @@ def engine(name: str, http: str, metrics: str = "") -> EngineStatus:
     return EngineStatus(name, "decode", "decode", "serving", http=http, metrics=metrics)
 
 
-def test_every_process_is_listed_with_its_component() -> None:
+def test_the_target_list_names_every_process_with_its_component() -> None:
     found = targets(status(engine("decode-0", "127.0.0.1:9001", "10.0.0.7:7001"), metrics="127.0.0.1:7002"))
     assert [(target["labels"]["conserve_process"], *target["targets"]) for target in found] == [
         ("gateway", "127.0.0.1:6001"),  # each process: the port they share answers for one of them
@@ -39,7 +39,7 @@ def test_every_process_is_listed_with_its_component() -> None:
     assert all(target["labels"]["conserve_fleet"] == "laptop" for target in found)
 
 
-def test_no_label_of_a_page_hides_a_label_of_its_metrics() -> None:
+def test_labels_of_a_target_do_not_collide_with_labels_of_its_metrics() -> None:
     """Prometheus would keep the page's label and rename the metric's to `exported_…`, so expressions would
     find nothing."""
     found = targets(status(engine("decode-0", "127.0.0.1:9001", "10.0.0.7:7001"), metrics="127.0.0.1:7002"))
@@ -49,18 +49,18 @@ def test_no_label_of_a_page_hides_a_label_of_its_metrics() -> None:
     assert all(label.startswith("conserve_") for label in of_pages)  # and vLLM's are its own
 
 
-def test_absent_processes_are_not_listed() -> None:
+def test_processes_without_a_metrics_page_are_not_in_the_target_list() -> None:
     found = targets(status(engine("decode-0", "")))
     assert [target["labels"]["conserve_process"] for target in found] == ["gateway", "gateway", "batch"]
 
 
-def test_a_page_is_served_at_its_listed_address() -> None:
+def test_each_listed_address_answers_with_metrics() -> None:
     address = serve_metrics("127.0.0.1")
     with urllib.request.urlopen(f"http://{address}/metrics", timeout=10) as answer:
         assert b"python_info" in answer.read()
 
 
-def test_http_discovery_is_current_at_each_request_and_reports_a_stopped_fleet() -> None:
+def test_http_discovery_answers_with_current_targets_and_reports_a_stopped_fleet() -> None:
     looks: list[Targets | None] = [[{"targets": ["a:1"], "labels": {}}], [], None]
 
     def look() -> Targets:
@@ -82,7 +82,7 @@ def test_http_discovery_is_current_at_each_request_and_reports_a_stopped_fleet()
         server.shutdown()
 
 
-def test_the_list_is_valid_json_after_each_write(tmp_path: Path) -> None:
+def test_the_target_file_is_valid_json_after_each_write(tmp_path: Path) -> None:
     path = tmp_path / "targets.json"
     for count in range(3):
         write_targets(path, [{"targets": ["a"], "labels": {}}] * count)

@@ -58,7 +58,7 @@ async def rig() -> AsyncIterator[ControlRig]:
     await server.stop()
 
 
-async def test_a_watcher_receives_the_stored_status(rig: ControlRig) -> None:
+async def test_a_keepers_watcher_receives_its_stored_report_and_then_changes(rig: ControlRig) -> None:
     rig.store.engine_up(INFO)
     rig.store.engine_state(STATE)
     rig.store.tell(KeeperPhase.SERVING, pid=12, log_lines=("one", "two"))
@@ -72,7 +72,7 @@ async def test_a_watcher_receives_the_stored_status(rig: ControlRig) -> None:
         await reports.aclose()
 
 
-async def test_keepers_refuse_a_directory_that_a_newer_one_has_replaced(rig: ControlRig) -> None:
+async def test_keepers_refuse_a_directory_after_a_newer_one_has_called_them(rig: ControlRig) -> None:
     rig.store.engine_up(INFO)
     async with (
         ControlClient(rig.address, SECRET, term=1) as old,
@@ -93,7 +93,7 @@ async def test_keepers_refuse_a_directory_that_a_newer_one_has_replaced(rig: Con
         await person.drain(True)
 
 
-async def test_commands_reach_the_engine(rig: ControlRig) -> None:
+async def test_commands_to_a_keeper_reach_its_engine(rig: ControlRig) -> None:
     async with ControlClient(rig.address, SECRET) as client:
         assert await client.release("known")
         assert not await client.release("other")
@@ -107,14 +107,14 @@ async def test_commands_reach_the_engine(rig: ControlRig) -> None:
     assert rig.feed.shared == [(7, ("10.0.0.1:9", "10.0.0.2:9"), 1), (7,)]
 
 
-async def test_an_unreachable_engine_is_an_error_with_a_reason(rig: ControlRig) -> None:
+async def test_a_command_to_an_unreachable_engine_fails_with_a_reason(rig: ControlRig) -> None:
     rig.feed.reachable = False
     async with ControlClient(rig.address, SECRET) as client:
         with pytest.raises(ControlError, match="does not listen at present"):
             await client.release("known")
 
 
-async def test_without_the_secret_every_call_is_refused(rig: ControlRig) -> None:
+async def test_keepers_refuse_every_call_without_the_secret(rig: ControlRig) -> None:
     async with ControlClient(rig.address, "wrong") as client:
         with pytest.raises(ControlError, match="secret is missing or wrong"):
             await client.release("known")
@@ -122,7 +122,7 @@ async def test_without_the_secret_every_call_is_refused(rig: ControlRig) -> None
             await anext(client.watch())
 
 
-async def test_a_keeper_that_goes_away_ends_the_watch(rig: ControlRig) -> None:
+async def test_the_watch_of_a_keeper_ends_when_the_keeper_does(rig: ControlRig) -> None:
     async with ControlClient(rig.address, SECRET) as client:
         reports = client.watch()
         await anext(reports)

@@ -88,7 +88,7 @@ def store(epoch: int) -> StatusStore:
     return made
 
 
-async def test_a_restarted_keeper_does_not_lose_its_engine(rig: WatchRig) -> None:
+async def test_the_directory_keeps_an_engine_while_its_keeper_restarts(rig: WatchRig) -> None:
     first = await rig.keeper(store(5))
     await rig.hears(("up", 5), ("state", 5))
     await first.stop()
@@ -98,7 +98,9 @@ async def test_a_restarted_keeper_does_not_lose_its_engine(rig: WatchRig) -> Non
     await second.stop()
 
 
-async def test_an_engine_that_died_during_a_gap_is_reported_down_before_its_successor(rig: WatchRig) -> None:
+async def test_an_engine_that_ended_unobserved_is_reported_down_before_its_successor_is_up(
+    rig: WatchRig,
+) -> None:
     first = await rig.keeper(store(5))
     await rig.hears(("up", 5), ("state", 5))
     await first.stop()
@@ -170,7 +172,7 @@ async def quiet() -> WatchRig:
     return WatchRig()
 
 
-async def test_a_keeper_from_before_a_restart_is_found_without_ray(quiet: WatchRig) -> None:
+async def test_a_restarted_directory_finds_the_keepers_of_its_journal_without_ray(quiet: WatchRig) -> None:
     server = await quiet.keeper(store(5))
     control, quiet.address = quiet.address, ""
     async with remembered(quiet, control):
@@ -179,7 +181,9 @@ async def test_a_keeper_from_before_a_restart_is_found_without_ray(quiet: WatchR
     await server.stop()
 
 
-async def test_an_epoch_that_ended_unobserved_is_reported_down(quiet: WatchRig) -> None:
+async def test_a_restarted_directory_reports_an_engine_down_whose_epoch_has_ended_meanwhile(
+    quiet: WatchRig,
+) -> None:
     starting = StatusStore("decode-0")
     starting.tell(KeeperPhase.STARTING, epoch=6)
     server = await quiet.keeper(starting)
@@ -190,7 +194,7 @@ async def test_an_epoch_that_ended_unobserved_is_reported_down(quiet: WatchRig) 
     await server.stop()
 
 
-async def test_an_engine_without_its_keeper_is_lost_at_the_end_of_the_lease(quiet: WatchRig) -> None:
+async def test_a_restarted_directory_drops_an_engine_without_keeper_after_the_lease(quiet: WatchRig) -> None:
     async with remembered(quiet, "127.0.0.1:9"):
         await until(lambda: quiet.asked > 0, quiet.asked)
         assert quiet.told.events == []
@@ -198,7 +202,7 @@ async def test_an_engine_without_its_keeper_is_lost_at_the_end_of_the_lease(quie
         await quiet.hears(("down", 0))
 
 
-async def test_an_engine_that_still_answers_survives_the_keepers_lease(quiet: WatchRig) -> None:
+async def test_an_engine_that_still_listens_is_kept_after_its_keepers_lease(quiet: WatchRig) -> None:
     engine = await asyncio.start_server(lambda _reader, writer: writer.close(), "127.0.0.1", 0)
     where = "127.0.0.1:{1}".format(*engine.sockets[0].getsockname())
     async with remembered(quiet, "127.0.0.1:9", where):
@@ -224,7 +228,7 @@ async def test_the_keeper_of_another_engine_is_not_followed(quiet: WatchRig) -> 
     await right.stop()
 
 
-async def test_a_removed_tier_does_not_end_other_watches(rig: WatchRig) -> None:
+async def test_the_directory_follows_the_other_engines_after_a_tier_is_removed(rig: WatchRig) -> None:
     """An upgrade restarts the directory before it removes engines that the new file does not name."""
     rig.told.curves.clear()
     server = await rig.keeper(store(5))

@@ -47,21 +47,21 @@ def slots(tmp_path: Path) -> Iterator[Slots]:
         process.end(1.0)
 
 
-def test_the_first_gateway_takes_the_first_slot(slots: Slots) -> None:
+def test_the_first_gateway_runs_in_the_first_slot(slots: Slots) -> None:
     assert slots.place("a") == ("gateway-0", None)
 
 
-def test_a_gateway_with_the_wanted_configuration_stays(slots: Slots) -> None:
+def test_a_running_gateway_with_the_wanted_configuration_is_kept(slots: Slots) -> None:
     slots.start("gateway-0-b", "a")
     assert slots.place("a") == ("gateway-0-b", None)
 
 
-def test_a_gateway_with_another_configuration_is_replaced(slots: Slots) -> None:
+def test_a_gateway_with_another_configuration_is_replaced_by_one_in_the_other_slot(slots: Slots) -> None:
     slots.start("gateway-0", "a")
     assert slots.place("b") == ("gateway-0-b", "gateway-0")
 
 
-def test_an_interrupted_hand_over_continues(slots: Slots) -> None:
+def test_a_hand_over_between_gateways_that_was_interrupted_continues(slots: Slots) -> None:
     """An old gateway that nobody ends would keep accepting connections."""
     slots.start("gateway-0", "a")
     slots.start("gateway-0-b", "b")

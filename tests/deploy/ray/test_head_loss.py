@@ -98,7 +98,7 @@ print(json.dumps(said))
 
 
 @pytest.mark.timeout(400)
-def test_the_head_restarts_and_nothing_else_stops() -> None:
+def test_a_killed_ray_head_restarts_and_nothing_else_stops() -> None:
     base = Path(tempfile.mkdtemp(prefix="conserve-"))
     try:
         driver = subprocess.run(

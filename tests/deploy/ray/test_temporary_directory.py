@@ -28,7 +28,7 @@ def home(monkeypatch: pytest.MonkeyPatch) -> Iterator[FleetHome]:
     shutil.rmtree(base)
 
 
-def test_only_the_user_can_enter_the_directory_whatever_mode_ray_sets(home: FleetHome) -> None:
+def test_only_the_user_can_enter_rays_directory_whatever_mode_ray_sets(home: FleetHome) -> None:
     made = temporary_directory(home)
     made.parent.mkdir()
     made.parent.chmod(0o777)  # as another version of ours, or an odd umask, left it
@@ -39,7 +39,7 @@ def test_only_the_user_can_enter_the_directory_whatever_mode_ray_sets(home: Flee
 
 
 @pytest.mark.skipif(os.geteuid() != 0, reason="only root can give a folder to another user")
-def test_a_directory_of_another_user_is_refused(home: FleetHome) -> None:
+def test_a_temporary_directory_of_another_user_is_refused(home: FleetHome) -> None:
     private = temporary_directory(home).parent
     private.mkdir()
     os.chown(private, 65534, 65534)
@@ -47,7 +47,7 @@ def test_a_directory_of_another_user_is_refused(home: FleetHome) -> None:
         make_temporary_directory(home)
 
 
-def test_a_symbolic_link_is_refused(home: FleetHome, tmp_path: Path) -> None:
+def test_a_symbolic_link_as_temporary_directory_is_refused(home: FleetHome, tmp_path: Path) -> None:
     private = temporary_directory(home).parent
     private.symlink_to(tmp_path)
     with pytest.raises(LifecycleError, match="is another user's"):
@@ -55,7 +55,9 @@ def test_a_symbolic_link_is_refused(home: FleetHome, tmp_path: Path) -> None:
     private.unlink()
 
 
-def test_the_longest_socket_path_of_ray_fits(home: FleetHome, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_rays_longest_socket_path_fits_into_the_kernels_limit(
+    home: FleetHome, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(tempfile, "tempdir", "/tmp")
     monkeypatch.setattr(os, "getuid", lambda: 4_294_967_294)
     assert len(str(temporary_directory(home) / LONGEST_SOCKET)) <= LONGEST_SOCKET_PATH
