@@ -1,4 +1,4 @@
-"""Streamed answer as a client sees it, read in a separate thread."""
+"""Reads a streamed answer in a thread, as a client would."""
 
 import contextlib
 import http.client
@@ -13,7 +13,7 @@ from tests.fleet.talk import CITY_TOOL
 
 
 class ChatStream:
-    """One chat completion, streamed. `text` grows; `error` is the error event, if one came."""
+    """A streamed chat completion. `text` grows as it arrives; `error` is the error event, if one arrived."""
 
     def __init__(
         self,

@@ -1,4 +1,4 @@
-"""Requests to a real fleet, as an agent through the OpenAI SDK and as an operator."""
+"""Sends requests to a real fleet: an agent's through the OpenAI SDK, and an operator's."""
 
 import json
 import re
@@ -48,7 +48,7 @@ class TalkedTurn:
 
 
 def tool_turn(sdk: OpenAI, model: str, messages: list[dict[str, Any]], **options: Any) -> TalkedTurn:
-    """Run one agent step: a forced tool call, with its result appended to `messages`."""
+    """Run a turn that has to call a tool, and append the call and its result to `messages`."""
     answer = sdk.chat.completions.create(
         model=model,
         messages=messages,
@@ -69,7 +69,7 @@ def tool_turn(sdk: OpenAI, model: str, messages: list[dict[str, Any]], **options
 
 
 def text_turn(sdk: OpenAI, model: str, messages: list[dict[str, Any]], **options: Any) -> TalkedTurn:
-    """Run a turn that answers the user, and append it to `messages`. Its tools stay in the prompt."""
+    """Run a turn that answers the user, with the same tools in its prompt, and append it to `messages`."""
     answer = sdk.chat.completions.create(
         model=model,
         messages=messages,

@@ -22,7 +22,7 @@ def talk(fleet: RunningFleet, seed: int, words: int) -> None:
     text_turn(sdk, fleet.model, messages)
 
 
-def test_each_conversation_goes_to_the_least_loaded_decoder_and_transfers_once(
+def test_each_conversation_is_bound_to_the_decoder_with_least_kv_and_transferred_once(
     laptop_fleet: RunningFleet,
 ) -> None:
     fleet = laptop_fleet

@@ -24,7 +24,7 @@ def kv_in_use(fleet: RunningFleet, engine: str) -> int:
     return shown["kv"]["live"] + shown["kv"]["reserved"]
 
 
-def test_six_turns_with_tools_are_one_conversation_on_one_decoder(laptop_fleet: RunningFleet) -> None:
+def test_six_turns_with_tools_stay_one_conversation_on_one_decoder(laptop_fleet: RunningFleet) -> None:
     fleet = laptop_fleet
     decoders = engine_urls(fleet, "decode")
     before = {name: metric(url, BY_SOURCE, source="local_compute") for name, url in decoders.items()}
@@ -83,7 +83,9 @@ def test_the_responses_api_continues_by_response_id(laptop_fleet: RunningFleet) 
     assert (found["turns"], found["transfers"]) == (2, 1)
 
 
-def test_a_completion_continues_from_its_own_text(laptop_fleet: RunningFleet) -> None:
+def test_a_completion_whose_prompt_extends_an_earlier_one_continues_its_conversation(
+    laptop_fleet: RunningFleet,
+) -> None:
     fleet = laptop_fleet
     sdk = client(fleet.url, "completions")
     prompt = "Once upon a time there was a fleet. " * 20
@@ -94,7 +96,7 @@ def test_a_completion_continues_from_its_own_text(laptop_fleet: RunningFleet) ->
     assert (found["turns"], found["transfers"]) == (3, 1)
 
 
-def test_ending_a_conversation_gives_its_kv_back(laptop_fleet: RunningFleet) -> None:
+def test_ending_a_conversation_frees_its_kv(laptop_fleet: RunningFleet) -> None:
     fleet = laptop_fleet
     sdk, messages = client(fleet.url, "ending"), opening(seed=3, words=300)
     text_turn(sdk, fleet.model, messages)

@@ -1,6 +1,6 @@
 """Decoders of a real fleet share a load above the prefiller's rate, and no queue remains.
 
-On the fleet of all tests, whose directory is told to place so, and afterwards as before.
+The tests use the fleet that all tests share; its directory places elastically meanwhile.
 """
 
 import time
@@ -57,12 +57,12 @@ def answered(stream: ChatStream) -> None:
 
 
 def took(fleet: RunningFleet, key: str, seed: int) -> float:
-    """Return the time to first token, in seconds, of a single turn."""
+    """Send a first turn, wait for its answer, and return its time to first token in seconds."""
     answered(first_turn(fleet, key, seed))
     return float(placement(fleet, key)["took"]["first_token_s"])
 
 
-def test_no_turn_of_a_surge_is_refused_and_no_queue_remains(fleet: RunningFleet) -> None:
+def test_no_turn_of_a_surge_is_refused_and_no_queue_remains_after_it(fleet: RunningFleet) -> None:
     calm = [took(fleet, f"before-{number}", 7000 + number) for number in range(3)]  # below its rate
     surge = [first_turn(fleet, f"surge-{number}", 7100 + number) for number in range(SURGE)]
     for stream in surge:
@@ -80,7 +80,7 @@ def test_no_turn_of_a_surge_is_refused_and_no_queue_remains(fleet: RunningFleet)
 
 
 def test_no_client_waits_for_a_timeout_when_a_prefiller_is_killed_in_a_surge(fleet: RunningFleet) -> None:
-    """Turns on decoders, withdrawn turns and queued turns all continue at once."""
+    """Turns of all kinds continue at once: on decoders, withdrawn from the prefiller, and in its queue."""
     took(fleet, "calm", 7300)
     waited = {reason: refused(fleet, reason) for reason in ("stalled", "expired", "unknown")}
     engine_core = vllm_process(fleet, "prefill-0", "EngineCore")

@@ -35,7 +35,7 @@ def talk_concurrently(url: str, model: str) -> dict[int, list[TalkedTurn]]:
     return said
 
 
-def test_all_turns_of_concurrent_conversations_equal_plain_vllm(laptop_fleet: RunningFleet) -> None:
+def test_answers_of_concurrent_conversations_equal_those_of_plain_vllm(laptop_fleet: RunningFleet) -> None:
     on_fleet = talk_concurrently(laptop_fleet.url, laptop_fleet.model)
     with PlainEngine(laptop_fleet) as plain:
         # The session id lets both sides send a tool call back with the tokens that were generated.

@@ -1,4 +1,4 @@
-"""After `kill -9` of any part of a running fleet streams end properly, KV survives and every wait is bounded.
+"""After `kill -9` of any part of a fleet, streams end properly, KV survives and every wait is bounded.
 
 All tests use one fleet, so each waits until the part that it killed serves again.
 """
@@ -33,8 +33,7 @@ def fleet(laptop_fleet: RunningFleet) -> Iterator[RunningFleet]:
 
 
 def serving(fleet: RunningFleet) -> None:
-    """Wait until all engines are up, the gateway accepts new conversations and every engine has a keeper.
-
+    """Wait until all engines are up and have keepers, and the gateway accepts new conversations.
     An engine serves without its keeper, but only the keeper reports the engine's pid.
     """
 
@@ -59,7 +58,7 @@ def vllm_process(fleet: RunningFleet, engine: str, name: str) -> int:
     return found
 
 
-def test_a_killed_decoder_ends_only_streams_that_may_not_resume(fleet: RunningFleet) -> None:
+def test_a_killed_decoder_cuts_a_stream_that_opted_out_of_resuming_and_no_other(fleet: RunningFleet) -> None:
     messages = opening(51, 60)
     text_turn(client(fleet.url, "victim"), fleet.model, messages)
     where = conversation(fleet, "victim", 1)["decoder"]
@@ -92,12 +91,12 @@ QUEUED = 20
 
 
 def refused(fleet: RunningFleet, reason: str) -> float:
-    """Return how many transfers decoders have given up for this reason."""
+    """Return how many transfers the decoders have given up for `reason`."""
     name = "conserve_kv_transfers_refused_total"
     return sum(metric(url, name, reason=reason) for url in engine_urls(fleet, "decode").values())
 
 
-def test_a_prefiller_killed_with_a_queue_costs_time_but_no_answer(fleet: RunningFleet) -> None:
+def test_all_prompts_of_a_killed_prefiller_are_answered_correctly(fleet: RunningFleet) -> None:
     messages = opening(52, 900)
     reference = text_turn(client(fleet.url, "undisturbed"), fleet.model, list(messages))
     conversation(fleet, "undisturbed", 1)
@@ -125,7 +124,7 @@ def test_a_prefiller_killed_with_a_queue_costs_time_but_no_answer(fleet: Running
     assert {reason: refused(fleet, reason) for reason in waited} == waited, "none waited for a timeout"
 
 
-def test_a_killed_gateway_comes_back_with_every_binding(fleet: RunningFleet) -> None:
+def test_a_killed_gateway_restarts_with_every_binding(fleet: RunningFleet) -> None:
     messages = opening(53, 60)
     text_turn(client(fleet.url, "gateway"), fleet.model, messages)
     before = conversation(fleet, "gateway", 1)
@@ -166,7 +165,7 @@ def test_a_killed_directory_keeps_bindings_and_later_turns_continue(fleet: Runni
     text_turn(client(fleet.url, "new-after-directory"), fleet.model, opening(541, 40))
 
 
-def test_a_killed_keeper_costs_no_kv(fleet: RunningFleet) -> None:
+def test_no_kv_is_lost_when_a_keeper_is_killed(fleet: RunningFleet) -> None:
     messages = opening(55, 60)
     text_turn(client(fleet.url, "keeper"), fleet.model, messages)
     before = conversation(fleet, "keeper", 1)
@@ -183,7 +182,7 @@ def test_a_killed_keeper_costs_no_kv(fleet: RunningFleet) -> None:
 
 
 @pytest.mark.slow
-def test_ninety_seconds_without_the_ray_head_disturb_nothing(fleet: RunningFleet) -> None:
+def test_serving_continues_through_ninety_seconds_without_the_ray_head(fleet: RunningFleet) -> None:
     messages = opening(56, 60)
     text_turn(client(fleet.url, "head"), fleet.model, messages)
     before = conversation(fleet, "head", 1)
@@ -212,11 +211,10 @@ def test_ninety_seconds_without_the_ray_head_disturb_nothing(fleet: RunningFleet
 
 @pytest.mark.slow
 @pytest.mark.parametrize(("name", "watched_s"), [("raylet/raylet", LEASE_S + 15), ("gcs_server", 40.0)])
-def test_a_killed_ray_process_ends_no_gateway_and_no_engine(
+def test_gateways_and_engines_outlive_each_killed_process_of_ray(
     fleet: RunningFleet, name: str, watched_s: float
 ) -> None:
-    """Watch for longer than the leases that actors renew, because actors end with the raylet.
-
+    """The test waits for longer than the leases that actors renew, because actors end with the raylet.
     New conversations continue too, because the directory process outlives its actor.
     """
     messages = opening(57, 60)
@@ -244,8 +242,10 @@ def test_a_killed_ray_process_ends_no_gateway_and_no_engine(
     assert {one: (state["pid"], state["epoch"]) for one, state in fleet.engines().items()} == engines
 
 
-def test_the_kernel_would_kill_engines_first_and_gateways_last(fleet: RunningFleet) -> None:
-    """Read the scores from the kernel: Ray gives its workers 1000, and their children inherit that."""
+def test_when_memory_runs_out_the_kernel_would_kill_engines_first_and_gateways_last(
+    fleet: RunningFleet,
+) -> None:
+    """The scores are read from the kernel, because Ray's workers have 1000, which their children inherit."""
 
     def scores(*words: str) -> set[int]:
         found = set(fleet.processes(*words)) - set(fleet.processes("workers.host"))

@@ -38,7 +38,7 @@ def keys(laptop_fleet: RunningFleet, token: str) -> FleetKeys:
     return FleetKeys(token, laptop_fleet.fleet.name)
 
 
-def test_an_engine_refuses_requests_without_its_key(laptop_fleet: RunningFleet, keys: FleetKeys) -> None:
+def test_engines_refuse_requests_without_the_engines_key(laptop_fleet: RunningFleet, keys: FleetKeys) -> None:
     ask = {"model": laptop_fleet.model, "prompt": "hello", "max_tokens": 2}
     for engine in laptop_fleet.engines().values():
         url = f"http://{engine['http']}"
@@ -54,7 +54,7 @@ def test_an_engine_refuses_requests_without_its_key(laptop_fleet: RunningFleet, 
         assert answered.status_code == 200 and answered.json()["choices"]
 
 
-def test_a_key_is_valid_for_its_own_purpose_only(laptop_fleet: RunningFleet, keys: FleetKeys) -> None:
+def test_the_key_of_one_service_is_refused_by_all_others(laptop_fleet: RunningFleet, keys: FleetKeys) -> None:
     async def ask(address: str, method: Method, key: str) -> bool:  # type: ignore[type-arg]
         async with grpc.aio.insecure_channel(address) as channel:
             try:
@@ -81,7 +81,7 @@ def test_a_key_is_valid_for_its_own_purpose_only(laptop_fleet: RunningFleet, key
         assert status == (200 if purpose is Purpose.BATCH else 401), purpose
 
 
-def test_keys_are_in_no_command_line_and_no_log(
+def test_no_command_line_and_no_log_contains_a_key(
     laptop_fleet: RunningFleet, keys: FleetKeys, token: str
 ) -> None:
     text_turn(client(laptop_fleet.url, "keys"), laptop_fleet.model, opening(77, 8))
@@ -109,7 +109,7 @@ def files(fleet: RunningFleet) -> Iterator[Path]:
                 yield path
 
 
-def test_an_environment_holds_only_what_its_process_needs_and_only_its_user_reads_it(
+def test_only_engines_have_keys_in_their_environment_and_only_those_they_need(
     laptop_fleet: RunningFleet, keys: FleetKeys, token: str
 ) -> None:
     of_engines = {keys.of(Purpose.ENGINES), keys.of(Purpose.TRANSFER)}

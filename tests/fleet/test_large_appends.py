@@ -1,5 +1,4 @@
-"""A later turn with a large append goes through the prefiller to its decoder, and a parked conversation
-resumes."""
+"""Large appends go through the prefiller to the conversation's decoder, and parked conversations resume."""
 
 from typing import Any
 
@@ -14,7 +13,7 @@ BY_SOURCE = "vllm:prompt_tokens_by_source_total"
 
 
 class Decoder:
-    """Tokens that a conversation's decoder computed and received since the last call."""
+    """Counts the tokens that a conversation's decoder has computed and received since the last call."""
 
     def __init__(self, fleet: RunningFleet, engine: str) -> None:
         self._url = f"http://{fleet.engines()[engine]['http']}"
@@ -35,7 +34,7 @@ def asked(fleet: RunningFleet, messages: list[dict[str, Any]]) -> TalkedTurn:
     return text_turn(sdk, fleet.model, messages, extra_headers={"X-Conversation-ID": "appends"})
 
 
-def test_a_large_append_and_a_compaction_are_transferred_to_the_same_decoder(
+def test_large_appends_and_compacted_prompts_are_transferred_to_the_same_decoder(
     laptop_fleet: RunningFleet,
 ) -> None:
     fleet = laptop_fleet
@@ -73,7 +72,9 @@ def test_a_large_append_and_a_compaction_are_transferred_to_the_same_decoder(
     assert metric(fleet.url, "conserve_redisaggregations_total", outcome="transferred") == again + 2
 
 
-def test_a_parked_conversation_is_shown_as_parked_and_resumes(laptop_fleet: RunningFleet) -> None:
+def test_the_dashboard_shows_a_parked_conversation_and_its_next_turn_finds_the_kv(
+    laptop_fleet: RunningFleet,
+) -> None:
     fleet = laptop_fleet
     messages = opening(74, 300)
     sdk = client(fleet.url, "parks")

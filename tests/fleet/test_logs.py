@@ -24,7 +24,7 @@ def logs(fleet: RunningFleet) -> Iterator[tuple[Path, str]]:
                 yield path, path.read_text(errors="replace")
 
 
-def test_logs_contain_ids_but_no_prompts_or_answers(laptop_fleet: RunningFleet) -> None:
+def test_log_lines_contain_ids_but_no_prompts_or_answers(laptop_fleet: RunningFleet) -> None:
     fleet = laptop_fleet
     sdk = client(fleet.url, "logs")
     messages = [{"role": "user", "content": f"{CANARY} " * 10}]

@@ -12,7 +12,7 @@ from tests.support.fleet import RunningFleet
 pytestmark = [pytest.mark.fleet, pytest.mark.timeout(1500)]
 
 
-def test_conversations_leave_a_drained_decoder_without_recomputing_a_token(
+def test_conversations_move_off_a_drained_decoder_without_a_recomputed_token(
     laptop_fleet: RunningFleet,
 ) -> None:
     found = drain_one(laptop_fleet.home, "decode-0", conversations=10)
@@ -22,7 +22,7 @@ def test_conversations_leave_a_drained_decoder_without_recomputing_a_token(
     assert set(lost.values()) == {0}, found
 
 
-def test_a_signal_to_an_engine_lets_idle_conversations_leave_with_their_kv(
+def test_idle_conversations_move_with_their_kv_off_an_engine_that_gets_sigterm(
     laptop_fleet: RunningFleet,
 ) -> None:
     fleet, talked = laptop_fleet, {}

@@ -43,7 +43,9 @@ def fleet(nodes: Nodes, monkeypatch: pytest.MonkeyPatch) -> Iterator[RunningFlee
         yield fleet
 
 
-def test_tiers_run_on_their_nodes_and_a_lost_node_costs_a_prefill(fleet: RunningFleet, nodes: Nodes) -> None:
+def test_engines_run_on_their_tiers_nodes_and_streams_of_a_lost_node_continue_elsewhere(
+    fleet: RunningFleet, nodes: Nodes
+) -> None:
     hosts = {name: one["http"].split(":")[0] for name, one in fleet.engines().items()}
     assert hosts["prefill-0"] == HOSTS["prefill-node"]
     assert {hosts["decode-0"], hosts["decode-1"]} == {HOSTS["decode-node-a"], HOSTS["decode-node-b"]}

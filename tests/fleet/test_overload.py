@@ -55,7 +55,7 @@ def texts(streams: list[ChatStream]) -> list[str]:
 
 @pytest.fixture(scope="module")
 def right(fleet: RunningFleet) -> list[str]:
-    """Return the undisturbed answers: two conversations at a time cause no overload."""
+    """Return the answers of an undisturbed fleet: only two conversations at a time, which is no overload."""
     said: list[str] = []
     for first in range(0, STREAMS, 2):
         said += texts([start(fleet, number, "calm") for number in (first, first + 1)])
@@ -71,7 +71,9 @@ def changes_at(page: str, change: str) -> float:
     return metric(page, "conserve_overload_changes_total", change=change, outcome="done")
 
 
-def test_a_burst_pairs_engines_and_its_end_restores_them(fleet: RunningFleet, right: list[str]) -> None:
+def test_two_decoders_share_layers_during_a_burst_and_restore_them_afterwards(
+    fleet: RunningFleet, right: list[str]
+) -> None:
     streams = burst(fleet, "burst")
     fleet.until(lambda: changes(fleet, "drop") == 1, 60, "the pair to share its layers")
     assert texts(streams) == right
@@ -81,9 +83,11 @@ def test_a_burst_pairs_engines_and_its_end_restores_them(fleet: RunningFleet, ri
         assert all(metric(page, f"conserve_split_{cost}_total") > 0 for page in pages)
 
 
-def test_the_survivor_of_a_killed_peer_serves_alone(fleet: RunningFleet, right: list[str]) -> None:
-    """An engine without a batch does not notice that its peer has ended. The status command takes seconds
-    during a burst, which may end before it, so the test collects everything first."""
+def test_a_decoder_whose_peer_is_killed_while_they_share_layers_serves_alone(
+    fleet: RunningFleet, right: list[str]
+) -> None:
+    """An engine without a batch does not notice that its peer has ended. The status command can take longer
+    than a burst, so the test collects all that it needs from it before the burst."""
     page, survivor = f"http://{fleet.status()['metrics']}", f"http://{fleet.engines()['mixed-0']['http']}"
     peer = vllm_process(fleet, "mixed-1", "VLLM::EngineCore")
     before = changes_at(page, "drop")

@@ -71,7 +71,7 @@ def talk(fleet: RunningFleet) -> None:
         list(threads.map(agent, range(2)))
 
 
-def test_every_page_of_the_fleet_is_scraped_under_its_component(
+def test_prometheus_scrapes_every_page_of_the_fleet_under_its_component(
     scraping: Prometheus, laptop_fleet: RunningFleet
 ) -> None:
     up = {
@@ -86,15 +86,15 @@ def test_every_page_of_the_fleet_is_scraped_under_its_component(
 
 
 @pytest.mark.parametrize(("where", "expression"), expressions())
-def test_every_expression_has_data_in_a_live_fleet(
+def test_every_expression_of_panels_and_alerts_has_data_in_a_live_fleet(
     scraping: Prometheus, life: WholeLife, where: str, expression: str
 ) -> None:
-    """Each expression has data of the laptop fleet or of the co-serving fleet with GPUs."""
+    """The data come from the laptop fleet, or from the co-serving fleet with simulated GPUs."""
     asked = compared(expression)
     assert scraping.numbers(asked) or life.seen[asked], f"{where}: {expression}"
 
 
-def test_an_expression_of_an_unknown_metric_has_no_data(scraping: Prometheus) -> None:
+def test_an_expression_with_an_unknown_metric_has_no_data(scraping: Prometheus) -> None:
     assert not scraping.numbers('sum(rate(conserve_no_such_total{kind="x"}[$__rate_interval]))')
 
 
@@ -112,11 +112,13 @@ COUNTS = [
 
 
 @pytest.mark.parametrize("expression", COUNTS)
-def test_interrupted_offline_work_and_its_power_are_visible(life: WholeLife, expression: str) -> None:
+def test_metrics_of_aborted_offline_work_and_its_energy_are_above_zero(
+    life: WholeLife, expression: str
+) -> None:
     assert max(life.seen[expression]) > 0
 
 
-def test_the_power_cap_of_a_gpu_is_visible(life: WholeLife) -> None:
+def test_metrics_show_the_power_cap_and_the_power_draw_of_a_gpu(life: WholeLife) -> None:
     assert set(life.seen["conserve_power_limit_watts"]) == {float(CAP_W)}
     assert set(life.seen["conserve_power_watts"]) == {75.0}
 
@@ -129,7 +131,9 @@ def test_no_alert_fires_without_a_cause(scraping: Prometheus) -> None:
     assert {rule["name"] for rule in group["rules"]} >= QUIET
 
 
-def test_file_discovery_lists_the_same_pages(scraping: Prometheus, laptop_fleet: RunningFleet) -> None:
+def test_file_discovery_lists_the_pages_that_prometheus_has_scraped(
+    scraping: Prometheus, laptop_fleet: RunningFleet
+) -> None:
     listed = laptop_fleet.cli("targets", laptop_fleet.fleet.name)
     pages = {address for target in json.loads(listed.stdout) for address in target["targets"]}
     assert pages == {series["metric"]["instance"] for series in scraping.ask("up")}

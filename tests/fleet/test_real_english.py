@@ -78,7 +78,7 @@ def offline_work(fleet: RunningFleet) -> Iterator[None]:
         over.set()
 
 
-def test_six_turns_are_equal_to_plain_vllm() -> None:
+def test_six_turns_of_english_after_parking_and_aborts_equal_plain_vllm() -> None:
     with fleet_up("laptop", edited) as fleet:
         others: Any = client(fleet.url, "others")
         sdk, messages = client(fleet.url, "english"), []  # type: ignore[var-annotated]

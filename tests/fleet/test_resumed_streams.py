@@ -72,7 +72,7 @@ def undisturbed(laptop_fleet: RunningFleet) -> list[tuple[Any, ...]]:
         ("workers.serve", signal.SIGTERM, FEW),  # a machine that shuts down sends this
     ],
 )
-def test_resumed_streams_equal_undisturbed_ones(
+def test_streams_resumed_on_another_decoder_equal_undisturbed_streams(
     fleet: RunningFleet,
     undisturbed: list[tuple[Any, ...]],
     process: str,

@@ -1,6 +1,6 @@
 """Conversations of a killed decoder continue on the other one with their KV from LMCache.
 
-A fleet of its own, with the shared tier. Only where LMCache is installed (requirements/lmcache.txt).
+The tests start a fleet with the shared tier, if LMCache is installed (requirements/lmcache.txt).
 """
 
 import time
@@ -61,7 +61,7 @@ def test_a_killed_decoders_conversation_continues_elsewhere_with_its_kv(fleet: R
     assert anew.text == turn.text
 
 
-def test_serving_continues_without_the_lmcache_server_and_uses_it_again(fleet: RunningFleet) -> None:
+def test_decoders_serve_without_a_killed_lmcache_server_and_use_it_again_later(fleet: RunningFleet) -> None:
     def servers() -> list[int]:
         return fleet.processes("-m", SERVER, "--chunk-size")
 

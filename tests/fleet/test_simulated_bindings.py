@@ -1,4 +1,4 @@
-"""The simulator binds every conversation of a live run as the fleet did."""
+"""The simulator binds each conversation of a run to the decoder that the real fleet has chosen."""
 
 import asyncio
 
@@ -33,7 +33,9 @@ async def run(fleet: RunningFleet, trace: list[TraceConversation]) -> list[LiveB
         return await agents.play(trace)
 
 
-def test_every_binding_equals_the_simulated_one(unused_fleet: RunningFleet) -> None:
+def test_the_simulator_binds_each_conversation_to_the_decoder_that_the_fleet_chose(
+    unused_fleet: RunningFleet,
+) -> None:
     file = unused_fleet.fleet
     trace = list(conversations(12, file.conversation.headroom_tokens))
     live = asyncio.run(run(unused_fleet, trace))

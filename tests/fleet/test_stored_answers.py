@@ -44,7 +44,7 @@ def test_a_killed_decoder_loses_kv_but_no_history(fleet: RunningFleet) -> None:
     sdk.responses.delete(third.id)
 
 
-def test_a_client_names_its_conversation_instead_of_repeating_it(fleet: RunningFleet) -> None:
+def test_a_client_may_name_a_stored_conversation_instead_of_sending_its_history(fleet: RunningFleet) -> None:
     told: dict[str, Any] = {"model": fleet.model, "temperature": 0, "max_output_tokens": 16}
     sdk = client(fleet.url, "named")
     first = sdk.responses.create(input="Which city?", conversation="conv_named", **told)

@@ -1,7 +1,7 @@
 """A fleet like configs/two-nodes.yaml runs on two Ray nodes of this machine, one for each tier.
 
-One node prefills, the other decodes and co-serves, and keys are asked for. NIXL moves a first turn's KV
-where it is installed (pip install --no-deps nixl nixl-cu12), elsewhere our own transfer does.
+One node prefills, the other one decodes and co-serves, and callers need keys. KV moves with NIXL if that is
+installed (pip install --no-deps nixl nixl-cu12), otherwise with our own transfer.
 """
 
 from collections.abc import Iterator
@@ -41,7 +41,7 @@ def nodes() -> Iterator[Nodes]:
 
 @pytest.fixture(scope="module")
 def keys(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
-    """Return the keys by owner; `file` is where they are kept."""
+    """Return an API key for each owner, and write their hashes to `file`."""
     base = tmp_path_factory.mktemp("keys")
     made = {"file": str(base / "keys.yaml")}
     for owner in ("carried", "anew", "busy", "batches"):
@@ -78,12 +78,14 @@ def by_source(fleet: RunningFleet) -> dict[str, float]:
     return {source: metric(decoder_page(fleet), BY_SOURCE, source=source) for source in sources}
 
 
-def test_engines_run_on_the_nodes_of_their_tiers(fleet: RunningFleet) -> None:
+def test_each_engine_runs_on_the_node_of_its_tier(fleet: RunningFleet) -> None:
     hosts = {name: engine["http"].split(":")[0] for name, engine in fleet.engines().items()}
     assert hosts == {"prefill-0": HOSTS["prefill-node"], "decode-0": HOSTS["decode-node"]}
 
 
-def test_kv_is_transferred_once_and_later_turns_find_it(fleet: RunningFleet, keys: dict[str, str]) -> None:
+def test_kv_is_transferred_once_between_two_nodes_and_later_turns_find_it(
+    fleet: RunningFleet, keys: dict[str, str]
+) -> None:
     messages = opening(91, 200)
     sdk = client(fleet.url, keys["carried"])
     before = by_source(fleet)

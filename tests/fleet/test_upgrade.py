@@ -1,6 +1,6 @@
 """`conserve up` changes a running fleet, and replicas follow the load, without disturbing conversations.
 
-On the fleet of all tests; what is changed stays changed and is nothing that another test depends on.
+The tests use the fleet that all tests share. Their changes stay, because no other test depends on them.
 """
 
 import threading
@@ -24,7 +24,7 @@ Edit = Callable[[Any], object]
 
 
 class Changing:
-    """The running fleet's file, changed step by step."""
+    """Fleet file of the running fleet, which the tests change step by step."""
 
     def __init__(self, fleet: RunningFleet, base: Path) -> None:
         self.fleet, self._file = fleet, base / "changed.yaml"
@@ -52,8 +52,9 @@ def decode(**values: Any) -> Edit:
 
 
 def talk_until_one_is_on(fleet: RunningFleet, decoder: str) -> tuple[str, list[dict[str, Any]]]:
-    """Start new conversations until one is placed on `decoder`; return its key and its messages. Each goes to
-    the decoder with the least KV, and to the first by name if none holds any.
+    """Start new conversations until one is placed on `decoder`; return its key and its messages.
+
+    Each goes to the decoder with the least KV, and to the first by name if none holds any.
     """
     for number in range(6):
         key, messages = f"light-{number}", opening(960 + number, 40)
@@ -110,7 +111,7 @@ def agents(laptop_fleet: RunningFleet) -> Iterator[TalkingAgents]:
         yield talking
 
 
-def test_the_same_file_changes_nothing_and_a_dry_run_only_prints(changing: Changing) -> None:
+def test_conserve_up_with_the_same_file_or_dry_run_changes_nothing(changing: Changing) -> None:
     before = changing.epochs()
     assert "is up as the file says" in changing.up()
     said = changing.up(decode(args={"max-num-seqs": SEQUENCES}), "--dry-run")
@@ -145,7 +146,7 @@ def test_conversations_continue_while_gateways_and_decoders_are_replaced(
         assert causes and causes <= {"moved", "rebound"}, causes
 
 
-def test_replicas_follow_the_kv_in_use_up_and_down(changing: Changing) -> None:
+def test_the_autoscaler_adds_and_removes_decoders_as_kv_in_use_rises_and_falls(changing: Changing) -> None:
     fleet = changing.fleet
 
     def follow(content: Any) -> None:

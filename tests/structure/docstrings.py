@@ -1,4 +1,4 @@
-"""Find the docstrings that cannot be understood without the code, by top-level package.
+"""Finds docstrings that cannot be understood without the code.
 
 A docstring is refused when it begins with a fragment ("Of the engine.", "Who asks first.") or has fewer than
 four words.
@@ -25,7 +25,7 @@ def is_refused(docstring: str) -> bool:
 
 
 def refused(found: Iterable[Module]) -> dict[str, list[str]]:
-    """Return file, line and first line of each refused docstring, by top-level package."""
+    """Return the place and first line of each refused docstring, by top-level package."""
     places: dict[str, list[str]] = {}
     for module in found:
         for line, text in module.docstrings():

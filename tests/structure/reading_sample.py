@@ -13,21 +13,21 @@ SHORTEST_PARAGRAPH = 80  # characters
 
 
 def docstrings(modules: Iterable[Module]) -> Iterator[tuple[str, str]]:
-    """Yield place and first paragraph of each docstring."""
+    """Yield the place and the first paragraph of each docstring in `modules`."""
     for module in modules:
         for line, text in module.docstrings():
             yield f"{module.path}:{line}", " ".join(text.split("\n\n")[0].split())
 
 
 def names_of_tests(modules: Iterable[Module]) -> Iterator[tuple[str, str]]:
-    """Yield the file and the sentence of each test name."""
+    """Yield the file and the name, as a sentence, of each test in `modules`."""
     for module in modules:
         for name in re.findall(r"^(?:async )?def test_(\w+)", module.text, re.M):
             yield str(module.path), name.replace("_", " ")
 
 
 def readme_rows(root: Path, folders: Iterable[str]) -> Iterator[tuple[str, str]]:
-    """Yield the rows of the READMEs in some folders whose first cell is a name; a table's head is none."""
+    """Yield the rows whose first cell is a name, except tables' heads, from the READMEs below `folders`."""
     for folder in folders:
         for page in sorted((root / folder).rglob("README.md")):
             for row in re.findall(r"^\| `.*\|$(?!\n\|-)", page.read_text(), re.M):

@@ -8,7 +8,7 @@ REFUSED = refused_here()
 
 
 @pytest.mark.parametrize("package", PACKAGES)
-def test_docstrings_of_a_package_make_sense_without_the_code(package: str) -> None:
+def test_no_docstring_of_a_package_is_a_fragment_or_shorter_than_four_words(package: str) -> None:
     found = REFUSED.get(package, [])
     assert not found, (
         f"{package} has {len(found)} docstrings that begin with a fragment or have fewer than four words. "
@@ -37,7 +37,7 @@ def test_docstrings_of_a_package_make_sense_without_the_code(package: str) -> No
         "Rows are written.",
     ],
 )
-def test_fragments_and_short_docstrings_are_refused(docstring: str) -> None:
+def test_docstrings_that_are_fragments_or_too_short_are_refused(docstring: str) -> None:
     assert is_refused(docstring)
 
 
@@ -52,5 +52,5 @@ def test_fragments_and_short_docstrings_are_refused(docstring: str) -> None:
         "Theirs and ours are merged by key.",
     ],
 )
-def test_complete_phrases_are_accepted(docstring: str) -> None:
+def test_docstrings_that_are_complete_phrases_are_accepted(docstring: str) -> None:
     assert not is_refused(docstring)

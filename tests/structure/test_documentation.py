@@ -74,7 +74,7 @@ def anchors(page: Path) -> set[str]:
 
 
 def expanded(path: str) -> Iterator[str]:
-    """Yield the paths that braces stand for: `a/{b,c}.py` gives two."""
+    """Yield the paths that a path with braces stands for: two for `a/{b,c}.py`."""
     found = re.search(r"\{([^{}]*)\}", path)
     if found is None:
         yield path
@@ -84,7 +84,7 @@ def expanded(path: str) -> Iterator[str]:
 
 
 def exists(path: str, page: Path) -> bool:
-    """Return whether a path exists below the root or near the page; a bare name may be anywhere."""
+    """Return whether a path exists below the root or the page's folder, or a bare name anywhere."""
     if Path(path).name in CREATED:
         return True
     if "/" not in path:
@@ -131,7 +131,7 @@ def missing_commands(page: Path) -> list[str]:
 
 
 def is_module(name: str) -> bool:
-    """Return whether `python -m name` finds a module; NAME stands for any."""
+    """Return whether `python -m name` would find a module; a name in capitals stands for any module."""
     if "NAME" in name:
         return True
     try:
@@ -169,7 +169,7 @@ def unknown_keys(page: Path) -> list[str]:
 
 
 def is_code(name: str) -> bool:
-    """Return whether a dotted name is one of our modules or classes, or a module of benchmarks."""
+    """Return whether a dotted name is that of one of our modules or classes, or of a benchmark."""
     above = name.rpartition(".")[0]
     return is_module(name) or ("." in above and is_module(above)) or is_module(f"benchmarks.{name}")
 
@@ -184,7 +184,9 @@ def test_every_path_command_and_fleet_key_of_a_page_exists(page: Path) -> None:
     assert missing_paths(page) + missing_commands(page) + unknown_keys(page) == []
 
 
-def test_faults_of_a_page_are_found(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_wrong_links_paths_commands_and_keys_of_a_page_are_found(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     page = Path("docs/glossary.md")
     wrong = "[a](gone.md) [b](kv.md#gone) `router/gone.py` `gone.py` `router/gone/` `make gone` "
     wrong += "`python -m benchmarks.gone` `router/{keys,gone}.yaml` `gateway.gone` `gateway.tls: {}`"
@@ -197,7 +199,7 @@ def test_faults_of_a_page_are_found(tmp_path: Path, monkeypatch: pytest.MonkeyPa
     anchors.cache_clear()
 
 
-def test_commits_are_checked_by_the_linters_of_make_check() -> None:
+def test_pre_commit_runs_the_linters_of_make_check() -> None:
     hooks = yaml.safe_load((ROOT / ".pre-commit-config.yaml").read_text())["repos"][0]["hooks"]
     makefile = (ROOT / "Makefile").read_text()
     used = {re.search(r"-m (ruff \w+|mypy)", hook["entry"])[1] for hook in hooks}  # type: ignore[index]
@@ -205,9 +207,9 @@ def test_commits_are_checked_by_the_linters_of_make_check() -> None:
 
 
 @pytest.mark.parametrize("package", PRODUCT)
-def test_a_package_says_that_it_is_typed(package: str) -> None:
+def test_every_product_package_has_a_py_typed_file(package: str) -> None:
     assert (ROOT / package / "py.typed").is_file()
 
 
-def test_the_front_page_is_short() -> None:
+def test_the_readme_has_at_most_800_words() -> None:
     assert len((ROOT / "README.md").read_text().split()) <= 800

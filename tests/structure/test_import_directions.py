@@ -31,12 +31,12 @@ def test_a_package_imports_only_what_it_may(package: str) -> None:
     assert not wrong, "\n".join(wrong)
 
 
-def test_no_modules_import_one_another_in_a_circle() -> None:
+def test_no_modules_import_each_other_in_a_circle() -> None:
     assert circles(import_graph(PRODUCT_MODULES)) == []
 
 
-def test_engines_that_do_not_drop_parameters_load_no_overload_code() -> None:
-    """vLLM loads the overload code by name, and only if the fleet file has `overload: {policy: drop}`."""
+def test_engines_that_cannot_drop_parameters_do_not_import_the_overload_code() -> None:
+    """vLLM imports that code by its name, and only if the fleet file has `overload: {policy: drop}`."""
     by_name = {"workers.engine.overload.config"}
     wrong = [
         f"{module.path} imports {source}"

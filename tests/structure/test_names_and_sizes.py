@@ -20,17 +20,17 @@ BASES = {
 }
 
 
-def test_a_class_name_is_defined_once() -> None:
+def test_every_class_name_is_defined_only_once() -> None:
     assert class_names_defined_twice({**MODULES, **TEST_MODULES}) == {}
 
 
-def test_no_file_is_longer_than_the_limit() -> None:
+def test_no_product_file_is_longer_than_the_limit() -> None:
     long = [f"{m.path}: {m.lines} lines" for m in PRODUCT_MODULES.values() if m.lines > MAX_LINES]
     assert not long, "\n".join(long)
 
 
-def test_suites_are_marked_in_test_files_and_conftests() -> None:
-    """Only there does the collection of a suite look for its mark (tests/conftest.py)."""
+def test_suite_marks_are_only_in_test_files_and_conftests() -> None:
+    """Pytest looks for the mark of a suite in no other files (tests/conftest.py)."""
     others = [m for m in TEST_MODULES.values() if not m.path.name.startswith(("test_", "conftest"))]
     assert others
     marked = [m.path for m in others if re.search(r"mark\.(engine|fleet|slow)\b", m.text)]
@@ -50,7 +50,7 @@ def test_every_exception_derives_from_its_packages_base(package: str) -> None:
 
 
 def ancestors(node: ast.ClassDef, ours: list[Module]) -> set[str]:
-    """Return the names of all base classes, as far as this package defines them."""
+    """Return the names of the bases of a class, and of their bases as far as `ours` defines them."""
     defined = {other.name: other for module in ours for other in module.classes}
     names, left = set[str](), [*node.bases]
     while left:

@@ -1,4 +1,4 @@
-"""Tests use only the public API of the product: no private members, and objects from constructors."""
+"""Tests use only the public API of the product: no private members, and no objects without constructor."""
 
 import ast
 from collections.abc import Iterator
@@ -40,7 +40,7 @@ def private_uses(module: Module) -> Iterator[str]:
 
 
 def inherited_private_uses(module: Module, others: dict[str, Module]) -> Iterator[str]:
-    """Yield private names of product classes that their subclasses in tests use or redefine."""
+    """Yield the private names of product classes that subclasses in a test module use or redefine."""
     for cls in module.classes:
         theirs = {name for base in bases(cls, module, others) for name in private_names(base)}
         named = {node.attr for node in ast.walk(cls) if isinstance(node, ast.Attribute)}
@@ -48,7 +48,7 @@ def inherited_private_uses(module: Module, others: dict[str, Module]) -> Iterato
 
 
 def bases(cls: ast.ClassDef, module: Module, others: dict[str, Module]) -> Iterator[ast.ClassDef]:
-    """Yield the product classes that this class derives from, also through a class of another test."""
+    """Yield the product classes from which a class derives, directly or through classes of other tests."""
     for base in cls.bases:
         where, name = origin(base, module)
         for found in others[where].classes if where in others else ():
@@ -59,7 +59,7 @@ def bases(cls: ast.ClassDef, module: Module, others: dict[str, Module]) -> Itera
 
 
 def origin(base: ast.expr, module: Module) -> tuple[str, str]:
-    """Return the module and the name of a class that this module refers to."""
+    """Return the module that defines a class to which `module` refers, and the class's name there."""
     taken = {
         alias.asname or alias.name: f"{node.module}.{alias.name}"
         for node in module.nodes
@@ -87,7 +87,7 @@ def private_names(cls: ast.ClassDef) -> set[str]:
 
 
 def is_private(name: str) -> bool:
-    """Return whether a name is private. `_`, and `_replace` of named tuples, are not."""
+    """Return whether a name is private; `_`, and `_replace` of named tuples, do not count."""
     return name.startswith("_") and not name.startswith("__") and name not in ("_", "_replace")
 
 

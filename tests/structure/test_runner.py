@@ -1,4 +1,4 @@
-"""A test that fails once and passes alone is named, and fails the run unless the dated list contains it."""
+"""A test that fails once and passes alone is printed, and fails the run unless flaky.toml lists it."""
 
 from datetime import date, timedelta
 from pathlib import Path
@@ -40,7 +40,7 @@ def flaky_list(tmp_path: Path, since: date | None, reason: str = "known to be fl
     return file
 
 
-def test_a_test_that_fails_once_is_named_and_fails_the_run(
+def test_a_test_that_fails_once_and_is_not_in_the_flaky_list_fails_the_run(
     suite: tuple[list[str], list[str]], tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert run.run([[suite]], flaky_list(tmp_path, None), TODAY) == run.FAILED
@@ -50,7 +50,7 @@ def test_a_test_that_fails_once_is_named_and_fails_the_run(
     assert "test_passes" not in output
 
 
-def test_a_listed_test_may_fail_once(
+def test_a_test_in_the_flaky_list_may_fail_once(
     suite: tuple[list[str], list[str]], tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert run.run([[suite]], flaky_list(tmp_path, TODAY), TODAY) == run.PASSED
@@ -58,7 +58,7 @@ def test_a_listed_test_may_fail_once(
 
 
 @pytest.mark.parametrize("at_most, ended", [(0, run.FAILED), (1, run.PASSED)])
-def test_the_list_limits_how_many_other_tests_may_fail_once(
+def test_the_flaky_list_limits_how_many_tests_that_it_does_not_name_may_fail_once(
     suite: tuple[list[str], list[str]],
     tmp_path: Path,
     capsys: pytest.CaptureFixture[str],
@@ -77,7 +77,7 @@ def test_a_test_that_fails_twice_fails_the_run(suite: tuple[list[str], list[str]
     assert run.run([[suite]], flaky_list(tmp_path, TODAY), TODAY) == run.FAILED
 
 
-def test_suites_run_at_the_same_time_and_the_output_of_each_is_printed(
+def test_suites_of_a_group_run_at_the_same_time_and_the_output_of_each_is_printed(
     suite: tuple[list[str], list[str]], tmp_path: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
     """Each suite waits for the other one, so they cannot run one after the other."""
@@ -105,11 +105,13 @@ def test_{name}():
 
 
 @pytest.mark.parametrize("since, reason", [(TODAY - timedelta(days=31), "known to be flaky"), (TODAY, "")])
-def test_an_old_entry_or_one_without_a_reason_fails_the_run(tmp_path: Path, since: date, reason: str) -> None:
+def test_a_flaky_list_entry_that_is_old_or_has_no_reason_fails_the_run(
+    tmp_path: Path, since: date, reason: str
+) -> None:
     assert run.run([], flaky_list(tmp_path, since, reason), TODAY) == run.FAILED
 
 
-def test_the_shipped_list_has_no_errors() -> None:
+def test_the_flaky_list_of_this_repository_has_no_errors() -> None:
     ours = run.read_flaky_list(run.FLAKY_FILE, date.today())
     assert not ours.errors
     assert [test for test in ours.ids if not (run.ROOT / test.partition("::")[0]).exists()] == []

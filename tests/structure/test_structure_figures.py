@@ -41,11 +41,11 @@ def structure(tmp_path: Path) -> Structure:
     return Structure(tmp_path)
 
 
-def test_each_figure_counts_its_faults(structure: Structure) -> None:
+def test_each_figure_counts_its_faults_in_a_made_up_tree(structure: Structure) -> None:
     assert structure.figures() == FIGURES
 
 
-def test_each_place_names_file_and_line(structure: Structure) -> None:
+def test_each_fault_is_listed_with_file_and_line(structure: Structure) -> None:
     assert structure.places()["docstring_fragments"] == [
         "placement/two.py:1: Of the other module.",
         "tests/test_one.py:1: Likewise, in a test.",
@@ -53,7 +53,7 @@ def test_each_place_names_file_and_line(structure: Structure) -> None:
     assert structure.places()["fmt_skips"] == ["router/table.py:1"]
 
 
-def test_a_seed_draws_the_same_sample_again(tmp_path: Path) -> None:
+def test_one_seed_always_draws_the_same_reading_sample(tmp_path: Path) -> None:
     (tmp_path / "router").mkdir()
     (tmp_path / "docs").mkdir()
     (tmp_path / "router" / "README.md").write_text("| `Key` | job |\n|---|---|\n| `table.py` | a table |\n")
