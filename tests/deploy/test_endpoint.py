@@ -1,4 +1,4 @@
-"""Commands check a TLS gateway by its certificate under any name; curl checks a name in the certificate."""
+"""Commands accept exactly the fleet's certificate, whatever the host name; curl gets a name that it has."""
 
 import asyncio
 import shlex

@@ -1,4 +1,4 @@
-"""The faults of `benchmarks.chaos` have their effect on a process, and end."""
+"""Each fault that `benchmarks.chaos` inflicts has its effect on a process, and the effect ends."""
 
 import os
 import signal

@@ -1,4 +1,4 @@
-"""The directory's process outlives its host, and restarts within seconds when it is killed."""
+"""The directory's process outlives its actor, and restarts within seconds when it is killed."""
 
 import asyncio
 import json
@@ -46,7 +46,7 @@ HOST, KEY = "127.0.0.1", "directory-key"
 
 
 class Rig:
-    """A keeper that announces one engine, and a hosted directory process."""
+    """Runs a hosted directory process, and a keeper with one engine for it."""
 
     def __init__(self, folder: Path) -> None:
         self.folder, self.keepers = folder / "directory", folder / "directory" / "keepers.json"
@@ -79,7 +79,7 @@ class Rig:
         return asyncio.create_task(keep(self.hosted(), look))
 
     async def place(self, key: str, limit_s: float) -> Placed:
-        """Place a new conversation, and retry after each refusal."""
+        """Place a new conversation; ask again after each refusal."""
         async with asyncio.timeout(limit_s):
             while True:
                 with suppress(Exception):
@@ -186,7 +186,7 @@ async def address_of(actor: DirectoryActor) -> str:
 
 @pytest.fixture
 def root() -> Iterator[Path]:
-    """The path is short, because sockets below it have a limited length."""
+    """Return a directory with a short path, because the length of sockets' paths is limited."""
     with tempfile.TemporaryDirectory(prefix="cs-") as short:
         yield Path(short)
 

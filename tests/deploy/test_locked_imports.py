@@ -1,4 +1,4 @@
-"""Each lock file offers what the product imports, also where only the CUDA environment has a version."""
+"""The packages of both lock files have all names that the product imports from them."""
 
 import ast
 import os
@@ -30,7 +30,7 @@ lock = cache(locked)
 
 @cache
 def imports() -> dict[str, set[str]]:
-    """Return the import statements of the product by the package that they import from."""
+    """Return, for each foreign package, the product's statements that import from it."""
     found = defaultdict(set)
     for file in (file for package in PRODUCT for file in (ROOT / package).rglob("*.py")):
         for node in ast.walk(ast.parse(file.read_text())):
@@ -51,13 +51,13 @@ def distributions() -> dict[str, set[str]]:
 
 
 def version(file: str, distribution: str) -> Version:
-    """Return the locked version, without the part that names a build."""
+    """Return the version of a distribution in a lock file, without the part that names a build."""
     (found,) = lock(file)[distribution].specifier
     return Version(Version(found.version).public)
 
 
 def of_other_versions() -> dict[str, str]:
-    """Return the packages, with their distributions, of which the environments have different versions."""
+    """Return the distribution of each package whose versions for CPU and CUDA differ."""
     return {
         package: one
         for package, provided_by in distributions().items()

@@ -25,7 +25,7 @@ def test_both_lock_files_have_the_same_major_version_of_each_import(package: str
 
 
 def test_the_cuda_lock_file_does_not_contain_lmcache() -> None:
-    """The release that pip would choose lacks a feature of the connector; lmcache.txt pins the right one."""
+    """The release that pip would choose lacks a feature that we need; lmcache.txt pins one that has it."""
     assert "lmcache" not in versions("cuda.txt")
     assert versions("lmcache.txt")["lmcache"] == "0.5.6"
 

@@ -1,4 +1,4 @@
-"""Hosts of a fleet cannot reach each other, in one direction or both, and later can again."""
+"""A fleet survives that its hosts cannot reach each other for a while, in one direction or both."""
 
 import json
 import subprocess

@@ -1,4 +1,4 @@
-"""The set-up keeps builds of vLLM apart, and says at once where it cannot work."""
+"""The set-up keeps vLLM's CPU and CUDA builds apart, and says at once if it cannot work on a machine."""
 
 import os
 import subprocess
@@ -10,7 +10,7 @@ from tests.support.fleet import ROOT
 
 
 def install(venv: Path, extras: str, **variables: str) -> "subprocess.CompletedProcess[str]":
-    """Run install.sh, with a Python that fails where it would begin to install."""
+    """Run install.sh with a stand-in for Python that fails when the installation would begin."""
     return subprocess.run(
         [ROOT / "deploy" / "setup" / "install.sh", venv, extras],
         env={**os.environ, "PYTHON": "false", **variables},
@@ -70,7 +70,7 @@ def test_another_system_is_told_at_once_to_use_a_container(tmp_path: Path) -> No
 
 
 def made(*target: str) -> str:
-    """Return the commands of a target of the Makefile."""
+    """Return the commands that `make target` would run."""
     command = ["make", "--dry-run", "--directory", str(ROOT), *target]
     return subprocess.run(command, capture_output=True, text=True, timeout=30, check=True).stdout
 

@@ -1,4 +1,4 @@
-"""Output and errors of `conserve simulate` and `conserve plan`."""
+"""`conserve simulate` and `conserve plan` print and write their results, and explain their errors."""
 
 import json
 from dataclasses import asdict

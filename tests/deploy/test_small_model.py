@@ -1,4 +1,4 @@
-"""The small model is the same on every machine, and its output tokenizes to the same tokens."""
+"""The small model has the same bytes on every machine, and its text tokenizes to the generated tokens."""
 
 import hashlib
 import json

@@ -87,7 +87,7 @@ SAYS = (
 
 
 def test_too_low_a_limit_of_open_files_is_reported(base: Path) -> None:
-    """A limit that is too low is reported by `conserve up`, and by a gateway on another machine."""
+    """`conserve up` reports it on its machine, and a gateway on the machine where it runs."""
     fleet = base / "fleet.yaml"
     fleet.write_text(random(lambda content: None))
     config = GatewayConfig("127.0.0.1:9", (ServedModel("small"),), port=0)

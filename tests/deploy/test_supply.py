@@ -14,7 +14,7 @@ HASHED = re.compile(r"(\S+==[^\s\\]+)( ; [^\\]+)?((?: \\\n    --hash=sha256:[0-9
 
 
 def locked(name: str) -> dict[str, Requirement]:
-    """Return the locked packages; fail if anything in the file is not one version with hashes."""
+    """Return the packages in a lock file; fail if the file has a line that is not a version with hashes."""
     text = (ROOT / "requirements" / name).read_text()
     assert not HASHED.sub("", text), "these have no hashes"
     found = [Requirement(match[1]) for match in HASHED.finditer(text)]

@@ -1,4 +1,4 @@
-"""No process of a fleet is left after Ctrl-C, `down`, a failed start or a killed terminal."""
+"""Ctrl-C, `conserve down`, a failed start and a killed terminal leave no process of a fleet."""
 
 import json
 import os

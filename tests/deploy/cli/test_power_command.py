@@ -1,4 +1,4 @@
-"""`conserve power` on a machine with two simulated GPUs: a plan changes nothing, and changes are undone."""
+"""`conserve power` changes limits of two simulated GPUs only when told to, and undoes its changes."""
 
 from pathlib import Path
 
@@ -24,7 +24,7 @@ def machine(library: Path, tmp_path: Path) -> GpuMachine:
 
 @pytest.fixture
 def fleet(tmp_path: Path) -> str:
-    """A fleet with one prefiller on the first GPU and a capped decoder on the second."""
+    """Write a fleet file with a prefiller on the first GPU and a capped decoder on the second."""
     text = yaml.safe_load((ROOT / "configs" / "a40-paper.yaml").read_text())
     text["tiers"][1]["replicas"] = 1
     file = tmp_path / "fleet.yaml"

@@ -1,4 +1,4 @@
-"""`conserve profile` prints its measurements, and measures under the tier's power cap or not at all."""
+"""`conserve profile` prints what it measured, and measures only under the tier's power cap."""
 
 from pathlib import Path
 

@@ -1,4 +1,4 @@
-"""The command line reports errors in a sentence, finds the fleet that is meant, and shows its state."""
+"""Commands report errors in a sentence, find the fleet that the user means, and show its state."""
 
 import asyncio
 import errno
@@ -52,7 +52,7 @@ COMMANDS = dict(leaves(typer.main.get_command(app), "conserve"))
 
 
 def up(base: Path, name: str, record: RunRecord) -> FleetHome:
-    """Return a run record like that of `conserve up`."""
+    """Write a fleet's run record, as `conserve up` does, and return the fleet's home."""
     home = FleetHome.of(name, str(base))
     home.create()
     home.ray_token()
@@ -62,7 +62,7 @@ def up(base: Path, name: str, record: RunRecord) -> FleetHome:
 
 
 def alive() -> RunRecord:
-    """Return the record of a running supervisor: this process."""
+    """Return a run record whose supervisor is this process, which is alive."""
     return replace(OURS, pid=os.getpid(), started=psutil.Process().create_time())
 
 
@@ -244,6 +244,6 @@ def test_an_upgrade_does_not_end_conserve_up(base: Path) -> None:
 
 
 def test_only_the_batch_command_imports_the_client_library() -> None:
-    """The import takes longer than all the work of `conserve check`."""
+    """Importing `openai` takes longer than all the work of `conserve check`."""
     code = "import sys, deploy.cli.application; sys.exit('openai' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code], cwd=ROOT, check=False, timeout=60).returncode == 0

@@ -1,4 +1,4 @@
-"""`conserve top` draws the state of the gateway's dashboard."""
+"""`conserve top` draws the state that the gateway's dashboard shows."""
 
 from typing import Any
 

@@ -1,4 +1,4 @@
-"""A changed fleet file changes the named parts of a running fleet and nothing else."""
+"""A changed fleet file replaces the affected parts of a running fleet and nothing else."""
 
 from collections.abc import Callable
 from pathlib import Path

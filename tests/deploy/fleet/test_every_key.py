@@ -88,7 +88,7 @@ BASE: dict[str, Any] = {
 
 
 class Everything:
-    """The configurations that all components receive from one fleet file."""
+    """All configurations that components receive from one fleet file."""
 
     def __init__(self, content: dict[str, Any]) -> None:
         fleet = self.fleet = FleetSpec.of(content)
@@ -122,7 +122,7 @@ class Everything:
 
 
 def settings(value: Any) -> Iterator[tuple[tuple[type, str], Any]]:
-    """Yield type, name and value of every field in a configuration."""
+    """Yield the class, name and value of every field in a configuration, and in those within it."""
     if type(value) in CONFIGURATIONS:
         for field in fields(value):
             inner = getattr(value, field.name)
@@ -438,7 +438,7 @@ def _specs(kind: Any) -> list[type]:
 
 
 def made(*changes: tuple[str, Any]) -> Everything:
-    """Return the base file with these keys added; tier keys are added to the last tier."""
+    """Return the configurations of the base file after `changes`, which for tiers apply to the last tier."""
     content = copy.deepcopy(BASE)
     for path, value in changes:
         *way, last = path.replace("slos.", "slos.default.").split(".")
@@ -493,7 +493,7 @@ def test_every_configuration_field_has_a_key_or_is_listed_as_internal(
 
 
 def test_a_component_without_keys_receives_its_own_defaults(set_by_keys: set[tuple[type, str]]) -> None:
-    """Without a key, a component receives its own default."""
+    """The fleet file repeats no default: without a key, a component has that of its own field."""
     defaults = {
         (kind, field.name): field.default
         for kind in CONFIGURATIONS

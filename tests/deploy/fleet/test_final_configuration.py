@@ -1,6 +1,4 @@
-"""vLLM accepts every shipped file on GPUs, and each difference from plain vLLM is listed here with its
-reason.
-
+"""vLLM accepts every shipped fleet on GPUs, and each difference from plain vLLM has a reason listed here.
 vLLM's own argument parser and configuration run, on a stand-in for a node of H100s (tests/support/h100.py)
 and with the config.json of the files' models; nothing is downloaded and no engine starts.
 """

@@ -1,4 +1,4 @@
-"""The fleet that `conserve serve` makes for a model: valid, and as large as the machine allows."""
+"""`conserve serve` makes a valid fleet for a model, as large as the machine allows."""
 
 from dataclasses import replace
 from typing import Any

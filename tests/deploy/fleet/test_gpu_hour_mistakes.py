@@ -1,6 +1,6 @@
 """Mistakes in a fleet file that would waste GPU hours are refused with their line and a correction.
 
-The fleet is right as it stands; each case changes one thing. `>` marks the line that must be named.
+Each case makes one mistake in a valid fleet file; `>` marks the line that the error must name.
 """
 
 import json
@@ -71,7 +71,7 @@ DECODE = "    hardware: {accelerator: H100, nodes: 1}\n    power_cap_w: 400"
 
 
 def a(line: str) -> str:
-    """Add an option to the decoders, and return the line that the error should name."""
+    """Return the decoders' options with one more, and `>` on its line."""
     return f"{SEQS}\n>      {line}"
 
 
@@ -368,7 +368,7 @@ def test_co_serving_accepts_graph_modes_that_have_piecewise_graphs(mode: str, tm
 
 
 def test_layers_with_a_state_are_served_and_not_counted_as_kv(tmp_path: Path) -> None:
-    """The KV of this context would not fit if all layers had KV."""
+    """The context is so long that the KV of a conversation would not fit if all layers had KV."""
     alone = FLEET.replace("  enabled: true", "  enabled: false").replace("40960", "1000000")
     long = {"max_position_embeddings": 1_000_000}
     (tmp_path / "dense").mkdir()
@@ -423,7 +423,7 @@ tiers:
 
 
 def test_the_checks_import_no_large_library() -> None:
-    """All checks take less than two seconds, which is less than the import of vLLM."""
+    """`conserve check` has to end within two seconds, and importing vLLM alone takes longer."""
     heavy = "{'vllm', 'torch', 'transformers', 'ray'}"
     code = f"import sys, deploy.fleet.checks; print(sorted({heavy} & set(sys.modules)))"
     done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, check=True)

@@ -1,4 +1,4 @@
-"""`overload.policy: drop` is refused before the start where it cannot work, with the reason."""
+"""Fleet files with `overload.policy: drop` are refused, with the reason, where dropping cannot work."""
 
 import json
 from pathlib import Path

@@ -1,7 +1,7 @@
 """Every file of recipes/ passes `conserve check` against its model's published config.json.
 
-`published/` has the fields of each config.json that anything here depends on, the bytes of the weights, and
-the words of the chat template that parsers are chosen by.
+`published/` has, for each model, the fields of config.json that the checks read, the bytes of the weights,
+and the words of the chat template by which parsers are chosen.
 """
 
 import functools
@@ -70,7 +70,7 @@ def architecture(fleet: FleetSpec) -> Architecture:
 
 @dataclass(frozen=True)
 class Fit:
-    """Memory that weights and KV of a recipe's decoder take."""
+    """Memory of a recipe's decoder: what its weights and KV take, and how many tokens fit."""
 
     engines: str
     weights_gib: float  # on a GPU

@@ -37,7 +37,7 @@ def metrics_in(expression: str) -> set[str]:
 
 
 def compared(expression: str) -> str:
-    """Return the expression that an alert compares, because an alert that does not fire returns no data."""
+    """Return an alert's expression without the comparison, which returns no data while the alert is quiet."""
     return re.split(r" (?:>|<|==) (?=[0-9.]+(?:$| ))", expression.replace("\n", " ").strip())[0]
 
 
@@ -59,7 +59,7 @@ def test_every_metric_is_declared_in_a_module_that_the_metrics_page_reads() -> N
 
 
 def _made(path: Path) -> set[str]:
-    """Return the kinds of prometheus_client metrics that a file creates, ignoring type annotations."""
+    """Return the kinds of prometheus_client metrics that a file creates; type annotations do not count."""
     nodes = list(ast.walk(ast.parse(path.read_text())))
     imports = [n for n in nodes if isinstance(n, ast.ImportFrom) and n.module == "prometheus_client"]
     kinds = {alias.name for node in imports for alias in node.names} & KINDS

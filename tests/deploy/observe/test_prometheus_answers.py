@@ -22,7 +22,7 @@ VALUES = {"kind": KINDS, "met": ("yes", "no")}
 
 
 def exposition(value: float) -> str:
-    """Return each metric of the catalogue, with each label value that an expression uses."""
+    """Return a metrics page with each metric of the catalogue, and each label value that expressions use."""
     lines = []
     for name in sorted(VLLM):
         lines += [

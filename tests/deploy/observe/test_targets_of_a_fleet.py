@@ -40,7 +40,7 @@ def test_the_target_list_names_every_process_with_its_component() -> None:
 
 
 def test_labels_of_a_target_do_not_collide_with_labels_of_its_metrics() -> None:
-    """Prometheus would keep the page's label and rename the metric's to `exported_…`, so expressions would
+    """Prometheus would keep the target's label and rename the metric's to `exported_…`, so expressions would
     find nothing."""
     found = targets(status(engine("decode-0", "127.0.0.1:9001", "10.0.0.7:7001"), metrics="127.0.0.1:7002"))
     of_pages = {label for target in found for label in target["labels"]}

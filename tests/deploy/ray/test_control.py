@@ -1,4 +1,4 @@
-"""A keeper's reports arrive unchanged over gRPC, and only callers with the secret get them."""
+"""A keeper's reports arrive unchanged over gRPC, and only at callers that have the secret."""
 
 import asyncio
 from collections.abc import AsyncIterator
@@ -17,7 +17,7 @@ SECRET = "a-secret-of-16-chars"
 
 @dataclass
 class Feed:
-    """An engine that holds the conversation `known`."""
+    """Stands in for an engine that holds one conversation, `known`."""
 
     drained: list[bool] = field(default_factory=list)
     shared: list[tuple[object, ...]] = field(default_factory=list)  # its layers, and had again

@@ -23,7 +23,7 @@ pytestmark = pytest.mark.slow
 
 @dataclass
 class ToldDirectory:
-    """Directory that records the calls that it receives."""
+    """Stands in for the directory, and records the calls that it receives."""
 
     events: list[tuple[str, int]] = field(default_factory=list)
     confirmed: dict[str, int] = field(default_factory=dict)
@@ -112,7 +112,7 @@ async def test_an_engine_that_ended_unobserved_is_reported_down_before_its_succe
 
 
 async def test_a_reconnected_watch_receives_missed_reports_and_the_end_of_an_engine(rig: WatchRig) -> None:
-    """Reports are cumulative: the newest includes all that were lost."""
+    """Reports are cumulative, so the newest one includes all that the watch has missed."""
     serving = store(5)
     first = await rig.keeper(serving)
     await rig.hears(("up", 5), ("state", 5))
@@ -154,7 +154,7 @@ async def test_a_keeper_at_its_old_address_is_found_without_ray(rig: WatchRig) -
 
 @asynccontextmanager
 async def remembered(rig: WatchRig, control: str, http: str = "127.0.0.1:9") -> AsyncIterator[None]:
-    """Run the watch of a restarted directory, whose journal has epoch 5 and the keeper's address."""
+    """Run a watch as after a restart: the journal has epoch 5 of the engine, and its keeper's address."""
     known = replace(INFO, epoch=5, control=control, http=http)
     watch = EngineWatch("decode-0", rig.told, rig.address_of, SECRET, 30.0, lambda: rig.now, known)
     assert watch.up
@@ -168,7 +168,7 @@ async def remembered(rig: WatchRig, control: str, http: str = "127.0.0.1:9") -> 
 
 @pytest.fixture
 async def quiet() -> WatchRig:
-    """No watch is connected yet, and Ray does not know the keeper."""
+    """Return a keeper that no watch follows yet and that Ray does not know."""
     return WatchRig()
 
 

@@ -1,4 +1,4 @@
-"""A gateway takes its slot and replaces its predecessor, even after an interrupted hand-over."""
+"""A new gateway takes the free one of two slots and replaces its predecessor, also after an interruption."""
 
 import os
 import sys

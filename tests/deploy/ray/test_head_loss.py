@@ -1,4 +1,4 @@
-"""A killed head of our own Ray cluster restarts with its tables, without disturbing node and actors."""
+"""A killed head of our own Ray cluster restarts with its tables; its node and actors run on."""
 
 import json
 import shutil
