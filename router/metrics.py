@@ -411,7 +411,8 @@ for _prompt in ("prefiller", "decoder"):
     FIRST_TURNS_PLACED.labels(_prompt, "least_kv_in_use")
 from_zero(IDENTIFIED, "explicit", "continued", "retried", "forked", "new")
 from_zero(REFUSALS, "no_capacity", "saturated", "too_large", "no_decoder", "no_directory")
-from_zero(LIMITED, "requests_per_minute", "tokens_per_minute", "turns", "requests_at_once", "bytes_at_once")
+from_zero(LIMITED, "requests_per_minute", "tokens_per_minute", "grammars_per_minute", "turns")
+from_zero(LIMITED, "requests_at_once", "bytes_at_once")
 from_zero(REDISAGGREGATIONS, "transferred", "local")
 from_zero(
     PREFIX_BROKEN_TOKENS,
