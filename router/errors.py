@@ -1,7 +1,7 @@
-"""Exceptions of the router, and their form on the wire: OpenAI's or Anthropic's.
+"""Defines the router's exceptions, and their form on the wire: OpenAI's or Anthropic's.
 
-An ``ApiError`` may be raised anywhere below a handler: the HTTP server answers with its status, in the form
-of the API that was called. Messages tell the caller what to do and contain no prompt text.
+A handler and everything that it calls may raise ``ApiError``: the HTTP server answers with its status, in the
+form of the API that was called. Messages tell the caller what to do and contain no prompt text.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ _EXCERPT_CHARS = 100
 
 
 def excerpt(value: str) -> str:
-    """Return a client's value at a length that fits into a message."""
+    """Return a client's value, cut to a length that fits into an error message."""
     return value if len(value) <= _EXCERPT_CHARS else f"{value[:_EXCERPT_CHARS]}…"
 
 
@@ -31,7 +31,7 @@ class GatewayConfigError(RouterError, ValueError):
 
 
 class ClientLeft(RouterError):
-    """The client of a request has disconnected."""
+    """The client disconnected before its answer was complete."""
 
 
 class ApiError(RouterError):
@@ -129,7 +129,7 @@ class ModelNotFound(NotFound, code="model_not_found"):
 
 
 class MethodNotAllowed(ApiError, status=405, type=INVALID, code="method_not_allowed"):
-    """The path allows other methods, which ``allow`` lists."""
+    """The path does not allow this method; ``allow`` lists those that it allows."""
 
 
 class RequestTimeout(ApiError, status=408, type=INVALID, code="request_timeout"):
@@ -187,7 +187,7 @@ class EngineUnreachable(UpstreamError, code="engine_unreachable"):
 
 
 class EngineLost(UpstreamError, code="engine_lost"):
-    """The connection broke while a response was due or under way."""
+    """The connection to the engine broke before its response was complete."""
 
 
 class SetAside(UpstreamError, code="request_set_aside"):

@@ -1,4 +1,4 @@
-"""Metrics of gateways and the directory. Those of offline work are in batch/metrics.py.
+"""Declares the metrics of gateways and the directory; batch/metrics.py has those of offline work.
 
 Labels have few values (engines, causes, policies), never conversations.
 """
@@ -31,7 +31,7 @@ def from_zero(counter: Counter, *values: str) -> None:
         counter.labels(*value.split("/"))
 
 
-# Of the directory. A gateway's page shows them as zero.
+# The directory sets these. A gateway's page shows them as zero.
 
 CONVERSATIONS_LIVE = Gauge("conserve_conversations_live", "Conversations that have begun and not ended.")
 CONVERSATIONS_PARKED = Gauge(
@@ -137,7 +137,7 @@ RELEASES_FAILED = Counter(
     "and frees their KV in any case when they have been idle long enough.",
 )
 
-# Of gateways: identity and placement
+# Gateways: identity and placement
 
 IDENTIFIED = Counter(
     "conserve_turns_identified_total",
@@ -329,8 +329,8 @@ PREFIX_BROKEN_TOKENS = Counter(
 )
 OUTPUT_TOKENS = Counter("conserve_output_tokens_total", "Tokens generated for clients.")
 
-# OpenTelemetry's conventions for generative AI, by the names that its exporters give them in Prometheus, with
-# its buckets: for dashboards that were made for those
+# OpenTelemetry's metrics for generative AI, with its buckets and the names that its exporters give them in
+# Prometheus, for dashboards that expect them
 
 _OPERATION = ["gen_ai_operation_name", "gen_ai_request_model"]
 GENAI_TTFT = Histogram(
@@ -434,7 +434,7 @@ from_zero(TURNS, "complete", "client_gone", "broken", "failed", "refused")
 
 @cache
 def labelled(metric: _Metric, *labels: str) -> _Metric:
-    """Return a cached `metric.labels(...)`, at a tenth of its cost, for metrics that every turn counts."""
+    """Return `metric.labels(...)` from a cache in a tenth of the time, for metrics that each turn counts."""
     return metric.labels(*labels)
 
 

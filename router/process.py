@@ -1,4 +1,4 @@
-"""Parts that all router processes share: logs, a steady clock, garbage collection, watched files.
+"""Sets up what all router processes share: logs, a steady clock, garbage collection, watched files.
 
 A log line is `time LEVEL logger event key=value ...`, on standard error. A line about a turn names its
 `conversation` and, once an engine has answered, its `request`: the id of the answer, which the client has and
@@ -22,7 +22,7 @@ _CONTROL = {code: f"\\x{code:02x}" for code in (*range(32), 127, 0x85, 0x2028, 0
 
 
 class OneLine(logging.Formatter):
-    """Formatter that writes every record as one line, including tracebacks and values with line breaks."""
+    """Log formatter that writes every record as one line, even with a traceback or line breaks in values."""
 
     def __init__(self) -> None:
         super().__init__("%(asctime)s %(levelname)s %(name)s %(message)s")
@@ -56,8 +56,8 @@ def _since_boot() -> float:
 class SteadyClock:
     """Clock in seconds since 1970 that does not jump when the system's clock is set.
 
-    It reads the system's clock once, at the start. Expiry dates of API keys, which people wrote down, are
-    compared with the system's clock itself.
+    It reads the system's clock once, at the start. Only the expiry dates of API keys are compared with the
+    system's clock itself.
     """
 
     def __init__(
@@ -101,7 +101,7 @@ def settle_heap() -> None:
 async def collect_when_idle(
     idle: Callable[[], bool], looks_s: float = LOOKS_S, at_latest_s: float = AT_LATEST_S
 ) -> None:
-    """Run full garbage collections when the process is idle, and once an hour if it never is."""
+    """Run full garbage collections while the process is idle, or after `at_latest_s` if it never is."""
     last = time.monotonic()
     while True:
         await asyncio.sleep(looks_s)
@@ -118,9 +118,9 @@ _LONGEST_PAUSE = 30  # looks between two attempts to read a file that could not 
 
 
 class WatchedFiles:
-    """Files that are read again when they change: API keys, certificates.
+    """Tells the reader of some files when to read them again: API keys, certificates.
 
-    The reader calls `begin` before it reads and `ended` afterwards, with `again` where reading failed for a
+    The reader calls `begin` before it reads and `ended` afterwards, with `again` if reading failed for a
     reason that may pass, such as too few file descriptors.
     """
 
@@ -155,13 +155,13 @@ class WatchedFiles:
 
 
 def content_of(file: Path, most: int) -> bytes:
-    """Return at most `most` + 1 bytes of a file. A pipe without a writer is empty."""
+    """Return a file's content, cut to `most` + 1 bytes. A pipe without a writer counts as empty."""
     with open(file, "rb", opener=lambda path, flags: os.open(path, flags | os.O_NONBLOCK)) as opened:
         return opened.read(most + 1)
 
 
 def _stamp(file: Path) -> object:
-    """Return a file's identity, which changes with its content, or with the link that points to it."""
+    """Return a value that changes when the file's content changes, or the target of its link."""
     try:
         found = file.stat()
     except OSError as error:

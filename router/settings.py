@@ -1,7 +1,7 @@
-"""Types of the settings in a fleet file: times, sizes, names and lists.
+"""Defines types for the settings in a fleet file: times, sizes, names and counts.
 
 A block of the fleet file is a frozen dataclass beside the component that receives it, with `SETTINGS` as its
-configuration. A field `lease_s` is the key `lease` of the file, where a time may also be written as `30s`.
+pydantic configuration. A field `lease_s` is the key `lease` in the file, where `30s` is a valid time.
 """
 
 import re

@@ -1,4 +1,4 @@
-"""Addresses of callers: of the connection, or as named by a trusted proxy."""
+"""Finds the address of a caller: the connection's, or the one that a trusted proxy names."""
 
 from collections.abc import Sequence
 from functools import lru_cache
@@ -36,10 +36,10 @@ class Addresses:
         hops = b",".join(values).decode("latin-1").split(",")[-_MAX_HOPS:]
         caller = peer
         for hop in reversed(hops):
-            # A zone as in %eth0 can be any text, so that such a hop counts as none.
+            # A zone, such as %eth0, can be any text; a hop with a zone is therefore no address.
             address = self._parse(hop) if len(hop) <= _MAX_HOP_LENGTH and "%" not in hop else None
             if address is None:
-                break  # the proxy before this hop named nobody: the last known hop is the caller
+                break  # the last proxy named nobody, so the caller is that proxy
             caller = str(address)
             if not self._trusts(address):
                 break

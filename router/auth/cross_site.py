@@ -1,7 +1,7 @@
 """Refuse cross-site browser requests at gateways where callers need no key.
 
-A page may send a form or text to any site, and a gateway without keys serves everybody who reaches it.
-Browsers say which site such a request comes from; other clients send no such headers.
+A web page may send a form or text to any site, and a gateway without keys serves everybody who reaches it.
+Browsers name the page's site in `Origin` and `Sec-Fetch-Site`; other clients send neither header.
 """
 
 from router.errors import Forbidden, excerpt
@@ -12,7 +12,7 @@ _OWN_SITES = ("same-origin", "none")  # none: caused by the user, who typed the 
 
 
 def refuse_cross_site(request: Request) -> None:
-    """Raise Forbidden if a page of another site asks for a change."""
+    """Raise Forbidden for a request from a page of another site, unless its method only reads."""
     if request.method in _SAFE_METHODS:
         return
     headers = request.headers

@@ -1,4 +1,4 @@
-"""The keys that a gateway accepts: those in the fleet file, and those in the keys file, which may change."""
+"""Holds the keys that a gateway accepts: the fleet file's, and those of the keys file, which may change."""
 
 import asyncio
 import logging
@@ -22,9 +22,8 @@ _DEFAULT_LIMITS = DefaultLimits()
 class Keyring:
     """The keys of a fleet, as this gateway last read them.
 
-    A changed keys file is parsed in a thread. A file with an error changes nothing: the keys before it stay
-    in use, and the log and `conserve_keys_stale` say so. A fleet in which only admins have keys lets
-    everybody in.
+    A changed keys file is parsed in a thread. If it has an error, the keys read before stay in use, and the
+    log and `conserve_keys_stale` say so. Where only admins have keys, other callers need none.
     """
 
     def __init__(
@@ -97,7 +96,7 @@ class Keyring:
             retry = not known or isinstance(error.__cause__, OSError)
             text = str(error) if known else f"{file}:1: cannot be read: {error!r}"
             metrics.KEYS_STALE.set(1)
-            log.error("keys not read, those known before stay in use keys=%d\n%s", len(self), text)
+            log.error("keys not read, earlier keys stay in use keys=%d\n%s", len(self), text)
         else:
             metrics.KEYS_STALE.set(0)
             log.info("keys read file=%s keys=%d", file, len(keys))

@@ -1,8 +1,7 @@
-"""API keys: what a key allows, and its limits.
+"""Defines API keys: what a key allows, and its limits.
 
-Only the caller has the secret of a key; the keys file and the gateways have its hash. What a caller leaves in
-the fleet (conversations, files, batches) belongs to the key's owner, so that another key of the same owner
-finds it again.
+Only the caller has the secret of a key; the keys file and the gateways have its hash. Conversations, files
+and batch jobs belong to the key's owner, so that another key of the same owner finds them.
 """
 
 from collections.abc import Sequence
@@ -53,7 +52,7 @@ _STRICT = ConfigDict(extra="forbid")
 
 
 class StructuredOutputs(StrEnum):
-    """Whether a key may ask for answers that follow a grammar or schema, which an engine compiles."""
+    """Whether a key may ask for answers that follow a grammar or schema, which an engine has to compile."""
 
     ALLOW = "allow"
     REFUSE = "refuse"
@@ -140,11 +139,11 @@ class Key:
         """Refuse an HTTP method that none of the key's scopes allows."""
         allowed = self.scopes if method in ("GET", "HEAD") else self.scopes & {Scope.SERVE}
         if not allowed:
-            raise Forbidden(f"this API key may not {method}: its scopes lack serve", code="scope_missing")
+            raise Forbidden(f"{method} needs an API key with the scope serve", code="scope_missing")
 
     def check_may_read_metrics(self) -> None:
         if not self.scopes & {Scope.READ, Scope.ADMIN}:
-            raise Forbidden("the metrics take an API key with the scope read or admin", code="scope_missing")
+            raise Forbidden("the metrics need an API key with the scope read or admin", code="scope_missing")
 
 
 def inline_keys(api_keys: Sequence[str], admin_keys: Sequence[str]) -> tuple[Key, ...]:

@@ -1,4 +1,4 @@
-"""The file of API keys: a YAML list with one mapping for each key."""
+"""Reads and checks the file of API keys: a YAML list with one mapping for each key."""
 
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
@@ -19,7 +19,7 @@ YamlPath = Sequence[int | str]  # index of an entry, and the fields below it
 
 
 class KeysFileError(GatewayConfigError):
-    """The keys file cannot be used. Each line of the text is FILE:LINE: what is wrong."""
+    """The keys file cannot be used. Each line of the message is `FILE:LINE: PROBLEM`."""
 
 
 class _Loader(yaml.CBaseLoader):
@@ -31,7 +31,7 @@ class _Loader(yaml.CBaseLoader):
         """Limit the nesting depth: libyaml recurses on the C stack, so deep nesting would crash."""
         self._depth += 1
         if parent is not None and self._depth > _MAX_DEPTH:
-            problem = f"more than {_MAX_DEPTH} lists and mappings in each other"
+            problem = f"more than {_MAX_DEPTH} levels of lists and mappings"
             raise yaml.MarkedYAMLError(problem=problem, problem_mark=parent.start_mark)
         super().descend_resolver(parent, index)
 
@@ -69,7 +69,7 @@ def read_keys_file(file: Path) -> bytes:
 def parse_keys(content: bytes | str, name: str, inline: Sequence[Key] = ()) -> tuple[Key, ...]:
     """Parse and check the content of a keys file.
 
-    `inline` are the keys of the fleet file: an id of theirs may be used again only for the same key.
+    `inline` are the keys of the fleet file. An id of theirs may occur again only with the same hash.
     """
     try:
         loader = _Loader(content)
@@ -100,7 +100,7 @@ def parse_keys(content: bytes | str, name: str, inline: Sequence[Key] = ()) -> t
 
 
 def line_of(node: yaml.Node, path: YamlPath, *, at_key: bool = True) -> int:
-    """Return the line of the key, or of the value, at a path, or at its longest part that exists."""
+    """Return the line of the value at a path, or of its key. The longest existing part of the path counts."""
     line: int = node.start_mark.line + 1
     for part in path:
         children: Mapping[Any, tuple[yaml.Node, yaml.Node]] = {}
@@ -128,7 +128,7 @@ def _message(error: Mapping[str, Any]) -> str:
 
 
 def _conflicts(keys: Sequence[Key], inline: Sequence[Key]) -> Iterator[tuple[YamlPath, str]]:
-    """Yield the keys that have no hash, or share an id or hash with another key."""
+    """Yield path and problem of each key that has no hash, or the id or hash of another key."""
     for field in ("id", "hash"):
         first: dict[str, int] = {}
         for index, key in enumerate(keys):
@@ -136,8 +136,8 @@ def _conflicts(keys: Sequence[Key], inline: Sequence[Key]) -> Iterator[tuple[Yam
             if not value:
                 yield (index, field), f"{field}: is empty"
             elif first.setdefault(value, index) != index:
-                yield (index, field), f"{field}: is that of the key {keys[first[value]].id} too"
+                yield (index, field), f"{field}: the key {keys[first[value]].id} has the same {field}"
     hashes = {key.id: key.hash for key in inline}
     for index, key in enumerate(keys):
         if hashes.get(key.id, key.hash) != key.hash:
-            yield (index, "id"), "id: is that of another key, which the fleet file has"
+            yield (index, "id"), "id: the fleet file has another key with this id"

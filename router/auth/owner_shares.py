@@ -1,4 +1,4 @@
-"""Shares of owners in a gateway process: concurrent requests, and bytes of their bodies."""
+"""Keeps one owner from taking all connections and memory of a gateway process."""
 
 from collections import Counter
 from collections.abc import Callable, Iterator
@@ -9,10 +9,10 @@ from router.errors import TooManyRequests
 
 
 class OwnerShares:
-    """Limits one owner's share of a gateway process: concurrent requests, and bytes of their bodies.
+    """Limits each owner's concurrent requests in a gateway process, and the bytes of their bodies.
 
-    A request counts from its head to the end of its answer. The bytes of its body count as long, because a
-    turn may have to be sent again.
+    A request counts from its head to the end of its answer. So does its body, because a turn may have to be
+    sent again.
     """
 
     def __init__(self, max_requests: int, max_bytes: int) -> None:
@@ -24,9 +24,9 @@ class OwnerShares:
 
     @contextmanager
     def request(self, owner: str) -> Iterator[Callable[[int], None]]:
-        """Count a request of `owner`, or refuse one too many.
+        """Count a request of `owner` while it runs, or raise TooManyRequests.
 
-        Yields a function that counts the bytes of each piece of its body, or refuses them.
+        Yields a function that takes the size of each piece of the body, and counts it or raises too.
         """
         if self._requests[owner] >= self._max_requests:
             metrics.LIMITED.labels("requests_at_once").inc()
@@ -52,7 +52,7 @@ class OwnerShares:
             self._total_bytes -= body_bytes
 
     def _count_bytes(self, owner: str, size: int) -> None:
-        """Count body bytes. One owner may use as much as is free, so a single owner gets at most half."""
+        """Count body bytes. An owner may have as many as are free then, which is half for an owner alone."""
         own = self._bytes[owner] + size
         if own > self._max_bytes - self._total_bytes:
             metrics.LIMITED.labels("bytes_at_once").inc()

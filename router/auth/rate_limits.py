@@ -1,12 +1,12 @@
-"""Rate limits of keys: requests, tokens and new grammars per minute, and concurrent turns.
+"""Limits what a key may use: requests, tokens and new grammars per minute, and concurrent turns.
 
 Limits per minute are token buckets, and response headers say what is left. Limits hold for the fleet: each
 gateway grants from what it knows, and hears every `SHARE_EVERY_S` what the others have granted. Two gateways
-can grant the same tokens in between; the buckets are then overdrawn and grant nothing until they have filled
-up. Without the directory, each gateway counts for itself.
+can grant the same tokens in between; the buckets are then overdrawn and grant nothing until they have
+refilled. Without the directory, each gateway counts for itself.
 
-Tokens are computed tokens: prompt tokens that no cache had, and answer tokens. A turn reserves an estimate
-for its prompt, which the turn's end corrects.
+Tokens are computed tokens: prompt tokens that no cache had, and answer tokens. A turn is charged an estimate
+for its prompt, which is corrected at the turn's end.
 """
 
 import asyncio
@@ -24,7 +24,7 @@ from router.requests.grammars import Grammar
 
 SHARE_EVERY_S = 0.25
 _GATEWAY_SILENT_S = 3.0  # a gateway that reports nothing for so long has no turns
-_MAX_METERS = 10_000  # keys or addresses, the least recently used ones go
+_MAX_METERS = 10_000  # keys or addresses; beyond, the least recently used ones are dropped
 _MAX_KNOWN_GRAMMARS = 1024  # of a key
 
 
@@ -47,7 +47,7 @@ class Bucket:
         self._level = min(self.per_minute, self.level(now) - amount)
 
     def wait_s(self, amount: float, now: float) -> float:
-        """Return the seconds until the bucket has this amount, or is full if it never can have it."""
+        """Return the seconds until the bucket has `amount`, or is full if `amount` exceeds its size."""
         return max(0.0, min(amount, self.per_minute) - self.level(now)) * 60 / self.per_minute
 
     def headers(self, unit: bytes, now: float) -> list[tuple[bytes, bytes]]:
@@ -90,7 +90,7 @@ class Meter:
         self.turns += count
 
     def take(self, unit: str, amount: int, now: float) -> int:
-        """Take an amount and return it; without a limit, return 0."""
+        """Take `amount` of a unit and return it; return 0 if the unit has no limit."""
         if unit not in self.buckets:
             return 0
         self.buckets[unit].take(amount, now)
@@ -98,7 +98,7 @@ class Meter:
         return amount
 
     def admit(self, unit: str, amount: int, now: float, responder: Responder | None = None) -> int:
-        """Take an amount, or refuse the request if less is left. Response headers state what is left."""
+        """Like `take`, but refuse the request if less is left. Response headers state what is left."""
         bucket = self.buckets.get(unit)
         if bucket is None:
             return 0
@@ -114,7 +114,7 @@ class Meter:
 
 
 class Charge:
-    """Charge of one turn: its answers while it runs, and tokens, first an estimate that its end corrects."""
+    """Charges a turn to its key: its answers as running turns, and its tokens, which are estimated first."""
 
     def __init__(self, meter: Meter | None, responder: Responder | None, clock: Callable[[], float]) -> None:
         self._meter, self._responder, self._clock = meter, responder, clock
@@ -169,16 +169,16 @@ class Meters:
         return len(self._meters)
 
     def request(self, key: Key, responder: Responder, address: str = "") -> None:
-        """Count a request, or refuse one too many."""
+        """Count a request, or raise RateLimited if the key has none left."""
         meter = self._meter(_name(key, address), key.limits)
         if meter is not None:
             meter.admit("requests", 1, self._clock(), responder)
 
     def grammar(self, key: Key, grammar: Grammar, address: str = "") -> None:
-        """Count a grammar that is new for this key, or refuse it. Each gateway counts on its own."""
+        """Count a grammar that this gateway has not seen from this key, or refuse it."""
         if key.limits.structured_outputs is StructuredOutputs.REFUSE:
             raise Forbidden(
-                f"this key's answers are held to no grammar or schema: leave {grammar.field} out",
+                f"this key may not ask for a grammar or schema: leave {grammar.field} out",
                 param=grammar.field,
                 code="structured_outputs_refused",
             )
@@ -192,7 +192,7 @@ class Meters:
 
     @contextmanager
     def turn(self, key: Key, responder: Responder, address: str = "") -> Iterator[Charge]:
-        """Count a running turn, or refuse one too many; yield the turn's charge."""
+        """Count a running turn and yield its charge; raise RateLimited if the key has no turn left."""
         meter = self._meter(_name(key, address), key.limits)
         if meter is None:
             yield UNMETERED
@@ -211,7 +211,7 @@ class Meters:
     def _meter(self, name: str, limits: Limits | None) -> Meter | None:
         """Return the meter of a key or address, or None if it has no limits.
 
-        The limits of the keyring now come first; `limits` are those of a key that has been removed since.
+        The keyring's present limits count; `limits` only for a key that has been removed meanwhile.
         """
         limits = self._limits_of(name) or limits
         if limits is None or not limits.metered:
@@ -242,7 +242,7 @@ class Meters:
                 running = {spent.key for _, spent in news if spent.turns}
 
     def apply_spent(self, reports: Sequence[tuple[str, Spent]]) -> None:
-        """Deduct what other gateways have granted. `reports` maps each gateway to what it spent."""
+        """Deduct what other gateways have granted. `reports` are pairs of a gateway and what it granted."""
         now = self._clock()
         for gateway, spent in reports:
             meter = self._meter(spent.key, self._limits_of(spent.key))
@@ -257,7 +257,7 @@ class Meters:
 
 
 def _name(key: Key, address: str) -> str:
-    """Return the name under which a caller is metered: its address if anybody could invent its key."""
+    """Return what a caller is metered by: its key, or its address where anybody could invent a key."""
     return key.id if key.hash else address
 
 

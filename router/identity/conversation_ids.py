@@ -1,10 +1,10 @@
-"""Conversation ids in requests, and their parsing.
+"""Reads the conversation id that a request states in a header or in its body.
 
-Ids are in headers or in the body; the tables below are in order of precedence. Ids are scoped by the owner of
-the API key. Only fields that are meant to name a conversation do so. A session id in the body or a cache key
-may stand for a whole application: it names a group, prompts of different groups never match, and within a
-group the prompt decides (`node_table.py`). A correlation id, which proxies put on each request, only decides
-between equal matches. The gateway has replaced a `previous_response_id` by the whole input before.
+The lists of header names below are in order of precedence. An id is valid within the owner of the API key. A
+session id or a cache key in the body may stand for a whole application. It therefore names a group, not a
+conversation: prompts of different groups never match, and within a group the prompt decides
+(`node_table.py`). A correlation id, which proxies put on each request, only decides between equal matches.
+The gateway has already replaced a `previous_response_id` by the whole input.
 """
 
 import re
@@ -56,7 +56,7 @@ _GENERATED = re.compile(f"c-[0-9a-f]{{32}}|{_ALPHABET}{{1,64}}[.][0-9a-f]{{12}}"
 
 @dataclass(frozen=True, slots=True)
 class ExplicitIdentity:
-    """Identity that a request states itself. Its ids are safe to use in headers and URLs."""
+    """Ids with which a request itself names its conversation. They are safe in headers and URLs."""
 
     id: str | None
     parent: str | None
@@ -65,7 +65,7 @@ class ExplicitIdentity:
 
     @property
     def id_prefix(self) -> str:
-        """Prefix of the ids of conversations that are named after this request's hint."""
+        """Return the beginning of a generated id: this request's hint, or a fixed prefix without one."""
         return f"{self.hint[:_MAX_HINT_LENGTH]}." if self.hint else _DEFAULT_PREFIX
 
     def new_id(self) -> str:
@@ -75,7 +75,7 @@ class ExplicitIdentity:
 
 
 def namespace(api_key: str) -> str:
-    """Return the name space of an API key's conversation ids; other keys may have the same ids."""
+    """Return the owner of an API key that names none: a hash, which keeps keys with equal ids apart."""
     return sha256(api_key.encode()).hexdigest()[:16]
 
 
@@ -90,7 +90,7 @@ def conversation_id(key: str) -> str:
 
 
 def id_prefix_of(key: str) -> str:
-    """Return the `id_prefix` from which a conversation's id was generated; empty for a client's own id."""
+    """Return the `id_prefix` of a generated conversation id; empty for most ids that a client chose."""
     id = conversation_id(key)
     hint, dot, _ = id.rpartition(".")
     if dot:
@@ -99,10 +99,10 @@ def id_prefix_of(key: str) -> str:
 
 
 def clean_id(raw: object, source: str) -> str | None:
-    """Return an id that is safe in headers, URLs and logs; None for an empty one.
+    """Return a client's id in a form that is safe in headers, URLs and logs; None for an empty id.
 
-    An id that is long or has unusual characters is replaced by its hash. Raises BadIdentity for anything that
-    is no id. `source` names the header or field in the error.
+    An id over 128 characters or with unusual ones is replaced by its hash. A value that is no text, or is too
+    long, raises BadIdentity. `source` names the header or field in the error.
     """
     if raw is None or raw == "":
         return None
@@ -124,7 +124,7 @@ def normalized_hint(raw: object) -> str | None:
 
 
 def explicit_identity(headers: Mapping[str, str], body: Mapping[str, Any]) -> ExplicitIdentity:
-    """Return what headers and body say about the conversation. Headers take precedence."""
+    """Return what a request's headers and body say about its conversation. Headers take precedence."""
     id, parent = _from_headers(headers)
     if id is None:
         id = named_conversation(body)
@@ -155,7 +155,7 @@ def _from_headers(headers: Mapping[str, str]) -> tuple[str | None, str | None]:
 
 
 def _claude_code_agent(session: str, headers: Mapping[str, str]) -> tuple[str, str | None]:
-    """Return the ids of an agent's conversation and its parent. All agents send the same session id."""
+    """Return the conversation ids of a Claude Code agent and of its parent, which share a session id."""
     agent = clean_id(headers.get(AGENT_HEADER), AGENT_HEADER)
     if agent is None:
         return session, None
@@ -172,7 +172,7 @@ def named_conversation(body: Mapping[str, Any]) -> str | None:
 
 
 def _groups(body: Mapping[str, Any]) -> list[str]:
-    """Return the sessions and cache keys in a body. Claude Code puts its session into `metadata.user_id`."""
+    """Return a body's session ids and cache key. Claude Code puts its session into `metadata.user_id`."""
     if body.keys().isdisjoint(_GROUP_FIELDS):
         return []
     metadata = body.get("metadata")

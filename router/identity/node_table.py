@@ -1,6 +1,6 @@
-"""Table of the points where prompts ended, and the search for the longest one that a new prompt continues.
+"""Finds the conversation that a new prompt continues, by the longest known prefix of the prompt.
 
-A point where a request's prompt ended is a *node*. The longest node that is a prefix of a new prompt decides:
+A *node* is a point where a request's prompt ended. The longest node that is a prefix of a new prompt decides:
 
 * no node: a new conversation;
 * the newest node of a conversation, and the prompt continues after it: the next turn;
@@ -18,7 +18,7 @@ from router.identity.conversation_ids import conversation_id, id_prefix_of
 from router.identity.prefix_chain import Chain, End
 
 MAX_NODES = 500_000  # in the directory, and in each gateway
-MAX_TIPS = 128  # conversations with their newest request at one node that a match considers; as many by name
+MAX_TIPS = 128  # conversations that a match considers at one node, and as many with the request's id prefix
 
 
 @dataclass(frozen=True, slots=True)
@@ -31,10 +31,10 @@ class Holder:
 
 @dataclass(frozen=True, slots=True)
 class KnownNode:
-    """The longest known prefix of a prompt."""
+    """Longest known prefix of a prompt, and the conversations with a request that ended there."""
 
     digest: bytes
-    size: int  # prompt bytes up to it
+    size: int  # prompt bytes up to the node
     holders: tuple[Holder, ...]
 
 
@@ -59,10 +59,11 @@ class _Node:
 
 
 class NodeTable:
-    """The most recently used nodes, and the conversations at each.
+    """Table of the most recently used nodes and the conversations at each.
 
-    A plain prompt rarely ends at a link of its chain. Its node is then a link and a tail of so many bytes,
-    and the table knows the lengths of the tails after each link.
+    A plain prompt rarely ends at a link of its chain. Its node then consists of a link and the bytes after
+    it, the tail. The table keeps the lengths of the known tails after each link: a new prompt is hashed at
+    these lengths only.
     """
 
     def __init__(self, capacity: int, per_conversation: int = 256) -> None:
@@ -81,7 +82,7 @@ class NodeTable:
         return self._tips.get(conversation)
 
     def record(self, end: End, conversation: str) -> None:
-        """Record that the newest request of a conversation ended at this node."""
+        """Record that the newest request of a conversation ended at `end`."""
         digest = end.digest
         node = self._nodes.get(digest)
         if node is None:
@@ -111,10 +112,10 @@ class NodeTable:
             self._remove(digest, conversation)
 
     def holders(self, digest: bytes, id_prefix: str = "") -> tuple[Holder, ...]:
-        """Return the conversations at a node: first the oldest, then those whose newest request ended here.
+        """Return the oldest conversation at a node, then those whose newest request ended there.
 
-        The first conversation becomes the parent of a fork. The number of tips is bounded, those with
-        `id_prefix` first, because a client can repeat a prompt under any number of ids.
+        The oldest becomes the parent of a fork. The others are at most `MAX_TIPS`, and as many whose ids
+        begin with `id_prefix`, because a client can repeat a prompt under any number of ids.
         """
         node = self._nodes.get(digest)
         if node is None:
@@ -127,11 +128,11 @@ class NodeTable:
         return Holder(first, first in node.tips), *others
 
     def tails(self, link: bytes) -> Sequence[int]:
-        """Return the lengths of the tails that are known after a link, longest first."""
+        """Return the lengths of the known tails after a link, longest first."""
         return sorted(self._tails.get(link, ()), reverse=True)
 
     def find(self, chain: Chain, id_prefix: str = "") -> KnownNode | None:
-        """Return the longest known prefix of a prompt."""
+        """Return the longest known prefix of a prompt, or None if no prefix of it is known."""
         for digest, size in self._known(chain):
             if holders := self.holders(digest, id_prefix):
                 return KnownNode(digest, size, holders)
@@ -147,7 +148,7 @@ class NodeTable:
         return 0
 
     def _known(self, chain: Chain) -> Iterator[tuple[bytes, int]]:
-        """Yield those prefixes of the chain that are nodes, longest first, as digest and size."""
+        """Yield digest and size of each prefix of the chain that is a node, longest first."""
         for index in range(len(chain.links) - 1, -1, -1):
             link = chain.links[index]
             if link in self._tails:
@@ -213,8 +214,8 @@ def resolve_prefix(
 ) -> Resolution:
     """Choose the conversation of a prompt that ends at `end_digest`.
 
-    `running` says whether a conversation has a turn in flight. Among equals, an idle conversation comes
-    first, then one whose id begins with `id_prefix`.
+    `running` says whether a conversation has a turn in flight. Of several conversations at the node, an idle
+    one is preferred, then one whose id begins with `id_prefix`.
     """
     if known is None:
         return Resolution(PrefixMatch.NEW, None, None, 0)

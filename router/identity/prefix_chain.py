@@ -1,9 +1,9 @@
-"""Chains of hashes over the messages of a prompt.
+"""Hashes a prompt into a chain, with one hash for each message and all messages before it.
 
-Each hash covers all messages before it, so that a known prefix is a known hash. Messages with the same
-meaning get the same canonical form first, so that a prefix is recognised however a client writes it. The form
-ignores whether content is a string or one text part, whether a field is null, empty or missing, how the
-arguments of a tool call are spaced, cache markers, and the ids and states of response items.
+Prompts that begin with the same messages thus begin with the same hashes. A message is first brought into a
+canonical form, so that a prefix is recognised however a client writes it. The form ignores whether content is
+a string or one text part, whether a field is null, empty or missing, how the arguments of a tool call are
+spaced, cache markers, and the ids and states of response items.
 """
 
 from array import array
@@ -118,13 +118,13 @@ def _size_of(message: object, data: bytes) -> tuple[int, int]:
 
 
 def media_in(messages: object) -> tuple[int, int]:
-    """Return the characters of all images, sounds and files in messages, and their number."""
+    """Return the total characters of the images, sounds and files in messages, and how many there are."""
     media = [_characters(part) for part in _media_parts(messages)]
     return sum(media), len(media)
 
 
 def _media_parts(parts: object) -> Iterator[Mapping[str, Any]]:
-    """Yield the media parts of messages, and of the results of tools in them."""
+    """Yield the media parts in messages, including those inside tool results."""
     for part in parts if isinstance(parts, list) else [parts]:
         if isinstance(part, dict) and _is_media(part):
             yield part
@@ -147,7 +147,7 @@ def _is_media(part: Mapping[str, Any]) -> bool:
 
 
 def _characters(value: object) -> int:
-    """Return the characters of a part that no template renders, at most those of its canonical form."""
+    """Count the characters of a media part that no chat template renders, such as an image's bytes."""
     if isinstance(value, str):
         return len(value)
     if isinstance(value, dict):
@@ -185,10 +185,10 @@ class Chain:
     end: End
     total_bytes: int
     text: bytes = b""  # text of a plain prompt, in which known tails are looked for
-    media: int = 0  # images, sounds and files
+    media: int = 0  # number of images, sounds and files
 
     def digest_at(self, index: int, tail_bytes: int) -> bytes | None:
-        """Return the digest of the prefix that ends with a tail after a link; None if it is too long."""
+        """Return the digest of the prefix that ends `tail_bytes` after link `index`; None beyond the text."""
         if not tail_bytes:
             return self.links[index]
         start = self.sizes[index]
@@ -197,7 +197,7 @@ class Chain:
 
 
 def seed(space: str, model: str, user: str = "") -> bytes:
-    """Return the start of a chain. Prompts of different owners, models or users never match."""
+    """Return the hash that a chain starts from; prompts of different owners, models or users never match."""
     return xxh3_128_digest(f"{space}\0{model}\0{user}".encode("utf-8", "surrogatepass"))
 
 
@@ -262,16 +262,16 @@ def of_prompt(start: bytes, body: Mapping[str, Any]) -> Chain:
     if isinstance(prompt, str):
         return of_text(start, prompt.encode("utf-8", "surrogatepass"))
     if isinstance(prompt, list) and prompt and all(type(token) is int for token in prompt):
-        with suppress(OverflowError):  # not token ids; the engine will say so
+        with suppress(OverflowError):  # too large for token ids; the engine will refuse them
             return of_text(xxh3_128_digest(start + b"tokens"), array("q", prompt).tobytes())
     return of_messages(start, [prompt])
 
 
 def _system(system: object) -> list[object]:
-    """Return Anthropic's `system` field as a list of one message.
+    """Return Anthropic's `system` field as a list of one message, or an empty list.
 
-    Claude Code adds a block for billing, which changes with every request. Engines leave it out of the
-    prompt.
+    Claude Code's billing block is left out: it changes with every request, and engines do not put it into
+    the prompt.
     """
     if isinstance(system, list):
         system = [part for part in system if not _is_billing(part)]
@@ -291,8 +291,8 @@ def _tail_digest(link: bytes, tail: bytes) -> bytes:
 def prefixes_of(tools: bytes, messages: Sequence[object]) -> tuple[tuple[bytes, int], ...]:
     """Return digest and size of each prefix that ends with one of the prompt's first messages.
 
-    A prefix includes the tools. It is independent of the chain, because prompts of different owners, groups
-    or users may begin with the same blocks.
+    A prefix includes the tools. Its digest does not depend on owner, group or user, because their prompts may
+    begin with the same blocks. A request with more than `MOST_MESSAGES` gets none.
     """
     if len(messages) > MOST_MESSAGES:
         return ()
@@ -305,7 +305,7 @@ def prefixes_of(tools: bytes, messages: Sequence[object]) -> tuple[tuple[bytes, 
 
 
 def message_authors(messages: Iterable[object]) -> bytes:
-    """Return the author of each message, one byte each."""
+    """Return one byte for each message: who wrote it, as OTHERS, WRITTEN or REASONED."""
     return bytes(map(_author, messages))
 
 

@@ -11,8 +11,8 @@ _SHARED_GROUP = "*shared"  # no owner has this name
 class PrefixGroups:
     """Chooses the cache salt of a request.
 
-    vLLM finds a cached block only under the salt it was computed with. By default every owner has a salt of
-    its own: with a common one, each could tell from latencies what others have asked.
+    vLLM finds a cached block only under the salt it was computed with. By default every owner has its own
+    salt: with a common salt, an owner could tell from latencies what others have asked.
     """
 
     def __init__(self, shared: Collection[str] = ()) -> None:
@@ -20,7 +20,7 @@ class PrefixGroups:
         self._shared = frozenset(shared)
 
     def fields(self, space: str, body: Mapping[str, Any]) -> dict[str, Any]:
-        """Return the body fields that replace the client's: the cache salt, and no session id."""
+        """Return the fields to replace in an owner's request: its cache salt, and None for its session id."""
         fields: dict[str, Any] = {}
         group = space
         if EVERYBODY in self._shared:

@@ -62,8 +62,8 @@ def test_a_keys_file_sets_the_permissions_of_a_key() -> None:
         (ENTRY + "- id: b\n  owner: o\n  hash: secret\n", "f:4: hash"),
         (ENTRY + "- id: b\n  owner: a:b\n  hash: ''\n", "f:3: owner"),
         (ENTRY + "- id: b\n  hash: ''\n", "f:2: 'owner' is missing"),
-        (ENTRY + "\n" + ENTRY, "f:3: id: is that of the key one too"),
-        (ENTRY + ENTRY.replace("one", "two"), "f:2: hash: is that of the key one too"),
+        (ENTRY + "\n" + ENTRY, "f:3: id: the key one has the same id"),
+        (ENTRY + ENTRY.replace("one", "two"), "f:2: hash: the key one has the same hash"),
         ("- id: b\n  owner: o\n  hash: ''\n  scope: [x]\n", "f:4: unknown field 'scope'; it is one of"),
         ("- id: b\n  owner: o\n  hash: ''\n  limits:\n    turns: 0\n", "f:5: limits.turns"),
         ("- id: b\n  owner: o\n  hash: ''\n  limits:\n    turn: 1\n", "f:5: unknown field 'limits.turn'"),
@@ -74,9 +74,9 @@ def test_a_keys_file_sets_the_permissions_of_a_key() -> None:
         (ENTRY + "- *a\n", "f:2: not valid YAML: found undefined alias"),
         (ENTRY + "---\n" + ENTRY, "f:2: not valid YAML: but found another document"),
         ("- &a [*a]\n", "f:1: not valid YAML: found unconstructable recursive"),
-        ("[" * 3000, "f:1: not valid YAML: more than 8 lists"),
-        ("- " * 50_000, "f:1: not valid YAML: more than 8 lists"),
-        ("[" * 100_000 + "]" * 100_000, "f:1: not valid YAML: more than 8 lists"),  # ended the process
+        ("[" * 3000, "f:1: not valid YAML: more than 8 levels of lists"),
+        ("- " * 50_000, "f:1: not valid YAML: more than 8 levels of lists"),
+        ("[" * 100_000 + "]" * 100_000, "f:1: not valid YAML: more than 8 levels"),  # ended the process
         *(
             (f"- id: b\n  owner: o\n  hash: ''\n  limits:\n    {limit}\n", "f:5: limits.")
             for limit in (
@@ -256,7 +256,7 @@ def test_an_id_used_in_the_fleet_file_cannot_name_another_key(tmp_path: Path) ->
     given = inline_keys(("first",), ())
     text = ENTRY.replace("one", given[0].id)
     assert parse_keys(text, "f", given)[0].hash == given[0].hash
-    with pytest.raises(KeysFileError, match="f:1: id: is that of another key, which the fleet file has"):
+    with pytest.raises(KeysFileError, match="f:1: id: the fleet file has another key with this id"):
         parse_keys(text.replace(hash_secret("first"), hash_secret("other")), "f", given)
 
 
@@ -349,7 +349,7 @@ def test_the_command_prints_a_key_once_and_writes_its_hash(tmp_path: Path) -> No
     file.write_text(f"# ours\n{file.read_text()}# the end\n")
     assert conserve_key("new", "--owner", "mail", "--file", str(file), "--id", "k2").exit_code == 0
     again = conserve_key("new", "--owner", "mail", "--file", str(file), "--id", "k2")
-    assert "is that of the key k2 too" in str(again.exception)
+    assert "the key k2 has the same" in str(again.exception)
     assert [one.id for one in load_keys(file)] == ["k1", "k2"]
     file.chmod(0o664)
     if os.geteuid() == 0:
