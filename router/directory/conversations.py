@@ -1,4 +1,4 @@
-"""Records of live conversations, without their bindings, and a timeline of recent events."""
+"""Records live conversations (without their bindings), and a timeline of their recent events."""
 
 from collections import OrderedDict, deque
 from collections.abc import Iterator
@@ -12,16 +12,16 @@ from typing import Any
 from placement.routing.bindings import Binding
 
 MAX_NOTES = 8
-LOOK_AGAIN_S = 1.0  # at one that is over and has a turn all the same
-MAX_OVER = 10_000
+LOOK_AGAIN_S = 1.0  # until an expired conversation with a running turn is checked again
+MAX_OVER = 10_000  # ended turns that are remembered
 ENDED_REMEMBERED = 4096
 
 
 @dataclass(slots=True)
 class PlacedTurn:
-    """Running turn that was placed, and how many of its tokens its decoder did not have."""
+    """Placement of a running turn, and how many of its prompt tokens the decoder lacked."""
 
-    note: dict[str, Any]  # note of the turn's placement
+    note: dict[str, Any]  # the placement's entry in `ConversationRecord.notes`
     tokens: int
 
 
@@ -42,7 +42,7 @@ class ConversationRecord:
     placed: dict[tuple[str, int], PlacedTurn] = field(default_factory=dict)  # by gateway and turn
     ttl_s: float = 0.0  # seconds without a turn after which it ends; 0: the default
     parked: bool = False  # as engines reported since the directory started
-    parks_on: str = ""  # the engine that said so while a turn was running here
+    parks_on: str = ""  # engine that reported the KV parked while a turn still counted as running
     moved_at: float | None = None  # to its present decoder
     moves_from: str = ""  # the former decoder, until it has sent the KV
     prefix: tuple[str, int, int] = ("", 0, 0)  # prefiller, its epoch, and what it has computed of the prompt
@@ -78,7 +78,7 @@ class ConversationRecord:
     def note(self, note: dict[str, Any]) -> None:
         self.notes.append(note)
         if len(self.notes) > MAX_NOTES:
-            del self.notes[1]  # the first one says how it began
+            del self.notes[1]  # the first note says how the conversation began, and stays
 
 
 class ConversationRecords:
@@ -90,7 +90,7 @@ class ConversationRecords:
         self._ended: OrderedDict[str, dict[str, Any]] = OrderedDict()
         self._over: OrderedDict[tuple[str, int], None] = OrderedDict()  # turns that their gateway has ended
         self._parked: dict[str, str] = {}  # conversation -> engine
-        # Conversations whose client said how long they may be silent: when to look at them next.
+        # When to check the conversations next whose clients chose a time to live.
         self._due: dict[str, float] = {}
         self._dues: list[tuple[float, str]] = []
 
@@ -106,7 +106,7 @@ class ConversationRecords:
     def add(self, conversation: ConversationRecord) -> None:
         self._live[conversation.key] = conversation
         self._ended.pop(conversation.key, None)
-        if conversation.ttl_s:  # it comes from a journal
+        if conversation.ttl_s:  # read from the journal
             self.let_live(conversation, conversation.ttl_s)
 
     def touch(self, conversation: ConversationRecord, now: float) -> None:
@@ -125,8 +125,8 @@ class ConversationRecords:
     def park(self, key: str, engine: str) -> bool:
         """Mark a conversation as parked; return False if it is unknown or has a running turn.
 
-        An engine that parks at once may report before the gateway reports the turn's end. The conversation is
-        then parked at that end.
+        An engine that parks at once may report this before the gateway reports the turn's end. The turn's end
+        then marks the conversation as parked.
         """
         conversation = self._live.get(key)
         if conversation is None:
@@ -169,7 +169,7 @@ class ConversationRecords:
             self._running.setdefault(gateway, set()).add(conversation.key)
 
     def turn_ended(self, conversation: ConversationRecord | None, gateway: str, turn: int) -> None:
-        """Record that a turn is not running any more, or not yet."""
+        """Record that a turn does not run: it has ended, or it waits for another placement."""
         if conversation is None:
             return
         conversation.placed.pop((gateway, turn), None)
@@ -186,8 +186,8 @@ class ConversationRecords:
     def turn_over(self, gateway: str, turn: int) -> None:
         """Remember that a gateway has ended a turn for good.
 
-        Calls overtake each other, and a connection that was given up can deliver an ask or a report late: the
-        turn must not begin again.
+        A request for its placement, or a report of its beginning, may still arrive late. It must not begin
+        the turn again.
         """
         if turn:
             self._over[gateway, turn] = None
@@ -221,13 +221,13 @@ class ConversationRecords:
         unused = list(takewhile(lambda one: one.used_at <= now - ttl_s, self._live.values()))
         for conversation in unused:
             if conversation.running or conversation.ttl_s:
-                self._live.move_to_end(conversation.key)  # or it would be looked at each time
+                self._live.move_to_end(conversation.key)  # so that the next calls skip it
         over = [one for one in unused if not one.ttl_s]
         again: list[tuple[str, float]] = []
         while self._dues and self._dues[0][0] <= now:
             due, key = heappop(self._dues)
             if self._due.get(key) != due:
-                continue  # it has ended, or was to be looked at sooner
+                continue  # the conversation has ended, or was checked sooner
             del self._due[key]
             conversation = self._live[key]
             end = conversation.used_at + conversation.ttl_s
@@ -251,7 +251,10 @@ class ConversationRecords:
         return sum(one.context_tokens for one in self._live.values() if one.running)
 
     def page(self, prefix: str, after: str | None, limit: int) -> list[ConversationRecord]:
-        """Return conversations of one name space after the key `after`, least recently used first."""
+        """Return at most `limit` conversations whose keys have a prefix, from the one after the key `after`.
+
+        The least recently used conversation is first.
+        """
         keys = iter([key for key in self._live if key.startswith(prefix)])
         if after is not None:
             next((key for key in keys if key == after), None)
@@ -280,10 +283,10 @@ class ConversationTimeline:
 
 
 class Timeline:
-    """Recent events of each conversation with their times, for people to look at.
+    """Recent events of conversations with their times, which the dashboard shows.
 
-    Bounded twice: the conversations kept are those with the latest events, each with its latest spans.
-    Nothing here is needed to serve; it is fed by events in passing and read by the page once a second.
+    It keeps the conversations with the latest events, and of each the latest spans. Placement does not read
+    it.
     """
 
     def __init__(self, conversations: int = 200, spans: int = 64) -> None:
@@ -327,7 +330,7 @@ class Timeline:
             self._begin(one, SpanKind.IDLE, now)
 
     def newest_first(self, since: float) -> Iterator[dict[str, Any]]:
-        """Yield conversations with an event or a running span after `since`; a span is [kind, begin]."""
+        """Yield the conversations that did not end before `since`; each of their spans is [kind, begin]."""
         for one in reversed(self._conversations.values()):
             if one.ended is not None and one.spans and one.spans[-1][1] < since:
                 continue

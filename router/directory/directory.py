@@ -1,4 +1,4 @@
-"""Runs the binding table: clock ticks, journal writes, pushes to gateways, releases on engines."""
+"""Runs the binding table: calls it at clock ticks, and writes, pushes and releases what the calls changed."""
 
 import asyncio
 import logging
@@ -30,18 +30,18 @@ from router.process import SteadyClock
 log = logging.getLogger("conserve.router.directory.directory")
 
 _TICK_S = 0.1
-ON_A_PREFILLER = (Why.IDLE_PREFILLER, Why.LAST_RESORT)  # decoders' reasons: the conversation stays there
+ON_A_PREFILLER = (Why.IDLE_PREFILLER, Why.LAST_RESORT)  # reasons to bind a conversation to a prefiller
 _COMMAND_TIMEOUT_S = 5.0
 STREAMLESS_S = 20.0  # gRPC's keep-alive lets a gateway notice a lost stream within 15 s
 _SEND_LIMIT_S = 60.0
-_RELIEF_LIMIT_S = 5.0  # of a move off a hot decoder: a turn may wait for it
+_RELIEF_LIMIT_S = 5.0  # limit of a move off a hot decoder: a turn may wait for its end
 _MOVE_IDLE_S = 0.5
 
 Release = Callable[[EngineInfo, str], Awaitable[None]]
 Send = Callable[[EngineInfo, EngineInfo, str], Awaitable[int | None]]
 """Sends a conversation's KV from one engine to another.
 
-Returns the tokens that were computed again; None if the other engine has not got it.
+Returns the number of tokens that were computed again; None if the KV did not arrive.
 """
 Prefetch = Callable[[EngineInfo, str, float], Awaitable[bool]]  # False: the engine lost most of the KV
 _ENGINE_ERRORS = (OSError, TimeoutError, grpc.RpcError, RuntimeError)
@@ -55,7 +55,7 @@ class DirectorySettings:
     settle_s: float = 60.0  # how long bindings wait for an engine that the journal does not name
     gateway_grace_s: float = 3.0  # a gateway without its stream for longer has no running turns
     push_states_s: float = 1.0
-    dropping: DropLimits | None = None  # None: no parameters give way
+    dropping: DropLimits | None = None  # None: engines drop no parameters
 
 
 class Directory:
@@ -103,7 +103,7 @@ class Directory:
         self._started_at = 0.0
 
     def replay(self) -> None:
-        """Rebuild the table from the journal, before anything else."""
+        """Rebuild the table from the journal. This is the first call after the start."""
         newest = self.table.replay(self._journal.read())
         if isinstance(self.clock, SteadyClock):
             self.clock.not_before(newest)
@@ -132,7 +132,7 @@ class Directory:
     # Called by deploy
 
     def engine_up(self, info: EngineInfo) -> None:
-        """Add a new engine or epoch. The call is repeated after its keeper or the directory restarted."""
+        """Add an engine, or a new epoch of it. Restarts of its keeper or of the directory repeat the call."""
         if self.table.engine_up(info):
             self.table.conversations.engine_gone(info.engine)  # what its last epoch held
             log.info("engine up engine=%s role=%s epoch=%d", info.engine, info.role, info.epoch)
@@ -156,7 +156,7 @@ class Directory:
         return taken
 
     def engine_down(self, engine: str) -> None:
-        """End an engine's epoch, whose KV is gone. Not for a keeper that is only unreachable."""
+        """Record that an engine has ended, and its KV with it. Do not call this for an unreachable keeper."""
         self.table.conversations.engine_gone(engine)
         self.table.engine_down(engine)
         log.warning("engine down engine=%s", engine)
@@ -177,13 +177,13 @@ class Directory:
         await self._journal.durable()
 
     def changed(self) -> None:
-        """Send what the table's last calls produced to the journal, engines and gateways."""
+        """Pass the effects of the table's last calls on to the journal, engines and gateways."""
         effects = self.table.effects()
         for row in effects.rows:
             try:
                 self._journal.append(row)
-            except JournalError as wrong:  # the others go on, and this one is not remembered
-                log.error("not written: %s", wrong)
+            except JournalError as wrong:  # only this row is lost
+                log.error("row not written: %s", wrong)
         for engine, key in effects.releases:
             info = self.table.fleet.info(engine)
             if info is not None:
@@ -212,7 +212,7 @@ class Directory:
             self._push_engines()
 
     async def prefetch(self, key: str, due_in_s: float) -> str:
-        """Have an engine load a parked conversation's KV. Return the outcome, as gateways count it."""
+        """Have an engine load a parked conversation's KV. Return the outcome, for the gateway's metric."""
         conversation, binding = self.table.conversations.get(key), self.table.binding(key)
         info = self.table.fleet.info(binding.engine) if binding is not None else None
         if conversation is None or not conversation.parked or info is None or self._prefetch is None:
@@ -225,7 +225,7 @@ class Directory:
             return "failed"
 
     def serve_soon(self) -> None:
-        """Serve the queue in 5 ms, once for all reports that arrive together."""
+        """Place waiting turns in 5 ms, once for all reports that arrive together."""
         if self._serve_timer is None:
             self._serve_timer = asyncio.get_running_loop().call_later(0.005, self._serve)
 
@@ -245,12 +245,13 @@ class Directory:
     def running(self, key: str) -> bool:
         """Return whether a conversation has a running turn at a connected gateway.
 
-        The client of a gateway that died asks again at once, and must find its conversation.
+        A turn at a gateway that died does not count: its client asks again at once, and must find its
+        conversation.
         """
         return any(gateway in self.gateways for gateway in self.table.running_at(key))
 
     def gateway_came(self, gateway: str) -> None:
-        """Treat earlier processes of this gateway as ended, even if a stream of theirs still seems open."""
+        """Treat earlier processes of this gateway as ended, even if their streams still seem open."""
         for earlier in self.gateways.supersede(gateway):
             log.info("gateway superseded gateway=%s by=%s", earlier, gateway)
             self.gateway_left(earlier)
@@ -261,8 +262,8 @@ class Directory:
     def heard_from(self, gateway: str) -> None:
         """Treat a gateway as gone if it sends requests but does not open a stream in time.
 
-        After a restart of the directory a gateway may ask before its stream is back. If it crashes then, no
-        stream ends to show it, and its turns would run for ever.
+        After a restart of the directory, a gateway may ask before its stream is open again. If the gateway
+        crashes then, no stream ends to show it, and its turns would count as running for ever.
         """
         if gateway not in self.gateways and gateway not in self._streamless:
             self._streamless.add(gateway)
@@ -273,10 +274,10 @@ class Directory:
         self._gateway_gone(gateway)
 
     def activities_seen(self, gateway: str, first: int, count: int) -> int:
-        """Return how many activities of a report are already known, and count the others.
+        """Return how many of a report's activities are already known, and count the others as known.
 
-        A report that arrives late, on a connection that its gateway has given up, would begin turns again
-        that have ended.
+        A gateway sends a report without an answer again, so a report can arrive twice, and late. It must not
+        begin turns again that have ended.
         """
         self.heard_from(gateway)
         taken = self._activities.get(gateway, 0)
@@ -339,7 +340,7 @@ class Directory:
             async with asyncio.timeout(_COMMAND_TIMEOUT_S):
                 await self._release(info, key)
         except _ENGINE_ERRORS as wrong:
-            # It is told again when it reports, and lets go by its own idle time at the latest.
+            # The engine is told again when it reports, and in any case frees idle KV by itself.
             metrics.RELEASES_FAILED.inc()
             self.table.not_released(info.engine, info.epoch, key)
             log.warning("not released conversation=%s engine=%s reason=%r", key, info.engine, wrong)
@@ -366,7 +367,7 @@ class Directory:
             *(move.key, move.source.engine, move.target.engine, move.reason, outcome, recomputed or 0),
         )
         if bound:
-            with suppress(JournalError):  # then gateways ask where the next turn goes
+            with suppress(JournalError):  # gateways then ask for the next turn's placement
                 await self.durable()
                 self.gateways.tell_moved(move.key, move.target.engine, move.target.epoch)
 

@@ -1,8 +1,8 @@
 """Tells groups of decoders to share their layers under overload, and to restore them afterwards.
 
-`placement/overload/` decides, from what engines report. An engine that does not get its command, or refuses
-it, changes nothing: the others wait for it, and go on with their whole models. A change takes up to two
-minutes; rounds go on meanwhile and leave changing engines alone.
+`placement/overload/` decides, from what engines report. If an engine does not get its command, or refuses it,
+the others of its group wait for it in vain and keep their whole models. A change takes up to two minutes.
+Rounds go on meanwhile and leave the changing engines alone.
 """
 
 import asyncio
@@ -28,12 +28,12 @@ Without members, the engine restores the layers that it has dropped in that epoc
 """
 
 _TELL_S = 5.0
-# Limits until all engines report the change: their steps, exchange and own limits.
+# Time until all engines of a group have to report the change, their own time limits included.
 CHANGE_S = {"drop": 45.0, "restore": 120.0}
 _LOOK_S = 0.1
 _EVERY_S = 1.0
-SILENT_S = 30.0  # as long as this a silent engine may belong to a group that seems to lack one
-UNWILLING_S = 60.0  # engines that failed, or whose group was lost, are left alone for this long
+SILENT_S = 30.0  # for this long, a silent engine may be the missing member of a group
+UNWILLING_S = 60.0  # for this long, engines that failed or whose group was lost are left alone
 
 
 def _is_heard(record: EngineRecord) -> bool:
@@ -49,12 +49,12 @@ class Dropper:
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self._limits, self._records, self._share, self._clock = limits, records, share, clock
-        self._unwilling: dict[str, float] = {}  # until when
-        self._silent: dict[str, float] = {}  # since when
-        self._sharing_in: dict[str, int] = {}  # engines that were told to share, and do: their epoch
-        self._changing: dict[str, str] = {}  # engines that were told, of what
+        self._unwilling: dict[str, float] = {}  # engine: until when it is left alone
+        self._silent: dict[str, float] = {}  # engine: since when it is silent
+        self._sharing_in: dict[str, int] = {}  # engine that shares its layers: epoch of its group
+        self._changing: dict[str, str] = {}  # engine: its change under way, drop or restore
         self._changes: set[asyncio.Task[None]] = set()
-        self._failed = 0  # rounds, and changes that they began
+        self._failed = 0  # rounds and changes that failed
         self._epoch = 0
         self._said = ""
 
@@ -65,7 +65,7 @@ class Dropper:
                 await asyncio.sleep(_EVERY_S)
                 try:
                     self.look(state())
-                except Exception:  # groups are restored by a later round, or never
+                except Exception:  # the next round tries again
                     if self._is_to_be_logged():
                         log.exception("a round of dropping failed times=%d", self._failed)
         finally:
@@ -80,16 +80,16 @@ class Dropper:
         silent = any(since > now - SILENT_S for since in self._not_heard(now).values())
         alone = self._unwilling.keys() | self._changing.keys()
         orders = split_orders(state, self._sharing(), self._limits, alone, silent=silent)
-        if not self._changing:  # or the reason would be that nobody else is left
+        if not self._changing:  # otherwise the reason would be that no other engine is left
             self._say(orders)
-        if "drop" not in self._changing.values():  # what it gives is not in what engines report yet
+        if "drop" not in self._changing.values():  # reports do not show yet what KV that drop will free
             for engines in orders.drops:
                 self._begin("drop", engines)
         for engines in orders.restores:
             self._begin("restore", engines)
 
     def _note_lost(self, now: float) -> None:
-        """Leave engines alone whose group ended by itself, because the next group might end as well."""
+        """Leave the engines of a group that ended by itself alone, because the next group might end too."""
         for engine, epoch in [*self._sharing_in.items()]:
             if engine in self._changing or self._epoch_of(engine) == epoch:
                 continue
@@ -114,7 +114,7 @@ class Dropper:
     async def _until_over(self, what: str, engines: tuple[str, ...]) -> None:
         try:
             await (self._drop if what == "drop" else self._restore)(engines)
-        except Exception:  # what they report says what is to be done in a later round
+        except Exception:  # a later round decides anew, by what the engines report
             if self._is_to_be_logged():
                 log.exception("change=%s engines=%s failed times=%d", what, ",".join(engines), self._failed)
         finally:
@@ -138,15 +138,13 @@ class Dropper:
         return found
 
     def _not_heard(self, now: float) -> dict[str, float]:
-        """Return since when each silent decoder is silent: suspects, and after a restart all without a
-        report.
-        """
+        """Return the decoders that are suspects or have not reported yet, and since when each is silent."""
         missing = (r.info for r in self._records() if r.info.role is not Role.PREFILL and not _is_heard(r))
         self._silent = {info.engine: self._silent.get(info.engine, now) for info in missing}
         return self._silent
 
     def _say(self, orders: SplitOrders) -> None:
-        """Log once why no group is formed although KV is lacking."""
+        """Log why no group is formed although KV is lacking, once for each reason in a row."""
         why = orders.why_no_more.value if orders.why_no_more else ""
         if why and why != self._said:
             log.warning("nothing is dropped reason=%s", why)
@@ -173,7 +171,7 @@ class Dropper:
     async def _change(
         self, what: str, engines: tuple[str, ...], tells: Sequence[Awaitable[None]], epoch: int
     ) -> None:
-        """Send the commands, and wait until all engines report this epoch."""
+        """Send the commands of a change, wait until all engines report `epoch`, and record the outcome."""
         began = self._clock()
         outcome = "refused"
         try:

@@ -1,4 +1,4 @@
-"""Engines as the directory sees them (announced, reporting, suspected, gone), and the fleet's utilisation."""
+"""Tracks the state of engines (announced, reporting, suspected, gone), and the fleet's utilisation."""
 
 import asyncio
 import logging
@@ -24,10 +24,10 @@ def unreported(info: EngineInfo) -> EngineState:
 
 
 class FleetView:
-    """View of all engines. It keeps the placer's list up to date.
+    """All engines and their newest reports. It also keeps the placer's list of engines up to date.
 
-    A suspect takes no conversation until it reports again, and after a restart an engine of the journal takes
-    none until it reports.
+    An engine that a gateway could not reach is a *suspect*: no conversation is placed there until the engine
+    reports again. After a restart of the directory, all engines of the journal are suspects.
     """
 
     def __init__(self, placer: Placer) -> None:
@@ -35,7 +35,7 @@ class FleetView:
         self._infos: dict[str, EngineInfo] = {}
         self._states: dict[str, EngineState] = {}
         self._suspects: set[str] = set()
-        self._recalled: set[str] = set()  # of the suspects: known from the journal, silent since
+        self._recalled: set[str] = set()  # suspects that are known from the journal only
         self._patient = True
         self.version = 0  # grows when an engine comes, goes, drains or is suspected
 
@@ -51,7 +51,7 @@ class FleetView:
     def awaits_some(self) -> bool:
         """Return whether new conversations still wait for recalled engines to report.
 
-        Among those that have reported, the one with the least KV in use need not be the fleet's.
+        Until all have reported, the decoder with the least KV in use may be one that has not.
         """
         return self._patient and bool(self._recalled)
 
@@ -80,7 +80,7 @@ class FleetView:
         return state is not None and state.shares_layers
 
     def recall(self, info: EngineInfo) -> None:
-        """Add an engine from the journal. It was up before the restart, and its content is unknown."""
+        """Add an engine from the journal. It was up before the restart; what KV it holds is unknown."""
         self._infos[info.engine] = info
         self._suspects.add(info.engine)
         self._recalled.add(info.engine)
@@ -99,7 +99,7 @@ class FleetView:
         return not goes_on
 
     def newly_parked(self, state: EngineState) -> tuple[list[str], list[str]]:
-        """Return the conversations that became parked and those that stopped being parked, in this report."""
+        """Return the conversations that were parked, and those that ceased to be, since the last report."""
         before = self._states.get(state.engine)
         since = before.seq if before is not None else 0
         named = state.parked, state.unparked
@@ -137,7 +137,7 @@ class FleetView:
         if info is None or info.epoch != epoch:
             return False
         if engine in self._suspects:
-            self._recalled.discard(engine)  # nobody need wait for what does not answer
+            self._recalled.discard(engine)  # new conversations need not wait for an unreachable engine
             return False
         self._placer.engine_down(engine)
         self._suspects.add(engine)

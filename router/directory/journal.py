@@ -1,12 +1,12 @@
-"""Journal of the directory: rows that survive a restart, in one SQLite file.
+"""The directory's journal: rows that survive a restart, in one SQLite file.
 
-`append` is cheap and reaches the disk soon; `durable` returns once everything appended before it is on disk.
-Callers that come together share one transaction, and so one sync of the disk.
+`append` queues a row, which is written soon. `durable` returns once all rows appended before it are on disk.
+Callers that wait together share one transaction, and so one sync of the disk.
 
-A damaged journal is refused as a whole, with the command that repairs it. Three things show damage: each row
-has a checksum, SQLite checks its pages, and each transaction has a number. SQLite silently drops the end of
-its write-ahead log from the first bad frame on; the file `journal-sequence` holds the number of the last
-commit, so that more than one missing transaction is noticed. One may be missing: a crash can tear the last.
+A damaged journal is refused as a whole, and the error names the command that repairs it. Each row has a
+checksum, SQLite checks its pages, and each transaction has a number. SQLite silently drops the end of its
+write-ahead log from the first bad frame on. The file `journal-sequence` holds the number of the last commit,
+so that more than one missing transaction is noticed. One may be missing, because a crash can tear the last.
 """
 
 import asyncio
@@ -30,7 +30,7 @@ log = logging.getLogger("conserve.router.directory.journal")
 
 VERSION = 2
 _LAZY_S = 0.05  # how long a row that nobody waits for may stay in memory
-_RETRY_S, _LONGEST_RETRY_S = 0.2, 5.0  # after a failed write, doubled each time
+_RETRY_S, _LONGEST_RETRY_S = 0.2, 5.0  # pause after a failed write, doubled each time up to the longest
 LATE_S = 5.0  # a disk that has not answered for this long counts as failing
 _CANNOT = "the directory cannot write its journal"  # the client's text, without the path
 MAX_UNWRITTEN = 10_000  # rows in memory while the disk refuses them, above which nothing new is placed
@@ -56,7 +56,7 @@ class JournalError(RouterError):
 
 @dataclass(frozen=True, slots=True)
 class Row:
-    """One fact about a subject. Without a payload it deletes its slot; without a slot, the subject."""
+    """Fact about a subject, in a named slot. A row without a payload deletes its slot, or all slots."""
 
     subject: str
     slot: str = ""
@@ -84,11 +84,11 @@ class Journal:
         self._lazy: asyncio.TimerHandle | None = None  # starts the next flush that nobody waits for
         self._retry_s = _RETRY_S
         self._failed = ""  # why the last flush failed
-        self._begun_at = self._reported_at = 0.0  # loop time of the current flush, and of one logged late
+        self._begun_at = self._reported_at = 0.0  # start of the current flush, and of the last late one
         self._silent = f"{_CANNOT}: the disk has not answered for {LATE_S:g} s; fix the disk"
         path.parent.mkdir(parents=True, exist_ok=True)
         check(path)
-        if not path.exists():  # moved away: its conversations begin anew, and so do transactions
+        if not path.exists():  # new or moved away: transactions are numbered from the start
             _sequence_file(path).unlink(missing_ok=True)
         self._rows = sqlite3.connect(path, timeout=0.5, isolation_level=None, check_same_thread=False)
         try:
@@ -212,7 +212,7 @@ class Journal:
         loop, rows = asyncio.get_running_loop(), self._pending[:]
         try:
             await loop.run_in_executor(self._thread, self._write, rows)
-        except Exception as wrong:  # whatever went wrong: the rows stay and are tried again
+        except Exception as wrong:  # after any error the rows stay and are written again
             self._flushing = None
             self._failed = f"{_CANNOT}: {wrong}; free space or fix the disk"
             self._lazy = loop.call_later(self._retry_s, self._start_flush)
@@ -237,7 +237,7 @@ class Journal:
                 self._rows.execute("ROLLBACK")
             raise
         self._sequence = sequence
-        with suppress(OSError):  # an older number only notices less
+        with suppress(OSError):  # with an older number, fewer missing transactions are noticed
             os.pwrite(self._sequence_file, 2 * (b"%0*d" % (_DIGITS, sequence)), 0)
 
     def _execute(self, row: Row) -> None:
@@ -276,7 +276,7 @@ def check(path: Path) -> None:
 
 
 def _check_copy(path: Path) -> None:
-    """Check a copy of the journal, because SQLite writes an index beside the file and the disk is full."""
+    """Check a copy of the journal: on a full disk, SQLite cannot write an index beside the file itself."""
     with TemporaryDirectory() as folder:
         copy = Path(folder, path.name)
         for end in ("", "-wal"):
@@ -338,7 +338,7 @@ def replace(path: Path, rows: list[Row], suffix: str) -> Path:
 
 
 def _read_only(path: Path) -> sqlite3.Connection:
-    """Open the file in such a way that closing it leaves SQLite's log unchanged."""
+    """Open a journal so that closing it again leaves SQLite's write-ahead log unchanged."""
     opened = sqlite3.connect(f"{path.absolute().as_uri()}?mode=ro", uri=True, timeout=0.5)
     opened.text_factory = lambda text: text.decode(errors="replace")
     return opened
@@ -381,8 +381,8 @@ def _acknowledged(path: Path) -> int:
 
 def _damaged(path: Path, what: str) -> JournalError:
     return JournalError(
-        f"{path} is damaged: {what}. `conserve journal repair {path}` says what is left of it, and keeps a "
-        "copy of it as it is"
+        f"{path} is damaged: {what}. `conserve journal repair {path}` says what is left of it, and keeps the "
+        "damaged file"
     )
 
 
@@ -394,7 +394,7 @@ def _sentence(path: Path, wrong: Exception) -> str:
     if isinstance(wrong, OSError) or "full" in str(wrong) or "I/O" in str(wrong):
         return f"cannot write {path}: {wrong}; free space or fix the disk"
     return (
-        f"{path} is no journal that this version can read ({wrong}): it is damaged, and "
-        f"`conserve journal repair {path}` says what is left of it, or of a version before 1. Move it away; "
-        "its conversations begin anew"
+        f"this version cannot read the journal {path} ({wrong}). If it is damaged, `conserve journal repair "
+        f"{path}` says what is left of it. If a version before 1 wrote it, move it away; its conversations "
+        "begin anew"
     )

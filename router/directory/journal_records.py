@@ -1,4 +1,4 @@
-"""Convert conversations, bindings, prompt ends and engines to journal rows, and rows back to them."""
+"""Converts conversations, bindings, prompt ends and engines to journal rows, and rows back."""
 
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass

@@ -1,9 +1,9 @@
 """Moves idle conversations, with their KV, off draining decoders and off hot ones.
 
-An idle conversation is sent by its decoder to another one. A turn that asks for its place while the
-conversation leaves a hot decoder waits for the end of the move, which is sooner than its place in the queue
-there. Any other turn that begins meanwhile voids the move, and what was sent is dropped. On a draining
-decoder a conversation that talks moves with its next turn as well (`placing.py`).
+The decoder sends the KV of an idle conversation to another decoder. If the next turn asks for its placement
+while the conversation leaves a hot decoder, the turn waits for the end of the move, because it would wait
+longer in the queue of the hot decoder. Any other turn that begins during a move voids it, and the KV that was
+sent is dropped. A conversation can also leave a draining decoder with its next turn (`placing.py`).
 """
 
 from collections.abc import Iterable, Iterator
@@ -21,9 +21,9 @@ from router.directory.conversations import ConversationRecord, ConversationRecor
 from router.directory.fleet import FleetView
 from router.directory.placing import Effects, Placing
 
-AT_ONCE = 4  # sends of the whole fleet
-TRIES = 2  # of a conversation, until no engine drains any more
-RELIEF_SHARE = 0.25  # of a hot decoder's conversations leave at a time
+AT_ONCE = 4  # moves of the whole fleet
+TRIES = 2  # moves of one conversation, until no engine drains any more
+RELIEF_SHARE = 0.25  # share of a hot decoder's conversations that leave at a time
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,7 +65,7 @@ class IdleMoves:
         return self._begin(idle, AT_ONCE, now)
 
     def _relieve(self, now: float) -> list[IdleMove]:
-        """Begin moves off the hottest decoder, of a small share of its conversations at a time."""
+        """Begin to move a small share of its conversations off the hottest decoder."""
         hot = self._placer.hot.hottest(now)
         if hot is None:
             return []
@@ -105,7 +105,7 @@ class IdleMoves:
         return self._under_way.get(key) is MoveReason.HOT
 
     def end(self, move: IdleMove, sent: bool, now: float) -> bool:
-        """Bind a conversation to the engine that has its KV now. Returns False if it stays where it is."""
+        """End a move: bind the conversation to the target that has its KV, or return False if it stays."""
         self._under_way.pop(move.key, None)
         conversation, binding = self._conversations.get(move.key), self._bindings.look_up(move.key)
         stayed = binding is not None and (binding.engine, binding.epoch) == _at(move.source)
@@ -124,7 +124,7 @@ class IdleMoves:
         return False
 
     def _idle(self, engine: str, now: float) -> Iterator[tuple[ConversationRecord, Binding]]:
-        """Yield the conversations that an engine can send now."""
+        """Yield the idle conversations that an engine can send now, with their bindings."""
         if not self._placing.can_send(engine):
             return
         for key in self._bindings.bound_to(engine):

@@ -1,4 +1,4 @@
-"""Placement of one turn: by the placer if the conversation is new, on its decoder if it is bound."""
+"""Places one turn: with the placer if its conversation is not bound, else on the conversation's decoder."""
 
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -16,7 +16,7 @@ from router.directory.journal import Row
 from router.identity.node_table import NodeTable
 from router.identity.prefix_chain import End
 
-MOVES_AGAIN_AFTER_S = 60.0  # a conversation stays for so long where it has moved to
+MOVES_AGAIN_AFTER_S = 60.0  # a conversation that has moved stays there for at least this long
 
 RESTARTED = Refusal(RefusalReason.NO_DECODER, "not all engines have reported since a restart; try again", 1.0)
 
@@ -54,7 +54,7 @@ class Placing:
         self._fleet, self._nodes, self._effects = fleet, nodes, effects
 
     def tokens_to_compute(self, ask: Ask, now: float) -> int:
-        """Estimate the tokens that a turn computes; fair shares of owners are counted in these."""
+        """Estimate the tokens that a turn will compute, by which owners' fair shares are counted."""
         if ask.uncached_tokens is not None:
             return ask.uncached_tokens
         return self._placer.uncached_tokens(ask.prompt_tokens, ask.prefixes, now)
@@ -86,8 +86,8 @@ class Placing:
     def _move(self, ask: Ask, binding: Binding, now: float) -> Placed | None:
         """Move a conversation away from its draining decoder; return None if it stays.
 
-        It stays while it has another turn there, while no other decoder has room, and for a while after its
-        last move. Its former decoder computes what the turn appends and sends all of the KV.
+        It stays while another of its turns runs there, while no other decoder has room, and for a while after
+        its last move. If it moves, its former decoder computes the append and sends all of the KV.
         """
         conversation = self._conversations.get(binding.key)
         if conversation is None or not self.may_leave(conversation, binding, now):
@@ -128,9 +128,9 @@ class Placing:
         now: float,
         hot: HotDecoder | None = None,
     ) -> Placement | None:
-        """Reserve another decoder for a conversation; None if none has room.
+        """Reserve KV on another decoder for a conversation; return None if none has room.
 
-        Its own one drains, or is `hot`.
+        The conversation's present decoder is draining, or is `hot`.
         """
         sends, held = self.can_send(binding.engine), conversation.context_tokens
         reason = MoveReason.DRAIN if hot is None else MoveReason.HOT
@@ -172,7 +172,7 @@ class Placing:
         cause: str,
         now: float,
     ) -> dict[str, Any]:
-        """Add a placement to a conversation's record, and return it."""
+        """Add a note on a placement to the conversation's record, and return the note."""
         note = {
             "at": now,
             "cause": cause,
@@ -186,9 +186,9 @@ class Placing:
         return note
 
     def _never_ran(self, ask: Ask) -> bool:
-        """Return whether an earlier call of this request bound the conversation but its answer was lost.
+        """Return whether an earlier call for this turn bound the conversation, but its answer was lost.
 
-        Then the prompt it was bound for is its newest, and no other turn is done or running.
+        In that case the turn's prompt is the conversation's newest, and no other turn has finished or runs.
         """
         conversation = self._conversations.get(ask.key)
         if not ask.again or ask.end is None or conversation is None:
@@ -199,7 +199,7 @@ class Placing:
         return not conversation.running
 
     def _place_later(self, ask: Ask, binding: Binding, now: float) -> Placed:
-        """Place a turn of a conversation that is bound by now, or whose prompt a prefiller may compute."""
+        """Place a turn of a bound conversation on its decoder; a prefiller may compute the prompt."""
         conversation = self._conversations.get(ask.key)
         assert conversation is not None
         if ask.uncached_tokens is not None and self._fleet.placeable(binding.engine):

@@ -1,4 +1,4 @@
-"""gRPC service of the directory: handlers translate messages and call `Directory`."""
+"""Serves the directory over gRPC: each handler translates a message and calls `Directory`."""
 
 import asyncio
 from collections.abc import AsyncIterator, Callable
@@ -66,7 +66,7 @@ class DirectoryServer(Directory):
         self._server: Any = None
 
     async def start(self, host: str, port: int) -> int:
-        """Replay the journal and serve; returns the port."""
+        """Replay the journal, serve, and return the port."""
         self.replay()
         self._server = self._service.server([("grpc.so_reuseport", 0)])
         bound = self._server.add_insecure_port(f"{host}:{port}")
@@ -143,7 +143,7 @@ class DirectoryServer(Directory):
     async def _tell_bindings(self, stream: GatewayStream) -> None:
         """Tell a gateway, which may have just started, of all bindings that are in the journal."""
         bound = self.table.bindings()
-        with suppress(JournalError):  # a disk that takes nothing: what is on it cannot be told apart
+        with suppress(JournalError):  # while the disk fails, it is unknown which bindings are on it
             await self.durable()
             stream.tell_bound(bound)
 
@@ -163,7 +163,7 @@ class DirectoryServer(Directory):
         return m.TimelineReport(now, shown, dict(self.met), dict(self.missed))
 
     async def _capacity(self, _: None) -> m.CapacityReport:
-        if self.table.fleet.awaits_some:  # nobody should add or end engines by what a part of them holds
+        if self.table.fleet.awaits_some:  # reports of some engines are no basis to add or end engines
             raise NotSettled("engines have not reported since the restart")
         return self.capacity.now()
 
@@ -204,9 +204,9 @@ class DirectoryServer(Directory):
 
 
 class PlaceCall:
-    """One call for many placements; each is answered as soon as possible.
+    """Handles one call for many placements, each of which is answered as soon as possible.
 
-    Use it as a context: at its end, places that nobody was told of are given back.
+    Use it as a context manager: at its end, placements that were not sent to the gateway are undone.
     """
 
     def __init__(self, directory: Directory, asks: tuple[m.Ask, ...]) -> None:

@@ -1,7 +1,7 @@
-"""Authoritative table of live conversations, their bindings, and the turns that wait for placement.
+"""Holds the fleet's live conversations, their bindings, and the turns that wait for placement.
 
-A state machine without I/O and without a clock. What has to leave it (journal records, releases on engines,
-pushes to gateways) collects in `effects`, which the server takes after every call.
+The table is a state machine without I/O and without a clock. It collects its effects (journal rows, releases
+on engines, pushes to gateways), and the directory takes them after every call.
 """
 
 from collections.abc import Callable, Collection, Iterable
@@ -23,14 +23,14 @@ from router.directory.waiting import Waiter, Waiting
 from router.identity.node_table import MAX_NODES, NodeTable
 from router.identity.prefix_chain import End
 
-LEFT = Refusal(RefusalReason.NO_CAPACITY, "whoever asked has left", 0.0)
+LEFT = Refusal(RefusalReason.NO_CAPACITY, "the client has left", 0.0)
 MOVING = Refusal(RefusalReason.NO_CAPACITY, "the conversation's KV is on its way to another decoder", 1.0)
-BEHIND = Refusal(RefusalReason.NO_CAPACITY, "conversations that go before still wait for capacity", 1.0)
+BEHIND = Refusal(RefusalReason.NO_CAPACITY, "turns ahead of this one still wait for capacity", 1.0)
 
 
 class BindingTable:
     def __init__(self, ttl_s: float, placer: Placer) -> None:
-        """A conversation without a turn for `ttl_s` ends."""
+        """Create an empty table. A conversation without a turn for `ttl_s` ends."""
         self._ttl_s = ttl_s
         self._placer = placer
         self._bindings = Bindings()
@@ -49,7 +49,7 @@ class BindingTable:
         self.idle_moves = IdleMoves(self._placing, *parts)
 
     def effects(self) -> Effects:
-        """Return the effects of all calls since the last time."""
+        """Return the effects of all calls since the effects were last taken."""
         return self._effects.take()
 
     # Turns
@@ -57,7 +57,7 @@ class BindingTable:
     def place(
         self, ask: Ask, now: float, settle: Callable[[Placed | Refusal], None]
     ) -> Placed | Refusal | Waiter:
-        """Return an answer, or a waiter whose `settle` is called with the answer later."""
+        """Place or refuse a turn, or queue it and return its waiter: `settle` then gets the answer later."""
         if self.conversations.is_over(ask.gateway, ask.turn):
             return LEFT
         if ask.lost is not None:
@@ -112,9 +112,7 @@ class BindingTable:
         return True
 
     def prefill_done(self, key: str, now: float, tokens: int = 0, cached: int | None = None) -> None:
-        """Record the end of a prefill. `tokens` is the prompt's size (0: not computed), `cached` the known
-        part.
-        """
+        """Record the end of a prefill of `tokens` tokens, of which `cached` were cached; 0 if it failed."""
         self._placer.prefill_done(key, now, tokens, cached)
         conversation = self.conversations.get(key)
         if conversation is not None:
@@ -125,7 +123,7 @@ class BindingTable:
                 conversation.prefix = prefiller.engine, prefiller.epoch, tokens
 
     def turn_ended(self, key: str, gateway: str, now: float, ended: TurnEnded, turn: int = 0) -> bool:
-        """Record a turn's end. A turn without tokens failed, and ends a conversation that has no other."""
+        """Record a turn's end. A turn without tokens failed, and ends a conversation without other turns."""
         if turn and (waiter := self._waiting.of_turn(gateway, turn)):
             self._waiting.remove(waiter)
             waiter.settle(LEFT)
@@ -211,7 +209,7 @@ class BindingTable:
                 self.not_released(engine, info.epoch, key)
 
     def not_released(self, engine: str, epoch: int, key: str) -> None:
-        """Record a conversation that an engine out of reach may still hold, to settle it when it reports."""
+        """Note that an unreachable engine may hold a conversation. Its next report binds or releases it."""
         if self._left_on.get(engine, (0,))[0] != epoch:
             self._left_on[engine] = epoch, set()
         self._left_on[engine][1].add(key)

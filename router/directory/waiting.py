@@ -1,9 +1,9 @@
-"""Turns that wait in the directory for placement, each for a limited time.
+"""Queues the turns that wait in the directory for placement, each for a limited time.
 
-Owners are served fairly, by the tokens that their turns compute, and the flows of one owner likewise. Among
-owners turns of a better class come first. Within an owner the clients' priorities count as well. No turn is
-left out for longer than others are worth more, whatever else is served meanwhile (`placement/priorities.py`);
-those worth the same go in order of arrival.
+Owners get fair shares of the tokens that turns compute. So do the flows of one owner: groups of turns that
+its clients name in a header. Among owners, turns of a better class come first. Within an owner, the clients'
+priorities count as well. `placement/priorities.py` limits how long a turn with less weight is passed over.
+Turns of equal weight go in order of arrival.
 """
 
 from bisect import bisect_right, insort
@@ -17,8 +17,8 @@ from placement.routing.receipts import Refusal, RefusalReason
 from router.directory.api.messages import Ask, Placed
 
 MAX_WAITING = 4096
-FLOWS = 64  # of one owner that are told apart at a time: ids of flows are the clients'
-_MOST_PASSED_BY = 16  # owners whose turn does not fit, in one look at the queue
+FLOWS = 64  # flows of one owner with a queue of their own; clients can invent any number of flows
+_MOST_PASSED_BY = 16  # owners whose next turn does not fit, after which `serve` stops
 
 
 @dataclass(slots=True, eq=False)
@@ -50,8 +50,8 @@ class Flow:
     def first(self, now: float, coming_s: float = -inf) -> tuple[Waiter, float]:
         """Return the flow's next turn, and the weight with which it competes with other flows.
 
-        `coming_s`: weight of a turn that arrives now. A turn that was left out for long takes the place, and
-        the weight, of a better one.
+        `coming_s` is the weight of a turn that arrives now. A turn that was passed over for long gets the
+        place, and the weight, of a better one.
         """
         best_s = max(coming_s, self.waiters[0].ask.owner_weight)
         levels = (
@@ -77,12 +77,13 @@ class OwnerQueue:
         self.classes = ClassOrder()
         self.size = 0
         self._lanes: dict[str, str] = {}  # of flows that wait
-        self._waiting = Counter[str]()  # turns of each of these
+        self._waiting = Counter[str]()  # waiting turns of each flow
 
     def lane(self, flow: str) -> str:
-        """Return the lane (a queue) of a flow: its own while any is free, and if possible always the same.
+        """Return the lane of a flow, which is one of `FLOWS` queues. Flows share a lane only if none is free.
 
-        What the flow has used up of a round stays with the lane.
+        A flow that returns gets the same lane if possible, because the lane remembers what the flow has used
+        of a round.
         """
         if (lane := self._lanes.get(flow)) is not None:
             return lane
@@ -124,7 +125,7 @@ class OwnerQueue:
     def may_pass(self, ask: Ask, tokens: int, due: float, now: float) -> bool:
         """Return whether an arriving turn goes before all turns that wait here.
 
-        It does if its flow has something left of its share, and it weighs more or is due sooner.
+        It does if its flow has enough left of its share, and if it weighs more than each or is due sooner.
         """
         own = self.lane(ask.flow)
         if not self.flows.keys() <= {own} and tokens > self.rounds.left(own):
@@ -183,9 +184,9 @@ class Waiting:
         return self._size >= MAX_WAITING or (mine is not None and mine.size >= share)
 
     def may_pass(self, ask: Ask, tokens: int, due: float, now: float) -> bool:
-        """Return whether an arriving turn goes before those that wait.
+        """Return whether an arriving turn goes before all waiting turns.
 
-        It does if none of its owner goes before it, and its owner has something left of its share.
+        It does if it goes before its owner's other turns, and if its owner has enough left of its share.
         """
         mine = self._owners.get(ask.owner)
         if mine is not None and not mine.may_pass(ask, tokens, due, now):
@@ -225,10 +226,10 @@ class Waiting:
             del self._of_turn[ask.gateway, ask.turn]
 
     def serve(self, now: float, attempt: Callable[[Ask], Placed | Refusal]) -> int:
-        """Place turns until none fits, and refuse those whose time is over. Return how many were placed.
+        """Place waiting turns until none fits, refuse those whose time is over, and return the number placed.
 
-        Behind a turn that does not fit, those of its owner wait. Turns of others pass it while they have
-        something left of the round, so that a large conversation gets its place.
+        While an owner's next turn does not fit, its other turns wait too. Other owners' turns pass only while
+        they have a share of the round left, so that a large conversation gets its place.
         """
         placed, blocked = 0, set[str]()
         while len(blocked) < _MOST_PASSED_BY and (first := self._first(blocked, now)) is not None:

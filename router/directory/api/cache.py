@@ -1,6 +1,6 @@
-"""Cache of a gateway: bindings and prompts of its conversations, and the engines that the directory pushed.
+"""Caches a gateway's conversations, with bindings and prompts, and the engines that the directory pushed.
 
-It is enough to serve later turns while the directory is away.
+The cache is enough to serve later turns while the directory is unreachable.
 """
 
 import asyncio
@@ -56,9 +56,9 @@ class Known:
 
 
 class Cache:
-    """Conversations that this gateway serves, and bindings of conversations that others serve.
+    """Conversations that this gateway serves, and bindings of conversations that other gateways serve.
 
-    Of each, the least recently used goes first.
+    Both are bounded; the least recently used ones are dropped.
     """
 
     def __init__(self, max_conversations: int, max_nodes: int) -> None:
@@ -91,7 +91,7 @@ class Cache:
     def serve_elsewhere(self, key: str, engine: str = "", epoch: int = 0) -> None:
         """Record that another gateway serves a conversation, so what is known of it here is outdated.
 
-        Without an engine the conversation stays where it is known to be.
+        Without an engine, the conversation stays bound to the engine that is known here.
         """
         known = self._known.get(key)
         if known is not None and (engine, epoch) == (known.engine, known.epoch):
@@ -144,7 +144,7 @@ class EngineList:
 
     def __init__(self) -> None:
         self.on_gone: Callable[[str], object] = lambda http: None
-        """Told host:port where an engine was and none is any more: who waits for it need not."""
+        """Called with the host:port of an engine that is gone, so that nobody waits for it any longer."""
         self._records: dict[str, EngineRecord] = {}
         self._changed = asyncio.Event()
 
@@ -190,7 +190,7 @@ class EngineList:
         for record in pushed.engines:
             name, state = record.info.engine, record.state
             if not state.seq and self.alive(name, record.info.epoch):
-                continue  # it has not reported to a directory that restarted: what was known of it holds
+                continue  # a restarted directory has no report of this engine yet; the earlier record stays
             self._records[name] = record
             metrics.ENGINE_CONVERSATIONS.labels(name).set(record.conversations)
             metrics.ENGINE_KV_TOKENS.labels(name, "in_use").set(record.kv_in_use)

@@ -1,4 +1,4 @@
-"""Calls to the directory that carry many messages: requests for placement, and reports about turns."""
+"""Combines a gateway's messages to the directory into calls: requests for placement, reports on turns."""
 
 import asyncio
 import logging
@@ -43,7 +43,7 @@ class PlaceCalls:
         self._calls: set[asyncio.Task[None]] = set()
 
     async def ask(self, ask: Ask, timeout_s: float) -> Placed | Refusal:
-        """Ask for one placement. On grpc's error or TimeoutError the caller has to call `abandon`."""
+        """Ask for one placement. After an error the caller has to report that the turn will not run."""
         waiting = _WaitingAsk(ask, timeout_s)
         self._pending.append(waiting)
         self._some.set()
@@ -51,7 +51,7 @@ class PlaceCalls:
             return await waiting.outcome
 
     async def run(self) -> None:
-        """Send the first request after a pause at once, and those that arrive during a call in the next."""
+        """Send the requests for placement, at most one call every `_PLACE_CALLS_EVERY_S`, until cancelled."""
         try:
             while True:
                 await self._some.wait()
@@ -84,7 +84,7 @@ class PlaceCalls:
             for one in batch:
                 if not one.outcome.done():
                     one.outcome.set_exception(wrong)
-                elif one.outcome.cancelled():  # a directory that restarted since then may have placed it
+                elif one.outcome.cancelled():  # the directory may have placed the turn all the same
                     self._on_abandoned(one.ask)
 
 
@@ -109,7 +109,7 @@ class ActivityReports:
         self._some.set()
 
     async def run(self) -> None:
-        """Report at once after a pause, then every `_REPORT_EVERY_S`, as a call costs as much as a turn."""
+        """Send the reports, at most one call every `_REPORT_EVERY_S`, as a call costs as much as a turn."""
         while True:
             await self._some.wait()
             self._some.clear()

@@ -1,6 +1,7 @@
-"""Client of the directory in a gateway.
+"""A gateway's client of the directory.
 
-It asks once a conversation, reports in batches, and keeps what later turns need while the directory is away.
+It asks for one placement a conversation, reports the events of turns many at a time, and keeps what later
+turns need while the directory is unreachable.
 """
 
 import asyncio
@@ -54,7 +55,7 @@ class DirectoryClient:
         secret: str = "",
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        self.gateway = process_name(gateway)  # its turns are not those of the process before it
+        self.gateway = process_name(gateway)  # distinguishes its turns from those of an earlier process
         self.engines = EngineList()
         self.cache = Cache(_MAX_CONVERSATIONS, MAX_NODES)
         self.connected = False
@@ -94,12 +95,12 @@ class DirectoryClient:
         return known
 
     def leaving(self, known: Known) -> bool:
-        """Return whether the decoder is draining, so that the next turn may go elsewhere."""
+        """Return whether a conversation's decoder is draining, so that its next turn may go elsewhere."""
         state = self.engines.state(known.engine)
         return self.connected and state is not None and state.draining
 
     async def place(self, ask: Ask) -> tuple[Placed | Refusal, Known | None]:
-        """Ask for a turn's placement; the turn then counts as begun. Cancelling gives the place back."""
+        """Ask for a turn's placement; the turn then counts as begun. Cancelling the call undoes both."""
         ask = replace(ask, gateway=self.gateway, alone=self.cache.alone(ask.key))
         outcome = await self._place(ask)
         if isinstance(outcome, Refusal):
@@ -117,7 +118,7 @@ class DirectoryClient:
     async def find(self, chain: Chain, name: str = "") -> tuple[KnownNode | None, Callable[[str], bool]]:
         """Return the longest known prefix of a prompt, and a test for conversations with a turn in flight.
 
-        `name`: how the id of the prompt's own conversation begins, if it is known here.
+        Of several conversations with that prefix, those whose id begins with `name` are preferred.
         """
         found = self.cache.nodes.find(chain, name)
         if found is not None:
@@ -129,7 +130,7 @@ class DirectoryClient:
         except (grpc.aio.AioRpcError, BadReply) as wrong:
             metrics.FALLBACKS.labels("identify_failed").inc()
             log.warning("not looked up, counts as a new conversation reason=%s", reason_of(wrong))
-        found = self.cache.nodes.find(chain, name)  # its twin may have come meanwhile
+        found = self.cache.nodes.find(chain, name)  # an equal request may have arrived meanwhile
         if found is not None and (remote is None or found.size >= remote.size):
             return found, self.cache.running
         return remote, running
@@ -153,8 +154,8 @@ class DirectoryClient:
     ) -> None:
         """Report the end of a prefill.
 
-        `tokens` and `cached`: what the prefiller counted and had, if it computed the prompt and says so.
-        `lost`: the prefiller, if it could not be reached.
+        `tokens` is the size of the prompt if the prefiller computed it, and `cached` how many of these tokens
+        it had cached, if it reports that. `lost` is the prefiller if it could not be reached.
         """
         epoch = (lost.engine, lost.epoch) if lost else None
         self._reports.add(Activity(key, prefilled=m.PrefillDone(epoch, tokens, cached)))
@@ -163,11 +164,11 @@ class DirectoryClient:
         self._reports.add(Activity(key, first_token=True))
 
     def abandon(self, key: str, turn: int) -> None:
-        """Report that the caller has left: the turn will not run, even if an answer is on its way."""
+        """Report that a turn will not run because its caller has left, even if it is placed by now."""
         self._reports.add(Activity(key, turn, ended=FAILED))
 
     def turn_ended(self, known: Known, turn: int, ended: TurnEnded = FAILED) -> None:
-        """Report the end of a turn; by default of one that came to nothing."""
+        """Report the end of a turn; without `ended`, of a failed one."""
         if ended.prompt_tokens:
             known.completion_tokens = ended.completion_tokens
             known.context_tokens = ended.tokens
@@ -180,7 +181,7 @@ class DirectoryClient:
         return known
 
     async def tell_spent(self, spent: tuple[m.Spent, ...]) -> bool:
-        """Report spent budgets for the other gateways; return False if the directory did not take it."""
+        """Report what keys used here to the other gateways; return False if the directory did not take it."""
         try:
             await self._stub.ask(m.SPEND, m.SpentRequest(self.gateway, spent), REPORT_TIMEOUT_S)
         except (grpc.aio.AioRpcError, BadReply):
@@ -212,8 +213,8 @@ class DirectoryClient:
     async def _place(self, ask: Ask) -> Placed | Refusal:
         """Ask for a placement. If the directory restarts, ask again: it returns a placement that it had made.
 
-        A directory that cannot write answers at once and is not asked again. A turn that was on its way when
-        the directory went needs no place if its conversation is bound.
+        A directory that cannot write its journal says so at once and is not asked again. While the directory
+        is unreachable, a turn of a bound conversation runs on its decoder without a placement.
         """
         until = self._clock() + ask.wait_s + _PLACE_GRACE_S
         while True:

@@ -73,13 +73,14 @@ class PlaceAnswer:
 class IdentifyRequest:
     """Request for the conversation that a prompt continues.
 
-    The first request has its links, longest prefix first. The second has the digests of prefixes with a tail
-    that the first answer named, longest first.
+    A gateway asks twice. The first request has the links of the prompt's chain. Its answer names the lengths
+    of known tails, and the second request has the digests of the prefixes with these tails. Both lists begin
+    with the longest prefix.
     """
 
     links: tuple[bytes, ...] = ()
     digests: tuple[bytes, ...] = ()
-    name: str = ""  # prefix that the conversation's id must have
+    name: str = ""  # prefix of a conversation's id that is preferred
 
 
 @dataclass(frozen=True, slots=True)
@@ -105,14 +106,14 @@ class PrefillDone:
 
 @dataclass(frozen=True, slots=True)
 class TurnEnded:
-    prompt_tokens: int = 0  # 0: the turn came to nothing
+    prompt_tokens: int = 0  # 0: the turn failed
     completion_tokens: int = 0
     tool_call: bool = False  # the answer calls a tool, so that the next turn needs no user
     met: tuple[str, ...] = ()  # SLO targets of the answer that were met
     missed: tuple[str, ...] = ()
     first_token_s: float = 0.0  # seconds from placement to first token; 0: not placed, or not streamed
     handover_s: float = 0.0  # seconds from the end of prefill to the first token, minus one token's time
-    ttl_s: float = 0.0  # seconds without a turn after which the client lets it end; 0: the default
+    ttl_s: float = 0.0  # seconds without a turn after which the conversation ends; 0: the default
     cached: int | None = None  # prompt tokens that the decoder had cached; None: it does not report that
 
     @property
@@ -219,8 +220,8 @@ class ListRequest:
 class DirectoryStatus:
     engines: tuple[EngineRecord, ...]
     metrics: str  # host:port of the directory's metrics page
-    gateways: tuple[str, ...]  # those of the gateway processes
-    batch: tuple[str, ...]  # that of the batch process, if one runs
+    gateways: tuple[str, ...]  # metrics pages of the gateway processes
+    batch: tuple[str, ...]  # metrics page of the batch process, if one runs
     journal_problem: str = ""  # why new conversations are refused
 
 
@@ -232,7 +233,7 @@ class CapacityReport:
 
 @dataclass(frozen=True, slots=True)
 class TimelineReport:
-    """Recent events of conversations, for people to look at."""
+    """Recent events of conversations, for the dashboard."""
 
     now: float = 0.0
     conversations: list[dict[str, Any]] = field(default_factory=list)
@@ -243,7 +244,7 @@ class TimelineReport:
 Described = dict[str, Any]  # a conversation, as the API shows it
 
 _SERVICE = "/conserve.directory.v2.Directory"
-# Turns that begin together. Each is answered as soon as it can be, and waits at most its `wait_s`.
+# Requests of turns that begin together. Each is answered as soon as possible, within its `wait_s`.
 Asks = tuple[Ask, ...]
 PlaceAnswers = tuple[PlaceAnswer, ...]
 PLACE = Method[Asks, PlaceAnswers](f"{_SERVICE}/Place", Asks, PlaceAnswers)
@@ -258,4 +259,4 @@ DESCRIBE = Method[str, Described | None](f"{_SERVICE}/Describe", str, Described 
 LIST = Method[ListRequest, list[Described]](f"{_SERVICE}/List", ListRequest, list[Described])
 STATUS = Method[None, DirectoryStatus](f"{_SERVICE}/Status", None, DirectoryStatus)
 CAPACITY = Method[None, CapacityReport](f"{_SERVICE}/Capacity", None, CapacityReport)
-TIMELINE = Method[float, TimelineReport](f"{_SERVICE}/Timeline", float, TimelineReport)  # of so many seconds
+TIMELINE = Method[float, TimelineReport](f"{_SERVICE}/Timeline", float, TimelineReport)  # of the last seconds

@@ -1,7 +1,7 @@
-"""Changes to push to gateways, collected for each gateway.
+"""Collects changes for each gateway and pushes them over the gateway's stream.
 
-A gateway's name is its place in the fleet, and one process at a time has it. What an earlier process of the
-name was doing ended with it.
+One process at a time has the name of a gateway. When a new process connects under the name, the turns of the
+process before it have ended.
 """
 
 import asyncio
@@ -36,7 +36,7 @@ class GatewayStream:
         self.ended: list[tuple[str, str]] = []
         self.foreign: list[str] = []
         self.spent: dict[tuple[str, str], Spent] = {}  # gateway, key
-        self.bound: dict[str, tuple[str, int]] = {}  # goes with the next push: nobody waits for it
+        self.bound: dict[str, tuple[str, int]] = {}  # conversation: engine and epoch
         self.engines = True  # the first message has them
         self.overrun = False
         self._wake = asyncio.Event()
@@ -52,7 +52,7 @@ class GatewayStream:
         self._wake.set()
 
     def tell_bound(self, bound: Mapping[str, tuple[str, int]]) -> None:
-        """Queue bindings of a moment ago. A binding that is queued already is newer and stays."""
+        """Queue bindings that were read a moment ago. A binding that is already queued is newer and stays."""
         self.bound = {**bound, **self.bound}
         self.wake()
 
@@ -63,7 +63,7 @@ class GatewayStream:
         self.spent[by, news.key] = news
 
     def take(self, engines: Callable[[], Engines]) -> Push:
-        """Return all that waits, with the engines if they changed, and a part of the bindings."""
+        """Take the queued changes: the engines if they changed, and at most `BOUND_AT_ONCE` bindings."""
         keys = list(itertools.islice(self.bound, BOUND_AT_ONCE))
         bound = tuple((key, *self.bound.pop(key)) for key in keys)
         if self.bound:

@@ -1,8 +1,8 @@
-"""gRPC with our own encoding: frozen dataclasses as msgpack, methods by name, one secret for all calls.
+"""Sends frozen dataclasses as msgpack over gRPC, with one secret for all calls of a service.
 
-No schema beside the dataclasses. A field that the reader does not know is passed over, and one that the
-writer does not send has its default, so that two versions of a fleet can talk while one replaces the other:
-new fields need defaults, and a field keeps its meaning for as long as it keeps its name.
+The dataclasses are the only schema. A reader ignores fields that it does not know, and a field that was not
+sent has its default, so that two versions of a fleet can talk while one replaces the other. New fields
+therefore need defaults, and a field with a new meaning needs a new name.
 """
 
 import hmac
@@ -40,7 +40,7 @@ class NoSecret(RouterError, ValueError):
 
 
 class BadReply(RouterError, ConnectionError):
-    """The reply is not one that this version understands."""
+    """A reply came that this version does not understand."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -51,7 +51,7 @@ class Method(Generic[Request, Reply]):
 
 
 class TermFence:
-    """Term of the newest directory that a service has heard of. Callers with an older term are refused.
+    """Refuses callers with an older term than the newest that this service has heard of.
 
     A directory has a greater term than those before it. A caller without a term, such as a command that a
     person runs, is not refused.
@@ -72,7 +72,7 @@ class Stub:
     """Client side of a channel. Calls raise grpc.aio.AioRpcError."""
 
     def __init__(self, channel: Any, secret: str, term: int = 0) -> None:
-        """Create a client. It sends `term`, that of the newest directory known to it, with each call."""
+        """Create a client. With each call it sends `term`, the term of the newest directory it knows."""
         self.term = term
         self._channel = channel
         self._metadata = ((_SECRET, secret),) if secret else ()
@@ -117,7 +117,7 @@ class Stub:
 
 
 class Service:
-    """Server side: refuses callers without the secret, and messages that it cannot read."""
+    """Server side of the methods. It refuses callers without the secret, and messages that it cannot read."""
 
     def __init__(
         self,
@@ -133,7 +133,7 @@ class Service:
         message of a stream.
         """
         if not secret:
-            raise NoSecret("the secret is empty: everybody would be answered; give one")
+            raise NoSecret("the secret is empty, so that everybody could call this service; set one")
         self._secret = secret.encode()
         self._codes = dict.fromkeys(unavailable, grpc.StatusCode.UNAVAILABLE) | dict.fromkeys(broken, BROKEN)
         self._expected = (*unavailable, *broken)
