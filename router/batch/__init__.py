@@ -1,1 +1,1 @@
-"""Offline work: the Files and Batch APIs, their store, and the dispatcher that feeds the decoders."""
+"""Offline work: the Files and Batch APIs, their store, and the dispatcher that sends it to engines."""

@@ -1,4 +1,4 @@
-"""`python -m router.batch --config FILE.json`: the batch process."""
+"""Runs the batch process: `python -m router.batch --config FILE.json`."""
 
 import sys
 

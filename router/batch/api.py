@@ -1,4 +1,4 @@
-"""The OpenAI Files and Batch APIs: checked parameters, and objects as JSON."""
+"""Answers requests of OpenAI's Files and Batch APIs."""
 
 import asyncio
 import logging
@@ -57,7 +57,7 @@ Shown = dict[str, Any]  # one of OpenAI's objects
 
 @dataclass(frozen=True, slots=True)
 class BatchCall:
-    """Request of the Files and Batch APIs, its caller, and the id in its path."""
+    """Request of the Files and Batch APIs, with its owner and the id in its path."""
 
     request: Request
     owner: str
@@ -76,16 +76,16 @@ class BatchCall:
         return self.request.headers.text(b"content-type") or ""
 
     def most(self, limit: bytes) -> int | None:
-        """Return a limit that the gateway sent in a header, or None."""
+        """Return a limit of the owner that the gateway sent in the header `limit`, or None."""
         given = self.request.headers.get(limit)
         return int(given) if given else None
 
     def pieces(self) -> AsyncIterator[bytes]:
-        """Iterate over the body, which `receive_form` bounds."""
+        """Iterate over the body; `receive_form` limits its size."""
         return self.request.body.pieces(sys.maxsize)
 
     async def json_body(self) -> bytes:
-        """Read a JSON body. Other content types are refused, as a web page of another site can send those."""
+        """Read a JSON body. Other content types are refused, because pages of other sites can send them."""
         kind = self.content_type.partition(";")[0].strip().lower()
         if kind != "application/json":
             text = f"The request body must be application/json, not {excerpt(kind) or 'of no type'}."
@@ -105,9 +105,9 @@ class BatchApi:
         changed: Callable[[], None],
         clock: Callable[[], float],
     ) -> None:
-        """Set up the APIs. `owner_of` names the caller; `changed` wakes the dispatcher."""
+        """Set up the APIs. `owner_of` returns a request's owner; `changed` wakes the dispatcher."""
         self._files, self._batches = store.files, store.batches
-        self._coming: Counter[str] = Counter()  # bytes of each owner's uploads under way
+        self._coming: Counter[str] = Counter()  # bytes that each owner's uploads under way may write
         self._blobs = blobs
         self._config = config
         self._owner_of = owner_of
@@ -115,7 +115,7 @@ class BatchApi:
         self._clock = clock
 
     async def handle(self, request: Request, responder: Responder) -> None:
-        """Answer a request; 503 for a full disk or an unreachable database, where nothing was changed."""
+        """Answer a request. If the disk is full or the database is away, change nothing and answer 503."""
         methods, ids = find_route(request.path)
         name = methods.get("GET" if request.method == "HEAD" else request.method)
         if name is None:
@@ -138,11 +138,11 @@ class BatchApi:
             )
             problem = disk_problem(error)
             why = f": {problem}; free space or fix the disk, then" if problem else " at this moment;"
-            text = f"Files and batches cannot be kept or read{why} try again."
+            text = f"Files and batches cannot be stored or read{why} try again."
             raise Unavailable(text, retry_after_s=5.0) from error
 
     async def upload(self, call: BatchCall) -> Shown:
-        """Store a file. What other uploads of the owner may still write counts against the quota."""
+        """Store a file. The bytes that other uploads of the owner may still write count as used."""
         owner, announced = call.owner, call.request.body.length
         length = announced if announced is not None else self._config.limits.file_bytes
         others, self._coming[owner] = self._coming[owner], self._coming[owner] + length
@@ -164,7 +164,7 @@ class BatchApi:
             form = await receive_form(call.content_type, call.pieces(), writer, limit)
             filename, purpose, keep_s = self._checked(form)
             await asyncio.to_thread(writer.commit)
-        except BaseException:  # a client that left too: no name leads to what came of it
+        except BaseException:  # also if the client has left: nobody knows the file's id
             await asyncio.shield(asyncio.to_thread(writer.discard))
             raise
         now = int(self._clock())
@@ -285,7 +285,7 @@ def _too_much() -> Forbidden:
     return Forbidden(text, code="stored_bytes_exceeded")
 
 
-# OpenAI's objects, rendered from records.
+# OpenAI's objects, made from rows.
 
 
 def _page(objects: Sequence[Shown], count: int) -> Shown:

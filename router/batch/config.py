@@ -1,4 +1,4 @@
-"""Configuration of the batch process: frozen dataclasses, read from a JSON file that has no unknown keys."""
+"""Defines the configuration of the batch process, which is read from a JSON file without unknown keys."""
 
 from dataclasses import dataclass, field
 
@@ -30,16 +30,16 @@ class BatchLimits:
 
 @dataclass(frozen=True, slots=True)
 class DispatchSettings:
-    """Settings for the amount of offline work per engine and for failed attempts."""
+    """Settings of the dispatcher: how much offline work an engine gets, and how attempts are repeated."""
 
     max_in_flight: int = 256  # per engine
     keep_free_fraction: float = 0.10  # share of an engine's KV that is never planned for offline work
     harvest_prefill: bool = False  # prefillers take offline work too: idle ones, or all that co-serve
-    coserving: bool = False  # engines abort it for a turn
-    ageing_s: float | None = None  # an engine without offline work for so long gets one request all the same
+    coserving: bool = False  # engines abort offline work for a turn
+    ageing_s: float | None = None  # an engine without offline work for so long gets a request in any case
     max_tries: int = 5
     request_timeout_s: float = 3600.0
-    # How the dispatcher keeps time: not the operator's; tests are quicker.
+    # Timing of the dispatcher, which only tests change.
     blind_window: int = 8  # in flight per engine while it reports no state
     backoff_first_s: float = 1.0
     backoff_max_s: float = 60.0
@@ -69,7 +69,7 @@ class BatchConfig:
 
     def __post_init__(self) -> None:
         if not self.key:
-            raise ValueError("key: without one anybody could name any caller")
+            raise ValueError("key: is empty, so that anybody could send requests in any owner's name")
 
 
 _FILE = ConfigFile(BatchConfig)

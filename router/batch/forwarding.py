@@ -1,8 +1,8 @@
-"""Client of the batch process in a gateway: passes requests on, together with their owner's name.
+"""Passes requests from a gateway to the batch process, together with their owner.
 
-The gateway authenticates. To the batch process it sends the caller's name space and, instead of the client's
-key, one that no client has. Of the client's own headers only those of
-`router/requests/forwarded_headers.py` go on.
+The gateway authenticates callers. It sends the batch process the caller's owner and, instead of the client's
+key, a key that no client has. Of the client's own headers, it sends only those in
+`router/requests/forwarded_headers.py`.
 """
 
 import hmac
@@ -27,14 +27,14 @@ from router.http import (
 from router.requests.forwarded_headers import forwarded
 
 _CALLER = b"x-conserve-caller"
-MOST_BYTES, MOST_BATCHES = b"x-conserve-most-bytes", b"x-conserve-most-batches"  # that its owner may have
+MOST_BYTES, MOST_BATCHES = b"x-conserve-most-bytes", b"x-conserve-most-batches"  # limits of the owner
 GIB = 1 << 30
 _FORM_BYTES = 1 << 20  # of an upload, beside the file
-_ABSENT = "Batches and flex requests are not served at this moment; try again. Other requests are."
+_ABSENT = "Batches and flex requests are not served at the moment; try again. Other requests are served."
 
 
 class BatchForwarding:
-    """Forwards requests to the batch process. Flex turns share the gateway's pool; others have their own."""
+    """Forwards requests to the batch process. Flex turns use the gateway's connection pool, others do not."""
 
     def __init__(self, address: BatchAddress, pool: UpstreamPool) -> None:
         self._address = address
@@ -55,7 +55,7 @@ class BatchForwarding:
         await forward(self._short, self._endpoint, passed, responder, absent=_ABSENT)
 
     async def flex(self, turn: Turn, responder: Responder, observer: StreamObserver) -> None:
-        """Pass a flex turn on; the batch process answers once there is capacity."""
+        """Forward a flex turn; the batch process answers once there is capacity."""
         request = UpstreamRequest(
             method="POST",
             target=turn.api.target,
@@ -80,9 +80,9 @@ def _limits(key: Key) -> RawHeaders:
 
 
 def caller_of(headers: Headers, key: str) -> str:
-    """Return the owner on whose behalf a gateway asks; refuse callers without this process's key."""
+    """Return the owner for whom a gateway asks; raise Unauthorized without the key that gateways have."""
     given = headers.get(b"authorization") or b""
     caller = headers.text(_CALLER)
     if not hmac.compare_digest(given, b"Bearer " + key.encode()) or not caller:
-        raise Unauthorized("the batch process answers the gateways of its fleet only")
+        raise Unauthorized("only gateways of this fleet may call the batch process")
     return caller

@@ -1,4 +1,4 @@
-"""Metrics of offline work."""
+"""Declares the metrics of offline work."""
 
 from prometheus_client import Counter, Gauge, Histogram
 

@@ -1,4 +1,4 @@
-"""Checked parameters of the Files and Batch APIs; a refusal names the parameter and its valid values."""
+"""Checks the parameters of the Files and Batch APIs; a refusal names the parameter and its valid values."""
 
 import re
 from collections.abc import Collection, Mapping

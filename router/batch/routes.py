@@ -1,4 +1,4 @@
-"""Paths of the Files and Batch APIs: one table for the gateway, the batch process and `/openapi.json`."""
+"""Lists the paths of the Files and Batch APIs, for the gateway, the batch process and `/openapi.json`."""
 
 import re
 from collections.abc import Mapping
@@ -20,7 +20,7 @@ _PATTERNS = {re.compile(re.sub(r"\{\w+\}", "([^/]+)", path)): methods for path, 
 
 
 def find_route(path: str) -> tuple[Mapping[str, str], tuple[str, ...]]:
-    """Return the methods that a decoded path takes, and its ids. Raises NotFound outside the table."""
+    """Return the methods that a decoded path takes, and the ids in it; raise NotFound for other paths."""
     for pattern, methods in _PATTERNS.items():
         if match := pattern.fullmatch(path):
             return methods, match.groups()
@@ -28,10 +28,10 @@ def find_route(path: str) -> tuple[Mapping[str, str], tuple[str, ...]]:
 
 
 def canonical_target(path: str) -> bytes:
-    """Return the one request target for a decoded path; raise NotFound for paths outside the table.
+    """Return the request target that encodes a decoded path; raise NotFound for paths outside the table.
 
-    The gateway's checks are made on `path`. The batch process gets this target instead of the client's, so
-    that both see the same path whatever the client encoded.
+    The gateway checks `path`. The batch process gets this target instead of the client's, so that both see
+    the same path however the client encoded it.
     """
     find_route(path)
     return quote(path).encode()

@@ -1,4 +1,4 @@
-"""The batch process: `python -m router.batch --config FILE.json`."""
+"""Runs the batch process: `python -m router.batch --config FILE.json`."""
 
 import argparse
 import asyncio
@@ -48,12 +48,12 @@ log = logging.getLogger("conserve.router.batch")
 
 _NICENESS = 10  # offline work leaves the processor to the relay of interactive turns
 _DRAIN_S = 5.0
-_TURN_BYTES = 1 << 30  # the gateway has bounded it
+_TURN_BYTES = 1 << 30  # the gateway has checked its own, lower limit
 _OF_THE_HOP = (b"authorization", b"x-conserve-caller")
 
 
 class BatchService:
-    """The Files and Batch APIs, flex turns and the dispatcher. Create it inside the event loop."""
+    """Serves the Files and Batch APIs and flex turns, and runs the dispatcher. Needs a running event loop."""
 
     def __init__(self, config: BatchConfig, engines: Callable[[], Engines]) -> None:
         self.config = config
@@ -74,12 +74,12 @@ class BatchService:
         requeued = await asyncio.to_thread(self._store.take_over, self._clock)
         if requeued:
             REQUEUED.inc(requeued)
-            log.warning("lines in flight of a former process are queued again requests=%d", requeued)
+            log.warning("lines that an earlier process had in flight are queued again requests=%d", requeued)
         self._running = asyncio.create_task(self._dispatcher.run(), name="dispatcher")
         return await self._server.start(self.config.host, self.config.port)
 
     async def run_until_signal(self) -> bool:
-        """Serve until a signal; return False if the dispatcher ended first (store taken over, or a fault)."""
+        """Serve until a signal; return False if the dispatcher ended first (store taken over, or error)."""
         assert self._running is not None
         serving = asyncio.create_task(self._server.run_until_signal(_DRAIN_S))
         await asyncio.wait({serving, self._running}, return_when=asyncio.FIRST_COMPLETED)
@@ -112,7 +112,7 @@ class BatchService:
         return caller_of(headers, self.config.key)
 
     async def _serve_flex(self, api: Api, request: Request, responder: Responder) -> None:
-        """Relay a flex turn. A client that disconnects while it waits gives up its place."""
+        """Relay a flex turn. If its client disconnects while the turn waits, the turn leaves the queue."""
         if api is Api.MESSAGES:
             responder.error_shape = ANTHROPIC
         space = caller_of(request.headers, self.config.key)
@@ -153,7 +153,7 @@ class BatchService:
 
 
 def engines_of(directory: DirectoryClient) -> Engines:
-    """Return the serving engines and their states, as the directory last pushed them."""
+    """Return the engines that can serve and their states, as the directory last pushed them."""
     loads = [(info, directory.engines.load(info.engine)) for info in directory.engines.infos()]
     known = [(info, load.state) for info, load in loads if not load.suspect]
     return [(info, state if state.seq else None) for info, state in known]  # 0: it has not reported yet
@@ -174,7 +174,7 @@ async def serve(config: BatchConfig) -> bool:
 
 
 def _yield_the_processor() -> None:
-    """Lower the priority of this process, and of its session where Linux schedules by session."""
+    """Lower the CPU priority of this process, and of its session where Linux schedules by session."""
     os.nice(_NICENESS)
     with suppress(OSError):
         Path("/proc/self/autogroup").write_text(str(_NICENESS))

@@ -1,4 +1,4 @@
-"""Loops of offline work: dispatch requests, validate and finish batches, and make results durable."""
+"""Runs the loops of offline work: dispatch requests, validate and finish batches, make results durable."""
 
 import asyncio
 import logging
@@ -35,10 +35,10 @@ from router.identity.prefix_groups import PrefixGroups
 log = logging.getLogger("conserve.router.batch.dispatcher")
 
 Value = TypeVar("Value")
-_DRY_S = 1.0  # a batch whose lines all back off is not asked again for this long
-_IDLE_S = 2.0  # while no batch is live and no flex turn waits; whoever brings one wakes the loops
+_DRY_S = 1.0  # a batch with fewer lines due than were wanted is left alone for this long
+_IDLE_S = 2.0  # pause of the loops while no batch is live and no flex turn waits; a new one wakes them
 _FAULT_S = 5.0
-_GATHER_S = 0.005  # after a pass that sent something: the next one claims more at once
+_GATHER_S = 0.005  # pause after a pass that sent something, so that the next pass claims several at once
 
 
 class Dispatcher:
@@ -82,7 +82,7 @@ class Dispatcher:
         self._dry: dict[int, float] = {}
 
     def batches_changed(self) -> None:
-        """Wake the loops, because a batch was created or cancelled."""
+        """Wake the loops, because batches were created, validated or cancelled."""
         for event in (self._validate_wake, self._end_wake, self._wake):
             event.set()
 
@@ -104,7 +104,7 @@ class Dispatcher:
         return self._settings.tick_s if busy else _IDLE_S
 
     async def _repeat(self, step: Callable[[], Awaitable[bool]], wake: asyncio.Event) -> None:
-        """Repeat `step`, which returns whether to go on at once; wait while the store is unavailable."""
+        """Repeat `step`, at once if it returns True, else after a pause or when woken. Errors are retried."""
         while True:
             more = False
             try:
@@ -115,7 +115,7 @@ class Dispatcher:
                 STEP_ERRORS.labels("store").inc()
                 log.warning("step failed, trying again step=%s reason=%r", step.__name__, reason_of(error))
                 await asyncio.sleep(self._settings.tick_s)
-            except Exception:  # one faulty step must not end the others: counted, logged, repeated
+            except Exception:  # an error in one step must not end the other loops
                 STEP_ERRORS.labels("fault").inc()
                 log.exception("step failed, trying again step=%s", step.__name__)
                 await asyncio.sleep(_FAULT_S)
@@ -165,7 +165,7 @@ class Dispatcher:
         await self._send(placed, engines)
         for job in left:
             if isinstance(job, ClaimedRequest):
-                suspect = job.tries >= SUSPECT_AFTER  # waits for another one to end
+                suspect = job.tries >= SUSPECT_AFTER  # waits until another suspect has ended
                 until = self._clock() + _DRY_S if suspect else 0.0
                 self._results.put_back(PutBack(job.batch, job.line, until, counts_as_try=False))
         await asyncio.sleep(_GATHER_S)
@@ -203,7 +203,7 @@ class Dispatcher:
                 self.flex.grant(job, *known[engine])
 
     def _line(self, request: ClaimedRequest) -> bytes | None:
-        """Read the bytes of a line. Return None if the files are unavailable, so the line is put back."""
+        """Read the bytes of a line. Return None if the files are unavailable; the line is then put back."""
         try:
             return self._blobs.part(request.input_file_id, request.offset, request.length)
         except OSError as error:

@@ -58,7 +58,7 @@ class Executor:
         groups: PrefixGroups,
         prompt_bytes_per_token: int,
     ) -> None:
-        """Create the executor. It calls `tried` when an attempt ends, with the used tokens if known."""
+        """Create an executor. It calls `tried` when an attempt ends, with the answer's tokens if any."""
         self._pool = pool
         self._in_flight = in_flight
         self._results = results
@@ -108,7 +108,7 @@ class Executor:
                 result = answered(request, response.status, response.body)
                 tokens = result.usage.input_tokens + result.usage.output_tokens
                 self._results.add(result)
-        except BadRequest as refused:  # as an engine's own 400: the result, at the first try
+        except BadRequest as refused:  # a refusal is the line's result, like an engine's own 400
             self._results.add(answered(request, refused.status, refused.body()))
             verdict = judge_status(refused.status)
         except UpstreamError as error:
@@ -118,7 +118,7 @@ class Executor:
                 LOST.labels("cancelled").inc(request.est_tokens)
                 raise
             verdict = _TAKEN_BACK[cancelled.args[0]]
-        except Exception:  # a fault of ours must not leave a request leased for ever
+        except Exception:  # an error in this process must not leave the line leased for ever
             log.exception("request failed batch=%d line=%d", request.batch, request.line)
             verdict = Verdict(Ending.FAULT, engine_rests=False)
         finally:
@@ -127,7 +127,7 @@ class Executor:
         self._tried(request, tokens)
 
     async def _ask(self, request: ClaimedRequest, line: bytes, info: EngineInfo) -> UpstreamResponse:
-        """Send a line. Raise BadRequest if older checks accepted it and the current ones refuse it."""
+        """Send a line to an engine. Raise BadRequest if a line that was validated fails a check made now."""
         body = orjson.loads(line)["body"]
         if ignored := check_fields(request.endpoint, body):
             self._ignored.record(request.owner, request.endpoint, ignored)
@@ -151,7 +151,7 @@ class Executor:
         return response
 
     def _own_body(self, owner: str, body: Mapping[str, Any]) -> dict[str, Any]:
-        """Return the body with the fields that the fleet sets, as gateways do for turns."""
+        """Return the body with the cache salt that gateways set for turns, too."""
         return {**body, **self._groups.fields(owner, body)}
 
     def _conclude(
@@ -178,12 +178,12 @@ class Executor:
         elif ending is Ending.TIMEOUT:
             self._results.add(_failed(request, "request_timeout", "The model did not answer in time."))
         else:
-            message = f"Set aside after {request.tries + 1} tries: each ended in an error of the engine."
+            message = f"Set aside after {request.tries + 1} tries, each of which ended in an error."
             self._results.add(_failed(request, "set_aside", message))
 
 
 def answered(request: ClaimedRequest, status: int, body: bytes) -> Result:
-    """Convert an engine's answer to a result with its usage and with the body as one line of JSON."""
+    """Convert an engine's answer to a line's result: its usage, and its body as one line of JSON."""
     try:
         parsed = orjson.loads(body)
     except orjson.JSONDecodeError:
@@ -200,7 +200,7 @@ def _failed(request: ClaimedRequest, code: str, message: str) -> Result:
 
 
 def _usage(usage: Any) -> Usage:
-    """Read token counts from a usage object of chat completions or of responses."""
+    """Read the token counts from the usage object of a chat completion, a completion or a response."""
     if not isinstance(usage, dict):
         return Usage()
 
@@ -219,7 +219,7 @@ def _usage(usage: Any) -> Usage:
 
 
 class ResultWriter:
-    """Writer that makes the ends of attempts durable. Those that arrive during one commit form the next."""
+    """Makes results and put-back lines durable. What arrives during one commit is written by the next."""
 
     def __init__(
         self, store: Store, in_thread: Callable[[Callable[[], None]], Awaitable[None]], retry_s: float = 1.0
@@ -254,7 +254,7 @@ class ResultWriter:
                 await asyncio.sleep(self._retry_s)
 
     async def flush(self) -> None:
-        """Write all collected results; none is dropped before it is durable."""
+        """Write all collected results and put-back lines; drop none before it is durable."""
         results, put_backs = self._results[:], self._put_backs[:]
         await self._in_thread(lambda: self._write(results, put_backs))
         del self._results[: len(results)]

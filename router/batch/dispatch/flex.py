@@ -1,7 +1,8 @@
-"""Service tier flex: requests that wait for capacity with the offline work and run as offline requests.
+"""Queues requests of the service tier flex, which wait for capacity and run as offline requests.
 
-A flex request is not durable, because its client waits for it. It competes with the batches of its key as the
-batch that closes first. It belongs to no conversation, so any engine may run it.
+A flex request is not durable, because its client waits for it. It competes with the batches of its owner as
+if it were a batch that ends when the request's wait ends. It belongs to no conversation, so any engine may
+run it.
 """
 
 import asyncio
@@ -92,7 +93,7 @@ class FlexQueue:
         return bool(self._waiting)
 
     def backlog(self) -> list[Backlog]:
-        """Return an entry for each owner. Its number is negative, so that it differs from every batch."""
+        """Return a backlog for each owner with waiting requests. Its `batch` is negative, unlike a batch."""
         self._numbers = {-number: owner for number, owner in enumerate(sorted(self._waiting), start=1)}
         return [self._backlog_of(number, self._waiting[owner]) for number, owner in self._numbers.items()]
 

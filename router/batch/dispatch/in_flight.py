@@ -1,4 +1,4 @@
-"""Offline requests at the engines, the outcomes of attempts, and engines that pause after errors."""
+"""Tracks offline requests at the engines, judges how attempts ended, and pauses engines after errors."""
 
 from collections import Counter, OrderedDict
 from collections.abc import Callable, Sequence
@@ -12,7 +12,7 @@ from router.batch.metrics import IN_FLIGHT
 from router.batch.store.records import group_of
 from router.errors import EngineBusy, EngineLost, EngineSilent, EngineUnreachable, UpstreamError
 
-Engines = Sequence[tuple[EngineInfo, EngineState | None]]  # that serve now; None: no report of this epoch
+Engines = Sequence[tuple[EngineInfo, EngineState | None]]  # engines that can serve; None: no report yet
 
 _WARM_GROUPS = 4096
 _BUSY = (429, 503)
@@ -36,8 +36,8 @@ class InFlight:
         self._rest_until: dict[str, float] = {}
         self._epochs: dict[str, int] = {}
         self._seen: dict[str, float] = {}  # when the fleet view last had the engine
-        self._fed: dict[str, float] = {}  # when it last had offline work, or was new
-        self.warm: OrderedDict[str, str] = OrderedDict()  # prefix group -> the engine it last went to
+        self._fed: dict[str, float] = {}  # when an engine last had offline work, or was new
+        self.warm: OrderedDict[str, str] = OrderedDict()  # prefix group -> engine that last got it
 
     def add(
         self, key: object, engine: EngineInfo, state: EngineState | None, prefix: str, tokens: int, tries: int
@@ -55,7 +55,7 @@ class InFlight:
         IN_FLIGHT.labels(self._sent.pop(key).engine).dec()
 
     def engine_failed(self, engine: str) -> None:
-        """Pause an engine. Failures of requests that ran at the same time count as one."""
+        """Pause an engine, longer after each failure in a row. Failures during a pause do not count."""
         now = self._clock()
         if self._rest_until.get(engine, 0.0) <= now:
             self._failures[engine] += 1
@@ -65,7 +65,7 @@ class InFlight:
         self._failures.pop(engine, None)
 
     def lost(self, engine: EngineInfo) -> bool:
-        """Return whether an engine is gone: it has a new epoch, or has been missing for long."""
+        """Return whether an engine's epoch is over, or the engine has been missing for `lost_after_s`."""
         if self._epochs.get(engine.engine, engine.epoch) != engine.epoch:
             return True
         now = self._clock()
@@ -112,8 +112,8 @@ class Ending(StrEnum):
     UNREACHABLE = "unreachable"
     ENGINE_LOST = "engine_lost"
     TIMEOUT = "timeout"
-    SHARES_LAYERS = "shares_layers"  # its engine runs nothing offline until that is over
-    FAULT = "fault"  # of ours
+    SHARES_LAYERS = "shares_layers"  # an engine that shares its layers runs nothing offline
+    FAULT = "fault"  # an error in this process
 
     @property
     def counts(self) -> bool:
@@ -123,13 +123,13 @@ class Ending(StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class Verdict:
-    """Meaning of an attempt's end for the request and for its engine."""
+    """Consequences of an attempt's end for the request and for its engine."""
 
     ending: Ending
-    engine_rests: bool
+    engine_rests: bool  # the engine is paused
 
     def final(self, tries: int, max_tries: int) -> bool:
-        """Return whether this is the request's result, after `tries` earlier attempts that counted."""
+        """Return whether this attempt was the last, after `tries` earlier attempts that counted."""
         last = self.ending.counts and tries + 1 >= max_tries
         return last or self.ending is Ending.ANSWERED
 

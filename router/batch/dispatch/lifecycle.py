@@ -1,7 +1,7 @@
 """Moves batches through their states: validation, end of window, cancellation, output files and clean-up.
 
-Runs in threads: one for validation, so that a large file does not hold up the ends of others. Every pass may
-be cut off anywhere: the next one starts from what the store says.
+Validation runs in another thread than the rest, so that a large file does not delay the ends of other
+batches. A pass may be interrupted anywhere: the next one continues from what the store says.
 """
 
 import hashlib
@@ -28,8 +28,8 @@ _SWEEP_EVERY_S = 60.0
 _UNAVAILABLE = (SQLAlchemyError, OSError, StoreTakenOver)  # the next pass may succeed
 _FAULT = BatchError(
     "server_error",
-    "The server cannot validate this file, and its log says why. Tell the operator; to find the line that it "
-    "fails at, submit the lines in smaller batches.",
+    "The server cannot validate this file, and its log says why. Tell the operator. To find the line at "
+    "which it fails, submit the lines in smaller batches.",
 )
 _UNDONE = {
     BatchStatus.EXPIRED: (
@@ -59,12 +59,12 @@ class BatchLifecycle:
         self._clock = clock
         self._keep_s = keep_s
         self._swept = float("-inf")
-        self.live = 1  # batches that have not ended, when last counted; not counted yet: look
+        self.live = 1  # batches that have not ended, when last counted; 1 until the first count
 
     def validate_one(self) -> bool:
         """Validate the oldest new batch; return True if there may be more.
 
-        A batch that our code cannot validate fails, because those behind it wait for it.
+        If the validation itself has an error, the batch fails, because later batches wait for it.
         """
         batch = self._store.batches.first(VALIDATES)
         if batch is not None:
@@ -78,7 +78,10 @@ class BatchLifecycle:
         return batch is not None
 
     def end_one(self) -> bool:
-        """Close batches that are done, late or cancelled and finish one; return True if there may be more."""
+        """Close the batches that are done, late or cancelled, and finish the oldest closed one.
+
+        Returns True if there may be more to finish.
+        """
         now = self._clock()
         self._store.batches.settle(now, self._cancel_grace_s)
         live = self._store.batches.count_live()
@@ -94,7 +97,7 @@ class BatchLifecycle:
         return batch is not None
 
     def _sweep(self, now: float) -> None:
-        """Remove what a former process or a failed pass left: lines of ended batches, deleted files."""
+        """Delete what nobody needs: lines of ended batches, deleted and expired files, old batches."""
         for seq in self._store.batches.ended_with_lines():
             self._store.requests.clear(seq)
         while gone := self._store.files.unreferenced(now):
@@ -106,7 +109,7 @@ class BatchLifecycle:
             self._store.batches.forget(now - self._keep_s - MAX_WINDOW_S)
 
     def _finish(self, batch: Row[Any]) -> None:
-        """Write the output files of a batch. A second call overwrites them under the same names."""
+        """Write the output and error files of a batch. A second call overwrites both."""
         output, error = _file_of(batch, "output"), _file_of(batch, "error")
         good = failed = 0
         with self._blobs.create(output) as good_lines, self._blobs.create(error) as failed_lines:
@@ -139,12 +142,12 @@ class BatchLifecycle:
 
 
 def _file_of(batch: Row[Any], kind: str) -> str:
-    """Return a file id derived from the batch's id, so that a second attempt overwrites the first."""
+    """Return the id of a batch's output or error file: a hash, so that a second attempt has the same."""
     return f"file-{hashlib.sha256(f'{batch.id}/{kind}'.encode()).hexdigest()[:32]}"
 
 
 def result_line(outcome: LineOutcome, ended: BatchStatus) -> bytes:
-    """Return one line of an output or error file. The answer's JSON is inserted unchanged."""
+    """Return one line of an output or error file, into which the answer's JSON is inserted unchanged."""
     if outcome.status is None or outcome.status == 0:
         code, message = _UNDONE[ended]
         error = orjson.dumps({"code": code, "message": message}) if outcome.body is None else outcome.body

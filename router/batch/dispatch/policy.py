@@ -1,4 +1,4 @@
-"""Dispatch policy: which offline requests go next, and to which engine. Plain data in, plain data out."""
+"""Decides which offline requests go next, and to which engine. It has no I/O and no clock of its own."""
 
 import heapq
 import math
@@ -10,11 +10,11 @@ from placement.engines import EngineState, Role
 from router.batch.config import DispatchSettings
 from router.batch.store.records import Backlog, group_of
 
-QUEUE_AHEAD = 4  # requests kept waiting inside an engine beyond those that run
-SUSPECT_AFTER = 2  # failed tries, after which a request has no other such at its engine
-_TIGHT_FRACTION = 0.25  # a batch whose estimated time needs this much head room is urgent
-_URGENT_SHARE = 0.75  # of the dispatches, at most, that jump the fair order
-_WARM_WORTH = 0.5  # how much more loaded a decoder may be for the sake of the prefix it holds
+QUEUE_AHEAD = 4  # requests that wait inside an engine, beyond those that run
+SUSPECT_AFTER = 2  # failed tries, after which a request is a suspect: an engine gets one suspect at a time
+_TIGHT_FRACTION = 0.25  # a batch is urgent if its estimated time and this margin exceed the time left
+_URGENT_SHARE = 0.75  # share of the free places that urgent batches may take before the fair order
+_WARM_WORTH = 0.5  # how much more loaded than the least loaded engine the holder of a prefix may be
 _RATE_SPAN_S = 60.0
 
 
@@ -32,32 +32,32 @@ AnyJob = TypeVar("AnyJob", bound=Job)
 
 @dataclass(frozen=True, slots=True)
 class EngineSlots:
-    """State of an engine, as the dispatcher sees it."""
+    """State of an engine that decides how much offline work it may be given."""
 
     engine: str
     role: Role
     kv_tokens: int
     state: EngineState | None  # None: it reports nothing
-    in_flight: int  # offline requests at it
+    in_flight: int  # offline requests that were sent to it and have not ended
     unseen_tokens: int  # tokens of the requests sent since its last report
-    suspects: int  # requests in flight that failed before
-    resting: bool = False  # backs off after errors
+    suspects: int  # suspects in flight (see `SUSPECT_AFTER`)
+    resting: bool = False  # paused after errors
     starved: bool = False  # it had no offline work for longer than `ageing_s`
 
 
 @dataclass(frozen=True, slots=True)
 class Allowance:
-    """How much more work one engine may be given now."""
+    """Offline work that may be given to an engine now."""
 
     requests: int
     tokens: int
 
 
 def allowance_of(engine: EngineSlots, settings: DispatchSettings) -> Allowance:
-    """Return an engine's window: its running requests plus a short queue that can be withdrawn at no cost.
+    """Return how much more work an engine may be given, so that it has its window of offline requests.
 
-    A decoder that runs all it is given sees its window grow with each report; one that stops admitting
-    offline work sees it shrink to the queue.
+    The window is what the engine runs now, and a short queue that can be withdrawn at no cost. It grows with
+    each report of an engine that runs all it gets, and shrinks to the queue if it runs nothing offline.
     """
     state = engine.state
     if engine.resting or (state is not None and (state.draining or state.shares_layers)):
@@ -70,16 +70,16 @@ def allowance_of(engine: EngineSlots, settings: DispatchSettings) -> Allowance:
         tokens = max(0, engine.kv_tokens - engine.unseen_tokens)
         return Allowance(max(0, settings.blind_window - engine.in_flight), tokens)
     window = state.offline_running + QUEUE_AHEAD
-    # What conversations hold between turns and have on the host as well gives way at no cost.
+    # KV of idle conversations that is also on the host can be evicted at no cost.
     spare = state.free_tokens + state.idle_tokens
     tokens = spare - int(settings.keep_free_fraction * engine.kv_tokens) - engine.unseen_tokens
-    if state.waiting:  # online turns queue: one request is there for the engine's own ageing to serve
+    if state.waiting:  # online turns wait: at most one request is sent, for the engine's own ageing to run
         window = min(window, int(engine.starved))
     elif tokens <= 0:
-        # No KV to spare: idle conversations may hold all of it for as long as they live. One request after
-        # another goes on in what is kept free, or a batch beside them would never end.
+        # Idle conversations may hold all KV for as long as they live. Requests then run one at a time in the
+        # KV that is kept free, or a batch would never end.
         window = min(window, 1)
-    # A request for several answers waits as several in the engine.
+    # A request for several answers counts as several waiting ones in the engine's report.
     free = min(min(window, settings.max_in_flight) - engine.in_flight, QUEUE_AHEAD - state.offline_waiting)
     return Allowance(max(0, free), max(0, tokens))
 
@@ -89,17 +89,17 @@ def _idle(state: EngineState | None) -> bool:
 
 
 class FairShare:
-    """Tokens served for each key; the key with the fewest is next.
+    """Counts the tokens served for each owner; the owner with the fewest is next.
 
-    A key that comes back from idling starts level with the least served of the busy ones: it neither saves up
-    credit while away nor pays for having been alone before.
+    An owner that returns with new work starts level with the least served owner: it has saved up no credit
+    while it was away, and does not pay for having been alone before.
     """
 
     def __init__(self) -> None:
         self._served: dict[str, float] = {}
 
     def restrict(self, busy: Collection[str]) -> None:
-        """Start new keys level with the others, and forget keys without work."""
+        """Start new owners level with the least served one, and forget owners without work."""
         staying = [served for owner, served in self._served.items() if owner in busy]
         level = min(staying, default=0.0)
         self._served = {owner: self._served.get(owner, level) for owner in busy}
@@ -108,15 +108,15 @@ class FairShare:
         return min(candidates, key=lambda owner: (self._served.get(owner, 0.0), owner))
 
     def charge(self, owner: str, tokens: float) -> None:
-        """Charge tokens to a key; negative when an estimate turns out too high."""
+        """Charge tokens to an owner; a negative number corrects an estimate that was too high."""
         if owner in self._served:
             self._served[owner] += tokens
 
 
 class Rate:
-    """Recent rate of offline work in tokens per second, in the units in which requests are estimated.
+    """Recent rate of offline work, in estimated tokens per second.
 
-    Exponentially weighted over about a minute; 0 until something has finished.
+    It is weighted exponentially over about a minute, and 0 until something has finished.
     """
 
     def __init__(self, clock: Callable[[], float]) -> None:
@@ -151,9 +151,9 @@ def share_out(
 ) -> tuple[dict[int, int], int]:
     """Return how many lines to take from each batch, and how many of them go before the fair order.
 
-    Batches whose window gets tight come first, the one that closes first before the others, but only for a
-    part of what is free: a key cannot starve others by asking for short windows. The rest goes to the key
-    served least, and within a key to the batch that closes first.
+    Urgent batches come first, in order of their deadlines, but get only a part of the free places: an owner
+    cannot starve others by asking for short windows. The other places go to the owner served least, and of
+    its batches to the one with the earliest deadline.
     """
     open_now = {b.batch: b.pending for b in backlog if b.accepting and b.pending > 0}
     by_deadline = sorted((b for b in backlog if b.batch in open_now), key=lambda b: (b.expires_at, b.batch))
@@ -163,7 +163,7 @@ def share_out(
 
     def take(batch: Backlog, count: int) -> int:
         nonlocal tokens
-        fit = max(tokens // batch.est_tokens, 0 if taken else 1)  # one larger than all of it goes alone
+        fit = max(tokens // batch.est_tokens, 0 if taken else 1)  # a line larger than all free KV goes alone
         count = min(count, open_now[batch.batch], fit)
         tokens -= count * batch.est_tokens
         open_now[batch.batch] -= count
@@ -204,9 +204,9 @@ def assign(
     allowances: Mapping[str, Allowance],
     warm: Mapping[str, str],
 ) -> tuple[list[tuple[AnyJob, str]], list[AnyJob]]:
-    """Assign each job to the decoder that holds its prefix, or to the least loaded one if that is far better.
+    """Assign each job to the engine that holds its prefix, or to the least loaded one if that has far less.
 
-    Returns the assignments and the jobs that fit nowhere.
+    Returns pairs of a job and its engine, and the jobs that fit on no engine now.
     """
     slots = {e.engine: allowances[e.engine].requests for e in engines if allowances[e.engine].requests > 0}
     tokens = {e.engine: allowances[e.engine].tokens for e in engines}
@@ -231,7 +231,7 @@ def assign(
         if holder is not None and slots.get(holder, 0) > 0 and load[holder] <= least + _WARM_WORTH:
             chosen = holder
         suspect = job.tries >= SUSPECT_AFTER
-        alone = slots[chosen] == allowances[chosen].requests  # nothing given to it in this pass yet
+        alone = slots[chosen] == allowances[chosen].requests  # the engine's first job in this pass
         if (suspect and suspects[chosen]) or (job.est_tokens > tokens[chosen] and not alone):
             left.append(job)
             continue

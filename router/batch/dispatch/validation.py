@@ -1,4 +1,4 @@
-"""Validation of a batch: its file is read once, as a stream, and each good line gets a row."""
+"""Validates a batch: reads its file once, as a stream, and writes a row for each good line."""
 
 import logging
 import time
@@ -35,8 +35,8 @@ log = logging.getLogger("conserve.router.batch.validation")
 
 _CUSTOM_ID_CHARS = 512
 _LINES_A_WRITE = 1_000
-_ERRORS_BYTES = 64 * 1024  # of JSON in a failed batch; scanning stops there, too
-# A thread beside the event loop: it lets go of the interpreter before the loop has to ask for it.
+_ERRORS_BYTES = 64 * 1024  # JSON of a failed batch's errors, beyond which scanning stops
+# Validation runs in a thread. It releases the interpreter lock before the event loop has to wait for it.
 _WORK_S = 0.002
 _REST_S = 0.0002
 
@@ -50,7 +50,7 @@ class Validator:
         self._clock = clock
 
     def validate(self, batch: Row[Any]) -> None:
-        """Validate a batch, which is then in_progress or failed. Starts over after an interrupted pass."""
+        """Validate a batch from its first line on. The batch is then in progress or has failed."""
         self._store.requests.clear(batch.seq)
         seen = _Seen()
         errors: list[BatchError] = []
@@ -67,7 +67,7 @@ class Validator:
                         break
                     continue
                 if errors:
-                    continue  # the batch fails: only more errors are of interest
+                    continue  # the batch fails, so that only further errors matter
                 good.append(request)
                 if len(good) >= _LINES_A_WRITE:
                     if not self._store.requests.load(batch.seq, good):
@@ -92,7 +92,7 @@ class Validator:
         checked = check_line(line.data, endpoint, self._limits, self._models)
         refused = self._limits.structured_outputs is StructuredOutputs.REFUSE
         if refused and (asked := grammar_of(checked.body)) is not None:
-            text = f"This fleet holds answers to no grammar or schema: leave '{asked.field}' out."
+            text = f"This fleet accepts no grammar or schema: leave '{asked.field}' out."
             raise BadLine("structured_outputs_refused", text, f"body.{asked.field}")
         digest = xxhash.xxh3_128_intdigest(checked.custom_id.encode())
         if digest in seen.ids:
@@ -126,7 +126,7 @@ class Validator:
 
 @dataclass(slots=True)
 class _Seen:
-    """Facts about all lines so far. Ids are kept as 128-bit digests; a million of them take about 100 MB."""
+    """Facts about all lines so far. A million custom ids, kept as 128-bit digests, take about 100 MB."""
 
     ids: set[int] = field(default_factory=set)
     model: str | None = None
@@ -139,13 +139,13 @@ class Line:
     number: int  # from 1, as people and editors count
     offset: int
     length: int
-    data: bytes | None  # None: longer than allowed, and not kept
+    data: bytes | None  # None: the line is longer than allowed
 
 
 def split_lines(chunks: Iterable[bytes], longest: int) -> Iterator[Line]:
-    """Split a stream at newlines, holding at most `longest` bytes and one chunk."""
+    """Split a stream into lines, keeping at most `longest` bytes and one chunk in memory."""
     number = 1
-    offset = 0  # where the line under way began
+    offset = 0  # where the current line began
     length = 0
     held: list[bytes] = []
 
@@ -179,7 +179,7 @@ def _in_turns(lines: Iterator[Line]) -> Iterator[Line]:
             until = time.perf_counter() + _WORK_S
 
 
-# Is one line a request we can run? In the codes and words of OpenAI where it has them.
+# Checks of one line. Errors have OpenAI's codes and words where OpenAI has some.
 
 
 class BadLine(RouterError):
@@ -285,7 +285,7 @@ def _of_kind(value: Any, kind: str, param: str) -> Any:
 
 
 def _check_common(endpoint: str, body: dict[str, Any], unknown: UnknownFields) -> dict[str, Any]:
-    """Check a body, and return it without its unknown fields, whose values no check has seen."""
+    """Check a line's body, and return it without its unknown fields, whose values are not checked."""
     if is_deep(body):
         raise BadLine("invalid_request", "'body' is nested too deeply.", "body")
     if body.get("stream"):

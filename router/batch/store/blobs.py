@@ -1,4 +1,4 @@
-"""Contents of files: uploaded as a form, and kept in a local folder or behind any fsspec URL."""
+"""Stores the contents of files in a local folder or behind an fsspec URL, and receives uploaded forms."""
 
 import asyncio
 import os
@@ -25,7 +25,7 @@ class Blobs:
         self._fs.makedirs(self._root, exist_ok=True)
 
     def create(self, blob: str) -> "BlobWriter":
-        """Create a blob. It gets its name and is durable only after `commit`."""
+        """Return a writer for a new blob, which exists and is durable only after the writer's `commit`."""
         return (_LocalWriter if self._local else BlobWriter)(self._fs, self._path(blob))
 
     def chunks(self, blob: str) -> Iterator[bytes]:
@@ -48,7 +48,7 @@ class Blobs:
 
 @contextmanager
 def _os_errors() -> Iterator[None]:
-    """Turn the errors of object stores, which have no base in common, into OSError."""
+    """Convert the errors of object stores, which have no common base class, to OSError."""
     try:
         yield
     except OSError:
@@ -58,9 +58,9 @@ def _os_errors() -> Iterator[None]:
 
 
 class BlobWriter:
-    """Writer of one blob. Leaving its `with` block discards what is not committed.
+    """Writes one blob. Leaving its `with` block discards a blob that is not committed.
 
-    Object stores keep an object when its upload is closed: that is the commit.
+    An object store keeps an object once its upload is closed, so `commit` closes the upload.
     """
 
     def __init__(self, fs: Any, path: str) -> None:
@@ -95,7 +95,7 @@ class BlobWriter:
 
 
 class _LocalWriter(BlobWriter):
-    """Writer of a local blob, which gets its name with the commit."""
+    """Writes a local blob under a temporary name; `commit` gives it its name."""
 
     def _open(self) -> Any:
         return open(f"{self._path}.part", "wb")
@@ -127,7 +127,7 @@ class UploadForm:
 async def receive_form(
     content_type: str, body: AsyncIterator[bytes], writer: BlobWriter, max_file_bytes: int
 ) -> UploadForm:
-    """Read an upload. The part `file` goes to `writer`, which the caller commits or discards."""
+    """Read an uploaded form. Its part `file` goes to `writer`, which the caller commits or discards."""
     kind, options = parse_options_header(content_type)
     boundary = options.get(b"boundary")
     if kind != b"multipart/form-data" or not boundary:
@@ -169,7 +169,7 @@ async def receive_form(
 
 
 class _Parts:
-    """Callbacks that collect what the multipart parser finds."""
+    """Callbacks of the multipart parser that collect the form's fields and the file's bytes."""
 
     def __init__(self) -> None:
         self.form = UploadForm()

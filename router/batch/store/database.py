@@ -1,7 +1,7 @@
-"""Tables, connections and transactions of the batch store: SQLite in WAL mode, or PostgreSQL.
+"""Defines the tables of the batch store and runs its transactions, on SQLite in WAL mode or PostgreSQL.
 
-One process writes. Each takes the store over with a higher epoch, which every writing transaction compares
-with its own: writes of a former process that still runs are refused.
+One process writes. A process that starts takes the store over with a higher epoch, and every writing
+transaction compares the stored epoch with its own. Writes of an earlier process that still runs are refused.
 """
 
 import errno
@@ -45,7 +45,7 @@ from router.process import SteadyClock
 
 metadata = MetaData()
 
-# Written out, so that the database sees that the partial index below has all such lines.
+# A literal, not a parameter, so that the database can use the partial index below.
 LEASED = literal_column("'leased'", String)
 
 # SQLite numbers rows by itself only for an INTEGER key.
@@ -124,8 +124,8 @@ requests = Table(
     ),
 )
 
-# The pending lines in the order in which they are claimed. Filled in that order: an index kept by rows that
-# arrive in another one writes a page of the disk a line.
+# The pending lines, in the order in which they are claimed. They are also inserted in that order, because
+# otherwise almost every line would write another page of the index.
 queue = Table(
     "batch_queue",
     metadata,
@@ -173,7 +173,7 @@ def reason_of(error: Exception) -> str:
 
 
 def disk_problem(error: Exception) -> str:
-    """Return what is wrong with a local disk in words for clients, without paths; empty for other errors."""
+    """Return a disk error in words for clients, without paths; return an empty text for other errors."""
     cause = getattr(error, "orig", error)
     if isinstance(cause, sqlite3.Error) and ("full" in str(cause) or "I/O" in str(cause)):
         return str(cause)
@@ -200,12 +200,12 @@ class Database:
             self._engine = create_engine(
                 parsed, hide_parameters=True, pool_size=8, max_overflow=8, pool_pre_ping=True
             )
-        # SQLite's own waiting for the writer's lock sleeps ever longer: inside a process a queue is faster.
+        # SQLite waits for the writer's lock with ever longer sleeps; a lock within the process is faster.
         self._writing = Lock()
         self._epoch: int | None = None
 
     def take_over(self, clock: SteadyClock) -> None:
-        """Make this process the only writer. `clock` never runs behind the stored times."""
+        """Make this process the only writer, and move `clock` forward to the newest stored time."""
         with self._engine.connect().execution_options(**{_WRITES: True}) as connection, connection.begin():
             if not self._sqlite:
                 connection.exec_driver_sql(f"SELECT pg_advisory_xact_lock({_TAKING_OVER})")
@@ -220,7 +220,7 @@ class Database:
 
     @contextmanager
     def write(self, *, durable: bool = True) -> Iterator[Connection]:
-        """Begin a writing transaction. If it is not durable, the next durable one brings it to the disk."""
+        """Begin a writing transaction. If it is not durable, the next durable one makes it so."""
         options = {_WRITES: True, _DURABLE: durable}
         writing = self._engine.connect().execution_options(**options)
         with self._writing, writing as connection, connection.begin():
@@ -241,7 +241,7 @@ class Database:
 
 
 def _prepare_tables(connection: Connection) -> None:
-    """Create the tables; raise GatewayConfigError if there are those of another version."""
+    """Create the tables; raise GatewayConfigError if the store has tables of another version."""
     there = inspect(connection)
     version = VERSION  # of a new store
     if there.has_table(stores.name):
@@ -250,8 +250,8 @@ def _prepare_tables(connection: Connection) -> None:
         version = 0  # from before versions were recorded
     if version != VERSION:
         raise GatewayConfigError(
-            f"the batch store is of version {version}, and this conserve knows {VERSION}: start the version "
-            "that wrote it, or set another batch.database"
+            f"the batch store has version {version}, and this conserve reads only {VERSION}: start the "
+            "version of conserve that wrote it, or set another batch.database"
         )
     metadata.create_all(connection)
     if connection.execute(update(stores).values(version=VERSION)).rowcount == 0:
@@ -277,8 +277,8 @@ def _prepare_sqlite(engine: Any) -> None:
 
     @event.listens_for(engine, "begin")
     def _on_begin(connection: Connection) -> None:
-        # A transaction that starts by reading and then writes cannot be retried by the busy timeout:
-        # writers take the lock at once.
+        # Writers take the lock at the beginning: the busy timeout does not help a transaction that reads
+        # first and writes later.
         options = connection.get_execution_options()
         if options.get(_WRITES):
             # FULL: an acknowledged change outlives a power cut, not only a killed process.

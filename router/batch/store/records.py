@@ -1,4 +1,4 @@
-"""Plain data of offline work: files, batches, lines, results; and a request's body, size and prefix key."""
+"""Defines the plain data of offline work, and makes a request's body, size estimate and prefix key."""
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -38,7 +38,7 @@ class RequestState(StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class FileRecord:
-    """A file to be added; stored files are rows of `database.files`."""
+    """File to be added to the store; stored files are rows of `database.files`."""
 
     id: str
     owner: str
@@ -59,7 +59,7 @@ class Usage:
 
 @dataclass(frozen=True, slots=True)
 class BatchError:
-    """Reason why a batch failed: one bad line, or the file as a whole (line is None)."""
+    """Reason why a batch failed: a bad line, or the file as a whole if `line` is None."""
 
     code: str
     message: str
@@ -69,7 +69,7 @@ class BatchError:
 
 @dataclass(frozen=True, slots=True)
 class NewBatch:
-    """A checked request for a batch that is not yet a row of `database.batches`."""
+    """Checked parameters of a new batch, which is not yet a row of `database.batches`."""
 
     input_file_id: str
     endpoint: str
@@ -93,7 +93,7 @@ class NewRequest:
 
 @dataclass(frozen=True, slots=True)
 class ClaimedRequest:
-    """A leased line that has been sent to an engine or will be."""
+    """Leased line that is at an engine, or is about to be sent to one."""
 
     batch: int  # the batch's seq
     line: int
@@ -125,7 +125,7 @@ class Result:
 
 @dataclass(frozen=True, slots=True)
 class Backlog:
-    """Work that one batch still has to do."""
+    """Lines of one batch that have no result yet, and what the policy needs to know of the batch."""
 
     batch: int
     owner: str
@@ -137,23 +137,23 @@ class Backlog:
     expires_at: int
 
 
-BYTES_PER_TOKEN = 4  # a guess good enough to share decoders by; corrected by each answer's usage
+BYTES_PER_TOKEN = 4  # an estimate for fair shares, which each answer's usage corrects
 DEFAULT_OUTPUT_TOKENS = 256
 _NOT_OFFLINE = frozenset({"service_tier", "session_id"}) | HINT_FIELDS
 
 
 @dataclass(frozen=True, slots=True)
 class OfflineRequest:
-    """Parsed offline request, as the dispatcher needs it."""
+    """Flex request in the form that the dispatcher needs."""
 
-    prefix: str
+    prefix: str  # the prefix key
     est_tokens: int
     body: bytes  # body as it goes to an engine
 
 
 @dataclass(frozen=True, slots=True)
 class OfflineBodyParser:
-    """Parser of an offline request's body, which a gateway has checked."""
+    """Parses the body of a flex request, which a gateway has checked."""
 
     space: str
 
@@ -170,9 +170,9 @@ def offline_body(body: Mapping[str, Any]) -> bytes:
 
 
 def estimated_tokens(size: int, body: Mapping[str, Any]) -> int:
-    """Estimate the tokens of a request of `size` bytes and of its answers: of these at most `MAX_TOKENS`.
+    """Estimate the tokens of a request of `size` bytes, and of its answers (at most `MAX_TOKENS`).
 
-    `body` has known fields only: the values of others have not been checked.
+    `body` must have known fields only, because the values of other fields have not been checked.
     """
     names = ("max_completion_tokens", "max_output_tokens", "max_tokens")
     named = (body[name] for name in names if isinstance(body.get(name), int | float))
@@ -180,9 +180,9 @@ def estimated_tokens(size: int, body: Mapping[str, Any]) -> int:
     return size // BYTES_PER_TOKEN + min(answer * count_answers(body), MAX_TOKENS)
 
 
-# A prefix key is three digests of the first 256, 2,048 and 16,384 characters of what the engine will read.
-# Sorting by it puts the lines with the longest common beginnings next to one another; its first two digests
-# name the group that is best served by one decoder, whose prefix cache then holds the common part.
+# A prefix key consists of digests of the first 256, 2,048 and 16,384 characters that the engine will read.
+# Sorted by prefix key, lines with long common beginnings are next to one another. The first two digests name
+# a group of lines that should run on one engine, whose prefix cache then holds the common beginning.
 
 _STEPS = (256, 2_048, 16_384)
 _GROUP_CHARS = 2 * 8  # hexadecimal digits

@@ -1,7 +1,7 @@
-"""Table of the batches' lines and of their results.
+"""Stores the lines of batches and their results.
 
-A line is pending (and in the queue), leased (in flight) or done. The first result of a line is the result:
-later ones are not taken.
+A line is pending (and in the queue), leased (in flight) or done. The first result of a line counts; later
+ones are discarded.
 """
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -26,7 +26,7 @@ _LINES_A_WRITE = 2_000
 
 @dataclass(frozen=True, slots=True)
 class LineOutcome:
-    """A line at the end of its batch; its status is None if it has no result."""
+    """Line at the end of its batch, with its result; `status` is None if it has none."""
 
     line: int
     custom_id: str
@@ -37,7 +37,7 @@ class LineOutcome:
 
 @dataclass(frozen=True, slots=True)
 class PutBack:
-    """A line that returns to the queue because its attempt gave no result."""
+    """Line that returns to the queue because its attempt gave no result."""
 
     batch: int
     line: int
@@ -50,11 +50,11 @@ class RequestTable:
         self._database = database
 
     def load(self, batch: int, lines: Sequence[NewRequest]) -> bool:
-        """Add lines of a batch; return False if it is not under validation. Durable when the batch begins."""
+        """Add lines to a validating batch; return False for another. They are durable when it begins."""
         return self._insert(batch, requests, [{"batch": batch, **asdict(line)} for line in lines])
 
     def enqueue(self, batch: int) -> bool:
-        """Queue all loaded lines, ordered by prefix; False if the batch is no longer under validation."""
+        """Queue all loaded lines, ordered by prefix; return False if the batch is no longer validating."""
         lines = select(requests.c.batch, requests.c.prefix, requests.c.line).where(requests.c.batch == batch)
         in_order = lines.order_by(requests.c.prefix, requests.c.line)
         with self._database.read() as reading:
@@ -72,7 +72,7 @@ class RequestTable:
             return True
 
     def clear(self, batch: int, lines: int = 20_000) -> None:
-        """Delete the lines and results of a batch in steps, so that others can write in between."""
+        """Delete a batch's lines and results, `lines` at a time, so that others can write in between."""
         with self._database.write(durable=False) as connection:
             connection.execute(delete(queue).where(queue.c.batch == batch))
         for table in (results, requests):
@@ -93,7 +93,7 @@ class RequestTable:
             return connection.execute(pending).rowcount
 
     def backlog(self) -> list[Backlog]:
-        """Return an entry for each batch that takes results. It counts leased lines only, as they are few."""
+        """Return the backlog of each batch that takes results. It counts only leased lines, which are few."""
         leased = (
             select(requests.c.batch, func.count().label("leased"))
             .where(requests.c.state == LEASED)
@@ -144,7 +144,7 @@ class RequestTable:
         return accepted
 
     def put_back(self, lines: Iterable[PutBack]) -> None:
-        """Put lines back that are still leased; their batch may have been deleted meanwhile."""
+        """Put lines back into the queue that are still leased; their batch may have ended meanwhile."""
         with self._database.write() as connection:
             for line in lines:
                 this = and_(requests.c.batch == line.batch, requests.c.line == line.line)
@@ -157,7 +157,7 @@ class RequestTable:
                     connection.execute(insert(queue).values(**at, not_before=line.not_before))
 
     def outcomes(self, batch: int) -> Iterator[LineOutcome]:
-        """Yield every line in the order of the input file, read in pages because results can be large."""
+        """Yield every line in the order of the input file. Results can be large, so pages are read."""
         after = -1
         result_of = and_(results.c.batch == requests.c.batch, results.c.line == requests.c.line)
         found = (results.c.status, results.c.body, results.c.request_id)

@@ -1,4 +1,4 @@
-"""Store of files, batches and their lines; each method is one transaction, durable when it returns."""
+"""Stores files, batches and their lines. Each method is one transaction, which is durable when it returns."""
 
 from collections.abc import Sequence
 from dataclasses import asdict
@@ -22,7 +22,7 @@ _READ = exists().where(batches.c.input_file_id == files.c.id, batches.c.status.i
 
 
 class FileTable:
-    """Rows of files. A row appears only after the file's bytes are durable (`blobs.py`)."""
+    """Table of files. A file's row is added only after its bytes are durable (`blobs.py`)."""
 
     def __init__(self, database: Database) -> None:
         self._database = database
@@ -60,7 +60,7 @@ class FileTable:
             return list(connection.execute(query))
 
     def delete(self, owner: str, file_id: str, now: float) -> bool:
-        """Hide the file. Its bytes stay until no live batch reads them (see `unreferenced`)."""
+        """Hide a file from its owner. Its bytes stay until no live batch reads them (`unreferenced`)."""
         statement = (
             update(files)
             .where(files.c.id == file_id, files.c.owner == owner, files.c.deleted_at.is_(None))
@@ -70,7 +70,7 @@ class FileTable:
             return connection.execute(statement).rowcount == 1
 
     def unreferenced(self, now: float, limit: int = 100) -> list[str]:
-        """Return deleted or expired files whose bytes no live batch needs."""
+        """Return up to `limit` deleted or expired files that no live batch reads."""
         gone = or_(files.c.deleted_at.is_not(None), files.c.expires_at <= now)
         with self._database.read() as connection:
             return list(connection.execute(select(files.c.id).where(gone, ~_READ).limit(limit)).scalars())
@@ -117,7 +117,7 @@ class BatchTable:
             return {row.status: row[1] for row in connection.execute(live.group_by(batches.c.status))}
 
     def cancel(self, owner: str, batch_id: str, now: float) -> Row[Any] | None:
-        """Cancel a batch if that is still possible; the returned record's status says whether it was."""
+        """Cancel a batch if it is still open, and return it; its status says whether it was cancelled."""
         mine = and_(batches.c.id == batch_id, batches.c.owner == owner)
         still_open = batches.c.status.in_((BatchStatus.VALIDATING, BatchStatus.IN_PROGRESS))
         cancelling = {"status": BatchStatus.CANCELLING, "cancelling_at": int(now)}
@@ -126,9 +126,9 @@ class BatchTable:
             return connection.execute(select(batches).where(mine)).first()
 
     def settle(self, now: float, cancel_grace_s: float) -> int:
-        """Move batches to `finalizing` that are complete, out of time, or cancelled with no work left.
+        """Close the batches that are complete, out of time, or cancelled with no work left; return how many.
 
-        From here on no result of theirs is accepted: `outcome` is what `RequestTable.record` looks at.
+        Closing a batch sets its `outcome`, and `RequestTable.record` then accepts no more results for it.
         """
         undecided = batches.c.outcome.is_(None)
         in_flight = exists().where(requests.c.batch == batches.c.seq, requests.c.state == LEASED)
@@ -149,7 +149,7 @@ class BatchTable:
         return moved
 
     def first(self, which: ColumnElement[bool]) -> Row[Any] | None:
-        """Return the oldest batch in the given states."""
+        """Return the oldest batch for which the condition `which` holds, or None."""
         query = select(batches).where(which).order_by(batches.c.seq).limit(1)
         with self._database.read() as connection:
             return connection.execute(query).first()
@@ -170,7 +170,7 @@ class BatchTable:
             return connection.execute(delete(batches).where(old)).rowcount
 
     def begin(self, seq: int, model: str | None, total: int, est_tokens: int, now: float) -> bool:
-        """Start a validated batch; return False if it was cancelled or ran out of time meanwhile."""
+        """Start a validated batch; return False if it was cancelled or has run out of time."""
         running = {"status": BatchStatus.IN_PROGRESS, "in_progress_at": int(now)}
         return self._validated(seq, {**running, "model": model, "total": total, "est_tokens": est_tokens})
 
@@ -193,7 +193,7 @@ class BatchTable:
         failed: int,
         now: float,
     ) -> bool:
-        """Add the output files and the batch's final state in one transaction."""
+        """Add the output files and the batch's final state in one transaction; False if it had ended."""
         ended = {"status": batch.outcome, f"{batch.outcome}_at": int(now)}
         counts = {"total": completed + failed, "completed": completed, "failed": failed}
         named = {"output_file_id": output and output.id, "error_file_id": error and error.id}

@@ -178,7 +178,7 @@ def test_a_store_of_another_version_is_refused(store_url: str, change: Executabl
         connection.execute(change)
     engine.dispose()
     store = Store(store_url)
-    with pytest.raises(GatewayConfigError, match=f"of version {version}, and .* knows {VERSION}"):
+    with pytest.raises(GatewayConfigError, match=f"has version {version}, and .* reads only {VERSION}"):
         store.take_over()
     store.close()
 
