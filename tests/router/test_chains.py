@@ -1,4 +1,4 @@
-"""Two prompts have equal chains if the model cannot see their differences."""
+"""Two prompts have equal chains if and only if they are the same prompt for the model."""
 
 from array import array
 from typing import Any
@@ -18,7 +18,7 @@ ARGUMENTS = st.dictionaries(st.text(min_size=1, max_size=5), st.integers(-9, 9),
 
 
 @given(st.sampled_from(["user", "system", "assistant"]), TEXT)
-def test_a_content_string_equals_one_text_part(role: str, text: str) -> None:
+def test_content_as_a_string_and_as_one_text_part_has_the_same_canonical_form(role: str, text: str) -> None:
     parts: list[dict[str, Any]] = [{"type": "text", "text": text}]
     assert canonical({"role": role, "content": text}) == canonical({"role": role, "content": parts})
     marked = [{"type": "text", "text": text, "cache_control": {"type": "ephemeral"}}]
@@ -26,14 +26,16 @@ def test_a_content_string_equals_one_text_part(role: str, text: str) -> None:
 
 
 @given(TEXT)
-def test_null_and_empty_fields_count_as_missing(text: str) -> None:
+def test_null_and_empty_fields_do_not_change_the_canonical_form(text: str) -> None:
     plain = {"role": "assistant", "content": text}
     padded = {**plain, "tool_calls": [], "refusal": None, "function_call": None, "annotations": []}
     assert canonical(plain) == canonical(padded)
 
 
 @given(ARGUMENTS)
-def test_tool_calls_are_equal_whatever_the_spacing_of_their_arguments(arguments: dict[str, int]) -> None:
+def test_the_spacing_of_a_tool_calls_arguments_does_not_change_the_canonical_form(
+    arguments: dict[str, int],
+) -> None:
     def call(text: str, **more: object) -> dict[str, Any]:
         return {
             "role": "assistant",
@@ -47,7 +49,7 @@ def test_tool_calls_are_equal_whatever_the_spacing_of_their_arguments(arguments:
     assert canonical(call(spaced, content="")) == canonical(call(dense))
 
 
-def test_tool_calls_with_other_arguments_have_other_hashes() -> None:
+def test_tool_calls_with_different_arguments_have_different_canonical_forms() -> None:
     def call(arguments: str) -> dict[str, Any]:
         function = {"name": "f", "arguments": arguments}
         return {"role": "assistant", "tool_calls": [{"id": "c", "function": function}]}
@@ -56,14 +58,14 @@ def test_tool_calls_with_other_arguments_have_other_hashes() -> None:
     assert canonical(call("not json")) != canonical(call("other"))
 
 
-def test_item_ids_of_the_responses_api_do_not_count() -> None:
+def test_ids_and_states_of_response_items_do_not_change_the_canonical_form() -> None:
     item = {"type": "function_call", "call_id": "c1", "name": "f", "arguments": '{"a":1}'}
     assert canonical(item) == canonical({**item, "id": "fc_1", "status": "completed"})
     plain = {"role": "user", "content": "x"}
     assert canonical({"type": "message", **plain}) == canonical(plain)
 
 
-def test_nesting_beyond_what_can_be_written_is_refused() -> None:
+def test_a_message_that_is_nested_too_deeply_is_refused() -> None:
     deep: Any = "x"
     for _ in range(400):
         deep = [deep]
@@ -82,7 +84,7 @@ def test_a_longer_prompt_matches_the_end_of_its_prefix(head: list[Any], more: li
 
 
 @given(MESSAGES)
-def test_keys_models_and_users_do_not_share_chains(messages: list[Any]) -> None:
+def test_prompts_of_different_owners_models_or_users_share_no_chain(messages: list[Any]) -> None:
     ends = {
         chains.of_messages(chains.seed(*who), messages).end.link
         for who in (("a", "m"), ("b", "m"), ("a", "n"), ("a", "m", "u"))
@@ -106,7 +108,7 @@ def test_a_plain_prompt_that_differs_in_one_byte_does_not_match(head: bytes, whe
     assert short.end.digest not in digests
 
 
-def test_token_ids_are_hashed_as_tokens() -> None:
+def test_a_prompt_of_token_ids_matches_its_prefix_but_no_text_with_the_same_bytes() -> None:
     tokens = list(range(1000))
     short = chains.of_prompt(SEED, {"prompt": tokens[:300]})
     long = chains.of_prompt(SEED, {"prompt": tokens})

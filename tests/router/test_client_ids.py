@@ -1,7 +1,8 @@
 """Sequences of requests as real clients send them, with their ids, through a real gateway.
 
-A client's turns are one conversation on one decoder, with one transfer; its sub-agents are others, below it;
-what only looks like an id makes neither one conversation of many nor many of one.
+A client's turns are one conversation on one decoder, with one transfer. Its sub-agents are conversations of
+their own, with the client's as their parent. Values that only look like an id neither join conversations nor
+split one.
 """
 
 import asyncio
@@ -60,7 +61,7 @@ async def told(made: FakeFleet, conversation: str) -> dict[str, Any]:
 
 
 async def retried_and_compacted(made: FakeFleet, headers: Headers) -> set[str]:
-    """Send a turn that its client gave up and repeats, then a history that was replaced by a summary."""
+    """Send a turn, send it again as after a timeout, then replace the history by a summary."""
     before = [SYSTEM, user("long work"), assistant("done"), user("and more")]
     given_up = asyncio.create_task(ask(made.urls[0], before, headers=headers, max_tokens=2000, stream=True))
     await until(lambda: any(one.running for one in made.engines.values()))
@@ -131,7 +132,7 @@ async def test_llm_d_and_inference_perf_send_back_the_token_they_were_given(made
 
 
 async def test_a_token_that_names_an_engine_is_no_conversation(made: FakeFleet) -> None:
-    """Another router in front may send the same id for all sessions on this gateway."""
+    """A router in front of this gateway may send the name of one engine as the token of all sessions."""
     token = {"x-session-token": "ZGVmYXVsdC9jb25zZXJ2ZS0w"}
     loops = await asyncio.gather(*(tool_loop(made, f"task {number}", token) for number in range(3)))
     assert [len(ids(answers)) for answers in loops] == [1, 1, 1]
@@ -204,7 +205,7 @@ async def test_requests_with_different_correlation_ids_stay_one_conversation(mad
     assert len({seen.conversation for seen in made.decoder_requests()}) == 1
 
 
-async def test_a_correlation_id_does_not_come_before_a_session(made: FakeFleet) -> None:
+async def test_a_session_header_names_the_conversation_beside_a_correlation_id(made: FakeFleet) -> None:
     stamped = {"x-claude-code-session-id": "s", "x-correlation-id": "req-1"}
     assert ids([await ask(made.urls[0], [user("x")], headers=stamped)]) == {"s"}
 
@@ -223,7 +224,9 @@ async def test_the_multi_turn_benchmark_of_vllm_names_its_conversations(
     assert len(made.prefills()) == 1
 
 
-async def test_aiperf_stamps_its_sessions_twice_and_its_requests_once(made: FakeFleet) -> None:
+async def test_a_request_id_that_changes_with_each_turn_does_not_split_an_aiperf_session(
+    made: FakeFleet,
+) -> None:
     messages = [user("begin")]
     for number in range(3):
         said = {"x-session-affinity": "s", "x-correlation-id": "s", "x-request-id": f"r{number}"}

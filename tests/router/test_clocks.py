@@ -1,4 +1,4 @@
-"""Limits count the time that passed, whatever happens to the system clock."""
+"""Times to live count the time that has passed, even if the system clock is set."""
 
 from dataclasses import dataclass
 from pathlib import Path

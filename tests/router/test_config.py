@@ -1,4 +1,4 @@
-"""A gateway's configuration is read back unchanged, and an error in one names the place to correct."""
+"""A gateway's configuration is read back unchanged, and an error names the field to correct."""
 
 from pathlib import Path
 

@@ -1,6 +1,4 @@
-"""A request belongs to the conversation that its ids name, in order of precedence, otherwise to that of its
-prompt.
-"""
+"""A request belongs to the conversation that its id names, or else to the one that its prompt continues."""
 
 import pickle
 import random
@@ -27,13 +25,13 @@ from router.identity.prefix_chain import Chain
 SEED = chains.seed("space", "model")
 
 
-def test_headers_count_in_their_documented_order() -> None:
+def test_of_several_id_headers_the_first_in_the_documented_order_counts() -> None:
     for at, name in enumerate(ID_HEADERS):
         headers = {later: f"id-{later}" for later in ID_HEADERS[at:]}
         assert explicit_identity(headers, {"session_id": "body"}).id == f"id-{name}"
 
 
-def test_conversation_ids_of_the_body_come_after_headers_and_sessions_make_groups() -> None:
+def test_only_the_bodys_conversation_names_a_conversation_and_its_session_ids_name_a_group() -> None:
     body = {"session_id": "a", "conversation": {"id": "b"}, "conversation_id": "c"}
     named = explicit_identity({}, body)
     assert named.id == "b"
@@ -42,7 +40,7 @@ def test_conversation_ids_of_the_body_come_after_headers_and_sessions_make_group
     assert (got.id, got.group, got.hint) == (None, "a\0c", "a")
 
 
-def test_cache_keys_and_metadata_make_groups_and_correlation_ids_hints() -> None:
+def test_cache_keys_and_metadata_name_a_group_and_a_correlation_id_is_only_a_hint() -> None:
     body = {"prompt_cache_key": "c", "metadata": {"session_id": "d", "user_id": "e"}}
     got = explicit_identity({"x-correlation-id": "f"}, body)
     assert (got.id, got.group, got.hint) == (None, "c\0d\0e", "c")
@@ -52,7 +50,7 @@ def test_cache_keys_and_metadata_make_groups_and_correlation_ids_hints() -> None
     assert len(explicit_identity({"x-correlation-id": "f" * 500}, {}).new_id()) < 100
 
 
-def test_the_hinted_conversation_comes_first_among_equal_ones() -> None:
+def test_of_two_matching_conversations_the_one_named_after_the_hint_is_chosen() -> None:
     said = explicit_identity({"x-correlation-id": "f"}, {})
     table = NodeTable(100)
     for key in ("k:c-1", f"k:{said.new_id()}"):
@@ -82,7 +80,7 @@ def test_an_id_that_is_too_long_is_refused() -> None:
         explicit_identity({}, {"session_id": 7})
 
 
-def test_a_malformed_hint_refuses_nothing() -> None:
+def test_a_malformed_hint_is_ignored() -> None:
     of_no_use = {"prompt_cache_key": 7, "metadata": {"session_id": 5, "user_id": None}}
     assert explicit_identity({}, of_no_use) == explicit_identity({}, {})
     long = explicit_identity({"x-correlation-id": "y" * 600}, {"metadata": {"user_id": "x" * 600}})
@@ -107,7 +105,7 @@ def test_ids_with_special_characters_are_replaced_by_their_hash() -> None:
         assert clean_id(cleaned, "f") == cleaned
 
 
-def test_conversation_keys_are_scoped_by_the_api_key() -> None:
+def test_equal_ids_under_two_api_keys_have_different_conversation_keys() -> None:
     one, other = (conversation_key(namespace(key), "a:b") for key in ("k1", "k2"))
     assert one != other
     assert conversation_id(one) == conversation_id(other) == "a:b"
@@ -185,7 +183,7 @@ def test_many_conversations_with_the_same_first_request_continue_and_a_lookup_is
 
 
 def test_many_named_conversations_with_the_same_first_request_stay_separate() -> None:
-    """A client with correlation ids runs one task many times in parallel."""
+    """The client runs one task many times in parallel, and names each run by a correlation id."""
     table, first, count = NodeTable(1000), prompt("a"), 3 * MAX_TIPS
     keys = [f"space:session-{number}.{number:012x}" for number in range(count)]
     for key in keys:
@@ -199,7 +197,7 @@ def test_many_named_conversations_with_the_same_first_request_stay_separate() ->
         table.record(asked.end, key)
 
 
-def test_a_conversation_that_went_on_does_not_hide_one_that_did_not() -> None:
+def test_conversations_that_continued_do_not_hide_one_that_still_ends_at_their_first_prompt() -> None:
     table, first = NodeTable(1000), prompt("a")
     table.record(first.end, "quick")
     table.record(first.end, "slow")
@@ -221,7 +219,7 @@ def test_plain_prompts_with_a_long_common_prefix_stay_separate_conversations() -
     assert got.conversation == "7"
 
 
-def test_forgetting_and_eviction_leave_nothing_behind() -> None:
+def test_forgetting_and_eviction_leave_nothing_in_the_node_table() -> None:
     table = NodeTable(capacity=50, per_conversation=10)
     rng = random.Random(1)
     for step in range(2000):
@@ -241,7 +239,7 @@ def test_forgetting_and_eviction_leave_nothing_behind() -> None:
 @settings(max_examples=150)
 @given(st.lists(st.tuples(st.integers(0, 5), st.integers(0, 2)), max_size=30))
 def test_every_branch_of_a_tree_of_prompts_keeps_its_own_conversation(steps: list[tuple[int, int]]) -> None:
-    """Branches grow in turn, and each must be found as itself, whatever the other branches did."""
+    """Branches grow in turn. Each is identified as its own conversation, whatever the other branches did."""
     table = NodeTable(10_000)
     root = ["root"]
     table.record(prompt(*root).end, "c0")

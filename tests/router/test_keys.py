@@ -190,7 +190,7 @@ async def test_a_valid_file_is_read_after_an_invalid_one(
 async def test_an_unreadable_file_is_read_as_soon_as_it_is_readable(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The file itself has not changed: without a retry a revoked key would stay valid."""
+    """The file's content has not changed, so that without a retry a revoked key would stay valid."""
     monkeypatch.setattr("router.process.LOOK_EVERY_S", 0.02)
     file, next_file = tmp_path / "keys", tmp_path / "next"
     file.write_text(entry("good", "search"))
@@ -266,7 +266,7 @@ async def test_without_its_keys_file_a_gateway_answers_401(tmp_path: Path) -> No
 
 
 async def test_keys_in_the_fleet_file_stay_valid_beside_a_keys_file(tmp_path: Path) -> None:
-    """Each inline key stays its own owner, and an entry of the file with the same hash adds to it."""
+    """Each inline key keeps its own owner. An entry of the file with its hash replaces the inline key."""
     file = tmp_path / "keys"
     given = inline_keys(("first", "second"), ())
     file.write_text(entry("second", given[1].owner, scopes=["read"]))
@@ -283,7 +283,7 @@ async def test_if_only_admin_keys_are_configured_requests_need_no_key(tmp_path: 
 
 
 async def test_a_gateway_answers_requests_for_its_own_host_names_only(tmp_path: Path) -> None:
-    """A page in a browser can point its own name at this machine; `Host` shows which name was used."""
+    """A web page can point its own host name to this machine; the `Host` header shows which name was used."""
     async with fleet(tmp_path, hosts=("localhost", "127.0.0.1", "::1")) as made:
         url = made.urls[0]
         port = url.rpartition(":")[2]

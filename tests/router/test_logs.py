@@ -19,7 +19,7 @@ CANARY = "canary-7f3a"
 
 @pytest.fixture
 def lines() -> Iterator[io.StringIO]:
-    """Capture everything that any logger writes, in the format of our processes."""
+    """Yield what all loggers write during a test, in the log format of our processes."""
     written, root = io.StringIO(), logging.getLogger()
     handler, level = logging.StreamHandler(written), root.level
     handler.setFormatter(OneLine())

@@ -1,4 +1,4 @@
-"""Gateway processes share one port; one is killed, and one is drained."""
+"""Gateway processes on one port take over each other's conversations when one is killed or drained."""
 
 import asyncio
 import os
@@ -54,7 +54,7 @@ async def gateway_process(folder: Path, config: GatewayConfig) -> AsyncIterator[
 async def test_an_agent_that_retries_after_a_kill_continues_its_conversation(
     tmp_path: Path, heir: str
 ) -> None:
-    """Another gateway process answers, long before the directory gives up on the dead one."""
+    """Another gateway process answers, long before the directory counts the dead one as gone."""
     async with fleet(tmp_path, gateways=0, gateway_grace_s=600.0, engine={"prefill_s": 0.05}) as made:
         port = free_port()
         url = f"http://127.0.0.1:{port}"
@@ -89,7 +89,7 @@ async def test_an_agent_that_retries_after_a_kill_continues_its_conversation(
 
 
 async def turns_on_pages(made: FakeFleet) -> float:
-    """Return the sum of complete turns on the processes' own pages."""
+    """Return the sum of complete turns on the metrics pages of all gateway processes."""
     pages = made.directory.gateways.pages(of_batch=False)
     assert len(pages) == 2
     total = 0.0

@@ -1,4 +1,4 @@
-"""Keys have limits of requests, tokens and concurrent turns over all gateways, and batches have quotas."""
+"""Limits of a key's requests, tokens and concurrent turns hold over all gateways."""
 
 import asyncio
 import time
@@ -83,7 +83,7 @@ async def test_requests_per_minute_are_limited(tmp_path: Path) -> None:
 
 
 async def test_tokens_per_minute_count_computed_tokens(tmp_path: Path) -> None:
-    """The fake engine counts one token per byte of the JSON and reports the count."""
+    """The fake engine counts one token per byte of the request's JSON, and reports the count."""
     async with limited(tmp_path, {"tokens_per_minute": 2000}, engine={"cached": 300}, prefillers=0) as made:
         url, said, began = made.urls[0], {"x-session-id": "c"}, time.monotonic()
         first = await alice(url, "x" * 500, max_tokens=10, said=said)
@@ -116,7 +116,7 @@ async def test_tokens_that_a_prefiller_computed_are_charged(tmp_path: Path) -> N
 
 
 async def test_tokens_that_a_lost_engine_generated_are_not_given_back_as_cached(tmp_path: Path) -> None:
-    """The tokens are part of the prompt of the engine that continues, which may have them in its cache."""
+    """The engine that continues gets these tokens as a part of its prompt, and may have them in its cache."""
     async with limited(
         tmp_path, {"tokens_per_minute": 2000}, engine={"cached": 5000, "token_s": 0.001}, prefillers=0
     ) as made:

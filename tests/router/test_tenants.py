@@ -134,7 +134,7 @@ async def slow_body(url: str, key: str, length: int, sent: int) -> asyncio.Strea
 
 
 async def test_bodies_of_one_owner_take_no_more_memory_than_is_left_to_others(tmp_path: Path) -> None:
-    """A slowly arriving body keeps its memory reserved."""
+    """Bytes of a body count from their arrival, even if the rest of the body arrives slowly."""
     mib = 1 << 20
     limits, keys = GatewayLimits(body_mib=1, bodies_mib=2), inline_keys(["alice", "bob", "carol"], [])
     async with fleet(tmp_path, limits=limits, keys=keys) as made:
@@ -159,7 +159,7 @@ async def test_bodies_of_one_owner_take_no_more_memory_than_is_left_to_others(tm
 
 
 async def test_a_stored_history_counts_against_the_share_of_its_owner(tmp_path: Path) -> None:
-    """A body of a hundred bytes may refer to one of megabytes."""
+    """A body of a hundred bytes may refer to a stored history of megabytes."""
     kib, slow = 1 << 10, {"kv_tokens": 1_000_000, "token_s": 1.0}
     limits = GatewayLimits(body_mib=1 / 16, bodies_mib=1 / 8)
     async with fleet(tmp_path, decoders=1, engine=slow, limits=limits) as made:

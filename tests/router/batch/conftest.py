@@ -1,4 +1,4 @@
-"""Fixtures: both stores, a gateway and engines, all over real sockets."""
+"""Fixtures for offline work: both kinds of store, a gateway and engines, all over real sockets."""
 
 import secrets
 from collections.abc import AsyncIterator, Iterator
@@ -22,13 +22,13 @@ def postgres_server() -> Iterator[str | postgres.Absent]:
 
 @pytest.fixture(params=["sqlite", "postgresql"])
 def store_url(request: pytest.FixtureRequest, tmp_path: Path) -> str:
-    """Yield each store, for tests of the store itself."""
+    """Yield the URL of each kind of store, for tests of the store itself."""
     return _store_url(request, tmp_path)
 
 
 @pytest.fixture(params=["sqlite", pytest.param("postgresql", marks=pytest.mark.slow)])
 def either_url(request: pytest.FixtureRequest, tmp_path: Path) -> str:
-    """Yield a store for end-to-end tests; the slow run repeats them on PostgreSQL."""
+    """Yield the URL of a store for end-to-end tests; the slow run repeats them on PostgreSQL."""
     return _store_url(request, tmp_path)
 
 

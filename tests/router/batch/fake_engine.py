@@ -85,7 +85,7 @@ class OfflineEngine:
 
 
 async def _work(responder: Responder, seconds: float) -> None:
-    """Stop as soon as the client leaves, as engines abort a request."""
+    """Stop as soon as the client disconnects, as engines abort the request of a client that left."""
     left = asyncio.Event()
     forget = responder.on_disconnect(left.set)
     try:

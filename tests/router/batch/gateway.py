@@ -1,4 +1,4 @@
-"""A batch process over given engines, behind a gateway that serves only the batch API."""
+"""Runs a batch service over given engines, behind a gateway that serves only its files, batches and turns."""
 
 import argparse
 import asyncio
@@ -64,7 +64,7 @@ def batch_config(store_url: str, files_url: str, port: int = 0) -> BatchConfig:
 
 
 class FrontGateway:
-    """Gateway that authenticates and forwards, and serves no turns except flex ones."""
+    """Gateway that authenticates callers and forwards their requests; of turns, it serves only flex turns."""
 
     def __init__(self, batch: str, secret: str = SECRET, upstream: UpstreamLimits | None = None) -> None:
         """Set the address; `batch` is host:port of the batch process, which may be absent."""
@@ -102,7 +102,7 @@ class FrontGateway:
 
 
 class GatewayWithBatch:
-    """Gateway and batch process in this process."""
+    """Gateway and batch service that both run in the test's process."""
 
     def __init__(
         self,

@@ -1,4 +1,4 @@
-"""Input files for the tests, and waiting for batches through the SDK."""
+"""Makes input files for the tests, and waits for batches through the SDK."""
 
 import asyncio
 import json

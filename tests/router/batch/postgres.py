@@ -1,4 +1,4 @@
-"""A private PostgreSQL for the tests: on a Unix socket, without a password, gone afterwards."""
+"""Runs a private PostgreSQL for the tests, on a Unix socket and without a password."""
 
 import os
 import pwd

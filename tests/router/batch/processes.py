@@ -1,4 +1,4 @@
-"""Engines and batch processes as processes that can be killed at any moment."""
+"""Runs fake engines and batch services in processes of their own, which a test can kill at any moment."""
 
 import asyncio
 import signal
@@ -17,7 +17,7 @@ def free_port() -> int:
 
 
 class Process:
-    """A module of the tests in a process on a fixed port; it prints its address when it listens."""
+    """Process that runs a module of the tests on a fixed port, and prints its address once it listens."""
 
     def __init__(self, module: str, *arguments: str) -> None:
         self.port = free_port()

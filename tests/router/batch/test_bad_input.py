@@ -1,4 +1,4 @@
-"""Every kind of wrong input has its own error, with the line it is on."""
+"""Every kind of wrong input has its own error, which names the line."""
 
 import json
 from contextlib import nullcontext
@@ -233,7 +233,7 @@ async def test_a_batch_has_one_model_which_must_embed_for_embeddings(
         assert (error.code, error.line, error.param) == expected
 
 
-async def test_errors_are_counted_up_to_the_limit(small: GatewayWithBatch) -> None:
+async def test_a_failed_batch_names_at_most_the_limit_of_bad_lines(small: GatewayWithBatch) -> None:
     async with small.client() as client:
         batch = await ended(client, await submit(client, b"x\n" * 40))
         assert batch.errors is not None and batch.errors.data
@@ -255,7 +255,9 @@ UNCHECKED: dict[str, tuple[str, dict[str, Any]]] = {
 
 
 @pytest.mark.parametrize("name", list(UNCHECKED))
-async def test_an_unknown_field_of_a_line_is_not_computed_with(small: GatewayWithBatch, name: str) -> None:
+async def test_an_unknown_field_of_any_value_does_not_stop_validation(
+    small: GatewayWithBatch, name: str
+) -> None:
     url, asked = UNCHECKED[name]
     async with small.client("sk-one") as client, small.client("sk-two") as other:
         batch = await submit(client, jsonl([line("a", url=url, body=asked)]), url)

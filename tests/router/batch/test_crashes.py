@@ -1,4 +1,4 @@
-"""After kill -9 of any process at any moment each line has one result, and no finished work is repeated."""
+"""After kill -9 of any process at any moment, each line gets one result, and no finished line runs again."""
 
 import asyncio
 import random
@@ -91,7 +91,7 @@ async def test_a_batch_survives_kills_at_random_moments(either_url: str, tmp_pat
 async def test_a_batch_survives_kills_during_validation_and_finalizing(
     either_url: str, tmp_path: Path
 ) -> None:
-    """Kill the process repeatedly right after submission, and again whenever all results are in."""
+    """Kill the process several times after the batch is submitted, and again once all lines are done."""
     seed = random.randrange(1 << 30)
     print(f"seed {seed}")
     rng = random.Random(seed)

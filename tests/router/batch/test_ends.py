@@ -1,4 +1,4 @@
-"""Cancelled, expired and half-bad batches end in the right state, and finished results are available."""
+"""Cancelled, expired and partly failed batches end in the right state and keep their finished results."""
 
 import asyncio
 from dataclasses import replace
@@ -24,7 +24,7 @@ async def results_of(client: Any, batch: Any) -> tuple[dict[str, Any], dict[str,
     return output, error
 
 
-async def test_a_cancelled_batch_keeps_what_was_done(
+async def test_a_cancelled_batch_keeps_its_finished_results(
     gateway: GatewayWithBatch, engine: OfflineEngine
 ) -> None:
     async with gateway.client() as client:
@@ -67,10 +67,10 @@ LONG: dict[str, dict[str, Any]] = {
 
 
 @pytest.mark.parametrize("more", LONG.values(), ids=LONG)
-async def test_a_line_that_no_engine_can_hold_fails_alone_and_reaches_none(
+async def test_a_line_too_long_for_every_engine_fails_alone_and_is_sent_to_none(
     gateway: GatewayWithBatch, engine: OfflineEngine, more: dict[str, Any]
 ) -> None:
-    """An engine that received the line would tokenize all of it, and each retry would cost another engine."""
+    """An engine that got the line would tokenize all of it, and so would the next engine at a retry."""
     async with gateway.client() as client:
         long = line("long")
         long["body"] |= more
@@ -105,7 +105,7 @@ async def test_a_line_that_an_earlier_version_accepted_is_checked_again(
     assert len(engine.served) == 1
 
 
-async def test_an_expired_batch_keeps_what_was_done(
+async def test_an_expired_batch_keeps_its_finished_results(
     gateway: GatewayWithBatch, engine: OfflineEngine, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("router.batch.parameters.window_seconds", lambda _window: 5)  # five seconds

@@ -1,4 +1,4 @@
-"""Ten keys with very different batches: none starves."""
+"""Ten owners with batches of very different sizes get equal shares of the engines."""
 
 from collections import Counter
 from collections.abc import Collection
@@ -51,6 +51,6 @@ async def test_ten_keys_with_batches_of_very_different_sizes_get_equal_shares(
 
 
 def jain_index(shares: Collection[float]) -> float:
-    """Return Jain's index: 1 when all shares are equal, 1/n when one key has everything."""
+    """Return Jain's fairness index: 1 if all shares are equal, 1/n if one of n owners has everything."""
     squares = sum(share * share for share in shares)
     return sum(shares) ** 2 / (len(shares) * squares) if squares else 1.0

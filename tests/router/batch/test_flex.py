@@ -1,4 +1,4 @@
-"""A request of service tier flex runs as offline work, waits for capacity, and gives up in time."""
+"""A request of service tier flex runs as offline work; it waits for capacity until its time limit."""
 
 import asyncio
 from dataclasses import replace
@@ -128,7 +128,7 @@ async def test_a_client_that_leaves_frees_its_slot(
     assert counted("client_left") == before + 4
 
 
-async def test_a_failed_engine_is_an_error_for_the_client(sqlite_gateway: GatewayWithBatch) -> None:
+async def test_a_flex_client_gets_the_error_of_its_engine(sqlite_gateway: GatewayWithBatch) -> None:
     async with sqlite_gateway.client() as client:
         with pytest.raises(openai.BadRequestError):
             await ask(client, "status=400")
@@ -139,7 +139,7 @@ async def test_a_failed_engine_is_an_error_for_the_client(sqlite_gateway: Gatewa
 
 
 async def sqlite_gateway_engine_stops(gateway: GatewayWithBatch) -> None:
-    """The fleet still lists the engine, but nothing listens on its port."""
+    """Point the fleet's entry of its engine to a port on which nothing listens."""
     gateway.fleet.infos[0] = replace(gateway.fleet.infos[0], http="127.0.0.1:9")
 
 

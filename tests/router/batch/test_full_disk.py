@@ -1,4 +1,4 @@
-"""The disk of the batch store fills up in reality, in the middle of a batch."""
+"""A batch whose store's disk fills up waits, and goes on when there is space again."""
 
 import asyncio
 from collections import Counter

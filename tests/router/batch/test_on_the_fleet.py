@@ -1,4 +1,4 @@
-"""Mixed batches and an agent run together on the laptop fleet, through SDK and command line."""
+"""Batches complete beside a talking agent on the laptop fleet, through the SDK and the command line."""
 
 import asyncio
 import json

@@ -1,5 +1,4 @@
-"""One process owns the store, answers only its fleet's gateways, and has its work continued by a
-successor."""
+"""One batch process writes the store and answers only its fleet's gateways; the next continues its work."""
 
 import asyncio
 from collections import Counter

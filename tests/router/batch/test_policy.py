@@ -113,13 +113,13 @@ def test_an_engine_without_reports_gets_a_fixed_window() -> None:
     assert allowance_of(silent, replace(SETTINGS, blind_window=5)).requests == 5
 
 
-def test_keys_get_equal_tokens_regardless_of_their_batches() -> None:
+def test_owners_get_equal_tokens_regardless_of_the_size_of_their_batches() -> None:
     fair = FairShare()
     taken, urgent = share_out([backlog(1, "big", 100_000), backlog(2, "small", 50)], R40, fair, 0, 0)
     assert taken == {1: 20, 2: 20} and urgent == 0
 
 
-def test_within_a_key_the_batch_that_closes_first_goes_first() -> None:
+def test_of_one_owners_batches_the_one_with_the_earliest_deadline_goes_first() -> None:
     soon, late = backlog(1, "a", 5, expires_at=500), backlog(2, "a", 100, expires_at=900)
     taken, _ = share_out([late, soon], Allowance(8, 10**9), FairShare(), 0, 0)
     assert taken == {1: 5, 2: 3}
@@ -143,7 +143,7 @@ def test_no_more_work_is_placed_than_kv_allows() -> None:
     assert taken == {1: 1}  # larger than all that is free: alone, or it would wait for ever
 
 
-def test_a_returning_key_starts_without_debt_or_credit() -> None:
+def test_an_owner_that_returns_starts_without_debt_or_credit() -> None:
     fair = FairShare()
     fair.restrict({"a"})
     fair.charge("a", 1_000)
@@ -177,7 +177,7 @@ def test_a_job_does_not_wait_for_a_full_engine_that_holds_its_prefix() -> None:
     assert [engine for _, engine in placed] == ["y"] and not left
 
 
-def test_suspected_requests_run_one_at_a_time_per_engine() -> None:
+def test_requests_that_failed_twice_run_one_at_a_time_per_engine() -> None:
     suspects = [PolicyLine(i, tries=SUSPECT_AFTER) for i in range(3)]
     placed, left = assign(suspects, [view()], {"e": Allowance(8, 10_000)}, {})
     assert len(placed) == 1 and len(left) == 2
@@ -217,7 +217,7 @@ def test_every_job_is_placed_once_or_left_and_no_allowance_is_exceeded(
 @given(
     st.dictionaries(st.sampled_from("abcdefghij"), st.integers(1, 5_000), min_size=2), st.integers(10, 400)
 )
-def test_no_key_starves(sizes: dict[str, int], room: int) -> None:
+def test_no_owner_starves(sizes: dict[str, int], room: int) -> None:
     lots = [backlog(i, owner, pending) for i, (owner, pending) in enumerate(sizes.items(), start=1)]
     taken, _ = share_out(lots, Allowance(room, 10**9), FairShare(), 0, 0)
     least_owed = room // len(sizes)

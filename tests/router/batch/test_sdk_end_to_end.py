@@ -1,4 +1,4 @@
-"""The OpenAI SDK's own methods work unmodified, on both stores."""
+"""The Files and Batch methods of the OpenAI SDK work without changes, on both kinds of store."""
 
 import json
 
@@ -119,7 +119,7 @@ async def test_a_deleted_input_file_stays_readable_for_its_batch(gateway: Gatewa
         assert len(await lines_of(client, batch.output_file_id)) == 30
 
 
-async def test_ids_and_text_pass_through_unchanged(sqlite_gateway: GatewayWithBatch) -> None:
+async def test_custom_ids_and_text_come_back_unchanged(sqlite_gateway: GatewayWithBatch) -> None:
     async with sqlite_gateway.client() as client:
         custom_id = 'q"uote\\ \u2028 é 😀'
         batch = await ended(client, await submit(client, jsonl([line(custom_id, "tab\t\u0001 😀")])))

@@ -1,4 +1,4 @@
-"""Guarantees of the store, on SQLite and PostgreSQL."""
+"""The store keeps what it acknowledged and has one writer, on SQLite and on PostgreSQL."""
 
 import threading
 from collections.abc import Callable, Iterator
@@ -96,7 +96,7 @@ def test_only_the_first_result_of_a_line_counts(store: Store) -> None:
     assert (work.pending, work.leased) == (0, 1)
 
 
-def test_a_returned_line_waits_and_keeps_its_attempts(store: Store) -> None:
+def test_a_line_that_is_put_back_waits_and_keeps_its_number_of_tries(store: Store) -> None:
     batch = running(store, 1)
     store.requests.claim({batch.seq: 1}, 1)
     store.requests.put_back([PutBack(batch.seq, 1, 50.0, True)])
@@ -125,7 +125,7 @@ def test_a_batch_cancelled_during_validation_takes_no_more_lines(store: Store) -
     assert not store.batches.fail(batch.seq, [], 2)
 
 
-def test_files_and_last_state_appear_together_and_once(store: Store) -> None:
+def test_output_files_and_the_final_state_of_a_batch_appear_together_and_once(store: Store) -> None:
     batch = running(store, 1)
     store.requests.claim({batch.seq: 1}, 1)
     store.requests.record([good(batch, 1)])
@@ -154,7 +154,7 @@ def test_a_deleted_file_is_kept_while_a_live_batch_reads_it(store: Store) -> Non
     assert batch.seq == ending.seq
 
 
-def test_everything_survives_a_new_connection(store: Store, store_url: str) -> None:
+def test_lines_and_results_survive_a_new_connection(store: Store, store_url: str) -> None:
     batch = running(store, 3)
     store.requests.claim({batch.seq: 3}, 1)
     store.requests.record([good(batch, 2)])

@@ -138,7 +138,7 @@ async def test_unreadable_lines_are_sent_once_the_files_are_back(
 
 
 class AwayFileSystem(MemoryFileSystem):
-    """Object store whose client reports a broken connection by an exception of its own."""
+    """Object store whose client raises an exception class of its own for a broken connection."""
 
     protocol = "away"
 
@@ -151,7 +151,7 @@ class AwayFileSystem(MemoryFileSystem):
 
 
 def test_an_object_store_that_is_away_counts_as_a_disk_error() -> None:
-    """A batch fails if anything else goes wrong in its validation."""
+    """Validation is tried again after a disk error; after any other error the batch fails."""
     fsspec.register_implementation("away", AwayFileSystem, clobber=True)
     blobs = Blobs("away://bucket")
     with pytest.raises(OSError, match="ConnectionBroken"):

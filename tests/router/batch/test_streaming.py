@@ -74,7 +74,7 @@ LINES = int(os.environ.get("CONSERVE_BATCH_LINES", "200000"))  # 400 MB; with a 
 
 
 async def form(lines: int, pad: int) -> AsyncIterator[bytes]:
-    """Yield a multipart upload that is never in memory as a whole."""
+    """Yield a multipart upload piece by piece, so that it is never in memory as a whole."""
     yield b'--b\r\ncontent-disposition: form-data; name="purpose"\r\n\r\nbatch\r\n'
     yield b'--b\r\ncontent-disposition: form-data; name="file"; filename="in.jsonl"\r\n\r\n'
     filler = "x" * pad
@@ -143,12 +143,12 @@ async def test_a_file_much_larger_than_the_used_memory_is_processed(tmp_path: Pa
 @pytest.mark.slow
 @pytest.mark.timeout(1_800)
 async def test_many_lines_are_validated_in_bounded_memory(tmp_path: Path) -> None:
-    """Upload and validate many lines, then cancel the batch: its execution is not tested here."""
+    """Upload and validate many lines, then cancel the batch, because only validation is tested here."""
     assert await through(tmp_path, LINES, 1_960, 1_500, "cancelled") < 300
 
 
 def test_the_measured_memory_grows_with_the_memory_in_use() -> None:
-    """The number that the previous test bounds does change with memory use."""
+    """The peak memory that the other tests of this file check does grow with memory use."""
     code = "b = bytearray(200 << 20); print(open('/proc/self/status').read())"
     status = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout
     assert int(status.split("VmHWM:")[1].split()[0]) / 1024 > 200

@@ -26,7 +26,7 @@ def files(tmp_path: Path) -> Path:
 
 @pytest.fixture
 async def idle(either_url: str, files: Path) -> AsyncIterator[GatewayWithBatch]:
-    """Start a batch process without an engine, so that batches stay."""
+    """Start a batch process without an engine, so that batches do not end."""
     gateway = GatewayWithBatch(either_url, str(files), StaticFleet(), DispatchSettings(tick_s=0.02))
     await gateway.start()
     gateway.front.keys = Keyring((), None, Limits(stored_gib=3 / 1024, batches=2))

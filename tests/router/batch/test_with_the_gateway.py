@@ -28,7 +28,7 @@ ASK = {"model": MODEL, "messages": [{"role": "user", "content": "hello"}], "max_
 
 
 class BatchProcess:
-    """Process `python -m router.batch --config FILE` for the fleet of a test."""
+    """Process that runs `python -m router.batch --config FILE` for the fleet of a test."""
 
     def __init__(self, small: FakeFleet, folder: Path) -> None:
         self.port = free_port()

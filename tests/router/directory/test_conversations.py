@@ -38,7 +38,7 @@ def test_unknown_and_running_conversations_are_not_parked() -> None:
     assert conversations.parked == 1
 
 
-def test_an_engine_may_report_parking_before_the_end_of_the_turn_arrives() -> None:
+def test_a_parking_report_that_overtakes_its_turns_end_counts_once_the_turn_has_ended() -> None:
     conversations = two_parked()
     a = conversations.get("a")
     assert a is not None

@@ -1,4 +1,4 @@
-"""A damaged journal is refused; a repair keeps readable rows and the former files."""
+"""A damaged journal is refused; a repair keeps the readable rows and the damaged files."""
 
 import asyncio
 import os
@@ -25,8 +25,7 @@ def log_of(path: Path) -> Path:
 
 
 async def written(path: Path, rows: int = ROWS, *, killed: bool) -> Path:
-    """Write a journal of `rows` in commits of five. `killed` leaves most of it in SQLite's log, as a kill
-    does."""
+    """Write a journal in commits of five rows. With `killed`, most rows stay in SQLite's log."""
     journal = Journal(path)
     for number in range(rows):
         journal.append(row(number))
@@ -78,7 +77,7 @@ def test_a_flipped_bit_in_the_file_is_refused_or_changes_no_row(tmp_path: Path) 
     assert refused > 20
 
 
-def test_a_flipped_bit_in_the_last_commit_costs_that_commit(tmp_path: Path) -> None:
+def test_a_flipped_bit_in_the_last_commit_loses_only_that_commit(tmp_path: Path) -> None:
     path = asyncio.run(written(tmp_path / "journal", killed=True))
     flip(log_of(path), log_of(path).stat().st_size - 100)
     assert read(path) == [row(number) for number in range(ROWS - 5)]
@@ -106,7 +105,7 @@ def test_a_cut_or_missing_log_is_refused(tmp_path: Path) -> None:
             Journal(path)
 
 
-def test_two_torn_ends_cost_only_the_last_rows_before_each_crash(tmp_path: Path) -> None:
+def test_two_torn_ends_lose_only_the_last_rows_before_each_crash(tmp_path: Path) -> None:
     whole = asyncio.run(written(tmp_path / "journal", 100, killed=True))
     for attempt in range(4):
         path = copied(whole, tmp_path / f"once-{attempt}")

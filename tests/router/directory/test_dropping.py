@@ -1,5 +1,4 @@
-"""All members of a group get one order with one epoch; an engine that refuses or is late is skipped for a
-while."""
+"""The members of a group get one order with one epoch; engines that refuse or are late are left alone."""
 
 import asyncio
 import contextlib
@@ -37,7 +36,7 @@ def in_split(name: str, epoch: int, *partners: str) -> SplitState:
     return SplitState(f"{name}:1", SHAPE, epoch, kv_tokens, newest=epoch, partners=partners)
 
 
-class TwoEngines:
+class SharingEngines:
     """Keepers of two or more engines that carry out orders or refuse them."""
 
     def __init__(self, names: Sequence[str] = ("d0", "d1")) -> None:
@@ -102,8 +101,8 @@ def one_round(dropper: Dropper, state: OverloadState) -> None:
     asyncio.run(until_settled())
 
 
-def test_engines_are_paired_and_restored() -> None:
-    two = TwoEngines()
+def test_two_engines_share_layers_in_an_overload_and_are_restored_after_it() -> None:
+    two = SharingEngines()
     dropper = Dropper(DropLimits(1.0), two.records, two.share)
     one_round(dropper, LACKING)
     both = ("d0:1", "d1:1")
@@ -125,8 +124,8 @@ def test_engines_are_paired_and_restored() -> None:
     assert two.epochs() == [0, 0]
 
 
-def test_when_two_do_not_suffice_three_engines_share_and_are_restored_together() -> None:
-    three = TwoEngines(("d0", "d1", "d2"))
+def test_if_two_engines_do_not_suffice_three_share_and_are_restored_together() -> None:
+    three = SharingEngines(("d0", "d1", "d2"))
     for name in (
         "d0",
         "d1",
@@ -147,7 +146,7 @@ def test_when_two_do_not_suffice_three_engines_share_and_are_restored_together()
 
 
 def test_an_engine_that_refuses_is_not_asked_again_for_a_while() -> None:
-    two, now = TwoEngines(), [0.0]
+    two, now = SharingEngines(), [0.0]
     dropper = Dropper(DropLimits(1.0), two.records, two.share, lambda: now[0])
     two.refuses = {"d1"}
     one_round(dropper, LACKING)
@@ -161,8 +160,8 @@ def test_an_engine_that_refuses_is_not_asked_again_for_a_while() -> None:
 
 
 def test_an_engine_that_lost_its_group_is_not_asked_again_for_a_while() -> None:
-    """A second group may be lost as well, and each loss makes engines recompute all requests."""
-    two, now = TwoEngines(), [0.0]
+    """Another group may be lost too, and after each loss the engines compute all requests again."""
+    two, now = SharingEngines(), [0.0]
     dropper = Dropper(DropLimits(1.0), two.records, two.share, lambda: now[0])
     one_round(dropper, LACKING)
     assert len(two.told) == 2
@@ -179,7 +178,7 @@ def test_an_engine_that_lost_its_group_is_not_asked_again_for_a_while() -> None:
 
 
 def test_an_epoch_is_never_used_twice() -> None:
-    two, now = TwoEngines(), [0.0]
+    two, now = SharingEngines(), [0.0]
     dropper = Dropper(DropLimits(1.0), two.records, two.share, lambda: now[0])
     seen = []
     for _ in range(3):
@@ -195,14 +194,14 @@ def test_an_epoch_is_never_used_twice() -> None:
     assert two.epochs()[0] > seen[-1] + 5
 
 
-def split_in(two: TwoEngines, epoch: int) -> None:
+def split_in(two: SharingEngines, epoch: int) -> None:
     for name, partner in (("d0", "d1:1"), ("d1", "d0:1")):
         two.set(name, in_split(name, epoch, partner))
         two.holds(name, 9_000)
 
 
-def test_an_engine_that_has_not_reported_since_a_restart_may_be_the_peer() -> None:
-    two, now = TwoEngines(), [0.0]
+def test_an_engine_without_its_peer_is_restored_only_after_the_peer_was_silent_for_long() -> None:
+    two, now = SharingEngines(), [0.0]
     split_in(two, 7)
     heard = two.record("d1")
     two.put("d1", EngineRecord(heard.info, unreported(heard.info), suspect=True))
@@ -223,8 +222,8 @@ def test_an_engine_that_has_not_reported_since_a_restart_may_be_the_peer() -> No
     assert [(what, engine, epoch) for what, engine, epoch, _, _ in two.told] == [("restore", "d0", 7)]
 
 
-def test_several_pairs_with_the_same_epoch_after_a_restart_are_all_restored() -> None:
-    four = TwoEngines(("d0", "d1", "d2", "d3"))
+def test_after_a_restart_all_pairs_are_restored_even_if_two_have_the_same_epoch() -> None:
+    four = SharingEngines(("d0", "d1", "d2", "d3"))
     heard = {}
     for name, partner in (("d2", "d3:1"), ("d3", "d2:1")):  # as a former directory told them
         four.set(name, in_split(name, 1, partner))
@@ -242,7 +241,7 @@ def test_several_pairs_with_the_same_epoch_after_a_restart_are_all_restored() ->
 
 
 def test_other_engines_can_pair_during_a_restore_and_no_order_is_sent_twice() -> None:
-    four = TwoEngines(("d0", "d1", "d2", "d3"))
+    four = SharingEngines(("d0", "d1", "d2", "d3"))
     split_in(four, 7)
     heard = [four.record(name) for name in ("d2", "d3")]
     for record in heard:  # the pair that is there is restored first
@@ -273,10 +272,10 @@ def test_other_engines_can_pair_during_a_restore_and_no_order_is_sent_twice() ->
     asyncio.run(rounds())
 
 
-def test_an_order_in_progress_is_not_reported_as_nothing_dropped(
+def test_no_log_line_says_that_nothing_is_dropped_while_a_drop_is_in_progress(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
-    two = TwoEngines()
+    two = SharingEngines()
     dropper = Dropper(DropLimits(1.0), two.records, two.share)
 
     async def rounds() -> None:
@@ -293,8 +292,8 @@ def test_an_order_in_progress_is_not_reported_as_nothing_dropped(
     asyncio.run(rounds())
 
 
-def test_a_drop_in_progress_covers_the_excess_demand() -> None:
-    four = TwoEngines(("d0", "d1", "d2", "d3"))
+def test_no_second_drop_begins_for_demand_that_a_drop_in_progress_will_meet() -> None:
+    four = SharingEngines(("d0", "d1", "d2", "d3"))
     dropper = Dropper(DropLimits(1.0, reserve=0.0), four.records, four.share)
 
     async def rounds() -> None:
@@ -318,8 +317,8 @@ def rounds_failed() -> float:
     return REGISTRY.get_sample_value("conserve_overload_rounds_failed_total") or 0.0
 
 
-def test_a_round_that_fails_does_not_end_dropping() -> None:
-    two = TwoEngines()
+def test_dropping_goes_on_after_a_round_that_failed() -> None:
+    two = SharingEngines()
     rounds = chain([None], repeat(LACKING))
     before = rounds_failed()
     dropper = Dropper(DropLimits(1.0), two.records, two.share)

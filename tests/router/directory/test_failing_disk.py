@@ -1,4 +1,4 @@
-"""The directory's disk is full (a tmpfs that only its process sees), or a sync of it fails."""
+"""A directory refuses new conversations while its disk is full (a small tmpfs) or fails to sync."""
 
 import asyncio
 import time

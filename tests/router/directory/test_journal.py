@@ -1,4 +1,4 @@
-"""Acknowledged rows of the journal are there after a crash."""
+"""Rows that the journal has acknowledged survive crashes, full disks and newer versions."""
 
 import asyncio
 import os
@@ -300,7 +300,9 @@ def missed() -> float:
     return REGISTRY.get_sample_value("conserve_journal_rows_missed_total") or 0.0
 
 
-async def test_the_number_of_waiters_for_a_full_disk_is_bounded(tmp_path: Path) -> None:
+async def test_counts_and_prompt_ends_are_dropped_while_too_many_rows_wait_for_a_full_disk(
+    tmp_path: Path,
+) -> None:
     """Bound conversations continue, but updates of their counters are dropped beyond a limit."""
     path, before = tmp_path / "journal", missed()
     journal = Journal(path)

@@ -1,4 +1,4 @@
-"""Idle conversations leave a draining or a hot decoder with their KV, and a turn voids that."""
+"""Idle conversations leave a draining or a hot decoder with their KV; a turn that begins voids the move."""
 
 from dataclasses import replace
 from typing import Any
@@ -29,7 +29,7 @@ def one_move(made: BindingTable, now: float) -> IdleMove:
     return move
 
 
-def test_an_idle_conversation_is_bound_where_it_was_sent() -> None:
+def test_an_idle_conversation_is_bound_to_the_decoder_that_received_its_kv() -> None:
     made = table()
     left = idle(made, "c", 1)
     assert made.idle_moves.begin(1.0) == []
@@ -79,7 +79,7 @@ def test_a_failed_send_leaves_the_conversation_in_place_and_releases_the_reserva
     assert one_move(made, 11.0).key == "c", "the next drain tries again"
 
 
-def test_a_restarted_target_does_not_have_the_sent_kv() -> None:
+def test_a_conversation_stays_if_the_target_of_its_move_has_restarted() -> None:
     made = table()
     left = idle(made, "c", 1)
     drained(made, left)
@@ -89,7 +89,7 @@ def test_a_restarted_target_does_not_have_the_sent_kv() -> None:
     assert made.binding("c").engine == left  # type: ignore[union-attr]
 
 
-def test_a_few_idle_conversations_are_sent_at_once_the_most_recent_first() -> None:
+def test_only_a_few_idle_conversations_are_sent_at_a_time_the_most_recent_first() -> None:
     made = table(decoders=1, kv_tokens=100_000)
     for number in range(AT_ONCE + 2):
         idle(made, f"c{number}", number + 1, now=float(number))

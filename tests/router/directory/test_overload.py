@@ -20,7 +20,7 @@ from tests.support.engines import info, placer, state
 
 
 def full_fleet() -> tuple[Placer, BindingTable]:
-    """Two decoders, both nearly full of running turns."""
+    """Return a directory with two decoders that are nearly full of running turns."""
     made = placer()
     table = BindingTable(100.0, made)
     for number in range(2):

@@ -1,4 +1,4 @@
-"""Concurrent turns share one call, and each gets its own answer or leaves nothing behind."""
+"""Concurrent turns share one call to the directory; each gets its own answer, or leaves no reservation."""
 
 import asyncio
 from collections.abc import AsyncIterator

@@ -1,4 +1,4 @@
-"""The turns of a gateway's process end with it."""
+"""A new process of a gateway supersedes the process before it, whose turns have ended."""
 
 from pathlib import Path
 
@@ -34,7 +34,7 @@ def test_token_grants_of_gateways_accumulate_for_a_slow_reader() -> None:
 
 
 async def test_a_successor_replaces_a_gateway_whose_stream_still_seems_open(tmp_path: Path) -> None:
-    """A vanished machine closes no connection."""
+    """The stream of the process before it stays open, because its machine vanished."""
     async with fleet(tmp_path, gateways=0, gateway_grace_s=600.0) as made:
         chain = of_messages(seed("s", "m"), [{"role": "user", "content": "x" * 100}])
         old = DirectoryClient(made.address, "g", secret="s3cret")

@@ -76,7 +76,7 @@ def test_the_first_report_after_a_restart_keeps_all_reservations() -> None:
 
 @given(st.lists(st.booleans(), min_size=1, max_size=30), st.integers(0, 2**32))
 def test_lost_reports_do_not_change_the_final_reservations(passed: list[bool], seed: int) -> None:
-    """One path forwards every report, another only some and the last: both directories agree afterwards."""
+    """One directory gets every report, the other only some and the last; both have the same reservations."""
     every, some = table(decoders=1), table(decoders=1)
     named: dict[str, int] = {}
     for seq, heard in enumerate([*passed, True], start=1):
@@ -145,7 +145,7 @@ async def test_a_report_that_arrives_a_second_time_is_applied_once(directory: Di
 async def test_turns_of_a_gateway_that_never_opens_a_stream_end(
     directory: Directory, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A gateway may ask a directory that has just restarted and crash before its stream is back."""
+    """The gateway asks a directory that has just restarted, and crashes before it opens its stream."""
     monkeypatch.setattr("router.directory.directory.STREAMLESS_S", 0.05)
     directory.heard_from("g")
     place(directory.table, ask("c", turn=1))

@@ -1,4 +1,4 @@
-"""A restarted directory does not decide on the part of its fleet that reports first."""
+"""A restarted directory places nothing new before all of its engines have reported."""
 
 import asyncio
 import time

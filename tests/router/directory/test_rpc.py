@@ -1,4 +1,4 @@
-"""Messages are plain data that two versions understand, and calls without the secret are refused."""
+"""Two versions understand each other's messages, and calls without the secret are refused."""
 
 from collections.abc import AsyncIterator
 from dataclasses import dataclass

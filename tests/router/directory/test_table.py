@@ -1,4 +1,4 @@
-"""The table binds conversations for life, serves the queue in order, and leaves nothing behind."""
+"""The table keeps conversations bound, serves waiting turns in order, and leaves no reservations behind."""
 
 import random
 from dataclasses import replace
@@ -90,7 +90,7 @@ def test_a_conversation_never_moves_twice_within_a_minute() -> None:
     assert place(made, ask("c", turn=4), 70.0).engine not in (left, there)
 
 
-def test_without_transfers_a_conversation_moves_and_is_computed_again() -> None:
+def test_without_transfers_the_context_of_a_moved_conversation_is_computed_again() -> None:
     made = table(policy=PlacingPolicy.COLLOCATED)
     left = place(made, ask("c", turn=1)).engine
     made.turn_ended("c", "g", 1.0, TurnEnded(prompt_tokens=1000, completion_tokens=10), turn=1)
@@ -121,7 +121,7 @@ def test_a_fork_starts_beside_its_parent_while_there_is_capacity() -> None:
     assert place(made, ask("late", 3000, parent="parent")).engine != parent.engine
 
 
-def test_waiting_turns_are_served_in_order() -> None:
+def test_waiting_turns_of_one_class_are_served_in_order_of_arrival() -> None:
     made = table(decoders=1)
     place(made, ask("big", 9000))
     got: list[tuple[str, Placed | Refusal]] = []
@@ -207,7 +207,7 @@ def waits(made: BindingTable, key: str, tokens: int, got: list[str], at: float =
 
 
 def test_waiting_turns_are_served_fairly_among_owners() -> None:
-    """One owner's twenty turns came first; the other owner's two get their share immediately."""
+    """One owner's twenty turns arrived first; another owner's two are served within the first round."""
     made, got = table(decoders=1, kv_tokens=30_000), list[str]()
     place(made, ask("big", 28_000))
     for number in range(20):
@@ -220,7 +220,7 @@ def test_waiting_turns_are_served_fairly_among_owners() -> None:
     assert max(got.index("other:0"), got.index("other:1")) <= QUANTUM // 1000 + 1
 
 
-def test_a_prompt_with_a_cached_prefix_counts_with_its_remainder() -> None:
+def test_a_turn_uses_up_its_owners_share_only_with_its_uncached_tokens() -> None:
     made, got, head = table(decoders=1, kv_tokens=40_000), list[str](), (PromptPrefix(b"system", 6_900),)
     place(made, ask("a:first", 7_000, prefixes=head))
     place(made, ask("big", 30_000))
@@ -245,7 +245,7 @@ def test_flows_of_one_owner_are_served_fairly() -> None:
 
 
 def test_a_turn_that_does_not_fit_delays_others_for_a_bounded_time() -> None:
-    """One owner's turn needs more KV than is free. Others pass it for one quantum, and then wait."""
+    """One owner's turn needs more KV than is free. Another owner's turns pass it for one quantum only."""
     made, got = table(decoders=1, kv_tokens=60_000), list[str]()
     place(made, ask("a:big", 30_000))
     waits(made, "a:large", 28_000, got)
@@ -267,7 +267,7 @@ def test_one_owner_fills_only_its_share_of_the_queue() -> None:
     waits(made, "other:1", 5000, got, waiting_share=share)
 
 
-def test_waiting_is_bounded_and_its_refusal_says_why() -> None:
+def test_a_turn_that_waited_for_its_limit_is_refused_with_the_reason() -> None:
     made = table(decoders=1)
     place(made, ask("big", 9000))
     got: list[Placed | Refusal] = []
@@ -298,7 +298,7 @@ def test_an_engines_new_epoch_voids_its_bindings_but_not_the_conversations() -> 
     assert not again.known
 
 
-def test_an_engine_that_was_only_out_of_reach_has_its_conversations_again() -> None:
+def test_an_engine_that_was_only_unreachable_gets_its_conversations_back() -> None:
     made = table()
     first = place(made, ask("stays")).engine
     other = place(made, ask("goes")).engine
@@ -323,7 +323,7 @@ def test_an_engine_that_was_only_out_of_reach_has_its_conversations_again() -> N
     assert place(made, ask("stays")).cause == "bound"
 
 
-def test_an_engine_that_returns_in_a_new_epoch_has_no_conversation_again() -> None:
+def test_an_engine_that_returns_in_a_new_epoch_gets_no_conversation_back() -> None:
     made = table(decoders=1)
     place(made, ask("c"))
     made.engine_down("d0")
@@ -385,7 +385,7 @@ def test_a_large_later_turn_goes_through_a_prefiller_to_the_same_decoder() -> No
     assert described["transfers"] == 2
 
 
-def test_a_prefillers_cached_prefix_of_a_large_later_turn_does_not_count() -> None:
+def test_a_later_turns_prefill_is_estimated_without_the_prefix_that_its_prefiller_has() -> None:
     made = table(first_turns=FirstTurns.ELASTIC)
 
     def again(uncached: int) -> float:
@@ -412,7 +412,7 @@ def test_the_former_gateway_is_notified_when_another_serves_a_conversation() -> 
 
 
 def test_after_a_restart_only_the_call_with_the_lost_answer_is_placed_again() -> None:
-    """Another turn must find the binding, even if no end of a turn reached the disk."""
+    """Other turns find the binding, even if the end of no turn reached the disk."""
     made = table()
     made.effects()  # of its engines, which announce themselves again
     end = chains.of_text(SEED, b"prompt").end
@@ -490,7 +490,7 @@ def same(made: BindingTable, again: BindingTable) -> None:
 
 
 def test_the_end_of_a_turn_may_arrive_before_its_beginning() -> None:
-    """The report of a client that leaves at once can arrive before the placement that it gives up."""
+    """If a client leaves at once, the report of its turn's end can overtake the request for its placement."""
     made = table()
     made.turn_ended("c", "g", 0.0, TurnEnded(prompt_tokens=0, completion_tokens=0), turn=7)
     outcome = made.place(ask("c", turn=7), 0.1, nobody)
@@ -504,7 +504,7 @@ def test_the_end_of_a_turn_may_arrive_before_its_beginning() -> None:
 
 
 def test_a_request_that_arrives_again_after_its_turn_ended_starts_nothing() -> None:
-    """The request arrives late, on a connection that the gateway has given up."""
+    """The second request arrives late, on a connection that the gateway no longer uses."""
     made = table()
     place(made, ask("c", turn=7))
     made.turn_ended("c", "g", 0.2, TurnEnded(prompt_tokens=5, completion_tokens=5), turn=7)
