@@ -103,9 +103,10 @@ OVERLOAD_ROUNDS_FAILED = Counter(
 )
 OVERLOAD = Gauge(
     "conserve_overload",
-    "1 for the present state of the decoders' KV: fits; evictable (it fits once idle conversations and "
-    "offline work are evicted); brief; compute (turns wait beside free KV); no_decoder (none accepts "
-    "conversations); kv_short; not_over.",
+    "1 for the present state of the decoders' KV: fits; evictable (the demand fits once idle conversations "
+    "and offline work are evicted); brief (the demand exceeds the KV, but not for long); compute (turns wait "
+    "beside free KV); no_decoder (none accepts conversations); kv_short (overload: turns wait for KV); "
+    "not_over (overload that ends: the demand is lower, but not yet low).",
     ["reason"],
 )
 CAPACITY_ADVICE = Gauge(
@@ -146,8 +147,8 @@ IDENTIFIED = Counter(
 )
 PLACEMENTS = Counter(
     "conserve_placements_total",
-    "Placements by policy and cause: first_turn, rebound (the decoder was lost), moved (it was "
-    "draining), redisaggregated, bound.",
+    "Placements by policy and cause: first_turn, rebound (the decoder was lost), moved (the decoder is "
+    "draining), redisaggregated (a later turn that a prefiller may compute), bound (any other later turn).",
     ["policy", "cause"],
 )
 REFUSALS = Counter(
@@ -161,7 +162,7 @@ PLACE_SECONDS = Histogram(
 HANDOVER_SECONDS = Histogram(
     "conserve_handover_seconds",
     "Time from the end of a prompt's prefill to its first token on the decoder, less the time of one "
-    "token: the part of a transfer that was not hidden. Streamed turns only.",
+    "token: the part of a transfer that delays the first token. Streamed turns only.",
     buckets=_GAP_S,
 )
 TRANSFERS = Counter(
@@ -206,7 +207,7 @@ RESTORES_AHEAD = Counter(
 DIRECTORY_UP = Gauge(
     "conserve_directory_connected", "1 while the directory's stream to this gateway is open."
 )
-CACHED_BINDINGS = Gauge("conserve_cached_bindings", "Bindings this gateway serves without asking.")
+CACHED_BINDINGS = Gauge("conserve_cached_bindings", "Bindings that this gateway uses without asking.")
 
 SLO_TARGETS_RAISED = Counter(
     "conserve_slo_targets_raised_total",
@@ -225,7 +226,7 @@ IGNORED_FIELDS = Counter(
     "conserve_ignored_fields_total",
     "Fields of requests and batch lines that were dropped because neither the gateway nor vLLM knows "
     "them, by endpoint. The response header X-Conserve-Ignored-Fields names them; the log names each "
-    "once a key.",
+    "once for each key.",
     ["path"],
 )
 KEYS_STALE = Gauge(
@@ -306,9 +307,9 @@ PROMPT_TOKENS = Histogram(
 )
 MOVED = Counter(
     "conserve_conversations_moved_total",
-    "Conversations moved to another decoder, by reason (drain: theirs is to end; hot: prompts wait there)"
-    " and by what became of their KV: with_kv; recomputed (all or a part of the context was computed again); "
-    "unfinished (the turn came to nothing).",
+    "Conversations moved to another decoder, by reason (drain: their decoder is draining; hot: prompts wait "
+    "there) and outcome: with_kv; recomputed (all or a part of the context was computed again); unfinished "
+    "(the move, or the turn that moved the conversation, failed).",
     ["reason", "outcome"],
 )
 MOVED_RECOMPUTED_TOKENS = Counter(

@@ -144,7 +144,7 @@ class WatchedFiles:
             try:
                 before, self._last = self._last, await asyncio.to_thread(self._state)
             except RuntimeError as error:  # no thread could be started
-                log.warning("files not looked at files=%s reason=%r", [*map(str, self._files)], error)
+                log.warning("files not checked files=%s reason=%r", [*map(str, self._files)], error)
                 continue
             self._looks += 1
             if self._last == before and (self._last != self._read or 0 < self._pause <= self._looks):

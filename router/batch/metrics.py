@@ -44,7 +44,7 @@ REQUEUED = Counter(
 )
 DUPLICATES = Counter(
     "conserve_batch_late_results",
-    "Results that were discarded because the line had one or its batch was closed.",
+    "Results that were discarded because the line already had a result or its batch was closed.",
 )
 COMMIT_SECONDS = Histogram(
     "conserve_batch_commit_seconds",
@@ -54,7 +54,7 @@ COMMIT_SECONDS = Histogram(
 FLEX = Counter("conserve_batch_flex_requests", "Requests of service tier flex, by outcome.", ["outcome"])
 URGENT = Counter(
     "conserve_batch_urgent_dispatches",
-    "Requests sent before their fair turn because their deadline is close.",
+    "Requests sent before those of owners that were served less, because their deadline is close.",
 )
 STEP_ERRORS = Counter(
     "conserve_batch_step_errors",

@@ -24,7 +24,7 @@ def find_route(path: str) -> tuple[Mapping[str, str], tuple[str, ...]]:
     for pattern, methods in _PATTERNS.items():
         if match := pattern.fullmatch(path):
             return methods, match.groups()
-    raise NotFound(f"there is no {excerpt(path)}; see the README for the API")
+    raise NotFound(f"there is no {excerpt(path)}; /openapi.json lists the paths")
 
 
 def canonical_target(path: str) -> bytes:

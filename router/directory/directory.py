@@ -221,7 +221,7 @@ class Directory:
             async with asyncio.timeout(_COMMAND_TIMEOUT_S):
                 return "restored" if await self._prefetch(info, key, due_in_s) else "gone"
         except _ENGINE_ERRORS as wrong:
-            log.warning("not prefetched conversation=%s engine=%s reason=%r", key, info.engine, wrong)
+            log.warning("KV not prefetched conversation=%s engine=%s reason=%r", key, info.engine, wrong)
             return "failed"
 
     def serve_soon(self) -> None:
@@ -343,7 +343,7 @@ class Directory:
             # The engine is told again when it reports, and in any case frees idle KV by itself.
             metrics.RELEASES_FAILED.inc()
             self.table.not_released(info.engine, info.epoch, key)
-            log.warning("not released conversation=%s engine=%s reason=%r", key, info.engine, wrong)
+            log.warning("KV not released conversation=%s engine=%s reason=%r", key, info.engine, wrong)
 
     async def _move_idle(self, send: Send, move: IdleMove) -> None:
         recomputed: int | None = None
@@ -352,7 +352,7 @@ class Directory:
             async with asyncio.timeout(limit_s):
                 recomputed = await send(move.source, move.target, move.key)
         except _ENGINE_ERRORS as wrong:
-            log.warning("not sent conversation=%s from=%s reason=%r", move.key, move.source.engine, wrong)
+            log.warning("KV not sent conversation=%s from=%s reason=%r", move.key, move.source.engine, wrong)
         finally:
             bound = self.table.idle_moves.end(move, recomputed is not None, self.clock())
             self.changed()

@@ -179,7 +179,7 @@ class Dropper:
                 await asyncio.gather(*tells)
             outcome = "done" if await self._until(engines, epoch, began + CHANGE_S[what]) else "failed"
         except (OSError, TimeoutError, grpc.RpcError, RuntimeError) as wrong:
-            log.warning("not told engines=%s change=%s reason=%r", ",".join(engines), what, wrong)
+            log.warning("order not taken engines=%s change=%s reason=%r", ",".join(engines), what, wrong)
         seconds = self._clock() - began
         metrics.LAYERS_SHARED.labels(what, outcome).inc()
         line = "overload change=%s engines=%s epoch=%d outcome=%s seconds=%.2f"

@@ -129,7 +129,7 @@ class DirectoryClient:
             remote, running = await self._find_remotely(chain, name)
         except (grpc.aio.AioRpcError, BadReply) as wrong:
             metrics.FALLBACKS.labels("identify_failed").inc()
-            log.warning("not looked up, counts as a new conversation reason=%s", reason_of(wrong))
+            log.warning("conversation not looked up, a new one begins reason=%s", reason_of(wrong))
         found = self.cache.nodes.find(chain, name)  # an equal request may have arrived meanwhile
         if found is not None and (remote is None or found.size >= remote.size):
             return found, self.cache.running
@@ -270,7 +270,7 @@ class DirectoryClient:
                 async for push in self._stub.stream(m.WATCH, request):
                     self._take(push)
             except (grpc.aio.AioRpcError, BadReply) as wrong:
-                log.warning("directory lost, serving from what is known reason=%s", reason_of(wrong))
+                log.warning("directory unreachable, serving from the cache reason=%s", reason_of(wrong))
             self.connected = False
             metrics.DIRECTORY_UP.set(0)
             await asyncio.sleep(_RETRY_S)
