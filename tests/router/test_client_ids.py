@@ -154,7 +154,7 @@ async def test_an_anthropic_client_may_send_its_session_in_the_user_id(made: Fak
     one, other = await turn("s1", begin), await turn("s2", begin)
     assert one != other
     assert await turn("s1", title) not in (one, other)
-    # In lockstep, with equal answers: each goes on as itself, also when its turn is repeated.
+    # Both run in lockstep with equal answers; each continues its own conversation, also at a retry.
     for messages in (later, later, [*later, assistant("more"), user("result 2")]):
         assert [await turn("s1", *messages), await turn("s2", *messages)] == [one, other]
     fork = await turn("s1", begin, assistant("otherwise"), user("x"))
@@ -197,7 +197,7 @@ async def test_requests_with_different_correlation_ids_stay_one_conversation(mad
     for number in range(4):
         stamp = {"x-correlation-id": f"req-{number}"}
         answers.append(await ask(made.urls[0], messages, headers=stamp))
-        if number == 1:  # tried again, with a stamp of its own
+        if number == 1:  # the retry has another correlation id
             answers.append(await ask(made.urls[0], messages, headers={"x-correlation-id": "req-1b"}))
         messages += calls(number, ("read", "grep"))
     assert len(ids(answers)) == 1
@@ -243,7 +243,7 @@ async def test_inference_perf_continues_a_text_without_an_id(made: FakeFleet) ->
     text, answers = "a system prompt " * 20, []
     for number in range(4):
         text += f" question {number}"
-        usage = {"continuous_usage_stats": True, "include_usage": True}  # the first of them is guidellm's
+        usage = {"continuous_usage_stats": True, "include_usage": True}  # guidellm's case is the first
         answers.append(
             await ask(
                 made.urls[0],

@@ -122,7 +122,7 @@ def decide(table: NodeTable, asked: Chain, running: frozenset[str] = frozenset()
 def test_an_unknown_prompt_is_a_new_conversation() -> None:
     table = NodeTable(100)
     table.record(prompt("a", "b").end, "one")
-    assert decide(table, prompt("a", "c")).match is PrefixMatch.NEW  # nodes are only where a request ended
+    assert decide(table, prompt("a", "c")).match is PrefixMatch.NEW  # only the ends of requests are nodes
     assert decide(table, prompt("a")).match is PrefixMatch.NEW
 
 

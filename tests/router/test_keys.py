@@ -76,7 +76,7 @@ def test_a_keys_file_sets_the_permissions_of_a_key() -> None:
         ("- &a [*a]\n", "f:1: not valid YAML: found unconstructable recursive"),
         ("[" * 3000, "f:1: not valid YAML: more than 8 levels of lists"),
         ("- " * 50_000, "f:1: not valid YAML: more than 8 levels of lists"),
-        ("[" * 100_000 + "]" * 100_000, "f:1: not valid YAML: more than 8 levels"),  # ended the process
+        ("[" * 100_000 + "]" * 100_000, "f:1: not valid YAML: more than 8 levels"),  # crashed libyaml
         *(
             (f"- id: b\n  owner: o\n  hash: ''\n  limits:\n    {limit}\n", "f:5: limits.")
             for limit in (
@@ -218,7 +218,7 @@ async def test_thousands_of_keys_are_reloaded_without_blocking_the_event_loop(
     known, longest = Keyring((), str(file)), list[float]()
     watching = asyncio.create_task(known.watch())
     try:
-        for more in range(3):  # another process may take the processor's caches and more
+        for more in range(3):  # other processes may slow this one down
             stalls = Stalls()
             measuring = asyncio.create_task(stalls.watch())
             await asyncio.sleep(0.1)
@@ -357,7 +357,7 @@ def test_the_command_prints_a_key_once_and_writes_its_hash(tmp_path: Path) -> No
     before = file.stat()
     assert conserve_key("new", "--owner", "mail", "--file", str(file), "--id", "k3").exit_code == 0
     assert conserve_key("revoke", "k3", "--file", str(file)).exit_code == 0
-    after = file.stat()  # or gateways of that group could not read it
+    after = file.stat()  # otherwise gateways of that group could not read it
     assert [after.st_mode, after.st_uid, after.st_gid] == [before.st_mode, before.st_uid, before.st_gid]
     assert "k2" in conserve_key("list", "--file", str(file)).stdout
     assert conserve_key("revoke", "k1", "--file", str(file)).exit_code == 0

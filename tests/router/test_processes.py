@@ -70,7 +70,7 @@ async def test_an_agent_that_retries_after_a_kill_continues_its_conversation(
             first = await ask(url, messages)
             messages += [assistant("a"), user("b")]
             for engine in made.engines.values():
-                engine.token_s = 1.0  # the kill comes in the middle of the answer
+                engine.token_s = 1.0  # so that the kill comes during the answer
             await until(lambda: not running(made))
             cut_off = asyncio.create_task(ask(url, messages, stream=True, max_tokens=60))
             await until(lambda: running(made))
@@ -132,7 +132,7 @@ async def test_two_processes_share_a_port_and_one_outlives_the_other(tmp_path: P
             gateway_process(tmp_path, config("two")) as two,
         ):
             await until(lambda: len(made.directory.gateways.pages(of_batch=False)) == 2)
-            # Every request comes over a connection of its own, and the system spreads those.
+            # Every request has a connection of its own, and the system spreads the connections.
             ids = set()
             for number in range(6):
                 messages = [user(f"question {number}")]
@@ -144,7 +144,7 @@ async def test_two_processes_share_a_port_and_one_outlives_the_other(tmp_path: P
             assert len(ids) == 6
             assert len(made.prefills()) == 6
 
-            assert await turns_on_pages(made) == 12  # of both together
+            assert await turns_on_pages(made) == 12  # of both processes together
 
             before = len(made.directory.table.conversations)
             for engine in made.engines.values():

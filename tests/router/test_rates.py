@@ -60,7 +60,7 @@ def test_a_bucket_grants_one_minutes_amount_and_refills_with_time(
         if not wait:
             bucket.take(amount, now)
             granted, last = granted + amount, amount
-        # One request may be larger than a bucket; what it overdraws is paid back before the next.
+        # A request may cost more than a bucket holds; the bucket then refills before the next request.
         assert granted <= most + now * most / 60 + max(0, last - most) + 1e-6
 
 
@@ -70,7 +70,7 @@ async def test_requests_per_minute_are_limited(tmp_path: Path) -> None:
         got = [await alice(url, "hi") for _ in range(3)]
         began = time.monotonic()
         got.append(await alice(url, "hi"))
-        assert time.monotonic() - began > 0.9  # a refusal takes its time
+        assert time.monotonic() - began > 0.9  # time has passed until the refusal
         assert [one.status for one in got] == [200, 200, 200, 429]
         assert [left(one, "requests") for one in got[:3]] == [2, 1, 0]
         refused = got[-1]
@@ -94,7 +94,7 @@ async def test_tokens_per_minute_count_computed_tokens(tmp_path: Path) -> None:
         second = await ask(url, messages, headers=key, max_tokens=10)
         used = usage["prompt_tokens"] - 300 + 10
         reserved = 2000 - used - left(second, "tokens")
-        # What is new of the prompt, and not all of it; the bucket fills meanwhile.
+        # Only the uncached part of the prompt is charged; the bucket refills meanwhile.
         assert -34 * (time.monotonic() - began) <= reserved < 150
         refused = await alice(url, "z" * 5000)
         assert refused.status == 429 and refused.error["code"] == "rate_limit_exceeded"
@@ -112,7 +112,7 @@ async def test_tokens_that_a_prefiller_computed_are_charged(tmp_path: Path) -> N
             assert (await alice(url, "x" * 2500, max_tokens=10, said=said, stream=stream)).status == 200
         assert len([one for one in made.engines["p0"].seen if one.path != "/metrics"]) >= 2
         after = await alice(url, "s", max_tokens=1, said={"x-session-id": "after"})
-        assert left(after, "tokens") < 9000 - 2 * 2500 + 600  # what a few seconds add
+        assert left(after, "tokens") < 9000 - 2 * 2500 + 600  # what the bucket gains in a few seconds
 
 
 async def test_tokens_that_a_lost_engine_generated_are_not_given_back_as_cached(tmp_path: Path) -> None:
@@ -156,7 +156,7 @@ async def test_a_request_that_an_engine_refuses_costs_no_tokens(tmp_path: Path, 
     async with limited(tmp_path, {"tokens_per_minute": 9000}, engine=fails) as made:
         got = [await alice(made.urls[0], f"{number}" * 4000) for number in range(3)]
         assert [one.status for one in got] == [status] * 3
-        assert [left(one, "tokens") // 1000 for one in got] == [4] * 3  # each reserved its own only
+        assert [left(one, "tokens") // 1000 for one in got] == [4] * 3  # not one another's tokens
 
 
 async def test_a_client_that_leaves_the_queue_is_not_charged(tmp_path: Path) -> None:
@@ -183,7 +183,7 @@ async def test_concurrent_turns_are_limited(tmp_path: Path) -> None:
         refused = await alice(made.urls[0], "third")
         assert (refused.status, refused.error["code"]) == (429, "rate_limit_exceeded")
         await asyncio.sleep(0.6)
-        assert (await alice(made.urls[1], "elsewhere")).status == 429  # the other gateway knows of them
+        assert (await alice(made.urls[1], "elsewhere")).status == 429  # it knows of the turns at the first
         assert {one.status for one in await asyncio.gather(*going)} == {200}
         assert (await alice(made.urls[0], "third")).status == 200
 
@@ -273,7 +273,7 @@ def test_the_number_of_meters_is_bounded_and_the_oldest_is_dropped() -> None:
     assert granted(meters, key(0), 1) == 1
     for number in range(1, 12_000):
         assert granted(meters, key(number), 1) == 1
-        assert granted(meters, key(0), 1) == 0  # one that comes often stays
+        assert granted(meters, key(0), 1) == 0  # the meter of an address that returns often stays
     assert len(meters) == 10_000
     assert [granted(meters, key(number), 1) for number in (1, 11_999)] == [1, 0]
 

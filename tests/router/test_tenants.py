@@ -41,7 +41,7 @@ async def test_engines_receive_only_scoped_conversation_ids(made: FakeFleet, pat
         named.add(f"{namespace(name)}:{answer.conversation}")
     seen = [*made.decoder_requests(), *made.prefills()]
     assert {one.conversation for one in seen} == named
-    assert [one.body["session_id"] for one in seen] == [None] * len(seen)  # or it would override the header
+    assert [one.body["session_id"] for one in seen] == [None] * len(seen)  # it would override the header
 
 
 @pytest.mark.parametrize("path", PATHS)
@@ -107,7 +107,7 @@ async def test_requests_of_one_owner_take_no_more_than_its_share_of_the_connecti
             b"content-type: application/json\r\ncontent-length: 100\r\n\r\n"
         )
         slow = [await asyncio.open_connection(host, int(port)) for _ in range(4)]
-        for _, writer in slow:  # bodies that do not come
+        for _, writer in slow:  # bodies that never arrive
             writer.write(head)
         await until(lambda: made.gateways[0].server.stats.requests == 4)
         refused = await ask(made.urls[0], [user("hi")], headers=ALICE)
@@ -142,10 +142,10 @@ async def test_bodies_of_one_owner_take_no_more_memory_than_is_left_to_others(tm
         slow = [await slow_body(url, "alice", mib, mib // 2 - 100) for _ in range(2)]  # half of 2 MiB
         kept = [user("x" * (mib // 8))]
         await until(lambda: served.requests == 2)
-        await asyncio.sleep(0.2)  # until it has been read
+        await asyncio.sleep(0.2)  # until the gateway has read the pieces
         refused = await ask(url, kept, headers=ALICE)
         assert (refused.status, refused.error["code"]) == (429, "too_many_bytes_at_once")
-        slow += [await slow_body(url, "bob", mib, mib // 2 - 100)]  # of the other half as much as is left
+        slow += [await slow_body(url, "bob", mib, mib // 2 - 100)]  # as much of the other half as is left
         await until(lambda: served.requests == 4)
         await asyncio.sleep(0.2)
         assert (await ask(url, kept, headers=BOB)).error["code"] == "too_many_bytes_at_once"
@@ -154,7 +154,7 @@ async def test_bodies_of_one_owner_take_no_more_memory_than_is_left_to_others(tm
         for writer in slow:
             writer.close()
         await until(lambda: served.connections == 0)
-        for who in (ALICE, BOB) * 3:  # as much as at first, each time again
+        for who in (ALICE, BOB) * 3:  # the same share as at first, each time
             assert (await ask(url, [user("x" * (mib - mib // 8))], headers=who)).status != 429
 
 

@@ -52,7 +52,7 @@ def text(**changes: Any) -> bytes:
     return body(messages=[changes])
 
 
-# name -> (the bad line, error code, parameter); every one comes after two good lines
+# name -> (bad line, error code, parameter); each bad line comes after two good ones
 BAD_LINES: dict[str, tuple[bytes, str, str | None]] = {
     "not json": (b"{not json}\n", "invalid_json_line", None),
     "cut off json": (b'{"custom_id": "bad", "method"\n', "invalid_json_line", None),
@@ -191,7 +191,7 @@ async def test_each_bad_line_is_named_with_its_error(small: GatewayWithBatch, en
             assert error.message and len(error.message) < 500, name
             assert batch.output_file_id is None and batch.error_file_id is None, name
             assert batch.failed_at is not None and batch.in_progress_at is None, name
-    assert engine.served == []  # nothing of a failed batch runs
+    assert engine.served == []  # no line of a failed batch runs
 
 
 @pytest.mark.parametrize(

@@ -46,19 +46,19 @@ async def test_a_batch_survives_kills_at_random_moments(either_url: str, tmp_pat
     gateway = FrontGateway(batches.address)
     await gateway.start()
     database = Database(either_url)
-    done_before: list[tuple[int, set[int]]] = []  # length of the log, and the lines with results by then
+    done_before: list[tuple[int, set[int]]] = []  # length of the log, and the lines with results at that time
     async with gateway.client() as client:
         batch = await submit(client, jsonl([line(str(i)) for i in range(1, REQUESTS + 1)]))
         victims: list[Process] = [batches, *engines] * 2
         rng.shuffle(victims)
-        while not durable_lines(database):  # kill only when there is something to lose
+        while not durable_lines(database):  # kill only while something is in flight
             await status_of(client, batch)
         for victim in victims:
             await asyncio.sleep(rng.uniform(0.05, 1.2))
             await victim.kill()
             if victim is batches:
                 done = durable_lines(database)
-                await asyncio.sleep(0.1)  # requests at the engines have ended or been dropped
+                await asyncio.sleep(0.1)  # by now, requests at the engines have ended or were aborted
                 done_before.append((len(log.read_text().split()), done))
             await victim.start()
         ended: Batch | None = None

@@ -64,7 +64,7 @@ async def test_clients_and_pages_of_the_gateway_itself_are_served(url: str) -> N
     for headers in ({}, {"origin": url}, {"origin": url, "sec-fetch-site": "same-origin"}):
         assert (await post(f"{url}/v1/files", headers, upload()))[0] == 200
         assert (await ask(url, [user("hi")], headers=headers)).status == 200
-    assert (await get(f"{url}/v1/models", headers=EVIL))[0] == 200  # a link from somewhere else
+    assert (await get(f"{url}/v1/models", headers=EVIL))[0] == 200  # a link on another site
 
 
 async def test_with_keys_only_the_key_decides(tmp_path: Path) -> None:

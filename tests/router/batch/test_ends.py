@@ -34,7 +34,7 @@ async def test_a_cancelled_batch_keeps_its_finished_results(
         await in_progress(client, batch, done=1)
         cancelled = await client.batches.cancel(batch.id)
         assert cancelled.status == "cancelling" and cancelled.cancelling_at is not None
-        assert (await client.batches.cancel(batch.id)).status in ("cancelling", "cancelled")  # asked twice
+        assert (await client.batches.cancel(batch.id)).status in ("cancelling", "cancelled")  # again
         batch = await ended(client, batch)
         assert batch.status == "cancelled" and batch.cancelled_at is not None
         output, error = await results_of(client, batch)
@@ -44,7 +44,7 @@ async def test_a_cancelled_batch_keeps_its_finished_results(
         assert counts is not None and (counts.total, counts.completed) == (48, len(output))
         served = len(engine.served)
         await asyncio.sleep(0.2)
-        assert len(engine.served) == served  # nothing of it runs on
+        assert len(engine.served) == served  # no line of the batch runs any more
         with pytest.raises(openai.NotFoundError):
             await client.batches.cancel("batch_other")
 
@@ -56,7 +56,7 @@ async def test_an_ended_batch_cannot_be_cancelled(gateway: GatewayWithBatch) -> 
             await client.batches.cancel(batch.id)
 
 
-WORDS = "word " * 30_000  # more than the engine's 8,192 tokens can be
+WORDS = "word " * 30_000  # more text than 8,192 tokens can be
 LONG: dict[str, dict[str, Any]] = {
     "whole": {"messages": [{"role": "user", "content": WORDS}]},
     "to be cut": {"messages": [{"role": "user", "content": WORDS}], "truncate_prompt_tokens": 10},
@@ -117,7 +117,7 @@ async def test_an_expired_batch_keeps_its_finished_results(
         output, error = await results_of(client, batch)
         assert len(output) + len(error) == 24 and output.keys() <= {f"a{i}" for i in range(4)}
         assert {entry["error"]["code"] for entry in error.values()} == {"batch_expired"}
-        await asyncio.wait_for(engine.idle.wait(), 60)  # what was running was taken back
+        await asyncio.wait_for(engine.idle.wait(), 60)  # lines in flight were aborted
 
 
 async def test_a_half_bad_batch_completes_with_two_files(gateway: GatewayWithBatch) -> None:
@@ -157,7 +157,7 @@ async def test_a_poisonous_line_is_set_aside_and_the_rest_completes(
         )
         tried = [body["messages"][0]["content"] for body in engine.bodies]
         assert tried.count("status=500") == FAST.max_tries
-        # A kept-alive connection that breaks unanswered may have been dead before: such a try is sent again.
+        # A kept-alive connection that breaks before an answer may have been dead: the request is sent again.
         assert FAST.max_tries <= tried.count("drop it") <= 2 * FAST.max_tries
 
 
@@ -167,7 +167,7 @@ async def test_a_line_waits_for_a_busy_engine(gateway: GatewayWithBatch, engine:
         batch = await submit(client, jsonl([line(f"r{i}") for i in range(10)]))
         await asyncio.sleep(0.6)
         refused = len(engine.bodies)
-        assert refused <= 60  # it backs off
+        assert refused <= 60  # the dispatcher backs off
         engine.refuse_all = False
         batch = await ended(client, batch)
         assert batch.request_counts is not None and batch.request_counts.completed == 10
@@ -177,7 +177,7 @@ async def test_a_line_waits_for_a_busy_engine(gateway: GatewayWithBatch, engine:
 async def test_work_that_an_engine_refuses_goes_to_another(sqlite_url: str, tmp_path: Path, why: str) -> None:
     slow, other = OfflineEngine(delay_s=30.0), OfflineEngine()
     fleet = StaticFleet(await slow.start(), await other.start())
-    # What is left at an engine for a while is no try of it.
+    # A request that waits at an engine for a while does not count as a try.
     settings = replace(FAST, max_tries=1) if why == "shares its layers" else replace(FAST, lost_after_s=0.6)
     gateway = GatewayWithBatch(sqlite_url, str(tmp_path / "files"), fleet, settings)
     await gateway.start()
@@ -185,7 +185,7 @@ async def test_work_that_an_engine_refuses_goes_to_another(sqlite_url: str, tmp_
         batch = await submit(client, jsonl([line(f"r{i}") for i in range(40)]))
         await asyncio.wait_for(slow.asked.wait(), 60)
         if why == "restarted":
-            fleet.infos[0] = engine_info("e0", other.address, epoch=2)  # the old one answers nobody
+            fleet.infos[0] = engine_info("e0", other.address, epoch=2)  # the earlier process answers nobody
         else:
             split = SplitState("host:1", EngineShape(4, 1.0, 1_000, 1.0, 1.0, 1.0, None), epoch=3)
             fleet.states["e0"] = EngineState("e0", 1, 1, 0, 0, 0, 90_000, 0, 0, split=split)

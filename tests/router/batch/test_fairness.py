@@ -21,11 +21,11 @@ async def test_ten_keys_with_batches_of_very_different_sizes_get_equal_shares(
     engine = OfflineEngine(delay_s=0.01)
     fleet = StaticFleet(await engine.start())
     gateway = GatewayWithBatch(sqlite_url, str(tmp_path / "files"), fleet, replace(FAST, blind_window=10))
-    fleet_of_engines, fleet.infos = fleet.infos, []  # nothing starts before everybody has handed in
+    fleet_of_engines, fleet.infos = fleet.infos, []  # no request starts before all batches are submitted
     await gateway.start()
     clients = [gateway.client(f"sk-{key}") for key in range(10)]
     batches = []
-    for key in reversed(range(10)):  # the largest first: first come first served would starve the small
+    for key in reversed(range(10)):  # in order of arrival the small batches, which are last, would starve
         lines = [line(f"r{i}", f"key{key} {i}") for i in range(SIZES[key])]
         batches.append(await submit(clients[key], jsonl(lines)))
     for client, batch in zip(reversed(clients), batches, strict=True):
@@ -33,7 +33,7 @@ async def test_ten_keys_with_batches_of_very_different_sizes_get_equal_shares(
     fleet.infos = fleet_of_engines
     for key in range(9):
         await ended(clients[key], batches[9 - key], within_s=60)
-        if key == 5:  # the six small ones are through; four large ones are still at work
+        if key == 5:  # the six small batches have ended; the four large ones still run
             break
     shares = Counter(prompt.split()[0] for prompt in engine.served)
     for client in clients:
@@ -47,7 +47,7 @@ async def test_ten_keys_with_batches_of_very_different_sizes_get_equal_shares(
     print(f"Jain index of the keys still at work: {index:.4f}")
     assert finished == list(SIZES[:6])
     assert index > 0.98
-    assert max(large) <= 2 * SIZES[5]  # nobody had more than about what the finished key had
+    assert max(large) <= 2 * SIZES[5]  # no owner got much more than the owner whose batch has ended
 
 
 def jain_index(shares: Collection[float]) -> float:

@@ -68,7 +68,7 @@ async def test_flex_and_batches_share_the_engines(
         assert answers == [f"echo flex {i}" for i in range(12)]
         assert (
             await client.batches.retrieve(batch.id)
-        ).status != "completed"  # it did not wait for the batch
+        ).status != "completed"  # the flex requests did not wait for the batch
         batch = await ended(client, batch)
         assert batch.request_counts is not None and batch.request_counts.completed == 60
     assert engine.peak <= sqlite_gateway.config.dispatch.blind_window
@@ -90,7 +90,7 @@ async def test_a_refused_flex_request_costs_no_tokens(
     async with limited(tmp_path, {"tokens_per_minute": 100_000}, batch=batch) as made:
         refused = await alice(made.urls[0], "x" * 20_000, service_tier="flex")
         assert (refused.status, refused.error["code"]) == (429, "resource_unavailable")
-        assert left(refused, "tokens") < 90_000  # when it went there
+        assert left(refused, "tokens") < 90_000  # when the request was sent there
         after = await alice(made.urls[0], "hi")
         assert after.status == 200 and left(after, "tokens") > 95_000
 
@@ -183,7 +183,7 @@ async def test_flex_turns_obey_the_limits_of_the_batch_process(
 
 async def test_a_large_flex_request_delays_no_other_client(sqlite_gateway: GatewayWithBatch) -> None:
     """Parsing a request with 400,000 objects in the event loop would block it for some 200 ms."""
-    sqlite_gateway.fleet.infos.clear()  # so that no engine of this very process reads it
+    sqlite_gateway.fleet.infos.clear()  # so that no engine in this process parses it
     tool = {"type": "function", "function": {"name": "f", "parameters": [{}] * 80}}
     body = {"model": MODEL, "messages": [{"role": "user", "content": "hi"}], "tools": [tool] * 5_000}
     raw, stalls = orjson.dumps({**body, "service_tier": "flex"}), Stalls()

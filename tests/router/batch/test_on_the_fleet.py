@@ -86,7 +86,7 @@ async def test_a_killed_batch_process_is_back_in_seconds_and_its_batch_completes
             if victim == "batch":
                 (pid,) = set(fleet.processes("router.batch")) - set(fleet.processes("workers.host"))
                 fleet.kill(pid)
-            else:  # the process goes on, and the actor that comes back adopts it
+            else:  # the process continues, and the restarted actor adopts it
                 fleet.kill(fleet.actor("GatewaysActor"))
             killed = time.monotonic()
             answer = await client.chat.completions.create(

@@ -140,7 +140,7 @@ def test_no_more_work_is_placed_than_kv_allows() -> None:
     taken, _ = share_out([backlog(1, "a")], Allowance(40, 1_050), FairShare(), 0, 0)
     assert taken == {1: 10}
     taken, _ = share_out([backlog(1, "a")], Allowance(40, 50), FairShare(), 0, 0)
-    assert taken == {1: 1}  # larger than all that is free: alone, or it would wait for ever
+    assert taken == {1: 1}  # a line larger than all free KV runs alone, or it would wait for ever
 
 
 def test_an_owner_that_returns_starts_without_debt_or_credit() -> None:
@@ -190,7 +190,7 @@ def test_the_same_kv_is_not_assigned_twice() -> None:
     placed, left = assign(jobs, [view()], {"e": Allowance(8, 1_500)}, {})
     assert (len(placed), len(left)) == (2, 2)
     placed, _ = assign([PolicyLine(1, est_tokens=9_000)], [view()], {"e": Allowance(8, 1_500)}, {})
-    assert len(placed) == 1  # larger than all of it: alone, or it would wait for ever
+    assert len(placed) == 1  # a job larger than all free KV runs alone, or it would wait for ever
 
 
 @given(

@@ -68,7 +68,7 @@ def test_a_superseded_process_cannot_write(store: Store, store_url: str) -> None
     assert len(store.requests.claim({batch.seq: 4}, 1)) == 4
     store.requests.record([good(batch, 1)])
     later = Store(store_url)
-    assert later.take_over() == 3  # what was in flight and has no result is queued again
+    assert later.take_over() == 3  # lines in flight without a result are queued again
     former: tuple[Callable[[], object], ...] = (
         lambda: store.requests.claim({batch.seq: 1}, 2),
         lambda: store.requests.record([good(batch, 2)]),
@@ -80,7 +80,7 @@ def test_a_superseded_process_cannot_write(store: Store, store_url: str) -> None
     for write in former:
         with pytest.raises(StoreTakenOver):
             write()
-    assert store.batches.get("o", "batch-o") is not None  # reading harms nobody
+    assert store.batches.get("o", "batch-o") is not None  # a superseded process may still read
     assert len(later.requests.claim({batch.seq: 10}, 2)) == 9
     later.close()
 
@@ -205,9 +205,9 @@ def test_only_ended_batches_are_forgotten_after_their_retention(store: Store) ->
     store.batches.settle(2.0, 0)
     finishing = store.batches.first(ENDS)
     assert finishing is not None and store.batches.finish(finishing, None, None, 3, 0, 3.0)
-    assert store.batches.forget(1000.0) == 0  # its lines are there
+    assert store.batches.forget(1000.0) == 0  # its lines still exist
     store.requests.clear(ended.seq)
-    assert store.batches.forget(-1.0) == 0  # not yet
+    assert store.batches.forget(-1.0) == 0  # its retention is not over yet
     assert store.batches.forget(1000.0) == 1
     assert store.batches.get("a", "batch-a") is None
     assert store.batches.get("b", "batch-b") is not None and live.seq != ended.seq

@@ -105,7 +105,7 @@ async def test_results_are_written_once_the_store_is_back(monkeypatch: pytest.Mo
     try:
         for number in (1, 2, 3):
             writer.add(Result(1, number, 200, b"{}", "r"))
-            await asyncio.sleep(0)  # one arrives while another is written
+            await asyncio.sleep(0)  # one result arrives while another is written
         async with asyncio.timeout(10):
             await all_written.wait()
     finally:

@@ -137,7 +137,7 @@ async def through(tmp_path: Path, lines: int, pad: int, within_s: float, expect:
 
 @pytest.mark.slow
 async def test_a_file_much_larger_than_the_used_memory_is_processed(tmp_path: Path) -> None:
-    assert await through(tmp_path, 4_000, 50_000, 120, "completed") < 300  # 200 MB in, 200 MB out
+    assert await through(tmp_path, 4_000, 50_000, 120, "completed") < 300  # 200 MB each way
 
 
 @pytest.mark.slow

@@ -35,7 +35,7 @@ gateway: {port: %d, processes: 1}
 @pytest.fixture
 def home(monkeypatch: pytest.MonkeyPatch) -> Iterator[FleetHome]:
     monkeypatch.setenv("RAY_AUTH_TOKEN", "the token of its cluster")
-    with tempfile.TemporaryDirectory(prefix="cs-") as short:  # sockets' paths may not be long
+    with tempfile.TemporaryDirectory(prefix="cs-") as short:  # the paths of sockets are limited in length
         yield FleetHome(Path(short))
         for process in psutil.process_iter(["cmdline"]):
             if short in " ".join(process.info["cmdline"] or ()):
@@ -62,7 +62,7 @@ def keep(root: str, port: int, directory: str) -> GatewaysActor:
 
 @pytest.mark.slow
 async def test_a_killed_batch_process_is_restarted_and_later_adopted(home: FleetHome) -> None:
-    arguments = (str(home.root), free_port(), f"127.0.0.1:{free_port()}")  # without a directory it serves too
+    arguments = (str(home.root), free_port(), f"127.0.0.1:{free_port()}")  # no directory is needed
     load = "import time; from tests.router.batch.test_supervision import keep"
     code = f"{load}; actor = keep(*{arguments!r}); time.sleep(300)"
     actor = await asyncio.to_thread(subprocess.Popen, [sys.executable, "-c", code])

@@ -70,7 +70,7 @@ async def test_running_uploads_count_against_the_quota(idle: GatewayWithBatch) -
 
 async def refused_upload(client: openai.AsyncOpenAI) -> None:
     async with asyncio.timeout(10):
-        while True:  # until the other one has begun
+        while True:  # until the other upload has begun
             try:
                 file = await upload(client, b"x" * 1000)
             except openai.PermissionDeniedError as refused:

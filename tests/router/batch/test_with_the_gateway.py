@@ -48,7 +48,7 @@ class BatchProcess:
         self.start()
 
     def start(self) -> None:
-        # In a session of its own: the process lowers the priority of its session, which would be the tests'.
+        # The process lowers the priority of its session, which must not be the session of the tests.
         self._process = subprocess.Popen(self._command, start_new_session=True)
 
     def kill(self) -> None:

@@ -41,7 +41,7 @@ class SharingEngines:
 
     def __init__(self, names: Sequence[str] = ("d0", "d1")) -> None:
         self.refuses: set[str] = set()
-        self.slow: asyncio.Event | None = None  # what is told happens when it is set
+        self.slow: asyncio.Event | None = None  # if set, engines carry out orders once the event is set
         self.later: list[asyncio.Task[None]] = []
         self.told: list[tuple[str, str, int, int, tuple[str, ...]]] = []
         self._records = {
@@ -113,7 +113,7 @@ def test_two_engines_share_layers_in_an_overload_and_are_restored_after_it() -> 
     first, second = two.epochs()
     assert first == second > 0
     one_round(dropper, LACKING)
-    assert len(two.told) == 2  # what is lacking has been gained
+    assert len(two.told) == 2  # the drop has freed what was lacking
     for name in ("d0", "d1"):
         two.holds(name, 2_000)
     one_round(dropper, OVER)
@@ -150,7 +150,7 @@ def test_an_engine_that_refuses_is_not_asked_again_for_a_while() -> None:
     dropper = Dropper(DropLimits(1.0), two.records, two.share, lambda: now[0])
     two.refuses = {"d1"}
     one_round(dropper, LACKING)
-    two.set("d0", SplitState("d0:1", SHAPE, 0, SHAPE.kv_tokens))  # nobody met it: it has its whole model
+    two.set("d0", SplitState("d0:1", SHAPE, 0, SHAPE.kv_tokens))  # its peer did not join
     told = len(two.told)
     one_round(dropper, LACKING)
     assert len(two.told) == told
@@ -172,7 +172,7 @@ def test_an_engine_that_lost_its_group_is_not_asked_again_for_a_while() -> None:
     now[0] += UNWILLING_S + 1
     one_round(dropper, LACKING)
     assert len(two.told) == 4
-    one_round(dropper, OVER)  # told to, they are not lost
+    one_round(dropper, OVER)  # the group ended by an order, so that it was not lost
     one_round(dropper, LACKING)
     assert [what for what, *_ in two.told[4:]] == ["restore", "restore", "drop", "drop"]
 
@@ -182,7 +182,7 @@ def test_an_epoch_is_never_used_twice() -> None:
     dropper = Dropper(DropLimits(1.0), two.records, two.share, lambda: now[0])
     seen = []
     for _ in range(3):
-        one_round(dropper, OverloadState.initial())  # sees that they were lost
+        one_round(dropper, OverloadState.initial())  # sees that the group was lost
         now[0] += UNWILLING_S + 1
         one_round(dropper, LACKING)
         seen.append(two.epochs()[0])
@@ -190,7 +190,7 @@ def test_an_epoch_is_never_used_twice() -> None:
             two.set(name, SplitState(f"{name}:1", SHAPE, 0, SHAPE.kv_tokens))
     assert sorted(set(seen)) == seen
     two.set("d0", SplitState("d0:1", SHAPE, 0, SHAPE.kv_tokens, newest=seen[-1] + 5))
-    one_round(Dropper(DropLimits(1.0), two.records, two.share), LACKING)  # of a directory that began again
+    one_round(Dropper(DropLimits(1.0), two.records, two.share), LACKING)  # of a directory that restarted
     assert two.epochs()[0] > seen[-1] + 5
 
 
@@ -210,7 +210,7 @@ def test_an_engine_without_its_peer_is_restored_only_after_the_peer_was_silent_f
     now[0] = SILENT_S - 1
     one_round(dropper, OVER)
     assert two.told == []
-    two.put("d1", heard)  # both are heard: the pair is left as it is, what it gained is lacking
+    two.put("d1", heard)  # both report: the pair stays, because its KV is needed
     now[0] = SILENT_S + 1
     one_round(dropper, LACKING)
     assert two.told == []
@@ -225,7 +225,7 @@ def test_an_engine_without_its_peer_is_restored_only_after_the_peer_was_silent_f
 def test_after_a_restart_all_pairs_are_restored_even_if_two_have_the_same_epoch() -> None:
     four = SharingEngines(("d0", "d1", "d2", "d3"))
     heard = {}
-    for name, partner in (("d2", "d3:1"), ("d3", "d2:1")):  # as a former directory told them
+    for name, partner in (("d2", "d3:1"), ("d3", "d2:1")):  # as ordered by the directory before its restart
         four.set(name, in_split(name, 1, partner))
         heard[name] = four.record(name)
         four.put(name, EngineRecord(heard[name].info, unreported(heard[name].info), suspect=True))
@@ -233,7 +233,7 @@ def test_after_a_restart_all_pairs_are_restored_even_if_two_have_the_same_epoch(
     one_round(dropper, LACKING)
     for name, record in heard.items():
         four.put(name, record)
-    assert four.epochs() == [1, 1, 1, 1]  # nobody could know that it was taken
+    assert four.epochs() == [1, 1, 1, 1]  # the directory could not know that another pair has this epoch
     for name in ("d0", "d1", "d2", "d3"):
         four.holds(name, 100)
     one_round(dropper, OVER)
@@ -244,7 +244,7 @@ def test_other_engines_can_pair_during_a_restore_and_no_order_is_sent_twice() ->
     four = SharingEngines(("d0", "d1", "d2", "d3"))
     split_in(four, 7)
     heard = [four.record(name) for name in ("d2", "d3")]
-    for record in heard:  # the pair that is there is restored first
+    for record in heard:  # only the other pair is restored first
         four.set(record.info.engine, None)
     dropper = Dropper(DropLimits(1.0), four.records, four.share)
 
@@ -258,7 +258,7 @@ def test_other_engines_can_pair_during_a_restore_and_no_order_is_sent_twice() ->
         for record in heard:
             four.put(record.info.engine, record)
         much = replace(LACKING, lacking_tokens=100_000)
-        dropper.look(much)  # the burst is back before the parameters are
+        dropper.look(much)  # the demand returns before the parameters do
         await asyncio.sleep(0.01)
         assert [told[:2] for told in four.told[2:]] == [("drop", "d2"), ("drop", "d3")]
         dropper.look(much)
@@ -306,7 +306,7 @@ def test_no_second_drop_begins_for_demand_that_a_drop_in_progress_will_meet() ->
         assert len(four.told) == 2
         four.slow.set()
         await dropper.settled()
-        dropper.look(replace(LACKING, lacking_tokens=100_000))  # more than what that gave
+        dropper.look(replace(LACKING, lacking_tokens=100_000))  # more than the first drop freed
         await dropper.settled()
         assert len(four.told) == 4
 

@@ -38,7 +38,7 @@ async def test_durable_rows_are_read_back_in_the_order_of_writing(tmp_path: Path
     path = tmp_path / "deeper" / "journal"
     journal = Journal(path)
     assert journal.read() == []
-    for number in (3, 1, 2, 3):  # the third is written anew
+    for number in (3, 1, 2, 3):  # the third row is written again
         journal.append(row(number))
     await journal.durable()
     await journal.close()
@@ -76,7 +76,7 @@ async def test_many_waiters_share_a_commit(tmp_path: Path) -> None:
         await journal.durable()
 
     await asyncio.gather(*(one(number) for number in range(500)))
-    assert pages_written(path) - before < 100  # each commit writes a page at least
+    assert pages_written(path) - before < 100  # each commit writes at least one page
     await journal.close()
     assert len(await contents(path)) == 500
 
@@ -108,7 +108,7 @@ async def test_a_torn_end_loses_only_the_torn_rows(tmp_path: Path) -> None:
         size = log.stat().st_size
         if attempt % 2:
             os.truncate(log, random.randrange(size - 4096, size))
-        else:  # or its bytes are not what was written
+        else:  # or with changed bytes
             with log.open("r+b") as file:
                 file.seek(random.randrange(size - 4096, size - 32))  # of the last commit
                 file.write(b"torn" * 8)
@@ -249,7 +249,7 @@ async def test_a_full_disk_is_retried_and_new_work_is_refused_until_then(tmp_pat
     with full_disk(path):
         for number in range(MAX_UNWRITTEN + 1):
             journal.append(row(number))
-        journal.check_capacity()  # many rows are no fault as long as the disk takes them
+        journal.check_capacity()  # many rows are accepted while the disk takes them
         with pytest.raises(JournalError, match="free space"):
             await journal.durable()
         with pytest.raises(JournalError, match="free space"):
@@ -317,7 +317,7 @@ async def test_counts_and_prompt_ends_are_dropped_while_too_many_rows_wait_for_a
         for number in range(50_000):
             journal.append(Row("c:1", f"n:{number}", b"1"))
             journal.append(Row("c:1", "turns", b"2"))
-        journal.append(Row("c:1"))  # its end is not missed
+        journal.append(Row("c:1"))  # the row that ends the conversation is not dropped
     assert missed() == before + 100_000
     await until(lambda: not refuses(journal))
     await journal.close()

@@ -36,7 +36,7 @@ def test_an_idle_conversation_is_bound_to_the_decoder_that_received_its_kv() -> 
     drained(made, left)
     move = one_move(made, 1.0)
     assert (move.source.engine, move.target.engine != left) == (left, True)
-    assert made.idle_moves.begin(1.5) == [], "it is under way"
+    assert made.idle_moves.begin(1.5) == [], "the move is in progress"
     made.effects()
     assert made.idle_moves.end(move, True, 2.0)
     told: Any = made.describe("c")
@@ -71,7 +71,7 @@ def test_a_failed_send_leaves_the_conversation_in_place_and_releases_the_reserva
         assert made.kv_in_use(move.target.engine) > 0
         assert not made.idle_moves.end(move, False, 1.5 + attempt)
         assert made.kv_in_use(move.target.engine) == 0
-    assert made.idle_moves.begin(9.0) == [], "it is not tried for ever"
+    assert made.idle_moves.begin(9.0) == [], "the number of tries is limited"
     assert made.binding("c").engine == left  # type: ignore[union-attr]
     drained(made, left, on=False, seq=2)
     assert made.idle_moves.begin(10.0) == []
@@ -139,8 +139,8 @@ def test_a_quarter_of_a_hot_decoders_conversations_leave_at_a_time() -> None:
     made = hot_fleet()
     move = one_move(made, 10.0)
     assert (move.key, move.source.engine, move.target.engine) == ("c3", "d0", "d1"), "the last used first"
-    assert made.effects().foreign == [("g", "c3")], "its gateway has to ask where the next turn goes"
-    assert made.idle_moves.begin(10.5) == [], "the effect of the first has to show"
+    assert made.effects().foreign == [("g", "c3")], "the gateway has to ask for the next turn's placement"
+    assert made.idle_moves.begin(10.5) == [], "the next move waits for the effect of the first"
     assert made.idle_moves.end(move, True, 11.0)
     told: Any = made.describe("c3")
     receipt = told["placements"][-1]["receipt"]
@@ -177,13 +177,13 @@ def test_a_turn_stays_on_a_hot_decoder_if_the_move_fails() -> None:
     assert isinstance(answer, Placed) and answer.engine == "d0"
     made.turn_ended("c3", "g", 16.0, TurnEnded(prompt_tokens=1000, completion_tokens=10), turn=9)
     waits(made, 11, 21.0, d0=4.0, d1=0.0)
-    assert one_move(made, 21.0).key != "c3", "it is not tried again within a minute"
+    assert one_move(made, 21.0).key != "c3", "a conversation is not tried again within a minute"
 
 
 def test_conversations_stay_if_the_other_decoder_has_equal_waits_or_no_prompt_waits_long() -> None:
     made = hot_fleet()
     waits(made, 11, 10.0, d0=4.0, d1=4.0)
-    assert made.idle_moves.begin(16.0) == [], "both wait"
+    assert made.idle_moves.begin(16.0) == [], "prompts wait on both decoders"
     waits(made, 12, 17.0, d0=0.0, d1=0.0)
     assert made.idle_moves.begin(40.0) == [], "the burst is over"
     waits(made, 13, 41.0, d0=0.9, d1=0.0)

@@ -67,7 +67,7 @@ async def test_a_gateway_without_its_stream_learns_later_where_another_bound_its
         await until(lambda: len(one.engines) and len(other.engines))
         first, _ = await one.place(Ask("s:a", "", 100, 1.0, turn=one.next_turn()))
         assert not isinstance(first, Refusal)
-        made.directory.gateways.close()  # clients open their streams again
+        made.directory.gateways.close()  # so that clients open their streams again
         await until(lambda: not len(made.directory.gateways))
         lost = first.engine, first.epoch
         moved, _ = await other.place(Ask("s:a", "", 100, 1.0, lost=lost, turn=other.next_turn()))

@@ -103,7 +103,7 @@ def test_no_request_waits_for_a_lost_or_silent_engine() -> None:
     after.engine_down("d1")
     after.engine_state(state("p0", 1), 0.0)
     assert bound.engine == "d0"
-    got = wait(after, ask("c", lost=("d0", 1), wait_s=30.0))  # its gateway could not reach it
+    got = wait(after, ask("c", lost=("d0", 1), wait_s=30.0))  # the gateway could not reach d0
     assert not after.fleet.awaits_some
     after.engine_up(info("d0", epoch=2))
     after.serve_waiting(1.0)
@@ -167,7 +167,7 @@ async def test_waiting_is_bounded_logged_and_counted(
         assert (got[0].engine, got[0].prefiller) == ("d1", None)
         assert fallbacks() == before + 1
         assert "placing without engines that were up before the restart engines=d0,p0" in caplog.text
-        second.engine_state(state("d0", 1))  # late, and welcome
+        second.engine_state(state("d0", 1))  # a late report still counts
         assert place(second.table, ask("later")).engine == "d0"
 
 
@@ -215,7 +215,7 @@ async def test_gateways_keep_what_they_knew_and_new_ones_learn_where_engines_are
         assert [one.engine for one in old.engines.usable()] == ["d0"]
         assert old.engines.load("d0").state.live_tokens == 3000
         assert new.engines.alive("d0", 1)  # turns of conversations that are bound there
-        assert new.engines.usable() == []  # but nobody has seen it alive
+        assert new.engines.usable() == []  # but no keeper has announced it
         second.engine_state(state("d0", 6, live=3100))
         await until(lambda: new.engines.usable() and old.engines.load("d0").state.live_tokens == 3100)
         second.engine_down("d0")
@@ -246,7 +246,7 @@ async def test_nothing_is_placed_while_the_disk_and_its_queue_are_full(tmp_path:
                 await anext(Stub(channel, "s3cret").stream(PLACE, Asks((ask("new"),)), 30.0))
         assert refused.value.code() is BROKEN
         assert "free space or fix the disk" in str(refused.value.details())
-        assert made.table.describe("new") is None  # not even placed and taken back
+        assert made.table.describe("new") is None  # nor was anything placed and then undone
 
 
 async def test_an_older_directory_places_nothing_for_a_gateway_that_knows_a_newer_one(

@@ -64,7 +64,7 @@ def test_a_conversation_leaves_a_draining_decoder_when_no_turn_of_it_runs_there(
     made = table()
     left = place(made, ask("c", turn=1)).engine
     made.engine_state(state(left, 1, draining=True), 0.0)
-    # The gateway knows first that its turn 1 is over; only then does the directory hear of it.
+    # The gateway asks for the next turn before the directory hears of the end of turn 1.
     assert place(made, ask("c", turn=2)).engine == left
     moved = place(made, ask("c", turn=3, alone=True))
     assert moved.engine != left
@@ -72,7 +72,7 @@ def test_a_conversation_leaves_a_draining_decoder_when_no_turn_of_it_runs_there(
     receipt: Any = moved.note["receipt"]
     move = {"reason": "drain", "source": left, "context_tokens": 0, "sends": True, "waits_s": None}
     assert receipt["move"] == move
-    assert (left, "c") not in made.effects().releases, "it has yet to send the KV"
+    assert (left, "c") not in made.effects().releases, "the former decoder still has to send the KV"
     made.prefill_done("c", 1.0, 1000, 900)
     assert (left, "c") in made.effects().releases
 
@@ -147,7 +147,7 @@ def test_waiting_turns_are_ordered_by_class_without_starvation() -> None:
         asked = ask(key, 2000, wait_s=90.0, queue_weight=queue_weight)
         assert isinstance(made.place(asked, at, lambda outcome, key=key: got.append(key)), Waiter)
     made.end("big", "deleted", 40.0)
-    # One that goes before all that wait is placed at once; one that does not, waits behind them.
+    # A turn that goes before all waiting turns is placed at once; any other waits behind them.
     assert isinstance(made.place(ask("first", 2000, wait_s=9.0, queue_weight=50.0), 40.0, nobody), Placed)
     assert isinstance(made.place(ask("last", 2000, wait_s=9.0), 40.0, lambda outcome: None), Waiter)
     made.serve_waiting(40.0)
@@ -163,7 +163,7 @@ def test_in_a_lasting_overload_a_higher_class_waits_behind_no_lower_one() -> Non
     now, running = 20.0, "big"
     for number in range(8):
         waits(made, f"gold{number}", 8000, got, at=now, queue_weight=10.0)
-        for _ in range(2):  # one place for the better class, one that it leaves
+        for _ in range(2):  # one place for each class
             made.end(running, "deleted", now)
             made.serve_waiting(now)
             running = got[-1]
@@ -253,7 +253,7 @@ def test_a_turn_that_does_not_fit_delays_others_for_a_bounded_time() -> None:
     assert sum(isinstance(outcome, Placed) for outcome in passing) == QUANTUM // 1000
     made.end("a:big", "deleted", 3.0)
     made.serve_waiting(3.0)
-    assert got == ["a:large"]  # when there is capacity, whoever passed it
+    assert got == ["a:large"]  # whatever passed it, it is placed once there is capacity
 
 
 def test_one_owner_fills_only_its_share_of_the_queue() -> None:
@@ -308,7 +308,7 @@ def test_an_engine_that_was_only_unreachable_gets_its_conversations_back() -> No
     for engine in (first, other):
         made.engine_down(engine)
     made.engine_up(info(other))
-    assert place(made, ask("goes")).engine == other  # bound anew meanwhile
+    assert place(made, ask("goes")).engine == other  # bound to another engine meanwhile
     made.end("leaves", "deleted", 2.0)
     made.effects()
     made.engine_up(info(first))
@@ -319,7 +319,7 @@ def test_an_engine_that_was_only_unreachable_gets_its_conversations_back() -> No
     assert again is not None and (again.engine, again.epoch) == (first, 1)
     effects = made.effects()
     assert sorted(effects.releases) == [(first, "goes"), (other, "leaves")]
-    assert len(effects.rows) == 3  # the engine, the conversation, its binding
+    assert len(effects.rows) == 3  # rows of the engine, the conversation and its binding
     assert place(made, ask("stays")).cause == "bound"
 
 
@@ -398,7 +398,7 @@ def test_a_later_turns_prefill_is_estimated_without_the_prefix_that_its_prefille
     made.prefill_done("c", 0.05, tokens=4100)
     made.turn_ended("c", "g", 1.0, TurnEnded(prompt_tokens=4100, completion_tokens=5))
     whole, broken, shared = again(9400), again(9000), again(5300)
-    assert shared < broken < whole, "what is shared is at most what the decoder has, and what was computed"
+    assert shared < broken < whole, "the shared prefix is at most what was computed before"
     made.engine_up(info("p0", Role.PREFILL, epoch=2))
     assert again(5300) == whole, "an engine that has restarted has nothing"
 
@@ -414,7 +414,7 @@ def test_the_former_gateway_is_notified_when_another_serves_a_conversation() -> 
 def test_after_a_restart_only_the_call_with_the_lost_answer_is_placed_again() -> None:
     """Other turns find the binding, even if the end of no turn reached the disk."""
     made = table()
-    made.effects()  # of its engines, which announce themselves again
+    made.effects()  # drop the effects of its engines, which announce themselves again
     end = chains.of_text(SEED, b"prompt").end
     first = place(made, ask("c", end=end))
     written = made.effects().rows
@@ -429,7 +429,7 @@ def test_after_a_restart_only_the_call_with_the_lost_answer_is_placed_again() ->
     restarted.replay(written)
     again = place(restarted, ask("c", end=end, again=True))
     assert (again.known, again.prefiller) == (False, "p0")
-    # The directory lived on and only its answer was lost: the turn must not count twice.
+    # The directory did not restart, only its answer was lost: the turn must not count twice.
     once_more = place(restarted, ask("c", end=end, again=True))
     assert not once_more.known
     restarted.turn_ended("c", "g", 1.0, TurnEnded(prompt_tokens=10, completion_tokens=1))
@@ -498,7 +498,7 @@ def test_the_end_of_a_turn_may_arrive_before_its_beginning() -> None:
     assert len(made.conversations) == 0
     place(made, ask("c", turn=8))
     made.turn_ended("c", "g", 0.2, TurnEnded(prompt_tokens=5, completion_tokens=5), turn=8)
-    made.turn_ended("c", "g", 0.2, TurnEnded(prompt_tokens=0, completion_tokens=0), turn=8)  # said twice
+    made.turn_ended("c", "g", 0.2, TurnEnded(prompt_tokens=0, completion_tokens=0), turn=8)  # reported twice
     place(made, ask("c", turn=9))
     assert made.running_at("c")
 

@@ -182,4 +182,4 @@ def test_reading_the_queue_costs_no_more_with_one_flow_per_turn(
     assert 0 < looked <= 4 * FLOWS
     looked = 0
     queue.serve(1.0, count=1)
-    assert 0 < looked <= 8 * FLOWS  # one is placed, and the next does not fit
+    assert 0 < looked <= 8 * FLOWS  # one turn is placed, and the next does not fit
