@@ -110,7 +110,7 @@ class Limits:
 
 @dataclass(frozen=True, config=SETTINGS)
 class DefaultLimits(Limits):
-    """Limits of keys without limits of their own. None means no limit."""
+    """The fleet's values for limits that a key does not set. None means no limit."""
 
     waiting_share: _QueueShare = 0.5
     stored_gib: _Stored = 100.0
@@ -156,6 +156,6 @@ def inline_keys(api_keys: Sequence[str], admin_keys: Sequence[str]) -> tuple[Key
 
 @lru_cache(1024)
 def anonymous_key(secret: str, limits: Limits) -> Key:
-    """Return the key of a caller who needs none. Callers with the same secret are the same owner."""
+    """Return a key for a caller who needs none. Callers with the same secret count as one owner."""
     owner = namespace(secret)
     return Key(owner, owner, "", limits=limits)

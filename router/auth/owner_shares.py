@@ -26,7 +26,7 @@ class OwnerShares:
     def request(self, owner: str) -> Iterator[Callable[[int], None]]:
         """Count a request of `owner` while it runs, or raise TooManyRequests.
 
-        Yields a function that takes the size of each piece of the body, and counts it or raises too.
+        Yields a function that counts the size of the body's next piece, or raises TooManyRequests.
         """
         if self._requests[owner] >= self._max_requests:
             metrics.LIMITED.labels("requests_at_once").inc()
@@ -52,7 +52,7 @@ class OwnerShares:
             self._total_bytes -= body_bytes
 
     def _count_bytes(self, owner: str, size: int) -> None:
-        """Count body bytes. An owner may have as many as are free then, which is half for an owner alone."""
+        """Count body bytes. An owner may have at most as many as remain free: alone, half of all."""
         own = self._bytes[owner] + size
         if own > self._max_bytes - self._total_bytes:
             metrics.LIMITED.labels("bytes_at_once").inc()

@@ -115,7 +115,7 @@ class BatchApi:
         self._clock = clock
 
     async def handle(self, request: Request, responder: Responder) -> None:
-        """Answer a request. If the disk is full or the database is away, change nothing and answer 503."""
+        """Answer a request, with 503 if the disk is full or the database unreachable: nothing has changed."""
         methods, ids = find_route(request.path)
         name = methods.get("GET" if request.method == "HEAD" else request.method)
         if name is None:
@@ -289,7 +289,7 @@ def _too_much() -> Forbidden:
 
 
 def _page(objects: Sequence[Shown], count: int) -> Shown:
-    """Return one page of the objects. One object more than `count` shows that there is another page."""
+    """Return the first `count` objects as a page. An object beyond them shows that another page follows."""
     shown = objects[:count]
     ends = {"first_id": shown[0]["id"], "last_id": shown[-1]["id"]} if shown else {}
     page = {"object": "list", "data": shown, "first_id": None, "last_id": None, **ends}

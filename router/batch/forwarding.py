@@ -34,7 +34,7 @@ _ABSENT = "Batches and flex requests are not served at the moment; try again. Ot
 
 
 class BatchForwarding:
-    """Forwards requests to the batch process. Flex turns use the gateway's connection pool, others do not."""
+    """Forwards requests to the batch process. Flex turns and other requests have separate connections."""
 
     def __init__(self, address: BatchAddress, pool: UpstreamPool) -> None:
         self._address = address

@@ -53,7 +53,7 @@ _OF_THE_HOP = (b"authorization", b"x-conserve-caller")
 
 
 class BatchService:
-    """Serves the Files and Batch APIs and flex turns, and runs the dispatcher. Needs a running event loop."""
+    """Serves the Files and Batch APIs and flex turns, and runs the dispatcher. Create it in an event loop."""
 
     def __init__(self, config: BatchConfig, engines: Callable[[], Engines]) -> None:
         self.config = config

@@ -139,7 +139,7 @@ class ConversationRecords:
         return True
 
     def unpark(self, key: str, engine: str) -> bool:
-        """Clear the mark of a parked conversation whose KV was dropped from full host memory."""
+        """Record that a conversation's parked KV was dropped because the host memory was full."""
         if (conversation := self._live.get(key)) is not None and conversation.parks_on == engine:
             conversation.parks_on = ""
         if self._parked.get(key) != engine:
@@ -251,9 +251,9 @@ class ConversationRecords:
         return sum(one.context_tokens for one in self._live.values() if one.running)
 
     def page(self, prefix: str, after: str | None, limit: int) -> list[ConversationRecord]:
-        """Return at most `limit` conversations whose keys have a prefix, from the one after the key `after`.
+        """Return up to `limit` conversations whose keys begin with `prefix`, least recently used first.
 
-        The least recently used conversation is first.
+        The page begins after the conversation `after`.
         """
         keys = iter([key for key in self._live if key.startswith(prefix)])
         if after is not None:

@@ -199,7 +199,7 @@ class Dropper:
         return False
 
     def _told(self) -> Iterator[int]:
-        """Yield the epochs that engines know, including those of a former directory."""
+        """Yield the newest epoch that each engine knows, also from before the directory's restart."""
         splits = (record.state.split for record in self._records())
         return (split.newest for split in splits if split is not None)
 

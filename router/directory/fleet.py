@@ -99,7 +99,7 @@ class FleetView:
         return not goes_on
 
     def newly_parked(self, state: EngineState) -> tuple[list[str], list[str]]:
-        """Return the conversations that were parked, and those that ceased to be, since the last report."""
+        """Return the conversations that were parked, and those that were unparked, since the last report."""
         before = self._states.get(state.engine)
         since = before.seq if before is not None else 0
         named = state.parked, state.unparked

@@ -325,7 +325,7 @@ def salvage(path: Path) -> tuple[list[Row], int]:
 
 
 def replace(path: Path, rows: list[Row], suffix: str) -> Path:
-    """Replace a damaged journal by a new one with these rows; return where the former file is."""
+    """Replace a damaged journal by a new one with these rows; return the new path of the damaged file."""
     new, kept = path.with_name(f"{path.name}.repaired"), path.with_name(f"{path.name}.{suffix}")
     new.unlink(missing_ok=True)
     Journal.create(new, rows)

@@ -104,7 +104,7 @@ class Placing:
         return self._bound(ask, conversation, placement, "moved", now)
 
     def may_leave(self, conversation: ConversationRecord, binding: Binding, now: float) -> bool:
-        """Return whether a conversation's decoder drains, and its last move is long enough ago."""
+        """Return whether a conversation's decoder is draining and its last move is long enough ago."""
         return self._fleet.draining(binding.engine) and self.may_move(conversation, now)
 
     def may_move(self, conversation: ConversationRecord, now: float) -> bool:
@@ -114,7 +114,7 @@ class Placing:
         return conversation.moved_at is None or now - conversation.moved_at >= MOVES_AGAIN_AFTER_S
 
     def can_send(self, engine: str) -> bool:
-        """Return whether an engine can send KV to others. One that shares its layers has only part of it."""
+        """Return whether an engine can send KV to others; one that shares its layers has only a part."""
         info = self._fleet.info(engine)
         reachable = info is not None and bool(info.transfer) and self._fleet.placeable(engine)
         whole = not self._fleet.shares_layers(engine)

@@ -83,7 +83,7 @@ class BindingTable:
         self._waiting.remove(waiter)
 
     def unused(self, placed: Placed, ask: Ask, now: float) -> None:
-        """Undo a placement that could not be delivered, so that its turn will not run."""
+        """Undo a placement that did not reach its gateway: the turn will not run."""
         conversation = self.conversations.get(placed.key)
         if conversation is not None:
             self.conversations.turn_ended(conversation, ask.gateway, ask.turn)

@@ -75,12 +75,12 @@ class ExplicitIdentity:
 
 
 def namespace(api_key: str) -> str:
-    """Return the owner of an API key that names none: a hash, which keeps keys with equal ids apart."""
+    """Return a hash of an API key that stands for its owner, for keys without a named owner."""
     return sha256(api_key.encode()).hexdigest()[:16]
 
 
 def conversation_key(space: str, conversation_id: str) -> str:
-    """Return the name of a conversation inside the fleet: its owner and its id."""
+    """Return the name of a conversation inside the fleet, made of its owner and its id."""
     return f"{space}:{conversation_id}"
 
 

@@ -93,7 +93,7 @@ class FlexQueue:
         return bool(self._waiting)
 
     def backlog(self) -> list[Backlog]:
-        """Return a backlog for each owner with waiting requests. Its `batch` is negative, unlike a batch."""
+        """Return a backlog for each waiting owner, with a negative number in place of a batch's number."""
         self._numbers = {-number: owner for number, owner in enumerate(sorted(self._waiting), start=1)}
         return [self._backlog_of(number, self._waiting[owner]) for number, owner in self._numbers.items()]
 

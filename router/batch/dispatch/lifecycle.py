@@ -142,7 +142,7 @@ class BatchLifecycle:
 
 
 def _file_of(batch: Row[Any], kind: str) -> str:
-    """Return the id of a batch's output or error file: a hash, so that a second attempt has the same."""
+    """Return the id of a batch's output or error file, which is the same at a second attempt."""
     return f"file-{hashlib.sha256(f'{batch.id}/{kind}'.encode()).hexdigest()[:32]}"
 
 

@@ -81,7 +81,7 @@ class NewBatch:
 
 @dataclass(frozen=True, slots=True)
 class NewRequest:
-    """A validated line: where its bytes are, and the facts that the dispatcher needs."""
+    """Validated line: where its bytes are in the file, and what the dispatcher needs to know."""
 
     line: int
     custom_id: str
@@ -164,7 +164,7 @@ class OfflineBodyParser:
 
 
 def offline_body(body: Mapping[str, Any]) -> bytes:
-    """Return the body for an engine, marked as offline by its `priority`."""
+    """Return a request's body for an engine, marked as offline by its `priority`."""
     marked = {name: value for name, value in body.items() if name not in _NOT_OFFLINE}
     return orjson.dumps({**marked, "priority": OFFLINE_PRIORITY})
 

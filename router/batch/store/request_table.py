@@ -50,7 +50,7 @@ class RequestTable:
         self._database = database
 
     def load(self, batch: int, lines: Sequence[NewRequest]) -> bool:
-        """Add lines to a validating batch; return False for another. They are durable when it begins."""
+        """Add lines to a batch; return False if its validation is over. `begin` makes the lines durable."""
         return self._insert(batch, requests, [{"batch": batch, **asdict(line)} for line in lines])
 
     def enqueue(self, batch: int) -> bool:
@@ -84,7 +84,7 @@ class RequestTable:
                     deleted = connection.execute(statement).rowcount
 
     def requeue(self) -> int:
-        """Make the leased lines of a former process pending again; return how many there were."""
+        """Make the lines that an earlier process had leased pending again; return how many there were."""
         is_leased = requests.c.state == LEASED
         leased = select(requests.c.batch, requests.c.prefix, requests.c.line).where(is_leased)
         pending = update(requests).where(is_leased).values(state=RequestState.PENDING)
@@ -157,7 +157,7 @@ class RequestTable:
                     connection.execute(insert(queue).values(**at, not_before=line.not_before))
 
     def outcomes(self, batch: int) -> Iterator[LineOutcome]:
-        """Yield every line in the order of the input file. Results can be large, so pages are read."""
+        """Yield a batch's lines in the order of the input file, read in pages as results can be large."""
         after = -1
         result_of = and_(results.c.batch == requests.c.batch, results.c.line == requests.c.line)
         found = (results.c.status, results.c.body, results.c.request_id)

@@ -231,7 +231,7 @@ class Store:
         self.requests = RequestTable(self._database)
 
     def take_over(self, clock: SteadyClock | None = None) -> int:
-        """Make this process the only writer; return how many lines a former process had in flight."""
+        """Make this process the only writer; return how many lines an earlier process had in flight."""
         self._database.take_over(clock or SteadyClock())
         return self.requests.requeue()
 

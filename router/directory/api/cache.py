@@ -29,7 +29,7 @@ _KV_KINDS = {  # label of the metric: field of the state
 
 @dataclass(frozen=True, slots=True)
 class Asked:
-    """Facts about a conversation's newest request and answer, compared with the next request."""
+    """Facts about a conversation's newest request and answer, with which its next request is compared."""
 
     end: bytes  # where its prompt ended
     messages: int
@@ -41,7 +41,7 @@ class Asked:
 
 @dataclass(slots=True)
 class Known:
-    """A conversation as this gateway has seen it. Its turns update it in place."""
+    """State of a conversation that this gateway serves. The conversation's turns update it in place."""
 
     key: str
     engine: str
@@ -171,7 +171,7 @@ class EngineList:
         return record.info if record is not None else None
 
     def alive(self, engine: str, epoch: int) -> EngineInfo | None:
-        """Return the engine if it is still in that epoch, so it still has what it held; otherwise None."""
+        """Return the engine if it is still in this epoch, so that it still has its KV; otherwise None."""
         info = self.get(engine)
         return info if info is not None and info.epoch == epoch else None
 
@@ -202,7 +202,7 @@ class EngineList:
         self._changed = asyncio.Event()
 
     async def wait_for(self, engine: str, epoch: int, bound_s: float) -> EngineInfo | None:
-        """Wait until the directory has pushed an engine that one of its answers already named."""
+        """Wait up to `bound_s` for the push of an engine that an answer of the directory already named."""
         try:
             async with asyncio.timeout(bound_s):
                 while (info := self.alive(engine, epoch)) is None:

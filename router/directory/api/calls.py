@@ -89,7 +89,7 @@ class PlaceCalls:
 
 
 class ActivityReports:
-    """Reports about turns, sent in order, many at a time, outside the request's path."""
+    """Sends reports about turns to the directory, in order and many at a time, in a task of its own."""
 
     def __init__(self, stub: Stub, gateway: str, on_unknown: Callable[[str], None]) -> None:
         self._stub, self._gateway, self._on_unknown = stub, gateway, on_unknown

@@ -85,7 +85,7 @@ class DirectoryClient:
     def bound(self, key: str) -> Known | None:
         """Return the conversation's binding if its decoder is still in the same epoch.
 
-        While the directory is away, the binding of a conversation that another gateway served counts too.
+        While the directory is unreachable, bindings that other gateways used count too.
         """
         known = self.cache.get(key)
         if known is None and not self.connected:
@@ -164,7 +164,7 @@ class DirectoryClient:
         self._reports.add(Activity(key, first_token=True))
 
     def abandon(self, key: str, turn: int) -> None:
-        """Report that a turn will not run because its caller has left, even if it is placed by now."""
+        """Report that a turn will not run because its caller has left, even if it was placed meanwhile."""
         self._reports.add(Activity(key, turn, ended=FAILED))
 
     def turn_ended(self, known: Known, turn: int, ended: TurnEnded = FAILED) -> None:

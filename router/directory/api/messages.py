@@ -62,7 +62,7 @@ class Placed:
 
 @dataclass(frozen=True, slots=True)
 class PlaceAnswer:
-    """Answer to one request of a call: placed or refused."""
+    """Answer to the request at `index` of a call, which is placed or refused."""
 
     index: int
     placed: Placed | None = None
@@ -138,7 +138,7 @@ class Activity:
 
 @dataclass(frozen=True, slots=True)
 class ReportRequest:
-    """Report of a gateway. A report without an answer is sent again, so it may arrive twice."""
+    """Report of a gateway on its turns. A report without an answer is sent again, so it may arrive twice."""
 
     gateway: str
     activities: tuple[Activity, ...]
@@ -147,7 +147,7 @@ class ReportRequest:
 
 @dataclass(frozen=True, slots=True)
 class Spent:
-    """Tokens that a gateway granted to a key since its last report, and turns of the key that it runs."""
+    """Requests and tokens that a gateway granted to a key since its last report, and its turns there."""
 
     key: str
     requests: int

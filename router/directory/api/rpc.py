@@ -128,9 +128,9 @@ class Service:
     ) -> None:
         """Create a server. Callers get the text of exceptions in `unavailable` and `broken`.
 
-        `unavailable`: asking again may help. `broken`: somebody has to repair something first.
-        `refuses` returns why a caller with a term is not served. It is asked before each call and before each
-        message of a stream.
+        After an exception in `unavailable`, another try may help; after one in `broken`, somebody has to
+        repair something first. `refuses` returns why a caller with a term is not served. It is called before
+        each call and before each message of a stream.
         """
         if not secret:
             raise NoSecret("the secret is empty, so that everybody could call this service; set one")
