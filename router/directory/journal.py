@@ -395,6 +395,6 @@ def _sentence(path: Path, wrong: Exception) -> str:
         return f"cannot write {path}: {wrong}; free space or fix the disk"
     return (
         f"this version cannot read the journal {path} ({wrong}). If it is damaged, `conserve journal repair "
-        f"{path}` says what is left of it. If a version before 1 wrote it, move it away; its conversations "
-        "begin anew"
+        f"{path}` says what is left of it. If a version before 1 wrote it, it cannot be used. Move it away; "
+        "its conversations begin anew"
     )

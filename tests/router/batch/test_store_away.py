@@ -172,7 +172,7 @@ async def test_a_full_disk_is_reported_to_clients_and_leaves_nothing_half_done(
                     input_file_id=before.id, endpoint="/v1/completions", completion_window="24h"
                 ),
             ):
-                with pytest.raises(openai.InternalServerError, match="cannot be kept or read") as refused:
+                with pytest.raises(openai.InternalServerError, match="cannot be stored or read") as refused:
                     await asked
                 assert refused.value.status_code == 503
                 assert refused.value.response.headers["retry-after"] == "5"
