@@ -24,8 +24,8 @@ _SERVER, _UPSTREAM = ServerLimits(), UpstreamLimits()
 class Handover(StrEnum):
     """Order of a transferred turn's two legs."""
 
-    TOGETHER = "together"  # both start at once with one transfer id: our own connector
-    IN_TURN = "in_turn"  # the decode leg gets the parameters of the prefill's answer: NIXL
+    TOGETHER = "together"  # both start at once and share a transfer id (our own connector)
+    IN_TURN = "in_turn"  # the decode leg starts with parameters from the prefill's answer (NIXL)
 
 
 @checked(frozen=True, config=_STRICT)
@@ -42,20 +42,20 @@ class SloSettings:
     """Targets and privileges of one SLO class."""
 
     ttfet_s: Duration | None = None
-    """From the first turn's arrival to the first token of the last turn, which is the answer to the user.
-    A turn may ask its engine for no shorter TTFT than `coserving.ttft`; in classes other than `default` also
-    for one down to this target, where it is shorter."""
+    """From the first turn's arrival to the first token of the last turn, which answers the user. The shortest
+    TTFT that a turn may ask of its engine is `coserving.ttft`; in classes other than `default` it is this
+    target, if that is shorter."""
     last_turn_tbt_s: Duration | None = None
-    """Time between tokens of the last turn. In classes other than `default`, engines hold every turn to it,
-    and no turn may ask for less. Turns of `default` are held to `coserving.tbt`."""
+    """Time between tokens of the last turn. In classes other than `default`, engines apply this target to
+    every turn, and no turn may ask for less. For turns of `default`, engines apply `coserving.tbt`."""
     e2e_s: Duration | None = None
     """From the first turn's arrival to the end of the last turn."""
     queue_weight: Annotated[Duration, Field(alias="ahead")] = 0.0
-    """Where turns wait, the class with the largest value goes first. A class with a smaller one is served at
-    least once in as many seconds as the two differ."""
+    """Waiting turns of the class with the largest value go first. A class whose value is N seconds smaller is
+    served at least once in N seconds."""
     owners: Annotated[tuple[str, ...], Field(alias="keys")] = ()
-    """Owners, or keys of `gateway.api_keys`, whose turns have this class. If there are any, no other caller
-    can ask for it."""
+    """Owners, or keys of `gateway.api_keys`, whose turns get this class. No other caller can ask for it. If
+    the list is empty, every caller can."""
 
     @property
     def targets(self) -> dict[str, float]:
@@ -69,7 +69,7 @@ DEFAULT_CLASS = "default"
 
 @dataclass(frozen=True, slots=True)
 class SloClass:
-    """SLO class of turns."""
+    """SLO class of the fleet: its name, targets and owners."""
 
     name: str
     settings: SloSettings = field(default_factory=SloSettings)
@@ -86,7 +86,7 @@ def _check_receiver(endpoint: str) -> str:
     except ValueError:  # not a port
         right = False
     if not right or parts.query or parts.fragment:
-        raise ValueError("http://host:port of an OTLP receiver, with a path if it has one")
+        raise ValueError("expected http://host:port of an OTLP receiver, with a path if it needs one")
     return endpoint
 
 
@@ -95,12 +95,13 @@ class TracingConfig:
     """Destination of traces, and the share of turns that are traced."""
 
     endpoint: Annotated[str, AfterValidator(_check_receiver)]
-    """OTLP receiver, as in `http://127.0.0.1:4318` or `https://HOST/api/public/otel`; over HTTP, `/v1/traces`
-    is added. Gateways and engines send spans to it, with the key that `OTEL_EXPORTER_OTLP_HEADERS` has."""
+    """URL of the OTLP receiver to which gateways and engines send spans, such as `http://127.0.0.1:4318` or
+    `https://HOST/api/public/otel`. With protocol `http`, `/v1/traces` is appended.
+    `OTEL_EXPORTER_OTLP_HEADERS` may hold the receiver's key."""
     sample: Annotated[float, Field(ge=0, le=1)] = 0.05
     """Share of the turns that are traced. A client that sends `traceparent` decides for its own turn."""
     protocol: Literal["http", "grpc"] = "http"
-    """`grpc`, as at `http://127.0.0.1:4317`, is sent in clear, because vLLM sends no other."""
+    """With `grpc` (`http://127.0.0.1:4317`) spans are sent without TLS, because vLLM does not offer it."""
 
     def __post_init__(self) -> None:
         parts = urlsplit(self.endpoint)
@@ -125,7 +126,7 @@ class BatchAddress:
 
 @checked(frozen=True, config=SETTINGS)
 class TlsConfig:
-    """PEM files on the gateways' machine. Gateways read them again when they change."""
+    """Certificate and key as PEM files on the gateways' machine. Gateways reload them when they change."""
 
     cert: FilePath
     """The certificate, followed by those of its issuers (`fullchain.pem`)."""
@@ -141,8 +142,8 @@ class AnswersConfig:
     keep_s: Duration = 24 * 3600.0
     """How long an answer is kept after its last use."""
     gib: Annotated[float, Field(gt=0)] = 1.0
-    """Size of all answers. Beyond it, owners with more than their share lose the answers that they have not
-    used for longest."""
+    """Most storage for all answers. Beyond it, owners with more than their share lose the answers that they
+    used least recently."""
 
     @property
     def max_bytes(self) -> int:
@@ -164,16 +165,16 @@ class GatewayLimits:
     owner_share: Share = 0.5
     """Share of the connections that one owner's running requests may take; more are answered with 429."""
     bodies_mib: Annotated[float, Field(gt=0)] = 2048.0
-    """Memory for bodies of running requests. One owner may take as much as is left for others, so half of it
-    when alone; more is answered with 429."""
+    """Memory for bodies of running requests. An owner may take as much as it leaves free for others, which is
+    half of it if no other owner has requests; more is answered with 429."""
     prompt_bytes_per_token: Annotated[int, Field(gt=0, le=1024)] = MAX_BYTES_PER_TOKEN
-    """Prose has 4 to 5. A prompt with more bytes for each token of the largest context is refused before it
-    is tokenised."""
+    """Most bytes of a prompt for each token of the engines' largest context. A longer prompt is refused
+    before it is tokenised. Prose has 4 to 5 bytes per token."""
     answers: Annotated[int, Field(gt=0, le=128)] = MAX_ANSWERS
     """Most answers that one request may ask for: `n` times its prompts."""
     request_timeout_s: Duration = _SERVER.body_timeout_s
-    """Longest silence of a client that sends its request. A whole body has a minute, and longer if it is
-    large, at 64 KiB/s."""
+    """Longest silence of a client that sends its request. The whole body may take a minute, and longer if it
+    is large: a second for each 64 KiB."""
     first_token_timeout_s: Duration = _UPSTREAM.first_byte_timeout_s
     """Longest wait for an engine's first byte. Without streaming that byte follows the last token."""
     idle_timeout_s: Duration = _UPSTREAM.chunk_timeout_s
@@ -181,7 +182,7 @@ class GatewayLimits:
 
     def __post_init__(self) -> None:
         if self.bodies_mib < 2 * self.body_mib:
-            raise ValueError("bodies_mib is to hold two bodies of body_mib at least")
+            raise ValueError("bodies_mib must be at least twice body_mib")
 
     @property
     def server(self) -> ServerLimits:
@@ -230,7 +231,7 @@ class GatewayConfig:
     tbt_s: float | None = None  # the engines' target for classes without one
     keys: tuple[Key, ...] = ()  # keys of the fleet file; without these and a keys file, everybody may call
     keys_file: str | None = None  # more keys; read again when it changes
-    hosts: tuple[str, ...] = ()  # names that clients may use; empty: any
+    hosts: tuple[str, ...] = ()  # host names by which clients may call this gateway; empty: any
     trusted_proxies: tuple[str, ...] = ()  # networks whose `X-Forwarded-For` is trusted
     audit: bool = False  # log every request
     key_limits: DefaultLimits = DefaultLimits()
@@ -248,7 +249,7 @@ class GatewayConfig:
             raise ValueError("models: name at least one model")
         rule = self.redisaggregation
         if rule.above_tokens < 0 or self.place_wait_s < 0 or self.tokens_per_byte <= 0:
-            raise ValueError("above_tokens, place_wait_s and tokens_per_byte cannot be negative")
+            raise ValueError("above_tokens and place_wait_s cannot be negative; tokens_per_byte is above 0")
         if not 0 <= rule.min_share <= 1:
             raise ValueError(f"redisaggregation.min_share is between 0 and 1, not {rule.min_share}")
 

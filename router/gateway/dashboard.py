@@ -1,7 +1,7 @@
 """Operators' dashboard: one static page at `/dashboard`, and the JSON that it requests every second.
 
-It shows the conversations of all callers. Where keys are configured it therefore asks for one of scope
-`admin`, as the password of HTTP basic authentication, which browsers can send.
+It shows the conversations of all callers. Where keys are configured it therefore asks for a key of scope
+`admin`, as the password of HTTP basic authentication, which browsers support.
 """
 
 import base64
@@ -121,7 +121,7 @@ class DashboardRoutes:
         }
 
     def _attainment(self, counts: Mapping[str, Mapping[str, int]]) -> list[dict[str, Any]]:
-        """Return the share of answers that met each configured target."""
+        """Return, for each target of the default class, the share of answers that met it."""
         shown = []
         for objective, target in self._config.slos.get(DEFAULT_CLASS, SloSettings()).targets.items():
             met, missed = (counts[which].get(objective, 0) for which in ("met", "missed"))
@@ -149,7 +149,7 @@ def _secret(request: Request) -> str:
 
 
 def _script_policy(page: bytes) -> tuple[bytes, bytes]:
-    """Allow the page's own script by its hash, and no other script."""
+    """Return the header that lets browsers run the page's own script, known by its hash, and no other."""
     hashes = [base64.b64encode(sha256(script).digest()).decode() for script in _SCRIPT.findall(page)]
     allowed = " ".join(f"'sha256-{one}'" for one in hashes)
     policy = f"default-src 'self'; style-src 'unsafe-inline'; script-src {allowed}"

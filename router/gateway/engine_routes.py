@@ -33,7 +33,7 @@ _ATTEMPTS = 2
 class EngineRoutes:
     """Passes requests without a conversation to a usable engine: embeddings and tokenisation."""
 
-    models_of: Callable[[tuple[str, ...]], Models]  # returns the models of the names that a key may use
+    models_of: Callable[[tuple[str, ...]], Models]  # returns the models that a key's `models` allow
     directory: DirectoryClient
     pool: UpstreamPool
     parser_pool: ParserPool
@@ -41,7 +41,7 @@ class EngineRoutes:
     groups: PrefixGroups
     meters: Meters
     address: Callable[[Request], str]  # returns a caller's address
-    tokens: Callable[[int], int]  # estimates the tokens of a number of bytes
+    tokens: Callable[[int], int]  # estimates how many tokens a number of bytes has
     unknown: UnknownFields
     ignored: IgnoredFields
 
@@ -53,7 +53,7 @@ class EngineRoutes:
             raise BadRequest("model must be the name of a model", param="model")
         if not model.embeddings:
             raise Unsupported(
-                f"the model {model.name!r} generates text and has no embeddings; ask a model that has",
+                f"the model {model.name!r} generates text and no embeddings; name a model for embeddings",
                 param="model",
             )
         sent, observer = with_fields(raw, self.groups.fields(key.owner, body)), StreamObserver()
@@ -68,7 +68,7 @@ class EngineRoutes:
                 charge.refund()
 
     async def tokenize(self, key: Key, request: Request, responder: Responder) -> None:
-        """Serve a request that counts or converts tokens; it is not charged."""
+        """Serve a request that tokenises, detokenises or counts tokens. It is not charged."""
         raw, _ = await self._read(key, request, responder)
         await self._pass(request, responder, raw)
 

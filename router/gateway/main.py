@@ -39,7 +39,7 @@ LOOKS_AT_LOOP_S = 0.02
 
 
 class Gateway:
-    """Parts of one gateway process, wired together. Create it inside the event loop."""
+    """Wires the parts of one gateway process together. Create it inside the event loop."""
 
     def __init__(self, config: GatewayConfig) -> None:
         self.config = config
@@ -121,7 +121,7 @@ class Gateway:
 
 
 async def _watch_loop() -> None:
-    """Measure how long callbacks hold the event loop, and with it every stream."""
+    """Measure for how long callbacks block the event loop, because all streams wait meanwhile."""
     while True:
         due, spent = time.monotonic() + LOOKS_AT_LOOP_S, time.thread_time()
         await asyncio.sleep(LOOKS_AT_LOOP_S)
@@ -132,7 +132,7 @@ async def _watch_loop() -> None:
 def _tracer(config: GatewayConfig) -> "TurnTracer | None":
     if config.tracing is None:
         return None
-    from router.gateway.tracing import TurnTracer  # its libraries are loaded only where it is on
+    from router.gateway.tracing import TurnTracer  # loads OpenTelemetry only where tracing is on
 
     return TurnTracer(config.tracing, config.fleet, config.name)
 

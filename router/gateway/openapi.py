@@ -19,7 +19,7 @@ _MESSAGE = {
 }
 _MESSAGES = {"type": "array", "minItems": 1, "items": _MESSAGE}
 _ITEMS = {"anyOf": [_TEXT, {"type": "array", "items": {}}]}
-# Fields that engines check and clients have to send.
+# Schemas of fields that the engines check and the gateway does not.
 _SHAPES: Mapping[str, Mapping[str, Any]] = {
     "model": _TEXT,
     "messages": _MESSAGES,
@@ -61,7 +61,7 @@ _NEW_FILE = {
 def document(routes: Mapping[str, Iterable[str]], unknown: UnknownFields, max_answers: int) -> bytes:
     """Return the OpenAPI document of `routes`: methods by path, with parameters in braces.
 
-    `unknown`: what is done with fields that nobody knows. `max_answers`: the most answers to a request.
+    `unknown`: how the gateway treats fields that it does not know. `max_answers`: most answers to a request.
     """
     paths = {
         path: {one.lower(): _operation(path, one, unknown, max_answers) for one in routes[path]}

@@ -57,7 +57,7 @@ audit = logging.getLogger("conserve.audit")
 _MESSAGES = Api.MESSAGES.target.decode()
 _BATCHES, _METRICS = "/v1/batches", "/metrics"
 _PROBED = ("/health", "/ready")
-REFUSAL_S = 1.0  # delay of a refusal by a limit: the least `retry-after`
+REFUSAL_S = 1.0  # seconds before a refusal by a limit is sent; the shortest `retry-after`
 
 KeyedHandler = Callable[[Key, Request, Responder], Awaitable[None]]
 AnyHandler = TypeVar("AnyHandler")
@@ -133,7 +133,7 @@ class Routes:
             responder.error_shape = ANTHROPIC
         known = not self._hosts or request.path in _PROBED  # probes call a pod by its address
         if not known and (name := _host(request)) and name not in self._hosts:
-            raise Misdirected(f"this gateway is not called {excerpt(name)!r}: gateway.hosts has its names")
+            raise Misdirected(f"this gateway is not called {excerpt(name)!r}: gateway.hosts lists its names")
         methods = self._open.get(request.path)
         if methods is not None:
             if request.path == _METRICS and self._keys.configured:
@@ -165,7 +165,7 @@ class Routes:
         """
         route = self._open.get(request.path, {}).get(request.method)
         if route is None:
-            raise NotFound(f"there is no {request.method} {excerpt(request.path)} here; /metrics is")
+            raise NotFound(f"there is no {request.method} {excerpt(request.path)} here; try GET /metrics")
         await route(request, responder)
 
     async def _within_limits(self, key: Key, request: Request, responder: Responder) -> None:
@@ -174,7 +174,7 @@ class Routes:
                 self._meters.request(key, responder, self._address(request))
             await self._answer(key, request, responder)
         except RateLimited:
-            await asyncio.sleep(REFUSAL_S)  # or asking again at once would cost as much as being served
+            await asyncio.sleep(REFUSAL_S)  # a client that retries at once would cost as much as a served one
             raise
 
     async def _answer(self, key: Key, request: Request, responder: Responder) -> None:
@@ -194,9 +194,9 @@ class Routes:
         """Refuse a restricted key, because the batch process does not apply restrictions to lines."""
         refused = key.limits.structured_outputs is StructuredOutputs.REFUSE
         if refused and self._config.key_limits.structured_outputs is not StructuredOutputs.REFUSE:
-            raise Forbidden("batches take a key that may use structured outputs", code="batches_not_allowed")
+            raise Forbidden("batches need a key that may use structured outputs", code="batches_not_allowed")
         if len(self._models_of(key.models)) < len(self._models_of(())):
-            raise Forbidden("batches take a key for all models of the fleet", code="model_not_allowed")
+            raise Forbidden("batches need a key for all models of the fleet", code="model_not_allowed")
 
     def _audit(self, key: Key | None, request: Request, responder: Responder, status: int | None) -> None:
         if not self._config.audit:
@@ -225,7 +225,7 @@ def _handler(methods: Mapping[str, AnyHandler], request: Request) -> AnyHandler:
 
 
 def _models_of(served: Models, allowed: tuple[str, ...]) -> Models:
-    """Return the models that a key may use, which names each by any of its names; () allows all."""
+    """Return the models of `served` that a key may use. `allowed` has names or aliases; () allows all."""
     if not allowed:
         return served
     return {name: one for name, one in served.items() if {name, one.name, *one.aliases} & {*allowed}}

@@ -1,10 +1,9 @@
 """SLO classes of turns: the choice of a class, and the targets that it gives to engines.
 
-A turn's class is, in this order: the one that the header `X-SLO-Class` or the body's `slo_class` names; the
-one that llm-d's objective header names, if there is a class of that name; the class of the caller's owner;
-`default`. Turns that wait are served by class weight, and a lower class at least once in as many seconds as
-the weights differ (`placement/priorities.py`). A client's own priority orders turns of its owner in the
-directory only, because anybody may send one; engines are given class weights alone.
+The first of these that is there names a turn's class: the header `X-SLO-Class` or the body's `slo_class`;
+llm-d's objective header, if a class has that name; the owner, if it has a class; `default`. Waiting turns are
+ordered by the `queue_weight` of their class (`placement/priorities.py`). A client's own priority orders turns
+of its owner, and only in the directory, because every client may send one. Engines get class weights alone.
 """
 
 import math
@@ -30,7 +29,7 @@ _MILLISECONDS = positive(24 * 3600 * 1000.0)
 
 
 class SloClasses:
-    """SLO classes of the fleet, by name and by owner."""
+    """Chooses the SLO class of a turn, and the arguments that engines get for it."""
 
     def __init__(self, config: GatewayConfig) -> None:
         self._by_name = {one.name: one for one in config.classes}
@@ -51,7 +50,7 @@ class SloClasses:
         named = self._by_name.get(name) if isinstance(name, str) else None
         if named is None:
             names = ", ".join(sorted(name for name, one in self._by_name.items() if one.open_to(owner)))
-            raise BadRequest(f"{CLASS_FIELD} is none of this fleet's classes: {names}", param=CLASS_FIELD)
+            raise BadRequest(f"{CLASS_FIELD} must name a class of this fleet: {names}", param=CLASS_FIELD)
         if not named.open_to(owner):
             raise BadRequest(
                 f"the class {named.name} is reserved for other callers: leave {CLASS_FIELD} out",

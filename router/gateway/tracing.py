@@ -2,10 +2,10 @@
 
 A client's `traceparent` decides whether its turn is sampled; without one, a share of the turns is. Engines of
 a sampled turn get a `traceparent` that names the span of their leg; the headers of other turns do not change.
-No work is done per token. The SDK's thread sends spans to an OTLP receiver, and turns never wait
-for it: spans that a slow or missing receiver does not take are dropped and counted, and each time this begins
-it is logged once. Attributes are OpenTelemetry's for generative AI (`gen_ai.*`), and ours where it has none.
-This module is loaded only where the fleet file asks for it (tests/router/test_tracing.py).
+No work is done per token. The SDK's thread sends spans to an OTLP receiver, and turns never wait for it.
+Spans that a slow or missing receiver does not take are dropped and counted; one log line says when dropping
+begins. Attributes follow OpenTelemetry's conventions for generative AI (`gen_ai.*`); others are named
+`conserve.*`. This module is loaded only where the fleet file asks for it (tests/router/test_tracing.py).
 """
 
 import logging
@@ -66,8 +66,8 @@ class TurnTracer:
             "service.namespace": fleet,
             "service.instance.id": gateway,
         }
-        # The resource and a receiver's key may also come from OTEL_RESOURCE_ATTRIBUTES and
-        # OTEL_EXPORTER_OTLP_HEADERS, as the SDK's documents say.
+        # The SDK reads more resource attributes from OTEL_RESOURCE_ATTRIBUTES, and the receiver's key from
+        # OTEL_EXPORTER_OTLP_HEADERS.
         self._exporter = _CountingExporter(exporter or _otlp_exporter(config))
         self._provider = TracerProvider(
             sampler=ALWAYS_ON, resource=Resource.create(resource), shutdown_on_exit=False
@@ -119,8 +119,8 @@ class TurnTrace:
         self._offset_ns = clock_to_time_of_day_ns  # fixed for the turn, so that its spans are consistent
         self._turn = tracer.start_span("turn", context, SpanKind.SERVER, start_time=self._ns(arrived_at))
         self._context = set_span_in_context(self._turn, Context())
-        self._spans: dict[Span, float | None] = {}  # children of the turn's span, and when they ended
-        self._since = arrived_at  # where the next stage begins
+        self._spans: dict[Span, float | None] = {}  # children of the turn's span, and when each ended
+        self._since = arrived_at  # when the next stage begins
         self._prefilled_at: float | None = None
         self._legs: dict[str, Span] = {}
 
@@ -140,7 +140,7 @@ class TurnTrace:
         self._stage("bind", chosen)
 
     def leg(self, name: str, headers: RawHeaders, engine: str) -> RawHeaders:
-        """Begin the span of a leg; return its headers with a `traceparent` that names the span."""
+        """Begin the span of the leg `name`; return `headers` with a `traceparent` that names this span."""
         span = self._begin(name, SpanKind.CLIENT, self._clock(), {"conserve.engine": engine})
         self._legs[name] = span
         carrier: dict[str, str] = {}
@@ -206,7 +206,7 @@ class TurnTrace:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        """End all spans, also those of a refused or broken turn. A turn is sent as a whole or not at all."""
+        """End all spans, even if the turn was refused or broken. They are sent together or not at all."""
         if not self._admit():
             return
         now = self._clock()

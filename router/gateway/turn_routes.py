@@ -24,7 +24,7 @@ class TurnRoutes:
     answers: Answers
     batch: BatchForwarding | None
     meters: Meters
-    models_of: Callable[[tuple[str, ...]], Models]  # returns the models of the names that a key may use
+    models_of: Callable[[tuple[str, ...]], Models]  # returns the models that a key's `models` allow
     address: Callable[[Request], str]
     ignored: IgnoredFields
     clock: Callable[[], float] = time.monotonic
@@ -42,7 +42,7 @@ class TurnRoutes:
             if turn.grammar is not None:
                 self.meters.grammar(key, turn.grammar, address)
             if self.batch is not None and turn.flex:
-                charge.reserve(self.turns.binder.prompt_tokens(turn))  # the gateway does not see its usage
+                charge.reserve(self.turns.binder.prompt_tokens(turn))  # the gateway does not see flex usage
                 await self.batch.flex(turn, responder, self.answers.observer(turn.space, turn.history))
                 if responder.status not in (None, 200):
                     charge.refund()

@@ -1,4 +1,4 @@
-"""Observer of an answer that will be stored; other answers have the plain observer."""
+"""Observer of an answer of the Responses API that will be stored."""
 
 import asyncio
 import re
@@ -13,7 +13,7 @@ _ENDS = (b"response.completed", b"response.incomplete")
 
 
 class AnswerObserver(StreamObserver):
-    """Observer that also collects the response object, and holds back its end until it is stored."""
+    """Collects the response object of an answer, and holds the answer's end back until it is stored."""
 
     __slots__ = ("_ends", "_kept", "_kept_bytes", "_store")
 
@@ -43,6 +43,6 @@ class AnswerObserver(StreamObserver):
 
     @property
     def response(self) -> bytes:
-        """Return the JSON that contains the response object; empty if there is none, or it is too large."""
+        """Return the JSON that contains the response object; empty if there was none or it was too large."""
         kept = b"".join(self._kept) if self._kept_bytes <= MOST_BYTES else b""
         return kept[: kept.find(b"\n")] if self.streamed else kept

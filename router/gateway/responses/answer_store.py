@@ -1,8 +1,8 @@
 """SQLite table of stored answers, one row per answer, shared by the gateway processes of a machine.
 
 A row has what an answer adds to the prompt (its request's items and its own) and the response object. An
-answer that expired or was deleted loses both and stays as a tombstone, so that a request which continues from
-it gets the reason, and no conversation begins again unnoticed. The end of a conversation is a tombstone, too.
+answer that expired or was deleted loses both and stays as a tombstone, so that a request that continues from
+it learns the reason and does not silently begin a new history. The end of a conversation is a tombstone, too.
 All methods block: call them in a thread.
 """
 
@@ -34,7 +34,7 @@ _SCHEMA = """
     CREATE INDEX answers_by_conversation ON stored_answers (owner, conversation, number)
         WHERE conversation IS NOT NULL;
     CREATE INDEX answers_by_use ON stored_answers (gone, used_at);"""
-# The answers of a history, the newest first, until it is clear that nothing continues from it.
+# Walks a history from its newest answer back, until a limit is exceeded or an answer is gone.
 _CHAIN = """WITH RECURSIVE chain (id, previous, gone, number, total) AS (
     SELECT id, previous, gone, 1, prompt_bytes FROM stored_answers WHERE owner = :owner AND id = :id
     UNION ALL
@@ -46,7 +46,7 @@ _BURY = "UPDATE stored_answers SET gone = ?, items = NULL, response = NULL, prom
 
 
 class Missing(StrEnum):
-    """Reason why a history cannot be continued; the first two are tombstones of the table."""
+    """Reason why a history cannot be continued; `deleted` and `expired` are stored in tombstones."""
 
     DELETED = "deleted"
     EXPIRED = "expired"
@@ -68,11 +68,11 @@ class StoredAnswer:
     """An answer to be stored."""
 
     id: str
-    previous: str | None  # the answer before it
+    previous: str | None  # id of the answer before it
     items: bytes  # items of request and answer, with commas between them
     response: bytes
     conversation: str | None = None
-    conversation_end: int = 0  # the last end of the conversation, when the turn began
+    conversation_end: int = 0  # number of the conversation's last end when the turn began
 
 
 class AnswerStore:
@@ -84,7 +84,10 @@ class AnswerStore:
         self._pruned_at = 0.0
 
     def open(self) -> sqlite3.Connection:
-        """Return the connection. Raises GatewayConfigError for a newer file; other errors may pass."""
+        """Return the connection; the first call opens it. Raises GatewayConfigError for a newer file.
+
+        After any other error a later call may succeed.
+        """
         if self._opened is None:
             if self._config.path:
                 path = Path(self._config.path)
@@ -179,7 +182,7 @@ class AnswerStore:
         return zlib.decompress(row[0])
 
     def touch(self, owner: str, name: str) -> None:
-        """Restart the lifetime of a history's answers."""
+        """Record a use of the history up to the answer `name`, which restarts the lifetime of its answers."""
         query = {"owner": owner, "id": name, "answers": 1 << 20, "bytes": 1 << 40}
         with self._writing() as database:
             names = [(self._clock(), owner, row[0]) for row in database.execute(_CHAIN, query)]
@@ -188,7 +191,7 @@ class AnswerStore:
             )
 
     def newest(self, owner: str, conversation: str) -> tuple[str | None, int]:
-        """Return a conversation's newest answer, or None for a new one, and the number of its last end."""
+        """Return the id of a conversation's newest answer, or None, and the number of its last end."""
         query = """SELECT id FROM stored_answers WHERE owner = ? AND conversation = ?
             ORDER BY number DESC LIMIT 1"""
         row = self.open().execute(query, (owner, conversation)).fetchone()
@@ -202,7 +205,7 @@ class AnswerStore:
     def end_conversation(self, owner: str, conversation: str, live: bool) -> bool:
         """End a conversation: the next turn of this name starts anew, and running turns do not join it.
 
-        Returns whether it had a history. `live` says that it may have a turn all the same.
+        Returns whether it had a history. `live`: a turn may be running, even if nothing is stored yet.
         """
         with self._writing() as database:
             left = "UPDATE stored_answers SET conversation = NULL WHERE owner = ? AND conversation = ?"
@@ -249,7 +252,7 @@ def _end_of(conversation: str) -> str:
 
 
 def _pieces(answers: Iterable[bytes]) -> Iterator[bytes]:
-    """Join the items of answers with commas, in pieces that are neither tiny nor too long to copy at once."""
+    """Yield the items of answers, joined with commas, in pieces of at least `PIECE_BYTES` but the last."""
     joined = bytearray()
     for number, items in enumerate(answer for answer in answers if answer):
         for at in range(0, len(items), PIECE_BYTES):

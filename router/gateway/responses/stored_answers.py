@@ -47,7 +47,7 @@ log = logging.getLogger("conserve.router.responses")
 LONGEST_HISTORY = 1_000  # answers
 MOST_WAITING_BYTES = 256 << 20  # of answers that are not written yet
 LONGEST_S = 10.0  # for one call of the disk
-SHOWN_WITHIN_S = 1.0  # then a client gets the end of an answer that is not stored yet
+SHOWN_WITHIN_S = 1.0  # longest time that an answer's end is held back because it is not stored yet
 RESPONSE_FIELDS = b"x-response-says"  # header to engines: fields of the response about its history
 _DISK_ERRORS = (sqlite3.Error, OSError, GatewayConfigError, zlib.error)  # TimeoutError is an OSError
 
@@ -56,13 +56,13 @@ Result = TypeVar("Result")
 
 @dataclass(frozen=True, slots=True)
 class History:
-    """Position of a request's answer in its history."""
+    """Items that a request adds to a history, and the answer or conversation that it continues."""
 
     request_items: tuple[bytes, ...]  # items with commas between them, in pieces
-    previous: str | None  # the answer before it
+    previous: str | None  # id of the answer that the request continues
     conversation: str | None
     stored: bool  # whether the answer is to be stored
-    conversation_end: int = 0  # the last end of the conversation, when the turn began
+    conversation_end: int = 0  # number of the conversation's last end when the turn began
 
     @property
     def response_fields(self) -> dict[str, Any]:
@@ -85,7 +85,10 @@ class AnswerParser:
     response_fields: Mapping[str, Any]
 
     def parse(self, pieces: Sequence[bytes]) -> tuple[str, bytes, bytes]:
-        """Return id, items for a later prompt, and response. Raises ValueError if it is not a response."""
+        """Return the answer's id, its items for a later prompt, and its response object as JSON.
+
+        Raises ValueError if `pieces` are not an answer of the Responses API.
+        """
         answer = orjson.loads(b"".join(pieces))
         answer = answer.get("response", answer) if isinstance(answer, dict) else {}
         name, output = answer.get("id"), answer.get("output")
@@ -101,7 +104,7 @@ class AnswerParser:
 
 
 class Answers:
-    """Stored answers of one gateway. One thread does all disk work, and every wait for it is limited."""
+    """Stores and finds answers. One thread does all disk work, and every wait for it is limited."""
 
     def __init__(
         self,
@@ -134,13 +137,13 @@ class Answers:
                     await asyncio.wait(self._storing)
             await self._call(self._store.close)
         except _DISK_ERRORS as error:
-            log.warning("answers are lost at the end answers=%d reason=%r", len(self._storing), error)
+            log.warning("stopped before answers were stored answers=%d reason=%r", len(self._storing), error)
         self._disk.shutdown(wait=False, cancel_futures=True)
 
     async def with_history(
         self, owner: str, pieces: tuple[bytes, ...], read: ParsedBody
     ) -> tuple[tuple[bytes, ...], History]:
-        """Return the body for the engine with its whole input, and where its answer belongs.
+        """Return the body for the engine, with the history in its input, and what the request adds to it.
 
         Raises ApiError for a history that is not stored or cannot be sent again.
         """
@@ -277,7 +280,7 @@ def history_error(reason: Missing, conversation: str | None, most_bytes: int) ->
     if reason is Missing.TOO_LARGE:
         text = f"the history and this request have more than {most_bytes} bytes together: {advice}"
         return PayloadTooLarge(text, param=param, code="history_too_large")
-    text = "no such response is stored: it was long ago, or never"
+    text = "no such response is stored: it expired long ago, or never existed"
     if reason is Missing.DELETED:
         text = "an answer of that history was deleted, and nothing continues from it"
     elif reason is Missing.EXPIRED:

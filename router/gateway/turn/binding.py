@@ -1,10 +1,10 @@
-"""Binding of turns: identifies a turn's conversation, and finds the engines that serve it.
+"""Binding of turns: finds a turn's conversation, and the engines that serve it.
 
 The directory places a first turn: its decoder computes the prompt, or a prefiller does while its KV streams
 to the decoder. Later turns go to that decoder unchanged. A later turn that appends most of its prompt may
 pass through a prefiller again (`Redisaggregation`, placement/routing/placer_settings.py). A conversation
-whose decoder is lost is bound anew. A refusal by the directory, or its absence, becomes an error for the
-client, with a status and the time of the next try (`refusal_error`, `unreachable_error`).
+whose decoder is lost is bound anew. If the directory refuses or is away, the client gets an error with a
+status and a `Retry-After` (`refusal_error`, `unreachable_error`).
 """
 
 import asyncio
@@ -47,7 +47,7 @@ class Identified:
     how: PrefixMatch
     parent: str | None
     chain: Chain
-    matched_bytes: int  # bytes of the prompt that an earlier request of this conversation had
+    matched_bytes: int  # length of the prompt's beginning that an earlier request of the conversation had
     turn: int  # the directory client's number of this turn
 
 
@@ -61,7 +61,7 @@ class Route:
     turn: int
     cause: str  # first_turn, rebound, moved, redisaggregated, bound
     placed_at: float | None = None  # None: the turn needed no placement
-    moved: str = ""  # why the conversation moved, in this turn
+    moved: str = ""  # why this turn moves the conversation; empty: it does not
 
     @property
     def summary(self) -> str:
@@ -71,7 +71,7 @@ class Route:
 
 
 class Binder:
-    """Identifies conversations and binds their turns to engines; asks the directory where needed."""
+    """Identifies conversations, and binds their turns to engines that the directory chooses."""
 
     def __init__(
         self,
@@ -104,20 +104,20 @@ class Binder:
         return found
 
     def uncached_tokens(self, turn: Turn, found: Identified) -> int:
-        """Return the tokens of the prompt that probably have to be computed."""
+        """Estimate how many tokens of the prompt have to be computed."""
         known = self._directory.bound(found.key)
         if known is not None:
             return self._ratio.uncached_tokens(turn, known, found.matched_bytes)
         return self.prompt_tokens(turn)
 
     def prompt_tokens(self, turn: Turn) -> int:
-        """Return the estimated tokens of the prompt, at most what the engines take."""
+        """Estimate the tokens of the prompt, at most the engines' longest context."""
         return self._ratio.prompt_tokens(turn, self._directory.engines.max_context)
 
     async def bind(self, turn: Turn, found: Identified, responder: Responder) -> Route:
         """Return the route of a turn; the directory is asked only where engines have to be chosen.
 
-        While it is away, a bound turn stays on its decoder, however much of its prompt is new.
+        While the directory is away, a bound turn stays on its decoder, even if most of its prompt is new.
         """
         known = self._directory.bound(found.key)
         if known is None or self._directory.leaving(known):  # moves off a draining decoder

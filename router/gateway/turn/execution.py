@@ -63,7 +63,7 @@ class TurnRunner:
         stream: StreamResumption,
         observer: StreamObserver | None = None,
     ) -> RelayedTurn:
-        """Relay a turn. For a resumed stream, `observer` has observed the part before."""
+        """Relay a turn to its client. `observer`: of a resumed stream, it has observed the part so far."""
         key, trace, prefill = route.known.key, turn.trace, PrefillLeg()
         self._prefetcher.turn_arrived(route.known)
         turn.charge.computing = True

@@ -1,7 +1,7 @@
 """Handling of a turn from top to bottom: identify, bind, relay, report.
 
-`binding.py` identifies the conversation and chooses the engines, `execution.py` runs the legs. This file has
-their order, what happens when an engine is lost under a turn, and what the turn's end reports to the others.
+`binding.py` identifies the conversation and chooses the engines; `execution.py` runs the legs. This file
+calls them in order, binds a turn again if its engine is lost, and reports a turn's end to the directory.
 """
 
 import asyncio
@@ -123,7 +123,7 @@ class TurnHandler:
         responder: Responder,
         stream: StreamResumption,
     ) -> tuple[Route, RelayedTurn]:
-        """Continue the stream of a lost engine on another one, after the last token that the client has."""
+        """Continue a lost engine's stream on another engine, after the last token that the client has."""
         try:
             self._quarantine.check(turn.prompt.chain.end.digest)
             turn = stream.next_try(turn, relayed.outcome)
@@ -142,7 +142,7 @@ class TurnHandler:
         stream: StreamResumption,
         first_cause: str,
     ) -> None:
-        """Report the end of a turn: metrics, trace, charge, directory, prefetcher, log."""
+        """Report a turn's end to metrics, trace, charge, directory, prefetcher and log."""
         outcome, seen = relayed.outcome, stream.with_usage(relayed.observer.observation())
         broken = None
         if outcome.end is RelayEnd.COMPLETE and seen.status == 200:
@@ -213,7 +213,7 @@ class TurnHandler:
 
 
 def cached_tokens(prefill: PrefillLeg, seen: Observation) -> int:
-    """Return the tokens of a prompt that were not computed for this turn."""
+    """Return how many tokens of a turn's prompt were cached, so that neither leg computed them."""
     if prefill.done_at is not None:  # the decoder counts what the prefiller computed as cached
         return prefill.cached_tokens
     return (seen.usage and seen.usage.cached_tokens) or 0
@@ -222,8 +222,8 @@ def cached_tokens(prefill: PrefillLeg, seen: Observation) -> int:
 def _durations(route: Route, prefill: PrefillLeg, seen: Observation) -> tuple[float, float]:
     """Return the seconds from placement to first token, and the handover's part of them.
 
-    The handover lasts from the end of the prefill to the first token, less the time of one token. Both are 0
-    when they cannot be seen.
+    The handover lasts from the end of the prefill to the first token, less the time of one token. Either is 0
+    if it cannot be measured, for example because the answer is not a stream.
     """
     first = seen.first_token_at if seen.streamed else None
     if first is None or route.placed_at is None or first < route.placed_at:

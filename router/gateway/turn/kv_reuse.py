@@ -1,9 +1,8 @@
-"""Whether a later turn found its conversation's KV: reasons for broken prefixes, and moves to other decoders.
+"""Counts of KV that later turns could not reuse, because their prefix broke or their conversation moved.
 
-A prefix is broken when a prompt does not continue the tokens of its conversation's KV.
-The hash chains over messages show what a client changed. The engine's count of cached tokens shows the rest:
-if the messages are the same and the KV of the last answer is not found, the same text has become other
-tokens. docs/operate.md says what to do about each cause.
+A prefix is broken when a prompt does not continue the tokens of its conversation's KV. The hash chains over
+messages show what a client changed. If they show no change, but the engine did not find the KV of the last
+answer, the answer's text was tokenised differently. docs/operate.md says what to do about each cause.
 """
 
 import logging
@@ -37,23 +36,23 @@ class PrefixBreak(StrEnum):
 class KvReuse:
     """KV that the decoder held for a later turn, and how much of it the turn reused."""
 
-    matched_bytes: int  # bytes of the prompt that an earlier request of this conversation had
-    held: int  # tokens that its decoder held
+    matched_bytes: int  # length of the prompt's beginning that an earlier request of the conversation had
+    held: int  # tokens of the conversation that its decoder held
     generated: int  # how many of them the turn before generated
-    cached: int | None  # tokens that it found again, if it says so
+    cached: int | None  # tokens that the decoder found again; None: it does not report them
     block: int  # tokens of a block; an incomplete block is never found
 
 
 def find_prefix_break(before: Asked, turn: Turn, reuse: KvReuse) -> tuple[PrefixBreak, int] | None:
     """Return the reason for a broken prefix, and the number of tokens computed again.
 
-    Returns None when the prefix held, or when nobody can know.
+    Returns None if the prefix is not broken, or if the engine reports too little to tell.
     """
     lost = reuse.held if reuse.cached is None else max(0, reuse.held - reuse.cached)
     if before.tools != turn.prompt.tools_digest:
         return PrefixBreak.CHANGED_TOOLS, lost
     links = turn.prompt.chain.links
-    answer = turn.prompt.authors[before.messages :].partition(bytes([OTHERS]))[0]  # what an assistant wrote
+    answer = turn.prompt.authors[before.messages :].partition(bytes([OTHERS]))[0]  # the assistant's messages
     continues = len(links) > before.messages and links[before.messages - 1] == before.end
     if not (continues and answer):
         if len(links) == before.messages and links[-1] == before.end:
@@ -77,8 +76,8 @@ def record_prefix(
 ) -> tuple[PrefixBreak, int] | None:
     """Count a broken prefix of a complete turn, and remember its prompt for the next turn.
 
-    Returns the cause of a broken prefix and the tokens computed again. Call this before the turn's token
-    counts replace those of the turn before.
+    Returns the reason for a broken prefix and the tokens computed again, or None. Call this before the turn's
+    token counts replace those of the turn before.
     """
     before, usage, broken = known.asked, seen.usage, None
     if before is not None and cause in _CAUSES_WITH_KV and known.context_tokens:
@@ -128,8 +127,8 @@ def count_move(
 def recomputed_tokens(held: int, block: int, prefill: PrefillLeg, cached: int | None) -> int:
     """Return how many tokens of a moved context were computed again, by the former decoder or the new one.
 
-    `held` tokens were computed before; an incomplete block is computed again in any turn. `cached` is what
-    the new decoder had or received, None if it does not say.
+    `held` tokens were computed before; an incomplete block is computed again in any turn. `cached`: tokens
+    that the new decoder had or received; None if it does not report them.
     """
     found = 0 if prefill.done_at is None else prefill.cached_tokens
     if cached is not None:

@@ -60,8 +60,8 @@ def prefill_body(
 ) -> tuple[bytes, ...]:
     """Return the body of a prefill leg, whose KV a decoder fetches under `transfer_id`.
 
-    It has the same prompt, and asks for one token without a stream. `body` has the fields of `raw`. With
-    `moves`, the engine had the conversation so far, and has it leave.
+    It has the turn's prompt, and asks for one token without a stream. `body` has the fields of `raw`.
+    `moves`: the engine is the decoder from which the conversation moves away.
     """
     leg = {name: value for name, value in _NEUTRAL.items() if name in body}
     limits = _LIMIT[api]
@@ -92,7 +92,7 @@ def for_leg(leg: str, turn: Turn, engine: EngineInfo) -> Turn:
 
 
 def pull_from(prefiller: EngineInfo, transfer_id: str) -> dict[str, Any]:
-    """Return the parameters with which the decoder fetches KV from a transfer that begins now."""
+    """Return the parameters with which a decoder fetches the KV of `transfer_id` from `prefiller`."""
     host, _, port = prefiller.transfer.rpartition(":")
     return {
         "do_remote_prefill": True,
@@ -117,9 +117,9 @@ class PrefillAnswer:
 async def prefill(
     pool: UpstreamPool, turn: Turn, key: str, prefiller: EngineInfo, transfer_id: str, *, moves: bool = False
 ) -> PrefillAnswer:
-    """Run the prefill leg. When it fails, the decoder computes the prompt.
+    """Run the prefill leg. If it fails, the answer has no tokens, and the decoder computes the prompt.
 
-    `key` is the conversation's key; it tells engines whose KV this is.
+    `key`: the conversation's key. `moves`: the conversation moves away from `prefiller`, its decoder.
     """
     body = prefill_body(turn.api, turn.raw, turn.body, transfer_id, turn.resume, moves=moves)
     request = _request(turn, key, body, repeatable=False)
@@ -151,9 +151,9 @@ async def decode(
     observer: StreamObserver,
     progress: StreamProgress | None,
 ) -> RelayOutcome:
-    """Relay the decode leg to the client. The client's body is unchanged if there are no parameters or hints.
+    """Relay the decode leg to the client. The engine gets `params` and the hints for it in the client's body.
 
-    `progress` is that of a stream that can be resumed, None for one that cannot.
+    `progress`: of a stream that can be resumed; None for any other answer.
     """
     given = {**(params or {}), **_resumed(turn.resume)}
     if hints := turn.prompt.hints.for_engine:
@@ -199,7 +199,7 @@ def decoder_lost(outcome: RelayOutcome) -> bool:
 def crashed_under_request(outcome: RelayOutcome) -> bool:
     """Return whether the engine crashed while it had the request.
 
-    An engine that was away before, or that refuses work, did not have it.
+    An engine that was unreachable, or that refuses work, did not have it.
     """
     if outcome.response is not None:
         return any(mark in outcome.response.body for mark in _DEAD_ENGINE)

@@ -1,4 +1,4 @@
-"""Prefetches parked conversations, so that their KV is on the accelerator before their tool call returns.
+"""Prefetching of parked conversations: their KV is on the accelerator before their tool call returns.
 
 A prefetch is a command to the engine, through the directory and the engine's keeper. The engine loads the
 blocks from its host, and the next turn finds them. Only conversations that the directory knows as parked are
@@ -34,7 +34,7 @@ class Prefetcher:
         self._planned: dict[str, asyncio.Task[None]] = {}  # by conversation
 
     def tool_called(self, away_s: float | None, known: Known) -> None:
-        """Plan the prefetch of a conversation whose turn called a tool, announced to take `away_s`."""
+        """Plan the prefetch of a conversation whose turn called a tool. `away_s`: announced by the client."""
         known.tool_called_at = self._clock()
         planned = self._rules.prefetch(away_s, known.tool_waits)
         if planned is not None:

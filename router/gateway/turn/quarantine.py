@@ -22,9 +22,9 @@ class _Crashes:
 class CrashQuarantine:
     """Refuses requests that were running on two engines when those crashed.
 
-    Without it, one request that crashes engines walks through the fleet: the gateway and clients' libraries
-    retry it elsewhere each time. A gateway cannot tell such a request from one that ran beside it, so both
-    are refused. A request is known by its prompt's digest, which covers the key and the model too.
+    Without it, one request could crash every engine of the fleet, because the gateway and clients' libraries
+    retry it elsewhere. A gateway cannot tell the request at fault from one that ran beside it on both
+    engines, so both are refused. A request is known by its prompt's digest, which covers key and model too.
     """
 
     def __init__(self, clock: Callable[[], float]) -> None:

@@ -1,4 +1,4 @@
-"""Resumption of streams: whether a stream can continue on another engine, and what that engine is sent."""
+"""Resumption of streams: whether a stream can continue on another engine, and the request to that engine."""
 
 import logging
 from collections.abc import Callable, Mapping
@@ -24,15 +24,15 @@ log = logging.getLogger("conserve.router.resumption")
 MOST_TRIES = 2  # engines tried without a new token for the client
 LONGEST_S = 120.0  # from the first loss to the last try
 _SAMPLED = b": resumed on another engine; what follows was sampled there\n\n"
-# Engines count these over generated tokens, and would not count tokens that they are given as a prompt.
+# Engines apply these to the tokens that they generate, and would ignore those sent to the client before.
 _COUNTED_OUTPUT = ("frequency_penalty", "presence_penalty", "bad_words", "thinking_token_budget")
-# Values of a large body may be None: the field is there and was not read.
+# In a large body the value of these fields may be None: the client sent the field, but it was not parsed.
 _LISTS = ("bad_words", "logprob_token_ids", "include", "thinking")
 _PROBABILITIES = ("logprobs", "top_logprobs", "prompt_logprobs", "logprob_token_ids")
 
 
 def why_not_resumable(turn: Turn) -> str | None:
-    """Return why this turn's stream could not be resumed, as a metric label; None if it can."""
+    """Return why this turn's stream cannot be resumed, as a metric label; None if it can."""
     body, large = turn.body, sum(map(len, turn.raw)) > CHEAP_BYTES
     unread = {name for name in _LISTS if large and body.get(name, 0) is None}
     if not turn.prompt.hints.resume:
@@ -64,9 +64,9 @@ class StreamResumption:
     """Progress of one turn's stream, and the tries to continue it on other engines.
 
     The next engine gets the client's request together with the tokens that were sent (`StreamProgress`). It
-    puts them through its parsers and continues behind them, so that tool calls, structured output, stop
-    strings and usage are right. Greedy answers continue as they would have; sampled ones are drawn anew from
-    there, which a comment in the stream says. A stream that cannot continue exactly ends in an error event,
+    feeds them to its parsers and continues after them, so that tool calls, structured output, stop strings
+    and usage are right. Greedy answers continue as they would have. Sampled answers are sampled anew from
+    there, and a comment in the stream says so. A stream that cannot continue exactly ends in an error event,
     and is counted.
     """
 
@@ -107,7 +107,10 @@ class StreamResumption:
         return replace(turn, resume={"outputs": outputs} if outputs else None)
 
     def judge(self, outcome: RelayOutcome) -> RelayOutcome:
-        """Return the outcome of a try: RESUMABLE if another engine may continue. Raises ApiError."""
+        """Return the outcome of a try; its end is RESUMABLE if one more engine may be tried.
+
+        Raises ApiError if the engine refused to continue the stream.
+        """
         if outcome.end in (RelayEnd.NOT_STARTED, RelayEnd.HELD):
             if decoder_lost(outcome):
                 return outcome._replace(end=RelayEnd.RESUMABLE)

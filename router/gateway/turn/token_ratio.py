@@ -8,7 +8,8 @@ from router.gateway.turn.turn import Turn
 
 _WEIGHT = 0.2  # of a new observation
 _LEAST_BYTES = 64  # shorter prompts are mostly the chat template
-# Tokens per byte that one prompt may teach, because the ratio is that of all owners. Prose has 0.2 to 0.3.
+# Bounds on the tokens per byte learned from one prompt, because all owners share the ratio. Prose has 0.2 to
+# 0.3.
 _LEAST_RATIO, _MOST_RATIO = 0.05, 1.0
 
 
@@ -33,11 +34,11 @@ class TokenRatio:
         self._learned = True
 
     def tokens(self, size: int) -> int:
-        """Return the estimated tokens of `size` bytes."""
+        """Estimate how many tokens `size` bytes have."""
         return int(size * self._ratio)
 
     def prompt_tokens(self, turn: Turn, max_context: int) -> int:
-        """Return the tokens of a turn's prompt, between 1 and `max_context` (0: without a bound)."""
+        """Estimate the tokens of a turn's prompt, between 1 and `max_context` (0: without a bound)."""
         exact = turn.prompt.exact_tokens
         estimate = exact if exact is not None else self.tokens(turn.prompt_bytes)
         estimate += turn.resumed_tokens
@@ -52,11 +53,11 @@ class TokenRatio:
         )
 
     def uncached_tokens(self, turn: Turn, known: Known, matched_bytes: int) -> int:
-        """Return the tokens that the conversation's decoder has to compute.
+        """Estimate how many tokens of the prompt the conversation's decoder has to compute.
 
-        `matched_bytes` of the prompt were in an earlier request of this conversation. The KV of the tokens
-        that the decoder generated since is cached too. If nothing matched, either the prefix broke, or this
-        gateway sees the conversation for the first time and has only the decoder's own count.
+        The first `matched_bytes` of the prompt were in an earlier request of this conversation. The KV of the
+        tokens that the decoder generated since is cached too. If nothing matched, either the prefix broke, or
+        this gateway sees the conversation for the first time and knows only the decoder's own count.
         """
         sent, exact = turn.prompt.chain.total_bytes, turn.prompt.exact_tokens
         if matched_bytes:

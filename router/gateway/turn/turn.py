@@ -43,10 +43,10 @@ class Turn:
     arrived_at: float
     trace: "TurnTrace | None" = None  # spans of a sampled turn, where tracing is on
     charge: Charge = UNMETERED
-    flow: str = ""  # turns of one owner are served fairly among its flows
+    flow: str = ""  # label of the client; the waiting turns of an owner are served fairly among its flows
     waiting_share: float = 1.0  # share of the waiting places that the owner may take
     grammar: Grammar | None = None  # grammar that an engine compiles for the turn
-    history: History | None = None  # earlier items, in the Responses API
+    history: History | None = None  # in the Responses API: what the request continues
     ignored: tuple[str, ...] = ()  # names of the client's fields that were dropped
     resume: Mapping[str, Any] | None = None  # tells the engine which part of a stream the client has
 

@@ -38,7 +38,7 @@ class TurnOutcome:
 
 
 class TurnMetrics:
-    """Counts turns and answers, and compares answers with their SLO targets."""
+    """Counts turns and answers, and whether the answers met their SLO targets."""
 
     def __init__(self, classes: Iterable[SloClass]) -> None:
         for one in classes:
@@ -92,7 +92,7 @@ class TurnMetrics:
     def _answered(
         self, slo_class: str, known: Known, seen: Observation, tbt: float | None
     ) -> Iterator[tuple[str, float]]:
-        """Yield each objective of the finished answer, with the measured seconds."""
+        """Yield the name of each SLO objective, with the seconds that the finished answer took."""
         since, known.waiting_since = known.waiting_since, None
         assert since is not None
         if seen.first_content_at is not None:

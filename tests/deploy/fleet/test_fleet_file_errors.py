@@ -55,7 +55,7 @@ def test_a_correct_fleet_file_has_no_errors() -> None:
         (
             "  park_after: 30s",
             "  park_after: 30s\ngateway:\n  limits:\n    bodies_mib: 48",
-            "fleet.yaml:13: gateway.limits.bodies_mib: bodies_mib is to hold two bodies of body_mib at least",
+            "fleet.yaml:13: gateway.limits.bodies_mib: bodies_mib must be at least twice body_mib",
         ),
         (
             "    replicas: 2",
