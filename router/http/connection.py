@@ -246,7 +246,7 @@ class ServerConnection(asyncio.Protocol):
     # Ends
 
     def _close_with_linger(self) -> None:
-        """Close in two steps: with unread input, a plain close would reset and lose the answer."""
+        """Close in two steps, because a plain close with unread input would reset and lose the answer."""
         self._lingering = True
         self._waiting.clear()
         if self._request is not None:
@@ -275,7 +275,7 @@ class ServerConnection(asyncio.Protocol):
         """Close this idle connection, because a new one needs its place."""
         self._server.timed_out("evicted")
         if self.sending or self._parser.in_head or not self._transport.can_write_eof():
-            self.abort()  # an orderly end could wait for a client that does not read
+            self.abort()  # a close could wait for a client that does not read
         else:
             self._transport.close()
 
@@ -300,7 +300,7 @@ class ServerConnection(asyncio.Protocol):
                 self._end_of_input(RequestTimeout("The request's head did not arrive in time; resend it."))
         elif self._incoming is not None:
             body = self._incoming
-            if self._body_timer is None:  # only a body that is still on its way at a sweep has one
+            if self._body_timer is None:  # a body that arrived between two sweeps needs no timer
                 self._body_timer = BodyTimer(self._server.limits, now)
             problem = self._body_timer.problem(now, awaited=body.awaited, received=body.received)
             if problem is not None:

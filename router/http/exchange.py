@@ -119,7 +119,7 @@ class RelayExchange(Exchange):
             progress.response_started(status, headers)
         no_continuation = self._continues and (progress is None or not progress.reported)
         if no_continuation and status < 400 and connection is not None:
-            super().on_failure(UpstreamError("The next engine cannot go on with this answer; try again."))
+            super().on_failure(UpstreamError("The next engine cannot continue this answer; try again."))
             connection.abort()  # it would generate the whole answer again
             return
         if status in self._hold or no_continuation:
@@ -224,7 +224,7 @@ class RelayExchange(Exchange):
         self._when_stored(finish)
 
     def _with_withheld(self, data: bytes) -> bytes:
-        """Put withheld data in front of ``data``."""
+        """Return ``data`` with all withheld data in front of it."""
         if self._withheld:
             data = b"".join((*self._withheld, data))
             self._withheld.clear()
@@ -233,8 +233,8 @@ class RelayExchange(Exchange):
     def _when_stored(self, finish: Callable[[], None]) -> None:
         """Run ``finish`` once the observer has stored the answer, at once if it stores none.
 
-        A client never sees the end of an answer that cannot be fetched yet. The engine's connection is back
-        in the pool by then.
+        A client that has the end of an answer may fetch the stored answer at once. While the end waits, the
+        engine's connection is back in the pool already.
         """
         stored = self._observer.at_end() if self._observer is not None else None
         if stored is None:

@@ -1,7 +1,8 @@
 """Limits on clients and on connections to engines, the timers that enforce them, and the open-file limit.
 
-Seconds and bytes. No message has a timer of its own: one periodic sweep checks every open connection and a
-flag that traffic sets, so that the byte path never reads a clock. A deadline is met up to one interval late.
+All values are seconds or bytes, where nothing else is said. No message has a timer of its own: one periodic
+sweep checks every open connection and a flag that traffic sets, so that the byte path never reads a clock. A
+deadline is enforced up to one interval late.
 """
 
 from __future__ import annotations
@@ -42,7 +43,7 @@ class ServerLimits:
     write_high_bytes: int = 256 * KIB
     write_low_bytes: int = 64 * KIB
     read_high_bytes: int = 256 * KIB
-    """Body bytes held for a handler that does not read; the client is paused beyond that."""
+    """Most body bytes held for a handler that does not read them; beyond it the client is paused."""
     linger_s: float = 2.0
     """After a refusal, the rest of the request is read and dropped this long, so that the answer arrives."""
 
@@ -128,7 +129,7 @@ class BodyTimer:
         self._deadline = now + self._limits.body_timeout_s
 
     def problem(self, now: float, *, awaited: bool, received: int) -> str | None:
-        """Return why the body is overdue. ``awaited`` says that a handler is waiting for it."""
+        """Return why the body is overdue, or None. ``awaited``: a handler waits for the body."""
         limits = self._limits
         elapsed, self._checked_at = now - self._checked_at, now
         if awaited:

@@ -1,10 +1,10 @@
 """HTTP parsers: llhttp, with the limits and checks that it leaves to its users.
 
 llhttp in its strict mode refuses bare LF, obsolete folding, Content-Length with Transfer-Encoding, duplicate
-or malformed Content-Length, and control characters. `RequestParser` adds sizes, HTTP versions, exactly one
-Host, `chunked` as the only transfer coding (a proxy that reads another one differently from the engine is how
-requests are smuggled), and upgrades, which it ignores as RFC 9110 (7.8) allows. The result does not depend on
-how the bytes were split.
+or malformed Content-Length, and control characters. `RequestParser` also limits sizes, checks the HTTP
+version, requires exactly one Host, and accepts only the transfer coding `chunked`: requests can be smuggled
+where proxy and engine read a coding differently. It ignores upgrades, as RFC 9110 (7.8) allows. The result
+does not depend on how the bytes were split.
 """
 
 from __future__ import annotations
@@ -133,7 +133,7 @@ class RequestParser:
 
     def on_header(self, name: bytes, value: bytes) -> None:
         if self._head is not None:
-            return  # a trailer or a replayed header, which nobody needs
+            return  # ignore trailers and replayed headers
         self._head_bytes += len(name) + len(value) + 4
         self._headers.append((name, value.rstrip(b" \t")))
         if len(self._headers) > self._max_headers or self._head_bytes > self._max_head_bytes:
@@ -177,7 +177,7 @@ class RequestParser:
         method = self._llhttp.get_method().decode()
         version = self._llhttp.get_http_version()
         if version not in ("1.1", "1.0"):
-            raise self._bad_http(f"HTTP/{version} is not spoken here; use HTTP/1.1.")
+            raise self._bad_http(f"HTTP/{version} is not supported; use HTTP/1.1.")
         if method == "CONNECT":
             raise self._bad_http("This server is not a tunnel: CONNECT is refused.")
         length: int | None = None
@@ -198,7 +198,7 @@ class RequestParser:
             elif name == b"expect":
                 expects = version == "1.1"
         if hosts > 1 or (hosts == 0 and version == "1.1"):
-            raise self._bad_http("A request has exactly one Host header.")
+            raise self._bad_http("A request must have exactly one Host header.")
         raw_path, query = self._split_target(self._url)
         path = raw_path.decode("ascii")
         if "%" in path:
@@ -246,7 +246,7 @@ class ResponseParser:
         self.head_bytes = 0
         self.head_seen = False
         self.head_unreported = False
-        """The head is complete and the sink has not received it."""
+        """The head is complete, and the connection has not passed it on yet."""
         self.body_parts: list[bytes] = []
         self.chunk_ended = False
         self.complete = False

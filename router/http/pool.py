@@ -33,7 +33,7 @@ class _EndpointConnections:
 
 
 class UpstreamPool:
-    """Connections to all engines, their timeouts, and the loop that splices their streams."""
+    """Keeps connections to all engines, with their timeouts and the loop that splices their streams."""
 
     def __init__(self, limits: UpstreamLimits | None = None, engine_key: str = "") -> None:
         """Create an empty pool. Every request carries ``engine_key`` as proof that the fleet sent it."""
@@ -49,7 +49,7 @@ class UpstreamPool:
     def take_idle(self, endpoint: Endpoint, *, fresh: bool = False) -> UpstreamConnection | None:
         """Take the most recently used idle connection, if there is one.
 
-        ``fresh`` drops all idle connections: for a repeat after a kept-alive connection was found dead.
+        ``fresh``: a kept-alive connection was found dead, so abort all idle ones and return None.
         """
         connections = self._endpoints.get(endpoint)
         while connections is not None and connections.idle:
@@ -74,7 +74,7 @@ class UpstreamPool:
         return await self._connect(connections, endpoint)
 
     async def _wait(self, connections: _EndpointConnections, endpoint: Endpoint) -> UpstreamConnection | None:
-        """Wait for a free connection. None means that one has closed, and a new one may be opened."""
+        """Wait for a free connection. None: a connection has closed, and the caller may open a new one."""
         waiter: asyncio.Future[UpstreamConnection | None] = self.loop.create_future()
         connections.waiters.append(waiter)
         try:

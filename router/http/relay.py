@@ -38,12 +38,12 @@ async def relay(
     hold: frozenset[int] = frozenset(),
     progress: StreamProgress | None = None,
 ) -> RelayOutcome:
-    """Send ``request`` and pass the response to ``responder``. An engine's failure raises nothing.
+    """Send ``request`` and pass the response to ``responder``. An engine's failure is returned, not raised.
 
-    ``hold``: statuses that are returned instead of passed on (503 of an engine that is shutting down).
-    ``observer`` sees the response's bytes in passing and is finished when this returns.
-    ``progress`` of a stream that another engine may continue. If ``responder`` has started already, this
-    engine continues the stream, and a response that is not its continuation is held.
+    ``hold``: statuses whose response is returned instead of passed on (503 while an engine shuts down).
+    ``observer``: it sees the response's bytes as they pass, and has seen all of them when this returns.
+    ``progress``: of a stream that another engine may continue. If ``responder`` has started already, this
+    engine continues the stream, and a response that is not its continuation is returned.
     """
     exchange = RelayExchange(pool.loop, responder, observer, hold, progress)
     remove = responder.on_disconnect(exchange.client_left)
@@ -62,9 +62,9 @@ async def forward(
     absent: str,
     observer: StreamObserver | None = None,
 ) -> None:
-    """Pass a request to another process of the fleet, and pass back its answer. Failures are raised.
+    """Pass a request to another process of the fleet, and its answer to the client. Failures are raised.
 
-    ``absent`` is the message of the 503 for a process that does not answer, for whatever reason.
+    ``absent``: message of the 503 that is raised if the process does not answer.
     """
     if request.stream is not None:
         request.stream.check_length(request.max_bytes)
@@ -82,7 +82,10 @@ async def fetch(
     *,
     max_bytes: int = 64 * 1024 * 1024,
 ) -> UpstreamResponse:
-    """Send ``request`` and return the whole response; raises ``UpstreamError``. Cancelling aborts it."""
+    """Send ``request`` and return the whole response, or raise ``UpstreamError``.
+
+    Cancelling the call aborts the request.
+    """
     exchange = FetchExchange(pool.loop, max_bytes)
     await _run(pool, endpoint, request, exchange)
     return exchange.result()

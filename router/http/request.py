@@ -112,7 +112,7 @@ class RequestBody:
     async def read_pieces(self, max_bytes: int | None = None) -> tuple[bytes, ...]:
         """Return the whole body in pieces of 64 KiB or more.
 
-        To join 32 MiB would hold the event loop for too long; small pieces are joined.
+        Smaller pieces are joined. To join a whole body of 32 MiB would block the event loop for too long.
         """
         bound = self._max_bytes if max_bytes is None else max_bytes
         pieces: list[bytes] = []
@@ -133,7 +133,7 @@ class RequestBody:
         return (*pieces, b"".join(small)) if small else tuple(pieces)
 
     async def pieces(self, max_bytes: int) -> AsyncIterator[bytes]:
-        """Iterate over the body without the limit that applies to bodies that are read whole."""
+        """Yield the body as it arrives. Raises 413 beyond ``max_bytes`` instead of the server's limit."""
         self.check_length(max_bytes)
         total = 0
         while piece := await self.next_piece():
@@ -148,7 +148,7 @@ class RequestBody:
             raise _too_large(max_bytes)
 
     async def next_piece(self) -> bytes:
-        """Return what has arrived since the last call, or wait for more; empty at the end of the body."""
+        """Return the bytes that arrived since the last call, or wait for some; empty at the body's end."""
         while not self._pieces:
             if self._error is not None:
                 raise self._error

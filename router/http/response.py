@@ -49,7 +49,7 @@ class Framing:
         """Bytes of the body to come; None when no length was announced."""
 
     def head(self, status: int, headers: Iterable[tuple[bytes, bytes]], *, must_close: bool) -> bytes:
-        """Encode the head, and choose the framing from its headers. Raises ValueError for a line break."""
+        """Encode the head, and choose the framing. Raises ValueError for a line break in a header."""
         lines = [STATUS_LINES.get(status) or b"HTTP/1.1 %d \r\n" % status]
         length: int | None = None
         for name, value in headers:
@@ -163,9 +163,9 @@ class Responder:
         return self._framing.remaining is None
 
     def start(self, status: int, headers: Iterable[tuple[bytes, bytes]]) -> None:
-        """Send the head. A Content-Length in ``headers`` sets the framing; without one it is chunked.
+        """Send the head. The body is framed by a Content-Length in ``headers``, or else in chunks.
 
-        The head leaves together with data that follows at once, and alone only when none does.
+        The head goes out in one write with data that follows at once.
         """
         self._unsent_head = self._head(status, headers)
         self._host.loop.call_soon(self._send_head)

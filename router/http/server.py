@@ -107,7 +107,7 @@ class Server:
         whole = await self._empty_within(limit_s)
         if not whole:
             left = len(self._connections), len(self._tasks)
-            log.warning("drain cuts what is left connections=%d handlers=%d after_s=%.1f", *left, limit_s)
+            log.warning("drain aborts what is left connections=%d handlers=%d after_s=%.1f", *left, limit_s)
             for connection in tuple(self._connections):
                 connection.abort()
             for task in tuple(self._tasks):
@@ -202,9 +202,8 @@ class Server:
     def _make_place(self) -> bool:
         """Evict the longest idle connection if there are too many; return False if all have requests.
 
-        An open connection costs a client nothing. One client that opens all that there may be would keep
-        everybody else out; so idle ones make place for new ones. A client sees a kept-alive connection end,
-        which may happen at any time.
+        Otherwise one client could open as many connections as the limit allows and keep everybody else out.
+        Clients have to expect that an idle connection ends.
         """
         if self.stats.connections + len(self._handshakes) <= self.limits.max_connections:
             return True

@@ -1,7 +1,7 @@
 """TLS of a server: a certificate whose files may change while it serves, and limits and counts of handshakes.
 
 A connection is accepted in the clear and then upgraded by the event loop's own TLS, so that handshakes in
-progress count as connections. asyncio's TLS server reports neither the begin nor the failure of a handshake.
+progress count as connections. asyncio's TLS server reports neither the start nor the failure of a handshake.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ class TlsError(GatewayConfigError):
 def load_context(cert: Path, key: Path, now: datetime) -> tuple[ssl.SSLContext, datetime]:
     """Return the context for a certificate and its key, and when the certificate expires.
 
-    Raises TlsError for everything that would fail at the first client.
+    Raises TlsError for files with which handshakes would fail.
     """
     # Imported here, because gateways without TLS start sooner without it.
     from cryptography import x509
@@ -110,7 +110,7 @@ class Certificate:
             await self._watched.due()
             try:
                 await asyncio.to_thread(self._read)
-            except RuntimeError as error:  # no thread can be started now: try at the next look
+            except RuntimeError as error:  # no thread can be started now: try again at the next check
                 log.warning("certificate not read reason=%r", error)
 
     def _read(self) -> None:
@@ -122,7 +122,7 @@ class Certificate:
             self._watched.ended(again=True)
             reason = error if isinstance(error, TlsError) else repr(error)
             until = f"{self.expires:%Y-%m-%d %H:%M}"
-            log.error("certificate not read, the one before stays in use until %s UTC: %s", until, reason)
+            log.error("certificate not read, the previous one stays in use until %s UTC: %s", until, reason)
             return
         self.stale = False
         self._watched.ended(again=False)

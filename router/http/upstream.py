@@ -84,7 +84,7 @@ class UpstreamRequest(NamedTuple):
         return self.method in SAFE_METHODS if self.repeatable is None else self.repeatable
 
     def head(self, first: bytes) -> bytes:
-        """Encode the request's head; ``first`` holds the header lines of the connection."""
+        """Encode the request's head. ``first``: the connection's own header lines (host and key)."""
         lines = [b"%b %b HTTP/1.1\r\n%b" % (self.method.encode(), self.target, first)]
         lines += [b"%b: %b\r\n" % pair for pair in end_to_end(self.headers, NOT_FORWARDED)]
         length = sum(map(len, self.body)) if self.stream is None else self.stream.length
@@ -194,7 +194,7 @@ class UpstreamConnection(asyncio.Protocol):
         timer.active = True  # the time for the answer begins now
 
     def _acknowledge_late(self) -> None:
-        """Delay TCP acknowledgements to every second token, which saves a quarter of the packets we send.
+        """Acknowledge only every second packet of the engine, which saves a quarter of the packets we send.
 
         The kernel resets the option after a pause of 40 ms, so it is set again at every sweep.
         """
@@ -309,7 +309,7 @@ class UpstreamConnection(asyncio.Protocol):
         if writable is not None and not writable.done():
             writable.set_result(None)
 
-    # Splicing: the loop reads the engine's socket while each read is one whole event
+    # Splicing: the splice loop reads the engine's socket, as long as each read is one whole event
 
     def splice_to(
         self,
@@ -358,7 +358,7 @@ class UpstreamConnection(asyncio.Protocol):
             if not self._paused:
                 self._transport.resume_reading()
 
-    # What the parser recorded goes to the sink
+    # Passing on to the sink what the parser recorded
 
     def _check_head_size(self, size: int) -> bool:
         self._parser.head_bytes += size

@@ -25,7 +25,7 @@ from router.requests.hints import Hints, parse_hints
 
 CHEAP_BYTES = 256 * 1024
 CHEAP_MARKS = 4_000  # arrays and objects of a cheap body
-MOST_MARKS = 1_000_000  # arrays and objects of any body: beyond it, memory is many times the bytes
+MOST_MARKS = 1_000_000  # arrays and objects of any body: parsed ones take many times the memory of the bytes
 MOST_ITEMS = 10_000  # messages with their parts, prompts, or tools
 DEEPEST = 200  # nested arrays and objects; an engine's parser fails at some 900
 _LISTS = frozenset({"messages", "input", "system", "tools", "prompt"})  # fields that may be long lists
@@ -69,7 +69,7 @@ class BodyParser:
     space: str  # scope of the caller's conversation ids
     models: frozenset[str]  # names and aliases of the models
     limit: PromptLimit
-    items: bool = False  # return the input's items too, unless the request asks to store nothing
+    items: bool = False  # return the items of `input` too, if the answer is stored or continues another
     unknown: UnknownFields = UnknownFields.DROP
 
     def parse(self, pieces: Sequence[bytes]) -> "ParsedBody":
@@ -84,8 +84,8 @@ class ParsedBody:
     prompt: "Prompt | None"  # None for requests that are no turns
     grammar: Grammar | None
     ignored: tuple[str, ...]  # names of unknown fields and tools, which engines do not get
-    kept: bytes | tuple[Span, ...]  # the body without them; of a large one, the places of what stays
-    replaced: Mapping[str, Any]  # fields of a large body without unknown tools
+    kept: bytes | tuple[Span, ...]  # the body without them; of a large body, where its known fields are
+    replaced: Mapping[str, Any]  # in a large body: new values of fields that had unknown tools
     items: bytes | Span  # items of the Responses API, or their place in a large body without unknown fields
 
     def known_part(self, pieces: tuple[bytes, ...]) -> tuple[bytes, ...]:
@@ -99,7 +99,7 @@ class ParsedBody:
 
 @dataclass(frozen=True, slots=True)
 class Prompt:
-    """Prompt of a turn, in the facts that a gateway needs: hashes, sizes and hints."""
+    """Facts about a turn's prompt that a gateway needs: hashes, sizes and hints."""
 
     identity: ExplicitIdentity
     chain: Chain
@@ -108,7 +108,7 @@ class Prompt:
     authors: bytes  # author of each message (`prefix_chain.message_authors`)
     exact_tokens: int | None  # length of a prompt of token ids; None for text
     hints: Hints
-    prefixes: tuple[tuple[bytes, int], ...] = ()  # digest and bytes up to each of the first messages
+    prefixes: tuple[tuple[bytes, int], ...] = ()  # digest and size of the prompt up to each early message
     template_bytes: int = 0  # bytes of documents and arguments that the chat template may render
     answers: int = 1  # answers that the request asks for, to all of its prompts
 
@@ -183,7 +183,7 @@ def _prompt(parser: BodyParser, api: Api, body: Mapping[str, Any], answers: int)
 def check_items(body: Mapping[str, Any]) -> None:
     """Refuse a body of any endpoint with too many messages, tools or prompts, or with a part's `uuid`.
 
-    An engine looks up a part with a `uuid` in its caches by that alone, whoever sent the media first.
+    An engine looks up a part with a `uuid` in its caches by the `uuid` alone, whoever sent that part first.
     """
     for field in body.keys() & _LISTS:
         value = body[field]
@@ -193,7 +193,7 @@ def check_items(body: Mapping[str, Any]) -> None:
         if (items := len(value) + len(parts)) > MOST_ITEMS:
             raise BadRequest(f"{field} has {items} items and parts; it may have {MOST_ITEMS}", param=field)
         if any(isinstance(part, dict) and part.get("uuid") is not None for part in parts):
-            text = "a part of a message may have no uuid: leave it out, engines know media by their content"
+            text = "a part of a message must not have a uuid: leave it out, media are known by their content"
             raise BadRequest(text, param=f"{field}.content.uuid")
 
 
@@ -238,7 +238,7 @@ def _parse_object(headers: Mapping[str, str], raw: bytes) -> dict[str, Any]:
     if not isinstance(body, dict):
         raise BadRequest("the body must be a JSON object")
     if raw.count(b"{") + raw.count(b"[") > DEEPEST and is_deep(body):
-        raise BadRequest(f"the body has more than {DEEPEST} arrays and objects in one another")
+        raise BadRequest(f"the body nests more than {DEEPEST} arrays and objects")
     return body
 
 

@@ -1,7 +1,7 @@
 """Parts of a request's body as bytes: its known fields, and the items of a Responses request.
 
-The parts of a large body are cut from its bytes instead of being written again: serialising 32 MiB at once
-would hold the gateway's event loop.
+The parts of a large body are cut from its bytes instead of being written again, because serialising 32 MiB at
+once would block the gateway's event loop.
 """
 
 import json
@@ -17,11 +17,11 @@ _SPACE = " \t\r\n"
 
 @dataclass(frozen=True, slots=True)
 class Span:
-    """Position of a part in a body: a field with its name, or items without brackets."""
+    """Position of a part in a body: a field with its name, or a list's items without the brackets."""
 
     start: int
     end: int
-    text: bool = False  # the span is one item: a text with its quotes
+    text: bool = False  # the part is one item: a string with its quotes
 
 
 NO_ITEMS = Span(0, 0)
@@ -34,7 +34,7 @@ def write_items(given: object) -> bytes:
 
 
 def find_items(raw: bytes) -> Span:
-    """Return where the items of `input` are in a valid JSON object; of a repeated name, the last counts."""
+    """Return where the items of `input` are in a valid JSON object; the last if it is repeated."""
     found = NO_ITEMS
     for name, _, start, end, value in _fields(raw):
         if name == "input":
@@ -50,7 +50,7 @@ def find_fields(raw: bytes, names: Container[str]) -> tuple[Span, ...]:
 
 
 def _fields(raw: bytes) -> Iterator[tuple[str, int, int, int, Any]]:
-    """Iterate over the fields of an object: name, start, start and end of the value, value."""
+    """Yield each field of an object as its name, its start, its value's start and end, and its value."""
     text = raw.decode("latin-1")  # one character for each byte
     at = _skip_space(text, text.index("{") + 1)
     while text[at] != "}":
@@ -76,7 +76,7 @@ def cut_items(pieces: Iterable[bytes], where: Span) -> tuple[bytes, ...]:
 
 
 def cut_fields(pieces: tuple[bytes, ...], where: Iterable[Span]) -> tuple[bytes, ...]:
-    """Return a JSON object of the fields at `where` of a body that is held in pieces."""
+    """Return a JSON object of the fields at `where`, cut from a body that is held in pieces."""
     parts = [part for span in where for part in (b",", *_cut(pieces, span))]
     return (b"{", *parts[1:], b"}")
 

@@ -1,14 +1,14 @@
 """Limits on what a request may cost an engine: by the length of its prompt and by its answers.
 
-Prompt: an engine tokenises all of a prompt before it counts its tokens, also where `truncate_prompt_tokens`
-asks it to cut the prompt. One thread does that for all requests: 10 MiB of text held it for 20 s and took
-3 GiB of memory. So a prompt is measured here, in bytes of JSON, with all that becomes part of it: messages
-with their tool calls and reasoning, tools, documents, arguments of the template. It is refused if the largest
-context could hold it only with more bytes a token than text has.
+Prompt: an engine tokenises all of a prompt before it counts its tokens, even if `truncate_prompt_tokens` asks
+it to cut the prompt. One thread does that for all requests: 10 MiB of text held it for 20 s and took 3 GiB of
+memory. So a prompt is measured here, in bytes of JSON, with all that becomes part of it: messages with their
+tool calls and reasoning, tools, documents, arguments of the template. It is refused if it has more bytes than
+text of the largest context can have.
 
 Answers: an engine makes a request of its own for each answer to each prompt. At every step it lists
-log-probabilities and looks for bad words in each of them, in loops that all its requests wait for. So these
-counts are limited together.
+log-probabilities and looks for bad words in each of these requests, in loops that all requests wait for. So
+the number of answers is limited, and so are log-probabilities and bad words, counted over all answers.
 """
 
 from collections.abc import Mapping
@@ -22,14 +22,14 @@ from router.identity.prefix_chain import MEDIA_BYTES, media_in
 from router.requests.field_checks import BodyPart
 from router.requests.fields import MAX_STEP_TOKEN_IDS, fields_of
 
-# Prose and source code have 3 to 5 bytes a token. Only rows of spaces or of one sign have many more.
+# Prose and source code have 3 to 5 bytes a token. Only runs of spaces or of one character have many more.
 MAX_BYTES_PER_TOKEN = 16
 MAX_ANSWERS = 8  # to one turn; each counts as one of its key's turns
-MOST_TOKENS_OF_SEVERAL = 131_072  # in all prompts of one request, where the context is smaller
+MOST_TOKENS_OF_SEVERAL = 131_072  # in all prompts of one request, unless the context is larger
 UNKNOWN_CONTEXT = 65_536  # tokens, while no engine is known
 _WITH_MEDIA = ("messages", "input")  # fields with parts that engines do not tokenise
 _SEVERAL = {"/v1/completions": "prompt", "/v1/embeddings": "input"}  # fields that may list several prompts
-MOST_OFFLINE_ANSWERS = 128  # to one line of a batch, which turns go before
+MOST_OFFLINE_ANSWERS = 128  # to one line of a batch job; turns go before it
 MOST_LOG_PROBABILITIES = 128  # in one step, for all answers
 MOST_PROMPT_LOG_PROBABILITIES = 20_000
 MOST_BAD_WORDS = 128  # for all answers
@@ -69,9 +69,9 @@ class PromptLimit:
         return -(-size // self.max_bytes_per_token)
 
     def _size(self, value: object, with_media: bool = False) -> int:
-        """Return the bytes of JSON, without media if the field may have any.
+        """Return the bytes of `value` as JSON; with `with_media`, without those of its media.
 
-        Token ids count as the most bytes they can stand for.
+        A token id counts as the most bytes that a token can stand for.
         """
         if (ids := token_ids(value)) is not None:
             return len(ids) * self.max_bytes_per_token
@@ -103,7 +103,7 @@ def _prompts(value: object) -> list[object]:
 
 
 def check_answers(body: Mapping[str, Any], most: int) -> int:
-    """Return the number of answers that a checked body asks for, or refuse it. Unknown fields are gone."""
+    """Return the number of answers that a body asks for, or refuse it. `body` has no unknown fields."""
     answers = count_answers(body)
     if answers > most:
         prompts = _count_prompts(body)
@@ -154,7 +154,7 @@ def _count_prompts(body: Mapping[str, Any]) -> int:
 
 
 def _listed(value: Any) -> int:
-    """Return how many tokens a field lists beside the sampled one; -1 stands for the whole vocabulary."""
+    """Return how many tokens a field lists beside the sampled token; -1 means the whole vocabulary."""
     if isinstance(value, list):
         return len(value)
     number = 0 if value is None or isinstance(value, bool) else int(value)

@@ -123,7 +123,7 @@ def flag(name: str, value: Any) -> None:
 
 @checks()
 def nested(name: str, value: Any) -> None:
-    """Accept any value that an engine's parser can read; one that is nested too deeply would make it fail."""
+    """Accept any value, unless it is nested so deeply that an engine's parser would fail."""
     try:
         orjson.dumps(value)
     except (TypeError, ValueError):

@@ -1,10 +1,10 @@
 """Fields of a request's body: which ones may go to an engine, and their limits.
 
 Engines accept more fields than clients need, such as the source of a request's KV, its priority and its id.
-The fleet sets those, and a request with one of them is refused. Fields that nobody knows are dropped, so that
-a client's newest parameter is no error and reaches no engine. Numbers are bounded before anything computes
-with them: the engine, the offline queue or its store must not be the first to find out that 10^30 tokens or
-an infinite SLO target make no sense.
+The fleet sets those, and a request with one of them is refused. Unknown fields are dropped, so that a
+client's newest parameter neither fails the request nor reaches an engine. Numbers are bounded before anything
+computes with them: the engine, the offline queue or its store must not be the first to find out that 10^30
+tokens or an infinite SLO target make no sense.
 """
 
 from collections.abc import Iterable, Mapping
@@ -37,7 +37,7 @@ OFFLINE_PRIORITY = 10  # the engines' scheduler treats requests above 0 as offli
 OFFLINE_HEADER = (b"x-vllm-priority", str(OFFLINE_PRIORITY).encode())
 MAX_GRAMMAR_BYTES = 64 * 1024  # of JSON, for each: the time and memory to compile it grow with it
 MAX_OTHER_BYTES = 64 * 1024  # of JSON, for all fields that are neither prompt nor grammar
-MAX_STEP_TOKEN_IDS = 262_144  # of a vocabulary
+MAX_STEP_TOKEN_IDS = 262_144  # token ids that a field may list: those of a whole vocabulary
 _MAX_SLO_MS = 24 * 3600 * 1000.0
 _INT64 = 2**63 - 1
 _INT32 = 2**31 - 1
@@ -47,7 +47,7 @@ _INT32 = 2**31 - 1
 def _grammar(name: str, value: Any) -> None:
     """Check a schema, grammar, expression or list of choices that an answer has to follow.
 
-    vLLM fails at a `structured_outputs` that is no object.
+    vLLM fails if `structured_outputs` is not an object.
     """
     if type(value) is not dict:
         raise wrong(name, "an object", None)
@@ -95,7 +95,7 @@ def _template_arguments(name: str, value: Any) -> None:
 def _not_in_background(name: str, value: Any) -> None:
     flag(name, value)
     if value:
-        raise BadRequest("answers are not kept to be fetched later: leave background out", param=name)
+        raise BadRequest("no answer is generated in the background: leave background out", param=name)
 
 
 @checks(type="boolean", const=False)
@@ -116,7 +116,7 @@ def _prompt(name: str, value: Any) -> None:
     """Accept any value of bounded size: the engine checks the rest, and answers 400."""
 
 
-# Checks of the fields that have one, by name. What vLLM checks itself has none here.
+# Checks by name of the field. A field that vLLM checks itself has none.
 _CHECKS: Mapping[str, Check] = {
     "temperature": number(0.0, 100.0),
     **dict.fromkeys(("top_p", "min_p"), number(0.0, 1.0)),
@@ -157,7 +157,7 @@ _CHECKS: Mapping[str, Check] = {
     **dict.fromkeys(("messages", "prompt", "input", "instructions", "system", "suffix", "tokens"), _prompt),
     **dict.fromkeys(("tools", "documents", "functions", "prediction"), _prompt),
 }
-# Checks of fields that are something else at one endpoint.
+# Checks of fields that mean something else at one endpoint.
 _OTHER_CHECKS: Mapping[str, Mapping[str, Check]] = {
     "/v1/completions": {
         "max_tokens": integer(0, MAX_TOKENS),
@@ -166,7 +166,7 @@ _OTHER_CHECKS: Mapping[str, Mapping[str, Check]] = {
     "/v1/responses": {"prompt": nested},
 }
 
-# Fields by endpoint: what vLLM knows and clients may set, and what the gateway reads itself.
+# Known fields by endpoint: those of vLLM that clients may set, and those that the gateway reads itself.
 _TURN = """model stream temperature top_p top_k cache_salt vllm_xargs user metadata service_tier session_id
     conversation conversation_id prompt_cache_key kv_hints nvext slo_class"""
 _OPENAI = """min_p frequency_penalty presence_penalty repetition_penalty seed stop stop_token_ids logit_bias
@@ -199,7 +199,7 @@ FIELDS: Mapping[str, Mapping[str, Check]] = {
 }
 _SAME_FIELDS = {"/v1/messages/count_tokens": "/v1/messages"}
 
-# Fields of vLLM that steer an engine, or that make it read what it should not: only the fleet may set them.
+# Fields of vLLM that only the fleet may set, because they steer an engine or make it read foreign data.
 REFUSED: Mapping[str, str] = {
     "kv_transfer_params": "leave it out of the request",
     "ec_transfer_params": "leave it out of the request",

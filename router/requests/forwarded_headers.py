@@ -1,8 +1,8 @@
 """Client headers that are forwarded to engines and the batch process: tracing, content types, request ids.
 
 vLLM puts `X-Request-Id` into every event of a stream and into every message between its processes, so that a
-long one costs all requests of the engine. Values are therefore short and printable. A longer one is dropped,
-as if it had not been sent: vLLM makes an id of its own then, and the gateway a trace of its own.
+long id slows down all requests of the engine. Values must therefore be short and printable. Any other value
+is dropped as if it had not been sent: vLLM then makes an id of its own, and the gateway a trace of its own.
 """
 
 import re
@@ -11,7 +11,7 @@ from collections.abc import Iterable, Mapping
 from router.http.request import RawHeaders
 
 _VISIBLE, _PRINTABLE = "[!-~]", "[ -~]"
-_MOST: Mapping[bytes, tuple[str, int]] = {  # characters that a value may have, and how many
+_MOST: Mapping[bytes, tuple[str, int]] = {  # allowed characters of a value, and its greatest length
     b"accept": (_PRINTABLE, 256),
     b"content-type": (_PRINTABLE, 256),
     b"traceparent": (_VISIBLE, 128),
@@ -24,7 +24,7 @@ _VALUES = {name: re.compile(b"%b{1,%d}" % (chars.encode(), most)) for name, (cha
 def forwarded(headers: Iterable[tuple[bytes, bytes]]) -> RawHeaders:
     """Return the first header of each forwarded name, if its value is short and printable.
 
-    A name that stands twice is passed on once, since two servers may choose differently between its values.
+    A repeated header is passed on once, because the gateway and an engine might choose different values.
     """
     first: dict[bytes, bytes] = {}
     for name, value in headers:

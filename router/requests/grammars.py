@@ -22,8 +22,8 @@ class Grammar:
 def grammar_of(body: Mapping[str, Any]) -> Grammar | None:
     """Return the grammar that an engine has to compile for this body, or None if the answer is unconstrained.
 
-    Tools that a model may call as it likes count if one is strict or only one may be called at a time: then
-    an engine holds calls to a grammar.
+    Tools that the model need not call count only if one of them is strict or parallel calls are off, because
+    an engine then constrains calls by a grammar.
     """
     asked = dict(_constraints(body))
     if not asked:
@@ -43,7 +43,7 @@ def _constraints(body: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:
         if _type(chosen) not in _FREE:
             yield block, chosen
     tools = list(_tools(body))
-    if _holds_calls(body, tools):
+    if _constrains_calls(body, tools):
         yield "tool_choice", [body.get("tool_choice"), tools]
 
 
@@ -54,7 +54,7 @@ def _type(value: Any) -> Any:
 
 
 def _tools(body: Mapping[str, Any]) -> Iterator[Any]:
-    """Yield the tools of a body, and those that Anthropic's system messages add to them."""
+    """Yield the tools of a body, and the tools that system messages of Anthropic's API add."""
     tools, messages = body.get("tools"), body.get("messages")
     yield from tools if isinstance(tools, list) else ()
     for message in messages if isinstance(messages, list) else ():
@@ -69,7 +69,7 @@ def _added_tools(content: Any) -> Iterator[Any]:
             yield change["definition"]
 
 
-def _holds_calls(body: Mapping[str, Any], tools: list[Any]) -> bool:
+def _constrains_calls(body: Mapping[str, Any], tools: list[Any]) -> bool:
     choice = body.get("tool_choice")
     if not tools or _type(choice) == "none":
         return False
@@ -80,7 +80,7 @@ def _holds_calls(body: Mapping[str, Any], tools: list[Any]) -> bool:
 
 
 def _is_strict(tool: Any) -> bool:
-    """Return whether calls of a tool follow its schema. Engines take 1 or "true" for True."""
+    """Return whether calls of a tool must follow its schema. Engines take 1 or "true" for True."""
     if not isinstance(tool, dict):
         return False
     function = tool.get("function")

@@ -15,7 +15,7 @@ _TRUE = frozenset({"1", "true", "yes"})
 
 @dataclass(frozen=True, slots=True)
 class Hints:
-    """Hints of one turn. All are optional and limited, and none says how long the answer will be.
+    """Hints of one turn. All are optional and limited; there is none for the length of the answer.
 
     Clients send them as headers, as actions of vLLM's `kv_hints` envelope, or as Dynamo's
     `nvext.agent_hints`, in this order of precedence.
@@ -23,10 +23,10 @@ class Hints:
 
     final: bool = False  # the conversation ends with this turn
     away_s: float | None = None  # duration of the tool calls that follow: park the KV, and restore it in time
-    keep_s: float | None = None  # keep the KV on the accelerator for so long after this turn
-    ttl_s: float | None = None  # the conversation ends after so long without a turn
+    keep_s: float | None = None  # how long to keep the KV on the accelerator after this turn
+    ttl_s: float | None = None  # time without a turn after which the conversation ends
     priority: int = 0  # among waiting turns; higher goes first
-    placement: bool = False  # the response shall say where it was computed, and why there
+    placement: bool = False  # a response header names the engines, and why they were chosen
     resume: bool = True  # continue a stream on another engine when its engine ends
 
     def capped(self, longest_ttl_s: float) -> "Hints":
@@ -42,7 +42,7 @@ class Hints:
 
 
 def _flag(source: str, value: Any) -> bool:
-    """Parse a flag. Clients also send `0` and `false`; anything but a clear yes counts as no."""
+    """Parse a flag: True, 1 and the words of `_TRUE` are yes, anything else is no."""
     return value is True or value == 1 or (isinstance(value, str) and value.strip().lower() in _TRUE)
 
 
@@ -92,9 +92,9 @@ _Hint = tuple[str, str, Any]  # where it was found, kind, value
 
 
 def parse_hints(headers: Mapping[str, str], body: Mapping[str, Any]) -> Hints:
-    """Return the hints of a request, or raise BadRequest for a malformed one."""
+    """Return the hints of a request. Raises BadRequest for a malformed hint."""
     values: dict[str, Any] = {}
-    for source, kind, value in (*_nvext(body), *_envelope(body), *_headers(headers)):  # the last one counts
+    for source, kind, value in (*_nvext(body), *_envelope(body), *_headers(headers)):  # a later one wins
         name, parse = _KINDS[kind]
         values[name] = (_dynamo_priority if source.startswith("nvext") else parse)(source, value)
     return Hints(**values)
@@ -107,7 +107,7 @@ def _headers(headers: Mapping[str, str]) -> Iterator[_Hint]:
 
 
 def _envelope(body: Mapping[str, Any]) -> Iterator[_Hint]:
-    """Yield those actions of `kv_hints` that concern us, and ignore the others.
+    """Yield the hints among the actions of `kv_hints`, and ignore all other actions.
 
     An action is `{"action_type": "conversation.away", "payload": {"value": 30}}`.
     """

@@ -26,7 +26,7 @@ class IgnoredFields:
         for name in shown:
             if (key, name) not in self._logged and len(self._logged) < MOST_LOGGED:
                 self._logged.add((key, name))
-                log.info("field ignored: nobody knows it key=%s path=%s field=%s", key, path, name)
+                log.info("unknown field dropped key=%s path=%s field=%s", key, path, name)
         IGNORED_FIELDS.labels(path).inc(len(names))
         more = [f"and {len(names) - _MOST_NAMED} more"] if len(names) > _MOST_NAMED else []
         return ", ".join((*shown, *more)).encode()

@@ -1,8 +1,8 @@
 """Pool of processes that parse large bodies outside the event loop: `python -m router.requests.parser_pool`.
 
 Parsing holds the interpreter's lock, so that a thread would stall the loop. A process that takes too much
-time or memory is killed, and only its own request fails: `ProcessPoolExecutor` cannot end one of its
-processes without failing the work of all. A body goes to the process in the pieces in which it was received.
+time or memory is killed, and only its own request fails. `ProcessPoolExecutor` would fail all requests when
+it loses a process. A body goes to the process in the pieces in which it was received.
 """
 
 import asyncio
@@ -25,9 +25,9 @@ log = logging.getLogger("conserve.router.parser_pool")
 
 PROCESSES = 2
 MAX_PARSE_S = 30.0
-MAX_WAIT_S = 60.0  # for a process
+MAX_WAIT_S = 60.0  # until a process is free
 MAX_WAITING = 8  # costly bodies of one owner
-MAX_WAITING_BYTES = 1 << 30  # of all owners: bodies are in memory while they wait
+MAX_WAITING_BYTES = 1 << 30  # of all owners' bodies, which are in memory while they wait
 MAX_PROCESS_MEMORY = 4 << 30  # 32 MiB of numbers take 1 GiB as Python objects
 Parsed = TypeVar("Parsed")
 Parsed_co = TypeVar("Parsed_co", covariant=True)
@@ -87,9 +87,9 @@ class ParserPool:
                 del self._waiting[owner]
 
     async def parse_queued(self, parser: Parser[Parsed], pieces: Sequence[bytes]) -> Parsed:
-        """Parse a body in another process, however many wait.
+        """Parse a body in another process, however many bodies wait.
 
-        For what cannot be sent again, such as an engine's answer. The caller bounds its bytes.
+        This is for a body that cannot be sent again, such as an engine's answer. The caller limits its size.
         """
         async with contextlib.AsyncExitStack() as turn:
             await self._wait_for_process(parser.space, turn)

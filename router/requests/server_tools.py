@@ -1,22 +1,22 @@
 """Tools in requests that no engine offers, such as a provider's own web search.
 
-Coding agents list them whatever the model, and engines refuse the whole request for one of them. They are
-dropped and named like fields that nobody knows; the agent then sees a model that does not use them.
+Coding agents list such tools for any model, and engines refuse the whole request because of them. They are
+dropped and reported like unknown fields. To the agent it seems that the model never calls them.
 """
 
 from collections.abc import Mapping
 from typing import Any
 
-# vLLM renders the first three into the prompt, and runs the others where it was given a tool server.
+# vLLM renders the first three into the prompt, and runs the others if it is configured with a tool server.
 _OF_RESPONSES = frozenset(
     {"function", "custom", "namespace", "web_search_preview", "code_interpreter", "container", "mcp"}
 )
 
 
 def supported_tools(path: str, body: Mapping[str, Any]) -> tuple[dict[str, Any], tuple[str, ...]]:
-    """Return the tool fields that replace those of a body, and the names of the tools left out.
+    """Return the fields that replace `tools` and `tool_choice` of a body, and the names of dropped tools.
 
-    A field without a value is left out as a whole.
+    A field with the value None is to be removed from the body.
     """
     tools = body.get("tools")
     if path not in ("/v1/responses", "/v1/messages", "/v1/messages/count_tokens") or type(tools) is not list:
@@ -42,7 +42,7 @@ def supported_tools(path: str, body: Mapping[str, Any]) -> tuple[dict[str, Any],
 
 
 def _of_responses(tool: dict[str, Any]) -> tuple[dict[str, Any] | None, str]:
-    """Convert a Responses tool for an engine, and return the name of what is left out."""
+    """Return the part of a Responses tool that engines support, and the name of the part left out."""
     kind = tool.get("type")
     if type(kind) is str and kind not in _OF_RESPONSES:
         return None, kind
@@ -53,7 +53,7 @@ def _of_responses(tool: dict[str, Any]) -> tuple[dict[str, Any] | None, str]:
 
 
 def _of_messages(tool: dict[str, Any]) -> tuple[dict[str, Any] | None, str]:
-    """Convert a Messages tool for an engine, and return the name of what is left out."""
+    """Return a Messages tool if engines support it, or None and its name."""
     kind = tool.get("type")
     if type(kind) is str and kind != "custom" and "input_schema" not in tool:
         return None, kind

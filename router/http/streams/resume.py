@@ -1,8 +1,8 @@
-"""Resume protocol of streams: what another engine needs to continue a stream whose engine was lost.
+"""Resume protocol of streams: record what another engine needs to continue a stream whose engine was lost.
 
 On request an engine writes a *token line* in front of each event: the ids of the tokens generated since the
-last one, as in ``:12,13;14;`` (`workers/engine/resume/`). The first line also says how long the prompt
-is and how much of it was cached. The gateway keeps the lines and removes them from what the client gets.
+event before, as in ``:12,13;14;`` (`workers/engine/resume/`). The first line also says how long the prompt is
+and how much of it was cached. The gateway keeps the lines and removes them from the client's stream.
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ class StreamProgress:
 
     @property
     def headers(self) -> RawHeaders:
-        """Return the request headers for the first engine, or for the one that continues the stream."""
+        """Return the headers that ask an engine for token lines, or to continue the stream."""
         headers = [(EVENTS_HEADER, b"%d" % self.events), (SEED_HEADER, self._seed), (COUNTS_HEADER, b"1")]
         return [*headers, (CREATED_HEADER, self._created)] if self._created else headers
 

@@ -1,10 +1,10 @@
 """Splicing of streams: complete events go straight from an engine's socket to the client's socket.
 
-A stream is spliced once its first content has come, as long as each read is exactly one event. Transports and
-protocols touch more memory for a token than its two system calls do; one loop makes the calls for all streams
-that have data. Anything else than the next event goes back to the stream's connection (`on_diverted`), which
-may end the splicing. Only plain sockets can be spliced: over TLS, what is written to the transport is not
-what the socket carries.
+A stream is spliced once its first content has come, as long as each read is exactly one event. asyncio's
+transports and protocols touch more memory for a token than its two system calls do. Here one loop makes these
+calls for all streams that have data. Anything but one whole event goes back to the stream's connection
+(`on_diverted`), which may end the splicing. Only plain sockets can be spliced, because over TLS the socket
+carries what TLS has encrypted.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from typing import Protocol
 
 from router.http.response import Responder
 from router.http.streams.resume import MAX_LINES_BYTES, StreamProgress
-from router.http.streams.sse_observer import SHORTEST_SIZE_LINE, StreamObserver
+from router.http.streams.sse_observer import AFTER_SIZE_LINE, StreamObserver
 
 log = logging.getLogger("conserve.router.http.splice")
 
@@ -121,7 +121,7 @@ class SpliceLoop:
         now = time.monotonic()
         for engine, events in self._epoll.poll(0, MAX_READY_STREAMS):
             if engine not in streams:
-                continue  # removed on account of a stream before it
+                continue  # removed while an earlier stream of this poll was handled
             stream = streams[engine]
             read_bytes = stream.read_bytes
             try:
@@ -130,11 +130,11 @@ class SpliceLoop:
                 data = b""
             size = len(data)
             lines, line_end = stream.token_lines, 0
-            if lines is not None:  # one token line, and behind it one event of one line
-                line_end = data.find(b"\n", SHORTEST_SIZE_LINE) + 1
+            if lines is not None:  # the data should be a token line, then an event of one line
+                line_end = data.find(b"\n", AFTER_SIZE_LINE) + 1
             if (
                 size == read_bytes
-                or data.find(b"\n", line_end or SHORTEST_SIZE_LINE) != size - 4
+                or data.find(b"\n", line_end or AFTER_SIZE_LINE) != size - 4
                 or not data.startswith(size_lines[size])
                 or data[-3] != NEWLINE
                 or data[-1] != NEWLINE
@@ -160,7 +160,7 @@ class SpliceLoop:
 
 
 def make_splice_loop(loop: asyncio.AbstractEventLoop) -> SpliceLoop | None:
-    """Return None on a system without epoll; every token then goes through the transports."""
+    """Return a splice loop, or None on a system without epoll, where streams are not spliced."""
     if hasattr(select, "epoll"):
         return SpliceLoop(loop)
     log.warning("this system has no epoll: a streamed token costs more processor time")

@@ -2,8 +2,8 @@
 
 The observer learns *when* things came (first token, first content, last event) by looking for JSON keys until
 the first content has come, and *what* the response was (finish reason, usage, id, tool call, error) once at
-the end, from its first and last bytes. Only those are kept. Between the two a token costs a look at the clock
-and a place in a short list. Generated text cannot be mistaken for a key, because its quotes are escaped.
+the end, from its first and last bytes. Only those bytes are kept. In between, a token costs a look at the
+clock and a place in a short list. Generated text cannot be mistaken for a key: its quotes are escaped.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ import orjson
 KEPT_EVENTS = 8
 KEPT_BYTES = 8 * 1024
 BEGIN_BYTES = 1024
-SHORTEST_SIZE_LINE = 5  # of a chunk that is one event: three digits at most in `5d\r\n`, and its first byte
+AFTER_SIZE_LINE = 5  # length of `fff\r\n`: a line break at or after it ends a line of the event
 
 EVENT_ENDS = (b"\n\n", b"\r\n\r\n")
 MAX_PARTIAL_BYTES = 64 * 1024
@@ -131,7 +131,7 @@ class StreamObserver:
 
     @property
     def first_content_seen(self) -> bool:
-        """Return whether only the count, time and bytes of events still matter."""
+        """Return whether the first content has come, after which events are only counted and timed."""
         return self._first_content_at is not None
 
     @property
@@ -169,8 +169,8 @@ class StreamObserver:
 
     def feed_chunk(self, framed: bytes) -> None:
         """Observe one whole chunk of a stream, with its framing; it ends with an event."""
-        if self._first_content_at is None or framed.find(b"\n", SHORTEST_SIZE_LINE) + 4 != len(framed):
-            self.feed(framed[framed.find(b"\n") + 1 : -2])  # not simply one more event of one line
+        if self._first_content_at is None or framed.find(b"\n", AFTER_SIZE_LINE) + 4 != len(framed):
+            self.feed(framed[framed.find(b"\n") + 1 : -2])  # several events, or an event of several lines
             return
         self.last_at = self._clock()
         self.last_pieces.append(framed)
@@ -200,7 +200,7 @@ class StreamObserver:
     def observation(self) -> Observation:
         last = b"".join(self.last_pieces)
         tail = last[-KEPT_BYTES:]
-        begin = self._begin if self._streamed or len(self._begin) < len(last) else b""  # not the same twice
+        begin = self._begin if self._streamed or len(self._begin) < len(last) else b""  # else `last` has it
         return Observation(
             status=self._status,
             streamed=self._streamed,
