@@ -25,7 +25,7 @@ LIMITS = GatewayLimits(body_mib=1, request_timeout_s=0.3, idle_timeout_s=0.5)
 
 @pytest.fixture
 async def made(tmp_path: Path) -> AsyncIterator[FakeFleet]:
-    """Yield a fleet; after each test its sockets and reservations have to return to zero."""
+    """Yield a fleet, which must have no sockets and reservations left after each test."""
     models = (ServedModel(MODEL, aliases=("alias",)),)
     async with fleet(tmp_path, limits=LIMITS, models=models, keys=inline_keys(("right",), ("boss",))) as one:
         yield one
@@ -107,7 +107,7 @@ async def test_a_key_is_required_if_the_configuration_lists_keys(made: FakeFleet
     assert (await ask(made.urls[0], [user("x")], headers={"x-api-key": "right"})).status == 200
 
 
-async def test_a_caller_cannot_see_conversations_of_another(made: FakeFleet) -> None:
+async def test_a_caller_cannot_see_conversations_of_another_key(made: FakeFleet) -> None:
     named = {**KEY, "x-conversation-id": "mine"}
     assert (await ask(made.urls[0], [user("x")], headers=named)).status == 200
     url = f"{made.urls[0]}/v1/conversations"
@@ -124,7 +124,7 @@ async def test_a_caller_cannot_see_conversations_of_another(made: FakeFleet) -> 
 async def test_conversations_are_listed_in_pages(made: FakeFleet) -> None:
     for number in range(5):
         await ask(made.urls[0], [user("x")], headers={**KEY, "x-conversation-id": f"c{number}"})
-    await made.settle()  # a turn's end counts as use
+    await made.settle()  # the end of a turn counts as a use
     seen, after = [], ""
     while True:
         _, page = await get(f"{made.urls[0]}/v1/conversations?limit=2{after}", headers=KEY)
@@ -178,7 +178,7 @@ async def test_unbounded_numbers_reach_no_engine_and_no_queue(made: FakeFleet, t
     assert not made.decoder_requests() and not made.prefills()
 
 
-async def test_prompts_and_answers_of_a_request_are_bounded_together(made: FakeFleet) -> None:
+async def test_answers_to_all_prompts_of_a_request_are_limited_together(made: FakeFleet) -> None:
     for number in (100, 100.0):
         body = {"model": MODEL, "prompt": ["a"] * 100, "n": number}
         status, error = await post(made, orjson.dumps(body), path="/v1/completions")
@@ -196,7 +196,9 @@ async def test_prompts_and_answers_of_a_request_are_bounded_together(made: FakeF
         ("/v1/embeddings", "input", "dimensions"),
     ],
 )
-async def test_every_endpoint_has_its_bounds(made: FakeFleet, path: str, prompt: str, limit: str) -> None:
+async def test_numbers_out_of_bounds_are_refused_at_every_endpoint(
+    made: FakeFleet, path: str, prompt: str, limit: str
+) -> None:
     for number in (-5, 10**30):
         body = {"model": MODEL, prompt: [user("x")] if prompt == "messages" else "x", limit: number}
         status, error = await post(made, orjson.dumps(body) if abs(number) < 2**63 else big(body), path=path)
@@ -240,7 +242,7 @@ async def test_too_many_headers_are_refused(made: FakeFleet) -> None:
     assert answer.status == 431
 
 
-async def test_too_long_a_context_gets_the_engines_error_and_leaves_no_state(
+async def test_a_prompt_beyond_the_context_gets_the_engines_error_and_leaves_no_state(
     made: FakeFleet,
 ) -> None:
     answer = await ask(made.urls[0], [user("x" * 60_000)], headers=KEY)
@@ -250,7 +252,7 @@ async def test_too_long_a_context_gets_the_engines_error_and_leaves_no_state(
     assert len(made.directory.table.conversations) == 0
 
 
-async def test_embeddings_are_refused_clearly_where_the_model_has_none(made: FakeFleet) -> None:
+async def test_embeddings_of_a_generating_model_are_refused(made: FakeFleet) -> None:
     answer = await ask(made.urls[0], "x", path="/v1/embeddings", headers=KEY)
     assert (answer.status, answer.error["code"]) == (400, "unsupported")
 
@@ -271,7 +273,7 @@ async def test_unknown_paths_and_methods_are_refused(made: FakeFleet) -> None:
     assert "conserve_client_connections 1.0" in text
 
 
-async def test_tokenize_is_answered_by_any_engine(made: FakeFleet) -> None:
+async def test_a_tokenize_request_is_answered_by_any_engine(made: FakeFleet) -> None:
     async with (
         aiohttp.ClientSession() as session,
         session.post(f"{made.urls[0]}/tokenize", json={"prompt": "ab"}, headers=KEY) as response,

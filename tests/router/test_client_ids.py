@@ -26,7 +26,7 @@ async def made(tmp_path: Path) -> AsyncIterator[FakeFleet]:
 
 
 def calls(number: int, names: tuple[str, ...]) -> list[dict[str, Any]]:
-    """Return parallel tool calls and their results."""
+    """Return messages with parallel tool calls and their results."""
     ids = [f"call-{number}-{name}" for name in names]
     asked = [
         {"id": one, "type": "function", "function": {"name": name, "arguments": "{}"}}
@@ -140,7 +140,7 @@ async def test_a_token_that_names_an_engine_is_no_conversation(made: FakeFleet) 
 
 
 async def test_an_anthropic_client_may_send_its_session_in_the_user_id(made: FakeFleet) -> None:
-    """Claude Code without its headers: its side requests have the same session as the conversation."""
+    """The field holds the session, and side requests of the session are not part of its conversation."""
     path = "/v1/messages"
 
     async def turn(session: str, *messages: dict[str, Any]) -> str:

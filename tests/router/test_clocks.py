@@ -50,7 +50,7 @@ def test_a_new_clock_follows_the_system_but_never_goes_behind_the_stored_time() 
 
 @pytest.mark.parametrize("jump", [3600.0, -3600.0])
 async def test_a_conversation_lives_for_its_lifetime_despite_clock_jumps(tmp_path: Path, jump: float) -> None:
-    """The clock is set while the directory runs, and the directory restarts in between."""
+    """The system clock jumps while the directory runs, and the directory restarts in between."""
     machine = MachineClocks()
 
     async def directory() -> Directory:

@@ -9,7 +9,7 @@ from router.errors import GatewayConfigError
 from router.gateway.config import GatewayConfig, ServedModel, SloSettings, dump, load
 
 
-def test_a_configuration_survives_its_file(tmp_path: Path) -> None:
+def test_a_configuration_written_to_a_file_is_read_back_unchanged(tmp_path: Path) -> None:
     models = (ServedModel("m", ("n",)),)
     keys = (*inline_keys(("k",), ("a",)), Key("id", "owner", hash_secret("x"), models=("m",), expires=1.5))
     config = GatewayConfig("127.0.0.1:1", models, keys=keys, slos={"default": SloSettings(ttfet_s=1.5)})

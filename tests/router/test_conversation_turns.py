@@ -112,7 +112,7 @@ async def test_a_large_append_and_a_broken_prefix_go_through_the_prefiller_to_th
         messages += [assistant("ok"), user("small")]
         await ask(made.urls[0], messages, headers=headers)
         assert len(made.prefills()) == 1
-        await made.settle()  # before the end of a prefill is heard of, its prefiller counts as busy
+        await made.settle()  # until the directory hears of the prefill's end, the prefiller counts as busy
         messages += [assistant("ok"), user("pasted file " * 400)]
         await ask(made.urls[0], messages, headers=headers)
         assert len(made.prefills()) == 2
@@ -150,7 +150,7 @@ async def test_concurrent_equal_turns_fork_and_a_turn_from_an_older_point_forks_
         assert told["placements"][0]["receipt"]["decoder"]["why"] == "preferred"
 
 
-async def test_responses_continue_by_their_previous_id(tmp_path: Path) -> None:
+async def test_a_response_continues_the_conversation_of_its_previous_response(tmp_path: Path) -> None:
     async with fleet(tmp_path) as made:
         path = "/v1/responses"
         first = await ask(made.urls[0], "hello", path=path)
@@ -158,12 +158,12 @@ async def test_responses_continue_by_their_previous_id(tmp_path: Path) -> None:
         second = await ask(made.urls[0], "go on", path=path, previous_response_id=response_id, stream=True)
         assert second.conversation == first.conversation
         again = await ask(made.urls[0], "something else", path=path, previous_response_id=response_id)
-        assert again.conversation != first.conversation  # the same point continued twice
+        assert again.conversation != first.conversation  # a second continuation of the same response
         unknown = await ask(made.urls[0], "hm", path=path, previous_response_id="resp_nope")
         assert (unknown.status, unknown.error["code"]) == (404, "previous_response_not_found")
 
 
-async def test_plain_completions_are_one_conversation_by_their_prefix(tmp_path: Path) -> None:
+async def test_plain_completions_that_extend_each_other_are_one_conversation(tmp_path: Path) -> None:
     async with fleet(tmp_path) as made:
         text = "Once upon a time " * 30
         one = await ask(made.urls[0], text, path="/v1/completions")
@@ -172,7 +172,7 @@ async def test_plain_completions_are_one_conversation_by_their_prefix(tmp_path: 
         assert one.conversation == two.conversation != other.conversation
 
 
-async def test_the_final_marker_and_delete_end_a_conversation_and_its_kv(tmp_path: Path) -> None:
+async def test_the_final_marker_and_delete_end_a_conversation_and_free_its_kv(tmp_path: Path) -> None:
     async with fleet(tmp_path) as made:
         await ask(
             made.urls[0], [user("a" * 500)], headers={"x-conversation-id": "f", "x-conversation-final": "1"}
@@ -189,7 +189,7 @@ async def test_the_final_marker_and_delete_end_a_conversation_and_its_kv(tmp_pat
         assert status == 404
 
 
-async def test_idle_conversations_end_by_themselves(tmp_path: Path) -> None:
+async def test_a_conversation_ends_when_it_was_idle_for_its_lifetime(tmp_path: Path) -> None:
     async with fleet(tmp_path, ttl_s=0.4) as made:
         await ask(made.urls[0], [user("a" * 500)], headers={"x-conversation-id": "idle"})
         await until(lambda: not len(made.directory.table.conversations))
@@ -210,7 +210,7 @@ async def test_the_baseline_policies_never_or_always_transfer(tmp_path: Path) ->
             assert len({seen.conversation for seen in _all(made)}) == 1
 
 
-async def test_two_gateways_serve_one_fleet(tmp_path: Path) -> None:
+async def test_two_gateways_continue_each_others_conversations(tmp_path: Path) -> None:
     async with fleet(tmp_path, gateways=2) as made:
         messages: list[dict[str, Any]] = [user("hello " * 50)]
         ids = set()
@@ -225,7 +225,7 @@ async def test_two_gateways_serve_one_fleet(tmp_path: Path) -> None:
         for turn in range(4):
             await ask(made.urls[turn % 2], [user(f"{turn}")], headers=named)
         assert len(made.prefills()) == 2
-        # What was the newest point when this gateway last served it is older now: a fork, not the next turn.
+        # The first gateway has not seen the newest turn, and must still notice that this is a fork.
         one = [user("fork me")]
         here = await ask(made.urls[0], one)
         there = await ask(made.urls[1], [*one, assistant("a"), user("b")])
@@ -239,7 +239,7 @@ def _all(made: FakeFleet) -> list[SeenRequest]:
 
 
 async def test_the_metrics_count_the_turns_of_a_conversation(tmp_path: Path) -> None:
-    """All tests of a process share the registry, so only differences count."""
+    """All tests of a process share the metrics registry, so only differences are checked."""
     names = {
         "first": 'conserve_placements_total{cause="first_turn",policy="conserve"}',
         "asked": 'conserve_transfers_asked_total{cause="first_turn"}',

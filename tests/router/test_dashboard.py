@@ -1,4 +1,4 @@
-"""The dashboard's page and JSON show the fleet, to callers who may see it."""
+"""The dashboard's page and JSON show the fleet to callers who may see it."""
 
 import base64
 from hashlib import sha256

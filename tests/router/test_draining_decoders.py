@@ -34,7 +34,7 @@ def moves(outcome: str) -> float:
     return float(REGISTRY.get_sample_value(MOVED, {"reason": "drain", "outcome": outcome}) or 0)
 
 
-async def test_the_next_turn_goes_to_another_decoder_which_gets_the_kv_from_the_first(tmp_path: Path) -> None:
+async def test_the_next_turn_runs_on_another_decoder_which_fetches_the_kv(tmp_path: Path) -> None:
     async with fleet(tmp_path, engine={"cached": 10_000}) as made:
         messages, conversation, left = await opened(made)
         before = moves("with_kv")
@@ -58,7 +58,9 @@ async def test_the_next_turn_goes_to_another_decoder_which_gets_the_kv_from_the_
         assert moves("with_kv") - before == 1
 
 
-async def test_a_move_whose_source_fails_is_computed_again_and_counted(tmp_path: Path) -> None:
+async def test_a_conversation_whose_former_decoder_fails_to_send_is_computed_again_and_counted(
+    tmp_path: Path,
+) -> None:
     async with fleet(tmp_path, engine={"cached": 0}) as made:
         messages, _, left = await opened(made)
         before, tokens = moves("recomputed"), REGISTRY.get_sample_value(RECOMPUTED) or 0
@@ -72,7 +74,7 @@ async def test_a_move_whose_source_fails_is_computed_again_and_counted(tmp_path:
         assert made.engines[left].released == [made.decoder_requests()[0].conversation]
 
 
-async def test_a_running_turn_ends_on_its_decoder_and_its_twin_stays_there(tmp_path: Path) -> None:
+async def test_turns_that_run_at_the_start_of_a_drain_are_answered_completely(tmp_path: Path) -> None:
     async with fleet(tmp_path, engine={"token_s": 0.02}) as made:
         messages, _, left = await opened(made)
         running = asyncio.create_task(ask(made.urls[0], messages, stream=True, max_tokens=40))

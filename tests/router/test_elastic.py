@@ -1,4 +1,4 @@
-"""First turns are computed where their first token comes first, over real sockets."""
+"""First turns are computed on the engine that has their first token soonest, over real sockets."""
 
 import asyncio
 from collections.abc import AsyncIterator
@@ -15,7 +15,7 @@ from tests.support.waiting import until
 
 pytestmark = pytest.mark.slow
 
-SLOW = {"prefill": PrefillCurve(0.0, 1e-2, 0.0)}  # a prompt of 1000 bytes is 10 s
+SLOW = {"prefill": PrefillCurve(0.0, 1e-2, 0.0)}  # a prompt of 1000 bytes takes 10 s
 
 
 @asynccontextmanager
@@ -49,7 +49,7 @@ def turn(made: FakeFleet, conversation: str) -> "asyncio.Task[GatewayAnswer]":
     )
 
 
-async def test_a_first_turn_is_computed_where_its_first_token_comes_first(tmp_path: Path) -> None:
+async def test_a_first_turn_is_computed_where_its_first_token_comes_soonest(tmp_path: Path) -> None:
     async with elastic(tmp_path) as made:
         handed_over = await sample(made, "conserve_handover_seconds_sum")
         assert (await turn(made, "unknown")).status == 200
@@ -89,7 +89,9 @@ async def test_a_prefiller_holds_conversations_that_fit_on_no_decoder(tmp_path: 
         assert not made.engines["p0"].held
 
 
-async def test_nothing_is_refused_while_a_decoder_has_time(tmp_path: Path) -> None:
+async def test_first_turns_go_to_decoders_instead_of_being_refused_when_prefillers_are_saturated(
+    tmp_path: Path,
+) -> None:
     async with elastic(tmp_path, decoders=2, max_prefill_wait_s=5.0) as made:
         made.engines["p0"].prefill_s = made.engines["d0"].prefill_s = made.engines["d1"].prefill_s = 1.0
         asking = [turn(made, f"c{number}") for number in range(6)]
@@ -105,7 +107,7 @@ async def taking(made: FakeFleet, prefillers: int) -> None:
             await asyncio.sleep(0.1)
 
 
-async def test_an_idle_prefiller_takes_a_conversation_through_its_turns_while_decoders_queue(
+async def test_an_idle_prefiller_decodes_a_new_conversation_while_decoders_have_a_queue(
     tmp_path: Path,
 ) -> None:
     async with elastic(tmp_path, roles=PrefillerRoles.ELASTIC) as made:

@@ -39,7 +39,7 @@ async def test_only_short_printable_ids_and_trace_headers_are_forwarded(made: Fa
     """vLLM writes `X-Request-Id` into every event of a stream."""
     unprintable = {"x-request-id": "two words", "traceparent": "\xe9", "tracestate": "\xe9=1"}
     for headers, passed in ((SHORT, SHORT), (LONG, {}), (unprintable, {})):
-        prompt = [user(f"a new conversation {headers}")]  # so that it has both legs
+        prompt = [user(f"a new conversation {headers}")]  # a first turn has both legs
         assert (await ask(made.urls[0], prompt, headers=headers)).status == 200
         for leg in (made.prefills()[-1], made.decoder_requests()[-1]):
             seen = {name.lower(): value for name, value in leg.headers.items()}
@@ -47,7 +47,7 @@ async def test_only_short_printable_ids_and_trace_headers_are_forwarded(made: Fa
 
 
 @pytest.mark.parametrize("tier", [{}, {"service_tier": "flex"}])
-async def test_beam_search_is_refused_with_a_sentence(made: FakeFleet, tier: dict[str, str]) -> None:
+async def test_beam_search_is_refused_with_an_explanation(made: FakeFleet, tier: dict[str, str]) -> None:
     for path in ("/v1/chat/completions", "/v1/completions"):
         answer = await ask(made.urls[0], [user("x")], path=path, use_beam_search=True, n=8, **tier)
         assert (answer.status, answer.error["param"]) == (400, "use_beam_search")
@@ -85,17 +85,17 @@ async def restricted(tmp_path: Path) -> AsyncIterator[FakeFleet]:
     ("path", "status"),
     [("/v1/batches", 403), *((path, 400) for path in CONTROL), *((path, 404) for path in UNKNOWN)],
 )
-async def test_only_paths_of_the_table_reach_the_batch_process(
+async def test_only_known_paths_reach_the_batch_process(
     restricted: FakeFleet, path: str, status: int
 ) -> None:
-    """The gateway has to check the same path that the batch process will see."""
+    """The gateway must check the path in the form in which the batch process reads it."""
     key = {"authorization": "Bearer some"}
     async with httpx.AsyncClient(base_url=restricted.urls[0], headers=key) as http:
         assert (await http.post(path, json={})).status_code == status
-        assert (await http.get("/v1/batches/batch_1")).status_code == 503  # passed on, and nobody is there
+        assert (await http.get("/v1/batches/batch_1")).status_code == 503  # forwarded, but nothing listens
 
 
-def test_the_batch_process_gets_a_path_in_one_spelling() -> None:
+def test_a_path_for_the_batch_process_is_encoded_in_one_way() -> None:
     assert canonical_target("/v1/files/a b?%\u20ac/content") == b"/v1/files/a%20b%3F%25%E2%82%AC/content"
     for path in ("/v1/batches\n", "/v1/files/a/b", "/v1/files//content"):
         with pytest.raises(NotFound):
@@ -106,7 +106,7 @@ CONTEXT = 1000
 JSON = {"content-type": "application/json"}
 API = {api.target.decode(): api for api in Api}
 BOUND = CONTEXT * MAX_BYTES_PER_TOKEN
-WORDS = "word " * (BOUND // 5)  # with the brackets around it, more than the context can have
+WORDS = "word " * (BOUND // 5)  # with its JSON brackets longer than the context allows
 ARGUMENTS = {"id": "c", "type": "function", "function": {"name": "f", "arguments": WORDS}}
 TOOL = {"type": "function", "function": {"name": "f", "description": WORDS}}
 
@@ -276,10 +276,12 @@ WORDS_OF_A_PAGE = [user("word " * 1000)]
         ({**COMPLETING, "prompt": [1] * 4000, "logprobs": 20}, 1),
         ({**COMPLETING, "prompt": [1] * 4000, "logprobs": 4, "echo": True}, 1),
         ({**COMPLETING, "prompt": [1] * 50_000, "echo": True}, 1),
-        ({"path": "/v1/responses", "input": "x", "n": 100}, 1),  # a field that is dropped
+        ({"path": "/v1/responses", "input": "x", "n": 100}, 1),  # `n` is unknown there and is dropped
     ],
 )
-def test_answers_are_counted(body: dict[str, Any], answers: int) -> None:
+def test_a_request_within_its_limits_has_as_many_answers_as_n_times_its_prompts(
+    body: dict[str, Any], answers: int
+) -> None:
     assert checked(**body) == answers
 
 
@@ -320,7 +322,7 @@ def test_a_fleet_may_allow_more_answers() -> None:
 
 
 OTHERS_IMAGE = {"type": "image_url", "image_url": None}
-DISGUISED = {"type": "text", "text": "x", "image_url": None}  # an image, if it has a uuid
+DISGUISED = {"type": "text", "text": "x", "image_url": None}  # with a uuid, vLLM takes this part for an image
 
 
 @pytest.mark.parametrize("part", [OTHERS_IMAGE, DISGUISED])
@@ -333,7 +335,7 @@ DISGUISED = {"type": "text", "text": "x", "image_url": None}  # an image, if it 
         ("/v1/embeddings", "messages", "content"),
     ],
 )
-def test_media_are_known_by_their_content_and_not_by_a_clients_uuid(
+def test_a_part_of_a_message_with_a_uuid_is_refused(
     path: str, field: str, content: str, part: dict[str, Any]
 ) -> None:
     asked = BodyParser(path, API.get(path), JSON, "s", frozenset({MODEL}), PromptLimit(CONTEXT))
@@ -342,7 +344,7 @@ def test_media_are_known_by_their_content_and_not_by_a_clients_uuid(
         message = {"role": "user", content: [{**part, "uuid": uuid}]}
         return orjson.dumps({"model": MODEL, field: [message]})
 
-    with pytest.raises(BadRequest, match="no uuid"):
+    with pytest.raises(BadRequest, match="not have a uuid"):
         parse_body(asked, (body("of another"),))
     parse_body(asked, (body(None),))
 

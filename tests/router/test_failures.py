@@ -71,7 +71,7 @@ async def test_a_killed_decoder_ends_its_stream_in_an_error_and_its_conversation
         got = await asyncio.wait_for(streaming, 60.0)
         last = got.strip().rsplit(b"\n\n", 1)[-1]
         assert last.startswith(b'data: {"error"')
-        assert b"no_decoder" in last  # to go on with it
+        assert b"no_decoder" in last  # to continue the stream
         other = FakeEngine("d1")
         await other.start()
         made.engines["d1"] = other
@@ -85,7 +85,7 @@ async def test_a_killed_decoder_ends_its_stream_in_an_error_and_its_conversation
         await made.settle()
         _, told = await get(f"{made.urls[0]}/v1/conversations/s")
         assert [note["cause"] for note in told["placements"]] == ["first_turn", "rebound"]
-        # The lost engine takes nothing new, though nobody has said that it is down.
+        # The lost engine gets no new request, although nobody has reported that it is down.
         assert (await ask(made.urls[0], [user("another")])).status == 200
         await other.stop()
 
@@ -105,7 +105,7 @@ async def test_an_error_event_of_an_engine_is_relayed_and_its_turn_is_incomplete
             engine.fail_after = 2
         messages += [assistant("a"), user("b")]
         broken = await ask(made.urls[0], messages, stream=True)
-        assert broken.body.count(b"data: ") == 4  # two tokens, the error and the end, as the engine said them
+        assert broken.body.count(b"data: ") == 4  # two tokens, the error and the end, as the engine sent them
         assert b'"error": {"message": "Internal server error"' in broken.body
         for engine in made.engines.values():
             engine.fail_after = 0
@@ -116,7 +116,7 @@ async def test_an_error_event_of_an_engine_is_relayed_and_its_turn_is_incomplete
         assert after["complete"] - before["complete"] == 1
 
 
-async def test_an_unanswered_turn_is_retried_once_and_then_fails(tmp_path: Path) -> None:
+async def test_a_turn_under_which_a_decoder_crashed_is_retried_once_and_then_fails(tmp_path: Path) -> None:
     async with fleet(tmp_path, decoders=2) as made:
         await ask(made.urls[0], [user("hi")], headers={"x-session-id": "s"})
         for engine in made.engines.values():
@@ -141,12 +141,12 @@ async def test_a_request_that_crashes_engines_is_tried_only_twice(
         for engine in made.engines.values():
             engine.dies_of = b"poison"
         poison = [user("poison " * 50)]
-        for attempt in range(3):  # as clients' libraries do, whatever the answer says
+        for attempt in range(3):  # clients' libraries retry whatever the answer says
             answer = await ask(made.urls[0], poison, headers={"x-session-id": f"{attempt}"}, stream=stream)
             assert (answer.status, answer.error["code"]) == (502, "request_set_aside")
             assert answer.headers["x-should-retry"] == "false"
         met = [name for name, engine in made.engines.items() if any(b"poison" in s.raw for s in engine.seen)]
-        assert len(met) <= 2 + prefillers  # a try is a decoder, and the prefiller beside it
+        assert len(met) <= 2 + prefillers  # a try reaches one decoder and at most one prefiller
         await made.settle()
         assert not [one for one in made.directory.table.conversations if one.running]
         assert (await ask(made.urls[0], [user("something else")])).status == 200
@@ -242,7 +242,7 @@ async def test_without_free_kv_a_turn_waits_and_then_gets_a_429_with_a_reason(tm
 
 
 class _Killable:
-    """Yield a fleet whose directory is a separate process."""
+    """Fleet whose directory is a separate process that can be killed."""
 
     def __init__(self, folder: Path) -> None:
         self.engines = {"p0": FakeEngine("p0", Role.PREFILL), "d0": FakeEngine("d0"), "d1": FakeEngine("d1")}
@@ -295,7 +295,7 @@ class _Killable:
 
 
 @pytest.mark.slow
-async def test_a_killed_directory_stops_only_new_conversations_and_comes_back_with_all_bindings(
+async def test_a_killed_directory_delays_only_new_conversations_and_restores_all_bindings(
     tmp_path: Path,
 ) -> None:
     async with _Killable(tmp_path) as made:
@@ -313,7 +313,7 @@ async def test_a_killed_directory_stops_only_new_conversations_and_comes_back_wi
         await made.directory.start()
         assert (await ask(made.urls[0], [user("new")], headers={"x-conversation-id": "new"})).status == 200
         for name in ids:
-            # Through the gateway that never served it: only the directory can know.
+            # The other gateway never served this conversation, so only the directory can know it.
             assert (await ask(made.urls[1], [user(name)], headers=ids[name])).status == 200
         after = {name: (await get(f"{made.urls[0]}/v1/conversations/{name}"))[1]["decoder"] for name in ids}
         assert after == before
@@ -329,7 +329,7 @@ async def test_without_a_directory_any_gateway_serves_a_bound_conversation(tmp_p
         await made.directory.kill()
         await until(lambda: not made.gateways[1].directory.connected)
         later, began = [user("a"), assistant("x"), user("y" * 20_000)], time.monotonic()
-        for url in (made.urls[1], made.urls[0], made.urls[1]):  # however much is new
+        for url in (made.urls[1], made.urls[0], made.urls[1]):  # even if most of the prompt is new
             assert (await ask(url, later, headers=name)).status == 200
         assert time.monotonic() - began < 2.0
         assert made.decoder_of("a") == decoder
@@ -342,7 +342,7 @@ async def test_without_a_directory_any_gateway_serves_a_bound_conversation(tmp_p
         assert described["decoder"] == decoder and described["turns"] > 0
 
 
-async def test_a_gateway_that_starts_is_told_of_all_bindings(tmp_path: Path) -> None:
+async def test_a_new_gateway_learns_all_bindings_from_the_directory(tmp_path: Path) -> None:
     async with _Killable(tmp_path) as made:
         name = {"x-conversation-id": "a"}
         assert (await ask(made.urls[0], [user("a")], headers=name)).status == 200

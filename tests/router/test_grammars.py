@@ -70,7 +70,7 @@ FREE: list[dict[str, Any]] = [
 
 
 @pytest.mark.parametrize(("body", "field"), GRAMMARS)
-def test_a_request_for_a_grammar_is_found_in_every_api(body: dict[str, Any], field: str) -> None:
+def test_a_grammar_is_recognised_in_requests_of_every_api(body: dict[str, Any], field: str) -> None:
     found = grammar_of(body)
     assert found is not None and found.field == field
 
@@ -80,7 +80,7 @@ def test_a_request_for_plain_text_has_no_grammar(body: dict[str, Any]) -> None:
     assert grammar_of(body) is None
 
 
-def test_a_grammar_is_known_by_its_content_and_not_by_the_prompt() -> None:
+def test_two_requests_have_equal_grammars_if_the_content_is_equal() -> None:
     one = grammar_of({"messages": ["a"], "structured_outputs": {"regex": "a", "x": 1}})
     same = grammar_of({"messages": ["b"], "structured_outputs": {"x": 1, "regex": "a"}})
     other = grammar_of({"messages": ["a"], "structured_outputs": {"regex": "b", "x": 1}})

@@ -78,7 +78,7 @@ def test_every_spelling_of_a_hint_means_the_same() -> None:
     ],
 )
 def test_a_strict_priority_goes_before_every_other_priority(said: dict[str, int], priority: int) -> None:
-    """Dynamo's priority 0 is the lowest, like that of turns without a priority."""
+    """A `strict_priority` of 0 is the lowest, and equal to none."""
     assert parse_hints({}, {"nvext": {"agent_hints": said}}).priority == priority
 
 
@@ -115,7 +115,7 @@ def test_malformed_hints_are_refused(headers: dict[str, str], body: dict[str, An
         parse_hints(headers, body)
 
 
-async def test_engines_receive_only_hints_that_concern_them(tmp_path: Path) -> None:
+async def test_engines_get_only_hints_about_their_kv(tmp_path: Path) -> None:
     async with fleet(tmp_path) as made:
         body = {**envelope(keep=7), "nvext": {"agent_hints": {"priority": 1}}}
         for messages in ([user("a")], [user("a"), assistant("b"), user("c")]):
@@ -143,7 +143,7 @@ async def test_an_answer_says_where_it_was_computed_on_request(tmp_path: Path) -
 
 
 def decoder_of_session(made: FakeFleet) -> str:
-    """Return the placement of the prompt "a"."""
+    """Return the name of the decoder that got the prompt "a"."""
     (name,) = (
         name
         for name, one in made.engines.items()
@@ -183,7 +183,7 @@ async def test_an_announced_tool_call_parks_at_once_and_prefetches_before_its_en
         assert 1.9 < time.monotonic() - began < 4.0
         key = decoder_of(made).seen[0].conversation
         assert decoder_of(made).prefetched == [(key, 2.0)]
-        assert len(decoder_of(made).seen) == 1  # no request takes part
+        assert len(decoder_of(made).seen) == 1  # a prefetch is not a request to the decoder
 
 
 async def test_a_turn_that_arrives_first_cancels_the_prefetch(tmp_path: Path) -> None:
@@ -237,7 +237,7 @@ async def test_observed_tool_waits_start_a_prefetch_without_a_hint(tmp_path: Pat
             if number < 3:
                 await asyncio.sleep(0.5)
                 messages += [assistant("call"), user("result")]
-        decoder = decoder_of(made)  # it has been idle for long enough by its own settings
+        decoder = decoder_of(made)  # idle for longer than `park_after_s`
         decoder.parked[decoder.seen[-1].conversation] = decoder.reports + 1
         await until(lambda: prefetches(made))
 

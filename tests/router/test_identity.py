@@ -61,7 +61,7 @@ def test_of_two_matching_conversations_the_one_named_after_the_hint_is_chosen() 
     assert decide(table, prompt("a", "b")).conversation == "k:c-1"
 
 
-def test_sub_agents_are_conversations_below_their_parent() -> None:
+def test_a_sub_agent_has_a_conversation_with_its_own_id_and_a_parent() -> None:
     claude = {"x-claude-code-session-id": "s", "x-claude-code-agent-id": "a2"}
     assert (explicit_identity(claude, {}).id, explicit_identity(claude, {}).parent) == ("s.a2", "s")
     nested = {**claude, "x-claude-code-parent-agent-id": "a1"}

@@ -42,7 +42,7 @@ def in_time(when: float) -> str:
     return time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime(when))
 
 
-def test_a_keys_file_sets_the_permissions_of_a_key() -> None:
+def test_a_keys_file_sets_owner_scopes_models_and_expiry_of_a_key() -> None:
     text = (
         f"# for the search team\n- id: k\n  owner: search\n  hash: {hash_secret('s')}\n"
         "  scopes: [read]\n  models: [small]\n  expires: 2027-01-31\n"
@@ -145,7 +145,7 @@ async def test_a_new_key_of_an_owner_sees_the_data_of_the_old_one(
         file.write_text(entry("old", "search") + entry("new", "search"))
         await until_async(lambda: taken("new", 200))
         assert await taken("old", 200)
-        link = tmp_path / "next"  # as Kubernetes changes a mounted secret
+        link = tmp_path / "next"  # Kubernetes changes a mounted secret in this way
         link.write_text(entry("new", "search"))
         link.replace(file)
         await until_async(lambda: taken("old", 401))

@@ -1,4 +1,4 @@
-"""Hostile bodies cost the event loop only their transport, because other processes parse them."""
+"""Hostile bodies block the event loop only for their transport, because other processes parse them."""
 
 import asyncio
 import sys
@@ -60,7 +60,7 @@ async def made(tmp_path: Path) -> AsyncIterator[FakeFleet]:
 
 
 async def hostile_request(url: str, path: str, body: bytes) -> tuple[int, bytes]:
-    """Send from another process, which does not block the measured event loop."""
+    """Send a request from another process, which does not block the measured event loop."""
     host = url.removeprefix("http://")
     pipe = asyncio.subprocess.PIPE
     sender = await asyncio.create_subprocess_exec(
@@ -72,9 +72,7 @@ async def hostile_request(url: str, path: str, body: bytes) -> tuple[int, bytes]
 
 
 class Stalls:
-    """Measures the longest uninterrupted work of the event loop, in processor time, because the machine is
-    shared.
-    """
+    """Measures the longest block of the event loop, in processor time because the machine is shared."""
 
     def __init__(self) -> None:
         self.longest_s = 0.0
@@ -88,7 +86,7 @@ class Stalls:
 
 
 @pytest.mark.parametrize("name", list(HOSTILE))
-async def test_a_hostile_body_is_refused_and_delays_no_other_request(made: FakeFleet, name: str) -> None:
+async def test_a_hostile_body_is_refused_without_delaying_other_requests(made: FakeFleet, name: str) -> None:
     path, body = HOSTILE[name]
     longest: list[float] = []
     for _ in range(3):
@@ -146,7 +144,7 @@ async def test_a_parser_process_returns_the_same_result_as_the_gateway() -> None
         assert there.fields["n"] == 2 and there.fields["messages"] is None
         with pytest.raises(ApiError, match="not JSON"):
             await parser_pool.parse(asked, (raw[:-1],))
-        assert await parser_pool.parse(asked, pieces) == here  # a refusal ends no reader
+        assert await parser_pool.parse(asked, pieces) == here  # a refused body does not end the process
     finally:
         parser_pool.close()
 
@@ -192,7 +190,7 @@ def test_tokens_added_by_the_template_count_towards_the_context(beside: dict[str
     assert refused.value.code == "context_length_exceeded"
 
 
-def test_no_more_tokens_are_detokenized_than_a_context_has() -> None:
+def test_a_detokenize_request_beyond_the_largest_context_is_refused() -> None:
     asked = replace(CHAT, path="/detokenize", api=None)
     parse_body(asked, (orjson.dumps({"model": MODEL, "tokens": [1] * 4096}),))
     with pytest.raises(ApiError) as refused:
@@ -239,13 +237,13 @@ async def test_a_parser_process_killed_while_idle_fails_no_request() -> None:
         (reader,) = (one for one in psutil.Process().children() if PARSER in one.cmdline())
         reader.kill()
         await until(lambda: not reader.is_running() or reader.status() == psutil.STATUS_ZOMBIE)
-        await asyncio.sleep(0.2)  # the loop hears of it
+        await asyncio.sleep(0.2)  # until the event loop has noticed the kill
         assert (await parser_pool.parse(asked, (COSTLY,))).prompt
     finally:
         parser_pool.close()
 
 
-async def test_costly_bodies_of_one_owner_wait_in_bounded_number() -> None:
+async def test_costly_bodies_of_one_owner_beyond_the_waiting_limit_get_a_429() -> None:
     parser_pool, asked = ParserPool(), replace(CHAT, limit=PromptLimit(100_000))
     try:
         mine = [parser_pool.parse(asked, (COSTLY,)) for _ in range(MAX_WAITING + 3)]
@@ -254,7 +252,7 @@ async def test_costly_bodies_of_one_owner_wait_in_bounded_number() -> None:
         refused = [one for one in came if isinstance(one, ApiError)]
         assert [one.status for one in refused] == [429] * 3
         assert not isinstance(other, BaseException)
-        assert (await parser_pool.parse(asked, (COSTLY,))).prompt  # and later ones are read again
+        assert (await parser_pool.parse(asked, (COSTLY,))).prompt  # later bodies are parsed again
     finally:
         parser_pool.close()
 
@@ -262,7 +260,7 @@ async def test_costly_bodies_of_one_owner_wait_in_bounded_number() -> None:
 async def test_waiting_for_a_process_has_a_limit() -> None:
     parser_pool, asked = ParserPool(processes=1, max_wait_s=0.005), replace(CHAT, limit=PromptLimit(100_000))
     try:
-        first = asyncio.create_task(parser_pool.parse(asked, (COSTLY,)))  # its process takes longer to start
+        first = asyncio.create_task(parser_pool.parse(asked, (COSTLY,)))  # holds the only process for longer
         await asyncio.sleep(0)
         for space in (asked.space, "other"):
             with pytest.raises(ApiError, match="wait to be read") as refused:

@@ -1,4 +1,4 @@
-"""Both legs of a transferred turn have one prompt and one transfer, and otherwise the client's bytes."""
+"""Both legs of a transferred turn have the client's prompt and one transfer id."""
 
 import json
 from typing import Any
@@ -30,7 +30,7 @@ def test_the_decode_leg_appends_one_field_to_the_clients_bytes(
     raw = space + orjson.dumps(body, option=orjson.OPT_INDENT_2 if pretty else None)
     sent = raw + space
     leg = b"".join(with_fields((sent[:cut], sent[cut:]), {"kv_transfer_params": {"transfer_id": "t"}}))
-    for parser in (orjson.loads, json.loads):  # of the router; of engines
+    for parser in (orjson.loads, json.loads):  # the router uses orjson, engines use json
         assert parser(leg) == {**body, "kv_transfer_params": {"transfer_id": "t"}}
     assert leg.startswith(raw.rstrip()[:-1])
 

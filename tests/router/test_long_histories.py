@@ -1,6 +1,6 @@
 """Histories may be too large or incomplete, and the disk of stored answers may be full, slow or missing.
 
-A gateway answers in time and says what to do, and one owner's history costs others nothing.
+A gateway answers in time and says what to do, and one owner's history does not slow down others.
 """
 
 import asyncio
@@ -39,7 +39,7 @@ FAILED = "conserve_stored_answers_total", {"outcome": "failed"}
 
 
 class Hanging:
-    """A disk that hangs at the next call of a store's method until it is released."""
+    """Disk that hangs at the next call of one method of the store, until it is released."""
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch, method: str) -> None:
         self._go = threading.Event()
@@ -74,7 +74,7 @@ async def test_a_history_is_bounded_like_a_body(tmp_path: Path) -> None:
         assert "DELETE /v1/conversations/c " in refused.error["message"]
 
 
-async def test_a_large_history_costs_the_loop_no_more_than_its_transport(tmp_path: Path) -> None:
+async def test_a_large_history_blocks_the_event_loop_only_for_its_transport(tmp_path: Path) -> None:
     answers, parser_pool = Answers(stored(tmp_path)), ParserPool()
     await answers.start()
     asking: dict[str, Any] = {"model": "small", "input": junk(6 * MIB)}
@@ -110,7 +110,7 @@ def cut(body: bytes) -> list[bytes]:
 async def test_reading_a_history_counts_as_a_turn_of_its_key(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The concurrency limit of a key also bounds the histories that its small requests make."""
+    """A key's limit of concurrent turns also limits how many histories are read at once."""
     async with limited(tmp_path, {"turns": 1}) as made:
         disk = Hanging(monkeypatch, "history")
         both = [asyncio.create_task(say(made, "x", "resp_1")) for _ in range(2)]
@@ -239,7 +239,7 @@ async def test_no_request_can_continue_from_a_deleted_answer(tmp_path: Path) -> 
         assert (await say(made, "more", names[0])).status == 200
 
 
-async def test_a_folder_that_cannot_be_made_is_tried_again(tmp_path: Path) -> None:
+async def test_opening_the_store_is_retried_after_its_folder_could_not_be_made(tmp_path: Path) -> None:
     (tmp_path / "folder").write_text("no folder")
     before = REGISTRY.get_sample_value(*FAILED) or 0
     async with fleet(tmp_path, answers=stored(tmp_path / "folder")) as made:

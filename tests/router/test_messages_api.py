@@ -26,7 +26,7 @@ async def client(made: FakeFleet, key: str = "k") -> AsyncIterator[anthropic.Asy
 
 
 def asked(turn: int) -> dict[str, Any]:
-    """Return the request of a turn: the marker moves to the newest block, and the billing block changes."""
+    """Return the request of a turn, whose cache marker and billing block differ from the turn before."""
     texts = [f"{who} says {number}" for number in range(turn + 1) for who in ("user", "assistant")][:-1]
     messages: list[dict[str, Any]] = [
         {"role": "assistant" if number % 2 else "user", "content": [{"type": "text", "text": text}]}
@@ -57,7 +57,7 @@ async def test_a_conversation_without_an_id_is_recognised_and_transferred_once(t
         _, listed = await get(f"{made.urls[0]}/v1/conversations", headers={"x-api-key": "k"})
         (one,) = listed["data"]
         assert (one["turns"], one["transfers"]) == (4, 1)
-        assert await answers(made) == before + 4  # the stop reason says that each spoke to the user
+        assert await answers(made) == before + 4  # by its stop reason, each turn answers the user
 
 
 async def test_another_system_prompt_is_another_conversation(tmp_path: Path) -> None:

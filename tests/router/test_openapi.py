@@ -16,7 +16,7 @@ from tests.support.fake_fleet import FakeFleet, ask, fleet, user
 @pytest.fixture
 async def made(tmp_path: Path) -> AsyncIterator[FakeFleet]:
     answers = AnswersConfig(str(tmp_path / "answers.sqlite"))
-    batch = BatchAddress("127.0.0.1:9")  # nobody is there
+    batch = BatchAddress("127.0.0.1:9")  # no batch process is running
     async with fleet(tmp_path, decoders=1, prefillers=0, answers=answers, batch=batch) as running:
         yield running
 
@@ -40,7 +40,7 @@ async def test_the_description_has_exactly_the_served_paths_and_methods(made: Fa
                 assert (answer.status_code == 405) is (method.lower() not in operations), (method, path)
 
 
-async def test_bodies_are_described_as_they_are_checked(made: FakeFleet) -> None:
+async def test_the_described_bounds_of_fields_are_those_that_are_checked(made: FakeFleet) -> None:
     paths = (await described(made))["paths"]
     for path, known in {**fields.FIELDS, "/v1/messages/count_tokens": fields.FIELDS["/v1/messages"]}.items():
         schema = paths[path]["post"]["requestBody"]["content"]["application/json"]["schema"]
@@ -54,7 +54,7 @@ async def test_bodies_are_described_as_they_are_checked(made: FakeFleet) -> None
                     fields.check_fields(path, {name: said["maximum"] * 2 + 1})
 
 
-async def test_the_number_of_answers_is_described_as_the_gateway_limits_it(tmp_path: Path) -> None:
+async def test_the_described_limit_of_answers_is_the_configured_one(tmp_path: Path) -> None:
     async with fleet(tmp_path, decoders=1, prefillers=0, limits=GatewayLimits(answers=3)) as made:
         paths = (await described(made))["paths"]
         for path in ("/v1/chat/completions", "/v1/completions"):
@@ -64,12 +64,12 @@ async def test_the_number_of_answers_is_described_as_the_gateway_limits_it(tmp_p
         assert (await ask(made.urls[0], [user("hi")], n=4)).status == 400
 
 
-async def test_the_description_allows_every_message_that_is_served(made: FakeFleet) -> None:
+async def test_the_description_allows_messages_without_content(made: FakeFleet) -> None:
     paths = (await described(made))["paths"]
     for path in ("/v1/chat/completions", "/v1/messages"):
         schema = paths[path]["post"]["requestBody"]["content"]["application/json"]["schema"]
         message = schema["properties"]["messages"]["items"]
-        assert message["required"] == ["role"]  # an assistant's calls have no content
+        assert message["required"] == ["role"]  # an assistant's message with tool calls has no content
         assert message["properties"] == {"role": {"type": "string"}, "content": {}}
     said: list[dict[str, Any]] = [
         {"role": "developer", "content": [{"type": "text", "text": "be brief"}]},

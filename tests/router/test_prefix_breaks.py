@@ -29,7 +29,7 @@ async def broken(
     engine: dict[str, Any] | None = None,
     **body: Any,
 ) -> dict[str, float]:
-    """Return the recomputed tokens by cause, for a second turn after an answer of 100 tokens."""
+    """Return the reason and the tokens computed again of a second turn, after an answer of 100 tokens."""
     async with fleet(tmp_path, engine=engine) as made:
         before = counted()
         await ask(made.urls[0], first, headers=NAMED, max_tokens=100, tools=[TOOL])
@@ -44,7 +44,7 @@ FIRST = [user(LONG)]
 LATER = [*FIRST, assistant("w " * 100), user("go on")]
 
 
-async def test_a_prefix_that_holds_is_not_broken(tmp_path: Path) -> None:
+async def test_a_turn_that_continues_its_prefix_is_not_counted_as_broken(tmp_path: Path) -> None:
     assert await broken(tmp_path, FIRST, LATER, cached=10_000) == {}
 
 

@@ -110,7 +110,7 @@ def keys(made: FakeFleet) -> list[str]:
     return [conversation.key for conversation in made.directory.table.conversations]
 
 
-async def test_two_processes_share_a_port_and_one_outlives_the_other(tmp_path: Path) -> None:
+async def test_two_processes_share_a_port_and_one_serves_on_when_the_other_is_killed(tmp_path: Path) -> None:
     async with fleet(tmp_path, gateways=0, engine={"prefill_s": 0.1}) as made:
         port = free_port()
         url = f"http://127.0.0.1:{port}"

@@ -49,7 +49,7 @@ def left(answer: GatewayAnswer, of: str) -> int:
 
 
 @given(st.integers(1, 100), st.lists(st.tuples(st.floats(0, 30), st.floats(0, 150)), max_size=40))
-def test_a_bucket_grants_one_minutes_amount_and_refills_with_time(
+def test_a_bucket_grants_the_amount_of_one_minute_and_refills_with_time(
     most: int, asked: list[tuple[float, float]]
 ) -> None:
     bucket, now, granted, last = Bucket(most, 0.0), 0.0, 0.0, 0.0
@@ -188,7 +188,7 @@ async def test_concurrent_turns_are_limited(tmp_path: Path) -> None:
         assert (await alice(made.urls[0], "third")).status == 200
 
 
-async def test_each_answer_of_a_request_counts_as_a_turn(tmp_path: Path) -> None:
+async def test_each_answer_of_a_request_counts_as_a_turn_against_concurrency(tmp_path: Path) -> None:
     async with limited(tmp_path, {"turns": 4}, engine={"token_s": 0.05}) as made:
         url = made.urls[0]
         going = asyncio.create_task(alice(url, "three", n=3, max_tokens=60))
@@ -308,7 +308,7 @@ async def embed(url: str, text: str) -> GatewayAnswer:
     return await ask(url, text, headers={"authorization": "Bearer alice"}, path="/v1/embeddings")
 
 
-async def test_a_limit_holds_across_all_gateways(tmp_path: Path) -> None:
+async def test_a_rate_limit_holds_for_the_requests_of_all_gateways_together(tmp_path: Path) -> None:
     """Send turns to two gateways alternately, with time to exchange their counts."""
     async with limited(tmp_path, {"requests_per_minute": 6}, gateways=2) as made:
         began, granted = time.monotonic(), 0
@@ -318,7 +318,7 @@ async def test_a_limit_holds_across_all_gateways(tmp_path: Path) -> None:
         assert 6 <= granted <= 6 + (time.monotonic() - began) / 10 + 1
 
 
-async def test_a_key_without_limits_gets_those_of_the_fleet_file(tmp_path: Path) -> None:
+async def test_a_key_without_limits_of_its_own_gets_those_of_the_fleet_file(tmp_path: Path) -> None:
     async with limited(tmp_path, {"turns": 5}, key_limits=DefaultLimits(requests_per_minute=1)) as made:
         url = made.urls[0]
         assert [(await alice(url, "hi")).status for _ in range(2)] == [200, 429]

@@ -29,13 +29,13 @@ async def made(tmp_path: Path) -> AsyncIterator[FakeFleet]:
 
 
 def sent(path: str, tools: list[Any], choice: Any = None) -> tuple[dict[str, Any], str]:
-    """Return the tools and the choice that an engine gets, and the names of those that were dropped."""
+    """Return the fields `tools` and `tool_choice` that an engine gets, and the names of dropped tools."""
     body = {"model": "m", "tools": tools} | ({"tool_choice": choice} if choice is not None else {})
     ignored = ", ".join(check_fields(path, body))
     return {name: value for name, value in known_part(path, body).items() if name != "model"}, ignored
 
 
-def test_codex_keeps_its_functions_and_groups_and_loses_web_search() -> None:
+def test_codex_keeps_functions_and_namespaces_and_loses_provider_tools() -> None:
     tools = [FUNCTION, GROUP, {"type": "web_search", "external_web_access": True}, {"type": "local_shell"}]
     assert sent(RESPONSES, tools) == ({"tools": [FUNCTION, GROUP]}, "tools.web_search, tools.local_shell")
 
@@ -46,7 +46,7 @@ def test_a_custom_tool_loses_the_grammar_that_engines_refuse_and_stays() -> None
 
 
 @pytest.mark.parametrize("path", [MESSAGES, f"{MESSAGES}/count_tokens"])
-def test_claude_code_loses_web_search_and_the_choice_of_it(path: str) -> None:
+def test_claude_codes_web_search_is_dropped_and_so_is_a_tool_choice_of_it(path: str) -> None:
     assert sent(path, [READ, SEARCH]) == ({"tools": [READ]}, "tools.web_search_20250305")
     forced = {"type": "tool", "name": "web_search"}
     assert sent(path, [READ, SEARCH], forced) == (

@@ -31,14 +31,14 @@ async def test_the_second_conversation_with_a_prefix_finds_it_cached(tmp_path: P
         assert sorted((len(first.seen), len(second.seen))) == [0, 2]
 
 
-async def test_a_prompt_cache_key_of_its_own_still_shares_prefixes(tmp_path: Path) -> None:
-    """Codex names each conversation by its `prompt_cache_key`, and all have a common prefix."""
+async def test_conversations_with_different_prompt_cache_keys_share_prefixes(tmp_path: Path) -> None:
+    """Codex sends a `prompt_cache_key` for each conversation, and all its conversations begin alike."""
     async with fleet(tmp_path) as made:
         assert await cached(made, "one", prompt_cache_key="a") == 0
         assert await cached(made, "two", prompt_cache_key="b") > 1_000
 
 
-async def test_a_prefix_that_an_engine_would_miss_is_not_counted(tmp_path: Path) -> None:
+async def test_a_prefix_with_another_owner_salt_or_tools_is_not_expected_in_the_cache(tmp_path: Path) -> None:
     async with fleet(tmp_path) as made:
         await cached(made, "one")
         assert await cached(made, "of another owner", key="other") == 0
@@ -48,10 +48,10 @@ async def test_a_prefix_that_an_engine_would_miss_is_not_counted(tmp_path: Path)
 
 
 @pytest.mark.parametrize("found", [0, 10_000])
-async def test_a_decoder_reports_the_cached_part_of_a_prompt_that_it_computes(
+async def test_the_estimate_of_a_cached_prefix_follows_the_hits_that_a_decoder_reports(
     tmp_path: Path, found: int
 ) -> None:
-    """The decoder's cache holds other blocks too: the next estimate follows the reported hit."""
+    """The third estimate is low only if the decoder found the prefix in its cache at the second turn."""
     elastic, both = {"first_turns": FirstTurns.ELASTIC}, {"decode": CURVES["prefill"]}
     async with fleet(
         tmp_path, prefillers=0, decoders=1, engine={"cached": found}, placing=elastic, curves=both

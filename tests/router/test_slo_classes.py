@@ -29,7 +29,7 @@ def chosen(
     return SloClasses(CONFIG).choose(namespace(key), headers or {}, body or {}).name
 
 
-def test_a_class_is_chosen_by_header_body_objective_or_key() -> None:
+def test_a_class_is_chosen_by_header_body_field_objective_or_key() -> None:
     assert chosen() == "default"
     assert chosen(key="alice") == "paid"
     assert chosen({"x-slo-class": "gold"}, key="alice") == "gold"
@@ -37,16 +37,16 @@ def test_a_class_is_chosen_by_header_body_objective_or_key() -> None:
     assert chosen({"x-llm-d-inference-objective": "gold"}) == "gold"
     assert chosen({"x-gateway-inference-objective": "gold"}) == "gold"
     assert chosen({"x-llm-d-inference-objective": "of another fleet"}) == "default"
-    assert chosen({"x-llm-d-inference-objective": "paid"}) == "default"  # not for this key
+    assert chosen({"x-llm-d-inference-objective": "paid"}) == "default"  # reserved for other keys
 
 
 @pytest.mark.parametrize("body", [{"slo_class": "none"}, {"slo_class": ["gold"]}, {"slo_class": "paid"}])
-def test_an_unknown_class_or_one_of_other_keys_is_refused(body: dict[str, Any]) -> None:
+def test_a_class_that_is_unknown_or_reserved_for_other_keys_is_refused(body: dict[str, Any]) -> None:
     with pytest.raises(BadRequest, match="class"):
         chosen(body=body)
 
 
-def test_engines_get_targets_and_weights_of_the_class() -> None:
+def test_engines_get_the_targets_and_the_queue_weight_of_the_class() -> None:
     default = SloClass("default", SloSettings(last_turn_tbt_s=0.5))  # of answers to users: not the engines'
     assert engine_arguments(default, {}, {"vllm_xargs": {"slo_tbt_ms": 90}}) == {}
     assert engine_arguments(GOLD, {}, {}) == {"vllm_xargs": {"slo_tbt_ms": 50.0, "queue_weight": 30.0}}
@@ -66,7 +66,7 @@ def test_engines_get_targets_and_weights_of_the_class() -> None:
 def test_a_turn_cannot_ask_for_a_tighter_tbt_than_its_class(
     headers: dict[str, str], body: dict[str, Any]
 ) -> None:
-    """A tighter TBT target would cost all turns of the engine."""
+    """A tighter TBT target would slow down all turns of the engine."""
     tight = SloClass("tight", SloSettings(last_turn_tbt_s=0.02))
     for of, least in ((SloClass("default", SloSettings()), 50), (PAID, 50), (GOLD, 50), (tight, 20)):
         said = engine_arguments(of, headers, body)
@@ -99,8 +99,10 @@ def raised(of: SloClass) -> float:
 
 
 @pytest.mark.parametrize("header", FLOW_HEADERS)
-async def test_flows_of_an_owner_are_named_as_llm_d_names_them(tmp_path: Path, header: str) -> None:
-    """A turn waits behind its own flow and next to other flows: a late flow is not last."""
+async def test_a_waiting_turn_of_another_flow_goes_before_later_turns_of_the_first_flow(
+    tmp_path: Path, header: str
+) -> None:
+    """Flows take turns, whichever of llm-d's headers names them."""
     engine = {"kv_tokens": 12_000, "token_s": 0.02}
     async with fleet(tmp_path, decoders=1, engine=engine, place_wait_s=20.0) as made:
         full = await ask(made.urls[0], [user("x" * 10_000)], max_tokens=2)
@@ -123,7 +125,7 @@ async def test_flows_of_an_owner_are_named_as_llm_d_names_them(tmp_path: Path, h
 
 
 async def test_a_higher_class_waits_less_and_appears_in_the_metrics(tmp_path: Path) -> None:
-    """With one full decoder, the higher class is served first in any order of arrival."""
+    """With one full decoder, the turn of the higher class is served first, even if it arrived last."""
     engine = {"kv_tokens": 4000, "token_s": 0.02}
     async with fleet(
         tmp_path, decoders=1, engine=engine, slos={"gold": GOLD.settings}, place_wait_s=20.0

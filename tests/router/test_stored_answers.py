@@ -63,7 +63,7 @@ def slow_writes(monkeypatch: pytest.MonkeyPatch, seconds: float) -> Iterator[Non
 
 
 def whole(answer: GatewayAnswer) -> dict[str, Any]:
-    last = answer.body.rpartition(b"\ndata: ")[2]  # of a stream
+    last = answer.body.rpartition(b"\ndata: ")[2]  # the last event of a stream, or all of another answer
     read = orjson.loads(last)
     return dict(read.get("response", read))
 
@@ -79,7 +79,7 @@ def prompt(body: dict[str, Any]) -> list[tuple[str, Any]]:
 
 
 @pytest.mark.parametrize("stream", [False, True])
-async def test_any_decoder_gets_the_whole_history(tmp_path: Path, stream: bool) -> None:
+async def test_every_decoder_gets_the_whole_history_of_a_response(tmp_path: Path, stream: bool) -> None:
     async with fleet(tmp_path, prefillers=0, answers=stored(tmp_path)) as made:
         first = await say(made, "one", tools=[TOOL], stream=stream)
         second = await say(made, "two", name_of(first), stream=stream)
@@ -120,7 +120,7 @@ async def test_a_turn_in_a_conversation_gets_its_stored_history(
 
 
 @pytest.mark.parametrize("turns", [1, 2])
-async def test_a_conversation_that_is_deleted_during_a_turn_does_not_come_back_with_it(
+async def test_a_turn_does_not_revive_a_conversation_that_was_deleted_meanwhile(
     tmp_path: Path, turns: int
 ) -> None:
     async with fleet(tmp_path, prefillers=0, answers=stored(tmp_path)) as made:
@@ -146,7 +146,9 @@ def put(store: AnswerStore, name: str, previous: str | None, conversation: str, 
     store.put("o", StoredAnswer(name, previous, ITEMS, b"{}", conversation, end))
 
 
-def test_an_answer_of_an_ended_conversation_does_not_join_the_next_one_of_its_name(tmp_path: Path) -> None:
+def test_an_answer_that_ends_after_its_conversation_does_not_join_a_new_one_of_that_name(
+    tmp_path: Path,
+) -> None:
     store = AnswerStore(stored(tmp_path))
     assert not store.end_conversation("o", "c", live=True)
     newest, end = store.newest("o", "c")
@@ -158,14 +160,14 @@ def test_an_answer_of_an_ended_conversation_does_not_join_the_next_one_of_its_na
     assert store.newest("o", "c")[0] is None
 
 
-def test_the_last_of_two_concurrent_turns_to_end_becomes_the_history(tmp_path: Path) -> None:
+def test_of_two_concurrent_turns_the_one_that_ends_last_becomes_the_history(tmp_path: Path) -> None:
     store = AnswerStore(stored(tmp_path))
     for name, previous in (("first", None), ("quick", "first"), ("slow", "first")):
         put(store, name, previous, "c")
     assert store.newest("o", "c")[0] == "slow"
 
 
-async def test_answers_name_the_previous_answer(tmp_path: Path) -> None:
+async def test_an_answer_names_its_previous_response(tmp_path: Path) -> None:
     async with fleet(tmp_path) as made:
         first = await say(made, "one")
         second = await say(made, "two", name_of(first))
@@ -174,7 +176,7 @@ async def test_answers_name_the_previous_answer(tmp_path: Path) -> None:
         assert said == [None, name_of(first), name_of(second)]
 
 
-async def test_two_histories_at_once_and_a_malformed_id_are_refused(tmp_path: Path) -> None:
+async def test_a_request_with_two_histories_a_malformed_id_or_flex_is_refused(tmp_path: Path) -> None:
     async with fleet(tmp_path) as made:
         first = await say(made, "one")
         both = await say(made, "two", name_of(first), conversation="c")
@@ -206,7 +208,7 @@ async def test_another_gateway_and_a_restarted_process_find_a_stored_answer(tmp_
 async def test_an_answer_is_stored_before_its_client_has_the_end(
     tmp_path: Path, stream: bool, tokens: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Another gateway finds the answer at once, however long storing takes."""
+    """Another gateway finds the answer as soon as the client has its end, even if storing is slow."""
     with slow_writes(monkeypatch, 0.3):
         engine = {"token_s": 0.0, "kv_tokens": 4_000_000, "max_context": 1_000_000}
         made_with = {"answers": stored(tmp_path), "gateways": 2, "engine": engine}
@@ -246,7 +248,7 @@ async def test_only_the_owner_can_get_and_delete_an_answer(tmp_path: Path) -> No
         assert (refused.status, refused.error["code"]) == (404, "previous_response_not_found")
         status, gone = await get(f"{made.urls[0]}{PATH}/{name_of(first)}", "DELETE", headers=ALICE)
         assert (status, gone["deleted"]) == (200, True)
-        for one in (first, second):  # its beginning is gone
+        for one in (first, second):  # the history has lost its first answer
             refused = await say(made, "x", name_of(one))
             assert (refused.status, refused.error["code"]) == (404, "previous_response_not_found")
             assert "was deleted" in refused.error["message"]
@@ -326,7 +328,7 @@ async def test_a_store_that_cannot_be_read_is_a_503(tmp_path: Path) -> None:
 
 
 def test_vllm_reads_calls_and_reasoning_from_a_rebuilt_input() -> None:
-    """vLLM's own store leaves out tool calls and reasoning."""
+    """Unlike vLLM's own store, ours keeps tool calls and reasoning."""
     protocol = pytest.importorskip("vllm.entrypoints.openai.responses.protocol", reason="vLLM: make install")
     utils = pytest.importorskip("vllm.entrypoints.openai.responses.utils")
     given = [
@@ -372,14 +374,14 @@ async def test_a_store_of_an_older_version_is_emptied_and_a_newer_one_refused(tm
     await newer.close()
 
 
-async def test_answers_that_the_disk_is_too_slow_for_are_dropped(
+async def test_answers_beyond_the_waiting_limit_of_a_slow_disk_are_not_stored(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("router.gateway.responses.stored_answers.MOST_WAITING_BYTES", 1000)
     answers = Answers(stored(tmp_path))
     await answers.start()
     with closing(sqlite3.connect(tmp_path / "answers.sqlite", isolation_level=None)) as other:
-        other.execute("BEGIN IMMEDIATE")  # another process writes, and it takes long
+        other.execute("BEGIN IMMEDIATE")  # another process holds the write lock
         for number in range(30):
             answer = b'{"id": "resp_%d", "output": []}' % number
             answers.store("o", History(REQUEST_ITEMS, None, None, True), answer)

@@ -1,4 +1,4 @@
-"""A stream of a lost decoder resumes on another one after the client's last token, or says why not."""
+"""A stream whose decoder is lost resumes on another after the client's last token, or ends in an error."""
 
 import asyncio
 import os
@@ -76,13 +76,13 @@ async def test_usage_is_known_even_if_the_client_does_not_request_it(
 
 
 def cut_first(made: FakeFleet, after: int) -> None:
-    """Let only the decoder that gets the next stream break it off."""
+    """Make the decoder that gets the next stream break it off, and no other decoder."""
     for engine in made.engines.values():
         engine.cut_after = after
 
 
 async def first_cut(made: FakeFleet, asking: Callable[[], Any]) -> tuple[GatewayAnswer, FakeEngine]:
-    """Return an answer whose first decoder broke it off, and that decoder."""
+    """Return a streamed answer, and the decoder that broke it off first."""
     task = asyncio.create_task(asking())
     await until(made.decoder_requests)
     (broke,) = (one for name, one in made.engines.items() if name.startswith("d") and one.seen)
@@ -92,7 +92,7 @@ async def first_cut(made: FakeFleet, asking: Callable[[], Any]) -> tuple[Gateway
 
 
 async def another_decoder(made: FakeFleet, **how: Any) -> FakeEngine:
-    """Start one more decoder while others serve."""
+    """Start one more decoder in a running fleet."""
     other = made.engines["d1"] = FakeEngine("d1", token_s=0.02, **how)
     await other.start()
     made.directory.engine_up(other.info)
@@ -250,7 +250,7 @@ async def test_two_streams_with_the_same_prompt_both_resume_after_one_crash(tmp_
 
 
 async def test_an_engine_that_cannot_resume_refuses_at_once(tmp_path: Path) -> None:
-    """An engine of another version, in a fleet during an upgrade, would begin again at the first token."""
+    """During an upgrade a fleet may have an engine that would begin again at the first token."""
     async with fleet(tmp_path, decoders=1, prefillers=0, engine={"token_s": 0.02}) as made:
         before = await cuts(made)
         cut_first(made, 5)
@@ -264,7 +264,7 @@ async def test_an_engine_that_cannot_resume_refuses_at_once(tmp_path: Path) -> N
         await until(lambda: other.aborted == 1 and other.running == 0)
 
 
-async def test_a_stream_that_breaks_after_resuming_is_counted_once(tmp_path: Path) -> None:
+async def test_a_stream_whose_second_engine_is_lost_too_is_counted_once(tmp_path: Path) -> None:
     async with fleet(tmp_path, decoders=2, prefillers=0, engine={"token_s": 0.01}) as made:
         before = await cuts(made)
         for engine in made.engines.values():
@@ -300,7 +300,7 @@ async def first_tokens(made: FakeFleet) -> dict[str, float]:
 async def test_requests_to_a_vanished_machine_resume_when_the_directory_reports_it(
     tmp_path: Path, stream: bool
 ) -> None:
-    """The lost engine's socket stays silent, and `idle_timeout` is a minute."""
+    """The lost engine's socket stays silent, and `idle_timeout` would notice it only after a minute."""
     async with fleet(tmp_path, prefillers=0) as made:
         before = await cuts(made)
         for engine in made.engines.values():
@@ -366,7 +366,7 @@ def test_requests_that_cannot_resume_have_a_reason(body: dict[str, Any], size: i
     assert why_not_resumable(a_turn(Api.COMPLETIONS, body, size)) == why
 
 
-def test_a_long_stream_may_be_cut_often_but_not_at_one_position() -> None:
+def test_a_stream_is_resumed_any_number_of_times_if_each_engine_adds_a_token() -> None:
     now = 0.0
     turn = a_turn(Api.CHAT, {"temperature": 0})
     stream = StreamResumption(turn, lambda: now)

@@ -54,7 +54,7 @@ async def test_owners_do_not_share_cached_prefixes(made: FakeFleet, path: str) -
             assert answer.status == 200
     salts = [one.body["cache_salt"] for one in made.decoder_requests()]
     assert len(set(salts)) == 6 and namespace("bob") in salts
-    # Both legs of a turn find the same blocks.
+    # Both legs of a turn have the same salt, so that they find the same blocks.
     assert {one.body["cache_salt"] for one in made.prefills()} <= set(salts)
 
 
@@ -89,8 +89,8 @@ async def test_offline_work_cannot_refer_to_a_response(made: FakeFleet) -> None:
     assert (answer.status, answer.error["param"]) == (400, "previous_response_id")
 
 
-async def test_a_later_turn_sends_the_same_scope_as_the_first(made: FakeFleet) -> None:
-    """The salt belongs to the conversation: with another salt its KV would not be found."""
+async def test_a_later_turn_has_the_same_cache_salt_as_the_first(made: FakeFleet) -> None:
+    """With another salt, the engine would not find the KV of the conversation."""
     await ask(made.urls[0], [user("hi")], headers=ALICE)
     await ask(made.urls[0], [user("hi"), assistant("w"), user("go on")], headers=ALICE)
     salts = [one.body["cache_salt"] for one in made.decoder_requests()]
@@ -139,7 +139,7 @@ async def test_bodies_of_one_owner_take_no_more_memory_than_is_left_to_others(tm
     limits, keys = GatewayLimits(body_mib=1, bodies_mib=2), inline_keys(["alice", "bob", "carol"], [])
     async with fleet(tmp_path, limits=limits, keys=keys) as made:
         url, served, before = made.urls[0], made.gateways[0].server.stats, refusals()
-        slow = [await slow_body(url, "alice", mib, mib // 2 - 100) for _ in range(2)]  # half of 2 MiB
+        slow = [await slow_body(url, "alice", mib, mib // 2 - 100) for _ in range(2)]  # together 1 of 2 MiB
         kept = [user("x" * (mib // 8))]
         await until(lambda: served.requests == 2)
         await asyncio.sleep(0.2)  # until the gateway has read the pieces

@@ -47,14 +47,14 @@ def test_the_ratio_follows_what_engines_count(truth: float, size: int) -> None:
 
 
 @pytest.mark.parametrize(("size", "tokens", "expected"), [(100, 10**6, 1_000_000), (10**6, 1, 50_000)])
-def test_no_prompt_makes_the_estimates_of_others_absurd(size: int, tokens: int, expected: int) -> None:
+def test_the_ratio_learned_from_one_prompt_is_bounded(size: int, tokens: int, expected: int) -> None:
     ratio = TokenRatio(0.3)
     ratio.learn(turn(size), tokens)
     assert ratio.tokens(1_000_000) == expected
 
 
 @pytest.mark.parametrize("field", ["documents", "chat_template_kwargs"])
-def test_what_a_template_may_render_counts_as_prompt(field: str) -> None:
+def test_documents_and_template_arguments_count_as_prompt(field: str) -> None:
     text = {"text": "x" * 100_000}
     body = {"model": "m", "messages": [], field: [text] if field == "documents" else text}
     headers, models = {"content-type": "application/json"}, frozenset({"m"})
@@ -75,7 +75,7 @@ def test_tokens_that_the_decoder_holds_are_not_uncached() -> None:
     assert ratio.uncached_tokens(grown, known(8_000, completion=2_000), 8_000) == 0
 
 
-def test_tools_count_once_per_conversation() -> None:
+def test_tools_count_in_the_prompt_but_not_among_uncached_tokens_of_a_later_turn() -> None:
     ratio = TokenRatio(1.0)
     assert ratio.prompt_tokens(turn(1_000, tools=5_000), 0) == 6_000
     assert ratio.uncached_tokens(turn(1_000, tools=5_000), known(900), 900) == 100
@@ -85,7 +85,7 @@ def test_a_broken_prefix_makes_the_whole_prompt_uncached() -> None:
     assert TokenRatio(0.5).uncached_tokens(turn(10_000), known(8_000, 600, 5_000), 0) == 5_000
 
 
-def test_a_gateway_new_to_a_conversation_uses_the_decoders_count() -> None:
+def test_a_gateway_that_is_new_to_a_conversation_relies_on_the_decoders_count() -> None:
     assert TokenRatio(0.5).uncached_tokens(turn(10_000), known(0, 0, 4_000), 0) == 1_000
 
 
@@ -134,10 +134,10 @@ def test_an_image_has_a_fixed_size_and_does_not_change_the_ratio(part: dict[str,
     assert ratio.prompt_tokens(turn(100_000), 0) == 30_000
 
 
-def test_texts_beside_an_image_count_by_their_bytes() -> None:
+def test_text_beside_an_image_is_estimated_from_its_bytes() -> None:
     ratio, image = TokenRatio(0.3), MEDIA["OpenAI's"]
     document = {"type": "document", "source": {"type": "text", "data": "x" * 100_000}}
-    marked = image | {"cache_control": {"type": "x" * 100_000}}  # no part of the prompt
+    marked = image | {"cache_control": {"type": "x" * 100_000}}  # the engine does not put it into the prompt
     for parts, text in (((image,), "x" * 100_000), ((document,), ""), ((marked,), "x" * 100_000)):
         assert 30_000 <= ratio.prompt_tokens(with_parts(*parts, text=text), 0) <= 31_500
 

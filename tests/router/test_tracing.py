@@ -36,7 +36,7 @@ def receiver() -> Iterator[Receiver]:
 
 
 async def spans_after(made: FakeFleet, received: Receiver) -> list[Received]:
-    """Return all spans after the gateways have stopped, because they then send the rest."""
+    """Stop the gateways, so that they send their last spans, and return all spans."""
     for gateway in made.gateways:
         await gateway.stop(1.0)
     made.gateways.clear()
@@ -101,7 +101,7 @@ async def test_a_later_turn_has_one_leg(tmp_path: Path, receiver: Receiver) -> N
     assert by_name(later)["bind"].attributes["conserve.cause"] == "bound"
 
 
-async def test_span_and_log_line_say_why_and_how_much_of_a_turn_was_computed_again(
+async def test_a_broken_prefix_and_its_recomputed_tokens_are_in_the_span_and_the_log(
     tmp_path: Path, receiver: Receiver, caplog: pytest.LogCaptureFixture
 ) -> None:
     caplog.set_level("INFO")
@@ -159,7 +159,7 @@ def odd_traceparents() -> list[str]:
     return odd
 
 
-async def test_a_bad_traceparent_begins_a_new_trace_and_harms_nothing(
+async def test_a_turn_with_a_malformed_traceparent_begins_a_trace_of_its_own(
     tmp_path: Path, receiver: Receiver
 ) -> None:
     odd = odd_traceparents()
@@ -271,7 +271,7 @@ def test_a_malformed_endpoint_is_refused_with_the_expected_form(endpoint: str) -
         TracingConfig(endpoint)
 
 
-def test_a_full_queue_drops_turns_so_that_memory_stays_bounded() -> None:
+def test_traces_of_turns_beyond_the_queue_are_dropped() -> None:
     begun, going, before = threading.Event(), threading.Event(), dropped()
 
     def wait(_: int) -> None:
@@ -284,7 +284,7 @@ def test_a_full_queue_drops_turns_so_that_memory_stays_bounded() -> None:
     assert begun.wait(30)
     for _ in range(MOST_WAITING + 7):
         serve_a_turn(tracer)
-    # The one that is being sent waits too.
+    # The turn that is being sent counts as waiting.
     assert dropped() == {**before, "queue_full": before["queue_full"] + 8}
     going.set()
     tracer.close()
