@@ -1,4 +1,4 @@
-"""Test client that reads exactly what arrives on the socket."""
+"""Test client that shows exactly the bytes that arrive on its socket."""
 
 from __future__ import annotations
 
@@ -61,7 +61,7 @@ class Client:
         self.writer.write(data)
 
     def ask(self, path: bytes = b"/", body: bytes | None = None, headers: bytes = b"") -> None:
-        """Send a plain request; with a body it is a POST."""
+        """Send a GET request, or a POST if there is a body."""
         if body is None:
             self.send(b"GET %b HTTP/1.1\r\n%b%b\r\n" % (path, HOST, headers))
         else:
@@ -78,7 +78,7 @@ class Client:
         }
 
     async def chunk(self) -> bytes:
-        """Return the content of the next chunk; empty for the last one."""
+        """Return the content of the next chunk; the last chunk is empty."""
         size = int(await asyncio.wait_for(self.reader.readuntil(b"\r\n"), LIMIT_S), 16)
         data = await asyncio.wait_for(self.reader.readexactly(size + 2), LIMIT_S)
         assert data.endswith(b"\r\n")

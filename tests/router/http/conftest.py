@@ -23,7 +23,7 @@ Serve = Callable[..., Awaitable[tuple[Server, int]]]
 
 @pytest.fixture
 async def serve() -> AsyncIterator[Serve]:
-    """Yield ``serve``: ``server, port = await serve(handler, limits)``; servers are drained at the end."""
+    """Yield a function that starts servers: ``server, port = await serve(handler, limits)``."""
     servers: list[Server] = []
 
     async def start(handler: Handler, limits: ServerLimits | None = None) -> tuple[Server, int]:
@@ -55,8 +55,10 @@ Before = Callable[..., Awaitable[tuple[RelayingGateway, int]]]
 
 @pytest.fixture
 async def engine_of() -> AsyncIterator[EngineOf]:
-    """Yield ``engine_of``: ``engine, endpoint = await engine_of(script)``; a script gets one connection's
-    reader and writer."""
+    """Yield a function that starts engines: ``engine, endpoint = await engine_of(script)``.
+
+    The script runs once for each connection.
+    """
     engines: list[ScriptedEngine] = []
 
     async def start(script: Script) -> tuple[ScriptedEngine, Endpoint]:
@@ -71,8 +73,7 @@ async def engine_of() -> AsyncIterator[EngineOf]:
 
 @pytest.fixture
 async def before(serve: Serve, pool_of: Callable[..., UpstreamPool], engine_of: EngineOf) -> Before:
-    """Yield ``before``: ``gateway, port = await before(script, limits)``; all requests go to an engine of
-    that script."""
+    """Return a function that starts an engine behind a gateway: ``gateway, port = await before(script)``."""
 
     async def start(script: Script, limits: UpstreamLimits | None = None) -> tuple[RelayingGateway, int]:
         _, endpoint = await engine_of(script)

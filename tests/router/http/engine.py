@@ -55,7 +55,7 @@ class ScriptedEngine:
         self._script = script
         self.connections: list[EngineConnection] = []
         self.aborted = asyncio.Event()
-        """A script's connection broke under it."""
+        """A connection was lost while its script ran."""
 
     async def start(self) -> int:
         self._server = await asyncio.start_server(self._serve, "127.0.0.1", 0)

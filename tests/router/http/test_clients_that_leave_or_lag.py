@@ -1,4 +1,4 @@
-"""Tests of clients that leave, which ends the engine's work, or lag, which slows it."""
+"""Tests of clients that leave or read slowly: the engine's request is aborted or slowed down."""
 
 from __future__ import annotations
 
@@ -54,7 +54,7 @@ async def test_a_client_that_leaves_aborts_the_engines_request(
     await eventually(lambda: gateway.pool.stats.connections == server.stats.connections == 0)
 
 
-async def test_a_client_that_leaves_before_a_connection_is_free_sends_nothing(
+async def test_no_request_is_sent_for_a_client_that_left_while_waiting_for_a_connection(
     serve: Any, pool_of: Any, engine_of: Any
 ) -> None:
     from router.http import UpstreamLimits
@@ -123,7 +123,7 @@ async def test_a_slow_reader_pauses_the_engine_and_loses_nothing(before: Any) ->
         before = psutil.Process().memory_info().rss
         await eventually(lambda: written)
         before_that = 0
-        while written - before_that > 2:  # it comes to a stop, and well before its end
+        while written - before_that > 2:  # until it stops, which has to be well before the end
             before_that = written
             await asyncio.sleep(0.2)
         assert written < blocks
@@ -135,7 +135,7 @@ async def test_a_slow_reader_pauses_the_engine_and_loses_nothing(before: Any) ->
     assert gateway.outcomes[0].end is RelayEnd.COMPLETE
 
 
-async def test_a_reader_that_stops_is_cut_off(serve: Any, pool_of: Any, engine_of: Any) -> None:
+async def test_a_client_that_stops_reading_is_cut_off(serve: Any, pool_of: Any, engine_of: Any) -> None:
     async def script(engine: EngineConnection) -> None:
         await engine.request()
         await engine.write(STREAM_HEAD)
@@ -154,7 +154,7 @@ async def test_a_reader_that_stops_is_cut_off(serve: Any, pool_of: Any, engine_o
     assert server.stats.timeouts == {"write": 1}
 
 
-async def test_a_producer_can_wait_for_its_client(serve: Any) -> None:
+async def test_a_handler_can_wait_until_its_client_has_read(serve: Any) -> None:
     produced = 0
 
     async def produce(request: Request, responder: Responder) -> None:
@@ -179,7 +179,9 @@ def sockets() -> int:
     return len(psutil.Process().net_connections(kind="tcp"))
 
 
-async def test_many_clients_that_leave_at_once_leak_nothing(serve: Any, pool_of: Any, engine_of: Any) -> None:
+async def test_many_clients_that_leave_at_once_leave_no_task_and_no_socket(
+    serve: Any, pool_of: Any, engine_of: Any
+) -> None:
     async def script(engine: EngineConnection) -> None:
         while True:
             await engine.request()

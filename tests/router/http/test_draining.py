@@ -80,7 +80,7 @@ async def test_a_second_signal_cuts_the_drain_short() -> None:
         client.ask(b"/?1000")
         await client.head()
         process.send_signal(signal.SIGTERM)
-        assert await idle.rest() == b""  # two signals that come together are one
+        assert await idle.rest() == b""  # signals that come together count as one
         process.send_signal(signal.SIGTERM)
         assert await asyncio.wait_for(process.wait(), 60) == 0
 

@@ -16,7 +16,7 @@ from tests.router.http.gateway import RelayingGateway
 from tests.support.waiting import let_the_loop_turn
 
 
-async def test_an_engine_that_dies_mid_stream_ends_in_an_error_event(before: Any) -> None:
+async def test_a_stream_whose_engine_dies_ends_in_an_error_event(before: Any) -> None:
     async def script(engine: EngineConnection) -> None:
         await engine.request()
         await engine.write(STREAM_HEAD)
@@ -39,7 +39,7 @@ async def test_an_engine_that_dies_mid_stream_ends_in_an_error_event(before: Any
     assert isinstance(outcome.error, EngineLost)
 
 
-async def test_an_engine_that_stops_in_a_stream_ends_in_an_error_event(before: Any) -> None:
+async def test_a_stream_whose_engine_falls_silent_ends_in_an_error_event(before: Any) -> None:
     async def script(engine: EngineConnection) -> None:
         await engine.request()
         await engine.write(STREAM_HEAD)
@@ -56,7 +56,7 @@ async def test_an_engine_that_stops_in_a_stream_ends_in_an_error_event(before: A
     assert isinstance(gateway.outcomes[0].error, EngineSilent)
 
 
-async def test_a_broken_answer_with_a_length_is_cut(before: Any) -> None:
+async def test_an_incomplete_answer_with_a_length_cuts_the_connection(before: Any) -> None:
     async def script(engine: EngineConnection) -> None:
         await engine.request()
         await engine.write(b"HTTP/1.1 200 OK\r\ncontent-length: 10\r\n\r\nabc")
@@ -81,7 +81,7 @@ async def test_a_broken_answer_with_a_length_is_cut(before: Any) -> None:
         (b"HTTP/1.1 101 Switching Protocols\r\nupgrade: x\r\nconnection: upgrade\r\n\r\n", EngineGarbled),
     ],
 )
-async def test_a_failure_before_the_answer_leaves_the_choice_to_the_caller(
+async def test_a_failure_before_the_answer_is_returned_to_the_caller(
     before: Any, written: bytes, error: type[Exception]
 ) -> None:
     async def script(engine: EngineConnection) -> None:
@@ -99,7 +99,7 @@ async def test_a_failure_before_the_answer_leaves_the_choice_to_the_caller(
     assert isinstance(gateway.outcomes[0].error, error)
 
 
-async def test_an_absent_engine_is_unreachable(serve: Any, pool_of: Any) -> None:
+async def test_a_request_to_an_absent_engine_ends_as_unreachable(serve: Any, pool_of: Any) -> None:
     gateway = RelayingGateway(pool_of(), Endpoint("127.0.0.1", 1))
     _, port = await serve(gateway)
     async with await Client.connect(port) as client:
@@ -109,7 +109,7 @@ async def test_an_absent_engine_is_unreachable(serve: Any, pool_of: Any) -> None
     assert gateway.pool.stats.connections == 0
 
 
-async def test_a_silent_engine_is_a_504(before: Any) -> None:
+async def test_an_engine_that_sends_nothing_is_a_504(before: Any) -> None:
     async def script(engine: EngineConnection) -> None:
         await engine.request()
         await engine.gone()
@@ -124,7 +124,7 @@ async def test_a_silent_engine_is_a_504(before: Any) -> None:
 async def test_a_dead_kept_alive_connection_is_replaced_once(
     serve: Any, pool_of: Any, engine_of: Any
 ) -> None:
-    """The engine closes just as a request is on its way: nothing of it was answered, so it is repeated."""
+    """The engine closes the connection while a request is on its way, which is then sent again."""
 
     async def script(engine: EngineConnection) -> None:
         await engine.request()
@@ -184,7 +184,9 @@ async def test_a_request_whose_answer_began_is_not_repeated(serve: Any, pool_of:
     assert len(engine.connections) == 1
 
 
-async def test_a_new_connection_that_dies_is_not_retried(serve: Any, pool_of: Any, engine_of: Any) -> None:
+async def test_a_request_on_a_new_connection_that_dies_is_not_repeated(
+    serve: Any, pool_of: Any, engine_of: Any
+) -> None:
     async def script(engine: EngineConnection) -> None:
         await engine.request()
         engine.reset()
@@ -199,10 +201,10 @@ async def test_a_new_connection_that_dies_is_not_retried(serve: Any, pool_of: An
     assert len(engine.connections) == 1
 
 
-async def test_bytes_after_an_answer_are_not_the_next_answer(
+async def test_bytes_after_an_answer_are_not_taken_for_the_next_answer(
     serve: Any, pool_of: Any, engine_of: Any
 ) -> None:
-    """Response smuggling: the second client must not get what the engine sent on top of the first answer."""
+    """A second client must not get bytes that an engine sent after the first answer (response smuggling)."""
 
     async def script(engine: EngineConnection) -> None:
         while True:
@@ -220,7 +222,7 @@ async def test_bytes_after_an_answer_are_not_the_next_answer(
 
 
 @pytest.mark.parametrize("wait_s", [0.2, 600.0])
-async def test_connections_and_the_wait_for_one_are_limited(
+async def test_connections_to_an_engine_and_the_wait_for_one_are_limited(
     serve: Any, pool_of: Any, engine_of: Any, wait_s: float
 ) -> None:
     release = asyncio.Event()

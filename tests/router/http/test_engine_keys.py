@@ -8,7 +8,7 @@ from tests.router.http.engine import EngineConnection, answer
 from tests.router.http.gateway import RelayingGateway
 
 
-async def test_the_engine_key_replaces_one_that_a_client_sends(serve: Any, engine_of: Any) -> None:
+async def test_the_engine_key_replaces_a_key_that_a_client_sends(serve: Any, engine_of: Any) -> None:
     async def script(connection: EngineConnection) -> None:
         while True:
             await connection.request()
@@ -29,7 +29,9 @@ async def test_the_engine_key_replaces_one_that_a_client_sends(serve: Any, engin
     await pool.close()
 
 
-async def test_without_an_engine_key_none_is_sent(serve: Any, engine_of: Any, pool_of: Any) -> None:
+async def test_without_a_configured_engine_key_no_key_is_sent(
+    serve: Any, engine_of: Any, pool_of: Any
+) -> None:
     async def script(connection: EngineConnection) -> None:
         await connection.request()
         await connection.write(answer(b"{}"))

@@ -43,7 +43,7 @@ def forwarding(pool: UpstreamPool, endpoint: Endpoint, max_bytes: int = MAX_BYTE
 
 
 async def behind_it(request: Request, responder: Responder) -> None:
-    """Count the bytes of a body, or produce 26 MB as fast as they are taken."""
+    """Count the bytes of a body, or send 26 MB as fast as they are read."""
     if request.path == "/count":
         total = 0
         async for piece in request.body.pieces(sys.maxsize):
@@ -122,7 +122,7 @@ async def test_an_absent_process_is_a_503_with_retry_after(serve: Any, pool_of: 
             assert int(answered.headers["retry-after"]) > 0
 
 
-async def test_an_early_answer_ends_the_upload_and_its_connection(
+async def test_an_answer_before_the_upload_ends_closes_the_connection(
     serve: Any, pool_of: Any, engine_of: Any
 ) -> None:
     async def script(connection: EngineConnection) -> None:
@@ -191,12 +191,12 @@ async def test_a_slow_receiver_slows_the_uploading_client(serve: Any, pool_of: A
 
 @pytest.mark.parametrize("limit_s", [5.0, 0.2])
 @pytest.mark.parametrize("framing", ["length", "chunked"])
-async def test_the_first_byte_timeout_applies_after_an_upload(
+async def test_the_first_byte_timeout_begins_after_the_upload(
     serve: Any, pool_of: Any, engine_of: Any, framing: str, limit_s: float
 ) -> None:
     async def script(connection: EngineConnection) -> None:
         await connection.reader.readuntil(b"0\r\n\r\n" if framing == "chunked" else b"end")
-        await asyncio.sleep(0.8)  # it writes what it was sent
+        await asyncio.sleep(0.8)  # a process that stores what it was sent
         await connection.write(answer(b"{}"))
         await connection.gone()
 
@@ -216,7 +216,7 @@ async def test_the_first_byte_timeout_applies_after_an_upload(
             assert (answered.status, answered.error["message"]) == (503, "no batches now; try again")
 
 
-async def test_a_failed_wait_for_a_connection_does_not_name_an_engine(
+async def test_forwarding_without_a_free_connection_gets_the_503_of_the_absent_process(
     serve: Any, pool_of: Any, engine_of: Any
 ) -> None:
     async def script(connection: EngineConnection) -> None:

@@ -36,7 +36,7 @@ class Cycle:
 
 def old_cycle() -> None:
     one = Cycle()
-    gc.collect(1)  # old, that is
+    gc.collect(1)  # moves the cycle to an older generation
     del one
 
 

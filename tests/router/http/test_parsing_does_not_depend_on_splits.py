@@ -114,19 +114,19 @@ stream = st.lists(request, min_size=1, max_size=3).map(b"".join) | st.binary(max
 
 @settings(max_examples=400, deadline=None)
 @given(stream, st.lists(st.integers(0, 4000), max_size=12))
-def test_splits_of_the_input_change_nothing(data: bytes, cuts: list[int]) -> None:
+def test_a_request_split_anywhere_gives_the_same_events(data: bytes, cuts: list[int]) -> None:
     assert parsed(split(data, cuts)) == parsed([data])
 
 
 @settings(max_examples=150, deadline=None)
 @given(stream)
-def test_input_byte_by_byte_changes_nothing(data: bytes) -> None:
+def test_input_that_arrives_byte_by_byte_gives_the_same_events(data: bytes) -> None:
     assert parsed([data[i : i + 1] for i in range(len(data))]) == parsed([data])
 
 
 @settings(max_examples=200, deadline=None)
 @given(st.binary(max_size=400))
-def test_garbage_never_raises_anything_but_a_refusal(data: bytes) -> None:
+def test_random_bytes_raise_nothing_but_a_refusal(data: bytes) -> None:
     _, refusal = parsed([b"POST / HTTP/1.1\r\n" + data])
     assert refusal is None or 400 <= refusal[0] < 500
 
@@ -176,8 +176,8 @@ def test_ambiguous_requests_are_refused(sent: bytes) -> None:
     assert refusal == (400, "bad_http")
 
 
-def test_an_upgrade_is_ignored_and_the_body_kept() -> None:
-    """Some HTTP clients ask for h2c on every request; llhttp alone would lose such a request's body."""
+def test_a_request_to_upgrade_is_served_with_its_body_and_without_the_upgrade() -> None:
+    """Some HTTP clients ask for h2c with every request, and llhttp alone would lose the body."""
     sent = (
         b"POST /x HTTP/1.1\r\nhost: a\r\nconnection: Upgrade, HTTP2-Settings\r\nupgrade: h2c\r\n"
         b"http2-settings: AAMAAABkAAQAoAAAAAIAAAAA\r\ncontent-length: 5\r\n\r\nhello"

@@ -118,7 +118,7 @@ async def test_an_answer_that_ends_with_its_connection_is_sent_in_chunks(before:
     assert gateway.pool.stats.connections == 0
 
 
-async def test_interim_responses_are_not_passed_on(before: Any) -> None:
+async def test_an_interim_response_is_not_passed_on(before: Any) -> None:
     async def script(engine: EngineConnection) -> None:
         await engine.request()
         await engine.write(b"HTTP/1.1 103 Early Hints\r\nlink: x\r\n\r\n" + answer(b"final"))
@@ -131,7 +131,7 @@ async def test_interim_responses_are_not_passed_on(before: Any) -> None:
         assert "link" not in got.headers
 
 
-async def test_head_requests_are_relayed(before: Any) -> None:
+async def test_a_head_request_is_relayed_and_has_no_body(before: Any) -> None:
     async def script(engine: EngineConnection) -> None:
         await engine.request()
         await engine.write(b"HTTP/1.1 200 OK\r\ncontent-length: 5\r\n\r\n")
@@ -176,7 +176,7 @@ async def test_fetch_returns_the_whole_answer(pool_of: Any, engine_of: Any) -> N
     assert b"content-length" not in engine.requests[0]
 
 
-async def test_upstream_sockets_send_at_once(pool_of: Any, engine_of: Any) -> None:
+async def test_sockets_to_engines_send_without_delay(pool_of: Any, engine_of: Any) -> None:
     async def script(engine: EngineConnection) -> None:
         await engine.gone()
 

@@ -45,7 +45,7 @@ async def describe(request: Request, responder: Responder) -> None:
         responder.respond(200, text.encode() + body)
 
 
-async def test_tests_run_on_the_event_loop_of_production() -> None:
+async def test_the_tests_run_on_uvloop_as_in_production() -> None:
     assert isinstance(asyncio.get_running_loop(), uvloop.Loop)
 
 
@@ -70,7 +70,7 @@ async def test_pipelined_requests_are_answered_in_order(serve: Any) -> None:
         assert (await client.answer()).body == b"GET /last  None|"
 
 
-async def test_a_flood_of_pipelined_requests_is_read_no_faster_than_answered(serve: Any) -> None:
+async def test_pipelined_requests_are_not_read_while_the_first_is_unanswered(serve: Any) -> None:
     answered = asyncio.Event()
 
     async def held(request: Request, responder: Responder) -> None:
@@ -146,7 +146,7 @@ async def test_an_answer_to_head_has_headers_and_no_body(serve: Any, path: bytes
         assert (await client.answer()).body == b"GET /next  None|"
 
 
-async def test_an_answer_without_content_has_no_framing(serve: Any) -> None:
+async def test_a_response_with_a_status_that_allows_no_body_has_no_framing(serve: Any) -> None:
     _, port = await serve(describe)
     async with await Client.connect(port) as client:
         client.ask(b"/nothing")
@@ -234,7 +234,7 @@ async def test_a_header_with_a_line_break_is_not_sent(serve: Any) -> None:
             await client.head()
 
 
-async def test_accepted_sockets_send_at_once(serve: Any) -> None:
+async def test_sockets_of_clients_send_without_delay(serve: Any) -> None:
     seen: list[int] = []
 
     async def look(request: Request, responder: Responder) -> None:

@@ -1,4 +1,4 @@
-"""Tests of limits: every part of a request has one, and exceeding it is an error."""
+"""Tests of limits: a request that exceeds one of them is refused or times out."""
 
 from __future__ import annotations
 
@@ -72,12 +72,12 @@ async def refusal(serve: Any, sent: bytes) -> tuple[int, str]:
         *("trailer", "trailers"),
     ],
 )
-async def test_requests_over_a_limit_are_refused(serve: Any, sent: bytes, expected: tuple[int, str]) -> None:
+async def test_a_request_over_a_limit_is_refused(serve: Any, sent: bytes, expected: tuple[int, str]) -> None:
     assert await refusal(serve, sent) == expected
 
 
 async def test_a_client_that_keeps_sending_still_gets_the_refusal(serve: Any) -> None:
-    """The client sends 100 MB: a reset of the closed socket would destroy the answer."""
+    """The client sends 100 MB. If the server reset the connection, the client would lose the answer."""
     _, port = await serve(echo, LIMITS)
     async with await Client.connect(port) as client:
         client.send(b"POST / HTTP/1.1\r\n" + HOST + b"content-length: 100000000\r\n\r\n")
@@ -96,10 +96,10 @@ async def test_a_client_that_keeps_sending_still_gets_the_refusal(serve: Any) ->
         b"POST / HTTP/1.1\r\nhost: x\r\ntransfer-encoding: chunked\r\n\r\n5\r\nab",
     ],
 )
-async def test_an_unfinished_request_is_a_408(serve: Any, part: bytes) -> None:
+async def test_a_request_that_stops_arriving_is_a_408(serve: Any, part: bytes) -> None:
     begin = time.monotonic()
     assert await refusal(serve, part) == (408, "request_timeout")
-    assert time.monotonic() - begin < 8.0  # by the limits of this server, not by the usual ones
+    assert time.monotonic() - begin < 8.0  # by the limits of this server, not by the defaults
 
 
 async def test_a_head_that_trickles_in_does_not_extend_its_deadline(serve: Any) -> None:
@@ -132,7 +132,7 @@ async def test_a_body_below_the_minimum_rate_is_timed_out(serve: Any) -> None:
         steady.send(b"POST / HTTP/1.1\r\n" + HOST + b"content-length: 8000\r\n\r\n")
         for sent in range(8):
             await asyncio.sleep(0.2)
-            if sent < 2:  # then it has been cut off: a silence would be, much later
+            if sent < 2:  # cut off for its rate; the limit on silence is longer
                 slow.send(b"x")
             steady.send(b"x" * 1000)
         late = await slow.answer()
@@ -150,7 +150,7 @@ async def test_an_idle_connection_is_closed(serve: Any) -> None:
     assert server.stats.timeouts["idle"] == 2
 
 
-async def test_a_long_answer_is_not_an_idle_connection(serve: Any) -> None:
+async def test_a_connection_that_waits_for_its_answer_is_not_closed_as_idle(serve: Any) -> None:
     async def slow(request: Request, responder: Responder) -> None:
         await asyncio.sleep(0.8)
         responder.respond(200, b"late")
@@ -161,8 +161,8 @@ async def test_a_long_answer_is_not_an_idle_connection(serve: Any) -> None:
         assert (await client.answer()).body == b"late"
 
 
-async def test_a_body_that_nobody_reads_is_discarded(serve: Any) -> None:
-    """The handler is busy elsewhere: the client is paused at the high-water mark."""
+async def test_a_body_that_the_handler_does_not_read_is_discarded(serve: Any) -> None:
+    """While the handler does not read, the client is paused at the high-water mark."""
     release = asyncio.Event()
 
     async def busy(request: Request, responder: Responder) -> None:

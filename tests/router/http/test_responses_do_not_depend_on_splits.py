@@ -1,4 +1,4 @@
-"""Tests of responses: the client gets the same however the engine's bytes are split."""
+"""Tests of responses: the client gets the same bytes, however the engine's bytes are split."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from tests.router.http.engine import STREAM_HEAD
 
 
 class Owner:
-    """Pool of one connection, which is not used again."""
+    """Pool that creates one connection and does not use it again."""
 
     splice_loop = None
     engine_key = ""
@@ -125,7 +125,7 @@ event = st.sampled_from(
     ]
 )
 framed = st.lists(event, min_size=1, max_size=3).map(b"".join).map(lambda e: b"%x\r\n%b\r\n" % (len(e), e))
-# No blank events, which no engine sends: how many there are depends on where they are cut.
+# No empty events, because their number depends on the splits; engines send none.
 odd = st.sampled_from(
     [b"A\r\ndata: 12\n\n\r\n", b"3;ext=1\r\nabc\r\n", b"5\r\ndata:\r\n2\r\n\n\n\r\n", b"5\r\ndata:\r\n"]
 )
@@ -134,13 +134,13 @@ bad = st.sampled_from(
 )
 
 
-def test_a_size_line_in_two_parts_is_not_a_chunk_of_its_own() -> None:
-    """The second piece looks like a whole chunk; to the parser it is the rest of one."""
+def test_the_rest_of_a_chunk_is_not_taken_for_a_chunk_of_its_own() -> None:
+    """The second piece looks like a whole chunk, but it is the rest of the chunk before."""
     pieces = [b"3\r\nabc\r\n5;a", b"5\r\nhello\r\n", b"0\r\n\r\n"]
     assert relayed([STREAM_HEAD, *pieces])[:3] == (b"abchello", True, None)
 
 
-def test_a_piece_that_ends_like_an_event_inside_a_chunk_is_not_a_chunk_of_its_own() -> None:
+def test_the_beginning_of_a_chunk_is_not_taken_for_a_whole_chunk() -> None:
     """The piece has the length of a chunk of nine bytes, but its size line says fifteen."""
     pieces = [b"8\r\ndata: 1\n\r\n", b"f\r\ndata: x\n\n\r\n", b"abcd\r\n0\r\n\r\n"]
     assert relayed([STREAM_HEAD, *pieces])[:3] == (b"data: 1\ndata: x\n\n\r\nabcd", True, None)
@@ -148,7 +148,7 @@ def test_a_piece_that_ends_like_an_event_inside_a_chunk_is_not_a_chunk_of_its_ow
 
 @settings(max_examples=300, deadline=None)
 @given(st.lists(framed | odd, max_size=8), bad, st.lists(st.integers(0, 3000), max_size=15), st.booleans())
-def test_splits_of_the_input_change_nothing(
+def test_a_response_split_anywhere_reaches_the_client_unchanged(
     chunks: list[bytes], tail: bytes, cuts: list[int], aligned: bool
 ) -> None:
     text = b"".join(chunks) + (tail or b"0\r\n\r\n")
@@ -161,5 +161,5 @@ def test_splits_of_the_input_change_nothing(
     assert (whole, type(error)) == (whole_at_once, type(error_at_once))
     if error is None:
         assert body == body_at_once
-        # How many events came with the first content depends on the splits, and only that.
+        # Only the number of events after the first content depends on the splits.
         assert seen._replace(gaps=0) == seen_at_once._replace(gaps=0)

@@ -1,4 +1,4 @@
-"""Tests of the stream observer, with streams of every API, split anywhere."""
+"""Tests of the stream observer with streams of every API, which are split anywhere."""
 
 from __future__ import annotations
 
@@ -56,7 +56,7 @@ def observed(pieces: list[bytes], clock: Clock | None = None, kind: bytes = SSE)
     return observer
 
 
-def test_a_chat_stream_is_observed() -> None:
+def test_a_chat_stream_yields_times_usage_and_finish_reason() -> None:
     seen = observed(CHAT).observation()
     assert seen.response_id == "chatcmpl-é1"
     assert seen.finish_reason == "tool_calls"
@@ -90,7 +90,7 @@ def framed(data: bytes) -> bytes:
 @settings(deadline=None)
 @given(st.lists(st.integers(0, len(CHAT) - 1), min_size=1, max_size=12), st.data())
 def test_a_framed_chunk_is_observed_like_its_content(choice: list[int], data: st.DataObject) -> None:
-    """Whole chunks bypass the parser; the observation must not depend on which chunks did."""
+    """Some chunks bypass the parser. The observation must not depend on which ones."""
     events = [CHAT[index] * data.draw(st.integers(1, 2)) for index in choice]
     plain, passing = StreamObserver(lambda: 1.0), StreamObserver(lambda: 1.0)
     for observer in (plain, passing):
@@ -112,7 +112,9 @@ NAMED = b'event: error\ndata: {"type":"error","error":{"type":"api_error","messa
 
 @pytest.mark.parametrize("error", [ERROR, NAMED])
 @pytest.mark.parametrize("before", [CHAT[:1], CHAT[:4], CHAT[:6]])
-def test_an_error_event_of_the_engine_is_observed(before: list[bytes], error: bytes) -> None:
+def test_a_stream_with_an_error_event_of_the_engine_is_observed_as_failed(
+    before: list[bytes], error: bytes
+) -> None:
     assert observed([*before, error, b"data: [DONE]\n\n"]).observation().failed
     clock_only = StreamObserver(Clock(100.0))
     clock_only.start(200, SSE)
@@ -142,7 +144,7 @@ def test_splits_of_the_input_change_only_times(cuts: list[int]) -> None:
 
 
 @given(st.lists(st.binary(max_size=30), max_size=20), st.binary(max_size=10))
-def test_the_event_boundary_passes_every_byte(pieces: list[bytes], tail: bytes) -> None:
+def test_the_event_boundary_passes_whole_events_and_loses_no_byte(pieces: list[bytes], tail: bytes) -> None:
     boundary = EventBoundary()
     passed = [boundary.complete(piece) for piece in pieces]
     assert all(part == b"" or part.endswith((b"\n\n", b"\r\n\r\n")) for part in passed)
@@ -158,7 +160,7 @@ def test_an_event_larger_than_the_limit_is_passed_in_parts() -> None:
     assert max(map(len, passed)) < 100_000
 
 
-def test_a_completions_stream_is_observed() -> None:
+def test_a_completions_stream_yields_id_finish_reason_and_first_content() -> None:
     events = [
         b'data: {"id":"cmpl-1","choices":[{"index":0,"text":"a","finish_reason":null}]}\n\n',
         b'data: {"id":"cmpl-1","choices":[{"index":0,"text":"","finish_reason":"length"}],"usage":null}\n\n',
@@ -168,7 +170,7 @@ def test_a_completions_stream_is_observed() -> None:
     assert seen.first_content_at == pytest.approx(100.02)
 
 
-def test_a_responses_stream_is_observed() -> None:
+def test_a_responses_stream_yields_usage_finish_reason_and_times() -> None:
     def event(kind: str, **fields: Any) -> bytes:
         text = json.dumps({"type": kind, **fields}, separators=(",", ":"))
         return f"event: {kind}\ndata: {text}\n\n".encode()
@@ -220,12 +222,12 @@ def test_events_that_end_with_carriage_returns_are_counted() -> None:
     assert observed(events).observation().events == len(CHAT)
 
 
-def test_only_the_ends_of_a_long_stream_are_kept() -> None:
+def test_of_a_long_stream_only_a_bounded_end_is_kept() -> None:
     observer = observed([chunk({"content": "word"})] * 5000)
     assert sum(map(len, observer.last_pieces)) < 20_000
 
 
-def test_the_first_token_is_reported_at_once() -> None:
+def test_the_observer_reports_the_first_token_at_once() -> None:
     told: list[float] = []
     clock = Clock(100.0)
     observer = StreamObserver(clock, on_first_token=told.append)

@@ -30,7 +30,7 @@ def chunked(data: bytes) -> bytes:
 
 @pytest.fixture
 def diverted(monkeypatch: pytest.MonkeyPatch) -> list[bytes]:
-    """Record the data of spliced streams that takes the slow path, because it is not one whole event."""
+    """Record the data of spliced streams that is diverted because it is not one whole event."""
     seen: list[bytes] = []
     original = SpliceStream.divert
 
@@ -162,7 +162,7 @@ async def test_partial_writes_keep_the_order(before: Any, monkeypatch: pytest.Mo
 
 
 @pytest.mark.parametrize("how", ["reset", "close", "close at once", "inside an event", "garbage"])
-async def test_an_engine_that_dies_ends_in_an_error_event(before: Any, how: str) -> None:
+async def test_a_spliced_stream_whose_engine_dies_ends_in_an_error_event(before: Any, how: str) -> None:
     async def script(engine: EngineConnection) -> None:
         await spliced_script(engine)
         if how == "close at once":

@@ -1,4 +1,4 @@
-"""Tests of token lines: the gateway keeps them, and they never reach a client."""
+"""Tests of token lines: the gateway stores them, and the client does not get them."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ def lined(number: int) -> bytes:
     return b":%d;\n%b" % (1000 + number, token(f"t{number}"))
 
 
-async def test_the_splice_loop_removes_token_lines(
+async def test_the_splice_loop_removes_and_keeps_token_lines(
     serve: Any, pool_of: Any, engine_of: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     diverted: list[bytes] = []
@@ -72,7 +72,7 @@ async def test_the_splice_loop_removes_token_lines(
 async def test_token_lines_are_removed_however_the_bytes_are_split(
     serve: Any, pool_of: Any, engine_of: Any, seed: int
 ) -> None:
-    """Pieces of several tokens and of none, of two lines, comments, and an engine that ends anywhere."""
+    """The pieces have several tokens or none, two lines or comments, and the engine ends anywhere."""
     rng = random.Random(seed)
     pieces, tokens, bare = [], [], []
     for number in range(40):
@@ -121,7 +121,9 @@ async def test_token_lines_are_removed_however_the_bytes_are_split(
         assert [t for one in progress.outputs for t in one] == [t for ids in tokens[:upto] for t in ids]
 
 
-async def test_a_stream_cannot_resume_inside_an_event(serve: Any, pool_of: Any, engine_of: Any) -> None:
+async def test_a_stream_that_breaks_inside_an_event_cannot_resume(
+    serve: Any, pool_of: Any, engine_of: Any
+) -> None:
     async def script(engine: EngineConnection) -> None:
         await engine.request()
         await engine.write(HEAD + chunked(lined(0)))

@@ -41,7 +41,7 @@ def pair(authority: Authority) -> tuple[Path, Path]:
 
 @pytest.fixture
 async def serve(pair: tuple[Path, Path]) -> AsyncIterator[Any]:
-    """Yield ``serve``, used as ``server, port, certificate = await serve(handler, limits)``."""
+    """Yield a function that starts servers: ``server, port, certificate = await serve(handler, limits)``."""
     servers: list[Server] = []
 
     async def start(handler: Any, limits: ServerLimits | None = None) -> tuple[Server, int, Certificate]:
@@ -70,7 +70,7 @@ async def serial(port: int, trust: ssl.SSLContext) -> int:
     return int(shown, 16)
 
 
-async def test_the_openai_sdk_speaks_to_a_whole_gateway(
+async def test_the_openai_sdk_gets_answers_from_a_gateway_over_tls(
     tmp_path: Path, authority: Authority, pair: tuple[Path, Path]
 ) -> None:
     cert, key = map(str, pair)
@@ -94,7 +94,7 @@ async def test_the_openai_sdk_speaks_to_a_whole_gateway(
         wanted, got = await talk(plain, False), await talk(sealed, authority.trusting())
         assert got == wanted and len("".join(got[1])) > 0
         with pytest.raises(openai.APIConnectionError):
-            await talk(sealed, True)  # that trusts the world's authorities
+            await talk(sealed, True)  # trusts public authorities only
         page = await _get(sealed, "/metrics", authority)
         assert 'conserve_tls_handshakes_total{outcome="done"} ' in page
         (until,) = (float(one.split()[1]) for one in page.splitlines() if one.startswith("conserve_tls_exp"))
@@ -106,7 +106,7 @@ async def _get(url: str, path: str, authority: Authority) -> str:
         return (await client.get(url + path)).text
 
 
-async def test_a_stream_is_whole_although_plain_streams_are_spliced(
+async def test_a_stream_over_tls_is_relayed_completely(
     serve: Any, pool_of: Any, engine_of: Any, authority: Authority
 ) -> None:
     pieces = [b'{"choices":[{"delta":{"content":"token %d "}}]}' % number for number in range(300)]
@@ -126,7 +126,9 @@ async def test_a_stream_is_whole_although_plain_streams_are_spliced(
     assert got.text.split("\n\n")[:-1] == [f"data: {piece.decode()}" for piece in pieces]
 
 
-async def test_large_bodies_and_many_requests_on_one_connection(serve: Any, authority: Authority) -> None:
+async def test_large_bodies_and_many_requests_share_one_tls_connection(
+    serve: Any, authority: Authority
+) -> None:
     server, port, _ = await serve(echo)
     body = bytes(range(256)) * (24 << 12)  # 24 MiB
     async with httpx.AsyncClient(verify=authority.trusting(), timeout=60) as client:
@@ -135,7 +137,7 @@ async def test_large_bodies_and_many_requests_on_one_connection(serve: Any, auth
         for number in range(20):
             assert (await client.get(f"{url}/{number}")).text == f"/{number}"
         assert server.stats.accepted == 1
-        refused = await client.post(url, content=bytes(40 << 20))  # its refusal is read, not reset
+        refused = await client.post(url, content=bytes(40 << 20))  # the client gets the refusal, not a reset
         assert refused.status_code == 413
 
 
@@ -149,7 +151,7 @@ async def test_a_slow_reader_gets_a_whole_large_answer(serve: Any, authority: Au
     _, port, _ = await serve(large)
     reader, writer = await connect(port, authority.trusting())
     writer.write(b"GET / HTTP/1.1\r\n%b\r\n" % HOST)
-    await asyncio.sleep(3.0)  # longer than a refused client is waited for
+    await asyncio.sleep(3.0)  # longer than `linger_s`
     head = await reader.readuntil(b"\r\n\r\n")
     assert b"connection: close" in head
     assert await reader.readexactly(len(answered)) == answered
@@ -177,7 +179,7 @@ async def test_a_client_that_leaves_aborts_the_engines_request(
     reader, writer = await connect(port, authority.trusting())
     writer.write(b"POST / HTTP/1.1\r\n%bcontent-length: 2\r\n\r\n{}" % HOST)
     await reader.readuntil(b"data: 1\n\n")
-    if how == "vanish":  # without TLS's own goodbye
+    if how == "vanish":  # without TLS's close_notify
         with socket.socket(fileno=os.dup(writer.get_extra_info("socket").fileno())) as below:
             below.shutdown(socket.SHUT_WR)
     else:
@@ -189,11 +191,11 @@ async def test_a_client_that_leaves_aborts_the_engines_request(
     writer.transport.abort()
 
 
-async def test_unfinished_handshakes_do_not_delay_other_clients(serve: Any, authority: Authority) -> None:
+async def test_an_unfinished_handshake_does_not_delay_other_clients(serve: Any, authority: Authority) -> None:
     server, port, _ = await serve(echo, QUICK)
     silent = [await asyncio.open_connection("127.0.0.1", port) for _ in range(50)]
     for _, writer in silent[:25]:
-        writer.write(b"\x16\x03\x01\x02\x00\x01")  # of a greeting
+        writer.write(b"\x16\x03\x01\x02\x00\x01")  # the beginning of a ClientHello
     async with asyncio.timeout(0.4), httpx.AsyncClient(verify=authority.trusting()) as client:
         assert (await client.get(f"https://127.0.0.1:{port}/x")).text == "/x"
     assert server.stats.handshakes["done"] == 1 and server.stats.connections <= 1
@@ -228,12 +230,12 @@ async def test_unfinished_handshakes_are_evicted_for_new_connections(
     serve: Any, authority: Authority
 ) -> None:
     server, port, _ = await serve(echo, ServerLimits(max_connections=3, handshake_timeout_s=60.0))
-    silent = [("127.0.0.2", 0)] * 5  # more than there may be, of one address
+    silent = [("127.0.0.2", 0)] * 5  # more than the limit, from one address
     held = [await asyncio.open_connection("127.0.0.1", port, local_addr=one) for one in silent]
     await eventually(lambda: server.stats.handshakes.get("evicted") == 2)
     _, writer = await connect(port, authority.trusting())
     await eventually(lambda: server.stats.handshakes == {"evicted": 3, "done": 1})
-    held.append(await asyncio.open_connection("127.0.0.1", port, local_addr=silent[0]))  # it goes on
+    held.append(await asyncio.open_connection("127.0.0.1", port, local_addr=silent[0]))  # the attack goes on
     await eventually(lambda: server.stats.handshakes["evicted"] == 4)
     writer.write(b"GET / HTTP/1.1\r\n" + HOST + b"\r\n")
     await eventually(lambda: server.stats.requests == 1)
@@ -242,7 +244,7 @@ async def test_unfinished_handshakes_are_evicted_for_new_connections(
     await eventually(lambda: not server.stats.connections and not server.idle_connections)
 
 
-async def test_a_client_without_tls_is_cut_and_counted(serve: Any) -> None:
+async def test_a_client_that_sends_plain_http_is_cut_off_and_counted(serve: Any) -> None:
     server, port, _ = await serve(echo)
     for sent in (b"GET / HTTP/1.1\r\n" + HOST + b"\r\n", b"\x16" * 64):
         reader, writer = await asyncio.open_connection("127.0.0.1", port)
@@ -268,7 +270,7 @@ async def test_tls_before_1_2_is_refused(serve: Any, authority: Authority) -> No
     writer.transport.abort()
 
 
-async def test_changed_certificate_files_are_used_and_wrong_ones_are_not(
+async def test_changed_certificate_files_are_used_and_invalid_ones_ignored(
     serve: Any,
     authority: Authority,
     pair: tuple[Path, Path],
@@ -287,7 +289,7 @@ async def test_changed_certificate_files_are_used_and_wrong_ones_are_not(
     until = asyncio.get_running_loop().time() + 10
     while await serial(port, trust) != second:
         assert asyncio.get_running_loop().time() < until
-    writer.write(b"GET /old HTTP/1.1\r\n%b\r\n" % HOST)  # on the connection from before
+    writer.write(b"GET /old HTTP/1.1\r\n%b\r\n" % HOST)  # on the connection opened before the change
     assert (await reader.readuntil(b"/old")).startswith(b"HTTP/1.1 200")
     writer.transport.abort()
     other = tmp_path / "other.key"
@@ -300,7 +302,10 @@ async def test_changed_certificate_files_are_used_and_wrong_ones_are_not(
     cert.unlink()
     await asyncio.sleep(0.3)
     assert certificate.stale and await serial(port, trust) == second
-    link, released = tmp_path / "live.pem", tmp_path / "third.pem"  # as certbot and Kubernetes do it
+    link, released = (
+        tmp_path / "live.pem",
+        tmp_path / "third.pem",
+    )  # certbot and Kubernetes replace files in this way
     third = authority.issue(released, key)
     link.symlink_to(released)
     link.rename(cert)
@@ -326,7 +331,7 @@ async def test_a_renewed_certificate_is_used_once_it_is_readable_and_valid(
     await eventually(lambda: not certificate.stale, 10)
     second = await serial(port, trust)
     assert second != first
-    third = authority.issue(cert, key, begins=timedelta(seconds=63))  # valid in three
+    third = authority.issue(cert, key, begins=timedelta(seconds=63))  # valid three seconds later
     await eventually(lambda: certificate.stale, 10)
     await eventually(lambda: not certificate.stale, 10)
     assert await serial(port, trust) == third

@@ -18,7 +18,7 @@ async def hello(request: Request, responder: Responder) -> None:
 
 
 @pytest.mark.parametrize("sent", [b"", b"GET / HTTP/1.1\r\nhost: x\r\nslow: "], ids=["silent", "half a head"])
-async def test_a_client_that_opens_all_connections_keeps_nobody_out(serve: Any, sent: bytes) -> None:
+async def test_a_client_that_opens_all_connections_does_not_keep_others_out(serve: Any, sent: bytes) -> None:
     server, port = await serve(hello, LIMITS)
     attacker = [await Client.connect(port) for _ in range(8)]
     for client in attacker:
@@ -39,11 +39,11 @@ async def test_a_client_that_opens_all_connections_keeps_nobody_out(serve: Any, 
 async def test_the_connection_that_was_idle_longest_is_closed(serve: Any) -> None:
     _, port = await serve(hello, LIMITS)
     clients = [await Client.connect(port) for _ in range(8)]
-    for client in (*clients[1:], clients[0]):  # the first one asked last
+    for client in (*clients[1:], clients[0]):  # the first client asks last
         client.ask()
         assert (await client.answer()).status == 200
     async with await Client.connect(port) as newcomer:
-        assert await clients[1].rest() == b""  # an orderly end: the client may connect again
+        assert await clients[1].rest() == b""  # closed in order, so that the client may connect again
         for client in (newcomer, clients[0], *clients[2:]):
             client.ask()
             assert (await client.answer()).status == 200
@@ -51,7 +51,7 @@ async def test_the_connection_that_was_idle_longest_is_closed(serve: Any) -> Non
         client.abort()
 
 
-async def test_a_running_request_is_never_cut_for_a_new_connection(serve: Any) -> None:
+async def test_a_connection_with_a_running_request_is_not_closed_for_a_new_one(serve: Any) -> None:
     release = asyncio.Event()
 
     async def slow(request: Request, responder: Responder) -> None:
@@ -78,12 +78,12 @@ async def test_a_running_request_is_never_cut_for_a_new_connection(serve: Any) -
         assert (await client.answer()).status == 200
 
 
-async def test_an_answer_on_its_way_is_not_cut_while_others_are_idle(serve: Any) -> None:
+async def test_a_connection_that_still_sends_is_not_closed_while_others_are_idle(serve: Any) -> None:
     async def large(request: Request, responder: Responder) -> None:
         responder.respond(200, b"x" * (8 << 20))
 
     server, port = await serve(large, LIMITS)
-    slow = await Client.connect(port, receive_buffer=4096)  # the first, and idle longest once it is served
+    slow = await Client.connect(port, receive_buffer=4096)  # idle longest, once its request has ended
     slow.ask()
     await eventually(lambda: server.stats.requests == 1 and server.idle)
     others = [await Client.connect(port) for _ in range(20)]
