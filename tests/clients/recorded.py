@@ -10,11 +10,11 @@ from tests.support.recording_proxy import RecordedExchange
 FOLDER = Path(__file__).parent / "requests"
 LONGEST = 100  # characters of a text
 NOT_KEPT = frozenset({"authorization", "host", "content-length", "connection"})
-OUR_AGENT = "Python-urllib"  # `conserve run` asks for the models
+OUR_AGENT = "Python-urllib"  # requests of `conserve run` itself, which lists the models
 
 
 def record(name: str, exchanges: Iterable[RecordedExchange], renamed: Mapping[str, str]) -> None:
-    """Store an agent's requests; `renamed` maps texts that belong to this machine to replacements."""
+    """Store an agent's requests. `renamed` maps texts of this machine, such as paths, to replacements."""
     kept = [
         {
             "method": one.method,

@@ -1,4 +1,4 @@
-"""Real coding agents, headless and unmodified, work in a repository with the model of a fleet.
+"""Real, unmodified coding agents work in a repository without a terminal, with the model of a fleet.
 
 `make clients` installs them and names their directory in CONSERVE_AGENT_PROGRAMS. With
 CONSERVE_RECORD_REQUESTS=1 their requests become the fixtures of `test_recorded_requests.py`.
@@ -27,7 +27,7 @@ pytestmark = [pytest.mark.fleet, pytest.mark.timeout(1500)]
 
 PROGRAMS = os.environ.get("CONSERVE_AGENT_PROGRAMS", "")
 LIMIT_S = 240
-SECRET = "marmalade"  # in a file that the agent has to read
+SECRET = "marmalade"  # content of a file that the agent has to read
 BIG = "A line of a file whose tokens Claude Code has counted.\n" * 800
 ANSWER = "I have read the file and counted its characters."
 COUNT = "wc -c < notes.txt > size.txt"
@@ -40,7 +40,7 @@ def shell(tool: str, field: str, **others: Any) -> dict[str, Any]:
 
 @dataclass(frozen=True)
 class Scripted:
-    """An agent, its arguments, and the tool calls and texts with which the model is to answer."""
+    """Run of an agent: its arguments, and the tool calls and texts with which the model replies."""
 
     agent: str
     arguments: tuple[str, ...]
@@ -82,7 +82,7 @@ SCRIPTS = {
         ),
     ),
 }
-# Requests that agents send at times, each with a text by which it is known.
+# Kinds of requests that agents send only at times, each with a text that only it contains.
 OCCASIONAL = {
     "codex-compaction": (
         Scripted("codex", (*CODEX, "-c", "model_auto_compact_token_limit=9000", "-"), (CAT, "The summary.")),
@@ -134,16 +134,16 @@ def repository(tmp_path: Path) -> Path:
 async def run_agent(
     script: Scripted, url: str, programs: str, repository: Path, key: str
 ) -> tuple[int, str, str]:
-    """Run an agent by `conserve run`; return its exit status, its answer and what else it printed.
+    """Run an agent by `conserve run`; return its exit status, its standard output and its standard error.
 
-    It has no way to any other server than the fleet's gateway: its proxy is a closed port.
+    It can reach no server but the fleet's gateway, because its proxy is a closed port.
     """
     home = repository.parent / "home"
     home.mkdir()
     variables = environment(repository.parent / "state") | {
         "PATH": os.pathsep.join((programs, os.environ["PATH"])),
         "HOME": str(home),
-        "PWD": str(repository),  # OpenCode believes it before its working directory
+        "PWD": str(repository),  # OpenCode prefers it to its working directory
         "CONSERVE_API_KEY": key,
         **dict.fromkeys(("HTTP_PROXY", "HTTPS_PROXY", "http_proxy", "https_proxy"), "http://127.0.0.1:9"),
         **dict.fromkeys(("NO_PROXY", "no_proxy"), "127.0.0.1"),
@@ -171,7 +171,7 @@ async def run_agent(
 async def worked(
     name: str, script: Scripted, fleet: RunningFleet, programs: str, repository: Path
 ) -> list[RecordedExchange]:
-    """Let an agent work until it has answered; return its requests with a body, all of which were served."""
+    """Run an agent until it has answered; check that its requests were served, and return its POSTs."""
     async with recording_proxy(fleet.url) as proxy:
         status, answer, said = await run_agent(script, proxy.url, programs, repository, key=name)
     posts = [one for one in proxy.exchanges if one.method == "POST"]
@@ -198,7 +198,7 @@ async def test_an_agent_works_in_a_repository_and_its_later_turns_recompute_noth
 
 
 @pytest.mark.parametrize("name", OCCASIONAL)
-async def test_occasional_requests_of_an_agent_do_not_make_it_fail(
+async def test_an_agent_that_sends_an_occasional_kind_of_request_does_not_fail(
     fleet: RunningFleet, programs: str, repository: Path, name: str
 ) -> None:
     script, mark = OCCASIONAL[name]
@@ -207,7 +207,7 @@ async def test_occasional_requests_of_an_agent_do_not_make_it_fail(
 
 
 def assert_computed_once(fleet: RunningFleet, conversation_id: str, turns: int) -> None:
-    """Check by the gateway's log that each later turn found all but the last block of the last prompt."""
+    """Check in the gateway's log that later turns found their last prompt cached, up to one block."""
     block = fleet.fleet.engine.args["block-size"]
 
     def lines() -> list[tuple[int, ...]]:

@@ -1,6 +1,6 @@
-"""Each block of code in README.md and docs/quickstart.md is run, or its lines are named here with a reason.
+"""Every code block in README.md and docs/quickstart.md runs, except lines listed here with a reason.
 
-Blocks that ask a fleet ask the one of the tests: only its address and the name of its model are replaced.
+Blocks that call a fleet call the tests' fleet: its address and the name of its model are replaced.
 """
 
 import os
@@ -18,9 +18,9 @@ from tests.support.fleet import ROOT, RunningFleet, environment
 PAGES = ("README.md", "docs/quickstart.md")
 BLOCK = re.compile(r"^```(\w*)\n(.*?)^```$", re.MULTILINE | re.DOTALL)
 ADDRESS, MODEL = "http://127.0.0.1:8000", '"model": "smollm2"'
-NOT_RUN = {  # beginnings of lines
-    "make up": "the tests' fleet is started by `conserve up`, which it calls",
-    "make test": "this test is part of it",
+NOT_RUN = {  # reasons, by the beginning of a line
+    "make up": "it calls `conserve up`, which starts the tests' fleet",
+    "make test": "it would run this test again",
     "conserve up": "a fleet is up already; tests/deploy/test_up_and_down.py starts one",
     "conserve serve Qwen": "needs the Hugging Face Hub and GPUs; its parts: tests/deploy/cli/test_serve.py",
     "conserve run": "needs the agent's program; tests/deploy/cli/test_run_command.py starts a stand-in",
@@ -85,7 +85,7 @@ ALONE = [block for block in blocks() if not block.asks_a_fleet and block.runnabl
 ASKING = [block for block in blocks() if block.asks_a_fleet]
 
 
-def test_the_two_pages_have_blocks_of_every_language() -> None:
+def test_the_two_pages_together_have_blocks_of_every_language() -> None:
     assert {block.page for block in ASKING} == set(PAGES)
     assert {block.language for block in blocks()} == {"", "yaml", "python"}
 

@@ -13,7 +13,7 @@ from tests.support.fleet import RunningFleet
 pytestmark = [pytest.mark.fleet, pytest.mark.timeout(600)]
 
 EXAMPLES = Path(__file__).resolve().parents[2] / "examples"
-# What it needs that may not be installed, and what it prints.
+# For each example: a package that may be missing, and a pattern of its output.
 PROGRAMS = {
     "openai_sdk": ("openai", r"decoder=\S+"),
     "anthropic_sdk": ("anthropic", r"> And of Italy\?"),
@@ -29,7 +29,7 @@ def test_every_example_has_a_test() -> None:
 
 
 @pytest.mark.parametrize("name", PROGRAMS)
-def test_an_example_runs(laptop_fleet: RunningFleet, name: str) -> None:
+def test_an_example_runs_and_prints_what_is_expected(laptop_fleet: RunningFleet, name: str) -> None:
     package, printed = PROGRAMS[name]
     if not has(package):
         pytest.skip(f"{package} is not installed here; `make clients` has it")

@@ -1,7 +1,7 @@
 """The tool loop of each unmodified agent framework is one conversation, without an id from the client.
 
-The ordinary run has those that the development extra installs; `make clients` has all of them, in an
-environment of their own whose Python is in CONSERVE_AGENTS_PYTHON.
+Ordinary test runs include the frameworks that the development extra installs. `make clients` includes all, in
+an environment of their own, whose Python is named in CONSERVE_AGENTS_PYTHON.
 """
 
 import json
@@ -19,7 +19,7 @@ pytestmark = [pytest.mark.fleet, pytest.mark.timeout(1500)]
 
 AGENTS = Path(__file__).parent / "agents"
 PYTHON = os.environ.get("CONSERVE_AGENTS_PYTHON", sys.executable)
-# script, the package it needs, the API key it sends: keys keep the conversations apart
+# script, the package that it needs, the API key that it sends, which keeps conversations apart
 FRAMEWORKS = [
     ("openai_sdk", "openai", "openai-sdk"),
     ("anthropic_sdk", "anthropic", "anthropic-sdk"),
@@ -39,7 +39,7 @@ def has(package: str) -> bool:
 
 
 @pytest.mark.parametrize(("script", "package", "key"), FRAMEWORKS, ids=[name for name, _, _ in FRAMEWORKS])
-def test_the_tool_loop_is_one_conversation(
+def test_the_tool_loop_of_a_framework_is_one_conversation(
     laptop_fleet: RunningFleet, script: str, package: str, key: str
 ) -> None:
     if not has(package):

@@ -11,7 +11,7 @@ from deploy.agents import AGENTS
 from tests.clients.recorded import FOLDER, requests_of
 from tests.support.fake_fleet import FakeFleet, fleet
 
-# What is dropped of an agent's requests: a new name is looked at before it is listed here.
+# Fields and tools that the gateway drops from an agent's requests. Judge a new name before you list it.
 DROPPED = {
     "codex": {"client_metadata", "tools.web_search"},
     "claude": {"context_management"},
@@ -31,7 +31,7 @@ DROPPED = {
     "pi": {"store"},
     "vibe": set[str](),
 }
-# Agents without an entry in `conserve run`, which docs/coding-agents.md configures.
+# Agents that `conserve run` does not start; docs/coding-agents.md says how to configure them.
 OTHERS = ("cline", "code-puppy", "continue", "copilot", "deepagents-code", "grok", "nanocoder", "pi", "vibe")
 
 
@@ -48,7 +48,7 @@ async def played(made: FakeFleet, name: str) -> tuple[set[str], set[str]]:
     async with aiohttp.ClientSession(made.urls[0]) as session:
         for one in requests_of(name):
             if one["body"] and "max_tokens" in one["body"]:
-                one["body"]["max_tokens"] = 8  # a fake engine gives as many as it may
+                one["body"]["max_tokens"] = 8  # a fake engine generates as many tokens as it may
             async with session.request(
                 one["method"], one["target"], json=one["body"], headers=one["headers"]
             ) as answer:
@@ -61,16 +61,18 @@ async def played(made: FakeFleet, name: str) -> tuple[set[str], set[str]]:
 
 
 @pytest.mark.parametrize("name", DROPPED)
-async def test_the_requests_of_an_agent_are_served_in_one_conversation(made: FakeFleet, name: str) -> None:
+async def test_the_recorded_requests_of_an_agent_are_served_as_one_conversation(
+    made: FakeFleet, name: str
+) -> None:
     conversations, dropped = await played(made, name)
-    assert len(conversations) == 1  # a count of tokens belongs to none
+    assert len(conversations) == 1  # requests that only count tokens belong to no conversation
     assert dropped == DROPPED[name]
     if name in (*AGENTS, *OTHERS):
         assert len(made.prefills()) == 1  # one transfer
         assert len(made.decoder_requests()) >= 3
 
 
-def test_every_agent_has_recorded_requests() -> None:
+def test_every_agent_of_conserve_run_has_recorded_requests() -> None:
     assert {file.stem for file in FOLDER.glob("*.json")} == DROPPED.keys() >= AGENTS.keys()
 
 
@@ -89,7 +91,7 @@ def taken_by_vllm(target: str, body: dict[str, Any]) -> None:
 
 
 @pytest.mark.slow
-async def test_vllm_accepts_what_engines_receive_from_an_agents_requests(made: FakeFleet) -> None:
+async def test_vllm_accepts_the_bodies_that_engines_get_for_requests_of_agents(made: FakeFleet) -> None:
     for name in DROPPED:
         await played(made, name)
     for request in made.decoder_requests():

@@ -3,12 +3,14 @@
     python -m tests.fuzz [--requests 100000] [--seed 0] [--quick] [--json FILE] [--fleet FILE]
         [--schemathesis PROGRAM [--schemathesis-seconds 120]]
 
-Fields of valid requests are replaced, removed and added, and bytes of valid requests are tampered with; with
---schemathesis (`make fuzz` has it) some requests are made from the gateway's `/openapi.json`. Meanwhile an
-honest conversation repeats, and its answers (float32, greedy) must be those it had before. No engine may end
-or take more than 1.5 times its idle memory, no request may stay unanswered, no answer may be a 500, nothing
-may be left behind, and the gateway's loop may never be held for 50 ms of processor time. The longest stall is
-of GET /health, beside that of an idle server, since both share two cores with the engines.
+Fields of valid requests are replaced, removed and added, and bytes of valid requests are changed. With
+--schemathesis, which `make fuzz` passes, more requests are made from the gateway's `/openapi.json`. Meanwhile
+an honest conversation is repeated, and its answers (float32, greedy) must stay the same.
+
+No engine may end or take more than 1.5 times its idle memory. No request may stay unanswered, no answer may
+be a 500, and no request or open file may be left. The gateway's event loop may never be blocked for 50 ms of
+processor time. The longest stall is that of GET /health. It is printed beside the longest stall of an idle
+server, because both share two cores with the engines.
 """
 
 import asyncio
@@ -41,9 +43,9 @@ from traces.replay.client import ChatClient, ReplayOptions
 
 REQUESTS, QUICK_REQUESTS = 100_000, 3_000
 CLIENTS = 12
-ANSWER_LIMIT_S = 180.0  # to the first byte of a whole request; a long prompt is due after 8 times its length
-TAMPERED_LIMIT_S = 0.25  # to the first byte of a request that may be invalid
-READ_LIMIT_S = 1.0  # for the rest of an answer: then the client hangs up
+ANSWER_LIMIT_S = 180.0  # to the first byte of an answer; a long prompt may wait for 8 times its duration
+TAMPERED_LIMIT_S = 0.25  # until the first byte of the answer to a request that may be invalid
+READ_LIMIT_S = 1.0  # for the rest of an answer, after which the client hangs up
 DESCRIBED_S = 120.0
 TURNS, TOKENS = 5, 16
 SETTLE_S = 20.0
@@ -56,7 +58,7 @@ FAULTS = (
 
 @dataclass
 class FuzzResults:
-    """Answers to the attacks, and the honest conversations in the meantime."""
+    """Counts of the answers to malformed requests, and results of the honest conversations."""
 
     sent: int = 0
     answers: Counter[str] = field(default_factory=Counter)
@@ -69,7 +71,7 @@ class FuzzResults:
 
 
 async def send(address: tuple[str, int], request: Attack, seen: FuzzResults) -> None:
-    """Send a request and read for a while. A server answers whole requests and cuts off or refuses others."""
+    """Send a request, read its answer for a while, and record both. A whole request has to be answered."""
     try:
         reader, writer = await asyncio.wait_for(asyncio.open_connection(*address), ANSWER_LIMIT_S)
     except (OSError, TimeoutError) as refused:
@@ -170,7 +172,7 @@ def listener(url: str) -> psutil.Process:
 
 
 def settled(home: FleetHome) -> tuple[EngineStatus, ...]:
-    """Return the engines when no request runs any more, or after `SETTLE_S`."""
+    """Wait until no request runs any more, at most for `SETTLE_S`, and return the engines' states."""
     limit = time.monotonic() + SETTLE_S
     while True:
         engines = fleet_status(home).engines
@@ -187,7 +189,7 @@ def memory_mib(process: psutil.Process) -> float:
 def measure(
     url: str, home: FleetHome, run_arguments: tuple[Any, ...]
 ) -> tuple[FuzzResults, dict[str, float]]:
-    """Attack the fleet; return the results and the figures."""
+    """Send malformed requests to the fleet; return the results, and figures for the report."""
     before, process = fleet_status(home).engines, listener(url)
     engines = MemoryOfEngines(home)
     with spawned(watch, url) as prober:

@@ -1,9 +1,9 @@
 """Requests that schemathesis generates from the gateway's own OpenAPI document.
 
-Half of the time the requests violate the document and half of the time they follow it. The document names no
-models, since it is read without a key, and lets answers be as long as engines take; for valid requests it
-gets a model and short answers. Schemathesis runs as a process in an environment of its own (`make fuzz`), as
-long as the other attacks, since it makes requests slowly.
+Half of the time the requests violate the document and half of the time they follow it. For valid requests a
+model and a limit on answers are added to the document, which is read without a key and has neither.
+Schemathesis runs as a process in an environment of its own (`make fuzz`). It makes requests slowly, and
+therefore runs for as long as the other malformed requests are sent.
 """
 
 import subprocess
@@ -18,10 +18,10 @@ import orjson
 from tests.fuzz.mutations import LENGTHS
 
 WORKERS, REQUEST_LIMIT_S, END_LIMIT_S = 2, 60, 120.0
-EXAMPLES = 100_000  # of each operation; the time limit ends a run
+EXAMPLES = 100_000  # for each operation; the time limit ends a run earlier
 SHORT = {"type": "integer", "minimum": 1, "maximum": 16}
 SHOWN_CHARACTERS = 4000
-OWN_FAILURE = "Runtime Error"  # schemathesis's name for its own: Python 3.11 fails to parse some deep lambdas
+OWN_FAILURE = "Runtime Error"  # schemathesis failed itself: Python 3.11 cannot parse some deep lambdas
 
 
 @dataclass(frozen=True, slots=True)
@@ -79,7 +79,7 @@ def _run(program: Path, url: str, seconds: float, mode: str, document: bytes) ->
         if not report.exists():
             return Described(0, True, 0, ran.stdout)
         found = orjson.loads(report.read_bytes())
-    # A failure is an answer of 500 or above, none at all, or an unusable document.
+    # A failure is a status of 500 or above, a missing answer, or an unusable document.
     errors = {error["title"]: error["count"] for error in found["errors"]}
     unmade, cases = errors.pop(OWN_FAILURE, 0), found["test_cases"]
     failed = bool(cases["unique_failures"] or errors or not cases["generated"])

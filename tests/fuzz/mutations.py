@@ -1,4 +1,4 @@
-"""Malformed requests: valid ones with replacements in their JSON or in their bytes."""
+"""Makes malformed requests from valid ones by changes of their JSON or of their bytes."""
 
 import json
 from collections.abc import Callable
@@ -9,7 +9,7 @@ from typing import Any
 WORDS = "the agent reads a file and calls a tool"
 USER = {"role": "user", "content": WORDS}
 MESSAGES = [{"role": "system", "content": "You help."}, USER]
-# A valid request of each endpoint that takes one. Answers are short: most time goes into refusing.
+# A valid request for each endpoint with a body. Answers are short, so that most time is spent on refusals.
 SEEDS: dict[str, dict[str, Any]] = json.loads("""{
   "/v1/chat/completions": {"messages": 0, "max_tokens": 2, "stream": true,
     "stream_options": {"include_usage": true},
@@ -59,7 +59,7 @@ HEADERS = (
     *("connection", "x-request-id"),
 )
 HEADER_VALUES = ("x", "", "é", "a" * 600, "gzip", "100-continue", "00-0-0-0", "true", "\t")
-DEEP = "@deep@"  # stands for a nesting that no encoder writes
+DEEP = "@deep@"  # placeholder for a value nested more deeply than JSON encoders write
 STRINGS = ("", "\0", "\ud800", "é" * 50, "inf", "../../etc/passwd", "{{7*7}}", "%s%n")
 NUMBERS = (0, -1, 1, 2**31, 2**63, -(2**63), 10**30, -(10**30))
 FLOATS = (float("inf"), float("-inf"), float("nan"), 1e308, 5e-324, -0.0)
@@ -88,7 +88,7 @@ TARGETS = (b"/\0", b"/v1/%00", b"http://other/v1/models", b"*", b"/" + b"a" * 20
 
 @dataclass(frozen=True, slots=True)
 class Attack:
-    """Bytes to send, and whether they are one whole request, which has to be answered in time."""
+    """Bytes to send. One whole request (`whole`) has to be answered in time."""
 
     data: bytes
     whole: bool
@@ -105,7 +105,7 @@ def _mutated_fields(random: Random, model: str) -> Attack:
     for _ in range(random.choice((1, 1, 1, 2, 4))):
         body = _mutated(random, body)
     method = random.choice(METHODS) if random.random() < 0.1 or path in READS else "POST"
-    # A request without a length may be answered until the context is full; its client hangs up instead.
+    # An answer without a length limit may go on until the context is full, so its client hangs up.
     generates = any(name in SEEDS.get(path, ()) for name in LENGTHS) and isinstance(body, dict)
     limited = not generates or any(body.get(name) is not None for name in LENGTHS)
     depth = random.choice((10, 500, 1000, 20_000))

@@ -1,4 +1,4 @@
-"""Stalls of a gateway: times of its simplest request beside an idle server's, and holds of its event loop."""
+"""Stalls of a gateway: response times of GET /health and of an idle server, and blocks of the event loop."""
 
 import http.client
 import threading
@@ -35,7 +35,7 @@ def long_holds(url: str) -> int:
 
 
 def watch(pipe: Connection, url: str) -> None:
-    """Probe both servers until a message arrives on the pipe; then send the figures back."""
+    """Probe the gateway and an idle server until a message arrives on the pipe; then send the figures."""
     server = ThreadingHTTPServer(("127.0.0.1", 0), IdleServer)
     threading.Thread(target=server.serve_forever, daemon=True).start()
     split = urlsplit(url)

@@ -1,4 +1,4 @@
-"""A fleet for coding agents: their long prompts fit, and its model answers as the prompts say."""
+"""Fleet for coding agents: their long prompts fit, and the model gives the replies that prompts contain."""
 
 import shutil
 from collections.abc import Iterator
@@ -47,7 +47,7 @@ def agent_fleet(directory: Path) -> Iterator[RunningFleet]:
         content["name"] = "agents"
         content["model"] |= {"path": str(directory), "max_context": CONTEXT}
         args = content["engine"]["args"]
-        for name in ("tool-strict-level", "structured-outputs-config"):  # for a model without a script
+        for name in ("tool-strict-level", "structured-outputs-config"):  # a scripted model needs no grammar
             del args[name]
         args["logits-processors"] = "tests.support.scripted_replies:ScriptedReplies"
         content["tiers"][1]["replicas"] = 1

@@ -14,12 +14,11 @@ AT_ONCE = 3
 
 
 def conversations(count: int, headroom: int) -> Iterator[TraceConversation]:
-    """Yield conversations such that the KV of two decoders always differs clearly, so that bindings are
-    certain.
+    """Yield conversations of such sizes that the KV of two decoders always differs clearly.
 
-    A reservation ends when an engine reports its conversation, and that moment differs by milliseconds
-    between the live run and the simulation. With decoders further apart than the reservations, it changes no
-    binding.
+    A reservation ends when an engine reports its conversation, which happens some milliseconds earlier or
+    later in the live run than in the simulation. This changes no binding if the decoders' KV differs by more
+    than all reservations.
     """
     random, held, grown = Random(5), [0, 0], 300
     apart = AT_ONCE * headroom
@@ -34,17 +33,18 @@ def conversations(count: int, headroom: int) -> Iterator[TraceConversation]:
         yield TraceConversation(f"bound-{number}", 0.2 * number, turns)
 
 
-# Tokens of four prompts that arrive together. The prefiller is twice as fast as decoders and idle, so it
-# gets the first. The second waits for the first there, so a decoder computes it in less than half of the
-# time. The third is so long that waiting for the prefiller is cheaper than a decoder; the fourth is short
-# again. Requests may be a second late, as on a busy machine.
+# Tokens of four prompts that arrive together. The prefiller is idle and twice as fast as a decoder, so it
+# gets the first prompt. The second prompt would have to wait there, so a decoder is faster. The third is so
+# long that waiting for the prefiller is faster; the fourth is short again. The choices stay the same if
+# requests are up to a second late, as on a busy machine.
 TOGETHER = (4_000, 230, 6_000, 1_200)
 SECONDS_A_TOKEN = {"prefill": 3e-4, "decode": 6e-4}
 
 
 def bursts(count: int, headroom: int) -> Iterator[list[TraceConversation]]:
-    """Yield bursts of four prompts after each of which the KV of two decoders differs clearly. Needs a small
-    `headroom`.
+    """Yield bursts of four prompts; after each prompt, the KV of two decoders differs clearly.
+
+    `headroom` must be small, because decoders have to differ by 40 times as much.
     """
     random, held = Random(6), (0, 0)
     for number in range(count):
@@ -74,7 +74,7 @@ def held_after(held: tuple[int, int], prompts: list[int], apart: int) -> tuple[i
 
 
 class TraceAgents:
-    """Plays a few conversations at a time, in the order of the trace and turn after turn."""
+    """Clients that play the conversations of a trace in its order, a few at a time."""
 
     def __init__(self, session: aiohttp.ClientSession, model: str, at_once: int = AT_ONCE) -> None:
         self._session = session
@@ -83,8 +83,7 @@ class TraceAgents:
         self._places = asyncio.Semaphore(at_once)
 
     async def learn_sizes(self) -> None:
-        """Measure characters per token, here and in the gateway, with a conversation that is deleted
-        again."""
+        """Measure characters per token with a conversation that is then deleted; the gateway learns too."""
         usage = await self._ask("sizes", [{"role": "user", "content": client.text("sizes", 4_000)}], 1)
         self._chars_per_token = 4_000 / usage["prompt_tokens"]
         async with self._session.delete("/v1/conversations/sizes") as answer:
@@ -95,7 +94,7 @@ class TraceAgents:
         for conversation in trace:
             await self._places.acquire()
             playing.append(asyncio.create_task(self._play(conversation)))
-            await asyncio.sleep(0.05)  # so that they arrive in this order
+            await asyncio.sleep(0.05)  # so that the requests arrive in this order
         await asyncio.gather(*playing)
         return [await self._bound(conversation.id) for conversation in trace]
 
@@ -116,7 +115,7 @@ class TraceAgents:
         headers = {"X-Conversation-ID": conversation}
         while True:
             async with self._session.post("/v1/chat/completions", json=body, headers=headers) as answer:
-                if answer.status == 429:  # as agents do
+                if answer.status == 429:  # agents retry in the same way
                     await asyncio.sleep(float(answer.headers["Retry-After"]))
                     continue
                 assert answer.status == 200, await answer.text()

@@ -1,7 +1,7 @@
 """Small random models of the architectures in docs/models.md, made when needed with transformers.
 
-Weights are normal and float32: with smaller ones, or with vLLM's dummy weights, answers are loops of a few
-tokens, which hide wrong KV.
+Weights are normally distributed float32 numbers. With smaller weights, or with vLLM's dummy weights, answers
+repeat a few tokens, which hides wrong KV.
 """
 
 import fcntl
@@ -101,7 +101,7 @@ SHAPES: dict[str, dict[str, Any]] = {
 
 @dataclass(frozen=True)
 class ServedArchitecture:
-    """A row of the table in docs/models.md."""
+    """An architecture in the table of docs/models.md."""
 
     kind: str
     groups: int  # KV cache groups
@@ -115,7 +115,7 @@ SERVED = {
     "gpt-oss": ServedArchitecture("gpt_oss", 2),
     "qwen3-next": ServedArchitecture(
         "qwen3_next", 4, {"dtype": "bfloat16"}
-    ),  # the only options of its CPU kernels
+    ),  # its CPU kernels support only these options
 }
 STD = 0.15
 

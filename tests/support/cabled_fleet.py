@@ -1,4 +1,4 @@
-"""Pulls cables between a gateway, a directory and two engines, each on its own host, while clients ask.
+"""Pulls cables between a gateway, a directory and two engines on hosts of their own, while clients wait.
 
     python -m tests.support.cabled_fleet SECONDS FOLDER
 
@@ -123,7 +123,7 @@ class CabledFleet:
         return next(one.conversations for one in status.engines if one.info.engine == engine)
 
     async def left(self) -> list[str]:
-        """Return what engines hold or the directory has reserved, once both agree or the time is over."""
+        """Wait until directory and engines agree on the KV in use; return differences that stay."""
         deadline, found = time.monotonic() + SETTLE_S, ["the directory has not answered"]
         async with grpc.aio.insecure_channel(self.directory) as channel:
             while found and time.monotonic() < deadline:
@@ -140,7 +140,7 @@ class CabledFleet:
 
 
 async def decoders_of(url: str, clients: SteadyClients) -> dict[str, str]:
-    """Return the decoder of each conversation that goes on."""
+    """Return the decoder of each conversation that the clients continue."""
     found = {}
     async with aiohttp.ClientSession(url, headers={"authorization": "Bearer steady"}) as http:
         for client in clients.clients:
@@ -174,12 +174,12 @@ async def pulled(
 
 @dataclass
 class Silenced:
-    """Times until a host that nobody could reach counted as gone, and until it was back."""
+    """Times until an unreachable host counted as gone, and until it was used again."""
 
     gone_s: float  # until its engine counted as gone
-    back_s: float  # from plugging in until the engine was there again
-    conversations: tuple[int, int]  # on its engine before, and when it was there again
-    used_s: float  # from then until a new conversation was placed on it
+    back_s: float  # from plugging in until the directory knew the engine again
+    conversations: tuple[int, int]  # on its engine before the silence and after it
+    used_s: float  # from `back_s` until a new conversation was placed on the engine
 
 
 async def silenced(fleet: CabledFleet, host: str, engine: str) -> Silenced:
@@ -195,7 +195,7 @@ async def silenced(fleet: CabledFleet, host: str, engine: str) -> Silenced:
         await asyncio.to_thread(fleet.network.plug_in, *link)
     await fleet.until_engines(len(BACKS))
     back, again = time.monotonic(), await fleet.conversations_on(engine)
-    async with asyncio.timeout(SETTLE_S):  # each new conversation fills the other engine a little more
+    async with asyncio.timeout(SETTLE_S):  # new conversations fill the other engine
         names = (f"after-the-silence-{number}" for number in itertools.count())
         while await new_conversation(fleet.url, next(names)) != engine:
             pass

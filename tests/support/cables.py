@@ -8,14 +8,14 @@ import subprocess
 from dataclasses import dataclass
 
 FRONT = ""  # the host of the process itself
-NOWHERE = "02:ff:ff:ff:ff:ff"  # a hardware address that nobody has
+NOWHERE = "02:ff:ff:ff:ff:ff"  # a hardware address that no interface has
 AT_MOST = 8  # hosts
 
 
 def apart() -> list[str] | None:
     """Return a command prefix that gives a process its own network, mounts and process numbers.
 
-    None where this machine does not allow that.
+    Returns None if this machine does not allow it.
     """
     own = ["--net", "--mount", "--pid", "--fork", "--kill-child", "--mount-proc"]
     for user in ([], ["--user", "--map-root-user"]):
@@ -39,7 +39,7 @@ class CableEnd:
     peer_mac: str
 
     def send_to(self, mac: str) -> None:
-        """Send packets to a hardware address; those to an address that nobody has vanish without an error."""
+        """Send all packets to this hardware address; they vanish without an error if no interface has it."""
         neighbour = (self.peer_ip, "lladdr", mac, "dev", self.interface, "nud", "permanent")
         ip(self.host, "neigh", "replace", *neighbour)
 
@@ -80,7 +80,7 @@ class CabledNetwork:
             end.send_to(peer_mac)
 
     def pull(self, sender: str, receiver: str) -> None:
-        """Let everything vanish that one host sends to another."""
+        """Let all packets vanish that one host sends to another."""
         self._ends[sender, receiver].send_to(NOWHERE)
 
     def links_of(self, host: str) -> list[tuple[str, str]]:

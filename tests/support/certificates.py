@@ -35,7 +35,7 @@ class Authority:
         lasts: timedelta = timedelta(days=1),
         password: bytes | None = None,
     ) -> int:
-        """Write certificate and key; return the serial number."""
+        """Write a new certificate and its key; return the certificate's serial number."""
         private = ec.generate_private_key(ec.SECP256R1())
         subject = x509.Name([x509.NameAttribute(NameOID.COMMON_NAME, names[0])])
         leaf = self._signed(subject, private, begins, lasts, list(names), authority=False)
@@ -50,7 +50,7 @@ class Authority:
         return cert, key
 
     def trusting(self) -> ssl.SSLContext:
-        """Return a client context that trusts this certificate."""
+        """Return a client's TLS context that trusts this authority."""
         return ssl.create_default_context(cafile=str(self.file))
 
     def _signed(

@@ -20,7 +20,7 @@ class LateStream:
     def __init__(self) -> None:
         self.launched: list[Callable[[], None]] = []
         self.done = 0
-        self._lock = threading.RLock()  # the thread that waits runs the work, and other threads wait for it
+        self._lock = threading.RLock()  # held by the thread that runs the work
 
     def launch(self, work: Callable[[], Any]) -> None:
         self.launched.append(work)
@@ -42,7 +42,7 @@ class LateStream:
 
 
 class LateEvent:
-    """Event with CUDA's semantics: complete until it is recorded, and the last record counts."""
+    """Event with CUDA's semantics: complete before its first record; of several records the last counts."""
 
     def __init__(self, stream: LateStream) -> None:
         self._usual = self._stream = stream

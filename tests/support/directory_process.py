@@ -1,4 +1,4 @@
-"""A directory in a separate process that can be killed, fed by fake engines over HTTP."""
+"""Directory in a separate process that can be killed, with the reports of fake engines over HTTP."""
 
 import argparse
 import asyncio
@@ -35,7 +35,7 @@ class DirectoryProcess:
         return self._process.pid
 
     async def start(self, *within: str) -> None:
-        """Start the process; `within` is a command that executes its arguments, such as `ip netns exec`."""
+        """Start the process. `within`: a command that runs its arguments, such as `ip netns exec`."""
         command = [
             *within,
             sys.executable,

@@ -2,8 +2,8 @@
 
 from benchmarks.harness.standalone_engine import on_cuda
 
-# Of several engines on one GPU: vLLM wants its share to be free when one starts, and measures what is left
-# unless it is told, which goes wrong while others start or end.
+# Options of several engines on one GPU. vLLM requires its share of the memory to be free at the start, and it
+# measures the rest unless the size of KV is given, which fails while other engines start or end.
 BESIDE_OTHERS = {"gpu_memory_utilization": 0.2, "kv_cache_memory_bytes": 4 << 30}
 
 

@@ -1,4 +1,4 @@
-"""Records of engines for tests that run no engine."""
+"""Makers of `EngineInfo`, `EngineState` and placers for tests that run no engine."""
 
 from collections.abc import Mapping
 

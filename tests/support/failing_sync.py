@@ -1,4 +1,4 @@
-"""A disk whose `fsync` fails when a test says so: a library loaded in front of libc answers EIO."""
+"""Disk whose `fsync` fails on demand: a library that is loaded before libc returns EIO."""
 
 import shutil
 import subprocess
@@ -27,7 +27,7 @@ int fdatasync(int file) { return sync_unless_failing(SYS_fdatasync, file); }
 
 
 class FailingSync:
-    """Switch for the `fsync` of processes that were started within it."""
+    """Switch for the `fsync` of processes that were started with its command prefix."""
 
     def __init__(self, folder: Path) -> None:
         if (compiler := shutil.which("cc")) is None:

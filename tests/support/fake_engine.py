@@ -1,11 +1,10 @@
-"""An engine that speaks vLLM's OpenAI surface over real sockets and computes nothing.
+"""Fake engine that serves vLLM's HTTP API over real sockets and computes nothing.
 
-With a curve it takes its time for prompts, one after the other, and a decoder waits for what a prefiller
-hands over to it.
+With a `curve`, prompts take time, one after another, and a decoder waits for the end of a prefiller's prompt.
 
-It counts a byte of prompt as a token, remembers what it was asked, holds KV per conversation, and reports it
-as a real engine would. `python -m tests.support.fake_engine --name d0` runs one as a process and prints its
-port.
+The engine counts each byte of a prompt as a token, records its requests, holds KV for each conversation and
+reports it as a real engine would. `python -m tests.support.fake_engine --name d0` runs one as a process and
+prints its port.
 """
 
 import argparse
@@ -50,7 +49,7 @@ class FakeEngine:
     token_s: float = 0.002
     prefill_s: float = 0.0
     curve: PrefillCurve | None = None
-    handed_over: dict[str, asyncio.Event] = field(default_factory=dict)  # by transfer; shared by all engines
+    handed_over: dict[str, asyncio.Event] = field(default_factory=dict)  # by transfer id; shared by engines
     seen: list[SeenRequest] = field(default_factory=list)
     held: Counter[str] = field(default_factory=Counter)
     confirmed: list[str] = field(default_factory=list)
@@ -74,9 +73,9 @@ class FakeEngine:
     fail_status: int = 0
     fail_body: str = ""
     dies_of: bytes = b""  # a request that contains this breaks its connection, as if the process had died
-    fail_after: int = 0  # a stream ends in vLLM's error event after so many tokens
-    cut_after: int = 0  # the connection of a stream breaks after so many tokens
-    silent_after: int = 0  # a stream goes silent after so many tokens, as if its machine had vanished
+    fail_after: int = 0  # tokens after which a stream ends in vLLM's error event
+    cut_after: int = 0  # tokens after which the connection of a stream breaks
+    silent_after: int = 0  # tokens after which a stream goes silent, as if its machine had vanished
     lines: bool = True  # writes token lines on request
     host: str = "127.0.0.1"
     port: int = 0
@@ -163,7 +162,7 @@ class FakeEngine:
         self.lives.update({key: said["ttl_s"]} if "ttl_s" in said else {})
         self.parked.pop(key, None)
         try:
-            if not isinstance(body.get("stream_options") or {}, dict):  # vLLM refuses it, too
+            if not isinstance(body.get("stream_options") or {}, dict):  # vLLM refuses it too
                 return web.json_response({"error": {"message": "stream_options is wrong"}}, status=400)
             answer = await self._answer(request, body, key, prompt)
             if said.get("park_after_s") == 0:
@@ -185,7 +184,7 @@ class FakeEngine:
             self.confirmed.append(key)
         usage = {"prompt_tokens": prompt, "completion_tokens": count, "total_tokens": prompt + count}
         if self.cached is not None:
-            cached = min(self.cached, prompt + len(_given(body)))  # vLLM counts those as prompt tokens
+            cached = min(self.cached, prompt + len(_given(body)))  # resumed tokens count too
             usage["prompt_tokens_details"] = {"cached_tokens": cached}  # type: ignore[assignment]
         responses, messages = request.path == "/v1/responses", request.path == "/v1/messages"
         if responses or messages:
@@ -266,7 +265,7 @@ class FakeEngine:
         await pieces.write(_named("message_stop"))
 
     async def _embed(self, request: web.Request) -> web.Response:
-        """Return one token per byte of the input."""
+        """Answer an embeddings request; each byte of the input counts as a token."""
         if self.fail_status:
             return web.Response(status=self.fail_status, text=self.fail_body, content_type="application/json")
         await asyncio.sleep(self.token_s)
@@ -298,13 +297,13 @@ class FakeEngine:
 
 
 def _given(body: dict[str, Any]) -> list[int]:
-    """Return the tokens that another engine generated before."""
+    """Return the tokens of a resumed stream that another engine generated."""
     resume = (body.get("kv_transfer_params") or {}).get("resume") or {"outputs": []}
     return [token for output in resume["outputs"] for token in output]
 
 
 class _Pieces:
-    """The events of a stream, from the requested position, with token lines in front if requested."""
+    """Writer of a stream's events, from the requested position on and with token lines if requested."""
 
     def __init__(
         self,
@@ -326,7 +325,7 @@ class _Pieces:
             response.headers["x-stream-pieces"] = asked or ""
 
     async def token(self, number: int) -> None:
-        """Return the next token: computed, or known from the previous engine."""
+        """Take the time of one token, and note its id for the token line; resumed tokens take no time."""
         self._tokens.append(1000 + number)
         if number < len(self._given):
             assert self._given[number] == 1000 + number
@@ -370,7 +369,7 @@ def _whole(path: str, answer_id: str, count: int, usage: dict[str, int]) -> dict
 
 
 def _said(body: dict[str, Any], count: int) -> list[dict[str, Any]]:
-    """Return a message and a call of the first tool."""
+    """Return the output of a Responses answer: a message, and a call of the first tool if there are tools."""
     text = {"type": "output_text", "text": "w " * count, "annotations": []}
     said: list[dict[str, Any]] = [{"type": "message", "id": "msg_1", "role": "assistant", "content": [text]}]
     calls = [
@@ -381,7 +380,7 @@ def _said(body: dict[str, Any], count: int) -> list[dict[str, Any]]:
 
 
 def _history(request: web.Request) -> dict[str, Any]:
-    """Return the history that an answer continues, as the engine's middleware names it."""
+    """Return the fields of an answer that name its history, as the engine's middleware adds them."""
     said = request.headers.get("x-response-says", '{"previous_response_id": null}')
     return dict(json.loads(said))
 

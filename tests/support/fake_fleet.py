@@ -1,4 +1,4 @@
-"""A small fleet of fake engines with a real directory and real gateways, all over real sockets."""
+"""Fleet of fake engines with a real directory and real gateways, connected by real sockets."""
 
 import asyncio
 from collections.abc import AsyncIterator, Mapping
@@ -33,7 +33,7 @@ class FakeFleet:
     address: str
     gateways: list[Gateway] = field(default_factory=list)
     urls: list[str] = field(default_factory=list)
-    rounds: int = 0  # of the feed
+    rounds: int = 0  # how often `feed` has reported all engines
 
     async def add_gateway(self, **changes: Any) -> str:
         config = GatewayConfig(
@@ -82,7 +82,7 @@ class FakeFleet:
         return 0
 
     async def settle(self) -> None:
-        """Wait until the directory and all gateways have the newest reports.
+        """Wait until the directory has the ends of all turns, and the gateways have the newest reports.
 
         Part of the wait counts rounds of the feed instead of seconds, because rounds slow down with the
         machine.

@@ -1,8 +1,8 @@
-"""The configuration that vLLM makes from an engine's command line, on a stand-in for an H100.
+"""Configuration that vLLM makes from an engine's command line, on a stand-in for an H100.
 
-python -m tests.support.final_config < COMMANDS > CONFIGURATIONS, both JSON by name. A process of its own:
-which platform there is, vLLM asks once. What vLLM decides by the device (graphs, scheduling, runner) it
-decides here as on a GPU; what only a GPU could compute is not asked for.
+`python -m tests.support.final_config < COMMANDS > CONFIGURATIONS` reads and writes JSON objects by name. It
+is a process of its own, because vLLM detects its platform only once. Choices that vLLM makes by the device
+(graphs, scheduling, runner) are those for a GPU. Nothing is computed on a GPU.
 """
 
 import contextlib
@@ -22,12 +22,14 @@ from tests.support.vllm_options_file import text as vllm_options_text
 
 Commands = dict[str, tuple[list[str], dict[str, str]]]  # arguments and environment by name
 Flat = dict[str, str]
-OPTIONS = "vllm_options"  # asks for the expected file of vLLM's options instead of a configuration
+OPTIONS = "vllm_options"  # name that requests the file of vLLM's options instead of a configuration
 
 
 def final_configurations(commands: Commands, limit_s: float = 400) -> dict[str, Flat]:
-    """Return the configuration of each command, flattened to field paths; a refused command has only
-    `error`."""
+    """Return the configuration of each command, flattened to field paths.
+
+    A command that vLLM refuses has only the field `error`.
+    """
     done = subprocess.run(
         [sys.executable, "-m", "tests.support.final_config"],
         input=json.dumps(commands),
@@ -46,7 +48,7 @@ def final_configurations(commands: Commands, limit_s: float = 400) -> dict[str, 
 def _stand_in_for_a_gpu() -> None:
     import vllm.platforms
 
-    # The CUDA platform loads kernels, which a CPU build does not have; none is called here.
+    # The CUDA platform imports kernels, which a CPU build lacks. None of them is called here.
     sys.modules.setdefault("vllm._C_stable_libtorch", ModuleType("vllm._C_stable_libtorch"))
     vllm.platforms.builtin_platform_plugins.clear()
     vllm.platforms.builtin_platform_plugins["cuda"] = lambda: "tests.support.h100.H100"

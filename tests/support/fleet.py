@@ -1,4 +1,4 @@
-"""A real fleet for tests, brought up and down with the command line."""
+"""Real fleet for tests, brought up and down with the `conserve` command."""
 
 import os
 import shutil
@@ -34,13 +34,13 @@ class RunningFleet:
     home: FleetHome
     base: Path
     file: Path
-    said: str  # by `conserve up`
+    said: str  # output of `conserve up`
 
     def cli(self, *arguments: str, timeout_s: float = 60) -> "subprocess.CompletedProcess[str]":
         return conserve(self.base, *arguments, timeout_s=timeout_s)
 
     def status(self) -> dict[str, Any]:
-        """Return what `conserve status --json` prints, without the two CPU seconds of a command."""
+        """Return the same as `conserve status --json`, without starting a process."""
         return asdict(fleet_status(self.home))
 
     def engines(self) -> dict[str, dict[str, Any]]:

@@ -1,4 +1,4 @@
-"""Stand-in for a node of eight H100s, which answers what vLLM asks its platform before an engine starts."""
+"""Stand-in for a node of eight H100s, with what vLLM asks of its platform before an engine starts."""
 
 from vllm.platforms.cuda import NonNvmlCudaPlatform
 from vllm.platforms.interface import DeviceCapability

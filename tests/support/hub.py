@@ -18,13 +18,13 @@ COMMIT = "0" * 40
 class StandInHub:
     files: Mapping[str, bytes]
     url: str = ""
-    sent: set[str] = field(default_factory=set)  # names of files
-    refuses: dict[str, int] = field(default_factory=dict)  # status, by a part of a path
-    why: dict[str, str] = field(default_factory=dict)  # headers of a refusal
-    drops: str = ""  # the connection, for a path with this part
+    sent: set[str] = field(default_factory=set)  # names of files that clients have fetched
+    refuses: dict[str, int] = field(default_factory=dict)  # status to answer with, by a part of the path
+    why: dict[str, str] = field(default_factory=dict)  # headers of these answers
+    drops: str = ""  # a part of a path, for which the connection is dropped
 
     def run(self, home: Path, *arguments: str) -> "subprocess.CompletedProcess[str]":
-        """Run Python with this hub and the cache in `home`."""
+        """Run Python with this hub as Hugging Face Hub and with its cache in `home`."""
         given = {name: value for name, value in os.environ.items() if not name.startswith("HF_")}
         ours = {"HF_HOME": str(home / "hf"), "HF_ENDPOINT": self.url, "HF_HUB_DISABLE_XET": "1"}
         return subprocess.run(

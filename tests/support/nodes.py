@@ -41,7 +41,7 @@ class Nodes:
     def join(self, hosts: dict[str, str], resources: dict[str, dict[str, float]]) -> None:
         """Start nodes on the given hosts with the given resources, both by node name.
 
-        They start one after the other: Ray sometimes never sees one of several that start together.
+        They start one after another, because Ray sometimes misses one of several nodes that start together.
         """
         for name, host in hosts.items():
             self._start(name, host, resources[name], ["--address", self.address])
@@ -80,7 +80,7 @@ class Nodes:
 def kill_tree(process: "subprocess.Popen[bytes]") -> None:
     with contextlib.suppress(psutil.Error):
         root = psutil.Process(process.pid)
-        root.suspend()  # so that it starts no child after we listed them
+        root.suspend()  # so that it starts no child after its children were listed
         tree = [*root.children(recursive=True), root]
         for one in tree:
             with contextlib.suppress(psutil.Error):

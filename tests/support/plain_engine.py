@@ -44,7 +44,7 @@ class PlainEngine:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        os.killpg(self._process.pid, signal.SIGKILL)  # the group has its children, too
+        os.killpg(self._process.pid, signal.SIGKILL)  # the group includes its children
         self._process.wait(30)
 
     def _healthy(self) -> bool:

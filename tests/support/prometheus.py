@@ -1,4 +1,4 @@
-"""A real Prometheus (Debian's package) with the shipped configuration and rules, scraping faster."""
+"""Real Prometheus (Debian's package) with the shipped configuration and rules, but more frequent scrapes."""
 
 import json
 import math
@@ -41,7 +41,7 @@ class Prometheus:
         return found
 
     def numbers(self, expression: str) -> list[float]:
-        """Return all values that the expression has had since the start, without divisions by zero."""
+        """Return all values of an expression since the start, except results of divisions by zero."""
         now = time.time()
         times = {"start": str(self.began), "end": str(now), "step": str(max(1.0, (now - self.began) / 200))}
         found = self.get("/api/v1/query_range", query=_filled(expression), **times)["result"]
@@ -57,7 +57,7 @@ class Prometheus:
 
 @contextmanager
 def prometheus(folder: Path, scrape_interval: str, **discovery: Any) -> Iterator[Prometheus]:
-    """Run Prometheus; `discovery` replaces the file discovery of the shipped scrape configuration."""
+    """Run Prometheus. `discovery` replaces the file discovery of the shipped configuration."""
     config = yaml.safe_load((RULES.parent / "prometheus.yml").read_text())
     config["global"] = {"scrape_interval": scrape_interval, "evaluation_interval": "1s"}
     (scrape,) = config["scrape_configs"]

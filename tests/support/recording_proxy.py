@@ -13,7 +13,7 @@ TIMEOUT = aiohttp.ClientTimeout(300)
 
 @dataclass
 class RecordedExchange:
-    """One request, and its answer as far as it has come."""
+    """One request, and the part of its answer that has arrived so far."""
 
     method: str
     target: str
@@ -32,7 +32,7 @@ class RecordingProxy:
 
 @asynccontextmanager
 async def recording_proxy(gateway: str) -> AsyncIterator[RecordingProxy]:
-    """Listen on a free port and pass everything on to `gateway`."""
+    """Listen on a free port, and pass every request on to `gateway`."""
     exchanges: list[RecordedExchange] = []
 
     async def pass_on(request: web.Request) -> web.StreamResponse:

@@ -1,4 +1,4 @@
-"""A real Prometheus that scrapes a live fleet through HTTP discovery, as one on another machine would."""
+"""Real Prometheus that finds the pages of a live fleet by HTTP discovery, as on another machine."""
 
 import select
 import subprocess
@@ -23,7 +23,7 @@ def scraped(fleet: RunningFleet, folder: Path) -> Iterator[Prometheus]:
         url = process.stdout.readline().partition("url: ")[2].strip().rstrip("}]")
         pages = [{"url": url, "refresh_interval": "5s"}]
         with prometheus(folder, "1s", http_sd_configs=pages) as running:
-            count = 3 + 2 * len(fleet.engines())  # gateway, directory, batch; engines and keepers
+            count = 3 + 2 * len(fleet.engines())  # 3 processes; engines and keepers
             running.until(lambda: len(running.ask("count_over_time(up[1m]) > 1")) == count, f"{count} pages")
             yield running
     finally:

@@ -1,9 +1,9 @@
-"""Logits processor for vLLM with which a random model answers as a prompt says.
+"""Logits processor for vLLM that makes a random model give the replies that its prompt contains.
 
-Coding agents need a model that calls their tools. Lines `REPLY: …` of a prompt are the answers to it: the
-first before any tool has answered, the next after one result, and so on. A line that is a JSON object is a
-tool call. A text that stands in the prompt again, as a summary does, has been given before. Prefill,
-transfer, decoding, tool parser and streaming are those of any model.
+Coding agents need a model that calls their tools. Lines `REPLY: …` of a prompt are its replies: the first is
+given before any tool result, the second after one result, and so on. A reply that is a JSON object is a tool
+call. A text reply that is repeated in the prompt, such as a summary, counts as given. Prefill, transfer,
+decoding, tool parser and streaming work as with any model.
 """
 
 import re
@@ -24,7 +24,7 @@ UNSCRIPTED = "ok"
 
 
 def reply_to(prompt: str) -> str:
-    """Return the text that answers a prompt in the format of `deploy/small_model.jinja`."""
+    """Return the reply to a prompt, in the format of `deploy/small_model.jinja`."""
     replies = SCRIPTED.findall(prompt)
     number = prompt.count(TOOL_RESULT)
     for before, text in enumerate(replies):
@@ -35,7 +35,7 @@ def reply_to(prompt: str) -> str:
 
 
 class ScriptedReplies(LogitsProcessor):
-    """Allow only the next token of the reply."""
+    """Logits processor that allows only the next token of the scripted reply."""
 
     def __init__(self, vllm_config: "VllmConfig", device: torch.device, is_pin_memory: bool) -> None:
         self._tokenizer = AutoTokenizer.from_pretrained(vllm_config.model_config.tokenizer)

@@ -1,7 +1,7 @@
 """Edit fleet files for GPUs so that a machine without GPUs can run them.
 
-The edit puts in the small model on CPUs, one or two engines per tier and a gigabyte of host memory.
-Everything else in the file stays.
+The edit sets the small model on CPUs, one or two engines per tier and a gigabyte of host memory. Everything
+else in the file stays.
 """
 
 from typing import Any
@@ -11,7 +11,7 @@ import yaml
 from tests.support.fleet import ROOT, Edit
 
 GPU_OPTIONS = ("tensor-parallel-size", "gpu-memory-utilization", "hf-overrides")
-MAX_BATCHED_TOKENS = 4096  # more would take memory that other tests need
+MAX_BATCHED_TOKENS = 4096  # a larger value takes memory that other tests need
 
 
 def shrunk(replicas: dict[str, int], more: Edit = lambda content: None) -> Edit:

@@ -1,4 +1,4 @@
-"""A small disk that fills up in reality: a tmpfs that only processes started on it see."""
+"""Small disk that can really be full: a tmpfs that only processes started with its prefix see."""
 
 import os
 import subprocess
@@ -12,7 +12,7 @@ _HOLD = 'mount -t tmpfs -o size="$1"k none "$0" && echo mounted && exec sleep 60
 
 
 class SmallDisk:
-    """File system of some KiB, mounted at a folder. It outlives the processes that use it."""
+    """Small file system, mounted at a folder. It outlives the processes that use it."""
 
     def __init__(self, folder: Path, pid: int, within: list[str]) -> None:
         self.within = within
@@ -31,7 +31,7 @@ class SmallDisk:
 
 @contextmanager
 def small_disk(folder: Path, kib: int = 1024) -> Iterator[SmallDisk]:
-    """Mount a small disk at `folder`. Skips the test where the machine lets nobody mount anything."""
+    """Mount a small disk at `folder`, or skip the test if this machine does not allow mounts."""
     for user in ([], ["--user", "--map-root-user"]):
         command = ["unshare", *user, "--mount", "sh", "-c", _HOLD, str(folder), str(kib)]
         holder = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL)

@@ -1,4 +1,4 @@
-"""python -m tests.support.vllm_options_file: write the options of the installed vLLM for `conserve check`."""
+"""Writes the file of vLLM's options for `conserve check`: `python -m tests.support.vllm_options_file`."""
 
 import json
 from argparse import Action
@@ -20,7 +20,7 @@ def _kind(action: Action) -> Any:
     if action.nargs == 0:
         return "flag"
     if action.nargs is not None or "cpu" in (action.choices or ()):
-        return "text"  # a list, which argparse takes apart; or what depends on the machine that asks
+        return "text"  # a list, or a choice that depends on this machine
     if action.choices is not None:
         return sorted(str(choice) for choice in action.choices)
     for kind, sample, refused in (("integer", "1", ("1.5", "2k", "{}")), ("number", "1.5", ("2k", "{}"))):

@@ -1,4 +1,4 @@
-"""Wait in tests for a condition, with a limit that no busy machine reaches."""
+"""Waiting for a condition in tests, with a limit that is long enough for a busy machine."""
 
 import asyncio
 from collections.abc import Callable
@@ -13,7 +13,7 @@ async def until(true: Callable[[], object], limit_s: float = LIMIT_S) -> None:
 
 
 async def let_the_loop_turn() -> None:
-    """Let the event loop deliver to one end of a socket what the other end has written.
+    """Let the event loop deliver the bytes that were written to the other end of a socket.
 
     One long sleep is not enough: after a stall its timer fires before the sockets are read.
     """

@@ -1,6 +1,6 @@
-"""Processes that have imported vLLM when they start: forks of a process that imports it once.
+"""Processes that have imported vLLM already, because they are forks of a process that imported it once.
 
-An import of vLLM takes two thirds of an engine's start. Tests of the start itself, and fleets, run the
+The import of vLLM takes two thirds of an engine's start. Fleets, and tests of the start itself, run the
 product's own command instead.
 """
 
@@ -35,7 +35,7 @@ def warm_context() -> ForkServerContext:
 
 
 def call_warm(function: Callable[..., Result], *arguments: Any) -> Result:
-    """Return the function's result from a process that has imported vLLM, and that forks its engines."""
+    """Return the result of a function that runs in a process with vLLM imported, which forks its engines."""
     with ProcessPoolExecutor(1, warm_context(), fork_engine_on_cpu) as process:
         return process.submit(function, *arguments).result()
 

@@ -1,6 +1,7 @@
 """Record a fleet of one co-serving engine from start to end, on a machine with simulated GPUs.
 
-The fleet is brought up, asked, traced, loaded, scraped and brought down once; tests look at the record.
+The fleet is started, serves turns and offline work, is traced and scraped, and is ended once. Tests check the
+record.
 """
 
 import itertools
@@ -29,7 +30,7 @@ from tests.workers.power.machine import GpuMachine, build
 
 CAP_W = 200
 CLIENTS_TRACE, CLIENTS_SPAN = "0af7651916cd43dd8448eb211c80319c", "b7ad6b7169203331"
-MOVED = (  # by work(), at the engine
+MOVED = (  # counters of the engine that work() has to raise
     "conserve_coserving_online_tokens_total",
     "conserve_coserving_offline_tokens_total",
     "conserve_coserving_budget_tokens_total",
@@ -45,16 +46,16 @@ TRIES, TURNS_A_TRY = 10, 4
 
 @dataclass(frozen=True)
 class WholeLife:
-    answer: Any  # to the curl line that `conserve up` prints
+    answer: Any  # answer to the curl line that `conserve up` prints
     models: Any
     up_again: str
     engines: dict[str, dict[str, Any]]
     spans: list[Received]
-    seen: dict[str, list[float]]  # by Prometheus, of every expression; empty without Prometheus
-    saw_gpus: dict[str, bool]  # keeper, engine: has the library with the GPUs
+    seen: dict[str, list[float]]  # values of every expression in Prometheus; empty without Prometheus
+    saw_gpus: dict[str, bool]  # of keeper and engine: whether it loaded the library that simulates GPUs
     limits_w: list[float]
     down: str
-    left: list[str]  # processes
+    left: list[str]  # processes that survived the end of the fleet
     answers_still: bool
     limits_after_w: list[float]
 
@@ -69,7 +70,7 @@ def whole_life(folder: Path) -> WholeLife:
         def edit(content: Any) -> None:
             content["name"] = "one"
             content["tiers"][0] |= {"resources": {"GPU": 1, "decode_tier": 1}, "power_cap_w": CAP_W}
-            # The GPUs are the keeper's: vLLM looks for some before it settles for the CPU.
+            # Only the keeper sees the simulated GPUs, because vLLM would try to use them.
             content["engine"]["env"] |= {"LD_LIBRARY_PATH": ambient, "STAND_IN_GPUS": ""}
             content["slos"] = {"default": {}, "impatient": {"ttfet": "20ms", "last_turn_tbt": "1ms"}}
             content["observe"] = {"tracing": {"endpoint": receiver.endpoint, "sample": 0.0}}
@@ -144,7 +145,7 @@ def submit(sdk: OpenAI, model: str, seed: int) -> None:
 
 
 def ask_impatiently(sdk: OpenAI, model: str, number: int) -> None:
-    """Ask for one turn with SLO targets that no engine can meet."""
+    """Send a turn with SLO targets that no engine can meet."""
     sdk.chat.completions.create(
         model=model,
         messages=opening(number, 10),  # type: ignore[arg-type]
@@ -158,7 +159,7 @@ def look(running: Prometheus) -> dict[str, list[float]]:
     """Return the values of every expression, once Prometheus has scraped the work and the GPU power."""
     grew = (*MOVED, "conserve_energy_joules_total", "conserve_conversations_ended_total")
     running.until(lambda: all(running.ask(f"sum(rate({name}[1m])) > 0") for name in grew), "all to grow")
-    time.sleep(1.5)  # one more scrape, for quotients of two pages
+    time.sleep(1.5)  # one more scrape, for quotients of metrics of two processes
     return {compared(expression): running.numbers(compared(expression)) for _, expression in expressions()}
 
 
@@ -178,7 +179,7 @@ def ask_as_told(fleet: RunningFleet) -> Any:
 
 
 def ask_traced(fleet: RunningFleet, receiver: Receiver) -> list[Received]:
-    """Ask for a turn as a client that traces, and return the spans that arrived."""
+    """Send a turn with a `traceparent`, and return the spans that arrived."""
     body = {"model": fleet.model, "prompt": "Hello", "max_tokens": 4, "stream": True}
     headers = {"content-type": "application/json", "traceparent": f"00-{CLIENTS_TRACE}-{CLIENTS_SPAN}-01"}
     request = urllib.request.Request(f"{fleet.url}/v1/completions", json.dumps(body).encode(), headers)

@@ -1,4 +1,4 @@
-"""A tool loop on the Anthropic SDK, streamed, with the cache marker moving as Claude Code moves it."""
+"""Streamed tool loop on the Anthropic SDK, with a cache marker on the newest block, as in Claude Code."""
 
 import anthropic
 import common

@@ -1,4 +1,4 @@
-"""Task for every framework: one tool, whose arguments even a random model can only fill in correctly."""
+"""Task for every framework: a tool whose schema allows only valid arguments, even from a random model."""
 
 import json
 import sys

@@ -1,4 +1,4 @@
-"""A LangGraph state graph: model, tool node, model again."""
+"""Tool loop of a LangGraph state graph: model, tool node, model again."""
 
 import common
 from langchain_core.tools import tool

@@ -1,4 +1,4 @@
-"""A tool loop on LiteLLM's completion()."""
+"""Tool loop that calls LiteLLM's `completion()`."""
 
 import json
 import os

@@ -1,4 +1,4 @@
-"""mini-swe-agent with its LiteLLM model; the commands it invents are answered, not executed."""
+"""Tool loop of mini-swe-agent; its commands are answered but not executed."""
 
 import os
 

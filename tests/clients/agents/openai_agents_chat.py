@@ -1,4 +1,4 @@
-"""openai-agents on chat completions: one forced tool call, then the answer, as its runner does it."""
+"""Tool loop of openai-agents on chat completions: one forced tool call, then the answer."""
 
 import common
 from agents import (

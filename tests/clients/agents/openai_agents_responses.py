@@ -1,4 +1,4 @@
-"""openai-agents on the Responses API; each run continues the previous one by previous_response_id."""
+"""Runs of openai-agents on the Responses API, each of which continues the previous response by its id."""
 
 import common
 from agents import Agent, ModelSettings, OpenAIResponsesModel, Runner, set_tracing_disabled

@@ -1,4 +1,4 @@
-"""A tool loop written by hand on the OpenAI SDK."""
+"""Tool loop written by hand with the OpenAI SDK."""
 
 import json
 

@@ -1,4 +1,4 @@
-"""A pydantic-ai agent; it must call a tool or give a typed result, until its request limit."""
+"""Tool loop of a pydantic-ai agent, which calls tools or returns a typed result until its request limit."""
 
 import common
 from pydantic import BaseModel

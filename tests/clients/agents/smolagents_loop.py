@@ -1,4 +1,4 @@
-"""A smolagents ToolCallingAgent with its own final_answer tool."""
+"""Tool loop of a smolagents ToolCallingAgent, which ends with its own `final_answer` tool."""
 
 import common
 from smolagents import OpenAIServerModel, ToolCallingAgent, tool
@@ -30,7 +30,7 @@ agent = ToolCallingAgent(
     model=llm,
     max_steps=12,
     verbosity_level=0,
-    final_answer_checks=[lambda answer, memory, agent: len(memory.steps) > 3],  # not on its first idea
+    final_answer_checks=[lambda answer, memory, agent: len(memory.steps) > 3],  # not before step 4
 )
 agent.run(common.TASK)
 common.report(CountingModel.requests)
