@@ -1,4 +1,4 @@
-"""Configuration of a gateway: frozen dataclasses, read from a JSON file that has no unknown keys."""
+"""Configuration of a gateway: frozen dataclasses, read from a JSON file; unknown keys are refused."""
 
 from dataclasses import dataclass, field
 from enum import StrEnum
@@ -173,8 +173,8 @@ class GatewayLimits:
     answers: Annotated[int, Field(gt=0, le=128)] = MAX_ANSWERS
     """Most answers that one request may ask for: `n` times its prompts."""
     request_timeout_s: Duration = _SERVER.body_timeout_s
-    """Longest silence of a client that sends its request. The whole body may take a minute, and longer if it
-    is large: a second for each 64 KiB."""
+    """Longest silence of a client that sends its request. The whole body may take a minute, and a second more
+    for each 64 KiB."""
     first_token_timeout_s: Duration = _UPSTREAM.first_byte_timeout_s
     """Longest wait for an engine's first byte. Without streaming that byte follows the last token."""
     idle_timeout_s: Duration = _UPSTREAM.chunk_timeout_s

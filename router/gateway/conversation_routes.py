@@ -59,9 +59,9 @@ class ConversationRoutes:
         responder.respond_json({"id": name, "object": "conversation.deleted", "deleted": True})
 
     async def list(self, key: Key, request: Request, responder: Responder) -> None:
-        """List conversations, the least recently used first. An admin sees those of all keys.
+        """List conversations, the least recently used first; to an admin, those of all owners.
 
-        `after` is the `last_id` of the page before.
+        The query's `after` is the `last_id` of the previous page.
         """
         query = {name: values[-1] for name, values in parse_qs(request.query.decode("latin-1")).items()}
         limit = _limit(query.get("limit", str(_PAGE)))

@@ -159,9 +159,9 @@ class Routes:
         self._audit(key, request, responder, responder.status)
 
     async def own_page(self, request: Request, responder: Responder) -> None:
-        """Serve health and metrics of this process on its own port.
+        """Serve health and metrics of this process on a port of its own.
 
-        On a port that several processes share, the system chooses who answers.
+        On a port that several processes share, the system chooses which one answers.
         """
         route = self._open.get(request.path, {}).get(request.method)
         if route is None:
@@ -191,7 +191,7 @@ class Routes:
         await _handler(methods, request)(key, request, responder)
 
     def _check_batches(self, key: Key) -> None:
-        """Refuse a restricted key, because the batch process does not apply restrictions to lines."""
+        """Refuse a restricted key, because the batch process does not apply restrictions to a job's lines."""
         refused = key.limits.structured_outputs is StructuredOutputs.REFUSE
         if refused and self._config.key_limits.structured_outputs is not StructuredOutputs.REFUSE:
             raise Forbidden("batches need a key that may use structured outputs", code="batches_not_allowed")

@@ -61,10 +61,10 @@ class SloClasses:
     def engine_arguments(
         self, slo_class: SloClass, headers: Mapping[str, str], body: Mapping[str, Any]
     ) -> dict[str, Any]:
-        """Return the `vllm_xargs` that replace those of the body; empty if they stay unchanged.
+        """Return the field `vllm_xargs` that replaces the body's; no field if the body's stays.
 
-        A client's own targets stay, but are raised to those of its class: the tightest target among running
-        turns bounds every iteration of an engine, and an engine aborts offline iterations for late prompts.
+        A client's own targets count, but are raised to those of its class, because the tightest target among
+        running turns bounds every iteration of an engine, and late prompts make it abort offline iterations.
         """
         arguments: dict[str, Any] = {}
         tightest_ms = self._tightest_ms(slo_class)
@@ -94,7 +94,7 @@ class SloClasses:
 
 
 def _engine_targets(slo_class: SloClass) -> SloSettings:
-    """Return the targets for engines. Those of `default` are only used to judge answers to users."""
+    """Return the targets of a class for engines; none for `default`, whose targets only judge answers."""
     return SloSettings() if slo_class.name == DEFAULT_CLASS else slo_class.settings
 
 

@@ -41,10 +41,10 @@ class ConnectionHost(Protocol):
 
 
 class ServerConnection(asyncio.Protocol):
-    """Connection that parses ahead of the handlers, but runs the handlers one after another.
+    """Connection of a client that parses requests ahead, but runs their handlers one after another.
 
-    Answers keep the order of the requests. While a request waits for its predecessor nothing more is read,
-    which limits what a pipelining client can queue.
+    Answers keep the order of the requests. While a request waits for the answer to the one before, nothing
+    more is read, which limits how many requests a client can pipeline.
     """
 
     def __init__(self, server: ConnectionHost) -> None:
@@ -224,7 +224,7 @@ class ServerConnection(asyncio.Protocol):
             self._begin(item)
 
     def _end_of_input(self, error: ApiError) -> None:
-        """Stop parsing: answer the requests that came before, then refuse and close."""
+        """Stop parsing: answer the requests before the faulty one, then send ``error`` and close."""
         self._lingering = True
         body, self._incoming = self._incoming, None
         if body is not None:
@@ -280,7 +280,7 @@ class ServerConnection(asyncio.Protocol):
             self._transport.close()
 
     def close_if_idle(self) -> None:
-        """Close for a drain if no request is running."""
+        """Close the connection for a drain, unless a request is running."""
         if self._responder is None and not self._parser.in_head and not self._lingering:
             self._transport.close()
 

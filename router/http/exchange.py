@@ -46,7 +46,7 @@ class UpstreamResponse(NamedTuple):
 
 
 class RelayOutcome(NamedTuple):
-    """How a relayed exchange ended, and what the caller needs to act on it."""
+    """End of a relayed exchange, with its error or with the response that was held back."""
 
     end: RelayEnd
     status: int | None = None

@@ -34,7 +34,7 @@ class ServerLimits:
     body_timeout_s: float = 30.0
     """Longest silence inside a body that a handler waits for."""
     body_grace_s: float = 60.0
-    """A body may take this long, and longer by its size at the rate of ``body_bytes_per_s``."""
+    """A body may take this long, and longer by its size divided by ``body_bytes_per_s``."""
     body_bytes_per_s: float = 64.0 * KIB
     idle_timeout_s: float = 75.0
     """Longest time that a kept-alive connection waits for a request."""

@@ -159,7 +159,7 @@ class RequestParser:
         self._events.request_complete()
 
     def _resume_without_upgrade(self) -> None:
-        """Ignore a request to upgrade: give the head without it to a new parser and go on."""
+        """Ignore a request to upgrade: replace llhttp's parser by one that expects the request's body."""
         head, self._ignored_upgrade = self._ignored_upgrade, None
         self._llhttp = httptools.HttpRequestParser(self)
         if head is None or not head.has_body:

@@ -1,4 +1,4 @@
-"""Request of a client: its head, and a body that pauses the client while nobody reads it."""
+"""Request of a client: its head, and a body that pauses the client while its handler does not read."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ class Headers:
         return self._first_values().get(name)
 
     def as_text(self) -> dict[str, str]:
-        """Return headers as text by lower-case name; the first value of repeated headers."""
+        """Return headers as text by lower-case name. Of a repeated header, the first value counts."""
         values = self._first_values().items()
         return {name.decode("latin-1"): value.decode("latin-1") for name, value in values}
 
@@ -52,7 +52,7 @@ class Headers:
 
 
 def end_to_end(headers: Iterable[tuple[bytes, bytes]], dropped: frozenset[bytes] = HOP_BY_HOP) -> RawHeaders:
-    """Return ``headers`` without hop-by-hop headers (RFC 9110, 7.6.1) and without those in ``dropped``."""
+    """Return ``headers`` without those in ``dropped`` or named by Connection (RFC 9110, 7.6.1)."""
     kept: RawHeaders = []
     named: set[bytes] = set()
     for pair in headers:

@@ -215,7 +215,7 @@ class UpstreamConnection(asyncio.Protocol):
             self._transport.resume_reading()
 
     def abort(self) -> None:
-        """Drop exchange and connection. The engine notices at once; the sink is not called again."""
+        """End exchange and connection. The engine notices at once, and the sink is not called again."""
         self._sink = None
         self._stop_splicing()
         if not self.closed:

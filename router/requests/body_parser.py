@@ -61,7 +61,7 @@ class Api(StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class BodyParser:
-    """Parser of one request's body, with the facts that it needs about the request."""
+    """Parser of one request's body, with the facts about the request and the fleet that it needs."""
 
     path: str  # path of the endpoint
     api: Api | None  # None: not a turn, the body is only checked
@@ -121,7 +121,7 @@ def is_cheap(pieces: Sequence[bytes]) -> bool:
 
 
 def parse_body(parser: BodyParser, pieces: Sequence[bytes]) -> ParsedBody:
-    """Parse and check a body; raise the error that the client is to get."""
+    """Parse and check a body. Raises ApiError, which the client gets."""
     raw = pieces[0] if len(pieces) == 1 else b"".join(pieces)
     body = _parse_object(parser.headers, raw)
     if parser.api is not None or "model" in body:
@@ -257,7 +257,7 @@ def is_deep(value: dict[str, Any]) -> bool:
 
 
 def check_model(body: Mapping[str, Any], models: frozenset[str]) -> None:
-    """Refuse a body without a model, or with one that the caller may not use."""
+    """Refuse a body that names no model, or a model that the caller may not use."""
     name = body.get("model")
     if not isinstance(name, str) or not name:
         raise BadRequest("model must be the name of a model (GET /v1/models lists them)", param="model")

@@ -1,4 +1,4 @@
-"""Grammars that a request makes an engine compile: which field contains it, and its content."""
+"""Grammar that a request makes an engine compile: which field contains it, and a digest of its content."""
 
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
@@ -48,7 +48,7 @@ def _constraints(body: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:
 
 
 def _type(value: Any) -> Any:
-    """Return the `type` of a format or choice; a value without one counts as its own type."""
+    """Return the `type` of a format or tool choice; text is its own type, others are `other`."""
     kind = value.get("type") if isinstance(value, dict) else value
     return kind if kind is None or isinstance(kind, str) else "other"
 

@@ -64,7 +64,7 @@ class ParserPool:
         self._waiting_bytes = 0
 
     async def parse(self, parser: Parser[Parsed], pieces: Sequence[bytes]) -> Parsed:
-        """Parse a body; raise the error that the client is to get."""
+        """Parse a body, here or in another process. Raises ApiError, which the client gets."""
         if is_cheap(pieces):
             return parser.parse(pieces)
         return await self.parse_in_process(parser, pieces)
@@ -125,7 +125,7 @@ class ParserPool:
         return parsed
 
     def _idle_process(self) -> Process | None:
-        """Return an idle process that is alive; one may have been killed for lack of memory."""
+        """Return an idle process that is alive; the system may have killed some for lack of memory."""
         while self._idle:
             process = self._idle.pop()
             if process.returncode is None:

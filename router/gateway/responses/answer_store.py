@@ -65,7 +65,7 @@ class HistoryMissing(RouterError):
 
 @dataclass(frozen=True, slots=True)
 class StoredAnswer:
-    """An answer to be stored."""
+    """One answer of the Responses API, as it is stored."""
 
     id: str
     previous: str | None  # id of the answer before it

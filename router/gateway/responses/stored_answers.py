@@ -113,7 +113,7 @@ class Answers:
         parser_pool: ParserPool | None = None,
         most_bytes: int = ServerLimits().max_body_bytes,
     ) -> None:
-        """Create the store. `parser_pool` parses costly answers; `most_bytes` limits history and request."""
+        """Create the store. `most_bytes` limits the size of a history and the request that continues it."""
         self._store = AnswerStore(config)
         self._disk = ThreadPoolExecutor(1, "answers")
         self._longest_s, self._shown_s = LONGEST_S, SHOWN_WITHIN_S
@@ -122,7 +122,7 @@ class Answers:
         self._waiting_bytes = 0  # of answers that are not written yet
 
     async def start(self) -> None:
-        """Open the file. Raises GatewayConfigError for a newer version; other errors are retried later."""
+        """Open the store. Raises GatewayConfigError for a newer file; after other errors it opens later."""
         try:
             await self._call(self._store.open)
         except (sqlite3.Error, OSError) as error:
@@ -174,14 +174,14 @@ class Answers:
         return sent, History(items, previous, conversation, stored, end)
 
     def _touch(self, owner: str, name: str) -> None:
-        """Record a use in the disk thread. A failure is only logged, as a full disk can still be read."""
+        """Record the use of a history. A failure is only logged, because a full disk can still be read."""
         try:
             self._store.touch(owner, name)
         except _DISK_ERRORS as error:
             log.warning("the use of stored answers was not recorded reason=%r", error)
 
     def observer(self, owner: str, history: History | None, *arguments: Any) -> StreamObserver:
-        """Return the observer of an answer; it stores the answer if the history says so."""
+        """Return an observer for an answer; if `history.stored`, it stores the answer."""
         if history is None or not history.stored:
             return StreamObserver(*arguments)
         return AnswerObserver(lambda response: self.store(owner, history, response), *arguments)

@@ -28,7 +28,7 @@ _OUTCOMES = {
 
 @dataclass(frozen=True, slots=True)
 class TurnOutcome:
-    """The part of a turn's result that is reported to the directory."""
+    """Result of a turn, as far as it is reported to the directory."""
 
     generated: bool  # the engine generated something
     prompt_tokens: int = 0  # by the engine's count; 0: it reports none

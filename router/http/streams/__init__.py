@@ -1,1 +1,1 @@
-"""Event streams on their way: observed, spliced from socket to socket, and resumed on another engine."""
+"""Server-sent event streams: observe them, splice them between sockets, resume them on another engine."""

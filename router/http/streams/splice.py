@@ -75,7 +75,7 @@ class SpliceStream:
         return self._checked_events != before
 
     def divert(self, data: bytes) -> None:
-        """Hand data to the connection, together with what did not fit into the read's buffer."""
+        """Hand ``data`` to the connection, together with bytes that did not fit into the read's buffer."""
         if len(data) == self.read_bytes:
             with contextlib.suppress(OSError):
                 data += os.read(self.engine, LARGEST_READ)

@@ -140,11 +140,11 @@ class StreamObserver:
 
     @property
     def holds_end(self) -> bool:
-        """Return whether the client has to wait for the data just fed until ``at_end`` is done."""
+        """Return whether the data fed last must wait until the future of ``at_end`` is done."""
         return False
 
     def at_end(self) -> asyncio.Future[None] | None:
-        """Finish observing. The client receives the end of the answer when the returned future is done."""
+        """Finish observing. The client gets the answer's end when the future is done; None: at once."""
         return None
 
     def start(self, status: int, content_type: bytes) -> None:
