@@ -91,7 +91,7 @@ def test_the_two_pages_together_have_blocks_of_every_language() -> None:
 
 
 @pytest.mark.parametrize("block", ALONE, ids=name)
-def test_a_block_runs_without_a_fleet(block: Block, tmp_path: Path) -> None:
+def test_a_code_block_that_calls_no_fleet_runs(block: Block, tmp_path: Path) -> None:
     if block.language == "yaml":
         parse_fleet(block.code, name(block))
     else:
@@ -101,7 +101,9 @@ def test_a_block_runs_without_a_fleet(block: Block, tmp_path: Path) -> None:
 @pytest.mark.fleet
 @pytest.mark.timeout(600)
 @pytest.mark.parametrize("block", ASKING, ids=name)
-def test_a_block_is_answered_by_a_fleet(block: Block, laptop_fleet: RunningFleet, tmp_path: Path) -> None:
+def test_a_code_block_that_calls_a_fleet_gets_an_answer(
+    block: Block, laptop_fleet: RunningFleet, tmp_path: Path
+) -> None:
     code = block.runnable.replace(ADDRESS, laptop_fleet.url)
     if block.language == "python":
         said = run(block, tmp_path, f"{code}\nprint(client.models.list().data)\n")

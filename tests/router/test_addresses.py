@@ -62,7 +62,7 @@ def test_the_caller_is_the_last_address_that_is_not_a_trusted_proxy(
     assert Addresses([]).of(request(peer, *forwarded)) == peer
 
 
-def test_no_other_header_names_the_client() -> None:
+def test_headers_other_than_x_forwarded_for_do_not_name_the_client() -> None:
     said = request("10.0.0.1", Forwarded="for=192.0.2.7", **{"X-Real-IP": "192.0.2.7"})
     assert Addresses(PROXIES).of(said) == "10.0.0.1"
 

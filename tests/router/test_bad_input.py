@@ -93,7 +93,7 @@ async def test_invalid_bodies_are_refused_without_asking_an_engine(
     assert not made.decoder_requests()
 
 
-async def test_another_content_type_is_refused(made: FakeFleet) -> None:
+async def test_a_body_of_another_content_type_than_json_is_refused(made: FakeFleet) -> None:
     status, error = await post(made, b"{}", {**KEY, "content-type": "text/plain"})
     assert (status, error["param"]) == (400, "content-type")
 
@@ -224,7 +224,7 @@ async def test_every_parameter_of_common_client_libraries_is_accepted() -> None:
         assert parameters.__required_keys__ <= FIELDS[path].keys()
 
 
-async def test_an_id_of_10_kb_is_refused(made: FakeFleet) -> None:
+async def test_a_conversation_id_of_10_kb_is_refused(made: FakeFleet) -> None:
     answer = await ask(made.urls[0], [user("x")], headers={**KEY, "x-session-id": "i" * 10_000})
     assert (answer.status, answer.error["code"]) == (400, "bad_request")
     answer = await ask(made.urls[0], [user("x")], headers=KEY, session_id="i" * 10_000)
@@ -281,7 +281,7 @@ async def test_a_tokenize_request_is_answered_by_any_engine(made: FakeFleet) -> 
         assert (await response.json())["tokens"] == [97, 98]
 
 
-async def test_an_unfinished_request_times_out(made: FakeFleet) -> None:
+async def test_a_request_that_stops_arriving_times_out(made: FakeFleet) -> None:
     host, _, port = made.urls[0].removeprefix("http://").partition(":")
     head = (
         b"POST /v1/chat/completions HTTP/1.1\r\nhost: x\r\nauthorization: Bearer right\r\n"

@@ -84,13 +84,15 @@ async def one_conversation_and_its_sub_agent(made: FakeFleet, main: Headers, sub
     return top, child
 
 
-async def test_opencode_sends_its_session_id(made: FakeFleet) -> None:
+async def test_turns_and_sub_agents_of_opencode_are_told_apart_by_session_id(made: FakeFleet) -> None:
     main = {"x-session-id": "ses_1"}
     sub = {"x-session-id": "ses_2", "x-parent-session-id": "ses_1"}
     assert await one_conversation_and_its_sub_agent(made, main, sub) == ("ses_1", "ses_2")
 
 
-async def test_claude_code_sends_its_session_id(made: FakeFleet) -> None:
+async def test_turns_and_sub_agents_of_claude_code_are_told_apart_by_session_and_agent_id(
+    made: FakeFleet,
+) -> None:
     main = {"x-claude-code-session-id": "s"}
     sub = {**main, "x-claude-code-agent-id": "a1"}
     assert await one_conversation_and_its_sub_agent(made, main, sub) == ("s", "s.a1")
@@ -99,13 +101,15 @@ async def test_claude_code_sends_its_session_id(made: FakeFleet) -> None:
     assert (await told(made, deeper))["parent"] == "s.a1"
 
 
-async def test_codex_sends_its_conversation_id(made: FakeFleet) -> None:
+async def test_turns_and_sub_agents_of_codex_are_told_apart_by_thread_id(made: FakeFleet) -> None:
     main = {"session-id": "t1", "thread-id": "t1"}
     sub = {"session-id": "t1", "thread-id": "t2", "x-codex-parent-thread-id": "t1"}
     assert await one_conversation_and_its_sub_agent(made, main, sub) == ("t1", "t2")
 
 
-async def test_dynamo_and_aiperf_end_their_sessions(made: FakeFleet) -> None:
+async def test_a_dynamo_session_with_its_final_marker_ends_and_its_sub_agent_does_not(
+    made: FakeFleet,
+) -> None:
     main = {"x-dynamo-session-id": "d1"}
     sub = {"x-dynamo-session-id": "d2", "x-dynamo-parent-session-id": "d1"}
     assert await one_conversation_and_its_sub_agent(made, main, sub) == ("d1", "d2")
@@ -118,13 +122,13 @@ async def test_dynamo_and_aiperf_end_their_sessions(made: FakeFleet) -> None:
 
 
 @pytest.mark.parametrize("header", ["x-smg-routing-key", "x-session-affinity"])
-async def test_routing_keys_name_conversations(made: FakeFleet, header: str) -> None:
+async def test_a_routing_key_names_a_conversation(made: FakeFleet, header: str) -> None:
     assert ids(await tool_loop(made, "build it", {header: "r1"})) == {"r1"}
     assert ids(await tool_loop(made, "build it", {header: "r2"})) == {"r2"}
     assert await retried_and_compacted(made, {header: "r1"}) == {"r1"}
 
 
-async def test_llm_d_and_inference_perf_send_back_the_token_they_were_given(made: FakeFleet) -> None:
+async def test_a_session_token_that_a_client_sends_back_names_its_conversation(made: FakeFleet) -> None:
     for named_after in ({}, {"prompt_cache_key": "my-app"}):
         first = await ask(made.urls[0], [user("one")], **named_after)
         token = {"x-session-token": first.headers["x-session-token"]}
@@ -211,7 +215,7 @@ async def test_a_session_header_names_the_conversation_beside_a_correlation_id(m
 
 
 @pytest.mark.parametrize("header", [True, False])
-async def test_the_multi_turn_benchmark_of_vllm_names_its_conversations(
+async def test_turns_of_vllms_multi_turn_benchmark_are_one_conversation(
     made: FakeFleet, header: bool
 ) -> None:
     """With `--send-conversation-id` the client names its conversation; without it the messages decide."""
@@ -237,7 +241,7 @@ async def test_a_request_id_that_changes_with_each_turn_does_not_split_an_aiperf
     assert len(made.prefills()) == 1
 
 
-async def test_inference_perf_continues_a_text_without_an_id(made: FakeFleet) -> None:
+async def test_completions_of_inference_perf_that_extend_a_text_are_one_conversation(made: FakeFleet) -> None:
     """A conversation of this client is a prompt of `/v1/completions` that grows by each answer and more
     text."""
     text, answers = "a system prompt " * 20, []

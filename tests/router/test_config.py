@@ -30,7 +30,7 @@ def test_a_configuration_written_to_a_file_is_read_back_unchanged(tmp_path: Path
         ("{", "JSON"),
     ],
 )
-def test_a_wrong_configuration_names_the_problem(tmp_path: Path, text: str, where: str) -> None:
+def test_an_error_in_a_configuration_names_the_problem(tmp_path: Path, text: str, where: str) -> None:
     file = tmp_path / "gateway.json"
     file.write_text(text)
     with pytest.raises(GatewayConfigError, match=where):

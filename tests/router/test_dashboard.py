@@ -55,7 +55,7 @@ async def test_the_dashboard_shows_engines_timelines_and_receipts(tmp_path: Path
         assert placement["receipt"]["decoder"]["chosen"]["engine"] == timeline["engine"]
 
 
-async def test_objectives_are_counted_over_all_gateways(tmp_path: Path) -> None:
+async def test_the_dashboard_counts_slo_objectives_over_all_gateways(tmp_path: Path) -> None:
     async with fleet(
         tmp_path, gateways=2, slos={"default": SloSettings(ttfet_s=30.0, last_turn_tbt_s=1e-9)}
     ) as made:
@@ -68,7 +68,7 @@ async def test_objectives_are_counted_over_all_gateways(tmp_path: Path) -> None:
     assert by_name == {"ttfet": (1.0, 3, 30.0), "last_turn_tbt": (0.0, 3, 1e-9)}
 
 
-async def test_without_the_directory_the_page_says_so(tmp_path: Path) -> None:
+async def test_the_dashboard_says_that_the_directory_is_away(tmp_path: Path) -> None:
     async with fleet(tmp_path) as made:
         await made.directory.stop(0)
         shown = await state(made.urls[0])

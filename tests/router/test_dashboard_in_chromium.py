@@ -73,7 +73,7 @@ async def test_the_dashboard_draws_engines_and_lanes(tmp_path: Path) -> None:
     assert size_of(tmp_path / "phone.png")[1] == 844
 
 
-async def test_an_empty_fleet_explains_how_to_begin(tmp_path: Path) -> None:
+async def test_the_dashboard_of_an_empty_fleet_explains_how_to_begin(tmp_path: Path) -> None:
     async with fleet(tmp_path / "fleet") as made:
         url = made.urls[0]
         document = (await chromium(tmp_path / "profile", f"{url}/dashboard", "--dump-dom")).decode()

@@ -86,7 +86,7 @@ async def test_turns_that_run_at_the_start_of_a_drain_are_answered_completely(tm
         assert done.body.endswith(b"data: [DONE]\n\n")
 
 
-async def test_without_another_decoder_a_conversation_stays(tmp_path: Path) -> None:
+async def test_a_conversation_stays_on_a_draining_decoder_if_there_is_no_other(tmp_path: Path) -> None:
     async with fleet(tmp_path, decoders=1) as made:
         messages, conversation, only = await opened(made)
         await drain(made, only)

@@ -211,7 +211,7 @@ def test_text_beyond_every_context_is_refused_before_it_is_tokenised(name: str) 
         ("/v1/embeddings", {"input": ["word " * 100] * 2000}),
     ],
 )
-def test_text_that_a_context_may_hold_is_passed_on(path: str, body: dict[str, Any]) -> None:
+def test_text_that_the_largest_context_may_hold_is_passed_on(path: str, body: dict[str, Any]) -> None:
     asked = BodyParser(path, API.get(path), JSON, "s", frozenset({MODEL}), PromptLimit(CONTEXT))
     parse_body(asked, (orjson.dumps({"model": MODEL, **body}),))
 
@@ -314,7 +314,7 @@ def test_answers_log_probabilities_and_bad_words_are_bounded_together(
     assert re.search(rf"it may (ask for|have) {bound}\b", refused.value.message)
 
 
-def test_a_fleet_may_allow_more_answers() -> None:
+def test_a_fleet_with_a_higher_limit_accepts_more_answers() -> None:
     limit = PromptLimit(100_000, max_answers=16)
     assert checked(**CHATTING, n=16, limit=limit) == 16
     with pytest.raises(BadRequest, match="it may ask for 16"):
@@ -349,7 +349,7 @@ def test_a_part_of_a_message_with_a_uuid_is_refused(
     parse_body(asked, (body(None),))
 
 
-async def test_kv_is_reserved_for_each_answer(made: FakeFleet) -> None:
+async def test_kv_is_reserved_for_each_answer_of_a_request(made: FakeFleet) -> None:
     beside = dict[int, int]()
     url = made.urls[0]
     for number in (1, 3):

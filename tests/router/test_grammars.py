@@ -91,7 +91,7 @@ def test_two_requests_have_equal_grammars_if_the_content_is_equal() -> None:
 
 
 @pytest.mark.slow
-async def test_new_grammars_per_minute_are_limited(tmp_path: Path) -> None:
+async def test_a_key_beyond_its_new_grammars_per_minute_gets_a_429(tmp_path: Path) -> None:
     async with limited(tmp_path, {"grammars_per_minute": 2}) as made:
         url = made.urls[0]
         asked = [*("a", "b", "a", "b", "c", "a")]
@@ -104,7 +104,7 @@ async def test_new_grammars_per_minute_are_limited(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-async def test_a_key_may_be_refused_structured_outputs(tmp_path: Path) -> None:
+async def test_structured_outputs_of_a_restricted_key_are_refused(tmp_path: Path) -> None:
     async with limited(tmp_path, {"structured_outputs": "refuse"}) as made:
         url = made.urls[0]
         refused = await alice(url, "hi", response_format=SCHEMA)
@@ -131,7 +131,7 @@ async def test_a_key_without_structured_outputs_creates_no_batches(tmp_path: Pat
 
 
 @pytest.mark.slow
-async def test_a_fleet_may_refuse_structured_outputs(tmp_path: Path) -> None:
+async def test_a_fleet_may_refuse_the_structured_outputs_of_all_keys(tmp_path: Path) -> None:
     async with fleet(tmp_path, key_limits=DefaultLimits(structured_outputs=StructuredOutputs.REFUSE)) as made:
         refused = await ask(made.urls[0], [user("hi")], structured_outputs={"choice": ["a"]})
         assert refused.status == 403 and refused.error["code"] == "structured_outputs_refused"

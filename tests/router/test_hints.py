@@ -44,7 +44,7 @@ def nested(depth: int) -> Any:
     return value
 
 
-def test_unknown_actions_are_ignored() -> None:
+def test_unknown_actions_of_kv_hints_are_ignored() -> None:
     deep = {"kv_hints": {"actions": [{"action_type": nested(2000)}, {"action_type": "conversation.final"}]}}
     assert parse_hints({}, deep) == Hints(final=True)
     assert parse_hints({}, envelope(final=nested(2000))) == Hints(final=False)
@@ -82,7 +82,7 @@ def test_a_strict_priority_goes_before_every_other_priority(said: dict[str, int]
     assert parse_hints({}, {"nvext": {"agent_hints": said}}).priority == priority
 
 
-def test_the_hint_envelope_is_the_one_of_vllm() -> None:
+def test_vllm_can_read_the_envelope_of_hints() -> None:
     protocol = pytest.importorskip("vllm.v1.kv_hints.protocol", reason="vLLM is not installed: make install")
     import msgspec
 
@@ -186,7 +186,7 @@ async def test_an_announced_tool_call_parks_at_once_and_prefetches_before_its_en
         assert len(decoder_of(made).seen) == 1  # a prefetch is not a request to the decoder
 
 
-async def test_a_turn_that_arrives_first_cancels_the_prefetch(tmp_path: Path) -> None:
+async def test_a_turn_that_arrives_before_its_prefetch_cancels_it(tmp_path: Path) -> None:
     async with fleet(tmp_path) as made:
         await away(made, 0.6)
         await ask(made.urls[0], [user("x" * 500), assistant("a"), user("b")], headers=NAMED)
@@ -195,7 +195,7 @@ async def test_a_turn_that_arrives_first_cancels_the_prefetch(tmp_path: Path) ->
 
 
 @pytest.mark.parametrize(("has_kv", "outcome"), [(True, "restored"), (False, "gone")])
-async def test_the_outcome_of_a_prefetch_is_the_engines_answer(
+async def test_a_prefetch_is_counted_by_the_engines_answer(
     tmp_path: Path, has_kv: bool, outcome: str
 ) -> None:
     async with fleet(tmp_path, engine={"has_kv": has_kv}) as made:
@@ -242,7 +242,7 @@ async def test_observed_tool_waits_start_a_prefetch_without_a_hint(tmp_path: Pat
         await until(lambda: prefetches(made))
 
 
-async def test_a_client_says_how_long_its_conversation_lives(tmp_path: Path) -> None:
+async def test_a_conversation_ends_after_the_lifetime_that_its_client_asked_for(tmp_path: Path) -> None:
     async with fleet(tmp_path, ttl_s=0.5) as made:
         short = {"x-session-id": "short", "x-conversation-ttl": "0.1"}
         long = {"x-session-id": "long", "x-conversation-ttl": "600"}

@@ -169,7 +169,7 @@ WRONG = ("- {[a]: b}\n", "[" * 60_000 + "]" * 60_000, "- {id: one}\n", "\0", "#"
 
 
 @pytest.mark.parametrize("text", WRONG, ids=range(len(WRONG)))
-async def test_a_valid_file_is_read_after_an_invalid_one(
+async def test_a_valid_keys_file_is_read_after_an_invalid_one(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, text: str
 ) -> None:
     monkeypatch.setattr("router.process.LOOK_EVERY_S", 0.02)
@@ -187,7 +187,7 @@ async def test_a_valid_file_is_read_after_an_invalid_one(
     watching.cancel()
 
 
-async def test_an_unreadable_file_is_read_as_soon_as_it_is_readable(
+async def test_a_keys_file_is_read_as_soon_as_it_is_readable_again(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The file's content has not changed, so that without a retry a revoked key would stay valid."""
@@ -235,7 +235,7 @@ async def test_thousands_of_keys_are_reloaded_without_blocking_the_event_loop(
 
 
 @pytest.mark.parametrize("text", [None, "[]\n", *WRONG], ids=["none", "empty", *map(str, range(len(WRONG)))])
-def test_without_a_valid_file_every_request_is_refused(tmp_path: Path, text: str | None) -> None:
+def test_without_a_valid_keys_file_every_request_is_refused(tmp_path: Path, text: str | None) -> None:
     file = tmp_path / "keys"
     if text is not None:
         file.write_text(text)
@@ -335,7 +335,7 @@ def conserve_key(*arguments: str) -> Result:
     return CliRunner().invoke(key_commands, list(arguments))
 
 
-def test_the_command_prints_a_key_once_and_writes_its_hash(tmp_path: Path) -> None:
+def test_conserve_key_prints_a_key_once_and_writes_its_hash(tmp_path: Path) -> None:
     file = tmp_path / "keys.yaml"
     more = ("--scope", "read", "--model", MODEL, "--expires", "90d", "--id", "k1", "--turns", "7")
     made = conserve_key("new", "--owner", "search", "--file", str(file), *more)

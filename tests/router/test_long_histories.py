@@ -60,7 +60,7 @@ def junk(size: int) -> list[dict[str, Any]]:
     return [{**user("hi"), "id": "A" * size}]
 
 
-async def test_a_history_is_bounded_like_a_body(tmp_path: Path) -> None:
+async def test_a_history_larger_than_the_limit_on_bodies_is_refused(tmp_path: Path) -> None:
     limits = GatewayLimits(body_mib=40_000 / MIB)
     async with fleet(tmp_path, answers=stored(tmp_path), limits=limits) as made:
         first = await say(made, junk(25_000))
@@ -208,7 +208,7 @@ async def test_a_disk_that_works_again_is_used_again(tmp_path: Path, monkeypatch
         assert (await say(made, "two", first)).status == 200, "what waited is stored"
 
 
-async def test_a_history_has_a_limited_number_of_answers(
+async def test_a_history_of_too_many_answers_is_refused(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("router.gateway.responses.stored_answers.LONGEST_HISTORY", 3)

@@ -60,7 +60,7 @@ async def test_a_conversation_without_an_id_is_recognised_and_transferred_once(t
         assert await answers(made) == before + 4  # by its stop reason, each turn answers the user
 
 
-async def test_another_system_prompt_is_another_conversation(tmp_path: Path) -> None:
+async def test_a_request_with_another_system_prompt_is_another_conversation(tmp_path: Path) -> None:
     async with fleet(tmp_path) as made, client(made) as claude:
         await claude.messages.create(**asked(1))
         await claude.messages.create(**{**asked(1), "system": "Another one."})
@@ -68,7 +68,7 @@ async def test_another_system_prompt_is_another_conversation(tmp_path: Path) -> 
         assert len(listed["data"]) == 2
 
 
-async def test_errors_have_anthropics_shape(tmp_path: Path) -> None:
+async def test_errors_of_the_messages_api_have_anthropics_shape(tmp_path: Path) -> None:
     async with fleet(tmp_path, keys=inline_keys(("k",), ())) as made:
         async with client(made, "wrong") as claude:
             with pytest.raises(anthropic.AuthenticationError) as unknown:

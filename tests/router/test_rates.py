@@ -64,7 +64,7 @@ def test_a_bucket_grants_the_amount_of_one_minute_and_refills_with_time(
         assert granted <= most + now * most / 60 + max(0, last - most) + 1e-6
 
 
-async def test_requests_per_minute_are_limited(tmp_path: Path) -> None:
+async def test_a_key_beyond_its_requests_per_minute_gets_a_delayed_429(tmp_path: Path) -> None:
     async with limited(tmp_path, {"requests_per_minute": 3}) as made:
         url = made.urls[0]
         got = [await alice(url, "hi") for _ in range(3)]
@@ -176,7 +176,7 @@ async def test_a_client_that_leaves_the_queue_is_not_charged(tmp_path: Path) -> 
         assert left(await alice(made.urls[0], "x", max_tokens=1), "tokens") > 8000
 
 
-async def test_concurrent_turns_are_limited(tmp_path: Path) -> None:
+async def test_a_key_beyond_its_concurrent_turns_gets_a_429_from_every_gateway(tmp_path: Path) -> None:
     async with limited(tmp_path, {"turns": 2}, engine={"token_s": 0.05}, gateways=2) as made:
         going = [asyncio.create_task(alice(made.urls[0], f"{n}", max_tokens=100)) for n in range(2)]
         await until(lambda: len(made.decoder_requests()) == 2)
@@ -203,7 +203,7 @@ async def test_each_answer_of_a_request_counts_as_a_turn_against_concurrency(tmp
         assert several.status == 200, "all are counted down again"
 
 
-async def test_a_request_without_its_body_does_not_count_as_a_turn(tmp_path: Path) -> None:
+async def test_a_request_whose_body_has_not_arrived_does_not_count_as_a_turn(tmp_path: Path) -> None:
     async with limited(tmp_path, {"turns": 1}) as made:
         host, _, port = made.urls[0].removeprefix("http://").partition(":")
         _, writer = await asyncio.open_connection(host, int(port))
@@ -278,7 +278,7 @@ def test_the_number_of_meters_is_bounded_and_the_oldest_is_dropped() -> None:
     assert [granted(meters, key(number), 1) for number in (1, 11_999)] == [1, 0]
 
 
-async def test_unknown_keys_are_counted_by_address(tmp_path: Path) -> None:
+async def test_requests_with_unknown_keys_are_counted_by_address(tmp_path: Path) -> None:
     async with fleet(tmp_path, key_limits=DefaultLimits(requests_per_minute=2)) as made:
         said = [{"authorization": f"Bearer {number}"} for number in range(3)]
         got = [await ask(made.urls[0], [user("hi")], headers=one) for one in said]

@@ -155,7 +155,7 @@ async def test_a_higher_class_waits_less_and_appears_in_the_metrics(tmp_path: Pa
         assert 'conserve_class_ttfet_seconds_count{slo_class="gold"} 1.0' in page
 
 
-async def test_a_client_cannot_raise_its_own_priority(tmp_path: Path) -> None:
+async def test_a_client_cannot_set_the_queue_weight_of_its_turn(tmp_path: Path) -> None:
     async with fleet(tmp_path) as made:
         answer = await ask(made.urls[0], [user("hi")], vllm_xargs={"queue_weight": 1000})
         assert answer.status == 400

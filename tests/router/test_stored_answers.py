@@ -320,7 +320,7 @@ def test_owners_shares_fill_the_store_without_exceeding_it(totals: list[int], mo
         assert most - kept < len(totals)
 
 
-async def test_a_store_that_cannot_be_read_is_a_503(tmp_path: Path) -> None:
+async def test_a_request_for_a_history_in_an_unreadable_store_gets_a_503(tmp_path: Path) -> None:
     (tmp_path / "answers.sqlite").write_bytes(b"no database at all" * 100)
     async with fleet(tmp_path, answers=stored(tmp_path)) as made:
         assert (await say(made, "one")).status == 200

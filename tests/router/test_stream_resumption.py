@@ -60,7 +60,7 @@ async def counted(made: FakeFleet, before: dict[str, float]) -> dict[str, float]
 
 @pytest.mark.parametrize("path", PATHS[:2])
 @pytest.mark.parametrize("usage", [{}, {"stream_options": {"include_usage": True}}], ids=["", "usage"])
-async def test_usage_is_known_even_if_the_client_does_not_request_it(
+async def test_a_turns_tokens_are_known_even_if_the_client_requests_no_usage(
     tmp_path: Path, path: str, usage: dict[str, Any]
 ) -> None:
     async with fleet(tmp_path, engine={"token_s": 0.001, "cached": 40}, prefillers=0) as made:
@@ -249,7 +249,7 @@ async def test_two_streams_with_the_same_prompt_both_resume_after_one_crash(tmp_
         assert (await ask(made.urls[0], [user("q")], max_tokens=3)).status == 200
 
 
-async def test_an_engine_that_cannot_resume_refuses_at_once(tmp_path: Path) -> None:
+async def test_a_stream_ends_in_an_error_if_the_next_engine_cannot_resume_it(tmp_path: Path) -> None:
     """During an upgrade a fleet may have an engine that would begin again at the first token."""
     async with fleet(tmp_path, decoders=1, prefillers=0, engine={"token_s": 0.02}) as made:
         before = await cuts(made)
@@ -362,7 +362,9 @@ def a_turn(api: Api, body: dict[str, Any], size: int = 0) -> Turn:
         ({"n": None, "logprobs": None, "prompt": None}, CHEAP_BYTES + 1, None),
     ],
 )
-def test_requests_that_cannot_resume_have_a_reason(body: dict[str, Any], size: int, why: str | None) -> None:
+def test_a_request_whose_stream_cannot_resume_has_a_reason(
+    body: dict[str, Any], size: int, why: str | None
+) -> None:
     assert why_not_resumable(a_turn(Api.COMPLETIONS, body, size)) == why
 
 

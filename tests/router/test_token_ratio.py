@@ -39,7 +39,7 @@ def known(prompt_bytes: int, completion: int = 0, context: int = 0) -> Known:
 
 
 @given(st.floats(0.05, 1.0), st.integers(100, 10**6))
-def test_the_ratio_follows_what_engines_count(truth: float, size: int) -> None:
+def test_the_ratio_follows_the_token_counts_of_engines(truth: float, size: int) -> None:
     ratio = TokenRatio(0.3)
     for _ in range(30):
         ratio.learn(turn(size), max(1, int(size * truth)))

@@ -53,7 +53,9 @@ def by_name(spans: list[Received]) -> dict[str, Received]:
     return {span.name: span for span in spans}
 
 
-async def test_a_first_turn_is_a_tree_of_its_stages_and_legs(tmp_path: Path, receiver: Receiver) -> None:
+async def test_the_spans_of_a_first_turn_are_a_tree_of_its_stages_and_legs(
+    tmp_path: Path, receiver: Receiver
+) -> None:
     tracing = TracingConfig(receiver.endpoint, sample=0.0)  # the client's flag decides
     async with fleet(tmp_path, tracing=tracing) as made:
         answer = await ask(
@@ -87,7 +89,7 @@ async def test_a_first_turn_is_a_tree_of_its_stages_and_legs(tmp_path: Path, rec
     assert computed == turn.attributes["gen_ai.usage.input_tokens"] > 0
 
 
-async def test_a_later_turn_has_one_leg(tmp_path: Path, receiver: Receiver) -> None:
+async def test_the_spans_of_a_later_turn_have_one_leg(tmp_path: Path, receiver: Receiver) -> None:
     async with fleet(tmp_path, tracing=TracingConfig(receiver.endpoint, sample=1.0)) as made:
         messages = [user("hello " * 20)]
         await ask(made.urls[0], messages)
@@ -307,7 +309,7 @@ async def test_tracing_libraries_are_not_loaded_when_tracing_is_off(tmp_path: Pa
         ("http://here:4317", "grpc", "http://here:4317"),
     ],
 )
-def test_a_receiver_may_have_a_path_or_speak_grpc(
+def test_spans_are_sent_to_the_endpoint_with_the_path_of_its_protocol(
     endpoint: str, protocol: Literal["http", "grpc"], expected: str
 ) -> None:
     assert TracingConfig(endpoint, protocol=protocol).traces_endpoint == expected

@@ -103,7 +103,7 @@ async def test_an_answer_streams_back_to_a_request_without_a_body(in_front: Any)
 @pytest.mark.parametrize(
     "framing", [b"content-length: 2000\r\n\r\n", b"transfer-encoding: chunked\r\n\r\n7d0\r\n"]
 )
-async def test_a_body_over_the_limit_is_refused(in_front: Any, framing: bytes) -> None:
+async def test_a_forwarded_body_over_the_limit_is_refused(in_front: Any, framing: bytes) -> None:
     _, port, pool = await in_front(max_bytes=1000)
     async with await Client.connect(port) as client:
         client.send(b"POST /count HTTP/1.1\r\n" + HOST + framing + b"x" * 2000)

@@ -108,7 +108,7 @@ async def test_split_chunks_reach_the_client_whole(before: Any, seed: int) -> No
     assert gateway.pool.splice_loop.stream_count == 0
 
 
-async def test_a_slow_reader_pauses_the_engine_and_loses_nothing(before: Any) -> None:
+async def test_a_slow_reader_of_a_spliced_stream_pauses_the_engine_and_loses_nothing(before: Any) -> None:
     count, written = 8000, 0
 
     def block(number: int) -> bytes:
@@ -189,7 +189,7 @@ async def test_a_spliced_stream_whose_engine_dies_ends_in_an_error_event(before:
     assert gateway.pool.splice_loop.stream_count == 0
 
 
-async def test_a_client_that_leaves_aborts_the_engines_request(
+async def test_a_client_that_leaves_a_spliced_stream_aborts_the_engines_request(
     serve: Any, pool_of: Any, engine_of: Any
 ) -> None:
     gone = asyncio.Event()

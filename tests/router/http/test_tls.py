@@ -159,7 +159,7 @@ async def test_a_slow_reader_gets_a_whole_large_answer(serve: Any, authority: Au
 
 
 @pytest.mark.parametrize("how", ["abort", "close", "vanish"])
-async def test_a_client_that_leaves_aborts_the_engines_request(
+async def test_a_tls_client_that_leaves_aborts_the_engines_request(
     serve: Any, pool_of: Any, engine_of: Any, authority: Authority, how: str
 ) -> None:
     gone = asyncio.Event()
@@ -205,7 +205,9 @@ async def test_an_unfinished_handshake_does_not_delay_other_clients(serve: Any, 
     assert server.stats.handshakes["timeout"] == 50
 
 
-async def test_handshakes_count_as_connections(serve: Any, authority: Authority) -> None:
+async def test_a_handshake_beyond_the_limit_on_connections_is_refused(
+    serve: Any, authority: Authority
+) -> None:
     release = asyncio.Event()
 
     async def slow(request: Request, responder: Responder) -> None:
