@@ -260,7 +260,7 @@ class GatewayConfig:
 
     @property
     def models_by_name(self) -> dict[str, ServedModel]:
-        """Return the models by name and by alias."""
+        """Return a mapping to the models from their names and aliases."""
         return {name: model for model in self.models for name in (model.name, *model.aliases)}
 
 

@@ -330,7 +330,7 @@ class UpstreamConnection(asyncio.Protocol):
             loop.add(self._splice)
 
     def on_diverted(self, data: bytes) -> None:
-        """Receive data of the spliced stream that is not one whole event; empty means end or error."""
+        """Receive data of the spliced stream that is not one whole event; b"" at its end or an error."""
         splice = self._splice
         assert splice is not None
         if data:

@@ -162,7 +162,7 @@ def _listed(value: Any) -> int:
 
 
 def _prompt_tokens(body: Mapping[str, Any]) -> int:
-    """Estimate the tokens of all prompts."""
+    """Estimate the tokens of all prompts of a body."""
     if (ids := token_ids(body.get("prompt"))) is not None:
         return len(ids)
     characters, media = media_in(body.get("messages"))

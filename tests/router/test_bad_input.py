@@ -1,4 +1,4 @@
-"""Invalid requests get an OpenAI-shaped error or a bounded wait, and leave nothing behind."""
+"""Invalid requests get an error in OpenAI's format within a time limit, and leave nothing behind."""
 
 import asyncio
 import json

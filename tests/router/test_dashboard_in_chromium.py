@@ -43,7 +43,7 @@ def size_of(png: Path) -> tuple[int, int]:
     return width, height
 
 
-async def test_the_dashboard_draws_engines_and_lanes(tmp_path: Path) -> None:
+async def test_the_dashboard_draws_engines_and_timelines(tmp_path: Path) -> None:
     async with fleet(tmp_path / "fleet", slos={"default": SloSettings(ttfet_s=30.0)}) as made:
         url = made.urls[0]
         for agent in range(3):

@@ -279,7 +279,7 @@ WORDS_OF_A_PAGE = [user("word " * 1000)]
         ({"path": "/v1/responses", "input": "x", "n": 100}, 1),  # `n` is unknown there and is dropped
     ],
 )
-def test_a_request_within_its_limits_has_as_many_answers_as_n_times_its_prompts(
+def test_answers_of_a_request_within_the_limits_are_n_times_its_prompts(
     body: dict[str, Any], answers: int
 ) -> None:
     assert checked(**body) == answers

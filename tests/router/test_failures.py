@@ -152,7 +152,7 @@ async def test_a_request_that_crashes_engines_is_tried_only_twice(
         assert (await ask(made.urls[0], [user("something else")])).status == 200
 
 
-async def test_a_new_epoch_of_an_engine_binds_its_conversations_anew(tmp_path: Path) -> None:
+async def test_conversations_of_an_engine_with_a_new_epoch_are_bound_anew(tmp_path: Path) -> None:
     async with fleet(tmp_path, decoders=1) as made:
         messages = [user("hi")]
         first = await ask(made.urls[0], messages)

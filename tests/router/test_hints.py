@@ -128,7 +128,7 @@ async def test_engines_get_only_hints_about_their_kv(tmp_path: Path) -> None:
         assert (later.body["kv_hints"], later.body["nvext"]) == (None, None)
 
 
-async def test_an_answer_says_where_it_was_computed_on_request(tmp_path: Path) -> None:
+async def test_an_answer_names_its_engines_if_the_request_asks_for_the_placement(tmp_path: Path) -> None:
     async with fleet(tmp_path) as made:
         asked = {**NAMED, "x-conversation-placement": "1"}
         first = await ask(made.urls[0], [user("a")], headers=asked, stream=True)

@@ -210,7 +210,7 @@ COSTLY = orjson.dumps({"model": MODEL, "messages": [user("x" * 300_000)]})
         (replace(CHAT, path="/tokenize", api=None), {"messages": [user("x")] * 10_001}),
     ],
 )
-def test_the_number_of_items_is_bounded_at_every_level(asked: BodyParser, body: dict[str, Any]) -> None:
+def test_a_body_with_too_many_items_in_a_list_is_refused(asked: BodyParser, body: dict[str, Any]) -> None:
     with pytest.raises(ApiError, match="it may have"):
         parse_body(asked, (orjson.dumps({"model": MODEL, **body}),))
 
@@ -257,7 +257,7 @@ async def test_costly_bodies_of_one_owner_beyond_the_waiting_limit_get_a_429() -
         parser_pool.close()
 
 
-async def test_waiting_for_a_process_has_a_limit() -> None:
+async def test_a_body_that_waits_too_long_for_a_parser_process_gets_a_429() -> None:
     parser_pool, asked = ParserPool(processes=1, max_wait_s=0.005), replace(CHAT, limit=PromptLimit(100_000))
     try:
         first = asyncio.create_task(parser_pool.parse(asked, (COSTLY,)))  # holds the only process for longer

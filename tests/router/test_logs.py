@@ -87,7 +87,7 @@ async def test_no_part_of_a_prompt_is_ever_logged(tmp_path: Path, lines: io.Stri
     assert all(LINE.match(line) for line in said.splitlines()), said
 
 
-def test_a_gateway_process_logs_in_this_format() -> None:
+def test_a_gateway_process_logs_one_line_per_event() -> None:
     code = "from router.process import log_to_stderr as on; import logging; on(); logging.info('a\\nb key=1')"
     done = subprocess.run(
         [sys.executable, "-c", code], capture_output=True, text=True, check=True, timeout=60

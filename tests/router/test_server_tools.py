@@ -58,7 +58,7 @@ def test_claude_codes_web_search_is_dropped_and_so_is_a_tool_choice_of_it(path: 
     assert sent(path, [READ, SEARCH], kept)[0] == {"tools": [READ], "tool_choice": kept}
 
 
-def test_tools_that_engines_accept_or_judge_themselves_are_unchanged() -> None:
+def test_tools_that_engines_support_or_check_themselves_are_unchanged() -> None:
     for path, tools in (
         (RESPONSES, [FUNCTION, PATCH, {"type": "mcp", "server_label": "s"}, {"type": 3}, "x"]),
         (MESSAGES, [READ, {**READ, "type": "custom"}, {"name": "no schema"}, None]),

@@ -186,7 +186,7 @@ async def test_a_request_with_two_histories_a_malformed_id_or_flex_is_refused(tm
         assert (offline.status, offline.error["param"]) == (400, "conversation")
 
 
-async def test_without_a_file_answers_are_in_memory(tmp_path: Path) -> None:
+async def test_answers_are_kept_in_memory_if_no_file_is_configured(tmp_path: Path) -> None:
     async with fleet(tmp_path) as made:
         first = await say(made, "one")
         assert (await say(made, "two", name_of(first))).status == 200

@@ -148,7 +148,7 @@ async def test_a_sampled_stream_resumes_with_a_comment(tmp_path: Path) -> None:
         assert contents(events(answer.body)) == [f"w{n} " for n in range(20)]
 
 
-async def test_many_streams_of_a_killed_decoder_resume(tmp_path: Path) -> None:
+async def test_all_streams_of_a_killed_decoder_resume(tmp_path: Path) -> None:
     async with fleet(tmp_path, decoders=0) as made, engine_process("d0", 0.02) as (info, pid):
         made.directory.engine_up(info)
         await made.settle()

@@ -68,7 +68,9 @@ def test_owners_share_prefixes_if_the_fleet_allows_it() -> None:
 
 
 @pytest.mark.parametrize("headers", [{}, {"x-conversation-id": "c"}])
-async def test_a_response_of_another_owner_does_not_exist(made: FakeFleet, headers: dict[str, str]) -> None:
+async def test_a_request_cannot_refer_to_a_response_of_another_owner(
+    made: FakeFleet, headers: dict[str, str]
+) -> None:
     path = "/v1/responses"
     first = await ask(made.urls[0], "hello", headers={**ALICE, **headers}, path=path)
     name = orjson.loads(first.body)["id"]

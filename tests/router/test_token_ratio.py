@@ -142,7 +142,7 @@ def test_text_beside_an_image_is_estimated_from_its_bytes() -> None:
         assert 30_000 <= ratio.prompt_tokens(with_parts(*parts, text=text), 0) <= 31_500
 
 
-def test_the_id_of_an_item_does_not_shorten_the_prompt() -> None:
+def test_an_image_with_a_long_item_id_counts_as_many_tokens_as_any_image() -> None:
     item = {"type": "image_generation_call", "id": "x" * 100_000, "result": IMAGE}
     assert TokenRatio(0.3).prompt_tokens(with_items(item), 0) >= 1_200
 

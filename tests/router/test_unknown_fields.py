@@ -102,7 +102,9 @@ async def test_a_fleet_may_refuse_unknown_fields(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("policy", UnknownFields)
 @pytest.mark.parametrize("path", FIELDS)
-def test_fields_that_control_an_engine_are_refused_everywhere(path: str, policy: UnknownFields) -> None:
+def test_fields_that_control_an_engine_are_refused_at_every_endpoint(
+    path: str, policy: UnknownFields
+) -> None:
     for name in REFUSED:
         for value in (1, None):
             with pytest.raises(BadRequest, match="belongs to the fleet"):

@@ -1,4 +1,4 @@
-"""Format of a line in the logs of our processes."""
+"""Regular expression for the log lines of our processes, and a parser of their fields."""
 
 import re
 

@@ -255,7 +255,7 @@ async def test_connections_to_an_engine_and_the_wait_for_one_are_limited(
     assert len(engine.connections) == 2
 
 
-async def test_a_waiter_connects_in_place_of_a_dead_connection(
+async def test_a_request_that_waits_for_a_connection_opens_one_when_another_dies(
     serve: Any, pool_of: Any, engine_of: Any
 ) -> None:
     both_asked = asyncio.Event()
@@ -280,7 +280,9 @@ async def test_a_waiter_connects_in_place_of_a_dead_connection(
         assert (await second.answer()).body == b"second"
 
 
-async def test_an_idle_connection_is_closed_before_the_engine_would(pool_of: Any, engine_of: Any) -> None:
+async def test_an_idle_connection_is_closed_before_the_engine_would_close_it(
+    pool_of: Any, engine_of: Any
+) -> None:
     closed = asyncio.Event()
 
     async def script(engine: EngineConnection) -> None:

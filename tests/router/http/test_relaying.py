@@ -67,7 +67,7 @@ async def test_head_and_first_events_arrive_in_order(
     assert len(engine.connections) == 1
 
 
-async def test_a_head_is_passed_before_its_body_arrives(before: Any) -> None:
+async def test_a_response_head_is_passed_on_before_its_body_arrives(before: Any) -> None:
     go_on = asyncio.Event()
 
     async def script(engine: EngineConnection) -> None:
@@ -142,7 +142,9 @@ async def test_a_head_request_is_relayed_and_has_no_body(before: Any) -> None:
         assert (await client.answer(head_only=True)).headers["content-length"] == "5"
 
 
-async def test_a_held_status_is_returned_and_not_passed_on(serve: Any, pool_of: Any, engine_of: Any) -> None:
+async def test_a_response_with_a_held_status_is_returned_and_not_passed_on(
+    serve: Any, pool_of: Any, engine_of: Any
+) -> None:
     async def script(engine: EngineConnection) -> None:
         while True:
             await engine.request()

@@ -131,7 +131,7 @@ def test_generated_text_about_errors_is_not_an_error_event() -> None:
 
 @settings(max_examples=200, deadline=None)
 @given(st.lists(st.integers(0, 3000), max_size=20))
-def test_splits_of_the_input_change_only_times(cuts: list[int]) -> None:
+def test_splits_of_a_stream_change_only_the_observed_times(cuts: list[int]) -> None:
     text = b"".join(CHAT)
     places = [0, *sorted({cut % len(text) for cut in cuts}), len(text)]
     pieces = [text[a:b] for a, b in pairwise(places)]

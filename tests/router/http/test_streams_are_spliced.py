@@ -147,7 +147,9 @@ async def spliced_script(engine: EngineConnection) -> None:
         await asyncio.sleep(0.005)
 
 
-async def test_partial_writes_keep_the_order(before: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_events_stay_in_order_when_a_client_socket_takes_only_parts_of_chunks(
+    before: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
     original = os.write
     monkeypatch.setattr(os, "write", lambda descriptor, data: original(descriptor, data[:7]))
 
