@@ -1,4 +1,4 @@
-"""Engines as rows of numpy columns, so that choosing among a thousand takes a few array operations."""
+"""Table of engines in numpy columns, so that a choice among a thousand takes a few array operations."""
 
 import re
 from bisect import bisect_left
@@ -8,15 +8,15 @@ import numpy as np
 from numpy.typing import NDArray
 
 Column = NDArray[np.float64]
-OPTIONS = 4  # engines that a receipt names: the chosen one and the next three
+OPTIONS = 4  # engines that a receipt names: the chosen engine and the next three
 
 
 class EngineTable:
     """Table with a row per engine and named numeric columns.
 
-    Rows are in the order of the engines' names, so that a tie goes to the first by name. A reader of a
-    receipt can tell why, and a directory that learns of the engines in another order decides the same. Rows
-    at the end without an engine hold each column's filler, which must be a value that no choice picks.
+    Rows are in the order of the engines' names, so that a tie goes to the first name. This explains a tie to
+    the reader of a receipt, and makes the choice independent of the order in which engines were added. Spare
+    rows at the end hold each column's filler, which must be a value that no choice picks.
     """
 
     def __init__(self, **fillers: float) -> None:
@@ -62,7 +62,7 @@ class EngineTable:
         self._number_from(row)
 
     def least(self, values: Column, count: int) -> list[int]:
-        """Return the rows with the `count` smallest finite values, in order and remove them from `values`."""
+        """Return the rows of the `count` smallest finite values in order; make these values infinite."""
         rows: list[int] = []
         while len(rows) < count:
             row = int(values.argmin())

@@ -1,4 +1,4 @@
-"""Engines as the fleet knows them: their identity and their reports, as plain data."""
+"""Data that describe an engine to the rest of the fleet: its identity, and the reports of its state."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -33,10 +33,10 @@ class EngineInfo:
 class EngineState:
     """Report of an engine. All KV sizes are in tokens, counted in whole blocks.
 
-    A report is cumulative: it replaces those before it, so that a hop keeps only the newest. What happened to
-    a conversation carries the number (`seq`) of the report that named it first, and stays in the reports for
-    a while. A reader takes what is later than the last report it read. A reader that was away for longer has
-    missed something only if its last report is earlier than `named_after`.
+    A report is cumulative: it replaces all reports before it, so that a hop keeps only the newest. An event
+    of a conversation (in `confirmed`, `parked` and `unparked`) stays in the reports for a while, with the
+    number (`seq`) of the first report that had it. A reader applies the events that are newer than the last
+    report that it read. It has missed confirmations only if that report is older than `named_after`.
     """
 
     engine: str
@@ -50,7 +50,7 @@ class EngineState:
     waiting: int
     offline_running: int = 0
     offline_waiting: int = 0
-    confirmed: Mapping[str, int] = field(default_factory=dict)  # conversations whose KV became visible
+    confirmed: Mapping[str, int] = field(default_factory=dict)  # conversations whose KV is in `live_tokens`
     draining: bool = False
     host_used_tokens: int = 0  # in host memory, of conversations and offline work
     host_free_tokens: int = 0
@@ -59,20 +59,20 @@ class EngineState:
     parked: Mapping[str, int] = field(default_factory=dict)  # conversations that were parked and still are
     unparked: Mapping[str, int] = field(default_factory=dict)  # conversations that a full host dropped
     named_after: int = 0  # `confirmed` is complete for readers of later reports
-    # Part of the live tokens, between turns: evictable, because it is on the host too or layers can be
-    # shared.
+    # Part of the live tokens, of conversations between turns: evictable, because the KV is on the host too,
+    # may be lost, or the engine can share its layers.
     idle_tokens: int = 0
     waiting_prompt_tokens: int = 0  # to compute before the first tokens of turns that wait for one
-    prompt_tokens_per_s: float = 0.0  # computed lately while prompts waited; 0: none yet
+    prompt_tokens_per_s: float = 0.0  # rate of recent iterations that had prompts; 0: no prompt yet
     prompt_share: float = 1.0  # share of its time that the TBT targets of running turns leave to prompts
     prompts: int = 0  # iterations so far with enough prompt tokens to measure
-    # Seconds of a prompt of n tokens alone, a + b n + c n n, from its latency model.
+    # (a, b, c) of the time to prefill n tokens alone, a + b n + c n n seconds, from the latency model.
     prefill_curve: tuple[float, float, float] | None = None
 
-    waiting_kv_tokens: int = 0  # KV that waiting turns need, also that from the host or from a prefiller
+    waiting_kv_tokens: int = 0  # KV that waiting turns lack, including KV on the host or a prefiller
     kv_per_token: int = 1  # above 1 where layers that keep the whole prompt form several groups of blocks
     split: "SplitState | None" = None  # None: it cannot share its layers
-    kv_per_conversation: int = 0  # blocks of windows and states, at any length
+    kv_per_conversation: int = 0  # for sliding windows and recurrent states, at any length
 
     def takes(self, tokens: int) -> int:
         """Return the KV tokens that a conversation of `tokens` occupies."""
@@ -98,5 +98,5 @@ class SplitState:
     shape: EngineShape
     epoch: int = 0  # epoch of the group with which it shares its layers; 0: its model is whole
     kv_tokens: int = 0  # tokens of KV that fit now
-    newest: int = 0  # latest epoch that it was ordered into; the next one must be later
+    newest: int = 0  # latest group epoch that it was ordered into; the next order must have a later epoch
     partners: tuple[str, ...] = ()  # `peer` of each other member

@@ -1,7 +1,7 @@
-"""Detection of hot decoders: prompts of later turns wait there, while another decoder is nearly free.
+"""Detection of a hot decoder: prompts wait there, while they hardly wait on another decoder.
 
-A conversation stays on its decoder for life, so a decoder whose conversations become busy together stays
-behind while others have time. Then some of its conversations should move.
+A conversation normally stays on its decoder for life. When the conversations of one decoder become busy
+together, their prompts wait although other decoders have time. Then some of them should move.
 """
 
 from dataclasses import dataclass, field
@@ -11,12 +11,12 @@ from placement.time_mean import TimeMean
 
 WINDOW_S = 3.0  # over which waits are averaged
 LEAST_SAVED_S = 1.0  # a move that saves a turn less than this is not worth its transfer
-COOL_SHARE = 0.25  # the other decoder's wait is at most this share of the hot one's
-REST_S = 5.0  # after conversations left, until the effect shows
+COOL_SHARE = 0.25  # the wait on the target may be at most this share of the wait on the hot decoder
+REST_S = 5.0  # after conversations left a decoder, no more leave it until the effect shows
 
 
 class HotDecoder(NamedTuple):
-    """Decoder that conversations should leave, and where they should go."""
+    """Decoder that conversations should leave, and the decoder where they should go."""
 
     engine: str
     wait_s: float  # mean wait of a prompt
@@ -26,7 +26,7 @@ class HotDecoder(NamedTuple):
 
 @dataclass(slots=True)
 class HotDecoders:
-    """Waits of prompts on all decoders that take conversations."""
+    """Record of how long prompts wait on each decoder, from which the hottest decoder is found."""
 
     _waits: dict[str, TimeMean] = field(default_factory=dict)
     _left_at: dict[str, float] = field(default_factory=dict)

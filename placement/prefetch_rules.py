@@ -1,8 +1,8 @@
 """Rules for prefetching parked KV to the accelerator ahead of its conversation's next turn.
 
-An agent that called a tool comes back when the tool has ended: at the time that it announced, or else as its
-earlier waits suggest. Answers are never predicted. A prefetch waits for a bounded time until no turn waits on
-its engine; after that the turn restores its KV on arrival.
+An agent that called a tool comes back when the tool has ended. This time is either announced by the agent or
+estimated from its earlier waits. A prefetch waits for a bounded time until no turn waits on its engine. If it
+cannot run by then, the next turn restores its KV on arrival.
 """
 
 from collections.abc import Sequence
@@ -11,26 +11,26 @@ from dataclasses import dataclass
 from placement.engines import EngineState
 
 PARK_AFTER_S = 60.0  # default idle time after which KV is held on the host only
-REMEMBERED_WAITS = 8
+REMEMBERED_WAITS = 8  # waits of a conversation that are kept for the estimate
 
 
 @dataclass(frozen=True, slots=True)
 class PrefetchTime:
-    """When to prefetch a conversation's KV."""
+    """Time at which to prefetch a conversation's KV."""
 
-    after_s: float  # from the end of its last turn
-    due_in_s: float  # from then until its next turn is expected
+    after_s: float  # from the end of the conversation's last turn to the prefetch
+    due_in_s: float  # from the prefetch to the expected next turn
 
 
 @dataclass(frozen=True, slots=True)
 class PrefetchRules:
     park_after_s: float = PARK_AFTER_S  # after a shorter wait the KV is still on the accelerator
-    lead_s: float = 2.0  # ahead of the next turn, at most half of the wait
-    fewest_waits: int = 3  # waits of a conversation that must have been observed
+    lead_s: float = 2.0  # how long before the next turn, but at most half of the wait
+    fewest_waits: int = 3  # observed waits of a conversation that an estimate needs
     patience_s: float = 30.0  # how long a prefetch waits for a busy engine
 
     def prefetch(self, announced_s: float | None, waits: Sequence[float]) -> "PrefetchTime | None":
-        """Return when to prefetch, None for never. An announced wait counts before observed ones."""
+        """Return when to prefetch, or None for never. `announced_s`, if not None, overrides `waits`."""
         wait_s = announced_s
         if wait_s is None and len(waits) >= self.fewest_waits:
             quartile = sorted(waits)[len(waits) // 4]
@@ -42,10 +42,10 @@ class PrefetchRules:
 
 
 def may_prefetch(state: EngineState, tokens: int) -> bool:
-    """Return whether an engine may prefetch `tokens` now.
+    """Return whether the engine may prefetch a conversation of `tokens` now.
 
-    No turn may wait there for its prompt or its KV, and the KV must fit without displacing any. An engine
-    that shares its layers restores nothing from its host.
+    No turn may wait there for its prompt or its KV, and the prefetched KV must fit without evicting any. An
+    engine that shares its layers cannot restore KV from its host.
     """
     waits = state.waiting or state.waiting_prompt_tokens
     return not (state.draining or waits or state.shares_layers) and state.free_tokens >= state.takes(tokens)

@@ -1,19 +1,19 @@
 """Order of waiting turns: higher classes first, and fair shares of tokens among owners and their flows.
 
-A class or priority has a queue weight in seconds. A turn with a higher weight goes first, but a lower class
-is never left out for long. Under a lasting overload every turn of the lower class has waited for longer than
-the difference of the weights at some time. If that alone put it first, the higher class would wait behind all
-of them. So it goes first only when no turn of its class, or of a lower one, was served for as long. What the
-higher class leaves belongs to the lower class anyway, and costs the higher class nothing.
+A turn's class and priority give it a queue weight in seconds (here, a class is all turns of one weight). The
+turn with the highest weight goes first, but no class starves. A turn of a lower class goes first once two
+things have lasted for longer than the difference between the highest weight and its own: it has waited, and
+no turn of its class or a lower one was served. The wait alone is not enough: in a lasting overload every turn
+of the lower class waits that long, and the higher class would then wait behind all of them.
 
-Among names (owners, or flows) the order is deficit round robin over tokens. In a round each name may be
-served a quantum of tokens; what it does not use, because its next turn is larger, it keeps for the next
-round. A new round begins when no waiting name has enough left. Within a round the higher class comes first,
-and in a class the earliest due. So a class counts among names, but never for more than a share.
+Names (owners, or the flows of an owner) take turns by deficit round robin over tokens. In each round a name
+may be served a quantum of tokens. It keeps what it does not use, because its next turn is larger, for the
+next round. A new round begins when no waiting name has enough left for its next turn. Within a round the
+higher class comes first, and within a class the turn that is due first. So a class decides the order of the
+names, but does not increase a name's share.
 
-While two names wait, neither is served more tokens than the other by more than a quantum and two turns of the
-largest size. A name that leaves and comes back within a round has what it had left, so that returning often
-gains nothing.
+While two names wait, the tokens that they are served differ by at most a quantum and two turns of the largest
+size. A name that leaves and returns within a round has what it had left, so leaving gains nothing.
 """
 
 from collections.abc import Mapping
@@ -24,19 +24,19 @@ QUANTUM = 8192  # tokens of a round
 
 
 class ClassOrder:
-    """Order of classes in one queue; it remembers when turns of each class were last served."""
+    """Rank of turns in one queue by class; it remembers when a turn of each class was last served."""
 
     def __init__(self) -> None:
-        self._served: dict[float, float] = {}  # queue weight -> when
+        self._served: dict[float, float] = {}  # queue weight -> time of the last served turn
 
     def served(self, queue_weight: float, now: float) -> None:
         self._served[queue_weight] = now
 
     def level(self, queue_weight: float, arrival: float, highest_weight: float, now: float) -> float:
-        """Return the level of a turn among others whose highest weight is `highest_weight`.
+        """Return the level of a turn in a queue whose highest queue weight is `highest_weight`.
 
         The turn with the highest level goes first; among equal levels, the turn that is due first. The level
-        is the turn's weight, or infinity once the turn and its class were left out for long enough.
+        is the turn's `queue_weight`, or infinity once the turn and its class were left out for long enough.
         """
         longest_s = highest_weight - queue_weight
         if longest_s <= 0 or now - arrival <= longest_s:
@@ -59,17 +59,17 @@ class QueueHead:
 
 
 class FairRounds:
-    """Deficit round robin over tokens: decides which waiting names may be served now, and in which order."""
+    """Deficit round robin that decides which waiting names may be served now, and in which order."""
 
     def __init__(self, quantum: int = QUANTUM) -> None:
         self._quantum = quantum
-        self._left: dict[str, int] = {}  # of this round; a name without an entry has all of it
+        self._left: dict[str, int] = {}  # tokens of this round; a name without an entry has the whole quantum
 
     def left(self, name: str) -> int:
         return self._left.get(name, self._quantum)
 
     def order(self, heads: Mapping[str, QueueHead]) -> list[str]:
-        """Return the names that may be served now, in order; start a new round if there are none."""
+        """Return the names that may be served now, in order; if there are none, start a new round first."""
         if not heads:
             self._left.clear()
             return []

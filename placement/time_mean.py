@@ -1,4 +1,4 @@
-"""Mean of a value over a window of time, for rules that must not react to each single value."""
+"""Mean of a value over recent time, for rules that must not react to every single change."""
 
 from dataclasses import dataclass
 from math import exp
@@ -6,7 +6,7 @@ from math import exp
 
 @dataclass(slots=True)
 class TimeMean:
-    """Exponential mean over `window_s`; each value holds until the next one."""
+    """Exponentially weighted mean over about `window_s`; each observed value holds until the next one."""
 
     window_s: float
     mean: float = 0.0

@@ -1,11 +1,11 @@
-"""Drop plan: which engines become one pipeline, which layers each keeps, and the KV that this gives.
+"""Drop plan: which engines become one pipeline, which layers each engine keeps, and the KV that is gained.
 
-This is the greedy plan of the KunServe paper: the two smallest groups of engines are merged and drop one copy
-of the parameters, until the lacking KV fits. A merge is not made if some engine gains no KV by it, if the
-link is too slow, or if iterations would miss the TBT target.
+This is the greedy plan of the KunServe paper: the two smallest groups of engines merge and drop one copy of
+the parameters, until the lacking KV fits. A merge is not made if an engine would gain no KV, if the link is
+too slow, or if iterations would miss the TBT target.
 
-Every engine keeps serving its own conversations and computes its layers for the whole group, so each kept
-layer has as many regions of KV as the group has engines.
+Every engine keeps serving its own conversations, and computes its layers for the whole group. So it has as
+many regions of KV for each kept layer as the group has engines.
 """
 
 from collections.abc import Sequence
@@ -16,56 +16,59 @@ from itertools import pairwise
 
 from placement.scheduling.latency_model import BatchWork, LatencyModel
 
-MAX_GROUP_SIZE = 4  # in a group: engines reserve address space for the KV of so many at their start
+MAX_GROUP_SIZE = 4  # engines; each reserves address space for the KV of so many when it starts
 
 
 def layer_parts(layers: int, engines: int) -> tuple[range, ...]:
-    """Split the layers over the engines of a group as evenly as possible, each layer on exactly one."""
+    """Split the layers over the engines of a group as evenly as possible; each layer is on one engine."""
     bounds = [index * layers // engines for index in range(engines + 1)]
     return tuple(range(*pair) for pair in pairwise(bounds))
 
 
 @dataclass(frozen=True, slots=True)
 class EngineShape:
-    """Sizes and speeds that determine what is gained by splitting a model over engines of one kind."""
+    """Sizes and speeds of one kind of engine, from which the gain and cost of sharing layers are computed."""
 
     layers: int
-    layer_bytes: float  # parameters of a layer, on all ranks of an engine
+    layer_bytes: float  # bytes of a layer's parameters, on all ranks of an engine
     kv_tokens: int  # tokens of KV that fit beside all layers
     kv_bytes_per_token: float  # in all layers
     activation_bytes: float  # bytes of one token's activation between two layers
     link_bytes_per_s: float  # from engine to engine, each way
-    latency: LatencyModel | None  # latency of the whole model; None: not measured
+    latency: LatencyModel | None  # of iterations with the whole model; None: not measured
     hop_s: float = 1e-4  # latency of one message
 
     def kept(self, engines: int) -> tuple[range, ...]:
         return layer_parts(self.layers, engines)
 
     def kv_each(self, engines: int) -> int:
-        """Return the KV tokens that each of `engines` has when they share the layers."""
+        """Return the KV tokens that fit on each engine of a group of `engines` that share the layers."""
         layer_kv = self.kv_bytes_per_token / self.layers
         kept = max(len(layers) for layers in self.kept(engines))
         freed = (self.layers - kept) * self.layer_bytes
         return int((self.layers * self.kv_tokens + freed / layer_kv) / (kept * engines))
 
     def hops_s(self, engines: int, tokens: float) -> float:
-        """Return the time that a batch needs to travel from its engine to each other engine and back."""
+        """Return the time of all messages with which a batch of `tokens` passes through the other engines."""
         return 2 * (engines - 1) * (self.hop_s + tokens * self.activation_bytes / self.link_bytes_per_s)
 
     def exchange_s(self, before: int, after: int, held: float) -> float:
-        """Return the time to move the KV of layers that change engines when a group changes its size."""
+        """Return the time in which an engine moves its `held` tokens of KV when its group changes its size.
+
+        Only the KV of the layers that change engines moves; `before` and `after` are the numbers of engines.
+        """
         moved = 1 - min(before, after) / max(before, after)
         return moved * held * self.kv_bytes_per_token / self.link_bytes_per_s
 
     def restore_s(self, engines: int) -> float:
-        """Return the time to fetch the parameters that an engine dropped from its peers."""
+        """Return the time in which each of `engines` fetches its dropped layers from the others."""
         missing = self.layers - min(len(layers) for layers in self.kept(engines))
         return missing * self.layer_bytes / self.link_bytes_per_s
 
 
 @dataclass(frozen=True, slots=True)
 class Member:
-    """An engine, as a drop plan sees it."""
+    """Engine of a group, as a drop plan sees it."""
 
     engine: str
     held_tokens: float  # tokens of KV that cannot be evicted
@@ -77,8 +80,8 @@ class DropLimits:
     tbt_s: float  # SLO target
     most_engines: int = MAX_GROUP_SIZE  # in a group
     exchange_s: float = 5.0  # how long running turns may stand still
-    # Share of the KV that is gained once beyond what is lacking. A declared overload goes on growing, and
-    # where few engines have capacity, all new turns go there and wait for each other's prompts.
+    # Share of all KV that a plan gains in addition to the lacking KV. An overload grows while it is handled,
+    # and where few engines have capacity, all new turns go there and wait for each other's prompts.
     reserve: float = 0.3
     link_share: float = 0.1  # share of an iteration that messages between engines may take
 
@@ -87,13 +90,13 @@ class NotDropped(StrEnum):
     """Reason why no further groups merge."""
 
     ENOUGH = "enough"  # the lacking KV and the reserve fit
-    ALONE = "alone"  # no other engine of this kind is left to share the layers with
+    ALONE = "alone"  # no other engine of this kind is left to share layers with
     LARGEST = "largest"  # the group would have too many engines
-    SPLIT = "split"  # the engines that are left share their layers already, and such groups do not grow
+    SPLIT = "split"  # the other engines share their layers already, and such groups do not grow
     NO_GAIN = "no_gain"  # an engine would have no more KV than now
-    UNMEASURED = "unmeasured"  # without a latency model the cost of the pipeline is unknown
-    LINK = "link"  # too slow for activations, or the exchange of KV would take too long
-    TBT = "tbt"  # iterations with the larger KV full would miss the SLO target
+    UNMEASURED = "unmeasured"  # the cost of the pipeline is unknown without a latency model
+    LINK = "link"  # the link is too slow for activations, or the exchange of KV would take too long
+    TBT = "tbt"  # iterations with all of the larger KV full would miss the SLO target
 
 
 @dataclass(frozen=True, slots=True)
@@ -101,9 +104,9 @@ class SplitGroup:
     engines: tuple[str, ...]
     layers: tuple[range, ...]  # one entry for each engine
     kv_tokens: int  # tokens of KV on each engine
-    whole_s: float  # seconds of an iteration with the KV of whole models full
-    split_s: float  # the same with all of the gained KV full
-    exchange_s: float  # how long running turns stand still first
+    whole_s: float  # seconds of an iteration with whole models and all of their KV full
+    split_s: float  # seconds of an iteration of the group with all of its KV full
+    exchange_s: float  # how long running turns stand still while the group is formed
 
 
 @dataclass(frozen=True, slots=True)
@@ -116,8 +119,11 @@ class DropPlan:
 def plan_drop(
     groups: Sequence[Sequence[Member]], shape: EngineShape, lacking_tokens: float, limits: DropLimits
 ) -> DropPlan:
-    """Plan which groups merge; an engine with a whole model is a group of one."""
-    # Among groups of one size the fullest goes first, because it has turns waiting.
+    """Plan which of `groups` merge to gain `lacking_tokens` and the reserve, within `limits`.
+
+    An engine with a whole model is a group of one. All others stay as they are.
+    """
+    # Among groups of one size the fullest goes first, because turns wait there.
     queue = [
         (len(group), -sum(one.held_tokens for one in group), min(one.engine for one in group), tuple(group))
         for group in groups
@@ -130,14 +136,14 @@ def plan_drop(
     if wanted > 0:
         whole = shape.kv_tokens * sum(len(group) for group in groups)
         had = sum(len(group) * shape.kv_each(len(group)) for group in groups) - whole
-        wanted += max(0, limits.reserve * whole - had)  # once: a later plan adds only what is still lacking
+        wanted += max(0, limits.reserve * whole - had)  # earlier plans may have gained the reserve already
     while gained < wanted and len(queue) > 1:
         first, second = heappop(queue), heappop(queue)
         members = (*first[3], *second[3])
         made = _merge(first[3], second[3], shape, limits)
         if isinstance(made, NotDropped):
             why = made
-            heappush(queue, second)  # the first, which holds the most, stays as it is
+            heappush(queue, second)  # `first`, which holds more, stays as it is
             continue
         for part in (first, second):
             merged.pop(part[2], None)
@@ -178,7 +184,10 @@ def _merge(
 
 
 def full_iteration_s(shape: EngineShape, engines: int, members: Sequence[Member]) -> float:
-    """Return the seconds of a decoding iteration when KV is full of turns as long as the members' turns."""
+    """Return the seconds of a decoding iteration when all KV of an engine in a group of `engines` is full.
+
+    The turns that fill it are as long as the mean running turn of `members`.
+    """
     assert shape.latency is not None
     tokens = shape.kv_each(engines)
     requests = round(tokens / _mean_context(members))

@@ -1,30 +1,30 @@
-"""Overload signal: whether the decoders' KV is overloaded, from observed demand alone.
+"""Overload signal: whether the decoders' KV is overloaded, judged by the observed demand alone.
 
-Idle conversations whose KV is on the host as well, and offline work, are evictable at once and do not count.
-The demand is what running and waiting turns ask for beyond that. It is averaged over a window and compared
-with two thresholds. An overload is declared by an observation that itself finds more demand than KV, after at
-least a window of observations: neither the first observation nor one that is past declares it.
+The demand is the KV that is held and cannot be evicted, plus the KV that waiting and refused turns lack. Idle
+KV with a copy on the host, and offline KV, can be evicted at once and do not count. The demand is averaged
+over a window and compared with two thresholds. Only an observation whose own demand exceeds the KV declares
+an overload, and only after a whole window of observations: a single or a past peak does not declare it.
 """
 
 from dataclasses import dataclass
 from enum import StrEnum
 from math import exp
 
-DECLARED = 1.0  # demand, as a share of the KV, from which on it is an overload
-OVER = 0.5  # demand below which it is over: the paper's threshold for restoring
-FULL = 0.7  # share held, below which turns wait for KV only if more are refused than wait
-WINDOW_S = 2.0
+DECLARED = 1.0  # demand, as a share of the KV, from which an overload is declared
+OVER = 0.5  # demand, as a share of the KV, below which the overload is over: the paper's threshold
+FULL = 0.7  # if a smaller share is held, waiting turns lack KV only if more KV is refused than waits
+WINDOW_S = 2.0  # over which the demand is averaged
 
 
 @dataclass(frozen=True, slots=True)
 class KvDemand:
     """KV that the decoders have, and KV that is demanded from them, in tokens."""
 
-    capacity: float  # tokens of KV for conversations while all models are whole
-    held: float  # not evictable: of running turns, and of idle ones that are nowhere else
-    evictable: float  # held beside that, and released at once
-    waiting: float  # missing for placed turns: they wait on an engine, or are in transfer to one
-    refused: float = 0.0  # missing for turns that fit on no decoder
+    capacity: float  # that conversations may use while all models are whole
+    held: float  # held and not evictable: by running turns, and by idle conversations without another copy
+    evictable: float  # held and evictable at once
+    waiting: float  # lacking for placed turns, which wait on an engine or are in transfer
+    refused: float = 0.0  # lacking for turns that fit on no decoder
 
     @property
     def asked(self) -> float:
@@ -35,9 +35,9 @@ class OverloadReason(StrEnum):
     FITS = "fits"
     EVICTABLE = "evictable"  # the demand fits once idle conversations and offline work are evicted
     BRIEF = "brief"  # demand exceeds the KV, but not on average, not for a window, or not now
-    COMPUTE = "compute"  # turns wait beside free KV: compute is the bottleneck
-    KV_SHORT = "kv_short"  # overload: turns wait and the KV is full of what is not evictable
-    NOT_OVER = "not_over"  # overload still: demand is lower, but not yet low
+    COMPUTE = "compute"  # turns wait although KV is free: compute is the bottleneck
+    KV_SHORT = "kv_short"  # overload: turns lack KV, and the KV that is held cannot be evicted
+    NOT_OVER = "not_over"  # overload still: the demand has fallen, but not below `OVER`
     NO_DECODER = "no_decoder"  # no decoder accepts conversations, so there is no KV to compare with
 
 
@@ -45,10 +45,10 @@ class OverloadReason(StrEnum):
 class OverloadState:
     overloaded: bool
     reason: OverloadReason
-    asked: float  # demand as a share of the KV, averaged
-    held: float
+    asked: float  # averaged demand, as a share of the KV
+    held: float  # averaged held KV, as a share of the KV
     since: float  # when `overloaded` last changed
-    lacking_tokens: int  # demand now beyond the KV
+    lacking_tokens: int  # by which the demand exceeds the KV now
 
     @property
     def declared(self) -> OverloadReason | None:
@@ -62,13 +62,16 @@ class OverloadState:
 
 class OverloadWatch:
     def __init__(self) -> None:
-        self._began_at: float | None = None  # first observation in the averages
+        self._began_at: float | None = None  # time of the first observation in the averages
         self._observed_at = 0.0
         self._averages = (0.0, 0.0, 0.0)  # shares: held, waiting, refused
         self.state = OverloadState.initial()
 
     def observe(self, demand: KvDemand, now: float) -> OverloadState:
-        """Record the demand. It is compared with the KV of whole models even while layers are shared."""
+        """Record the demand, and return the new state.
+
+        The demand is compared with the KV beside whole models, even while engines share their layers.
+        """
         before = self.state
         if demand.capacity <= 0:
             self._began_at = None

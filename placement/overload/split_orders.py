@@ -1,8 +1,8 @@
-"""Orders to decoders: which groups share their layers from now on, and which restore their models.
+"""Split orders: which decoders form groups that share their layers, and which groups restore their models.
 
-Groups are formed of engines with whole models, more than two where two do not suffice, and stay as they are
-until they are restored. To grow they would need whole models first, and what full engines hold does not fit
-there. Engines report what a drop needs (`SplitState`); the drop plan says who merges.
+A new group consists of engines with whole models: two, or more if two do not gain enough KV. It stays as it
+is until it restores them. To grow, its engines would need whole models first, and the KV that they hold does
+not fit beside a whole model. Engines report what a drop needs (`SplitState`); `plan_drop` forms the groups.
 """
 
 from collections import defaultdict
@@ -16,24 +16,25 @@ from placement.overload.signal import OverloadState
 
 @dataclass(frozen=True, slots=True)
 class SharingDecoder:
-    """Decoder that accepts conversations and can share its layers."""
+    """Decoder that can share its layers, as the orders see it."""
 
     engine: str
     tier: str
     held_tokens: float  # tokens of KV that cannot be evicted
     running: int
     split: SplitState
-    leaving: bool = False  # the engine will end, and shares nothing from now on
+    leaving: bool = False  # the engine will end, so it must not share layers any more
 
     @property
     def gained_tokens(self) -> int:
+        """Return how many more tokens of KV fit on the engine than with its whole model."""
         return self.split.kv_tokens - self.split.shape.kv_tokens if self.split.epoch else 0
 
 
 @dataclass(frozen=True, slots=True)
 class SplitOrders:
-    drops: tuple[tuple[str, ...], ...] = ()  # in the order of their parts of the layers
-    restores: tuple[tuple[str, ...], ...] = ()  # engines of a group, or of what is left of it
+    drops: tuple[tuple[str, ...], ...] = ()  # new groups, each in the order of the parts of the layers
+    restores: tuple[tuple[str, ...], ...] = ()  # groups that restore, each with its remaining engines
     why_no_more: NotDropped | None = None  # set where KV is lacking and nothing is dropped
 
 
@@ -47,8 +48,8 @@ def split_orders(
 ) -> SplitOrders:
     """Decide which groups drop layers and which restore them.
 
-    Groups of `unwilling` engines, which failed at it a while ago, are left as they are. `silent` means that
-    some decoder does not report, and may be in a group that seems to lack a member.
+    Groups with an `unwilling` engine, which failed to carry out an order a while ago, are left as they are.
+    `silent` means that some decoder does not report. A group that seems to lack a member may have it there.
     """
     groups = [group for group in _groups(decoders) if not any(one.engine in unwilling for one in group)]
     parts = tuple(_names(group) for group in groups if _lacks_a_member(group))
@@ -82,10 +83,10 @@ def _fits(decoder: SharingDecoder) -> bool:
 
 
 def _groups(decoders: Iterable[SharingDecoder]) -> list[list[SharingDecoder]]:
-    """Group the decoders that list each other in one epoch; a decoder with a whole model is a group of one.
+    """Group the decoders that share layers with each other; a decoder with a whole model is a group of one.
 
-    The epoch alone is not enough: a restarted directory may give it to another group before the members of
-    the first one have reported.
+    The group's epoch alone does not identify it: a restarted directory may give the same epoch to a second
+    group before the members of the first group have reported.
     """
     split: defaultdict[tuple[int, frozenset[str]], list[SharingDecoder]] = defaultdict(list)
     whole: list[list[SharingDecoder]] = []
@@ -98,7 +99,7 @@ def _groups(decoders: Iterable[SharingDecoder]) -> list[list[SharingDecoder]]:
 
 
 def _drops(groups: Sequence[Sequence[SharingDecoder]], lacking: float, limits: DropLimits) -> SplitOrders:
-    """Plan drops for each tier separately, as engines of different tiers may differ in model or speed."""
+    """Plan drops for each tier separately, because tiers may differ in speed or memory."""
     drops: list[tuple[str, ...]] = []
     why = NotDropped.ALONE
     for tier in sorted({group[0].tier for group in groups}):

@@ -7,7 +7,7 @@ from placement import PlacementError
 
 
 class StaleEpoch(PlacementError, ValueError):
-    """A binding names an earlier epoch of its engine, whose KV is gone."""
+    """The requested binding is to an earlier epoch of the engine, whose KV is gone."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,9 +53,9 @@ class Bindings:
         return binding
 
     def void_epoch(self, engine: str, epoch: int) -> tuple[Binding, ...]:
-        """End every binding to this or an earlier epoch of an engine, and return them.
+        """End all bindings to an engine's epochs up to `epoch`, and return them.
 
-        An engine that was only out of reach returns in the same epoch, and may be bound to again.
+        Conversations can be bound to the same epoch again, because an unreachable engine may return in it.
         """
         if epoch < self._epochs.get(engine, epoch):
             return ()

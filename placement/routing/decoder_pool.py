@@ -1,9 +1,9 @@
 """KV in use on the decoders, and the choice of the decoder with the least KV in use.
 
 KV in use is what an engine last reported as held for live conversations, plus the reservations for
-conversations that it has not reported yet. Parked and offline KV do not count: the first is on the host, the
-second is released as soon as online work needs the space. Whether a conversation fits leaves out idle KV as
-well: KV between turns that is also on the host can be evicted at no cost.
+conversations that it has not reported yet. Parked KV does not count, because it is on the host. Offline KV
+does not count, because it is released as soon as online work needs the space. A check of whether a
+conversation fits also leaves out evictable idle KV.
 """
 
 from collections.abc import Iterable, Iterator, Sequence
@@ -26,7 +26,7 @@ class KvFill:
     """KV in use on a set of engines, and the limit on it."""
 
     in_use: float  # tokens, not evictable
-    limit: float  # tokens that those of them which accept conversations may hold
+    limit: float  # tokens that these engines may hold, except engines that accept no conversations
 
     def __add__(self, other: "KvFill") -> "KvFill":
         return KvFill(self.in_use + other.in_use, self.limit + other.limit)
@@ -39,9 +39,10 @@ class KvFill:
 class DecoderPool:
     """Engines that hold conversations, with their KV in use, their limits and their reservations.
 
-    `limit` is the KV that an engine may hold now. `open_limit` is the same, or `CLOSED` where nothing may be
-    placed. `whole_limit` is the limit with a whole model, which an engine that shares its layers exceeds.
-    A conversation takes `per_token` for each of its tokens and `per_conversation` at any length.
+    These are the columns of its table, in tokens of KV. `limit` is the KV that an engine may hold now.
+    `open_limit` is the same, or `CLOSED` where no conversation may be placed. `whole_limit` is the limit of
+    the engine with its whole model; while it shares its layers, its `limit` is higher. A conversation
+    occupies `per_token` for each of its tokens, and `per_conversation` in addition.
     """
 
     def __init__(self) -> None:
@@ -71,14 +72,14 @@ class DecoderPool:
         self._reserved_on[engine] = set()
 
     def resize(self, engine: str, limit: int) -> None:
-        """Set the KV limit of an engine that dropped parameters, or restored them."""
+        """Set the KV limit of an engine that dropped or restored parameters."""
         row = self._table.row(engine)
         if self._table["open_limit"][row] != CLOSED:
             self._table["open_limit"][row] = limit
         self._table["limit"][row] = limit
 
     def remove(self, engine: str) -> tuple[str, ...]:
-        """Forget an engine; return the conversations that had a reservation there."""
+        """Remove an engine, and return the conversations that had a reservation there."""
         lost = tuple(sorted(self._reserved_on.pop(engine)))
         for key in lost:
             del self._reservations[key]
@@ -95,7 +96,7 @@ class DecoderPool:
         self._table["per_token"][row] = state.kv_per_token
         self._table["per_conversation"][row] = state.kv_per_conversation
         self._table["open_limit"][row] = CLOSED if state.draining else self._table["limit"][row]
-        if 0 < last_seq < state.named_after:  # confirmations in between are not named any more
+        if 0 < last_seq < state.named_after:  # the report may lack confirmations, so assume them all
             for key in tuple(self._reserved_on[engine]):
                 self.release(key)
         for key, named in state.confirmed.items():
@@ -123,7 +124,7 @@ class DecoderPool:
         return DecoderChoice(why, options[0], tuple(options[1:]), len(self), without_capacity)
 
     def fitting(self, tokens: int) -> Iterator[str]:
-        """Yield the decoders on which a conversation of `tokens` fits, least KV in use first."""
+        """Yield the decoders on which a conversation of `tokens` fits, in order of the KV in use."""
         in_use = self._table["live"] + self._table["reserved"]
         fits = in_use - self._table["idle"] <= self._table["open_limit"] - self._kv_of(tokens)
         rows = np.flatnonzero(fits)
@@ -131,7 +132,7 @@ class DecoderPool:
             yield self._table.name(int(row))
 
     def _kv_of(self, tokens: int, conversations: int = 1) -> NDArray[np.float64]:
-        """Return, for every engine, the KV that conversations with a total of `tokens` would occupy."""
+        """Return, for every engine, the KV that `conversations` with `tokens` in total would occupy there."""
         return tokens * self._table["per_token"] + conversations * self._table["per_conversation"]
 
     def reserve(self, engine: str, key: str, tokens: int) -> None:
@@ -162,9 +163,9 @@ class DecoderPool:
         return int(np.count_nonzero(self._open_rows()))
 
     def fill(self, engines: Iterable[str] | None = None) -> KvFill:
-        """Return the KV of these engines, by default of all.
+        """Return the KV in use on `engines`, by default on all, and their limit.
 
-        KV on draining engines counts too, because its conversations will need space elsewhere.
+        KV on draining engines counts as in use, because its conversations will need space elsewhere.
         """
         table = self._table
         rows = [table.row(engine) for engine in (self._reserved_on if engines is None else engines)]
@@ -173,11 +174,11 @@ class DecoderPool:
         return KvFill(in_use, float(table["limit"][open_rows].sum()))
 
     def demand(self, refused: Sequence[int]) -> KvDemand:
-        """Return the KV that the open engines have, and the KV that is demanded from them.
+        """Return the KV of the open engines, and the KV that is demanded from them.
 
-        What draining engines hold needs space there. A placed conversation that is not visible yet waits or
-        is in transfer. `refused` are the tokens of conversations that fit on no engine, counted as where they
-        take the least.
+        The demand includes the KV that draining engines hold. A reservation counts as waiting, because its
+        conversation waits or is in transfer. `refused` are the tokens of each conversation that fits on no
+        engine; they count as much KV as on the engine where they take the least.
         """
         table, rows = self._table, self._open_rows()
         leaving = [row for row in map(self._table.row, self._reserved_on) if not rows[row]]

@@ -1,13 +1,13 @@
 """Elastic placement: follow the paper's rule unless another engine gives the first token clearly sooner.
 
-A turn's prompt is computed by a prefiller. The conversation's decoder computes it if its first token comes
-within half of the prefiller's time, or, where the prefiller would put the TTFT target at risk, if it is
-sooner at all. A decoder that computes it in clearly less time than the one with the least KV in use is
-preferred to that one. What fits on no decoder is held by a prefiller, as a last resort.
+Normally a prefiller computes a turn's prompt. The conversation's decoder computes it if its first token would
+come within half of the prefiller's time, or, where the prefiller would put the TTFT target at risk, if the
+decoder is sooner by a small margin. Another decoder than the one with the least KV in use is chosen if it
+would compute the prompt in clearly less time. A prefiller holds a conversation that fits on no decoder.
 
-The estimates use only what is known: what is queued on a prefiller, its curve, and what of transfers was
-lately not hidden; the prompts that wait on the decoder, the rate at which it lately got through them, and the
-share of its time that the TBT target of its running turns leaves to prompts.
+The estimate for a prefiller uses its queue, its curve, and the measured part of transfers that prefill did
+not hide. The estimate for a decoder uses the prompts that wait there, its recent speed, and the share of its
+time that the TBT targets of its running turns leave to prompts.
 """
 
 from collections import Counter
@@ -33,23 +33,22 @@ from placement.scheduling.prefill_curve import PrefillCurve
 from placement.sizing.capacity import Signals
 
 # Found by simulation (docs/simulation.md). A decoder computes a prompt if its first token comes within this
-# share of the prefiller's time, or of the larger one where the prefiller takes too much of the TTFT target.
+# share of the prefiller's time; the second share applies where the prefiller puts the TTFT target at risk.
 LOCAL_SHARE, LOCAL_SHARE_AT_RISK = 0.5, 0.95
-AT_RISK = 0.6  # share of the TTFT target
-SOONER_SHARE = 0.8  # another decoder than that with the least KV has to be at least that much faster
-MANY_FULL = 0.25  # with a larger share of decoders full, KV is short and only the KV in use counts
+AT_RISK = 0.6  # a prefiller that takes more than this share of the TTFT target puts it at risk
+SOONER_SHARE = 0.8  # an engine with more KV in use must need less than this share of the other's time
+MANY_FULL = 0.25  # if a larger share of the decoders is full, KV is short and only the KV in use counts
 OWN_FILL = 0.75  # share of a prefiller's KV for conversations of its own
-TRANSFER_COST_KEPT_S = (
-    20.0  # how long the last transfers' cost counts fully; then it halves in each such time
-)
-MOST_RETRIES = 4  # each confirmed cost is kept four times as long, for at most an hour and a half
+# How long a measured transfer cost counts fully. After that it halves in each such time.
+TRANSFER_COST_KEPT_S = 20.0
+MOST_RETRIES = 4  # each retry that confirms the cost keeps it four times as long, up to an hour and a half
 REACHES_ENGINE_S = 0.5  # a turn placed longer ago is in the engine's own report
-LEAST_SHARE = 0.05  # of an engine's time that its prompts are assumed to have
+LEAST_SHARE = 0.05  # least share of an engine's time that its prompts are assumed to get
 REPLACED_PER_TRANSFER = 0.1  # share of the known transfer cost that each new transfer replaces
 
 
 def why_local(estimates: Estimates, ttft_s: float) -> Why | None:
-    """Return why the decoder computes a prompt itself, or None if a prefiller computes it."""
+    """Return why the decoder should compute a prompt itself, or None if the prefiller should."""
     local_s, remote_s = estimates
     if remote_s is None or local_s <= LOCAL_SHARE * remote_s:
         return Why.SOONER_ON_DECODER
@@ -59,20 +58,20 @@ def why_local(estimates: Estimates, ttft_s: float) -> Why | None:
 
 @dataclass(slots=True)
 class PromptBacklog:
-    """Prompts waiting on one engine: those that it reported, and those placed there since its report."""
+    """Prompts that wait on one engine: those in its report, and those placed there since the report."""
 
-    curve: PrefillCurve | None  # None: nothing is known of the engine but its rate
+    curve: PrefillCurve | None  # None: only the engine's rate is known, if anything
     waiting_tokens: int = 0
     tokens_per_s: float = 0.0  # 0: it has computed no prompt lately
     share: float = 1.0  # share of the engine's time that running turns leave to prompts
-    placed: dict[str, tuple[int, float]] = field(default_factory=dict)  # conversation -> tokens, when
+    placed: dict[str, tuple[int, float]] = field(default_factory=dict)  # conversation -> tokens, placed at
 
     def first_token_s(self, tokens: int) -> float:
-        """Return the seconds until a prompt's first token; infinite if the engine's speed is unknown."""
+        """Return the seconds until a prompt's first token, infinite if the engine's speed is unknown."""
         return self.alone_s(tokens) + self.wait_s(tokens)
 
     def wait_s(self, tokens: int) -> float:
-        """Return how long a prompt of `tokens` waits for the prompts before it; 0 if there are none."""
+        """Return how long a prompt of `tokens` waits for the prompts before it, 0 if there are none."""
         ahead = self.waiting_tokens + sum(tokens for tokens, _ in self.placed.values())
         if not ahead:
             return 0.0
@@ -88,10 +87,11 @@ class PromptBacklog:
 
 @dataclass(slots=True)
 class TransferCost:
-    """Seconds per token of the part of transfers that prefill does not hide.
+    """Estimated cost of a transfer: the seconds per token that the prefill does not hide.
 
-    The cost fades when there are no transfers: a slow one was more often a busy decoder than a slow link, and
-    must not keep others from showing what they cost. Each retry that confirms the cost makes it fade later.
+    The cost fades while there are no transfers. A high cost came more often from a busy decoder than from a
+    slow link, and must not prevent the transfers that would show a lower one. A transfer after the cost has
+    begun to fade is a retry. Each retry that confirms the cost makes it fade later.
     """
 
     s_per_token: float | None = None
@@ -111,7 +111,7 @@ class TransferCost:
         return tokens * self._confidence() * (self.s_per_token or 0.0)
 
     def _confidence(self) -> float:
-        """Return how much the last measured cost still counts: from 1 down to 0 as it ages."""
+        """Return how much the last measured cost still counts: 1 at first, and towards 0 as it ages."""
         return pow(0.5, max(0.0, (self.now - self._measured_at) / self._kept_s() - 1))
 
     def _kept_s(self) -> float:
@@ -125,8 +125,8 @@ class ElasticRule(LeastKvRule):
         self._placed_on: dict[str, str] = {}  # conversation -> engine, placed and not reported yet
         self._transfer_cost = TransferCost()
         self._own = DecoderPool()  # prefillers, with the conversations that they hold
-        self._held_by: dict[str, str] = {}  # conversation -> prefiller that took it
-        self._held_on = Counter[str]()  # prefiller -> conversations that it took
+        self._held_by: dict[str, str] = {}  # conversation -> prefiller that took it while idle
+        self._held_on = Counter[str]()  # prefiller -> number of these conversations
         self._idle = IdlePrefillers(state.settings.ttft_s)
 
     def first_turn(self, turn: FirstTurn, now: float) -> EngineChoice | Refusal:
@@ -159,24 +159,21 @@ class ElasticRule(LeastKvRule):
         return self._where_sooner(choice._replace(prefiller=prefiller), turn.uncached_tokens)
 
     def estimate(self, decoder: str, tokens: int, prefiller: PrefillerOption | None) -> Estimates:
-        """Estimate when the first token of a prompt comes if the decoder has `tokens` to compute.
-
-        A prefiller would have to send it as many.
-        """
+        """Estimate when a prompt's first token comes if the decoder has to compute or to receive `tokens`."""
         remote_s = None
         if prefiller is not None:
             remote_s = self._prefill_s(prefiller, tokens) + self._transfer_cost.seconds(tokens)
         return Estimates(self._backlogs[decoder].first_token_s(tokens), remote_s)
 
     def _prefill_s(self, prefiller: PrefillerOption, tokens: int) -> float:
-        """Return the seconds until a prefill ends on a prefiller that may also have turns of its own."""
+        """Return the seconds until a prompt of `tokens` is computed on a prefiller, beside its own turns."""
         backlog, wait_s = self._backlogs[prefiller.engine], prefiller.wait_s
         if self._held_on[prefiller.engine]:
-            wait_s = max(wait_s, backlog.wait_s(tokens))  # prompts of its own turns are in no queue
+            wait_s = max(wait_s, backlog.wait_s(tokens))  # prompts of its own turns are in no `PrefillQueues`
         return (wait_s + prefiller.prefill_s) / max(backlog.share, LEAST_SHARE)
 
     def _where_sooner(self, choice: EngineChoice, tokens: int) -> EngineChoice:
-        """Drop the prefiller from the choice if the decoder, with `tokens` to compute, is clearly sooner."""
+        """Return the choice, without its prefiller if the decoder would compute `tokens` clearly sooner."""
         best = choice.prefiller.chosen
         estimates = self.estimate(choice.decoder.chosen.engine, tokens, best)
         why = why_local(estimates, self.state.settings.ttft_s)
@@ -185,10 +182,10 @@ class ElasticRule(LeastKvRule):
         return choice._replace(prefiller=choice.prefiller.rejected(why), estimates=estimates)
 
     def _soonest_decoder(self, choice: EngineChoice, turn: FirstTurn) -> DecoderChoice:
-        """Return the decoder with the least KV, or a runner-up that is sooner by the margin.
+        """Return the choice of the decoder with the least KV, or of a runner-up that is clearly sooner.
 
-        It must also compute the prompt rather than the prefiller. Where many decoders are full, KV is short
-        and only the KV in use counts.
+        The runner-up must also be better than the prefiller (`why_local`). Where many decoders are full, KV
+        is short, and only the KV in use counts.
         """
         least = choice.decoder
         few_full = least.without_capacity <= MANY_FULL * least.considered
@@ -209,9 +206,10 @@ class ElasticRule(LeastKvRule):
         return least
 
     def _on_an_idle_prefiller(self, choice: EngineChoice, turn: FirstTurn, now: float) -> EngineChoice | None:
-        """Return a prefiller that takes conversations, if it has less KV in use than the best decoder.
+        """Return a choice that gives the conversation to an idle prefiller, or None if this is not better.
 
-        It computes the prompt itself, unless another engine is clearly sooner.
+        The prefiller must have less KV in use than the best decoder, and no other engine may be clearly
+        sooner.
         """
         least, taking, tokens = choice.decoder, self._idle.taking, turn.prompt_tokens
         if not taking or least.why is not Why.LEAST_KV_IN_USE:
@@ -238,7 +236,10 @@ class ElasticRule(LeastKvRule):
         )
 
     def _on_a_decoder_with_time(self, choice: EngineChoice, turn: FirstTurn) -> EngineChoice | None:
-        """Choose a decoder whose own prompts end soon, if possible the same one; None if there is none."""
+        """Return the choice with a decoder where the prompt waits short enough, or None if there is none.
+
+        The decoder of `choice` is preferred.
+        """
         first, limit_s = choice.decoder.chosen.engine, self.state.settings.max_prefill_wait_s
         for name in (first, *self.state.decoders.fitting(self.state.need(turn))):
             if self._backlogs[name].wait_s(turn.prompt_tokens) <= limit_s:
@@ -250,7 +251,7 @@ class ElasticRule(LeastKvRule):
         return None
 
     def _on_a_prefiller(self, turn: FirstTurn, now: float) -> EngineChoice | None:
-        """Return a prefiller that computes and holds the conversation, or None if it fits on none."""
+        """Return a choice of a prefiller that holds the conversation, or None if it fits on none."""
         holder = self._own.choose(self.state.need(turn), None)
         if holder is None:
             return None
@@ -324,7 +325,7 @@ class ElasticRule(LeastKvRule):
     def with_roles(self, signals: Signals) -> Signals:
         kept = [1 - self._backlogs[name].share for name in self._backlogs if name in self._own]
         decoders = [one for name, one in self._backlogs.items() if name in self.state.decoders]
-        # Nothing is known of the wait on an engine that has computed no prompt yet.
+        # The wait on an engine that has computed no prompt yet is infinite, that is, unknown.
         waits = [wait for one in decoders if (wait := one.wait_s(TYPICAL_TOKENS)) < inf]
         return replace(
             signals,
@@ -335,6 +336,6 @@ class ElasticRule(LeastKvRule):
         )
 
     def _forget_prompt(self, key: str) -> None:
-        """Forget a prompt that has been computed or that the engine now reports itself."""
+        """Stop counting a prompt as placed, because it was computed or the engine now reports it."""
         if (engine := self._placed_on.pop(key, None)) is not None:
             del self._backlogs[engine].placed[key]

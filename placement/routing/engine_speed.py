@@ -1,9 +1,10 @@
 """Prefill-speed estimates of engines, from their own reports and from engines of the same hardware.
 
-An engine that was slow while it started, or while another process had its machine, would get no prompts for
-that, and without prompts it never shows that it is faster. So what an engine has shown counts less the longer
-ago it was. For the rest, what engines of the same hardware show counts; where none of them has computed a
-prompt lately, the best that this engine has shown. No engine is taken to be slower than it has shown.
+An engine that was slow while it started, or while another process used its machine, would get no prompts, and
+without prompts it could not show that it is faster now. So an engine's measured speed loses weight with time.
+The rest of the weight goes to the typical speed of engines of the same hardware or, if none of them computed
+a prompt lately, to this engine's own best speed. The estimate is never slower than the engine's measured
+speed.
 """
 
 from collections import defaultdict
@@ -16,9 +17,9 @@ from placement.engines import EngineState
 from placement.routing.prefill_queue import HALF_LIFE_S, TYPICAL_TOKENS
 from placement.scheduling.prefill_curve import PrefillCurve
 
-RECENT_S = 2 * HALF_LIFE_S  # an engine that computed a prompt within this time shows its hardware's speed
-BEST_MOVES = 0.1  # share of the way that the best curve moves to the reported one, at each report
-TYPICAL_EVERY_S = 1.0  # how often the typical curve of a hardware is computed
+RECENT_S = 2 * HALF_LIFE_S  # an engine counts for its hardware's typical speed this long after a prompt
+BEST_MOVES = 0.1  # share of the way from the best curve to the reported curve that each report moves it
+TYPICAL_EVERY_S = 1.0  # time after which the typical curve of a hardware is computed again
 
 
 class EngineSpeed(NamedTuple):
@@ -26,9 +27,9 @@ class EngineSpeed(NamedTuple):
 
     reported: PrefillCurve | None  # None: the engine reports none
     estimate: PrefillCurve | None
-    measured: bool  # by this engine or by engines like it; else the estimate is a guess
-    tokens_per_s: float  # rate at which it got through waiting prompts; 0 where that is old
-    freshness: float  # share of what it has shown that counts
+    measured: bool  # on this engine or on engines of the same hardware; else the estimate is a guess
+    tokens_per_s: float  # rate at which it computed prompts lately; 0 if it did not
+    freshness: float  # weight of the engine's own measurements, from 1 towards 0
 
 
 @dataclass(slots=True)
@@ -36,21 +37,21 @@ class SpeedHistory:
     """Measured speeds of one engine."""
 
     hardware: str
-    prompts: int | None = None  # count in its last report
+    prompts: int | None = None  # `EngineState.prompts` of its last report
     curve: PrefillCurve | None = None
-    best: PrefillCurve | None = None  # best curve shown, moving towards the present one
-    shown_at: float | None = None
+    best: PrefillCurve | None = None  # fastest reported curve; each slower report moves it somewhat
+    shown_at: float | None = None  # when it last computed a prompt
 
 
 class EngineSpeeds:
-    """Prefill speeds of all engines."""
+    """Estimator of the prefill speeds of all engines."""
 
     def __init__(self, hardware_of: Mapping[str, str]) -> None:
-        """Start without engines. `hardware_of` names each tier's hardware; tiers of one name are alike."""
+        """Create an estimator without engines. `hardware_of` maps tiers of equal hardware to one name."""
         self._hardware_of = hardware_of
         self._engines: dict[str, SpeedHistory] = {}
         self._by_hardware: defaultdict[str, dict[str, SpeedHistory]] = defaultdict(dict)
-        self._typical: dict[str, tuple[float, PrefillCurve | None]] = {}  # when computed, and the curve
+        self._typical: dict[str, tuple[float, PrefillCurve | None]] = {}  # hardware -> when computed, curve
 
     def add(self, engine: str, tier: str) -> None:
         hardware = self._hardware_of.get(tier, tier)
@@ -61,13 +62,13 @@ class EngineSpeeds:
             del self._by_hardware[history.hardware][engine]
 
     def observe(self, state: EngineState, now: float) -> EngineSpeed:
-        """Apply a report, and return the engine's speed."""
+        """Apply an engine's report, and return the new estimate of its speed."""
         engine, tokens_per_s = self._engines[state.engine], state.prompt_tokens_per_s
         engine.curve = PrefillCurve(*state.prefill_curve) if state.prefill_curve else None
         if engine.curve is None:
             return EngineSpeed(None, None, False, tokens_per_s, 1.0)
         if state.prompts and state.prompts != engine.prompts:
-            # The first report does not say how old its figures are.
+            # The first report does not say how old its figures are, so they count as old.
             engine.shown_at = now if engine.prompts is not None else now - RECENT_S
             moved = _between(engine.best or engine.curve, engine.curve, BEST_MOVES)
             engine.best = _faster(engine.curve, moved)
@@ -86,7 +87,7 @@ class EngineSpeeds:
         return EngineSpeed(engine.curve, estimate, True, tokens_per_s, freshness)
 
     def _typical_curve(self, hardware: str, now: float) -> PrefillCurve | None:
-        """Return the median curve of engines that computed prompts recently, or None if there are none."""
+        """Return the median curve of a hardware's engines that computed prompts recently, if any."""
         computed_at, typical = self._typical.get(hardware, (-inf, None))
         if now < computed_at + TYPICAL_EVERY_S:
             return typical

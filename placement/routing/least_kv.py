@@ -34,16 +34,16 @@ class FirstTurn:
     key: str
     prompt_tokens: int
     preferred_decoder: str | None = None  # decoder of the parent, or of the conversation it forked from
-    had_decoder: bool = False  # the conversation had a decoder that is gone
-    prefixes: Sequence[PromptPrefix] = ()  # prefixes that other prompts may share, by length
+    had_decoder: bool = False  # whether the conversation had a decoder that is gone
+    prefixes: Sequence[PromptPrefix] = ()  # prefixes that other prompts may share, the shortest first
     queue_weight: float = 0.0  # prompts with a lower weight wait behind it
-    answers: int = 1  # to its prompt
+    answers: int = 1  # number of answers to the prompt (`n`)
 
 
 @dataclass(frozen=True, slots=True)
 class LaterTurn:
     key: str
-    decoder: str  # where the conversation is bound
+    decoder: str  # the decoder that the conversation is bound to
     prompt_tokens: int
     uncached_tokens: int
     prefix_on: str = ""  # prefiller that still has the first `prefix_tokens` of the prompt
@@ -53,12 +53,12 @@ class LaterTurn:
 
 
 class EngineChoice(NamedTuple):
-    """Engines chosen for a turn, before they are reserved."""
+    """Engines chosen for a turn, before KV is reserved there."""
 
     decoder: DecoderChoice
     prefiller: PrefillerChoice
     pool: DecoderPool  # pool that the decoder is in
-    cached: Mapping[str, int]  # tokens of the prompt that engines have cached, by estimate
+    cached: Mapping[str, int]  # engine -> estimated tokens of the prompt that it has cached
     estimates: Estimates | None = None
 
 
@@ -70,19 +70,19 @@ class RoutingState:
     decoders: DecoderPool = field(default_factory=DecoderPool)
     prefillers: PrefillQueues = field(default_factory=PrefillQueues)
     prefixes: PrefixMap = field(default_factory=PrefixMap)
-    split_kv: dict[str, int] = field(default_factory=dict)  # KV of decoders that share their layers
+    split_kv: dict[str, int] = field(default_factory=dict)  # decoder that shares its layers -> its KV tokens
 
     def need(self, turn: FirstTurn) -> int:
-        """Return the tokens of KV to reserve for a first turn: for as many answers as fit on any decoder."""
+        """Return the KV tokens to reserve for a first turn: its prompt and as many answers as can fit."""
         headroom, answers = self.settings.headroom_tokens, turn.answers
         while answers > 1 and not self.decoders.could_ever_hold(turn.prompt_tokens + answers * headroom):
             answers -= 1
         return turn.prompt_tokens + answers * headroom
 
     def cached_tokens(self, turn: FirstTurn, now: float) -> dict[str, int]:
-        """Return the tokens of the prompt that engines have cached, by estimate.
+        """Return, for each engine, the estimated tokens of the prompt that it has cached.
 
-        The last token is always computed.
+        The last token never counts as cached, because it is always computed.
         """
         most = turn.prompt_tokens - 1
         cached = self.prefixes.cached_tokens(turn.prefixes, now)
@@ -126,8 +126,10 @@ class LeastKvRule:
         return EngineChoice(decoder, prefiller, decoders, cached)
 
     def move(self, turn: FirstTurn, target: str | None) -> EngineChoice | Refusal:
-        """Return the decoder that gets the conversation's KV from its former one: the one with the least KV,
-        unless a `target` is named."""
+        """Return the decoder that a conversation moves to: `target`, or the one with the least KV in use.
+
+        The former decoder sends the KV.
+        """
         decoder = self.state.decoders.choose(self.state.need(turn), target)
         if decoder is None or (target and decoder.chosen.engine != target):
             return self._no_decoder(self.state.need(turn))
@@ -156,7 +158,7 @@ class LeastKvRule:
         wait_s = choice.prefiller.chosen.wait_s if choice.prefiller.chosen else 0.0
         if wait_s <= (limit_s := self.state.settings.max_prefill_wait_s):
             return choice
-        # The queue is a known number of seconds long, so when it is short enough again is known.
+        # The queue shrinks by a second each second, so the excess is the time until it is short enough.
         return refuse(RefusalReason.SATURATED, wait_s - limit_s, wait_s=wait_s, limit_s=limit_s)
 
     def _no_decoder(self, need: int) -> Refusal:
@@ -167,13 +169,13 @@ class LeastKvRule:
             return refuse(RefusalReason.TOO_LARGE, 0.0, tokens=need)
         return refuse(RefusalReason.NO_CAPACITY, RETRY_NO_CAPACITY_S, tokens=need, decoders=len(decoders))
 
-    # Events. This rule needs no state of its own.
+    # Events. They change nothing here, because this rule keeps no state of its own.
 
     def engine_up(self, info: EngineInfo, curve: PrefillCurve | None) -> None:
         """Add an engine. `curve` is None if its speed is unknown."""
 
     def engine_down(self, engine: str) -> tuple[str, ...]:
-        """Remove an engine; return the conversations that lose a reservation."""
+        """Remove an engine, and return the conversations that lose a reservation in a pool of this rule."""
         return ()
 
     def observe(self, state: EngineState, last_seq: int, speed: EngineSpeed, now: float) -> None:
@@ -183,7 +185,7 @@ class LeastKvRule:
         """Record a placed turn whose decoder would compute `uncached` tokens of its prompt."""
 
     def transferred(self, tokens: int, seconds: float) -> None:
-        """Record the visible part of a transfer: from the end of the prefill to the start on the decoder."""
+        """Record the `seconds` from the end of a prefill to the start on the decoder."""
 
     def release(self, key: str) -> None:
         """Forget a conversation that ended, or whose placement was not used."""
@@ -201,5 +203,5 @@ class LeastKvRule:
         return self.state.decoders.fill()
 
     def with_roles(self, signals: Signals) -> Signals:
-        """Return the signals with what engines do beside their role."""
+        """Return the signals, completed by the time that engines spend on work outside their role."""
         return signals

@@ -26,7 +26,7 @@ from placement.routing.receipts import Move, Placement, Receipt, Refusal, Refusa
 from placement.scheduling.prefill_curve import PrefillCurve
 from placement.sizing.capacity import CapacityWatch, Signals
 
-FORGET_PREFILL_AFTER_S = 5.0  # an idle prefiller's queued prompts are forgotten after this
+FORGET_PREFILL_AFTER_S = 5.0  # queued prompts older than this are forgotten if their prefiller is idle
 
 
 class MissingCurve(PlacementError, LookupError):
@@ -42,13 +42,14 @@ class Placer:
     ) -> None:
         """Create a placer for an empty fleet.
 
-        `curves` are prefill curves by tier, used until engines report their own: of all tiers of prefillers,
-        and of decoders where known. `hardware_of` gives tiers of the same hardware the same name.
+        `curves` has a prefill curve for each tier of prefillers, and for tiers of decoders where one is
+        known. They are used until engines report their own. `hardware_of` maps tiers of equal hardware to one
+        name.
         """
         self.settings = settings
         self._curves = curves
         self._infos: dict[str, EngineInfo] = {}
-        self._seqs: dict[str, int] = {}  # last report of each engine
+        self._seqs: dict[str, int] = {}  # engine -> number of its last report
         self._speeds = EngineSpeeds(hardware_of or {})
         self._state = RoutingState(settings)
         elastic = settings.first_turns is FirstTurns.ELASTIC and settings.policy is PlacingPolicy.CONSERVE
@@ -59,7 +60,7 @@ class Placer:
     # Engines
 
     def engine_up(self, info: EngineInfo) -> tuple[str, ...]:
-        """Add an engine, or a new epoch of one; return the conversations that lose a reservation on it."""
+        """Add an engine, or its new epoch; return the conversations that lost a place on its former epoch."""
         policy, state, curve = self.settings.policy, self._state, self._curves.get(info.tier)
         if policy.prefills(info.role) and curve is None:
             raise MissingCurve(f"tier {info.tier!r} has no prefill curve; run `conserve profile`")
@@ -76,7 +77,7 @@ class Placer:
         return lost
 
     def engine_down(self, engine: str) -> tuple[str, ...]:
-        """Remove an engine; return the conversations whose queued prefill or reservation was there."""
+        """Remove an engine, and return the conversations whose queued prefill or reservation was there."""
         if self._infos.pop(engine, None) is None:
             return ()
         lost: dict[str, None] = {}
@@ -119,7 +120,7 @@ class Placer:
         return True
 
     def _observe_wait(self, report: EngineState, speed: EngineSpeed, now: float) -> None:
-        """Note how long prompts wait on a decoder, if it takes conversations and reports its speed."""
+        """Record how long prompts wait on a decoder, if it takes conversations and its speed is known."""
         tokens, engine = report.waiting_prompt_tokens, report.engine
         if report.draining or not (speed.tokens_per_s or speed.estimate):
             self.hot.remove(engine)
@@ -161,7 +162,7 @@ class Placer:
     def place_moved(
         self, turn: FirstTurn, move: Move, now: float, target: str | None = None
     ) -> Placement | Refusal:
-        """Place a later turn on another decoder than before, on `target` if it is named.
+        """Place a later turn on another decoder than before, on `target` if this is not None.
 
         A refusal changes nothing.
         """
@@ -176,17 +177,17 @@ class Placer:
         return placement
 
     def place_later(self, turn: LaterTurn, now: float) -> Placement:
-        """Place a later turn on its own decoder, without refusal. It may go through a prefiller again."""
+        """Place a later turn on its decoder, never refusing it. It may go through a prefiller again."""
         choice = self._rule.later_turn(turn, now)
         headroom = turn.answers * self.settings.headroom_tokens
         need = turn.uncached_tokens + headroom if choice.prefiller.chosen else 0
         return self._commit(turn, choice, need, turn.uncached_tokens, now)
 
     def prefill_done(self, key: str, now: float, tokens: int = 0, cached: int | None = None) -> None:
-        """Record the end of a prefill.
+        """Record that a prefill ended, and correct the prefiller's curve by it.
 
-        `tokens` is the prompt that the prefiller computed, from which its curve learns, or 0 if it did not
-        compute it. It had `cached` of them in its cache; None if it does not report that.
+        `tokens` is the length of the prompt, or 0 if the prefiller did not compute it. The prefiller had
+        `cached` of these tokens in its cache, or None if it does not report that.
         """
         self._state.prefillers.prefill_ended(key, tokens, now, cached or 0)
         if tokens:
@@ -195,15 +196,16 @@ class Placer:
             self._state.prefixes.prompt_not_computed(key)
 
     def turn_ended(self, key: str, engine: str, tokens: int, now: float, cached: int | None = None) -> None:
-        """Record that `tokens` of the conversation are on its decoder.
+        """Record that a turn ended and left `tokens` of its conversation on the decoder `engine`.
 
-        If the decoder computed the turn's prompt, it had `cached` of it; None if it did not, or does not say.
+        `cached` is how many tokens of the prompt this decoder had in its cache, or None if it did not compute
+        the prompt or does not report that.
         """
         self._state.prefixes.prompt_computed(key, cached)
         self._state.prefixes.conversation_grew(key, engine, tokens, now)
 
     def transferred(self, tokens: int, seconds: float) -> None:
-        """Record the visible part of a transfer: from the end of the prefill to the start on the decoder."""
+        """Record the `seconds` from the end of a prefill to the start on the decoder."""
         self._rule.transferred(tokens, seconds)
 
     def release(self, key: str, now: float) -> None:
@@ -247,29 +249,32 @@ class Placer:
     # Signals
 
     def uncached_tokens(self, prompt_tokens: int, prefixes: Sequence[PromptPrefix], now: float) -> int:
-        """Estimate the tokens of a prompt that no engine has cached."""
+        """Estimate how many tokens of a prompt the engine with the longest cached prefix has to compute."""
         cached = max(self._state.prefixes.cached_tokens(prefixes, now).values(), default=0)
         return prompt_tokens - min(cached, prompt_tokens - 1)
 
     def prompt_arrived(self, prompt_tokens: int, now: float) -> None:
-        """Count a turn that needs a prefiller, once, whether or not it can be placed."""
+        """Add the prefill time of a turn to the demand, once for each turn, placed or not."""
         if not self.settings.policy.disaggregates:
             return
         seconds = self._state.prefillers.mean_prefill_s(prompt_tokens)
-        if seconds is None:  # no prefiller is up: what one of them would need
+        if seconds is None:  # no prefiller is up, so the curve of any tier has to do
             curve = next(iter(self._curves.values()), None)
             seconds = curve.seconds(prompt_tokens) if curve else 0.0
         self._capacity.arrived(seconds, now)
 
     def observe_overload(self, now: float, refused: Sequence[int] = ()) -> OverloadState:
-        """Compare the decoders' KV with the demand; `refused` counts prompt tokens that fit on no decoder."""
+        """Compare the decoders' KV with the demand, and return the new overload state.
+
+        `refused` has the prompt tokens of each first turn that fits on no decoder.
+        """
         decoders = self._state.decoders
         needs = [tokens + self.settings.headroom_tokens for tokens in refused]
         self._capacity.observed((self._rule.kv_fill() + KvFill(sum(needs), 0.0)).pressure, now)
         return self._overload.observe(decoders.demand(needs), now)
 
     def signals(self, running_tokens: int, now: float) -> Signals:
-        """Return the capacity signals; `running_tokens` is the KV of conversations with a running turn."""
+        """Return the capacity signals. `running_tokens` is the KV of conversations with a running turn."""
         decoders, prefillers = self._state.decoders, self._state.prefillers
         running_share = running_tokens / max(1.0, self._rule.kv_fill().limit)
         signals = self._capacity.signals(

@@ -1,4 +1,4 @@
-"""Settings of the placer: which turns a prefiller computes, limits, and how long refused clients wait."""
+"""Settings of the placer: which turns a prefiller computes, where, and the limits on KV and queues."""
 
 from dataclasses import dataclass, field
 from enum import StrEnum
@@ -11,11 +11,11 @@ from placement.scheduling.interface import DEFAULT_TARGETS
 class Redisaggregation:
     """Rule for sending later turns through a prefiller again.
 
-    A later turn has much to compute when a prefix breaks, a file is pasted or a context is compacted. Real
-    agents do that, and such a turn is a first turn in all but name. The rule reads sizes that are known on
-    arrival: `uncached` is what the bound decoder would have to compute, `prompt` is the turn's whole input.
-    The prefiller also computes what the decoder has cached, unless it still has it itself. `min_share` keeps
-    a turn local when that would be mostly repeated work (docs/simulation.md shows what it gains).
+    A later turn has much to compute when an agent changes its prefix, pastes a file or compacts its context.
+    Such a turn is as long as a first turn. The rule reads two sizes that are known on arrival: `uncached` is
+    how many tokens the bound decoder would have to compute, and `prompt` is the turn's whole input. The
+    prefiller also has to compute the tokens that only the decoder has cached. `min_share` keeps a turn on its
+    decoder where this would be most of the work (docs/simulation.md shows what it gains).
     """
 
     above_tokens: int = 4096
@@ -26,11 +26,11 @@ class Redisaggregation:
 
 
 class PlacingPolicy(StrEnum):
-    """Which turns are computed by a prefiller."""
+    """Policy that decides which turns a prefiller computes."""
 
-    CONSERVE = "conserve"  # first turns, and large later ones
-    COLLOCATED = "collocated"  # none: every engine serves whole conversations
-    FULL_DISAGGREGATION = "full_disaggregation"  # all
+    CONSERVE = "conserve"  # first turns, and later turns with much to compute
+    COLLOCATED = "collocated"  # no turn: every engine serves whole conversations
+    FULL_DISAGGREGATION = "full_disaggregation"  # every turn
 
     def prefills(self, role: Role) -> bool:
         return role is Role.PREFILL and self is not PlacingPolicy.COLLOCATED
@@ -43,9 +43,9 @@ class PlacingPolicy(StrEnum):
         return self is not PlacingPolicy.COLLOCATED
 
     def later_turn_waits(self, prefill_s: float, longest_s: float) -> float:
-        """Return how long a later turn may wait for a prefiller, in seconds.
+        """Return how many seconds a later turn may wait for a prefiller that takes `prefill_s` for it.
 
-        Its decoder can compute it as well, so that a queue longer than its own prefill is no help.
+        Its decoder can compute it as well, so waiting for longer than the prefill itself does not help.
         """
         return min(prefill_s, longest_s) if self is PlacingPolicy.CONSERVE else longest_s
 
@@ -56,17 +56,17 @@ class PlacingPolicy(StrEnum):
 
 
 class FirstTurns(StrEnum):
-    """Where first turns, and later turns with long uncached prompts, are prefilled."""
+    """Rule for where first turns, and later turns with much to compute, are prefilled."""
 
-    PREFILLER = "prefiller"  # the paper's rule: always on a prefiller when one is up
-    ELASTIC = "elastic"  # where the first token comes first
+    PREFILLER = "prefiller"  # the paper's rule: on a prefiller whenever a prefiller is up
+    ELASTIC = "elastic"  # on the engine that gives the first token first
 
 
 class PrefillerRoles(StrEnum):
-    """Whether prefillers take conversations of their own."""
+    """Rule for which conversations prefillers take and hold themselves."""
 
-    FIXED = "fixed"  # the paper's rule: only what fits on no decoder
-    ELASTIC = "elastic"  # also new ones, while they idle and prompts wait on decoders
+    FIXED = "fixed"  # only conversations that fit on no decoder
+    ELASTIC = "elastic"  # also new conversations, while the prefiller idles and prompts wait on decoders
 
 
 @dataclass(frozen=True, slots=True)
@@ -74,11 +74,11 @@ class PlacerSettings:
     policy: PlacingPolicy = PlacingPolicy.CONSERVE
     first_turns: FirstTurns = FirstTurns.ELASTIC
     roles: PrefillerRoles = PrefillerRoles.FIXED  # only with elastic first turns
-    headroom_tokens: int = 1024  # reserved beyond the prompt, for the first answers
+    headroom_tokens: int = 1024  # reserved beyond the prompt, for each answer
     fill: float = 0.9  # share of a decoder's KV that may be in use, evictable KV not counted
-    max_prefill_wait_s: float = 10.0  # a longer queue refuses
-    relieve_hot: bool = False  # conversations leave a decoder whose prompts wait much longer than another's
-    shared_tier: bool = False  # decoders find KV of a conversation that another decoder had
+    max_prefill_wait_s: float = 10.0  # a first turn that would wait longer for its prefill is refused
+    relieve_hot: bool = False  # conversations leave a decoder where prompts wait much longer than on another
+    shared_tier: bool = False  # decoders find the KV that other decoders computed
     capacity_window_s: float = 60.0  # over which the capacity signals are averaged
     redisaggregation: Redisaggregation = field(default_factory=Redisaggregation)
     ttft_s: float = DEFAULT_TARGETS.ttft_s

@@ -16,13 +16,13 @@ from placement.routing.receipts import PrefillerChoice, PrefillerOption, Why
 from placement.scheduling.prefill_curve import PrefillCurve
 
 TYPICAL_TOKENS = 8192  # prompt length at which two curves are compared
-KEPT_PER_PROMPT = 0.9  # share of the correction that each prompt leaves of what was learned before
-HALF_LIFE_S = 20.0  # of what an engine has shown, while it computes nothing
+KEPT_PER_PROMPT = 0.9  # share of the earlier measurements that stays in a correction at each new prompt
+HALF_LIFE_S = 20.0  # in which measurements of an engine lose half of their weight while it computes nothing
 SLOWEST, FASTEST = 20.0, 0.05  # bounds of the correction
-# Share of its prefill time by which a prefiller that has the prefix cached is preferred: computing again what
-# another engine has, only to end somewhat sooner, makes the prompts wait that come next.
+# Surcharge on prefill time when prefillers are compared, which favours a prefiller with a cached prefix.
+# Computing a cached prefix again elsewhere, only to end somewhat sooner, delays the prompts that come next.
 RECOMPUTE_COST = 0.5
-MOST_COMPARED = 32  # of the prefillers that have a prefix, the ones with the shortest queues
+MOST_COMPARED = 32  # prefillers with a cached prefix that are compared: those with the shortest queues
 
 
 class QueuedPrefill(NamedTuple):
@@ -33,16 +33,16 @@ class QueuedPrefill(NamedTuple):
 
 @dataclass(slots=True)
 class CurveCorrection:
-    """Ratio of the measured seconds of an engine's prompts to the seconds that its curve predicts.
+    """Ratio of the measured time of an engine's prompts to the time that its curve predicts.
 
-    Time counts while there is a queue, from the end of the prompt before. So the sums hold in whatever order
-    the engine computes its prompts, and when it computes several at once.
+    The measured time of a prompt begins when the previous prompt ended, or when the queue began. So the sums
+    are right in whatever order the engine computes its prompts, and when it computes several at once.
     """
 
     took_s: float = 0.0
     expected_s: float = 0.0
-    since: float = 0.0  # when the queue began, or the prompt before ended
-    ended: float = 0.0  # when the prompt before ended
+    since: float = 0.0  # when the queue began, or the previous prompt ended
+    ended: float = 0.0  # when the previous prompt ended
 
     def prompt_ended(self, expected_s: float, now: float) -> None:
         kept = KEPT_PER_PROMPT
@@ -66,19 +66,21 @@ class CurveCorrection:
 class PrefillQueues:
     """Queue and prefill curve of every prefiller.
 
-    Column `free_at` is when all queued prompts will be done. Column `behind` is the seconds queued after the
-    running prompt: when that one overruns its estimate, at least those are still to come.
+    Column `free_at` is when all queued prompts will be done. Column `behind` is the prefill time of the
+    prompts queued behind the running prompt: the least time that is left when the running prompt overruns its
+    estimate.
     """
 
     def __init__(self) -> None:
-        # `closed` is infinite where no prompt may be placed, so that adding it takes the row out of a choice.
+        # `closed` is infinite where no prompt may be placed, so that adding it excludes the row from a
+        # choice.
         self._table = EngineTable(free_at=0.0, behind=0.0, a=0.0, b=0.0, c=0.0, closed=inf)
         self._queues: dict[str, OrderedDict[str, QueuedPrefill]] = {}
         self._engine_of: dict[str, str] = {}  # conversation -> prefiller
-        self._weights = Counter[float]()  # queue weights of all queued prompts
-        self._initial: dict[str, PrefillCurve] = {}  # curve before the engine reported one
+        self._weights = Counter[float]()  # queue weight -> number of queued prompts
+        self._initial: dict[str, PrefillCurve] = {}  # the curve that the engine was added with
         self._reported: dict[str, PrefillCurve] = {}
-        self._estimates: dict[str, tuple[PrefillCurve, float]] = {}  # and how much of a slowdown counts
+        self._estimates: dict[str, tuple[PrefillCurve, float]] = {}  # curve, and freshness (`set_curve`)
         self._corrections: dict[str, CurveCorrection] = {}  # kept when an engine restarts
 
     def __len__(self) -> int:
@@ -101,8 +103,8 @@ class PrefillQueues:
     ) -> None:
         """Store the curve that an engine reports, and the estimate of its current curve.
 
-        The correction learned from its prompts stays. Of a correction that makes the engine slower, only the
-        share `freshness` counts.
+        The correction learned from the engine's prompts is kept. If it makes the engine slower, only the
+        share `freshness` of it counts.
         """
         before, correction = self._reported[engine], self._corrections[engine]
         if reported != before:
@@ -112,7 +114,7 @@ class PrefillQueues:
         self._update_curve_columns(engine)
 
     def remove_engine(self, engine: str) -> tuple[str, ...]:
-        """Forget an engine; return the conversations whose prefill was queued there."""
+        """Remove an engine, and return the conversations whose prefill was queued there."""
         self._table.remove(engine)
         lost = self._queues.pop(engine)
         for key, queued in lost.items():
@@ -135,12 +137,12 @@ class PrefillQueues:
         return float((table["a"] + table["b"] * tokens + table["c"] * tokens * tokens)[open_].mean())
 
     def shortest_wait_s(self, now: float) -> float:
-        """Return the wait in the shortest queue; 0 if no engine accepts prompts."""
+        """Return the wait in the shortest queue, or 0 if no engine accepts prompts."""
         wait = np.maximum(self._table["free_at"] - now, self._table["behind"])[self._table["closed"] == 0.0]
         return max(0.0, float(wait.min())) if wait.size else 0.0
 
     def choose(self, tokens: int, now: float, queue_weight: float = 0.0) -> PrefillerChoice | None:
-        """Return the prefiller that would finish `tokens` first, or None if none accepts prompts."""
+        """Return the prefiller that would finish `tokens` first, or None if no prefiller accepts prompts."""
         table = self._table
         # In place where possible: at a thousand rows creating an array costs as much as the sum in it.
         wait = table["free_at"] - now
@@ -170,9 +172,9 @@ class PrefillQueues:
         now: float,
         queue_weight: float,
     ) -> PrefillerChoice:
-        """Return the choice, or a prefiller that has a prefix cached and finishes about as soon.
+        """Return `choice`, or a choice of a prefiller that has a prefix cached and finishes about as soon.
 
-        `cached` has the tokens of the prompt that each engine holds.
+        `cached` maps engines to the tokens of the prompt that they have cached.
         """
         best = choice.chosen
         if best is None:
@@ -184,7 +186,7 @@ class PrefillQueues:
         return choice if best is choice.chosen else choice.replaced(best, Why.HAS_PREFIX)
 
     def _shortest_queues(self, engines: Iterable[str], count: int, now: float) -> list[str]:
-        """Return at most `count` of `engines`: the prefillers with the shortest queues."""
+        """Return the prefillers among `engines`, at most the `count` with the shortest queues."""
         names = [name for name in engines if name in self._queues]
         if len(names) <= count:
             return names
@@ -196,9 +198,9 @@ class PrefillQueues:
     def option(
         self, engine: str, tokens: int, now: float, cached: int = 0, queue_weight: float = 0.0
     ) -> PrefillerOption | None:
-        """Return this prefiller as an option, or None if it accepts no prompts.
+        """Return the option to compute `tokens` on this prefiller, or None if it accepts no prompts.
 
-        It has `cached` of the tokens already.
+        `cached` is how many of the tokens the prefiller has in its cache.
         """
         if engine not in self._queues or self._table["closed"][self._table.row(engine)]:
             return None
@@ -219,14 +221,15 @@ class PrefillQueues:
             return
         self._table["free_at"][row] = now + self.wait_s(engine, now) + seconds
         queue[key] = QueuedPrefill(seconds, now, queue_weight)
-        first = _running_prompt(queue)
-        # A prompt that overtakes the running one has that behind it.
-        self._table["behind"][row] += seconds if first != key else _queued_seconds(queue) - seconds
+        # A prompt that overtakes the running prompt has all other prompts behind it.
+        overtakes = _running_prompt(queue) == key
+        self._table["behind"][row] += _queued_seconds(queue) - seconds if overtakes else seconds
 
     def prefill_ended(self, key: str, tokens: int, now: float, cached: int = 0) -> None:
-        """Update the curve correction from a prefill that ended.
+        """Update the curve correction from a prefill that ended, and remove its prompt from the queue.
 
-        `tokens` is what the engine counted, 0 where it said nothing; it had `cached` of them.
+        `tokens` is the length of the prompt, or 0 if the prefiller did not compute it, and `cached` is how
+        many of them the prefiller had in its cache.
         """
         engine = self._engine_of.get(key)
         if engine is not None and tokens:
@@ -257,12 +260,12 @@ class PrefillQueues:
             self._table["behind"][row] = 0.0
 
     def drop_placed_before(self, engine: str, before: float, now: float) -> None:
-        """Drop prompts whose end was never reported, because the engine reports an empty queue."""
+        """Remove the prompts placed before `before`: the engine is idle, so their end was not reported."""
         for key in [k for k, queued in self._queues[engine].items() if queued.placed_at < before]:
             self.dequeue(key, now)
 
     def wait_s(self, engine: str, now: float, queue_weight: float = -inf) -> float:
-        """Return the wait of a prompt with this queue weight; by default it waits behind all others."""
+        """Return how long a prompt with this queue weight would wait; by default behind all prompts."""
         row = self._table.row(engine)
         wait_s = float(max(self._table["free_at"][row] - now, self._table["behind"][row], 0.0))
         if not self._overtakes_some(queue_weight):
@@ -270,7 +273,7 @@ class PrefillQueues:
         return min(wait_s, _queued_seconds(self._queues[engine], queue_weight))
 
     def _overtakes_some(self, queue_weight: float) -> bool:
-        """Return whether a prompt with this weight would overtake any queued prompt."""
+        """Return whether a prompt with this weight would overtake a queued prompt of any prefiller."""
         return any(weight < queue_weight for weight in self._weights)
 
     def _uncount(self, queued: QueuedPrefill) -> QueuedPrefill:
@@ -289,15 +292,15 @@ class PrefillQueues:
 
 
 def _running_prompt(queue: OrderedDict[str, QueuedPrefill]) -> str:
-    """Return the key of the prompt assumed to be running: the oldest with the highest weight."""
+    """Return the key of the prompt assumed to be running: the oldest of those with the highest weight."""
     return max(queue, key=lambda key: queue[key].queue_weight)
 
 
 def _queued_seconds(queue: OrderedDict[str, QueuedPrefill], min_weight: float = -inf) -> float:
-    """Return the seconds of queued prompts with at least this weight."""
+    """Return the total prefill time of the queued prompts whose weight is at least `min_weight`."""
     return sum(queued.seconds for queued in queue.values() if queued.queue_weight >= min_weight)
 
 
 def _cost(option: PrefillerOption) -> float:
-    """Return the seconds until the prompt ends, with a surcharge for tokens that are computed again."""
+    """Return the seconds until the prompt ends, with a surcharge on the prefill time (`RECOMPUTE_COST`)."""
     return option.wait_s + (1 + RECOMPUTE_COST) * option.prefill_s

@@ -1,8 +1,8 @@
-"""Prefillers that take new conversations: they idle while prompts wait on decoders.
+"""Elastic roles: prefillers that idle while prompts wait on decoders take new conversations.
 
-A prefiller takes conversations from the moment that it was mostly idle for a while and prompts waited on the
-decoders meanwhile. It takes no more as soon as it is mostly busy or nothing waits on decoders. What it has
-taken it keeps for life, so that its role returns as its conversations end.
+A prefiller begins to take conversations when it has been mostly idle for a while and prompts have waited on
+the decoders meanwhile. It takes no more as soon as it is mostly busy or no prompt waits on decoders. It keeps
+the conversations that it has taken until they end. Then it is a mere prefiller again.
 """
 
 from dataclasses import dataclass, field
@@ -16,15 +16,15 @@ BEGINS_WAIT, ENDS_WAIT = 0.4, 0.1  # mean wait of a prompt on a decoder, as a sh
 
 @dataclass(slots=True)
 class IdlePrefillers:
-    """The prefillers that take conversations now, by the reports of the fleet's engines."""
+    """Set of the prefillers that take conversations now, kept up to date by the reports of engines."""
 
-    ttft_s: float  # target
+    ttft_s: float  # SLO target
     taking: set[str] = field(default_factory=set)
     changes: int = 0  # how often a prefiller started or stopped taking conversations
     _idle: dict[str, TimeMean] = field(default_factory=dict)  # prefiller -> share of its time without work
-    _waits: dict[str, float] = field(default_factory=dict)  # decoder -> seconds that its prompts wait
+    _waits: dict[str, float] = field(default_factory=dict)  # decoder -> seconds that a prompt waits there now
     _wait_sum: float = 0.0
-    _wait: TimeMean = field(default_factory=lambda: TimeMean(WINDOW_S))  # mean wait over all decoders
+    _wait: TimeMean = field(default_factory=lambda: TimeMean(WINDOW_S))  # of the mean wait over all decoders
 
     def decoder_reported(self, engine: str, wait_s: float, now: float) -> None:
         self._wait_sum += wait_s - self._waits.get(engine, 0.0)

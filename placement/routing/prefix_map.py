@@ -1,9 +1,10 @@
 """Map of shared prefixes: which engines have lately computed the prefix of a prompt.
 
 Agents of one framework begin their prompts alike, with 10k to 30k tokens of system prompt and tools. An
-engine keeps a prefix in its cache until something else takes the space. The cache cannot be queried, so the
-map assumes that prompts and conversations fill the engine's KV, the latest last. When a prompt finds much
-less than that, less is assumed to fit; a prefix that was not used for long is forgotten.
+engine keeps a prefix in its cache until something else takes the space. The cache cannot be queried. So the
+map assumes that an engine's KV holds the prompts and conversations that it was given last. When a prompt
+finds much less in the cache than expected, the map assumes that less fits. It forgets prefixes that were not
+used for long.
 """
 
 from collections import OrderedDict
@@ -12,19 +13,19 @@ from dataclasses import dataclass, field
 from math import inf
 from typing import NamedTuple
 
-MOST_PREFIXES = 4096
-MOST_PARTS = 4096  # remembered of one engine
-MOST_ENGINES = 256  # remembered of one prefix, the latest: each is looked at for a prompt with this prefix
+MOST_PREFIXES = 4096  # remembered for the whole fleet
+MOST_PARTS = 4096  # remembered for one engine
+MOST_ENGINES = 256  # remembered for one prefix, because a look-up visits each of them
 REMEMBERED_S = 600.0
 # Factors on the assumed capacity: after a miss, and after a prompt that found what was expected.
 SHRINKS, GROWS = 0.7, 1.1
-# Tokens. A shorter prefix may be less than a block, and says nothing when it is missed.
+# Least expected tokens for which a miss counts: a shorter prefix may be less than a block.
 LEAST_EXPECTED = 512
 
 
 @dataclass(frozen=True, slots=True)
 class PromptPrefix:
-    """Prefix of a prompt, up to the end of one of its first messages."""
+    """Beginning of a prompt, up to the end of one of its first messages."""
 
     digest: bytes  # equal where an engine would find the same blocks
     tokens: int
@@ -35,13 +36,15 @@ class PlacedPrompt(NamedTuple):
 
     engine: str
     expected: int  # tokens that the engine was expected to have cached
-    used_since: int  # expected tokens and all that the engine was given since; so much fits if it has them
+    # Expected tokens, and all tokens that the engine was given after them: if the expected tokens are still
+    # cached, at least this many fit.
+    used_since: int
     prefixes: Sequence[PromptPrefix]
     at: float
 
 
 class PrefixPart(NamedTuple):
-    """Piece of a prompt: what one prefix adds to the previous one, or what follows the last prefix."""
+    """Piece of a prompt: the tokens that a prefix adds to the next shorter prefix, or the rest after all."""
 
     name: bytes
     start: int
@@ -50,18 +53,18 @@ class PrefixPart(NamedTuple):
 
 @dataclass(slots=True)
 class KnownPrefix:
-    """Record of one prefix: which engines have some of it."""
+    """Record of the engines that have cached a prefix, wholly or in part."""
 
-    start: int
-    engines: dict[str, float] = field(default_factory=dict)  # engines with some of it, and when they got it
+    start: int  # where its own part begins: the length of the next shorter prefix
+    engines: dict[str, float] = field(default_factory=dict)  # engine -> when it last got the prefix
 
 
 @dataclass(slots=True)
 class AssumedCache:
     """Assumed content of an engine's prefix cache, in eviction order."""
 
-    kv_tokens: float = inf  # tokens of KV that fit
-    capacity: float = inf  # tokens assumed to fit
+    kv_tokens: float = inf  # size of the engine's KV
+    capacity: float = inf  # tokens that are assumed to stay in the cache
     tokens: int = 0
     parts: OrderedDict[bytes, int] = field(default_factory=OrderedDict)
 
@@ -74,7 +77,7 @@ class AssumedCache:
         self.tokens -= self.parts.pop(name, 0)
 
     def newer_tokens(self, name: bytes) -> int:
-        """Return how many tokens the engine was given after it was given this part."""
+        """Return how many tokens the engine was given after the part `name`."""
         found = 0
         for part, tokens in reversed(self.parts.items()):
             if part == name:
@@ -83,9 +86,9 @@ class AssumedCache:
         return found
 
     def evict(self) -> list[bytes]:
-        """Evict what exceeds the capacity, and return the evicted parts.
+        """Evict parts until the rest fits, and return the names of the parts that are gone.
 
-        Of the last part only the end goes, because blocks are freed one by one.
+        The last part is only shortened, because an engine evicts block by block.
         """
         gone: list[bytes] = []
         while self.parts and (self.tokens > self.capacity or len(self.parts) > MOST_PARTS):
@@ -116,7 +119,7 @@ class PrefixMap:
     def prompt_placed(
         self, key: str, engine: str, prefixes: Sequence[PromptPrefix], tokens: int, expected: int, now: float
     ) -> None:
-        """Record that `engine` will compute a prompt, of which `expected` tokens should be cached there."""
+        """Record that `engine` will compute a prompt of `tokens`, `expected` of which should be cached."""
         self._placed.pop(key, None)
         cache = self._caches.get(engine)
         if prefixes and cache is not None:
@@ -128,7 +131,7 @@ class PrefixMap:
         self.record(key, prefixes, engine, tokens, now)
 
     def prompt_computed(self, key: str, cached: int | None) -> None:
-        """Correct the assumed capacity by the cached tokens that the engine reported, if it did."""
+        """Correct the assumed capacity by the cached tokens that the engine reported, None if it did not."""
         placed = self._placed.pop(key, None)
         cache = self._caches.get(placed.engine) if placed is not None else None
         if placed is None or cache is None or cached is None:
@@ -141,7 +144,7 @@ class PrefixMap:
             cache.capacity = min(cache.kv_tokens, max(GROWS * cache.capacity, cached))
 
     def prompt_not_computed(self, key: str) -> None:
-        """Forget the prefixes that this prompt was to leave on its engine, unless another left them."""
+        """Forget the prefixes that this prompt should have left on its engine, unless another prompt did."""
         placed = self._placed.pop(key, None)
         if placed is not None and not placed.expected:
             for prefix in placed.prefixes:
@@ -187,9 +190,9 @@ class PrefixMap:
                     self._caches[name].drop(oldest)
 
     def cached_tokens(self, prefixes: Sequence[PromptPrefix], now: float) -> dict[str, int]:
-        """Return, for each engine, how many tokens of the prefixes (sorted by length) it has.
+        """Return, for each engine, how many tokens of `prefixes`, the shortest first, it has cached.
 
-        An engine that has some of a prefix has all that is before it, which is evicted later.
+        An engine that has a part of a prefix has everything before this part, which is evicted later.
         """
         found: dict[str, int] = {}
         for prefix in prefixes:
@@ -214,9 +217,9 @@ class PrefixMap:
 
 
 def _parts(key: str, prefixes: Sequence[PromptPrefix], tokens: int) -> list[PrefixPart]:
-    """Return one part for each prefix, and one for the rest of the prompt.
+    """Return the parts of a prompt: one for each prefix, and one for the rest.
 
-    Sizes are estimates, so that a prefix may be taken for longer than the prompt.
+    Sizes are estimates, so the estimate of a prefix may exceed that of the prompt and is cut to it.
     """
     parts, end = [], 0
     for prefix in prefixes:

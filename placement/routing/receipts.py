@@ -17,22 +17,22 @@ class Why(StrEnum):
 
     # Why this prefiller computes the prompt.
     FINISHES_FIRST = "finishes_first"  # its queue and its prefill take the least time
-    HAS_PREFIX = "has_prefix"  # it has cached a prefix of the prompt, and ends about as soon
+    HAS_PREFIX = "has_prefix"  # it has cached a prefix of the prompt, and finishes about as soon
     # Why no prefiller computes the prompt.
     NO_PREFILLER_UP = "no_prefiller_up"  # the decoder computes the prompt instead
-    SOONER_ON_DECODER = "sooner_on_decoder"  # elastic: the decoder's estimate is lower by the margin
+    SOONER_ON_DECODER = "sooner_on_decoder"  # elastic: the decoder's first token would be clearly sooner
     TTFT_AT_RISK = "ttft_at_risk"  # elastic: the prefiller would risk the TTFT target, the decoder is sooner
-    PREFILLERS_SATURATED = "prefillers_saturated"  # elastic: queues are too long, a decoder has time
-    PREFILLERS_BUSY = "prefillers_busy"  # a large later turn stays on its decoder: queues are too long
+    PREFILLERS_SATURATED = "prefillers_saturated"  # elastic: prefill queues are too long, a decoder has time
+    PREFILLERS_BUSY = "prefillers_busy"  # a later turn with much to compute: prefill queues are too long
     PREFILLED_LOCALLY = "prefilled_locally"  # the policy prefills this turn on its decoder
     SHARES_LAYERS = "shares_layers"  # a decoder that shares its layers cannot receive KV
-    RESTORED = "restored"  # the shared tier has the KV that another decoder computed
+    RESTORED = "restored"  # the decoder finds the KV that another decoder computed in the shared tier
     HAS_KV = "has_kv"  # a move: the conversation's former decoder has the KV and sends it
     # Why this engine holds the conversation.
     LEAST_KV_IN_USE = "least_kv_in_use"
-    SOONER_WITH_CAPACITY = "sooner_with_capacity"  # elastic: its first token is sooner by the margin
+    SOONER_WITH_CAPACITY = "sooner_with_capacity"  # elastic: it computes the prompt clearly sooner
     HAS_TIME = "has_time"  # elastic: prefillers are saturated, and so is the decoder with the least KV
-    PREFERRED = "preferred"  # the decoder of the parent, or of the conversation this one forked from
+    PREFERRED = "preferred"  # the decoder of the parent, or of the conversation that this one forked from
     WAITS_LESS = "waits_less"  # a move: prompts wait less there than on the hot decoder
     IDLE_PREFILLER = "idle_prefiller"  # elastic roles: a prefiller that idles while prompts wait on decoders
     LAST_RESORT = "last_resort"  # elastic: a prefiller, because the conversation fits on no decoder
@@ -54,16 +54,16 @@ class PrefillerChoice(NamedTuple):
 
     @classmethod
     def none(cls, why: Why) -> "PrefillerChoice":
-        """Return the record of a choice for which no prefiller was considered."""
+        """Return a choice of no prefiller, made without considering any."""
         return cls(why, None, (), 0)
 
     def rejected(self, why: Why) -> "PrefillerChoice":
-        """Return the choice without its prefiller, which now leads the runners-up."""
+        """Return the choice without its prefiller, which becomes the first runner-up."""
         seen = (self.chosen, *self.runners_up) if self.chosen else self.runners_up
         return PrefillerChoice(why, None, seen, self.considered)
 
     def replaced(self, best: PrefillerOption, why: Why) -> "PrefillerChoice":
-        """Return the choice with another prefiller; the former one becomes a runner-up."""
+        """Return the choice with the prefiller `best`; the former choice becomes a runner-up."""
         seen = filter(None, (self.chosen, *self.runners_up))
         others = tuple(one for one in seen if one.engine != best.engine)
         return PrefillerChoice(why, best, others, self.considered)
@@ -71,24 +71,21 @@ class PrefillerChoice(NamedTuple):
 
 class DecoderOption(NamedTuple):
     engine: str
-    kv_in_use: int  # tokens held for live conversations, reservations included, before this one
-    limit: int  # tokens it may hold
+    kv_in_use: int  # tokens held or reserved for live conversations, without the one to be placed
+    limit: int  # tokens that it may hold
 
 
 class DecoderChoice(NamedTuple):
-    """The chosen decoder, and the least loaded other decoders that had capacity.
-
-    No decoder that is not listed had less KV in use than the last runner-up.
-    """
+    """Chosen decoder, and the decoders that would have been chosen next."""
 
     why: Why
     chosen: DecoderOption
     runners_up: tuple[DecoderOption, ...]
     considered: int
-    without_capacity: int  # full, draining, or too small
+    without_capacity: int  # decoders that are full, draining or too small
 
     def replaced(self, best: DecoderOption, why: Why) -> "DecoderChoice":
-        """Return the choice with another decoder; the former one becomes a runner-up."""
+        """Return the choice with the decoder `best`; the former choice becomes a runner-up."""
         seen = (self.chosen, *self.runners_up)
         others = tuple(one for one in seen if one.engine != best.engine)
         return self._replace(why=why, chosen=best, runners_up=others)
@@ -97,13 +94,13 @@ class DecoderChoice(NamedTuple):
 class Estimates(NamedTuple):
     """Estimated seconds from now until the first token."""
 
-    local_s: float  # computed on the decoder; infinite where its speed is unknown
-    remote_s: float | None  # computed on a prefiller; None where none accepts prompts
+    local_s: float  # if the decoder computes the prompt; infinite where its speed is unknown
+    remote_s: float | None  # if a prefiller computes the prompt; None where no prefiller accepts prompts
 
 
 class MoveReason(StrEnum):
-    DRAIN = "drain"  # its decoder is to end: an upgrade, fewer replicas, or a signal
-    HOT = "hot"  # prompts wait on its decoder, and much less on another one
+    DRAIN = "drain"  # its decoder will end: an upgrade, fewer replicas, or a signal
+    HOT = "hot"  # prompts wait on its decoder, and much less on another decoder
 
 
 class Move(NamedTuple):
@@ -111,9 +108,9 @@ class Move(NamedTuple):
 
     reason: MoveReason
     source: str  # the former decoder
-    context_tokens: int  # tokens of its context
+    context_tokens: int  # tokens of the conversation's context
     sends: bool  # False: the former decoder cannot send KV, so that the context is computed again
-    waits_s: tuple[float, float] | None = None  # estimated waits of prompts at the target and the hot source
+    waits_s: tuple[float, float] | None = None  # estimated waits of prompts on the target and the hot source
 
 
 class Receipt(NamedTuple):
@@ -125,7 +122,7 @@ class Receipt(NamedTuple):
     decoder: DecoderChoice
     estimates: Estimates | None = None  # set where the turn could have been computed on either
     overload: OverloadReason | None = None  # set while the decoders' KV is overloaded
-    move: Move | None = None  # set where the conversation was bound to another decoder before
+    move: Move | None = None  # set where the conversation moves from another decoder
 
     def to_json(self) -> dict[str, Any]:
         """Return the receipt as nested plain data: field names as keys, runners-up as lists."""
@@ -144,7 +141,7 @@ def _plain(value: Any) -> Any:
 class Placement:
     """Engines that serve a turn."""
 
-    prefiller: str | None  # or the former decoder of a move; None: the decoder computes the prompt itself
+    prefiller: str | None  # in a move, the decoder that sends the KV; None: the decoder computes the prompt
     decoder: str
     receipt: Receipt
 

@@ -28,16 +28,17 @@ from placement.scheduling.prompt_order import PromptSharing
 
 class Conserve(ServingPolicy):
     # These constants were chosen by measurement: `python -m benchmarks.coserving.settings` compares others.
-    # Share of its TTFT that an arrival may use up before the running iteration is aborted for it. The paper
-    # has all of it; but a prompt that waits makes those wait that arrive behind it.
+    # An iteration is aborted only for an arrival that would need more than this share of its TTFT target. The
+    # paper uses 1. A smaller share is better, because a waiting prompt delays the prompts that arrive behind
+    # it.
     ttft_share = 0.35
-    # For an arrival that would meet its TTFT anyway: least seconds that an abort saves it for each second of
-    # the iteration that is thrown away.
+    # For an arrival that would meet its TTFT target anyway: the seconds that an abort must save it for each
+    # second of the iteration that is thrown away.
     abort_worth = 0.5
     abort_gain_s = 0.005  # an iteration with less than this left is not worth aborting
-    armed_gains = 3  # an iteration shorter than this many times that gain is not armed
-    # Decoding may cost this many times an iteration's constant before offline work has less of what the TBT
-    # targets leave; infinity: it always has all of it.
+    armed_gains = 3  # an iteration shorter than this many times `abort_gain_s` is not armed
+    # Decoding may cost this many times an iteration's constant before offline work gets less than all of the
+    # time that the TBT targets leave. With infinity it always gets all.
     decoding_per_constant = 2.0
     online_reserve = 0.02  # share of all blocks kept free of newly started offline requests
 
@@ -46,8 +47,8 @@ class Conserve(ServingPolicy):
         self._arrivals = ArrivalRate()
         self._classes = ClassOrder()
         self._margin = Margin(settings.margin, beyond=0.05)
-        # An iteration with a prompt that exceeds a target would do so without offline work too; and cutting
-        # the prompt shorter for it makes those wait that arrive behind it.
+        # Prompts get a smaller margin: a shorter chunk would delay the prompts behind it, and an iteration
+        # with a prompt may exceed a target without offline work too.
         self._prompt_margin = Margin(settings.margin, beyond=0.2)
 
     def plan(self, view: EngineView, model: LatencyModel) -> IterationPlan:
@@ -97,7 +98,7 @@ class Conserve(ServingPolicy):
         if not view.offline.requests:
             return True
         if not view.online.requests:
-            return False  # how many of them join depends on the rate of arrivals
+            return False  # the number of offline tokens depends on the rate of arrivals
         seconds = model.seconds(view.online + view.offline)
         due_s = view.due_in_s - self._margin.share * view.tbt_s
         stretched_s = stretched_iteration_s(view.online, view.tbt_s, model, self.decoding_per_constant)
@@ -107,9 +108,9 @@ class Conserve(ServingPolicy):
     def interrupts(
         self, arrival: RequestView, queued: BatchWork, batch: RunningBatch, model: LatencyModel
     ) -> bool:
-        """Return whether an arrival aborts the batch: the paper's Algorithm 1 with an earlier threshold.
+        """Return whether an arrival aborts the batch, by the paper's Algorithm 1 with a lower threshold.
 
-        There is no abort if it gains little time, or if online requests of the batch would be late.
+        There is no abort if it would save little time, or make online requests of the batch late.
         """
         if not self._settings.safepoints or not batch.offline_requests:
             return False
@@ -125,8 +126,8 @@ class Conserve(ServingPolicy):
             return False
         if batch.slack_s is None:
             return True
-        # The online requests of the iteration repeat their pass. The abort must still gain something, and
-        # their tokens must still be in time.
+        # The online requests of the aborted iteration are computed again. With this, the abort must still
+        # save time, and their tokens must still be in time.
         again_s = model.seconds(batch.online_work)
         return remaining_s - again_s >= self.abort_gain_s and batch.passed_s + again_s <= batch.slack_s
 
@@ -146,25 +147,28 @@ class Conserve(ServingPolicy):
 
 
 def cost_of_losing(request: RequestView) -> tuple[int, float]:
-    """Return the sort key of preemption victims: blocks without a host copy, then latest arrival."""
+    """Return the sort key of preemption victims: fewest blocks without a host copy, then latest arrival."""
     return (max(request.blocks - request.saved_blocks, 0), -request.arrival)
 
 
 def online_then_offline(
     requests: tuple[RequestView, ...], prompts: Sequence[RequestView] = ()
 ) -> tuple[str, ...]:
-    """Return decoding requests before prompts, each in the given order; prompts get the remaining tokens."""
+    """Return the keys of `requests`: online before offline, decoding before prompts.
+
+    Prompts that are in `prompts` are in its order, all others in order of arrival.
+    """
     place = {request.key: number for number, request in enumerate(prompts)}
     order = sorted(requests, key=lambda r: (r.offline, not r.decoding, place.get(r.key, 0), r.arrival, r.key))
     return tuple(request.key for request in order)
 
 
 def best_batch(model: LatencyModel, arrivals_per_s: float, max_tokens: int) -> int:
-    """Return the tokens of the offline iteration with the best throughput when arrivals may abort it.
+    """Return the number of tokens of an offline iteration that gives the best throughput despite aborts.
 
-    An iteration of T seconds completes with probability exp(-rate * T): long ones amortise the constant and
-    the reading of weights, but are lost more often. Attention is left out: a prompt attends to the same
-    tokens in whatever chunks it is computed.
+    An iteration of T seconds completes with probability exp(-rate * T). A long iteration amortises the
+    constant (mainly the reading of weights), but is lost more often. Attention to context is left out,
+    because it costs the same in whatever chunks a prompt is computed.
     """
     best, best_rate = 1, 0.0
     tokens = 1
@@ -179,7 +183,7 @@ def best_batch(model: LatencyModel, arrivals_per_s: float, max_tokens: int) -> i
 
 
 class Margin:
-    """Share of a target that is kept free so only a share `beyond` of the iterations exceeds the target."""
+    """Learned share of a target to keep free, so that only a share `beyond` of iterations exceeds it."""
 
     step, most = 0.02, 0.5
 
@@ -194,7 +198,7 @@ class Margin:
 
 
 class ArrivalRate:
-    """Online arrivals per second, averaged over about the last half minute."""
+    """Observer of online arrivals: their rate per second, averaged over about the last half minute."""
 
     memory_s = 30.0
 

@@ -1,6 +1,6 @@
-"""Interface of an in-engine policy: its inputs, its decisions, and the settings of an operator.
+"""Interface of an in-engine policy: its inputs, its decisions, and its settings in the fleet file.
 
-The data is plain: the simulator builds it as well as the engine's scheduler.
+All are plain data, so that a simulated engine can use a policy as the real scheduler does.
 """
 
 import math
@@ -24,7 +24,7 @@ DEFAULT_TARGETS = TurnTargets()
 
 @dataclass(frozen=True, slots=True)
 class RequestView:
-    """A request as a policy sees it before an iteration."""
+    """Request as a policy sees it before an iteration."""
 
     key: str
     offline: bool
@@ -32,14 +32,14 @@ class RequestView:
     tokens: int  # prompt and generated tokens so far
     computed: int  # tokens whose KV is on the accelerator
     blocks: int = 0  # blocks of KV it holds
-    saved_blocks: int = 0  # blocks that the host has as well, so that a preemption does not lose them
+    saved_blocks: int = 0  # blocks that are on the host as well, so that a preemption does not lose them
     restore_blocks: int = 0  # blocks to restore from the host before it can run
     running: bool = False
     last_token: float | None = None  # when its latest output token was made; None before the first
     last_served: float = 0.0  # when it last had tokens in an iteration
     slo: TurnTargets = DEFAULT_TARGETS
-    refused: bool = False  # the engine had no memory for it when it was last to start
-    queue_weight: float = 0.0  # seconds that its class and priority are worth while it waits (priorities.py)
+    refused: bool = False  # whether the engine lacked memory when it last tried to start the request
+    queue_weight: float = 0.0  # seconds of waiting that its class and priority are worth (priorities.py)
 
     @property
     def pending(self) -> int:
@@ -63,13 +63,13 @@ class RequestView:
 
 @dataclass(frozen=True, slots=True)
 class EngineView:
-    """State of an engine between iterations. `online_waiting` is in order of arrival or of the last plan."""
+    """State of an engine between iterations."""
 
     now: float
     running: tuple[RequestView, ...]
-    online_waiting: tuple[RequestView, ...]
+    online_waiting: tuple[RequestView, ...]  # by arrival, or in the order of the last plan
     offline_waiting: int
-    offline_head: RequestView | None  # the offline request that waits longest, if any
+    offline_head: RequestView | None  # the oldest waiting offline request, if any
     free_blocks: int
     total_blocks: int
     block_tokens: int
@@ -85,36 +85,36 @@ class DecodingView:
     offline: BatchWork
     due_in_s: float  # until the first online token is due
     tbt_s: float  # tightest target of the online requests
-    most_blocks: int  # most blocks that the step can take
+    most_blocks: int  # most blocks that the next iteration can take
     free_blocks: int
     total_blocks: int
 
 
 @dataclass(slots=True)
 class BatchBuilder:
-    """Builder of a batch. The engine offers candidates in order and is told how many tokens each gets."""
+    """Builder of a batch: the engine offers it candidates, and it says how many tokens each gets."""
 
     model: LatencyModel
-    work: BatchWork  # online work, running and waiting; offline work is added as it is taken
+    work: BatchWork  # planned online work; offline work is added as it is taken
     tokens_left: int  # tokens of the iteration that are not planned for online requests
-    target_s: float | None  # how long the iteration may take; None: no limit
-    online_left: int | None = None  # tokens online requests may still take; None: no limit
+    target_s: float | None  # how long offline work may make the iteration; None: no limit
+    online_left: int | None = None  # tokens that online requests may still take; None: no limit
     slots_left: int | None = None  # offline requests that may still join; None: no limit
     floor: Callable[[RequestView], int] = lambda request: 0  # least tokens of an offline request
-    admit_waiting: bool = True  # whether offline requests that hold no memory may start
-    caps: Mapping[str, int] = field(default_factory=dict)  # most tokens by request; others get all they want
-    planned: frozenset[str] | None = None  # waiting online requests in the plan; None: they need no plan
-    unplanned_s: float = math.inf  # how long the iteration may take with a request that is not in the plan
+    admit_waiting: bool = True  # whether waiting offline requests may start
+    caps: Mapping[str, int] = field(default_factory=dict)  # request -> most tokens; others have no cap
+    planned: frozenset[str] | None = None  # waiting online requests that `work` includes; None: not checked
+    unplanned_s: float = math.inf  # how long an online request that is not planned may make the iteration
     offline_tokens: int = 0
 
     def offline_budget(self) -> int:
-        """Return how many more offline tokens fit, supposing that one request without context gets them."""
+        """Return how many more offline tokens fit, if all are of one request without context."""
         if self.target_s is None:
             return self.tokens_left
         return self.model.max_tokens(self.work, 0, self.tokens_left, self.target_s)
 
     def take(self, request: RequestView, want: int) -> int:
-        """Return how many of the `want` tokens of a candidate join the batch."""
+        """Return how many tokens of a candidate, at most `want`, join the batch, and count them as taken."""
         if not request.offline:
             return self._take_online(request, want)
         want = min(want, self.tokens_left, self.caps.get(request.key, want))
@@ -136,7 +136,7 @@ class BatchBuilder:
     def _take_online(self, request: RequestView, want: int) -> int:
         want = min(want, self.caps.get(request.key, want))
         if self.planned is not None and not request.running and request.key not in self.planned:
-            # What the request waited for came after the plan. That must not cost it an iteration.
+            # The request became ready after the plan was made, and must not wait for the next iteration.
             want = max(1, self.model.max_tokens(self.work, request.computed, want, self.unplanned_s))
             self.work = self.work.plus(want, request.computed)
         if self.online_left is None:
@@ -151,28 +151,28 @@ class IterationPlan:
     """Decision of a policy before an iteration."""
 
     order: tuple[str, ...]  # order of the running requests
-    preempt: tuple[str, ...]  # running offline requests that give their memory and slot back now
+    preempt: tuple[str, ...]  # running offline requests that give back their memory and slot now
     builder: BatchBuilder = field(compare=False)
-    # Waiting online requests, in the order in which the engine is to look at them; None: by arrival.
+    # Waiting online requests, in the order in which the engine should try to start them; None: by arrival.
     waiting: tuple[str, ...] | None = None
 
 
 @dataclass(frozen=True, slots=True)
 class RunningBatch:
-    """The iteration that is running when a request arrives."""
+    """Iteration that is running when a request arrives."""
 
     work: BatchWork
     online_work: BatchWork
     offline_requests: int
     online_requests: int
-    seconds: float  # the model's estimate for all of it
-    passed_s: float
-    slack_s: float | None  # from its start until the first online token is due; None: none is
+    seconds: float  # predicted time of the whole iteration
+    passed_s: float  # time since it began
+    slack_s: float | None  # from its start until the first online token is due; None: no online request
 
 
 @dataclass(frozen=True, slots=True)
 class IterationDone:
-    """A finished iteration with its predicted and its measured time."""
+    """Finished iteration with its predicted and its measured time."""
 
     now: float
     predicted_s: float
@@ -183,21 +183,21 @@ class IterationDone:
 
 @dataclass(frozen=True, slots=True)
 class ServingSettings:
-    """Policy settings that an operator can change in the fleet file; all else is a constant."""
+    """Settings of a policy that the fleet file can change."""
 
     policy: str = "conserve"
-    slo: TurnTargets = DEFAULT_TARGETS  # targets of requests that bring none
-    margin: float = 0.1  # share of a target kept free for prediction errors (conserve: until it has learned)
-    safepoints: bool = True  # off: arrivals never raise the flag
+    slo: TurnTargets = DEFAULT_TARGETS  # targets of requests that have none of their own
+    margin: float = 0.1  # share of a target kept free for prediction errors (for `conserve`, its first value)
+    safepoints: bool = True  # whether arrivals may abort an iteration
     offline_share: float = 0.0  # least share of an iteration's tokens for offline work
-    ageing_s: float | None = None  # an offline request not served for this long gets one token an iteration
+    ageing_s: float | None = None  # an offline request not served for this long gets a token an iteration
 
 
 class ServingPolicy(ABC):
-    """Policy that decides what an engine does next. Both the engine's scheduler and the simulator call it.
+    """Policy that decides what an engine computes in its next iteration.
 
-    They call `plan` before every iteration, `builder.take` for every candidate in order, and then `observe`.
-    The engine's scheduler leaves `plan` out where `needs_no_plan` says so.
+    Its caller calls `plan` before the iteration, `builder.take` for every candidate in order, and `observe`
+    after the iteration. The engine's scheduler leaves `plan` out where `needs_no_plan` allows it.
     """
 
     def __init__(self, settings: ServingSettings) -> None:
@@ -207,7 +207,7 @@ class ServingPolicy(ABC):
     def plan(self, view: EngineView, model: LatencyModel) -> IterationPlan: ...
 
     def needs_no_plan(self, view: DecodingView, model: LatencyModel) -> bool:
-        """Return whether a plan would give each request exactly one token, in an unarmed iteration."""
+        """Return whether a plan would give each request exactly one token, and not arm the iteration."""
         return False
 
     def start_order(self, request: RequestView) -> tuple[float, ...]:
@@ -217,20 +217,21 @@ class ServingPolicy(ABC):
     def interrupts(
         self, arrival: RequestView, queued: BatchWork, batch: RunningBatch, model: LatencyModel
     ) -> bool:
-        """Return whether an arrival is worth aborting the running iteration for.
+        """Return whether to abort the running iteration, `batch`, for an arrival.
 
-        The call comes on another thread while an iteration with offline requests runs, so it must not change
-        the policy's state.
+        `queued` is the work of the online requests that wait, this arrival included. The call comes on
+        another thread while the iteration runs, so it must not change the policy's state.
         """
         return False
 
     def worth_arming(self, seconds: float, online_s: float) -> bool:
-        """Return whether an iteration with offline requests should be made abortable.
+        """Return whether an iteration with offline requests should be armed, that is, can be aborted.
 
-        An armed iteration runs as pieces of CUDA graphs, and its host waits for the device. `seconds` is its
-        prediction. `online_s` is what its online requests take alone, which an abort makes them repeat.
+        An armed iteration is slower: it runs as pieces of CUDA graphs, and its host waits for the device.
+        `seconds` is its predicted time. `online_s` is the predicted time of its online requests alone, which
+        would be computed again after an abort.
         """
         return False
 
     def observe(self, done: IterationDone) -> None:  # noqa: B027  a policy may learn nothing
-        """Update the policy from an iteration that ended."""
+        """Let the policy learn from an iteration that ended."""

@@ -6,12 +6,13 @@ A request computes `p` new tokens on top of `c` tokens of context. The iteration
 
 and `armed` more if it may be aborted.
 
-The co-serving paper has a term for communication, which is also linear in Σp: the two cannot be told apart,
-so they are one here. The sums are kept per request, because one request of 2,000 tokens attends to far more
-than two of 1,000. Two terms are not the paper's: `per_before`, because new tokens attend to all of the
-context but, being causal, to half of each other; and `per_request`, the cost of a request at any length
-(sampling, bookkeeping). They are zero in a model that was not measured. `SelfCorrecting` follows its engine:
-the terms slowly, the speed at once.
+These terms differ from the co-serving paper's. Its term for communication is also linear in Σp, so that it is
+part of `per_token` here. `per_before` is new: new tokens attend to all of the context, but only to half of
+each other, because attention is causal. `per_request` is new: the cost of a request at any length (sampling,
+bookkeeping). Both may be zero.
+
+The sums are formed per request, because one request of 2,000 tokens attends to far more than two of 1,000.
+`SelfCorrecting` adapts a model to its engine: the coefficients slowly, and the speed at once.
 """
 
 import math
@@ -29,7 +30,7 @@ class LatencyModelError(PlacementError, ValueError):
 
 @dataclass(frozen=True, slots=True)
 class BatchWork:
-    """Work of an iteration, as the sums that the model is linear in."""
+    """Work of an iteration, as the sums that `LatencyModel` multiplies with its coefficients."""
 
     new_tokens: int = 0  # Σ p
     attended: int = 0  # Σ p (p + c)
@@ -61,7 +62,7 @@ class BatchWork:
         )
 
     def next_tokens(self) -> "BatchWork":
-        """Return the work of the next step when every request decodes one token."""
+        """Return the work of the next iteration, in which every request decodes one token."""
         n = self.requests
         return BatchWork(n, self.attended + n, self.context + n, self.before + n, n)
 
@@ -81,7 +82,7 @@ class BatchWork:
 
 @dataclass(frozen=True, slots=True)
 class LatencyModel:
-    """Linear model of an iteration's seconds. More work never looks cheaper: no coefficient is negative."""
+    """Linear model of an iteration's time. No coefficient is negative, so more work never takes less time."""
 
     per_token: float
     per_attended: float
@@ -109,7 +110,8 @@ class LatencyModel:
     def max_tokens(self, work: BatchWork, context: int, want: int, target_s: float) -> int:
         """Return how many of `want` tokens of a request with `context` fit beside `work` within `target_s`.
 
-        The form is closed: adding p tokens makes the seconds a quadratic in p without negative coefficients.
+        The result is computed directly, as the time is a quadratic in the tokens without negative
+        coefficients.
         """
         slack = target_s - self.seconds(work) - self.per_context * context - self.per_request
         if want <= 0 or slack < 0:
@@ -121,13 +123,13 @@ class LatencyModel:
         if root == 0 or 2 * slack >= root * want:
             return want
         tokens = min(want, int(2 * slack / root) + 1)
-        # The root is rounded to a whole token; the model itself decides on which side of it.
+        # The root may be rounded either way; the model itself decides whether the last token fits.
         while tokens > 0 and self.seconds(work.plus(tokens, context)) > target_s:
             tokens -= 1
         return tokens
 
     def terms(self) -> tuple[float, ...]:
-        """Return the coefficients in field order. `astuple` copies deeply, which is too slow for a step."""
+        """Return the coefficients in field order. `astuple` would copy deeply, which is too slow here."""
         return (
             self.per_token,
             self.per_attended,
@@ -142,8 +144,8 @@ class LatencyModel:
         return LatencyModel(*(value * factor for value in self.terms()))
 
 
-# Slower than any supported accelerator, and about right for a small model on two CPU cores: an engine without
-# a profile admits little offline work at first, and more as it measures its own iterations.
+# Model of an engine without a profile: slower than any supported accelerator, and about right for a small
+# model on two CPU cores. The engine admits little offline work at first, and more as it measures iterations.
 CONSERVATIVE = LatencyModel(
     per_token=5e-4, per_attended=1e-7, per_context=2e-7, constant=2e-2, per_before=2e-8, per_request=1e-5
 )
@@ -160,11 +162,11 @@ def fit(
 ) -> LatencyModel:
     """Fit a model by least squares of the relative error, without negative coefficients.
 
-    With a `prior`, each coefficient is also drawn weakly towards it. So a term that the samples say nothing
-    about (no long prefill yet) keeps the prior's value instead of falling to zero. A term that the prior
-    lacks stays out.
+    With a `prior`, each coefficient is also drawn weakly towards the prior's. So a coefficient about which
+    the samples say nothing (no long prefill yet) keeps the prior's value instead of falling to zero. A
+    coefficient that is zero in the prior stays zero.
     """
-    import numpy as np  # here, because gateways only read models and start in half the time without it
+    import numpy as np  # imported here, because gateways only read models and start twice as fast without it
     from scipy.optimize import nnls
 
     usable = [s for s in samples if s.seconds > 0]
@@ -181,7 +183,7 @@ def fit(
         pull = np.divide(math.sqrt(prior_weight), known, out=np.zeros_like(known), where=known > 0)
         rows = np.vstack([rows, np.diag(pull)])
         wanted = np.concatenate([wanted, np.where(known > 0, math.sqrt(prior_weight), 0.0)])
-    # Columns differ by ten orders of magnitude; the solver needs them of one size.
+    # Columns differ by ten orders of magnitude, and the solver needs columns of similar size.
     scale = np.maximum(np.linalg.norm(rows, axis=0), 1e-300)
     solution, _ = nnls(rows / scale, wanted)
     return LatencyModel(*(float(value) for value in solution / scale))
@@ -189,7 +191,7 @@ def fit(
 
 @dataclass(frozen=True, slots=True)
 class RegionError:
-    """Relative error of a model over samples of similar size."""
+    """Statistics of a model's relative error over samples of similar size."""
 
     region: str
     samples: int
@@ -206,7 +208,7 @@ def _bucket(tokens: int) -> str:
 
 
 def error_by_region(model: LatencyModel, samples: Sequence[Sample]) -> tuple[RegionError, ...]:
-    """Return the error over all samples, and then for each range of new tokens and context."""
+    """Return the error over all samples, and over each range of new tokens and context."""
     import numpy as np
 
     regions: dict[str, list[float]] = {"all": []}
@@ -225,21 +227,21 @@ def error_by_region(model: LatencyModel, samples: Sequence[Sample]) -> tuple[Reg
     )
 
 
-# An engine that only prefills has few iterations, and each of them says more: they count several times.
+# An iteration with at least so many prompt tokens counts several times: a prefiller has few iterations.
 PROMPT_TOKENS, PROMPTS_COUNT = 64, 4
-# Least time between two fits: a fit takes a millisecond of the host, a fifth of a GPU's step.
+# Least time between two fits: a fit takes a millisecond of the host, a fifth of a GPU's iteration.
 FIT_EVERY_S = 1.0
-# Bounds of an undisturbed iteration's time, relative to the median of batches of its size.
+# Bounds of an undisturbed iteration's slowness, relative to the median of batches of its size.
 TOO_FAST, TOO_SLOW = 0.5, 1.25
-FEW_SAMPLES = 4
+FEW_SAMPLES = 4  # a bucket with fewer samples is judged together with its neighbours
 
 
 class SpeedFactor:
     """Factor by which the engine is currently slower than the model predicts.
 
-    Clocks, heat and other processes change it for seconds at a time, so that successive iterations have
-    similar errors. The factor forgets within `memory_s`. No iteration moves it by more than `most_share`,
-    because what disturbs a single one is not the engine's speed.
+    Clocks, heat and other processes change an engine's speed for seconds at a time, so that successive
+    iterations have similar errors. The factor is averaged over about `memory_s`. No iteration moves it by
+    more than the share `most_share`, because a single slow iteration does not show the engine's speed.
     """
 
     def __init__(self, memory_s: float = 0.4, most_share: float = 0.15, bound: float = 1.5) -> None:
@@ -255,7 +257,7 @@ class SpeedFactor:
         self._set(self.factor + min(max(off, -most), most) * learned)
 
     def rebase(self, before_s: float, now_s: float) -> None:
-        """Keep the current speed estimate when the model changes."""
+        """Adapt the factor to a new model: it predicts `now_s` where the old model predicted `before_s`."""
         self._set(self.factor * before_s / now_s)
 
     def _set(self, factor: float) -> None:
@@ -266,9 +268,9 @@ class SpeedFactor:
 class SelfCorrecting:
     """Latency model that adapts to the measured iterations of its engine.
 
-    It keeps a few recent samples for every size of batch (powers of two of new tokens), so that a long
-    stretch of decoding does not make it forget what a prefill costs. Each term stays between `1/bound` and
-    `bound` times the base model's, and the base is also the prior of every fit.
+    It keeps a few recent samples for every size of batch (by powers of two of new tokens), so that a long
+    period of decoding does not make it forget what a prefill costs. The base model is the prior of every fit.
+    Each coefficient stays between `1/bound` and `bound` times that of the base model.
     """
 
     base: LatencyModel
@@ -276,7 +278,7 @@ class SelfCorrecting:
     per_bucket: int = 24
     every: int = 32  # iterations between fits; a quarter of them in the beginning
     prior_weight: float = 1e-3
-    model: LatencyModel = field(init=False)  # the fitted model at the present speed
+    model: LatencyModel = field(init=False)  # the fitted model, scaled to the current speed
     fitted: LatencyModel = field(init=False)
     observed: int = field(init=False, default=0)
     _since: int = field(init=False, default=0)  # iterations since the last fit
@@ -321,13 +323,13 @@ class SelfCorrecting:
 
 
 def undisturbed(model: LatencyModel, buckets: Mapping[int, Iterable[Sample]]) -> list[Sample]:
-    """Return the samples whose measured time was not changed by other work.
+    """Return the samples whose measured time was not changed by other work of the machine.
 
-    Another process of the machine slows an iteration down. With asynchronous scheduling the next iteration
-    then looks short, because the device computed it while its host was late. Samples are compared with the
-    median of their bucket, so that an engine that became slower as a whole keeps all of them, and a model
-    that is wrong about some sizes does not lose the samples that would correct it. A bucket with few
-    samples is compared together with its neighbours.
+    Another process slows an iteration down. With asynchronous scheduling the next iteration then looks short,
+    because the device computed it while the host was late. A sample's slowness is its time relative to the
+    model's prediction, and it is compared with the median of its bucket. So all samples are kept if the
+    engine became slower as a whole, or if the model is wrong about batches of this size. A bucket with few
+    samples is judged together with its neighbours.
     """
     slowness = {
         size: [(sample.seconds / max(model.seconds(sample.work), 1e-9), sample) for sample in samples]

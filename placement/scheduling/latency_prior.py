@@ -1,7 +1,7 @@
-"""Latency model of an engine that has not been measured, derived from its accelerator and its model.
+"""Latency prior: the estimated latency model of an engine without measurements, from data sheets.
 
-An iteration reads the weights once and the KV of all its requests, and computes with each parameter that a
-token passes through. `latency_model.SelfCorrecting` corrects the rest from the engine's own iterations.
+An iteration reads the weights once, reads the KV of all its requests, and computes with each parameter that a
+token passes through. `latency_model.SelfCorrecting` corrects the estimate by the engine's own iterations.
 """
 
 from dataclasses import dataclass
@@ -12,16 +12,16 @@ from placement.sizing.accelerators import Accelerator
 # Shares of the data-sheet figures that engines reach: in matrix products, and in reading weights and KV. An
 # H200 reached 0.62 and 0.75 (docs/measurements/gpu.md).
 COMPUTED, READ = 0.55, 0.75
-ITERATION_S = 1e-3  # host time of any iteration that does not pass while the device computes
-ARMED_S = 5e-4  # more of an armed iteration: no whole CUDA graph, and the host waits for the device
-REQUEST_S = 1e-5
+ITERATION_S = 1e-3  # host time of an iteration that does not overlap with the device's work
+ARMED_S = 5e-4  # added to an armed iteration: it has no whole CUDA graph, and the host waits for the device
+REQUEST_S = 1e-5  # host time for each request
 
 
 @dataclass(frozen=True, slots=True)
 class ModelSize:
     """Size of a model, summed over all ranks."""
 
-    parameters: float  # read by an iteration
+    parameters: float  # parameters that an iteration reads
     active: float  # parameters that a token passes through
     bytes_each: float  # bytes of a parameter
     attention: float  # layers x heads x head size

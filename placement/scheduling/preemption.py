@@ -1,4 +1,4 @@
-"""Preemption: the memory that online requests need now, and the offline requests that give it up."""
+"""Preemption: how much memory online requests lack, and which offline requests give theirs up for it."""
 
 from collections.abc import Callable, Iterable, Sequence
 
@@ -7,11 +7,11 @@ from placement.scheduling.latency_model import BatchWork
 
 
 def online_demand(view: EngineView) -> int:
-    """Return the number of missing blocks for the online requests of this iteration.
+    """Return how many blocks the online requests of this iteration need in addition to those that they hold.
 
-    A request asks for its whole prompt and one token more: admitted for its first chunk only, it would stall
-    between chunks. Waiting requests that get no tokens yet ask for nothing. Blocks that a request will find
-    in the prefix cache are not known here, so the demand is an upper bound.
+    A request needs blocks for its whole prompt and one token more, because with blocks for a chunk only it
+    could stall between chunks. Waiting requests that get no tokens yet need no blocks. Blocks that a request
+    will find in the prefix cache are not known here, so the demand is an upper bound.
     """
     need, tokens_left, block_tokens = 0, view.max_tokens, view.block_tokens
     for request in online_requests(view):
@@ -27,10 +27,11 @@ def online_demand(view: EngineView) -> int:
 def victims(
     view: EngineView, cheapest_first: Callable[[RequestView], tuple[float, ...]]
 ) -> tuple[RequestView, ...]:
-    """Return the fewest running offline requests to preempt for the blocks and slots that online work lacks.
+    """Return the offline requests to preempt for the blocks and slots that online requests lack.
 
-    A request's blocks enter the free queue tail first and keep their hashes. So only those that online work
-    really takes are lost, and the request finds the rest again when it resumes.
+    Requests are taken in the order of `cheapest_first`, until they suffice. A preempted request's blocks
+    enter the free queue with the last block first, and keep their hashes. So only the blocks that online
+    requests really take are lost, and the request finds the others again when it resumes.
     """
     offline = [request for request in view.running if request.offline]
     if not offline:
@@ -50,7 +51,7 @@ def victims(
 
 
 def online_work(requests: Iterable[RequestView], max_tokens: int) -> BatchWork:
-    """Return the work of these online requests, in order, in an iteration of at most `max_tokens`."""
+    """Return the work of the requests that fit, in their order, into an iteration of `max_tokens`."""
     taken, left = [], max_tokens
     for request in requests:
         tokens = min(request.pending, left)
@@ -62,6 +63,7 @@ def online_work(requests: Iterable[RequestView], max_tokens: int) -> BatchWork:
 
 
 def online_requests(view: EngineView) -> tuple[RequestView, ...]:
+    """Return the running and then the waiting online requests."""
     return (*(request for request in view.running if not request.offline), *view.online_waiting)
 
 

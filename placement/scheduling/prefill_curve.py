@@ -1,4 +1,4 @@
-"""Prefill curve: the seconds that an engine takes to prefill a prompt alone, by its tokens."""
+"""Prefill curve: how long the prefill of a prompt takes on an idle engine, by the prompt's tokens."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -9,7 +9,7 @@ import numpy as np
 from placement import PlacementError
 from placement.scheduling.latency_model import BatchWork, LatencyModel
 
-PROMPTS = (256, 1024, 4096, 8192, 16384, 32768, 65536, 131072)  # tokens at which a curve is fitted
+PROMPTS = (256, 1024, 4096, 8192, 16384, 32768, 65536, 131072)  # prompt lengths that a curve is fitted to
 
 
 class CurveError(PlacementError, ValueError):
@@ -36,12 +36,12 @@ class PrefillCurve:
 
 
 def curve_of(model: LatencyModel, chunk_tokens: int) -> PrefillCurve:
-    """Return the curve of an engine that prefills in chunks of at most `chunk_tokens`."""
+    """Return the curve of an engine with this latency model that prefills in chunks of `chunk_tokens`."""
     return fit_curve([(tokens, prompt_seconds(model, chunk_tokens, tokens)) for tokens in PROMPTS])
 
 
 def prompt_seconds(model: LatencyModel, chunk_tokens: int, prompt: int, cached: int = 0) -> float:
-    """Return the prefill time of a prompt that is alone on an idle engine, chunk by chunk."""
+    """Return the prefill time of a prompt on an idle engine if its first `cached` tokens are cached."""
     return sum(
         model.seconds(BatchWork().plus(min(chunk_tokens, prompt - context), context))
         for context in range(cached, prompt, chunk_tokens)
@@ -51,7 +51,7 @@ def prompt_seconds(model: LatencyModel, chunk_tokens: int, prompt: int, cached: 
 def fit_curve(samples: Sequence[tuple[float, float]]) -> PrefillCurve:
     """Fit a curve to (tokens, seconds) pairs by relative error, without negative coefficients.
 
-    Relative, because an absolute fit would let a 100k-token sample decide what a 500-token prompt costs.
+    The error is relative, because otherwise a 100k-token sample would decide what a 500-token prompt costs.
     """
     from scipy.optimize import nnls
 

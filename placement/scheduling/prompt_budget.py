@@ -1,4 +1,4 @@
-"""Token budget of online requests in an iteration: decoding requests and prompts before their first token."""
+"""Token budget of an iteration: the tokens of online requests, and the time that offline work may add."""
 
 import math
 from collections.abc import Iterable, Mapping, Sequence
@@ -10,33 +10,31 @@ from placement.scheduling.interface import RequestView
 from placement.scheduling.latency_model import BatchWork, LatencyModel
 from placement.scheduling.prompt_order import PromptSharing
 
-LEAST_STRETCH = 0.25
+LEAST_STRETCH = 0.25  # least share of the time left within the TBT target that offline work may use
 
-TokenCaps = Mapping[
-    str, int
-]  # most tokens of online requests, by key; without one a request has all it wants
+TokenCaps = Mapping[str, int]  # request -> most tokens that it may get; others have no cap
 
 
 @dataclass(frozen=True, slots=True)
 class OnlineShare:
-    """Tokens that an iteration gives to online requests."""
+    """Share of an iteration that online requests get."""
 
     work: BatchWork
     caps: TokenCaps
     prompts: tuple[RequestView, ...]  # in the order in which they are computed
-    seconds: float  # the most that prompts may make the iteration take; infinity: no limit
-    held_back: bool = False  # a prompt waits for the end of those before it: nothing else may use its time
+    seconds: float  # how long prompts may make the iteration; infinity: no limit
+    held_back: bool = False  # whether a prompt was left out for the prompts before it; its time stays unused
 
 
 def token_due(request: RequestView, margin: float) -> float:
-    """Return the time by which an iteration with the request's next token should end."""
+    """Return when an iteration with the request's next token should end: its deadline less the margin."""
     return request.deadline() - margin * request.slo.tbt_s
 
 
 def until_a_token_is_due(online: Iterable[RequestView], now: float, margin: float) -> float:
-    """Return the seconds until the next token of any online request is due.
+    """Return the seconds until the first token of the decoding online requests is due, infinite without any.
 
-    That holds right after an abort as well, which has used some of the time until the deadline.
+    The seconds count from `now`, so that the time that an aborted iteration has used up is included.
     """
     return min((token_due(r, margin) - now for r in online if r.decoding), default=math.inf)
 
@@ -49,7 +47,7 @@ def share_online(
     sharing: PromptSharing,
     classes: ClassOrder,
 ) -> OnlineShare:
-    """Give every decoding request its token, and give the time that is left to prompts, in order."""
+    """Give every decoding request its token, and the time that is left to prompts in their order."""
     decoding: list[RequestView] = []
     waiting: list[RequestView] = []
     for request in requests:
@@ -66,7 +64,7 @@ def share_online(
         if decoding:
             tokens = model.max_tokens(work, request.computed, tokens, limit_s)
         if index == 0:
-            tokens = max(tokens, min(1, budget))  # or it would never end
+            tokens = max(tokens, min(1, budget))  # a token at least, or the prompt might never end
         is_part = tokens < request.pending
         if is_part:
             caps.update((other.key, 0) for other in prompts[index:])
@@ -93,8 +91,9 @@ def prompts_in_order(
 ) -> tuple[RequestView, ...]:
     """Return the prompts in the order in which they are computed: by class, then by due time.
 
-    A prompt that the engine had no memory for does not hold up one that has memory. Once it is overdue, no
-    prompt of its class that is due later starts before it either: the next free memory is to be its own.
+    A prompt for which the engine lacked memory goes behind all prompts that have not been refused. Once it is
+    overdue, prompts that are due later and have not started go behind as well, so that the next free memory
+    goes to the overdue prompt.
     """
     dues = {request.key: due(request, model, sharing) for request in prompts}
     overdue = min((dues[r.key] for r in prompts if r.refused and dues[r.key] <= now), default=math.inf)
@@ -110,7 +109,7 @@ def prompts_in_order(
 
 
 def due(request: RequestView, model: LatencyModel, sharing: PromptSharing) -> float:
-    """Return when a prompt should end, moved forward by its queue weight; used as sort key."""
+    """Return when a prompt should end, earlier by its queue weight; prompts are sorted by it."""
     return sharing.due(model, request.arrival - request.queue_weight, request.pending, request.computed)
 
 
@@ -122,11 +121,11 @@ def tightest_target(
     ttft_share: float,
     decoding_per_constant: float,
 ) -> float | None:
-    """Return how long offline work may make an iteration, or None if no online request limits it.
+    """Return how long offline work may make an iteration, or None if there is no online request.
 
-    That is until a token is due, or until a prompt has used up `ttft_share` of its TTFT, which is what other
-    work may cost it. A prompt's last chunk is small, and would otherwise be filled up with offline work while
-    others wait behind it.
+    The iteration has to end before a token is due, and before a prompt has used up `ttft_share` of its TTFT
+    target. Without the second bound, offline work would fill up the iteration of a prompt's small last chunk
+    while other prompts wait.
     """
     if not online:
         return None
@@ -152,10 +151,10 @@ def stretched_iteration_s(
     """Return the best length of an iteration for decoding requests, within their TBT target `tbt_s`.
 
     Long iterations pay the constant less often. But the longer a token takes, the more online requests decode
-    at once, and the prompts that come meanwhile are computed beside all of them. So when decoding costs more
-    than `decoding_per_constant` times the constant, offline work has that much less of what the target
-    leaves. It keeps a quarter: otherwise it would starve beside long conversations, or with a profile whose
-    constant is nothing.
+    at once, and the prompts that arrive meanwhile are computed beside all of them. So when decoding costs
+    more than `decoding_per_constant` times the constant, offline work gets proportionally less of the time
+    that the target leaves. It keeps at least a quarter. Otherwise it would starve beside long conversations,
+    or with a profile whose constant is zero.
     """
     alone, constant = model.seconds(decoding), model.seconds(BatchWork())
     cost, worth = alone - constant, decoding_per_constant * constant

@@ -1,12 +1,12 @@
 """Order of prompts in an engine, and how much they may lengthen iterations of decoding requests.
 
-The shortest remaining prompt goes first, because it makes the others wait least. A prompt ages: it is due
-`stretch` times its own prefill time after its arrival. Prompts are sorted by due time, so a short one that
-comes later than that goes behind, and a long one ends.
+A prompt is due `stretch` times its remaining prefill time after its arrival, and the prompt that is due first
+goes first. So a short prompt goes before a long one, because it makes the long one wait least. A long prompt
+ends all the same, because short prompts that arrive after its due time go behind it.
 
-A prompt that ends in an iteration does not wait for a part of the next one, unless that is overdue: then
-there is more to compute than time, and full iterations compute more. With co-serving iterations are always
-full (`fills`), because co-serving is measured by the worst of its prompts.
+An iteration in which a prompt ends does not also compute a part of the next prompt, which would delay the
+first. It does so if the next prompt is overdue: then the engine is overloaded, and full iterations compute
+more. With co-serving iterations are always full (`fills`), as co-serving is measured by its slowest prompts.
 """
 
 import math
@@ -15,39 +15,42 @@ from dataclasses import dataclass
 from placement.scheduling.latency_model import BatchWork, LatencyModel
 
 LEAST_CHUNK = 256  # tokens
-RATE_WINDOW_S = 5.0  # over which the rate of prompts is averaged
+RATE_WINDOW_S = 5.0  # over which the rate of prompt tokens is averaged
 
 
 @dataclass(frozen=True, slots=True)
 class PromptSharing:
-    """Policy for prompts beside decoding requests, in a real or simulated engine."""
+    """Rules for how prompts share iterations with decoding requests, in a real or simulated engine."""
 
     tbt_s: float  # SLO target of requests that decode
-    stretch: float = 8.0
-    fills: bool = False  # an iteration in which a prompt ends also has a part of the next one
+    stretch: float = 8.0  # multiple of its prefill time after which a prompt is due
+    fills: bool = False  # whether an iteration in which a prompt ends also has a part of the next prompt
 
     def due(self, model: LatencyModel, arrival: float, pending: int, computed: int) -> float:
-        """Return when a prompt should end; prompts are computed in order of this time."""
+        """Return when a prompt with `pending` tokens after `computed` should end."""
         return arrival + self.stretch * model.seconds(BatchWork().plus(pending, computed))
 
     @staticmethod
     def chunk(model: LatencyModel, most: int) -> int:
-        """Return the chunk size, in tokens, with which a long prompt is computed fastest.
+        """Return the chunk size, at most `most` tokens, with which a long prompt is computed fastest.
 
-        A token attends to all of its chunk, so a larger chunk costs attention. A smaller one costs the
+        A token attends to all of its chunk, so a larger chunk costs more attention. A smaller chunk pays the
         iteration's constant more often.
         """
         saved, each = model.per_attended - model.per_before, model.constant + model.per_request
         return most if saved <= 0 else min(most, max(LEAST_CHUNK, int(math.sqrt(2 * each / saved))))
 
     def iteration_s(self, decoding_s: float) -> float:
-        """Return how long an iteration with prompts may take. Prompts get half of it, so that they finish."""
+        """Return how long an iteration with prompts may take if decoding alone takes `decoding_s`.
+
+        Prompts get half of the time at least where the target leaves less, so that they end.
+        """
         return max(self.tbt_s, decoding_s * 2)
 
     def share(self, decoding_s: float) -> float:
         """Return the share of the engine's time that is left for prompts.
 
-        `decoding_s` is an iteration without prompts.
+        `decoding_s` is the length of an iteration without prompts.
         """
         return 1 - decoding_s / self.iteration_s(decoding_s)
 
@@ -59,14 +62,14 @@ class PromptSharing:
         computed: int,
         want: int,
     ) -> int:
-        """Return how many tokens of the next prompt join an iteration that already has `work`."""
+        """Return how many of the next `want` tokens of a prompt join an iteration that already has `work`."""
         return model.max_tokens(work, computed, want, self.iteration_s(decoding_s))
 
 
 class PromptRate:
-    """Prompt tokens per second in recent iterations that had prompts.
+    """Rate of prompt tokens per second in recent iterations that had prompts.
 
-    An engine without prompts keeps its rate: it would have that rate again, and the placer uses it.
+    An engine without prompts keeps its last rate, because the placer assumes this rate for its next prompts.
     """
 
     def __init__(self) -> None:
@@ -79,5 +82,5 @@ class PromptRate:
 
     @property
     def tokens_per_s(self) -> float:
-        """Return the prompt tokens per second; 0 before the first prompt."""
+        """Return the prompt tokens per second, 0 before the first prompt."""
         return self._tokens / self._seconds if self._seconds else 0.0

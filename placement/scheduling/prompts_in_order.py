@@ -1,4 +1,4 @@
-"""Policies of engines without co-serving, and of engines that share their layers."""
+"""In-engine policies of engines without co-serving, and of engines that share their layers."""
 
 import math
 from dataclasses import replace
@@ -20,9 +20,9 @@ from placement.scheduling.prompt_order import PromptSharing
 
 
 class PromptsInOrder(ServingPolicy):
-    """Policy without co-serving: decoding requests get a token each, prompts the time that is left.
+    """Policy without co-serving: decoding requests get a token each, and prompts the time that is left.
 
-    Offline requests come last. vLLM's own rules decide which request has memory, and which one is preempted.
+    Offline requests come last. vLLM's own rules decide which requests get memory and which are preempted.
     """
 
     def __init__(self, settings: ServingSettings) -> None:
@@ -37,7 +37,7 @@ class PromptsInOrder(ServingPolicy):
         prompts = (request for request in preemption.online_requests(view) if not request.decoding)
         requests = (*decoding, *prompts)
         first = share_online(requests, view.now, view.max_tokens, model, sharing, self._classes)
-        offline = sum(request.offline for request in decoding)  # they take their token from what is left
+        offline = sum(request.offline for request in decoding)  # in `first`, and counted again by `take`
         waiting = tuple(request.key for request in first.prompts if not request.running)
         left = 0 if first.held_back else view.max_tokens - first.work.new_tokens
         builder = BatchBuilder(
@@ -58,7 +58,7 @@ class PromptsInOrder(ServingPolicy):
 
 
 class TurnsAlone(PromptsInOrder):
-    """Policy of engines that share their layers: offline requests release all they hold, and none starts."""
+    """Policy of engines that share their layers: it preempts all offline requests, and starts none."""
 
     def plan(self, view: EngineView, model: LatencyModel) -> IterationPlan:
         offline = tuple(request for request in view.running if request.offline)

@@ -1,4 +1,4 @@
-"""Autoscaling: the number of replicas of a tier, from the share of its capacity in use."""
+"""Autoscaling: decides how many replicas a tier should have from the share of its capacity in use."""
 
 from dataclasses import dataclass, field
 from math import ceil
@@ -11,8 +11,8 @@ class ScaleLimits:
     least: int
     most: int
     thresholds: Thresholds = field(default_factory=Thresholds)
-    cool_down_s: float = 120.0  # after a change nothing is added, until the new engine shows its effect
-    calm_s: float = 600.0  # the load must have been low this long before an engine is removed
+    cool_down_s: float = 120.0  # after a change, no other follows until its effect shows
+    calm_s: float = 600.0  # how long the load must have been low before an engine is removed
 
 
 @dataclass(frozen=True, slots=True)
@@ -30,10 +30,10 @@ class TierScaler:
         self._calm_since: float | None = None
 
     def decide(self, judged: TierLoad, replicas: int, now: float) -> Decision:
-        """Return the replicas that a tier should have.
+        """Return the number of replicas that the tier should have.
 
-        `judged` is the load of the tier's role. The tier takes its share of the engines that the role needs.
-        `replicas` counts engines that are up or starting.
+        `judged` is the load of all engines of the tier's role. The tier gets its present share of the engines
+        that the role needs. `replicas` counts its engines that are up or starting.
         """
         limits, load = self._limits, judged.load
         within = min(max(replicas, limits.least), limits.most)

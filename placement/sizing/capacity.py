@@ -1,8 +1,8 @@
 """Capacity signals of the fleet, and advice about its size.
 
-The placer observes two signals, averaged over a window so that one long prompt raises no alarm. For
-prefillers it is the seconds of prefill that arrive each second. For decoders it is the share of their KV that
-is in use.
+The load of the prefillers is the prefill time of the prompts that arrive in a second. The load of the
+decoders is the share of their KV that is in use. Both are averaged over a window, so that one long prompt
+raises no alarm.
 """
 
 from dataclasses import dataclass
@@ -16,22 +16,22 @@ from placement.engines import Role
 class Signals:
     prefillers: int
     prefill_load: float  # seconds of prefill that arrive per second and prefiller; 1 is saturation
-    prefill_wait_s: float  # present wait in the shortest queue
+    prefill_wait_s: float  # wait in the shortest prefill queue now
     decoders: int
-    decoder_pressure: float  # share of the decoders' KV limit in use and not evictable, or waited for
-    running_share: float  # the same for conversations with a running turn, now
-    observed_s: float  # how long the fleet was observed; less than the window says little
+    decoder_pressure: float  # KV in use and not evictable, or refused, as a share of the decoders' KV limit
+    running_share: float  # KV of conversations with a running turn now, as a share of that limit
+    observed_s: float  # how long the fleet was observed; below the window, the averages say little
     prompts_s: float = 0.0  # seconds of prefill that arrive per second
     lent: float | None = None  # elastic: decoders' time that running turns leave to prompts, in engines
     kept: float = 0.0  # elastic: prefillers' time that turns of their own conversations take, in engines
     taking: int = 0  # elastic roles: prefillers that take conversations now; their KV counts as decoders'
-    decoder_wait_s: float = 0.0  # elastic: wait of a prompt now, mean over the decoders
+    decoder_wait_s: float = 0.0  # elastic: how long a prompt waits on a decoder now, on average
 
     @property
     def prompt_load(self) -> float:
-        """Return the demanded share of the time available for prompts; 1 is saturation.
+        """Return the share of the engines' time for prompts that arriving prompts need; 1 is saturation.
 
-        That is the prefillers' time and, with elastic placement, what decoders have left.
+        This time is the prefillers' and, with elastic placement, what running turns of the decoders leave.
         """
         if self.lent is None:
             return self.prefill_load
@@ -40,11 +40,11 @@ class Signals:
 
     @property
     def for_prompts(self) -> float:
-        """Return how many engines' worth of time running turns leave to prompts."""
+        """Return the time that running turns of prefillers and decoders leave to prompts, in engines."""
         return max(0.0, self.prefillers - self.kept) + (self.lent or 0.0)
 
     def saturates_in_s(self, longest_wait_s: float) -> float:
-        """Return the seconds until the shortest queue is too long; infinite if no queue grows."""
+        """Return the seconds until the shortest queue is that long, infinite if it does not grow."""
         if self.prefill_wait_s >= longest_wait_s:
             return 0.0
         growth = self.prefill_load - 1.0
@@ -55,13 +55,13 @@ class CapacityWatch:
     def __init__(self, window_s: float) -> None:
         self._window_s = window_s
         self._began: float | None = None
-        self._demand = 0.0  # prefill seconds a second
+        self._demand = 0.0  # seconds of prefill that arrive per second
         self._demand_at = 0.0
         self._pressure: float | None = None
         self._pressure_at = 0.0
 
     def arrived(self, prefill_s: float, now: float) -> None:
-        """Count a turn that needs a prefiller, whether or not it could be placed."""
+        """Count a turn whose prompt takes `prefill_s` on a prefiller, placed or not."""
         self._begin(now)
         self._demand = self._demand * self._kept(now - self._demand_at) + prefill_s / self._window_s
         self._demand_at = now
@@ -102,14 +102,14 @@ class Action(StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class Thresholds:
-    """Thresholds, as shares of a tier's capacity."""
+    """Loads at which advice is given, as shares of the capacity of a tier or role."""
 
     high: float = 0.85  # above this there are too few engines
     target: float = 0.7  # load that a change aims at
     low: float = 0.4  # below this there are more engines than needed
 
     def enough(self, load: float, engines: int) -> int:
-        """Return how many engines would carry the load of `engines` at the target utilisation."""
+        """Return how many engines at the target load could carry what `engines` carry at `load`."""
         if isinf(load):
             return engines + 1
         return max(1, ceil(round(load * engines / self.target, 6)))
@@ -118,29 +118,28 @@ class Thresholds:
 @dataclass(frozen=True, slots=True)
 class Recommendation:
     action: Action
-    count: int  # engines to add or remove; 0 where the action has no number
+    count: int  # engines to add or remove, 0 for other actions
     reason: str
 
 
 @dataclass(frozen=True, slots=True)
 class TierLoad:
-    """Judgement of the engines of a role, which `conserve advise` reports and the autoscaler follows."""
+    """Load of the engines of a role, which `conserve advise` reports and the autoscaler follows."""
 
     load: float  # share of the engines' capacity in use
     engines: int  # engines that are up
-    enough: int  # engines that would carry the load at the target utilisation
+    enough: int  # engines that could carry the load at the target load each
 
     def missing(self, limits: Thresholds) -> int:
-        """Return how many engines to add; 0 if the load is not high."""
+        """Return how many engines to add, 0 if the load is not high."""
         return max(1, self.enough - self.engines) if self.load > limits.high else 0
 
 
 def judge(role: Role, signals: Signals, limits: Thresholds, longest_wait_s: float) -> TierLoad:
-    """Return the load of a role's engines.
+    """Return the load of all engines of a role.
 
-    Engines are full when prompts wait for them as long as first turns may wait: on the prefiller with the
-    shortest queue, or on the mean decoder. Otherwise prefillers are judged by the time that prompts ask for,
-    and decoders by their KV.
+    The load of prefillers is the time that arriving prompts ask for, and that of decoders their KV. It is at
+    least 1 if prompts wait for `longest_wait_s`: in the shortest prefill queue, or on a decoder on average.
     """
     prefills = role is Role.PREFILL
     engines = signals.prefillers if prefills else signals.decoders
@@ -148,7 +147,7 @@ def judge(role: Role, signals: Signals, limits: Thresholds, longest_wait_s: floa
     if (signals.prefill_wait_s if prefills else signals.decoder_wait_s) >= longest_wait_s:
         load = max(load, 1.0)
     if prefills and signals.lent is not None:
-        # Another prefiller adds its own time only, and not what decoders lend.
+        # The decoders' share of the work is subtracted first, because adding prefillers does not change it.
         others = signals.for_prompts - engines
         enough = max(1, ceil(round(signals.prompts_s / limits.target - others, 6)))
         return TierLoad(load, engines, enough)
@@ -158,9 +157,9 @@ def judge(role: Role, signals: Signals, limits: Thresholds, longest_wait_s: floa
 def advise(
     signals: Signals, thresholds: Thresholds, longest_wait_s: float, *, prefills: bool = True
 ) -> tuple[Recommendation, ...]:
-    """Return the recommended changes of the fleet; none if it fits its load.
+    """Return the recommended changes of the fleet, empty if it fits its load.
 
-    `prefills` is whether the fleet's policy uses prefillers at all.
+    `prefills` says whether the fleet's policy uses prefillers at all.
     """
     found = _decoders(signals, thresholds, longest_wait_s)
     if not prefills:
@@ -209,7 +208,7 @@ def _elastic(signals: Signals, limits: Thresholds, longest_wait_s: float) -> Rec
 
 
 def _decoders(signals: Signals, limits: Thresholds, longest_wait_s: float) -> tuple[Recommendation, ...]:
-    """Advise to add decoders where the autoscaler adds some, or host memory if that would be enough."""
+    """Advise on decoders by the same load as the autoscaler; name host memory if that is enough."""
     pressure, engines, running = signals.decoder_pressure, signals.decoders, signals.running_share
     if not engines:
         return (Recommendation(Action.ADD_DECODERS, 1, "no decoder is up"),)

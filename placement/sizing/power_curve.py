@@ -1,8 +1,8 @@
 """Power draw and compute speed of an accelerator under a power cap.
 
-Power has three levels: idle, busy with decoding (memory-bound), busy with prefill (compute-bound). A cap cuts
-the levels above it. Compute slows down with it, because dynamic power grows faster than the clock: speed
-follows (dynamic power) ** exponent. Memory reads stay as fast, as the conversation paper measured.
+The power draw has three levels: idle, decoding (memory-bound) and prefill (compute-bound). A cap cuts the
+levels above it, and slows compute down: its speed is proportional to (dynamic power) ** exponent, because
+dynamic power grows faster than the clock. Memory reads do not slow down, as the conversation paper measured.
 """
 
 from dataclasses import dataclass, replace
@@ -11,7 +11,7 @@ from placement import PlacementError
 
 
 class PowerCurveError(PlacementError, ValueError):
-    """The power curve or cap is impossible for an accelerator."""
+    """The values of a power curve or cap contradict each other."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -31,7 +31,7 @@ class PowerCurve:
             raise PowerCurveError(f"{self}: prefill_w is above limit_w")
 
     def compute_speed(self, cap_w: float) -> float:
-        """Return the speed of compute-bound work under a cap, relative to the speed without a cap."""
+        """Return the speed of compute-bound work under a cap, as a share of the speed without a cap."""
         if cap_w <= self.idle_w:
             raise PowerCurveError(f"a cap of {cap_w} W is not above the idle draw of {self.idle_w} W")
         if cap_w >= self.prefill_w:
@@ -40,7 +40,7 @@ class PowerCurve:
 
     def capped(self, cap_w: float) -> "PowerCurve":
         """Return this curve under a power cap."""
-        self.compute_speed(cap_w)  # refuses a cap that cannot be
+        self.compute_speed(cap_w)  # raises if the cap is too low
         return replace(
             self,
             limit_w=min(self.limit_w, cap_w),

@@ -1,10 +1,11 @@
-"""Provisioning: how many decoders a prefiller needs, by section 4.1 of the conversation paper.
+"""Provisioning: how many decoders the prefillers need, by section 4.1 of the conversation paper.
 
     (1) throughput   N * T_d >= R * L_d
     (2) memory       N * B   >= R * W
 
-R is the rate of conversations, and R* = T_p / L_in is the rate that fills the prefillers. N is one more than
-the larger of the two bounds needs, so that the prefillers fill first, whose load can be read off the prompts.
+R is the rate of conversations, and N the number of decoders. R* = T_p / L_in is the rate that fills the
+prefillers. N is the next whole number above the larger bound, so that the prefillers fill up first: their
+load can be read off the prompts.
 """
 
 from dataclasses import dataclass
@@ -15,7 +16,7 @@ from placement import PlacementError
 
 
 class ProvisioningError(PlacementError, ValueError):
-    """The means or rates cannot be used to plan a fleet."""
+    """The given means, rates or counts cannot be used to plan a fleet."""
 
 
 class Bound(StrEnum):
@@ -28,12 +29,12 @@ class Means:
     """Mean sizes of a conversation."""
 
     first_turn_tokens: float  # L_in
-    decoder_tokens: float  # L_d: all tokens that decoders compute for it, outputs and later prompts
-    resident_s: float  # W: time that its KV is on the accelerator; its lifetime, unless idle KV is parked
+    decoder_tokens: float  # L_d: tokens that its decoder computes: outputs, and prompts of later turns
+    resident_s: float  # W: time that its KV is on the accelerator: its lifetime, unless idle KV is parked
     peak_kv_tokens: float
 
 
-TYPICAL = Means(15_000, 1_000, 15, 16_000)  # of an agent's conversation, where no trace says more
+TYPICAL = Means(15_000, 1_000, 15, 16_000)  # an agent's conversation, where no trace is given
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,12 +63,12 @@ class ResourceLoad:
 @dataclass(frozen=True, slots=True)
 class Provision:
     prefillers: int
-    rate: float  # conversations per second that it is planned for
+    rate: float  # R: conversations per second that the fleet is planned for
     saturating_rate: float  # R*
-    slots: float  # B: conversations a decoder's KV holds at their peak
-    by_throughput: float
-    by_memory: float
-    decoders: int
+    slots: float  # B: conversations at their peak that fit into a decoder's KV
+    by_throughput: float  # decoders that bound (1) asks for
+    by_memory: float  # decoders that bound (2) asks for
+    decoders: int  # N
     load: ResourceLoad
 
     @property
@@ -76,7 +77,7 @@ class Provision:
 
 
 def provision(means: Means, capacity: Capacity, prefillers: int = 1, rate: float | None = None) -> Provision:
-    """Return the decoders that `prefillers` prefillers need at the saturation rate R*, or at `rate`."""
+    """Return how many decoders `prefillers` prefillers need at `rate`, by default at R*."""
     values = (
         *(means.first_turn_tokens, means.decoder_tokens, means.resident_s, means.peak_kv_tokens),
         *(capacity.prefill_tokens_per_s, capacity.decode_tokens_per_s, capacity.decoder_kv_tokens),
@@ -99,6 +100,6 @@ def provision(means: Means, capacity: Capacity, prefillers: int = 1, rate: float
 
 
 def prefillers_for(means: Means, capacity: Capacity, rate: float, load: float = 0.9) -> int:
-    """Return the fewest prefillers that carry `rate` at a utilisation of at most `load`."""
+    """Return how many prefillers carry `rate` conversations per second at a utilisation below `load`."""
     one = provision(means, capacity)
     return floor(rate / (one.saturating_rate * load)) + 1

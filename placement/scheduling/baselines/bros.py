@@ -1,4 +1,4 @@
-"""The BROS policy: online requests by time to their token deadline, offline requests by swap-in cost."""
+"""Policy of the BROS paper: online requests by their deadlines, offline requests by their swap-in cost."""
 
 from placement.scheduling import preemption
 from placement.scheduling.interface import (
@@ -14,15 +14,15 @@ from placement.scheduling.latency_model import LatencyModel
 
 
 class Bros(ServingPolicy):
-    """BROS orders online requests by deadline and offline ones by swap-in cost, with an adaptive batch size.
+    """BROS policy: online requests by deadline, offline requests by swap-in cost, and an adaptive batch size.
 
-    The paper also shares the slots of a block in both directions, which needs attention kernels of its own.
-    Its purpose, to take no more of an offline request's memory than online work needs, holds here at the
-    granularity of blocks (`preemption.victims`); slots would gain at most 0.9 % of throughput
-    (docs/measurements/coserving.md). The policy preempts between iterations only.
+    In the paper two requests can also share one block, filled from both ends, which needs special attention
+    kernels. The purpose is to take no more of an offline request's memory than online work needs. Here this
+    holds at the granularity of blocks (`preemption.victims`); sharing blocks would gain at most 0.9 % of
+    throughput (docs/measurements/coserving.md). The policy preempts between iterations only.
     """
 
-    batch_start = 8  # requests of the first batch, and after a violation
+    batch_start = 8  # requests in the first batch, and in the batch after a missed deadline
 
     def __init__(self, settings: ServingSettings) -> None:
         super().__init__(settings)
@@ -64,7 +64,10 @@ class Bros(ServingPolicy):
     def _replace_least_urgent(
         self, chosen: list[RequestView], offline: int, now: float, model: LatencyModel
     ) -> tuple[list[RequestView], int]:
-        """Take slots from requests that meet their deadline even without this iteration."""
+        """Return `chosen` without requests that can skip this iteration, and the slots for offline requests.
+
+        The last of `chosen` may be left out if its deadline is far away; the first always stays.
+        """
         kept, slots = list(chosen), 0
         seconds = model.seconds(preemption.online_work(kept, 1 << 30))
         while offline > slots and len(kept) > 1 and kept[-1].deadline() - now > 3 * seconds:

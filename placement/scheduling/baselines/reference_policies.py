@@ -7,7 +7,7 @@ from placement.scheduling.latency_model import BatchWork, LatencyModel
 
 
 class OnlineOnly(ServingPolicy):
-    """Policy that never runs offline work; it shows the best possible latency of online work."""
+    """Policy that never runs offline work, which shows the lowest possible latency of online work."""
 
     def plan(self, view: EngineView, model: LatencyModel) -> IterationPlan:
         work = preemption.online_work(preemption.online_requests(view), view.max_tokens)
@@ -18,7 +18,7 @@ class OnlineOnly(ServingPolicy):
 
 
 class NonPreemptive(ServingPolicy):
-    """Policy that admits online requests first, but never takes anything from a running offline request."""
+    """Policy that never takes memory or a slot from a running offline request."""
 
     def plan(self, view: EngineView, model: LatencyModel) -> IterationPlan:
         order = tuple(request.key for request in view.running)
@@ -26,7 +26,7 @@ class NonPreemptive(ServingPolicy):
 
 
 class Sarathi(ServingPolicy):
-    """Chunked prefill with priorities: offline work fills the chunk, and is preempted for memory only."""
+    """Chunked prefill with priorities: offline work fills the chunk, and is preempted between iterations."""
 
     def plan(self, view: EngineView, model: LatencyModel) -> IterationPlan:
         taken = preemption.victims(view, lambda r: (-r.arrival,))
