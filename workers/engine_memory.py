@@ -1,8 +1,8 @@
 """Memory of an engine's processes, and the limit on it.
 
-Only anonymous memory counts: shared memory, files and libraries are not an engine's growth. The exact number
-requires a walk of page tables. It is read only if an upper bound, in which pages shared by forks count more
-than once, exceeds the limit.
+Only anonymous memory counts, because shared memory, files and libraries do not grow while an engine serves.
+The exact number is expensive, because the kernel walks page tables for it. It is read only if an upper bound,
+in which pages shared by forks count more than once, exceeds the limit.
 """
 
 import os
@@ -15,8 +15,8 @@ import psutil
 
 GIB = 1 << 30
 _PAGE = os.sysconf("SC_PAGE_SIZE")
-_GROWTH_SHARE = 0.25  # of the machine's memory
-_MOST_SHARE = 0.9
+_GROWTH_SHARE = 0.25  # share of the machine's memory by which an engine may grow beyond its idle memory
+_MOST_SHARE = 0.9  # highest default limit, as a share of the machine's memory
 
 
 @dataclass(frozen=True, slots=True)
@@ -30,14 +30,14 @@ class MemoryLimit:
     def of(
         cls, memory_gib: float | None, kv_gib: float, idle_bytes: int, machine_bytes: int
     ) -> "MemoryLimit":
-        """Return `memory_gib` if set, else idle memory plus KV on the host plus a quarter of the machine."""
+        """Return a limit of `memory_gib`, or of idle memory, KV on the host and a quarter of the machine."""
         if memory_gib is not None:
             return cls(int(memory_gib * GIB), idle_bytes)
         grown = idle_bytes + kv_gib * GIB + _GROWTH_SHARE * machine_bytes
         return cls(int(min(grown, _MOST_SHARE * machine_bytes)), idle_bytes)
 
     def reached(self, has_bytes: int) -> str:
-        """Return a sentence for people if the limit is exceeded, else an empty string."""
+        """Return a sentence that says by how much `has_bytes` exceeds the limit, empty if it does not."""
         if has_bytes <= self.limit_bytes:
             return ""
         has, limit, idle = (value / GIB for value in (has_bytes, self.limit_bytes, self.idle_bytes))
@@ -48,7 +48,7 @@ class MemoryLimit:
 
 
 def machine_bytes() -> int:
-    """Return the memory of this machine, or of this container if that is less."""
+    """Return the memory of this machine, or the memory limit of this container if that is less."""
     total = int(psutil.virtual_memory().total)
     with suppress(OSError, ValueError):
         total = min(total, int(Path("/sys/fs/cgroup/memory.max").read_text()))
@@ -56,7 +56,7 @@ def machine_bytes() -> int:
 
 
 def session_bytes(leader: int, enough: int = 0) -> int:
-    """Return the memory of the session that `leader` leads. It is only exact above `enough`."""
+    """Return the memory of the session that `leader` leads; up to `enough`, an upper bound will do."""
     pids = list(_session(leader))
     upper = sum(map(_unshared_bytes, pids))
     return upper if upper <= enough else sum(map(_exact_bytes, pids))

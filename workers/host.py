@@ -1,13 +1,15 @@
 """python -m workers.host: runs one command until it ends or its lease expires.
 
 The host of an engine leads a session of its own and so outlives its keeper: a restarted keeper adopts the
-engine with all its KV. The lease is a file. The keeper renews it by changing its modification time; removing
-it ends the whole process tree at once. While a supervisor of the fleet's keepers lives, the lease holds
-without renewals. Otherwise a lease that nobody renews runs out and the tree ends, so nothing is left behind.
-The lease counts only for the process that the record beside it names, because no keeper finds another one.
+engine with all its KV. The lease is a file. The keeper renews it by changing its modification time, and
+removes it to end the whole process tree at once. While the supervisor of the fleet's keepers lives, the lease
+holds without renewals. Otherwise a lease that nobody renews runs out and the tree ends, so that nothing is
+left behind. The lease is renewed only for the process that the record beside it names, because a keeper could
+not find any other process.
 
-With `--leave-s` a first SIGTERM is a request to the keeper, which sees the file that it leaves, lets the
-engine's conversations move to other engines, and removes the lease. A second one ends the tree at once.
+With `--leave-s`, the first SIGTERM is a request to the keeper. The host creates a file that the keeper sees.
+The keeper lets the engine's conversations move to other engines, and removes the lease. A second SIGTERM ends
+the tree at once.
 """
 
 import argparse
@@ -29,10 +31,10 @@ from kvtransfer.parent_death import die_with_parent
 from workers.oom_score import set_oom_score
 from workers.processes import WorkerError, end, find, tree
 
-SUPERVISOR = "CONSERVE_SUPERVISOR"  # in the environment: its pid and start time
+SUPERVISOR = "CONSERVE_SUPERVISOR"  # environment variable with the supervisor's pid and start time
 LOOK_EVERY_S = 0.25
 PR_SET_CHILD_SUBREAPER = 36
-ASKED_TO_END = "asked_to_end"  # file beside the lease
+ASKED_TO_END = "asked_to_end"  # file beside the lease that a first SIGTERM creates
 
 
 class Lease:
@@ -42,7 +44,7 @@ class Lease:
     """
 
     def __init__(self, file: Path, seconds: float, record: Path, supervisor: str) -> None:
-        """Take the lease. `supervisor` is the text of its environment variable; empty if there is none."""
+        """Take the lease. `supervisor` is the value of its environment variable, empty if it is not set."""
         self._file, self._seconds, self._record = file, seconds, record
         pid, _, started = supervisor.partition(" ")
         self._supervisor = (int(pid), float(started)) if supervisor else None
@@ -83,10 +85,10 @@ class AskedToEnd(WorkerError):
 
 @dataclass(slots=True)
 class EndSignal:
-    """Handler of SIGTERM: the first signal asks the keeper, if there is time; the second one ends."""
+    """Handler of SIGTERM: the first signal asks the keeper to let the engine end; the second ends it."""
 
-    file: Path
-    leave_s: float
+    file: Path  # created by the first signal
+    leave_s: float  # from the first signal to the end; 0: the first signal ends
     until: float = math.inf
 
     def __call__(self, _signal: int, _frame: object) -> None:
@@ -102,7 +104,7 @@ class EndSignal:
 
 def run(argv: list[str], lease: Lease, grace_s: float, oom_score: int, asked: EndSignal) -> int:
     libc = ctypes.CDLL(None, use_errno=True)
-    # This process adopts orphans of the tree: when vLLM's front end dies, its engine process stays findable.
+    # Orphans of the tree become children of this process, so that it finds and ends them too.
     libc.prctl(PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)
     asked.file.unlink(missing_ok=True)
     signal.signal(signal.SIGTERM, asked)
@@ -143,7 +145,7 @@ def _raise(_signal: int, _frame: object) -> None:
 def main() -> int:
     parser = argparse.ArgumentParser(prog="python -m workers.host", description=__doc__)
     parser.add_argument("--lease", type=Path, required=True, help="file that is touched to renew the lease")
-    parser.add_argument("--lease-s", type=float, required=True, help="seconds a renewal lasts")
+    parser.add_argument("--lease-s", type=float, required=True, help="seconds that a renewal lasts")
     parser.add_argument("--record", type=Path, required=True, help="file that names the process of the lease")
     parser.add_argument("--oom-score", type=int, default=0, help="oom_score_adj of the command")
     parser.add_argument("--grace-s", type=float, default=10.0, help="seconds between SIGTERM and SIGKILL")

@@ -1,8 +1,8 @@
 """Order in which the kernel kills a fleet's processes when the machine runs out of memory.
 
-By default the kernel kills the largest process, and Ray's monitor kills actors, whichever process took the
-memory: the directory and all keepers ended, and the engine that had grown stayed. An engine can be started
-again, but without the directory and the gateways nothing is served.
+By default the kernel kills the largest process and Ray's monitor kills actors, whichever process took the
+memory. Then the directory and all keepers may end while the engine that grew stays. The scores make an engine
+the first to be killed: it can be started again, but without the directory and the gateways nothing is served.
 """
 
 from contextlib import suppress
@@ -26,8 +26,8 @@ class OomScore(IntEnum):
 def set_oom_score(score: int) -> None:
     """Set the score of this process and of processes that it starts later.
 
-    A process that may not go below its container's score adds `score` to it, which keeps the order. A system
-    that forbids scores altogether is ignored.
+    If the process may not go below its container's score, `score` is added to that, which keeps the order. If
+    the system forbids scores altogether, nothing happens.
     """
     with suppress(OSError):
         given = int(SCORE_FILE.read_text())

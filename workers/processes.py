@@ -1,6 +1,6 @@
 """Process helpers: ports, environments, atomic files, back-off, and ending whole process trees.
 
-A tree is ended by pid and start time, so that a process that inherited a pid is never touched.
+Processes are found by pid and start time, so that a new process with a reused pid is never ended.
 """
 
 import contextlib
@@ -15,24 +15,23 @@ from pathlib import Path
 import psutil
 
 SOURCE = str(Path(__file__).resolve().parents[1])
-PORTS = range(
-    20_000, 30_000
-)  # above the ports of Ray's workers, below Kubernetes' node ports and Linux's ephemeral ports
+# Above the ports of Ray's workers, below Kubernetes' node ports and Linux's ephemeral ports.
+PORTS = range(20_000, 30_000)
 TRIED_PORTS = 100
 
 
 class WorkerError(Exception):
-    """Base of errors of an engine and its keeper; the message says what to do."""
+    """Base of this package's exceptions. The message says what is wrong and what to do."""
 
 
 class Backoff:
-    """Waiting time that doubles from `first_s` to `longest_s`, and starts over after `calm_s` of serving."""
+    """Wait before a restart: it doubles from `first_s` to `longest_s`; `calm_s` of serving resets it."""
 
     def __init__(self, first_s: float, longest_s: float, calm_s: float) -> None:
         self._first, self._longest, self._calm = first_s, longest_s, calm_s
         self._next = first_s
         self._serving_since: float | None = None
-        self.failures = 0  # since the last calm
+        self.failures = 0  # since the engine last served for `calm_s`
 
     def serving(self, now: float) -> None:
         self._serving_since = now
@@ -47,10 +46,10 @@ class Backoff:
 
 
 def free_port(host: str) -> int:
-    """Return a port that was free a moment ago.
+    """Return a port of `host` that is free now.
 
-    A process that loses it to another one fails to start and tries again. Ephemeral ports are avoided, so
-    that a killed process can have its port again.
+    Another process may still take it; then the caller's process fails to start, and its keeper tries again.
+    Ephemeral ports are avoided, because a connection could take the port of a process that restarts.
     """
     for port in (*random.sample(PORTS, TRIED_PORTS), 0):
         with contextlib.suppress(OSError), socket.socket(_family(host)) as listener:
@@ -71,7 +70,7 @@ def listens(host: str, port: int) -> bool:
 
 
 def listen_problem(host: str, port: int) -> str:
-    """Return why a process cannot listen on this address now; empty if it can."""
+    """Return why a process cannot listen on this address now, or an empty string if it can."""
     with socket.socket(_family(host)) as probe:
         probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         try:
@@ -84,7 +83,7 @@ def listen_problem(host: str, port: int) -> str:
 def start(
     argv: Sequence[str], env: Mapping[str, str], log: Path, cwd: Path | None = None
 ) -> "subprocess.Popen[bytes]":
-    """Start a process in its own session, so that everything it starts can be found and ended with it."""
+    """Start a process in its own session, so that all processes that it starts can be found and ended."""
     with log.open("ab") as output:
         return subprocess.Popen(
             argv,
@@ -98,13 +97,14 @@ def start(
 
 
 def with_our_packages(environ: Mapping[str, str]) -> dict[str, str]:
+    """Return the environment with this checkout first in PYTHONPATH, and absolute paths."""
     parts = [part for part in environ.get("PYTHONPATH", "").split(os.pathsep) if part]
     absolute = [os.path.abspath(part) for part in parts]
     return {**environ, "PYTHONPATH": os.pathsep.join(dict.fromkeys((SOURCE, *absolute)))}
 
 
 def write_atomically(file: Path, content: str | bytes, mode: int = 0o666) -> None:
-    """Write a file so that readers see it whole or not at all, also after a crash."""
+    """Write a file so that readers, even after a crash, see its old or its new content, and no part of it."""
     draft = file.with_name(f"{file.name}.{os.getpid()}.draft")
     with open(draft, "wb", opener=lambda path, flags: os.open(path, flags, mode)) as opened:
         opened.write(content.encode() if isinstance(content, str) else content)
@@ -119,7 +119,7 @@ def write_atomically(file: Path, content: str | bytes, mode: int = 0o666) -> Non
 
 
 class LogOnChange:
-    """Log function that drops repetitions of the last text. An empty text means that the problem is over."""
+    """Log function that drops repetitions of the last text. An empty text is not logged, and ends them."""
 
     def __init__(self, say: Callable[[str], None]) -> None:
         self._say = say
@@ -132,10 +132,10 @@ class LogOnChange:
 
 
 def find(pid: int, started: float) -> psutil.Process | None:
-    """Return the process with that pid and start time; None if it is gone or a zombie."""
+    """Return the process with this pid and start time, or None if it is gone or a zombie."""
     try:
         process = psutil.Process(pid)
-        # psutil computes start times from the boot time, which has whole seconds and can change by one.
+        # psutil computes start times from the boot time, which is in whole seconds and can change by one.
         if abs(process.create_time() - started) > 1.5 or process.status() == psutil.STATUS_ZOMBIE:
             return None
     except psutil.Error:
@@ -165,7 +165,7 @@ def tree(root: psutil.Process) -> list[psutil.Process]:
 
 
 def end(processes: Iterable[psutil.Process], grace_s: float) -> bool:
-    """Terminate the processes, wait `grace_s`, then kill; return whether all are gone."""
+    """Terminate the processes, kill those that remain after `grace_s`, and return whether all are gone."""
     remaining = [process for process in processes if _running(process)]
     for process in remaining:
         with contextlib.suppress(psutil.Error):
@@ -178,7 +178,7 @@ def end(processes: Iterable[psutil.Process], grace_s: float) -> bool:
 
 
 def lower_priority(pid: int, nice: int) -> None:
-    """Lower the priority of a process's threads and of threads that they start later."""
+    """Set the niceness of a process's threads to `nice`, and so that of threads that they start later."""
     with contextlib.suppress(OSError):
         for thread in os.listdir(f"/proc/{pid}/task"):
             os.setpriority(os.PRIO_PROCESS, int(thread), nice)
@@ -187,8 +187,8 @@ def lower_priority(pid: int, nice: int) -> None:
 def session(leader: int) -> Iterator[psutil.Process]:
     """Yield every process of the session that `leader` leads or led.
 
-    The kernel does not reuse a pid while a session of that number exists, so the pid of a killed leader still
-    identifies its session.
+    The kernel does not reuse a pid while a session with this number exists, so that the pid of a killed
+    leader still identifies its session.
     """
     for process in psutil.process_iter():
         with contextlib.suppress(OSError):

@@ -1,4 +1,4 @@
-"""Measured latency models of a fleet's engines, in one JSON file, keyed by what iteration times depend on."""
+"""Store of measured latency models in a JSON file, with keys of all that iteration times depend on."""
 
 import json
 from collections.abc import Mapping
@@ -12,6 +12,8 @@ from workers.processes import WorkerError, write_atomically
 
 @dataclass(frozen=True, slots=True)
 class ProfileKey:
+    """Everything that iteration times depend on."""
+
     model: str
     dtype: str
     hardware: str
@@ -35,7 +37,7 @@ Coefficients = Mapping[str, float]  # of a LatencyModel
 class StartingKnowledge:
     """Measurements that an engine receives at its start.
 
-    They are not part of its fingerprint, so a keeper with newer measurements can adopt a running engine.
+    They are not part of the engine's fingerprint, so that a keeper with newer measurements can adopt it.
     """
 
     profiles: Mapping[str, Coefficients] = field(default_factory=dict)  # the fleet's profiles, by key
@@ -46,12 +48,12 @@ class StartingKnowledge:
 class Profile:
     model: LatencyModel
     errors: tuple[RegionError, ...]
-    layer_seconds: float  # time of one layer in the largest batch measured: the wait for a safepoint
+    layer_seconds: float  # time of one layer in the largest measured batch: the wait for a safepoint
     measured_at: float  # seconds since the epoch
 
 
 class ProfileStoreError(WorkerError):
-    """The profile file is damaged; the message says what to do."""
+    """The file of profiles is damaged."""
 
 
 class ProfileStore:
@@ -59,7 +61,7 @@ class ProfileStore:
         self._path = path
 
     def coefficients(self) -> dict[str, Coefficients]:
-        """Return the coefficients of all models, by key."""
+        """Return the coefficients of all stored models, by the text of their keys."""
         entries = self._read()
         try:
             return {key: asdict(LatencyModel(**entry["model"])) for key, entry in entries.items()}
@@ -75,7 +77,7 @@ class ProfileStore:
         write_atomically(self._path, json.dumps(entries, indent=1, sort_keys=True))
 
     def measured_at(self, key: ProfileKey) -> float | None:
-        """Return when the profile was measured; None if there is no profile or no time in it."""
+        """Return when the profile of `key` was measured, or None if it is not stored or has no time."""
         entry = self._read().get(str(key))
         at = entry.get("measured_at") if isinstance(entry, dict) else None
         return at if isinstance(at, int | float) else None

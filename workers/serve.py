@@ -1,13 +1,13 @@
 """python -m workers.serve OPTIONS: vLLM's OpenAI server, the first process of an engine.
 
 Options and behaviour are those of vLLM's own module, except for processes on CPUs. There vLLM *spawns* the
-engine core and the workers, because OpenMP binds threads to cores when it is loaded. Each of them imports
-torch and vLLM again, which is half of an engine's start on two cores and 0.4 GiB that they could share. A
-single worker has a process of its own as well, and every token waits for two messages between them.
+engine core and the workers, because OpenMP binds threads to cores when it is loaded. Each of these processes
+imports torch and vLLM again, which takes half of an engine's start on two cores, and 0.4 GiB that they could
+share. A single worker also has its own process, so that every token waits for two messages.
 
-A fleet's engines bind nothing. This module therefore forks the processes and keeps a single worker in the
-engine core's process, as vLLM does on GPUs, unless VLLM_WORKER_MULTIPROC_METHOD=spawn is set. With
-`distributed-executor-backend: mp` or data parallel ranks, vLLM's own rules apply.
+A fleet's engines do not bind threads to cores. So this module forks the processes, and runs a single worker
+in the engine core's process, as vLLM does on GPUs. It does not if VLLM_WORKER_MULTIPROC_METHOD=spawn is set.
+With `distributed-executor-backend: mp` or data parallel ranks, vLLM's own rules apply.
 """
 
 import gc
@@ -30,7 +30,7 @@ NOT_BOUND = "nobind"
 
 
 def bound() -> Iterator[int]:
-    """Yield the file descriptors of this process's bound TCP sockets that are not connections."""
+    """Yield the file descriptors of this process's TCP sockets that are bound and not connected."""
     for descriptor in map(int, os.listdir("/proc/self/fd")):
         with suppress(OSError):  # the descriptor of the listing itself is closed
             if not stat.S_ISSOCK(os.fstat(descriptor).st_mode):
@@ -52,8 +52,9 @@ def _is_connected(one: socket.socket) -> bool:
 def detach_from_server() -> None:
     """Detach a forked process from the server.
 
-    The process ends with its parent: other forks also hold what tells vLLM of a death. Listening sockets are
-    replaced, so that clients do not wait for a server that died. Signals no longer wake the server's loop.
+    The process ends with its parent; vLLM's own means would miss the death, because other forks inherit its
+    pipe. Listening sockets are replaced, so that clients do not wait for a server that died. Signals no
+    longer wake the server's event loop.
     """
     die_with_parent()
     signal.set_wakeup_fd(-1)
@@ -64,9 +65,9 @@ def detach_from_server() -> None:
 
 
 def main() -> None:
-    getproctitle()  # finds where titles go, which it cannot once the environment's first variable changes
+    getproctitle()  # finds the memory of the title, which fails once the environment has changed
     os.environ[ADDRESS] = new_address()
-    gc.disable()  # imports leave little garbage; looking for it is a seventh of their CPU time
+    gc.disable()  # imports leave little garbage, and looking for it takes a seventh of their CPU time
     from vllm.entrypoints.launchers.api_server.entry import main as serve
 
     gc.enable()

@@ -1,4 +1,4 @@
-"""HTTP requests of a keeper to its own engine: health, size, and warm-up prompts."""
+"""Client of a keeper's own engine: checks its health, reads its size, and sends warm-up prompts over HTTP."""
 
 import asyncio
 import re
@@ -9,13 +9,15 @@ import aiohttp
 from workers.engine.engine_key import KEY_HEADER
 from workers.processes import WorkerError
 
-WARM_TOKENS = 2048  # of the longest prompt that warms an engine, if so many fit
-WARM_SHARES = (0.25, 1.0, 0.5)  # lengths of the prompts, in shares of the longest
-FIRST_ID, IDS = 64, 180  # token ids that any vocabulary has
+WARM_TOKENS = 2048  # length of the longest warm-up prompt, if so many tokens fit
+WARM_SHARES = (0.25, 1.0, 0.5)  # lengths of the warm-up prompts, as shares of the longest
+FIRST_ID, IDS = 64, 180  # first id and number of the token ids in warm-up prompts, which any vocabulary has
 
 
 @dataclass(frozen=True, slots=True)
 class EngineFacts:
+    """Sizes of a running engine, in tokens."""
+
     kv_tokens: int
     block_tokens: int
     max_context: int
@@ -34,7 +36,7 @@ _FAILURES = (aiohttp.ClientError, TimeoutError, OSError)
 
 class EngineHttp:
     def __init__(self, address: str, served_name: str, key: str = "", *, embeds: bool = False) -> None:
-        """Create the client of an engine; one that `embeds` makes embeddings instead of text."""
+        """Create a client of the engine. `embeds` means that the engine makes embeddings instead of text."""
         self.address, self._name, self._key, self._embeds = address, served_name, key, embeds
         self._session: aiohttp.ClientSession | None = None
 
@@ -59,7 +61,7 @@ class EngineHttp:
         return EngineFacts(kv_tokens=blocks * tokens, block_tokens=tokens, max_context=context)
 
     async def first(self, timeout_s: float) -> None:
-        """Send a short local request, because an engine whose first request is transferred can crash."""
+        """Send the engine's first request: a short one, because an engine can crash on a transferred one."""
         if self._embeds:
             await self._ask("embeddings", {"input": "warm up"}, timeout_s)
         else:
@@ -67,9 +69,10 @@ class EngineHttp:
             await self._ask("completions", body, timeout_s)
 
     async def warm(self, timeout_s: float, prompt_tokens: int) -> None:
-        """Send prompts as long as real ones, within the time limit.
+        """Send prompts of up to `prompt_tokens` tokens, within the time limit.
 
-        They touch memory, compile kernels and teach the latency model, before a user's prompt has to.
+        So memory is touched, kernels are compiled and the latency model has samples before the first user
+        comes.
         """
         if self._embeds:
             return
@@ -108,7 +111,7 @@ class EngineHttp:
 
 
 def cache_config(metrics: str) -> dict[str, str]:
-    """Return the labels of vLLM's `vllm:cache_config_info`."""
+    """Return the labels of the metric `vllm:cache_config_info` in the text of vLLM's metrics page."""
     match = re.search(r"^vllm:cache_config_info\{(.*)\}", metrics, re.MULTILINE)
     if match is None:
         raise ValueError("/metrics lacks vllm:cache_config_info")

@@ -1,4 +1,4 @@
-"""Reads an engine's log: its last lines, the stage of a start, and the likely cause of a failure."""
+"""Reader of an engine's log: its last lines, the stage of a start, and the likely cause of a failure."""
 
 import re
 from collections.abc import Sequence
@@ -23,7 +23,7 @@ _NOISE = re.compile(r"\x1b\[[0-9;]*m|\r")
 
 
 def last_lines(log: Path, count: int = 25, window: int = 64 << 10, since: int = 0) -> list[str]:
-    """Return the last lines written after the offset `since`, where this epoch begins in the log."""
+    """Return the last `count` lines after the offset `since`, from the last `window` bytes of the log."""
     try:
         with log.open("rb") as file:
             size = file.seek(0, 2)
@@ -39,7 +39,7 @@ def log_size(log: Path) -> int:
 
 
 def start_stage(lines: list[str]) -> str:
-    """Return the latest stage of a start that the lines mention, in words."""
+    """Return the latest stage of a start that the lines of the log mention."""
     for line in reversed(lines):
         for pattern, name in _STAGE_PATTERNS:
             if pattern.search(line):
@@ -53,14 +53,14 @@ class Diagnosis:
 
     cause: str
     advice: str
-    evidence: str  # the line that showed the cause
-    excerpt: tuple[str, ...]  # the log around it, or its end
+    evidence: str  # the line of the log that showed the cause
+    excerpt: tuple[str, ...]  # the lines around the evidence, or the last lines
 
     def __str__(self) -> str:
         return f"{self.cause}: {self.advice}" + (f" (log: {self.evidence})" if self.evidence else "")
 
 
-# In order: an earlier cause explains a later one, as a port that is taken explains a failed start.
+# The first cause that matches is named, so causes that lead to other error lines come first.
 _CAUSES: tuple[tuple[str, str, str], ...] = (
     (
         r"unrecognized arguments|error: argument |invalid choice|error: ambiguous option|"
@@ -139,6 +139,7 @@ _CAUSE_PATTERNS = tuple((re.compile(pattern), cause, advice) for pattern, cause,
 
 
 def diagnose(lines: Sequence[str]) -> Diagnosis:
+    """Return the likely cause of a failure that the lines of a log show."""
     for pattern, cause, advice in _CAUSE_PATTERNS:
         for index, line in reversed(list(enumerate(lines))):  # a traceback ends with its exception
             if pattern.search(line):

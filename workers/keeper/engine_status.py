@@ -1,6 +1,6 @@
-"""Status of an engine as its keeper knows it, for watchers, and the engine's state feed.
+"""Status of an engine as its keeper knows it, and the connection on which the engine reports its state.
 
-A watcher always gets the newest report as a whole. A slow one gets fewer reports, but none that is wrong.
+A watcher always gets the newest report as a whole. A slow watcher skips reports, which loses nothing.
 """
 
 import asyncio
@@ -31,7 +31,7 @@ class KeeperPhase(StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class KeeperStatus:
-    """Status of a keeper, for people."""
+    """Status of a keeper and its engine, as `conserve status` shows it."""
 
     engine: str
     phase: KeeperPhase
@@ -39,9 +39,9 @@ class KeeperStatus:
     epoch: int = 0
     pid: int = 0
     restarts: int = 0
-    failures: int = 0  # starts and runs that ended since the engine last served for long
+    failures: int = 0  # starts and runs that ended since the engine last served for `calm_after_s`
     failure: str = ""  # why the last start or run ended
-    log_lines: tuple[str, ...] = ()  # the log around that failure
+    log_lines: tuple[str, ...] = ()  # lines of the log around this failure
     metrics: str = ""  # host:port of the keeper's metrics page
 
 
@@ -50,17 +50,17 @@ class KeeperReport:
     """Everything that a keeper knows about its engine."""
 
     status: KeeperStatus
-    info: EngineInfo | None = None  # None while no engine serves
+    info: EngineInfo | None = None  # None while the engine does not serve
     state: EngineState | None = None  # the engine's last report
-    over: int = 0  # newest epoch that this keeper saw end
+    over: int = 0  # latest epoch that this keeper saw end
 
 
 @dataclass(frozen=True, slots=True)
 class SentKv:
     """Result of sending one conversation's KV to another engine."""
 
-    done: bool  # the other engine holds the conversation's KV
-    recomputed_tokens: int = 0  # how many of them either engine computed again
+    done: bool  # whether the other engine holds the conversation's KV now
+    recomputed_tokens: int = 0  # tokens of the conversation that an engine computed again for it
 
 
 class StatusStore:
@@ -87,7 +87,7 @@ class StatusStore:
             self._put(state=state)
 
     async def watch(self) -> AsyncIterator[KeeperReport]:
-        """Yield the current report, and again whenever it changes."""
+        """Yield the current report, and then the newest report whenever it has changed."""
         while True:
             changed = self._changed
             yield self.report
@@ -102,7 +102,7 @@ class StatusStore:
 
 
 class EngineLink(ControlSocketClient):
-    """The keeper's connection to its engine's control socket, which reconnects on its own."""
+    """Connection of a keeper to its engine's control socket, which reconnects on its own."""
 
     def __init__(self, engine: str, socket: Path) -> None:
         super().__init__(socket)
@@ -110,13 +110,13 @@ class EngineLink(ControlSocketClient):
         self._draining = False
 
     async def follow(self, store: StatusStore) -> None:
-        """Put the engine's states into the store, until cancelled."""
+        """Put the engine's reports into the store, until cancelled."""
         say = LogOnChange(lambda why: log.warning("no state feed engine=%s reason=%r", self._engine, why))
         while True:
             try:
-                if self._draining:  # an adopted or restarted engine has not been told
+                if self._draining:  # this engine may have been restarted since the drain began
                     await self.drain()
-                # Check the bookkeeping of KV, because an adopted engine has served for long.
+                # Let the engine check its bookkeeping of KV, because it may have served for long.
                 for fault in await self.check():
                     metrics.FAULTS_FOUND.labels(self._engine).inc()
                     log.error("integrity engine=%s fault=%r", self._engine, fault)
@@ -128,7 +128,7 @@ class EngineLink(ControlSocketClient):
             await asyncio.sleep(RETRY_S)
 
     def next_engine(self) -> None:
-        """Forget a drain, which belonged to the former engine."""
+        """Forget a drain of the former engine, so that the next engine is not drained."""
         self._draining = False
 
     async def drain(self, draining: bool = True) -> None:

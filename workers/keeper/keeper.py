@@ -24,14 +24,14 @@ from workers.profiles import StartingKnowledge
 
 log = logging.getLogger("conserve.workers.keeper")
 
-LEAVE_GRACE_S = 30.0  # beyond a drain, after which an engine ends whose keeper does not react
-QUIET_S = 1.0  # a turn on its way from a gateway arrives within
+LEAVE_GRACE_S = 30.0  # after the time for a drain, an engine ends even if its keeper does not react
+QUIET_S = 1.0  # a turn on its way from a gateway to the engine arrives within this time
 LOOK_S = 0.2
-ADOPTED_LOG_BYTES = 64 << 10  # end of an adopted engine's log that is searched for causes
+ADOPTED_LOG_BYTES = 64 << 10  # bytes at the end of an adopted engine's log that are searched for causes
 
 
 class Keeper:
-    """Runs one engine through its epochs. The engine outlives the keeper for the time of its lease."""
+    """Keeper of one engine, which runs it through its epochs. The engine outlives the keeper by its lease."""
 
     def __init__(
         self,
@@ -54,9 +54,7 @@ class Keeper:
         self._backoff = Backoff(settings.backoff_first_s, settings.backoff_longest_s, settings.calm_after_s)
 
     async def run(self) -> None:
-        """Keep the engine running until cancelled. It then runs on until its lease expires, unless `end` ends
-        it.
-        """
+        """Keep the engine running until cancelled. It then runs on for its lease, unless `end` is called."""
         renewing = asyncio.create_task(self._renew())
         tier = asyncio.create_task(self._shared_tier.keep()) if self._shared_tier else None
         try:
@@ -89,7 +87,7 @@ class Keeper:
         self._store.tell(KeeperPhase.STOPPED, pid=0)
 
     async def _one_epoch(self, adopted: LeasedProcess | None) -> tuple[str, tuple[str, ...]]:
-        """Start the engine and watch it until it is lost; return the reason and the relevant log lines."""
+        """Start the engine or use the `adopted` one; when it is lost, return the reason and the log lines."""
         self._store.tell(KeeperPhase.WAITING)
         name, began = self._spec.engine, self._clock()
         slots = None if adopted else self._settings.start_together
@@ -119,7 +117,7 @@ class Keeper:
         return self._process
 
     async def _tier_address(self) -> str:
-        """Return the address of the shared tier's server; empty if there is none or it does not answer."""
+        """Return the address of the shared tier's server, empty if there is no tier or it does not answer."""
         if self._shared_tier is None:
             return ""
         address = await self._shared_tier.address(self._settings.tier_limit_s)
@@ -130,7 +128,7 @@ class Keeper:
 
     def _start(self, lmcache: str) -> RunningEngine:
         spec = self._spec
-        # Above every earlier epoch, also those of the same engine on a node that is gone with its records.
+        # The time is above the epochs of the same engine on a node that is gone with its records.
         epoch = max(last_epoch(spec.directory) + 1, int(time.time()))
         start = Start(epoch, free_port(spec.host), free_port(spec.host), lmcache, self._known)
         log_from = engine_log.log_size(spec.directory / LOG)
@@ -185,7 +183,7 @@ class Keeper:
         return description, diagnosis.excerpt
 
     async def _let_leave(self, running: RunningEngine) -> None:
-        """Drain an engine, so that its conversations move away with their KV before it ends."""
+        """Drain the engine, so that its conversations move away with their KV before it ends."""
         self._store.tell(KeeperPhase.SERVING, "asked to end: conversations move to other engines")
         until, quiet_since = self._clock() + self._settings.drain_s, math.inf
         try:

@@ -1,6 +1,6 @@
-"""Sends an idle conversation's KV from a keeper's engine to another decoder.
+"""Transfer of an idle conversation's KV from a keeper's engine to another decoder.
 
-No turn takes part. Both engines are asked for one token behind the conversation's own tokens: its engine
+The keeper sends a request with the conversation's tokens and one output token to both engines. Its own engine
 exports the KV as a prefiller does, and the other engine fetches it and retains it for the conversation.
 """
 
@@ -19,11 +19,12 @@ from workers.keeper.engine_status import EngineLink, SentKv, StatusStore
 log = logging.getLogger("conserve.workers.kv_sender")
 
 LIMIT_S = 60.0
-BEFORE_TURNS = -1  # priority: next to nothing is computed, and waiting turns are why conversations leave
+# Priority above that of turns: little is computed, and conversations leave because turns wait here.
+BEFORE_TURNS = -1
 
 
 class KvSender:
-    """Sends the KV of idle conversations from one engine to others."""
+    """Sender of idle conversations' KV from one engine to other engines."""
 
     def __init__(self, link: EngineLink, store: StatusStore, model: str, key: str) -> None:
         self._link, self._store = link, store
@@ -66,7 +67,7 @@ class KvSender:
 async def _ask(
     http: aiohttp.ClientSession, address: str, body: Mapping[str, Any], headers: Mapping[str, str]
 ) -> int:
-    """Return how many tokens of the prompt the engine did not compute."""
+    """Send a request to the engine, and return how many tokens of the prompt it did not have to compute."""
     async with http.post(f"http://{address}/v1/completions", json=body, headers=headers) as answer:
         if answer.status != 200:
             raise ValueError(f"{address} answers {answer.status}: {(await answer.text())[:300]}")

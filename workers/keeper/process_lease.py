@@ -1,7 +1,7 @@
 """Processes that outlive their starter for a lease and can be adopted: the keeper's side of `workers.host`.
 
-Start slots limit how many engines of a host start at once: a start takes all cores, and a slow one looks
-failed.
+Start slots limit how many engines of a host start at once. A start uses all cores, so that many at once would
+be slow and look failed.
 """
 
 import asyncio
@@ -30,7 +30,7 @@ LOOK_EVERY_S = 0.2
 
 @dataclass(frozen=True, slots=True)
 class ProcessRecord:
-    """Record next to the lease, with which a keeper can adopt the process if it still runs."""
+    """Record next to the lease, by which a keeper finds the process and decides whether to adopt it."""
 
     pid: int
     started: float
@@ -47,17 +47,17 @@ class ProcessRecord:
             content = json.loads(file.read_text())
             return cls(**{**content, "ports": tuple(content["ports"])})
         except (OSError, ValueError, TypeError, KeyError):
-            return None  # no record, or one of another version
+            return None  # there is no record, or it is of another version
 
 
 class LeasedProcess:
-    """A process under a `workers.host` that this process started or adopted."""
+    """Process that runs under `workers.host`, and that this process started or adopted."""
 
     def __init__(
         self, directory: Path, record: ProcessRecord, child: subprocess.Popen[bytes] | None = None
     ) -> None:
         self.directory, self.record = directory, record
-        self._child = child  # None when adopted
+        self._child = child  # None if the process was adopted
 
     @property
     def log(self) -> Path:
@@ -77,7 +77,7 @@ class LeasedProcess:
         oom_score: OomScore,
         leave_s: float = 0.0,
     ) -> "LeasedProcess":
-        """Start a process. With `leave_s` its first SIGTERM is only a request (`asked_to_end`)."""
+        """Start a process. With `leave_s`, its first SIGTERM is only a request to end (`asked_to_end`)."""
         directory.mkdir(parents=True, exist_ok=True)
         lease = directory / LEASE
         lease.touch()
@@ -95,13 +95,13 @@ class LeasedProcess:
 
     @classmethod
     def recorded(cls, directory: Path) -> "LeasedProcess | None":
-        """Return the process that was last started in a directory, whether or not it still runs."""
+        """Return the process that was last started in the directory, whether or not it still runs."""
         record = ProcessRecord.read(directory / RECORD)
         return cls(directory, record) if record is not None else None
 
     @classmethod
     def adopt(cls, directory: Path, fingerprint: str, grace_s: float) -> "LeasedProcess | None":
-        """Return the process that still runs in a directory; end one with another fingerprint."""
+        """Return the directory's process if it runs with this fingerprint; end any other process of it."""
         process = cls.recorded(directory)
         if process is None:
             return None
@@ -130,11 +130,11 @@ class LeasedProcess:
         return (self.directory / ASKED_TO_END).exists()
 
     def memory_bytes(self, enough: int = 0) -> int:
-        """Return the memory of the whole tree. It is only exact above `enough`."""
+        """Return the memory of the whole process tree; up to `enough`, an upper bound will do."""
         return session_bytes(self.record.pid, enough)
 
     def idle_bytes(self) -> int:
-        """Return the memory that the tree had at the first call, also after an adoption."""
+        """Return the memory that the process tree had at the first call since its start, by any keeper."""
         file = self.directory / IDLE
         try:
             return int(file.read_text())
@@ -144,7 +144,7 @@ class LeasedProcess:
             return idle
 
     def end(self, grace_s: float) -> bool:
-        """End the host and everything under it, including what a killed host left in its session."""
+        """End the host and all processes under it, including those that a killed host left in its session."""
         self.expire()
         host = processes.find(self.record.pid, self.record.started)
         members = processes.tree(host) if host else self._orphans()
@@ -154,16 +154,14 @@ class LeasedProcess:
         return gone
 
     def _orphans(self) -> list[psutil.Process]:
-        """Return processes that a killed host left in its session. A live leader means that its pid was
-        reused.
-        """
+        """Return the processes that a killed host left in its session, none if its pid was reused since."""
         if processes.alive(self.record.pid):
             return []
         return list(processes.session(self.record.pid))
 
 
 def recorded_below(*folders: Path) -> list[LeasedProcess]:
-    """Return the last process of each of these folders and their subfolders, whether or not it still runs."""
+    """Return the last process started in each of the folders and their subfolders, running or not."""
     directories = [directory for folder in folders for directory in (folder, *folder.glob("*/"))]
     return [process for process in map(LeasedProcess.recorded, directories) if process is not None]
 
@@ -180,7 +178,7 @@ def _rotate(log: Path) -> None:
 
 @asynccontextmanager
 async def start_slot(directory: Path, slots: int | None) -> AsyncIterator[None]:
-    """Hold one of `slots` file locks in `directory` (None: no limit). If the holder dies, it is free."""
+    """Hold one of `slots` file locks in `directory` (None: no limit). The lock of a dead holder is free."""
     if slots is None:
         yield
         return

@@ -1,4 +1,4 @@
-"""One run of an engine: waits until it is healthy, warms it, and watches it until it is lost."""
+"""Run of an engine from its start to its loss: the keeper waits for it, warms it, and watches it."""
 
 import asyncio
 import logging
@@ -20,7 +20,7 @@ log = logging.getLogger("conserve.workers.keeper")
 
 
 class StartFailed(WorkerError):
-    """The engine did not start to serve; contains the likely cause."""
+    """The engine did not start to serve. The message names the likely cause."""
 
     def __init__(self, diagnosis: Diagnosis) -> None:
         super().__init__(str(diagnosis))
@@ -29,7 +29,7 @@ class StartFailed(WorkerError):
 
 @dataclass(frozen=True, slots=True)
 class RunningEngine:
-    """Process of an engine, with its HTTP port and its part of the log."""
+    """Process of an engine during one run, with its HTTP client and its part of the log."""
 
     engine: str
     process: LeasedProcess
@@ -39,7 +39,7 @@ class RunningEngine:
     clock: Callable[[], float] = time.monotonic
 
     async def wait_until_healthy(self, on_stage: Callable[[str], None]) -> None:
-        """Wait for the first successful health check; `on_stage` is told the stage of the start."""
+        """Wait for the first successful health check, and call `on_stage` with each stage of the start."""
         settings, began = self.settings, self.clock()
         size, moved, stage = -1, began, ""
         while not await self.http.healthy(settings.health_timeout_s):
@@ -58,7 +58,7 @@ class RunningEngine:
             await asyncio.sleep(settings.health_interval_s)
 
     async def warm(self, *, new: bool) -> EngineFacts:
-        """Make the engine's first requests. An adopted engine, which serves users, gets only a short one."""
+        """Make first requests, and return the engine's sizes. Only a `new` engine gets the long requests."""
         limit_s = self.settings.warm_limit_s
         try:
             facts = await self.http.facts(limit_s)
@@ -68,13 +68,13 @@ class RunningEngine:
         if new:
             try:
                 await self.http.warm(limit_s, facts.warm_tokens)
-            except EngineHttpError as error:  # a user's first prompt is slower, and nothing else
+            except EngineHttpError as error:  # the only consequence is that a user's first prompt is slower
                 metrics.NOT_WARMED.labels(self.engine).inc()
                 log.warning("engine %s serves without having been warmed: %s", self.engine, error)
         return facts
 
     async def watch(self) -> tuple[str, str]:
-        """Wait until the engine is lost; return the cause as a metric label and as a sentence."""
+        """Wait until the engine is lost, and return the cause as a metric label and as a sentence."""
         settings, misses = self.settings, 0
         limit = await asyncio.to_thread(self._memory_limit)
         while self.process.alive():
@@ -95,7 +95,7 @@ class RunningEngine:
         return "exited", "its process ended"
 
     def diagnosis(self, reason: str) -> Diagnosis:
-        """Return the cause that the log shows, otherwise `reason`."""
+        """Return the cause that the log shows, or `reason` if the log shows none."""
         found = diagnose(self._lines())
         if reason and found.cause == "unknown cause":
             return Diagnosis(reason, found.advice, found.evidence, found.excerpt)

@@ -1,4 +1,4 @@
-"""Power of one engine: its cap while the keeper runs, and the energy that it uses."""
+"""Power of one engine's GPUs: sets their cap while the keeper runs, and measures their energy."""
 
 import asyncio
 import contextlib
@@ -27,13 +27,13 @@ class PowerSettings:
     role: str
     gpus: tuple[str, ...]  # indices or UUIDs
     cap_w: float | None
-    record: Path  # one file for the machine, because limits belong to it
+    record: Path  # record of the original limits of all GPUs of the machine
     interval_s: float = 5.0  # between two readings of energy and cap
-    grace_s: float = 90.0  # from the keeper's death to restoring its caps; above the engine's lease
+    grace_s: float = 90.0  # from the keeper's death to restoring its limits; more than the engine's lease
 
 
 def visible_gpus(env: Mapping[str, str] = os.environ) -> tuple[str, ...]:
-    """Return the GPUs that this process may use."""
+    """Return the GPUs that this process may use, as `CUDA_VISIBLE_DEVICES` in `env` names them."""
     return tuple(name.strip() for name in env.get("CUDA_VISIBLE_DEVICES", "").split(",") if name.strip())
 
 
@@ -42,16 +42,16 @@ FIRST_RETRY, LAST_RETRY = 12, 720
 
 
 class EnginePower:
-    """Context in which the power cap is set. A failure is logged and does not stop serving."""
+    """Context in which the engine's power cap is set. If this fails, the engine serves without the cap."""
 
     def __init__(self, settings: PowerSettings) -> None:
         self._settings = settings
         self._holder = uuid.uuid4().hex
         self._guard: subprocess.Popen[bytes] | None = None
         self._watching: asyncio.Task[None] | None = None
-        self._capped = False  # all GPUs of the engine have the cap
-        self._readings, self._retry_after = 0, FIRST_RETRY  # since the last try, and until the next
-        self._last: dict[str, float] = {}  # joules at the last reading, by GPU
+        self._capped = False  # whether all GPUs of the engine have the cap
+        self._readings, self._retry_after = 0, FIRST_RETRY  # readings since the last try, and until the next
+        self._last: dict[str, float] = {}  # GPU -> joules at the last reading
 
     async def __aenter__(self) -> "EnginePower":
         if self._settings.gpus:
@@ -67,7 +67,7 @@ class EnginePower:
             with contextlib.suppress(asyncio.CancelledError):
                 await self._watching
         if self._guard is not None:
-            # In this thread: a cancelled task cannot wait for another one.
+            # This blocks the event loop, because a cancelled task cannot wait for a thread.
             set_back(self._settings.record, self._holder)
             guard, self._guard = self._guard, None
             if guard.stdin:
@@ -126,7 +126,7 @@ class EnginePower:
                 gpu = gpus.find(name)
                 joules = gpus.joules(gpu.uuid)
                 grown = joules - self._last.get(gpu.uuid, joules)
-                if grown > 0.0:  # the counter begins again when the driver is loaded again
+                if grown > 0.0:  # the counter restarts at zero when the driver is loaded again
                     metrics.ENERGY_JOULES.labels(settings.engine, settings.role).inc(grown)
                 self._last[gpu.uuid] = joules
                 watts += gpus.watts(gpu.uuid)

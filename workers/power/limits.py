@@ -1,12 +1,13 @@
 """Power limits: plans, sets and restores them, with a record of the original limits on disk.
 
-An entry is on the disk before its limit is set, and until the limit is restored, so that any later process
-can restore it. Limits do not outlive a reboot, and neither does the record.
+An entry of the record is on disk from before its limit is set until the limit is restored, so that any later
+process can restore it. A reboot resets limits, and voids the record.
 
 python -m workers.power.limits RECORD HOLDER GRACE_S runs the *guard*, which restores limits when their keeper
-is gone. Its standard input is a pipe from the keeper, which closes when the keeper ends. After the grace, the
-guard restores the entries that still name that keeper as holder; a restarted keeper has replaced the name.
-SIGTERM, which `conserve down` sends to keeper and guard, means that no keeper follows, so there is no grace.
+is gone. Its standard input is a pipe from the keeper, which closes when the keeper ends. GRACE_S later, the
+guard restores the entries that still name HOLDER as their holder; a restarted keeper has replaced the name.
+SIGTERM, which `conserve down` sends to keeper and guard, means that no keeper follows. Then the guard does
+not wait for GRACE_S.
 """
 
 import fcntl
@@ -30,24 +31,24 @@ from workers.processes import WorkerError, write_atomically
 log = logging.getLogger("conserve.workers.power")
 
 BOOT_ID = Path("/proc/sys/kernel/random/boot_id")
-SAME_W = 0.5  # tolerance: limits are in milliwatts, and some boards round to watts
-KEEPER_ENDS_S = 8.0  # for the keeper to end; less than the time between SIGTERM and SIGKILL
+SAME_W = 0.5  # limits that differ by less are equal: they are in milliwatts, and some boards round to watts
+KEEPER_ENDS_S = 8.0  # how long the guard waits for the keeper's end; less than from SIGTERM to SIGKILL
 
 
 @dataclass(frozen=True, slots=True)
 class LimitEntry:
-    """Changed limit that has to be restored."""
+    """Entry of the record: a changed limit that has to be restored."""
 
     uuid: str
     original_w: float
     cap_w: float
     owner: str  # engine or person for whom the limit was changed
-    holder: str  # process that restores the limit; another takes over by writing its own name
+    holder: str  # process that will restore the limit; another process takes over by writing its own name
 
 
 @dataclass(slots=True)
 class LimitRecord:
-    """Entries since this boot, used under a lock. Each change is on disk when its call returns."""
+    """Record of the limits changed since this boot. A change is on disk when its method returns."""
 
     path: Path
     boot: str
@@ -94,9 +95,9 @@ def locked_record(path: Path, boot: str) -> Iterator[LimitRecord]:
 
 @dataclass(frozen=True, slots=True)
 class WantedLimit:
-    """A limit for one GPU, by index or UUID."""
+    """Wish for a limit of one GPU."""
 
-    gpu: str
+    gpu: str  # index or UUID
     cap_w: float
     owner: str
 
@@ -107,7 +108,7 @@ class LimitChange:
 
     gpu: Gpu | None
     wish: WantedLimit
-    original_w: float  # to be restored later
+    original_w: float  # the limit to restore later
     problem: str = ""  # why the limit will not be set
 
     @property
@@ -120,7 +121,7 @@ def same(one_w: float, other_w: float) -> bool:
 
 
 def plan(gpus: Gpus, wishes: Sequence[WantedLimit], record: LimitRecord) -> list[LimitChange]:
-    """Return the changes that `apply` would make."""
+    """Return the changes that `apply` would make for these wishes."""
     seen: dict[str, WantedLimit] = {}
     changes = []
     for wish in wishes:
@@ -148,15 +149,16 @@ def _problem(gpu: Gpu, wish: WantedLimit, other: WantedLimit | None) -> str:
 
 @dataclass(frozen=True, slots=True)
 class Outcome:
-    """Result of setting or restoring one limit, for people."""
+    """Result of setting or restoring one limit, as people read it."""
 
-    gpu: str  # "0 (NVIDIA A40)", or the name in the request
+    gpu: str  # such as "0 (NVIDIA A40)", or the name in the wish
     owner: str
     done: bool
     text: str
 
 
 def apply(gpus: Gpus, wishes: Sequence[WantedLimit], path: Path, boot: str, holder: str) -> list[Outcome]:
+    """Set the wanted limits, and record `holder` as the process that restores them."""
     with locked_record(path, boot) as record:
         return [_apply_one(gpus, change, record, holder) for change in plan(gpus, wishes, record)]
 
@@ -185,7 +187,7 @@ def _apply_one(gpus: Gpus, change: LimitChange, record: LimitRecord, holder: str
 def restore(
     gpus: Gpus, path: Path, boot: str, holder: str | None = None, named: Sequence[str] = ()
 ) -> list[Outcome]:
-    """Restore the limits in the record: all of them, those of one holder, or those of the named GPUs."""
+    """Restore the limits in the record: all of them, those of `holder`, or those of the `named` GPUs."""
     with locked_record(path, boot) as record:
         uuids = {gpus.find(name).uuid for name in named}
         return [
@@ -212,7 +214,7 @@ def _restore_one(gpus: Gpus, entry: LimitEntry, record: LimitRecord) -> Outcome:
 
 
 def set_back(path: Path, holder: str | None = None, named: Sequence[str] = ()) -> bool:
-    """Restore limits and log the outcomes; return whether all were restored. Never raises a PowerError."""
+    """Restore limits as `restore` does, log the outcomes and errors, and return whether all were restored."""
     try:
         with Gpus() as gpus:
             outcomes = restore(gpus, path, boot_id(), holder, named)
@@ -227,7 +229,7 @@ def set_back(path: Path, holder: str | None = None, named: Sequence[str] = ()) -
 
 
 class GuardStopped(WorkerError):
-    """The guard received SIGTERM, so no keeper will take over."""
+    """The guard received SIGTERM, so that no keeper will take over."""
 
 
 def main(path: Path, holder: str, grace_s: float) -> int:
@@ -256,7 +258,7 @@ def _until_keeper_is_gone(limit_s: float | None = None) -> None:
 
 
 def _taken_over(path: Path, holder: str, grace_s: float) -> bool:
-    """Wait until no entry names this holder; return False if one still does after the grace period."""
+    """Return True as soon as no entry names `holder`, or False if an entry still does after `grace_s`."""
     end = time.monotonic() + grace_s
     while any(entry.holder == holder for entry in read_record(path, boot_id()).entries.values()):
         left = end - time.monotonic()

@@ -1,4 +1,4 @@
-"""Power and energy of NVIDIA GPUs through nvidia-ml-py, in watts and joules."""
+"""Access to power limits, power and energy of NVIDIA GPUs through nvidia-ml-py, in watts and joules."""
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -10,20 +10,20 @@ from workers.processes import WorkerError
 
 
 class PowerError(WorkerError):
-    """A power operation failed; the message says which, and what to do."""
+    """An operation on a GPU's power failed. The message says which operation, and why."""
 
 
 class NoGpus(PowerError):
-    """This machine has no NVIDIA driver, or no GPU with that name."""
+    """The machine has no NVIDIA driver, or no GPU with the given index or UUID."""
 
 
 class NotPermitted(PowerError):
-    """Setting a limit needs root."""
+    """The process may not set a power limit, which needs root."""
 
 
 @dataclass(frozen=True, slots=True)
 class Gpu:
-    """GPU with its current power limit and those that it accepts; all are 0 if its driver reports none."""
+    """GPU with its power limit and the range that it accepts; all are 0 if the driver reports none."""
 
     uuid: str
     index: int
@@ -42,10 +42,10 @@ class Gpu:
 
 
 class Gpus:
-    """Context in which NVML is open, with this machine's GPUs."""
+    """Context in which NVML is open, for the GPUs of this machine."""
 
     def __init__(self) -> None:
-        import pynvml  # here, because only processes with GPUs should load it
+        import pynvml  # imported here, because only processes with GPUs should load it
 
         self._nvml = pynvml
 
@@ -84,7 +84,7 @@ class Gpus:
             self._nvml.nvmlDeviceSetPowerManagementLimit(self._handle(uuid), round(watts * 1000.0))
 
     def joules(self, uuid: str) -> float:
-        """Return the energy used since the driver was loaded."""
+        """Return the energy that the GPU has used since the driver was loaded."""
         with self._errors(f"energy of {uuid}"):
             return float(self._nvml.nvmlDeviceGetTotalEnergyConsumption(self._handle(uuid))) / 1000.0
 
@@ -93,14 +93,14 @@ class Gpus:
             return float(self._nvml.nvmlDeviceGetPowerUsage(self._handle(uuid))) / 1000.0
 
     def memory(self, uuid: str) -> int:
-        """Return the bytes of a GPU's memory; 0 if it has none of its own."""
+        """Return the bytes of the GPU's memory, 0 if it has no memory of its own."""
         with self._errors(f"memory of {uuid}"):
             found = self._supported(self._nvml.nvmlDeviceGetMemoryInfo, self._handle(uuid))
             return int(found.total) if found is not None else 0
 
     @contextmanager
     def _errors(self, what: str) -> Iterator[None]:
-        """Convert NVML's errors to a PowerError that names the operation."""
+        """Convert NVML's errors to a PowerError that names the operation `what`."""
         nvml = self._nvml
         try:
             yield
@@ -130,7 +130,7 @@ class Gpus:
         )
 
     def _supported(self, read: Callable[[object], Any], handle: object) -> Any:
-        """Return what NVML reads from a GPU; None if its driver cannot, as on some laptops."""
+        """Return `read(handle)`, or None if the driver does not support it, as on some laptops."""
         try:
             return read(handle)
         except self._nvml.NVMLError_NotSupported:
