@@ -11,7 +11,7 @@ App = Callable[[Scope, Receive, Send], Awaitable[None]]
 
 
 def is_event_stream(message: Message) -> bool:
-    """Return whether this message starts an event stream."""
+    """Return whether this message starts an answer that is an event stream."""
     return message["type"] == "http.response.start" and any(
         name.lower() == b"content-type" and value.startswith(b"text/event-stream")
         for name, value in message.get("headers", ())

@@ -20,7 +20,7 @@ _REFUSED = (
 
 
 class EngineKeyMiddleware:
-    """Refuses requests without the engine's key."""
+    """Middleware that answers 401 to requests without the engine's key."""
 
     def __init__(self, app: App) -> None:
         self._app, self._key = app, os.environ.get(KEY_VARIABLE, "").encode()

@@ -1,4 +1,4 @@
-"""Worker of an engine, for vLLM's `--worker-cls`: vLLM's own, with forward passes that can end early."""
+"""Worker of an engine, for vLLM's `--worker-cls`: vLLM's worker with forward passes that can end early."""
 
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
@@ -19,14 +19,14 @@ else:
 
 
 class EngineWorker(BaseWorker):
-    """Worker that skips sampling when a forward pass ended early, and carries out layer sharing.
+    """Worker that skips sampling after a forward pass that ended early, and carries out layer sharing.
 
-    A forward pass ends at a safepoint, or because a peer that keeps a part of the layers is lost.
+    A forward pass ends early at a safepoint, or because a peer that keeps a part of the layers is lost.
     """
 
     _sharing: Any | None = None  # the `LayerSharing` of an engine that can drop layers
     _ended_early = False
-    _without_result: Any | None = None  # scheduler output of the step whose forward pass ended early
+    _without_result: Any | None = None  # scheduler output of the last iteration, if its pass ended early
 
     def load_model(self, **kwargs: Any) -> None:
         verify(internals.WORKING)

@@ -1,13 +1,13 @@
-"""Exact tokens: builds a prompt from the generated tokens, as far as their text matches the prompt's text.
+"""Exact tokens: builds a prompt from the tokens of earlier turns, as far as their text matches the prompt's.
 
-An answer comes back as text within the next turn's prompt. That text may tokenise differently from how it was
-generated, and the KV is useless from the first difference on. The server therefore remembers the tokens of
-each conversation's last turn. When vLLM has rendered the next prompt, the longest beginning of these tokens
-with the same text replaces the beginning of the prompt. Changed text (edits, stripped reasoning, tool calls
-rendered anew) is tokenised as usual, and so is the first prompt of a conversation on another engine.
+An answer comes back as text within the next turn's prompt. This text may be tokenised differently from how it
+was generated, and the KV is useless from the first difference on. So the server remembers the tokens of each
+conversation's last turn. When vLLM has rendered the next prompt, the longest beginning of these tokens with
+the same text replaces the beginning of the prompt. Text that changed (edits, stripped reasoning, tool calls
+rendered anew) is tokenised as usual, and so is a conversation's first prompt on another engine.
 
-A conversation that moves to another engine (`moves` in a request's `kv_transfer_params`) takes its exact
-tokens along: the former engine builds the prompt, and the new one gets its tokens with the request.
+A conversation that moves to another engine (`moves` in a request's `kv_transfer_params`) keeps its exact
+tokens: the former engine builds the prompt, and the new engine gets its tokens with the request.
 """
 
 import asyncio
@@ -24,16 +24,16 @@ from prometheus_client import Counter
 
 log = logging.getLogger("conserve.workers.exact_tokens")
 
-MOST_BYTES = 128 << 20  # of all conversations' tokens; the least recently used are forgotten
-MOST_READ = 65_536  # tokens of a prompt that are compared as text, which takes some 0.1 s
-TURN_BYTES = 1_024  # of a remembered turn without its tokens
-VOCABULARY_S = 5.0  # for which a turn waits for the vocabulary
-_COMPARED_AT_ONCE = 4_096
+MOST_BYTES = 128 << 20  # limit for all remembered turns; the least recently used are forgotten
+MOST_READ = 65_536  # most tokens of a prompt that are compared as text, which takes about 0.1 s
+TURN_BYTES = 1_024  # memory of a remembered turn without its tokens
+VOCABULARY_S = 5.0  # how long a turn waits for the vocabulary
+_COMPARED_AT_ONCE = 4_096  # tokens
 
 KEPT = Counter(
     "conserve_prefix_exact_tokens_total",
     "Prompt tokens that were taken from earlier answers as they were generated, where the answer's "
-    "text tokenises differently. Their cached KV is used.",
+    "text is tokenised differently. Their cached KV is used.",
 )
 FALLBACKS = Counter(
     "conserve_prefix_exact_fallbacks_total",
@@ -50,7 +50,7 @@ Tokens: TypeAlias = "array[int]"
 
 
 class Vocabulary:
-    """Bytes of each token; None for special tokens, which only equal themselves."""
+    """Table of each token's bytes. A special token has None, because its text may not be compared."""
 
     def __init__(self, token_bytes: Sequence[bytes | None]) -> None:
         self._bytes = token_bytes
@@ -75,14 +75,14 @@ class Vocabulary:
 
 
 class Place(NamedTuple):
-    """Position in two token sequences up to which both have the same text."""
+    """Position in the known and in the rendered tokens up to which both have the same text."""
 
     known: int
     rendered: int
 
 
 class _Reader:
-    """Reads tokens as clients do: bytes that are not UTF-8 become U+FFFD."""
+    """Reader of tokens as text, as clients see it: bytes that are not UTF-8 become U+FFFD."""
 
     def __init__(self, tokens: Sequence[int], at: int, vocabulary: Vocabulary) -> None:
         self.at = at
@@ -96,7 +96,7 @@ class _Reader:
         token = self._tokens[self.at]
         self.at += 1
         text = self._vocabulary.bytes_of(token)
-        if text is None:  # between surrogates, which no text has
+        if text is None:  # put a special token between surrogates, which no text contains
             self.text += self._decoder.decode(b"", final=True) + f"\ud800{token}\udfff"
             self._decoder.reset()
         else:
@@ -109,7 +109,7 @@ class _Reader:
 
 
 def agreeing(known: Sequence[int], rendered: Sequence[int], since: Place, vocabulary: Vocabulary) -> Place:
-    """Return the last place up to which both have the same text, searching from `since`."""
+    """Return the last place up to which `known` and `rendered` have the same text, searching from `since`."""
     place = since
     ours, theirs = _Reader(known, since.known, vocabulary), _Reader(rendered, since.rendered, vocabulary)
     for _ in range(MOST_READ):
@@ -140,9 +140,9 @@ def common(one: Tokens, other: Tokens) -> int:
 class RememberedTurn:
     """Tokens of a conversation's last turn."""
 
-    rendered: Tokens  # the prompt as its text tokenises
+    rendered: Tokens  # the prompt as its text is tokenised
     tokens: Tokens  # the prompt as it was computed, and the answer
-    since: Place  # from which both prompts are the same tokens
+    since: Place  # from here on, the prompt is the same tokens in both
 
     def equal(self, rendered: Tokens) -> Place:
         """Return the last place up to which a new prompt has the same tokens as this turn."""
@@ -154,7 +154,10 @@ class RememberedTurn:
         return Place(same + shift, same)
 
     def continued(self, rendered: Tokens, equal: Place, vocabulary: Vocabulary) -> Place:
-        """Return the last place up to which a new prompt has the same text as this turn."""
+        """Return the last place up to which a new prompt has the same text as this turn.
+
+        The tokens up to `equal` are known to be the same.
+        """
         shift = equal.known - equal.rendered
         same = equal.rendered
         floor = self.since.rendered if same >= self.since.rendered else 0
@@ -209,13 +212,17 @@ class ExactTokens:
         request_id: str,
         **options: Any,
     ) -> AsyncGenerator[Any, None]:
-        """Generate an answer. Parameters keep vLLM's names, because callers may pass them as keywords."""
+        """Generate an answer to the prompt with its exact tokens.
+
+        Parameters have vLLM's names, because callers may pass them as keywords.
+        """
         conversation = options.get("session_id")
         transfer = (getattr(sampling_params, "extra_args", None) or {}).get("kv_transfer_params") or {}
         moves = bool(transfer.get("moves"))
         prefill_leg = "do_remote_decode" in transfer
         if moves and conversation and not prefill_leg and not rendered_from_text(prompt, sampling_params):
-            sent = array("i", prompt["prompt_token_ids"])  # an idle conversation, which has no text
+            # A keeper sends an idle conversation as tokens, without their text.
+            sent = array("i", prompt["prompt_token_ids"])
             self._conversations.put(str(conversation), RememberedTurn(sent, sent, Place(0, 0)))
         foreign = prefill_leg and not moves
         if not conversation or foreign or not rendered_from_text(prompt, sampling_params):
@@ -250,7 +257,7 @@ class ExactTokens:
     async def _exact(
         self, llm: Any, conversation: str, rendered: Tokens, transferred: bool
     ) -> tuple[Tokens, Place]:
-        """Return the prompt to compute, and the place up to which it has the remembered tokens."""
+        """Return the tokens to compute, and the place up to which they are the remembered tokens."""
         if self._vocabulary is None:
             self._vocabulary = asyncio.ensure_future(asyncio.to_thread(self._vocabulary_of, llm))
         plain, last = (rendered, Place(0, 0)), self._conversations.get(conversation)
@@ -263,7 +270,7 @@ class ExactTokens:
             if vocabulary is None:
                 _fall_back("no_vocabulary", conversation)
                 return plain
-            # In a thread: what follows the first difference is compared token by token.
+            # This runs in a thread, because text after the first difference is compared token by token.
             place = await asyncio.to_thread(last.continued, rendered, equal, vocabulary)
         exact = last.tokens[: place.known] + rendered[place.rendered :]
         if exact == rendered:
@@ -281,13 +288,14 @@ def _fall_back(cause: str, conversation: str) -> None:
 
 
 def rendered_from_text(prompt: Any, params: Any) -> bool:
-    """Return whether this is a single tokenised text with one answer and no prompt logprobs."""
+    """Return whether the prompt was rendered from one text, for one answer and without prompt logprobs."""
     tokens = isinstance(prompt, Mapping) and prompt.get("type") == "token"
     one = getattr(params, "n", 1) == 1 and getattr(params, "prompt_logprobs", None) is None
     return tokens and one and isinstance(prompt.get("prompt"), str) and hasattr(params, "output_kind")
 
 
 def vocabulary_of_engine(llm: Any) -> Vocabulary | None:
+    """Return the vocabulary of the engine's tokenizer, or None if its tokens' bytes are unknown."""
     try:
         return Vocabulary.of(llm.get_tokenizer())
     except Exception as wrong:  # noqa: BLE001 - an unknown tokenizer costs KV, but no turn fails
@@ -296,7 +304,7 @@ def vocabulary_of_engine(llm: Any) -> Vocabulary | None:
 
 
 class ExactTokensMiddleware:
-    """Middleware that installs exact tokens in vLLM's server. Requests pass through unchanged."""
+    """Middleware that only patches vLLM's server to use exact tokens; requests pass through it unchanged."""
 
     def __init__(self, app: Callable[..., Awaitable[None]]) -> None:
         from kvtransfer.compat.relied_on import verify

@@ -1,8 +1,8 @@
 """Middleware of vLLM's server that fills `previous_response_id` of the Responses API.
 
 An engine gets the whole history as input (`router/gateway/responses`), so it knows no earlier answer and
-writes `null`. A header of the gateway has the text that replaces that field of the response. Fields of the
-same name in what the client sent, such as schemas of tools, stay as they are, and so does all other text.
+writes `null`. The gateway sends the text for this field in a header. All other text of the response stays as
+it is, also fields of the same name that repeat what the client sent, such as schemas of tools.
 """
 
 import json
@@ -21,7 +21,7 @@ _LENGTH = b"content-length"
 
 
 class ResponseFieldsMiddleware:
-    """Fills the field in answers whose request carries a certain header."""
+    """Middleware that fills the field in answers to requests with the header `FIELDS`."""
 
     def __init__(self, app: App) -> None:
         self._app = app
@@ -33,7 +33,7 @@ class ResponseFieldsMiddleware:
 
 
 class _FilledAnswer:
-    """One answer whose null field is being replaced."""
+    """Sender of one answer, which replaces the null field in it."""
 
     def __init__(self, send: Send, fields: bytes) -> None:
         self._send, self._fields = send, orjson.dumps(orjson.loads(fields))[1:-1]
@@ -64,7 +64,7 @@ class _FilledAnswer:
         return b"\n".join(lines)
 
     def _fill(self, document: bytes) -> bytes:
-        """Fill the field of a response, or of an event that contains one."""
+        """Return the JSON of a response, or of an event that contains a response, with the field filled."""
         text = document.decode("latin-1")  # one character per byte
         try:
             response = _find(text, 0, "response")
@@ -82,7 +82,7 @@ def _has_null(body: bytes) -> bool:
 
 
 def _find(text: str, at: int, name: str) -> tuple[int, int, Any] | None:
-    """Return where a field's name and value begin in the object at `at`, and its value; None without it."""
+    """Find a field in the JSON object at `at`: where its name and its value begin, and the value."""
     at = _skip_space(text, at + 1)
     while text[at] != "}":
         name_at = at

@@ -47,13 +47,13 @@ SCHEDULING = ReliedOn(
 
 
 def connector_meta(model_runner_output: Any) -> Any:
-    """Return the report that the connector's worker side made on the step."""
+    """Return the report of the connector's worker side on an iteration, or None if there is none."""
     outcome = model_runner_output.kv_connector_output
     return outcome.kv_connector_worker_meta if outcome is not None else None
 
 
 def grow_pool(scheduler: Any, blocks: int) -> None:
-    """Grow the pool to `blocks` blocks. New blocks are allocated before cached ones."""
+    """Grow the pool to `blocks` blocks. New blocks are allocated before cached blocks are evicted."""
     pool = scheduler.kv_cache_manager.block_pool
     new = [KVCacheBlock(number, pool=pool) for number in range(len(pool.blocks), blocks)]
     pool.blocks += new
@@ -62,10 +62,10 @@ def grow_pool(scheduler: Any, blocks: int) -> None:
 
 
 def shrink_pool(scheduler: Any, blocks: int) -> dict[int, int]:
-    """Shrink the pool; return the new numbers of blocks whose numbers were too high.
+    """Shrink the pool to `blocks` blocks, and return the new number of each block whose number was too high.
 
-    Blocks of requests take precedence; cached blocks move as far as empty blocks are left. Requests that do
-    not fit are preempted, the youngest first.
+    The blocks of requests move first, and cached blocks move as long as empty blocks are left. Requests that
+    do not fit are preempted, the youngest first.
     """
     pool = scheduler.kv_cache_manager.block_pool
     while sum(1 for block in pool.blocks if block.ref_cnt and not block.is_null) >= blocks:
@@ -85,7 +85,7 @@ def shrink_pool(scheduler: Any, blocks: int) -> dict[int, int]:
         _take_place(pool, *moved[-1])
     kept = [new for _, new in moved if not new.ref_cnt]
     pool.touch(kept)
-    pool.free_blocks(reversed(kept))  # what was used last goes last
+    pool.free_blocks(reversed(kept))  # the block that was used last is evicted last
     new_places = {old.block_id: new for old, new in moved}
     for of_request in scheduler.kv_cache_manager.coordinator.single_type_managers[0].req_to_blocks.values():
         of_request[:] = [new_places.get(block.block_id, block) for block in of_request]
@@ -110,10 +110,10 @@ def _take_place(pool: Any, old: KVCacheBlock, new: KVCacheBlock) -> None:
 
 
 def start_over(scheduler: Any, blocks: int) -> None:
-    """Recompute all requests in a pool of `blocks` blocks, because the KV in blocks is lost.
+    """Recompute all requests in a pool of `blocks` blocks, because the KV of all blocks is lost.
 
-    vLLM frees the blocks of running requests, and raises if waiting ones hold some: those whose KV was loaded
-    and that wait for a place in the batch.
+    vLLM itself frees the blocks of running requests, but raises if waiting requests hold blocks, as those do
+    whose KV was loaded and that wait for a place in the batch. So their blocks are freed here.
     """
     for request in scheduler.kv_holding_waiting:
         scheduler.kv_cache_manager.free(request)
@@ -139,9 +139,9 @@ def _set_size(scheduler: Any, blocks: int) -> None:
 
 
 def used_blocks(pool: Any) -> tuple[list[int], list[int]]:
-    """Return the blocks that requests hold, and those that only the prefix cache holds.
+    """Return the blocks that requests hold, and the blocks that only the prefix cache holds.
 
-    Of the latter the last one to be evicted comes first.
+    The latter are in reverse order of eviction.
     """
     held = [block.block_id for block in pool.blocks if block.ref_cnt and not block.is_null]
     return held, [block.block_id for block in reversed(list(free_queue(pool))) if _is_cached(block)]

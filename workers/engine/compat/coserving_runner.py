@@ -1,4 +1,4 @@
-"""vLLM's private names that our worker uses; checked when an engine starts."""
+"""Access of our worker to private names of vLLM's model runner, which are checked when an engine starts."""
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -42,7 +42,7 @@ WORKING = ReliedOn(
             "device",
         ),
     },
-    # The connector's step is around the forward pass, and reports even if the pass ends early.
+    # The connector's part of an iteration encloses the forward pass, and reports even if it ends early.
     uses={_RUNNER: {"execute_model": ("_model_forward", "maybe_get_kv_connector_output")}},
 )
 
@@ -50,12 +50,12 @@ Forward = Callable[..., Any]
 
 
 def wrap_forward(runner: GPUModelRunner, wrapper: Callable[[Forward], Forward]) -> None:
-    """Wrap the runner's forward pass inside the connector's step, around any existing wrappers."""
+    """Wrap the runner's forward pass, around existing wrappers but inside the connector's part."""
     runner._model_forward = wrapper(runner._model_forward)
 
 
 def empty_hidden_states(runner: GPUModelRunner, positions: Any) -> Any:
-    """Return a placeholder for the result of a forward pass that ended early; nothing is sampled from it."""
+    """Return a placeholder for the result of a pass that ended early, from which nothing is sampled."""
     import torch
 
     config = runner.model_config
@@ -65,13 +65,13 @@ def empty_hidden_states(runner: GPUModelRunner, positions: Any) -> Any:
 
 
 def nothing_sampled(runner: GPUModelRunner, scheduler_output: Any) -> ModelRunnerOutput:
-    """Return the output of an iteration that ended early, without tokens.
+    """Return the output of an iteration that ended early: no request gets a token.
 
-    The runner's sampling is skipped as a whole: it would advance random generators, and take the prompt
-    logprobs of requests that have to be computed again.
+    The runner's sampling is skipped as a whole. It would advance random generators, and take prompt logprobs
+    of requests that have to be computed again.
     """
     if runner.device.type == "cuda":
-        # The step's inputs may still be copied from pinned memory, which the next step overwrites.
+        # Inputs may still be on their way from pinned memory, which the next iteration overwrites.
         import torch
 
         torch.cuda.current_stream().synchronize()
@@ -87,10 +87,10 @@ def nothing_sampled(runner: GPUModelRunner, scheduler_output: Any) -> ModelRunne
 
 @contextmanager
 def discarded_requests_unseeded(runner: GPUModelRunner) -> Iterator[None]:
-    """Hide the generators of requests that get no token in this step while the CPU build samples.
+    """Hide the random generators of requests that get no token in this iteration while the CPU build samples.
 
-    vLLM rewinds such generators by an offset, which raises on CPUs. A request without its generator is
-    sampled like any other, and the generator keeps its state.
+    vLLM would rewind these generators by an offset, which raises on CPUs. A hidden generator keeps its state,
+    and its request is sampled without a seed, which does no harm because the token is discarded.
     """
     generators = runner.input_batch.generators
     discarded = runner.discard_request_mask.np[: runner.input_batch.num_reqs].nonzero()[0]

@@ -1,6 +1,7 @@
-"""vLLM's private names that our schedulers use; checked when an engine starts.
+"""Access of our schedulers to private names of vLLM's, which are checked when an engine starts.
 
-An engine with another vLLM release refuses to start instead of misbehaving (kvtransfer/compat/relied_on.py).
+So an engine with another vLLM release refuses to start instead of misbehaving
+(kvtransfer/compat/relied_on.py).
 """
 
 import logging
@@ -91,18 +92,18 @@ SCHEDULING = ReliedOn(
         "vllm.v1.core.sched.output:SchedulerOutput": ("has_sync_kv_loads",),
     },
     uses={
-        # Blocks that a window has left are freed by what was computed before a step, which an abort keeps.
+        # Blocks behind a window are freed by the tokens computed before the iteration, which an abort keeps.
         "vllm.v1.core.kv_cache_manager:KVCacheManager": {
             "allocate_slots": ("remove_skipped_blocks", "num_in_flight_tokens"),
         },
-        # The policy decides on every candidate, and the queue is asked before each.
+        # vLLM asks about every candidate (`tokens_for`), and takes each from the queue.
         _SCHEDULER: {
             "_update_waiting_for_remote_kv": ("failed_recving_kv_req_ids",),
             "schedule": ("_reserve_prefill_lookahead", "peek_request", "pop_request", "kv_holding_waiting"),
             "_update_after_schedule": ("num_computed_tokens",),
             "has_requests": ("has_unfinished_requests",),
         },
-        # Without requests to schedule it waits for the step in flight.
+        # If there are no requests to schedule, it waits for the iteration in flight.
         "vllm.v1.engine.core:EngineCore": {
             "step_with_batch_queue": ("has_requests", "batch_queue", "pop", "update_from_output"),
         },
@@ -110,18 +111,18 @@ SCHEDULING = ReliedOn(
             "_update_after_schedule": ("num_output_placeholders",),
             "_update_request_with_output": ("num_output_placeholders",),
         },
-        # It runs in the thread that receives requests, beside the model.
+        # `preprocess_add_request` runs in the thread that receives requests, beside the model.
         "vllm.v1.engine.core:EngineCoreProc": {"process_input_sockets": ("preprocess_add_request",)},
     },
 )
 
 
 class UnsupportedEngineError(WorkerError, RuntimeError):
-    """This engine cannot be scheduled by a policy; the message says why and what to do."""
+    """The engine has settings with which a policy cannot schedule it. The message names them."""
 
 
 class OpenScheduling:
-    """Mixin for a scheduler of vLLM that adds hooks for a policy. By default the hooks change nothing."""
+    """Mixin that adds hooks for a policy to a scheduler of vLLM. By default the hooks change nothing."""
 
     running: list[Any]
     waiting: PolicyQueue
@@ -139,7 +140,7 @@ class OpenScheduling:
     deferred_frees: deque[tuple[int, list[Any]]]
     requires_kv_delivery: bool
     failed_recving_kv_req_ids: set[str]
-    finished_req_ids: set[str]  # since the last step was scheduled
+    finished_req_ids: set[str]  # requests that ended since the last iteration was scheduled
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
@@ -148,7 +149,7 @@ class OpenScheduling:
         self.waiting = PolicyQueue()
 
     def unsupported(self) -> dict[str, bool]:
-        """Return the settings that do not work with a policy, and whether the engine has them."""
+        """Return, for each setting that does not work with a policy, whether the engine has it."""
         return {
             "first-come scheduling (start with --scheduling-policy priority)": not isinstance(
                 self.waiting, PriorityRequestQueue
@@ -161,7 +162,7 @@ class OpenScheduling:
             raise UnsupportedEngineError(f"this scheduler does not work with {'; '.join(named)}")
 
     def tokens_for(self, request: Request, computed: int, tokens: int) -> int:
-        """Return the tokens for a candidate, running or waiting, after all of vLLM's limits."""
+        """Return how many of the `tokens` that vLLM's limits leave a candidate, running or waiting, gets."""
         return tokens
 
     def _reserve_prefill_lookahead(
@@ -173,21 +174,24 @@ class OpenScheduling:
         return self.tokens_for(request, num_computed_tokens, int(tokens))
 
     def ask_policy(self, asks: bool) -> None:
-        """Have vLLM ask `tokens_for` about every candidate of the next step, or about none."""
+        """Let vLLM call `tokens_for` for every candidate of the next iteration, or for none."""
         if asks:
             self.__dict__.pop("_reserve_prefill_lookahead", None)
-        else:  # a call for each request would be a tenth of a step's time
+        else:  # the calls for all requests would take a tenth of an iteration's time
             self.__dict__["_reserve_prefill_lookahead"] = super()._reserve_prefill_lookahead  # type: ignore[misc]
 
     def preempt(self, request: Request, now: float) -> None:
-        """Take all blocks and the slot from a request, which vLLM resumes later."""
+        """Take all blocks and the place in the batch from a request, which vLLM resumes later."""
         raise NotImplementedError("vLLM's own rules preempt here")
 
     def recorded(
         self, request: Request, tokens: int, adopted: tuple[int, ...], admitted: bool
     ) -> ScheduledRequest:
-        """Record a scheduled request. Its `num_computed_tokens` already includes the new tokens."""
-        raise NotImplementedError("a step that cannot be aborted is not recorded")
+        """Return the record of a request that was given `tokens`, which `num_computed_tokens` now includes.
+
+        `adopted` are the numbers of cached blocks, by KV cache group, with which an `admitted` request began.
+        """
+        raise NotImplementedError("an iteration that cannot be aborted is not recorded")
 
     def plugin(self, name: str) -> Any | None:
         """Return the scheduler side of one of our connector's plugins, or None."""
@@ -204,14 +208,14 @@ class OpenScheduling:
         return held
 
     def cached_tokens(self, request: Request) -> int:
-        """Return how many tokens of an unstarted request are in the prefix cache.
+        """Return how many tokens of a request that has not started are in the prefix cache.
 
-        The thread that receives requests calls this too, while the scheduler works. It only looks up a dict,
-        and an outdated answer costs speed, not correctness.
+        The thread that receives requests calls this too, while the scheduler works. This is safe, because it
+        only looks up a dict, and an outdated answer costs speed but not correctness.
         """
         pool = self.kv_cache_manager.block_pool
         full = (n for n, manager in enumerate(self.managers) if isinstance(manager, FullAttentionManager))
-        groups = [next(full, 0)]  # a window may have left the prompt's beginning
+        groups = [next(full, 0)]  # groups with a window may lack the prompt's beginning
         hits = 0
         for block_hash in request.block_hashes:
             if pool.get_cached_block(block_hash, groups) is None:
@@ -220,25 +224,25 @@ class OpenScheduling:
         return min(hits * int(self.hash_block_size), int(request.num_tokens) - 1)
 
     def deferred_blocks(self) -> list[int]:
-        """Return freed blocks that a step in flight may still write to."""
+        """Return the freed blocks to which an iteration in flight may still write."""
         return [block.block_id for _, blocks in list(self.deferred_frees) for block in blocks]
 
     def full_blocks(self, tokens: int) -> tuple[int, ...]:
-        """Return how many full blocks these tokens make, by KV cache group."""
+        """Return how many full blocks `tokens` tokens make in each KV cache group."""
         return tuple(tokens // manager.block_size for manager in self.managers)
 
     def scheduled_requests(self, scheduler_output: Any) -> Iterator[tuple[Request, int]]:
-        """Yield the requests of a step that still exist, with their token counts."""
+        """Yield the requests of an iteration that still exist, each with its number of scheduled tokens."""
         for request_id, tokens in scheduler_output.num_scheduled_tokens.items():
             request = self.requests.get(request_id)
             if request is not None:
                 yield request, tokens
 
     def let_holders_go_first(self) -> None:
-        """Move requests that lost their blocks in a failed load behind those that still hold blocks.
+        """Move requests that lost their blocks in a failed load behind the requests that still hold blocks.
 
-        vLLM leaves such a request in front of those that hold blocks and schedules none behind one that does
-        not fit. Loads that have ended since would keep the blocks that it waits for.
+        vLLM leaves them in front. If the first of them does not fit, vLLM schedules none behind it, and the
+        requests behind it keep the blocks that it waits for.
         """
         for request in list(self.kv_holding_waiting) if self.kv_holding_waiting else ():
             if is_waiting(request) and not self.blocks_held(request):
@@ -246,36 +250,36 @@ class OpenScheduling:
                 self.waiting.add_request(request)
 
     def waits_or_prefills(self) -> bool:
-        """Return whether any request has prompt tokens to compute or to load."""
+        """Return whether any request waits, or has prompt tokens left to compute."""
         waits = bool(self.waiting) or bool(self.kv_holding_waiting)
         return waits or any(map(attrgetter("is_prefill_chunk"), self.running))
 
 
 class SyncScheduler(OpenScheduling, Scheduler):
-    """vLLM's synchronous scheduler, with hooks."""
+    """vLLM's synchronous scheduler with the hooks of `OpenScheduling`."""
 
 
 class OverlappingScheduler(OpenScheduling, AsyncScheduler):
-    """vLLM's asynchronous scheduler, which plans a step while the previous one runs, with hooks."""
+    """vLLM's asynchronous scheduler, which works one iteration ahead, with the hooks of `OpenScheduling`."""
 
 
 class OpenScheduler(OverlappingScheduler):
-    """Scheduler of a co-serving engine, with the records that a roll-back restores."""
+    """Scheduler of a co-serving engine, with access to the records that a roll-back restores."""
 
     _only_result = False
 
     @property
     def armed_step_runs(self) -> bool:
-        """Return whether an armed step is running, which is then the only one in flight."""
+        """Return whether an armed iteration is running; then no other iteration is in flight."""
         return False
 
     def waits_for_result(self) -> bool:
-        """Return whether to wait for the result of the step in flight before scheduling the next."""
+        """Return whether the next iteration may be scheduled only after the one in flight has its result."""
         return False
 
     @contextmanager
     def only_result(self) -> Iterator[None]:
-        """Schedule nothing while this context is open."""
+        """Make the engine core schedule nothing while this context is open."""
         self._only_result = True
         try:
             yield
@@ -286,7 +290,7 @@ class OpenScheduler(OverlappingScheduler):
         return not self._only_result and bool(super().has_requests())
 
     def unsupported(self) -> dict[str, bool]:
-        """Add settings with which an abort cannot be undone."""
+        """Add the settings with which an aborted iteration cannot be rolled back."""
         config = self.vllm_config
         return {
             **super().unsupported(),
@@ -299,13 +303,13 @@ class OpenScheduler(OverlappingScheduler):
         }
 
     def before_preemption(self, request: Request) -> None:
-        """Hook: a request is about to lose its blocks to a policy or to vLLM."""
+        """Hook that is called before a policy or vLLM takes the blocks of a request."""
 
     def preempt(self, request: Request, now: float) -> None:
         self.running.remove(request)
         self._preempt_request(request, now, self.requires_kv_delivery)  # as vLLM's own preemption
-        # The step that is being planned may resume the request. The worker then needs its tokens, which vLLM
-        # leaves out if the request was in the step before.
+        # The iteration that is being planned may resume the request. The worker then needs its tokens, which
+        # vLLM leaves out if the request was in the previous iteration.
         self.prev_step_scheduled_req_ids.discard(request.request_id)
 
     def _preempt_request(self, request: Request, timestamp: float, drop_stale_output: bool = False) -> None:
@@ -324,7 +328,7 @@ class OpenScheduler(OverlappingScheduler):
         return ScheduledRequest(request, start, written, tuple(map(max, before, adopted)), admitted)
 
     def hashed(self, block_ids: set[int]) -> set[int]:
-        """Return the blocks that are registered in the prefix cache."""
+        """Return the blocks of `block_ids` that are registered in the prefix cache."""
         blocks = self.kv_cache_manager.block_pool.blocks
         return {block for block in block_ids if blocks[block].block_hash is not None}
 
@@ -346,10 +350,10 @@ class OpenScheduler(OverlappingScheduler):
     def compute_again_from(self, request: Request, tokens: int) -> None:
         """Make a request compute from `tokens` on, because KV that it was admitted with was never computed.
 
-        The request starts anew where it has no block before those that it took: of layers with a window, and
-        from the first token on. vLLM takes one that waits, holds blocks and has computed nothing for one
-        whose load failed, and frees the blocks when the load ends; left as it is, vLLM would admit it with
-        blocks twice, and end the engine.
+        The request starts anew if the model has layers with a window, or if `tokens` is 0 and the request
+        waits. A running request is then preempted. A waiting request is marked as if its load had failed, so
+        that vLLM frees its blocks when the load ends. Otherwise vLLM would give it blocks a second time, and
+        the engine would end.
         """
         full = all(isinstance(manager, FullAttentionManager) for manager in self.managers)
         if full and (tokens or is_running(request)):
@@ -361,7 +365,7 @@ class OpenScheduler(OverlappingScheduler):
             self.failed_recving_kv_req_ids.add(request.request_id)
 
     def waiting_holders(self) -> list[Request]:
-        """Return requests that hold blocks while they wait for KV from the host."""
+        """Return the waiting requests that hold blocks, for KV that is being loaded or was loaded."""
         return list(self.kv_holding_waiting)
 
     def mark_prefilling(self, request: Request, prefilling: bool) -> None:
@@ -373,7 +377,7 @@ class OpenScheduler(OverlappingScheduler):
 
 
 def _nulls(blocks: Sequence[Any]) -> int:
-    """Return with how many null blocks a request's list of blocks begins."""
+    """Return how many null blocks are at the beginning of a request's list of blocks."""
     return bisect(blocks, False, key=lambda block: not block.is_null)
 
 
@@ -382,16 +386,16 @@ def is_running(request: Request) -> bool:
 
 
 def has_prompt_left(request: Request) -> bool:
-    """Return whether the request has prompt tokens that no scheduled step computes."""
+    """Return whether the request has prompt tokens that no scheduled iteration computes."""
     return bool(request.is_prefill_chunk)
 
 
 def is_waiting(request: Request) -> bool:
-    """Return whether a request is only waiting to be given tokens."""
+    """Return whether a request only waits to be given tokens, and not for KV or a grammar."""
     return request.status in (RequestStatus.WAITING, RequestStatus.PREEMPTED)
 
 
 def extra_args(request: Request) -> dict[str, Any]:
-    """Return what the client sent as `vllm_xargs`."""
+    """Return the arguments that the client sent as `vllm_xargs`."""
     params = request.sampling_params
     return (params.extra_args if params is not None else None) or {}

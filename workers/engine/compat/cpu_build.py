@@ -17,18 +17,18 @@ SPINNING = ReliedOn(
 )
 STARTING = ReliedOn(signatures={_CPU: {"check_and_update_config": ("vllm_config",)}}, attributes={})
 
-VLLM_SPINS_S = 1.0  # after that vLLM sleeps until it is notified
-SPIN_S = 2e-3  # for this long we spin, too: the answer is near, and a nap would take longer
-NAP_SHARE = 0.03  # length of a nap, as a share of the wait so far: a message is found soon after it came
+VLLM_SPINS_S = 1.0  # time of spinning after which vLLM sleeps until it is notified
+SPIN_S = 2e-3  # time in which vLLM may spin here too, because a nap could be longer than the wait
+NAP_SHARE = 0.03  # length of a nap as a share of the wait so far, so that a message is found soon
 LONGEST_NAP_S = 2e-3
 
 
 def nap_instead_of_spinning() -> None:
     """Patch this process so that queues between vLLM's processes are polled with short sleeps.
 
-    vLLM's engine core and workers watch shared memory for a second after every message before they sleep.
-    On a GPU host that saves a wake-up. Where the model computes on the CPU, the core that spins is taken from
-    the model, from the copier and from every other engine of the machine.
+    vLLM's engine core and workers spin on shared memory for a second after every message before they sleep.
+    On a GPU host this saves a wake-up. On a CPU host a process that spins takes a core from the model, from
+    the copier and from every other engine of the machine.
     """
     from vllm.distributed.device_communicators.shm_broadcast import SpinCondition
 
@@ -40,7 +40,7 @@ def nap_instead_of_spinning() -> None:
     def wait(self: SpinCondition, timeout_ms: int | None = None) -> None:
         waited = time.monotonic() - self.last_read
         if SPIN_S < waited < VLLM_SPINS_S:
-            # vLLM's notification is no substitute: one before the last is acknowledged would be lost.
+            # Do not wait for vLLM's notification: it is lost if it comes before the last is acknowledged.
             time.sleep(min(NAP_SHARE * waited, LONGEST_NAP_S))
         else:
             spinning(self, timeout_ms)
@@ -49,10 +49,11 @@ def nap_instead_of_spinning() -> None:
 
 
 def fork_engine_on_cpu() -> None:
-    """Patch this process and its forks: engine processes are forked, and a single worker gets no process.
+    """Patch this process and its forks: engine processes are forked, and a single worker has no process.
 
-    vLLM's CPU platform spawns them whatever the environment says, and an only worker, too, which on GPUs runs
-    in the engine core's process. Here it does as well, so that no step waits for messages.
+    vLLM's CPU platform spawns processes whatever the environment says, even for a single worker. With this
+    patch a single worker runs in the engine core's process, as on GPUs, so that no iteration waits for
+    messages.
     """
     from vllm.platforms.cpu import CpuPlatform
 

@@ -1,6 +1,6 @@
-"""Patch of vLLM's engine core: armed steps run alone.
+"""Patch of vLLM's engine core: an armed iteration is the only one in flight.
 
-The table of `coserving_scheduler.py` names what the patch relies on.
+The table in `coserving_scheduler.py` names what the patch relies on.
 """
 
 import functools
@@ -14,21 +14,23 @@ StepResult = tuple[dict[int, Any] | None, bool]
 
 
 def keep_armed_steps_alone() -> None:
-    """Patch the engine core so that an armed step is the only one in flight.
+    """Patch the engine core so that an armed iteration is the only one in flight.
 
-    With asynchronous scheduling vLLM schedules a step while the previous one runs. If the next step may be
-    armed, the result of the one in flight is taken first. The result of an armed step is taken before
-    anything else, so that no other step, request or command meets a step that may yet be undone.
+    With asynchronous scheduling vLLM schedules an iteration while the previous one runs. With this patch, it
+    first takes the result of the iteration in flight if the next may be armed. It takes the result of an
+    armed iteration before anything else, so that no other iteration, request or command comes between an
+    iteration and its roll-back.
     """
     original = EngineCore.step_with_batch_queue
     if hasattr(original, "__wrapped__"):
         return
 
     def result_only(core: EngineCore) -> StepResult:
-        # Without an empty step: those make vLLM sleep, and run the connector.
+        # Take the result without scheduling an empty iteration, which makes vLLM sleep and runs the
+        # connector.
         with core.scheduler.only_result():
             outputs, _ = original(core)
-        # Ranks of a mixture of experts must run as many steps as the others, if only an idle one.
+        # The ranks of a mixture of experts must all run equally many iterations, even if some are empty.
         return outputs, not isinstance(core, DPEngineCoreProc)
 
     @functools.wraps(original)

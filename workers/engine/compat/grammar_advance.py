@@ -1,6 +1,6 @@
-"""Patch of vLLM's structured output in the engine core.
+"""Patch of vLLM's structured outputs in the engine core.
 
-A grammar can start after tokens that another engine generated, and is compiled at a low priority.
+A grammar can continue after tokens that another engine generated, and is compiled at a low priority.
 """
 
 import functools
@@ -14,7 +14,7 @@ from workers.engine.grammars.config import ENGINE_CORE_NICE
 
 _GRAMMARS = "vllm.v1.structured_output:StructuredOutputManager"
 
-BEHIND = "conserve_behind"  # in `extra_args`: tokens at the prompt's end that another engine generated
+BEHIND = "conserve_behind"  # in `extra_args`: how many tokens at the prompt's end another engine generated
 
 GRAMMARS = ReliedOn(
     signatures={
@@ -35,9 +35,10 @@ GRAMMARS = ReliedOn(
 
 
 def grammar_start(manager: Any, request: Any, reasoner: Any, tokens: list[int]) -> int:
-    """Find, by bisection, the index of the first token that the grammar constrains.
+    """Return the index of the first of `tokens` that the grammar constrains, found by bisection.
 
-    vLLM's `_get_constraint_bounds` tries every token, which is meant for the tokens of one step.
+    vLLM's `_get_constraint_bounds` would try every token, because it is meant for the tokens of one
+    iteration.
     """
     ended = manager.enable_in_reasoning or request.structured_output_request.reasoning_ended
     if ended or reasoner is None or hasattr(reasoner, "find_reasoning_end"):
@@ -54,8 +55,8 @@ def grammar_start(manager: Any, request: Any, reasoner: Any, tokens: list[int]) 
 def advance_grammars() -> None:
     """Patch this process so that a grammar first accepts the tokens that another engine generated.
 
-    Threads that compile grammars get a lower priority than iterations. Compiling releases the interpreter's
-    lock, so no iteration waits for such a thread.
+    Threads that compile grammars get a low priority. They release the interpreter's lock while they compile,
+    so no iteration waits for them.
     """
     from vllm.v1.structured_output import StructuredOutputManager
 

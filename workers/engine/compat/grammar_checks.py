@@ -1,8 +1,8 @@
-"""vLLM's private names for structured outputs, and patches of them; checked when an engine starts.
+"""Patches of vLLM's structured outputs, and the private names that they use, checked when an engine starts.
 
 vLLM parses a grammar in its front end's event loop and compiles it in the engine core, both without a limit.
-With these patches the front end parses nothing: a request waits for the compiling process
-(`compile_process.py`) and takes over its result. The engine core compiles only grammars within the budget.
+With these patches the front end parses no grammar. Instead, a request waits for the result of the compiling
+process (`compile_process.py`). The engine core compiles only grammars within the budget.
 """
 
 import functools
@@ -91,7 +91,7 @@ _NAMES = tuple(field.name for field in fields(StructuredOutputsParams))
 
 
 def constraint_of(params: StructuredOutputsParams) -> dict[str, Any]:
-    """Return the set fields of a constraint as plain data."""
+    """Return the fields of a constraint that are set, as plain data."""
     return {name: value for name in _NAMES if (value := getattr(params, name)) not in (None, False)}
 
 
@@ -104,7 +104,7 @@ def _params(constraint: dict[str, Any], kind: type[StructuredOutputsParams]) -> 
 
 
 class Backends:
-    """vLLM's grammar backends, as the engine core uses them."""
+    """vLLM's backends for grammars, used as the engine core uses them."""
 
     def __init__(self, vllm_config: Any) -> None:
         from vllm.tokenizers import cached_tokenizer_from_config
@@ -115,12 +115,10 @@ class Backends:
         self._made: dict[str, Any] = {}
         wanted = vllm_config.structured_outputs_config.backend
         self._backend("xgrammar" if wanted == "auto" else wanted)
-        self._validated({"json_object": True})  # so that forks need not import
+        self._validated({"json_object": True})  # imports what forks would have to import otherwise
 
     def compile(self, constraint: dict[str, Any]) -> dict[str, Any]:
-        """Validate and compile a constraint; return the fields that vLLM's validation changed, with their
-        values.
-        """
+        """Validate and compile a constraint, and return the fields that vLLM's validation changed."""
         from vllm.v1.structured_output.request import get_structured_output_key
 
         made = self._validated(constraint)
@@ -151,8 +149,8 @@ Check = Callable[[Any, dict[str, Any]], Awaitable[dict[str, Any]]]
 def check_grammars(check: Check, accepted: Callable[[], Awaitable[None]]) -> None:
     """Patch this process so that a request with a grammar first waits for `check(vllm_config, constraint)`.
 
-    The check returns the fields that vLLM's validation would set, or raises what the client is answered.
-    `accepted` is called for every request that the engine core has been given.
+    The check returns the fields that vLLM's validation would set, or raises the error that the client gets.
+    `accepted` is called after each request, with or without a grammar, has been given to the engine core.
     """
     from vllm.v1.engine.async_llm import AsyncLLM
     from vllm.v1.structured_output import backend_xgrammar
@@ -184,7 +182,7 @@ def check_grammars(check: Check, accepted: Callable[[], Awaitable[None]]) -> Non
             raise VLLMValidationError("this engine takes no grammar that was not compiled within its budget")
 
     def validate_xgrammar_grammar(sampling_params: SamplingParams) -> None:
-        """Check only what is cheap, because the event loop calls this while it reads a request."""
+        """Check only for unsupported features, because the event loop calls this while it reads a request."""
         asked = sampling_params.structured_outputs
         schema = asked.json if asked is not None else None
         if isinstance(schema, dict) and backend_xgrammar.has_xgrammar_unsupported_json_features(schema):

@@ -1,4 +1,4 @@
-"""Queue of waiting requests in the order of a policy. `coserving_scheduler.py` lists its vLLM names."""
+"""Queue of waiting requests in a policy's order; `coserving_scheduler.py` lists the vLLM names it uses."""
 
 from collections import deque
 from collections.abc import Iterable
@@ -8,10 +8,10 @@ from vllm.v1.request import Request
 
 
 class PolicyQueue(PriorityRequestQueue):
-    """vLLM's queue; a policy chooses the online and the offline requests that come first.
+    """vLLM's queue of waiting requests, in which a policy names the requests that come first.
 
-    Online requests that the policy does not name wait for something, and are skipped; they come before the
-    named ones. Offline requests that it does not name come last.
+    Online requests that the policy does not name come even before the named ones: they wait for something, so
+    that vLLM skips them. Offline requests that it does not name come last.
     """
 
     def __init__(self) -> None:

@@ -1,4 +1,4 @@
-"""vLLM's private names that a worker uses to drop layers; checked when its engine starts."""
+"""Access of a worker that drops layers to vLLM's private names, which are checked when its engine starts."""
 
 import functools
 import inspect
@@ -37,11 +37,12 @@ WORKING = ReliedOn(
     attributes={
         _RUNNER: ("attn_groups", "kv_caches", "requests", "input_batch", "compilation_config", "device"),
     },
-    # KV tensors are bound when they are allocated; the connector gets what that method returns.
+    # KV tensors are bound when they are allocated, and the connector gets the tensors that the method
+    # returns.
     uses={_RUNNER: {"initialize_kv_cache": ("initialize_kv_cache_tensors", "register_kv_caches")}},
 )
 
-# Attention backends that can be split, by module: their builder, and the metadata fields that are read.
+# Attention backends of engines that can share layers, by module: the builder, and the fields that are read.
 _BUILDS = {"build": ("self", "common_prefix_len", "common_attn_metadata", "fast_build")}
 _METADATA = (
     "num_actual_tokens",
@@ -66,7 +67,7 @@ ATTENTION = {
 
 @contextmanager
 def weights_kept() -> Iterator[None]:
-    """While a model is loaded, keep weights that vLLM's CPU build deletes after packing a copy."""
+    """Keep the weights that vLLM's CPU build deletes after it packed a copy, while a model is loaded."""
     pack = layer_utils.dispatch_cpu_unquantized_gemm
 
     def pack_and_keep(layer: torch.nn.Module, remove_weight: bool) -> None:
@@ -80,7 +81,7 @@ def weights_kept() -> Iterator[None]:
 
 
 class PackedWeights:
-    """Packed weight copies that linear layers use on the CPU build; other builds have none."""
+    """Packed copies of weights, which the linear layers of the CPU build use; other builds have none."""
 
     def __init__(self, layers: Sequence[torch.nn.Module]) -> None:
         self._linear = [[one for one in layer.modules() if hasattr(one, "cpu_linear")] for layer in layers]
@@ -96,16 +97,16 @@ class PackedWeights:
 
 @dataclass(frozen=True, slots=True)
 class DecoderModel:
-    """Parts of a model's forward pass. Every member of a split has the embedding and the last norm."""
+    """Parts of a model's forward pass. Every engine keeps the embedding and the last norm."""
 
     layers: list[torch.nn.Module]
     embed: Callable[[torch.Tensor], torch.Tensor]
     norm: Callable[..., Any]
-    attention: list[str]  # name of each layer's attention
+    attention: list[str]  # name of each layer's attention module
 
 
 def decoder_of(runner: Any) -> DecoderModel:
-    """Return the parts of the runner's model; refuse models that do not call their layers in plain order."""
+    """Return the parts of the runner's model, or raise if it is no model whose layers can be shared."""
     if (name := type(runner.get_model()).__name__) not in SPLIT_MODELS:
         known = ", ".join(SPLIT_MODELS)
         raise OverloadConfigError(f"models that can be split are {known}, and this one is {name}")
@@ -127,7 +128,7 @@ def decoder_of(runner: Any) -> DecoderModel:
 
 
 def verify_attention(runner: Any) -> None:
-    """Check the attention backend that the engine has chosen."""
+    """Check that the attention backend that the engine chose works with shared layers."""
     builder = runner.attn_groups[0][0].get_metadata_builder(0)
     relied = ATTENTION.get(type(builder).__module__)
     if relied is None:
@@ -142,10 +143,10 @@ def on_kv_allocated(
     released: Callable[[], None],
     replaced: Callable[[Mapping[str, torch.Tensor]], Mapping[str, torch.Tensor]],
 ) -> None:
-    """Replace the runner's KV tensors as soon as they are allocated.
+    """Patch the runner so that its KV tensors are replaced as soon as they are allocated.
 
-    `replaced` gets tensors without memory, of the same shapes, and returns those to use. `released` is called
-    before the allocation, when an earlier one is given up.
+    `replaced` gets tensors of the same shapes without memory, and returns the tensors to use instead. Before
+    each allocation `released` is called, so that the tensors of an earlier allocation can be freed.
     """
     allocate = runner.initialize_kv_cache_tensors
 
@@ -184,27 +185,27 @@ def bind_kv(runner: Any, name: str, tensor: torch.Tensor) -> None:
 
 
 def connector() -> Any:
-    """Return this worker's connector."""
+    """Return the KV connector of this worker."""
     return get_kv_transfer_group()
 
 
 @dataclass(frozen=True, slots=True)
 class BatchKv:
-    """Attention's view of a batch: the positions of its tokens in their requests and in the KV."""
+    """Data of a batch that attention reads: where its tokens are in their requests and in the KV."""
 
     query_start: torch.Tensor
     seq_lens: torch.Tensor
-    blocks: torch.Tensor  # one row per request
-    slots: torch.Tensor  # one per token
+    blocks: torch.Tensor  # block numbers, one row per request
+    slots: torch.Tensor  # place in the KV, one per token
     tokens: int
     longest_query: int
     longest: int
 
     def entries_in_use(self, pool: int, block_tokens: int, rows: int) -> torch.Tensor | None:
-        """Return which entries of `blocks` belong to requests; the rest of a row is stale.
+        """Return a mask of the entries of `blocks` that belong to requests, or None if the batch is invalid.
 
-        None if this is not a valid batch of so many rows in a pool of so many blocks: attention would read or
-        write outside of it.
+        With an invalid batch, attention would read or write outside of `rows` rows, or of a pool of `pool`
+        blocks. The entries at the end of a row that belong to no request are stale.
         """
         count, lens, slots, blocks = len(self.seq_lens), self.seq_lens, self.slots, self.blocks
         if blocks.shape[:1] != (count,) or blocks.dim() != 2 or len(self.query_start) != count + 1:
@@ -225,7 +226,7 @@ class BatchKv:
 
 
 def batch_in_model(block_tokens: int) -> BatchKv | None:
-    """Return the batch of the current forward pass; None if it has no KV, as in a warm-up."""
+    """Return the batch of the current forward pass, or None if it has no KV, as in a warm-up."""
     context = get_forward_context() if is_forward_context_available() else None
     if context is None or not context.attn_metadata:
         return None
@@ -244,7 +245,7 @@ def batch_in_model(block_tokens: int) -> BatchKv | None:
 
 @contextmanager
 def attention_on(runner: Any, names: list[str], batch: BatchKv, positions: torch.Tensor) -> Iterator[None]:
-    """Make a pass through these attention layers use a batch's KV, on the positions' device."""
+    """Make a pass through these attention modules use the KV of `batch`, on the device of `positions`."""
     builder = runner.attn_groups[0][0].get_metadata_builder(0)
     device = positions.device
     slots = batch.slots.to(device)

@@ -1,4 +1,4 @@
-"""Patches of vLLM's front end: generations can be observed, and can continue another engine's generation."""
+"""Patches of vLLM's front end: a generation can be observed, and can continue another engine's generation."""
 
 import asyncio
 import copy
@@ -43,7 +43,7 @@ CONTINUING = ReliedOn(
         "vllm.v1.engine.output_processor:RequestState": ("is_prefilling",),
         "vllm.v1.engine:EngineCoreRequest": ("prompt_token_ids", "sampling_params", "request_id"),
     },
-    # One output at a time is taken from the queue: what is put there between two is not merged.
+    # `generate` takes one output at a time from the queue, so that replayed outputs are not merged.
     uses={_LLM: {"generate": ("get_nowait", "add_request"), "_add_request": ("add_request_async",)}},
 )
 
@@ -71,7 +71,7 @@ GENERATIONS = ReliedOn(
     attributes={_LLM: ("model_config",)},
 )
 
-AT_A_TIME = 32  # replayed outputs in one go: an API server has other streams, too
+AT_A_TIME = 32  # replayed outputs after which other streams of the server get their turn
 
 
 class GenerationObserver(Protocol):
@@ -82,14 +82,14 @@ class GenerationObserver(Protocol):
     def follow(self, outputs: AsyncGenerator[Any, None]) -> AsyncGenerator[Any, None]: ...
 
     def next_id(self) -> str:
-        """Return an id that is the same on every engine at the same point, in place of a random one."""
+        """Return the next id of the answer, which is the same on every engine that continues it."""
 
 
 class ReplayedOutputs:
-    """Outputs of a generation whose engine was lost.
+    """Outputs of a generation whose engine was lost, replayed on this engine.
 
-    They pass through vLLM's own output processing, in the pieces in which they came, so that detokenizer,
-    parsers and usage stand where they stood. Then the engine continues after their tokens.
+    The outputs pass through vLLM's own output processing one by one, as on the lost engine, so that its
+    detokenizer, parsers and usage get into the same state. Then this engine continues after their tokens.
     """
 
     def __init__(self, llm: Any, request: Any, outputs: Sequence[list[int]]) -> None:
@@ -101,7 +101,7 @@ class ReplayedOutputs:
         return len(self._outputs)
 
     async def go_on(self) -> None:
-        """Replay the next output; after the last one let the engine compute."""
+        """Replay the next output; after the last output, let the engine compute."""
         if self._outputs:
             if len(self._outputs) % AT_A_TIME == 0:
                 await asyncio.sleep(0)
@@ -121,21 +121,21 @@ class ReplayedOutputs:
         if not self._outputs and self._tokens:
             whole = Request.from_engine_core_request(self._request, None)
             whole.append_output_token_ids(self._tokens)
-            if check_stop(whole, self._llm.model_config.max_model_len):  # only its last events are missing
+            if check_stop(whole, self._llm.model_config.max_model_len):  # the generation had ended
                 output.finish_reason, output.stop_reason = whole.get_finished_reason(), whole.stop_reason
         processor = self._llm.output_processor
-        # With the last of them it may end, and with tracing that asks for statistics; these go nowhere else.
+        # The generation may end with the last output, and tracing then needs statistics; nothing else does.
         stats = IterationStats() if processor.log_stats and not self._outputs else None
         processor.process_outputs([output], time.monotonic(), stats)
         state = processor.request_states.get(request_id)
         if state is None:
             self._request = None
         else:
-            state.is_prefilling = True  # its statistics begin with the engine's first output
+            state.is_prefilling = True  # statistics of the request begin with this engine's first output
 
 
 def behind(request: Any, tokens: Sequence[int]) -> Any:
-    """Return the request with the already generated tokens appended to its prompt."""
+    """Return the request with `tokens`, which another engine generated, appended to its prompt."""
     longer, params = copy.copy(request), copy.copy(request.sampling_params)
     longer.prompt_token_ids = [*request.prompt_token_ids, *tokens]
     if params.max_tokens is not None:
@@ -147,7 +147,7 @@ def behind(request: Any, tokens: Sequence[int]) -> Any:
 
 
 def _taken(request: Any) -> list[list[int]] | None:
-    """Remove the outputs to continue from a request's parameters, and return them."""
+    """Remove the outputs of another engine from a request's parameters, and return them, None without any."""
     params = request.sampling_params
     transfer = ((params.extra_args if params is not None else None) or {}).get("kv_transfer_params") or {}
     resume = transfer.pop("resume", None)
@@ -157,7 +157,7 @@ def _taken(request: Any) -> list[list[int]] | None:
 def around_generations(around: Callable[..., AsyncGenerator[Any, None]]) -> None:
     """Patch this process so that `around(generate, llm, prompt, ...)` is called instead of `generate`.
 
-    Every API of the server calls that with its prompt as tokens.
+    Every API of the server calls `generate` with the prompt as tokens.
     """
     from vllm.v1.engine.async_llm import AsyncLLM
 
@@ -192,7 +192,7 @@ def continue_generations(observer: Callable[[], GenerationObserver | None]) -> N
             return
         self.output_processor.add_request(request, prompt, parent_req, index, queue)
         current = observer()
-        if current is None:  # a prefiller's leg: its answer is of no interest
+        if current is None:  # a prefill leg, whose answer nobody reads
             tokens = [token for output in outputs for token in output]
             await self.engine_core.add_request_async(behind(request, tokens))
             return
@@ -212,6 +212,6 @@ def continue_generations(observer: Callable[[], GenerationObserver | None]) -> N
     AsyncLLM._add_request = _add_request
     around_generations(followed)
     for name, module in list(sys.modules.items()):
-        names = vars(module) if name.startswith("vllm") else {}  # to ask a lazy module would be to load it
+        names = vars(module) if name.startswith("vllm") else {}  # getattr would load a lazy module
         if names.get("random_uuid") is random:
             names["random_uuid"] = random_uuid

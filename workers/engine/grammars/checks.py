@@ -1,4 +1,4 @@
-"""Grammar checks in the front end: each grammar once, within the budget, one per owner at a time."""
+"""Grammar checks in vLLM's front end: compile each grammar once, within a budget, one per owner at a time."""
 
 import asyncio
 import json
@@ -26,8 +26,8 @@ log = logging.getLogger("conserve.workers.grammars")
 
 _KNOWN = 1024  # grammars whose outcome is remembered
 _KNOWN_BYTES = 4096  # longest outcome that is remembered
-_QUICK_S = 0.3  # after which a fork gets low priority
-_READY_S = 180.0  # to import vLLM on a busy machine
+_QUICK_S = 0.3  # after which a fork gets a low priority
+_READY_S = 180.0  # longest wait for the process, which imports vLLM on a machine that may be busy
 
 Outcome = dict[str, Any]
 
@@ -37,7 +37,7 @@ class ProcessUnavailable(WorkerError):
 
 
 class GrammarChecks:
-    """Client of the compiling process, for one event loop."""
+    """Client of the compiling process in one event loop, which remembers outcomes."""
 
     def __init__(self, address: str, budget: GrammarBudget) -> None:
         self._address, self._budget = address, budget
@@ -49,7 +49,7 @@ class GrammarChecks:
         self._under_way: dict[tuple[str, bytes], asyncio.Task[Outcome]] = {}  # by owner and digest
 
     async def check(self, vllm_config: Any, constraint: Outcome, owner: str) -> Outcome:
-        """Return the fields that vLLM's validation sets, or raise the answer for the client."""
+        """Return the fields that vLLM's validation sets, or raise the error that the client is answered."""
         content = json.dumps(constraint, sort_keys=True).encode()
         digest = sha256(content).digest()
         outcome = self._known.get(digest)
@@ -63,13 +63,13 @@ class GrammarChecks:
                 task = asyncio.create_task(self._compile(vllm_config, content, digest, owner))
                 self._under_way[name] = task
                 task.add_done_callback(lambda done: self._ended(name, done))
-            outcome = await asyncio.shield(task)  # other requests of this owner may wait for it
+            outcome = await asyncio.shield(task)  # other requests of this owner may wait for the task
         return self._answer(outcome)
 
     def _ended(self, name: tuple[str, bytes], task: "asyncio.Task[Outcome]") -> None:
         del self._under_way[name]
         if not task.cancelled():
-            task.exception()  # all who waited for it may have left
+            task.exception()  # retrieved here, because all requests that waited for it may have left
 
     def _remember(self, digest: bytes, outcome: Outcome) -> None:
         if len(json.dumps(outcome)) <= _KNOWN_BYTES:
@@ -88,7 +88,7 @@ class GrammarChecks:
         )
 
     async def _compile(self, vllm_config: Any, content: bytes, digest: bytes, owner: str) -> Outcome:
-        """Compile a grammar in its owner's turn, unless another owner's request has done so meanwhile."""
+        """Wait for the owner's turn and compile the grammar, unless another request did so meanwhile."""
         lock = self._owners.setdefault(owner, asyncio.Lock())
         try:
             async with asyncio.timeout(self._budget.wait_s) as waiting, lock, self._slots:
@@ -121,7 +121,7 @@ class GrammarChecks:
         return outcome
 
     async def _fork(self, vllm_config: Any, content: bytes) -> Outcome:
-        """Have the process fork for this grammar, and kill the fork if it takes too long."""
+        """Return the outcome of a fork that compiles the grammar; kill the fork if it takes too long."""
         reader, writer = await self._connected(vllm_config)
         pid = 0
         try:
@@ -148,7 +148,7 @@ class GrammarChecks:
             writer.close()
 
     async def _connected(self, vllm_config: Any) -> tuple[asyncio.StreamReader, asyncio.StreamWriter]:
-        """Connect to a process that has the engine's configuration; restart it if it is gone."""
+        """Connect to the process; configure it if it is new, and restart it if it is gone."""
         async with self._starting:
             if self._configured:
                 with suppress(OSError):
@@ -204,12 +204,12 @@ class GrammarChecks:
 
 
 def _unavailable(why: str, status: int) -> GracefulHTTPError:
-    """Return an error with a status other than 503, which gateways read as an engine that is ending."""
+    """Return the error for a client; its status is not 503, by which a gateway knows an ending engine."""
     return GracefulHTTPError(f"{why}; try again", HTTPStatus(status))
 
 
 async def _received_from_slow(reader: asyncio.StreamReader, pid: int) -> bytes:
-    """Receive the answer of a fork. A slow fork continues at low priority, behind the engine."""
+    """Receive the answer of a fork. A slow fork gets a low priority, so that it does not slow the engine."""
     receiving = asyncio.ensure_future(_received(reader))
     try:
         await asyncio.wait((receiving,), timeout=_QUICK_S)

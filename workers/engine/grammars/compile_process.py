@@ -1,8 +1,9 @@
 """Process beside an engine's front end that compiles grammars, each in a fork with a budget.
 
-The process itself never compiles. It loads the tokenizer once and forks for each connection, so that a fork
-starts within milliseconds, and the kernel ends a fork at its CPU time or memory. The front end kills a fork
-that takes too long. Answers are plain JSON, because a fork has run native code on a client's input.
+The process itself never compiles. It loads the tokenizer once and forks for each grammar, so that a fork
+starts within milliseconds. The kernel ends a fork that exceeds its CPU time or memory, and the front end
+kills a fork that takes too long. A fork answers in plain JSON, because it has run native code on a client's
+input and is not trusted.
 
 A connection begins with one byte. After `C` comes the engine's pickled configuration; the answer is `{}` or
 an error. After `G` comes a grammar as JSON; the answers are the fork's pid, then the outcome.
@@ -36,7 +37,7 @@ _MOST_BYTES = 64 << 20
 
 
 def start_process(address: str) -> int:
-    """Fork the compiling process before this process has threads, and return its pid."""
+    """Fork the compiling process and return its pid. This process must not have threads yet."""
     gc.freeze()  # so that unchanged pages stay shared
     pid = os.fork()
     if pid == 0:
@@ -49,7 +50,7 @@ def start_process(address: str) -> int:
 
 
 def restart_process(address: str) -> int:
-    """Restart a killed process. It imports vLLM anew, because a process with threads must not fork."""
+    """Start the killed process again and return its pid. It is no fork, because this process has threads."""
     argv = [sys.executable, "-m", "workers.engine.grammars.compile_process"]
     return subprocess.Popen(argv, env={**os.environ, ADDRESS: address}, stdin=subprocess.DEVNULL).pid
 
@@ -63,7 +64,7 @@ def serve(address: str, budget: GrammarBudget) -> None:
     """Answer connections until this process is killed."""
     signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # the kernel reaps forks
     signal.signal(signal.SIGINT, signal.SIG_IGN)
-    os.environ["VLLM_REGEX_COMPILATION_TIMEOUT_S"] = "0"  # the limits of a fork end a compilation
+    os.environ["VLLM_REGEX_COMPILATION_TIMEOUT_S"] = "0"  # the fork's own limits end a compilation
     setproctitle(TITLE)  # instead of the title of the server that it was forked from
     set_oom_score(OomScore.GRAMMARS)
     listener = socket.socket(socket.AF_UNIX)
@@ -115,7 +116,7 @@ def _limit(budget: GrammarBudget) -> None:
 
 
 def _is_ours(connection: socket.socket) -> bool:
-    """Return whether the client runs as this user, because an abstract name has no permissions."""
+    """Return whether the client runs as this user, which an abstract name does not ensure."""
     credentials = connection.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, struct.calcsize("3i"))
     _, uid, _ = struct.unpack("3i", credentials)
     return bool(uid == os.getuid())
@@ -143,7 +144,7 @@ def _exactly(connection: socket.socket, size: int) -> bytes:
 
 
 class GrammarCompiler:
-    """vLLM's own validation and compilation of grammars, with the engine's tokenizer and backend."""
+    """Compiler of grammars: vLLM's own validation and compilation with the engine's tokenizer and backend."""
 
     def __init__(self, vllm_config: Any) -> None:
         from workers.engine.compat.grammar_checks import Backends
@@ -162,7 +163,7 @@ class GrammarCompiler:
 def failure(wrong: Exception) -> dict[str, Any]:
     """Return the outcome of a compilation that raised an exception.
 
-    When memory runs out, a backend raises `std::bad_alloc` and vLLM calls the grammar invalid because of it.
+    When memory runs out, a backend may raise `std::bad_alloc`, and vLLM then calls the grammar invalid.
     """
     if isinstance(wrong, MemoryError) or "bad_alloc" in str(wrong):
         return {"over_budget": True}

@@ -1,4 +1,4 @@
-"""Budget of one compilation, and the environment variables that carry it to an engine's processes."""
+"""Budget for compiling a grammar, and the environment variables that carry it to an engine's processes."""
 
 import json
 from collections.abc import Mapping
@@ -8,9 +8,9 @@ from dataclasses import asdict, dataclass
 BUDGET, ADDRESS = "CONSERVE_GRAMMAR_BUDGET", "CONSERVE_GRAMMAR_PROCESS"
 
 MIB = 1 << 20
-# Niceness of a slow fork, and of the engine core's compilations, which are known to be small.
+# Niceness of a slow fork, and of the engine core's compilations, which are known to be within the budget.
 LONG_FORK_NICE, ENGINE_CORE_NICE = 19, 10
-_WALL_FACTOR = 6  # how much slower a busy machine computes
+_WALL_FACTOR = 6  # by which a compilation may take longer on a busy machine
 
 
 @dataclass(frozen=True, slots=True)
@@ -19,7 +19,7 @@ class GrammarBudget:
 
     cpu_s: float = 5.0  # limit for all threads together
     memory_mib: int = 256
-    at_once: int = 2  # compilations of an engine; an owner has one at a time
+    at_once: int = 2  # compilations that an engine runs at once, of different owners
     wait_s: float = 30.0  # longest wait for other compilations
 
     @property

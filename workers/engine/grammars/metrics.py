@@ -1,4 +1,4 @@
-"""Metrics of grammars, on the engine's own metrics page."""
+"""Metrics of grammar checks, on the engine's own metrics page."""
 
 from prometheus_client import Counter, Histogram
 

@@ -58,7 +58,7 @@ class GrammarMiddleware:
 
 
 class _HeldStream:
-    """Holds back the beginning of a stream until the engine accepts or refuses its request."""
+    """Sender that holds back the beginning of a stream until the engine accepts or refuses its request."""
 
     def __init__(self, send: Send, owner: str, path: str) -> None:
         self.owner, self._path = owner, path

@@ -1,13 +1,14 @@
-"""Middleware of vLLM's server for streams that another engine can continue, if a gateway asks for that.
+"""Middleware of vLLM's server that makes streams which another engine can continue, if a gateway asks for it.
 
-In front of each piece of such a stream goes a line with the tokens of vLLM's outputs since the piece before,
-as in `:12,13;14;`. The gateway removes it. On request the first line begins with the number of prompt tokens
-and how many of them were cached, as in `:=595/128=12;`: placing needs them, and few clients ask for `usage`.
+Before each piece of the stream it sends a token line: the tokens of vLLM's outputs since the previous piece,
+as in `:12,13;14;`. The gateway removes these lines. If the gateway asks, the first line begins with the
+number of prompt tokens and of cached ones, as in `:=595/128=12;`. Placing needs them, and few clients ask for
+`usage`.
 
-When the engine ends, the gateway sends the request and these outputs to another engine. It passes the outputs
-through the same parsers in the same steps, omits the pieces that the client has, and continues. All ids come
-from a seed, so they are the same again. A failure before that place gets an error status, because an answer
-that begins there would look whole.
+When the engine ends, the gateway sends the request and these outputs to another engine. That engine passes
+the outputs through the same parsers in the same steps, omits the pieces that the client has, and continues.
+All ids are made from a seed, so that they are the same again. If the answer fails before the client's place
+is reached, its status is an error, because an answer without the missing pieces would look whole.
 """
 
 import hashlib
@@ -29,12 +30,12 @@ logger = logging.getLogger("conserve.workers.token_lines")
 # Headers of the resume protocol (router/http/streams/resume.py).
 PIECES = b"x-stream-pieces"  # asks for token lines; value: the number of pieces that the client has
 SEED = b"x-stream-seed"
-CREATED = b"x-stream-created"  # time of the answer that the client was told
+CREATED = b"x-stream-created"  # creation time of the answer that the client has
 COUNTS = b"x-stream-counts"  # asks for the prompt's length in the first line
-REQUEST_ID = b"x-request-id"  # vLLM names the answer after it
+REQUEST_ID = b"x-request-id"  # from which vLLM makes the answer's id
 NOT_RESUMABLE = b"-"
 
-# Beginning of a piece that is an error, in each API.
+# Beginning of a piece that reports an error, in each API.
 _ERROR = re.compile(rb'event: error\n|data: \{"error"|event: response\.failed\n')
 _REFUSED = b'{"error":{"message":"this engine cannot go on with the answer","type":"InternalServerError"}}'
 _CREATED_AT = re.compile(rb'"created(?:_at)?": ?([0-9.]+)')
@@ -50,28 +51,28 @@ class TokenLines:
         self._pieces_to_skip = pieces
         self._seed, self._ids = seed, 0
         self._created, self._created_here = created, b""
-        self._outputs = b""  # since the last piece
+        self._outputs = b""  # tokens of outputs since the last piece
         self._generations = 0
-        self._counts = counts  # the prompt's length has to be reported
+        self._counts = counts  # whether the prompt's length is still to be reported
         self._streams = self._engine_died = self._refused = False
-        self._head: Message | None = None  # held until there is a piece that the client lacks
+        self._head: Message | None = None  # held until the first piece that the client lacks
 
     def next_id(self) -> str:
         self._ids += 1
         return hashlib.blake2b(f"{self._seed}/{self._ids}".encode(), digest_size=8).hexdigest()
 
     async def follow(self, outputs: AsyncGenerator[Any, None]) -> AsyncGenerator[Any, None]:
-        """Record the tokens of a generation's outputs, and drive its replay."""
+        """Yield a generation's outputs while recording their tokens, and advance the replay after each."""
         self._generations += 1
-        if self._generations > 1:  # several prompts, or a tool that the engine called by itself
+        if self._generations > 1:  # the request has several prompts, or the engine called a tool itself
             self._outputs += NOT_RESUMABLE
         async with aclosing(outputs):
             try:
                 async for output in outputs:
                     if output.outputs[0].finish_reason == "abort":
-                        self._engine_died = True  # only an engine that ends aborts a stream that is read
+                        self._engine_died = True  # a stream with a reader is aborted only if the engine ends
                     if self.replay is not None and output.num_cached_tokens:
-                        # The first engine's answer is no part of the prompt.
+                        # The tokens that the first engine generated do not belong to the prompt.
                         prompt = len(output.prompt_token_ids or ())
                         output.num_cached_tokens = min(output.num_cached_tokens, prompt)
                     if self._counts and self._generations == 1:
@@ -99,20 +100,21 @@ class TokenLines:
         await self._send(message)
 
     async def _prepare(self, message: Message) -> bool:
-        """Put the token line in front of a piece; return whether to send the message."""
+        """Put the token line in front of the message's piece, and return whether to send the message."""
         if self._refused:
             return False
         if self._engine_died:
             await self._send_head()
-            return False  # without an end: the server cuts the connection, and the gateway resumes elsewhere
+            # The answer gets no end, so the server cuts the connection and the gateway resumes elsewhere.
+            return False
         body = message.get("body", b"")
         ended = not message.get("more_body", False)
         too_short = ended and (self._pieces_to_skip or (self.replay is not None and self.replay.left))
         if self._head is not None and (too_short or _ERROR.match(body)):
             await self._refuse()
             return False
-        if body and not body.startswith(b": "):  # not a comment, which keeps the connection alive
-            if body.find(b"\n\n") != len(body) - 2:  # several events, of which the client may get one
+        if body and not body.startswith(b": "):  # a comment only keeps the connection alive
+            if body.find(b"\n\n") != len(body) - 2:  # the client may get only some of several events
                 self._outputs += NOT_RESUMABLE
             line, self._outputs = b":%b\n" % self._outputs, b""
             body = self._with_first_date(body)
@@ -123,7 +125,7 @@ class TokenLines:
             await self._send_head()
         elif ended:
             await self._send_head()
-        return self._head is None  # a comment before a piece that the client has is omitted
+        return self._head is None  # comments before the first missing piece are omitted
 
     async def _send_head(self) -> None:
         head, self._head = self._head, None
@@ -136,7 +138,7 @@ class TokenLines:
         await answer_json(self._send, 500, _REFUSED)
 
     def _with_first_date(self, piece: bytes) -> bytes:
-        """Replace this engine's creation time of the answer with the one that the client already has."""
+        """Return the piece with the creation time that the client has, instead of this engine's."""
         if not self._created:
             return piece
         if not self._created_here and (found := _CREATED_AT.search(piece)):
@@ -157,7 +159,7 @@ _CURRENT: ContextVar[TokenLines | None] = ContextVar("token_lines", default=None
 
 
 class TokenLinesMiddleware:
-    """Adds token lines to answers whose request asks for them."""
+    """Middleware that adds token lines to answers whose request asks for them."""
 
     def __init__(self, app: App) -> None:
         verify(CONTINUING)
