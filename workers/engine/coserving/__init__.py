@@ -1,1 +1,1 @@
-"""Policy-driven scheduling in vLLM: schedulers, requests, the safepoint and the roll-back."""
+"""Scheduling in vLLM by a policy: schedulers, requests, the safepoint and the roll-back."""

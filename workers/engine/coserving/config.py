@@ -1,4 +1,4 @@
-"""Settings of an engine's scheduling, in vLLM's `--additional-config` under the key `coserving`."""
+"""Settings of an engine's scheduling, which vLLM gets in `--additional-config` under the key `coserving`."""
 
 import json
 from collections.abc import Mapping
@@ -18,19 +18,19 @@ SAFEPOINT_PLUGIN = "workers.engine.coserving.safepoint:SafepointPlugin"
 
 
 class CoServingConfigError(WorkerError, ValueError):
-    """The co-serving settings cannot be used; the message says which and why."""
+    """The co-serving settings cannot be used. The message says which setting is wrong, and why."""
 
 
 @dataclass(frozen=True, slots=True)
 class CoServingConfig:
     serving: ServingSettings = field(default_factory=ServingSettings)
     model: LatencyModel = CONSERVATIVE
-    profiled: bool = False  # `model` was measured; else one of `profiles` or a guess is used
-    profiles: Mapping[str, Coefficients] = field(default_factory=dict)  # measured latency models, by key
-    power_cap_w: float | None = None  # cap of this engine's GPUs; part of the profile's key
-    planned: bool = True  # False: vLLM's own rules, for measurements
+    profiled: bool = False  # whether `model` was measured; if not, one of `profiles` or a guess is used
+    profiles: Mapping[str, Coefficients] = field(default_factory=dict)  # key -> measured latency model
+    power_cap_w: float | None = None  # cap of this engine's GPUs, which is part of its profile's key
+    planned: bool = True  # whether a policy plans iterations; False: vLLM's own rules, for measurements
     safepoint_every: int = 1  # layers between two checks of the flag
-    iteration_log: str = ""  # file with one JSON line per iteration; empty: none
+    iteration_log: str = ""  # file that gets a JSON line for each iteration; empty: no file
 
     def __post_init__(self) -> None:
         if self.safepoint_every < 1:
@@ -61,7 +61,7 @@ class CoServingConfig:
 
 
 def with_knowledge(additional: str, known: StartingKnowledge) -> str:
-    """Return `additional`, a value of vLLM's `--additional-config`, with the `known` measurements in it."""
+    """Return the value `additional` of vLLM's `--additional-config` with the `known` measurements in it."""
     config = CoServingConfig.from_additional_config(json.loads(additional))
     config = replace(config, profiles=known.profiles, power_cap_w=known.power_cap_w)
     return json.dumps(config.to_additional_config())

@@ -1,4 +1,4 @@
-"""Sums over the requests of steps in which the same requests decode again, so that no step visits each."""
+"""Sums over the requests of a decoding batch, so that an iteration that repeats it need not visit each."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
@@ -12,15 +12,15 @@ from workers.engine.coserving.iterations import PendingIteration
 
 @dataclass(frozen=True, slots=True)
 class DecodingBatch:
-    """Step in which every request decodes one token."""
+    """Batch of an iteration in which every request decodes one token."""
 
-    scheduled: Mapping[str, int]  # tokens by request, as in vLLM's output
+    scheduled: Mapping[str, int]  # request -> tokens, as in vLLM's output
     online: BatchWork
     offline: BatchWork
-    tbt_s: float  # tightest target of the online requests; infinity: there are none
+    tbt_s: float  # tightest target of the online requests, infinity without any
 
     def is_repeated_by(self, output: Any) -> bool:
-        """Return whether the next step has the same requests, each with one token again."""
+        """Return whether the next iteration has the same requests, each with one token again."""
         admitted = output.scheduled_new_reqs or output.scheduled_cached_reqs.resumed_req_ids
         return not admitted and bool(output.num_scheduled_tokens == self.scheduled)
 
@@ -28,7 +28,7 @@ class DecodingBatch:
         return replace(self, online=self.online.next_tokens(), offline=self.offline.next_tokens())
 
     def iteration(self, model: LatencyModel, started: float) -> PendingIteration:
-        """Return the record of this step, which cannot be aborted."""
+        """Return the record of an iteration with this batch that cannot be aborted."""
         work, online = self.online + self.offline, self.online
         return PendingIteration(
             started,

@@ -21,10 +21,10 @@ class ScheduledRequest:
     """Request of an iteration, as recorded when it was scheduled."""
 
     request: Any
-    start: int  # tokens computed before
-    written: tuple[tuple[int, ...], ...]  # ids of the blocks to write, by KV cache group
+    start: int  # tokens that were computed before the iteration
+    written: tuple[tuple[int, ...], ...]  # ids of the blocks that it writes, by KV cache group
     not_its_to_register: tuple[int, ...]  # full blocks before `start`, or adopted as prefix hits, by group
-    admitted: bool  # entered the batch with this iteration, perhaps with prefix hits
+    admitted: bool  # whether it entered the batch with this iteration, perhaps with prefix hits
 
 
 @dataclass(slots=True)
@@ -34,31 +34,32 @@ class PendingIteration:
     started: float
     batch: RunningBatch
     epoch: int  # 0 if it cannot be aborted
-    scheduled: tuple[ScheduledRequest, ...]
+    scheduled: tuple[ScheduledRequest, ...]  # empty if it cannot be aborted
     offline_tokens: int
-    preempted: int = 0
+    preempted: int = 0  # offline requests that were preempted for it
     budget_tokens: int = 0  # offline tokens that fit
-    again_tokens: int = 0  # offline tokens computed again after a preemption
+    again_tokens: int = 0  # offline tokens that are computed again after a preemption
     aborted: bool = False
-    disowned: int = 0
-    # For the arrival watch, in another thread, while the iteration is armed and in the model.
+    disowned: int = 0  # blocks that the roll-back took out of the prefix cache
+    # The arrival watch uses these in another thread while the iteration is armed and in the model.
     queued: BatchWork = field(default_factory=BatchWork)  # online work that waits for the next iteration
     arrivals: list[RequestView] = field(default_factory=list)
-    raised: bool = False  # the flag was raised for an arrival
-    prompt_tokens: int = 0  # online, before a first token
+    raised: bool = False  # whether the flag was raised for an arrival
+    prompt_tokens: int = 0  # of online prompts
     prompt_share: float = 1.0  # share of the engine's time that decoding requests leave to prompts
-    overlapped: bool = False  # scheduled while the previous iteration ran
-    decodes: bool = False  # every request decodes one token
-    repeats: bool = False  # so did the same requests in the iteration before
+    overlapped: bool = False  # whether it was scheduled while the previous iteration ran
+    decodes: bool = False  # whether every request decodes one token
+    repeats: bool = False  # whether the same requests decoded one token each in the previous iteration
 
     @property
     def classes(self) -> str:
+        """Return the classes of the requests in it, as in metrics: online, offline or mixed."""
         if not self.batch.online_requests:
             return "offline"
         return "mixed" if self.batch.offline_requests else "online"
 
     def done(self, now: float, seconds: float, late: int) -> IterationDone:
-        """Return the facts about this iteration that a policy learns from."""
+        """Return this iteration as a policy observes it after its end."""
         return IterationDone(now, self.batch.seconds, seconds, late, self.aborted)
 
 
@@ -95,9 +96,9 @@ def observe(
 
 @dataclass(frozen=True, slots=True)
 class IterationRecord:
-    """Line of the iteration log, which shows what an engine decided."""
+    """Line of the iteration log, which shows the content and the time of one iteration."""
 
-    at: float  # end, on the monotonic clock
+    at: float  # its end, on the monotonic clock
     seconds: float
     predicted_s: float
     new_tokens: int
@@ -109,14 +110,14 @@ class IterationRecord:
     preempted: int
     late_requests: int
     aborted: bool
-    overlapped: bool = False  # scheduled while the previous iteration ran
-    abort_layer: int = -1
+    overlapped: bool = False  # whether it was scheduled while the previous iteration ran
+    abort_layer: int = -1  # -1: it was not aborted
     signal_to_abort_s: float = 0.0
     check_gap_s: float = 0.0  # at an abort: time between the last two checks of the flag
-    disowned_blocks: int = 0
-    again_tokens: int = 0  # offline tokens computed again after a preemption
+    disowned_blocks: int = 0  # blocks that the roll-back took out of the prefix cache
+    again_tokens: int = 0  # offline tokens that were computed again after a preemption
     before: int = 0  # sum over requests of new tokens times context
-    prompt_tokens: int = 0  # online, before a first token
+    prompt_tokens: int = 0  # of online prompts
 
     @classmethod
     def of(cls, iteration: PendingIteration, now: float, seconds: float, late: int) -> "IterationRecord":
@@ -186,7 +187,7 @@ COUNTERS: Mapping[str, CounterSpec] = {
     ),
     "coserving_predicted_seconds": CounterSpec(
         "conserve_coserving_predicted_seconds",
-        "What the latency model had predicted for the iterations in conserve_coserving_seconds.",
+        "Time that the latency model predicted for the iterations in conserve_coserving_seconds.",
         "requests",
         CLASSES,
     ),
@@ -198,13 +199,11 @@ COUNTERS: Mapping[str, CounterSpec] = {
     ),
     "coserving_unjudged": CounterSpec(
         "conserve_coserving_unjudged_arrivals",
-        "Arrivals that waited for the running iteration because judging them failed; the log has it. "
-        "0 is right.",
+        "Arrivals that waited for the running iteration because of an error (see the log). It should be 0.",
     ),
     "coserving_unplanned": CounterSpec(
         "conserve_coserving_unplanned_iterations",
-        "Steps of planning that failed: vLLM's own schedule held for their iteration; the log has it. "
-        "0 is right.",
+        "Iterations that vLLM's own rules scheduled because planning failed (see the log). It should be 0.",
     ),
     "coserving_aborts": CounterSpec(
         "conserve_coserving_aborts", "Iterations left at a safepoint and rolled back."
@@ -250,7 +249,7 @@ HISTOGRAMS: Mapping[str, HistogramSpec] = {
     ),
     "coserving_model_error": HistogramSpec(
         "conserve_coserving_model_error_ratio",
-        "How far the latency model was off, of the time an iteration took; aborted ones are left out.",
+        "Error of the predicted time of iterations that were not aborted, as a share of the measured time.",
         (0.01, 0.02, 0.04, 0.07, 0.1, 0.2, 0.5, 1.0, 2.0),
     ),
 }

@@ -1,6 +1,6 @@
-"""vLLM's scheduler with a policy: translates the state, asks the policy, and carries out its plan.
+"""Extension of vLLM's scheduler by a policy: shows it the engine's state, and carries out its plan.
 
-The decisions are in placement/scheduling/.
+The policies are in placement/scheduling/.
 """
 
 import logging
@@ -45,12 +45,15 @@ log = logging.getLogger("conserve.workers.coserving.planned")
 
 Step = TypeVar("Step")
 
-CURVE_S = 1.0  # between reports of the prefill curve, which takes milliseconds to compute
-LOOK_UP_S = 0.5  # for which a look-up of a waiting prompt's cached tokens is valid
+CURVE_S = 1.0  # least time between reports of the prefill curve, which takes milliseconds to compute
+LOOK_UP_S = 0.5  # how long a look-up of a waiting prompt's cached tokens is valid
 
 
 class PlannedScheduling(internals.OpenScheduling):
-    """Mixin for vLLM's schedulers. A request with a priority above 0 is offline."""
+    """Mixin that lets a policy plan the iterations of vLLM's schedulers.
+
+    A request with a priority above 0 is offline.
+    """
 
     clock = staticmethod(time.monotonic)
     coserves = False
@@ -84,20 +87,21 @@ class PlannedScheduling(internals.OpenScheduling):
             self._report.account_for("steps in flight", self.deferred_blocks)
         self._log = IterationLog(config.iteration_log)
         self.builder: BatchBuilder | None = None
-        self._views: dict[str, RequestView] = {}  # of running requests, as the present plan saw them
+        self._views: dict[str, RequestView] = {}  # running requests as the current plan saw them
         self._unplanned = 0
         self.budget = 0  # offline tokens that fit into the iteration planned last
-        # By the id of the step's output, as steps may overlap. None: empty, or its record failed.
+        # `id` of vLLM's scheduler output -> iteration, because iterations may overlap. The iteration is None
+        # if it is empty, or if recording it failed.
         self.under_way: dict[int, PendingIteration | None] = {}
-        self.decoding: DecodingBatch | None = None  # the last step, if all of its requests decoded
+        self.decoding: DecodingBatch | None = None  # batch of the last iteration, if all requests decoded
         self._ended = 0.0  # when the last iteration ended
-        self._reported: LatencyModel | None = None  # whose prefill curve was reported last, and when
-        self._curve_at = 0.0
+        self._reported: LatencyModel | None = None  # model whose prefill curve was reported last
+        self._curve_at = 0.0  # when the curve was reported last
         self.report_curve(0.0)
         self.sharing = split_scheduling(self, config.serving)
 
     def adapted(self, config: CoServingConfig) -> CoServingConfig:
-        """Return the engine's settings as this scheduler uses them."""
+        """Return the engine's settings, changed as this scheduler needs them."""
         return config
 
     def has_requests(self) -> bool:
@@ -128,7 +132,7 @@ class PlannedScheduling(internals.OpenScheduling):
         return output
 
     def began(self, iteration: PendingIteration) -> None:
-        """Hook: an iteration was scheduled and is about to run."""
+        """Hook that is called when an iteration was scheduled and is about to run."""
 
     def update_from_output(self, scheduler_output: Any, model_runner_output: Any) -> Any:
         iteration = self.under_way.pop(id(scheduler_output), None)
@@ -149,7 +153,10 @@ class PlannedScheduling(internals.OpenScheduling):
         super().shutdown()  # type: ignore[misc]
 
     def planned_step(self, throttle_prefills: bool) -> tuple[Any, PendingIteration | None]:
-        """Schedule a step by the policy's plan. The iteration is None if nothing was scheduled."""
+        """Schedule an iteration by the policy's plan; return vLLM's output and the record of the iteration.
+
+        The record is None if nothing was scheduled.
+        """
         started = self.clock()
         self.let_holders_go_first()
         plan = self.guarded(self._plan, started)
@@ -176,21 +183,21 @@ class PlannedScheduling(internals.OpenScheduling):
             view = self.tracked.view(tracked, internals.is_running(request), computed)
         taken = self.guarded(self.builder.take, view, tokens)
         if taken == 0 and not view.running and view.blocks:
-            # Its KV was loaded. vLLM looks at such requests first and stops at one without tokens, so that
-            # no request behind it would ever start.
+            # The request waits with loaded KV. vLLM looks at these requests first and stops at the first that
+            # gets no tokens, so that no request behind it would ever start.
             return 1
         # Some models attend within an image in both directions, so vLLM decides where to cut such a prompt.
         return tokens if taken is None or (taken and request.mm_features) else taken
 
     def guarded(self, step: Callable[..., Step], *args: Any) -> Step | None:
-        """Run a step of planning. If it fails, this iteration follows vLLM's own rules."""
+        """Return `step(*args)`, or None if it fails; then vLLM's own rules schedule this iteration."""
         try:
             return step(*args)
         except Exception:
             self.builder, self.budget = None, 0
             self.count_unplanned()
             self._unplanned += 1
-            if self._unplanned.bit_count() == 1:  # 1, 2, 4, ...: every iteration may fail
+            if self._unplanned.bit_count() == 1:  # log the failures 1, 2, 4, ..., as every iteration may fail
                 text = "iteration not planned, vLLM's own schedule is used step=%s times=%d"
                 log.exception(text, step.__name__, self._unplanned)
             return None
@@ -203,7 +210,7 @@ class PlannedScheduling(internals.OpenScheduling):
         return self._planned and not self.pause_state.value  # paused: vLLM's own rules
 
     def carry_out(self, plan: IterationPlan, now: float) -> None:
-        """Hook: carry out the parts of a plan other than request order and tokens."""
+        """Hook that carries out the parts of a plan other than the order and the tokens of requests."""
 
     def _plan(self, now: float) -> IterationPlan | None:
         if not self.needs_plan():
@@ -249,7 +256,7 @@ class PlannedScheduling(internals.OpenScheduling):
         )
 
     def _computed_if_started(self, tracked: TrackedRequest) -> int:
-        """Return the tokens that need no computation: cached, on the host, or transferred."""
+        """Return how many tokens a waiting request would start with: cached, on the host, or transferred."""
         request = tracked.request
         if request.num_computed_tokens:
             return int(request.num_computed_tokens)
@@ -275,7 +282,7 @@ class PlannedScheduling(internals.OpenScheduling):
         return int(self.checkpoint.restorable_blocks(request, self.cached_tokens(request)))
 
     def _mark_refused(self, plan: IterationPlan) -> None:
-        """Mark prompts that were to get tokens but did not start, for lack of memory or slots."""
+        """Mark the prompts that the plan gave tokens, but that did not start for lack of memory or slots."""
         for key in plan.waiting or ():
             tracked = self.tracked.by_id.get(key)
             if tracked is None or plan.builder.caps.get(key, 1) == 0:
@@ -283,7 +290,7 @@ class PlannedScheduling(internals.OpenScheduling):
             tracked.refused = internals.is_waiting(tracked.request)
 
     def epoch_of(self, output: Any) -> int:
-        """Return the epoch of a step that may be aborted; 0 for any other step."""
+        """Return the epoch of an iteration that may be aborted, or 0 for any other iteration."""
         return 0
 
     def _recorded(self, output: Any, started: float) -> PendingIteration:
@@ -293,7 +300,7 @@ class PlannedScheduling(internals.OpenScheduling):
             return self.decoding.iteration(self.latency.model, started)
         self.tracked.settle()
         just_admitted = admitted_now(output)
-        # New tokens and context of each request.
+        # Pairs of new tokens and context, one for each request.
         online: list[tuple[int, int]] = []
         offline: list[tuple[int, int]] = []
         decoding: list[tuple[int, int]] = []
@@ -354,7 +361,7 @@ class PlannedScheduling(internals.OpenScheduling):
     def ended(self, iteration: PendingIteration, requests: list[Any] | None) -> None:
         """Update the latency model, the policy and the reports from a finished iteration."""
         now = self.clock()
-        # With asynchronous scheduling it was planned while the previous one ran.
+        # With asynchronous scheduling it was scheduled while the previous iteration ran.
         seconds = now - max(iteration.started, self._ended)
         self._ended = now
         late = 0
@@ -369,7 +376,7 @@ class PlannedScheduling(internals.OpenScheduling):
                 self._report.speed.long_prompts += iteration.prompt_tokens >= PROMPT_TOKENS
                 self._report.counts["prompt_tokens"] += iteration.prompt_tokens
                 self._report.counts["prompt_seconds"] += seconds
-        # Immediately after a prompt: an engine that only prefills may end no other iteration for long.
+        # Report after every prompt, because a prefiller may end no other iteration for long.
         due = iteration.prompt_tokens or now >= self._curve_at + CURVE_S
         if due and self._reported is not self.latency.fitted:
             self.report_curve(now)
@@ -378,7 +385,7 @@ class PlannedScheduling(internals.OpenScheduling):
             self._log.write(self.entry(iteration, now, seconds, late))
 
     def report_curve(self, now: float) -> None:
-        """Report the prefill time of a prompt that is alone on this engine; placers use it."""
+        """Report the prefill curve of this engine, by which turns are placed."""
         if self._report is None:
             return
         self._curve_at, self._reported = now, self.latency.fitted
@@ -391,7 +398,7 @@ class PlannedScheduling(internals.OpenScheduling):
             self.tracked.drop(request_id)
 
     def count(self, iteration: PendingIteration, seconds: float, late: int) -> None:
-        """Hook: count an iteration in the metrics."""
+        """Hook that counts an iteration in the metrics."""
 
     def entry(self, iteration: PendingIteration, now: float, seconds: float, late: int) -> IterationRecord:
         return IterationRecord.of(iteration, now, seconds, late)

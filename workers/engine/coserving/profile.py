@@ -1,4 +1,7 @@
-"""Measures the iterations of an engine, which runs without HTTP and fleet, and fits the latency model."""
+"""Measurement of an engine's iterations, from which the latency model is fitted (`conserve profile`).
+
+The engine runs in this process, without HTTP and without a fleet.
+"""
 
 import asyncio
 import itertools
@@ -25,6 +28,8 @@ from workers.profiles import Profile
 
 @dataclass
 class LoggedEngine:
+    """Running engine with its iteration log."""
+
     llm: Any  # vLLM's AsyncLLM
     log: Path
 
@@ -36,7 +41,7 @@ class LoggedEngine:
 async def launched_engine(spec: LaunchSpec) -> AsyncIterator[LoggedEngine]:
     """Run the engine that a keeper would launch, but without HTTP, peers and KV on the host.
 
-    vLLM's own rules plan it, so that an iteration is exactly what is asked for.
+    vLLM's own rules schedule it, so that an iteration has exactly the requests that are sent for it.
     """
     from vllm.engine.arg_utils import AsyncEngineArgs
     from vllm.entrypoints.launchers.cli_args import make_arg_parser
@@ -56,12 +61,12 @@ async def launched_engine(spec: LaunchSpec) -> AsyncIterator[LoggedEngine]:
             ),
         )
         command = engine_command(alone, Start(1, 0, 0), EngineKeys(), os.environ)
-        # Without the mark, so that the engine does not end with a fleet that is up.
+        # Leave out the fleet's mark, so that the engine does not end when a running fleet ends.
         os.environ.update({name: value for name, value in command.env.items() if name != FLEET_MARK})
         given = make_arg_parser(FlexibleArgumentParser()).parse_args(list(command.argv[3:]))
         arguments = AsyncEngineArgs.from_cli_args(given)
         arguments.disable_log_stats = True
-        # With the server's defaults, which differ from those of a library.
+        # Use the defaults of vLLM's server, which differ from those of vLLM as a library.
         llm = AsyncLLM.from_engine_args(arguments, usage_context=UsageContext.OPENAI_API_SERVER)
         try:
             yield LoggedEngine(llm, log)
@@ -69,12 +74,12 @@ async def launched_engine(spec: LaunchSpec) -> AsyncIterator[LoggedEngine]:
             llm.shutdown()
 
 
-CHECK_SHARE = 0.005  # of an iteration's time that checking the flag may cost
+CHECK_SHARE = 0.005  # share of an iteration's time that checking the flag may cost
 
 
 @dataclass(frozen=True, slots=True)
 class Point:
-    """Iteration to provoke: `requests` requests with `new` tokens each, after `context` tokens."""
+    """Shape of an iteration to measure: `requests` requests with `new` tokens after `context` tokens."""
 
     requests: int
     new: int
@@ -83,7 +88,7 @@ class Point:
 
 @dataclass(frozen=True, slots=True)
 class Grid:
-    """Ranges of the iterations to provoke."""
+    """Ranges of the shapes to measure."""
 
     max_tokens: int  # most tokens of an iteration
     max_context: int
@@ -102,7 +107,7 @@ class Grid:
 
 
 def _powers(first: int, last: int) -> list[int]:
-    """Return `first`, then four times as much and so on, and `last`."""
+    """Return `first` and its multiples by powers of four below `last`, and then `last`."""
     values = []
     while first < last:
         values.append(first)
@@ -111,7 +116,7 @@ def _powers(first: int, last: int) -> list[int]:
 
 
 def grid_of(engine: LoggedEngine, repeats: int) -> Grid:
-    """Return the grid of iterations that the engine accepts."""
+    """Return the ranges of shapes that the engine accepts."""
     config = engine.llm.vllm_config
     most = int(config.scheduler_config.max_num_batched_tokens)
     longest = min(int(config.model_config.max_model_len), 4 * most)
@@ -120,13 +125,13 @@ def grid_of(engine: LoggedEngine, repeats: int) -> Grid:
 
 
 async def measure(engine: LoggedEngine, grid: Grid, seed: int = 0) -> list[Sample]:
-    """Provoke every point `repeats` times and return the samples."""
+    """Run every point of the grid `grid.repeats` times, and return the samples."""
     rng = random.Random(seed)
     points = list(grid.points())
     await warm_up(engine, grid, rng)
     before = len(engine.iterations())
     for _ in range(grid.repeats):
-        rng.shuffle(points)  # so that a slow minute of the machine spreads over all shapes
+        rng.shuffle(points)  # so that a slow minute of the machine affects all shapes alike
         for point in points:
             await _provoke(engine, point, rng)
     return samples_of(engine.iterations()[before:], grid.repeats)
@@ -147,9 +152,9 @@ async def warm_up(engine: LoggedEngine, grid: Grid, rng: random.Random) -> None:
 def samples_of(records: list[IterationRecord], repeats: int) -> list[Sample]:
     """Return one sample per shape: the lower quartile of iterations of similar shape.
 
-    Disturbances, such as another process on the core, only add to an iteration's time, so the lower quartile
-    is nearer to the undisturbed time than the median. A shape that occurs less often than points were
-    repeated is an accident: requests of one point that arrived in two iterations.
+    Disturbances, such as another process on the core, only add to an iteration's time. So the lower quartile
+    is nearer to the undisturbed time than the median. A shape that occurs less often than `repeats` is left
+    out: requests of one point happened to be computed in two iterations.
     """
     alike: dict[tuple[int, int, int], list[IterationRecord]] = defaultdict(list)
     for record in records:
@@ -171,7 +176,7 @@ def _size(tokens: int) -> int:
 
 
 async def _provoke(engine: LoggedEngine, point: Point, rng: random.Random) -> None:
-    """Compute the context, which stays in the prefix cache, then send the requests together."""
+    """Run one point: compute the context, which stays in the prefix cache, and send the requests together."""
     prompts = [[rng.randint(32, 120) for _ in range(point.context)] for _ in range(point.requests)]
     if point.context:
         await asyncio.gather(*(_ask(engine, prompt, 1) for prompt in prompts))
@@ -197,7 +202,7 @@ def profile_of(samples: list[Sample], layers: int, now: float) -> Profile:
 
 
 def safepoint_every(layer_seconds: float, check_seconds: float, layers: int) -> int:
-    """Return the fewest layers between two checks for which checking stays within its share of time."""
+    """Return the fewest layers between two checks with which they cost at most `CHECK_SHARE` of the time."""
     if layer_seconds <= 0:
         return 1
     return max(1, min(layers, math.ceil(check_seconds / (CHECK_SHARE * layer_seconds))))

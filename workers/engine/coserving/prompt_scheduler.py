@@ -10,7 +10,7 @@ from workers.engine.coserving.planned import PlannedScheduling
 
 
 class PromptScheduling(PlannedScheduling):
-    """Scheduling without co-serving: vLLM's rules, except for prompt order and chunk sizes."""
+    """Scheduling without co-serving: a policy decides the order and the chunks of prompts, vLLM all else."""
 
     def adapted(self, config: CoServingConfig) -> CoServingConfig:
         serving = ServingSettings("prompts_in_order", config.serving.slo, config.serving.margin)
@@ -29,7 +29,10 @@ class OverlappingPromptScheduler(PromptScheduling, internals.OverlappingSchedule
 
 
 def prompt_scheduler(vllm_config: Any, *args: Any, **kwargs: Any) -> Any:
-    """Make the scheduler that matches vLLM's own choice. vLLM calls this as its `--scheduler-cls`."""
+    """Return a synchronous or an asynchronous scheduler, as vLLM is configured.
+
+    vLLM calls this function as its `--scheduler-cls`.
+    """
     overlaps = vllm_config.scheduler_config.async_scheduling
     kind = OverlappingPromptScheduler if overlaps else PromptScheduler
     return kind(vllm_config, *args, **kwargs)

@@ -1,4 +1,4 @@
-"""vLLM's requests as a policy sees them, and the check of arrivals during an iteration."""
+"""Requests of vLLM as a policy sees them, and the watch for arrivals during an armed iteration."""
 
 import logging
 import math
@@ -21,26 +21,26 @@ TTFT_ARGUMENT = "slo_ttft_ms"
 TBT_ARGUMENT = "slo_tbt_ms"
 # Set by the gateway (router/gateway/slo_classes.py).
 QUEUE_WEIGHT_ARGUMENT = "queue_weight"
-START_WINDOW = 64  # oldest waiting requests that a policy may reorder, looked up at each step
+START_WINDOW = 64  # oldest waiting requests that a policy may reorder, which are looked up at each iteration
 
 
 @dataclass(slots=True)
 class TrackedRequest:
-    """Request with the data that this scheduler keeps in addition to vLLM's record."""
+    """Request of vLLM, with the data that our scheduler keeps in addition."""
 
     request: Any
     offline: bool
     arrival: float  # on the scheduler's clock
     slo: TurnTargets
     queue_weight: float = 0.0
-    last_token: float | None = None
-    last_served: float = 0.0
-    outputs: int = 0
-    held: int = 0  # tokens computed at its last preemption
-    refused: bool = False  # the engine had no memory or slot when it was last to start
+    last_token: float | None = None  # when its latest output token was made
+    last_served: float = 0.0  # when it last had tokens in an iteration
+    outputs: int = 0  # output tokens so far
+    held: int = 0  # tokens that were computed at its last preemption
+    refused: bool = False  # whether the engine lacked memory or a slot when it was last to start
     looked_up: float = -math.inf  # when `available` was determined
     available: int = 0  # tokens of its prompt that need no computation
-    adopted: tuple[int, ...] = ()  # blocks taken as prefix hits at its last admission, by KV cache group
+    adopted: tuple[int, ...] = ()  # number of prefix-hit blocks at its last admission, by KV cache group
 
     @property
     def deadline(self) -> float:
@@ -51,7 +51,7 @@ class TrackedRequest:
 
 
 def slo_of(arguments: Mapping[str, Any], default: TurnTargets) -> TurnTargets:
-    """Return a request's SLO targets (`vllm_xargs`: slo_ttft_ms, slo_tbt_ms), or the engine's."""
+    """Return the SLO targets that a request has in `vllm_xargs`, or `default` for those that it lacks."""
     try:
         ttft = float(arguments[TTFT_ARGUMENT]) / 1000 if TTFT_ARGUMENT in arguments else default.ttft_s
         tbt = float(arguments[TBT_ARGUMENT]) / 1000 if TBT_ARGUMENT in arguments else default.tbt_s
@@ -65,7 +65,7 @@ def slo_of(arguments: Mapping[str, Any], default: TurnTargets) -> TurnTargets:
 
 
 def queue_weight_of(arguments: Mapping[str, Any]) -> float:
-    """Return the queue weight that the gateway set, or 0."""
+    """Return the queue weight that the gateway set in a request's `vllm_xargs`, or 0."""
     try:
         seconds = float(arguments.get(QUEUE_WEIGHT_ARGUMENT, 0.0))
     except (TypeError, ValueError, OverflowError):
@@ -75,31 +75,31 @@ def queue_weight_of(arguments: Mapping[str, Any]) -> float:
 
 @dataclass(slots=True)
 class TrackedRequests:
-    """Requests of an engine by class, in order of arrival."""
+    """Table of an engine's online and offline requests, in order of arrival."""
 
     default_slo: TurnTargets
-    arguments_of: Callable[[Any], Mapping[str, Any]]
-    blocks_of: Callable[[Any], int]
-    saved_blocks_of: Callable[[Any], int]  # returns how many blocks of a request are on the host as well
-    restore_blocks_of: Callable[[Any], int]  # to load from the host before it can run
+    arguments_of: Callable[[Any], Mapping[str, Any]]  # returns the `vllm_xargs` of a request
+    blocks_of: Callable[[Any], int]  # returns how many blocks a request holds
+    saved_blocks_of: Callable[[Any], int]  # returns how many of them are on the host as well
+    restore_blocks_of: Callable[[Any], int]  # returns how many blocks to load from the host before it can run
     clock: Callable[[], float] = time.monotonic
     wall: Callable[[], float] = time.time
     by_id: dict[str, TrackedRequest] = field(default_factory=dict)
     _online: dict[str, TrackedRequest] = field(default_factory=dict)
     _offline: dict[str, TrackedRequest] = field(default_factory=dict)
-    # Requests of the last step if each of them got a token. Their times are kept here while the same requests
-    # decode again, and written to each by `settle`.
+    # Requests of the last iteration, if each of them got a token. While the same requests decode again, the
+    # time of their tokens is kept here once for all, until `settle` writes it to each request.
     _together: tuple[TrackedRequest, ...] = ()
     _together_at: float = 0.0
-    _together_tbt_s: float = inf  # tightest target
-    _unsettled: int = 0  # steps
+    _together_tbt_s: float = inf  # tightest target of the online requests
+    _unsettled: int = 0  # iterations since the last `settle`
 
     def add(self, request: Any) -> TrackedRequest:
-        # vLLM's arrival time is on the front end's wall clock; only the age is comparable here.
+        # vLLM's arrival time is on the wall clock, so the request's age is converted to this clock.
         age = max(self.wall() - request.arrival_time, 0.0)
         offline = request.priority > 0
         arguments = self.arguments_of(request)
-        # A target in a line of a batch job must not make turns wait.
+        # Targets of offline requests are ignored, so that a batch job cannot make turns wait.
         slo = self.default_slo if offline else slo_of(arguments, self.default_slo)
         weight = queue_weight_of(arguments)
         tracked = TrackedRequest(request, offline, self.clock() - age, slo, weight)
@@ -108,7 +108,7 @@ class TrackedRequests:
         return tracked
 
     def drop(self, request_id: str) -> None:
-        """Forget a request that ended; refused requests may start again."""
+        """Forget a request that ended. Refused requests may fit now, so they count as not refused."""
         if self.by_id.pop(request_id, None) is not None:
             for tracked in self._online.values():
                 tracked.refused = False
@@ -121,7 +121,7 @@ class TrackedRequests:
     def offline_waiting(self, at_most: int, is_waiting: Callable[[Any], bool]) -> Iterator[TrackedRequest]:
         """Yield waiting offline requests, oldest first.
 
-        Only the `at_most` + 1 oldest are examined: so many cannot all be running.
+        Only the `at_most` + 1 oldest offline requests are examined, because no more than `at_most` can run.
         """
         first = islice(self._offline.values(), at_most + 1)
         return (tracked for tracked in first if is_waiting(tracked.request))
@@ -151,9 +151,9 @@ class TrackedRequests:
     def start_order(
         self, policy: ServingPolicy, at_most: int, is_waiting: Callable[[Any], bool]
     ) -> list[Any]:
-        """Return waiting offline requests in the order in which the policy starts them.
+        """Return the oldest waiting offline requests in the order in which the policy starts them.
 
-        The list is empty if the policy has no order of its own, because the order requires look-ups.
+        The list is empty if the policy has no order of its own, which saves look-ups.
         """
         if type(policy).start_order is ServingPolicy.start_order:
             return []
@@ -167,18 +167,18 @@ class TrackedRequests:
 
     @property
     def served_together(self) -> bool:
-        """Return whether each request of the last step got a token."""
+        """Return whether each request of the last iteration got a token."""
         return bool(self._together)
 
     def until_due(self, now: float) -> float:
-        """Return the seconds until the first online request of the last step owes its next token."""
+        """Return the seconds until a next token is due for an online request of the last iteration."""
         return self._together_at + self._together_tbt_s - now
 
     def served(self, requests: Sequence[Any] | None, now: float, decodes: bool = False) -> int:
-        """Update the requests of an iteration; return how many online tokens were late.
+        """Record the tokens of an iteration that ended, and return how many online tokens were late.
 
-        `requests` is None if the requests of the iteration before were served together and decoded again.
-        `decodes`: every request decoded one token.
+        `requests` is None if the iteration repeated the previous one, whose requests were served together.
+        `decodes` says whether every request decoded one token.
         """
         if requests is None:
             return self._served_again(now)
@@ -203,7 +203,7 @@ class TrackedRequests:
         return late
 
     def _served_again(self, now: float) -> int:
-        """Record another token for each request of the last step; return how many online tokens were late."""
+        """Record one more token for the requests served together; return how many online tokens were late."""
         passed, self._together_at = now - self._together_at, now
         self._unsettled += 1
         if passed <= self._together_tbt_s:
@@ -212,7 +212,7 @@ class TrackedRequests:
         return sum(passed > one.slo.tbt_s for one in online)
 
     def settle(self) -> None:
-        """Write the token times and counts of repeated decode steps, kept as sums, to each request."""
+        """Write the time and number of the tokens of repeated iterations to each request."""
         if self._unsettled:
             for tracked in self._together:
                 tracked.last_token = tracked.last_served = self._together_at
@@ -221,7 +221,7 @@ class TrackedRequests:
 
 
 class ArrivalWatch:
-    """Asks the policy about requests that arrive during an armed iteration and raises the preemption flag."""
+    """Watch for online requests that arrive in an armed iteration: raises the flag if one should abort it."""
 
     def __init__(
         self,
@@ -244,7 +244,7 @@ class ArrivalWatch:
         return counts
 
     def on_arrival(self, request: Any) -> None:
-        """Judge an arrival, in the receiving thread. Only the flag is written."""
+        """Ask the policy about an arrival, in the receiving thread, and raise the flag if it says so."""
         try:
             self._judge(request)
         except Exception:

@@ -1,13 +1,13 @@
 """Safepoint: connector plugin that checks the preemption flag between layers and can end the forward pass.
 
-vLLM calls the connector before the attention of every layer, in eager and compiled models, but not in a whole
-CUDA graph, so an armed step never runs as one. There an iteration can end early: no layer is incomplete, and
-the roll-back undoes what was written.
+vLLM calls the connector before the attention of every layer, in eager and compiled models. It does not in a
+whole CUDA graph, so an armed iteration never runs as one. At such a call the forward pass can end: no layer
+is incomplete, and the roll-back undoes what was written.
 
-Tensor parallel ranks must leave at the same layer, or the others wait in a collective for ever. Rank 0
-decides for a layer so far ahead that no rank can have passed it: every layer has a collective that no rank
-leaves before rank 0 enters it, and a host runs at most as many layers ahead of its device as the step's order
-says.
+Tensor parallel ranks must end at the same layer, or the others wait in a collective for ever. Rank 0 chooses
+a layer so far ahead that no rank can have passed it. This is possible because every layer has a collective
+that no rank leaves before rank 0 enters it, and because a host runs only a limited number of layers ahead of
+its device (`Armed.run_ahead`).
 """
 
 import math
@@ -32,7 +32,7 @@ RAISED = 0  # epoch of the iteration to abort
 RAISED_NS = 1
 DECIDED = 2  # rank 0's decision: epoch and layer in one number, which is read as a whole
 RUNNING = 3  # epoch of the armed iteration in the model now; 0: none
-ABORTED = 4  # epoch of the last iteration aborted
+ABORTED = 4  # epoch of the last aborted iteration
 ABORTED_NS = 5
 ABORTED_LAYER = 6
 ABORTS = 7  # number of aborted iterations
@@ -40,7 +40,7 @@ GAP_NS = 8  # at the last abort: time since the previous check
 
 
 def new_epoch() -> int:
-    """Return the first epoch of an engine, higher than any that a crashed predecessor left in the page."""
+    """Return the first epoch of an engine, above all epochs that a crashed engine left in the page."""
     return time.time_ns() >> 20
 
 
@@ -55,9 +55,9 @@ def unpack(decision: int) -> tuple[int, int]:
 class Flag:
     """Preemption flag: a page of shared memory between an engine's scheduler process and its workers.
 
-    Every armed iteration has an epoch, and raising the flag writes the epoch to abort. A late signal names an
-    iteration that is over and stops nothing, so the flag needs no reset. Fields are aligned eight-byte
-    integers, each of which is read and written as a whole.
+    Every armed iteration has an epoch, and raising the flag writes the epoch to abort. The flag needs no
+    reset, because a late signal has the epoch of an iteration that is over. Fields are aligned eight-byte
+    integers, so that each is read and written as a whole.
     """
 
     def __init__(self, name: str) -> None:
@@ -91,31 +91,31 @@ class Flag:
 
 
 NAME = "safepoint"
-# Lower bounds for how far a host runs ahead of its device in armed iterations, in layers and in predicted
-# time, so that the device does not idle when the host loses Python's lock for a moment.
+# Least layers, and least predicted time, that a host may run ahead of its device in armed iterations, so that
+# the device does not idle when the host loses Python's lock for a moment.
 RUN_AHEAD, RUN_AHEAD_S = 2, 1e-3
 
 
 class SafepointAbort(ForwardEnded):
-    """A safepoint ended the forward pass of an armed step."""
+    """A safepoint ended the forward pass of an armed iteration."""
 
 
 @dataclass(frozen=True, slots=True)
 class Armed:
-    """Order for a step that may be aborted."""
+    """Order that arms an iteration, from the scheduler to the workers."""
 
     epoch: int
-    run_ahead: int = 0  # layers, if above the worker's own bound
+    run_ahead: int = 0  # layers that the host may run ahead; the worker's own bound counts if it is higher
 
 
 def run_ahead_of(seconds: float, layers: int) -> int:
-    """Return how many layers the host may queue ahead in a step that is predicted to take `seconds`."""
+    """Return how many layers the host may run ahead in an iteration that is predicted to take `seconds`."""
     wanted = math.ceil(RUN_AHEAD_S * layers / seconds) if seconds > 0 else layers
     return max(RUN_AHEAD, min(wanted, layers // 2))
 
 
 class SafepointScheduler(SchedulerSide):
-    """Arms steps that are worth aborting, each with its own epoch."""
+    """Scheduler side, which arms iterations that are worth aborting, each with its own epoch."""
 
     def __init__(
         self, flag: Flag, enabled: bool, kv_io_suspended: Callable[[], bool] = lambda: False, layers: int = 0
@@ -123,24 +123,25 @@ class SafepointScheduler(SchedulerSide):
         """Create the scheduler side. `layers` is 0 unless the host runs ahead of the device."""
         self.flag = flag
         self._enabled = enabled
-        self._kv_io_suspended = kv_io_suspended  # layers are shared, and peers compute parts of a step
+        self._kv_io_suspended = kv_io_suspended  # then layers are shared, and peers compute parts of a pass
         self._layers = layers
-        # Predicted seconds of the step being scheduled, or 0 if it is not worth arming; set by the scheduler.
+        # Returns the predicted time of the iteration being scheduled, or 0 if it is not worth arming. The
+        # scheduler sets it.
         self.worth_arming: Callable[[], float] = lambda: 0.0
         # The engine's scheduler counts here too (iterations.py).
         self.counts: Counter[str] = Counter()
         self.observations: defaultdict[str, list[float]] = defaultdict(list)
         self._epoch = new_epoch()
-        self.armed = 0  # epoch of the last order; 0 if its step may not be aborted
+        self.armed = 0  # epoch of the last iteration, 0 if it is not armed
 
     @property
     def arms(self) -> bool:
-        """Return whether steps can be armed at present."""
+        """Return whether iterations can be armed now."""
         return self._enabled and not self._kv_io_suspended()
 
     def order(self, scheduler_output: Any) -> Armed | None:
         self.armed = 0
-        # A step with a synchronous load is not armed: its requests count tokens that come layer by layer.
+        # An iteration with a synchronous load is not armed: it counts tokens whose KV comes layer by layer.
         if not self.arms or scheduler_output.has_sync_kv_loads or not scheduler_output.num_scheduled_tokens:
             return None
         seconds = self.worth_arming()
@@ -162,7 +163,7 @@ class SafepointScheduler(SchedulerSide):
 
 
 class SafepointWorker(WorkerSide):
-    """Checks the flag before layers of an armed step, on one rank."""
+    """Worker side on one rank, which checks the flag before layers of an armed iteration."""
 
     def __init__(self, flag: Flag, every: int, rank: int, ranks: int, run_ahead: int) -> None:
         self._flag = flag
@@ -172,10 +173,10 @@ class SafepointWorker(WorkerSide):
         self._agree = ranks > 1
         self._lead = 1  # layers between rank 0's decision and the layer it is for
         self._epoch = 0
-        self._at = 0  # layers entered in this step
+        self._at = 0  # layers entered in this iteration
         self._checked_ns = 0
         self._fence: LayerFence | None = None
-        self._run_ahead = run_ahead  # layers at least
+        self._run_ahead = run_ahead  # least layers that the host may run ahead
 
     def register(self, kv_caches: Any) -> None:
         tensor = next(iter(kv_caches.values()))
@@ -203,7 +204,7 @@ class SafepointWorker(WorkerSide):
         epoch = self._epoch
         if not epoch:
             return
-        # Counted, because vLLM registers layers by KV cache group, in another order than the model's.
+        # Layers are counted, because vLLM registers them by KV cache group and not in the model's order.
         index = self._at
         if index % self._every == 0:
             if self._fence is not None:
@@ -248,9 +249,9 @@ class SafepointWorker(WorkerSide):
 
 
 class LayerFence:
-    """Limits how many layers the host queues ahead of the device (CUDA).
+    """Limit on how many layers the host queues ahead of a CUDA device.
 
-    Without it the host passes all layers before the device has computed the first, and aborts nothing.
+    Without it the host would pass all layers before the device has computed the first, too early to abort.
     """
 
     def __init__(self, event: Callable[[], Any]) -> None:
@@ -260,7 +261,7 @@ class LayerFence:
         self._spare: list[Any] = []
 
     def begin(self, ahead: int) -> None:
-        """Begin a step in which at most `ahead` layers may be queued."""
+        """Begin an iteration in which at most `ahead` layers may be queued."""
         self._ahead = ahead
         self._spare += self._queued
         self._queued.clear()
@@ -280,7 +281,7 @@ class LayerFence:
 
 
 class SafepointPlugin(Plugin):
-    """Adds safepoints to the connector."""
+    """Plugin that adds safepoints to the connector."""
 
     name = NAME
     counters = COUNTERS

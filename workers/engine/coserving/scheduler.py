@@ -1,4 +1,4 @@
-"""Scheduler of a co-serving engine: arms steps and ends aborted iterations, which rollback.py undoes."""
+"""Scheduler of a co-serving engine: arms iterations, and rolls aborted ones back."""
 
 import math
 from collections.abc import Iterable
@@ -17,7 +17,7 @@ from workers.engine.coserving.requests import ArrivalWatch, queue_weight_of, slo
 
 
 class CoServingScheduler(PlannedScheduling, internals.OpenScheduler):
-    """Scheduler for vLLM's `--scheduler-cls`; needs `--scheduling-policy priority`."""
+    """Scheduler with co-serving, for vLLM's `--scheduler-cls` with `--scheduling-policy priority`."""
 
     coserves = True
     rollback_steps = rollback.STEPS
@@ -25,9 +25,9 @@ class CoServingScheduler(PlannedScheduling, internals.OpenScheduler):
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
         self._safepoint: safepoint.SafepointScheduler | None = self.plugin(safepoint.NAME)
-        self.iteration: PendingIteration | None = None  # armed, between its scheduling and its result
-        self._online_s = 0.0  # predicted time of the present plan's online requests alone
-        self._offline_prompts_arm = False  # the last plan found iterations with offline prompts worth arming
+        self.iteration: PendingIteration | None = None  # armed iteration without a result yet
+        self._online_s = 0.0  # predicted time of the current plan's online requests alone
+        self._offline_prompts_arm = False  # whether an iteration full of offline tokens is worth arming
         self._watch: ArrivalWatch | None = None
         if self._safepoint is not None:
             self._safepoint.worth_arming = self._worth_arming
@@ -42,7 +42,7 @@ class CoServingScheduler(PlannedScheduling, internals.OpenScheduler):
         return self.iteration is not None
 
     def waits_for_result(self) -> bool:
-        """Return whether the next step may be worth arming, for which no other step may be in flight."""
+        """Return whether the next iteration may be worth arming, for which no other may be in flight."""
         if not self._offline_prompts_arm or self._safepoint is None or not self._safepoint.arms:
             return False
         return self.needs_plan() and bool(self.guarded(self._offline_prompt_may_run))
@@ -53,16 +53,16 @@ class CoServingScheduler(PlannedScheduling, internals.OpenScheduler):
         if self.waits_or_prefills() or not self.guarded(self._decodes_need_no_plan):
             return True
         if self.checkpoint is not None:
-            self.checkpoint.offline_may_start = True  # as in a plan with so much free memory
+            self.checkpoint.offline_may_start = True  # a plan would admit them, as so much memory is free
         return False
 
     def _decodes_need_no_plan(self) -> bool:
-        """Return whether no plan is needed, when nothing waits and every running request decodes."""
+        """Return whether this iteration needs no plan, given that nothing waits and all requests decode."""
         pool, last, due_in_s, tbt_s = self.kv_cache_manager.block_pool, self.decoding, math.inf, math.inf
         online = offline = BatchWork()
         if self.tracked.offline_count:
             if last is None or not self.tracked.served_together:
-                return False  # the sums are of another batch
+                return False  # the last iteration was not a decoding batch, so its sums are not known
             online, offline = last.online.next_tokens(), last.offline.next_tokens()
             due_in_s, tbt_s = self.tracked.until_due(self.clock()), last.tbt_s
         most = len(self.running) * len(self.managers)
@@ -77,7 +77,7 @@ class CoServingScheduler(PlannedScheduling, internals.OpenScheduler):
         return self.tracked.offline_count > len(offline) and len(self.running) < self.max_num_active_reqs
 
     def _worth_arming(self) -> float:
-        """Return the predicted seconds of the current step, or 0 if it is not worth arming."""
+        """Return the predicted seconds of the iteration being scheduled, or 0 if it is not worth arming."""
         if self.builder is None or self.under_way:
             return 0.0
         seconds = self.latency.model.seconds(self.builder.work)
@@ -107,7 +107,7 @@ class CoServingScheduler(PlannedScheduling, internals.OpenScheduler):
         return super().finish_requests(request_ids, finished_status)
 
     def settle_abort(self) -> PendingIteration | None:
-        """Undo the armed iteration if the workers aborted it; later calls do nothing."""
+        """Roll the armed iteration back if the workers aborted it; later calls change nothing."""
         iteration = self.iteration
         if iteration is None or iteration.aborted:
             return iteration
@@ -158,7 +158,7 @@ class CoServingScheduler(PlannedScheduling, internals.OpenScheduler):
         queued = BatchWork()
         for tracked in self.tracked.online():
             request = tracked.request
-            left = request.num_tokens - request.num_computed_tokens  # of running requests: afterwards
+            left = request.num_tokens - request.num_computed_tokens  # after this iteration, if it runs
             if left > 0 and (internals.is_waiting(request) or internals.is_running(request)):
                 queued = queued.plus(left, request.num_computed_tokens)
         iteration.queued = queued

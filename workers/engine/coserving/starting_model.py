@@ -1,4 +1,4 @@
-"""First latency model of an engine: measured on similar engines, or guessed from its accelerator."""
+"""First latency model of an engine: measured on an equal engine, or guessed from its accelerator."""
 
 import logging
 import os
@@ -27,6 +27,7 @@ def hardware_name() -> str:
 
 
 def key_of(vllm_config: Any, power_cap_w: float | None) -> ProfileKey:
+    """Return the key of this engine's profile."""
     import vllm
 
     model, parallel = vllm_config.model_config, vllm_config.parallel_config
@@ -45,23 +46,23 @@ def key_of(vllm_config: Any, power_cap_w: float | None) -> ProfileKey:
 def _graphs(vllm_config: Any) -> str:
     if vllm_config.model_config.enforce_eager:
         return "eager"
-    # Of steps with prompts. Whether steps without prompts are whole graphs is decided in the worker, which
-    # may be in another process.
+    # The mode of iterations with prompts. Whether iterations without prompts run as whole graphs is decided
+    # in the worker, which may be in another process.
     mode = vllm_config.compilation_config.cudagraph_mode
     return f"graphs {mode.mixed_mode().name.lower()}" if mode else "compiled"
 
 
 def starting_model(config: CoServingConfig, key: ProfileKey, guess: LatencyModel | None) -> LatencyModel:
-    """Return the measured model, otherwise the guess, otherwise a slow default.
+    """Return the measured model, or else `guess`, or else the configured model, by default a slow one.
 
-    With a slow model an engine admits little offline work until it has measured itself.
+    With a slow model an engine admits little offline work until it has measured its own iterations.
     """
     if config.profiled:
         return config.model
     if (found := config.profiles.get(str(key))) is not None:
         logger.info("latency profile found key=%r", str(key))
         measured = LatencyModel(**found)
-        # Profiles have no armed iterations.
+        # Profiles are measured without armed iterations, so the guess adds their cost.
         return measured if guess is None or measured.armed else replace(measured, armed=guess.armed)
     logger.warning(
         "no latency profile key=%r measured=%d: starting from %s; run `conserve profile`",
@@ -73,7 +74,7 @@ def starting_model(config: CoServingConfig, key: ProfileKey, guess: LatencyModel
 
 
 def guess_of(vllm_config: Any, device: str) -> LatencyModel | None:
-    """Guess a latency model from the accelerator and the served model's size; None if either is unknown."""
+    """Guess a latency model from the accelerator and the served model's size, None if either is unknown."""
     board = accelerator_of(device)
     try:
         size = _size(vllm_config)
