@@ -1,1 +1,1 @@
-"""Drops layers in running engines, two or more of which then serve together as one pipeline."""
+"""Parameter drop in running engines, two or more of which then serve together as one pipeline."""

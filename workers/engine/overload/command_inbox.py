@@ -1,4 +1,4 @@
-"""Inbox of drop and restore commands: filled by the control socket's thread, emptied between two steps."""
+"""Inbox for drop and restore commands, filled by the control socket's thread, emptied between iterations."""
 
 import threading
 from collections.abc import Callable
@@ -10,7 +10,7 @@ from workers.engine.overload.orders import WorkerFacts
 
 
 class CommandInbox:
-    """Holds one command at a time, from its arrival until the worker has carried it out."""
+    """Holder of one command at a time, from its arrival until the worker has carried it out."""
 
     def __init__(self, clock: Callable[[], float]) -> None:
         self._clock = clock
@@ -18,9 +18,9 @@ class CommandInbox:
         self._command: EngineCommand | None = None
         self._arrived_at = 0.0
         self.facts: WorkerFacts | None = None  # of this engine, once its worker is ready
-        self.epoch = 0  # of the present split
-        self.newest_epoch = 0  # of any split that was asked for
-        self.partners: tuple[str, ...] = ()  # the other members of the newest split
+        self.epoch = 0  # of the current split, 0 if the model is whole
+        self.newest_epoch = 0  # latest epoch of any command
+        self.partners: tuple[str, ...] = ()  # the other members of the latest split
 
     @property
     def command(self) -> EngineCommand | None:

@@ -1,4 +1,4 @@
-"""Set-up of an engine that can drop layers, and the models that can be split. Does not import vLLM."""
+"""Set-up of an engine that can drop layers, and the list of models for it, without an import of vLLM."""
 
 from importlib import import_module
 from typing import Any
@@ -7,9 +7,9 @@ from workers.processes import WorkerError
 
 OVERLOAD_PLUGIN = "workers.engine.overload.plugin:OverloadPlugin"
 
-# Models whose forward pass is an embedding, layers in order with a residual, and a norm, as
-# tests/workers/overload/test_split_models.py reads in vLLM. It is a list because a model can look right and
-# fail: vLLM may count the layers that a pass went through, for example to find experts.
+# Models whose forward pass is an embedding, layers in order with a residual, and a norm;
+# tests/workers/overload/test_split_models.py reads this in vLLM. They are listed because the form of a model
+# is not enough: vLLM may count the layers that a pass went through, for example to find experts.
 SPLIT_MODELS = (
     *("GemmaForCausalLM", "LlamaForCausalLM", "Phi3ForCausalLM"),
     *("Qwen2ForCausalLM", "Qwen3ForCausalLM"),
@@ -36,4 +36,4 @@ def split_scheduling(scheduler: Any, settings: Any) -> Any | None:
 
 
 class OverloadConfigError(WorkerError, ValueError):
-    """This engine cannot drop parameters; the message says why and what to do."""
+    """The engine cannot drop parameters. The message says why."""

@@ -1,4 +1,4 @@
-"""Worker's part of an engine that can drop layers: memory in pages, and passes through other engines."""
+"""Layer sharing in a worker: keeps its memory in pages, and runs its forward passes through other engines."""
 
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
@@ -24,11 +24,11 @@ from workers.engine.overload.split.split_model import SplitModel
 
 
 class PeerLost(ForwardEnded):
-    """A member of the split was lost during this step, so nothing may be computed from its KV."""
+    """A member of the split was lost during this iteration, so that no request's KV is complete."""
 
 
 class LayerSharing:
-    """Keeps a model's parameters and KV in pages, and runs its passes through the split's members."""
+    """Worker's part of dropping layers: memory is in pages, and passes run through the split's members."""
 
     def __init__(self, vllm_config: Any) -> None:
         verify(internals.WORKING)
@@ -42,18 +42,18 @@ class LayerSharing:
 
     @contextmanager
     def loading(self) -> Iterator[None]:
-        """Keep the weights of a model that is loaded in this context."""
+        """Keep the unpacked weights of a model that is loaded in this context."""
         with internals.weights_kept():
             yield
 
     def attach(self, runner: Any) -> None:
-        """Make the runner of a loaded model allocate KV in pages and run passes through the group."""
+        """Patch the runner of a loaded model so that it allocates KV in pages and runs through the group."""
         self._runner = runner
         internals.on_kv_allocated(runner, self._release_kv, self._allocate_in_pages)
         passes.wrap_forward(runner, self._through_group)
 
     def start(self, blocks: int) -> None:
-        """Accept orders and peers once KV is allocated; `blocks` is the pool of the whole model."""
+        """Accept orders and peers, after KV was allocated with `blocks` blocks beside the whole model."""
         assert self._kv is not None and self._weights is not None
         extra = self._config.kv_transfer_config.kv_connector_extra_config
         config = ConnectorConfig.from_extra_config(extra)
@@ -63,7 +63,7 @@ class LayerSharing:
 
     @contextmanager
     def step(self) -> Iterator[None]:
-        """Hold the device lock for a step."""
+        """Hold the device lock during an iteration."""
         if self._model is None:
             yield
             return
@@ -82,7 +82,7 @@ class LayerSharing:
     def _allocate_in_pages(self, tensors: Mapping[str, torch.Tensor]) -> Mapping[str, torch.Tensor]:
         """Return KV tensors in pages, with address space for the largest split.
 
-        vLLM allocates twice if it tries graphs before it knows how much KV there will be.
+        vLLM calls this twice if it tries CUDA graphs before it knows how much KV there will be.
         """
         model = internals.decoder_of(self._runner)
         internals.verify_attention(self._runner)
@@ -100,7 +100,7 @@ class LayerSharing:
         return dict(self._kv.views(blocks))
 
     def _through_group(self, forward: Callable[..., Any]) -> Callable[..., Any]:
-        """Wrap the model's forward pass: it runs through the group while this engine is split."""
+        """Wrap the model's forward pass, so that it runs through the group while layers are shared."""
 
         def forward_or_split(**inputs: Any) -> Any:
             model = self._model

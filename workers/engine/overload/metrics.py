@@ -1,4 +1,4 @@
-"""Metrics of engines that can drop layers, and what the scheduler's side counts for them."""
+"""Metrics of engines that can drop layers, and the counts from which they are made."""
 
 from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
@@ -59,13 +59,13 @@ HISTOGRAMS = {
     ),
 }
 
-DEFAULT_LINK_BYTES_PER_S = 1e9  # until an exchange has measured the link
-MEASURED_BYTES = 1 << 20  # smaller exchanges measure latency
-MEASUREMENT_VALID_S = 600.0  # so that a plan which a slow exchange forbids is tried again
+DEFAULT_LINK_BYTES_PER_S = 1e9  # assumed until an exchange has measured the link
+MEASURED_BYTES = 1 << 20  # a smaller exchange would measure latency
+MEASUREMENT_VALID_S = 600.0  # after which a drop that a slow exchange forbade may be tried again
 
 
 class SplitStatistics:
-    """Counts since the last report, and the measured speed of the link."""
+    """Counts and times of splits since the last report, and the measured speed of the link."""
 
     def __init__(self, clock: Callable[[], float]) -> None:
         self._clock = clock
@@ -79,7 +79,7 @@ class SplitStatistics:
         return self._link_bytes_per_s or DEFAULT_LINK_BYTES_PER_S
 
     def forget_old_measurement(self) -> bool:
-        """Forget the link's measured speed if it is too old; return whether it just became so."""
+        """Forget the measured speed of the link if it is too old, and return whether it was forgotten now."""
         if self._link_bytes_per_s is None or self._clock() < self._valid_until:
             return False
         self._link_bytes_per_s = None
@@ -89,7 +89,7 @@ class SplitStatistics:
         self._counts[name] += number
 
     def add(self, report: SplitReport) -> None:
-        """Count how long an order stopped the engine, and how much KV it moved."""
+        """Count how long the order of a report stopped the engine, and how much KV it moved."""
         dropped = report.event in (SplitEvent.SPLIT, SplitEvent.NOT_SPLIT)
         self._seconds["drop_seconds" if dropped else "restore_seconds"].append(report.seconds)
         if report.moved_bytes:

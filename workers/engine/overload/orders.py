@@ -1,22 +1,22 @@
-"""Orders of an engine's scheduler side to its worker, and the worker's reports."""
+"""Orders from the scheduler side of an engine to its worker, and the worker's reports."""
 
 from dataclasses import dataclass
 from enum import StrEnum
 
 
 class SplitEvent(StrEnum):
-    """Way in which an order ended."""
+    """Event that a worker reports, usually the end of an order."""
 
-    READY = "ready"  # once, before any order
-    SPLIT = "split"
-    RESTORED = "restored"
-    NOT_SPLIT = "not_split"  # the model is whole; nothing was lost
-    LOST = "lost"  # the model is whole again; the KV that peers had is lost
+    READY = "ready"  # reported once, before any order
+    SPLIT = "split"  # layers are shared now
+    RESTORED = "restored"  # the model is whole again
+    NOT_SPLIT = "not_split"  # a drop failed: the model is whole, and nothing was lost
+    LOST = "lost"  # the model is whole again, but the KV that peers had is lost
 
 
 @dataclass(frozen=True, slots=True)
 class DropOrder:
-    """Order to share layers with these members."""
+    """Order to drop layers and share the rest with the members."""
 
     epoch: int
     members: tuple[str, ...]  # host:port of each member's peer server, in the order of their parts
@@ -29,13 +29,13 @@ class RestoreOrder:
     """Order to restore the whole model."""
 
     epoch: int
-    moves: dict[int, int]  # blocks whose number is too high for the whole model's pool, and the new numbers
+    moves: dict[int, int]  # number that is too high for the whole model's pool -> new number of the block
     used: list[int]  # blocks whose KV comes back, by their new numbers
 
 
 @dataclass(frozen=True, slots=True)
 class WorkerFacts:
-    """Facts about an engine that drop plans need."""
+    """Facts about a worker that commands and drop plans need."""
 
     address: str  # host:port of its peer server
     layers: int
@@ -46,10 +46,10 @@ class WorkerFacts:
 
 @dataclass(frozen=True, slots=True)
 class SplitReport:
-    """Report of a worker to its scheduler side after a step."""
+    """Report of a worker to its scheduler side after an iteration."""
 
     event: SplitEvent
-    epoch: int
+    epoch: int  # of the split
     blocks: int  # blocks in the pool from now on
     seconds: float = 0.0  # how long the engine stood still
     reason: str = ""
@@ -58,4 +58,4 @@ class SplitReport:
     moved_s: float = 0.0
 
     def merge(self, other: "SplitReport") -> "SplitReport":
-        return self  # a split engine has one rank
+        return self  # an engine that can drop layers has one rank

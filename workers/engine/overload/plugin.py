@@ -1,9 +1,9 @@
 """Connector plugin of an engine that can drop layers.
 
-The scheduler side turns commands of the directory into orders for the worker, at step boundaries, and grows
-or shrinks the pool of blocks when the worker reports how an order ended. While an engine is split, or about
-to be, no KV is loaded into it or copied from it (`kv_state.kv_io_suspended`): what transfers, the checkpoint
-and parking would have brought is computed. Copies under way end first.
+Between iterations, the scheduler side turns a command of the directory into an order for the worker. It grows
+or shrinks the pool of blocks when the worker reports how the order ended. While an engine shares layers, or
+is about to, no KV is loaded into it or copied from it (`kv_state.kv_io_suspended`). KV that a transfer or the
+host would have brought is computed instead. Copies that have begun end first.
 """
 
 import logging
@@ -23,13 +23,13 @@ from workers.engine.overload.split.split_model import SplitModel
 logger = logging.getLogger("conserve.workers.overload")
 
 NAME = "overload"
-FENCE_S = 5.0  # for copies and transfers that are under way before a drop
-CACHED_KV_S = 1.0  # of the link, for KV that only the prefix cache holds; the rest is evicted
+FENCE_S = 5.0  # time for copies and transfers to end before a drop
+CACHED_KV_S = 1.0  # time of the link for KV that only the prefix cache holds; the rest is evicted
 SplitOrder = DropOrder | RestoreOrder
 
 
 class OverloadScheduler(SchedulerSide):
-    """State machine of a split: whole, ordered to drop, split, ordered to restore."""
+    """Scheduler side: a state machine that is whole, ordered to drop, split, or ordered to restore."""
 
     def __init__(self, context: EngineContext) -> None:
         self._kv_state = context.kv_state
@@ -48,7 +48,7 @@ class OverloadScheduler(SchedulerSide):
 
     @property
     def pending(self) -> bool:
-        """Return whether a command is running, for which even an idle engine must step."""
+        """Return whether a command waits or runs, for which even an idle engine must iterate."""
         return self.inbox.command is not None
 
     @property
@@ -57,7 +57,7 @@ class OverloadScheduler(SchedulerSide):
         return bool(self._kv_state.kv_io_suspended)
 
     def between_steps(self, scheduler: Any) -> None:
-        """Turn a command into an order for the step that is about to be planned."""
+        """Turn a command into an order for the iteration that is about to be planned."""
         if self._statistics.forget_old_measurement():
             self._publish()
         command = self.inbox.command
@@ -76,7 +76,7 @@ class OverloadScheduler(SchedulerSide):
             self._order = RestoreOrder(command.epoch, moves, [])
 
     def order(self, scheduler_output: Any) -> SplitOrder | None:
-        """Return the order of this step, with the blocks that hold KV after the step was planned."""
+        """Return the order for this iteration, with the blocks that hold KV after it was planned."""
         match self._order:
             case DropOrder(epoch, members, part):
                 return DropOrder(epoch, members, part, self._blocks_to_move())
@@ -85,9 +85,9 @@ class OverloadScheduler(SchedulerSide):
         return None
 
     def _blocks_to_move(self) -> list[int]:
-        """Return the requests' blocks, and those of the prefix cache that are most worth moving.
+        """Return the blocks of requests, and as many cached blocks as the link moves in `CACHED_KV_S`.
 
-        The others are evicted from the prefix cache. KV of offline requests ranks last there.
+        The cached blocks that would be evicted last are chosen. The others are evicted.
         """
         held, cached = internals.used_blocks(self._pool)
         facts = self.inbox.facts
@@ -100,7 +100,7 @@ class OverloadScheduler(SchedulerSide):
         return [*held, *cached[:most]]
 
     def after_step(self, scheduler: Any, report: SplitReport | None) -> None:
-        """Process the worker's report, before the tokens of the step are processed."""
+        """Process the worker's report, before the tokens of the iteration are processed."""
         order, self._order = self._order, None
         if report is None:
             if order is not None:
@@ -131,13 +131,13 @@ class OverloadScheduler(SchedulerSide):
         logger.log(level, "overload %s epoch=%d blocks=%d reason=%r", event, epoch, blocks, reason)
 
     def measured(self, latency: LatencyModel) -> None:
-        """Set the latency model of the whole model, which plans of drops use."""
+        """Set the latency model of the engine with its whole model, which drop plans use."""
         if not self.inbox.epoch and latency != self._latency:
             self._latency = latency
             self._publish()
 
     def _publish(self) -> None:
-        """Update the overload state that this engine reports to the directory."""
+        """Update the `SplitState` that this engine reports to the directory."""
         inbox, facts = self.inbox, self.inbox.facts
         if facts is None:
             return
@@ -164,7 +164,7 @@ class OverloadScheduler(SchedulerSide):
 
 
 class OverloadWorker(WorkerSide):
-    """Passes orders to the worker's split model, and its reports back."""
+    """Worker side, which passes orders to the worker's `SplitModel`, and its reports back."""
 
     model: SplitModel  # set by the worker when its KV is allocated
 
@@ -172,7 +172,7 @@ class OverloadWorker(WorkerSide):
         self._counted: Mapping[str, float] = {}
 
     def take_counts(self) -> Mapping[str, float]:
-        """Return the counts since the last call. vLLM calls this inside a step, when no peer's batch runs."""
+        """Return the counts since the last call. vLLM calls this in iterations, when no peer's batch runs."""
         if not hasattr(self, "model"):
             return {}
         counts, before = self.model.passes.counts, self._counted
@@ -201,7 +201,7 @@ class OverloadWorker(WorkerSide):
 
 
 class OverloadPlugin(Plugin):
-    """Adds the dropping of layers to the connector."""
+    """Plugin that adds the dropping of layers to the connector."""
 
     name = NAME
     scheduler = OverloadScheduler

@@ -1,4 +1,4 @@
-"""Scheduler's part of an engine that can drop layers, which changes the size of its block pool."""
+"""Scheduler's part of dropping layers: carries out splits between iterations, and changes the policy."""
 
 import copy
 import time
@@ -14,12 +14,12 @@ from workers.engine.overload.config import OverloadConfigError
 from workers.engine.overload.orders import SplitReport
 from workers.engine.overload.plugin import NAME, OverloadScheduler
 
-IDLE_S = 0.02  # between steps of a split engine in which only offline requests wait
+IDLE_S = 0.02  # pause between iterations while layers are shared and only offline requests wait
 MEASURED_EVERY = 32  # iterations between two reports of the engine's latency
 
 
 class SplitScheduling:
-    """Carries out splits between the steps of a scheduler.
+    """Scheduler's part of dropping layers, which the scheduler calls before and after each iteration.
 
     While layers are shared, or about to be, no iteration is aborted and offline requests wait.
     """
@@ -36,7 +36,7 @@ class SplitScheduling:
 
     @property
     def pending(self) -> bool:
-        """Return whether a command is running, for which even an idle engine must step."""
+        """Return whether a command waits or runs, for which even an idle engine must iterate."""
         return self._side.pending
 
     @property
@@ -63,7 +63,7 @@ class SplitScheduling:
             self._side.measured(latency.model)
 
     def _separate_latencies(self) -> None:
-        """Use a copy of the latency model while layers are shared; it differs from the whole model's."""
+        """Use a copy of the latency model while layers are shared, because iterations then take longer."""
         scheduler = self._scheduler
         if self.shared and self._whole_model_latency is None:
             self._whole_model_latency = scheduler.latency

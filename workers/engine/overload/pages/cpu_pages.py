@@ -1,8 +1,8 @@
 """Pages of host memory, for vLLM's CPU build.
 
-An address range is reserved without access. Mapping pages makes their addresses accessible; unmapping
-reserves the addresses anew, which returns their memory to the system. So a page is a number here: the memory
-of pages that are unmapped is what mapped ones may take.
+An address range is reserved without access. Mapping makes addresses accessible, and the system gives them
+memory when they are written. Unmapping reserves the addresses anew, which returns their memory to the system.
+So a page is only a number here, which stands for an amount of memory.
 """
 
 import ctypes
@@ -17,17 +17,14 @@ import torch
 from workers.processes import WorkerError
 
 PAGE_BYTES = 64 << 10
-_NO_ACCESS, _NO_RESERVE, _FIXED = (
-    0,
-    0x4000,
-    0x10,
-)  # Linux: memory is counted when it is written; exact address
+# Flags of Linux: no access; memory is counted when it is written; exactly this address.
+_NO_ACCESS, _NO_RESERVE, _FIXED = 0, 0x4000, 0x10
 _RESERVED = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | _NO_RESERVE
 _FAILED = ctypes.c_void_p(-1).value
 
 
 class PageError(WorkerError, MemoryError):
-    """Physical memory could not be created, mapped or unmapped; names the call and the system's reason."""
+    """Physical memory could not be created, mapped or unmapped. The message has the call and the reason."""
 
 
 class DLManagedTensor(ctypes.Structure):
@@ -45,16 +42,16 @@ class DLManagedTensor(ctypes.Structure):
         ("strides", ctypes.POINTER(ctypes.c_int64)),
         ("offset", ctypes.c_uint64),
         ("context", ctypes.c_void_p),
-        ("deleter", ctypes.c_void_p),  # null: nobody frees the memory with the tensor
+        ("deleter", ctypes.c_void_p),  # null: the memory is not freed with the tensor
     )
 
 
 _DEVICE_TYPES, _UNSIGNED_INT = {"cpu": 1, "cuda": 2}, 1
-_descriptors: list[Any] = []  # torch reads a descriptor for as long as its tensor exists
+_descriptors: list[Any] = []  # kept alive, because torch reads a descriptor as long as its tensor exists
 
 
 def bytes_at(address: int, nbytes: int, device: torch.device) -> torch.Tensor:
-    """Return a tensor of the bytes at an address, whether or not they are mapped."""
+    """Return a tensor over the bytes at an address, whether or not they are mapped."""
     kind, index, shape = _DEVICE_TYPES[device.type], device.index or 0, (ctypes.c_int64 * 1)(nbytes)
     described = DLManagedTensor(address, kind, index, 1, _UNSIGNED_INT, 8, 1, shape, None, 0, None, None)
     _descriptors.append((described, shape))
@@ -65,10 +62,10 @@ def bytes_at(address: int, nbytes: int, device: torch.device) -> torch.Tensor:
 
 
 class CpuPageDriver:
-    """System calls for pages of a CPU, where every operation is finished when its call returns.
+    """Driver that makes the system calls for pages of host memory.
 
-    Addresses and sizes are multiples of `page_bytes`, a handle is a page of memory, and a call that fails
-    raises a PageError and has changed nothing. `CudaPageDriver` has the same methods.
+    `CudaPageDriver` has the same methods. Addresses and sizes are multiples of `page_bytes`, and a handle
+    stands for a page of memory. A call that fails raises a PageError and changes nothing.
     """
 
     def __init__(self, page_bytes: int = PAGE_BYTES) -> None:
@@ -80,7 +77,7 @@ class CpuPageDriver:
         self._libc.mmap.restype = ctypes.c_void_p
 
     def reserve(self, nbytes: int) -> int:
-        """Reserve address space without memory; return its address."""
+        """Reserve address space without memory, and return its address."""
         return self._reserve(None, nbytes, _RESERVED)
 
     def free(self, address: int, nbytes: int) -> None:
@@ -91,10 +88,10 @@ class CpuPageDriver:
         return next(self._handles)
 
     def destroy(self, handle: int) -> None:
-        """Release a page that is mapped nowhere."""
+        """Release a page that is not mapped."""
 
     def map(self, address: int, handles: Sequence[int]) -> None:
-        """Map pages one after another."""
+        """Map the pages one after another, beginning at the address."""
         size = ctypes.c_size_t(len(handles) * self.page_bytes)
         self._call("mprotect", ctypes.c_void_p(address), size, mmap.PROT_READ | mmap.PROT_WRITE)
 
@@ -102,13 +99,13 @@ class CpuPageDriver:
         self._reserve(address, pages * self.page_bytes, _RESERVED | _FIXED)
 
     def zero(self, address: int, nbytes: int) -> None:
-        """Fill newly mapped pages with zeros; the system has already done so here."""
+        """Fill newly mapped pages with zeros, which the system has already done here."""
 
     def synchronize(self) -> None:
-        """Wait until no launched work reads or writes memory."""
+        """Wait until no launched work reads or writes memory; on CPUs all work has ended."""
 
     def tensor(self, address: int, nbytes: int) -> torch.Tensor:
-        """Return the bytes of an address range as a tensor. Access to unmapped parts faults."""
+        """Return a tensor over the bytes of an address range. Access to an unmapped part ends the process."""
         return bytes_at(address, nbytes, torch.device("cpu"))
 
     def host_tensor(self, nbytes: int) -> torch.Tensor:

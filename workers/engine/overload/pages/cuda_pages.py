@@ -1,7 +1,7 @@
 """Pages of GPU memory, made with the virtual memory management of CUDA's driver (cuMemCreate, cuMemMap, ...).
 
-Layouts and numbers are those of CUDA 12's cuda.h; version 13's driver accepts them. `python -m benchmarks.gpu
---only torch` checks the pages on a GPU.
+Structures and constants are those of CUDA 12's cuda.h, which the driver of version 13 accepts too. `python -m
+benchmarks.gpu --only torch` checks the pages on a GPU.
 """
 
 import ctypes
@@ -46,7 +46,7 @@ class AccessDescription(ctypes.Structure):
 
 
 class CudaPageDriver:
-    """Calls of CUDA's driver for pages of one GPU, in torch's context. Methods as in `CpuPageDriver`."""
+    """Driver for pages of one GPU in torch's CUDA context, with the methods of `CpuPageDriver`."""
 
     def __init__(self, device: torch.device) -> None:
         torch.cuda.init()
@@ -116,7 +116,7 @@ class CudaPageDriver:
         return torch.empty(nbytes, dtype=torch.uint8, pin_memory=True)
 
     def _result(self, name: str, *arguments: Any) -> int:
-        with torch.cuda.device(self._device):  # whichever thread calls
+        with torch.cuda.device(self._device):  # the calling thread may have another current device
             return int(getattr(self._cuda, name)(*arguments))
 
     def _call(self, name: str, *arguments: Any) -> None:

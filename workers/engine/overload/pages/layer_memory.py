@@ -1,11 +1,11 @@
 """Memory of a model's layers: parameters that are dropped and restored, and KV that grows and shrinks.
 
 The parameters of a layer are in one range of pages and its KV in another, with address space for the largest
-split from the start. The pages of a dropped layer become KV rows of the layers that stay. Tensors never move,
-so views of them stay valid (transfers, checkpoint, captured graphs) and growing copies nothing.
+split from the start. The pages of a dropped layer become KV rows of the kept layers. Tensors never move, so
+that views of them stay valid (for transfers, the checkpoint and captured graphs), and growing copies nothing.
 
-The host holds a copy of all parameters from the start, and of the KV of dropped layers while it is moved, so
-that an engine can always restore its whole model without a peer.
+The host holds a copy of all parameters from the start, and a copy of the KV of dropped layers while it is
+moved. So an engine can always restore its whole model without a peer.
 """
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -19,11 +19,11 @@ from workers.engine.overload.pages.physical_memory import MappedRange, PhysicalM
 
 ROWS_PER_MESSAGE = 64  # KV rows of a layer that are copied, or sent to a peer, at once
 HostRows = tuple[list[int], torch.Tensor]  # numbers and content of rows
-_ALIGNED = 256  # bytes, as CUDA's own allocations
+_ALIGNED = 256  # alignment of parameters in bytes, as in CUDA's own allocations
 
 
 class PackedCopies(Protocol):
-    """Copies of parameters in another format that layers compute with on some devices."""
+    """Copies of parameters in another format, with which layers compute on some devices."""
 
     def drop(self, layer: int) -> None:
         """Free the copies, because the layer's parameters are about to leave."""
@@ -38,7 +38,7 @@ class LayerWeights:
     def __init__(
         self, layers: Sequence[torch.nn.Module], memory: PhysicalMemory, packed: PackedCopies | None = None
     ) -> None:
-        """Move the parameters into pages. Views taken before still refer to the old memory."""
+        """Move the parameters into pages. Views that were taken before still refer to the old memory."""
         self.memory, self._packed = memory, packed
         of_layers = [list(layer.parameters()) for layer in layers]
         for index, parameters in enumerate(of_layers):
@@ -64,7 +64,7 @@ class LayerWeights:
             self.ranges[index].resize(0)
 
     def restore(self, layers: Iterable[int]) -> None:
-        """Load dropped layers from the host. Enough pages must be free."""
+        """Copy those of the layers that were dropped back from the host. Enough pages must be free."""
         missing = [index for index in layers if not self.ranges[index].mapped_bytes]
         for index in missing:
             pages = self.ranges[index]
@@ -79,7 +79,7 @@ class LayerWeights:
         return sum(pages.mapped_bytes for pages in self.ranges)
 
     def _move(self, parameters: Sequence[torch.nn.Parameter]) -> tuple[MappedRange, torch.Tensor]:
-        """Move a layer's parameters into a new range; return the range and the copy on the host."""
+        """Move a layer's parameters into a new range, and return the range and the copy on the host."""
         nbytes = sum(_aligned(one.nbytes) for one in parameters)
         pages = self.memory.reserve(nbytes)
         self.memory.create(nbytes)
@@ -98,11 +98,11 @@ def _aligned(nbytes: int) -> int:
 
 
 class RowsUnmapped(PageError):
-    """A request named KV rows that have no memory at present."""
+    """KV rows were named that have no memory now."""
 
 
 class LayerKv:
-    """KV of one layer, one row per block; only its first rows have memory."""
+    """KV of one layer with a row for each block, of which only the first rows have memory."""
 
     def __init__(self, like: torch.Tensor, rows: int, memory: PhysicalMemory) -> None:
         """Reserve `rows` rows of the shape and type of `like`, and map as many rows as `like` has."""
@@ -118,9 +118,7 @@ class LayerKv:
         return self._rows[:rows]
 
     def resize(self, rows: int) -> None:
-        """Map memory to the first `rows` rows. New rows are zero, because random bytes may be invalid
-        numbers.
-        """
+        """Map memory to the first `rows` rows. New rows are zero, because random bytes could be NaN."""
         self._pages.resize(rows * self.row_bytes, zero=True)
 
     def release(self, memory: PhysicalMemory) -> None:
@@ -133,7 +131,7 @@ class LayerKv:
         self._rows[self._checked(rows)] = values.to(self._rows.device)
 
     def _checked(self, rows: Sequence[int]) -> list[int]:
-        """Return the rows if all have memory. Access to a row without memory would end the process."""
+        """Return the rows, or raise if one has no memory, because access to it would end the process."""
         mapped = min(self._pages.mapped_bytes // self.row_bytes, len(self._rows))
         if rows and not 0 <= min(rows) <= max(rows) < mapped:
             raise RowsUnmapped(f"rows {min(rows)} to {max(rows)}: only {mapped} rows have memory")
@@ -141,14 +139,14 @@ class LayerKv:
 
 
 class ReservedKv:
-    """KV of all layers, in layer order. KV of dropped layers may be on the host."""
+    """KV of all layers in their order. The KV of dropped layers may be on the host."""
 
     def __init__(self, like: Mapping[str, torch.Tensor], rows: int, memory: PhysicalMemory) -> None:
         """Reserve `rows` rows for each layer, as many as the largest split needs."""
         self.names, self.rows, self.memory = tuple(like), rows, memory
         self._layers = [LayerKv(tensor, rows, memory) for tensor in like.values()]
         self.row_bytes = max(layer.row_bytes for layer in self._layers)
-        self.on_host: dict[int, list[HostRows]] = {}  # of dropped layers
+        self.on_host: dict[int, list[HostRows]] = {}  # dropped layer -> rows that are on the host
 
     def views(self, rows: int) -> Iterator[tuple[str, torch.Tensor]]:
         return ((name, layer.view(rows)) for name, layer in zip(self.names, self._layers, strict=True))
@@ -175,7 +173,7 @@ class ReservedKv:
         self.on_host = {index: [] for index in self.on_host}
 
     def restore(self, rows: int) -> None:
-        """Map `rows` rows to the dropped layers again, and fill in the rows that are on the host."""
+        """Map `rows` rows to each dropped layer again, and fill in the rows that are on the host."""
         for index, pieces in self.on_host.items():
             self._layers[index].resize(rows)
             for piece, values in pieces:
@@ -187,6 +185,6 @@ class ReservedKv:
             self._layers[index].resize(rows)
 
     def release(self) -> None:
-        """Release the address space, so that its pages become free."""
+        """Release the address space of all layers, so that its pages become free."""
         for layer in self._layers:
             layer.release(self.memory)

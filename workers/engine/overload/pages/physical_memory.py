@@ -1,7 +1,7 @@
 """Physical memory in pages that can move from one address range to another without changing any address.
 
-Parameters that are dropped and KV that grows hand over the same pages. Nothing is freed and allocated in
-between, so growing cannot fail for fragmentation or for another allocation.
+KV that grows takes over the pages of dropped parameters. No memory is freed and allocated in between, so that
+growing cannot fail because of fragmentation or another allocation.
 """
 
 from collections.abc import Sequence
@@ -13,7 +13,7 @@ PageDriver = CpuPageDriver | CudaPageDriver
 
 
 class PhysicalMemory:
-    """Pages of one engine. Each is free or in one range; the driver maps them."""
+    """All pages of one engine, each of which is free or in one range."""
 
     def __init__(self, driver: PageDriver) -> None:
         self.driver, self.page_bytes = driver, driver.page_bytes
@@ -24,7 +24,7 @@ class PhysicalMemory:
         return -(-nbytes // self.page_bytes)
 
     def create(self, nbytes: int) -> None:
-        """Create the pages for `nbytes` more bytes: all of them or none."""
+        """Create free pages for `nbytes` bytes: all of them, or none if that fails."""
         created: list[int] = []
         try:
             while len(created) < self.pages_of(nbytes):
@@ -47,12 +47,12 @@ class PhysicalMemory:
         self.driver.free(one.address, one.pages * self.page_bytes)
 
     def trim(self) -> None:
-        """Return free pages to the system."""
+        """Return all free pages to the system."""
         while self.free:
             self.driver.destroy(self.free.pop())
 
     def take(self, count: int) -> Sequence[int]:
-        """Take `count` free pages or none, lowest numbers first so that neighbours stay together."""
+        """Take the `count` lowest free pages, so that neighbours stay together; raise if there are fewer."""
         if count > len(self.free):
             raise PageError(f"{count} pages are needed and {len(self.free)} are free")
         self.free.sort()
@@ -68,14 +68,14 @@ class MappedRange:
         self.pages = memory.pages_of(nbytes)
         self.address = memory.driver.reserve(self.pages * memory.page_bytes)
         self.tensor = memory.driver.tensor(self.address, nbytes)
-        self.handles: list[int] = []  # page after page
+        self.handles: list[int] = []  # of the mapped pages, in order
 
     @property
     def mapped_bytes(self) -> int:
         return len(self.handles) * self._memory.page_bytes
 
     def resize(self, nbytes: int, *, zero: bool = False) -> None:
-        """Map memory to the first `nbytes`, rounded up to whole pages, and to nothing behind them.
+        """Map memory to exactly the first `nbytes` bytes, rounded up to whole pages.
 
         Existing content stays. New memory has undefined content, unless `zero` is set.
         """

@@ -1,7 +1,7 @@
 """State of one engine in a split, shared by drop, restore, passes and the peer service.
 
-The worker's thread changes it, with the device lock. Threads of the peer server wait for a phase, then take
-the device lock and check that the split they serve still lasts.
+The worker's thread changes the state, and holds the device lock meanwhile. Threads of the peer server wait
+for a phase, take the device lock, and check that the split that they serve still lasts.
 """
 
 import logging
@@ -24,11 +24,11 @@ from workers.engine.overload.split.peer_link import Message, PeerRefused, SplitE
 
 logger = logging.getLogger("conserve.workers.overload")
 
-PROTOCOL = 4  # of phases and messages; engines with different ones share nothing
+PROTOCOL = 4  # version of phases and messages; engines with different versions do not share layers
 
 
 class EngineSplit:
-    """Phase, membership and memory of an engine whose layers may be shared."""
+    """State of an engine whose layers may be shared: its phase, membership and memory."""
 
     def __init__(
         self, runner: Any, kv: ReservedKv, weights: LayerWeights, whole_blocks: int, device: DeviceLock
@@ -40,7 +40,7 @@ class EngineSplit:
         self.member: Membership | None = None
         self.phase = SplitPhase.WHOLE
         self.last_epoch = 0  # of the last split, whether it lasts or not
-        self.lost = False  # during this step: KV is missing, and nothing may be computed from it
+        self.lost = False  # whether KV was lost in this iteration, so that nothing may be sampled
         self._changed = threading.Condition()
 
     @property
@@ -48,13 +48,13 @@ class EngineSplit:
         return int(self.runner.cache_config.block_size)
 
     def most_blocks(self, member: Membership) -> int:
-        """Return how many blocks per member this engine's memory allows."""
+        """Return how many blocks each member's pool may have at most by this engine's memory."""
         sizes = [self.weights.layer_bytes(layer) for layer in range(len(self.weights))]
         memory = EngineMemory(self.whole_blocks, self.kv.row_bytes, sizes, self.kv.memory.page_bytes)
         return min(memory.rows_that_fit(member.kept), self.kv.rows) // len(member.parts)
 
     def layout(self) -> list[int]:
-        """Return the facts on which all members must agree."""
+        """Return the facts that must be equal on all members."""
         layers, layer_bytes = len(self.weights), self.weights.layer_bytes(0)
         return [PROTOCOL, layers, self.kv.row_bytes, self.block_tokens, layer_bytes]
 
@@ -71,16 +71,14 @@ class EngineSplit:
             self._changed.notify_all()
 
     def share(self, member: Membership, used: list[int]) -> None:
-        """Turn the memory of dropped layers into KV rows of the kept ones; `used` blocks are copied to the
-        host.
-        """
+        """Turn the memory of dropped layers into KV rows of the kept ones, with `used` blocks on the host."""
         self.weights.drop(member.dropped)
         self.kv.drop(member.dropped, used)
         self.kv.resize(member.kept, member.rows)
         self._bind_rows(member.rows)
 
     def make_whole(self, member: Membership) -> None:
-        """Restore the whole model from any phase, with the KV of dropped layers that is on the host."""
+        """Restore the whole model in any phase, and the KV of dropped layers that is on the host."""
         with self._changed:
             self.phase, self.member = SplitPhase.WHOLE, None
             self._changed.notify_all()
@@ -108,8 +106,9 @@ class EngineSplit:
     # Waits, in threads of the peer server
 
     def wait_for(self, message: Message, phase: SplitPhase) -> Membership:
-        """Wait until this engine reaches a phase of the split that a message belongs to; return its
-        membership.
+        """Wait until this engine reaches `phase` of the split of a message, and return its membership.
+
+        Raises SplitEnded if this split is over here, and PeerRefused if the phase is not reached in time.
         """
 
         def is_current() -> bool:
@@ -129,7 +128,7 @@ class EngineSplit:
 
     @contextmanager
     def device_for(self, member: Membership) -> Iterator[None]:
-        """Hold the device lock if the split has not ended."""
+        """Hold the device lock for work of this split; raise SplitEnded if it is over."""
         with self.device:
             if self.member is not member:
                 raise SplitEnded(f"epoch {member.epoch} is over here")

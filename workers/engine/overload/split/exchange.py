@@ -1,4 +1,4 @@
-"""Exchange of KV between the members of a split, while their engines do not step."""
+"""Exchange of KV between the members of a split, while their engines compute nothing."""
 
 import time
 from collections.abc import Mapping, Sequence
@@ -11,7 +11,7 @@ from workers.engine.overload.split.peer_link import Message, MessageKind
 
 
 class KvExchange:
-    """Moves KV of dropped layers between the host and the members that keep the layers."""
+    """Exchange of the KV of dropped layers between the host and the members that keep the layers."""
 
     def __init__(self, kv: ReservedKv) -> None:
         self._kv = kv
@@ -19,13 +19,13 @@ class KvExchange:
         self._asked: set[int] = set()
 
     def give(self, member: Membership) -> None:
-        """Send KV from the host to the members that keep its layers."""
+        """Send the KV of dropped layers from the host to the members that keep these layers."""
         for part, layer in member.keepers:
             for rows, values in self._kv.on_host[layer]:
                 self._request(member, part, MessageKind.PUT, layer, rows, [values])
 
     def take(self, member: Membership, used: Mapping[int, int]) -> None:
-        """Fetch blocks to the host. `used` maps current block numbers to those that members know."""
+        """Fetch KV to the host. `used` maps current block numbers to the numbers that members know."""
         blocks = list(used.items())
         for part, layer in member.keepers:
             for at in range(0, len(blocks), ROWS_PER_MESSAGE):
@@ -34,7 +34,7 @@ class KvExchange:
                 self._kv.on_host[layer].append((rows, answer.tensors[0]))
 
     def take_moved(self) -> tuple[int, float]:
-        """Return the bytes moved and the seconds taken since the last call.
+        """Return the bytes that were moved since the last call, and the seconds that this took.
 
         The first message to each peer is left out, because it also waits for the peer to get ready.
         """

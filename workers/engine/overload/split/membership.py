@@ -1,8 +1,8 @@
 """Membership of an engine in a split: which member keeps which layers, where KV is, and the connections.
 
 Members are numbered by their part of the layers. A kept layer has a region of KV rows for every member, with
-as many rows as a member's pool has blocks: this engine's own region first, then that of the next part, and so
-on around.
+as many rows as a member's pool has blocks. This engine's own region comes first, then those of the next parts
+in turn.
 """
 
 import math
@@ -34,7 +34,7 @@ class DeviceLock:
 
     @contextmanager
     def released(self) -> Iterator[None]:
-        """Release the lock while waiting for a peer, so that the peer's batches can run (avoids deadlock)."""
+        """Release the lock while waiting for a peer, so that its batches can run (avoids a deadlock)."""
         self._lock.release()
         try:
             yield
@@ -46,21 +46,21 @@ class SplitPhase(IntEnum):
     """Phases of a split, in order."""
 
     WHOLE = 0
-    MEETING = 1  # at a step boundary; nothing has changed
-    OPEN = 2  # layers are dropped; KV of peers can arrive
-    GIVEN = 3  # every peer has the KV of this engine that it keeps
-    SPLIT = 4
-    TAKEN = 5  # all own KV is back
+    MEETING = 1  # between two iterations; nothing has changed
+    OPEN = 2  # layers are dropped, and KV of peers can arrive
+    GIVEN = 3  # every peer has received the KV of this engine for its layers
+    SPLIT = 4  # batches run through shared layers
+    TAKEN = 5  # this engine has fetched its KV back
 
 
-# An engine reaches these after its KV was moved, which may be far more than another engine's.
+# Phases after a move of KV. Peers wait longer for them, because one engine may have far more KV than another.
 AFTER_EXCHANGE = (SplitPhase.GIVEN, SplitPhase.TAKEN)
 
 
 @dataclass(frozen=True, slots=True)
 class SplitLimits:
-    meet_s: float = 10.0  # longest wait for a peer to reach a step boundary
-    answer_s: float = 30.0  # longest wait for one answer: the peer may be in a long step
+    meet_s: float = 10.0  # longest wait for a peer to end its iteration
+    answer_s: float = 30.0  # longest wait for one answer, because the peer may be in a long iteration
     order_s: float = 30.0  # limit on all messages of one order, during which streams stand still
 
 
@@ -75,7 +75,7 @@ class PeerSettings:
 
 @dataclass
 class Membership:
-    """This engine's part in one split, from the drop order on."""
+    """Part of this engine in one split, from the drop order on."""
 
     epoch: int
     part: int  # index of this engine's part
@@ -83,7 +83,7 @@ class Membership:
     parts: tuple[range, ...]  # layers that each member keeps
     blocks: int = 0  # blocks in each member's pool
     connections: dict[int, PeerConnection] = field(default_factory=dict)  # to the other members
-    _end: float = math.inf  # when the present order has to be done
+    _end: float = math.inf  # when the current order has to be done
 
     @classmethod
     def from_order(cls, order: DropOrder, layers: int) -> "Membership":
@@ -99,13 +99,13 @@ class Membership:
 
     @property
     def others(self) -> list[int]:
-        """Return the other members, starting after this one, so that not all ask the same member first."""
+        """Return the other members, the next part first, so that not all ask the same member first."""
         size = len(self.parts)
         return [(self.part + behind) % size for behind in range(1, size)]
 
     @property
     def keepers(self) -> list[tuple[int, int]]:
-        """Return pairs of member and layer, for the layers that this engine dropped."""
+        """Return a pair of member and layer for each layer that this engine dropped."""
         return [(part, layer) for part in self.others for layer in self.parts[part]]
 
     @property
@@ -114,18 +114,18 @@ class Membership:
         return len(self.parts) * self.blocks
 
     def region(self, part: int) -> int:
-        """Return the first row of a member's blocks in the layers that are kept here."""
+        """Return the first row of a member's region in the layers that are kept here."""
         return (part - self.part) % len(self.parts) * self.blocks
 
     def sender(self, message: Message) -> int:
-        """Return the member that sent a message; refuse a message that names no other member."""
+        """Return the member that sent a message, or raise PeerRefused if it names no other member."""
         part = message.values.get("part")
         if type(part) is not int or part not in self.others:
             raise PeerRefused(f"{part!r} is no other part of epoch {self.epoch}")
         return part
 
     def blocks_of(self, message: Message) -> list[int]:
-        """Return the blocks that a message names; refuse blocks outside a member's pool."""
+        """Return the blocks that a message names, or raise PeerRefused if one is outside a member's pool."""
         numbers: list[Any] = message.values["rows"]
         for number in numbers:
             if type(number) is not int or not 0 <= number < self.blocks:
@@ -134,7 +134,7 @@ class Membership:
 
     @contextmanager
     def until(self, end: float) -> Iterator[None]:
-        """Limit all requests made in this context to end before `end`."""
+        """Make all requests in this context end before the time `end`."""
         self._end = end
         try:
             yield
@@ -164,7 +164,7 @@ class Membership:
 
 @dataclass(frozen=True, slots=True)
 class EngineMemory:
-    """Memory of an engine with its whole model, which a split redistributes."""
+    """Memory of an engine with its whole model, from which the KV rows in a split are computed."""
 
     blocks: int  # blocks in the pool
     row_bytes: int  # KV of a block in a layer
@@ -172,16 +172,16 @@ class EngineMemory:
     page_bytes: int
 
     def rows_that_fit(self, kept: range) -> int:
-        """Return how many rows per kept layer fit into all KV and the other layers' parameters.
+        """Return how many rows each kept layer can have in the memory of all KV and the dropped layers.
 
-        Counts whole pages, because KV and parameters of different layers share none.
+        Memory is counted in whole pages, because layers share no page.
         """
         dropped = (nbytes for layer, nbytes in enumerate(self.layer_bytes) if layer not in kept)
         kv = len(self.layer_bytes) * self._pages(self.blocks * self.row_bytes)
         return (kv + sum(map(self._pages, dropped))) // len(kept) * self.page_bytes // self.row_bytes
 
     def most_rows(self) -> int:
-        """Return the rows of a layer in the largest possible split."""
+        """Return the most rows that a layer can have in any split."""
         layers = len(self.layer_bytes)
         sizes = range(2, min(MAX_GROUP_SIZE, layers) + 1)
         fit = (self.rows_that_fit(kept) for size in sizes for kept in layer_parts(layers, size))

@@ -1,6 +1,4 @@
-"""Forward passes while layers are shared: our batches through all members, and peers' batches through our
-layers.
-"""
+"""Forward passes with shared layers: own batches through all members, peers' batches through own layers."""
 
 import time
 from collections.abc import Mapping
@@ -19,15 +17,15 @@ class PassCounts:
     """Counts and times of batches through shared layers since the engine's start."""
 
     own: int = 0  # own batches that went through peers
-    served: int = 0  # batches of peers
-    served_s: float = 0.0  # computing them
-    peer_s: float = 0.0  # own batches were at peers
-    idle_s: float = 0.0  # part of that time in which nothing was computed here
-    peer_bytes: int = 0  # sent to peers with own batches
+    served: int = 0  # batches of peers that were computed here
+    served_s: float = 0.0  # time of computing them
+    peer_s: float = 0.0  # time in which own batches were at peers
+    idle_s: float = 0.0  # part of `peer_s` in which nothing was computed here
+    peer_bytes: int = 0  # bytes sent to peers with own batches
 
 
 class SplitPasses:
-    """Runs batches through shared layers. Callers hold the device lock."""
+    """Runner of batches through shared layers. Its callers hold the device lock."""
 
     def __init__(self, runner: Any, device: DeviceLock) -> None:
         self._runner, self._device = runner, device
@@ -42,7 +40,7 @@ class SplitPasses:
         positions: torch.Tensor,
         embedded: torch.Tensor | None,
     ) -> torch.Tensor:
-        """Return the model's hidden states; raise a PeerError if a part of the layers cannot be reached."""
+        """Return the model's hidden states, or raise a PeerError if a member cannot be reached."""
         batch = internals.batch_in_model(self._block_tokens)
         assert batch is not None
         hidden = embedded if embedded is not None else self._model.embed(input_ids)
@@ -60,7 +58,7 @@ class SplitPasses:
         return hidden
 
     def serve(self, member: Membership, message: Message, offset: int) -> Message:
-        """Compute a peer's batch through the layers kept here; its blocks' rows begin at `offset`."""
+        """Compute a peer's batch through the layers kept here. The rows of its blocks begin at `offset`."""
         positions, hidden, query_start, seq_lens, blocks, slots, *residual = message.tensors
         batch = internals.BatchKv(query_start, seq_lens, blocks, slots, *message.values["sizes"])
         named = batch.entries_in_use(member.blocks, self._block_tokens, len(positions))
@@ -92,11 +90,11 @@ class SplitPasses:
         self, member: Membership, part: int, values: Mapping[str, Any], tensors: list[torch.Tensor]
     ) -> tuple[torch.Tensor, torch.Tensor]:
         device = tensors[0].device
-        tensors = [tensor.to("cpu", copy=True) for tensor in tensors]  # after all work launched before
+        tensors = [tensor.to("cpu", copy=True) for tensor in tensors]  # waits for all launched work
         began, served_s = time.monotonic(), self.counts.served_s
         with self._device.released():
             answer = member.request(part, MessageKind.RUN, values, tensors)
-        away_s = time.monotonic() - began  # with the wait for the device, during which peers are served
+        away_s = time.monotonic() - began  # includes the wait for the device lock, while peers are served
         self.counts.peer_s += away_s
         self.counts.idle_s += max(0.0, away_s - (self.counts.served_s - served_s))
         self.counts.peer_bytes += sum(tensor.nbytes for tensor in tensors)

@@ -1,9 +1,9 @@
-"""Connections between the workers of two engines: one request and answer at a time, with tensors.
+"""Connections between the workers of two engines, for one request and answer with tensors at a time.
 
 Both ends prove that they know the fleet's transfer key, with the handshake of a KV transfer
-(kvtransfer/transfer/wire.py). Every message and every tensor then carries a tag under keys of this
-connection, and tensors are encrypted if both engines have `transfer.encrypt`. Every message names the epoch
-of its split.
+(kvtransfer/transfer/wire.py). After that, headers and tensors are authenticated by tags under keys of this
+connection. Tensors are encrypted if both engines have `transfer.encrypt`. Every message names the epoch of
+its split.
 """
 
 import logging
@@ -28,16 +28,16 @@ from workers.processes import WorkerError
 
 logger = logging.getLogger("conserve.workers.overload")
 
-PURPOSE = b"overload"  # part of the proof, so that a proof for a KV transfer opens no connection here
+PURPOSE = b"overload"  # part of the proof, so that the proof of a KV transfer is not valid here
 MODES = {False: b"clear", True: b"encrypted"}  # of tensors
 HANDSHAKE_S = 5.0
-MESSAGE_S = 30.0  # to receive a request from its first byte to its last, and to send the answer
-MAX_CONNECTIONS = 64  # a peer needs one; a stranger keeps one until the handshake's limit
+MESSAGE_S = 30.0  # limit for receiving a request from its first byte on, and for sending the answer
+MAX_CONNECTIONS = 64  # a peer needs one connection; a stranger holds one until the handshake's limit
 # A host that vanished is noticed after 30 s.
 KEEPALIVE = {socket.TCP_KEEPIDLE: 15, socket.TCP_KEEPINTVL: 5, socket.TCP_KEEPCNT: 3}
 MAX_HEADER = 1 << 20
 MAX_TENSORS_BYTES = 1 << 30
-BATCH_TABLES_BYTES = 64 << 20  # of these, for a batch's positions, slots and block tables
+BATCH_TABLES_BYTES = 64 << 20  # part of them for a batch's positions, slots and block tables
 _LENGTH = struct.Struct("<I")
 DTYPES = {
     str(dtype).removeprefix("torch."): dtype
@@ -50,11 +50,11 @@ class PeerError(WorkerError, ConnectionError):
 
 
 class PeerRefused(PeerError):
-    """The peer refused the request: it is malformed, or the peer is not in the phase that it needs."""
+    """The request was refused: it is malformed, or the peer is not in the phase that it needs."""
 
 
 class SplitEnded(PeerError):
-    """The peer has left this epoch, or was never in it."""
+    """The split of a request is over on the peer, or the peer never took part in it."""
 
 
 def most_batched_tokens(hidden: int, item_bytes: int) -> int:
@@ -63,10 +63,10 @@ def most_batched_tokens(hidden: int, item_bytes: int) -> int:
 
 
 class MessageKind(StrEnum):
-    MEET = "meet"  # answered when the peer has reached the named phase
-    PUT = "put"  # KV of the sender's blocks, to be stored by the peer
-    RUN = "run"  # a batch of the sender, to be computed through the peer's layers
-    GET = "get"  # asks for KV of the sender's blocks
+    MEET = "meet"  # asks for an answer when the peer has reached a phase
+    PUT = "put"  # asks the peer to store KV of the sender's blocks
+    RUN = "run"  # asks the peer to compute a batch of the sender through its layers
+    GET = "get"  # asks for the KV of the sender's blocks
     DONE = "done"
     REFUSED = "refused"
 
@@ -89,8 +89,8 @@ class Message:
 class PeerChannel:
     """One end of a connection after the handshake.
 
-    A message is a header with its tag, then all tensors with one tag, in as few system calls as possible:
-    each of them lets another thread have the interpreter.
+    A message is a header with its tag, and then all tensors with one tag. It is sent in as few system calls
+    as possible, because each call may give the interpreter to another thread.
     """
 
     def __init__(self, peer: socket.socket, sending: wire.Seal, receiving: wire.Seal) -> None:
@@ -135,7 +135,7 @@ class PeerChannel:
 
 
 def _decoded(text: bytes) -> tuple[Header, list[torch.Tensor]]:
-    """Decode a header; return it with empty tensors for the data that follows."""
+    """Return the decoded header, and uninitialised tensors for the data that follows it."""
     try:
         header = msgspec.msgpack.decode(text, type=Header)
         kinds = [(DTYPES[dtype], shape) for dtype, shape in header.tensors]
@@ -153,7 +153,7 @@ def _bytes_of(tensor: torch.Tensor) -> memoryview:
 
 
 def connect_handshake(peer: socket.socket, secret: bytes, encrypt: bool) -> PeerChannel:
-    """Authenticate as the connecting side."""
+    """Authenticate as the connecting side, and return the channel."""
     channel = wire.Channel(peer)
     with channel.within(HANDSHAKE_S):
         nonces = channel.ask(secret, MODES[encrypt], PURPOSE)
@@ -162,7 +162,7 @@ def connect_handshake(peer: socket.socket, secret: bytes, encrypt: bool) -> Peer
 
 
 def accept_handshake(peer: socket.socket, secret: bytes, encrypt: bool) -> PeerChannel:
-    """Authenticate as the listening side; a refused peer is told the reason."""
+    """Authenticate as the listening side, and return the channel; tell a refused peer the reason."""
 
     def check(mode: bytes) -> None:
         if mode != MODES[encrypt]:
@@ -180,7 +180,7 @@ def accept_handshake(peer: socket.socket, secret: bytes, encrypt: bool) -> PeerC
 
 
 def _seals(secret: bytes, nonces: tuple[bytes, bytes], encrypt: bool) -> tuple[wire.Seal, wire.Seal]:
-    """Return what seals messages of the connecting side, and what seals those of the listening side."""
+    """Return the seal for messages of the connecting side, and the seal for those of the listening side."""
     sides = wire.Signer.CONSUMER, wire.Signer.PRODUCER
     consumer, producer = (wire.Seal(secret, side, PURPOSE, *nonces, encrypt=encrypt) for side in sides)
     return consumer, producer
@@ -213,8 +213,8 @@ class PeerConnection:
     def request(self, message: Message, end: float = math.inf) -> Message:
         """Send a message and return the answer, within the limit of one message and before `end`.
 
-        Raises PeerRefused or SplitEnded if the peer says no, PeerError if it does not answer or if the answer
-        is damaged.
+        Raises PeerRefused or SplitEnded if the peer refuses, and PeerError if it does not answer or if the
+        answer is damaged.
         """
         end = min(time.monotonic() + self._limit_s, end)
         try:
@@ -237,7 +237,7 @@ Answer = Callable[[Message], Message]
 
 
 class PeerServer:
-    """Server for the requests of peers, with one thread per connection; runs from the engine's start."""
+    """Server for the requests of peers, with one thread per connection. It runs from the engine's start."""
 
     def __init__(self, host: str, secret: bytes, answer: Answer, *, encrypt: bool = False) -> None:
         try:

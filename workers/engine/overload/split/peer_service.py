@@ -1,4 +1,4 @@
-"""Peer service: answers the requests of other members, in threads of the peer server."""
+"""Peer service: answers the requests of other members in threads of the peer server."""
 
 from collections.abc import Callable
 
@@ -9,7 +9,7 @@ from workers.engine.overload.split.peer_link import Message, MessageKind, PeerRe
 
 
 class PeerService:
-    """Checks that a request belongs to the current split, and carries it out."""
+    """Service that checks that a peer's request belongs to the current split, and carries it out."""
 
     def __init__(self, split: EngineSplit, passes: SplitPasses) -> None:
         self._split, self._passes = split, passes
@@ -24,7 +24,7 @@ class PeerService:
         return handlers[message.kind](message)
 
     def meet(self, message: Message) -> Message:
-        """Answer when this engine has reached the phase, with the facts that members compare."""
+        """Wait until this engine has reached the phase, and return the facts that members compare."""
         member = self._split.wait_for(message, SplitPhase(message.values["phase"]))
         if message.values.get("members") != list(member.members):
             raise PeerRefused(f"epoch {message.epoch} has other members here")
@@ -61,7 +61,7 @@ class PeerService:
             return self._passes.serve(member, message, first_row)
 
     def first_row(self, member: Membership, message: Message) -> int:
-        """Return the first row of the KV of the sender's blocks."""
+        """Return the first row of the sender's region in the layers kept here."""
         return member.region(member.sender(message))
 
     def _rows(self, member: Membership, message: Message) -> list[int]:

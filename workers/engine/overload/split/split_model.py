@@ -1,4 +1,4 @@
-"""Worker's entry point to a split: takes orders, gives reports, and runs the forward pass."""
+"""Entry point of a worker to a split: carries out orders, reports their results, and runs forward passes."""
 
 import logging
 import time
@@ -20,11 +20,11 @@ logger = logging.getLogger("conserve.workers.overload")
 
 
 class SplitModel:
-    """A model whose layers may be shared with other engines; one per worker, used in its thread.
+    """Model of a worker whose layers may be shared with other engines, used in the worker's thread.
 
-    Every engine keeps its scheduler and its requests. Its batches go through all layers in order: those that
-    are here, and the others at the members that keep them. Batches of the other members come here for these
-    layers.
+    Every engine keeps its scheduler and its requests. Its batches go through all layers in order: through the
+    kept layers here, and through the dropped layers at the members that keep them. Batches of the other
+    members come here for the layers that are kept here.
     """
 
     def __init__(
@@ -67,7 +67,7 @@ class SplitModel:
         self._finish(SplitEvent.NOT_SPLIT if reason else SplitEvent.SPLIT, order.epoch, began, reason)
 
     def restore(self, order: RestoreOrder) -> None:
-        """Restore the whole model. A split that was lost meanwhile has already been reported."""
+        """Restore the whole model. If the split was lost meanwhile, this has already been reported."""
         began, member = time.monotonic(), self.split.member
         if member is not None and member.epoch == order.epoch:
             reason = restore_layers(self.split, self.exchange, order, member, began)
@@ -76,7 +76,7 @@ class SplitModel:
     def forward(
         self, input_ids: torch.Tensor, positions: torch.Tensor, embedded: torch.Tensor | None
     ) -> torch.Tensor | None:
-        """Return the model's hidden states; None if a peer is lost, when nothing may be sampled."""
+        """Return the model's hidden states, or None if a peer is lost, so that nothing may be sampled."""
         member = self.split.member
         assert member is not None
         try:
@@ -88,7 +88,7 @@ class SplitModel:
             return None
 
     def take_report(self) -> SplitReport | None:
-        """Return how the last order ended; later calls return None until the next order ends."""
+        """Return the report of how the last order ended, once; None if there is no new report."""
         report, self._report = self._report, None
         return report
 

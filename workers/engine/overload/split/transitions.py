@@ -1,12 +1,12 @@
 """Drop and restore of layers, in the worker's thread with the device lock held.
 
-In a drop an engine gives up the layers that other members keep, and sends those members their KV. All members
-get the order for a step of their own and meet, so that none begins a phase before the others. Until every
-member has the KV of requests, a fault leaves all engines with their whole models and all KV.
+In a drop, an engine gives up the layers that other members keep, and sends their KV to these members. All
+members carry out the order in an iteration of their own, and meet, so that none begins a phase before the
+others. Until every member has received the KV, a fault leaves all engines with their whole models and all KV.
 
-In a restore an engine fetches its KV from the other members, and has its whole model again. The parameters
-come from the engine's own copy on the host. The engine stands still until they are back. It needs no
-agreement of the others, but waits for them, because they fetch their KV here.
+In a restore, an engine fetches its KV from the other members, and copies the dropped parameters from its own
+copy on the host. The engine stands still meanwhile. It needs no agreement of the other members, but waits for
+them before it gives up its rows, because they fetch their KV from it.
 """
 
 import logging
@@ -26,7 +26,7 @@ logger = logging.getLogger("conserve.workers.overload")
 def drop_layers(
     split: EngineSplit, exchange: KvExchange, settings: PeerSettings, order: DropOrder, began: float
 ) -> str:
-    """Drop layers. Return an empty string when the engine is split, else the reason why it is not."""
+    """Drop layers, and return an empty string, or the reason why the engine keeps its whole model."""
     if order.epoch <= split.last_epoch:
         return f"epoch {split.last_epoch} was later"
     member = Membership.from_order(order, len(split.weights))
@@ -52,7 +52,7 @@ def drop_layers(
 
 
 def _meet(split: EngineSplit, member: Membership, settings: PeerSettings) -> None:
-    """Wait for all members, compare their parts, and agree on the size of the pools."""
+    """Wait for all members, compare their layouts and parts, and agree on the size of the pools."""
     split.begin(member)
     member.connect(settings, split.limits)
     offers = [split.most_blocks(member)]
@@ -69,8 +69,8 @@ def _meet(split: EngineSplit, member: Membership, settings: PeerSettings) -> Non
 def restore_layers(
     split: EngineSplit, exchange: KvExchange, order: RestoreOrder, member: Membership, began: float
 ) -> str:
-    """Restore layers. Return an empty string, or why KV was lost; the model is whole in both cases."""
-    # Blocks get their new numbers here. Members know the old ones until they are done.
+    """Restore the whole model, and return an empty string, or the reason why KV was lost."""
+    # Blocks get their new numbers here, but the other members know them by the old numbers.
     if order.moves:
         internals.rename_blocks(split.runner, order.moves)
         split.kv.move(member.kept, order.moves)
@@ -86,7 +86,7 @@ def restore_layers(
         for part in member.others:
             try:
                 member.meet(part, SplitPhase.TAKEN)
-            except PeerError as error:  # this member has gone on or is late; the next may still need its KV
+            except PeerError as error:  # the member is ahead or late, but the next may still fetch its KV
                 logger.info("member %d of epoch %d did not wait: %s", part, member.epoch, error)
     split.make_whole(member)
     return ""
