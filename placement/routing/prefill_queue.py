@@ -221,9 +221,10 @@ class PrefillQueues:
             return
         self._table["free_at"][row] = now + self.wait_s(engine, now) + seconds
         queue[key] = QueuedPrefill(seconds, now, queue_weight)
-        # A prompt that overtakes the running prompt has all other prompts behind it.
-        overtakes = _running_prompt(queue) == key
-        self._table["behind"][row] += _queued_seconds(queue) - seconds if overtakes else seconds
+        if _running_prompt(queue) == key:  # it overtakes the running prompt, and has all others behind it
+            self._table["behind"][row] = _queued_seconds(queue) - seconds
+        else:
+            self._table["behind"][row] += seconds
 
     def prefill_ended(self, key: str, tokens: int, now: float, cached: int = 0) -> None:
         """Update the curve correction from a prefill that ended, and remove its prompt from the queue.

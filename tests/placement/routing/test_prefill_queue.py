@@ -192,6 +192,14 @@ def test_prompts_of_a_higher_class_end_before_earlier_ones(fleet: MakeFleet) -> 
     assert waits(placer, "last", 8.0, each) == 0.0, "nothing is left of those that have ended"
 
 
+def test_an_overdue_prompt_that_overtook_two_others_has_only_these_behind_it(fleet: MakeFleet) -> None:
+    placer = fleet(kv_tokens=10**9, max_prefill_wait_s=1e9)
+    each = CURVE.seconds(20_000)
+    for key, queue_weight in (("a", 0.0), ("b", 0.0), ("gold", 8.0)):
+        placer.place(FirstTurn(key, 20_000, queue_weight=queue_weight), 0.0)
+    assert placer.prefill_wait_s("p0", 4 * each) == pytest.approx(2 * each)
+
+
 def test_the_queue_of_a_lost_prefiller_is_forgotten(fleet: MakeFleet) -> None:
     placer = fleet(prefillers=2, kv_tokens=10**9, max_prefill_wait_s=1e9)
     for number in range(4):
