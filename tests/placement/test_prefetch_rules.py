@@ -17,7 +17,7 @@ def test_an_announced_wait_decides_over_observed_waits() -> None:
     assert RULES.prefetch(1.0, ()) == PrefetchTime(0.5, 0.5)
 
 
-def test_observed_waits_decide_when_none_is_announced() -> None:
+def test_observed_waits_decide_when_no_wait_is_announced() -> None:
     assert RULES.prefetch(None, (100.0, 300.0)) is None  # too few
     # A quarter was shorter.
     assert RULES.prefetch(None, (400.0, 100.0, 300.0, 200.0)) == PrefetchTime(198.0, 2.0)

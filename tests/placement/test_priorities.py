@@ -28,7 +28,9 @@ def test_waiting_owners_get_about_equal_tokens(turns: list[list[tuple[int, float
 
 
 @given(TURNS, st.integers(1, LARGEST))
-def test_sending_turns_one_at_a_time_gains_nothing(others: list[tuple[int, float]], size: int) -> None:
+def test_an_owner_gains_nothing_by_sending_turns_one_at_a_time(
+    others: list[tuple[int, float]], size: int
+) -> None:
     """One owner always waits; the other sends one urgent turn at a time, again and again."""
     steady, rounds, back = deque(others), FairRounds(QUANTUM), 0
     waited = 0

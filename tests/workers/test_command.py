@@ -68,7 +68,7 @@ def test_nixl_transfers_kv_and_our_connector_retains_it() -> None:
     assert command.env["VLLM_NIXL_SIDE_CHANNEL_PORT"] == "2345"
 
 
-def test_keys_travel_in_the_environment_only() -> None:
+def test_keys_are_in_the_environment_and_not_in_the_command_line() -> None:
     command = engine_command(SPEC, START, KEYS, {})
     assert (command.env[KEY_VARIABLE], command.env[SECRET_VARIABLE]) == (KEYS.http, KEYS.transfer)
     assert not any(key in " ".join(command.argv) for key in (KEYS.http, KEYS.transfer))

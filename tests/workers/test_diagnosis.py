@@ -20,7 +20,7 @@ LOGS = Path(__file__).parent / "engine_logs"
         ("not_enough_memory", "not enough memory for KV", "less than desired CPU memory utilization"),
     ],
 )
-def test_a_real_failure_is_recognised(log: str, cause: str, evidence: str) -> None:
+def test_the_cause_of_a_real_failure_is_found_in_its_log(log: str, cause: str, evidence: str) -> None:
     found = diagnose((LOGS / f"{log}.txt").read_text().splitlines())
     assert found.cause == cause
     assert evidence in found.evidence
@@ -46,7 +46,7 @@ def test_a_real_failure_is_recognised(log: str, cause: str, evidence: str) -> No
         ("RuntimeError: operator torchvision::nms does not exist", "torchvision of another build than torch"),
     ],
 )
-def test_errors_of_torch_and_vllm_on_other_machines_are_recognised(line: str, cause: str) -> None:
+def test_the_causes_of_errors_of_torch_and_vllm_on_other_machines_are_found(line: str, cause: str) -> None:
     assert diagnose(["INFO starting", f"(EngineCore pid=12) {line}", "INFO ending"]).cause == cause
 
 

@@ -160,7 +160,7 @@ async def turn(
     return llm.given[-1]
 
 
-async def test_a_caller_may_name_every_parameter(llm: Llm, exact: ExactTokens) -> None:
+async def test_a_caller_may_pass_every_parameter_of_generate_by_name(llm: Llm, exact: ExactTokens) -> None:
     """Pass every parameter by name, as vLLM's realtime API does."""
     params = SimpleNamespace(answer=[1], output_kind=SimpleNamespace(name="DELTA"), extra_args=None)
     given = {"prompt": {"prompt_token_ids": [7]}, "sampling_params": params, "request_id": "request"}
@@ -224,7 +224,9 @@ async def test_a_turn_through_a_prefiller_uses_the_tokens_of_its_text(llm: Llm, 
     assert await turn(exact, llm, [*NEXT, ord("a")], []) == [*NEXT, ord("a")]
 
 
-async def test_a_turn_that_would_not_fit_uses_the_tokens_of_its_text(llm: Llm, exact: ExactTokens) -> None:
+async def test_a_turn_that_would_exceed_the_context_uses_the_tokens_of_its_text(
+    llm: Llm, exact: ExactTokens
+) -> None:
     before = counted("fallbacks", cause="too_long")
     llm.model_config = SimpleNamespace(max_model_len=len(NEXT) + 1)
     await turn(exact, llm, Q, A)
@@ -232,7 +234,7 @@ async def test_a_turn_that_would_not_fit_uses_the_tokens_of_its_text(llm: Llm, e
     assert counted("fallbacks", cause="too_long") == before + 1
 
 
-async def test_a_tokenizer_that_nobody_can_read_changes_nothing(llm: Llm) -> None:
+async def test_prompts_stay_unchanged_if_the_bytes_of_tokens_are_unknown(llm: Llm) -> None:
     exact = ExactTokens(lambda llm: None)
     await turn(exact, llm, Q, A)
     assert await turn(exact, llm, NEXT, []) == NEXT

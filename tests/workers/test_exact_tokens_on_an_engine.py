@@ -103,7 +103,7 @@ def test_an_edited_answer_is_recomputed(engine: EngineProcess) -> None:
     assert "~ edited ~" in says(engine, plain[-same:]), "what follows is as its text tokenises"
 
 
-def test_token_ids_of_a_client_are_not_changed(engine: EngineProcess) -> None:
+def test_prompts_that_a_client_sends_as_token_ids_are_not_changed(engine: EngineProcess) -> None:
     first = engine.post(
         "/v1/completions",
         {"model": "m", "prompt": "once", "max_tokens": 60, "temperature": 1.0, "seed": 3, "min_tokens": 60},

@@ -73,7 +73,7 @@ async def test_tokens_that_either_engine_recomputed_are_reported(engines: Sendin
     assert await engines.send() == SentKv(True, 96)
 
 
-async def test_a_conversation_that_cannot_be_sent_stays(engines: SendingPair) -> None:
+async def test_a_conversation_that_cannot_be_sent_is_reported_as_not_sent(engines: SendingPair) -> None:
     assert await engines.send(tokens=()) == SentKv(False)
     assert await engines.send(tokens=None) == SentKv(False)
     assert engines.source.seen == engines.target.seen == []

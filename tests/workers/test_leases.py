@@ -188,7 +188,7 @@ def test_a_process_with_another_fingerprint_is_ended_instead_of_adopted(director
     until(lambda: not left(directory))
 
 
-def test_leftovers_of_a_killed_host_are_found_and_ended(directory: Path) -> None:
+def test_processes_left_by_a_killed_host_are_found_and_ended(directory: Path) -> None:
     process = start(directory)
     os.kill(process.record.pid, signal.SIGKILL)
     until(lambda: not process.alive())

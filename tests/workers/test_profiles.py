@@ -31,7 +31,7 @@ OTHERS = {
 
 
 @pytest.mark.parametrize("field", [one.name for one in fields(ProfileKey)])
-def test_a_profile_of_something_else_does_not_fit(tmp_path: Path, field: str) -> None:
+def test_a_profile_with_another_key_is_not_found(tmp_path: Path, field: str) -> None:
     store = ProfileStore(tmp_path / "profiles.json")
     store.save(KEY, PROFILE)
     assert str(replace(KEY, **{field: OTHERS[field]})) not in store.coefficients()
@@ -50,7 +50,7 @@ def test_saving_a_profile_keeps_the_others(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("content", ["{", "[]", json.dumps({str(KEY): {"model": {}}})])
-def test_a_damaged_file_is_an_error(tmp_path: Path, content: str) -> None:
+def test_a_damaged_file_of_profiles_is_reported(tmp_path: Path, content: str) -> None:
     path = tmp_path / "profiles.json"
     path.write_text(content)
     with pytest.raises(ProfileStoreError, match=r"profiles\.json"):

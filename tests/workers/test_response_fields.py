@@ -59,7 +59,7 @@ async def test_fields_are_added_to_events_that_carry_the_answer() -> None:
     assert head == start(b"text/event-stream")
 
 
-async def test_other_requests_pass_unchanged() -> None:
+async def test_answers_to_requests_without_the_header_pass_unchanged() -> None:
     body = b'{"previous_response_id":null}'
     sent = [start(b"application/json"), {"type": "http.response.body", "body": body}]
     assert await passed(sent, None) == sent

@@ -198,7 +198,7 @@ def test_the_first_token_line_has_the_length_of_the_prompt(engine: EngineProcess
     assert any(COUNTS.match(line) for line, _ in pieces) and int(prompt) == said > int(cached)
 
 
-def test_a_stop_string_may_span_the_cut(engine: EngineProcess) -> None:
+def test_a_stop_string_across_the_cut_of_a_stream_ends_the_resumed_stream(engine: EngineProcess) -> None:
     body = {**GREEDY, "prompt": "Stop here", "max_tokens": 40}
     free = stream(engine, COMPLETIONS, body, [])
     text = "".join(json.loads(piece[6:])["choices"][0]["text"] for _, piece in free[:-1])

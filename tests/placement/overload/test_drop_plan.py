@@ -45,7 +45,9 @@ def test_every_layer_is_held_by_exactly_one_engine_of_a_group(shape: EngineShape
 
 
 @given(shapes, st.integers(1, 12))
-def test_the_pools_of_a_group_fit_where_the_layers_are(shape: EngineShape, engines: int) -> None:
+def test_the_kv_of_all_members_fits_beside_the_kept_layers_of_each_engine(
+    shape: EngineShape, engines: int
+) -> None:
     """Each kept layer has a region for every engine of the group, in the memory of dropped layers."""
     if engines > shape.layers:
         return
@@ -57,7 +59,7 @@ def test_the_pools_of_a_group_fit_where_the_layers_are(shape: EngineShape, engin
 
 
 @given(shapes, st.integers(2, 12), st.floats(0, 1e7), st.integers(2, 6))
-def test_a_plan_merges_whole_groups_and_gives_each_engine_more(
+def test_a_plan_merges_whole_groups_and_gives_each_engine_more_kv(
     shape: EngineShape, count: int, lacking: float, most: int
 ) -> None:
     made = plan_drop(alone(count), shape, lacking, DropLimits(10.0, most, exchange_s=1e9, reserve=0.0))
@@ -78,7 +80,7 @@ def test_a_larger_demand_never_merges_fewer_engines(count: int) -> None:
         assert less.gained_tokens <= more.gained_tokens
 
 
-def test_without_excess_demand_nothing_changes() -> None:
+def test_a_plan_for_no_lacking_kv_merges_no_groups() -> None:
     made = plan_drop(alone(4), SHAPE, 0, LIMITS)
     assert not made.merged and made.why_no_more is NotDropped.ENOUGH
 
@@ -137,14 +139,14 @@ def test_a_batch_goes_to_each_other_engine_and_back() -> None:
         (replace(SHAPE, layers=1), LIMITS, NotDropped.LARGEST),
     ],
 )
-def test_a_merge_that_does_not_pay_is_refused_with_a_reason(
+def test_a_merge_that_gains_too_little_is_not_made_and_the_reason_is_named(
     shape: EngineShape, limits: DropLimits, why: NotDropped
 ) -> None:
     made = plan_drop(alone(4), shape, 1e6, limits)
     assert not made.merged and made.why_no_more is why
 
 
-def test_an_engine_that_cannot_be_moved_in_time_leaves_the_others_to_pair() -> None:
+def test_engines_pair_without_the_one_whose_kv_cannot_be_moved_in_time() -> None:
     groups = [[Member("full", 219_000, 100)], *alone(3, held=50_000)]
     made = plan_drop(groups, SHAPE, 1e6, replace(LIMITS, exchange_s=0.6))
     assert made.merged and all("full" not in group.engines for group in made.merged)

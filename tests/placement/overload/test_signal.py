@@ -39,7 +39,7 @@ def test_constant_demand_changes_the_state_at_most_once(
 
 
 @given(demands, st.floats(0, 1e6))
-def test_evictable_kv_never_makes_an_overload(demand: KvDemand, evictable: float) -> None:
+def test_evictable_kv_is_never_an_overload(demand: KvDemand, evictable: float) -> None:
     without, much = after((demand, 10)).state, after((replace(demand, evictable=evictable), 10)).state
     assert without.overloaded == much.overloaded and without.asked == much.asked
 

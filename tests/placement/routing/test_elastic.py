@@ -132,7 +132,7 @@ def test_the_decoder_with_the_least_kv_is_kept_unless_another_is_clearly_sooner(
 
 
 @pytest.mark.parametrize(("full", "chosen"), [(1, "d0"), (2, "d1")])
-def test_only_kv_counts_when_many_decoders_are_full(full: int, chosen: str) -> None:
+def test_the_decoder_with_the_least_kv_is_chosen_when_many_decoders_are_full(full: int, chosen: str) -> None:
     placer = a_placer(decoders=5)
     place(placer, "queued", 100_000)
     waits_on(placer, "d0", 0, live_tokens=50_000)
@@ -177,7 +177,7 @@ def test_a_decoder_of_unknown_speed_computes_no_first_prompt() -> None:
     assert place(placer, "new").prefiller is None
 
 
-def test_the_visible_part_of_a_transfer_counts() -> None:
+def test_the_part_of_transfers_that_prefill_does_not_hide_is_in_the_estimate() -> None:
     placer = a_placer(decoders=1)
     placer.observe(state("d0", 0, 1, prompt_share=0.8), 0.0)
     assert place(placer, "a").prefiller == "p0"

@@ -31,7 +31,7 @@ def test_kv_that_can_be_evicted_causes_no_overload() -> None:
     assert looked(running, [4_000]).overloaded
 
 
-def test_waiting_turns_are_counted_in_kv_of_the_pool() -> None:
+def test_waiting_turns_are_counted_in_kv_tokens_of_their_engine() -> None:
     """With four full-attention groups a token takes four tokens of the pool, on the engine and in the
     queue."""
     made = placer()
@@ -50,7 +50,7 @@ def test_waiting_turns_are_counted_in_kv_of_the_pool() -> None:
     assert seen.asked == pytest.approx((4 * 9_100 + 500 + 4 * 3_100 + 500) / 38_000)
 
 
-def test_dropping_makes_room_for_more_conversations_but_not_for_larger_ones() -> None:
+def test_dropping_layers_makes_room_for_more_conversations_but_not_for_larger_ones() -> None:
     made = placer()
     made.engine_up(info("d0"))
     made.observe(state("d0", seq=1, live=8_000), 0.0)

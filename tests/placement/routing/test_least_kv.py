@@ -136,7 +136,7 @@ def test_reservations_alone_spread_a_burst(prompts: list[int]) -> None:
     assert max(held) - min(held) <= max(prompts)
 
 
-def test_a_refusal_names_its_kind_and_a_retry_time() -> None:
+def test_a_refusal_names_its_reason_and_a_retry_time() -> None:
     placer = Placer(PlacerSettings(fill=1.0, headroom_tokens=0), {"prefill": CURVE})
     assert_refused(placer, 10, RefusalReason.NO_DECODER)
     placer.engine_up(engine("d0", kv_tokens=100))

@@ -41,7 +41,7 @@ def test_a_conversation_without_its_decoder_is_restored_from_a_shared_tier(fleet
         assert (placed.receipt.prefiller.why is Why.RESTORED) is shared
 
 
-def test_collocated_uses_every_engine(fleet: MakeFleet) -> None:
+def test_the_collocated_policy_places_conversations_on_every_engine(fleet: MakeFleet) -> None:
     placer = fleet(policy=PlacingPolicy.COLLOCATED)
     used = {
         p.decoder for i in range(4) if isinstance(p := placer.place(FirstTurn(str(i), 100), 0.0), Placement)
@@ -49,13 +49,13 @@ def test_collocated_uses_every_engine(fleet: MakeFleet) -> None:
     assert used == {"p0", "d0", "d1", "d2"}
 
 
-def test_a_tier_without_a_curve_is_refused_when_it_comes_up() -> None:
+def test_a_prefiller_whose_tier_has_no_curve_is_refused_when_it_comes_up() -> None:
     placer = Placer(PlacerSettings(), {"other": CURVE})
     with pytest.raises(MissingCurve, match="prefill"):
         placer.engine_up(engine("p0", Role.PREFILL))
 
 
-def test_a_receipt_is_json_and_bounded(fleet: MakeFleet) -> None:
+def test_a_receipt_of_a_large_fleet_is_short_json(fleet: MakeFleet) -> None:
     placer = fleet(prefillers=50, decoders=50)
     placed = placer.place(FirstTurn("c", 1000), 12.5)
     assert isinstance(placed, Placement)

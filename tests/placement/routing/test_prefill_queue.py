@@ -51,7 +51,7 @@ def test_each_prompt_goes_to_the_prefiller_that_finishes_it_first(arrivals: list
         assert chosen and now + chosen.wait_s + chosen.prefill_s == pytest.approx(ends[placed.prefiller])
 
 
-def test_a_saturated_refusal_names_the_excess_wait(fleet: MakeFleet) -> None:
+def test_a_refusal_by_saturated_prefillers_has_the_excess_wait_as_retry_time(fleet: MakeFleet) -> None:
     placer = fleet(kv_tokens=10**9, max_prefill_wait_s=1.0)
     each = CURVE.seconds(20_000)
     accepted = 0
@@ -85,7 +85,7 @@ def test_an_idle_prefiller_has_no_queue(fleet: MakeFleet) -> None:
     assert before > 0 and placer.prefill_wait_s("p0", 0.1) <= 6.0 and placer.prefill_wait_s("p0", 6.0) == 0
 
 
-def test_a_draining_prefiller_gets_nothing(fleet: MakeFleet) -> None:
+def test_a_draining_prefiller_gets_no_prompts(fleet: MakeFleet) -> None:
     placer = fleet(prefillers=2)
     placer.observe(state("p0", 0, 1, draining=True), 0.0)
     placed = [placer.place(FirstTurn(str(i), 100), 0.0) for i in range(3)]

@@ -35,7 +35,7 @@ def test_an_idle_prefiller_takes_conversations_while_prompts_queue_on_decoders()
     assert roles.changes == 2
 
 
-def test_a_prefiller_that_is_mostly_busy_takes_none() -> None:
+def test_a_prefiller_that_is_mostly_busy_takes_no_conversations() -> None:
     roles = IdlePrefillers(ttft_s=2.0)
     for tick, now in enumerate(seconds(60.0)):
         roles.decoder_reported("d0", 2.0, now)
@@ -93,13 +93,13 @@ def test_the_idle_prefiller_keeps_a_new_conversation_for_life_and_the_receipt_sa
     assert set(placer.engine_down("p0")) == {"a"}
 
 
-def test_with_fixed_roles_a_prefiller_takes_none() -> None:
+def test_a_prefiller_with_fixed_roles_takes_no_conversations() -> None:
     placer = a_placer(PrefillerRoles.FIXED)
     placed = placer.place(FirstTurn("a", 10_000), queue_on_decoders(placer))
     assert isinstance(placed, Placement) and placed.decoder != "p0"
 
 
-def test_conversations_are_divided_by_the_kv_in_use() -> None:
+def test_decoders_and_idle_prefillers_share_conversations_by_the_kv_in_use() -> None:
     placer = a_placer()
     now = queue_on_decoders(placer)
     for number in range(12):
@@ -109,7 +109,7 @@ def test_conversations_are_divided_by_the_kv_in_use() -> None:
     assert max(in_use) - min(in_use) <= 20_000, in_use
 
 
-def test_a_prefiller_with_a_queue_of_its_own_takes_none_that_others_would_answer_sooner() -> None:
+def test_a_prefiller_with_a_queue_takes_no_conversation_that_others_would_answer_sooner() -> None:
     placer = a_placer()
     now = queue_on_decoders(placer)
     held = placer.place(FirstTurn("held", 10_000), now)
@@ -126,7 +126,7 @@ def test_a_prefiller_with_a_queue_of_its_own_takes_none_that_others_would_answer
     ("roles", "share", "taking", "prompt_load"),
     [(PrefillerRoles.FIXED, 1.0, 0, 1 / 3), (PrefillerRoles.ELASTIC, 0.5, 1, 1 / 2.5)],
 )
-def test_advice_and_autoscaler_know_the_prefillers_that_hold_conversations(
+def test_advice_and_autoscaler_count_the_prefillers_that_hold_conversations(
     roles: PrefillerRoles, share: float, taking: int, prompt_load: float
 ) -> None:
     """Such prefillers' KV counts as decoders' KV; the time that their turns leave is time for prompts."""
@@ -161,7 +161,7 @@ def test_signals_have_the_mean_wait_over_decoders_whose_speed_is_known() -> None
     assert unknown.signals(0, now).decoder_wait_s == 0.0
 
 
-def test_turns_that_fit_on_no_decoder_count_as_pressure() -> None:
+def test_turns_that_fit_on_no_decoder_count_in_the_decoders_pressure() -> None:
     """Two decoders are four fifths full, and a conversation of half a decoder waits for one of them."""
     placer = a_placer(PrefillerRoles.FIXED)
     for name in ("d0", "d1"):

@@ -91,7 +91,7 @@ def test_the_estimate_of_a_decoder_leaves_out_the_prefix_that_it_has() -> None:
     assert again.receipt.estimates.local_s < cold.receipt.estimates.local_s / 2
 
 
-def test_a_prefiller_is_not_taken_for_faster_because_it_had_cached_a_prefix() -> None:
+def test_a_prompt_with_a_cached_prefix_does_not_make_its_prefiller_look_faster() -> None:
     """A prompt with a cached prefix takes less time, but the prefiller has not become faster."""
     placer = a_placer()
     now = 0.0
@@ -104,7 +104,7 @@ def test_a_prefiller_is_not_taken_for_faster_because_it_had_cached_a_prefix() ->
     assert chosen is not None and chosen.prefill_s == pytest.approx(CURVE.seconds(8_500), rel=0.05)
 
 
-def test_the_longest_prefix_counts_and_memory_is_bounded() -> None:
+def test_the_longest_known_prefix_counts_and_the_number_of_prefixes_is_bounded() -> None:
     prefixes, long = PrefixMap(), PromptPrefix(b"and an example", 9_000)
     prefixes.record("a", (SYSTEM,), "p0", 8_500, 0.0)
     prefixes.record("b", (SYSTEM, long), "p1", 9_500, 0.0)
@@ -190,7 +190,7 @@ def test_a_failed_prompt_does_not_remove_a_prefix_that_another_prompt_brought() 
     assert prefixes.cached_tokens((SYSTEM,), 2.0) == {"p": 8_000}
 
 
-def test_a_cached_prefix_is_shorter_than_the_prompt() -> None:
+def test_the_estimate_of_cached_tokens_is_less_than_the_prompt() -> None:
     """An estimate from bytes may be too large: an image has many bytes and few tokens."""
     placer = a_placer(FirstTurns.ELASTIC)
     image = (PromptPrefix(b"image", 60_000),)

@@ -39,7 +39,7 @@ def test_the_iteration_ends_before_the_most_urgent_deadline() -> None:
     assert 0 < soon < later
 
 
-def test_the_batch_grows_by_one_and_is_reset_after_a_violation() -> None:
+def test_the_batch_grows_by_one_and_is_reset_after_a_missed_deadline() -> None:
     policy = policy_with({"batch_start": 2}, "bros")
     requests = [offline(f"off{i}", 100, 99) for i in range(10)]
     served = []

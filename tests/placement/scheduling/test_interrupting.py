@@ -35,13 +35,13 @@ def test_an_arrival_that_meets_its_ttft_does_not_raise_the_flag() -> None:
     assert not raises(replace(LONG, seconds=0.5), ttft_share=1.0)
 
 
-def test_an_arrival_waits_only_for_a_share_of_its_ttft() -> None:
+def test_an_arrival_that_would_wait_for_more_than_a_share_of_its_ttft_raises_the_flag() -> None:
     within_the_target = replace(LONG, seconds=0.5)
     assert raises(within_the_target, ttft_share=0.5)
     assert not raises(replace(LONG, seconds=0.2), ttft_share=0.5)
 
 
-def test_queued_prompts_count_as_waiting_time() -> None:
+def test_prompts_queued_before_an_arrival_add_to_its_waiting_time() -> None:
     almost = replace(LONG, seconds=0.5)
     assert raises(almost, queued=BatchWork.of([(300, 0)] * 5), ttft_share=1.0)
 
@@ -54,14 +54,14 @@ def test_an_iteration_that_is_nearly_done_is_not_aborted() -> None:
     assert not raises(replace(LONG, seconds=0.8, passed_s=0.799), queued=BatchWork.of([(9000, 0)]))
 
 
-def test_much_work_is_not_thrown_away_for_a_small_gain() -> None:
+def test_an_iteration_is_not_aborted_if_that_loses_much_work_and_saves_little_time() -> None:
     late_in_it = replace(LONG, seconds=0.4, passed_s=0.3)  # its TTFT of 0.5 s is kept either way
     assert not raises(late_in_it)
     assert raises(late_in_it, ttft_share=0.25, abort_worth=0.3)
     assert raises(replace(late_in_it, passed_s=0.2)), "as much is won as is lost"
 
 
-def test_an_arrival_that_would_miss_its_target_aborts_at_any_cost() -> None:
+def test_an_arrival_that_would_miss_its_target_aborts_however_much_work_is_lost() -> None:
     assert raises(replace(LONG, seconds=1.6, passed_s=1.1))
 
 
@@ -79,6 +79,6 @@ def test_without_safepoints_no_flag_is_raised() -> None:
 
 
 @pytest.mark.parametrize("policy", ["bros", "sarathi", "non_preemptive", "online_only"])
-def test_the_other_policies_preempt_between_iterations_only(policy: str) -> None:
+def test_only_the_conserve_policy_aborts_running_iterations(policy: str) -> None:
     chosen = make_policy(ServingSettings(policy))
     assert not chosen.interrupts(NEW, QUEUED, LONG, MODEL)

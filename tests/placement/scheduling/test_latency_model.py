@@ -57,13 +57,13 @@ def test_one_token_more_than_max_tokens_misses_the_target(
         assert model.seconds(work.plus(tokens + 1, context)) > target - 1e-9
 
 
-def test_without_a_limit_all_tokens_fit() -> None:
+def test_all_tokens_fit_into_an_iteration_without_a_time_limit() -> None:
     for per_attended in (0.0, 1e-7):
         model = LatencyModel(1e-6, per_attended, 0, 0.03)
         assert model.max_tokens(BatchWork(), 100, 50, math.inf) == 50
 
 
-def test_longer_context_leaves_room_for_fewer_tokens() -> None:
+def test_fewer_tokens_of_a_request_with_a_longer_context_fit() -> None:
     fitting = [TRUE.max_tokens(BatchWork(), context, 10_000, 0.2) for context in (0, 10_000, 40_000)]
     assert fitting[0] > fitting[1] > fitting[2] > 0
 
@@ -96,14 +96,14 @@ def test_no_coefficient_of_a_fit_is_negative_on_pure_noise() -> None:
     assert min(astuple(fit(samples))) >= 0
 
 
-def test_a_term_without_samples_keeps_its_prior() -> None:
+def test_a_coefficient_without_samples_keeps_the_priors_value() -> None:
     decode_only = [Sample(BatchWork.of([(1, c)] * 4), 0.01) for c in range(100, 1000, 100)]
     long_prefill = BatchWork.of([(4096, 0)])
     assert fit(decode_only, TRUE).seconds(long_prefill) == pytest.approx(TRUE.seconds(long_prefill), rel=0.5)
     assert fit(decode_only).seconds(long_prefill) > 5 * TRUE.seconds(long_prefill)
 
 
-def test_a_fit_adds_no_term_that_the_prior_lacks() -> None:
+def test_a_coefficient_that_is_zero_in_the_prior_stays_zero() -> None:
     paper = LatencyModel(per_token=2e-4, per_attended=4e-8, per_context=3e-7, constant=8e-3)
     found = fit(measured(300, noise=0.02), paper)
     assert (found.per_before, found.per_request) == (0, 0)
@@ -114,7 +114,7 @@ def test_negative_coefficients_are_refused() -> None:
         LatencyModel(-1e-6, 0, 0, 0)
 
 
-def test_armed_iterations_have_a_constant_of_their_own() -> None:
+def test_the_added_time_of_armed_iterations_is_learned_apart_from_that_of_others() -> None:
     base = LatencyModel(per_token=1e-5, per_attended=0, per_context=1e-7, constant=5e-3, armed=5e-4)
     corrected = SelfCorrecting(base)
     decodes = [BatchWork.of([(1, 500 + at)] * 8) for at in range(200)]
@@ -126,6 +126,6 @@ def test_armed_iterations_have_a_constant_of_their_own() -> None:
     assert corrected.fitted.seconds(armed) == pytest.approx(base.seconds(plain) + 1.2e-3, rel=0.03)
 
 
-def test_adding_requests_keeps_a_step_armed() -> None:
+def test_armed_work_stays_armed_when_requests_are_added() -> None:
     armed = replace(BatchWork.of([(10, 5)]), armed=1)
     assert armed.plus(1, 4).armed == (BatchWork.of([(3, 3)]) + armed).armed == (armed + armed).armed == 1

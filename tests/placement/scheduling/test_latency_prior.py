@@ -30,15 +30,15 @@ def test_an_accelerator_is_found_by_its_drivers_name(device: str, name: str) -> 
 
 
 @pytest.mark.parametrize("device", ["Intel(R) Xeon(R) Processor x1", "AMD Instinct MI300X", ""])
-def test_an_unknown_device_is_no_accelerator(device: str) -> None:
+def test_an_unknown_device_name_gives_no_accelerator(device: str) -> None:
     assert accelerator_of(device) is None
 
 
-def test_every_accelerator_has_its_source() -> None:
+def test_every_accelerator_names_the_source_of_its_figures() -> None:
     assert all(one.source for one in ACCELERATORS.values())
 
 
-def test_the_prior_is_near_what_the_hardware_allows() -> None:
+def test_the_prior_of_an_8b_model_on_an_h100_predicts_plausible_times() -> None:
     model = prior(H100, EIGHT_B, 1)
     prompt, token = BatchWork.of([(8192, 0)]), BatchWork.of([(1, 8192)])
     assert 0.15 < model.seconds(prompt) < 0.6  # 14 to 55 thousand tokens a second

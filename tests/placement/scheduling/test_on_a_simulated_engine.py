@@ -65,7 +65,7 @@ def test_every_online_request_gets_all_its_tokens_in_order(name: str) -> None:
 
 
 @pytest.mark.parametrize("name", POLICIES)
-def test_all_blocks_are_released_at_the_end(name: str) -> None:
+def test_all_blocks_are_free_when_all_requests_have_ended(name: str) -> None:
     policy = make_policy(ServingSettings(name, SLO))
     engine = SimulatedCoServing(policy, SHAPE, TRUTH)
     engine.run(
@@ -87,7 +87,7 @@ def test_conserve_keeps_online_latency_near_alone_and_offline_throughput_near_th
     assert ours.offline_tokens > 0.75 * most.offline_tokens
 
 
-def test_safepoints_shorten_the_first_token() -> None:
+def test_safepoints_shorten_the_time_to_the_first_token() -> None:
     with_them, without = run("conserve"), run("conserve", safepoints=False)
     assert with_them.aborts > 0
     assert without.aborts == 0
@@ -109,7 +109,7 @@ def test_bros_starts_waiting_offline_requests_by_blocks_to_restore() -> None:
     assert orders[0] != orders[1]
 
 
-def test_a_checkpoint_saves_what_preemption_would_compute_again() -> None:
+def test_a_checkpoint_saves_recomputation_after_preemptions() -> None:
     tight = SimulatedShape(blocks=420, max_tokens=1024)
     without = SimulatedShape(blocks=420, max_tokens=1024, checkpoint=False)
     assert run("conserve", tight).preemptions > 0

@@ -31,7 +31,7 @@ def test_an_iteration_with_online_requests_is_predicted_to_meet_the_tightest_tbt
         assert seconds_of(on + off, tokens) <= SLO.tbt_s
 
 
-def test_the_tightest_target_in_the_batch_decides() -> None:
+def test_a_request_with_a_tighter_target_leaves_offline_work_fewer_tokens() -> None:
     policy = make_policy(ServingSettings("conserve"))
     loose = fill(policy, view(online("a"), offline("off")))["off"]
     tight = fill(policy, view(online("a"), online("b", slo=type(SLO)(0.5, 0.02)), offline("off")))["off"]
@@ -71,7 +71,7 @@ def test_sarathi_fills_its_chunk_whatever_the_context() -> None:
         assert fill(policy, view(online("on"), request, max_tokens=512))["off"] == 511
 
 
-def test_non_preemptive_keeps_the_turn_of_running_offline_requests() -> None:
+def test_the_non_preemptive_policy_keeps_running_offline_requests_in_their_order() -> None:
     state = view(offline("off", 4000), waiting=(arrived("new", 300),), free=0)
     plan = make_policy(ServingSettings("non_preemptive")).plan(state, MODEL)
     assert plan.preempt == ()
@@ -79,7 +79,7 @@ def test_non_preemptive_keeps_the_turn_of_running_offline_requests() -> None:
 
 
 @pytest.mark.parametrize("name", POLICIES)
-def test_no_policy_gives_more_than_the_iteration_holds(name: str) -> None:
+def test_no_policy_gives_more_tokens_than_an_iteration_may_have(name: str) -> None:
     state = view(
         *(online(f"on{i}") for i in range(10)),
         *(offline(f"off{i}") for i in range(10)),
@@ -89,7 +89,7 @@ def test_no_policy_gives_more_than_the_iteration_holds(name: str) -> None:
 
 
 @pytest.mark.parametrize("name", [name for name in POLICIES if name != "bros"])
-def test_online_decoding_is_never_left_out(name: str) -> None:
+def test_every_policy_gives_each_decoding_online_request_its_token(name: str) -> None:
     state = view(*(offline(f"off{i}", 100, 90) for i in range(10)), *(online(f"on{i}") for i in range(40)))
     tokens = fill(make_policy(ServingSettings(name)), state)
     assert all(tokens[f"on{i}"] == 1 for i in range(40))
@@ -100,7 +100,7 @@ def test_an_unknown_policy_is_refused_with_the_known_names() -> None:
         make_policy(ServingSettings("fifo"))
 
 
-def test_the_last_chunk_of_a_prompt_is_not_filled_up_past_its_ttft() -> None:
+def test_offline_work_beside_a_prompts_last_chunk_shrinks_when_its_ttft_is_near() -> None:
     policy = make_policy(ServingSettings("conserve"))
     early = online("on", tokens=300, computed=290, last_token=None, arrival=9.9)
     due = online("on", tokens=300, computed=290, last_token=None, arrival=9.51)

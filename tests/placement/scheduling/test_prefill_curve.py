@@ -9,7 +9,9 @@ MODEL = LatencyModel(per_token=2e-5, per_attended=9e-10, per_context=4e-8, const
 
 
 @given(st.integers(1, 100_000), st.integers(0, 100_000))
-def test_a_prompt_is_prefilled_in_chunks_on_top_of_what_is_cached(appended: int, cached: int) -> None:
+def test_only_the_uncached_tokens_of_a_prompt_are_prefilled_chunk_by_chunk(
+    appended: int, cached: int
+) -> None:
     prompt = cached + appended
     whole = prompt_seconds(MODEL, prompt, prompt, cached)
     assert whole == pytest.approx(MODEL.seconds(BatchWork().plus(appended, cached)))
@@ -19,14 +21,14 @@ def test_a_prompt_is_prefilled_in_chunks_on_top_of_what_is_cached(appended: int,
 
 
 @pytest.mark.parametrize("chunk", [2_048, 8_192])
-def test_the_curve_is_near_the_cost_of_the_chunks(chunk: int) -> None:
+def test_a_curve_is_within_a_tenth_of_the_summed_times_of_the_chunks(chunk: int) -> None:
     curve = curve_of(MODEL, chunk)
     for prompt in (chunk, 3 * chunk, 100_000):
         assert curve.seconds(prompt) == pytest.approx(prompt_seconds(MODEL, chunk, prompt), rel=0.1)
 
 
 @given(st.floats(0.001, 0.5), st.floats(1e-6, 1e-3), st.floats(1e-11, 1e-8))
-def test_fit_finds_the_curve_behind_its_samples(a: float, b: float, c: float) -> None:
+def test_a_fit_recovers_the_curve_that_made_its_samples(a: float, b: float, c: float) -> None:
     truth = PrefillCurve(a, b, c)
     sizes = [128, 512, 2048, 8192, 32768, 131072]
     found = fit_curve([(n, truth.seconds(n)) for n in sizes])
@@ -35,7 +37,7 @@ def test_fit_finds_the_curve_behind_its_samples(a: float, b: float, c: float) ->
     assert found.seconds(50_000) == pytest.approx(truth.seconds(50_000), rel=1e-5)
 
 
-def test_fit_weighs_short_prompts_as_much_as_long_ones() -> None:
+def test_a_fit_weighs_short_prompts_as_much_as_long_ones() -> None:
     truth = PrefillCurve(0.02, 4e-5, 4e-10)
     samples = [(n, truth.seconds(n)) for n in (256, 1024, 4096, 16384, 65536, 131072)]
     samples[-1] = (131072, truth.seconds(131072) * 1.1)

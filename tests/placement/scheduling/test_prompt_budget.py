@@ -59,13 +59,13 @@ def test_no_prompt_starts_before_an_overdue_one_that_lacks_memory(name: str) -> 
     assert plan.waiting == ("big", "new")
 
 
-def test_a_prompt_that_ends_does_not_wait_for_a_part_of_the_next_one() -> None:
+def test_an_iteration_in_which_a_prompt_ends_has_no_part_of_the_next_prompt() -> None:
     behind = (arrived("next", 2500), arrived("third", 2600))
     tokens = given("prompts_in_order", started("ends", 50), offline("off"), waiting=behind)
     assert tokens == {"ends": 50, "off": 0, "next": 0, "third": 0}
 
 
-def test_an_overdue_prompt_joins_the_iteration_in_which_another_one_ends() -> None:
+def test_an_overdue_prompt_joins_the_iteration_in_which_another_prompt_ends() -> None:
     tokens = given("prompts_in_order", started("ends", 50), waiting=(arrived("next", 2500, at=-50.0),))
     assert tokens["next"] > 0
 
@@ -94,7 +94,7 @@ def test_a_request_that_arrives_after_the_plan_gets_the_remaining_time() -> None
     assert plan.builder.take(arrived("later", 3000), 2000) == 1
 
 
-def test_a_higher_class_goes_first_but_a_lower_one_is_not_left_out_for_longer_than_the_difference() -> None:
+def test_a_lower_class_goes_first_once_left_out_for_longer_than_the_weight_difference() -> None:
     first, gold = arrived("first", 2000, 10.0), replace(arrived("gold", 2000, 15.0), queue_weight=10.0)
     late = replace(gold, key="late", arrival=21.0)
 
@@ -110,7 +110,7 @@ def test_a_higher_class_goes_first_but_a_lower_one_is_not_left_out_for_longer_th
     assert order(served) == ["gold", "late", "first"]
 
 
-def test_old_prompts_of_a_lower_class_do_not_delay_a_higher_one_while_some_are_served() -> None:
+def test_a_higher_class_stays_first_while_some_old_prompts_of_a_lower_class_are_served() -> None:
     """In a lasting overload every prompt of the lower class has waited for longer than the difference of the
     weights."""
     policy = make_policy(ServingSettings("prompts_in_order"))
@@ -137,7 +137,7 @@ def test_the_tightest_target_of_decoding_requests_bounds_the_prompts_of_all_clas
 
 
 @BOTH
-def test_decoding_requests_of_every_class_have_their_token(name: str) -> None:
+def test_decoding_requests_of_every_class_get_a_token(name: str) -> None:
     """Classes order waiting prompts; they take nothing from requests that run."""
     higher = replace(online("higher"), queue_weight=5.0)
     lower = [online(f"lower-{number}", 40_001, 40_000) for number in range(20)]

@@ -34,7 +34,7 @@ def test_a_shorter_prompt_is_due_first_and_a_longer_one_ages() -> None:
 
 
 @given(st.integers(5_000, 60_000), st.integers(500, 8_192))
-def test_no_other_chunk_size_is_faster(prompt: int, other: int) -> None:
+def test_no_other_chunk_size_computes_a_long_prompt_faster(prompt: int, other: int) -> None:
     def seconds(chunk: int) -> float:
         parts = [(min(chunk, prompt - at), at) for at in range(0, prompt, chunk)]
         return sum(MODEL.seconds(BatchWork.of([part])) for part in parts)

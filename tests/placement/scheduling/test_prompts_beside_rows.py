@@ -28,7 +28,7 @@ def test_offline_work_joins_a_prompt_that_has_time() -> None:
     assert tokens["off"] > 0
 
 
-def test_a_prompt_has_the_time_until_the_next_token_is_due() -> None:
+def test_a_prompt_gets_the_time_until_the_next_token_is_due() -> None:
     fresh = given(online("a"), waiting=(LONG,))
     set_back = given(online("a", last_token=9.98), waiting=(LONG,))
     assert 0 < set_back["new"] < fresh["new"] < 1500
@@ -55,7 +55,7 @@ def test_offline_work_has_less_time_when_a_token_is_due_sooner() -> None:
     assert 0 < waited < rested
 
 
-def test_a_prompt_alone_has_the_whole_iteration() -> None:
+def test_a_prompt_beside_no_decoding_request_gets_the_whole_iteration() -> None:
     assert given(waiting=(arrived("new", 3000, at=9.0),))["new"] == 2048
 
 
@@ -74,7 +74,7 @@ def test_the_margin_follows_prediction_errors() -> None:
     assert slow < configured < exact
 
 
-def test_occasional_late_iterations_cost_offline_tokens_but_none_of_prompts() -> None:
+def test_occasional_late_iterations_cost_offline_tokens_but_no_prompt_tokens() -> None:
     policy = make_policy(ServingSettings(margin=0.1))
     for number in range(2_000):
         seconds = 0.048 if number % 10 == 0 else 0.04

@@ -39,7 +39,7 @@ def test_an_engine_that_only_prefills_is_predicted_well_after_a_few_prompts() ->
     assert learning.fitted.seconds(wanted) == pytest.approx(TRUE.seconds(wanted), rel=0.1)
 
 
-def test_a_long_stretch_of_decoding_does_not_make_it_forget_prefills() -> None:
+def test_a_long_period_of_decoding_does_not_make_the_model_forget_prefills() -> None:
     learning = SelfCorrecting(CONSERVATIVE)
     for sample in measured(320, noise=0.02):
         learning.observe(sample.work, sample.seconds)
@@ -50,7 +50,7 @@ def test_a_long_stretch_of_decoding_does_not_make_it_forget_prefills() -> None:
     assert learning.model.seconds(prefill) == pytest.approx(TRUE.seconds(prefill), rel=0.15)
 
 
-def test_disturbed_iterations_are_not_learned_from() -> None:
+def test_the_model_does_not_learn_from_disturbed_iterations() -> None:
     learning = SelfCorrecting(TRUE)
     rng = random.Random(5)
     for sample in measured(640, noise=0.02):
@@ -77,7 +77,7 @@ def test_a_result_that_the_host_took_late_does_not_spoil_the_model() -> None:
         assert learning.fitted.seconds(chunk) == pytest.approx(GPU.seconds(chunk), rel=0.15), number
 
 
-def test_samples_that_an_early_misfit_contradicts_are_not_lost() -> None:
+def test_samples_that_contradict_an_early_bad_fit_are_kept() -> None:
     learning = SelfCorrecting(GPU)
     decode, prompt = BatchWork.of([(1, 100)]), BatchWork.of([(1, 100), (1_200, 500)])
     for _ in range(40):  # a driver that computed prompts in a fifth of the time, and then does no longer
@@ -97,7 +97,7 @@ def test_the_model_follows_an_engine_that_became_slower() -> None:
     assert learning.model.seconds(decode) == pytest.approx(2 * TRUE.seconds(decode), rel=0.05)
 
 
-def test_corrections_are_bounded() -> None:
+def test_a_corrected_coefficient_stays_within_its_bound() -> None:
     learning = SelfCorrecting(TRUE, bound=3.0)
     for _ in range(200):
         learning.observe(BatchWork.of([(64, 0)]), 60.0)

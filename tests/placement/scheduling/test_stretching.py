@@ -37,14 +37,14 @@ def test_more_decoding_requests_shorten_iterations_until_decoding_alone_fills_th
     assert all(MODEL.seconds(BatchWork.of([(1, 999)] * n)) <= stretched(n) for n in range(1, 60))
 
 
-def test_offline_work_keeps_some_of_the_target_beside_long_contexts() -> None:
+def test_offline_work_gets_a_quarter_of_the_remaining_target_beside_long_contexts() -> None:
     long = BatchWork.of([(1, 8999)] * 10)  # 10 ms each
     assert stretched_iteration_s(long, 0.2, MODEL, 2.0) == pytest.approx(0.11 + (0.2 - 0.11) / 4)
     free = LatencyModel(per_token=0.0, per_attended=0.0, per_context=1e-6, constant=0.0)
     assert stretched_iteration_s(long, 0.2, free, 2.0) == pytest.approx(0.09 + (0.2 - 0.09) / 4)
 
 
-def test_the_strictest_target_counts() -> None:
+def test_the_tightest_tbt_target_of_decoding_requests_limits_an_iteration() -> None:
     others = [online(f"a{number}", 1000, 999, slo=TurnTargets(1.0, TBT_S)) for number in range(2)]
     mixed = (*others, online("strict", 1000, 999, slo=TurnTargets(1.0, 0.05)))
     asked = replace(mixed[0], last_token=0.0)

@@ -40,7 +40,7 @@ def given_for(seen: Signals, *, prefills: bool = True) -> dict[Action, int]:
         (signals(decoders=0, pressure=1.0), {Action.ADD_DECODERS: 1}),
     ],
 )
-def test_advice_follows_the_signals(seen: Signals, expected: dict[Action, int]) -> None:
+def test_each_signal_gives_the_expected_advice(seen: Signals, expected: dict[Action, int]) -> None:
     assert given_for(seen) == expected
 
 
@@ -110,7 +110,7 @@ def test_a_fleet_without_disaggregation_gets_no_advice_on_prefillers() -> None:
     assert given_for(signals(load=0.0, prefillers=0), prefills=False) == {}
 
 
-def test_the_reason_names_the_numbers() -> None:
+def test_the_reason_for_advice_has_the_numbers_behind_it() -> None:
     (one,) = advise(signals(load=1.2, prefill_wait_s=4.0), LIMITS, LONGEST_WAIT_S)
     assert one == Recommendation(
         Action.ADD_PREFILLERS,

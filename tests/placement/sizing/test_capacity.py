@@ -17,7 +17,7 @@ def signals(watch: CapacityWatch, prefillers: int, now: float) -> Signals:
 
 
 @given(st.floats(0.1, 3), st.floats(0.05, 2))
-def test_a_steady_demand_is_measured(load: float, gap: float) -> None:
+def test_the_measured_load_equals_a_steady_demand(load: float, gap: float) -> None:
     watch, now = CapacityWatch(window_s=20), 0.0
     while now < 200:
         now += gap

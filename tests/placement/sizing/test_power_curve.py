@@ -27,6 +27,6 @@ def test_a_cap_at_or_below_idle_is_refused(watts: float) -> None:
         A40.capped(watts)
 
 
-def test_a_curve_out_of_order_is_refused() -> None:
+def test_a_power_curve_whose_levels_are_out_of_order_is_refused() -> None:
     with pytest.raises(PowerCurveError):
         PowerCurve(limit_w=300, idle_w=100, decode_w=90, prefill_w=300)

@@ -45,7 +45,7 @@ def test_parking_never_needs_more_decoders(mean: Means, share: float) -> None:
 
 
 @given(st.floats(0.1, 100))
-def test_prefillers_carry_the_rate_asked_for(rate: float) -> None:
+def test_the_computed_number_of_prefillers_carries_the_given_rate(rate: float) -> None:
     count = prefillers_for(SWE, PAPER, rate)
     assert provision(SWE, PAPER, count, rate).load.prefill <= 0.9 + 1e-9
 

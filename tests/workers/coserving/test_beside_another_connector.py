@@ -52,7 +52,7 @@ BESIDE = {
 }
 
 
-def test_steps_with_offline_work_are_armed_and_undone(small_model: Path) -> None:
+def test_iterations_with_offline_work_are_armed_and_rolled_back(small_model: Path) -> None:
     engine = ModelFreeEngine(small_model, beside=BESIDE)
     prompt = list(range(32, 32 + 3 * BLOCK))
     engine.ask("batch", prompt, 4, priority=1)
@@ -66,7 +66,7 @@ def test_steps_with_offline_work_are_armed_and_undone(small_model: Path) -> None
     assert engine.outputs == {"batch": expected(prompt, 4), "turn": expected(prompt[: 2 * BLOCK], 4)}
 
 
-def test_steps_without_offline_work_are_not_armed(small_model: Path) -> None:
+def test_iterations_without_offline_work_are_not_armed(small_model: Path) -> None:
     engine = ModelFreeEngine(small_model, beside=BESIDE)
     engine.ask("turn", [40] * (3 * BLOCK), 2, priority=0)
     engine.step(abort_share=0.0)

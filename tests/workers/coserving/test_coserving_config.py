@@ -31,12 +31,12 @@ def test_an_engine_without_settings_gets_the_defaults() -> None:
 
 
 @pytest.mark.parametrize("wrong", [{"polcy": 1}, {"serving": {"ttft": 1}}, {"safepoint_every": 0}])
-def test_wrong_settings_are_reported(wrong: dict[str, object]) -> None:
+def test_wrong_coserving_settings_are_reported(wrong: dict[str, object]) -> None:
     with pytest.raises(CoServingConfigError):
         CoServingConfig.from_additional_config({"coserving": wrong})
 
 
-def test_start_settings_reach_the_engine() -> None:
+def test_measurements_for_a_start_reach_the_engines_settings() -> None:
     known = StartingKnowledge({str(KEY): asdict(MEASURED)}, 400.0)
     told = json.loads(with_knowledge(json.dumps(SET.to_additional_config()), known))
     wanted = replace(SET, profiles=known.profiles, power_cap_w=400.0)

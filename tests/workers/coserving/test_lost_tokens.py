@@ -31,5 +31,5 @@ def test_tokens_in_the_prefix_cache_are_not_lost(small_model: Path) -> None:
     assert lost_after_preemption(small_model, 1, forgotten=False) == 150 - 128
 
 
-def test_online_requests_do_not_count(small_model: Path) -> None:
+def test_recomputed_tokens_of_online_requests_do_not_count_as_lost(small_model: Path) -> None:
     assert lost_after_preemption(small_model, 0, forgotten=True) == 0

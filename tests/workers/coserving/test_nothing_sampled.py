@@ -10,7 +10,9 @@ from tests.support.device import LateCuda
 from workers.engine.compat.coserving_runner import nothing_sampled
 
 
-def test_the_next_step_may_overwrite_the_inputs_of_an_aborted_one(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_inputs_of_an_aborted_iteration_are_copied_before_the_next_may_overwrite_them(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     """vLLM's input buffers are pinned memory: copies out of them are launched, not done."""
     cuda = LateCuda()
     monkeypatch.setattr(torch.cuda, "current_stream", cuda.current_stream)

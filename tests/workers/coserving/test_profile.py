@@ -19,7 +19,7 @@ def quartile(records: list[IterationRecord], repeats: int) -> list[tuple[int, fl
     return [(sample.work.new_tokens, sample.seconds) for sample in samples_of(records, repeats)]
 
 
-def test_every_point_fits_the_engine() -> None:
+def test_every_point_of_the_grid_is_within_the_engines_limits() -> None:
     points = list(GRID.points())
     assert len(points) > 20
     for point in points:
@@ -40,7 +40,7 @@ def test_each_shape_has_one_undisturbed_sample_and_aborted_iterations_none() -> 
     assert quartile(records, repeats=5) == [(64, 0.011)]
 
 
-def test_nearly_equal_shapes_are_merged_and_accidental_ones_dropped() -> None:
+def test_nearly_equal_shapes_are_merged_and_accidental_shapes_are_dropped() -> None:
     records = [record(1000, 0.020), record(1001, 0.021), record(1002, 0.022), record(400, 0.001)]
     assert quartile(records, repeats=3) == [(1000, 0.020)]
 

@@ -156,7 +156,7 @@ def test_decoding_offline_work_takes_no_tokens_from_prompts(small_model: Path) -
     assert engine.scheduler.plugin("report").snapshot().prompt_share == 1.0
 
 
-def test_reports_contain_waiting_tokens_rate_and_share(small_model: Path) -> None:
+def test_reports_have_the_waiting_prompt_tokens_their_rate_and_their_share_of_time(small_model: Path) -> None:
     engine = Stepped(small_model)
     report = engine.scheduler.plugin("report")
     assert report.snapshot().prompt_tokens_per_s == 0

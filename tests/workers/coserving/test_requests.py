@@ -57,7 +57,7 @@ def test_a_request_has_its_own_slo_or_that_of_the_engine(
     ("said", "queue_weight"),
     [(2.5, 2.5), ("3", 3.0), ("soon", 0.0), ([1], 0.0), ("nan", 0.0), (10**400, 0.0)],
 )
-def test_a_class_weight_is_a_number_or_missing(said: object, queue_weight: float) -> None:
+def test_a_queue_weight_that_is_no_finite_number_counts_as_zero(said: object, queue_weight: float) -> None:
     assert queue_weight_of({"queue_weight": said}) == queue_weight
     assert queue_weight_of({}) == 0.0
 
@@ -118,7 +118,7 @@ def test_bros_starts_requests_with_the_least_to_restore_and_other_policies_keep_
     assert [one.request_id for one in order] == expected
 
 
-def test_offline_work_has_no_slo() -> None:
+def test_slo_targets_of_offline_requests_are_ignored() -> None:
     """Other turns would wait for its target: the creator of a batch could write any target into its lines."""
     tracked = Clocks().requests()
     for key, priority, expected in (("turn", 0, TurnTargets(0.5, 0.001)), ("line", 1, DEFAULT)):
@@ -154,7 +154,7 @@ def test_tokens_recorded_for_a_whole_step_equal_tokens_recorded_one_by_one() -> 
         )
 
 
-def test_a_step_that_skips_a_request_is_recorded_one_by_one() -> None:
+def test_tokens_of_a_step_that_skips_a_request_are_recorded_one_by_one() -> None:
     clocks = Clocks()
     tracked = clocks.requests()
     asked = [request("a"), request("b")]

@@ -86,7 +86,7 @@ def test_blocks_in_flight_at_a_disconnect_may_be_reused(small_model: Path, windo
 
 
 @pytest.mark.parametrize("left_out", [rollback.rewind_computed, rollback.evict_written])
-def test_without_one_rollback_step_some_request_reads_uncomputed_kv(
+def test_some_request_reads_uncomputed_kv_if_a_step_of_the_rollback_is_left_out(
     small_model: Path, left_out: rollback.Step
 ) -> None:
     assert any(_lied(small_model, left_out, seed) for seed in range(3))

@@ -78,7 +78,7 @@ def finds_a_fault(model: Path, scheduler: str, audit: Path) -> bool:
         pytest.param(True, 110, True, id="windows-asynchronous"),
     ],
 )
-def test_outputs_equal_an_undisturbed_run(
+def test_outputs_after_a_storm_of_aborts_equal_those_of_an_undisturbed_run(
     windows: bool, blocks: int, overlaps: bool, small_model: Path, tmp_path: Path
 ) -> None:
     model, audit = architecture_directory("gemma3_text") if windows else small_model, tmp_path / "audit"
@@ -92,6 +92,6 @@ def test_outputs_equal_an_undisturbed_run(
 
 
 @pytest.mark.slow
-def test_without_one_rollback_step_outputs_differ(small_model: Path, tmp_path: Path) -> None:
+def test_outputs_differ_if_a_step_of_the_rollback_is_left_out(small_model: Path, tmp_path: Path) -> None:
     """Requests hit blocks in the prefix cache that were never computed."""
     assert finds_a_fault(small_model, "WithoutEvictWritten", tmp_path / "audit")

@@ -73,7 +73,7 @@ def test_an_unarmed_iteration_is_never_aborted(flag: Flag) -> None:
     assert left_at(worker(flag), 0) is None
 
 
-def test_the_flag_is_checked_at_the_configured_distance(flag: Flag) -> None:
+def test_the_flag_is_checked_every_configured_number_of_layers(flag: Flag) -> None:
     assert left_at(worker(flag, every=4), 7, flag, raise_before=5) == 8
 
 
@@ -145,7 +145,7 @@ def scheduler_side(flag: Flag, seconds: float = 0.1, **more: Any) -> SafepointSc
     return side
 
 
-def test_only_long_enough_steps_are_armed(flag: Flag) -> None:
+def test_only_iterations_that_are_long_enough_are_armed(flag: Flag) -> None:
     side = scheduler_side(flag)
     first, second = side.order(STEP), side.order(STEP)
     assert first is not None and second is not None
@@ -160,7 +160,7 @@ def replace_step(**values: Any) -> SimpleNamespace:
     return SimpleNamespace(**{**vars(STEP), **values})
 
 
-def test_no_step_is_armed_while_layers_are_shared(flag: Flag) -> None:
+def test_no_iteration_is_armed_while_layers_are_shared(flag: Flag) -> None:
     kv_io_suspended = True
     side = scheduler_side(flag, kv_io_suspended=lambda: kv_io_suspended)
     assert side.order(STEP) is None

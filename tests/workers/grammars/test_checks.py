@@ -156,7 +156,7 @@ def test_one_owners_grammars_do_not_keep_another_owner_waiting(compiling: Compil
 
 
 @pytest.mark.timeout(300)
-def test_a_schema_that_many_ask_for_at_once_is_compiled_for_the_first_of_them(
+def test_a_schema_that_many_owners_send_at_once_is_compiled_for_the_first_of_them_only(
     compiling: CompileProcess,
 ) -> None:
     async def main() -> None:

@@ -55,7 +55,7 @@ def test_every_member_keeps_kv_in_its_region_and_returns_it(four: Group, size: i
 
 
 @pytest.mark.parametrize("size", [2, 3, 4])
-def test_a_pool_is_as_large_as_the_plan_says(four: Group, size: int) -> None:
+def test_the_pool_of_a_member_is_as_large_as_the_drop_plan_computes(four: Group, size: int) -> None:
     facts = four[0].model.facts()
     shape = EngineShape(
         facts.layers,
@@ -188,15 +188,13 @@ def test_a_drop_without_memory_leaves_all_members_whole(
         (("a:1", "b:1"), 1, "part 1 of these members is not this engine"),
     ],
 )
-def test_a_drop_that_does_not_fit_this_engine_is_refused(
-    members: tuple[str, ...], part: int, why: str
-) -> None:
+def test_a_drop_command_with_wrong_members_is_refused(members: tuple[str, ...], part: int, why: str) -> None:
     side = scheduler_side("a:1", layers=3)
     assert why in side.inbox.drop(EngineCommand("drop", epoch=1, members=members, part=part)).error
     assert not side.pending
     assert side.inbox.drop(EngineCommand("drop", epoch=1, members=("b:1", "a:1", "c:1"), part=1)).done
 
 
-def test_a_drop_is_refused_before_the_worker_is_ready() -> None:
+def test_a_drop_command_is_refused_before_the_worker_is_ready() -> None:
     side = scheduler_side("a:1", layers=1)
     assert side.inbox.drop(EngineCommand("drop", epoch=1, members=("a:1", "b:1"), part=0)).error

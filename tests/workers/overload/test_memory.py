@@ -145,7 +145,7 @@ def test_kv_on_the_host_is_restored_after_a_failed_exchange(memory: PhysicalMemo
     assert all(torch.equal(kv.read(layer, used), numbered(used, layer)) for layer in range(LAYERS))
 
 
-def test_moved_blocks_have_the_content_of_the_old_ones(memory: PhysicalMemory) -> None:
+def test_blocks_keep_their_content_when_their_numbers_change(memory: PhysicalMemory) -> None:
     kv = kv_of(memory, BLOCKS)
     kv.write(0, list(range(BLOCKS)), numbered(list(range(BLOCKS))))
     kv.move([0], {7: 1, 6: 2})

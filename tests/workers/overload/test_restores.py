@@ -29,7 +29,7 @@ from workers.engine.overload.split.peer_link import Message, MessageKind, PeerCo
 
 
 @pytest.mark.parametrize("size", [2, 3, 4])
-def test_every_member_has_its_parameters_and_kv_again(four: Group, size: int) -> None:
+def test_every_member_has_its_parameters_and_kv_after_a_restore(four: Group, size: int) -> None:
     group = four[:size]
     split(group)
     ended, _ = at_once(*restores(group))
@@ -79,7 +79,7 @@ def test_a_restore_waits_for_a_member_with_more_kv_to_fetch(four: Group) -> None
     assert second.has_all and second.whole and first.whole
 
 
-def test_a_member_that_is_lost_during_a_restore_costs_kv_and_no_parameters(four: Group) -> None:
+def test_a_member_lost_during_a_restore_costs_kv_but_no_parameters(four: Group) -> None:
     first, second = four[:2]
     split((first, second))
     member = first.split.member

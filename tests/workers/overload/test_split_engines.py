@@ -48,7 +48,7 @@ def right(both: SplitTogether, asked: list[Request]) -> Answers:
     return both.right(asked)
 
 
-def test_answers_are_equal_and_the_pool_grows(
+def test_answers_of_two_engines_that_share_layers_are_unchanged_and_the_pool_grows(
     both: SplitTogether, asked: list[Request], right: Answers
 ) -> None:
     both.fresh()
@@ -67,7 +67,9 @@ def test_answers_are_equal_and_the_pool_grows(
     assert [engine.faults() for engine in both.engines] == [[], []]
 
 
-def test_shared_prefixes_stay_shared(both: SplitTogether) -> None:
+def test_answers_of_requests_with_a_common_prefix_are_unchanged_by_a_drop_and_a_restore(
+    both: SplitTogether,
+) -> None:
     asked = requests(5, common=100, output=80)
     right = both.right(asked)
     both.fresh()
@@ -77,7 +79,7 @@ def test_shared_prefixes_stay_shared(both: SplitTogether) -> None:
 
 
 @pytest.mark.parametrize("what", ["WithoutRegions", "WithoutExchange", "WithAPartOfTheWeights"])
-def test_answers_are_wrong_without_one_part_of_the_mechanism(
+def test_answers_are_wrong_if_a_part_of_layer_sharing_is_left_out(
     both: SplitTogether, asked: list[Request], right: Answers, what: str
 ) -> None:
     both.fresh()
@@ -176,7 +178,7 @@ def test_the_prefix_cache_survives_a_drop_and_a_restore(both: SplitTogether) -> 
     assert answers == {name: right[name] for name, _, _ in asked[:3]}
 
 
-def test_an_idle_engine_serves_its_layers(both: SplitTogether) -> None:
+def test_an_idle_engine_computes_a_peers_batches_through_its_layers(both: SplitTogether) -> None:
     asked = requests(7, count=8)
     right = both.right(asked)
     both.fresh()
@@ -187,7 +189,7 @@ def test_an_idle_engine_serves_its_layers(both: SplitTogether) -> None:
     assert answers == right
 
 
-def test_answers_are_equal_in_a_storm_of_drops_and_restores(both: SplitTogether) -> None:
+def test_answers_are_unchanged_in_a_storm_of_drops_and_restores(both: SplitTogether) -> None:
     asked = requests(11, count=60, output=40)
     right = both.right(asked)
     answers, changes = both.storm(asked)

@@ -34,7 +34,7 @@ def right(three: SplitTogether, asked: list[Request]) -> dict[str, list[int]]:
     return three.right(asked)
 
 
-def test_answers_are_equal_and_the_pools_grow(
+def test_answers_of_three_engines_that_share_layers_are_unchanged_and_the_pools_grow(
     three: SplitTogether, asked: list[Request], right: dict[str, list[int]]
 ) -> None:
     three.fresh()
@@ -66,7 +66,7 @@ def test_answers_are_wrong_when_two_peers_share_a_region(
     assert wrong != right
 
 
-def test_answers_are_equal_in_a_storm_of_drops_and_restores(three: SplitTogether) -> None:
+def test_answers_are_unchanged_in_a_storm_of_drops_and_restores(three: SplitTogether) -> None:
     asked = requests(11, count=45, output=40)
     right = three.right(asked)
     answers, changes = three.storm(asked)

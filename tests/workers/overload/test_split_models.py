@@ -37,7 +37,7 @@ def named(modules: list[ModuleType], ending: str) -> type:
 
 
 @pytest.mark.parametrize("architecture", SPLIT_MODELS)
-def test_a_listed_model_has_the_forward_pass_of_a_split(architecture: str) -> None:
+def test_every_listed_model_has_the_forward_pass_that_layer_sharing_needs(architecture: str) -> None:
     modules = modules_of(architecture)
     layer, model = named(modules, "decoderlayer"), named(modules, "model")
     assert list(inspect.signature(layer.forward).parameters) == [  # type: ignore[attr-defined]
@@ -64,7 +64,9 @@ def test_an_engine_of_another_model_does_not_start() -> None:
 
 
 @pytest.mark.parametrize("method", ["load_model", "execute_model", "sample_tokens", "initialize_from_config"])
-def test_a_vllm_worker_with_other_steps_is_refused(method: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_vllm_worker_whose_methods_have_other_parameters_is_refused(
+    method: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     connector = SimpleNamespace(kv_connector_extra_config={"plugins": [OVERLOAD_PLUGIN]})
     worker: Any = SimpleNamespace(vllm_config=SimpleNamespace(kv_transfer_config=connector))
     monkeypatch.setattr(Worker, method, lambda self, something_else: None)

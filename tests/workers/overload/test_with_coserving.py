@@ -20,7 +20,7 @@ def both(tmp_path_factory: pytest.TempPathFactory) -> Iterator[SplitTogether]:
         yield engines
 
 
-def test_answers_are_equal_in_a_storm_of_drops_restores_and_aborts(both: SplitTogether) -> None:
+def test_answers_are_unchanged_in_a_storm_of_drops_restores_and_aborts(both: SplitTogether) -> None:
     online, offline = requests(21, count=60, output=40), requests(22, count=16, output=40)
     right = both.right([*online, *offline])
     for engine in both.engines:

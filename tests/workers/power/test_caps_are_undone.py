@@ -57,7 +57,7 @@ def test_caps_are_set_by_index_or_uuid_and_removed(machine: GpuMachine) -> None:
     assert restore(machine) == ""
 
 
-def test_a_second_cap_does_not_forget_the_first_original(machine: GpuMachine) -> None:
+def test_a_second_cap_keeps_the_original_limit_in_the_record(machine: GpuMachine) -> None:
     apply(machine, 200, "0")
     apply(machine, 150, "0")
     restore(machine)

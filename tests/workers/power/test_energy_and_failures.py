@@ -65,7 +65,7 @@ def test_a_failed_cap_is_logged_and_counted_and_serving_continues(
     assert machine.limits() == [300.0, 300.0]
 
 
-def test_a_machine_without_the_library_still_serves(machine: GpuMachine) -> None:
+def test_an_engine_serves_on_a_machine_without_the_nvml_library(machine: GpuMachine) -> None:
     empty = machine.home
     empty.mkdir()
     bare = GpuMachine(empty, machine.state, machine.home)
@@ -79,13 +79,13 @@ def test_a_gpu_without_an_energy_counter_is_logged_once(machine: GpuMachine) -> 
     assert machine.read(0, "sets") == 2
 
 
-def test_an_engine_without_gpus_does_nothing(machine: GpuMachine) -> None:
+def test_an_engine_without_gpus_does_not_use_nvml(machine: GpuMachine) -> None:
     machine.write(0, "fails", DRIVER)
     out = served(machine, "200")
     assert "NVIDIA" not in out
 
 
-def test_visible_gpus_are_those_of_the_environment() -> None:
+def test_visible_gpus_are_those_that_cuda_visible_devices_names() -> None:
     from workers.power.engine_power import visible_gpus
 
     assert visible_gpus({"CUDA_VISIBLE_DEVICES": "2, GPU-abc"}) == ("2", "GPU-abc")
