@@ -9,7 +9,8 @@ import pytest
 import placement
 
 MODULES = sorted(Path(placement.__file__).parent.rglob("*.py"))
-# What a decision on plain data is made with: numbers, collections, and the two libraries that fit curves.
+# Modules that decisions on plain data may import: numbers, collections, and the two libraries that fit
+# curves.
 ALLOWED = {
     "__future__",
     "abc",

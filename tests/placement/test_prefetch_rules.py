@@ -1,4 +1,4 @@
-"""Parked KV is prefetched before the announced or observed end of a wait, and never while turns wait."""
+"""Parked KV is prefetched ahead of a turn that is announced or expected, and never while turns wait."""
 
 from dataclasses import replace
 
@@ -33,7 +33,7 @@ def test_nothing_is_prefetched_while_a_turn_waits_or_space_is_missing(busy: dict
 
 
 def test_nothing_is_prefetched_while_layers_are_shared() -> None:
-    """A split engine loads nothing from the host, so a prefetch would recompute the whole prompt."""
+    """An engine that shares its layers loads nothing from the host, so there is nothing to prefetch."""
     shape = EngineShape(8, 3e6, 1000, 8192, 1024, 1e9, None)
     whole = SplitState("d:1", shape, 0, 1000, newest=7)
     assert may_prefetch(replace(IDLE, split=whole), 500)

@@ -31,7 +31,7 @@ def test_waiting_owners_get_about_equal_tokens(turns: list[list[tuple[int, float
 def test_an_owner_gains_nothing_by_sending_turns_one_at_a_time(
     others: list[tuple[int, float]], size: int
 ) -> None:
-    """One owner always waits; the other sends one urgent turn at a time, again and again."""
+    """One owner always has turns that wait. The other sends one urgent turn at a time, again and again."""
     steady, rounds, back = deque(others), FairRounds(QUANTUM), 0
     waited = 0
     while steady:

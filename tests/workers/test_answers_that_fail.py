@@ -1,4 +1,4 @@
-"""Streams that an engine cannot resume, or must end, never look complete."""
+"""A stream that an engine cannot resume, or that ends early, never looks complete."""
 
 import asyncio
 import random

@@ -1,4 +1,4 @@
-"""A launch spec becomes its command line, without secrets."""
+"""A launch spec becomes a command line without secrets."""
 
 import importlib.util
 import json
@@ -121,7 +121,7 @@ def test_every_engine_uses_the_model_runner_that_was_verified(device: Device) ->
 
 
 def test_measurements_of_similar_engines_reach_an_engine_at_its_start() -> None:
-    """The measurements are not part of an engine's fingerprint: a keeper with newer ones may adopt it."""
+    """Measurements are not part of an engine's fingerprint, so a keeper with newer ones may adopt it."""
     spec = replace(SPEC, additional=json.dumps(CoServingConfig().to_additional_config()))
     known = StartingKnowledge({"engines like it": {"per_token": 1e-4}}, 400.0)
     argv = engine_command(spec, replace(START, known=known), KEYS, {}).argv

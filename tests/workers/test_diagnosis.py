@@ -1,4 +1,4 @@
-"""The end of a failed engine's log gives the cause, in logs of real failures."""
+"""The cause of a failure is found at the end of the engine's log, in logs of real failures."""
 
 from pathlib import Path
 

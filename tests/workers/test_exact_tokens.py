@@ -30,7 +30,7 @@ TEXT = ("a", "b", "c", " ", "€", "ab c", "")
 
 
 def tokens(text: bytes, random: Random) -> list[int]:
-    """Tokenize a text in one of several possible ways."""
+    """Tokenize a text in one of several possible ways, chosen at random."""
     said, at = [], 0
     while at < len(text):
         pair = text[at : at + 2]
@@ -220,7 +220,7 @@ async def test_a_turn_through_a_prefiller_uses_the_tokens_of_its_text(llm: Llm, 
     assert await turn(exact, llm, NEXT, [], extra_args=pulled) == NEXT
     assert counted("fallbacks", cause="transferred") == before + 1
     leg = {"kv_transfer_params": {"do_remote_decode": True}}
-    await turn(exact, llm, [1], [2], extra_args=leg)  # says nothing about what the conversation's answers are
+    await turn(exact, llm, [1], [2], extra_args=leg)  # a prefill leg changes no remembered turn
     assert await turn(exact, llm, [*NEXT, ord("a")], []) == [*NEXT, ord("a")]
 
 

@@ -1,4 +1,4 @@
-"""Answers whose text tokenizes differently than it was generated keep their tokens on a real engine."""
+"""On a real engine, answers keep their generated tokens though their text would be tokenised differently."""
 
 from collections.abc import Iterator
 from pathlib import Path
@@ -87,7 +87,7 @@ def test_no_token_of_an_answer_is_recomputed(engine: EngineProcess) -> None:
 
 def test_an_edited_answer_is_recomputed(engine: EngineProcess) -> None:
     messages: Messages = [{"role": "user", "content": "edited"}]
-    long = 4 * ANSWER  # every fortieth token or so is another one than its text's
+    long = 4 * ANSWER  # about every fortieth token differs from the token of its text
     answered = chat(engine, "k/edited", messages, seed=1, min_tokens=long, max_tokens=long)
     said = answered["choices"][0]["message"]["content"]
     more = [

@@ -1,4 +1,4 @@
-"""Killing a keeper or a real engine loses only what it must."""
+"""A killed keeper loses nothing, and a killed engine is started again in a new epoch."""
 
 import asyncio
 import json
@@ -31,7 +31,7 @@ ROOT = Path(__file__).resolve().parents[2]
 
 
 class KeeperRig:
-    """Directory of one engine, and its current keeper process."""
+    """Directory of one engine, with its current keeper process."""
 
     def __init__(self, base: Path) -> None:
         self.directory, self.model = base / "engine-0", base / "model"

@@ -1,4 +1,4 @@
-"""A keeper sends an idle conversation's KV: its engine exports what the other one fetches."""
+"""A keeper sends an idle conversation's KV: its engine exports the KV, and the other engine fetches it."""
 
 from collections.abc import AsyncIterator
 from dataclasses import dataclass, replace
@@ -15,7 +15,7 @@ TOKENS = tuple(range(100))
 
 
 class HeldTokens(EngineLink):
-    """A control socket whose engine holds one conversation."""
+    """Control socket of an engine that holds one conversation."""
 
     def __init__(self, tokens: tuple[int, ...] | None) -> None:
         super().__init__("d0", Path("/nowhere"))

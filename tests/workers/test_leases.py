@@ -20,7 +20,7 @@ from workers.oom_score import OomScore
 
 pytestmark = pytest.mark.slow
 
-# A parent with a child of its own, both deaf to SIGTERM: what an engine is at its worst.
+# A parent with a child, both of which ignore SIGTERM, as the worst engine would.
 STUBBORN = """
 import signal, subprocess, sys, time
 signal.signal(signal.SIGTERM, signal.SIG_IGN)
@@ -192,7 +192,7 @@ def test_processes_left_by_a_killed_host_are_found_and_ended(directory: Path) ->
     process = start(directory)
     os.kill(process.record.pid, signal.SIGKILL)
     until(lambda: not process.alive())
-    assert len(left(directory)) >= 1  # the grandchild: nobody told it
+    assert len(left(directory)) >= 1  # the grandchild, which got no signal
     assert LeasedProcess.adopt(directory, "one", 0.2) is None
     until(lambda: not left(directory))
 

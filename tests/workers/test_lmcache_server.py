@@ -17,7 +17,7 @@ from workers.keeper.process_lease import RECORD, LeasedProcess, ProcessRecord
 
 
 class AnyServer(LmcacheServer):
-    """Stands in for LMCache with an HTTP server: the tests are about starting and ending it."""
+    """Node's LMCache server with an HTTP server in its place, as the tests only start and end it."""
 
     def command(self, port: int, http_port: int) -> ProcessCommand:
         argv = (sys.executable, "-m", "http.server", str(http_port), "--bind", "127.0.0.1")

@@ -16,7 +16,7 @@ FLOOR = 300
 
 
 class FileWithFloor:
-    """Stands in for /proc/self/oom_score_adj of a process without CAP_SYS_RESOURCE."""
+    """Stand-in for /proc/self/oom_score_adj of a process without CAP_SYS_RESOURCE."""
 
     def __init__(self) -> None:
         self.score = FLOOR

@@ -1,4 +1,4 @@
-"""A port is tried on the address that a process will listen on."""
+"""A port counts as free only if a process can listen on it at the engine's address."""
 
 import socket
 

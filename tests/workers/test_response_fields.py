@@ -1,4 +1,4 @@
-"""The name of an answer's history replaces the engine's null in every kind of answer."""
+"""The id of the previous response replaces the engine's null in every kind of answer."""
 
 import json
 from typing import Any

@@ -1,4 +1,4 @@
-"""Watchers receive everything that matters, however slowly they read."""
+"""Watchers of a keeper get its newest report, however slowly they read."""
 
 import asyncio
 from dataclasses import replace

@@ -1,4 +1,4 @@
-"""Streams of a real engine resume where another one was cut: every position, API, parser and grammar."""
+"""A stream of a real engine resumes where it was cut, at every position and with every API and parser."""
 
 import http.client
 import json
@@ -40,7 +40,7 @@ def engine() -> Iterator[EngineProcess]:
 def stream(
     engine: EngineProcess, path: str, body: dict[str, Any], had: list[bytes], created: str = ""
 ) -> list[tuple[bytes, bytes]]:
-    """Return an answer's pieces with their token lines in front, starting after those that the client has."""
+    """Return pairs of token line and piece of an answer, starting after the pieces that the client has."""
     only_tokens = COUNTS.sub(b"", b"".join(had))
     outputs = [[int(t) for t in one.split(b",") if t] for one in only_tokens.split(b";")[:-1]]
     if outputs:
@@ -130,8 +130,10 @@ TEXTS = {"content", "reasoning", "arguments", "text", "thinking", "partial_json"
 
 
 def folded(pieces: list[tuple[bytes, bytes]]) -> list[list[Any]]:
-    """Join consecutive events that only add text: vLLM may send one token at a time or two. The end is a
-    separate event here and is joined as well."""
+    """Join consecutive events that only add text, because vLLM may send one token at a time or two.
+
+    An end that is a separate event is joined as well.
+    """
     found: list[list[Any]] = []
 
     def add(shape: Any, text: str) -> None:

@@ -48,7 +48,7 @@ def test_every_layer_is_held_by_exactly_one_engine_of_a_group(shape: EngineShape
 def test_the_kv_of_all_members_fits_beside_the_kept_layers_of_each_engine(
     shape: EngineShape, engines: int
 ) -> None:
-    """Each kept layer has a region for every engine of the group, in the memory of dropped layers."""
+    """A kept layer has a region for every member, in the memory of its own KV and of the dropped layers."""
     if engines > shape.layers:
         return
     layer_kv, each = shape.kv_bytes_per_token / shape.layers, shape.kv_each(engines)
@@ -139,7 +139,7 @@ def test_a_batch_goes_to_each_other_engine_and_back() -> None:
         (replace(SHAPE, layers=1), LIMITS, NotDropped.LARGEST),
     ],
 )
-def test_a_merge_that_gains_too_little_is_not_made_and_the_reason_is_named(
+def test_a_merge_that_breaks_a_limit_is_not_made_and_the_reason_is_named(
     shape: EngineShape, limits: DropLimits, why: NotDropped
 ) -> None:
     made = plan_drop(alone(4), shape, 1e6, limits)

@@ -1,4 +1,4 @@
-"""Under overload groups of engines share layers, and get whole models back afterwards."""
+"""Under overload groups of engines share layers, and after it they restore their whole models."""
 
 from dataclasses import replace
 
@@ -141,7 +141,7 @@ def test_no_group_is_restored_for_a_missing_member_while_a_decoder_is_silent(sta
     assert split_orders(state, left, LIMITS, silent=True).restores == ()
     two_more = [*left, decoder("c")]
     made = split_orders(replace(LACKING, lacking_tokens=10_000), two_more, LIMITS, silent=True)
-    assert made.drops == (("c", "b"),)  # the one whose peer is not heard shares with nobody else
+    assert made.drops == (("c", "b"),)  # the engine with the silent peer gets no new partner
 
 
 def test_a_pair_that_refuses_is_neither_restored_nor_merged() -> None:

@@ -1,4 +1,4 @@
-"""A first turn is computed where its first token comes first, and the receipt has both estimates."""
+"""A first turn is computed by the engine that gives its first token first; the receipt has both estimates."""
 
 from dataclasses import replace
 from math import inf
@@ -67,7 +67,7 @@ def test_the_lower_estimate_decides_and_both_are_on_the_receipt(
 @pytest.mark.parametrize(
     ("local_s", "remote_s", "why"),
     [
-        (0.5, 0.9, None),  # sooner, and not by the margin
+        (0.5, 0.9, None),  # the decoder is sooner, but not clearly
         (0.45, 0.9, Why.SOONER_ON_DECODER),
         (1.2, 1.3, Why.TTFT_AT_RISK),  # the prefiller would take more than 0.6 of the target of 2 s
         (1.3, 1.3, None),
@@ -167,7 +167,7 @@ def test_a_placed_prompt_counts_until_its_decoder_reports_it() -> None:
 
 
 def test_a_decoder_of_unknown_speed_computes_no_first_prompt() -> None:
-    """The prefiller is the safe choice for a decoder that has reported neither a curve nor a rate."""
+    """A decoder that has reported neither a curve nor a rate might be slow, so the prefiller is chosen."""
     settings = PlacerSettings(fill=1.0, headroom_tokens=0, first_turns=FirstTurns.ELASTIC)
     placer = Placer(settings, {"prefill": CURVE})
     placer.engine_up(engine("p0", Role.PREFILL))
@@ -189,7 +189,7 @@ def test_the_part_of_transfers_that_prefill_does_not_hide_is_in_the_estimate() -
 def test_the_cost_of_one_slow_transfer_fades() -> None:
     placer = a_placer(decoders=1)
     now = 0.0
-    for number in range(8):  # each after a lull, and each as quick as was thought or quicker
+    for number in range(8):  # each after a pause, and each as quick as estimated or quicker
         now += 2_000.0
         placer.observe(state("d0", 0, number + 1, prompt_share=0.9), now)
         placer.transferred(10_000, 0.001 / (number + 1))
@@ -268,7 +268,7 @@ def test_a_prefillers_curve_follows_its_prompts() -> None:
         for key in (f"{number}-a", f"{number}-b"):
             now += slower * CURVE.seconds(10_000)
             placer.prefill_done(key, now, tokens=10_000)
-        now += 100.0  # nothing to do is no time that a prompt took
+        now += 100.0  # time without prompts must not count as time of a prompt
     found = place(placer, "new", 20_000, now).receipt.prefiller.chosen
     assert found is not None and found.prefill_s == pytest.approx(slower * CURVE.seconds(20_000), rel=0.02)
     placer.prefill_done("new", now + 1000.0)

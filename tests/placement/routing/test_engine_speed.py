@@ -1,4 +1,4 @@
-"""Old measurements of an engine fade; measurements of engines with the same hardware replace them."""
+"""Old measurements of an engine lose weight, and those of engines with the same hardware gain it."""
 
 from dataclasses import replace
 
@@ -23,7 +23,7 @@ def seconds(curve: tuple[float, float, float]) -> float:
 
 
 class Shown:
-    """Engines of one kind of hardware, and the speeds that they reported."""
+    """Fleet of engines of one hardware whose reports a test makes."""
 
     def __init__(self, *tiers: str, alike: bool = True) -> None:
         self.speeds = EngineSpeeds(dict.fromkeys(tiers, "kind") if alike else {})
@@ -99,7 +99,7 @@ def test_the_first_report_of_an_engine_may_be_old() -> None:
 
 
 def test_a_prefiller_that_started_slowly_gets_prompts_again() -> None:
-    """An engine that gets no prompts cannot show its speed, so one engine would get all prompts for ever."""
+    """An engine that gets no prompts cannot show its speed, so the other would get all prompts for ever."""
     curve = PrefillCurve(*SLOW)
     placer = Placer(
         PlacerSettings(headroom_tokens=0), {"prefill": curve}, {"prefill": "cpu", "decode": "cpu"}

@@ -1,4 +1,4 @@
-"""The placer's measure of KV demand and supply leaves out idle KV and temporary pools."""
+"""The placer measures KV demand without evictable KV, and against the KV of whole models."""
 
 from dataclasses import replace
 
@@ -12,7 +12,7 @@ from tests.support.engines import info, placer, state
 
 
 def looked(made: Placer, refused: list[int]) -> OverloadState:
-    """Observe for long enough that an overload can be declared."""
+    """Return the overload state after observations for long enough to declare an overload."""
     for second in range(4):
         seen = made.observe_overload(float(second), refused)
     return seen
@@ -32,8 +32,7 @@ def test_kv_that_can_be_evicted_causes_no_overload() -> None:
 
 
 def test_waiting_turns_are_counted_in_kv_tokens_of_their_engine() -> None:
-    """With four full-attention groups a token takes four tokens of the pool, on the engine and in the
-    queue."""
+    """With four full-attention groups, a token of a prompt takes four tokens of KV, placed or waiting."""
     made = placer()
     made.engine_up(info("d0", kv_tokens=40_000))
     report = replace(state("d0", seq=1), kv_per_token=4, kv_per_conversation=500)

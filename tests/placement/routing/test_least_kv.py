@@ -1,7 +1,7 @@
-"""The chosen decoder has the least KV in use of those with enough space, reservations included.
+"""The chosen decoder has the least KV in use, reservations included, among those where the conversation fits.
 
-What fits is measured beside KV that cannot give way: a conversation between turns whose KV is on the host as
-well takes none.
+Evictable KV, of conversations between turns whose KV is on the host as well, does not count against what
+fits.
 """
 
 from hypothesis import given
@@ -19,7 +19,7 @@ NAMES = [f"d{i}" for i in range(5)]
 
 
 class RecountedFleet(RuleBasedStateMachine):
-    """The placer, and a model that recounts all of its state from scratch."""
+    """State machine that compares the placer with a recount of all its state from scratch."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -126,7 +126,7 @@ TestPool = RecountedFleet.TestCase
 
 @given(st.lists(st.integers(1_000, 30_000), min_size=1, max_size=60))
 def test_reservations_alone_spread_a_burst(prompts: list[int]) -> None:
-    """No engine reports during the burst: without counting reservations all would go to one decoder."""
+    """No engine reports during the burst. Without reservations all turns would go to one decoder."""
     placer = Placer(PlacerSettings(fill=1.0, headroom_tokens=0), {"prefill": CURVE})
     for i in range(4):
         placer.engine_up(engine(f"d{i}", kv_tokens=10_000_000))

@@ -70,7 +70,7 @@ def test_a_receipt_of_a_large_fleet_is_short_json(fleet: MakeFleet) -> None:
 def test_a_large_later_turn_does_not_queue_for_longer_than_its_prefill(
     fleet: MakeFleet, policy: PlacingPolicy, stays: bool
 ) -> None:
-    """The decoder can compute the turn itself; the always-disaggregating baseline queues it regardless."""
+    """The decoder can compute the turn itself. The full-disaggregation baseline queues it regardless."""
     placer = fleet(policy=policy, max_prefill_wait_s=1e9)
     alone = placer.place_later(LaterTurn("c", "d0", 30_000, 20_000), 0.0)
     assert alone.prefiller == "p0"

@@ -1,4 +1,4 @@
-"""The chosen prefiller finishes first, and a saturated one names the excess wait."""
+"""A prompt goes to the prefiller that finishes it first, or is refused if the shortest queue is too long."""
 
 from dataclasses import replace
 
@@ -123,14 +123,14 @@ def test_a_reported_curve_replaces_the_initial_one(fleet: MakeFleet) -> None:
     assert prefill_s(placer, 20_000) == pytest.approx(CURVE.seconds(20_000))
     placer.observe(state("p0", 0, 1, prefill_curve=(0.01, 2e-5, 1e-10)), 0.0)
     assert prefill_s(placer, 20_000) == pytest.approx(FAST.seconds(20_000))
-    placer.observe(state("p0", 0, 2), 0.0)  # one that says nothing is as it was
+    placer.observe(state("p0", 0, 2), 0.0)  # a report without a curve changes nothing
     assert prefill_s(placer, 20_000) == pytest.approx(FAST.seconds(20_000))
     placer.engine_up(engine("p0", Role.PREFILL, epoch=2))
     assert prefill_s(placer, 20_000) == pytest.approx(FAST.seconds(20_000)), "as fast as it was"
 
 
 def test_a_correction_is_rescaled_when_the_curve_changes(fleet: MakeFleet) -> None:
-    """Prompts took a tenth of the estimate; then the engine reports a curve that agrees with them."""
+    """Prompts take a tenth of the estimate, and then the engine reports a curve that agrees with them."""
     placer, now = fleet(kv_tokens=10**9), 0.0
     took = CURVE.seconds(8192) / 10
     for number in range(60):
@@ -164,8 +164,7 @@ def waits(placer: Placer, key: str, queue_weight: float, now: float = 0.0) -> fl
 
 
 def test_a_prompt_does_not_wait_for_prompts_of_lower_classes(fleet: MakeFleet) -> None:
-    """Engines compute prompts of a higher class first, so lower-class queues do not saturate a prefiller for
-    it."""
+    """Engines compute prompts of a higher class first, so prompts of lower classes do not make it wait."""
     placer = fleet(prefillers=2, kv_tokens=10**9, max_prefill_wait_s=1.0)
     each, queued = CURVE.seconds(20_000), 0
     while isinstance(placer.place(FirstTurn(f"c{queued}", 20_000), 0.0), Placement):

@@ -44,7 +44,7 @@ def test_a_prefiller_that_is_mostly_busy_takes_no_conversations() -> None:
 
 
 def test_a_load_that_swings_between_the_bounds_changes_no_role() -> None:
-    """Idle time swings between the two bounds, and so does the wait, each in periods of half a minute."""
+    """Both the idle time and the wait swing between their two bounds, in periods of half a minute."""
     roles = IdlePrefillers(ttft_s=2.0)
     for now in seconds(20.0):
         roles.decoder_reported("d0", 2.0, now)
@@ -68,7 +68,7 @@ def a_placer(roles: PrefillerRoles = PrefillerRoles.ELASTIC, prefillers: int = 1
 
 
 def queue_on_decoders(placer: Placer, until_s: float = 10.0, share: float = 1.0) -> float:
-    """Report decoders with prompts that wait and prefillers without work; return the time then."""
+    """Report prompts that wait on decoders and prefillers without work, and return the time after that."""
     for number, now in enumerate(seconds(until_s), start=1):
         for name in ("d0", "d1"):
             busy = {"waiting_prompt_tokens": 20_000, "prompt_tokens_per_s": 20_000.0}
@@ -129,7 +129,7 @@ def test_a_prefiller_with_a_queue_takes_no_conversation_that_others_would_answer
 def test_advice_and_autoscaler_count_the_prefillers_that_hold_conversations(
     roles: PrefillerRoles, share: float, taking: int, prompt_load: float
 ) -> None:
-    """Such prefillers' KV counts as decoders' KV; the time that their turns leave is time for prompts."""
+    """The KV of these prefillers counts as decoders' KV, and the time that their turns leave for prompts."""
     placer = a_placer(roles)
     now = queue_on_decoders(placer, share=share)
     seconds_of_prefill = CURVE.seconds(10_000)

@@ -1,4 +1,4 @@
-"""The prefix map knows which engines have a prompt's prefix, and placement leaves out cached tokens."""
+"""The prefix map knows which engines have a prompt's prefix, and estimates leave out cached tokens."""
 
 from dataclasses import replace
 
@@ -115,7 +115,7 @@ def test_the_longest_known_prefix_counts_and_the_number_of_prefixes_is_bounded()
 
 
 def test_an_engine_that_leaves_is_forgotten_with_its_prefixes() -> None:
-    """A prefix may have an estimated size of zero, for example a short one after many images."""
+    """A prefix may have an estimated size of zero, for example a short prefix after many images."""
     prefixes = PrefixMap()
     nothing = PromptPrefix(b"short", 0)
     prefixes.record("a", (nothing, SYSTEM), "p", 8_500, 0.0)
@@ -131,7 +131,7 @@ def framework(number: int) -> PromptPrefix:
 
 
 def test_assumed_prefixes_fit_into_the_engines_kv() -> None:
-    """Evict the least recently used prefix first, and the end of a prompt before its start, as vLLM does."""
+    """As in vLLM, the least recently used prefix is evicted first, and a prompt's end before its start."""
     prefixes = PrefixMap()
     prefixes.set_kv_tokens("p", 20_000)
     for number in (0, 1):
@@ -236,7 +236,7 @@ def test_a_prompt_that_was_never_computed_leaves_no_prefix() -> None:
 
 @pytest.mark.parametrize(("per_token", "split_tokens", "known"), [(1, 0, 2), (2, 0, 1), (2, 48_000, 2)])
 def test_cache_capacity_is_counted_in_prompt_tokens(per_token: int, split_tokens: int, known: int) -> None:
-    """With two groups half as many tokens fit; with shared layers more fit."""
+    """With two KV groups half as many tokens fit; with shared layers more fit."""
     placer = Placer(PlacerSettings(), {"decode": CURVE})
     placer.engine_up(engine("d", kv_tokens=24_000))
     split = SplitState("d:1", SHAPE, 1, split_tokens) if split_tokens else None

@@ -1,8 +1,8 @@
-"""One simulated co-serving engine, iteration by iteration, with the product's scheduling policies.
+"""Simulation of one co-serving engine, iteration by iteration, with the product's scheduling policies.
 
-The engine does what vLLM does around a policy: two loops over running and waiting requests, blocks taken when
-tokens are scheduled, and the latest offline request preempted when a running online one lacks a block.
-`truth` says how long an iteration takes; the policy may believe another model.
+The engine does what vLLM does around a policy: it loops over running and then waiting requests, takes blocks
+when tokens are scheduled, and preempts the latest offline request when a running online request lacks a
+block. The latency model `truth` determines how long an iteration takes; the policy may have another model.
 """
 
 import math
@@ -40,10 +40,10 @@ class SimulatedRequest:
     output: int
     offline: bool = False
     slo: TurnTargets = DEFAULT_TARGETS
-    queue_weight: float = 0.0  # what its class is worth
+    queue_weight: float = 0.0  # seconds that its class is worth
     computed: int = 0
     blocks: int = 0
-    furthest: int = 0  # most tokens ever computed: what is computed again does not count as work done
+    furthest: int = 0  # most tokens ever computed; tokens computed again do not count as work done
     tokens_at: list[float] = field(default_factory=list)
     last_served: float = 0.0
 
@@ -76,7 +76,7 @@ class SimulatedRequest:
 
 @dataclass
 class Served:
-    """Result of one run."""
+    """Counts and times of one simulated run."""
 
     finished: list[SimulatedRequest] = field(default_factory=list)
     offline_tokens: int = 0  # computed for the first time
@@ -115,8 +115,8 @@ class SimulatedCoServing:
     ) -> Served:
         """Run until the clock has passed `until`.
 
-        `offline` returns one more offline request when the engine can take one, and `follows` returns the
-        turn that comes after one that has ended.
+        `offline` returns the next offline request when the engine can take one, and `follows` returns the
+        turn that comes after a turn that has ended.
         """
         coming = sorted(arrivals, key=lambda request: request.arrival)
         now, ended_ones = 0.0, 0

@@ -1,4 +1,4 @@
-"""The latency model predicts iterations, is recovered from samples, and changes within bounds."""
+"""The latency model predicts iterations, and a fit recovers it from samples."""
 
 import math
 import random

@@ -28,7 +28,7 @@ def endless() -> Callable[[float], SimulatedRequest]:
 
 
 def varied() -> Callable[[float], SimulatedRequest]:
-    """Send six short and long requests at a time."""
+    """Return a load of six requests at a time, some short and some long."""
     count = itertools.count()
     given: list[SimulatedRequest] = []
 
@@ -95,7 +95,7 @@ def test_safepoints_shorten_the_time_to_the_first_token() -> None:
 
 
 def test_bros_starts_waiting_offline_requests_by_blocks_to_restore() -> None:
-    """Run one load in the order of arrival and of swap-in cost: the second restores fewer blocks."""
+    """A load restores fewer blocks if its requests start by swap-in cost instead of by arrival."""
     tight = SimulatedShape(blocks=420, max_tokens=1024)
     by_arrival = type("ByArrival", (Bros,), {"start_order": ServingPolicy.start_order})
     settings = ServingSettings("bros", SLO)

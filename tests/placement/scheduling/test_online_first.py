@@ -71,7 +71,7 @@ def test_sarathi_fills_its_chunk_whatever_the_context() -> None:
         assert fill(policy, view(online("on"), request, max_tokens=512))["off"] == 511
 
 
-def test_the_non_preemptive_policy_keeps_running_offline_requests_in_their_order() -> None:
+def test_the_non_preemptive_policy_takes_nothing_from_a_running_offline_request() -> None:
     state = view(offline("off", 4000), waiting=(arrived("new", 300),), free=0)
     plan = make_policy(ServingSettings("non_preemptive")).plan(state, MODEL)
     assert plan.preempt == ()

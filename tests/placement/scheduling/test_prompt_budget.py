@@ -138,7 +138,7 @@ def test_the_tightest_target_of_decoding_requests_bounds_the_prompts_of_all_clas
 
 @BOTH
 def test_decoding_requests_of_every_class_get_a_token(name: str) -> None:
-    """Classes order waiting prompts; they take nothing from requests that run."""
+    """Classes order waiting prompts, but take nothing from requests that decode."""
     higher = replace(online("higher"), queue_weight=5.0)
     lower = [online(f"lower-{number}", 40_001, 40_000) for number in range(20)]
     tokens = fill(make_policy(ServingSettings(name)), view(higher, *lower))

@@ -5,7 +5,7 @@ from placement.scheduling.latency_model import BatchWork
 from placement.scheduling.policy_registry import make_policy
 from tests.placement.scheduling.views import MODEL, SLO, arrived, fill, offline, online, view
 
-URGENT = arrived("new", 300, at=9.8)  # 35 ms of a target of 45 are its own
+URGENT = arrived("new", 300, at=9.8)  # it takes 35 ms itself, and its target is 45 ms
 LONG = arrived("new", 1500, at=9.8)
 
 

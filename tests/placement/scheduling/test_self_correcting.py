@@ -33,7 +33,7 @@ def test_an_engine_that_only_prefills_is_predicted_well_after_a_few_prompts() ->
     learning = SelfCorrecting(CONSERVATIVE)
     wanted = BatchWork.of([(1_500, 0)])
     assert learning.fitted.seconds(wanted) > 2 * TRUE.seconds(wanted)
-    for tokens in (512, 2_048, 1_024):  # as a keeper warms it
+    for tokens in (512, 2_048, 1_024):  # lengths of a keeper's warm-up prompts
         prompt = BatchWork.of([(tokens, 0)])
         learning.observe(prompt, TRUE.seconds(prompt))
     assert learning.fitted.seconds(wanted) == pytest.approx(TRUE.seconds(wanted), rel=0.1)
@@ -61,7 +61,7 @@ def test_the_model_does_not_learn_from_disturbed_iterations() -> None:
 
 
 def test_a_result_that_the_host_took_late_does_not_spoil_the_model() -> None:
-    """With asynchronous scheduling its time then has a part of the next iteration's, which looks short."""
+    """With asynchronous scheduling, a late result makes its iteration look long and the next one short."""
     learning = SelfCorrecting(GPU)
     decode, prompt = BatchWork.of([(1, 100)]), BatchWork.of([(1, 100), (1_200, 500)])
     chunk = BatchWork.of([(1, 100), (900, 500)])
@@ -80,7 +80,7 @@ def test_a_result_that_the_host_took_late_does_not_spoil_the_model() -> None:
 def test_samples_that_contradict_an_early_bad_fit_are_kept() -> None:
     learning = SelfCorrecting(GPU)
     decode, prompt = BatchWork.of([(1, 100)]), BatchWork.of([(1, 100), (1_200, 500)])
-    for _ in range(40):  # a driver that computed prompts in a fifth of the time, and then does no longer
+    for _ in range(40):  # at first the engine computes prompts in a fifth of its later time
         learning.observe(decode, GPU.seconds(decode))
         learning.observe(prompt, GPU.seconds(prompt) / 5)
     for _ in range(40):

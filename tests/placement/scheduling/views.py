@@ -62,8 +62,10 @@ def policy_with(constants: Mapping[str, float], name: str = "conserve", **settin
 
 
 def fill(policy: ServingPolicy, state: EngineView, model: LatencyModel = MODEL) -> dict[str, int]:
-    """Return tokens by request as vLLM's two loops assign them: running requests in the plan's order, then
-    waiting ones up to the first without tokens."""
+    """Return the tokens of each request as vLLM's two loops assign them.
+
+    Running requests come in the plan's order. Waiting requests follow, up to the first that gets no tokens.
+    """
     plan = policy.plan(state, model)
     by_key = {request.key: request for request in (*state.running, *state.online_waiting)}
     left, ended = state.max_tokens, False

@@ -1,4 +1,4 @@
-"""Advice names the tier that is short, how many engines it lacks, and the numbers it comes from."""
+"""Advice names the role that lacks engines, how many it lacks, and the numbers behind this."""
 
 from math import inf
 
@@ -57,7 +57,7 @@ def test_each_signal_gives_the_expected_advice(seen: Signals, expected: dict[Act
 def test_elastic_fleets_count_the_time_that_decoders_have_left(
     prompts_s: float, lent: float, expected: dict[Action, int]
 ) -> None:
-    """The prefillers alone would be far too few here."""
+    """The prefillers alone would be far too few for these prompts."""
     assert given_for(signals(load=3.0, prompts_s=prompts_s, lent=lent)) == expected
 
 
@@ -94,7 +94,7 @@ DECODE_ANSWERS = [
 def test_the_autoscaler_does_what_is_advised(
     role: Role, seen: Signals, advised: Action | None, replicas: int
 ) -> None:
-    """Advice and autoscaler want the same number of engines, but the autoscaler removes one at a time."""
+    """The autoscaler adds as many engines as are advised, but removes only one at a time."""
     found = given_for(seen)
     of_the_role = [one for one in found if ("decode" in one.value) == (role is Role.DECODE)]
     assert of_the_role == ([advised] if advised else [])

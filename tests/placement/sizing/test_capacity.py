@@ -1,4 +1,4 @@
-"""Load signals are averages of arriving and held demand, and a short window gives none."""
+"""Capacity signals are averages over a window, so that a short peak hardly changes them."""
 
 from math import inf
 

@@ -1,7 +1,7 @@
 """Negative controls: schedulers that leave out one step of the roll-back, loaded by vLLM by name.
 
-All of them, and `Audited`, compare vLLM's records of requests that ran before an aborted iteration with
-what they were before it, and append what differs to the file named in the environment.
+All of them, and `Audited`, compare vLLM's records of requests after an aborted iteration with the records
+from before it. They append each difference to the file that the environment names.
 """
 
 import os

@@ -1,7 +1,7 @@
 """vLLM's real scheduler under ours, with a worker that tracks KV instead of computing it.
 
-Every slot of KV remembers the prefix it was computed for. A request that would attend to a slot with anything
-else is a wrong output on a real model; here it is an entry in `lies`.
+Every slot of KV remembers the prefix that it was computed for. A request that attends to a slot of another
+prefix would get a wrong output from a real model; here it adds an entry to `lies`.
 """
 
 import random
@@ -27,8 +27,8 @@ EASY = TurnTargets(10.0, 10.0)
 class SeededClock:
     """Clock that steps advance by durations drawn from a seed, so that a storm replays exactly.
 
-    Plans depend on time: a policy learns from measured steps. Steps take from an instant to seconds, and
-    whole stretches of them are fast or slow, as on a machine that others use too.
+    Plans depend on time, because a policy learns from measured steps. Steps take from an instant to seconds,
+    and long series of them are fast or slow, as on a machine that others use too.
     """
 
     def __init__(self, seed: int) -> None:
@@ -47,7 +47,7 @@ class SeededClock:
 
 @dataclass(frozen=True)
 class StepRequest:
-    """A request of a step."""
+    """Request of a step, with the tokens and blocks that it had when the step was scheduled."""
 
     key: str
     request: Any
@@ -209,9 +209,7 @@ class ModelFreeEngine:
         return frozenset()
 
     def rows_of(self, done: Any) -> list[StepRequest]:
-        """Record the rows when the step is scheduled, because the next one may be scheduled before it is
-        computed.
-        """
+        """Return the rows of a step. They are read when it is scheduled, before the next step."""
         blocks_of = self.scheduler.kv_cache_manager.get_block_ids
         requests = self.scheduler.requests
         return [

@@ -1,7 +1,7 @@
-"""The model-free engine with asynchronous scheduling: vLLM's own `EngineCore` steps it, with our patch.
+"""Model-free engine with asynchronous scheduling: vLLM's own `EngineCore` steps it, with our patch.
 
-A step is computed when its result is asked for, which is as late as a device may be: the next step may have
-been scheduled before.
+A step is computed when its result is asked for. A real device may be as late: the next step may have been
+scheduled before.
 """
 
 import queue
@@ -25,7 +25,7 @@ class LateResult:
 
 
 class Core(EngineCore):
-    """vLLM's engine core, without its processes and its model."""
+    """vLLM's engine core without its processes and its model."""
 
     def __init__(self, engine: "OverlappedEngine") -> None:
         self.scheduler = engine.scheduler
@@ -52,7 +52,7 @@ class OverlappedEngine(ModelFreeEngine):
     def step(
         self, abort_share: float, hang_up_share: float = 0.0, loaded: frozenset[str] = frozenset()
     ) -> None:
-        """Run a round of vLLM's loop: arrived requests and aborts, and a step."""
+        """Run a round of vLLM's loop, which handles arrived requests and aborts, and runs a step."""
         self._shares, self._loaded = (abort_share, hang_up_share), loaded
         if self._rng.random() < hang_up_share / 2 and self.scheduler.running:
             gone = self._rng.choice(self.scheduler.running).request_id

@@ -63,7 +63,7 @@ class StormAnswer:
         )
 
     def difference(self, expected: "StormAnswer") -> str:
-        """Return what differs from the expected answer; an empty string if nothing does."""
+        """Return how an answer differs from the expected one, or an empty string if it does not."""
         if self.choices != expected.choices:
             return f"choices {self.choices} instead of {expected.choices}"
         if len(self.logprobs) != len(expected.logprobs):
@@ -219,7 +219,7 @@ async def storm(
     stall_s: float = 120.0,
     until_wrong: bool = False,
 ) -> StormResult:
-    """Play the same requests in rounds until there were that many aborts and preemptions."""
+    """Send the same requests in rounds until there were this many aborts and preemptions."""
     started = time.monotonic()
     many = asks(seed, count)
     earlier = len(engine.iterations())
@@ -267,9 +267,10 @@ async def storm(
 
 
 def storm_shape(model: Path, overlaps: bool = False, **more: Any) -> StandaloneShape:
-    """Little memory and small iterations: prompts take several chunks, and online work has to preempt.
+    """Return engine options with little memory and small iterations.
 
-    `overlaps`: with asynchronous scheduling on CPUs, where it is asked for (`cpu_overlap.overlapping`).
+    So prompts take several chunks, and online requests have to preempt. `overlaps` asks for asynchronous
+    scheduling on CPUs (`cpu_overlap.overlapping`).
     """
     # Of a GPU vLLM wants so much to be free; these blocks take little.
     arguments: dict[str, Any] = {"gpu_memory_utilization": 0.2, "kv_cache_memory_bytes": 4 << 30}

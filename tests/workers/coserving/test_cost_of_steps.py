@@ -25,7 +25,7 @@ OF_THE_TEST = Counter({"StepRequest": 99, "KVCacheBlocks": 99})
 
 @contextmanager
 def calls_of_ours() -> Iterator[Counter[str]]:
-    """Return this thread's calls by module and name, and created dataclass objects by class."""
+    """Count this thread's calls of our functions by name, and the created dataclass objects by class."""
     calls: Counter[str] = Counter()
 
     def note(frame: FrameType, event: str, argument: Any) -> None:

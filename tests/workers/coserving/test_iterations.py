@@ -1,4 +1,4 @@
-"""Every count of a co-serving engine is one that `/metrics` knows: an unknown name stops the front end."""
+"""Every counter of a co-serving engine is declared, because an unknown name would stop vLLM's front end."""
 
 from collections import Counter, defaultdict
 

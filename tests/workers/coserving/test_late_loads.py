@@ -43,7 +43,7 @@ class SomeLoadsPlugin(Plugin):
 
 
 class LateLoads(ModelFreeEngine):
-    """Mixin: loads arrive in random steps, even after their clients have disconnected."""
+    """Mixin whose loads arrive in random steps, even after their clients have disconnected."""
 
     loads = 0
 

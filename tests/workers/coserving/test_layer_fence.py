@@ -16,7 +16,7 @@ def iteration(
 ) -> list[int]:
     """Run layers as an armed safepoint does; return the launched but unfinished layers at each check.
 
-    The next layer is launched beyond those.
+    After each check, one more layer is launched.
     """
     behind = []
     fence.begin(ahead)
@@ -35,8 +35,7 @@ def iteration(
 
 @pytest.mark.parametrize(("every", "ahead"), [(1, RUN_AHEAD), (1, 1), (2, RUN_AHEAD), (3, 1)])
 def test_the_host_is_held_back_in_every_order_of_record_wait_and_completion(every: int, ahead: int) -> None:
-    """Two iterations after each other, the first aborted at each layer: events are recorded again while the
-    last record has not completed."""
+    """The second iteration records events again whose last record in the aborted first may be incomplete."""
     for leaves_at in range(LAYERS + 1):
         for progress in product(PROGRESS, repeat=LAYERS):
             cuda = LateCuda()

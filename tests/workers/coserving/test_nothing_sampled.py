@@ -13,7 +13,7 @@ from workers.engine.compat.coserving_runner import nothing_sampled
 def test_inputs_of_an_aborted_iteration_are_copied_before_the_next_may_overwrite_them(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """vLLM's input buffers are pinned memory: copies out of them are launched, not done."""
+    """vLLM's input buffers are pinned memory, from which copies run after they were launched."""
     cuda = LateCuda()
     monkeypatch.setattr(torch.cuda, "current_stream", cuda.current_stream)
     pinned, device = torch.ones(4), torch.zeros(4)

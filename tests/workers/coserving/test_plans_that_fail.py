@@ -15,7 +15,7 @@ UNPLANNED = "iteration not planned"
 
 
 class Endless(LatencyModel):
-    """Raise as an infinite target once did, which ended engines."""
+    """Policy that raises, as an infinite target once made a policy do, which ended engines."""
 
     def max_tokens(self, work: BatchWork, context: int, want: int, target_s: float) -> int:
         return int(float("inf"))
@@ -27,7 +27,7 @@ class Mute(LatencyModel):
 
 
 def served(engine: ModelFreeEngine) -> bool:
-    """Check that an online and an offline request get answers of full length."""
+    """Assert that an online and an offline request get answers of full length."""
     engine.ask("turn", [33 + number % 80 for number in range(70)], 4, 0)
     engine.ask("offline", [40 + number % 70 for number in range(150)], 4, 1)
     for _ in range(40):

@@ -1,4 +1,4 @@
-"""A request that is preempted while its step is in flight gets the token of that step."""
+"""A request that is preempted while its iteration is in flight gets the token of that iteration."""
 
 import time
 from pathlib import Path
@@ -17,7 +17,7 @@ QUICK = LatencyModel(1e-6, 0, 0, 1e-3)  # no step is worth aborting, so steps ov
 
 
 class SampleCount(OverlappedEngine):
-    """Counts sampled tokens, because each draw advances the generator of a request with a seed."""
+    """Counter of sampled tokens, because each draw advances the generator of a request with a seed."""
 
     drawn = 0
 

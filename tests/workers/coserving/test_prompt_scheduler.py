@@ -1,6 +1,6 @@
 """vLLM's real scheduler serves prompts in the policy's order; tests count tokens step by step.
 
-The clock is the model's own, so that what is seen does not depend on the machine.
+The latency model drives the clock, so that results do not depend on the machine.
 """
 
 from collections import deque
@@ -30,7 +30,7 @@ def words(count: int, seed: int = 0) -> list[int]:
 
 
 class Stepped(ModelFreeEngine):
-    """Run steps one after another, or overlapping by one as with asynchronous scheduling."""
+    """Engine whose steps run one after another, or overlap by one as with asynchronous scheduling."""
 
     def __init__(
         self, model: Path, overlapping: bool = False, believed: LatencyModel = MODEL, **more: Any
@@ -134,7 +134,7 @@ def test_offline_requests_come_last_and_continue(small_model: Path, overlapping:
 
 @BOTH
 def test_a_prompt_without_memory_does_not_block_others(small_model: Path, overlapping: bool) -> None:
-    """Two prompts of 20 blocks finally hold 40 of 47; one of 10 does not fit until one of them has ended."""
+    """Two prompts hold 40 of 47 blocks in the end. A prompt of 10 does not fit until one of them ends."""
     engine = Stepped(small_model, overlapping)
     asked = {f"big{n}": (words(630, n), 4) for n in range(2)}
     start(engine, asked)
@@ -146,7 +146,7 @@ def test_a_prompt_without_memory_does_not_block_others(small_model: Path, overla
 
 
 def test_decoding_offline_work_takes_no_tokens_from_prompts(small_model: Path) -> None:
-    """A prompt gets the time that decoding leaves, as placers assume."""
+    """A prompt gets the time that decoding leaves, as the placer's estimates assume."""
     engine = Stepped(small_model)
     engine.ask("offline", words(20), 60, priority=1)
     while not engine.first:

@@ -119,7 +119,7 @@ def test_bros_starts_requests_with_the_least_to_restore_and_other_policies_keep_
 
 
 def test_slo_targets_of_offline_requests_are_ignored() -> None:
-    """Other turns would wait for its target: the creator of a batch could write any target into its lines."""
+    """A batch job could have any targets in its lines, and turns would wait for them."""
     tracked = Clocks().requests()
     for key, priority, expected in (("turn", 0, TurnTargets(0.5, 0.001)), ("line", 1, DEFAULT)):
         asked = request(key, priority)

@@ -1,4 +1,4 @@
-"""No request reads KV that was not computed for it, for every abort: vLLM without a model."""
+"""No request reads KV that was not computed for it, whatever is aborted, on vLLM without a model."""
 
 import random
 from pathlib import Path
@@ -22,7 +22,7 @@ WINDOWS = {"full": (0,), "mixed": (0, 70), "windows only": (70,)}
 
 
 def calmed(engine: ModelFreeEngine, asked: dict[str, tuple[list[int], int]]) -> ModelFreeEngine:
-    """Run without aborts until everything is answered; a wrong answer counts as wrong KV."""
+    """Run without aborts until all requests are answered; a wrong answer counts as wrong KV."""
     for _ in range(400):
         if not engine.scheduler.requests:
             break
@@ -100,7 +100,7 @@ def _lied(model: Path, left_out: rollback.Step, seed: int) -> bool:
 
 
 def lies_after_the_owner_left(model: Path, left_out: rollback.Step | None) -> list[str]:
-    """Two requests are admitted in the aborted step; the one whose blocks the other adopted disconnects."""
+    """Admit two requests in the aborted step, and disconnect the one whose blocks the other adopted."""
     engine = ModelFreeEngine(model, left_out, 0)
     prefix = [33 + number % 80 for number in range(128)]
     engine.ask("owner", prefix + [40] * 3, 2, priority=1)

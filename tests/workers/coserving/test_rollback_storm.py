@@ -1,7 +1,7 @@
-"""After a storm of aborts on real vLLM outputs equal an undisturbed run; without a rollback step they do not.
+"""After a storm of aborts on real vLLM, outputs equal those of an undisturbed run.
 
-test_rollback.py leaves out each of the five steps, on vLLM's scheduler without a model. Here one is left out,
-to see that the storm finds it.
+test_rollback.py leaves out each of the five steps of the roll-back, on vLLM's scheduler without a model. Here
+one step is left out, to show that the storm finds this fault.
 """
 
 import asyncio
@@ -58,9 +58,7 @@ async def _storm(
 
 
 def finds_a_fault(model: Path, scheduler: str, audit: Path) -> bool:
-    """Return whether a storm finds a fault: a wrong output, a stalled request, an audit record or a dead
-    engine.
-    """
+    """Return whether a storm finds a wrong output, a stalled request, an audit record or a dead engine."""
     from vllm.v1.engine.exceptions import EngineDeadError, EngineGenerateError
 
     try:
@@ -93,5 +91,5 @@ def test_outputs_after_a_storm_of_aborts_equal_those_of_an_undisturbed_run(
 
 @pytest.mark.slow
 def test_outputs_differ_if_a_step_of_the_rollback_is_left_out(small_model: Path, tmp_path: Path) -> None:
-    """Requests hit blocks in the prefix cache that were never computed."""
+    """Without the step, requests hit blocks in the prefix cache that were never computed."""
     assert finds_a_fault(small_model, "WithoutEvictWritten", tmp_path / "audit")

@@ -118,7 +118,7 @@ def test_all_ranks_abort_at_the_same_layer(flag: Flag, ranks: int, raise_before:
         try:
             for index, layer in enumerate(LAYERS):
                 if rank == ranks - 1 and index == raise_before:
-                    flag.raise_for(5)  # as late as can be for the rank that decides
+                    flag.raise_for(5)  # as late as possible for the rank that decides
                 made.before_layer(layer)
                 collective.wait(10)
         except SafepointAbort:

@@ -14,7 +14,7 @@ ON_HOST = {"first": 3, "second": 0, "third": 1}
 
 
 class ToldByTheTest(SchedulerSide):
-    """Stands in for the checkpoint: the test sets how many blocks of each request are on the host."""
+    """Stand-in for the checkpoint: the test sets how many blocks of each request are on the host."""
 
     offline_may_start = True
 

@@ -22,7 +22,7 @@ RIGHT = answer([5], [{5: -0.25}], [{7: -1.005}])
 
 
 def test_logprobs_that_differ_by_their_rounding_are_equal() -> None:
-    """Two prompt logprobs that are 2e-6 apart would differ by 0.01 if they were rounded to two decimals."""
+    """Logprobs are not rounded before they are compared: values 2e-6 apart could then differ by 0.01."""
     assert answer([5], [{5: -0.250002}], [{7: -1.005002}]).difference(RIGHT) == ""
 
 

@@ -1,7 +1,8 @@
 """Two tensor-parallel ranks abort at the same layer, in whatever order vLLM registers layers.
 
-Real workers on devices that do a layer when both ranks have launched it, as the collective in each layer has
-it. Which host goes on, which device does, and when the flag is raised, is random.
+Real worker sides run on simulated devices. A device computes a layer only when both ranks have launched it,
+because of the collective in each layer. It is random which host or device goes on next, and when the flag is
+raised.
 """
 
 import random
@@ -36,7 +37,7 @@ class HostWouldWaitError(Exception):
 
 
 class Rank:
-    """A rank's host and device. `launched` and `done` count layers of the step."""
+    """Host and device of a rank. `launched` and `done` count layers of the iteration."""
 
     def __init__(self, flag: Flag, number: int, every: int, registered: list[str], run_ahead: int) -> None:
         self.launched = self.done = 0
@@ -78,7 +79,7 @@ class RankEvent:
 
 
 def left_at(registered: list[str], every: int, run_ahead: int, seed: int) -> list[int | None]:
-    """Return the layer at which each rank aborts a step whose flag is raised at a random moment."""
+    """Return the layer at which each rank aborts an iteration whose flag is raised at a random moment."""
     rng = random.Random(seed)
     flag = Flag(f"conserve-test-{uuid.uuid4().hex[:8]}")
     ranks = [Rank(flag, number, every, registered, run_ahead) for number in range(2)]
@@ -105,7 +106,7 @@ def left_at(registered: list[str], every: int, run_ahead: int, seed: int) -> lis
 @pytest.mark.parametrize("every", [1, 4])
 @pytest.mark.parametrize("model", REGISTERED)
 def test_both_ranks_abort_at_the_same_layer(model: str, every: int, run_ahead: int) -> None:
-    """Run a step; `run_ahead` is how far its order lets hosts run beyond the workers' own bound."""
+    """The order of the iteration lets hosts run `run_ahead` layers ahead of their devices."""
     layers: list[Any] = [left_at(REGISTERED[model], every, run_ahead, seed) for seed in range(SCHEDULES)]
     assert [pair for pair in layers if pair[0] != pair[1]] == []
     assert any(pair[0] is not None for pair in layers)

@@ -14,7 +14,7 @@ ASKED = {"a": ([40, 41, 42], 5), "b": ([33 + number % 80 for number in range(400
 
 
 def started(model: Path, tbt_s: float) -> ModelFreeEngine:
-    """Request `a` has its first token, `b` waits, and every prompt is urgent."""
+    """Return an engine where request `a` has its first token, `b` waits, and every prompt is urgent."""
     engine = ModelFreeEngine(model, slo=TurnTargets(1e-6, tbt_s), latency=LatencyModel(1e-6, 0, 0, 1e-6))
     engine.ask("a", *ASKED["a"], priority=0)
     engine.step(abort_share=0.0)

@@ -1,4 +1,4 @@
-"""An unsupported vLLM is refused with a sentence before it can misbehave."""
+"""An engine with an unsupported vLLM is refused at its start, before it can misbehave."""
 
 from collections.abc import Iterator
 from importlib import import_module

@@ -1,4 +1,4 @@
-"""Grammars are compiled in forks of a separate process, and one over its budget delays only its owner."""
+"""Grammars are compiled in forks of a separate process; a grammar over its budget delays only its owner."""
 
 import asyncio
 import os
@@ -48,7 +48,7 @@ def run(main: Coroutine[Any, Any, None]) -> None:
 
 
 class CompileProcess:
-    """Compile process for one engine configuration, started like one that replaces a killed process."""
+    """Compiling process for one engine configuration, started as after the process was killed."""
 
     def __init__(self, config: Any) -> None:
         self.config, self.address = config, new_address()

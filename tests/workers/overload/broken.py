@@ -1,4 +1,4 @@
-"""Broken variants of a split: each leaves out one thing that it needs, or answers slowly."""
+"""Broken variants of layer sharing: each leaves out a part that is needed, or answers slowly."""
 
 import time
 from typing import Any
@@ -15,21 +15,21 @@ from workers.engine.overload.split.split_model import SplitModel
 
 
 class WithoutRegions(PeerService):
-    """Treats a peer's blocks as this engine's own."""
+    """Peer service that treats a peer's blocks as this engine's own."""
 
     def first_row(self, member: Membership, message: Message) -> int:
         return 0
 
 
 class InOneRegion(PeerService):
-    """Puts the blocks of all peers behind this engine's own, which is only right for a pair."""
+    """Peer service that puts the blocks of all peers into one region, which is right only for a pair."""
 
     def first_row(self, member: Membership, message: Message) -> int:
         return member.blocks
 
 
 class SlowToAnswer(PeerService):
-    """Takes a while for each piece of KV."""
+    """Peer service that takes a while for each piece of KV."""
 
     slow_s = 4.0
 
@@ -43,14 +43,14 @@ class SlowToAnswer(PeerService):
 
 
 class WithoutExchange(KvExchange):
-    """Sends no KV to the members that keep the layers."""
+    """Exchange that sends no KV to the members that keep the layers."""
 
     def give(self, member: Membership) -> None:
         return
 
 
 class WithoutEpochs(EngineSplit):
-    """Accepts a message of an earlier split as one of this split."""
+    """Split that accepts a message of an earlier split."""
 
     def wait_for(self, message: Any, phase: SplitPhase) -> Membership:
         assert self.member is not None
@@ -58,7 +58,7 @@ class WithoutEpochs(EngineSplit):
 
 
 class WithAPartOfTheWeights(LayerWeights):
-    """Restores only every other layer; the memory of the rest has other content."""
+    """Weights that restore only every other layer, so that the memory of the others has other content."""
 
     def restore(self, layers: Any) -> None:
         missing = [index for index in layers if index % 2 and not self.ranges[index].mapped_bytes]
@@ -83,7 +83,7 @@ def mend(model: SplitModel) -> None:
 
 
 def break_with(model: SplitModel, name: str) -> None:
-    """Make the model wrong in one way; "" makes it right again."""
+    """Make the model wrong in the named way; an empty name makes it right again."""
     mend(model)
     for one in (model.service, model.exchange, model.split, model.split.weights):
         for broken in BROKEN:

@@ -1,7 +1,4 @@
-"""Two to four workers share layers: location of KV, sizes of pools, and valid messages.
-
-The workers run without an engine.
-"""
+"""Two to four workers without engines share layers: KV is in its region, and invalid messages are refused."""
 
 from collections.abc import Iterator
 from dataclasses import replace
@@ -93,7 +90,7 @@ def test_a_member_without_an_order_leaves_the_others_whole(four: Group) -> None:
 
 def test_members_with_orders_for_different_groups_do_not_share(four: Group) -> None:
     a, b, c, d = (worker.model.facts().address for worker in four)
-    told = [(0, (a, b, c)), (1, (a, b, d)), (2, (a, b, c)), (2, (a, b, d))]  # to each its part is right
+    told = [(0, (a, b, c)), (1, (a, b, d)), (2, (a, b, c)), (2, (a, b, d))]  # each worker's own part is right
     steps = [
         dropping(worker, DropOrder(1, members, part, USED))
         for worker, (part, members) in zip(four, told, strict=True)
@@ -105,7 +102,7 @@ def test_members_with_orders_for_different_groups_do_not_share(four: Group) -> N
 
 @pytest.fixture
 def line(four: Group) -> Iterator[PeerConnection]:
-    """Return a connection to the first of three members, from a stranger who has the secret."""
+    """Return a connection to the first of three members from a process that is no member but has the key."""
     split(four[:3])
     made = PeerConnection(four[0].model.facts().address, SECRET, 5.0)
     yield made

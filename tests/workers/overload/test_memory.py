@@ -1,4 +1,4 @@
-"""Parameters and KV exchange memory: restored content is unchanged, and no memory is added."""
+"""KV takes over the memory of parameters and back: restored content is unchanged, and no memory is added."""
 
 import weakref
 from collections.abc import Iterator
@@ -46,7 +46,7 @@ def test_restored_parameters_have_their_address_and_content(memory: PhysicalMemo
     assert weights.mapped_bytes() == sum(map(weights.layer_bytes, range(2, LAYERS)))
     kv = kv_of(memory, 8 * BLOCKS)
     kv.resize([3], 2 * BLOCKS)
-    kv.write(3, list(range(2 * BLOCKS)), torch.ones(2 * BLOCKS, *ROW))  # over what the parameters were
+    kv.write(3, list(range(2 * BLOCKS)), torch.ones(2 * BLOCKS, *ROW))  # over the parameters
     kv.resize([3], BLOCKS)
     weights.restore(range(LAYERS))
     for layer, parameters, row in zip(layers, before, rows, strict=True):
@@ -107,7 +107,7 @@ def test_a_split_uses_no_more_memory_than_before(
     assert not memory.free
     kept, gone = range(2), range(2, LAYERS)
     rows = there_is.rows_that_fit(kept)
-    assert rows > 2 * BLOCKS  # both halves of the KV, and what the parameters were
+    assert rows > 2 * BLOCKS  # the KV of all layers, and the memory of the dropped parameters
     views = dict(kv.views(BLOCKS))
 
     weights.drop(gone)
@@ -162,7 +162,7 @@ def test_rows_without_memory_are_refused(memory: PhysicalMemory) -> None:
 
 
 def test_released_kv_returns_its_pages(memory: PhysicalMemory) -> None:
-    """Graphs are captured on this KV before the size of the pool is known."""
+    """vLLM captures graphs on a first allocation of KV, before it knows the size of the pool."""
     kv = kv_of(memory, 2 * BLOCKS)
     kv.write(0, [1], numbered([1]))
     pages = sum(one.pages for one in memory.ranges)

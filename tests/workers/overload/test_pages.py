@@ -115,7 +115,7 @@ def test_a_page_size_that_the_system_does_not_have_is_refused() -> None:
 
 
 def test_cuda_structures_have_the_layout_of_its_header() -> None:
-    """A C compiler lays the structures out like this with CUDA 12's cuda.h."""
+    """The expected offsets are those that a C compiler gives the structures of CUDA 12's cuda.h."""
     properties, access = cuda_pages.AllocationProperties, cuda_pages.AccessDescription
     offsets = [
         getattr(properties, name).offset for name in ("type", "handle_types", "location", "win32", "flags")

@@ -63,7 +63,7 @@ def server(encrypt: bool) -> Iterator[PeerServer]:
 
 
 class Relay:
-    """Man in the middle of one connection: records requests, and may change a byte or repeat all of it."""
+    """Man in the middle of one connection: records requests, and may change a byte or repeat a message."""
 
     def __init__(self, target: str, flip: bytes = b"", repeat: bool = False) -> None:
         host, _, port = target.rpartition(":")

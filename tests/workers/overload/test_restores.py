@@ -1,4 +1,4 @@
-"""KV and parameters are restored even if a member is late or lost, without an engine."""
+"""KV and parameters are restored even if a member is late or lost (workers without engines)."""
 
 import time
 from collections.abc import Callable

@@ -11,7 +11,7 @@ from workers.engine.overload.orders import SplitEvent, SplitReport
 from workers.engine.overload.plugin import FENCE_S
 from workers.engine.overload.split.membership import SplitLimits
 
-SLOW_S = 0.2  # of each of ten messages
+SLOW_S = 0.2  # delay of each of ten messages
 
 
 @pytest.fixture

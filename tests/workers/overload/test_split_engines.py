@@ -89,7 +89,7 @@ def test_answers_are_wrong_if_a_part_of_layer_sharing_is_left_out(
     both.restore()
     wrong = both.finish()
     both.fresh()
-    both.drop()  # what was left out is put right by a whole one
+    both.drop()  # this drop is complete again
     both.restore()
     assert wrong != right
 

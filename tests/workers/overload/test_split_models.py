@@ -1,4 +1,4 @@
-"""Models that are listed as splittable have the expected forward pass in the installed vLLM."""
+"""The models in `SPLIT_MODELS` have the expected forward pass in the installed vLLM."""
 
 import inspect
 import re
@@ -23,7 +23,7 @@ def modules_of(architecture: str) -> list[ModuleType]:
 
 
 def named(modules: list[ModuleType], ending: str) -> type:
-    """Return the first class of a kind."""
+    """Return the first class in the modules whose name ends like this."""
     prefixes = [module.__name__.rpartition(".")[2] for module in modules]
     found = (
         one

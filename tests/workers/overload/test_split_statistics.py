@@ -1,4 +1,4 @@
-"""Counts of a split, the measured link, and the blocks that a drop moves or evicts."""
+"""A split's counts are reported, its link is measured, and a drop chooses the blocks that it moves."""
 
 from collections.abc import Mapping
 from types import MappingProxyType, SimpleNamespace
@@ -109,7 +109,7 @@ def ids(*blocks: Any) -> list[int]:
 
 
 def test_a_drop_moves_cached_blocks_for_a_limited_time_and_evicts_the_rest() -> None:
-    """Blocks of requests always move; of cached blocks only the most recently used do."""
+    """Blocks of requests always move, but only the most recently used of the cached blocks do."""
     made = SideWithBlocks(5 / CACHED_KV_S)
     order = made.ordered("drop")
     assert isinstance(order, DropOrder)
@@ -120,7 +120,7 @@ def test_a_drop_moves_cached_blocks_for_a_limited_time_and_evicts_the_rest() -> 
 
 
 def test_cached_blocks_of_offline_requests_are_evicted_first() -> None:
-    """Offline blocks rank last even if they were used last; the last block of a request is evicted first."""
+    """Blocks of offline requests are evicted first even if they were used last; the last block goes first."""
     made = SideWithBlocks(5 / CACHED_KV_S, {"c": range(2, 6), "offline:r": range(6, 12)})
     order = made.ordered("drop")
     assert sorted(order.used[2:]) == ids(*made.cached[:5])

@@ -41,7 +41,7 @@ def engine(tmp_path_factory: pytest.TempPathFactory) -> Iterator[EngineHere]:
 
 
 def test_starting_over_frees_blocks_of_a_request_that_waits_with_loaded_kv(engine: EngineHere) -> None:
-    """vLLM frees blocks of running requests only, and raises if waiting ones hold some."""
+    """vLLM frees only the blocks of running requests, and raises if a waiting request holds blocks."""
     from workers.engine.compat.block_pool import start_over
 
     (_, prompt, _), (_, other, _) = requests(5, count=2)

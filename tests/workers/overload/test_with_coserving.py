@@ -38,7 +38,7 @@ def test_answers_are_unchanged_in_a_storm_of_drops_restores_and_aborts(both: Spl
 
 
 def test_arrivals_are_counted_although_two_patches_wrap_one_method(both: SplitTogether) -> None:
-    """Two patches of the same vLLM method work together."""
+    """Both patches of the vLLM method that receives requests take effect."""
     before = both.first.state()["arrivals"]
     both.first.add(requests(20, count=3, output=1))
     both.finish()

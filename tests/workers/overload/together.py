@@ -1,6 +1,6 @@
 """Engines that can share their layers, each in its own process and controlled over a pipe.
 
-An engine steps whenever it has something to do, as vLLM's own loop does.
+An engine runs an iteration whenever it has something to do, as vLLM's own loop does.
 """
 
 import contextlib
@@ -34,7 +34,7 @@ Request = tuple[str, list[int], int]
 
 
 class SplitChild:
-    """The engine, in its own process, and the commands that the test sends to it."""
+    """Child process with one engine, which carries out the commands that the test sends."""
 
     def __init__(self, model: Path, blocks: int, batched_tokens: int, coserves: bool) -> None:
         self.highest = 0  # block that a request had, since all was forgotten
@@ -81,7 +81,7 @@ class SplitChild:
         return sum(request.num_output_tokens for request in self.engine.scheduler.requests.values())
 
     def hold(self, after: int | None) -> None:
-        """Take no step once more than `after` tokens are generated, until an order arrives."""
+        """Run no iteration once more than `after` tokens are generated, until an order arrives."""
         self.hold_after = after
 
     def add(self, requests: list[Request], priority: int = 0) -> None:
@@ -105,7 +105,7 @@ class SplitChild:
         self.interrupts = on
 
     def answers(self) -> dict[str, list[int]]:
-        """Return the answers since the last call."""
+        """Return the answers that ended since the last call."""
         taken, self.engine.answers = self.engine.answers, {}
         return {self.names[request_id]: tokens for request_id, tokens in taken.items()}
 
@@ -201,7 +201,7 @@ def serve(pipe: Connection, *arguments: Any) -> None:
 
 
 class SplitEngine:
-    """The test's handle of one engine."""
+    """Handle with which a test controls one engine."""
 
     def __init__(self, model: Path, blocks: int, batched_tokens: int, coserves: bool) -> None:
         self.address = ""  # of its peer server, once it is ready
@@ -275,7 +275,7 @@ class SplitTogether:
             engine.add(self.own(requests, number), priority)
 
     def own(self, requests: list[Request], number: int) -> list[Request]:
-        """Return the requests that go to this engine."""
+        """Return the requests that the test sends to this engine."""
         return requests[number :: len(self.engines)]
 
     def finish(self) -> dict[str, list[int]]:
@@ -298,7 +298,7 @@ class SplitTogether:
             assert engine.forget()
 
     def right(self, asked: list[Request]) -> dict[str, list[int]]:
-        """Return the answers of whole engines."""
+        """Return the answers of engines with whole models to these requests."""
         self.fresh()
         self.add(asked)
         return self.finish()
@@ -321,7 +321,7 @@ class SplitTogether:
         return self.finish(), changes
 
     def begin(self, asked: list[Request], priority: int = 0) -> None:
-        """Have every engine generate a few tokens and hold, so that requests do not end before an order."""
+        """Let every engine generate a few tokens and hold, so that requests do not end before an order."""
         for engine in self.engines:
             engine.hold(20)
         self.add(asked, priority)
@@ -351,7 +351,7 @@ def together(
 
 
 def requests(seed: int, count: int = 16, output: int = 60, common: int = 0) -> list[Request]:
-    """Return prompts whose first `common` tokens are equal."""
+    """Return requests whose prompts have the first `common` tokens in common."""
     rng = random.Random(seed)
     shared = [rng.randrange(256) for _ in range(common)]
     prompts = [

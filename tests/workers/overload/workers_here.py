@@ -42,7 +42,7 @@ class Qwen3ForCausalLM:
 
 
 class WorkerHere:
-    """A worker between two steps."""
+    """Worker between two iterations, with memory and a peer server but without a model runner of vLLM."""
 
     def __init__(self) -> None:
         model = Qwen3ForCausalLM()
@@ -87,7 +87,7 @@ class WorkerHere:
 
     @property
     def has_its_parameters(self) -> bool:
-        """Read parameters of a whole worker: dropped ones have no memory."""
+        """Return whether a worker has its parameters; only a worker with its whole model may be asked."""
         return all(
             torch.equal(layer.linear.weight, had) for layer, had in zip(self._layers, self._had, strict=True)
         )
@@ -108,7 +108,7 @@ Group = tuple[WorkerHere, ...]
 
 
 def at_once(*steps: Callable[[], SplitReport]) -> tuple[list[SplitEvent], float]:
-    """Run all workers at the same time; return how each order ended, and how long the first took."""
+    """Run the orders of all workers at once; return how each ended, and how long the first took."""
     ended: dict[int, tuple[SplitReport, float]] = {}
 
     def run(number: int, step: Callable[[], SplitReport]) -> None:
@@ -147,7 +147,7 @@ def split(group: Group) -> None:
 
 
 def a_batch(block: int = 1, slot: int = 1, *, length: int = 1, longest: int = 1, starts: Any = (0, 1)) -> Any:
-    """Return the arguments of a step with one token of one request."""
+    """Return the inputs of an iteration with one token of one request."""
     one, lens = torch.zeros(1, dtype=torch.int64), torch.tensor([length])
     tensors = [
         one,

@@ -1,4 +1,4 @@
-"""A machine with simulated GPUs: the stand-in library, its state, and processes that see both."""
+"""Machine with simulated GPUs: a stand-in for NVML's library, its state, and processes that see both."""
 
 import os
 import struct

@@ -108,7 +108,7 @@ def test_unknown_gpus_are_named(machine: GpuMachine) -> None:
 
 def test_a_reboot_voids_the_record(machine: GpuMachine) -> None:
     apply(machine, 200, "0", boot="'before'")
-    machine.write(0, "limit_mw", 300_000)  # what a reboot does
+    machine.write(0, "limit_mw", 300_000)  # as after a reboot
     assert restore(machine, boot="'after'") == ""
     assert apply(machine, 150, "0", boot="'after'").startswith("True")
     restore(machine, boot="'after'")
@@ -116,8 +116,7 @@ def test_a_reboot_voids_the_record(machine: GpuMachine) -> None:
 
 
 def test_the_old_limit_is_on_disk_before_the_new_one_is_on_the_gpu(machine: GpuMachine) -> None:
-    """The process is killed between both writes: the record exists, the limit is unchanged, and undoing is
-    harmless."""
+    """A process killed between both writes leaves a record and the old limit, so a restore is harmless."""
     killed = APPLY.replace("BOOT", "limits.boot_id()").replace(
         "path, cap", "import os; Gpus.set_limit = lambda *a: os.kill(os.getpid(), 9)\npath, cap"
     )
@@ -178,7 +177,7 @@ def test_the_guard_of_a_killed_keeper_removes_its_cap(machine: GpuMachine) -> No
 
 
 def test_a_guard_terminated_with_its_keeper_has_no_grace_period(machine: GpuMachine) -> None:
-    """End keeper and guard as `conserve down` does."""
+    """`conserve down` ends keeper and guard together like this."""
     process = keeper(machine, grace=600.0)
     until([300.0, 200.0], machine)
     (guard,) = psutil.Process(process.pid).children()

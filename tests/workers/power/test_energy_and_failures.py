@@ -1,4 +1,4 @@
-"""Energy comes from the GPU's counter, and a machine without GPUs or rights serves and reports that."""
+"""Energy comes from the GPU's counter; without GPUs or permission an engine serves, and the log says why."""
 
 import pytest
 
