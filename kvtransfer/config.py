@@ -1,4 +1,4 @@
-"""Settings of one engine's connector, as a frozen dataclass that can be passed on a command line."""
+"""Settings of one engine's connector, from which vLLM's `--kv-transfer-config` is made."""
 
 import os
 from collections.abc import Mapping
@@ -33,12 +33,8 @@ class ConnectorConfig:
     port: int = 0  # transfer server of rank 0; rank r listens on port + r; 0: no server
     lease_s: float = 60.0  # how long a finished prefill's KV waits for its decoder
     timeout_s: float = 30.0  # longest silence of a peer before a transfer is given up
-    encrypt: bool = (
-        False  # encrypt blocks between engines; without it, the network carries prompts' KV readable
-    )
-    staging_gib: float = (
-        0.25  # GPU only: pinned host memory, of all ranks, that transferred blocks pass through
-    )
+    encrypt: bool = False  # encrypt blocks between engines; otherwise the network can read prompts' KV
+    staging_gib: float = 0.25  # GPU only: pinned host memory of all ranks, through which transfers pass
     control_socket: str = ""  # path of the Unix socket to the keeper; empty: none
     park_after_s: float = PARK_AFTER_S  # idle time after which a conversation is parked
     ttl_s: float | None = None  # idle time after which a conversation is forgotten; None: never
@@ -47,12 +43,12 @@ class ConnectorConfig:
     disk_path: str = ""  # folder of the file on the disk
     idle_kv_evictable: bool = False  # idle conversations' KV may be evicted without a copy on the host
     lmcache: str = ""  # host:port of LMCache's server, the tier behind the host; empty: none
-    lmcache_timeout_s: float = 1.0  # longest wait for it within a step
+    lmcache_timeout_s: float = 1.0  # longest wait for LMCache's server within a step
     # False: no plugin has work between layers, so that every step may run as one CUDA graph. KV is then
     # exported after steps instead of layer by layer.
     layer_hooks: bool = True
     safepoint: str = ""  # shared memory name of the safepoint flag; empty: no safepoints
-    plugins: tuple[str, ...] = ()  # more plugins, as "module:Class"
+    plugins: tuple[str, ...] = ()  # additional plugins, as "module:Class"
 
     def __post_init__(self) -> None:
         for name in ("lease_s", "timeout_s", "park_after_s", "ttl_s"):
@@ -73,9 +69,7 @@ class ConnectorConfig:
         if self.lmcache and not self.lmcache.rpartition(":")[2].isdigit():
             raise ConnectorConfigError(f"lmcache must be host:port, not {self.lmcache!r}")
         if self.lmcache and self.safepoint:
-            raise ConnectorConfigError(
-                "LMCache stores KV of steps that a safepoint may abort: use one or the other"
-            )
+            raise ConnectorConfigError("lmcache excludes safepoint: it would store KV of aborted steps")
         if not 0 <= self.port < 65536:
             raise ConnectorConfigError(f"port must be between 0 and 65535, not {self.port!r}")
 
@@ -138,7 +132,9 @@ def transfer_secret(environ: Mapping[str, str] = os.environ) -> bytes:
     """Read the transfer key from the environment, because arguments are visible to every local user."""
     secret = environ.get(SECRET_VARIABLE, "")
     if len(secret) < 16:
-        raise ConnectorConfigError(f"{SECRET_VARIABLE} must hold the key of transfers (16 characters+)")
+        raise ConnectorConfigError(
+            f"{SECRET_VARIABLE} must hold the key of transfers, at least 16 characters"
+        )
     return secret.encode()
 
 
@@ -147,15 +143,18 @@ SECTOR_BYTES = 4096  # addresses, lengths and offsets of direct I/O are multiple
 
 
 def host_slots(config: ConnectorConfig, ranks: int, block_bytes: int) -> int:
-    """Return the number of host slots. `host_kv_gib` is for all ranks; each holds a part of a block."""
+    """Return how many blocks fit into `host_kv_gib`, which all ranks share.
+
+    `block_bytes` is the size of a block on one rank.
+    """
     return int(config.host_kv_gib * GIB) // (block_bytes * ranks)
 
 
 def disk_row_bytes(block_bytes: int) -> int:
-    """Return the bytes of one rank's block on the disk: whole sectors, as direct I/O requires."""
+    """Return how many bytes a block of one rank takes on the disk: whole sectors, as direct I/O requires."""
     return -(-block_bytes // SECTOR_BYTES) * SECTOR_BYTES
 
 
 def disk_slots(config: ConnectorConfig, ranks: int, block_bytes: int) -> int:
-    """Return the number of slots on the disk. `disk_gib` is for all ranks, like `host_kv_gib`."""
+    """Return how many blocks fit into `disk_gib`, which all ranks share."""
     return int(config.disk_gib * GIB) // (disk_row_bytes(block_bytes) * ranks)

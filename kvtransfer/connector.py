@@ -52,14 +52,14 @@ from kvtransfer.shared_state import SharedKvState
 
 @dataclass
 class StepOrders(KVConnectorMetadata):
-    """Orders of the scheduler to the workers, once a step, by plugin name."""
+    """Orders of one step from the scheduler sides to the worker sides, by plugin name."""
 
     orders: dict[str, Any] = field(default_factory=dict)
 
 
 @dataclass
 class StepReports(KVConnectorWorkerMetadata):
-    """Reports of the workers to the scheduler, once a step, by plugin name."""
+    """Reports of one step from the worker sides to the scheduler sides, by plugin name."""
 
     reports: dict[str, Report] = field(default_factory=dict)
 
@@ -158,14 +158,14 @@ class ConServeConnector(KVConnectorBase_V1, SupportsHMA):
     # Scheduler side
 
     def scheduler_side(self, plugin: str) -> SchedulerSide | None:
-        """Return a plugin's scheduler side, for the engine's own scheduler."""
+        """Return the scheduler side of a plugin, or None if the plugin is not loaded."""
         return self._schedulers.get(plugin)
 
     def worker_side(self, plugin: str) -> WorkerSide | None:
         return self._workers.get(plugin)
 
     def held_by_others(self, request_id: str) -> None:
-        """Record a finished request whose blocks another connector saves before they are freed."""
+        """Record a finished request whose blocks another connector still saves."""
         self.kv_state.loads.held_by_others.add(request_id)
 
     def bind_kv_cache_manager(self, kv_cache_manager: Any) -> None:
@@ -180,8 +180,8 @@ class ConServeConnector(KVConnectorBase_V1, SupportsHMA):
     def get_num_new_matched_tokens(self, request: Any, num_computed_tokens: int) -> tuple[int | None, bool]:
         self._matches.pop(request.request_id, None)
         if request.request_id in self.kv_state.loads.loading:
-            # Its load failed from the first block on, and vLLM 0.32 keeps its blocks. A second load would
-            # need as many again and block the requests behind it, so the prompt is computed.
+            # A load for this request failed from its first block on, and vLLM 0.32 keeps the request's
+            # blocks. A second load would need as many again and delay other requests: compute the prompt.
             return 0, False
         sides = {} if self.kv_state.kv_io_suspended else self._schedulers
         for name, side in sides.items():
@@ -205,7 +205,7 @@ class ConServeConnector(KVConnectorBase_V1, SupportsHMA):
     def get_external_cache_hit_sources(
         self, request: Any, num_external_tokens: int
     ) -> dict[CacheHitSource, int]:
-        """Return the sources of loaded tokens for vLLM's counter. Called right after the allocation."""
+        """Return how many tokens each source loads. vLLM asks right after the allocation, for a counter."""
         source = self._hit_sources.pop(request.request_id, None)
         return {source: num_external_tokens} if source and num_external_tokens else {}
 
@@ -251,7 +251,7 @@ class ConServeConnector(KVConnectorBase_V1, SupportsHMA):
             side.register(kv_caches)
 
     def handle_preemptions(self, kv_connector_metadata: KVConnectorMetadata) -> None:
-        """Give the step's orders to the workers. vLLM calls this once a step, before anything else."""
+        """Give the step's orders to the worker sides. vLLM calls this first in each step."""
         assert isinstance(kv_connector_metadata, StepOrders)
         orders = kv_connector_metadata.orders
         for name, side in self._workers.items():
@@ -259,7 +259,10 @@ class ConServeConnector(KVConnectorBase_V1, SupportsHMA):
         self._needs_layers = any(side.needs_layers(orders.get(n)) for n, side in self._layered.items())
 
     def bind_connector_metadata(self, connector_metadata: KVConnectorMetadata) -> None:
-        """Drop a whole graph that would skip hooks. vLLM calls this right before the forward pass."""
+        """Run the step without CUDA graphs if vLLM chose a whole graph that would skip hooks.
+
+        vLLM calls this right before the forward pass.
+        """
         if self._needs_layers and not self._pieces_only and take_back_whole_graph(self._graphs_taken_back):
             self._graphs_taken_back += 1
             self._counts["graphs_taken_back"] = self._counts.get("graphs_taken_back", 0) + 1
@@ -316,9 +319,9 @@ for name, module in ((CONNECTOR, CONNECTOR_MODULE), (LMCACHE, LMCACHE_MODULE)):
 
 
 class SeveralConnectors(MultiConnector):
-    """Our connector combined with another one of vLLM's: a shared tier, or NIXL.
+    """Our connector combined with NIXL's connector, LMCache's, or both.
 
-    vLLM's `MultiConnector` asks them in order; the first that has a prompt's KV loads it, and all save.
+    vLLM's `MultiConnector` asks them in order. The first that has a prompt's KV loads it; all of them save.
     """
 
     @property

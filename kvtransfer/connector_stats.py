@@ -1,4 +1,4 @@
-"""Counts of the plugins, on their way through vLLM to the engine's Prometheus page."""
+"""Carries the plugins' counts through vLLM to the engine's `/metrics`."""
 
 from typing import Any
 
@@ -32,7 +32,7 @@ class ConnectorStats(KVConnectorStats):
 
 
 class ConnectorMetrics(KVConnectorPromMetrics):
-    """Counters and histograms of the connector in vLLM's front end."""
+    """Prometheus counters and histograms of the connector, in vLLM's front-end process."""
 
     def __init__(
         self,
@@ -62,7 +62,7 @@ class ConnectorMetrics(KVConnectorPromMetrics):
             )
             for key, spec in histograms.items()
         }
-        # Shown from the start, because Prometheus does not see the first appearance as an increase.
+        # Create all series now, because Prometheus does not count a series' first value as an increase.
         for labels in per_engine_labelvalues.values():
             for key, spec in specs.items():
                 for value in spec.values:

@@ -3,16 +3,16 @@
 from collections.abc import Mapping
 from typing import Any
 
-# A step that computes prompts changes what is confirmed until its result, with asynchronous scheduling one
-# step later than the next.
+# With asynchronous scheduling, the result of a step is known two steps later. Until then, a step that
+# computes prompts may complete several blocks of any request.
 UNTIL_CONFIRMED = 2
 
 
 class GrowingRequests:
-    """Finds requests at the ends of their blocks, so that decoding steps examine only a few requests.
+    """Finds requests that may have one more full block, so that decoding steps examine few requests.
 
-    A request that decodes confirms at most one token a step, so it is looked at again when enough steps have
-    passed for a block.
+    A request that decodes completes at most one token a step. It is examined again after as many steps as its
+    last block lacks tokens.
     """
 
     def __init__(self, block_tokens: int) -> None:

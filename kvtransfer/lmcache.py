@@ -1,8 +1,8 @@
 """LMCache's connector, modified to survive the loss of its server.
 
-LMCache 0.5.6 continues without its server after a missed heartbeat. Until then its calls raise time-outs out
-of the step, which ends the engine. Here the first time-out counts as the missed heartbeat; the load that was
-asked for fails, and the prompt is computed.
+LMCache 0.5.6 continues without its server after a missed heartbeat. Until that heartbeat, calls to the server
+raise time-outs within the step, which ends the engine. Here the first time-out counts as a missed heartbeat:
+the load fails, and the engine computes the prompt.
 """
 
 import logging
@@ -16,7 +16,7 @@ logger = logging.getLogger("conserve.kvtransfer.lmcache")
 
 
 class GuardedLMCache(LMCacheMPConnector):  # type: ignore[misc]
-    """LMCache's connector, whose timeouts do not end the engine."""
+    """LMCache's connector, changed so that its time-outs do not end the engine."""
 
     def __init__(self, vllm_config: Any, role: Any, kv_cache_config: Any = None) -> None:
         verify_lmcache()

@@ -13,7 +13,7 @@ class Reason(StrEnum):
     """Reason why a decoder computes a prompt instead of fetching its KV."""
 
     UNAUTHORISED = "unauthorised"  # wrong or missing secret
-    PROTOCOL = "protocol"  # the peer speaks something else
+    PROTOCOL = "protocol"  # the peer sent something that the protocol does not allow
     OLD_EPOCH = "old_epoch"  # the producer was restarted since the transfer was planned
     MAPPING = "mapping"  # tensor-parallel sizes or ranks do not match
     LAYOUT = "layout"  # KV of another model, data type or block size
@@ -22,7 +22,7 @@ class Reason(StrEnum):
     ABORTED = "aborted"  # the prefill was aborted
     EXPIRED = "expired"  # the lease ran out
     TAKEN = "taken"  # the transfer was already delivered
-    NO_CAPACITY = "no_capacity"  # no slot of a staging window in time
+    NO_CAPACITY = "no_capacity"  # no slot of the staging window became free in time
     STALLED = "stalled"  # the prefill or the peer made no progress in time
     SHORT = "short"  # fewer blocks than the prompt has
     CORRUPT = "corrupt"  # a tag did not match: bytes changed on their way
@@ -38,7 +38,7 @@ class CounterSpec:
 
     name: str
     help: str
-    label: str = ""  # short names are then "key.value"
+    label: str = ""  # if set, counts have the short names "key.value"
     values: tuple[str, ...] = ()  # values of the label, shown from the start
 
 
@@ -81,50 +81,50 @@ COUNTERS: Mapping[str, CounterSpec] = {
     ),
     "failed_copies": CounterSpec(
         "conserve_kv_failed_copies",
-        "Blocks whose copy to or from host memory raised; the engine's log has it. 0 is right.",
+        "Blocks whose copy to or from host memory failed; the engine's log has the error. 0 is right.",
     ),
     "unregistered_chunks": CounterSpec(
         "conserve_kv_unregistered_host_chunks",
         "Chunks of host memory that the GPU's driver did not register: copies to and from them are slower; "
-        "the engine's log has why. 0 is right.",
+        "the engine's log has the reason. 0 is right.",
     ),
     "piecewise_only": CounterSpec(
         "conserve_kv_piecewise_only",
-        "Ranks where all steps have piecewise CUDA graphs, because vLLM could not be told which of them need "
-        "it; the engine's log has why. 0 is right.",
+        "Ranks where all steps have piecewise CUDA graphs, because vLLM could not be told which steps need "
+        "them; the engine's log has the reason. 0 is right.",
     ),
     "graphs_taken_back": CounterSpec(
         "conserve_kv_graphs_taken_back",
-        "Steps with work between their layers for which vLLM chose a whole CUDA graph all the same: they ran "
-        "without graphs; the engine's log has it. 0 is right.",
+        "Steps that ran without CUDA graphs because they had work between layers and vLLM chose a whole "
+        "graph; the engine's log says what to set. 0 is right.",
     ),
     "host_full": CounterSpec("conserve_kv_host_full", "Times a block found no free slot in host memory."),
     "left_host": CounterSpec("conserve_kv_left_host", "Conversations whose host memory was given to others."),
     "parked": CounterSpec(
         "conserve_kv_parked",
-        "Conversations parked, by cause; late: brought back ahead, and the turn did not come.",
+        "Conversations parked, by cause; late: the KV was prefetched, and the turn did not come in time.",
         "cause",
         ("idle", "said", "pressure", "late"),
     ),
     "ended": CounterSpec(
         "conserve_kv_ended",
-        "Conversations forgotten here, by cause.",
+        "Conversations that the engine forgot, by cause.",
         "cause",
         ("released", "ttl", "drained"),
     ),
     "faults": CounterSpec("conserve_kv_faults", "Faults found by the idle integrity check; 0 is right."),
     "prompt_tokens": CounterSpec(
-        "conserve_prompt_tokens", "Tokens of turns' prompts computed, before their first tokens."
+        "conserve_prompt_tokens", "Prompt tokens that turns computed before their first token."
     ),
     "prompt_seconds": CounterSpec(
         "conserve_prompt_seconds",
-        "Time of iterations with prompts of turns in them: conserve_prompt_tokens over this is the rate that "
-        "the placer goes by.",
+        "Time of iterations that computed prompts of turns. conserve_prompt_tokens divided by it is the rate "
+        "that the placer uses.",
     ),
     "prompts_unplanned": CounterSpec(
         "conserve_prompts_unplanned_iterations",
-        "Steps of planning that failed on an engine without co-serving: vLLM's own schedule held for their "
-        "iteration; the log has it. 0 is right.",
+        "Iterations that an engine without co-serving failed to plan and scheduled as plain vLLM does; the "
+        "engine's log has the error. 0 is right.",
     ),
     "failed_blocks": CounterSpec(
         "conserve_kv_failed_blocks", "Blocks a load did not fill; they are evicted and computed."

@@ -30,7 +30,7 @@ class Report(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class EngineContext:
-    """Arguments of every side. vLLM's objects have loose types, so that pure files do not import vLLM."""
+    """Arguments with which each side is built. vLLM's objects have the type `Any`: no import of vLLM."""
 
     config: ConnectorConfig
     vllm_config: Any
@@ -65,7 +65,7 @@ class LoadsEnded:
     """Background loads that ended since the last step, on one rank."""
 
     requests: set[str] = field(default_factory=set)
-    failed: set[str] = field(default_factory=set)  # those that did not get all blocks
+    failed: set[str] = field(default_factory=set)  # requests that did not get all their blocks
     failed_blocks: set[int] = field(default_factory=set)
 
 
@@ -111,10 +111,10 @@ class SchedulerSide(PluginSide):
         return None
 
     def after_allocation(self, request: Any, blocks: Any, match: Match | None) -> None:
-        """Called when a request got blocks. With `match`, this plugin has to load its tokens into them."""
+        """Called when a request got blocks. If `match` is given, this plugin has to load its tokens."""
 
     def order(self, scheduler_output: Any) -> Any | None:
-        """Return the worker side's order for a step, after scheduling."""
+        """Return the order to the worker side for the step that was just scheduled, or None."""
         return None
 
     def on_outcome(self, outcome: StepOutcome) -> None:
@@ -127,7 +127,7 @@ class SchedulerSide(PluginSide):
     def on_finished(self, request: Any, block_ids: Sequence[list[int]]) -> dict[str, Any] | None:
         """Called when a request ends, or is aborted, before its blocks are freed.
 
-        Returns transfer parameters for its response.
+        Returns transfer parameters to add to the request's response.
         """
         return None
 
@@ -155,11 +155,11 @@ class WorkerSide(PluginSide):
         """Receive the order of a step before the step overwrites a block."""
 
     def needs_layers(self, order: Any | None) -> bool:
-        """Return whether this side has work between layers in the step that this order is for.
+        """Return whether this side has work between the layers of the step that `order` is for.
 
-        If no side has, the step may be one CUDA graph, and the next two hooks are not called. The answer may
-        depend on the order only, because ranks must agree. Only sides that override one of the two hooks are
-        asked.
+        If no side has, the step may be one CUDA graph, and `before_layer` and `after_layer` are not called.
+        The answer may depend only on the order, because ranks must agree. Only sides that override one of
+        these two hooks are asked.
         """
         return True
 
@@ -177,7 +177,7 @@ class WorkerSide(PluginSide):
         return None
 
     def report(self) -> Report | None:
-        """Return the report of a step; this is the step's last call."""
+        """Return the report of a step. No other hook is called after this one in a step."""
         return None
 
 
@@ -209,7 +209,7 @@ def plugin_paths(config: ConnectorConfig) -> list[str]:
 
 
 def load_plugin(path: str) -> Plugin:
-    """Load a plugin named `module:Class`, so that packages which import this one can provide their own."""
+    """Load a plugin named `module:Class`. Other packages can provide plugins without being imported here."""
     module, _, name = path.partition(":")
     try:
         plugin = getattr(import_module(module), name)()

@@ -1,4 +1,4 @@
-"""Facts about vLLM's requests that several plugins need."""
+"""Functions that derive what plugins need from vLLM's requests, such as the conversation key."""
 
 from typing import Any
 
@@ -12,7 +12,8 @@ def is_offline(request: Any) -> bool:
 def owner_key(request: Any) -> str | None:
     """Return the key of the conversation that owns the request's blocks.
 
-    A prefill leg has none: its conversation lives on the decoder.
+    An offline request counts as a conversation of its own. A prefill leg has no owner here, because its
+    conversation lives on the decoder.
     """
     if is_offline(request):
         return f"offline:{request.request_id}"
@@ -27,24 +28,24 @@ def depends_on_tokens_only(request: Any) -> bool:
 
 
 def apply_client_hints(request: Any, conversation: RetainedConversation) -> None:
-    """Set how long the client wants its KV kept. The gateway has checked the hints."""
+    """Record how long the client wants the conversation's KV kept. The gateway has checked the hints."""
     hints = (request.kv_transfer_params or {}).get("conversation") or {}
     conversation.park_after_s = hints.get("park_after_s")
     conversation.ttl_s = hints.get("ttl_s", conversation.ttl_s)
 
 
 def confirmed_blocks(request: Any, block_tokens: int) -> int:
-    """Return the number of full blocks whose KV has certainly been computed.
+    """Return the number of the request's full blocks whose KV has certainly been computed.
 
-    A step under way may still be rolled back. Not for a request whose background load runs: vLLM counts what
-    is on its way as computed.
+    Tokens of a step under way do not count, because the step may be rolled back. The result is wrong while a
+    background load runs for the request: vLLM counts the tokens of that load as computed.
     """
     confirmed = request.num_computed_tokens - request.num_in_flight_tokens
     return int(min(max(confirmed, 0) // block_tokens, len(request.block_hashes)))
 
 
 def admitted_now(scheduler_output: Any) -> set[str]:
-    """Return the requests that entered the batch with this step.
+    """Return the ids of the requests that entered the batch with this step.
 
     Their prefix hits may be blocks that another request of the same step has yet to compute, because vLLM
     registers blocks before they are computed. From the next step on they are confirmed or rolled back.

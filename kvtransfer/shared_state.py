@@ -1,4 +1,4 @@
-"""State that the plugins of an engine's scheduler side share, under one lock.
+"""State that the scheduler sides of an engine's plugins share, under one lock.
 
 The control socket's thread needs the lock: it releases and parks conversations while the engine is idle and
 its scheduler sleeps. Everything here is bookkeeping; blocks are touched in the next step.
@@ -32,10 +32,13 @@ BlockIds = Callable[[], Iterable[int]]
 
 @dataclass(slots=True)
 class RequestLoads:
-    """Requests by the state of their load. Written by retention (`loading`) and the state report."""
+    """Ids of requests by the state of their KV load.
+
+    Retention adds to `loading`, the connector keeps `held_by_others`, the state report does everything else.
+    """
 
     loading: set[str] = field(default_factory=set)  # have blocks but no step yet: KV may be on its way
-    loaded: set[str] = field(default_factory=set)  # those whose KV has arrived
+    loaded: set[str] = field(default_factory=set)  # requests whose KV has arrived
     departing: set[str] = field(default_factory=set)  # ended; vLLM holds their blocks until the load ends
     held_by_others: set[str] = field(default_factory=set)  # ended; another connector holds their blocks
 
@@ -50,14 +53,17 @@ class UnreportedChanges:
 
     confirmed: list[str] = field(default_factory=list)  # got blocks
     parked: list[str] = field(default_factory=list)
-    unparked: list[str] = field(default_factory=list)  # parked ones that left the host
+    unparked: list[str] = field(default_factory=list)  # parked conversations that left the host
 
 
 @dataclass(slots=True)
 class BlockHolders:
-    """Holders of block references, for the integrity check. Each plugin registers its own."""
+    """References on blocks by the plugin that holds them, for the integrity check.
 
-    references: dict[str, BlockIds] = field(default_factory=dict)  # block ids, one for each reference
+    Each plugin registers a function that returns a block id for each of its references.
+    """
+
+    references: dict[str, BlockIds] = field(default_factory=dict)
 
     @property
     def any_held(self) -> bool:
@@ -81,8 +87,8 @@ class SharedKvState:
         self.host = HostIndex(host_slots, disk_slots)
         self.conversations = RetainedConversations(clock, self.host.drop, groups)
         self.host.on_copy = self.conversations.blocks.on_host_copy
-        self.requests: dict[str, tuple[Any, RetainedConversation]] = {}  # those with a conversation, by id
-        self.growing: list[str] = []  # of them, those with perhaps a full block more in this step (retention)
+        self.requests: dict[str, tuple[Any, RetainedConversation]] = {}  # requests with a conversation, by id
+        self.growing: list[str] = []  # ids of `requests` that may have one more full block; set by retention
         self.loads = RequestLoads()
         self.changes = UnreportedChanges()
         self.holders = BlockHolders()
@@ -139,8 +145,8 @@ class SharedKvState:
     def park_and_expire(self) -> None:
         """Park and end conversations that have been idle for long enough.
 
-        Only those are parked whose blocks are all on the host or on their way there. Copies under way hold
-        their blocks, so parking loses nothing.
+        A conversation is parked only if all its blocks are on the host or on their way there. Copies under
+        way hold references to their blocks, so parking loses nothing.
         """
         with self.lock:
             now = self.clock()
@@ -182,8 +188,8 @@ class SharedKvState:
 
         A conversation displaces checkpoints of offline work first, then the idle conversation that was least
         recently used. If conversations move to the disk, the block waits for a move instead. Offline work
-        displaces nothing: without a checkpoint it only computes more after a preemption, and what another
-        offline request would lose is worth as much.
+        displaces nothing. Without a checkpoint it only computes more after a preemption, and so would the
+        offline request that it displaces.
         """
         slot = self.host.begin_store(block)
         if slot is not None or owner.offline:
@@ -198,7 +204,7 @@ class SharedKvState:
         return None
 
     def give_up_longest_idle(self) -> None:
-        """Make room on a full disk: the conversation that is idle for longest loses its KV on the host."""
+        """Make room on a full disk: drop the host's KV of the conversation that has been idle for longest."""
         if oldest := next(iter(self._idle_on_host()), None):
             self._leave_host(oldest)
 
@@ -210,9 +216,9 @@ class SharedKvState:
         self.counts["left_host"] += not conversation.offline
 
     def idle_blocks(self) -> Iterator[bytes]:
-        """Yield the blocks that may be in host memory, those of the longest idle conversation first."""
+        """Yield the keys of blocks that may be in host memory, from the conversation idle for longest on."""
         for conversation in self._idle_on_host():
-            if conversation.on_disk:  # there may be far more of these than of the others
+            if conversation.on_disk:  # most idle conversations may be there
                 continue
             on_disk = True
             for block in self.conversations.keys(conversation):

@@ -7,13 +7,13 @@ from typing import Any
 
 
 class Launched:
-    """Handle for the work of one `launched_here`. On the CPU the work is already done."""
+    """Handle with which a caller waits for the work launched in one `launched_here` block."""
 
     def __init__(self) -> None:
         self.event: Any = None
 
     def wait(self) -> None:
-        """Sleep until the work is done."""
+        """Sleep until the work is done. On the CPU it is done already."""
         if self.event is not None:
             self.event.synchronize()
 
@@ -48,7 +48,7 @@ class SideStream:
             self._cuda.set_device(self._device)
 
     def launched(self) -> Any:
-        """Return an event after everything on the thread's own stream, or None if that has finished."""
+        """Return an event that follows everything on the calling thread's stream, or None on the CPU."""
         return self._recorded(self._cuda.current_stream()) if self._cuda is not None else None
 
     @contextmanager
@@ -62,7 +62,8 @@ class SideStream:
     def launched_here(self, after_mark: bool = False) -> Iterator[Launched]:
         """Launch work for which the caller can wait later.
 
-        If the body raises, the work it launched is finished first, because its memory may be reused.
+        If the body raises, this waits for the launched work before it passes the exception on, because the
+        caller may reuse the memory.
         """
         launched = Launched()
         if self._cuda is None:

@@ -5,8 +5,8 @@ computes on the same cores, the copier rests after each piece, so that decoding 
 longer copies wait, the less it rests, because blocks are held on the accelerator until they are stored.
 Without steps it does not rest.
 
-A failed copy is logged and reported to the scheduler, which counts it: a request waits for the copy, and
-blocks are held for it. So no exception of a copy may end the thread.
+A failed copy is logged and reported to the scheduler, because a request waits for the copy and blocks are
+held for it. So no exception of a copy may end the thread.
 """
 
 import logging
@@ -46,9 +46,10 @@ NICE = 10
 class CopyThrottle:
     """Limits the share of a core that copies take from the model, by resting after each piece of work.
 
-    The rest is proportional to the processor time of the piece, not to the elapsed time: work that others
-    delay would rest for the delay, too, and never end. The longer work has waited, the shorter the rests:
-    after `patience_s` the share of a core is twice `share`, after twice that time three times.
+    The rest is proportional to the processor time of the piece. If it were proportional to the elapsed time,
+    a piece that other threads delay would be followed by a longer rest, and copies might never end. The
+    longer work has waited, the shorter the rests: after `patience_s` the share of a core is twice `share`,
+    after twice that time three times.
     """
 
     def __init__(self, share: float, patience_s: float) -> None:
@@ -145,7 +146,7 @@ class Copier:
         self.memory.close()  # no copy is under way here
 
     def _next(self) -> Callable[[], None]:
-        """Return the next work. One thread gets only part of a store, because a load may arrive meanwhile."""
+        """Return the next piece of work. A single thread stores few blocks, because a load may arrive."""
         if self._loads:
             asked_for, load = self._loads.popleft()
             return partial(self._load, load, asked_for)
@@ -289,7 +290,7 @@ def pages(layers: Iterable[Any]) -> list[Any]:
 
 
 class CheckpointWorker(WorkerSide):
-    """Passes a step's orders to the copier, and its results back."""
+    """Passes each step's order to the copier, and the copier's results to the scheduler side."""
 
     def __init__(self, context: EngineContext, rank: int) -> None:
         self._blocks = int(context.kv_cache_config.num_blocks)
@@ -310,7 +311,7 @@ class CheckpointWorker(WorkerSide):
             return DiskSlots(Path(self._disk_path), self._host.disk_capacity, block_bytes)
         except OSError as reason:
             logger.error(
-                "kv.disk_gib cannot be reserved in %s (%s): conversations that leave host memory lose KV",
+                "kv.disk_gib cannot be reserved in %s (%s): KV that leaves host memory is lost",
                 self._disk_path,
                 reason,
             )

@@ -17,7 +17,7 @@ class BlockCopy:
 
 @dataclass(frozen=True, slots=True)
 class BlockLoad:
-    """Blocks that a request or a prefetch waits for."""
+    """Load of the blocks that a request or a prefetch waits for."""
 
     request_id: str
     copies: list[BlockCopy]
@@ -36,7 +36,7 @@ class DiskMove:
 
 @dataclass(slots=True)
 class CheckpointOrder:
-    """Copies that begin with a step."""
+    """Copies for the workers to begin with a step."""
 
     stores: list[BlockCopy] = field(default_factory=list)
     loads: list[BlockLoad] = field(default_factory=list)
@@ -49,7 +49,7 @@ class CheckpointOrder:
 
 @dataclass(slots=True)
 class CheckpointReport:
-    """Copies that ended since the last report."""
+    """Copies that ended since the last report, successful or not."""
 
     stored: Counter[int] = field(default_factory=Counter)  # slots, with the number of ranks done
     corrupt: set[int] = field(default_factory=set)  # slots whose contents failed their check

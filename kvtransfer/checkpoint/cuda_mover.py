@@ -27,7 +27,7 @@ Placed = tuple[list[BlockCopy], int]  # a unit, and the index of its first block
 class Lane:
     """Side stream, with device memory for one unit of blocks.
 
-    The stream keeps its order, so the next unit finds the memory free.
+    Work on the stream runs in order, so the memory is free again when the next unit uses it.
     """
 
     def __init__(self, cuda: Any | None, layers: list[torch.Tensor], blocks: int) -> None:
@@ -38,11 +38,11 @@ class Lane:
         self._index = torch.empty(blocks, dtype=torch.int64, device=like.device)
         self._layers = layers
         self._bytes = rows.view(torch.uint8)
-        self._places = rows.split(widths, dim=1)  # of each layer in a row
-        self._first: dict[int, list[torch.Tensor]] = {}  # so many rows of each place
+        self._places = rows.split(widths, dim=1)  # for each layer, its part of all rows
+        self._first: dict[int, list[torch.Tensor]] = {}  # count -> the first `count` rows of each place
 
     def down(self, blocks: torch.Tensor, rows: list[torch.Tensor]) -> None:
-        """Launch the copies of a unit to its rows on the host."""
+        """Launch the copies of a unit from the device to its rows on the host."""
         index = self._indexed(blocks)
         for layer, place in zip(self._layers, self._places_of(len(blocks)), strict=True):
             torch.index_select(layer, 0, index, out=place)
@@ -52,7 +52,7 @@ class Lane:
             at += len(run)
 
     def up(self, blocks: torch.Tensor, rows: list[torch.Tensor]) -> None:
-        """Launch the copies of a unit from its rows."""
+        """Launch the copies of a unit from its rows on the host to the device."""
         at = 0
         for run in rows:
             self._bytes[at : at + len(run)].copy_(run, non_blocking=True)
@@ -76,12 +76,12 @@ class Lane:
 class CudaMover(Mover):
     """Moves units of blocks on side streams.
 
-    Digests cover the rows on the host: of a store when its bytes have arrived, of a load while the row is
-    being copied. They find changes of host memory in between, also a row of another block or an older one.
-    They do not find changes on the bus or on the device, which have checks of their own (CRC, ECC).
+    A digest covers a row on the host. A store computes it when the bytes have arrived, a load while the row
+    is being copied. So a load notices that host memory has changed, or that a row holds another block or an
+    older one. Changes on the bus or on the device are left to their own checks (CRC, ECC).
 
-    No ordering against the model is needed: a store's blocks were confirmed by a step whose results are back,
-    and a load's belong to a request that does not run yet.
+    A store does not wait for the model, because its blocks were confirmed by a step whose results are back. A
+    load waits for the kernels launched before its order: those of an aborted step may still write its blocks.
     """
 
     takes_cores = False
@@ -143,7 +143,7 @@ class CudaMover(Mover):
     def _prepared(
         self, memory: HostSlots, unit: list[BlockCopy], place: int
     ) -> tuple[Lane, torch.Tensor, list[torch.Tensor]]:
-        """Return the next lane, the blocks and the runs of rows, before the stream's lock is taken."""
+        """Return a lane, the unit's block ids and its runs of rows, without the lock of the lane's stream."""
         end = place + len(unit)
         self._index_rows[place:end] = [copy.block for copy in unit]
         rows = [memory.tensor[first : first + count] for first, count in memory.runs(unit)]

@@ -1,4 +1,4 @@
-"""Moves KV from host memory to the disk, from the conversations that have been idle for longest."""
+"""Decides which blocks move from host memory to the disk: first those of conversations idle for longest."""
 
 import logging
 from collections import Counter
@@ -13,9 +13,9 @@ logger = logging.getLogger("conserve.kvtransfer.checkpoint")
 KEPT_FREE: Final = 8  # one in so many host slots stays free, for the blocks that are stored next
 LOOKS_A_STEP: Final = 512  # blocks that a step examines at most, which bounds its cost
 WALK_S: Final = 0.05  # least time between two walks, which begin at the conversation idle for longest
-PAUSE_S: Final = 30.0  # after a write that failed
-SILENT_S: Final = 30.0  # while moves are under way and none ends: the disk counts as failing
-LONGEST_STEP_S: Final = 1.0  # of that time, as results come with steps, which are rare without requests
+PAUSE_S: Final = 30.0  # how long no move begins after a failed write
+SILENT_S: Final = 30.0  # the disk counts as failing if no move under way ends for so long
+LONGEST_STEP_S: Final = 1.0  # most of SILENT_S that one step adds: an engine without requests rarely steps
 
 
 class DiskMoves:

@@ -47,7 +47,7 @@ class HostIndex:
         self._slots: dict[int, Slot] = {}
         self._by_block: dict[bytes, Slot] = {}
         self._moving: dict[int, Slot] = {}  # slot on the disk -> slot whose block moves there
-        self._on_disk = 0  # number of blocks in `_by_block` that are there
+        self._on_disk = 0  # number of blocks in `_by_block` that are on the disk
         self._generations = count(1)
         self.on_copy: Callable[[bytes, HostCopy], None] = lambda block, copy: None
 
@@ -66,7 +66,7 @@ class HostIndex:
 
     @property
     def used_on_disk(self) -> int:
-        """Return the number of blocks whose only copy here is on the disk."""
+        """Return the number of blocks that are on the disk and no longer in host memory."""
         return self._on_disk
 
     @property
@@ -93,10 +93,10 @@ class HostIndex:
     def restorable_end(
         self, groups: Sequence[CacheGroup], chain: Sequence[bytes], start: int, end: int, pool: Any = None
     ) -> int:
-        """Return the end of the longest run of blocks from `start` to at most `end` that can be restored.
+        """Return the end of the longest run of `chain` from `start` to at most `end` that can be restored.
 
-        A block can be restored when it is stored here or cached in `pool`. Groups with a window need only
-        the blocks within their window at the end of the run.
+        A block can be restored if it is stored on the host or cached in `pool`. Groups with a window need
+        only the blocks of the window at the end of the run.
         """
 
         def lacks(at: int, group: int) -> bool:
@@ -182,7 +182,7 @@ class HostIndex:
         return list(self._by_block)
 
     def faults(self) -> list[str]:
-        """Describe inconsistencies; an index without leaks has none."""
+        """Return a sentence for each inconsistency of the index, such as a leaked slot."""
         found = [f"slot {s.number} is dropped, idle, and not free" for s in self._slots.values() if s.done]
         if not self.is_complete:
             slots, free = self.capacity + self.disk_capacity, len(self._free) + len(self._free_on_disk)
@@ -203,9 +203,9 @@ class HostIndex:
 def block_faults(
     blocks: Sequence[Any], free_blocks: int, references: Mapping[str, Iterable[int]]
 ) -> list[str]:
-    """Describe blocks whose reference count differs from what the holders account for.
+    """Return a sentence for each block whose reference count differs from its entries in `references`.
 
-    `references` has the block ids by holder, one for each reference.
+    `references` has, for each holder, one block id for each reference that it holds.
     """
     held: Counter[int] = Counter()
     for ids in references.values():
@@ -222,6 +222,6 @@ def block_faults(
 
 
 def host_faults(host: HostIndex, conversations: RetainedConversations) -> list[str]:
-    """Describe inconsistencies of host memory, including blocks without an owner."""
+    """Return a sentence for each inconsistency of host memory, including blocks without an owner."""
     orphans = [block for block in host.blocks() if not conversations.wanted_on_host(block)]
     return host.faults() + ([f"{len(orphans)} host slots belong to nobody"] if orphans else [])

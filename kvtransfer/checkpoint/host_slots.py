@@ -1,11 +1,10 @@
 """Host memory for blocks, the interface of movers, and the CPU build's mover.
 
 A row holds one block: its bytes of each layer, one after the other. The copier's threads share Python's lock
-with the model. NumPy's and xxhash's calls release it while they copy or hash, and start no threads, as
-torch's do.
+with the model. NumPy and xxhash release it while they copy or hash, and unlike torch they start no threads.
 
 The GPU reads and writes *registered* memory itself, without a bounce buffer. All of it is registered with the
-GPU's driver before the engine is ready, because registering blocks launches of kernels. It is registered in
+GPU's driver before the engine is ready, because no kernel can be launched meanwhile. It is registered in
 chunks by several threads, because touching many GiB takes seconds. A chunk consists of whole pages and whole
 rows: a copy must not span two registrations, and a page must not be in two.
 """
@@ -41,10 +40,10 @@ class PinnedMemoryRegistrar(Protocol):
     """Registers host memory with a GPU's driver."""
 
     def register(self, address: int, nbytes: int) -> str:
-        """Register a range. Returns an error text, empty on success."""
+        """Register a range of memory; return an error text, or an empty text on success."""
 
     def unregister(self, address: int) -> None:
-        """Unregister a range. The calling thread must not launch GPU work afterwards."""
+        """Unregister a range of memory. The calling thread must not launch GPU work afterwards."""
 
 
 class CudaRegistrar(PinnedMemoryRegistrar):
@@ -92,7 +91,7 @@ class RegisteredRows:
         self._bytes: npt.NDArray[np.uint8] = np.frombuffer(mapped, dtype=np.uint8)
         self.rows = self._bytes[: rows * row_bytes].reshape(rows, row_bytes)
         self._registered: list[int] = []  # addresses of chunks
-        self._refused = 0  # chunks since the last call of `take_refused`
+        self._refused = 0  # chunks refused since the last call of `take_refused`
         size = self.chunk_rows * row_bytes
         chunks = [self._bytes[at : at + size] for at in range(0, rows * row_bytes, size)]
         with ThreadPoolExecutor(THREADS, "kv-touch") as threads:
@@ -112,7 +111,7 @@ class RegisteredRows:
             if not self._refused:
                 logger.error(
                     "%d MiB of host memory cannot be registered with the GPU's driver (%s): KV is copied to "
-                    "and from them more slowly. More of this is counted, not logged",
+                    "and from them more slowly. Further chunks are counted, not logged",
                     memory.nbytes >> 20,
                     error,
                 )
@@ -140,9 +139,9 @@ def _touch(memory: npt.NDArray[np.uint8]) -> None:
 class HostSlots:
     """Host memory with one row per slot, and the digest of each row's content.
 
-    Rows are plain memory that is touched page by page as slots fill, or with a registrar registered memory
-    (`RegisteredRows`). The mover decides what a digest covers. A row that moves to the disk takes its digest
-    along. On its way back to the accelerator it passes through one of the last `scratch` rows.
+    Without a registrar, rows are plain memory whose pages are touched as slots fill; with one, they are
+    registered memory (`RegisteredRows`). The mover decides what a digest covers. A row that moves to the disk
+    keeps its digest. On its way back to the accelerator it passes through one of the last `scratch` rows.
     """
 
     def __init__(
@@ -161,7 +160,7 @@ class HostSlots:
         self.contents: dict[int, tuple[int, int]] = {}  # slot -> generation, digest
 
     def move_to_disk(self, move: DiskMove) -> None:
-        """Write a row to the disk. Raises OSError if it cannot, or if its slot holds other contents."""
+        """Write a row to the disk. Raises OSError if that fails or the slot holds other contents by now."""
         generation, digest = self.contents.get(move.slot, (0, 0))
         if self.disk is None or generation != move.generation:
             raise OSError("there is no disk" if self.disk is None else f"slot {move.slot} was changed")
@@ -169,9 +168,9 @@ class HostSlots:
         self.contents[move.disk_slot] = move.disk_generation, digest
 
     def staged(self, copies: list[BlockCopy], at: int) -> dict[BlockCopy, BlockCopy]:
-        """Read blocks on the disk into scratch rows, from row `at` on.
+        """Read the blocks of `copies` that are on the disk into scratch rows, from row `at` on.
 
-        Returns the copies to make from memory, each with the copy that was ordered.
+        Returns the copies to make from host memory, each mapped to the copy that was ordered.
         """
         found: dict[BlockCopy, BlockCopy] = {}
         for row, copy in enumerate(copies, self._first_scratch + at):
@@ -188,7 +187,7 @@ class HostSlots:
         return [c for c in copies if self.contents.get(c.slot, (None, 0))[0] == c.generation]
 
     def holds(self, copy: BlockCopy, digest: int) -> bool:
-        """Return whether the loaded bytes are the stored ones."""
+        """Return whether `digest` is the one recorded when the copy's slot was stored."""
         return self.contents[copy.slot][1] == digest
 
     def runs(self, copies: list[BlockCopy]) -> Iterator[tuple[int, int]]:
@@ -246,7 +245,7 @@ class Mover(ABC):
 
     @abstractmethod
     def store(self, memory: HostSlots, copies: list[BlockCopy], at: int = 0) -> None:
-        """Copy blocks to their slots; return when they are there."""
+        """Copy blocks to their slots, and return when the copies are complete."""
 
     @abstractmethod
     def load(self, memory: HostSlots, copies: list[BlockCopy], at: int = 0) -> list[BlockCopy]:
@@ -259,7 +258,7 @@ class Mover(ABC):
 class HostMover(Mover):
     """Mover of the CPU build. It copies and hashes in one pass, while the bytes are in a core's cache.
 
-    A store hashes the source and a load hashes the copy that it made, so any change of a row is found.
+    A store hashes the source, and a load hashes what it wrote, so that any change of a row is found.
     """
 
     takes_cores = True

@@ -28,7 +28,7 @@ class Prefetch:
 
 @dataclass(slots=True)
 class PrefetchLoad:
-    """The prefetch whose blocks are being copied."""
+    """A prefetch whose blocks are being copied."""
 
     conversation: str
     prefetch: Prefetch
@@ -69,9 +69,10 @@ class Prefetches:
         return {block_key(load.chain[at], group) for at, group in load.places} if load is not None else set()
 
     def ask(self, command: EngineCommand) -> Reply:
-        """Queue a prefetch. The reply says whether most of the KV can be restored.
+        """Queue a prefetch. The reply says whether at least half of the KV can be restored.
 
-        Runs in the socket's thread. vLLM's KV cache events need tokens, and only hashes are known here.
+        Runs in the control socket's thread. An engine that publishes vLLM's KV cache events refuses, because
+        the events need tokens and only hashes are known here.
         """
         if self.pool.enable_kv_cache_events:
             return Reply(error="an engine that publishes KV cache events does not prefetch")
@@ -101,7 +102,7 @@ class Prefetches:
         return None
 
     def on_report(self, loaded: Counter[str], unfilled: set[int]) -> int:
-        """Take the ranks' results of a step; return how many blocks were restored."""
+        """Take the ranks' results of a step; return how many blocks it restored if it ended a prefetch."""
         load = self._load
         if load is None or not loaded:
             return 0

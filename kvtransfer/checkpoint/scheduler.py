@@ -1,4 +1,4 @@
-"""Scheduler side of the checkpoint: decides which blocks are copied to host slots, and which return."""
+"""Scheduler side of the checkpoint: decides which blocks are copied to the host, and which are loaded."""
 
 from collections import Counter
 from collections.abc import Mapping, Sequence
@@ -57,7 +57,10 @@ class CheckpointScheduler(SchedulerSide):
             self._owned[request.request_id] = owned
 
     def match(self, request: Any, computed_tokens: int) -> Match | None:
-        """Return the blocks of a request that are on the host; its last token is always computed."""
+        """Return how much of a request's KV the host can load, or `LATER` if a load of it runs already.
+
+        The last token of a request is always computed.
+        """
         if is_offline(request) and not self.offline_may_start:
             return None
         blocks = self.restorable_blocks(request, computed_tokens)
@@ -66,12 +69,12 @@ class CheckpointScheduler(SchedulerSide):
         return Match(blocks * self._block_tokens, background=True) if blocks else None
 
     def _on_its_way(self, request: Any, block: int) -> bool:
-        """Return whether a prefetch or another request loads this block, so that a second load is useless."""
+        """Return whether a prefetch or another request already loads the block with this index."""
         keys = {block_key(request.block_hashes[block], number) for number in range(len(self._groups))}
         return any(keys & arriving for arriving in (*self._arriving.values(), self.prefetches.arriving))
 
     def restorable_blocks(self, request: Any, computed_tokens: int) -> int:
-        """Return how many blocks the host has after the tokens that are on the accelerator."""
+        """Return how many of the request's blocks after `computed_tokens` the host can load."""
         start = computed_tokens // self._block_tokens
         end = int(min((request.num_tokens - 1) // self._block_tokens, len(request.block_hashes)))
         with self._kv_state.lock:
@@ -138,7 +141,10 @@ class CheckpointScheduler(SchedulerSide):
     def _store(
         self, request: Any, conversation: RetainedConversation, block_ids: Sequence[list[int]] | None
     ) -> None:
-        """Store confirmed blocks by the request's own hashes, as the chain may be a concurrent turn's."""
+        """Order copies of the request's confirmed blocks to the host.
+
+        The request's own hashes are used, because the conversation's chain may be a concurrent turn's.
+        """
         hashes = request.block_hashes
         at = self._visited.get(request.request_id, 0)
         end = confirmed_blocks(request, self._block_tokens)
@@ -164,7 +170,7 @@ class CheckpointScheduler(SchedulerSide):
         return bool(self._late and self._kv_state.host.free and not self._kv_state.kv_io_suspended)
 
     def _store_late(self) -> None:
-        """Store blocks of idle conversations for which there was no slot when their turns ended."""
+        """Store blocks of idle conversations that found no free slot when their turns ended."""
         for key, at in list(self._late.items()):
             conversation = self._kv_state.conversations.get(key)
             if conversation is None or conversation.turns or not conversation.lacking:
@@ -239,7 +245,7 @@ class CheckpointScheduler(SchedulerSide):
             self._counts["stored_blocks"] += len(done)
 
     def saved_blocks(self, request_id: str) -> int:
-        """Return how many leading blocks of a request are on the host or on their way."""
+        """Return how many leading blocks of a request are on the host or on their way there."""
         owned = self._owned.get(request_id)
         return self._visited.get(request_id, 0) if owned is None or owned[1].on_host else 0
 

@@ -1,7 +1,4 @@
-"""Uses of vLLM's prefix cache and engine core.
-
-It registers restored blocks, reports arrivals, and wakes an idle engine.
-"""
+"""Registers restored blocks in vLLM's prefix cache, reports arriving requests, and wakes an idle engine."""
 
 import functools
 from collections.abc import Callable, Mapping
@@ -58,7 +55,7 @@ def cache_blocks(
 
 
 class _EngineCoreOfProcess:
-    """This process's engine core, once a request has arrived, and the function that it calls for each."""
+    """Engine core of this process, known once a request has arrived, and the function called for arrivals."""
 
     core: Any = None
     on_arrival: Callable[[Any], None] | None = None
@@ -86,8 +83,8 @@ def remember_engine_core() -> None:
 def notify_of_arrivals(on_arrival: Callable[[Any], None]) -> None:
     """Call `on_arrival` for each request that arrives during an iteration, in the receiving thread.
 
-    Without this an arrival is seen only after the iteration, which a safepoint is meant to prevent. The last
-    caller's function is called.
+    Without this an arrival is seen only after the iteration, which a safepoint is meant to prevent. A second
+    caller's function replaces the first.
     """
     _EngineCoreOfProcess.on_arrival = on_arrival
     remember_engine_core()

@@ -19,8 +19,8 @@ def groups_of(kv_cache_config: Any) -> tuple[CacheGroup, ...]:
     groups = tuple(_group(one.layer_names, one.kv_cache_spec) for one in kv_cache_config.kv_cache_groups)
     if all(group.state for group in groups):
         raise ConnectorConfigError(
-            "no layer of this model has attention, and vLLM's prefix cache is not made for that: use a model "
-            "with some, or serve it without the connector"
+            "no layer of this model has attention, which vLLM's prefix cache needs: use a model with such "
+            "layers, or serve this one without the connector"
         )
     lengths = {group.block_tokens for group in groups}
     if len(lengths) != 1:
@@ -54,7 +54,6 @@ def _window(spec: Any) -> int:
             "--enable-prefix-caching and --mamba-cache-mode align, or serve it without the connector"
         )
     raise ConnectorConfigError(
-        f"layers of this model keep something else than blocks of a prompt ({type(spec).__name__}), which is "
-        "not moved or kept between turns: use a model with attention in all layers, or serve it without the "
-        "connector"
+        f"layers of this model keep their context as {type(spec).__name__}, which the connector cannot move "
+        "or retain: use a model with attention in all layers, or serve this one without the connector"
     )

@@ -1,8 +1,8 @@
 """Names of vLLM and LMCache that the connector relies on, checked in every engine before it serves.
 
-Private names of vLLM appear only in the `compat` packages of `kvtransfer` and `workers/engine`; a test reads
-the product's syntax trees to keep it so. Each feature has a table. An engine on another vLLM stops with a
-sentence that says what changed.
+Private names of vLLM appear only in the `compat` packages of `kvtransfer` and `workers/engine`, which a test
+checks in the product's syntax trees. Each feature has a table. An engine on another vLLM stops and says what
+changed.
 """
 
 from collections.abc import Iterator
@@ -122,7 +122,7 @@ CONNECTOR = ReliedOn(
         ),
     },
     uses={
-        # Who calls the connector: what nobody calls any more would be left out without a word.
+        # Callers of the connector: a hook that vLLM no longer calls would otherwise be skipped silently.
         _SCHEDULER: {
             "__init__": ("bind_kv_cache_manager", "requires_kv_delivery"),
             "add_request": ("on_new_request",),
@@ -155,7 +155,7 @@ WORKER = ReliedOn(
     signatures={},
     attributes={},
     uses={
-        # Orders are given out where vLLM tells of preemptions, once a step and before anything of it.
+        # Worker sides get their orders in `handle_preemptions`, which vLLM calls once and first in a step.
         "vllm.v1.worker.gpu_model_runner:GPUModelRunner": {
             "execute_model": ("handle_preemptions",),
             "initialize_kv_cache": ("register_kv_caches",),

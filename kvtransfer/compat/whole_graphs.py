@@ -1,18 +1,18 @@
 """Patch of vLLM's graph dispatcher, so that steps with work between layers do not run as one CUDA graph.
 
 Replaying a whole graph calls no Python, so a safepoint would not check its flag and an export would publish
-nothing. A step whose orders have work between layers runs with piecewise graphs (or without, if there are
-none of its size); every other step runs as in plain vLLM. The choice depends on the orders only, which are
+nothing. A step whose orders have work between layers runs with piecewise graphs, or without graphs if there
+are none of its size. Every other step runs as in plain vLLM. The choice depends only on the orders, which are
 the same on all ranks. Special cases:
 
-* Capture, warm-up and idle ranks of a data-parallel engine: there are no orders, so nothing is left out.
-* Attention without whole graphs, LoRA, layers with states, models that are not compiled: vLLM decides which
-  graphs exist; here one kind is left out for a step. Drafts are refused beside co-serving and transfers.
-* `enforce_eager` and the CPU build: no graphs, and nothing is patched.
-* FlashInfer keeps a wrapper with 8 MiB on the device for each size of a decode batch, which would be too many
-for
-  steps that run in pieces: piecewise graphs for all steps.
-* The V2 runner chooses a step's graph before it gives out orders: piecewise graphs for all steps.
+* Capture, warm-up and idle ranks of a data-parallel engine have no orders, so they use whole graphs.
+* For attention without whole graphs, LoRA, layers with states, and models that are not compiled, vLLM decides
+  which graphs exist; this module only excludes whole graphs from a step. Speculative decoding is refused
+  beside co-serving and transfers.
+* With `enforce_eager` and on the CPU build there are no graphs, and nothing is patched.
+* FlashInfer keeps a wrapper with 8 MiB on the device for each size of a decode batch. That would be too many
+  wrappers for steps that run in pieces, so all steps have piecewise graphs.
+* The V2 runner chooses a step's graph before it gives out orders, so all steps have piecewise graphs.
 """
 
 import functools
@@ -75,13 +75,13 @@ V2_RUNNER = (
 
 
 def pieces_for_all_steps() -> bool:
-    """Return whether all steps need piecewise graphs, which is so unless the V1 runner is configured.
+    """Return whether all steps need piecewise graphs: yes, unless the environment selects the V1 runner.
 
-    vLLM may still take V2 (watermarks); the worker checks that later.
+    vLLM may choose V2 all the same (for watermarks); the worker checks that later.
     """
     if envs.VLLM_USE_V2_MODEL_RUNNER is False:
         return False
-    logger.warning("where there are CUDA graphs they are piecewise for all steps: %s", V2_RUNNER)
+    logger.warning("all steps have piecewise CUDA graphs, if any: %s", V2_RUNNER)
     return True
 
 
@@ -136,8 +136,8 @@ def _patch_dispatcher(needed: Callable[[], bool]) -> None:
 def take_back_whole_graph(before: int) -> bool:
     """Run the next forward pass without graphs if vLLM chose a whole graph anyway.
 
-    Return whether it did; `before` is how often it has. A step without a forward context counts as one, and
-    runs as it is: nobody can abort it, and what it exports goes when it is over.
+    Returns whether vLLM did. `before` is how often it has done so, for the log. A step without a forward
+    context counts, too, but runs unchanged: it cannot be aborted, and its exports are sent after it.
     """
     if is_forward_context_available():
         context = get_forward_context()
@@ -146,8 +146,8 @@ def take_back_whole_graph(before: int) -> bool:
         context.cudagraph_runtime_mode = CUDAGraphMode.NONE
     if (before + 1).bit_count() == 1:  # 1, 2, 4, ...: it may happen with every such step
         logger.error(
-            "a step with work between its layers was to run as a whole CUDA graph, and runs without graphs "
-            "times=%d: set cudagraph_mode to PIECEWISE",
+            "vLLM chose a whole CUDA graph for a step with work between its layers, which now runs without "
+            "graphs times=%d: set cudagraph_mode to PIECEWISE",
             before + 1,
         )
     return True

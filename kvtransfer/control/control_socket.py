@@ -28,7 +28,7 @@ VERSION = 7  # of the protocol; a keeper restarts an engine of another version i
 STATES = "states"
 MIN_INTERVAL_S = 0.05
 MAX_INTERVAL_S = 1.0
-MAX_LINE = 12 << 20  # NAMED_AT_MOST ids of 512 bytes, confirmed, parked, unparked, however they are escaped
+MAX_LINE = 12 << 20  # fits NAMED_AT_MOST escaped ids of 512 bytes as confirmed, parked and unparked
 REPLY_S = 5.0
 OPEN_S = 10.0
 CLOSE_S = 2.0
@@ -73,7 +73,7 @@ class RecentChanges:
     def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
         self._clock = clock
         self._named: dict[str, tuple[int, float]] = {}  # the oldest first
-        self.after = 0  # everything that reports later than this one named is still here
+        self.after = 0  # number of the last report of which a change may be missing here
 
     def add(self, conversations: Iterable[str], seq: int) -> None:
         now = self._clock()
@@ -93,7 +93,7 @@ class RecentChanges:
 
 
 class ControlSocketServer:
-    """Server of the socket. `snapshot` and commands run in its thread and take the locks that they need."""
+    """Engine's side of the socket. `snapshot` and commands run in its thread and take their own locks."""
 
     def __init__(
         self, path: Path, snapshot: Callable[[], EngineState], commands: Mapping[str, Handler]
@@ -115,9 +115,10 @@ class ControlSocketServer:
             raise OSError(f"the control socket cannot listen on {path}")
 
     def notify(self) -> None:
-        """Report a change soon. Any thread may call this, and each step does.
+        """Have a change reported soon. Any thread may call this, and each step does.
 
-        Waking the socket's thread takes the interpreter's lock from the step: once is enough for a report.
+        Waking the socket's thread takes the interpreter's lock from the step, so only the first change after
+        a report wakes it.
         """
         if not self._notified:
             self._notified = True
@@ -177,7 +178,7 @@ class ControlSocketServer:
             writer.close()
 
     def _answer(self, line: bytes) -> Reply | None:
-        """Carry out a command and return its reply; None if the connection asks for states."""
+        """Carry out the command in `line` and return its reply; None if the command is `states`."""
         try:
             command = _decode_command(line)
         except msgspec.MsgspecError as error:
@@ -186,7 +187,7 @@ class ControlSocketServer:
             return None
         handler = self._commands.get(command.command)
         if handler is None:
-            return Reply(error=f"not a command; known are {', '.join(sorted(self._commands))}")
+            return Reply(error=f"not a command; the engine knows {', '.join(sorted(self._commands))}")
         try:
             return handler(command)
         except Exception as error:  # the keeper learns of it, and the next command is answered
@@ -207,7 +208,7 @@ class ControlSocketClient:
         self._path = path
 
     async def states(self) -> AsyncIterator[EngineState]:
-        """Yield states until the engine ends. The engine skips states for a slow reader."""
+        """Yield the engine's states until it ends. A slow reader misses some of them."""
         async with self._connected(EngineCommand(STATES)) as engine:
             while line := await engine.readline():
                 yield _decode_state(line)
@@ -219,7 +220,7 @@ class ControlSocketClient:
     async def prefetch(self, conversation: str, due_in_s: float) -> bool:
         """Load a parked conversation's KV for a turn that is expected in `due_in_s`.
 
-        Returns False if the engine does not have most of it any more.
+        Returns False if the engine has less than half of the KV.
         """
         return (await self._ask(EngineCommand("prefetch", conversation, due_in_s=due_in_s))).done
 
@@ -232,9 +233,9 @@ class ControlSocketClient:
         await self._ask(EngineCommand("drain", draining=draining))
 
     async def drop(self, epoch: int, members: tuple[str, ...], part: int) -> None:
-        """Keep a part of the layers and share the rest with the other members, who get the same command.
+        """Make the engine keep only `part` of the layers. Each of the other `members` keeps another part.
 
-        The states report the progress (`split`).
+        All members need this command. The states report the progress (`split`).
         """
         await self._ask(EngineCommand("drop", epoch=epoch, members=members, part=part))
 

@@ -34,11 +34,11 @@ class IdleBlocks:
 
     retained_free: int  # blocks of retained conversations that no request uses
     evictable: int  # those of them that may be evicted without loss
-    parked: int  # blocks of parked conversations only
+    parked: int  # blocks that only parked conversations own
 
 
 class EngineSnapshot:
-    """Builds states for the control socket, in the socket's thread."""
+    """Computes the engine's state for the control socket, in the socket's thread."""
 
     def __init__(
         self, config: ConnectorConfig, kv_state: SharedKvState, prompts: WaitingPrompts, block_tokens: int
@@ -51,9 +51,9 @@ class EngineSnapshot:
         self._confirmed, self._parked, self._unparked = (RecentChanges() for _ in range(3))
 
     def take(self, requests: Sequence[Any]) -> EngineState:
-        """Park and end conversations that are due, and return the state after it.
+        """Park and end the conversations that are due, and return the engine's state.
 
-        A running step may change the sums while they are computed.
+        Sums may be slightly wrong, because a running step may change them while they are computed.
         """
         prompts, tokens = self._prompts, self._block_tokens
         self._kv_state.park_and_expire()
@@ -122,9 +122,9 @@ class EngineSnapshot:
     def _idle_blocks(self) -> IdleBlocks:
         """Count the blocks of idle conversations.
 
-        A block that is on the host, too, is evictable. All are where idle KV may be lost
-        (`idle_kv_evictable`), and where layers can be shared with another engine: nothing is copied
-        meanwhile, and idle conversations alone are no reason to share.
+        A block is evictable if the host has a copy. All blocks count as evictable if idle KV may be lost
+        (`idle_kv_evictable`), or if the engine can share layers with another one: nothing is copied while
+        layers are shared, and idle conversations alone are no reason to share them.
         """
         blocks = self._kv_state.conversations.blocks
         lists: list[EvictionList] = []
@@ -135,7 +135,7 @@ class EngineSnapshot:
                 uses_of_shared += conversation.owned - conversation.exclusive
             elif conversation.phase is RetentionPhase.PARKED:
                 parked += conversation.exclusive
-        # Who shares a block with whom is not counted. No more are retained than retained conversations use.
+        # It is not recorded which conversations share a block. Retained ones use at most this many.
         retained_shared = min(len(blocks.shared), uses_of_shared)
         parked += len(blocks.shared) - retained_shared
         free = sum(map(len, lists)) + retained_shared

@@ -20,7 +20,7 @@ IDLE_STEP_S = 1.0  # least time between two steps of an engine that has no reque
 
 
 class ReportScheduler(SchedulerSide):
-    """Scheduler side of the report. It runs after all other plugins, so that it reports their results."""
+    """Scheduler side of the state report. It runs after all built-in plugins, to report their results."""
 
     def __init__(self, context: EngineContext) -> None:
         self._config, self._kv_state, self._commands = context.config, context.kv_state, context.commands
@@ -74,7 +74,7 @@ class ReportScheduler(SchedulerSide):
     def order(self, scheduler_output: Any) -> None:
         """Check integrity in steps that schedule nothing, such as the last step before the engine sleeps.
 
-        Sums are compared, because a request may arrive at any time. If they differ, all blocks are visited.
+        Only if sums differ are all blocks visited, because that takes long and a request may arrive.
         """
         self._step_asked = False
         for request_id in scheduler_output.preempted_req_ids or ():
@@ -103,14 +103,14 @@ class ReportScheduler(SchedulerSide):
         return self._step_asked
 
     def snapshot(self) -> EngineState:
-        """Return the engine's state for the keeper, at least once a second in the control socket's thread."""
+        """Return the engine's state for the keeper. The socket's thread calls this at least once a second."""
         self._ask_for_step()
         return self._snapshot.take(list(self._requests.values()))
 
     def _ask_for_step(self) -> None:
         """Make an engine without requests step if it holds KV for a transfer, a copy, or a move to the disk.
 
-        Workers report that one has ended only in a step, and vLLM steps only for requests.
+        Workers report only in a step that one of these has ended, and vLLM steps only for requests.
         """
         now = self._kv_state.clock()
         if self._requests or now < self._next_ask_at:
@@ -126,7 +126,7 @@ class ReportScheduler(SchedulerSide):
         return not (self._requests or loads.departing or loads.held_by_others)
 
     def faults(self) -> list[str]:
-        """Return the faults of an idle engine; in the middle of a step they are unknown."""
+        """Return the faults that an idle engine has. A busy engine is not checked, so it returns none."""
         with self._kv_state.lock:
             if not self.is_idle():
                 return []
@@ -142,7 +142,7 @@ class ReportScheduler(SchedulerSide):
             return used == len(held) and host.used == blocks.host_copies and host.is_complete
 
     def account_for(self, holder: str, blocks: Callable[[], Iterable[int]]) -> None:
-        """Register a holder of references for the integrity check: a block id per reference."""
+        """Tell the integrity check of a holder. `blocks` returns one block id for each of its references."""
         self._kv_state.holders.references[holder] = blocks
 
     def _notify(self) -> None:

@@ -1,4 +1,4 @@
-"""Prompt tokens and KV that the waiting turns of an engine still need, for its state report."""
+"""Counts the prompt tokens and the KV that waiting turns still need, for the engine's state report."""
 
 from collections.abc import Sequence
 from typing import Any
@@ -30,9 +30,9 @@ class WaitingPrompts:
         self._full = full[0] if full else 0  # the group by which prefixes are looked up
         self.kv_per_token = max(1, len(full))
         self.kv_per_conversation = beside_tokens(groups) if full else 0
-        self._held: dict[str, int] = {}  # by request: tokens of KV that were there, and are not evictable
-        # By request: tokens of its prompt that were there or on their way when it arrived, until it has
-        # blocks. From then on vLLM counts them, and subtracts those that did not arrive.
+        self._held: dict[str, int] = {}  # by request: tokens of its KV that were in use when it arrived
+        # By request, until it has blocks: tokens of its prompt whose KV was here or on its way when the
+        # request arrived. Once it has blocks, vLLM counts these tokens, without those that failed to arrive.
         self._found: dict[str, int] = {}
         self._allocated: set[str] = set()  # requests that got blocks since the end of the last step
         self._pool: Any = None
@@ -79,12 +79,12 @@ class WaitingPrompts:
         return int(max(0, request.num_tokens * self.kv_per_token + self.kv_per_conversation - has))
 
     def blocks_of(self, requests: Sequence[Any]) -> int:
-        """Return how many blocks these requests hold. Block 0 is vLLM's null block, which does not count."""
+        """Return how many blocks these requests hold, without vLLM's null block (block 0)."""
         ids = (self._manager.get_block_ids(request.request_id) for request in requests)
         return sum(1 for groups in ids for group in groups for block in group if block)
 
     def _held_tokens(self, request: Any) -> int:
-        """Count the tokens whose KV is already in use; KV that could be evicted does not count."""
+        """Return how many tokens of the request have KV that is in use already, and not evictable."""
         blocks = 0
         for block in request.block_hashes:
             found = self._pool.get_cached_block(block, [self._full])
@@ -97,7 +97,7 @@ class WaitingPrompts:
         return blocks * self._block_tokens * self.kv_per_token
 
     def _found_tokens(self, request: Any) -> int:
-        """Count the prompt's tokens that are on the accelerator or on the host."""
+        """Return how many tokens of the request have KV on the accelerator or on the host."""
         chain = request.block_hashes
         blocks = self._kv_state.host.restorable_end(self._groups, chain, 0, len(chain), self._pool)
         return blocks * self._block_tokens

@@ -49,8 +49,8 @@ class RetentionScheduler(SchedulerSide):
         self._pool = manager.block_pool
         if self._pool.hash_block_size != self._block_tokens:
             raise ConnectorConfigError(
-                f"blocks of {self._block_tokens} tokens are hashed by {self._pool.hash_block_size}: "
-                "start the engine without a separate hash block size"
+                f"a block has {self._block_tokens} tokens, and vLLM hashes {self._pool.hash_block_size} at a "
+                "time: start the engine without a separate hash block size"
             )
         take_owned_blocks_last(self._pool, self._kv_state.conversations.blocks, self._kv_state.lock)
 
@@ -112,7 +112,7 @@ class RetentionScheduler(SchedulerSide):
             self._kv_state.conversations.advance(conversation, request.block_hashes[:full])
 
     def _relieve(self) -> None:
-        """Park conversations if one step could otherwise evict KV that is only here."""
+        """Park conversations if one step could otherwise evict KV that is not on the host."""
         free = self._kv_state.conversations.blocks.free
         retained = free[EvictionRank.RETAINED] + free[EvictionRank.SHARED]
         evictable = self._pool.get_num_free_blocks() - retained

@@ -1,8 +1,8 @@
 """Blocks that conversations own: owners, host copies, and the eviction order of those without references.
 
-Each conversation has a list of its free blocks, and the blocks that several conversations share have one of
-their own. A list's order changes when its conversation does, so a change of rank visits no block. Eviction
-takes the blocks of the lowest list, the last block of a conversation first.
+Each conversation has a list of its free blocks. One more list has the free blocks that several conversations
+share. Eviction takes blocks from the lowest list, the last block of a conversation first. When the rank of a
+conversation changes, its list moves as a whole, so no block is visited.
 """
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -13,7 +13,7 @@ from itertools import count
 from math import inf
 from typing import Any, Protocol
 
-STALE_ENTRIES = 64  # that a list may have beyond one for each of its blocks
+STALE_ENTRIES = 64  # entries of removed blocks that a heap may have, beyond one for each block of the list
 
 
 class EvictionRank(IntEnum):
@@ -36,7 +36,7 @@ class HostCopy(IntEnum):
 
 ABSENT, STORED = HostCopy.ABSENT, HostCopy.STORED
 BlockKey = tuple[bytes, int]  # key of a block, and its place: the same in every chain that has the block
-EvictionOrder = tuple[EvictionRank, bool, float]  # rank, whether a turn runs, and when it was used
+EvictionOrder = tuple[EvictionRank, bool, float]  # an owner's rank, whether its turn runs, when it was used
 LAST = (EvictionRank.SHARED, False, inf)
 
 
@@ -80,15 +80,15 @@ class EvictionList:
 
 
 class BlockOwner(Protocol):
-    """Conversation, with counts of its blocks that `OwnedBlocks` keeps."""
+    """Conversation or offline request whose blocks `OwnedBlocks` counts."""
 
     offline: bool
     on_host: bool
     free: EvictionList
     owned: int
     exclusive: int  # blocks that no other conversation owns; offline work does not count
-    lacking: int  # blocks without a copy on the host, or one on its way
-    unstored: int  # blocks whose copy is not complete
+    lacking: int  # blocks with no copy on the host, and none on its way there
+    unstored: int  # blocks with no complete copy on the host
 
     @property
     def used_at(self) -> float: ...
@@ -111,14 +111,14 @@ class OwnedBlock:
 
 
 class OwnedBlocks:
-    """Owners of all blocks, by block key. Counts are kept up to date with every change."""
+    """Owners of blocks, by block key. The counts of each owner are kept up to date with every change."""
 
     def __init__(self, on_unwanted: Callable[[bytes], None]) -> None:
         self._on_unwanted = on_unwanted  # called for a block that no owner wants on the host any more
         # Called for a free block that loses its last owner.
         self.on_unowned: Callable[[Any], None] = lambda block: None
         self._blocks: dict[bytes, OwnedBlock] = {}
-        self._lists: dict[int, tuple[OwnedBlock, EvictionList]] = {}  # of each free block, by id
+        self._lists: dict[int, tuple[OwnedBlock, EvictionList]] = {}  # by id of each free block
         self._filled: set[EvictionList] = set()  # lists with blocks
         self._next: EvictionList | None = None  # the lowest of them, if known
         self._uses = count(1)
@@ -186,13 +186,13 @@ class OwnedBlocks:
                 self.on_unowned(one)
 
     def leave_host(self, keys: Iterable[bytes]) -> None:
-        """Drop the copies of an owner's blocks that no owner wants any more."""
+        """Drop the host copies of those blocks of `keys` that no owner wants on the host any more."""
         for key in keys:
             if not self._blocks[key].wanted_on_host:
                 self._on_unwanted(key)
 
     def on_host_copy(self, key: bytes, copy: HostCopy) -> None:
-        """Note the state of a block's copy on the host."""
+        """Record the new state of a block's copy on the host."""
         block = self._blocks.get(key)
         if block is None:
             return
@@ -230,7 +230,7 @@ class OwnedBlocks:
     # Blocks of the pool that have no reference
 
     def release(self, key: bytes, pool_block: Any) -> bool:
-        """Keep a block without references in eviction order. Returns False if it has no owner."""
+        """Add a pool block without references to the eviction order; return False if it has no owner."""
         block = self._blocks.get(key)
         if block is None:
             return False
@@ -238,7 +238,7 @@ class OwnedBlocks:
         return True
 
     def reclaim(self, pool_block: Any) -> bool:
-        """Remove a block that is used again from the released ones; return False if it was not released."""
+        """Take a pool block out of the eviction order, for use; return False if it was not in it."""
         found = self._lists.pop(pool_block.block_id, None)
         if found is None:
             return False
@@ -253,7 +253,7 @@ class OwnedBlocks:
         return True
 
     def evict(self, number: int) -> list[Any]:
-        """Remove and return `number` released blocks, in eviction order."""
+        """Remove the first `number` blocks from the eviction order, and return them."""
         evicted = []
         for _ in range(number):
             if self._next is None:

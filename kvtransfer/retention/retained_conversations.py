@@ -1,15 +1,15 @@
 """Conversations of an engine, and the blocks that they own in each KV cache group of the model.
 
 A block is known by its hash (vLLM's, which covers everything before it) and its KV cache group. A
-conversation's *chain* is the hashes of its full blocks whose KV is computed, first to last. It owns of each
-group what the next token attends to: all of the chain, or a window's blocks at its end. A block may be owned
-by several conversations.
+conversation's *chain* is the list of hashes of its full blocks whose KV is computed. In each group, the
+conversation owns the blocks that its next token attends to: the whole chain, or the blocks of a window at its
+end. Several conversations may own a block.
 
-vLLM puts layers of one kind into groups. All groups take their blocks from one pool, and a block is one
-group's at a time. Layers with full attention keep every block of a prompt; layers that attend to a window
-keep the blocks of it, and what the window has left is given back. Layers with a state (linear attention,
-state spaces) have one block that counts: it holds what the prompt has come to at the block's end. Without
-vLLM's hybrid manager, and for models whose layers are all alike, there is one group.
+vLLM puts layers of one kind into one group. All groups take blocks from one pool, and a block belongs to one
+group at a time. Layers with full attention keep every block of a prompt. Layers that attend to a window keep
+the blocks of the window and free those before it. Layers with a state (linear attention, state spaces) need
+one block, which holds the state at the end of that block. Without vLLM's hybrid manager, and for models whose
+layers are all alike, there is one group.
 """
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -19,7 +19,7 @@ from math import inf
 
 from kvtransfer.retention.owned_blocks import BlockKey, EvictionList, EvictionOrder, EvictionRank, OwnedBlocks
 
-STATE_WINDOW = 2  # a state is in the block of the token before it, like a window of two tokens
+STATE_WINDOW = 2  # a token needs the state in the block of the token before it, as with a window of two
 FirstKept = Callable[[int], int]  # index of the first block that a group keeps of a chain of this length
 
 
@@ -47,9 +47,9 @@ def block_bytes(groups: Iterable[CacheGroup]) -> int:
 
 
 def beside_tokens(groups: Sequence[CacheGroup]) -> int:
-    """Return the KV, in pool tokens, that a running conversation needs for its windows and states.
+    """Return how many tokens of the block pool a running conversation needs for its windows and states.
 
-    Of a state it keeps the one at the end of the last block and the current one.
+    A state takes two blocks: the state at the end of the last full block, and the current one.
     """
     blocks = (2 if one.state else -(-one.window // one.block_tokens) + 1 for one in groups if one.window)
     return sum(blocks) * groups[0].block_tokens
@@ -58,9 +58,9 @@ def beside_tokens(groups: Sequence[CacheGroup]) -> int:
 def transferred_tokens(groups: Sequence[CacheGroup], prompt: int) -> int:
     """Return how many tokens of a prompt a prefiller transfers.
 
-    vLLM computes the last token again, with blocks allocated for the token after it. If a window leaves a
-    block out there, one token less is transferred. With states, only the tokens of full blocks are
-    transferred, because vLLM keeps states at the ends of blocks.
+    vLLM computes the last token again, but allocates only the blocks that the token after it attends to. If
+    the last token attends to an earlier block, one token less is transferred. With states, only the tokens of
+    full blocks are transferred, because vLLM keeps states at the ends of blocks.
     """
     if any(group.state for group in groups):
         block = groups[0].block_tokens
@@ -102,10 +102,10 @@ class RetainedConversation:
     salt: str = ""
     ended: bool = False  # ended while a turn ran: forgotten when the turn ends
     # Wishes of the client; None: the engine's settings hold.
-    park_after_s: float | None = None  # limit for this pause only
-    due_at: float = -inf  # when the turn is expected that its KV was prefetched for
-    kept_until: float = -inf  # prefetched KV is retained until then
+    park_after_s: float | None = None  # limit for the current pause only
     ttl_s: float | None = None
+    due_at: float = -inf  # when the turn is expected for which KV was prefetched
+    kept_until: float = -inf  # prefetched KV is retained until then
     # Blocks without references, and counts of blocks (`BlockOwner`).
     free: EvictionList = field(default_factory=EvictionList)
     owned: int = 0
@@ -162,7 +162,7 @@ class RetainedConversations:
         return self.blocks.wanted_on_host(block)
 
     def begin_turn(self, key: str, prompt: Sequence[bytes], offline: bool = False) -> RetainedConversation:
-        """Record a new request. Blocks that its prompt does not continue lose this owner."""
+        """Record a turn that begins. The conversation gives up the blocks that `prompt` does not continue."""
         conversation = self._by_key.get(key)
         if conversation is None:
             conversation = self._by_key[key] = RetainedConversation(key, offline, self._clock())
@@ -221,7 +221,7 @@ class RetainedConversations:
             self._set_phase(conversation, RetentionPhase.PARKED)
 
     def leave_host(self, conversation: RetainedConversation) -> None:
-        """Give up a conversation's host slots. A parked one is retained again with the blocks still here."""
+        """Give up a conversation's host slots. A parked conversation is retained again without them."""
         if conversation.on_host:
             conversation.on_host = False
             self.blocks.leave_host(self.keys(conversation))
@@ -252,7 +252,10 @@ class RetainedConversations:
         self.blocks.lose(conversation, lost)
 
     def _beyond(self, chain: Sequence[bytes], other: int, same: int) -> list[BlockKey]:
-        """Return the blocks of `chain` that a chain of length `other`, equal in its first `same`, lacks."""
+        """Return the blocks that belong to `chain` but not to another chain.
+
+        The other chain has `other` blocks; its first `same` blocks are equal to those of `chain`.
+        """
         found: list[BlockKey] = []
         for group, first_kept in enumerate(self._groups):
             first, end = first_kept(len(chain)), len(chain)

@@ -1,8 +1,8 @@
 """Exports of a prefiller: their blocks, how far each layer is written, and when they expire.
 
-An export is opened when its prefill begins, fills while it runs, and has a lease from its end on. Its
-generation changes with its blocks, so that bytes read under an older generation are never taken for its
-contents. An ended export stays known as a tombstone for a while, so that a late consumer is refused at once.
+An export is opened when its prefill begins, and fills while the prefill runs. When the prefill ends, its
+lease begins. With new blocks an export gets a new generation, so that bytes read under an older generation
+are never taken for its contents. A tombstone of an ended export has a late consumer refused at once.
 """
 
 import itertools
@@ -36,7 +36,7 @@ class Export:
 
 @dataclass(frozen=True, slots=True)
 class Written:
-    """Number of computed tokens of a prompt in one layer, for the blocks of one generation."""
+    """How many tokens of a prompt are computed after a step, valid for one generation of its blocks."""
 
     transfer_id: str
     generation: int
@@ -48,11 +48,11 @@ class Reader:
     """Progress of one of a consumer's connections (a lane) through an export."""
 
     export: Export
-    skip: Sequence[int]  # by KV cache group
+    skip: Sequence[int]  # leading blocks not to send, by KV cache group
     layers: Sequence[int]  # layers of this lane
     lanes: int  # number of the consumer's lanes
     generation: int = -1
-    sent: list[int] = field(default_factory=list)  # blocks by layer
+    sent: list[int] = field(default_factory=list)  # number of blocks sent or skipped, by layer
 
 
 @dataclass(frozen=True, slots=True)
@@ -92,9 +92,7 @@ class Exports:
             export = self._exports.get(transfer_id)
             if export is None:
                 export = self._exports[transfer_id] = Export(transfer_id, total_tokens, prompt, 0, [], [])
-                if (
-                    self._tombstones.pop(transfer_id, None) is Reason.TAKEN
-                ):  # the consumer dismissed it before
+                if self._tombstones.pop(transfer_id, None) is Reason.TAKEN:  # already dismissed
                     export.ended = Reason.TAKEN
             self._restart(export)
             _append(export.blocks, blocks)
@@ -125,7 +123,7 @@ class Exports:
             self.memory.publish(partial(self.wrote, layer, self.written))
 
     def wrote(self, layer: int, written: Iterable[Written]) -> None:
-        """Mark one layer as readable. Ignored if the generation has changed meanwhile."""
+        """Record that a layer of prompts is readable, except for exports whose generation has changed."""
         with self._changed:
             for progress in written:
                 export = self._exports.get(progress.transfer_id)
@@ -174,14 +172,14 @@ class Exports:
         layers: Sequence[int] | None = None,
         lanes: int = 1,
     ) -> Reader:
-        """Attach a consumer. Waits for the prefill, because the decode leg may arrive first.
+        """Return a reader for one connection of a consumer. By default it reads all layers.
 
-        `layers` defaults to all.
+        Waits at most `wait_s` for the prefill to begin, because the decode leg may arrive first.
         """
         every = range(len(self.memory.layers))
         layers = every if layers is None else layers
         if not set(layers) <= set(every) or len(set(layers)) < len(layers):
-            raise TransferRefused(Reason.PROTOCOL, f"no such layers, or some twice: {layers}")
+            raise TransferRefused(Reason.PROTOCOL, f"layers do not exist or are named twice: {layers}")
         with self._changed:
             self._changed.wait_for(
                 lambda: transfer_id in self._exports or transfer_id in self._tombstones, timeout=wait_s
@@ -197,7 +195,7 @@ class Exports:
             return Reader(export, skip, layers, lanes)
 
     def wait_ready(self, reader: Reader, wait_s: float) -> Ready:
-        """Wait for the next blocks to send."""
+        """Wait for blocks that can be sent now, and return them."""
         with self._changed:
             ready: list[Ready] = []
 
@@ -219,7 +217,7 @@ class Exports:
             return reader.export.generation == generation
 
     def renew(self, reader: Reader) -> None:
-        """Renew the lease after a frame was sent. A stuck consumer is ended by the connection's limit."""
+        """Renew the lease after a frame was sent. The connection's own limit ends a stuck consumer."""
         with self._changed:
             self._check(reader.export)
             if reader.export.deadline is not None:
@@ -277,7 +275,7 @@ class Exports:
         return Ready(export.generation, runs, complete)
 
     def _blocks_of(self, export: Export, tokens: int) -> int:
-        """Return the number of final blocks. A partial last block counts once the prompt is complete."""
+        """Return how many blocks `tokens` fill. A partial last block counts once the prompt is complete."""
         if tokens == export.total_tokens:
             return -(-tokens // self._block_tokens)
         return tokens // self._block_tokens

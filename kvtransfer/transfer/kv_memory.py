@@ -1,4 +1,4 @@
-"""KV tensors as bytes of blocks, for transfers and copies."""
+"""Gives access to KV tensors as bytes of blocks, for transfers and copies."""
 
 import ctypes
 import hashlib
@@ -29,7 +29,7 @@ class BlockMemory:
         """Return the bytes of blocks in order, in as few views as possible."""
         return [self.view(layer, block) for block in blocks]
 
-    piece_bytes = PIECE_BYTES  # most that `outgoing` and `incoming` take at once, but at least a block
+    piece_bytes = PIECE_BYTES  # most bytes that `outgoing` and `incoming` take at once, but at least a block
 
     def block_bytes(self, layer: int) -> int:
         return self.view(layer, 0).nbytes
@@ -50,7 +50,7 @@ class BlockMemory:
         return nullcontext(self.views(layer, blocks))
 
     def publish(self, done: Callable[[], None]) -> None:
-        """Call `done` when the last launched layer can be sent."""
+        """Call `done` as soon as the layer that was launched last can be sent."""
         done()
 
     def mark(self) -> None:
@@ -74,7 +74,7 @@ class HostBlockMemory(BlockMemory):
             memoryview((ctypes.c_char * ((blocks - 1) * stride + size)).from_address(base)).cast("B")
             for base, stride, size in self._places
         ]
-        self._owners = list(kv_caches.values())  # the views below do not keep the tensors alive
+        self._owners = list(kv_caches.values())  # views of their memory do not keep the tensors alive
         self.layout = layout_fingerprint(list(kv_caches.values()), blocks)
 
     def view(self, layer: int, block: int) -> memoryview:
@@ -116,7 +116,7 @@ def byte_rows(tensor: Any, blocks: int) -> Any:
 
 
 def by_block_first(tensor: Any, blocks: int) -> Any:
-    """Return a view with the block dimension first; its position depends on the attention backend."""
+    """Return a view with the dimension of blocks first. Its place depends on the attention backend."""
     sizes = list(tensor.shape)
     if blocks not in sizes:
         raise ValueError(f"KV tensor of shape {tuple(sizes)} has no dimension of {blocks} blocks")

@@ -25,12 +25,12 @@ from kvtransfer.transfer.wire import TransferRefused
 
 logger = logging.getLogger("conserve.kvtransfer.transfer")
 
-LANES = 4  # most of one prompt
-LANE_BYTES = 32 << 20  # least of one lane: a handshake and a thread cost as much as a few MiB
+LANES = 4  # most lanes of one prompt
+LANE_BYTES = 32 << 20  # least bytes of one lane: a handshake and a thread cost as much as a few MiB
 MAX_CONNECTIONS = 256 * LANES
 ACCEPT_AGAIN_S = 0.1
 HANDSHAKE_S = 10.0
-GRACE_S = 5.0  # longer than the producer, which gives up first and says why
+GRACE_S = 5.0  # a consumer waits this much longer than the producer, which gives up first and says why
 
 
 class Acceptor:
@@ -87,8 +87,8 @@ class Acceptor:
 def layers_by_lane(layer_bytes: Sequence[int]) -> list[list[int]]:
     """Assign each layer to the lane that has the fewest bytes.
 
-    Every lane gets some of the largest layers, which progress with every chunk of the prompt. A lane of
-    others only (windows, states) would be silent until the end.
+    Every lane gets some of the largest layers, which progress with every chunk of the prompt. A lane with
+    only smaller layers (windows, states) would be silent until the end.
     """
     most = max(layer_bytes, default=0)
     full = [layer for layer, size in enumerate(layer_bytes) if size == most]
@@ -112,11 +112,11 @@ class TransferEnd:
     ranks: int
     timeout_s: float
     secret: bytes
-    encrypt: bool = False  # the blocks
+    encrypt: bool = False  # whether blocks are encrypted
 
 
 class TransferServer:
-    """Producer's server of one rank."""
+    """Server of one producer rank: sends exports to the consumers that ask for them."""
 
     def __init__(self, listener: socket.socket, producer: TransferEnd, exports: Exports) -> None:
         self._producer, self._exports = producer, exports
@@ -235,9 +235,10 @@ def fetch(
     consumer: TransferEnd,
     cancellation: Cancellation,
 ) -> int:
-    """Fill `blocks` with the prompt's blocks from `skip` on, both by group; return the bytes received.
+    """Fetch a prompt's KV into `blocks`, and return the number of bytes received.
 
-    The first lane that fails ends the others, and its exception is raised.
+    `skip` is the number of leading blocks that are not fetched. Both are by KV cache group. The first lane
+    that fails ends the others, and its exception is raised.
     """
     due = [
         len(blocks[group]) * memory.block_bytes(layer) if blocks[group] else 0
@@ -271,7 +272,7 @@ def fetch(
 
 
 def dismiss(source: TransferSource, memory: BlockMemory, consumer: TransferEnd) -> None:
-    """Tell the producer that the transfer is not needed."""
+    """Tell the producer that it may release an export, because the consumer does not need it."""
     with _connected(source, [], memory, consumer, Cancellation(), [], 1, dismiss=True) as peer:
         peer.receive_control(wire.Kind.END)
 
@@ -308,7 +309,7 @@ def _connected(
 
 
 def pieces(blocks: list[int], size: int) -> Iterator[tuple[int, list[int]]]:
-    """Yield the blocks in pieces, each with the index of its first block."""
+    """Yield pieces of at most `size` blocks, each with the index of its first block."""
     return ((at, blocks[at : at + size]) for at in range(0, len(blocks), size))
 
 
@@ -320,7 +321,7 @@ def _receive(
     layers: list[int],
     wait_s: float,
 ) -> tuple[int, int]:
-    """Receive a lane; return the number of bytes and their generation."""
+    """Receive the blocks of one lane; return the number of bytes, and the generation of the blocks."""
     received = 0
     wanted = {layer: by_group[memory.groups[layer]] for layer in layers}
     generation = -1

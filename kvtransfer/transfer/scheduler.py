@@ -1,4 +1,4 @@
-"""Scheduler side of the transfer: which requests export, which fetch, and which blocks are held."""
+"""Scheduler side of the transfer: decides which requests export or fetch KV, and holds exported blocks."""
 
 import logging
 from array import array
@@ -25,8 +25,8 @@ class Opened:
 
     transfer_id: str
     blocks: BlocksByGroup
-    total_tokens: int  # to send
-    prompt: str  # digest
+    total_tokens: int  # number of tokens to send
+    prompt: str  # digest of the prompt
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,8 +35,8 @@ class Fetch:
 
     request_id: str
     source: TransferSource
-    skip: list[int]  # leading blocks that it has or does not need, by group
-    blocks: BlocksByGroup  # the others
+    skip: list[int]  # leading blocks that the decoder has or does not need, by group
+    blocks: BlocksByGroup  # blocks to fill
 
 
 @dataclass(slots=True)
@@ -46,9 +46,7 @@ class TransferOrder:
     voided: list[str] = field(default_factory=list)
     opened: list[Opened] = field(default_factory=list)
     extended: list[tuple[str, BlocksByGroup]] = field(default_factory=list)
-    progress: list[tuple[str, int]] = field(
-        default_factory=list
-    )  # transfer, and tokens computed after this step
+    progress: list[tuple[str, int]] = field(default_factory=list)  # transfer, tokens computed after the step
     finished: list[str] = field(default_factory=list)
     aborted: list[str] = field(default_factory=list)
     fetches: list[Fetch] = field(default_factory=list)
@@ -72,9 +70,9 @@ class TransferReport:
 def prompt_digest(request: Any) -> str:
     """Return a digest of everything that determines a prompt's KV, which two engines can compare.
 
-    Each leg renders the client's request itself. A template with a clock, or a proxy that changes one of
-    them, would otherwise give a decoder the KV of another prompt. vLLM's block hashes start from a random
-    number of each process and cannot be compared.
+    Each leg of a turn renders the client's request itself. If a template has a clock, or a proxy changes one
+    of the legs, the decoder would otherwise get the KV of another prompt. vLLM's block hashes start from a
+    random number in each process and cannot be compared.
     """
     digest = xxhash.xxh3_128(array("q", request.prompt_token_ids or ()).tobytes())
     adapter = request.lora_request.lora_name if request.lora_request else ""
@@ -105,13 +103,9 @@ class TransferScheduler(SchedulerSide):
         self._exporting: dict[str, tuple[str, Any]] = {}  # request -> transfer, vLLM's request
         self._void: set[str] = set()  # exporting requests without blocks
         self._held: dict[str, list[Any]] = {}  # transfer -> blocks that we reference
-        self._states: dict[
-            str, list[Any]
-        ] = {}  # the same, for prompts whose last tokens are not yet computed
+        self._states: dict[str, list[Any]] = {}  # transfer -> states held before its prompt is complete
         self._released: Counter[str] = Counter()  # transfer -> ranks that released it
-        self._sources: dict[
-            str, TransferSource
-        ] = {}  # request -> source of its prompt, until the fetch is ordered
+        self._sources: dict[str, TransferSource] = {}  # request -> where to fetch from, until it is ordered
         self._fetching: dict[str, int] = {}  # request -> tokens on their way
         self._counts: Counter[str] = Counter()
 
@@ -127,7 +121,7 @@ class TransferScheduler(SchedulerSide):
         if params.get("do_remote_decode"):
             transfer_id = str(params.get("transfer_id") or request.request_id)
             if self._kv_state.kv_io_suspended:
-                logger.warning("request %s is not exported: layers are shared", request.request_id)
+                logger.warning("request %s is not exported: the engine shares its layers", request.request_id)
                 self._counts[f"refused.{Reason.INVALID}"] += 1
             elif self._is_exported(transfer_id):
                 logger.warning(
@@ -145,7 +139,7 @@ class TransferScheduler(SchedulerSide):
                 self._sources[request.request_id] = source
 
     def _is_exported(self, transfer_id: str) -> bool:
-        """Return whether a transfer already has an export, so that a second prefill must not export."""
+        """Return whether a transfer already has an export. A second prefill must not use its id."""
         return transfer_id in self._held or any(known == transfer_id for known, _ in self._exporting.values())
 
     def match(self, request: Any, computed_tokens: int) -> Match | None:
@@ -218,10 +212,10 @@ class TransferScheduler(SchedulerSide):
         self._release(transfer_id)
 
     def _hold(self, transfer_id: str, request: Any, computed: int) -> bool:
-        """Keep vLLM from freeing the blocks that the decoder needs; return False if it has freed some.
+        """Reference the blocks that the decoder needs, as soon as they are computed.
 
-        vLLM frees a state when the steps after it begin, and a block that a window leaves with the prompt's
-        last step.
+        Returns False if vLLM has already freed one of them. It frees a state when a later step begins, and a
+        block that a window has passed after the prompt's last step.
         """
         prompt = request.num_prompt_tokens
         tokens = transferred_tokens(self._groups, prompt)
@@ -238,7 +232,10 @@ class TransferScheduler(SchedulerSide):
         return True
 
     def _needed(self, request: Any, tokens: int, prompt: int, state: bool) -> list[Any] | None:
-        """Keep vLLM from freeing blocks that the decoder needs, and return them; None if some were freed."""
+        """Reference and return the blocks of states, or of other layers, that the decoder needs.
+
+        Returns None if vLLM has already freed one of them.
+        """
         first, end = min(tokens, prompt - 1), -(-tokens // self._block_tokens)
         by_group = zip(self._groups, self._manager.get_block_ids(request.request_id), strict=True)
         needed = [ids[group.first_block(first) : end] for group, ids in by_group if group.state is state]
@@ -287,7 +284,7 @@ class TransferScheduler(SchedulerSide):
     def _answer(self, transfer_id: str, request: Any) -> dict[str, Any]:
         """Return the `kv_transfer_params` of the decode leg, for routers that start it after the prefill.
 
-        A conversation that moves takes the tokens of its prompt along, as they were generated.
+        If a conversation moves to another decoder, they contain the tokens of its prompt.
         """
         moves = (request.kv_transfer_params or {}).get("moves")
         return {
@@ -312,9 +309,9 @@ class TransferScheduler(SchedulerSide):
 
 
 def _correct_cached_tokens(request: Any) -> None:
-    """Subtract what the prefiller computed for this request from the cached tokens that its client sees.
+    """Do not show a client the tokens as cached that a prefiller computed for this request.
 
-    A prefiller computes all of it. A conversation's former decoder has computed `cached_tokens` before.
+    If the KV comes from a conversation's former decoder instead, `cached_tokens` were computed before.
     """
     if (stats := request.prefill_stats) is not None:  # None after the first token
         before = request.kv_transfer_params.get("cached_tokens", 0)

@@ -1,7 +1,7 @@
 """Staging: KV transferred to or from an accelerator passes through a few slots of pinned memory.
 
-A slot holds some blocks of one layer, from gathering until they are sent, or from receiving until they have
-landed. So a prompt of any length passes through a window of a few hundred MiB.
+A slot holds some blocks of one layer: when sending, from gathering until they are sent; when receiving, until
+they are on the accelerator. So a prompt of any length passes through a window of a few hundred MiB.
 """
 
 import queue
@@ -25,16 +25,16 @@ from kvtransfer.transfer.kv_memory import (
 from kvtransfer.transfer.wire import TransferRefused
 
 SLOT_BYTES = PIECE_BYTES  # a few tenths of a millisecond on the bus, much longer than starting a copy
-SLOTS = 8  # least number, unless blocks are larger: so many peers may be slow at once
+SLOTS = 8  # least number of slots, unless blocks are larger: so many peers may be slow at once
 ALIGNED = 4096
 
 
 class SlotWindow:
-    """Assigns slots in the order of requests. Pure bookkeeping.
+    """Assigns slots in the order in which threads ask. It only keeps books, without memory or locks.
 
     Each thread asks for one slot at a time, so that long transfers do not delay short ones. The last quarter
-    of the slots is for receivers, whose bytes a peer has ready. A sender's slot may wait for one on the other
-    side, so two engines that send to each other would otherwise block each other.
+    of the slots is for receivers. A sender keeps its slot until the receiver has one, so two engines that
+    send to each other would otherwise block each other.
     """
 
     def __init__(self, slots: int) -> None:
@@ -81,7 +81,7 @@ class SlotWindow:
 class StagedBlockMemory(BlockMemory):
     """KV memory of an accelerator whose transfers pass through pinned slots.
 
-    Also runs on the CPU, without streams, for tests. A layer's hook only records an event. When the event has
+    Tests run it on the CPU, without streams. A layer's hook only records an event. When the event has
     completed, the layer's blocks may be read; their request or the lease keeps them until they are sent.
     """
 
@@ -114,8 +114,8 @@ class StagedBlockMemory(BlockMemory):
         self._window = SlotWindow(self.slots)
         self._changed = threading.Condition()
         self._to_slots, self._to_device = (SideStream(cuda) for _ in range(2))
-        # Device memory in which the blocks of a piece are contiguous, so that one copy crosses the bus.
-        # Streams keep their order, so the next piece finds it free.
+        # Device memory in which the blocks of a piece are contiguous, so that one copy crosses the bus. Work
+        # on a stream runs in order, so the memory is free again when the next piece uses it.
         self._leaving, self._arriving = (
             torch.empty(self.piece_bytes, dtype=torch.uint8, device=tensors[0].device) for _ in range(2)
         )
@@ -185,7 +185,7 @@ class StagedBlockMemory(BlockMemory):
         return [self._views[slot][: count * self._sizes[layer]]]
 
     def _index(self, slot: int, blocks: Sequence[int]) -> torch.Tensor:
-        """Return block ids as a tensor on the accelerator; the copy is launched and not waited for."""
+        """Return block ids as a tensor on the accelerator, without waiting for its copy."""
         index = self._indices[slot, : len(blocks)]
         index.numpy()[:] = blocks
         return index.to(self._device[0].device, non_blocking=True)

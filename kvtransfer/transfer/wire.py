@@ -140,7 +140,7 @@ class Seal:
     """
 
     def __init__(self, secret: bytes, side: Signer, *nonces: bytes, encrypt: bool) -> None:
-        """With `encrypt` blocks are also encrypted."""
+        """Derive the key of one direction from the secret. With `encrypt`, blocks are encrypted, too."""
         key = proof(secret, side, b"seal", *nonces)[:KEY_BYTES]
         self._cipher, self._aes, self._encrypt = AESGCM(key), algorithms.AES(key), encrypt
         self._frames, self._buffer = 0, bytearray()
@@ -157,7 +157,8 @@ class Seal:
         except InvalidTag:
             raise _changed() from None
 
-    # For many bytes: these release Python's lock, which `AESGCM` keeps while it reads signed data.
+    # The next two methods handle many bytes. They release Python's lock, which `AESGCM` keeps while it reads
+    # signed data.
 
     def seal_blocks(self, views: Sequence[memoryview]) -> tuple[bytes, Sequence[memoryview]]:
         """Return one tag over all views in order, and what to send: the views, or their encrypted bytes.
@@ -197,11 +198,11 @@ class Seal:
 
 
 def _changed() -> TransferRefused:
-    return TransferRefused(Reason.CORRUPT, "the received bytes are not the sent ones")
+    return TransferRefused(Reason.CORRUPT, "the received bytes differ from the sent bytes")
 
 
 class Channel:
-    """Connection that is authenticated, or encrypted, after the handshake."""
+    """Connection to a peer: a handshake, then authenticated frames, whose blocks may be encrypted."""
 
     def __init__(self, peer: socket.socket) -> None:
         self._peer = peer
@@ -213,7 +214,7 @@ class Channel:
         self._seals = tuple(Seal(secret, side, *nonces, encrypt=encrypt) for side in (we, they))
 
     def ask(self, secret: bytes, wanted: bytes, *purpose: bytes) -> tuple[bytes, bytes]:
-        """Open the connection as its consumer; return both nonces. `purpose` is part of the proofs."""
+        """Do the consumer's part of the handshake; return both nonces. `purpose` is part of the proofs."""
         challenge, answer = self.receive_control(Kind.CHALLENGE), nonce()
         mine = proof(secret, Signer.CONSUMER, *purpose, challenge, answer, wanted)
         self.send_control(Kind.OPEN, answer + mine + wanted)
@@ -225,7 +226,10 @@ class Channel:
     def answer(
         self, secret: bytes, *purpose: bytes, check: Callable[[bytes], object] = lambda wanted: None
     ) -> tuple[bytes, tuple[bytes, bytes]]:
-        """Open the connection as its producer, unless `check` raises; return what is wanted, and nonces."""
+        """Do the producer's part of the handshake; return the consumer's request, and both nonces.
+
+        If `check` raises for the request, the connection is not accepted.
+        """
         challenge = nonce()
         self.send_control(Kind.CHALLENGE, challenge)
         payload, end = self.receive_control(Kind.OPEN), NONCE_BYTES + PROOF_BYTES
@@ -263,7 +267,7 @@ class Channel:
     ) -> None:
         """Send a frame of blocks with a tag of their current bytes; without encryption they are not copied.
 
-        All of it within `limit_s`: others wait for the memory.
+        Raises TimeoutError after `limit_s`, because other threads wait for the memory.
         """
         assert self._seals is not None
         seal = self._seals[0]
@@ -278,7 +282,7 @@ class Channel:
         start = receive_exactly(self._peer, _HEADER.size, self._until)
         kind, version, layer, first, count, generation = _HEADER.unpack(start)
         if version != VERSION:
-            raise TransferRefused(Reason.PROTOCOL, f"version {version}, not {VERSION}")
+            raise TransferRefused(Reason.PROTOCOL, f"protocol version {version}, not {VERSION}")
         try:
             header = FrameHeader(Kind(kind), layer, first, count, generation)
         except ValueError as error:
@@ -328,15 +332,15 @@ def receive_exactly(peer: socket.socket, size: int, before_each: Callable[[], No
 def all_within(peer: socket.socket, limit_s: float) -> Iterator[Callable[[], None]]:
     """Limit the total time of all socket calls in this context.
 
-    A socket's own time-out limits each call only, so a peer could send a byte at a time for ever. The kernel
-    keeps the limit instead of Python, so that one call moves everything that it was given.
+    A socket's own time-out limits each call only, so a peer could send a byte at a time for ever. The limit
+    is set in the kernel and not in Python, so that one call sends or receives everything that it was given.
     """
     end, usual = time.monotonic() + limit_s, peer.gettimeout()
 
     def until() -> None:
         left = end - time.monotonic()
         if left <= 0:
-            raise TimeoutError(f"it took more than {limit_s:g} s")
+            raise TimeoutError(f"a frame took more than {limit_s:g} s")
         _limit_calls(peer, max(left, 0.001))
 
     try:
@@ -344,7 +348,7 @@ def all_within(peer: socket.socket, limit_s: float) -> Iterator[Callable[[], Non
         peer.settimeout(None)
         yield until
     except BlockingIOError as error:
-        raise TimeoutError(f"it took more than {limit_s:g} s") from error
+        raise TimeoutError(f"a frame took more than {limit_s:g} s") from error
     finally:
         if peer.fileno() >= 0:
             _limit_calls(peer, 0.0)  # no limit any more

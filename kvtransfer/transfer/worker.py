@@ -39,7 +39,7 @@ MAX_FETCHES = 64  # at once; further ones wait for a thread
 
 
 class TransferWorker(WorkerSide):
-    """Worker side of one rank, with a server for exports and threads for fetches."""
+    """Worker side of the transfer on one rank: a server for exports, and threads for fetches."""
 
     def __init__(self, context: EngineContext, rank: int) -> None:
         self._config = context.config
@@ -113,7 +113,7 @@ class TransferWorker(WorkerSide):
             self._in_thread(source.transfer_id, partial(self._dismiss, source))
 
     def needs_layers(self, order: TransferOrder | None) -> bool:
-        """Return whether the step computes exported layers. Fetches need no hooks."""
+        """Return whether the step computes a prompt that is exported. Fetches need no hooks."""
         return order is not None and bool(order.progress)
 
     def before_layer(self, layer: str) -> None:
@@ -123,7 +123,7 @@ class TransferWorker(WorkerSide):
         self._exports.after_layer(self._layers[layer])
 
     def after_step(self) -> None:
-        """Publish the layers that have no hook: those with a state, or all in some models and on decoders."""
+        """Publish the layers without hooks: those with a state, or all in some models and on decoders."""
         if self._exports.written:
             self._warn_once()
             for layer in self._states if self._hooked else self._layers:
@@ -132,7 +132,7 @@ class TransferWorker(WorkerSide):
     def _warn_once(self) -> None:
         if self._config.layer_hooks and not (self._warned or self._hooked):
             logger.warning(
-                "vLLM does not call connectors between this model's layers: KV is sent after steps"
+                "vLLM does not call connectors between this model's layers: KV is sent after each step"
             )
             self._warned = True
 
@@ -153,7 +153,7 @@ class TransferWorker(WorkerSide):
             self._record(wanted, reason, received, time.monotonic() - start)
 
     def _record(self, wanted: Fetch, reason: Reason | None, received: int, seconds: float) -> None:
-        """Report the end of a load in every case, because vLLM waits for it."""
+        """Record that a fetch has ended, even if it failed, because vLLM waits for the request's load."""
         with self._lock:
             self._ended.requests.add(wanted.request_id)
             if reason is not None:

@@ -162,7 +162,7 @@ def test_a_step_whose_graph_would_skip_the_hooks_runs_without_graphs(
     assert engine.wrong == [] and "one token" in engine.answers
     stats = engine.worker.get_kv_connector_stats()
     assert stats is not None and stats.data["graphs_taken_back"] == taken_back
-    assert "was to run as a whole CUDA graph" in caplog.text
+    assert "vLLM chose a whole CUDA graph" in caplog.text
 
 
 def test_a_step_without_a_forward_context_is_counted(make: Make) -> None:
