@@ -1,13 +1,13 @@
-"""Seconds without an answer after a process of a fleet is killed, for each kind of process.
+"""How many seconds clients go without an answer after a process of a fleet is killed, by kind of process.
 
     python -m benchmarks.availability [--quick] [--json FILE] [--fleet FILE] [PROCESS …]
 
 Small clients begin conversations, take turns of bound ones, and read long streams, two of each kind. They ask
 again at once when a request fails. One process after another gets `kill -9`; the fleet becomes whole before
 the next one. A figure is the longest wait of a client for its next token after a kill, less the longest wait
-of that kind without faults in the same run. A stream that is cut and asked for again waits until the first
-token of its new answer. A figure may exceed its budget by half a second: what starts again takes processor
-time from everything else.
+of the same kind of client without faults in the same run. A client whose stream is cut asks again, and waits
+until the first token of the new answer. A figure may exceed its budget by half a second, because a process
+that starts again takes processor time from everything else.
 
 The first kill is that of the only gateway; then the fleet gets a second gateway.
 """
@@ -44,7 +44,7 @@ class KilledProcess:
     name: str
     command: str  # a part of its command line
     budget_s: Mapping[str, float]  # a kind that is missing has no budget
-    engine: str = ""  # whose process it is
+    engine: str = ""  # the engine that the process belongs to, if any
     may_cut_streams: bool = False
 
 
@@ -81,7 +81,7 @@ class Unavailability:
     longest_wait_s: float
     unavailable_s: float
     budget_s: float | None
-    streams_cut: int | None = None  # only of streams
+    streams_cut: int | None = None  # only for clients that read streams
     over_budget: bool = False
 
 
@@ -119,7 +119,7 @@ async def kill_each(
             victim.kill()
             await asyncio.sleep(watch_s)
             until = time.monotonic()
-            if not await clients.all_answered():  # so that waits which go on are measured to their end
+            if not await clients.all_answered():  # waits still open are measured to their end
                 until = time.monotonic()
             kills[process.name] = Kill(quiet_since, killed_at, until)
             failures = clients.failures(killed_at, until)
@@ -162,7 +162,7 @@ def seen(clients: SteadyClients, kills: Mapping[str, Kill]) -> list[Unavailabili
     undisturbed = dict.fromkeys(KINDS, 0.0)
     for kill in kills.values():
         for kind, (begin, end) in clients.longest_waits(kill.quiet_since, kill.killed_at).items():
-            # A wait that the kill has made longer is not one without faults.
+            # A wait that the kill has made longer counts only until the kill.
             undisturbed[kind] = max(undisturbed[kind], min(end, kill.killed_at) - begin)
     rows = [Unavailability("none", kind, wait_s, 0.0, None) for kind, wait_s in undisturbed.items()]
     for process in PROCESSES:
@@ -179,7 +179,7 @@ def seen(clients: SteadyClients, kills: Mapping[str, Kill]) -> list[Unavailabili
 
 
 def figures_of(rows: Iterable[Unavailability]) -> dict[str, Any]:
-    """Return a figure for each process and kind of client, and the names of those over budget."""
+    """Return a figure for each process and kind of client, and the names of the figures over budget."""
     killed = {f"{row.process}_{row.clients}": row for row in rows if row.process != "none"}
     figures: dict[str, Any] = {name: row.unavailable_s for name, row in killed.items()}
     return {**figures, "over_budget": [name for name, row in killed.items() if row.over_budget]}

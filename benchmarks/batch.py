@@ -1,10 +1,10 @@
-"""Cost of offline work for the interactive users of a fleet, and the offline throughput beside them.
+"""What offline work costs the interactive users of a fleet, and how much of it is done beside them.
 
     python -m benchmarks.batch --url http://127.0.0.1:8000 [--quick] [--json FILE] [--requests 2000]
 
-Three kinds of phases take turns: agents alone, agents beside a batch, a batch alone. Agents are closed loops
-of conversations with tool waits. Batches are submitted with the OpenAI SDK; their lengths are mixed, and half
-of their requests begin alike.
+Three kinds of phases alternate: agents alone, agents beside a batch, a batch alone. An agent holds one
+conversation after another, with waits for tools. Batches are submitted with the OpenAI SDK; their requests
+have mixed lengths, and half of them share a prefix.
 """
 
 import asyncio
@@ -51,7 +51,7 @@ class BatchLoad:
     offline_output: int
     requests: int  # of one batch phase
     agents_s: float  # of a phase of agents alone
-    most_s: float  # then a batch is cancelled
+    most_s: float  # after so long a batch is cancelled
     rounds: int
 
 
@@ -97,7 +97,7 @@ class BatchBench:
         self._random = random.Random(seed)
 
     async def play(self, kind: str, phase: Phase) -> None:
-        """Play one phase. Batch files are made before, because that would delay the agents."""
+        """Play one phase. Batch files are made before it begins, because making them would delay agents."""
         files = {endpoint: self._file(endpoint) for endpoint in (CHAT, COMPLETIONS)} if kind != ALONE else {}
         if kind == BATCH:
             await self._offline(phase, files)
@@ -122,7 +122,7 @@ class BatchBench:
                 phase.refused += 1
 
     async def _conversation(self, phase: Phase, over: asyncio.Event) -> None:
-        """Hold a conversation, which is cut off when the phase is over."""
+        """Hold a conversation, and end it early when the phase is over."""
         name, load = f"bench-{self._random.getrandbits(60):x}", self._load
         sizes = (load.first_prompt, *[load.append] * (load.turns - 1))
         contents = (self._text(f"{name}/{turn}", tokens) for turn, tokens in enumerate(sizes))
@@ -199,7 +199,7 @@ def main() -> None:
     parser = command(__doc__, quick="within 45 seconds", seed=1)
     parser.add_argument("--url", default="http://127.0.0.1:8000")
     parser.add_argument("--api-key", default="benchmark")
-    parser.add_argument("--requests", type=int, default=2_000, help="of all phases beside agents together")
+    parser.add_argument("--requests", type=int, default=2_000, help="offline requests beside agents")
     parser.add_argument("--rounds", type=int, default=4)
     options = parser.parse_args()
     load, each = QUICK, options.requests // options.rounds

@@ -1,14 +1,14 @@
-"""Two SLO classes under overload: what the higher class pays, and whether the lower class is served.
+"""How much an SLO class suffers from the overload of a lower class, and whether the lower class is served.
 
     python -m benchmarks.classes [--quick] [--json FILE] [--fleet FILE] [--seed 0]
 
-On two cores or fewer the fleet is one engine that co-serves, since engines that take each other's CPU time
-are overloaded by that already. KV suffices, so that time is what is short. A conversation has turns that call
-a tool and one that answers. First the fleet's capacity is measured. Then conversations of the class `better`
-arrive at a part of it, alone and beside conversations of the class `default` that ask for more than all of
-it, forwards and back; a refused client comes back after `Retry-After`. TTFET is the time from a
-conversation's arrival to the first token that speaks to the user, without tools. The aim is at most 1.25
-times the better class's TTFET alone.
+On two cores or fewer the fleet is one engine that co-serves, because several engines would overload the cores
+by themselves. There is enough KV, so that only computing time is short. A conversation has turns that call a
+tool and one turn that answers. First the fleet's capacity is measured. Then conversations of the class
+`better` arrive at a part of it, alone and beside conversations of the class `default` that ask for more than
+all of it. Phases are played forwards and back; a refused client comes back after `Retry-After`. TTFET is the
+time from a conversation's arrival to the first token of the turn that answers, without tools. The aim is at
+most 1.25 times the better class's TTFET alone.
 """
 
 import asyncio
@@ -47,7 +47,7 @@ AIM = 1.25
 
 @dataclass
 class ClassSeen:
-    """Measurements of one class in phases of one kind."""
+    """Measurements of one SLO class in phases of one kind."""
 
     ttfet_s: list[float] = field(default_factory=list)
     first_turn_ttft_s: list[float] = field(default_factory=list)
@@ -112,7 +112,7 @@ class ClassAgents:
                 await asyncio.sleep(max(0.1, refused.retry_after_s))
 
     async def arrive(self, name: str, per_s: float, seconds: float, random: Random, seen: ClassSeen) -> float:
-        """Let conversations arrive for `seconds`; return the seconds until all are answered."""
+        """Let conversations arrive for `seconds`; return how many seconds pass until all are answered."""
         began, at, number = time.monotonic(), random.expovariate(per_s), 0
         async with asyncio.timeout(seconds + DRAIN_S), asyncio.TaskGroup() as group:
             while at < seconds:
@@ -123,7 +123,7 @@ class ClassAgents:
         return time.monotonic() - began
 
     async def capacity(self, name: str) -> float:
-        """Return how many conversations per second the fleet serves with `AT_ONCE` in parallel."""
+        """Return how many conversations per second the fleet serves if `AT_ONCE` run in parallel."""
         done: list[float] = []
         began = time.monotonic()
 

@@ -6,11 +6,11 @@
 both to the host. `drop` is a fleet that also drops duplicated parameters (placement/overload/). Two engines
 have little KV, and turns ask for 1.5 times what both have. The load `requests` has BurstGPT's lengths, and
 `agents` those of real agents whose tools answer at once; both arrive within half a second. `long answers`
-arrive over 40 seconds, so that late ones wait for KV that others hold, on a model whose weights take most of
-an iteration's time, as on a GPU. On plain vLLM conversations alternate between the engines. Each burst has
-its own words, so that nothing is cached. All three play it, forwards and back, and then plain vLLM plays it
-calmly: an answer that differs from the calm one is wrong. TBT is the time between two tokens, and TPOT is an
-answer's mean of it. docs/measurements/overload.md has results.
+arrive over 40 seconds, so that late ones wait for KV that others hold. Their model's weights take most of an
+iteration's time, as on a GPU. On plain vLLM, conversations alternate between the engines. Each burst has its
+own words, so that nothing is cached. All three policies play each burst, forwards and back. Then plain vLLM
+plays it with few conversations at a time: an answer that differs from this one is wrong. TBT is the time
+between two tokens, TPOT its mean over an answer. docs/measurements/overload.md has results.
 """
 
 import asyncio
@@ -46,17 +46,17 @@ MODEL, BLOCK = "small", 32
 TEMPLATE_TOKENS = 128  # at most what a chat template adds to a trace's tokens
 ASKED = 1.5  # times the KV that both engines have
 BURST_RATE = 40.0  # conversations a second
-SHRINK, LEAST_TOKENS = 4, 400  # of the laptop sample
+SHRINK, LEAST_TOKENS = 4, 400  # divisor of the laptop sample's lengths, and its shortest conversation
 HEAVY = ModelShape(hidden=1_024, heads=16, kv_heads=4, intermediate=3_072)  # 400 MB that each token reads
 SHORTER = 5  # divisor of long answers' lengths
-LASTING_S, LASTING_RATE = 40.0, 0.8  # asks for `ASKED` at the speed of two idle cores
-CALM = 4  # conversations at a time: KV suffices
-ROUNDS, QUICK_ROUNDS = 3, 1  # each is all three, forwards and back
+LASTING_S, LASTING_RATE = 40.0, 0.8  # at the speed of two idle cores this asks for `ASKED`
+CALM = 4  # conversations at a time for which KV suffices
+ROUNDS, QUICK_ROUNDS = 3, 1  # each plays all three policies forwards and back
 LIMIT_S = 400.0
 KEEP_ALIVE_S = 2.0  # uvicorn closes an idle connection after 5 s, perhaps as it is used again
 PREEMPTIONS, CHANGES = "vllm:num_preemptions_total", "conserve_overload_changes_total"
 DROPPED, RESTORED = (f'{CHANGES}{{change="{change}",outcome="done"}}' for change in ("drop", "restore"))
-TIMES = ("drop", "restore", "return")  # for "return" 0: parameters return within a restore
+TIMES = ("drop", "restore", "return")  # "return" is 0, because parameters return within a restore
 FIGURES = ("ttft_p99", "ttft_p50", "tbt_p50", "tbt_p99", "tpot_p50", "tpot_p99", "e2e_p50", "burst")
 Answers = dict[str, list[str]]
 
@@ -82,7 +82,7 @@ class Lengths:
 
 # The paper's stay of 11 s has a spread of 14.9 s: outputs of BurstGPT vary that much.
 BURST_GPT = Lengths("BurstGPT", 642, 262, 1.2, 1.3, 8_192)
-# Answers as agents and reasoning models write them: the KV stays long, and little is computed for it.
+# Answers as agents and reasoning models write them: their KV stays long, and takes little computing.
 LONG_ANSWERS = Lengths("BurstGPT with long answers", 642, 1_500, 0.7, 0.7, 8_192)
 
 
@@ -155,7 +155,7 @@ class PolicyBursts:
     e2e_s: list[float] = field(default_factory=list)
     seconds: list[float] = field(default_factory=list)  # of each burst
     tokens: int = 0
-    recomputed: int = 0  # prompt tokens of the turn before that were not cached
+    recomputed: int = 0  # prompt tokens known from the previous turn that were not cached
     preemptions: float = 0.0
     drops: int = 0
     wrong: int = 0
@@ -180,7 +180,7 @@ class PolicyBursts:
 
 
 def prepared(policy: str, kv: EngineKv = BRIEF, model: Path | None = None) -> FleetSpec:
-    """Return a fleet of two mixed engines. Without a path of a model it makes the small one."""
+    """Return a fleet of two mixed engines for a policy. Without `model`, the fleet makes the small one."""
     content = load_fleet(RANDOM).model_dump(mode="json", exclude_unset=True)
     content |= {"name": f"live-{policy}", "policy": "collocated", "overload": {"policy": policy}}
     content["model"] |= {"max_context": kv.context} | ({"path": str(model)} if model else {})
@@ -259,7 +259,7 @@ class BurstSubject:
 async def converse(
     client: ChatClient, conversation: TraceConversation, salt: str, sizes: Calibration, seen: PolicyBursts
 ) -> list[str]:
-    """Play all turns of a conversation and return its answers."""
+    """Play all turns of a conversation, record their times in `seen`, and return the answers."""
     dialogue = Dialogue(conversation, sizes, ToolStyle.CALLS, salt, conversation.id)
     began, answers = time.monotonic(), []
     for index, turn in enumerate(conversation.turns):
@@ -284,7 +284,7 @@ def total(counts: dict[str, float], name: str) -> float:
 
 
 def measure(loads: Sequence[str], rounds: int) -> tuple[dict[str, float], dict[str, dict[str, float]]]:
-    """Return the figures (the worst of all loads), and a table by load and policy."""
+    """Return the figures, each for its worst load, and a table by load and policy."""
     seen = {load: {policy: PolicyBursts() for policy in (PREEMPT, PARK, DROP)} for load in loads}
     counts: dict[str, float] = {}
     for kv, alike in groupby(loads, lambda load: LOADS[load][0]):

@@ -3,8 +3,8 @@
     python -m benchmarks.placement [--quick] [--json FILE]
     python -m benchmarks.placement --journal [--quick] [--json FILE]
 
-The product's placer and binding table run with engine reports coming in. For every conversation that is
-placed the oldest one ends.
+The product's placer and binding table run while engines report. For every conversation that is placed, the
+oldest conversation ends.
 """
 
 import asyncio
@@ -119,7 +119,7 @@ def measure(size: FleetSize) -> dict[str, dict[str, float]]:
 async def measure_journal(rate: float, placements: int) -> dict[str, float]:
     """Return how many placements per second reach the disk at an offered rate, and the time of each.
 
-    A placement is refused, as in a fleet, while the disk does not answer.
+    As in a fleet, placements are refused while the disk does not answer.
     """
     record = ConversationRecord("", None, 0.0, 0.0, notes=[{"receipt": "x" * 700}])
     took: list[float] = []

@@ -1,11 +1,12 @@
-"""Tokens computed and bytes moved for conversations with a shared prefix, on two prefillers and two decoders.
+"""How much is computed and moved for conversations with a shared prefix, on two prefillers and two decoders.
 
     python -m benchmarks.prefixes [--conversations 50] [--tokens 8000] [--kv-tokens N] [--quick] [--json FILE]
                                   [--fleet FILE]
 
 Three frameworks have a system prompt each, and every conversation adds a question. The same arrivals are
-played three times with different texts: `apart`, each conversation under its own key, so that nothing is
-shared; `unknown`, as plain prompts, whose prefixes the directory does not learn; and `shared`, as chats.
+played three times with different texts. In `apart` each conversation has its own API key, so that nothing is
+shared. In `unknown` they are plain prompts, whose prefixes the directory does not know. In `shared` they are
+chats.
 Engines count the prompt tokens that they compute and the bytes that they fetch. `--kv-tokens` limits an
 engine's KV, so that not all system prompts fit.
 """
@@ -115,7 +116,7 @@ def measure(
 
 
 def poisson(target: PrefixTarget, system_words: int, count: int) -> list[float]:
-    """Return arrivals at `LOAD`, relative to a prompt's time alone. The first arrival warms the fleet up."""
+    """Return arrival times at `LOAD`, after measuring how long one prompt takes, which warms the fleet up."""
     alone = [asyncio.run(play(target, f"alone {n}", system_words, [0.0]))[0][0] for n in range(2)][1]
     random, at, arrivals = Random(0), 0.0, []
     for _ in range(count):
@@ -142,7 +143,7 @@ def prepared(file: Path, kv_tokens: int | None) -> FleetSpec:
 
 
 def ratios(table: dict[str, PrefixFigures]) -> dict[str, float]:
-    """Return the figures of `shared` relative to other variants, and the number of failed conversations."""
+    """Return the ratios of `shared` to the other variants, and the number of failed conversations."""
     shared, found = table["shared"], dict[str, float]()
     for name, other in table.items():
         if name != "shared":
@@ -157,8 +158,8 @@ def main() -> None:
         __doc__, quick=f"{QUICK_CONVERSATIONS} conversations, {QUICK_TOKENS} tokens", fleet=RANDOM
     )
     parser.add_argument("--conversations", type=int, default=CONVERSATIONS)
-    parser.add_argument("--tokens", type=int, default=TOKENS, help="of a framework's system prompt")
-    parser.add_argument("--kv-tokens", type=int, help="of an engine's KV (default: as in the fleet file)")
+    parser.add_argument("--tokens", type=int, default=TOKENS, help="tokens of a framework's system prompt")
+    parser.add_argument("--kv-tokens", type=int, help="tokens of an engine's KV (default: as in the fleet)")
     options = parser.parse_args()
     fleet = prepared(options.fleet, options.kv_tokens)
     with brought_up(fleet) as home:

@@ -1,4 +1,4 @@
-"""First-token time of parked conversations: KV prefetched before a turn, against KV restored on arrival.
+"""How much sooner a parked conversation's turn starts if KV is prefetched instead of restored on arrival.
 
     python -m benchmarks.returns [--turns 3] [--quick] [--json FILE] [--fleet FILE]
 
@@ -67,7 +67,7 @@ class ReturningAgents:
         self._in_round: list[ReturnRound | None] = [None] * AGENTS
 
     async def run(self) -> None:
-        """Play all rounds. A failed request ends them, as rounds with fewer agents are not comparable."""
+        """Play all rounds. A failed request ends the run, because rounds with fewer agents do not compare."""
         async with asyncio.TaskGroup() as group:
             beside = group.create_task(self._run_beside())
             await asyncio.gather(*[group.create_task(self._agent(number)) for number in range(AGENTS)])
@@ -76,7 +76,7 @@ class ReturningAgents:
             await self._http.delete(f"/v1/conversations/{self._name}-{number}")
 
     async def _agent(self, number: int) -> None:
-        """Run a first turn, one later turn that does not count, and the turns of all rounds."""
+        """Take a first turn and one later turn, which do not count, then the turns of all rounds."""
         random = Random(f"{self._name} {number}")
         messages = [{"role": "user", "content": words(random, TOKENS // WORD_TOKENS)}]
         await asyncio.sleep(number * AWAY_S / AGENTS)
@@ -190,7 +190,7 @@ def figures_of(rounds: Sequence[ReturnRound]) -> dict[str, float | None]:
 
 def main() -> None:
     parser = command(__doc__, quick="each round twice, not four times", fleet=RANDOM)
-    parser.add_argument("--turns", type=int, default=TURNS, help="of each round")
+    parser.add_argument("--turns", type=int, default=TURNS, help="turns of each agent in a round")
     options = parser.parse_args()
     with tempfile.TemporaryDirectory(prefix="heavy-") as directory:
         path = Path(directory) / "heavy"

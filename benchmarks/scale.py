@@ -1,9 +1,9 @@
-"""Cost of a simulated event as the fleet grows.
+"""How the cost of a simulated event grows with the fleet.
 
     python -m benchmarks.scale [--quick] [--json FILE]
 
-The load grows with the fleet: a prefiller for every three decoders, 90 % of what the prefillers can compute.
-So every size sees the same traffic per engine. The simulator is one thread and its costs are CPU time.
+A fleet has a prefiller for every three decoders. The load is 90 % of what the prefillers can compute, so that
+every size sees the same traffic per engine. The simulator is one thread, and its costs are CPU time.
 """
 
 import resource

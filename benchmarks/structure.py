@@ -63,8 +63,8 @@ class Module:
 
     @cached_property
     def nodes(self) -> list[ast.AST]:
-        # A garbage collection in the middle of a parse may run code that parses too. CPython 3.11 then raises
-        # "AST constructor recursion depth mismatch".
+        # A garbage collection during a parse may run code that also parses. CPython 3.11 then raises "AST
+        # constructor recursion depth mismatch".
         collecting = gc.isenabled()
         gc.disable()
         try:
@@ -167,7 +167,7 @@ def circles(graph: dict[str, set[str]]) -> list[list[str]]:
 
 
 def class_names_defined_twice(found: dict[str, Module]) -> dict[str, list[str]]:
-    """Return the modules of each class name that is defined in several modules."""
+    """Return each class name that several modules define, with these modules."""
     where: dict[str, list[str]] = defaultdict(list)
     for module in found.values():
         for node in module.classes:
@@ -176,7 +176,7 @@ def class_names_defined_twice(found: dict[str, Module]) -> dict[str, list[str]]:
 
 
 def begins_with_fragment(docstring: str) -> bool:
-    """Return whether a docstring begins with a word that leaves out its noun or verb."""
+    """Return whether a docstring begins with one of `FRAGMENTS`, which leave out a noun or a verb."""
     return docstring.split(maxsplit=1)[0].rstrip(",:;") in FRAGMENTS
 
 

@@ -96,9 +96,7 @@ def measure(root: Path) -> dict[str, int]:
 
 @contextmanager
 def fleet(root: Path, folder: Path, window: Path, log: Path) -> Iterator[tuple[str, str]]:
-    """Run the fleet `random` of a checkout with that checkout's libraries; yield its URL and its model's
-    name.
-    """
+    """Run the fleet `random` of a checkout with its own libraries; yield the URL and the model's name."""
     content = yaml.safe_load((root / "configs" / "random.yaml").read_text())
     content["gateway"]["port"] = port = free_port("127.0.0.1")
     file = folder / "fleet.yaml"
@@ -133,7 +131,7 @@ def take_trips(url: str, model: str, window: Path) -> list[str]:
         messages = [{"role": "user", "content": f"Agent {number}: {words}"}]
         for kind in (FIRST, LATER):
             if number >= WARM_UP:
-                time.sleep(SETTLE_S)  # work that the turn before left is not part of this turn
+                time.sleep(SETTLE_S)  # work that the previous turn left behind is not part of this turn
                 windows.append(kind)
                 write_window(window, len(windows))
             text = turn(url, model, messages)
@@ -149,7 +147,7 @@ def take_trips(url: str, model: str, window: Path) -> list[str]:
 
 
 def write_window(file: Path, number: int) -> None:
-    """Write the number in place, since every process has the file mapped."""
+    """Write the number of a window into the file, in place because every process has it mapped."""
     with file.open("r+b") as mapped:
         mapped.write(bytes([number]))
 

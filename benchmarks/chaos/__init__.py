@@ -1,1 +1,1 @@
-"""Random faults under agent load: `python -m benchmarks.chaos`."""
+"""Inflicts random faults on a fleet that agents use: `python -m benchmarks.chaos`."""

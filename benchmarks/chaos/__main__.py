@@ -52,7 +52,7 @@ AT_ONCE = 4  # faults
 PARK_AFTER_S, TTL_S, SETTLE_S = 3.0, 90.0, 30.0
 QUIET_S = 10.0  # before the first fault
 ALLOWED_S = 5.0  # beyond a budget
-TTFT_S, AGEING_S = 0.02, 20.0  # so short a target that iterations with offline work are aborted for turns
+TTFT_S, AGEING_S = 0.02, 20.0  # the target is so short that turns abort iterations with offline work
 DROP_CONVERSATIONS, DROP_BLOCKS = 200, 96  # blocks of 32 tokens on each decoder
 DROP_LENGTHS = AgentLengths(
     *((40, 60, 80), (96, 160, 200), (0.0, 0.0, 0.0, 6.0)), hang_ups=0.1, busy_s=25.0, rest_s=10.0, apart=True
@@ -69,8 +69,8 @@ class Pace:
 
 
 PACE = Pace(agents=6, least_s=0.0, every_s=12.0)
-# A request under which two engines end is set aside for minutes, as it should be. So the second engine is
-# left alone until the requests that it took over have ended.
+# A request that was running on two engines when they ended is refused for minutes. To avoid that, the second
+# engine is left alone until the requests that it took over have ended.
 DROP_PACE = Pace(agents=16, least_s=60.0, every_s=20.0)
 
 
@@ -83,11 +83,11 @@ class FaultRun:
     coming: Iterator[Fault]
     pace: Pace
     counts: Counter[str] = field(default_factory=Counter)
-    begun: list[tuple[float, Fault]] = field(default_factory=list)  # by time
+    begun: list[tuple[float, Fault]] = field(default_factory=list)  # faults with their start times, in order
     over: Event = field(default_factory=Event)
 
     def run(self, until: float) -> None:
-        """Inflict faults until the given time. A lasting fault may overlap with the next ones."""
+        """Inflict faults until the given time. A fault that lasts may overlap with later ones."""
         lasting = []
         with ThreadPoolExecutor(AT_ONCE) as threads:
             while (left := until - time.monotonic()) > 0:
@@ -131,7 +131,7 @@ def prepared_to_drop() -> FleetSpec:
 def unavailable_s(
     clients: SteadyClients, begun: Iterable[tuple[float, Fault]], quiet: tuple[float, float], over: float
 ) -> dict[str, dict[str, float]]:
-    """Return by how much the longest waits after kills exceed those of a quiet time, by victim and client."""
+    """Return how much longer clients waited after kills than in a quiet time, by victim and client kind."""
     undisturbed = {kind: end - begin for kind, (begin, end) in clients.longest_waits(*quiet).items()}
     faults_, found = sorted(begun, key=lambda one: one[0]), dict[str, dict[str, float]]()
     lasts_until = 0.0
@@ -147,7 +147,7 @@ def unavailable_s(
 
 
 def over_budget(unavailable: dict[str, dict[str, float]], allowed_s: float) -> list[str]:
-    """Return the waits that exceed the budget of the killed process. The fleet has one gateway."""
+    """Return a sentence for each wait beyond the budget of the killed process. The fleet has one gateway."""
     budgets = {one.command: one.budget_s for one in reversed(PROCESSES)}  # the only gateway comes first
     return [
         f"a client ({kind}) waited {wait_s:.1f} s after kill {victim}; its budget is {budget_s:.1f} s"
@@ -198,9 +198,9 @@ def main() -> None:
     parser.add_argument("--minutes", type=float, default=MINUTES)
     parser.add_argument("--set-clock", action="store_true", help="also set this machine's clock")
     parser.add_argument("--drop", action="store_true", help="on decoders that share their layers")
-    parser.add_argument("--conversations", type=int, help=f"end after so many; --drop: {DROP_CONVERSATIONS}")
+    parser.add_argument("--conversations", type=int, help=f"end after so many (--drop: {DROP_CONVERSATIONS})")
     parser.add_argument(
-        "--allowed-s", type=float, default=ALLOWED_S, help="wait beyond a budget after a kill"
+        "--allowed-s", type=float, default=ALLOWED_S, help="seconds that a wait may exceed its budget"
     )
     options = parser.parse_args()
     random, drop = Random(options.seed), options.drop
@@ -216,7 +216,7 @@ def main() -> None:
         before = len(marked(home))
         clients = None if drop else SteadyClients(url, model)
         unavailable = asyncio.run(play(agents, batch, faulty, aborted, clients, 60 * minutes, most))
-        print("faults end; the fleet becomes whole", flush=True)
+        print("faults have ended; waiting until the fleet is whole", flush=True)
         layers = layer_changes(home)
         left = settled(home, TTL_S + SETTLE_S)
         aborted.look()

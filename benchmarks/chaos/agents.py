@@ -1,7 +1,7 @@
 """Agents that hold conversations with known answers, and retry as any client does.
 
-Each conversation plays one of a few scripts, greedily, under an id of its own. Its answers must be those of
-the undisturbed fleet, and text that a stream showed before it was cut must be the beginning of one.
+Each conversation plays one of a few scripts under an id of its own, with greedy sampling. Its answers must be
+those of the undisturbed fleet. The text of a stream that was cut must be the beginning of the right answer.
 """
 
 import asyncio
@@ -19,12 +19,12 @@ import openai
 from openai import AsyncOpenAI
 
 SCRIPTS, TURNS = 6, 4
-REQUEST_LIMIT_S = 180.0  # beyond it a request hangs: the fleet's own limits are shorter
+REQUEST_LIMIT_S = 180.0  # a longer request counts as hung, because the fleet's own limits are shorter
 LOST_AFTER_S = 300.0  # a turn that is not answered for so long is lost
 RETRY_S = (0.2, 3.0)
 STREAMED = 0.7  # share of requests
-# Conversations repeat a few prompts, and one that ran on two killed engines is refused for minutes. An agent
-# then asks with another key, because a request is known by its key and prompt.
+# Conversations repeat a few prompts, and a prompt that ran on two killed engines is refused for minutes. An
+# agent then uses another API key, because the gateway knows a request by its key and prompt.
 SET_ASIDE = "request_set_aside"
 
 
@@ -38,8 +38,8 @@ class AgentLengths:
     hang_ups: float = 0.0  # share of streams that their client leaves and asks for again
     busy_s: float = math.inf  # then all agents rest, so that the fleet undoes what overload changed
     rest_s: float = 0.0
-    # Each conversation has a key of its own. Otherwise a gateway that sets a request aside, because two
-    # engines ended under it, sets all conversations of the script aside.
+    # Each conversation has an API key of its own. Otherwise, a gateway that refuses a request because two
+    # engines ended while they ran it would refuse all conversations of the script.
     apart: bool = False
 
 
@@ -49,7 +49,7 @@ class Script:
 
     system: str
     turns: list[tuple[str, int]]  # message, and tokens of its answer
-    answers: list[str] = field(default_factory=list)  # as the undisturbed fleet gave them
+    answers: list[str] = field(default_factory=list)  # answers of the undisturbed fleet
 
 
 def scripts(seed: int, lengths: AgentLengths) -> list[Script]:
@@ -91,7 +91,7 @@ class Agents:
         self.seen = AgentResults()
 
     async def learn(self) -> None:
-        """Record the answers of the undisturbed fleet twice; both must be equal."""
+        """Record the answers of the undisturbed fleet, which must give the same answers twice."""
         for script in self._scripts * 2:
             before, script.answers = script.answers, []
             self._number += 1
@@ -107,7 +107,7 @@ class Agents:
                 raise SystemExit("the undisturbed fleet does not give the same answers twice")
 
     async def run(self, agents: int, until: float, conversations: float = math.inf) -> None:
-        """Hold conversations until the given time, or until enough have begun."""
+        """Let agents hold conversations until the given time, or until `conversations` have begun."""
         most = self._number + conversations
         await asyncio.gather(*(self._agent(number, until, most) for number in range(agents)))
 

@@ -1,4 +1,4 @@
-"""Faults: a process of the fleet is killed, stopped, slowed down, or unable to write for a while.
+"""Inflicts faults: kills a process of the fleet, stops it, delays it, or keeps it from writing for a while.
 
 A full disk is a limit on the size of files (`prlimit`): writes fail with an error, and no rights are needed.
 A delay stops the sender or receiver again and again for parts of a second. The machine's clock is set only
@@ -47,7 +47,7 @@ class Fault:
 
     @property
     def on_an_engine(self) -> bool:
-        """Return whether the fault ends when engines have restarted; losses of Ray's processes count too."""
+        """Return whether engines restart because of the fault, as also after losses of Ray's processes."""
         return self.victim in (*ENGINE, *RAY)
 
     def __str__(self) -> str:
@@ -56,7 +56,7 @@ class Fault:
 
 
 def faults(random: Random, *, clock: bool = False, only_engines: bool = False) -> Iterator[Fault]:
-    """Yield random faults; `clock` adds shifts of the clock, `only_engines` leaves only killed engines."""
+    """Yield random faults. `clock` adds shifts of the clock; with `only_engines`, only engines are killed."""
     while True:
         if only_engines:
             yield Fault("kill", random.choice(ENGINE))
@@ -74,7 +74,7 @@ def faults(random: Random, *, clock: bool = False, only_engines: bool = False) -
 def inflict(
     home: FleetHome, fault: Fault, random: Random, sleep: Callable[[float], None] = time.sleep
 ) -> int:
-    """Inflict a fault and end it again; return the pid that was hit, or 0 if no such process runs."""
+    """Inflict a fault and end it; return the pid of the process that was hit, or 0 if none runs."""
     if fault.kind == "clock":
         set_clock(HOUR_S if fault.victim == "forward" else -HOUR_S, fault.seconds, sleep)
         return 1
@@ -109,7 +109,7 @@ def inflict(
 
 
 def victims(home: FleetHome, name: str) -> list[psutil.Process]:
-    """Return the fleet's processes whose command line contains a name, sorted by pid."""
+    """Return the fleet's processes whose command line contains `name`, sorted by pid."""
     found = []
     for process in marked(home):
         with suppress(psutil.Error):
@@ -137,7 +137,7 @@ def set_clock(
     sleep: Callable[[float], None] = time.sleep,
     change: Callable[[int, float], None] = time.clock_settime,
 ) -> None:
-    """Shift the machine's clock for a while, then correct it by the time that has passed."""
+    """Shift the machine's clock by `by_s` for `seconds`, then set it right again."""
     with _CLOCK:
         right = time.time() - time.monotonic()
         change(time.CLOCK_REALTIME, right + time.monotonic() + by_s)

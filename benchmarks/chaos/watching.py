@@ -1,4 +1,4 @@
-"""State of the fleet and of a batch during a run: counts, results, and whether anything is left behind."""
+"""Watches the fleet and a batch during a run: counts, results, and whether anything is left behind."""
 
 import asyncio
 import time
@@ -36,7 +36,7 @@ def whole(home: FleetHome) -> bool:
 
 
 def settled(home: FleetHome, limit_s: float) -> list[str]:
-    """Wait until the fleet is whole and holds nothing; return what it still holds at the time limit."""
+    """Wait until the fleet is whole and holds nothing; return a line for each thing left after `limit_s`."""
     deadline = time.monotonic() + WHOLE_S
     while not whole(home):
         if time.monotonic() > deadline:
@@ -66,7 +66,7 @@ def layer_changes(home: FleetHome) -> dict[str, float]:
 
 
 class AbortedIterations:
-    """Count of iterations that engines aborted, summed over restarts."""
+    """Counts the iterations that engines abort, also across restarts of engines."""
 
     def __init__(self, home: FleetHome) -> None:
         self._home = home
@@ -89,7 +89,7 @@ class AbortedIterations:
 
 
 class Batch:
-    """A batch whose lines must each be answered once, with the answers of the undisturbed fleet."""
+    """Batch of which each line must be answered once, as the undisturbed fleet answers it."""
 
     def __init__(self, url: str, model: str) -> None:
         self._api = OpenAI(base_url=f"{url}/v1", api_key="chaos", timeout=60.0)
@@ -112,7 +112,7 @@ class Batch:
         self._batch = self._api.batches.create(input_file_id=file.id, **wanted).id
 
     def results(self) -> tuple[list[str], list[str]]:
-        """Return the lines that are missing or failed, and the lines that are wrong or duplicated."""
+        """Return the lines without a result, and the lines with a wrong or a second result."""
         deadline, state = time.monotonic() + BATCH_S, None
         while (state is None or state.status not in BATCH_ENDED) and time.monotonic() < deadline:
             with suppress(APIError):

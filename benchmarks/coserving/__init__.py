@@ -1,1 +1,1 @@
-"""In-engine policies on real vLLM: `python -m benchmarks.coserving`."""
+"""Compares policies inside a real vLLM engine: `python -m benchmarks.coserving`."""

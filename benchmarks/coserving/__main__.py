@@ -1,11 +1,11 @@
-"""Online latency and offline throughput of in-engine policies that take turns on one engine.
+"""Online latency and offline throughput of in-engine policies that alternate on one engine.
 
     python -m benchmarks.coserving [--model DIR] [--quick] [--json FILE]
 
-The engine is profiled first, and its capacity measured: requests a second when it has nothing but offline
-work. Online loads are shares of that, so that they mean the same on another machine. The SLO targets are the
-P99 of `online_only` under the same arrivals, in turns before the others'. Figures are ratios within one run,
-means over the loads, between turns of the same number and the same minutes.
+The engine is profiled first. Then its capacity is measured: the requests a second that it serves if all work
+is offline. Online loads are shares of the capacity, so that they mean the same on every machine. The SLO
+targets are the P99 of `online_only` under the same arrivals, measured before the other policies. Figures are
+ratios between policies in the same minutes, averaged over the loads.
 """
 
 import argparse
@@ -24,7 +24,7 @@ from workers.engine.coserving.iterations import IterationRecord
 from workers.engine.coserving.safepoint import Armed, Flag, SafepointWorker
 from workers.profiles import Profile
 
-# Ours stands between the two that it is compared with: neighbours in time have the same machine.
+# Our policy runs between the two with which it is compared, because the machine drifts with time.
 POLICIES = ("online_only", "conserve", "non_preemptive", "sarathi", "bros")
 LOADS, MIDDLE = (0.2, 0.4, 0.6), 0.4  # online work, in shares of the capacity
 SCALES = (1.0, 1.25, 1.5, 2.0)
@@ -36,7 +36,7 @@ SHOWN = (
 
 
 def check_seconds() -> float:
-    """Return the time of one check of the safepoint's flag in an armed step, when the flag is not raised."""
+    """Return how long one check of the safepoint's flag takes in an armed step if the flag is not raised."""
     flag = Flag(f"conserve-cost-{os.getpid()}")
     try:
         worker = SafepointWorker(flag, 1, 0, 1, 0)
@@ -53,8 +53,8 @@ def check_seconds() -> float:
 def slowness(records: list[IterationRecord], least_tokens: float, model: LatencyModel) -> float:
     """Return the ratio of the measured time of iterations to the time that the profile predicts.
 
-    Only iterations that are at least half full count, since every policy has those. A shared machine changes
-    this between turns by as much as policies differ: compare policies only where it is alike.
+    Only iterations with at least `least_tokens` count, because every policy has them. On a shared machine
+    this ratio varies with time as much as policies differ: compare policies only where it is about equal.
     """
     long = [r for r in records if not r.aborted and r.new_tokens >= least_tokens]
     return sum(r.seconds for r in long) / max(sum(model.seconds(r.work) for r in long), 1e-9)
@@ -86,7 +86,7 @@ def row_of(outcome: LoadOutcome, name: str, model: LatencyModel) -> dict[str, An
 
 
 def figures(outcomes: list[LoadOutcome], profile: Profile) -> dict[str, float]:
-    """Return mean ratios over all loads, and the profile's error."""
+    """Return the ratios between policies, averaged over all loads, and the profile's error."""
     ratios: dict[str, list[float]] = {"ttft": [], "tbt": [], "throughput": [], "attainment": []}
     layers: list[float] = []
     seconds: list[float] = []
@@ -116,7 +116,7 @@ def figures(outcomes: list[LoadOutcome], profile: Profile) -> dict[str, float]:
 def loads(capacity: float, options: argparse.Namespace, lengths: PartLengths) -> list[OnlineLoad]:
     """Return all shares of the capacity at CV 1, and the middle share at the other CVs.
 
-    A turn is as long as its number of requests takes to arrive: a P99 of few requests is their worst.
+    A load lasts until its number of requests has arrived. The P99 of few requests is just the worst of them.
     """
     if options.quick:
         mixed, requests = [(0.4, 1.0)], 4
@@ -144,9 +144,9 @@ async def run(options: argparse.Namespace) -> None:
 
 def main() -> None:
     parser = command(__doc__, quick="one load, one turn, a sixteenth of the lengths: about a minute")
-    parser.add_argument("--model", type=Path, help=f"of {LAYERS} layers; without it one is made")
-    parser.add_argument("--turns", type=int, default=3, help="of every policy under every load")
-    parser.add_argument("--requests", type=int, default=20, help="online requests of a turn, about")
+    parser.add_argument("--model", type=Path, help=f"folder of a {LAYERS}-layer model (default: make one)")
+    parser.add_argument("--turns", type=int, default=3, help="how often every policy serves every load")
+    parser.add_argument("--requests", type=int, default=20, help="online requests each time, about")
     asyncio.run(run(parser.parse_args()))
 
 

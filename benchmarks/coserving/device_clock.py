@@ -1,7 +1,7 @@
 """vLLM's engine core, scheduler and runner in one process, with a clock in place of the device.
 
-The model has 36 layers and computes nothing. No step ends before the time that its device would take, which
-begins when the step is launched or when the device has finished the step before.
+The model has 36 layers and computes nothing. A step ends when its device would have finished it. The device
+begins a step when the step is launched, or later when it has finished the step before.
 """
 
 import functools
@@ -46,12 +46,12 @@ class ClockedVariant:
     coserves: bool = False
     keeps: bool = False  # host tier and prompt scheduler, as a decoder without co-serving has them
     overlaps: bool = True  # asynchronous scheduling
-    offline_decodes: bool = False  # half of the requests
+    offline_decodes: bool = False  # half of the requests are offline
     offline_prompts: bool = False
 
 
 class PartTimes:
-    """Wall time and CPU time of each part of a step in this thread, without the parts inside it."""
+    """Wall time and CPU time of each part of a step in this thread, without the parts nested in it."""
 
     def __init__(self) -> None:
         self.wall: dict[str, float] = defaultdict(float)
@@ -79,7 +79,7 @@ class PartTimes:
 
 
 class DeviceClock:
-    """Device that takes a fixed time for a step, and more for prompt tokens."""
+    """Device that takes a fixed time for each step, and more time for each prompt token."""
 
     def __init__(self) -> None:
         self.step_s = 0.0
@@ -96,7 +96,7 @@ class DeviceClock:
 
 
 def replace_device(device: DeviceClock, parts: PartTimes) -> None:
-    """Patch vLLM's CPU build in this process: no model, and results that the device's clock holds back."""
+    """Patch vLLM's CPU build in this process: the model computes nothing, and results wait for the clock."""
     from vllm.distributed.kv_transfer import get_kv_transfer_group, has_kv_transfer_group
     from vllm.v1.worker.cpu_model_runner import CPUModelRunner
     from vllm.v1.worker.gpu_model_runner import GPUModelRunner
@@ -107,7 +107,7 @@ def replace_device(device: DeviceClock, parts: PartTimes) -> None:
     wait = parts.timed(WAIT, device.wait)
 
     class DeviceEvent:
-        """Stands in for a CUDA event behind the step launched last."""
+        """Stands in for a CUDA event that follows the step launched last."""
 
         def __init__(self, *_: Any, **__: Any) -> None:
             self._at = 0.0
@@ -187,7 +187,7 @@ class ClockedEngine:
         executor.sample_tokens = timed("sample", executor.sample_tokens)
 
     def begin(self, requests: int, step_s: float) -> None:
-        """Replace all requests by `requests` decoding ones."""
+        """Replace all requests of the engine by `requests` that decode."""
         self._resume()
         self._core.abort_requests([*self._turns, *self._prompts])
         self._prompts = set()
@@ -200,7 +200,7 @@ class ClockedEngine:
         self.play(2 * UNSTEADY)
 
     def play(self, tokens: int) -> dict[str, Any]:
-        """Run until every turn has this many more tokens, and return times in ms for each of them."""
+        """Run until every turn has generated `tokens` more tokens; return the times of each step in ms."""
         self._resume()
         gaps: list[float] = []
         rows: list[dict[str, float]] = []
@@ -241,7 +241,7 @@ class ClockedEngine:
         }
 
     def _clock(self) -> float:
-        """Return the time without pauses, in which other variants run. Our schedulers measure with it."""
+        """Return the time for our schedulers, without the pauses in which other variants run."""
         return time.monotonic() - self._paused_s
 
     def _resume(self) -> None:

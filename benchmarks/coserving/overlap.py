@@ -1,12 +1,12 @@
-"""Time per token with a device of a given speed: is the host's work hidden behind the device's?
+"""Time per token with a simulated device: is the host's work hidden behind the device's work?
 
     python -m benchmarks.coserving.overlap [--quick] [--json FILE]
 
 vLLM's engine core, scheduler and model runner run with a model that computes nothing and a clock in place of
-the device (device_clock.py). A host that is slower than the device, or waits for it, shows as a longer time
-per token. Each variant has a process. The variants take turns in short rounds, and a ratio is that of two
-medians of one round. Variants named `_sync` do without asynchronous scheduling. Host times are CPU time,
-which other processes of the machine disturb less.
+the device (device_clock.py). If the host is slower than the device, or waits for it, the time per token is
+longer. Each variant has a process. Variants alternate in short rounds, and a ratio is that of two medians of
+one round. Variants named `_sync` do not use asynchronous scheduling. Host times are CPU time, which other
+processes of the machine disturb less.
 """
 
 import multiprocessing
@@ -44,7 +44,7 @@ Round = Mapping[str, Mapping[str, Any]]  # what each variant's engine measured
 
 
 def serve_engine(name: str, most: int, pipe: Connection) -> None:
-    """Call methods of a variant's engine for the parent process, until it sends `STOP`."""
+    """Run a variant's engine, and call its methods as the parent process asks, until it sends `STOP`."""
     die_with_parent()
     with tempfile.TemporaryDirectory() as folder:
         engine = ClockedEngine(VARIANTS[name], Path(folder), most)
@@ -102,7 +102,7 @@ def answer(name: str, pipe: Connection) -> Any:
 
 
 def measure(names: Sequence[str], counts: Sequence[int], rounds: int, tokens: int) -> dict[int, list[Round]]:
-    """Measure the variants with each number of requests."""
+    """Return the rounds of all variants, by number of requests."""
     found: dict[int, list[Round]] = {}
     lengths = {name: min(tokens, PROMPTS_TOKENS) if name == "prompts" else tokens for name in names}
     with engines(names, max(counts)) as pipes:
@@ -122,7 +122,7 @@ def measure(names: Sequence[str], counts: Sequence[int], rounds: int, tokens: in
 
 
 def rows_of(requests: int, rounds: Sequence[Round]) -> list[dict[str, Any]]:
-    """Return a row for each variant. Times are in ms; those of the host are CPU time."""
+    """Return a row for each variant. Times are in ms; host times are CPU time."""
     rows = []
     for name in (one for one in VARIANTS if one in rounds[0]):
         played = [one[name] for one in rounds]
@@ -149,7 +149,7 @@ def rows_of(requests: int, rounds: Sequence[Round]) -> list[dict[str, Any]]:
 
 
 def figures(rows: Sequence[Mapping[str, Any]]) -> dict[str, float]:
-    """Return the ratio of each variant to plain vLLM: for each number of requests, and the greatest."""
+    """Return the ratios of each variant to plain vLLM: by number of requests, and the greatest of these."""
     named: dict[str, float] = {}
     for name in (one for one in VARIANTS if one != "plain"):
         for figure in ("vs_plain", "host_vs_plain"):
@@ -175,7 +175,7 @@ def main() -> None:
     print_rows("ms per token, and parts of a step", rows)
     slow = [row["requests"] for row in rows if row["variant"] == "plain" and row["host"] > row["device"]]
     if slow:
-        print(f"plain vLLM's host alone is slower than the device with {slow} requests")
+        print(f"even plain vLLM's host is slower than the device with {slow} requests")
     report(options.json, figures(rows), rows=rows)
 
 

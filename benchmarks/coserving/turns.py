@@ -1,4 +1,4 @@
-"""Policies that take turns on one engine under the same online arrivals, beside continuous offline work.
+"""Policies that alternate on one engine under the same online arrivals, beside continuous offline work.
 
 The scheduler reads its policy from a file, and so changes it while the engine runs.
 """
@@ -40,7 +40,7 @@ END_LIMIT_S = 120.0
 
 @dataclass(frozen=True)
 class PartLengths:
-    """Tokens of a prompt, of an answer, and the maximum of an iteration."""
+    """Tokens of a prompt and of an answer, and most tokens of an iteration."""
 
     prompt: int
     output: int
@@ -53,7 +53,7 @@ class PartLengths:
 
     @property
     def offline_at_once(self) -> int:
-        """Return how many offline requests fill every iteration.
+        """Return how many offline requests it takes to fill every iteration.
 
         While one decodes, as many others have their prompts computed as fit into that many iterations.
         """
@@ -62,7 +62,7 @@ class PartLengths:
 
 @dataclass(frozen=True)
 class OnlineLoad:
-    """Online requests with gamma-distributed gaps."""
+    """Online requests that arrive with gamma-distributed gaps."""
 
     rate: float  # requests a second
     cv: float  # coefficient of variation of the gaps
@@ -78,7 +78,7 @@ class OnlineLoad:
 
 @dataclass
 class Experienced:
-    """Measurements of one policy under one load, over all its turns."""
+    """Measurements of one policy under one load, over all its runs."""
 
     ttft: list[float] = field(default_factory=list)
     tbt: list[float] = field(default_factory=list)
@@ -90,7 +90,7 @@ class Experienced:
         return self.offline_tokens / self.seconds if self.seconds else 0.0
 
     def attainment(self, ttft_s: float, tbt_s: float) -> float:
-        """Return the share of first tokens that are in time, or of gaps if that is lower."""
+        """Return the share of first tokens in time, or the share of gaps in time if that is lower."""
         if not self.ttft or not self.tbt:
             return 0.0
         first = sum(ttft <= ttft_s for ttft in self.ttft) / len(self.ttft)
@@ -110,7 +110,7 @@ class SwitchingScheduler(CoServingScheduler):
             chosen = json.loads(Path(path).read_text())
             values = chosen["settings"]
             settings = ServingSettings(**{**values, "slo": TurnTargets(**values["slo"])})
-            # Each turn starts from the profile, not from what another policy's iterations taught the model.
+            # Each policy starts from the profile, not from what another policy's iterations taught the model.
             self.policy = make_policy(settings)
             self.latency = SelfCorrecting(LatencyModel(**chosen["model"]))
             self.tracked.default_slo = settings.slo
@@ -118,7 +118,7 @@ class SwitchingScheduler(CoServingScheduler):
 
 
 class PolicyTurn:
-    """A turn of one policy: `seconds` of load on the engine, after which the engine is empty."""
+    """One run of one policy: `seconds` of load, after which the engine is empty."""
 
     def __init__(self, engine: StandaloneEngine, load: OnlineLoad, seed: int) -> None:
         self._engine, self._load, self._seed = engine, load, seed
@@ -194,7 +194,7 @@ class TurnBench:
     async def turn(
         self, policy: str, load: OnlineLoad, seed: int, slo: TurnTargets, into: Experienced
     ) -> list[IterationRecord]:
-        """Play one turn of a policy and return its iterations."""
+        """Serve a load once with a policy, and return the engine's iterations."""
         choose(self.policy_file, ServingSettings(policy, slo), self.profile.model)
         before = len(self.engine.iterations())
         turn = PolicyTurn(self.engine, load, seed)
@@ -204,16 +204,16 @@ class TurnBench:
         return records
 
     async def capacity(self, seconds: float) -> float:
-        """Return the requests per second when the engine has only offline work."""
+        """Return how many requests per second the engine serves if all work is offline."""
         load, got = OnlineLoad(1e-6, 1.0, seconds, self.lengths), Experienced()
         await self.turn("non_preemptive", load, 0, LOOSE, got)
         return got.throughput / (self.lengths.prompt + self.lengths.output)
 
     async def compare(self, load: OnlineLoad, policies: tuple[str, ...], turns: int) -> LoadOutcome:
-        """Let every policy serve the same arrivals in each turn.
+        """Let every policy serve the same arrivals, `turns` times.
 
-        The targets are the baseline's P99 in turns before. Those turns decide nothing else: a policy is
-        compared with as many requests of the baseline as it has itself, since a P99 depends on the number.
+        The targets are the baseline's P99 in earlier runs. These runs decide nothing else: a policy is
+        compared with as many requests of the baseline as it has itself: a P99 depends on their number.
         """
         names = (BASELINE, *(name for name in policies if name != BASELINE))
         alone = Experienced()

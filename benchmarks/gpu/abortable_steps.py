@@ -20,7 +20,7 @@ class StepTimes:
 
 
 class AbortableSteps:
-    """Steps in pieces with the safepoint's hooks, whether it is armed or not."""
+    """Decode steps in graph pieces that call the safepoint's hooks between layers."""
 
     def __init__(self, device: str, layers: DecodeLayers, flag: Flag) -> None:
         self._layers, self._flag, self._epoch = layers, flag, 0
@@ -29,7 +29,7 @@ class AbortableSteps:
         self._worker.register({name: torch.empty(1, device=device) for name in self._names})
 
     def step(self, armed: bool = True, leave_at: int | None = None) -> StepTimes:
-        """Run a step. The signal to leave before a layer comes just after the previous layer's check."""
+        """Run a step. To leave before layer `leave_at`, the signal comes just after the previous check."""
         self._epoch += 1
         signalled_at = 0.0
 

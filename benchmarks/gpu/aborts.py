@@ -1,4 +1,4 @@
-"""Time from an abort's signal to an idle device, and bytes of a block that is loaded after an abort."""
+"""Steps that measure how long an abort takes, and check a block that is loaded after an abort."""
 
 import torch
 
@@ -59,7 +59,7 @@ def aborted_steps(device: str) -> Figures:
             equal = known and torch.equal(kv[:, 5], wanted)
             right += marked and equal
             overtaken += not marked and not equal
-        mover = CudaMover(layers, cuda_of(kv))  # without a mark
+        mover = CudaMover(layers, cuda_of(kv))  # its loads wait for no kernel, because nothing calls `mark`
     memory.close()
     return {
         "equal": right == rounds,

@@ -1,7 +1,7 @@
 """Decode layers of Qwen3-8B's sizes, as one CUDA graph or as graph pieces with attention between them.
 
-vLLM launches a step in one of these two ways. The eager part of a layer is four operations here: keys and
-values are written, attention is computed, and its output is copied. vLLM's own calls cost the host more.
+vLLM launches a step in one of these two ways. Between graph pieces, four operations run here without a graph:
+keys and values are written, attention is computed, and its output is copied. vLLM's own calls cost more.
 """
 
 from collections.abc import Callable
@@ -100,7 +100,7 @@ class DecodeLayers:
         self._attended.copy_(given)
 
     def finish(self) -> None:
-        """Wait for everything that this thread has launched. Copies on other streams may continue."""
+        """Wait for everything that this thread has launched, but not for copies on other streams."""
         if self._on_gpu:
             torch.cuda.current_stream().synchronize()
 
@@ -109,7 +109,7 @@ class DecodeLayers:
         self._project(0)
 
     def _after_attention(self, layer: int) -> Callable[[], None]:
-        """Return the work from one layer's attention to the next layer's, as a function."""
+        """Return a function that does the work between the attention of `layer` and of the next layer."""
         following = (layer + 1) % self.sizes.layers
 
         def work() -> None:

@@ -69,7 +69,7 @@ HANDOVER = "handover"
 
 
 async def measure_engine(name: str, device: str, log: ResultLog) -> None:
-    """Play the loads of an engine step, and log each load's figures when it is over."""
+    """Play all loads of an engine variant, and log each load's figures when it is over."""
     with tempfile.TemporaryDirectory() as folder:
         made = RunFolder(Path(folder), device)
         if name == HANDOVER:
@@ -93,7 +93,7 @@ async def measure_handover(made: "RunFolder", log: ResultLog) -> None:
 
 
 class RunFolder:
-    """The device, and what the engines of a step share: model, transfer port and secret."""
+    """What the engines of a step share: device, model, transfer port and secret."""
 
     def __init__(self, path: Path, device: str) -> None:
         self.path, self.device = path, device

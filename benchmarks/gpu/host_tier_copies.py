@@ -1,4 +1,4 @@
-"""Copies of blocks to pinned host memory and back: with the product's mover, and one plain copy.
+"""Measures copies of blocks to pinned host memory and back, with the product's mover and as one plain copy.
 
 A block has a piece in each layer, and its row on the host holds it whole. Blocks are in random order; their
 rows follow one another.
@@ -95,9 +95,9 @@ def mover_copies(by_layer: torch.Tensor, order: list[int], shape: BlockShape) ->
 
 
 def measured(prefix: str, ways: Ways, blocks: torch.Tensor, shape: BlockShape) -> Figures:
-    """Store the blocks, and clear and load them in each of the other ways, in turn.
+    """Store the blocks the first way; then clear and load them each other way, in rounds.
 
-    `_call_ms_per_gb` is until the call returns, `_cpu_ms_per_gb` what the whole process computes meanwhile.
+    `_call_ms_per_gb` is the time until the call returns, `_cpu_ms_per_gb` the CPU time of the whole process.
     """
     device, wanted, equal = blocks.device.type, blocks.clone(), True
     taken: dict[str, list[tuple[float, float, float]]] = {name: [] for name in ways}

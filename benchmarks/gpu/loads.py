@@ -21,13 +21,13 @@ from benchmarks.kv.engine import leave_accelerator, restored_blocks
 from workers.engine.coserving.iterations import read_iterations
 
 OFFLINE = 10  # priority of offline requests
-TIGHT_TARGET = {"slo_ttft_ms": 60.0}  # an iteration with offline prompts has to be left to keep it
+TIGHT_TARGET = {"slo_ttft_ms": 60.0}  # to keep it, an iteration with offline prompts has to be aborted
 FIRST_ORDINARY_TOKEN = 320  # lower token ids may be special
 
 
 @dataclass(kw_only=True)
 class EngineUnderTest(VllmEngine):
-    """An engine, and the log files of its steps and iterations."""
+    """Running engine, with the log files of its steps and iterations."""
 
     sizes: EngineSizes
     clock: Path
@@ -38,7 +38,7 @@ class EngineUnderTest(VllmEngine):
         return [rng.randrange(FIRST_ORDINARY_TOKEN, self.sizes.vocabulary) for _ in range(tokens)]
 
     async def answers(self, count: int, tokens: int, seed: int = 1, priority: int = 0) -> list[EngineAnswer]:
-        """Send prompts of the usual length all at once, and return the answers."""
+        """Send `count` prompts of the usual length at once, and return the answers of `tokens` tokens."""
         prompts = (self.prompt(seed + n, self.sizes.prompt) for n in range(count))
         return list(await asyncio.gather(*(self.ask(one, tokens, priority=priority) for one in prompts)))
 
@@ -47,9 +47,9 @@ Load = Callable[[EngineUnderTest], Awaitable[Figures]]
 
 
 def gaps_while_all_decode(answers: Sequence[EngineAnswer]) -> list[float]:
-    """Return the gaps between tokens from the last first token to the first end of an answer.
+    """Return the gaps between tokens while all answers are being generated.
 
-    All requests began at the same time, so that their arrivals share a clock.
+    The requests must have begun at the same time, because arrivals count from the begin of each request.
     """
     begin = max(answer.arrivals[0] for answer in answers)
     end = min(answer.arrivals[-1] for answer in answers)
@@ -66,7 +66,7 @@ def gaps(answers: Sequence[EngineAnswer]) -> list[float]:
 
 
 def spread(name: str, values: list[float]) -> Figures:
-    """Return median, mean and p99 in seconds."""
+    """Return the median, mean and p99 of `values`, as figures in seconds named after `name`."""
     if not values:
         return {}
     return {
@@ -110,7 +110,7 @@ async def beside_offline_decodes(under: EngineUnderTest) -> Figures:
 
 
 async def back_from_the_host(under: EngineUnderTest) -> Figures:
-    """Measure the first token of prompts whose KV is only on the host, compared with computing them."""
+    """Measure the time to first token of prompts whose KV is only on the host, and of computed prompts."""
     found: Figures = {}
     for length in under.sizes.prompts:
         prompt, session = under.prompt(7 * length, length), f"l{length}"
@@ -127,7 +127,7 @@ async def back_from_the_host(under: EngineUnderTest) -> Figures:
 
 
 async def handed_over(prefills: EngineUnderTest, decodes: EngineUnderTest, port: int) -> Figures:
-    """Measure the first token of prompts that one engine computes and another answers."""
+    """Measure the time to first token of prompts that one engine computes and another engine answers."""
     found: Figures = {}
     for length in decodes.sizes.prompts:
         taken = []
@@ -154,7 +154,7 @@ async def handed_over(prefills: EngineUnderTest, decodes: EngineUnderTest, port:
 async def offline_prompts(under: EngineUnderTest, seed: int) -> AsyncIterator[Figures]:
     """Keep offline prompts of the usual sizes running.
 
-    Afterwards the yielded figures have the iterations, aborts and offline tokens of this time.
+    When the context ends, the yielded figures get its iterations, aborts and offline tokens.
     """
     before, began, found = len(read_iterations(under.iterations)), time.monotonic(), Figures()
     count, length = under.sizes.offline
@@ -188,7 +188,7 @@ async def short_turns(
 
 
 async def turns_beside_offline_work(under: EngineUnderTest) -> Figures:
-    """Measure short turns alone, and while offline prompts take the remaining time."""
+    """Measure short turns alone, and while offline prompts use the rest of the engine's time."""
     alone = await short_turns(under, 50_000, 24)
     async with offline_prompts(under, 60_000) as found:
         beside = await short_turns(under, 70_000, 24)

@@ -55,7 +55,7 @@ def pages(device: str) -> Figures:
         "page_bytes": driver.page_bytes,
         "equal": equal,
         "drop_gbs": size / drop_s / 1e9,
-        "grow_gbs": 2 * size / grow_s / 1e9,  # what was parameters and what was their KV
+        "grow_gbs": 2 * size / grow_s / 1e9,  # parameters, and as much KV
         "shrink_gbs": 2 * size / shrink_s / 1e9,
         "restore_gbs": size / restore_s / 1e9,
         "restore_vs_plain_copy": plain_s / restore_s,

@@ -11,7 +11,7 @@ Figures = dict[str, Any]
 
 
 def spread(name: str, seconds: Sequence[float]) -> Figures:
-    """Return median, p90 and maximum in milliseconds."""
+    """Return the median, p90 and maximum of `seconds`, as figures in ms named after `name`."""
     ordered = sorted(seconds)
     return {
         f"{name}_ms": statistics.median(ordered) * 1e3,
@@ -21,7 +21,7 @@ def spread(name: str, seconds: Sequence[float]) -> Figures:
 
 
 def bandwidth(name: str, nbytes: int, seconds: Sequence[float]) -> Figures:
-    """Return the bandwidth of the median round and of the slowest round."""
+    """Return the bandwidth of the median round and of the slowest round, in GB/s."""
     return {
         f"{name}_gbs": nbytes / statistics.median(seconds) / 1e9,
         f"{name}_slowest_gbs": nbytes / max(seconds) / 1e9,
@@ -48,7 +48,7 @@ class ResultLog:
 def read_results(path: Path) -> dict[str, Figures]:
     """Return the figures of each step.
 
-    A figure that was measured repeatedly is the median, with the lowest and the highest as `NAME_range`.
+    Of a repeated figure the median is returned, with its lowest and highest value as `NAME_range`.
     Otherwise a later line replaces equal keys of an earlier one.
     """
     found: dict[str, Figures] = {}
@@ -72,7 +72,7 @@ def read_results(path: Path) -> dict[str, Figures]:
 
 
 def compare_with_plain(found: dict[str, Figures]) -> None:
-    """Add `*_vs_plain` ratios to every engine step whose figure plain vLLM has, too."""
+    """Add to every engine step the ratios to plain vLLM's figures, as `*_vs_plain`."""
     plain = found.get("plain", {})
     for name, figures in found.items():
         for figure, value in list(figures.items()) if name != "plain" else ():
@@ -82,7 +82,7 @@ def compare_with_plain(found: dict[str, Figures]) -> None:
 
 
 def failed_steps(found: dict[str, Figures]) -> list[str]:
-    """Return the steps that failed, ran out of time, or compared unequal bytes or answers."""
+    """Return the steps that failed, ran out of time, or found wrong bytes or answers."""
     return [
         name
         for name, figures in found.items()
@@ -91,9 +91,7 @@ def failed_steps(found: dict[str, Figures]) -> list[str]:
 
 
 def page(machine: str, found: dict[str, Figures], device: str) -> str:
-    """Return the results as a Markdown page. Times of a CPU run are left out, because they say nothing about
-    GPUs.
-    """
+    """Return the results as a Markdown page. Times of a CPU run say nothing about GPUs and are left out."""
     lines = ["# GPU steps", "", f"`python -m benchmarks.gpu`, on {machine}.", ""]
     for name, figures in found.items():
         lines += [f"## {name}", "", "| figure | value |", "|---|---|"]

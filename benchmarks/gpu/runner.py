@@ -18,7 +18,7 @@ TORCH, ENGINES, TOGETHER = "torch", "engines", "together"
 
 @dataclass(frozen=True)
 class Step:
-    """Step of the sequence. Steps of the group `torch` do not need vLLM; `together` runs only when named."""
+    """One measurement. Steps of the group `torch` need no vLLM; the step `together` runs only when named."""
 
     name: str
     group: str
@@ -61,7 +61,7 @@ def select(only: Sequence[str], skip: Sequence[str]) -> list[Step]:
 
 
 def run_step(step: Step, limit_s: float, device: str, out: Path, cache: Path) -> None:
-    """Run one step, and append how it ended: `ok`, `failed` with the status, or `out of time`."""
+    """Run one step, and append its outcome to `out`: `ok`, `failed` with the status, or `out of time`."""
     log, began, energy = ResultLog(out, step.name), time.time(), joules()
     command = [sys.executable, "-m", "benchmarks.gpu.step", step.name, "--device", device, "--out", str(out)]
     environment = {
@@ -84,7 +84,7 @@ def run_step(step: Step, limit_s: float, device: str, out: Path, cache: Path) ->
 
 
 def joules() -> float | None:
-    """Return the energy used by all GPUs since the driver was loaded; None without GPUs."""
+    """Return the energy in joules that all GPUs used since the driver was loaded, or None without GPUs."""
     try:
         with Gpus() as gpus:
             return sum(gpus.joules(gpu.uuid) for gpu in gpus.all())

@@ -20,7 +20,7 @@ WEIGHT_SPAN = 0.035  # uniform in ±span has the standard deviation 0.02 of a fr
 
 
 def advertise(folder: Path) -> None:
-    """Write package metadata that names this plugin to `folder`, which has to be on PYTHONPATH."""
+    """Write package metadata that names this plugin into `folder`, which engines need on their PYTHONPATH."""
     metadata = folder / "conserve_gpu_steps-0.dist-info"
     metadata.mkdir(parents=True, exist_ok=True)
     (metadata / "METADATA").write_text("Metadata-Version: 2.1\nName: conserve-gpu-steps\nVersion: 0\n")
@@ -39,9 +39,9 @@ def install() -> None:
 
 
 def random_weight(tensor: Any) -> None:
-    """Fill a weight as in a freshly initialised model.
+    """Fill a weight with random values as in a freshly initialised model.
 
-    vLLM's own dummy weights include norms of nearly zero, with which an answer repeats two tokens for ever.
+    With vLLM's own dummy weights, norms are nearly zero and an answer repeats two tokens for ever.
     """
     import torch
 
@@ -56,7 +56,7 @@ def random_weight(tensor: Any) -> None:
 
 
 def clocked(original: Callable[..., Any], path: Path) -> Callable[..., Any]:
-    """Return the engine's loop body, with a clock around the parts of a step from its first call on."""
+    """Return the engine's loop body, changed so that it measures the parts of each step."""
     attached = False
 
     def process_engine_step(core: Any) -> Any:
@@ -143,7 +143,7 @@ def parts_between(path: Path, began: float, ended: float) -> dict[str, float]:
 
 
 def graph_modes(path: Path) -> dict[str, int]:
-    """Return for how many steps each CUDA graph mode was dispatched."""
+    """Return how many steps were dispatched with each CUDA graph mode."""
     lines = path.read_text().splitlines() if path.exists() else []
     return (
         {f"graphs_{mode}": count for mode, count in json.loads(lines[-1])["modes"].items()} if lines else {}

@@ -1,7 +1,7 @@
-"""Engines that share a large GPU: all start first, then their loads are played in turn and in rounds.
+"""Engines that share a large GPU: all start first, then one at a time plays its loads, in rounds.
 
-An engine that waits for its turn uses neither the GPU nor a core. Rounds put the machine's drift into the
-figures of all engines alike, and starts of a minute each overlap.
+An engine that waits uses neither the GPU nor a core. Rounds spread the machine's drift over all engines, and
+the starts, which take a minute each, overlap.
 """
 
 import asyncio
@@ -82,7 +82,7 @@ async def _serve(pipe: Connection, name: str, device: str, log: ResultLog) -> No
                     log.add(await played(engine), repeat)
                     log.add(graph_modes(engine.clock))
                     pipe.send(DONE)
-                except Exception as error:  # noqa: BLE001  the other loads are worth having; the log says so
+                except Exception as error:  # noqa: BLE001  logged; the other loads are still measured
                     pipe.send(f"{load}: {type(error).__name__}: {error}"[:500])
 
 

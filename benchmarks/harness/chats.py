@@ -1,4 +1,4 @@
-"""Conversations, streamed events and batches of the benchmarks' clients, and generated prompts."""
+"""Helps benchmarks' clients to hold conversations, read streams, write batch files and make up prompts."""
 
 import json
 import time
@@ -34,7 +34,7 @@ async def converse(
 async def events(
     http: httpx.AsyncClient, path: str, body: Mapping[str, Any], headers: Mapping[str, str]
 ) -> AsyncIterator[Any]:
-    """Send a request and yield the events of its stream. Raises HTTP errors."""
+    """Send a request and yield the events of its stream; raise an error for a failed status."""
     request = {**body, "stream": True, "temperature": 0.0}
     async with http.stream("POST", path, json=request, headers=dict(headers)) as answer:
         answer.raise_for_status()

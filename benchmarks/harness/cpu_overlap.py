@@ -3,8 +3,8 @@
     with overlapping():
         async with coserving_engine(replace(shape, arguments={"worker_cls": WORKER}), config): ...
 
-For the scheduler, steps overlap: each step is scheduled before the result of the previous step is taken, and
-the runner finds the sampled tokens where a GPU's runner finds them. No device works meanwhile.
+The scheduler schedules each step before it takes the result of the previous step, and the runner finds the
+sampled tokens where a GPU's runner finds them. But no device works in the meantime.
 """
 
 import functools
@@ -22,7 +22,7 @@ WORKER = "benchmarks.harness.cpu_overlap.OverlappingCpuWorker"
 
 @contextmanager
 def overlapping() -> Iterator[None]:
-    """Give engines that are configured within this block asynchronous scheduling if they ask for it."""
+    """Let engines that are configured within this block use asynchronous scheduling if they ask for it."""
     updating = CpuPlatform.check_and_update_config
 
     @functools.wraps(updating)

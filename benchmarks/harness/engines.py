@@ -1,4 +1,4 @@
-"""Plain vLLM with the options of a fleet's engines, for comparison with a fleet."""
+"""Starts plain vLLM servers with the options of a fleet's engines, for comparison with the fleet."""
 
 import json
 import os
@@ -20,12 +20,12 @@ NIXL = {"kv_connector": "NixlConnector", "kv_role": "kv_both", "kv_buffer_device
 
 
 class DoesNotRun(Exception):
-    """A subject of a benchmark is not installed or does not start."""
+    """A server that a benchmark should measure is not installed or does not start."""
 
 
 @dataclass(frozen=True)
 class Bench:
-    """The fleet file, the work folder and the installed peers that all subjects of a run share."""
+    """Fleet file, work folder and folder of installed peers, for all servers that one run measures."""
 
     fleet: FleetSpec
     work: Path
@@ -37,14 +37,14 @@ class Bench:
         return sum(tier.replicas for tier in self.fleet.tiers)
 
     def path(self, *parts: str) -> Path:
-        """Return a path of an installed peer; raise `DoesNotRun` if it is not installed."""
+        """Return a path below the folder of installed peers; raise `DoesNotRun` if it does not exist."""
         found = self.peers.joinpath(*parts) if self.peers else None
         if found is None or not found.exists():
             raise DoesNotRun(f"not installed: no {'/'.join(parts)} under --peers")
         return found
 
     def ready(self, subject: Subject) -> str:
-        """Start a subject and return its URL; raise `DoesNotRun` if it does not start."""
+        """Start a server and return its URL; raise `DoesNotRun` if it does not become ready."""
         log = self.work / f"{subject.name}.log"
         subject.start(log, os.sched_getaffinity(0))
         if not subject.wait_until_ready():
@@ -55,10 +55,10 @@ class Bench:
 
 
 class PlainEngines(AbstractContextManager["PlainEngines"]):
-    """Plain vLLM servers, as many as the fleet has engines, started at their first use."""
+    """Plain vLLM servers, as many as the fleet has engines. They start when they are first used."""
 
     def __init__(self, bench: Bench, nixl_environment: dict[str, str] | None = None) -> None:
-        """With `nixl_environment` the engines move KV by vLLM's NixlConnector."""
+        """Prepare the servers. With `nixl_environment`, they move KV with vLLM's NixlConnector."""
         self._bench = bench
         self._nixl_environment = nixl_environment
         self._engines: list[Subject] = []

@@ -1,4 +1,4 @@
-"""Fleets of real engines: modified fleet files, start and stop by the command line, and metrics pages."""
+"""Modifies fleet files, starts and stops fleets by the command line, and reads their metrics."""
 
 import os
 import signal
@@ -89,7 +89,7 @@ def _conserve(base: str, *arguments: str, limit_s: float) -> None:
 
 
 def samples(pages: Iterable[str], *names: str) -> dict[str, float]:
-    """Return the processes' metrics whose names begin with one of `names`, summed by name and labels."""
+    """Return the metrics whose names begin with one of `names`, summed over `pages` by name and labels."""
     found: dict[str, float] = {}
     for page in pages:
         for line in httpx.get(f"{page}/metrics", timeout=30).text.splitlines():
@@ -100,7 +100,7 @@ def samples(pages: Iterable[str], *names: str) -> dict[str, float]:
 
 
 def counted(pages: Iterable[str], name: str, **labels: str) -> float:
-    """Return the sum of a metric over processes, for the given labels."""
+    """Return the sum of a metric over `pages`, of all series that have the given labels."""
     wanted = [f'{label}="{value}"' for label, value in labels.items()]
     return sum(
         value

@@ -1,4 +1,4 @@
-"""KV transfers between two memories, without engines."""
+"""Offers and fetches KV between two memories, without engines."""
 
 import socket
 import time

@@ -1,4 +1,4 @@
-"""Memory of a fleet's engines during a run, as a multiple of their idle memory."""
+"""Watches the memory of a fleet's engines during a run, as a multiple of their idle memory."""
 
 import asyncio
 

@@ -1,4 +1,4 @@
-"""Command lines, quantiles, tables and JSON files of benchmarks."""
+"""Makes the command lines, quantiles, tables and JSON files of benchmarks."""
 
 import argparse
 import json
@@ -14,7 +14,7 @@ Row = Mapping[str, Any]
 def command(
     doc: str | None, quick: str = "", fleet: Path | None = None, seed: int | None = None
 ) -> argparse.ArgumentParser:
-    """Return a parser that shows the module's text, with `--json` and the options that get a value here."""
+    """Return a parser with the help text `doc` and `--json`; each other argument given adds its option."""
     spec = sys.modules["__main__"].__spec__
     parser = argparse.ArgumentParser(
         prog=f"python -m {spec.name.removesuffix('.__main__')}" if spec else None,
@@ -43,7 +43,7 @@ def quantile(values: Sequence[float], share: float) -> float:
 
 
 def report(path: Path | None, figures: Row, **more: Any) -> None:
-    """Print the figures, and write them with more keys to a JSON file."""
+    """Print the figures; if there is a path, write them and the keys of `more` there as JSON."""
     print_figures(figures)
     write_json(path, {**figures, **more})
 
@@ -76,5 +76,5 @@ def print_rows(title: str, rows: Iterable[Any], width: int = 200) -> None:
 
 
 def named_rows(name: str, rows: Mapping[str, Row]) -> list[Row]:
-    """Return the rows of a mapping, with the key as first column."""
+    """Return the rows of a mapping, each with its key as the first column `name`."""
     return [{name: key, **row} for key, row in rows.items()]

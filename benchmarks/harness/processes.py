@@ -1,4 +1,4 @@
-"""Processes under test (readiness, CPU time, memory, end), and spawned helpers with a pipe."""
+"""Starts, measures and ends the process trees that benchmarks measure, and runs helpers in processes."""
 
 import contextlib
 import os
@@ -22,7 +22,7 @@ HOST = "127.0.0.1"
 
 @dataclass
 class Subject:
-    """A process tree that listens on a port."""
+    """Server that a benchmark measures: a process tree that listens on a port."""
 
     name: str
     command: list[str]
@@ -82,14 +82,14 @@ class Subject:
         if self.process is not None:
             end_tree(self.process.pid)
             self.process.wait(10)
-            self.process = None  # another process may get the number
+            self.process = None  # another process may get its pid
 
     def _tree(self) -> list[psutil.Process]:
         return [] if self.process is None else tree(self.process.pid)
 
 
 def tree(pid: int) -> list[psutil.Process]:
-    """Return a process and its descendants; nothing if it has ended."""
+    """Return a process and its descendants, or an empty list if the process has ended."""
     try:
         root = psutil.Process(pid)
         return [root, *root.children(recursive=True)]
@@ -110,12 +110,12 @@ def end_tree(pid: int) -> None:
 
 @contextlib.contextmanager
 def spawned(work: Callable[..., object], *arguments: Any) -> Iterator[Connection]:
-    """Run a function in a new process. Its first argument is the other end of the pipe that is yielded."""
+    """Run `work` in a new process, and yield a pipe to it. Its first argument is its end of the pipe."""
     spawn = get_context("spawn")
     ours, theirs = spawn.Pipe()
     process = spawn.Process(target=work, args=(theirs, *arguments))
     process.start()
-    theirs.close()  # so that our end sees the death of the process
+    theirs.close()  # so that our end of the pipe notices when the process dies
     try:
         yield ours
     finally:

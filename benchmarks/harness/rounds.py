@@ -1,4 +1,4 @@
-"""Orders in which variants take turns, so that a drift of the machine affects all of them alike."""
+"""Orders in which variants alternate, so that a drift of the machine affects all of them alike."""
 
 from collections.abc import Sequence
 from typing import TypeVar
@@ -7,13 +7,11 @@ Variant = TypeVar("Variant")
 
 
 def rotated(variants: Sequence[Variant], number: int) -> list[Variant]:
-    """Return the variants, starting with a different one in each round."""
+    """Return the variants of round `number`, which starts with the next variant in each round."""
     first = number % max(len(variants), 1)
     return [*variants[first:], *variants[:first]]
 
 
 def forth_and_back(variants: Sequence[Variant], number: int) -> list[Variant]:
-    """Return the variants forwards in even rounds and backwards in odd ones, so that neighbours stay
-    together.
-    """
+    """Return the variants forwards in even rounds and backwards in odd rounds: neighbours stay together."""
     return list(variants) if number % 2 == 0 else list(reversed(variants))

@@ -1,4 +1,4 @@
-"""A co-serving engine in this process's tree, without HTTP and fleet, for benchmarks and tests."""
+"""Runs a co-serving engine from this process, without HTTP and fleet, for benchmarks and tests."""
 
 import asyncio
 import os

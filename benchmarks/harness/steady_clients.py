@@ -1,4 +1,4 @@
-"""Small, steady clients of a fleet, and the longest time that one of them waited for an answer."""
+"""Small clients that ask a fleet all the time, and the longest time that a client waited for a token."""
 
 import asyncio
 import time
@@ -17,14 +17,14 @@ NEW, BOUND, STREAM = KINDS = ("new", "bound", "stream")
 CLIENTS = 2  # of each kind
 PAUSE_S = 0.15  # after an answer
 AGAIN_S = 0.05  # after a failure; `Retry-After` is not kept to
-LIMIT_S = 5.0  # of a request, and between two tokens of a stream
+LIMIT_S = 5.0  # longest request, and longest time between two tokens of a stream
 PROMPT = 200  # characters
 TOKENS = {NEW: 1, BOUND: 1, STREAM: 400}
 ANSWERED_WITHIN_S = 60.0
 
 
 class Cut(Exception):
-    """A request that was refused, or whose answer did not end properly."""
+    """A request was refused, or its answer did not end properly."""
 
 
 @dataclass
@@ -37,9 +37,9 @@ class SteadyClient:
     failures: list[tuple[float, str]] = field(default_factory=list)
 
     def longest_wait(self, begin: float, end: float, *, beyond: bool = True) -> tuple[float, float]:
-        """Return when the longest wait for a token that overlaps a span began and ended.
+        """Return begin and end of the longest wait for a token that overlaps the time from `begin` to `end`.
 
-        A wait that goes on at the end of the span lasts until the next token, if there is one and `beyond`.
+        With `beyond`, a wait that is not over at `end` lasts until the next token, if there is one.
         """
         before = [one for one in self.arrivals if one <= begin][-1:] or [begin]
         within = [one for one in self.arrivals if begin < one < end]
@@ -51,7 +51,7 @@ class SteadyClient:
         number = 0
         while True:
             number += 1
-            prompt = f"{self.name}-{number}"  # a repeated one is refused after two engines ended under it
+            prompt = f"{self.name}-{number}"  # a prompt on which two engines ended would be refused
             headers = {"x-conversation-id": self.name}
             if self.kind == NEW:
                 headers = {"x-conversation-id": prompt, "x-conversation-final": "true"}
@@ -95,14 +95,14 @@ class SteadyClients:
     def longest_waits(
         self, begin: float, end: float, *, beyond: bool = True
     ) -> dict[str, tuple[float, float]]:
-        """Return begin and end of the longest wait of each kind that overlaps a span."""
+        """Return begin and end of the longest wait of each kind of client that overlaps the given time."""
         waits: dict[str, list[tuple[float, float]]] = {kind: [] for kind in KINDS}
         for one in self.clients:
             waits[one.kind].append(one.longest_wait(begin, end, beyond=beyond))
         return {kind: max(found, key=lambda wait: wait[1] - wait[0]) for kind, found in waits.items()}
 
     def failures(self, begin: float, end: float, *kinds: str) -> Counter[str]:
-        """Return the failures within a span, of all or some kinds of clients, by kind and reason."""
+        """Return how many requests failed within the given time, by kind of client and reason."""
         return Counter(
             f"{one.kind}: {reason}"
             for one in self.clients

@@ -1,4 +1,4 @@
-"""Plain or modified vLLM in this process, without HTTP and without a fleet."""
+"""Runs plain or modified vLLM in this process, without HTTP and without a fleet."""
 
 import os
 import time
@@ -19,12 +19,12 @@ class EngineAnswer:
     tokens: list[int]
     first_token_s: float
     arrivals: list[float]
-    cached_tokens: int  # of the prompt: on the accelerator already, or restored
+    cached_tokens: int  # prompt tokens whose KV was on the accelerator already, or restored
 
 
 @dataclass
 class VllmEngine:
-    """A running engine that takes token ids."""
+    """Running engine to which prompts are sent as token ids."""
 
     llm: Any  # vLLM's AsyncLLM
     asked: int = 0

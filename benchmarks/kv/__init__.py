@@ -1,1 +1,1 @@
-"""Retention, parking and restores of KV beside plain vLLM: `python -m benchmarks.kv`."""
+"""Measures retention, parking and restores of KV beside plain vLLM: `python -m benchmarks.kv`."""

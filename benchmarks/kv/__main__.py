@@ -2,13 +2,13 @@
 
     python -m benchmarks.kv [--quick] [--json FILE] [--trace FILE]
 
-Copies by themselves come first: to the host, to the disk and back, and over a connection. Then agent
-conversations run on one decoder whose accelerator holds a third of their KV: how many prompt tokens are
-computed again, and how long later turns wait for their first token, beside plain vLLM; then the same while
-offline work fills the decoder. Answers must be equal, token for token. Then prompts are restored from the
-host against computing them, and beside a request that decodes. In the end everything is released, and blocks
-that are still held count. Last, agents talk to a fleet of three decoders while one is drained: no token of
-their context may be computed again, and no stream cut.
+First, copies are measured by themselves: to the host, to the disk and back, and over a connection. Then agent
+conversations run on one decoder whose accelerator holds a third of their KV, and on plain vLLM, alone and
+while offline work fills the decoder. Figures are the prompt tokens that are computed again, and how long
+later turns wait for their first token. Answers must be equal, token for token. At the end all conversations
+are released, and blocks that are still held are counted. Then restores of prompts from the host are compared
+with computing them, and measured beside a request that decodes. Last, agents talk to a fleet of three
+decoders while one is drained: no token of their context may be computed again, and no stream may be cut.
 """
 
 import tempfile
@@ -33,7 +33,7 @@ QUICK_LOAD = LoadShape(
 
 
 def measure(load: LoadShape, quick: bool, report: Callable[[dict[str, Any]], None]) -> dict[str, Any]:
-    """Return all figures; `report` is given what is known after each part."""
+    """Return all figures; call `report` with the figures known so far after each part."""
     model = Path(tempfile.gettempdir()) / "conserve-benchmark-model"
     make_model(model)
     copies = {**measure_copies(KvSize()), **disk_copies(KvSize())}
@@ -50,7 +50,7 @@ def measure(load: LoadShape, quick: bool, report: Callable[[dict[str, Any]], Non
         **{name: beside[name] for name in beside if name.startswith("tbt_change")},
         "restore": restore,
     }
-    if not quick:  # beside plain vLLM without any offline work, which computes less again
+    if not quick:  # compared with plain vLLM without offline work, which recomputes less than with it
         report(found)
         full: Played = in_a_process(play_load, model, load, True, True)
         found["with_offline"] = compared(plain, full)
@@ -62,7 +62,7 @@ def measure(load: LoadShape, quick: bool, report: Callable[[dict[str, Any]], Non
 
 def main() -> None:
     parser = command(__doc__, quick="a small load, for a check")
-    parser.add_argument("--trace", type=Path, help="conversations to take instead of the sample's")
+    parser.add_argument("--trace", type=Path, help="conversations to play (default: the sample)")
     options = parser.parse_args()
     load, began = QUICK_LOAD if options.quick else LoadShape(), time.monotonic()
     if options.trace:

@@ -1,4 +1,4 @@
-"""Agents' conversations on one engine, with our connector or plain vLLM, alone or beside offline work."""
+"""Plays agents' conversations on one engine: with our connector or plain, alone or beside offline work."""
 
 import asyncio
 import multiprocessing
@@ -28,7 +28,7 @@ HOST_KV_GIB = 3.0
 
 @dataclass(frozen=True)
 class LoadShape:
-    """How many conversations to take from a trace, and how much to shrink them."""
+    """How many conversations to take from a trace, and how much to shorten them."""
 
     conversations: int = 40
     lengths: float = 1 / 16
@@ -51,9 +51,9 @@ class Played:
 
     outputs: dict[str, list[list[int]]] = field(default_factory=dict)
     later_first_token_s: list[float] = field(default_factory=list)
-    known_tokens: int = 0  # of later prompts: their KV was computed before
-    recomputed_tokens: int = 0  # of known tokens in whole blocks
-    recomputed_tails: int = 0  # of known tokens in a last block that is not full: vLLM keeps none of them
+    known_tokens: int = 0  # tokens of later prompts whose KV had been computed before
+    recomputed_tokens: int = 0  # known tokens in whole blocks that were computed again
+    recomputed_tails: int = 0  # known tokens computed again in a last block that was not full
     seconds: float = 0.0
     restored_blocks: float = 0.0
     offline_prompts: int = 0
@@ -134,7 +134,7 @@ async def release_all(engine: VllmEngine, feed_path: Path, conversations: list[s
     feed = ControlSocketClient(feed_path)
     for conversation in conversations:
         await feed.release(conversation)
-    for _ in range(3):  # releases and ends of copies take effect in a step
+    for _ in range(3):  # it takes steps to free released blocks and to end copies
         await asyncio.sleep(0.3)
         await engine.ask([5, 6, 7], 2)
     faults = await feed.check()
@@ -146,7 +146,7 @@ async def release_all(engine: VllmEngine, feed_path: Path, conversations: list[s
 
 
 def compared(plain: Played, ours: Played) -> dict[str, Any]:
-    """Return the figures of our engine beside those of plain vLLM."""
+    """Return the figures of our engine, those of plain vLLM, and their ratios."""
     turns = [(key, n) for key, outputs in plain.outputs.items() for n in range(len(outputs))]
     mine, theirs = ours.later_first_token_s, plain.later_first_token_s
     tails = ours.recomputed_tails, plain.recomputed_tails

@@ -1,7 +1,8 @@
-"""Copies of KV without an engine, in the sizes of a current model. Differing bytes are an error.
+"""Measures copies of KV without an engine, in the sizes of a current model. Differing bytes are an error.
 
-Copies go to the host and back beside a plain copy of the same blocks, over a connection within one process in
-place and through a staging window, and from one process to another beside a plain copy over a socket.
+KV is copied to the host and back, compared with a plain copy of the same blocks. It is sent over a connection
+within one process, in place and through a staging window. And it is sent from one process to another,
+compared with a plain copy over a socket.
 """
 
 import secrets
@@ -56,8 +57,8 @@ def measure_copies(size: KvSize) -> dict[str, float]:
 def host_copies(size: KvSize) -> dict[str, float]:
     """Measure the host tier's copier, with digests, beside a plain copy of the same blocks.
 
-    The plain copy is one thread of the copier's priority, with a call for each block of a layer; `one_call`
-    is a single copy of all bytes.
+    The plain copy runs in one thread with the copier's priority, one call for each block of a layer.
+    `one_call` copies all bytes in a single call.
     """
     layers = list(size.make(True).values())
     wanted = [layer.clone() for layer in layers]
@@ -105,7 +106,7 @@ def host_copies(size: KvSize) -> dict[str, float]:
                 raise AssertionError("KV did not come back from the host as it was")
     finally:
         copier.close()
-    ratios = [  # within one round, since neighbours in time have the same machine
+    ratios = [  # within one round, because the machine drifts between rounds
         statistics.median(plain / ours for plain, ours in zip(taken[f"plain_{way}"], taken[way], strict=True))
         for way in ("store", "restore")
     ]
@@ -121,7 +122,7 @@ def _pause(limit: float) -> None:
 
 
 def transfers(size: KvSize) -> dict[str, float]:
-    """Measure one prompt over a connection within this process: in place, encrypted and staged."""
+    """Measure how fast one prompt crosses a connection within this process: in place, encrypted, staged."""
     theirs, mine = size.make(True), size.make(False)
     staged = [StagedBlockMemory(kv, size.blocks, WINDOW_BYTES, None) for kv in (theirs, mine)]
     direct = [HostBlockMemory(kv, size.blocks) for kv in (theirs, mine)]
@@ -154,7 +155,7 @@ def transfers(size: KvSize) -> dict[str, float]:
 
 
 def between_processes(size: KvSize) -> dict[str, float]:
-    """Measure one prompt between two processes, as between engines, beside a plain copy over a socket."""
+    """Measure how fast one prompt moves between two processes, compared with a plain copy over a socket."""
     kv, secret = size.make(False), secrets.token_bytes(16)
     total = sum(layer.nbytes for layer in kv.values())
     memory = HostBlockMemory(kv, size.blocks)
@@ -194,7 +195,7 @@ def _plain_s(port: int, total: int) -> float:
 
 
 def _produce(pipe: Connection, size: KvSize, secret: bytes) -> None:
-    """Serve prompts, and plain copies, as the pipe asks for them."""
+    """Serve transfers of prompts and plain copies, as the other process asks for them through the pipe."""
     kv = size.make(True)
     total = sum(layer.nbytes for layer in kv.values())
     producer, listener = (

@@ -1,4 +1,4 @@
-"""Copies blocks to the disk and back, beside `dd` with direct I/O, equal block size and the same folder."""
+"""Measures copies of blocks to the disk and back, compared with `dd` in the same folder with direct I/O."""
 
 import statistics
 import subprocess

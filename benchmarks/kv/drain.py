@@ -1,4 +1,4 @@
-"""Drain of one decoder while agents talk: do conversations move with their KV, and is any stream cut?"""
+"""Drains one decoder while agents talk: do conversations move with their KV, and is any stream cut?"""
 
 import asyncio
 import time
@@ -30,7 +30,7 @@ def drain_under_load(quick: bool) -> dict[str, Any]:
 
 
 def drain_one(home: FleetHome, engine: str, conversations: int) -> dict[str, Any]:
-    """Drain an engine of a running fleet while conversations go on; afterwards let it take them again."""
+    """Drain an engine of a running fleet while agents talk, end the drain, and return the measurements."""
     return asyncio.run(_drain(home, fleet_status(home), engine, conversations))
 
 
@@ -49,7 +49,7 @@ async def _drain(home: FleetHome, status: FleetStatus, engine: str, conversation
     playing = asyncio.create_task(agents.run(AT_ONCE, time.monotonic() + LIMIT_S, conversations))
     key = keys_of(load_fleet(home.fleet_file), home).of(Purpose.KEEPERS)
     async with ControlClient(address, key) as keeper:
-        # By then about half of the first conversations are bound, and none is near its end.
+        # Then about half of the first conversations are bound, and none is near its end.
         await _until(lambda: agents.seen.turns >= AT_ONCE // 2 or playing.done())
         began = time.monotonic()
         await keeper.drain()
@@ -77,7 +77,7 @@ async def _until(true: Callable[[], bool]) -> None:
 
 
 async def _until_drained(keeper: ControlClient, began: float) -> float:
-    """Return the seconds until the engine holds nothing."""
+    """Return how many seconds after `began` the engine holds nothing any more."""
     async with asyncio.timeout(DRAIN_LIMIT_S):
         async for report in keeper.watch():
             if report.state is not None and report.state.drained:

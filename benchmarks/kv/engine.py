@@ -1,4 +1,4 @@
-"""An engine with little KV, plain or with our connector."""
+"""Runs an engine with little KV, plain or with our connector."""
 
 import asyncio
 import os
@@ -52,7 +52,7 @@ async def restored_blocks(engine: VllmEngine) -> float:
 
 
 async def leave_accelerator(engine: VllmEngine) -> None:
-    """Drop every block from the accelerator once it is on the host, which keeps it."""
+    """Wait until every block is on the host, then drop all blocks from the accelerator."""
     for _ in range(200):
         await engine.ask([5, 6, 7], 1)
         if await engine.llm.reset_prefix_cache():

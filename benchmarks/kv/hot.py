@@ -1,10 +1,10 @@
-"""Later turns on a hot decoder, with and without moves off it.
+"""How later turns fare on a hot decoder, with and without moves of conversations off it.
 
     python -m benchmarks.kv.hot [--quick] [--json FILE]
 
-Two decoders. First agents without a parent, whose conversations are spread by their KV: there nothing should
-move. Then agents whose conversations are all on one decoder, because a fork begins where its parent is. Each
-turn appends the output of a tool. All engines share the cores of one machine.
+The fleet has two decoders. First, agents without a parent talk. Placement spreads their conversations by KV,
+so nothing should move. Then agents talk whose conversations are all on one decoder, because a fork begins
+where its parent is. Each turn appends the output of a tool. All engines share the cores of one machine.
 """
 
 import asyncio
@@ -45,7 +45,7 @@ def two_decoders(relieve_hot: bool) -> FleetSpec:
 
 
 async def play(url: str, model: str, parent: str, turns: int) -> Seen:
-    """Play all agents at the same time; if a `parent` is given, as forks of that conversation."""
+    """Play all agents at the same time. If `parent` is given, they are forks of that conversation."""
     client = AsyncOpenAI(base_url=f"{url}/v1", api_key=parent or "even", max_retries=2, timeout=LIMIT_S)
     seen = Seen()
     if parent:
@@ -98,7 +98,7 @@ async def ask(
 
 
 def measure(relieve_hot: bool, turns: int) -> tuple[Seen, Seen, dict[str, Any]]:
-    """Return what the forks saw, what agents without a parent saw, and the counts of moves of both.
+    """Return the measurements of forks and of agents without a parent, and the counts of moves of both.
 
     The agents without a parent come first. Placement counts idle conversations, so after the forks it would
     put all these agents on the other decoder.

@@ -1,4 +1,4 @@
-"""Restores of a prompt's KV from the host, compared with computing it, and beside a request that decodes."""
+"""Measures restores of a prompt's KV, compared with computing it, and beside a request that decodes."""
 
 import asyncio
 import itertools
@@ -24,11 +24,11 @@ class Beside:
     """Gaps between a request's tokens while other turns run, and the duration of those turns."""
 
     touched: list[float] = field(default_factory=list)
-    before_step: list[float] = field(default_factory=list)  # while the turn arrives and its KV is copied
+    before_step: list[float] = field(default_factory=list)  # gaps while a turn arrives and its KV is copied
     seconds: list[float] = field(default_factory=list)
 
     def lost_s(self, gaps: list[float], alone: float) -> float:
-        """Return the seconds that the request loses for each other turn."""
+        """Return how many seconds the request loses for each turn; `alone` is its gap without turns."""
         return sum(gap - alone for gap in gaps) / len(self.seconds)
 
 
@@ -70,12 +70,11 @@ async def one_length(engine: VllmEngine, length: int) -> dict[str, float]:
 
 
 async def decode_beside_restores(engine: VllmEngine) -> dict[str, float]:
-    """Measure the time between tokens of one request alone, beside prompts that hit, and beside restores.
+    """Measure a request's time between tokens alone, beside prompts that are cached, and beside restores.
 
     A turn beside it computes a token or two in one shared step over its whole context, restored or not.
-    Before that step its prompt arrives and, if it is restored, its blocks are copied. So gaps before that
-    step are compared with gaps alone, and all that a restored turn takes with all that a turn takes that
-    hits.
+    Before that step its prompt arrives and, if it is restored, its blocks are copied. So gaps before the
+    shared step are compared with gaps alone, and the total cost of a restored turn with that of a cached one.
     """
     rng = random.Random(3)
     prompts = [[rng.randrange(5, 250) for _ in range(BESIDE_TOKENS)] for _ in range(RESTORES)]

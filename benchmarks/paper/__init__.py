@@ -1,1 +1,1 @@
-"""The conversation paper's evaluation in simulation: `python -m benchmarks.paper`."""
+"""Repeats the conversation paper's evaluation in simulation: `python -m benchmarks.paper`."""

@@ -39,8 +39,8 @@ class PaperRow:
     last_tbt_p95: float
     e2e_gmean: float
     e2e_p95: float
-    violations: float  # worst share of the three above 5 x the mean unloaded latency
-    late_tokens: float  # share later than 5 x the unloaded time between tokens
+    violations: float  # share above 5 x the mean unloaded latency: the worst of TTFET, last TBT and E2E
+    late_tokens: float  # share of tokens later than 5 x the unloaded time between tokens
     drain_s: float
     tokens_per_joule: float
     transfers: int

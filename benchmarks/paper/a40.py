@@ -37,7 +37,7 @@ def tbt_target_s() -> float:
 
 
 def disaggregated(cap_w: float = LIMIT_W) -> SimulatedFleet:
-    """Return one prefiller and three decoders; the decoders have a power cap."""
+    """Return a fleet of one prefiller, and three decoders with a power cap."""
     decoder = ENGINE.capped(cap_w) if cap_w < LIMIT_W else ENGINE
     return SimulatedFleet(
         (SimulatedTier("prefill", Role.PREFILL, 1, ENGINE), SimulatedTier("decode", Role.DECODE, 3, decoder))
@@ -45,7 +45,7 @@ def disaggregated(cap_w: float = LIMIT_W) -> SimulatedFleet:
 
 
 def collocated(cap_w: float = LIMIT_W) -> SimulatedFleet:
-    """Return four GPUs that serve whole conversations, three of them under a power cap."""
+    """Return a fleet of four mixed engines, three of them with a power cap."""
     engine = replace(ENGINE, chunk_tokens=COLLOCATED_CHUNK)
     capped = engine.capped(cap_w) if cap_w < LIMIT_W else engine
     return SimulatedFleet(

@@ -4,8 +4,8 @@
 
 Loads are the paper's mix at 0.5 to 2.5 conversations/s and at the prefiller's saturation, and real
 conversations at 0.2 to 1.5/s. The TBT target, by which elastic engines cut prompts, is 5 x the unloaded time
-between tokens. Ratios are to the better of the other systems, figure by figure. Where conversations wait for
-KV on collocated engines too, memory is the bound, and the ratio is a figure of its own.
+between tokens. Each figure's ratio is to the better of the other systems. If conversations wait for KV even
+on collocated engines, memory is the bound; such loads have a figure of their own.
 """
 
 from collections.abc import Iterable, Iterator, Sequence
@@ -27,7 +27,7 @@ OTHERS = (System.PREFILLER, System.COLLOCATED)
 SYSTEMS = (System.ELASTIC, *OTHERS, System.STICKY)
 PARK_AFTER_S, LINGER_S = 60.0, 1800.0  # the fleet file's defaults
 LARGE_APPEND = 8_192 // workload.SHRINK  # twice the fleet file's default, in shrunk tokens
-KV_BOUND_GATE_S = 0.1  # mean wait for KV on collocated engines from which on memory is the bound
+KV_BOUND_GATE_S = 0.1  # memory counts as the bound from this mean wait for KV on collocated engines on
 MIX = "paper's mix"
 CAPPED = "elastic, decoders at 200 W"
 RATIOS = {
@@ -62,7 +62,7 @@ class ElasticRow:
 def play(
     system: System, trace: Sequence[TraceConversation], cap_w: float = a40.LIMIT_W, agents: bool = False
 ) -> SimulationResult:
-    """Play a trace; `agents` are recorded ones, which break prefixes and never end their conversations."""
+    """Play a trace. With `agents` it is recorded, with broken prefixes and conversations that never end."""
     return a40.simulate(
         SystemSettings(system),
         trace,
@@ -114,7 +114,7 @@ def table(traces: Path, quick: bool) -> Iterator[ElasticRow]:
 
 
 def headlines(rows: Iterable[ElasticRow]) -> dict[str, float]:
-    """Return ratios to the better of collocated engines and the paper's rule: the worst of all loads."""
+    """Return ratios to the better of collocated engines and the paper's rule, each for its worst load."""
     by_load: dict[str, dict[str, ElasticRow]] = {}
     for one in rows:
         by_load.setdefault(one.load, {})[one.system] = one
@@ -143,7 +143,7 @@ def headlines(rows: Iterable[ElasticRow]) -> dict[str, float]:
 
 
 def shares(rows: Iterable[ElasticRow]) -> dict[str, float]:
-    """Return the elastic rule's shares: means over the loads of each kind."""
+    """Return the elastic rule's shares, averaged over the loads of each kind."""
     ours = [one for one in rows if one.system == System.ELASTIC.value]
     by_kind = {
         "prefiller_share_mix": [one.prefiller_share for one in ours if one.load.startswith(MIX)],

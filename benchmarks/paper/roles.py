@@ -25,7 +25,7 @@ from traces.simulator.tiers import EngineProfile, SimulatedFleet, SimulatedTier
 
 SAMPLE = Path(__file__).parents[2] / "traces" / "samples" / "laptop.jsonl.gz"
 SHRINK, EACH = 2, 37  # divisor of lengths; conversations for each engine
-SLOWER = 4.0  # times slower than the laptop profile, in which an engine has a core of its own
+SLOWER = 4.0  # how much slower an engine is than in the laptop profile, where it has a core of its own
 PREFILLERS = 0.25  # share of the engines
 ENGINES, LOADS = "8,64,1000", "0.8,1.0,1.5,2.0"
 
@@ -68,7 +68,7 @@ def conversations(count: int) -> list[TraceConversation]:
 
 
 def capacity(found: Sequence[TraceConversation], engines: int, profile: EngineProfile) -> float:
-    """Return the conversations that collocated engines serve a second while they are busy."""
+    """Return how many conversations a second collocated engines serve while they are busy."""
     at_once = [
         replace(one, arrival_s=0.0, turns=tuple(replace(turn, wait_s=0.0) for turn in one.turns))
         for one in found
@@ -117,7 +117,7 @@ def table(sizes: Sequence[int], loads: Sequence[float]) -> Iterator[RolesRow]:
 
 
 def figures(rows: Sequence[RolesRow]) -> dict[str, float]:
-    """Return the worst of `idle_while_waiting` over the loads, by number of engines and roles."""
+    """Return `idle_while_waiting` for its worst load, by number of engines and kind of roles."""
     worst: dict[str, float] = {}
     for one in rows:
         name = f"idle_while_waiting_{one.roles}_{one.engines}"

@@ -1,4 +1,4 @@
-"""Conversations of the paper's mix and of recorded agents, and the paper's arrivals.
+"""Makes conversations of the paper's mix, reads those of recorded agents, and gives both arrival times.
 
 The paper gives means (15k tokens in, 1k out) and shapes: 3.3 to 5 turns a conversation, appends of hundreds
 of tokens. Here a conversation has 2 to 5 turns and a moderate spread of lengths, and all 2,294 tasks of the
@@ -66,7 +66,7 @@ def poisson(found: Sequence[TraceConversation], rate: float, seed: int = 0) -> l
 
 
 def saturating(found: Sequence[TraceConversation]) -> list[TraceConversation]:
-    """Space arrivals by the cost of each prompt, so that the prefiller is exactly full."""
+    """Return the conversations with arrivals spaced by prompt cost, so that the prefiller is just full."""
     alone = [prefill_seconds(a40.ENGINE, conversation.turns[0].prompt_tokens) for conversation in found]
     # A busy prefiller packs the end of one prompt and the start of the next into one iteration.
     packed = _drain_seconds(found) / sum(alone)
@@ -78,15 +78,13 @@ def saturating(found: Sequence[TraceConversation]) -> list[TraceConversation]:
 
 
 def far_apart(found: Sequence[TraceConversation]) -> Iterator[TraceConversation]:
-    """Space arrivals so that conversations never overlap, which gives unloaded latencies."""
+    """Yield the conversations so far apart that none overlap, which gives unloaded latencies."""
     for number, conversation in enumerate(found):
         yield replace(conversation, arrival_s=number * FAR_APART_S)
 
 
 def real(path: Path, rate: float) -> list[TraceConversation]:
-    """Return recorded conversations with lengths divided by `SHRINK`, each cut before the first turn that
-    does not fit.
-    """
+    """Return recorded conversations with lengths divided by `SHRINK`, cut before a turn that does not fit."""
     try:
         found = load(path).conversations
     except NotATrace:

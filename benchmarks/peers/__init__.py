@@ -1,1 +1,1 @@
-"""Our fleets beside other routers: `python -m benchmarks.peers`."""
+"""Compares our fleets with other routers: `python -m benchmarks.peers`."""

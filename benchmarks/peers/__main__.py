@@ -1,16 +1,16 @@
-"""Our fleets beside other routers over real vLLM, with the same engines and client, in turns of one run.
+"""How our fleets compare with other routers over real vLLM, with the same engines and client, in one run.
 
     python -m benchmarks.peers --peers DIR [--loads 0.5,0.8,1.0,1.5,2.0] [--rounds 3] [--quick] [--json FILE]
 
 Loads are shares of the capacity of plain vLLM on this machine. It is measured first, for each trace: every
 installed router over plain engines serves all conversations at once, and the router with the most tokens per
 second is the best one of that trace. Then `ours` and the best routers, or the contenders of --only, play each
-trace at each load, in turns. A contender is started anew for each trace and plays its loads one after the
-other; each trace and round begins with another contender.
+trace at each load, one after another. A contender is started anew for each trace and plays all loads; each
+trace and round begins with another contender.
 
 Peers come from --peers DIR (or $CONSERVE_PEERS), an environment each, as requirements/peers.txt says. A peer
-that is not installed or does not run is named with its reason and left out from then on. When ours does not
-end a play, the conversations of its remaining loads count as `failed`, and ours plays the next trace.
+that is not installed or does not run is named with its reason and left out from then on. If our fleet does
+not finish a play, the conversations of its remaining loads count as `failed`, and it plays the next trace.
 
 With --profile, engines log each iteration, and a table shows what each engine spends its time on in each
 play. Logging slows engines down a little: take the other figures from a run without --profile.

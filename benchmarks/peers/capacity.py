@@ -1,4 +1,4 @@
-"""Capacity of plain vLLM on this machine: the rates behind a router when all conversations arrive at once."""
+"""Measures the capacity of plain vLLM behind a router, from conversations that all arrive at once."""
 
 from dataclasses import dataclass
 
@@ -6,7 +6,7 @@ from traces import ReplayError
 from traces.replay import Replay
 from traces.replay.results import TurnResult
 
-SHARE = 0.9  # of the tokens: towards the end, few conversations are left and do not fill all engines
+SHARE = 0.9  # share of the tokens that counts: at the end, too few conversations are left to fill engines
 
 
 @dataclass(frozen=True)
@@ -29,7 +29,7 @@ def capacity(trace: str, router: str, run: Replay) -> PeerCapacity:
 
 
 def saturated(run: Replay) -> tuple[int, float]:
-    """Return the first `SHARE` of the tokens of a replay, and the time until they were served."""
+    """Return how many tokens the first `SHARE` of a replay's tokens are, and when they had been served."""
     turns = sorted(
         (turn for conversation in run.conversations for turn in conversation.turns),
         key=lambda turn: turn.answered_s,

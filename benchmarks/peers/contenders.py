@@ -1,8 +1,8 @@
-"""Contenders of `benchmarks.peers`: our fleets, and routers over plain vLLM, each a context with addresses.
+"""Starts the contenders of `benchmarks.peers`: our fleets, and routers over plain vLLM.
 
 All engines have the same model, options and threads. Ours add our connector, scheduler and server, and have
 one process less on CPUs (`workers/serve.py`). The routers share engines that run during the whole benchmark,
-since idle engines take no CPU time. Everything else starts for its turn and ends after it.
+because idle engines take no CPU time. Everything else starts before a contender's plays and ends after them.
 """
 
 import importlib.util
@@ -23,7 +23,7 @@ ROUTER_LIMIT_S = 60.0
 
 @dataclass(frozen=True)
 class FirstTurnCounts:
-    """Counts of bound conversations: where their first prompt was computed, and why they were bound there."""
+    """Counts of bound conversations: in all, with a prefiller's prompt, and bound to the least KV in use."""
 
     bound: float
     on_prefillers: float
@@ -49,7 +49,7 @@ class Serving:
     directory: str = ""  # empty: a peer
 
     def first_turns(self) -> FirstTurnCounts | None:
-        """Return the directory's counts; None for a peer."""
+        """Return the counts of our directory, or None for a peer."""
         if not self.directory:
             return None
         name, pages = "conserve_first_turns_placed_total", [self.directory]
@@ -62,7 +62,7 @@ class Serving:
 
 @dataclass(frozen=True)
 class PeerSetup:
-    """A contender and the function that starts it; `start` raises `DoesNotRun` if it cannot run here."""
+    """Name and start function of a contender. `start` raises `DoesNotRun` if it cannot run here."""
 
     name: str
     start: Callable[[], AbstractContextManager[Serving]]

@@ -1,8 +1,9 @@
-"""CPU time of one play: by kind of the contender's processes, and of all other processes of the machine.
+"""Measures the CPU time of one play: by kind of the contender's processes, and of all other processes.
 
-A contender's processes have a mark in their environment or descend from one that has it: Ray's daemons leave
-the process tree of the command that starts them, and engines write their titles over their environment. Times
-to the first token on two shared cores vary by half; CPU seconds of the same conversations hardly vary.
+A contender's processes have a mark in their environment or descend from a process that has it. The process
+tree does not suffice, because Ray's daemons leave it; the mark does not suffice, because engines overwrite
+their environment with their titles. On two shared cores, times to the first token vary by half, while the CPU
+seconds of the same conversations hardly vary.
 """
 
 import os
@@ -16,7 +17,7 @@ import psutil
 from workers.keeper.launch import SERVER
 
 MARK = "CONSERVE_BENCHMARK_RUN"
-# A process is of the first kind whose text its command line contains.
+# Texts of command lines, with the kind of such a process. The first text that matches decides.
 KINDS = (
     ("VLLM::Worker", "model"),
     ("VLLM::EngineCore", "engine core"),  # and the model, where there is no worker
@@ -44,7 +45,7 @@ class CpuTime:
     machine: float
 
     def since(self, before: "CpuTime") -> tuple[dict[str, float], float]:
-        """Return the seconds of each kind, and of all other processes, including ended ones."""
+        """Return the CPU seconds since `before` of each kind of process, and of all other processes."""
         took: defaultdict[str, float] = defaultdict(float)
         for process, seconds in self.processes.items():
             took[process[1]] += seconds - before.processes.get(process, 0.0)
@@ -65,7 +66,7 @@ def now() -> CpuTime:
 
 def _is_marked(process: psutil.Process, known: dict[int, bool]) -> bool:
     if process.pid not in known:
-        known[process.pid] = False  # stays so when the process ends during the look-up
+        known[process.pid] = False  # for a process that ends during the look-up
         parent = process.parent()
         own = process.environ().get(MARK) == os.environ[MARK]
         known[process.pid] = own or (parent is not None and _is_marked(parent, known))

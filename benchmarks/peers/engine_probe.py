@@ -1,4 +1,4 @@
-"""Plugin of vLLM that writes what an engine's processes spend their time on (`benchmarks.peers --profile`).
+"""vLLM plugin that logs what an engine's processes spend their time on (`benchmarks.peers --profile`).
 
 Every process writes a file of its own in the folder that an environment variable names. A line is one
 `ProbeEvent`. The clock is the machine's, so that lines of several processes can be put beside each other.
@@ -22,7 +22,7 @@ GROUP = "vllm.general_plugins"
 
 @dataclass(frozen=True)
 class ProbeEvent:
-    """One piece of an engine's work."""
+    """One piece of an engine's work, with its wall time and CPU time."""
 
     kind: str
     at: float  # its end
@@ -49,8 +49,8 @@ def plugin_folder(folder: Path) -> Mapping[str, str]:
 def install() -> None:
     """Wrap the methods that do an engine's work. vLLM calls this in each of its processes.
 
-    A spawned process calls this while it makes its core or worker, so only methods that run later can be
-    wrapped.
+    A spawned process already constructs its core or worker at that time, so only methods that run later can
+    be wrapped.
     """
     from vllm.v1.engine.core import EngineCoreProc
     from vllm.v1.worker.worker_base import WorkerWrapperBase

@@ -1,4 +1,4 @@
-"""Figures of `benchmarks.peers`: rows of plays, their medians, and ratios to a round's best peer."""
+"""Computes the figures of `benchmarks.peers`: rows of plays, medians, and ratios to a round's best peer."""
 
 import statistics
 from collections.abc import Iterable, Mapping, Sequence
@@ -11,7 +11,7 @@ from traces.replay.results import PlayOutcome
 
 OURS = "ours"
 BEYOND = 1.0  # share of the capacity above which tokens per second are compared
-MOST_FAILED = 0.05  # share of conversations; the times of a peer that fails more do not count
+MOST_FAILED = 0.05  # a peer's times do not count if a greater share of its conversations failed
 
 
 @dataclass(frozen=True)
@@ -32,13 +32,13 @@ class PeerRow:
     first_ttft_p95_s: float
     later_ttft_p95_s: float
     e2e_p95_s: float
-    gap_p99_s: float  # over answers, of the longest time between two pieces of text
+    gap_p99_s: float  # P99 over answers of the longest time between two pieces of text
     recomputed_tokens: int
     tokens_per_s: float  # new prompt tokens and output, until the last answer
     cpu_s: float  # of engines, router and all helpers
     others_cpu_s: float  # of other processes: how quiet the machine was
     cpu_by_kind: Mapping[str, float]
-    # Of the conversations that ours bound in this play; None where none were counted.
+    # Shares of the conversations that our fleet bound in this play; None if none were counted.
     prefiller_share: float | None = None  # first prompts that a prefiller computed
     least_kv_share: float | None = None  # on the decoder with the least KV in use
 
@@ -55,7 +55,7 @@ RATIOS = {
     "later_ttft_p95_vs_best_peer": "later_ttft_p95_s",
     "cpu_vs_best_peer": "cpu_s",
 }
-TOKENS = "tokens_per_s_vs_best_peer"  # of plays beyond the capacity; the only figure where more is better
+TOKENS = "tokens_per_s_vs_best_peer"  # for loads above the capacity; the only figure where more is better
 TIMES = tuple(name for name in PeerRow.__dataclass_fields__ if name.endswith("_s"))
 SUMS = ("conversations", "failed", "refused", "recomputed_tokens")
 Table = dict[str, dict[str, dict[str, float]]]  # by play, contender and figure
@@ -135,9 +135,9 @@ def by_round(rows: Sequence[PeerRow], ours: str = OURS) -> dict[str, dict[str, l
 
 
 def named(rows: Sequence[PeerRow], lost: int = 0, ours: str = OURS) -> dict[str, float | None]:
-    """Return each figure's median ratio for the worst play, and shares of first turns; None if unknown.
+    """Return each figure's median ratio for its worst play, and shares of first turns; None if unknown.
 
-    `lost` counts conversations of plays that ours did not end; they have no row.
+    `lost` is the number of conversations in plays that our fleet did not finish; they have no row.
     """
     worst: dict[str, float | None] = {}
     for name, plays in by_round(rows, ours).items():

@@ -11,9 +11,9 @@ from traces.format import TraceConversation, load
 
 SAMPLE = Path(__file__).parents[2] / "traces" / "samples" / "laptop.jsonl.gz"
 COUNT, QUICK_COUNT = 24, 10
-REAL_SHRINK = 2  # of the laptop sample, which is the agents' lengths / 16
+REAL_SHRINK = 2  # divisor of the laptop sample's lengths, which are the agents' lengths / 16
 MIX_SHRINK = 8
-# Seconds at a low rate, then at ten times that rate, in turns.
+# Seconds at a low rate and at ten times that rate, which alternate.
 LOW_S, HIGH_S, HIGH = 20.0, 6.0, 10.0
 REAL, MIX, BURST = NAMES = ("real", "mix", "burst")
 

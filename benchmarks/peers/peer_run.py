@@ -1,4 +1,4 @@
-"""Rounds of all contenders over one model, and their results."""
+"""Plays rounds of all contenders with one model, and collects their results."""
 
 import asyncio
 import time
@@ -41,13 +41,13 @@ class PeerRun:
     capacities: list[PeerCapacity] = field(default_factory=list)
     rows: list[PeerRow] = field(default_factory=list)
     skipped: dict[str, str] = field(default_factory=dict)
-    lost: int = 0  # conversations of plays that ours did not end
+    lost: int = 0  # conversations in plays that our fleet did not finish
     probe: Path | None = None  # where engines write what they do; None: they are not profiled
     profiles: list[EngineProfileRow] = field(default_factory=list)
     costs: dict[str, IterationCost] = field(default_factory=dict)  # by contender
 
     def measure_capacity(self, routers: Sequence[PeerSetup]) -> dict[str, str]:
-        """Let each router serve each trace's conversations at once, and return the best router of each trace.
+        """Let each router serve all conversations of each trace at once; return each trace's best router.
 
         The best router serves the most tokens per second. Loads are shares of its rate of conversations.
         """
@@ -101,7 +101,7 @@ class PeerRun:
         print(f"{contender} is left out: {reason}", flush=True)
 
     def _turn(self, number: int, contender: PeerSetup, left: list[Play]) -> None:
-        """Start a contender and let it play; each play that ends is removed from `left`."""
+        """Start a contender and let it play what is `left`; remove each play that it finishes."""
         began = time.monotonic()
         with contender.start() as serving:
             took = time.monotonic() - began
@@ -116,7 +116,7 @@ class PeerRun:
                 del left[0]
 
     def warm_up(self, serving: Serving) -> None:
-        """Play the beginnings of a few conversations: an engine's first requests cost more than others."""
+        """Play the beginnings of a few conversations, because an engine's first requests are the slowest."""
         some = self.traces[0].at_once()[:WARM_CONVERSATIONS]
         warm = [replace(one, turns=one.turns[:WARM_TURNS]) for one in some]
         self._replayed(serving, warm, f"warm {time.monotonic()}", WARM_LIMIT_S)
@@ -172,7 +172,7 @@ def prepared(
 ) -> Iterator[Bench]:
     """Make one model for all contenders, and a folder for their logs.
 
-    With `probed`, all engines write what they do.
+    With `probed`, all engines log what they spend their time on.
     """
     with TemporaryDirectory(prefix="peers-") as folder:
         work, fleet = Path(folder), load_fleet(fleet_file)

@@ -1,4 +1,4 @@
-"""Profile of engines during a play, from the events of `engine_probe`."""
+"""Computes a profile of each engine during a play from the events of `engine_probe`."""
 
 import json
 from collections.abc import Iterable, Mapping, Sequence
@@ -11,7 +11,7 @@ import psutil
 
 from benchmarks.peers.engine_probe import LOAD, MODEL, SAMPLE, SCHEDULE, STORE, UPDATE, WAIT, ProbeEvent
 
-SIZES = (8, 64, 256, 1024)  # tokens of an iteration, at most; the last class has more
+SIZES = (8, 64, 256, 1024)  # most tokens of an iteration of each size; a last size has more tokens
 WAITS_S = 0.002  # a shorter look into the request queue counts as part of a step
 
 
@@ -26,7 +26,7 @@ class EngineProfileRow:
     iterations: int
     tokens: int
     with_prompts: int  # iterations that compute prompt tokens
-    prompt_tokens_each: float  # mean over these iterations
+    prompt_tokens_each: float  # mean prompt tokens of these iterations
     by_size: tuple[int, ...]  # iterations of up to `SIZES` tokens, and of more
     model: float
     model_cpu: float
@@ -47,7 +47,7 @@ class IterationCost:
 
 
 def events(folder: Path, pids: Iterable[int]) -> list[ProbeEvent]:
-    """Return the events that processes have written so far, in order of time."""
+    """Return the events that these processes have written so far, in order of time."""
     found = []
     for pid in pids:
         file = folder / f"{pid}.jsonl"
@@ -72,7 +72,7 @@ def processes_of(urls: Mapping[str, str]) -> dict[str, list[int]]:
 def row(
     contender: str, play: str, engine: str, found: Sequence[ProbeEvent], begin: float, end: float
 ) -> EngineProfileRow:
-    """Return the profile of the time between two moments."""
+    """Return an engine's profile of the time from `begin` to `end`, computed from its events."""
     within = [one for one in found if begin <= one.at <= end]
     iterations = [one for one in within if one.kind == SCHEDULE and one.decodes + one.prompts]
     sizes = [one.decodes + one.prompt_tokens for one in iterations]
@@ -86,7 +86,7 @@ def row(
         return round(sum(spent) / seconds, 4)
 
     waited = [one for one in found if one.kind == WAIT and one.seconds > WAITS_S]
-    # A wait that goes on at the end of the part is written after it.
+    # A wait that is not over at `end` is written only later, so its overlap counts.
     waiting = sum(max(0.0, min(end, one.at) - max(begin, one.at - one.seconds)) for one in waited) / seconds
     model, scheduling = share(MODEL, SAMPLE), share(SCHEDULE, UPDATE)
     classes = np.searchsorted(SIZES, sizes) if sizes else np.zeros(0, dtype=int)
@@ -108,9 +108,9 @@ def row(
 
 
 def cost(engines: Iterable[Sequence[ProbeEvent]]) -> IterationCost:
-    """Fit the processor time of the model to the iterations that engines scheduled since their start.
+    """Return the cost of an iteration, fitted to all iterations that engines ran since their start.
 
-    The model runs what was scheduled, in that order, also where the next iteration is scheduled meanwhile.
+    The model runs iterations in the order of scheduling, even if the next one is scheduled while it runs.
     """
     terms: list[tuple[float, float, float]] = []
     seconds: list[float] = []

@@ -1,1 +1,1 @@
-"""Cost of a token through our relay and gateway, beside proxies: `python -m benchmarks.relay`."""
+"""Measures what a token costs in our relay and gateway, and in proxies: `python -m benchmarks.relay`."""

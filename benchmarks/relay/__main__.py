@@ -1,14 +1,14 @@
-"""Cost of a token's way through the gateway, beside HAProxy, FastAPI and peers' routers.
+"""What a token costs on its way through the gateway, compared with HAProxy, FastAPI and peers' routers.
 
     python -m benchmarks.relay [--quick] [--json FILE] [--peers DIR]
 
-One fake engine and one client that checks every answer, with one subject at a time between them: none, our
+There are one fake engine and one client that checks every answer, and one subject at a time between them: our
 relay alone, our whole gateway (identity, binding by a directory, relay, metrics), HAProxy, our relay and
 HAProxy with TLS (each stream is a connection, handshakes included), FastAPI with httpx, and the routers found
-under --peers (or $CONSERVE_PEERS; see requirements/peers.txt). Every subject gets each load in every
-repetition. Figures are medians, ratios medians of the repetitions' own ratios. Subjects run on one processor;
-engine, directory and client on the others. Figures without a prefix are the relay's, `gateway_` figures the
-gateway's.
+under --peers (or $CONSERVE_PEERS; see requirements/peers.txt). The subject `direct` is no proxy at all. Every
+subject gets each load in every repetition. A figure is the median over repetitions; a ratio is the median of
+the repetitions' ratios. Subjects run on one processor; engine, directory and client on the others. `gateway_`
+figures are the gateway's, figures without a prefix the relay's.
 """
 
 import json
@@ -41,8 +41,8 @@ from benchmarks.relay.report import (
     named_figures,
 )
 
-SLOW_REPETITIONS = 3  # of the slow proxy, which differs by more than the machine's noise
-SLOW_SHARE = 1 / 8  # of each load that the slow proxy gets: it collapses under the whole
+SLOW_REPETITIONS = 3  # fewer for the slow proxy, which differs by more than the machine's noise
+SLOW_SHARE = 1 / 8  # share of each load that the slow proxy gets, because it collapses under the whole load
 OPEN_FILES = 16_384
 
 
@@ -86,7 +86,7 @@ def scenarios(quick: bool) -> list[Scenario]:
 
 
 def measure(subject: Subject, load: Load, client_processors: set[int]) -> dict[str, Any]:
-    """Play a load on a subject in a client process; return the client's figures with the subject's cost."""
+    """Play a load on a subject with a client process; return the client's figures and the subject's cost."""
     share = SLOW_SHARE if subject.name == SLOW else 1.0
     connections = max(4, int(load.connections * share))
     given = replace(load, port=subject.port, tls=subject.tls, connections=connections)
@@ -111,7 +111,7 @@ def measure(subject: Subject, load: Load, client_processors: set[int]) -> dict[s
 
 
 def run(quick: bool, peers: Path | None) -> Results:
-    """Return results by scenario and subject, one entry per repetition."""
+    """Measure all scenarios; return results by scenario and subject, one entry per repetition."""
     processors = sorted(os.sched_getaffinity(0))
     under_test, others = {processors[-1]}, set(processors[:-1]) or {processors[-1]}
     results: Results = defaultdict(lambda: defaultdict(list))

@@ -1,4 +1,4 @@
-"""Our relay alone, as a server with one endpoint and the observer on.
+"""Serves our relay alone: one endpoint, without identity or placement, with the observer of streams on.
 
 python -m benchmarks.relay.bare_gateway PORT ENGINE_URL [CERTIFICATE KEY]
 """

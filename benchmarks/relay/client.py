@@ -2,8 +2,8 @@
 
     python -m benchmarks.relay.client '{"port": 1, "connections": 64, "tokens": 40, "rate": 40, ...}'
 
-With tokens every connection sends one request, and figures cover all streams from the first byte to the last.
-Without tokens every connection asks again and again for `seconds`. The output is one line of JSON.
+If `tokens` is given, every connection requests one stream of so many tokens, and figures cover all streams.
+Otherwise every connection repeats requests for `seconds`. The output is one line of JSON.
 """
 
 import asyncio
@@ -24,7 +24,7 @@ from benchmarks.harness.output import quantile
 
 API_KEY = "sk-bench"
 TOKEN = re.compile(rb'"content":\s*"t(\d+)"')
-LATE_S = 0.5  # after the engine's schedule: a busy machine may take so long
+LATE_S = 0.5  # a stream is late if it ends so long after the engine's schedule: machines may be busy
 
 
 @dataclass(frozen=True)

@@ -1,4 +1,4 @@
-"""A directory that knows one fake engine; the gateway under test uses it.
+"""Serves a directory that knows one fake engine, for the gateway under test.
 
 python -m benchmarks.relay.directory PORT ENGINE_PORT FOLDER SECRET
 """

@@ -1,10 +1,10 @@
-"""A cheap fake engine: sends events like vLLM's on a schedule, with a bare protocol.
+"""Serves a cheap fake engine, which sends events like vLLM's on a schedule.
 
     python -m benchmarks.relay.engine PORT
 
-The first message says what to do, so that every router passes it on: `tokens=40 rate=40 step=1`. With `step`
-all streams of one rate advance together, as in a decode batch. Each token carries the time at which it was
-sent (CLOCK_MONOTONIC, nanoseconds). A gateway that asks for token lines gets them, as a fleet's engines send
+The first message says what to do (`tokens=40 rate=40 step=1`), because every router passes messages on. With
+`step`, all streams of one rate advance together, as in a decode batch. Each token carries its time of sending
+(CLOCK_MONOTONIC, nanoseconds). A gateway that asks for token lines gets them, as a fleet's engines send
 them (workers/engine/resume/token_lines.py).
 """
 
@@ -38,7 +38,7 @@ ABOUT = b'{"object":"list","data":[{"id":"m","object":"model"}],"status":"ok","m
 
 
 def chunks(line: bytes) -> tuple[bytes, bytes]:
-    """Return the chunk of a token, with a place for its time, and the last chunks of a stream."""
+    """Return the chunk of one token, with a place for its time, and the chunks that end a stream."""
     token = b"%x\r\n" % len(line + EVENT % 0) + line + EVENT + b"\r\n"
     last = (line and b":\n") + LAST
     return token, b"%x\r\n%b\r\n0\r\n\r\n" % (len(last), last)
@@ -56,7 +56,7 @@ class EngineStream:
         self._left = tokens
 
     def step(self) -> bool:
-        """Send the next token; return False when it was the last or the client has left."""
+        """Send the next token; return False if it was the last token or the client has left."""
         if self._transport.is_closing():
             return False
         self._left -= 1

@@ -1,4 +1,4 @@
-"""A proxy as one usually writes it first: FastAPI in front, httpx behind.
+"""Serves a proxy as one usually writes it first: FastAPI in front, httpx behind.
 
 python -m benchmarks.relay.httpx_proxy PORT ENGINE_URL
 """

@@ -1,4 +1,4 @@
-"""Medians and named figures of `benchmarks.relay`."""
+"""Computes the medians and the named figures of `benchmarks.relay`."""
 
 import statistics
 from collections.abc import Callable
@@ -21,7 +21,7 @@ Table = dict[str, dict[str, dict[str, float | None]]]  # by scenario, subject an
 
 
 def medians(results: Results) -> Table:
-    """Return medians over repetitions; for lateness and errors, the worst value."""
+    """Return each figure's median over repetitions, but the worst value of lateness and errors."""
     table: Table = {}
     for scenario, by_subject in results.items():
         for subject, repetitions in by_subject.items():

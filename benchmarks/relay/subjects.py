@@ -1,4 +1,4 @@
-"""Subjects of `benchmarks.relay`: fake engine, directory, our relay and gateway, and proxies."""
+"""Defines the servers of `benchmarks.relay`: fake engine, directory, our relay and gateway, and proxies."""
 
 import json
 import shlex
@@ -35,7 +35,7 @@ backend engines
 
 
 def contenders(engine: Subject, directory: Subject, work: Path, peers: Path | None) -> list[Subject]:
-    """Return all subjects between client and engine that this machine can run."""
+    """Return all servers between client and engine that this machine can run."""
     certificate, key = make_certificate(work)
     proxies = [haproxy(engine.port, work), haproxy(engine.port, work, certificate)]
     return [
@@ -49,7 +49,7 @@ def contenders(engine: Subject, directory: Subject, work: Path, peers: Path | No
 
 
 def python(name: str, module: str, *arguments: str, tls: bool = False) -> Subject:
-    """Return a subject that is a module of this package; its first argument is its port."""
+    """Return the subject that runs a module of this package with its port and `arguments`."""
     port = free_port(HOST)
     command = [sys.executable, "-m", f"benchmarks.relay.{module}", str(port), *arguments]
     return Subject(name, command, port, tls=tls)
@@ -78,7 +78,7 @@ def our_gateway(directory_port: int, work: Path) -> Subject:
 
 
 def make_certificate(work: Path) -> tuple[Path, Path]:
-    """Return a certificate followed by its key, as HAProxy needs it, and the key alone (P-256)."""
+    """Return the path of a certificate and its key in one file, for HAProxy, and of the key alone (P-256)."""
     certificate, key = work / "cert.pem", work / "key.pem"
     command = [*shlex.split(OPENSSL), "-keyout", str(key), "-out", str(certificate)]
     subprocess.run(command, check=True, stderr=subprocess.DEVNULL)

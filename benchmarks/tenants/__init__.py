@@ -1,1 +1,1 @@
-"""Two tenants on one fleet, one of them hostile: `python -m benchmarks.tenants`."""
+"""Measures what a hostile tenant costs another tenant of its fleet: `python -m benchmarks.tenants`."""

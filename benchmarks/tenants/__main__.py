@@ -1,18 +1,19 @@
-"""Cost of a hostile tenant for another tenant of the same fleet.
+"""What a hostile tenant costs another tenant of the same fleet.
 
     python -m benchmarks.tenants [--quick] [--json FILE] [--fleet FILE] [--seed 0] [--attacks each]
 
-The fleet co-serves, with a key for each tenant and the same limits for both. The victim's agents hold
-conversations, in turns alone and beside an attack, on the same engines: floods of streams, giant prompts,
-streams that are cut off, bodies that come byte by byte, batches one after another, and requests that would
-cost more than they weigh: 10 MiB of text to be cut or counted, in metadata or in a line of a batch, request
-ids of 60 kB, beams, the highest priority, expressions of 19 KB, schemas and tools that are slow to compile,
-answers by the hundred with log-probabilities or words to avoid, log-probabilities of prompts.
-The victim's P99 of the time to the first token may be 1.25 times that of alone, that of the longest gap
-within a turn 1.5 times, and no turn of it may be refused or fail. No engine may take more than 1.5 times its
-idle memory, and no request may be answered with 500. All kinds of requests come at once: the cheap ones then
-use up the tenant's limits, and most others are refused. `--attacks` plays kinds apart. Everything shares the
-machine, the attack's client too.
+The fleet co-serves, with an API key for each tenant and the same limits for both. The victim's agents hold
+conversations on the same engines, alternately alone and beside an attack. The attack consists of floods of
+streams, giant prompts, streams that are cut off, bodies that come byte by byte, batches one after another,
+and requests that cost the fleet much more than their tokens count: 10 MiB of text to be truncated or counted,
+in metadata or in a line of a batch, request ids of 60 kB, beams, the highest priority, expressions of 19 KB,
+schemas and tools that are slow to compile, hundreds of answers with log-probabilities or words to avoid, and
+log-probabilities of prompts.
+Beside the attack, the victim's P99 of the time to first token may be 1.25 times that alone, and its P99 of
+the longest gap within a turn 1.5 times. None of its turns may be refused or fail. No engine may take more
+than 1.5 times its idle memory, and no request may be answered with 500. By default all kinds of requests come
+at once: then cheap requests use up the tenant's limits, and most others are refused. `--attacks` plays kinds
+apart. All processes share the machine, the attack's client included.
 """
 
 import asyncio
@@ -47,7 +48,7 @@ VICTIM, HOSTILE = "ck-victim", "ck-hostile"
 LIMITS = DefaultLimits(requests_per_minute=600, tokens_per_minute=60_000, turns=4, batches=20)
 ROUNDS, PHASE_S = 4, 60.0
 QUICK_ROUNDS, QUICK_PHASE_S = 2, 25.0
-GROWS_S = 5.0  # of an attack, before the victim begins
+GROWS_S = 5.0  # how long an attack runs before the victim begins
 AGENTS, TURNS, TOKENS = 3, 4, 16
 PROMPT, APPEND = 1200, 250  # characters
 THINKS_S = 0.5
@@ -135,7 +136,7 @@ async def play(
 
 
 def ratio(beside: list[float], alone: list[float]) -> float:
-    """Return the ratio of the two P99."""
+    """Return the ratio of the P99 of `beside` to that of `alone`."""
     return quantile(beside, 0.99) / p99 if (p99 := quantile(alone, 0.99)) else 0.0
 
 

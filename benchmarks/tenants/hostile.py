@@ -1,4 +1,4 @@
-"""A tenant that does all it can to slow down another one, in its own process."""
+"""Plays a tenant that does all it can to slow down another tenant, in a process of its own."""
 
 import asyncio
 import os
@@ -17,17 +17,17 @@ from benchmarks.harness.chats import batch_file
 from traces.replay.client import text
 
 CHAT = "/v1/chat/completions"
-# Clients of each kind at once. The kinds after `slow` would cost more than they weigh.
+# Number of clients of each kind. Requests of the kinds after `slow` cost much more than their tokens count.
 CLIENTS = {"flood": 32, "giant": 6, "cancel": 12, "batch": 4, "slow": 20}
 CLIENTS |= dict.fromkeys(("cut", "tokenize", "count", "named", "noted", "urgent", "beam", "dear_batch"), 2)
 CLIENTS |= dict.fromkeys(("regex", "schema", "tools"), 2)  # make an engine compile
-CLIENTS |= dict.fromkeys(("listed", "scored", "avoided"), 2)  # hold an engine at each step, or its front end
+CLIENTS |= dict.fromkeys(("listed", "scored", "avoided"), 2)  # slow down an engine's steps or front end
 FLOOD_TOKENS, GIANT_CHARACTERS, LONGEST_SCORED = 128, 80_000, 3_000
 LONG_CHARACTERS, LONG_ID = 10 << 20, "R" * 60_000
 REPEATED_CHARACTERS = 100_000  # longer text repeats this many, which takes little processor time
 EXPRESSION = "((a{1,999}b){1,999}c){1,999}|" + "|".join(f"([a-z]{{1,{2000 + n}}}[0-9])" for n in range(900))
 PROPERTIES, TOOLS, TOOL_PROPERTIES = 1500, 150, 20
-ANSWERS = (2, 128)  # as many as the key may have at once, and more
+ANSWERS = (2, 128)  # answers of one request: as many as the key may have at once, and too many
 LISTED, AVOIDED = 20, 64  # log-probabilities, bad words
 LINES = 50  # of a batch
 PAUSE_S = 0.1  # after a refusal: `retry-after` is not kept to
@@ -188,7 +188,7 @@ class HostileTenant:
 
 
 def long_text(stream: str, characters: int) -> str:
-    """Return text whose beginning no other stream has, and which repeats when it is long."""
+    """Return text of this length that no other stream begins with. Long text repeats its beginning."""
     part = text(stream, min(characters, REPEATED_CHARACTERS))
     return (part * -(-characters // REPEATED_CHARACTERS))[:characters]
 
@@ -198,8 +198,8 @@ def attack(
 ) -> None:
     """Attack for `seconds`, and send the counts of new answers through the pipe every second.
 
-    The attack leaves the processors to the fleet, since on other machines it would have its own. On a busy
-    machine it may therefore end late.
+    The process has a low priority, because a real attack would come from another machine. On a busy machine
+    it may therefore end late.
     """
     os.nice(19)
 
