@@ -1,4 +1,4 @@
-"""What offline work costs the interactive users of a fleet, and how much of it is done beside them.
+"""Measures what offline work costs a fleet's interactive users, and how much of it is done beside them.
 
     python -m benchmarks.batch --url http://127.0.0.1:8000 [--quick] [--json FILE] [--requests 2000]
 

@@ -1,12 +1,12 @@
-"""Agents' workloads as data, and the errors of reading and playing them."""
+"""Reads, generates, replays and simulates agents' workloads. This file has the package's exceptions."""
 
 
 class TraceError(Exception):
-    """Base of this package's exceptions; raised itself for wrong content, with file and line."""
+    """Base of this package's exceptions. It is itself raised for wrong content, with file and line."""
 
 
 class NotATrace(TraceError):
-    """The file has another format."""
+    """The file is not in the format of this package."""
 
 
 class ReplayError(TraceError):

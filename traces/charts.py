@@ -1,6 +1,6 @@
-"""Charts of workloads and results, as files, as SVG for a page, or in a terminal.
+"""Draws charts of workloads and results: as files, as SVG for a page, or in a terminal.
 
-Same data, same bytes.
+The same data always give the same bytes.
 """
 
 import io
@@ -39,9 +39,9 @@ STYLE: dict[str, Any] = {
 }
 COLOURS = ("#1f6f8b", "#d1603d", "#6a994e", "#8e5572", "#b38a00", "#4c566a")
 PANEL = (5.2, 3.0)  # inches
-POINTS = 400  # of a line: more than a screen shows would only make the page large
+POINTS = 400  # most points of a line: a screen shows no more, and they make the page large
 LEVELS = " ▁▂▃▄▅▆▇█"
-LABEL, WIDTH = 24, 36  # with numbers on both sides a line fits 80 columns
+LABEL, WIDTH = 24, 36  # so that a line with numbers on both sides fits 80 columns
 
 
 def panels(count: int, columns: int = 2) -> tuple[Figure, list[Any]]:
@@ -56,7 +56,7 @@ def panels(count: int, columns: int = 2) -> tuple[Figure, list[Any]]:
 
 
 def cdf(axes: Any, series: Mapping[str, Sequence[float]], title: str, unit: str, log: bool = True) -> None:
-    """Draw the share of cases at or below a value, one line per series."""
+    """Draw for each series a line with the share of its values that are at or below x."""
     for colour, (name, values) in zip(COLOURS * 4, series.items(), strict=False):
         found = np.sort(np.asarray(values, dtype=float))
         found = found[found > 0.0] if log else found
@@ -73,7 +73,7 @@ def cdf(axes: Any, series: Mapping[str, Sequence[float]], title: str, unit: str,
 
 
 def counts(axes: Any, times: Sequence[float], title: str, bins: int = 60) -> None:
-    """Draw how many of `times` fall into each slice."""
+    """Draw how many of `times` fall into each of `bins` equal slices."""
     if times:
         axes.hist(times, bins=min(bins, max(1, len(times))), color=COLOURS[0])
     _finish(axes, title, "s", "per slice", legend=False)
@@ -172,7 +172,7 @@ def _percentiles(what: Description) -> Table:
 
 
 def number(value: float) -> str:
-    """Return a number with three digits: 0.42, 705, 24.5k, 1.01M."""
+    """Return a number as text with at most three digits: 0.42, 705, 24.5k, 1.01M."""
     for size, suffix in ((1e9, "G"), (1e6, "M"), (1e3, "k")):
         if abs(value) >= 0.9995 * size:
             value, unit = value / size, suffix
@@ -188,7 +188,7 @@ def _label(name: str, unit: str) -> str:
 
 
 def _line(name: str, values: Sequence[float], unit: str, log: bool) -> Text:
-    """Return a histogram in one line. Lengths span decades, so their axis is logarithmic."""
+    """Return a histogram in one line of text. With `log` its axis is logarithmic, as lengths need it."""
     found = np.asarray([value for value in values if value > 0.0 or not log], dtype=float)
     if not found.size or found.min() == found.max():
         return Text(f"{_label(name, unit):<{LABEL}}(no spread)")
@@ -201,7 +201,7 @@ def _line(name: str, values: Sequence[float], unit: str, log: bool) -> Text:
 
 
 def picture(conversations: Sequence[TraceConversation]) -> Figure:
-    """Draw arrivals, lengths, the shape of the first turns (Figure 1 of the paper) and waits."""
+    """Draw arrivals, lengths, waits, and median tokens of the first turns (Figure 1 of the paper)."""
     figure, (arrivals, lengths, shape, waits) = panels(4)
     counts(arrivals, [c.arrival_s for c in conversations], "Arrivals")
     named = {quantity.name: quantity for quantity in QUANTITIES}

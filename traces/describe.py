@@ -1,4 +1,4 @@
-"""Description of a trace in numbers: totals, percentiles, and how heavy the tail of later turns is."""
+"""Describes a trace in numbers: totals, percentiles, and how many later turns append a lot."""
 
 import statistics
 from collections import Counter
@@ -12,7 +12,7 @@ import numpy as np
 from placement.routing.placer_settings import Redisaggregation
 from traces.format import TraceConversation
 
-LARGE_APPEND_TOKENS = Redisaggregation().above_tokens  # a later turn above it is a first turn in all but name
+LARGE_APPEND_TOKENS = Redisaggregation().above_tokens  # a later turn that appends more is as heavy as a first
 
 PERCENTILES = (5, 25, 50, 75, 90, 95, 99)
 
@@ -32,7 +32,7 @@ class Spread:
 
 
 def spread(values: Iterable[float]) -> Spread | None:
-    """Return the distribution of values, or None without values, because an empty percentile is not zero."""
+    """Return the distribution of values, or None if there are no values."""
     found = np.fromiter(values, dtype=float)
     if not found.size:
         return None
@@ -64,7 +64,7 @@ QUANTITIES = (
 
 @dataclass(frozen=True, slots=True)
 class LargeAppends:
-    """Later turns that append more than `LARGE_APPEND_TOKENS`: the heavy part of the tail."""
+    """How frequent and how heavy later turns are that append more than `LARGE_APPEND_TOKENS`."""
 
     share_of_later_turns: float
     share_of_conversations: float

@@ -1,8 +1,8 @@
 """File format for workloads: conversations as JSON lines. `traces/README.md` describes each field.
 
-A conversation is plain data: when it arrives and what each of its turns asks for. Times between turns are
-*waits* (tool or human time), not instants, because a turn cannot start before the answer before it ended,
-and how long that takes depends on who serves it.
+A conversation is plain data: when it arrives and what each of its turns asks for. Between turns the file has
+*waits* (tool or human time) instead of points in time. A turn cannot start before the previous answer has
+ended, and how long that takes depends on the server.
 """
 
 import contextlib
@@ -29,14 +29,14 @@ class TurnEnding(StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class TraceTurn:
-    """One request and its answer. Its prompt has `cached_tokens` known and `appended_tokens` new tokens."""
+    """One request and its answer. The prompt has `cached_tokens` known and `appended_tokens` new tokens."""
 
     appended_tokens: int
     cached_tokens: int  # leading tokens of the prompt that this conversation (or its parent) already had
     output_tokens: int
-    wait_s: float = 0.0  # tool or human time between the end of the answer before and this turn
+    wait_s: float = 0.0  # tool or human time between the end of the previous answer and this turn
     ending: TurnEnding = TurnEnding.END_OF_TURN
-    served_s: float | None = None  # how long the answer took where it was recorded; None: not recorded
+    served_s: float | None = None  # how long the answer took when the trace was recorded; None: not known
 
     @property
     def prompt_tokens(self) -> int:
@@ -75,7 +75,7 @@ class TraceConversation:
 
     @property
     def effective_turn(self) -> int:
-        """Return the index of the turn that counts for TTFET: the first answer to the user, else the last."""
+        """Return the index of the turn that TTFET is about: the first that answers the user, or the last."""
         for index, turn in enumerate(self.turns):
             if turn.ending is TurnEnding.END_OF_TURN:
                 return index
@@ -124,7 +124,7 @@ def check(conversation: TraceConversation) -> None:
             raise TraceError(f"{who}, turn {number}: served {turn.served_s} is not a duration")
         if number == 1 and conversation.parent is None and turn.cached_tokens:
             raise TraceError(
-                f"{who}, turn 1: {turn.cached_tokens} cached tokens, but there is no parent to have them from"
+                f"{who}, turn 1: {turn.cached_tokens} cached tokens, but there is no parent that had them"
             )
         if number > 1 and turn.cached_tokens > largest:
             raise TraceError(
@@ -183,7 +183,7 @@ def from_json(line: bytes | str) -> TraceConversation:
 
 @contextlib.contextmanager
 def open_text(path: Path) -> Iterator[TextIO]:
-    """Open a text file, which is gzip or plain according to its first two bytes."""
+    """Open a text file; its first two bytes tell whether it is compressed with gzip."""
     try:
         with path.open("rb") as raw:
             zipped = raw.read(2) == b"\x1f\x8b"
@@ -202,13 +202,13 @@ def _header(line: str, path: Path) -> TraceHeader:
         if f'"{FORMAT}"' in line:
             return msgspec.json.decode(line, type=TraceHeader)
     raise NotATrace(
-        f'{path}:1: not a trace of ours: the first line must be {{"format": "{FORMAT}", ...}};'
+        f'{path}:1: not a conserve trace: the first line must be {{"format": "{FORMAT}", ...}};'
         " `conserve trace import` makes one from other formats"
     )
 
 
 def read(path: Path) -> Iterator[TraceConversation]:
-    """Yield the conversations of a file, sorted by arrival. Every error names file and line."""
+    """Yield the conversations of a file, which are sorted by arrival. Every error names file and line."""
     arrival, seen = 0.0, set[str]()
     with open_text(path) as lines:
         _header(lines.readline(), path)
@@ -235,7 +235,7 @@ def load(path: Path) -> Trace:
 
 
 def write(path: Path, conversations: Iterable[TraceConversation], header: TraceHeader) -> int:
-    """Write a checked file (gzip when its name ends in .gz) and return how many conversations it holds.
+    """Check the conversations, write them, and return how many there are. A name in .gz means gzip.
 
     The same conversations always give the same bytes: gzip's time stamp and file name are left out.
     """

@@ -1,4 +1,4 @@
-"""Generators of conversations and arrivals, and changes to them: faster, longer or cut."""
+"""Generates conversations and arrivals, and makes given conversations arrive faster, longer or shorter."""
 
 import math
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -11,7 +11,7 @@ from traces.format import Trace, TraceConversation, TraceHeader, TraceTurn, Turn
 
 
 def stream(seed: int, purpose: str) -> Random:
-    """Return a random generator for one purpose, so that extra draws for lengths never move an arrival."""
+    """Return a random generator for one purpose, so that more draws for lengths do not change arrivals."""
     return Random(f"{seed}/{purpose}")
 
 
@@ -56,13 +56,12 @@ def request_conversations(
 
 @dataclass(frozen=True, slots=True)
 class SweBench:
-    """The conversation paper's workload: SWE-bench tasks of SWE-agent, with one heavy prompt and a light
-    tail.
+    """Lengths of the conversation paper's workload: SWE-bench tasks with a long prompt and short later turns.
 
-    The paper gives means, not its traces: 15k tokens into the first turn (25k tokens/s fill the prefiller at
-    1.634 conversations/s: 15.3k each), 1k tokens out over the conversation, hundreds of tokens appended a
-    turn, outputs of "large variance". First turns are the upper 30 % of its TTFT curve: 3.3 turns a
-    conversation. How long tools take it does not say: half a second here.
+    The paper has no traces, but means: 15k prompt tokens of a first turn (25k tokens/s fill the prefiller at
+    1.634 conversations/s, which makes 15.3k), 1k output tokens of a conversation, hundreds of appended tokens
+    a turn, and outputs of "large variance". First turns are the upper 30 % of its TTFT curve, which makes 3.3
+    turns a conversation. It does not say how long tools take; here it is half a second.
     """
 
     first_turn_tokens: float = 15_300.0
@@ -112,7 +111,7 @@ class RateStep:
 
 
 def gamma(rate: float, cv: float, random: Random) -> Iterator[float]:
-    """Yield arrivals with gamma-distributed gaps: CV 1 is Poisson, higher is bursty, lower is steady."""
+    """Yield arrival times with gamma-distributed gaps: CV 1 is Poisson, higher is bursty, lower is steady."""
     _positive(rate=rate, cv=cv)
     shape = 1.0 / (cv * cv)
     at = 0.0
@@ -126,7 +125,7 @@ def poisson(rate: float, random: Random) -> Iterator[float]:
 
 
 def steps(pattern: Sequence[RateStep], random: Random) -> Iterator[float]:
-    """Yield Poisson arrivals at a rate that changes in steps; the pattern repeats."""
+    """Yield Poisson arrival times at a rate that changes in steps; the pattern repeats."""
     for step in pattern:
         if step.rate < 0.0:
             raise TraceError(f"a step's rate cannot be {step.rate}")
@@ -155,13 +154,13 @@ def rate_steps(texts: Iterable[str]) -> tuple[RateStep, ...]:
 def arriving(
     conversations: Iterable[TraceConversation], times: Iterable[float]
 ) -> Iterator[TraceConversation]:
-    """Yield the conversations with new arrival times, in the given order."""
+    """Yield the conversations in the given order, each with the next of `times` as its arrival."""
     for conversation, at in zip(conversations, times, strict=False):
         yield replace(conversation, arrival_s=round(at, 6))
 
 
 def parse(text: str, random: Random) -> Iterator[float]:
-    """Return the arrivals of `poisson:RATE`, `gamma:RATE:CV` or `steps:RATE*SECONDS,RATE*SECONDS,…`."""
+    """Return the arrival times for `poisson:RATE`, `gamma:RATE:CV` or `steps:RATE*SECONDS,RATE*SECONDS,…`."""
     kind, _, rest = text.partition(":")
     try:
         if kind == "poisson":
@@ -189,9 +188,9 @@ def paper(count: int, rate: float, seed: int = 0, mix: SweBench | None = None) -
 
 
 def saturating(count: int, prefill_seconds: Callable[[int], float], seed: int = 0) -> Trace:
-    """Return SWE-bench-like conversations spaced so that one prefiller is exactly full."""
+    """Return SWE-bench-like conversations whose arrivals keep one prefiller exactly full."""
     found = tuple(swe_bench_conversations(count, seed))
-    # Each arrives when the prefiller has just finished the one before: full, no queue.
+    # A conversation arrives when the prefiller has just finished the previous one: it is full, with no queue.
     times = accumulate((prefill_seconds(one.turns[0].appended_tokens) for one in found), initial=0.0)
     return _trace("swe-bench, prefiller exactly full", seed, iter(found), times)
 
@@ -218,12 +217,12 @@ def _trace(what: str, seed: int, found: Iterator[TraceConversation], times: Iter
 
 @dataclass(frozen=True, slots=True)
 class Scale:
-    """Factors of a change. A rate of 2 halves every gap between arrivals, so the pattern stays."""
+    """Factors by which `scale` changes conversations. A rate of 2 halves every gap between arrivals."""
 
     rate: float = 1.0
     lengths: float = 1.0
     waits: float = 1.0
-    wait_cap_s: float = float("inf")  # after scaling: people who come back the next day
+    wait_cap_s: float = float("inf")  # longest wait after scaling, for people who come back the next day
 
 
 def scale(conversations: Iterable[TraceConversation], by: Scale) -> Iterator[TraceConversation]:
@@ -238,7 +237,7 @@ def scale(conversations: Iterable[TraceConversation], by: Scale) -> Iterator[Tra
 
 
 def _turns(turns: tuple[TraceTurn, ...], by: Scale) -> Iterator[TraceTurn]:
-    """Scale turns. A turn that continued the whole context still does; else its cached part scales too."""
+    """Scale turns. A turn that continues the whole context still does; another turn's cached part scales."""
     old_context = new_context = new_largest = 0
     for index, turn in enumerate(turns):
         whole = index > 0 and turn.cached_tokens == old_context
@@ -267,7 +266,7 @@ def _tokens(count: int, factor: float) -> int:
 def fit(
     conversations: Iterable[TraceConversation], max_context: int, max_turns: int | None = None
 ) -> Iterator[TraceConversation]:
-    """Cut each conversation before the first turn that does not fit; drop it if that is its first turn."""
+    """Cut each conversation before the first turn that does not fit. If no turn fits, leave it out."""
     for conversation in conversations:
         kept: list[TraceTurn] = []
         for turn in conversation.turns[:max_turns]:

@@ -1,6 +1,4 @@
-"""Plans a fleet: bounds from the inequalities, then engines and power caps from simulations of the elastic
-rule.
-"""
+"""Plans a fleet: inequalities bound its size, simulations of the elastic rule choose engines and caps."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
@@ -33,7 +31,7 @@ class Measured:
 def measure(
     found: Sequence[TraceConversation], decoder: EngineProfile, park_after_s: float, large: int
 ) -> Measured:
-    """Return means over conversations, with the service times of an unloaded engine of this profile."""
+    """Return means over the conversations, with the service times of an unloaded engine of this profile."""
     if not found:
         raise TraceError("the trace has no conversations to plan for: none, or none that fits a decoder")
     first = decoder_tokens = lifetime = active = peak = 0.0
@@ -56,7 +54,7 @@ def measure(
 
 
 def _seconds(engine: EngineProfile, prompt: int, uncached: int, output: int) -> float:
-    """Return the seconds of a turn alone: first its appended tokens, then one token per iteration."""
+    """Return how long a turn takes alone: its uncached prompt, then one iteration for each output token."""
     model = engine.latency
     decode = output * (
         model.constant + model.per_token + model.per_request + _per_read(model) * (prompt + output / 2)
@@ -70,7 +68,10 @@ def _per_read(model: LatencyModel) -> float:
 
 
 def capacity_of(prefiller: EngineProfile, decoder: EngineProfile, means: Means) -> Capacity:
-    """Return T_p at the mean prompt, and T_d when the decoder's KV is full of conversations at their peak."""
+    """Return a prefiller's tokens/s at the mean prompt, and the tokens/s and KV of a full decoder.
+
+    A full decoder holds as many conversations as fit at their peak.
+    """
     prompt = max(1, round(means.first_turn_tokens))
     model = decoder.latency
     slots = max(1.0, decoder.kv_tokens / means.peak_kv_tokens)
@@ -79,9 +80,9 @@ def capacity_of(prefiller: EngineProfile, decoder: EngineProfile, means: Means) 
     return Capacity(prompt / prefill_seconds(prefiller, prompt), slots / iteration, decoder.kv_tokens)
 
 
-CAPS = (5 / 6, 2 / 3)  # of the power limit, where none are given
-AS_WELL = 1.05  # in every figure
-REACHABLE = 1.25  # of what first turns take alone: no number of engines holds less
+CAPS = (5 / 6, 2 / 3)  # default power caps, as shares of the power limit
+AS_WELL = 1.05  # how much worse each figure of a fleet may be that does as well as another
+REACHABLE = 1.25  # least TTFT to plan for, over that of a first turn alone: no fleet meets a lower target
 
 
 @dataclass(frozen=True, slots=True)
@@ -91,7 +92,7 @@ class PlanRequest:
     large_append: int = LARGE_APPEND_TOKENS
     caps_w: tuple[float, ...] = ()
     ttft_s: float = DEFAULT_TARGETS.ttft_s
-    tbt_s: float = DEFAULT_TARGETS.tbt_s  # what engines hold running turns to
+    tbt_s: float = DEFAULT_TARGETS.tbt_s  # TBT target of running turns
 
 
 @dataclass(frozen=True, slots=True)
@@ -111,7 +112,7 @@ class Candidate:
     holds: bool
 
     def does_as_well_as(self, other: "Candidate") -> bool:
-        """Compare figures, with the tolerance `AS_WELL`. A figure that the other lacks is ignored."""
+        """Return whether each figure is at most `AS_WELL` times the other's; unknown figures are ignored."""
         mine, theirs = (
             (one.first_ttft_p95_s, one.later_ttft_p95_s, one.e2e_p95_s, one.joules_per_conversation)
             for one in (self, other)
@@ -126,7 +127,7 @@ class FleetPlan:
     pinned: Provision  # the paper's rule: KV on the decoder for life
     parked: Provision
     conversations: int  # simulated
-    too_large: int  # left out: they outgrow a decoder
+    too_large: int  # conversations left out because they outgrow a decoder
     ttft_s: float  # TTFT that was planned for
     elastic: Candidate
     without_prefillers: Candidate  # a fleet with as many engines
@@ -188,7 +189,7 @@ class FleetPlanner:
         )
 
     def smallest(self, bound: Provision) -> tuple[Candidate, Candidate]:
-        """Return the best split of the fewest engines that meet the targets, and as many without roles."""
+        """Return the best split of the fewest engines that suffice, and as many without prefillers."""
         asked = bound.prefillers + bound.decoders
         least, most = max(1, int(bound.load.prefill * bound.prefillers), int(bound.by_memory)), asked * 3 // 2
         found = self._splits(most, bound)
@@ -205,8 +206,8 @@ class FleetPlanner:
     def _splits(self, engines: int, bound: Provision) -> list[Candidate]:
         """Play all splits of `engines` engines, starting with the one without prefillers.
 
-        The others have about as many prefillers as compute all first turns, and, because decoders help,
-        a half and a quarter of these.
+        The other splits have about as many prefillers as can compute all first turns, and, because decoders
+        help, a half and a quarter of that number.
         """
         most = bound.prefillers
         counts = sorted({0, most // 4, most // 2, most - 1, most, most + 1})

@@ -1,4 +1,4 @@
-"""Report of replays, alone or several side by side: in a terminal, or as one HTML page."""
+"""Shows the results of one replay, or of several side by side, in a terminal or as one HTML page."""
 
 import io
 from collections.abc import Callable, Sequence
@@ -60,7 +60,7 @@ def share(value: float) -> str:
 
 
 def _change(values: Sequence[float | None]) -> tuple[str, ...]:
-    """Return how the last value differs from the first, if there are two."""
+    """Return a cell with the change from the first to the last value, or none for a single value."""
     if len(values) < 2:
         return ()
     first, last = values[0], values[-1]
@@ -161,7 +161,7 @@ def _work(labels: tuple[str, ...], summaries: Sequence[ReplaySummary], runs: Seq
 
 def _counters(labels: tuple[str, ...], runs: Sequence[Replay]) -> ReportTable:
     names = sorted({name for run in runs for name in run.meters.counters})
-    shown = [name for name in names if not name.endswith("_count")]  # how often a histogram was fed
+    shown = [name for name in names if not name.endswith("_count")]  # number of values of a histogram
     chosen = [name for name in shown if any(part in name for part in COUNTERS)]
     rows = tuple((name, *(count(run.meters.counters.get(name)) for run in runs)) for name in chosen)
     unread = sorted({page for run in runs for page in run.meters.unread})
@@ -222,7 +222,7 @@ def in_flight_over_time(run: Replay) -> tuple[list[float], list[float]]:
 
 
 def tokens_over_time(run: Replay) -> tuple[list[float], list[float]]:
-    """Return tokens per second over time. An answer's tokens are spread evenly over its stream."""
+    """Return times and tokens per second. An answer's tokens are spread evenly over its stream."""
     edges = np.linspace(0.0, max(run.duration_s, 1e-9), SLICES + 1)
     done = np.zeros_like(edges)
     for result in run.conversations:
@@ -257,7 +257,7 @@ body { font: 15px/1.5 system-ui, sans-serif; margin: 2rem auto; max-width: 70rem
 h1 { font-size: 1.5rem; } pre { overflow-x: auto; line-height: 1.35; }
 figure { margin: 1rem 0; background: #fff; padding: .5rem; } figure svg { width: 100%; height: auto; }
 """
-PAGE_COLUMNS = 160  # of the tables on the page, which scrolls sideways where it is narrower
+PAGE_COLUMNS = 160  # width of tables on the page; a narrower window scrolls sideways
 
 
 def page(runs: Sequence[Replay]) -> str:

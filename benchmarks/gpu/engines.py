@@ -93,7 +93,7 @@ async def measure_handover(made: "RunFolder", log: ResultLog) -> None:
 
 
 class RunFolder:
-    """What the engines of a step share: device, model, transfer port and secret."""
+    """Device, model, transfer port and secret, which the engines of a step share."""
 
     def __init__(self, path: Path, device: str) -> None:
         self.path, self.device = path, device

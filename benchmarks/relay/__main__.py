@@ -1,4 +1,4 @@
-"""What a token costs on its way through the gateway, compared with HAProxy, FastAPI and peers' routers.
+"""Measures what a token costs in the gateway, compared with HAProxy, FastAPI and peers' routers.
 
     python -m benchmarks.relay [--quick] [--json FILE] [--peers DIR]
 

@@ -1,4 +1,4 @@
-"""What a hostile tenant costs another tenant of the same fleet.
+"""Measures what a hostile tenant costs another tenant of the same fleet.
 
     python -m benchmarks.tenants [--quick] [--json FILE] [--fleet FILE] [--seed 0] [--attacks each]
 

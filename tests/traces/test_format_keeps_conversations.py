@@ -116,7 +116,7 @@ def test_a_wrong_line_is_refused_by_file_and_number(tmp_path: Path, row: object,
 def test_a_file_of_another_format_is_refused_by_its_first_line(tmp_path: Path) -> None:
     path = tmp_path / "t.jsonl"
     path.write_text('{"timestamp": 0, "input_length": 3}\n')
-    with pytest.raises(TraceError, match=r"t\.jsonl:1: not a trace of ours.*conserve trace import"):
+    with pytest.raises(TraceError, match=r"t\.jsonl:1: not a conserve trace.*conserve trace import"):
         list(read(path))
 
 

@@ -1,4 +1,4 @@
-"""Importers of workloads in other formats. The content of a file decides which importer reads it."""
+"""Imports workloads from other formats. The content of a file decides which importer reads it."""
 
 from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
@@ -25,7 +25,7 @@ def detect(path: Path) -> Importer:
 
 
 def import_files(paths: Sequence[Path], kind: str | None = None) -> Trace:
-    """Return the conversations of files, and of all files in folders, in order of arrival."""
+    """Return the conversations of all given files, and of all files in given folders, by arrival."""
     if kind is not None and kind not in IMPORTERS:
         raise TraceError(f"no importer is called {kind!r}; there are {', '.join(IMPORTERS)}")
     files = list(_files(paths))

@@ -1,10 +1,10 @@
-"""Agents' conversations: condensed files, recordings of kv-cache-tester, trajectories of SWE-agent.
+"""Imports agents' conversations: condensed files, recordings of kv-cache-tester, trajectories of SWE-agent.
 
-Condensed: one conversation a line, cached tokens already counted. kv-cache-tester's own files, and AgentX's
-data sets, which are such recordings: one a file or a line, prompts as ids of 64-token blocks, sub-agents
-nested. SWE-agent's and mini-SWE-agent's files hold texts and, in `info.model_stats`, how many tokens were
-sent and received in all: lengths in characters are divided by the ratio that makes these totals come out;
-without them, by `CHARS_PER_TOKEN`.
+A condensed file has one conversation a line, with cached tokens already counted. Recordings are
+kv-cache-tester's own files and AgentX's data sets. They have one recording a file or a line, prompts as ids
+of 64-token blocks, and nested sub-agents. Trajectories of SWE-agent and mini-SWE-agent have texts and, in
+`info.model_stats`, how many tokens were sent and received in all. Lengths in characters are divided by the
+ratio that gives these totals, or without totals by `CHARS_PER_TOKEN`.
 """
 
 from collections import Counter
@@ -20,7 +20,7 @@ from traces import TraceError
 from traces.format import TraceConversation, TraceHeader, TraceTurn, TurnEnding
 from traces.importers.source import Importer, document, is_one_a_line, plain_name, rows
 
-ENDINGS = {  # any other stop reason, or none, is of a stream that nobody saw end
+ENDINGS = {  # any other stop reason, or none, means that the end of the stream was not recorded
     "tool_use": TurnEnding.TOOL_USE,
     "end_turn": TurnEnding.END_OF_TURN,
     "stop_sequence": TurnEnding.END_OF_TURN,
@@ -38,7 +38,7 @@ CONDENSED_HEADER = TraceHeader(
 
 
 def model_class(models: Iterator[str]) -> str:
-    """Return the class of model that most requests use; a few requests use a smaller one, for a title."""
+    """Return the model class of most requests. A few requests use a smaller model, to make a title."""
     counts = Counter(next((name for name in CLASSES if name in model), model) for model in models)
     return counts.most_common(1)[0][0] if counts else ""
 
@@ -46,8 +46,8 @@ def model_class(models: Iterator[str]) -> str:
 def wait(think_s: float, gap_s: float, served_s: float | None) -> float:
     """Return the tool or human time before a turn that began `gap_s` after the previous turn.
 
-    Where the answer before was not timed, the source's think time counts from the last timed answer: it may
-    be longer than the whole gap, which then bounds it.
+    If the previous answer was not timed, the source's think time counts from the last timed answer. It may
+    then be longer than the whole gap, and is limited to it.
     """
     if served_s is not None and served_s + think_s <= gap_s + CLOCK_STEP_S:
         return think_s
@@ -107,13 +107,13 @@ def _leading_known(blocks: list[int], known: set[int]) -> int:
 def _condensed(
     requests: list[dict[str, Any]], block_tokens: int, known: set[int]
 ) -> Iterator[dict[str, Any]]:
-    """Yield requests in the form of condensed files. Their blocks are added to `known`."""
+    """Yield requests in the form of condensed files, and add their blocks to `known`."""
     for request, before, following in zip(requests, [None, *requests], [*requests[1:], None], strict=False):
         blocks = request.get("hash_ids") or []
         cached = _leading_known(blocks, known) * block_tokens
         known.update(blocks)
         gap = request["t"] - before["t"] if before else 0.0
-        # Where no stop reason was recorded, a tool result that comes next shows what it was.
+        # If no stop reason was recorded, a tool result in the next request shows that a tool was called.
         answered = following is not None and "tool_result" in following.get("input_types", ())
         yield {
             "t": request["t"],
@@ -135,7 +135,7 @@ def _recorded(
     known: set[int],
     absolute: bool,
 ) -> Iterator[TraceConversation]:
-    """Yield the conversation of a file, then its sub-agents; with `absolute` their times are on its clock."""
+    """Yield a recorded conversation, then its sub-agents. With `absolute`, all times are on one clock."""
     requests = [entry for entry in entries if entry["type"] != "subagent"]
     inherited = frozenset(known)
     if requests:
@@ -157,7 +157,7 @@ def _recorded(
 
 
 def _delays(entries: list[dict[str, Any]]) -> Iterator[float]:
-    """Yield the time from each sub-agent's start to each of its entries, as if both were on one clock."""
+    """Yield how long after its start each entry of a sub-agent is, if both times are on one clock."""
     for agent in entries:
         if agent["type"] == "subagent":
             inner = agent.get("requests") or []
@@ -196,7 +196,7 @@ RECORDING = Importer(
 
 
 CHARS_PER_TOKEN = 3.6  # English and code under current byte-pair vocabularies: 3 to 4
-PLAUSIBLE = (1.5, 12.0)  # a ratio outside means the totals are of something else (retries, another tokenizer)
+PLAUSIBLE = (1.5, 12.0)  # outside, the totals count something else, such as retries
 
 TRAJECTORY_HEADER = TraceHeader(
     source="SWE-agent trajectories",
@@ -208,11 +208,11 @@ TRAJECTORY_HEADER = TraceHeader(
 
 @dataclass(frozen=True, slots=True)
 class _Call:
-    """Call of the model, with its texts."""
+    """Call of the model: the texts of its prompt and answer, and the time of the tool after it."""
 
     prompt: tuple[str, ...]  # messages
     answer: str
-    tool_s: float  # time its action took
+    tool_s: float  # how long the action that the answer asked for took
 
 
 def _text(message: dict[str, Any]) -> str:
@@ -231,7 +231,7 @@ def _from_queries(steps: Sequence[dict[str, Any]]) -> Iterator[_Call]:
 
 
 def _from_messages(messages: Sequence[dict[str, Any]], steps: Sequence[dict[str, Any]]) -> Iterator[_Call]:
-    """Yield the calls of older files and mini-SWE-agent, where an assistant message answers all before it."""
+    """Yield the calls of older files and of mini-SWE-agent: each assistant message answers all before it."""
     shown: list[str] = []
     times = [float(step.get("execution_time") or 0.0) for step in steps]
     for message in messages:
@@ -254,7 +254,7 @@ def _ratio(characters: int, tokens: float | None) -> float:
 
 
 def _common(before: Sequence[str], now: Sequence[str]) -> int:
-    """Return how many characters of whole leading messages two prompts share."""
+    """Return how many characters two prompts share in whole messages at their beginning."""
     pairs = zip(before, now, strict=False)
     return sum(len(new) for _, new in takewhile(lambda pair: pair[0] == pair[1], pairs))
 

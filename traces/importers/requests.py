@@ -1,9 +1,10 @@
-"""Request traces: Azure's (a request is a conversation with one turn) and Mooncake's (rebuilt from hashes).
+"""Imports request traces of Azure and Mooncake.
 
-A hash of Mooncake's names a block *and everything before it*, so two prompts share exactly the blocks whose
-hashes they share. A request goes on with a conversation when its prompt contains every full block of that
-conversation's latest prompt. When it leaves a known prompt earlier, it is a new conversation with the older
-one as parent.
+Azure's trace does not say which requests belong together, so each is a conversation of one turn. Mooncake's
+conversations are rebuilt from hashes. A hash names a block *and everything before it*, so two prompts share
+exactly the blocks whose hashes they share. A request continues a conversation if its prompt contains every
+full block of the conversation's latest prompt. If it shares only earlier blocks, it begins a new conversation
+with the older conversation as parent.
 """
 
 import csv
@@ -51,7 +52,7 @@ AZURE = Importer("azure-2023", "Azure 2023 inference traces (CSV)", AZURE_HEADER
 
 ROW = {"timestamp", "input_length", "output_length", "hash_ids"}
 BLOCK_TOKENS = 512
-# A block that more of the requests begin with is the service's own prompt, not a conversation.
+# A block that more than this share of the requests have belongs to the service's system prompt.
 SYSTEM_SHARE = 0.05
 
 MOONCAKE_HEADER = TraceHeader(

@@ -1,4 +1,4 @@
-"""Interface of an importer, and functions that read files of a still unknown format."""
+"""Defines the interface of an importer, and reads files whose format is not known yet."""
 
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
@@ -13,7 +13,7 @@ from traces.format import TraceConversation, TraceHeader, open_text
 
 @dataclass(frozen=True, slots=True)
 class Importer:
-    """Reader of one kind of file, which is recognised by its fields."""
+    """Reader of one file format. It recognises the format by the fields of a file."""
 
     name: str
     summary: str
@@ -26,7 +26,7 @@ class Importer:
 
 
 def fields_of(path: Path) -> list[str]:
-    """Return the fields of the object in the first line or in the whole file, or a table's columns."""
+    """Return the fields of the JSON object in a file or in its first line, or the columns of a table."""
     with open_text(path) as lines:
         first = lines.readline()
         if not first.lstrip().startswith("{"):

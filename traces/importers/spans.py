@@ -1,9 +1,10 @@
-"""Agents' traces as OpenTelemetry spans with the GenAI conventions' attributes: what collectors write, our
-own gateways' spans, and data sets with one session's spans a line (Exgentic's).
+"""Imports OpenTelemetry spans with the attributes of the GenAI conventions.
 
-Calls of a model are grouped by `gen_ai.conversation.id`, else by trace. Where a span has its messages, they
-say what a call shares with those before it, and a call that goes on from none is a conversation of its own;
-where it has none, a prompt that is not shorter than the one before is taken to begin with all that was left.
+Collectors and our gateways write such spans, and Exgentic's data sets have the spans of one session a line.
+Calls of a model are grouped by `gen_ai.conversation.id`, or by trace without that attribute. If spans have
+messages, a call continues the conversation with which its prompt shares most, at least half of the messages;
+otherwise it begins a conversation. Without messages, a prompt that is not shorter than the previous prompt is
+taken to begin with the previous prompt and its answer.
 """
 
 from collections import defaultdict, deque
@@ -31,7 +32,7 @@ OUTPUT = ("gen_ai.usage.output_tokens", "gen_ai.usage.completion_tokens")
 SESSION = ("gen_ai.conversation.id", "session.id")
 MODEL = ("gen_ai.request.model", "gen_ai.response.model")
 _SCALES = ((1e16, 1e9), (1e14, 1e6), (1e11, 1e3))  # nanoseconds, microseconds, milliseconds; else seconds
-MOST_OPEN = 64  # conversations of a session that a call may go on from
+MOST_OPEN = 64  # how many conversations of a session a call may continue
 ENDINGS = {
     **dict.fromkeys(("tool_calls", "tool_call", "tool_use"), TurnEnding.TOOL_USE),
     **dict.fromkeys(("stop", "end_turn", "completed"), TurnEnding.END_OF_TURN),
@@ -49,7 +50,7 @@ class ModelCall:
     output_tokens: int
     model: str
     ending: TurnEnding
-    messages: tuple[bytes, ...]  # messages of the prompt; none where the span has none
+    messages: tuple[bytes, ...]  # messages of the prompt; empty if the span has none
 
 
 def read_spans(path: Path) -> Iterator[TraceConversation]:
@@ -130,7 +131,7 @@ def _first(fields: Mapping[str, Any], names: Iterable[str]) -> Any:
 
 
 def _attributes(found: Any) -> dict[str, Any]:
-    """Return attributes as plain data; OTLP encodes them as a list of keys and typed values."""
+    """Return a span's attributes as a dictionary. OTLP encodes them as a list of keys and typed values."""
     if isinstance(found, Mapping):
         return dict(found)
     return {one["key"]: _value(one.get("value") or {}) for one in found}
@@ -165,7 +166,7 @@ def _ending(attributes: Mapping[str, Any]) -> TurnEnding:
 
 @dataclass(slots=True)
 class _Chain:
-    """Calls that continue one another, and how many tokens of each prompt were known."""
+    """Calls that continue one another, with the number of known tokens of each prompt."""
 
     calls: list[ModelCall]
     cached: list[int]
@@ -173,7 +174,7 @@ class _Chain:
 
 def _chains(calls: Sequence[ModelCall]) -> list[_Chain]:
     chains: list[_Chain] = []
-    # By the messages that a call shares at least with what it goes on from.
+    # By the first messages, which a call shares at least with the chain that it continues.
     open_: dict[tuple[bytes, ...], deque[_Chain]] = defaultdict(lambda: deque(maxlen=MOST_OPEN))
     for call in calls:
         known = open_[call.messages[:2]]
@@ -190,13 +191,13 @@ def _chains(calls: Sequence[ModelCall]) -> list[_Chain]:
 
 
 def _share(chain: _Chain, call: ModelCall) -> float:
-    """Return the share of a call's prompt that is known from the chain's last call and its answer.
+    """Return how much of a call's prompt is known from the chain's last call and its answer, as a share.
 
-    The share is 0 for a call of another conversation; a common system prompt makes no conversation.
+    The share is 0 for a call of another conversation, even if both have the same system prompt.
     """
     last = chain.calls[-1]
     if call.began_s < last.ended_s:
-        return 0.0  # it does not know the answer
+        return 0.0  # the prompt does not contain the last call's answer
     if not call.messages:
         left = last.prompt_tokens + last.output_tokens
         goes_on = call.prompt_tokens >= last.prompt_tokens

@@ -1,6 +1,6 @@
 """Client of an OpenAI endpoint: streamed chat completions with every arrival timed, and token counts.
 
-Raw aiohttp: a client library would time itself.
+It uses aiohttp directly, because the time that a client library takes would be measured, too.
 """
 
 import asyncio
@@ -30,19 +30,19 @@ class ToolStyle(StrEnum):
 @dataclass(frozen=True, slots=True)
 class ReplayOptions:
     url: str  # up to and without /v1
-    model: str = ""  # empty: the first the endpoint lists
+    model: str = ""  # empty: the first model that the endpoint lists
     api_key: str = ""
     dialect: Dialect = Dialect.VLLM
     tools: ToolStyle = ToolStyle.CALLS
-    max_conversations: int = 256  # in flight; later ones start late, which is counted
-    time_limit_s: float = 600.0  # limit of the replay: what is not done then is reported as unfinished
+    max_conversations: int = 256  # most in flight; further conversations start late, which is counted
+    time_limit_s: float = 600.0  # limit of the replay; conversations not done by then count as unfinished
     request_timeout_s: float = 300.0
     retries: int = 8  # retries of a turn that was refused with 429 or 503
     probes: int = 3  # conversations played alone first, to know the unloaded latency; 0: no SLO
     slo_factor: float = 5.0
     conversation_header: str = ""  # send the conversation's id in this header; agents do not
-    metrics_urls: tuple[str, ...] = ()  # besides the endpoint's own /metrics: the engines'
-    salt: str = "0"  # another salt, other texts: nothing in a cache from the run before
+    metrics_urls: tuple[str, ...] = ()  # metrics pages to read besides the endpoint's, such as the engines'
+    salt: str = "0"  # another salt gives other texts, which no cache has from an earlier run
 
 
 VOCABULARY = (
@@ -75,7 +75,7 @@ def text(stream: str, characters: int) -> str:
 
 Clock = Callable[[], float]
 Message = dict[str, Any]
-RETRY_AFTER_S = 1.0  # where a refusal does not say when to come back
+RETRY_AFTER_S = 1.0  # used if a refusal does not say when to come back
 
 
 class Refused(ReplayError):
@@ -98,7 +98,7 @@ class TimedAnswer:
     finish_reason: str = ""
     prompt_tokens: int | None = None
     completion_tokens: int | None = None
-    cached_tokens: int | None = None  # where the endpoint says so
+    cached_tokens: int | None = None  # None if the endpoint does not report it
 
 
 class ChatClient:
@@ -140,7 +140,7 @@ class ChatClient:
                         if line.startswith(b"data:") and self._take(line[5:].strip(), answer):
                             break
         except TimeoutError as error:
-            raise ReplayError(f"no end of the answer within {self._options.request_timeout_s} s") from error
+            raise ReplayError(f"no complete answer within {self._options.request_timeout_s} s") from error
         except (aiohttp.ClientError, ValueError) as error:
             raise ReplayError(f"{type(error).__name__}: {error}") from error
         if not answer.finish_reason:
@@ -150,7 +150,7 @@ class ChatClient:
         return answer
 
     def _take(self, data: bytes, answer: TimedAnswer) -> bool:
-        """Add an event to the answer; return True if it was the last."""
+        """Add an event to the answer; return whether it was the last event."""
         if data == b"[DONE]":
             return True
         event = orjson.loads(data)
@@ -207,11 +207,11 @@ TIMEOUT = aiohttp.ClientTimeout(total=30.0)
 
 @dataclass(frozen=True, slots=True)
 class Calibration:
-    """Characters per token of the served tokenizer, and what the chat template adds."""
+    """Characters per token of the endpoint's tokenizer, and tokens that its chat template adds."""
 
     chars_per_token: float
-    opening_tokens: int  # the template's part of a first prompt
-    exchange_tokens: int  # what the template adds for an answer and the message after it
+    opening_tokens: int  # tokens that the template adds to a first prompt
+    exchange_tokens: int  # tokens that the template adds for an answer and the message after it
     source: str  # "tokenize" or "usage"
 
     def characters(self, tokens: float) -> int:
@@ -223,7 +223,7 @@ def _user(characters: int) -> Message:
 
 
 def _exchange(tools: ToolStyle) -> list[Message]:
-    """Return an answer and the message after it, like most turns of an agent."""
+    """Return an answer and the message that follows it, as in most turns of an agent."""
     if tools is ToolStyle.TEXT:
         return [{"role": "assistant", "content": "yes"}, _user(SHORT)]
     result = {"role": "tool", "tool_call_id": "call_0", "content": text("calibration", SHORT)}
@@ -238,7 +238,7 @@ def tool_call(index: int) -> Message:
 async def calibrate(
     session: aiohttp.ClientSession, url: str, client: ChatClient, tools: ToolStyle
 ) -> Calibration:
-    """Measure with the endpoint's /tokenize if it has one, otherwise with the usage of requests."""
+    """Measure the calibration with the endpoint's /tokenize, or else with the usage of short requests."""
     short, long = [_user(SHORT)], [_user(LONG)]
     pair = [_user(SHORT), *_exchange(tools)]
     counted = [await _tokenize(session, url, client.model, messages) for messages in (short, long, pair)]

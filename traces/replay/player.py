@@ -1,4 +1,4 @@
-"""Player of one conversation, in the way of its agent: ask, wait, run the tool, append, continue."""
+"""Plays one conversation as its agent would: ask, wait for the tool, append its result, and ask again."""
 
 import asyncio
 import logging
@@ -21,7 +21,7 @@ from traces.replay.client import (
 )
 from traces.replay.results import ConversationResult, PlayOutcome, TurnResult
 
-BLOCK_SLACK = 128  # sources count cached tokens in whole blocks: a little less than everything is everything
+BLOCK_SLACK = 128  # sources count cached tokens in whole blocks, so a few tokens less still mean everything
 
 
 @dataclass(slots=True)
@@ -31,10 +31,10 @@ class _Piece:
 
 
 class Dialogue:
-    """The messages of a conversation as an agent would send them, sized to the trace's tokens.
+    """The messages of a conversation as an agent would send them, with as many tokens as the trace says.
 
     Sizes correct themselves: each answer says how many tokens the prompt really had, and the next message
-    makes up the difference, so errors of the character estimate do not add up over a conversation.
+    makes up the difference. So errors of the character estimate do not add up over a conversation.
     """
 
     def __init__(
@@ -46,9 +46,9 @@ class Dialogue:
         self._name = f"{salt}/{conversation.id}"
         self._root = f"{salt}/{root}"
         self._pieces: list[_Piece] = []
-        self._prompt_tokens = 0.0  # of the latest prompt, as counted by the endpoint where it says
+        self._prompt_tokens = 0.0  # of the latest prompt, by the endpoint's count if it has one
         self._answer_tokens = 0.0
-        self.retained_tokens = 0  # of the latest prompt: what a server that forgets nothing has already
+        self.retained_tokens = 0  # of the latest prompt, those that a server that forgets nothing has
 
     def prompt(self, index: int) -> list[Message]:
         """Return the messages of turn `index`. All earlier turns must have been answered."""
@@ -81,7 +81,7 @@ class Dialogue:
         self._pieces.append(_Piece(message, self._answer_tokens))
 
     def _open(self, turn: TraceTurn) -> None:
-        """Begin a conversation. A child begins with as many of its parent's first words as the trace says."""
+        """Make the first message. A child's begins with as many of its parent's words as the trace says."""
         wanted = turn.prompt_tokens - self._sizes.opening_tokens
         shared = self._sizes.characters(turn.cached_tokens) if turn.cached_tokens else 0
         own = max(1, self._sizes.characters(wanted) - shared)
@@ -102,7 +102,7 @@ class Dialogue:
         return _Piece(message, tokens + self._sizes.exchange_tokens)
 
     def _break_off(self, index: int, turn: TraceTurn) -> None:
-        """Keep what is still cached after the prefix broke (by compaction, for example), and continue."""
+        """Keep the cached beginning of a prompt whose rest changed (by compaction, say), and add new text."""
         kept: list[_Piece] = []
         left = float(turn.cached_tokens - self._sizes.opening_tokens)
         tail = ""
@@ -137,7 +137,7 @@ log = logging.getLogger("conserve.traces.replay")
 
 
 class Player:
-    """Plays a conversation. Its results stay available after a time limit has stopped it."""
+    """Plays a conversation. Its results so far stay available if a time limit stops it."""
 
     def __init__(
         self,
@@ -197,8 +197,9 @@ class Player:
         )
 
     async def _ask(self, messages: list[Message], output_tokens: int) -> tuple[TimedAnswer, int]:
-        """Send a request until it is answered. A refused turn waits as long as it is told to, and that time
-        counts.
+        """Send a request until it is answered; return the answer, and how often it was refused before.
+
+        A refused turn waits as long as the refusal says, and that time counts.
         """
         refusals = 0
         while True:

@@ -1,4 +1,4 @@
-"""Results of a replay: each turn, the unloaded latency for comparison, their figures, and their file.
+"""Results of a replay: each turn, the unloaded latency for comparison, the figures, and the JSON file.
 
 Times are seconds by the client's clock, since the replay began.
 """
@@ -29,20 +29,20 @@ class PlayOutcome(StrEnum):
     DONE = "done"
     FAILED = "failed"  # an error ended it; `error` says which
     UNFINISHED = "unfinished"  # the time limit came first
-    NOT_STARTED = "not_started"  # it came even before the arrival, or no slot was free
+    NOT_STARTED = "not_started"  # the time limit came before the arrival, or before a slot was free
 
 
 @dataclass(frozen=True, slots=True)
 class TurnResult:
-    ending: TurnEnding  # what the trace says of it
-    wait_s: float  # tool or human time before it
-    asked_s: float  # when it was first sent
-    ttft_s: float  # from then to the first text, refused attempts included
+    ending: TurnEnding  # how the turn ends in the trace
+    wait_s: float  # tool or human time before the turn
+    asked_s: float  # when the request was first sent
+    ttft_s: float  # from `asked_s` to the first text, refused attempts included
     answered_s: float  # when the last text came
     prompt_tokens: int
     new_tokens: int  # tokens of the prompt that nobody can have cached
     output_tokens: int
-    cached_tokens: int | None  # what the endpoint says it had, where it says so
+    cached_tokens: int | None  # cached tokens by the endpoint's report; None if it has none
     longest_gap_s: float  # between two pieces of text
     refusals: int
 
@@ -75,7 +75,7 @@ class ConversationResult:
 
     @property
     def served_ttfet_s(self) -> float | None:
-        """Return the time to the first effective token, without the time of tools and people."""
+        """Return the time to the first effective token (TTFET), without the time of tools and people."""
         whole = self.ttfet_s
         if whole is None:
             return None
@@ -99,7 +99,7 @@ class ConversationResult:
 
 @dataclass(frozen=True, slots=True)
 class Unloaded:
-    """Time of a turn when nothing else runs, fitted to probes that were played alone.
+    """Latency of a turn when nothing else runs, fitted to probes that were played alone.
 
     ttft = fixed + per_token * new + per_product * new * (retained + new / 2)
     tbt = step + per_context * context
@@ -137,7 +137,7 @@ class MeterReading:
 
     counters: dict[str, float] = field(default_factory=dict)
     joules: float | None = None
-    unread: tuple[str, ...] = ()  # addresses that did not answer, and why
+    unread: tuple[str, ...] = ()  # addresses that could not be read, each with the reason
 
 
 @dataclass(frozen=True, slots=True)
@@ -162,7 +162,7 @@ PROBE_TURNS = 4
 
 
 def probes(conversations: Sequence[TraceConversation], count: int) -> list[TraceConversation]:
-    """Return the beginnings of conversations with small to large first turns, without waits."""
+    """Return `count` probes: beginnings of conversations with small to large first turns, without waits."""
     by_size = sorted(conversations, key=lambda c: (c.turns[0].prompt_tokens, c.id))
     if not by_size or count < 1:
         return []
@@ -186,8 +186,8 @@ def probes(conversations: Sequence[TraceConversation], count: int) -> list[Trace
 def fit(played: Sequence[ConversationResult]) -> Unloaded:
     """Fit the unloaded latency to probes.
 
-    TTFT is fitted by relative errors, so that no probe counts more for being slow. TBT is fitted by the time
-    of whole answers, since the gaps of an answer of few tokens say more about buffers than about the engine.
+    TTFT is fitted by relative errors, so that slow probes do not count more. TBT is fitted by the time of
+    whole answers, because the gaps of a short answer say more about buffers than about the engine.
     """
     turns = [turn for conversation in played for turn in conversation.turns]
     spoken = [turn for turn in turns if turn.tbt_s]
@@ -249,13 +249,13 @@ class ReplaySummary:
     outcomes: dict[str, int]
     errors: dict[str, int]  # message -> how often, the most frequent ones
     refusals: int
-    late_starts: int  # no slot was free at their arrival
+    late_starts: int  # conversations that found no free slot at their arrival
     turns: int
     prompt_tokens: int
     new_tokens: int
     output_tokens: int
     reported_cached_tokens: int | None
-    recomputed_tokens: int | None  # retained by the trace, yet not cached by the endpoint's own account
+    recomputed_tokens: int | None  # known from earlier turns, but not cached by the endpoint's report
     output_tokens_per_s: float
     conversations_per_s: float
     output_tokens_per_joule: float | None
@@ -312,7 +312,7 @@ def _spreads(results: Sequence[ConversationResult], turns: Sequence[TurnResult])
 
 
 def _objectives(run: Replay) -> dict[str, Objective]:
-    """Compare latencies with their objectives, without the time of tools and people."""
+    """Return each objective, judged on latencies without the time of tools and people."""
     alone = run.unloaded
     if alone is None:
         return {}

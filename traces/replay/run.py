@@ -1,4 +1,4 @@
-"""Run of a replay: calibrate, probe, play every conversation, read counters."""
+"""Runs a replay: calibrates, plays probes, plays every conversation, and reads counters."""
 
 import asyncio
 import logging
@@ -26,7 +26,7 @@ from traces.replay.results import (
     probes,
 )
 
-WINDOW_S = 10.0  # of the live rate
+WINDOW_S = 10.0  # time over which the progress bar's rate is computed
 
 
 class ReplayWatcher:
@@ -39,7 +39,7 @@ class ReplayWatcher:
 
 
 class ProgressBar(ReplayWatcher, Progress):
-    """A progress bar: conversations done, in flight and failed, and the rate of the last seconds."""
+    """Progress bar with the conversations done, in flight and failed, and the rate of the last seconds."""
 
     def __init__(self, console: Console) -> None:
         state = TextColumn("{task.fields[state]}")
@@ -83,7 +83,7 @@ TIMEOUT = aiohttp.ClientTimeout(total=10.0)
 
 
 async def read_counters(session: aiohttp.ClientSession, urls: Sequence[str]) -> MeterReading:
-    """Read the counters of metrics pages, summed over labels and pages."""
+    """Return the counters of metrics pages, summed over labels and pages."""
     counters: dict[str, float] = {}
     unread: list[str] = []
 
@@ -128,9 +128,7 @@ async def replay(
     stop: asyncio.Event | None = None,
     clock: Clock = time.monotonic,
 ) -> Replay:
-    """Play `conversations`, sorted by arrival, until all are done, the time limit is reached or `stop` is
-    set.
-    """
+    """Play `conversations`, sorted by arrival, until all are done, time is up, or `stop` is set."""
     headers = {"Authorization": f"Bearer {options.api_key}"} if options.api_key else {}
     connector = aiohttp.TCPConnector(limit=0)
     timeout = aiohttp.ClientTimeout(total=None)
@@ -163,13 +161,13 @@ async def replay(
 
 
 def _recorded_options(options: ReplayOptions) -> dict[str, str | float | int | bool]:
-    """Return the options for the record, without the key and without what the record has elsewhere."""
+    """Return the options to write with the results, without the key and what the results have elsewhere."""
     elsewhere = {"url", "model", "api_key", "probes", "slo_factor", "metrics_urls"}
     return {name: value for name, value in asdict(options).items() if name not in elsewhere}
 
 
 class _Run:
-    """Conversations in flight. Each starts at its arrival, or later when a slot is free."""
+    """Conversations of a replay. Each starts at its arrival, or later when a slot is free."""
 
     def __init__(
         self,
@@ -195,7 +193,7 @@ class _Run:
             return None
         self._watcher.phase("unloaded latency", len(chosen))
         played: list[ConversationResult] = []
-        # Words of its own: a probe must find no cache.
+        # Another id gives other words, so that no probe finds the warm-up in a cache.
         first = replace(chosen[0], id=f"warm-up-{chosen[0].id}")
         warm_up = await self._player(first).play()
         if warm_up.outcome is not PlayOutcome.DONE:

@@ -1,1 +1,1 @@
-"""Discrete-event simulation of a fleet, in which the product's own classes place turns."""
+"""Simulates a fleet, event by event, with the product's own classes placing turns."""

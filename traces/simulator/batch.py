@@ -1,4 +1,4 @@
-"""Batch of a simulated engine: decoding turns many iterations at a time, and the gaps between tokens."""
+"""Advances the decoding turns of a simulated engine many iterations at a time, and counts token gaps."""
 
 from __future__ import annotations
 
@@ -13,14 +13,14 @@ from traces.simulator.kv import LiveConversation
 
 
 class Gaps:
-    """Times between single tokens. Unlike a turn's mean TBT, they show an iteration that stalled."""
+    """Distribution of the times between single tokens. Unlike a turn's mean TBT, it shows single stalls."""
 
     def __init__(self) -> None:
         self._seconds = array("f")
         self._tokens = array("l")
 
     def add(self, seconds: float, tokens: int) -> None:
-        """Count `tokens` gaps of `seconds` each: the mean of a phase with an unchanged batch."""
+        """Count `tokens` gaps of `seconds` each, the mean gap while the batch was unchanged."""
         self._seconds.append(seconds)
         self._tokens.append(tokens)
 
@@ -38,10 +38,10 @@ class Gaps:
 
 
 class Iteration:
-    """Batch of an engine, which advances many iterations at a time.
+    """Batch of decoding turns, which advances many iterations at a time.
 
-    While nobody joins or leaves, iteration i of n decoding turns costs `first + i * growth`: every context is
-    one token longer than before. So any number of iterations has a closed sum, any time has a closed inverse,
+    While no turn joins or leaves, iteration i takes `first + i * growth`, because every context is one token
+    longer than before. So there is a formula for the time of any number of iterations, and for its inverse,
     and an event is needed only when the batch changes.
     """
 
@@ -56,7 +56,7 @@ class Iteration:
         self._per_read = model.per_attended + model.per_context + model.per_before
         self._per_decoding = model.per_token + model.per_request - model.per_before
         self.turns = 0
-        self.context = 0  # of all turns, at the boundary before the next iteration
+        self.context = 0  # tokens of all turns' contexts before the next iteration
         self.iteration = 0
         self._joins = 0
         self._ends: list[tuple[int, int, int, LiveConversation]] = []  # iteration, order of joining, visit
@@ -114,14 +114,14 @@ class Iteration:
         return iterations * (first + growth * (iterations - 1) / 2)
 
     def iterations_in(self, seconds: float) -> int:
-        """Return the fewest iterations that take at least `seconds`, up to the next boundary."""
+        """Return the smallest number of iterations that take at least `seconds` together."""
         first = (
             self._constant + self._per_decoding * self.turns + self._per_read * (self.context + self.turns)
         )
         half = self._per_read * self.turns / 2
         linear = first - half
         guess = max(1, ceil(2 * seconds / (linear + sqrt(linear * linear + 4 * half * seconds))))
-        # The root is rounded; the sum itself decides on which side of it the boundary lies.
+        # The root is rounded, so compare the sums themselves.
         while guess > 1 and self.seconds(guess - 1) >= seconds:
             guess -= 1
         while self.seconds(guess) < seconds:
@@ -135,7 +135,7 @@ class Iteration:
         return BatchWork(self.turns, read, read, self.context, self.turns)
 
     def prefill_seconds(self, chunks: list[tuple[LiveConversation, int]]) -> float:
-        """Return how long these chunks prolong one iteration."""
+        """Return by how many seconds these chunks of prompts prolong one iteration."""
         seconds = 0.0
         for live, tokens in chunks:
             end = live.context + tokens

@@ -1,7 +1,7 @@
-"""Engines of a simulated fleet that drop parameters, decided by the product's own signal and plan.
+"""Lets engines of a simulated fleet drop parameters. The product's own signal and plan decide when.
 
-While engines share a model they step together: each forms its own batch by its own token budget, as running
-engines do, and a round takes as long as the longest of these batches, plus the hops between engines.
+Engines that share a model step together: each forms its own batch within its own token budget, as real
+engines do. A round takes as long as the longest of these batches, plus the hops between engines.
 """
 
 from collections.abc import Callable, Sequence
@@ -20,7 +20,7 @@ from traces.simulator.tiers import SimulatedTier
 @dataclass(frozen=True, slots=True)
 class DroppingSettings:
     limits: DropLimits
-    look_s: float = 1.0  # between two looks at the fleet, as the directory's
+    look_s: float = 1.0  # time between two looks at the fleet, as in the directory
 
 
 class RoundsTogether:
@@ -53,7 +53,7 @@ class RoundsTogether:
             member.step(seconds)
 
     def _here(self) -> list[SimulatedEngine]:
-        """Return the members that have reached the boundary."""
+        """Return the members that have ended their iteration and wait for the round."""
         return [member for member in self.members if member.pipeline is self and member.idle]
 
 
@@ -81,12 +81,12 @@ class Dropping:
     ) -> None:
         """Observe the engines of one tier.
 
-        `report` updates the placer's view, and returns the prompts that wait for a decoder.
-        `changed` is called with an engine whose KV has another size.
+        `report` updates the placer's view, and returns the tokens of each prompt that waits for a decoder.
+        `changed` is called with each engine whose amount of KV has changed.
         """
         if tier.profile.shape is None:
             raise TraceError(
-                f"tier {tier.name!r}: its profile has no layers; to drop some it needs "
+                f"tier {tier.name!r}: to drop layers, its profile needs "
                 "`layers`, `layer_bytes` and `activation_bytes`"
             )
         self.tally = OverloadTally()
@@ -158,5 +158,5 @@ class Dropping:
 
 
 def largest_holding_tier(tiers: Sequence[SimulatedTier]) -> SimulatedTier:
-    """Return the largest of the tiers that hold conversations."""
+    """Return the tier with the most engines among those that hold conversations."""
     return max((tier for tier in tiers if tier.role is not Role.PREFILL), key=lambda tier: tier.replicas)

@@ -1,4 +1,4 @@
-"""Simulated engine: iterations over prompts and decoding turns, driven by a clock of events."""
+"""Simulates an engine: iterations over prompts and decoding turns, driven by a queue of events."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from traces.simulator.batch import Gaps, Iteration
 from traces.simulator.kv import KvStore, Link, LiveConversation, Pressure
 from traces.simulator.tiers import EngineProfile
 
-QUEUES_S = 1.0  # a turn that waits longer is in a queue
+QUEUES_S = 1.0  # a turn that waits longer counts as queued
 
 
 class EventQueue:
@@ -49,11 +49,11 @@ class Pipeline(Protocol):
     """Group of engines that share the layers of one model and step together."""
 
     def ready(self, engine: SimulatedEngine) -> None:
-        """Record that an engine is at a boundary; `form` and `step` follow when all engines are."""
+        """Record that an engine has ended its iteration; when all have, call their `form` and `step`."""
 
 
 class Regrouping(NamedTuple):
-    """Change of an engine that drops or restores parameters, made at its next boundary."""
+    """Change of an engine that drops or restores parameters, made when its current iteration ends."""
 
     pipeline: Pipeline | None
     kv_tokens: int
@@ -63,9 +63,9 @@ class Regrouping(NamedTuple):
 class SimulatedEngine:
     """An engine that decodes a batch, computes prompts in chunks beside it, and holds KV.
 
-    Prompts are first come first served, or in the order of `prompts`. `on_finished` is called when a turn has
-    decoded its last token. A turn that decodes nothing here (`left` is 0) is a prefill leg: `on_prefilled` is
-    called when it is computed.
+    Prompts are computed in the order of arrival, or in the order of `prompts` if it is set. `on_finished` is
+    called when a turn has decoded its last token. A turn that decodes nothing here (`left` is 0) is a prefill
+    leg: `on_prefilled` is called when its prompt is computed.
     """
 
     def __init__(
@@ -88,7 +88,7 @@ class SimulatedEngine:
         self.preempted = 0  # times
         self.restoring: list[LiveConversation] = []  # turns on their way back
         self.idle_s = self.prefill_s = self.decode_s = self.stalled_s = 0.0
-        self.gaps = Gaps()  # of all engines, in a simulation
+        self.gaps = Gaps()  # a simulation gives all engines the same object
         self.prompts: PromptSharing | None = None  # None: first come, first served, in whole chunks
         self._prompt_rate = PromptRate()
         self._events = events
@@ -118,7 +118,7 @@ class SimulatedEngine:
         self._soon()
 
     def _soon(self) -> None:
-        """Make the engine plan anew at the next boundary."""
+        """Make the engine plan anew when its current iteration ends."""
         if self._between:
             return
         if self.idle:
@@ -127,12 +127,12 @@ class SimulatedEngine:
             self._join_at_next_boundary()
 
     def regroup(self, change: Regrouping) -> None:
-        """Change the engine's pipeline and the size of its KV at the next boundary."""
+        """Change the engine's pipeline and the size of its KV when its current iteration ends."""
         self._regrouping = change
         self._soon()
 
     def turns_that_queue(self) -> int:
-        """Return how many turns have been here for more than a second and are in no iteration now."""
+        """Return how many turns have waited for more than `QUEUES_S` and are in no iteration now."""
         computed, before = {live.key for live, _ in self._chunks}, self._events.now - QUEUES_S
         return sum(live.turn_at < before and live.key not in computed for live in self.waiting)
 
@@ -140,7 +140,7 @@ class SimulatedEngine:
         return sum(live.todo for live in self.waiting)
 
     def waiting_kv_tokens(self) -> int:
-        """Return the KV that waiting turns lack here. A prefill leg's KV counts on its decoder."""
+        """Return how many tokens of KV waiting turns lack here. A prefill leg's KV counts on its decoder."""
         there = sum(max(0, one.context + one.todo - one.held) for one in self.waiting if one.left)
         return there + sum(one.context + one.todo for one in self.restoring)
 
@@ -154,12 +154,12 @@ class SimulatedEngine:
         return self.prompts.share(self.batch.seconds(1))
 
     def place_was_made(self) -> None:
-        """Continue turns that waited for KV, because some was released."""
+        """Continue turns that waited for KV, because KV was released."""
         if self.idle and self.waiting and not self._between:
             self._begin()
 
     def seconds_until(self, horizon: float) -> tuple[float, float, float]:
-        """Return the seconds idle (or stalled, which draws the same power), decoding and prefilling."""
+        """Return the seconds until `horizon`: idle or stalled (same power), decoding, and prefilling."""
         trailing = horizon - self._began if self.idle else 0.0
         return self.idle_s + trailing + self.stalled_s, self.decode_s, self.prefill_s
 
@@ -173,7 +173,7 @@ class SimulatedEngine:
             self._schedule(iterations, self.batch.seconds(iterations))
 
     def _begin(self) -> None:
-        """Plan the next phase: one iteration with prompts in it, or decoding until something ends."""
+        """Plan the next phase: one iteration with prompts, or decoding until a turn ends."""
         now, batch = self._events.now, self.batch
         if self.idle:
             self.idle_s += now - self._began
@@ -213,7 +213,7 @@ class SimulatedEngine:
         self._chunks = self._next_chunks()
 
     def step(self, seconds: float) -> None:
-        """Run the formed iteration, which takes `seconds` in the pipeline."""
+        """Run the iteration that `form` returned, which takes `seconds` in the pipeline."""
         if self._chunks:
             adds, base = self.batch.prefill_seconds(self._chunks), self.batch.seconds(1)
             prompts = adds / (adds + base) if self.batch.turns else 1.0
@@ -240,9 +240,9 @@ class SimulatedEngine:
         self._soon()
 
     def _next_chunks(self) -> list[tuple[LiveConversation, int]]:
-        """Return the prompts of one iteration, in the policy's order, or oldest first without a policy.
+        """Return the prompt chunks of one iteration, in the order of `prompts`, or without it oldest first.
 
-        They have as many tokens as the budget and the KV allow.
+        Together they have as many tokens as the budget and the KV allow.
         """
         sharing, model, work = self.prompts, self.profile.latency, self.batch.work
         budget, decoding_s = self.profile.chunk_tokens - self.batch.turns, self.batch.seconds(1)
@@ -254,17 +254,17 @@ class SimulatedEngine:
             if budget <= 0 or self.batch.turns + len(chunks) >= self.profile.max_turns:
                 break
             if live not in self.waiting:
-                continue  # it was preempted by one before it
+                continue  # a turn before it in this order preempted it
             if live.left and not self._hold_prompt_of(live, alone=not chunks):
                 if sharing is None:
                     break
-                continue  # a shorter one may be held already
+                continue  # a shorter prompt may hold its KV already
             tokens = min(live.todo, budget)
             if sharing is not None:
                 if self.batch.turns:
                     tokens = sharing.tokens(model, work, decoding_s, live.context, tokens)
                 if chunks and tokens < live.todo and self._due(live) > self._events.now:
-                    break  # those before it end now, and wait for a part of it only if that is overdue
+                    break  # prompts before it end now; they wait for a part of this one only if it is overdue
                 tokens = max(tokens, 1)
                 work = work.plus(tokens, live.context)
             budget -= tokens
@@ -278,19 +278,19 @@ class SimulatedEngine:
         return self.prompts.due(self.profile.latency, live.turn_at, live.todo, live.context)
 
     def _hold_prompt_of(self, live: LiveConversation, alone: bool) -> bool:
-        """Take the KV that a prompt still needs; return False if there is too little."""
+        """Take the KV that a prompt still needs; return False if there is too little KV."""
         missing = live.context + live.todo - live.held
         if missing <= 0:
             return True
         available = self.kv.free + self.kv.evictable - self.batch.turns
         if alone and (self.kv.pressure is not Pressure.PIN or not self.batch.turns):
-            # A turn that only waits has no claim on KV: the first one takes it from those behind. Where
-            # KV is pinned, that happens only when nothing runs, for then nothing would end.
+            # A waiting turn takes KV from the turns that wait behind it. If KV is pinned, it does so only
+            # when nothing runs, because then no turn would ever end.
             for behind in reversed(tuple(self.waiting)):
                 if available >= missing or behind is live:
                     break
                 if not behind.left:
-                    continue  # a prefill leg: what it holds is its decoder's
+                    continue  # a prefill leg, whose KV is held on its decoder
                 available += behind.held
                 self._give_way(behind)
         if missing > available:
@@ -313,11 +313,11 @@ class SimulatedEngine:
             self.waiting.appendleft(youngest)
             self._give_way(youngest)
             self.preempted += 1
-        # The last turn alone does not fit beside what is pinned: a pin that stops everything helps nobody.
+        # The last turn does not fit beside pinned KV, so that nothing could run: evict even pinned KV.
         kv.make_place(batch.turns, even_pinned=True)
 
     def _give_way(self, live: LiveConversation) -> None:
-        """Take the KV of a waiting turn. With parking, its full blocks are already on the host."""
+        """Take the KV of a waiting turn. With parking it is restored later, otherwise computed again."""
         if self.kv.pressure is not Pressure.PARK:
             self.kv.lose(live)
             self.recomputed += live.context
@@ -375,7 +375,7 @@ class SimulatedEngine:
         if not live.left:
             self._on_prefilled(self, live)
             return
-        if not live.first_token_at:  # a preempted turn has had its first
+        if not live.first_token_at:  # a preempted turn has had its first token
             live.first_token_at = self._events.now
         self.decoded += 1
         live.left -= 1

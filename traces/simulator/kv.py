@@ -1,4 +1,4 @@
-"""KV of a simulated engine: held by running turns, retained between turns, parked on the host, or lost."""
+"""Tracks the KV of a simulated engine: held by running turns, retained between turns, parked, or lost."""
 
 from collections import OrderedDict
 from enum import IntEnum, StrEnum
@@ -15,7 +15,7 @@ class Where(IntEnum):
 
 
 class LiveConversation:
-    """A conversation that is being served, with the remaining work of its running turn."""
+    """Conversation that is being served, with the remaining work of its current turn."""
 
     __slots__ = (
         *("arrived", "context", "conversation", "engine", "first_token_at", "held", "joined", "lacking"),
@@ -28,15 +28,15 @@ class LiveConversation:
         self.arrived = now
         self.turn_index = 0
         self.turn_at = now
-        self.engine = ""  # where it is bound
+        self.engine = ""  # the engine to which it is bound
         self.where = Where.NOWHERE
         self.held = 0  # tokens of KV at `where`
-        self.todo = 0  # tokens the engine that serves it now has still to compute before a token comes out
-        self.context = 0  # tokens in front of those
-        self.lacking = 0  # tokens its decoder waits for from a prefiller
+        self.todo = 0  # tokens that its current engine still has to compute before an output token
+        self.context = 0  # tokens before `todo`, whose KV exists
+        self.lacking = 0  # tokens for which its decoder waits for a prefiller
         self.left = 0  # tokens still to decode
         self.joined = 0  # iteration at which it began to decode
-        self.visit = 0  # grows with every stay on an engine's batch: an older entry in its heap is void
+        self.visit = 0  # grows whenever it joins a batch: heap entries of earlier visits are void
         self.stall_s = 0.0
         self.first_token_at = 0.0
 
@@ -59,18 +59,18 @@ class LiveConversation:
 
 
 class Pressure(StrEnum):
-    """Fate of KV retained between turns when running turns need its space."""
+    """Rule for KV that is retained between turns when running turns need its space."""
 
-    PARK = "park"  # to the host
-    DROP = "drop"  # lost: plain prefix caching
-    PIN = "pin"  # it stays: the conversation paper's rule
+    PARK = "park"  # it goes to the host
+    DROP = "drop"  # it is lost, as with plain prefix caching
+    PIN = "pin"  # it stays, as in the conversation paper's rule
 
 
 class KvStore:
-    """Counts of tokens. `resident` tokens are on the accelerator; the retained part of them can be evicted.
+    """Counts the tokens of an engine's KV. `resident` tokens are on the accelerator; retained ones evictable.
 
-    Parking costs no time of its own: blocks are copied to the host as they fill, so that leaving the
-    accelerator is a release. Coming back crosses the host link.
+    Parking takes no time, because blocks are copied to the host as they fill and are only released on the
+    accelerator. Coming back takes the time of the host link.
     """
 
     def __init__(self, capacity: int, pressure: Pressure) -> None:
@@ -88,9 +88,7 @@ class KvStore:
 
     @property
     def live(self) -> int:
-        """Return the tokens that an engine reports as held for conversations; a plain prefix cache reports
-        none.
-        """
+        """Return the tokens that the engine reports as live. A plain prefix cache does not report idle KV."""
         return self.resident - self._retained_tokens if self.pressure is Pressure.DROP else self.resident
 
     @property
@@ -100,7 +98,7 @@ class KvStore:
 
     @property
     def evictable(self) -> int:
-        """Return the tokens that can be evicted under pressure."""
+        """Return how many tokens can be evicted when KV is short."""
         return 0 if self.pressure is Pressure.PIN else self._retained_tokens
 
     def take(self, tokens: int) -> None:
@@ -124,7 +122,7 @@ class KvStore:
         live.held = 0
 
     def trim(self, live: LiveConversation, tokens: int) -> None:
-        """Keep only the first `tokens`, because the next prompt does not share the rest."""
+        """Keep only the first `tokens` tokens, because the next prompt does not share the rest."""
         self.resident -= live.held - tokens
         live.held = tokens
 
@@ -135,7 +133,7 @@ class KvStore:
         self._retained_tokens += live.held
 
     def wake(self, live: LiveConversation) -> None:
-        """Hold the KV of a retained or parked conversation whose next turn began."""
+        """Hold the KV of a retained or parked conversation again, because its next turn began."""
         if live.where is Where.ACCELERATOR:
             del self._retained[live.key]
             self._retained_tokens -= live.held
@@ -158,7 +156,7 @@ class KvStore:
             live.held = 0
 
     def forget(self, live: LiveConversation) -> None:
-        """Release the KV of an idle conversation that ended."""
+        """Release the KV of an idle conversation that has ended."""
         if live.where is Where.ACCELERATOR:
             del self._retained[live.key]
             self._retained_tokens -= live.held
@@ -181,7 +179,7 @@ class Prefixes:
         return self._held.get(conversation, 0)
 
     def remember(self, conversation: str, tokens: int) -> None:
-        """Store the prefix of a computed prompt, and evict older ones for it."""
+        """Store the prefix of a computed prompt, and evict older prefixes for it."""
         if tokens > self._capacity:
             return
         self._tokens += tokens - self._held.pop(conversation, 0)

@@ -1,4 +1,4 @@
-"""Metrics of a simulation: records, figures, and the check that no work was lost or invented."""
+"""Records a simulation's times, computes its figures, and checks that no work was lost or invented."""
 
 from __future__ import annotations
 
@@ -24,9 +24,9 @@ class Leak(TraceError, AssertionError):
 
 @dataclass
 class IdleWhileWaiting:
-    """Idle share of each role while turns queue.
+    """Idle share of the engines of each role while turns queue.
 
-    As many idle engines count as there are turns that queue: a single turn needs no more than one of them.
+    At most as many idle engines count as turns queue, because one turn needs only one engine.
     """
 
     samples: int = 0
@@ -52,8 +52,8 @@ class SimulationTally:
 
     to_prefill: int = 0
     to_decode: int = 0
-    needed_prefill: int = 0  # by a fleet that forgets nothing
-    sent: int = 0  # prompts as clients send them, what is cached included
+    needed_prefill: int = 0  # tokens that a fleet that forgets nothing would prefill
+    sent: int = 0  # prompt tokens as clients send them, cached ones included
     refused: int = 0
     abandoned: int = 0
     transfers: int = 0
@@ -61,7 +61,7 @@ class SimulationTally:
     last_resorts: int = 0
     idle: IdleWhileWaiting = field(default_factory=IdleWhileWaiting)
     first_turns: int = 0
-    first_turns_prefilled: int = 0  # by a prefiller
+    first_turns_prefilled: int = 0  # first turns that a prefiller computed
     least_kv: int = 0  # first turns whose decoder had the least KV in use
     gate_wait_s: float = 0.0
 
@@ -98,7 +98,7 @@ def percentile(values: Sequence[float] | Values, p: float) -> float:
 
 @dataclass
 class Recorder:
-    """Times recorded during the simulation. `order` is the conversation's position in the trace."""
+    """Times recorded during the simulation. `order` has the positions of the conversations in the trace."""
 
     order: array[int] = field(default_factory=lambda: array("l"))
     ttfet: array[float] = field(default_factory=lambda: array("d"))
@@ -138,21 +138,21 @@ class Totals:
     horizon_s: float
     prefilled_tokens: int
     decoded_tokens: int
-    recomputed_tokens: int  # beyond what turns append, and outputs
+    recomputed_tokens: int  # computed tokens beyond those that turns append and decode
     transfers: int
     parked_tokens: int
     preemptions: int
-    through_prefiller_again: int  # later turns
+    through_prefiller_again: int  # later turns that a prefiller computed
     last_resorts: int  # conversations that a prefiller holds
     idle_while_waiting: float  # idle share of the least busy role while turns queue and conversations arrive
     prefiller_share: float  # share of first turns that a prefiller computes
     least_kv_share: float  # share of conversations bound to the decoder with the least KV in use
     gate_wait_s: float
     joules: float
-    tokens_per_joule: float  # prompts as clients send them, and outputs
+    tokens_per_joule: float  # prompt tokens as clients send them, and output tokens
     events: int
-    drops: int  # groups of engines that were made of smaller ones
-    split_s: float  # while there were some
+    drops: int  # groups of engines that were formed to share layers
+    split_s: float  # time during which engines shared layers
 
 
 @dataclass(frozen=True)

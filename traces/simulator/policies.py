@@ -1,7 +1,7 @@
-"""Systems under test. Each decides for a turn which engine prefills it and where it runs.
+"""Defines the systems that can be simulated. Each decides which engine prefills a turn and where it runs.
 
-Placing is the product's `Placer` in all of them but sticky routing; what differs from ConServe is written
-here, by name.
+All systems but sticky routing place turns with the product's `Placer`. This file has their names and how each
+differs from ConServe.
 """
 
 from collections.abc import Mapping
@@ -28,16 +28,16 @@ class StickySettings:
 class StickyRouting:
     """Sticky routing like SGLang's router (`cache_aware`), one turn at a time, without placement.
 
-    While the engines are about as busy as each other, a turn goes where most of its prompt has been sent
-    before, if that is more than `least_match` of it, else to the engine that was sent least. When they are
-    not, it goes to the least busy one. The router guesses caches from what it sent: it never asks an engine.
+    While all engines are about equally busy, a turn goes to the engine that was sent most of its prompt
+    before, if that is more than the share `least_match`, else to the engine that was sent the fewest tokens.
+    Otherwise it goes to the least busy engine. The router never asks engines what they have cached.
     """
 
     def __init__(self, settings: StickySettings, turns: Mapping[str, int]) -> None:
         """Start with no prefixes. `turns` maps each engine to its number of turns; the caller updates it."""
         self._settings = settings
         self._turns = turns
-        self._sent = dict.fromkeys(turns, 0)  # tokens of prompts, those sent before left out
+        self._sent = dict.fromkeys(turns, 0)  # prompt tokens by engine, without those sent there before
         self._prefixes: dict[str, dict[str, int]] = {}  # conversation -> engine -> tokens, latest last
 
     def choose(self, conversation: str, prompt: int, repeated: int) -> str:
@@ -58,14 +58,14 @@ class StickyRouting:
 
 
 class System(StrEnum):
-    ELASTIC = "elastic"  # first turns, and large later ones, where their first token comes first
-    PREFILLER = "prefiller"  # the paper's rule: first turns, and large later ones, through a prefiller
+    ELASTIC = "elastic"  # first turns and large later turns run where their first token comes soonest
+    PREFILLER = "prefiller"  # the paper's rule: a prefiller computes first turns and large later turns
     STRICT = "strict"  # the paper to the letter: a later turn never leaves its decoder, whatever it appends
     COLLOCATED = "collocated"
     FULL_DISAGGREGATION = "full_disaggregation"
     AMPD = "ampd"  # predicts per turn; a wrong prediction sends a later turn to the prefiller
     PULL_BACK = "pull_back"  # later turns on the prefiller: KV is pulled there, and the new part sent back
-    STICKY = "sticky"  # per turn, no disaggregation: as SGLang's router does it
+    STICKY = "sticky"  # each turn by itself, without disaggregation, as in SGLang's router
 
     @classmethod
     def of(cls, placer: PlacerSettings) -> "System":
@@ -75,12 +75,12 @@ class System(StrEnum):
 
 
 class OverloadPolicy(StrEnum):
-    """Reaction when KV is short."""
+    """Reaction of the simulated fleet when KV is short."""
 
     OFF = "off"  # idle KV stays; running turns are preempted when there is no other KV
     PREEMPT = "preempt"  # plain vLLM: idle KV is lost, and running turns are computed again
-    PARK = "park"  # both go to the host, and come back
-    DROP = "drop"  # and when that does not suffice, parameters
+    PARK = "park"  # idle KV and preempted turns' KV go to the host, and come back
+    DROP = "drop"  # as `park`; if that does not suffice, engines drop parameters
 
     @property
     def pressure(self) -> Pressure:
@@ -122,7 +122,7 @@ NEVER = 1 << 60
 
 
 class SimulatedRouter:
-    """Router that asks the placer, and adds what the system under test does differently."""
+    """Router of a simulated system: asks the placer, and adds what the system does differently."""
 
     def __init__(
         self,
@@ -132,7 +132,7 @@ class SimulatedRouter:
         prefillers: tuple[str, ...],
         seed: int,
     ) -> None:
-        """Create a system's router. Baselines use each engine's current `turns` and the prefillers' names."""
+        """Create a router. Only baselines use `turns` (by engine, kept up to date) and `prefillers`."""
         self._settings = settings
         self._placer = placer
         self._turns = turns
@@ -151,7 +151,7 @@ class SimulatedRouter:
         return TurnRoute(placed.decoder, placed.prefiller, least_kv=least_kv)
 
     def later(self, live: LiveConversation, uncached: int, prefix: tuple[str, int], now: float) -> TurnRoute:
-        """Route a later turn; `prefix` is a prefiller, and how much of the prompt it still has."""
+        """Route a later turn; `prefix` names a prefiller, and how many tokens of the prompt it still has."""
         system, settings = self._settings.system, self._settings
         if self._sticky is not None:
             turn = live.turn
@@ -162,7 +162,7 @@ class SimulatedRouter:
         prompt = live.turn.prompt_tokens
         placing = self._placer.settings
         if not placing.policy.later_turn_through_prefiller(placing.redisaggregation, uncached, prompt):
-            return TurnRoute(live.engine)  # as most turns, it needs its binding only
+            return TurnRoute(live.engine)  # most turns run where they are bound, without asking the placer
         placed = self._placer.place_later(LaterTurn(live.key, live.engine, prompt, uncached, *prefix), now)
         return TurnRoute(placed.decoder, placed.prefiller)
 

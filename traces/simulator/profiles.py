@@ -1,4 +1,4 @@
-"""Profiles of simulated engines: by name, from a JSON file, or from the latencies of a replay."""
+"""Finds profiles of simulated engines: by name, from a JSON file, or from the latencies of a replay."""
 
 import json
 from dataclasses import replace
@@ -78,7 +78,7 @@ def _of_replay(path: Path) -> EngineProfile:
 
 
 def of_unloaded(alone: Unloaded, base: EngineProfile) -> EngineProfile:
-    """Return `base` with iterations as long as those of conversations that were played alone."""
+    """Return `base` with a latency model fitted to conversations that were played alone."""
     chunk = base.chunk_tokens
     contexts = (0, chunk // 4, chunk, 2 * chunk)
     samples = [

@@ -1,4 +1,4 @@
-"""Simulation of a fleet: events, engines, and the product's own placement classes."""
+"""Simulates a fleet with events, simulated engines, and the product's own placement classes."""
 
 from collections import deque
 from collections.abc import Iterable, Iterator
@@ -26,7 +26,7 @@ COUNT_IDLE_S = 0.25
 
 
 class SimulatedEngines:
-    """Engines of a fleet. Like real ones they report changes, whenever the placer is about to look."""
+    """Engines of a simulated fleet. They report their changes before each decision of the placer."""
 
     def __init__(
         self,
@@ -48,7 +48,7 @@ class SimulatedEngines:
             chunk, model = tier.profile.chunk_tokens, tier.profile.latency
             curves[tier.name] = curve_of(model, PromptSharing.chunk(model, chunk) if self.elastic else chunk)
         self.placer = Placer(settings, curves)
-        # Changed engines, with conversations whose KV is visible there, or is to be.
+        # Engines to report, each with the conversations whose KV its report confirms.
         self._confirmed: dict[str, list[LiveConversation]] = {}
         self._seq = 0
         self._idle_reported = idle_reported
@@ -108,21 +108,21 @@ class SimulationSettings:
     system: SystemSettings = field(default_factory=SystemSettings)
     placer: PlacerSettings = field(default_factory=PlacerSettings)
     pressure: Pressure = Pressure.PARK
-    park_after_s: float = PARK_AFTER_S  # idle KV goes to the host after this long, where there is parking
-    linger_s: float = 0.0  # a conversation nobody ends holds its KV this long after its last turn
+    park_after_s: float = PARK_AFTER_S  # with parking, idle KV goes to the host after this time
+    linger_s: float = 0.0  # how long a conversation that no client ends holds its KV after its last turn
     prefillers_cache: bool = False  # prefillers keep prefixes of earlier turns, as vLLM does by default
-    pull_blocks: bool = True  # an engine waits for history it pulls, as LMCache's load does
-    idle_reported: bool = True  # engines report evictable KV; else all of it counts against what fits
-    # Prompts that wait on an engine stay reserved until it holds their KV; the tables of docs/measurements/
-    # simulation.md are without.
+    pull_blocks: bool = True  # an engine stands still while it pulls history, as in LMCache's load
+    idle_reported: bool = True  # engines report evictable KV; if False, all KV counts as in use
+    # Whether the KV of prompts that wait on an engine stays reserved until the engine holds it. The tables of
+    # docs/measurements/simulation.md are without this.
     reserved_until_held: bool = False
-    tbt_s: float = DEFAULT_TARGETS.tbt_s  # elastic: engines cut prompts so that running turns keep it
+    tbt_s: float = DEFAULT_TARGETS.tbt_s  # elastic: engines cut prompts so that running turns meet it
     dropping: DroppingSettings | None = None  # how parameters are dropped under overload; None: not at all
     seed: int = 0
 
 
 class Simulation:
-    """Conversations that arrive, wait, are placed, prefilled, transferred and decoded.
+    """Plays conversations on a simulated fleet: they arrive, wait, are placed, prefilled and decoded.
 
     Between turns they are retained or parked, until they come back or end.
     """
@@ -134,12 +134,12 @@ class Simulation:
         self.recorder = Recorder()
         self.tally = SimulationTally()
         self.bindings = Bindings()
-        # Conversation, decoder, prefiller of its first prompt (None: the decoder), in the order of binding.
+        # In order of binding: conversation, decoder, and prefiller of the first prompt (None: the decoder).
         self.bound: list[tuple[str, str, str | None]] = []
         self.fleet = SimulatedEngines(
             fleet,
             settings.system.placer_settings(settings.placer),
-            # A router that places without asking cannot have anything pinned: engines would fill up for good.
+            # Sticky routing does not ask how full engines are, so with pinned KV they would fill up for good.
             Pressure.DROP if self._sticky and settings.pressure is Pressure.PIN else settings.pressure,
             settings.idle_reported,
             settings.reserved_until_held,
@@ -164,7 +164,7 @@ class Simulation:
         self._arrivals: Iterator[TraceConversation] = iter(())
         self._arrived = 0
         self._all_arrived = False
-        self._served_at = 0.0  # the last turn's end: what lingers after it is nobody's work
+        self._served_at = 0.0  # end of the last turn; KV that lingers after it is not counted as work
         self.dropping: Dropping | None = None
         if settings.dropping is not None:
             tier = largest_holding_tier(fleet.tiers)
@@ -176,7 +176,7 @@ class Simulation:
             )
 
     def run(self, conversations: Iterable[TraceConversation]) -> SimulationResult:
-        """Play a whole trace in order of arrival. Conversations are read when their time comes."""
+        """Play a trace, sorted by arrival, and return the results. Conversations are read as they arrive."""
         self._arrivals = iter(conversations)
         self._expect_next_arrival()
         self._count_idle(None)
@@ -191,7 +191,7 @@ class Simulation:
             self.events.at(max(conversation.arrival_s, self.events.now), self._arrive, conversation)
 
     def _count_idle(self, _: Any) -> None:
-        """Count idle engines and waiting turns once a period, until the last conversation has arrived."""
+        """Count idle engines and queued turns once a period, until the last conversation has arrived."""
         if self._all_arrived:
             return
         self.events.at(self.events.now + COUNT_IDLE_S, self._count_idle, None)
@@ -232,7 +232,7 @@ class Simulation:
         return True
 
     def _start_turn(self, live: LiveConversation, route: TurnRoute, cached: int, ready: float) -> None:
-        """Hold the prompt's KV on the decoder; compute it there, or first on a prefiller."""
+        """Hold KV for the prompt on the decoder, and compute the prompt there or first on a prefiller."""
         prompt = live.turn.prompt_tokens
         decoder = self.fleet.engines[route.decoder]
         live.engine, live.where = route.decoder, Where.ACCELERATOR
@@ -257,7 +257,7 @@ class Simulation:
         if not route.pull:
             still = self._still_on(route.prefiller, live)
             live.todo, live.context = prompt - still, still
-            self.tally.to_prefill += cached - still  # of what the decoder has, the prefiller has only this
+            self.tally.to_prefill += cached - still  # the prefiller has only `still` of the cached tokens
         else:
             ready = self._pull(live, decoder, cached, ready)
         self._at(ready, self._submit, (prefiller, live))
@@ -301,7 +301,7 @@ class Simulation:
         settings, over = self.settings, live.is_last_turn
         live.turn_index += 1
         idle_s = settings.linger_s if over else live.turn.wait_s
-        # The trace knows how long this one stays idle; an event that would find it gone is left out.
+        # The trace says how long the conversation stays idle, so parking is scheduled only if it will happen.
         if settings.pressure is Pressure.PARK and idle_s > settings.park_after_s:
             self.events.at(now + settings.park_after_s, self._park, (engine, live))
         self._at(now + idle_s, self._end if over else self._come_back, live)
@@ -310,7 +310,7 @@ class Simulation:
 
     def _park(self, argument: Any) -> None:
         engine, live = argument
-        if live.where is Where.ACCELERATOR:  # pressure may have been earlier
+        if live.where is Where.ACCELERATOR:  # it may have been parked earlier, when KV was short
             engine.kv.evict(live)
             self._place_was_made(engine)
 

@@ -1,4 +1,4 @@
-"""Tiers of simulated engines, with their speed, memory, power and links."""
+"""Defines tiers of simulated engines, with their speed, memory, power and links."""
 
 from dataclasses import dataclass, replace
 
@@ -20,14 +20,14 @@ class EngineProfile:
     network_bytes_per_s: float
     host_bytes_per_s: float  # accelerator to host memory and back
     max_turns: int = 256  # vLLM's max_num_seqs
-    # What a drop of parameters depends on; 0: not known, and none is dropped.
+    # Needed to drop parameters; with 0 no parameters can be dropped.
     layers: int = 0
     layer_bytes: float = 0.0  # parameters of a layer
     activation_bytes: float = 0.0  # bytes of one token's activation between two layers
 
     def __post_init__(self) -> None:
         if self.kv_bytes_per_token <= 0:
-            raise TraceError(f"kv_bytes_per_token is {self.kv_bytes_per_token:g}: give what a token takes")
+            raise TraceError(f"kv_bytes_per_token must be above 0, not {self.kv_bytes_per_token:g}")
 
     @property
     def shape(self) -> EngineShape | None:
@@ -39,7 +39,7 @@ class EngineProfile:
         )
 
     def capped(self, watts: float) -> "EngineProfile":
-        """Return the profile under a power cap: computation slows down, reading KV and weights does not."""
+        """Return the profile under a power cap, which slows computing but not reads of KV and weights."""
         slower = 1.0 / self.power.compute_speed(watts)
         latency = replace(
             self.latency,

@@ -83,7 +83,7 @@ async def test_endless_refusals_fail_the_conversation() -> None:
         (PlayedEngine(end_after=3), "without a finish reason"),
         (PlayedEngine(error_event=True), "engine died"),
         (PlayedEngine(refuse=[(500, "")]), "HTTP 500: full"),
-        (PlayedEngine(fixed_s=0.8), "no end of the answer within 0.4 s"),
+        (PlayedEngine(fixed_s=0.8), "no complete answer within 0.4 s"),
     ],
 )
 async def test_every_broken_stream_is_in_the_result(engine: PlayedEngine, complaint: str) -> None:

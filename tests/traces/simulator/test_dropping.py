@@ -95,7 +95,7 @@ def test_an_exchange_over_a_slow_link_delays_turns() -> None:
 
 
 def test_a_profile_without_a_layer_count_is_refused_with_a_sentence() -> None:
-    with pytest.raises(TraceError, match="its profile has no layers; to drop some it needs `layers`"):
+    with pytest.raises(TraceError, match="to drop layers, its profile needs `layers`"):
         play(burst(4), DROP, profile())
 
 
