@@ -68,9 +68,9 @@ async def play_load(model: Path, load_shape: LoadShape, ours: bool, offline: boo
     blocks = 2 + max(living // 3, longest + 512) // KvShape.block_tokens
     shape = KvShape(model, blocks=blocks, context=longest + 64)
     with tempfile.TemporaryDirectory() as folder:
-        feed = f"{folder}/engine.sock"
+        socket = f"{folder}/engine.sock"
         connector = ConnectorConfig(
-            transfer=False, host_kv_gib=HOST_KV_GIB, park_after_s=5.0, control_socket=feed
+            transfer=False, host_kv_gib=HOST_KV_GIB, park_after_s=5.0, control_socket=socket
         )
         async with kv_engine(shape, connector if ours else None) as engine:
             beside = asyncio.create_task(fill_offline(engine, shape, result)) if offline else None
@@ -86,7 +86,7 @@ async def play_load(model: Path, load_shape: LoadShape, ours: bool, offline: boo
                 beside.cancel()
                 await asyncio.wait([beside])
             if ours:
-                result.faults = await release_all(engine, Path(feed), list(result.outputs))
+                result.faults = await release_all(engine, Path(socket), list(result.outputs))
             result.restored_blocks = counter("conserve_kv_restored_blocks_total")
     return result
 
@@ -129,16 +129,16 @@ async def fill_offline(engine: VllmEngine, shape: KvShape, result: Played) -> No
             group.create_task(repeat())
 
 
-async def release_all(engine: VllmEngine, feed_path: Path, conversations: list[str]) -> int:
+async def release_all(engine: VllmEngine, socket: Path, conversations: list[str]) -> int:
     """End every conversation; return how many blocks are still held and how many faults are found."""
-    feed = ControlSocketClient(feed_path)
+    client = ControlSocketClient(socket)
     for conversation in conversations:
-        await feed.release(conversation)
+        await client.release(conversation)
     for _ in range(3):  # it takes steps to free released blocks and to end copies
         await asyncio.sleep(0.3)
         await engine.ask([5, 6, 7], 2)
-    faults = await feed.check()
-    async for state in feed.states():
+    faults = await client.check()
+    async for state in client.states():
         if state.running + state.waiting + state.offline_running + state.offline_waiting == 0:
             held = state.live_tokens + state.parked_tokens + state.host_used_tokens
             return len(faults) + held // KvShape.block_tokens

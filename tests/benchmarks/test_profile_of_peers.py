@@ -17,7 +17,7 @@ def iteration(at: float, decodes: int, prompt_tokens: int, cpu_s: float) -> list
     return [scheduled, ProbeEvent(MODEL, at + 0.5, 0.4, cpu_s)]
 
 
-def test_a_row_has_the_iterations_and_the_shares_of_time_of_its_part_only() -> None:
+def test_a_profile_row_counts_only_the_iterations_and_time_of_its_part_of_a_play() -> None:
     found = [
         *iteration(1.0, 1, 0, 0.3),  # before
         *iteration(10.0, 4, 0, 0.3),

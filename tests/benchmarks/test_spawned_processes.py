@@ -14,7 +14,7 @@ def count_and_stall(pipe: Connection) -> None:
     time.sleep(3.0)
 
 
-def test_counts_of_a_process_that_stalls_are_taken_at_once() -> None:
+def test_counts_that_a_process_sent_before_it_stalled_are_returned_at_once() -> None:
     with spawned(count_and_stall) as pipe:
         assert pipe.poll(30.0)
         time.sleep(0.5)
@@ -28,14 +28,14 @@ def count_and_end(pipe: Connection) -> None:
     pipe.send(Counter({"flood 200": 3}))
 
 
-def test_counts_of_a_process_that_has_ended_are_taken() -> None:
+def test_counts_of_a_process_that_has_ended_are_returned() -> None:
     with spawned(count_and_end) as pipe:
         assert pipe.poll(30.0)
         time.sleep(1.0)
         assert arrived(pipe) == {"flood 200": 3}
 
 
-def test_long_text_has_its_length_and_its_own_beginning() -> None:
+def test_long_text_has_the_wanted_length_and_a_beginning_of_its_own() -> None:
     first, second = (long_text(name, 250_000) for name in ("a", "b"))
     assert len(first) == len(second) == 250_000
     assert first[:20] != second[:20]

@@ -21,14 +21,14 @@ def rows(made: SteadyClients, process: str) -> dict[str, Unavailability]:
 QUIET = [one / 2 for one in range(21)]
 
 
-def test_a_wait_that_overlaps_the_span_is_measured_as_a_whole() -> None:
+def test_a_wait_that_overlaps_the_given_time_is_measured_as_a_whole() -> None:
     client = SteadyClient(NEW, "c", [1.0, 2.0, 9.0, 9.5, 25.0, 25.5])
     assert client.longest_wait(10.0, 20.0) == (9.5, 25.0)
     assert client.longest_wait(3.0, 9.2) == (2.0, 9.0)
     assert client.longest_wait(26.0, 30.0) == (25.5, 30.0)
 
 
-def test_the_wait_without_faults_is_subtracted() -> None:
+def test_the_longest_wait_without_faults_is_subtracted_from_a_wait_after_a_kill() -> None:
     after = [one / 2 for one in range(30, 41)]
     found = rows(clients(new=[*QUIET, *after], bound=[*QUIET, 11.5, *after], stream=QUIET), "directory")
     assert found[NEW].unavailable_s == 5.0 - 0.5 and not found[NEW].over_budget
@@ -57,7 +57,7 @@ def test_a_kill_during_a_lasting_fault_does_not_count() -> None:
     assert unavailable_s(made, begun, (0.0, 10.0), 20.6) == {}
 
 
-def test_chaos_holds_waits_after_a_kill_against_the_budget_of_its_process() -> None:
+def test_chaos_compares_waits_after_a_kill_with_the_budget_of_the_killed_process() -> None:
     waits = {
         "router.gateway.main": {NEW: 5.9},
         "deploy.directory": {NEW: 5.9, BOUND: 1.1},

@@ -31,7 +31,7 @@ def test_nixl_transfers_kv_and_our_connector_retains_it() -> None:
     assert "TransferPlugin" not in names and "CheckpointPlugin" in names
 
 
-def test_a_shared_tier_is_asked_last_and_with_a_short_limit() -> None:
+def test_a_shared_tier_is_asked_last_and_with_a_short_time_out() -> None:
     config = ConnectorConfig(host_kv_gib=2, lmcache="127.0.0.1:5555", lmcache_timeout_s=0.5)
     ours, tier = config.to_kv_transfer_config()["kv_connector_extra_config"]["connectors"]
     assert ours["kv_connector"] == "ConServeConnector"

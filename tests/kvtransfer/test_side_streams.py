@@ -75,7 +75,7 @@ def from_a_prefiller(cuda: LateCuda, kv: list[Any], ordered: bool) -> Any:
 
 @pytest.mark.parametrize("layer", [0, 1, 3])
 @pytest.mark.parametrize("way", [from_the_host, from_a_prefiller])
-def test_writes_of_an_aborted_iteration_come_before_loads(
+def test_loads_begin_after_the_writes_of_an_aborted_iteration(
     way: Callable[..., Restore], layer: int, cuda: LateCuda, kv: list[Any]
 ) -> None:
     restore = way(cuda, kv, ordered=True)

@@ -52,7 +52,7 @@ TABLES = {
     for name, table in vars(module_at(path)).items()
     if isinstance(table, ReliedOn)
 }
-# Not private by name, and still no interface.
+# Names that are not private, but are no interface either.
 INTERNAL = {
     "discard_request_mask",
     "execute_model_state",
@@ -371,7 +371,7 @@ def test_the_call_site_in_vllm_of_every_connector_hook_is_known() -> None:
     assert {name for _, name in overridden(ConServeConnector)} - used == set()
 
 
-# Fields of vLLM's requests that are dropped: they need what a fleet does not have, or have no bounds of ours.
+# Request fields of vLLM that the gateway drops: a fleet lacks what they need, or does not bound their values.
 NOT_SERVED = {
     "mm_payload",
     "return_mm_kwargs",

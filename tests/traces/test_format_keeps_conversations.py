@@ -103,7 +103,9 @@ def turn(**changes: object) -> dict[str, object]:
         ),  # type: ignore[misc, index, dict-item]
     ],
 )
-def test_a_wrong_line_is_refused_by_file_and_number(tmp_path: Path, row: object, complaint: str) -> None:
+def test_a_wrong_line_is_refused_with_its_file_and_line_number(
+    tmp_path: Path, row: object, complaint: str
+) -> None:
     path = tmp_path / "t.jsonl"
     first = {**GOOD, "id": "first"}
     line = row if isinstance(row, bytes) else orjson.dumps(row)

@@ -133,8 +133,7 @@ def test_sub_agents_become_children_that_share_their_parents_prefix(tmp_path: Pa
 
 
 def test_agentx_rows_are_recordings_on_one_clock(tmp_path: Path) -> None:
-    """Write files as the data sets are published: optional fields missing or null, times from the root's
-    start."""
+    """As in the published data sets, optional fields are missing or null; times are on one clock."""
 
     def request(t: float, blocks: list[int], **more: Any) -> dict[str, Any]:
         return {
@@ -269,7 +268,7 @@ def test_the_same_conversation_twice_is_refused() -> None:
         import_files([path, path])
 
 
-def test_a_folder_gives_all_its_files_with_all_their_licences() -> None:
+def test_importing_a_folder_reads_all_its_files_and_names_all_their_licences() -> None:
     trace = import_files([SOURCES])
     assert "Apache-2.0 + CC-BY-4.0" in trace.header.licence
     assert len(trace.conversations) == sum(len(imported(name)) for name in KINDS)

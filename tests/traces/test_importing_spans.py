@@ -25,8 +25,7 @@ def call(prompt: int, output: int, finish: str = "tool_calls", **more: Any) -> d
 
 
 def collected(file: Path, calls: list[tuple[float, float, dict[str, Any]]]) -> Path:
-    """Write spans with OpenTelemetry's SDK, one OTLP document per line, as a collector's file exporter
-    does."""
+    """Write spans with OpenTelemetry's SDK as a collector's file exporter does: one OTLP document a line."""
     provider, memory = TracerProvider(), InMemorySpanExporter()
     provider.add_span_processor(SimpleSpanProcessor(memory))
     tracer = provider.get_tracer("agents")
@@ -97,7 +96,9 @@ def test_calls_of_one_trace_without_an_id_are_one_session_until_a_prompt_is_shor
     assert (second.id, second.turns[0].prompt_tokens, second.arrival_s) == ("t/1", 200, 7.0)
 
 
-def test_messages_say_what_is_shared_and_which_calls_stand_alone(tmp_path: Path) -> None:
+def test_messages_decide_which_tokens_calls_share_and_which_calls_begin_a_conversation(
+    tmp_path: Path,
+) -> None:
     """An agent asks which tools it may need, in calls outside its conversation."""
     system, question = {"role": "system", "parts": "s" * 3_000}, {"role": "user", "parts": "q" * 900}
     answer, result = {"role": "assistant", "parts": "a" * 50}, {"role": "tool", "parts": "r" * 400}

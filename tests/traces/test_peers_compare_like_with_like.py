@@ -120,7 +120,7 @@ def test_unfinished_plays_of_ours_count_as_failed_and_the_next_trace_runs() -> N
     assert failures(table) == {"ours": 1, "slow": 0}
 
 
-def test_a_failed_load_loses_the_later_loads_but_not_the_earlier_ones(
+def test_a_contender_that_fails_at_one_load_loses_later_loads_but_keeps_earlier_results(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr("benchmarks.peers.peer_run.SETTLE_S", 0.0)

@@ -86,7 +86,7 @@ def test_a_byte_flipped_while_its_block_is_stored_is_found(host: CopyingHost) ->
 
 
 def test_a_byte_flipped_during_a_load_is_found(host: CopyingHost) -> None:
-    """The checksum covers the bytes that were read: a second read of the row would find it intact."""
+    """The digest must cover the bytes that were read, because a second read would find the row intact."""
     flips = [1]
 
     class FlippedWhenRead(np.ndarray):  # type: ignore[type-arg]
@@ -103,7 +103,7 @@ def test_a_byte_flipped_during_a_load_is_found(host: CopyingHost) -> None:
     assert not host.load(BlockCopy(8, slot=3, generation=1)).failed_blocks
 
 
-def test_after_a_copy_that_raises_the_next_one_succeeds(host: CopyingHost) -> None:
+def test_after_a_copy_that_raises_the_next_copy_succeeds(host: CopyingHost) -> None:
     class Failing(HostMover):
         def store(self, memory: HostSlots, copies: list[BlockCopy], at: int = 0) -> None:
             raise IndexError(copies)
@@ -121,17 +121,17 @@ def test_after_a_copy_that_raises_the_next_one_succeeds(host: CopyingHost) -> No
     assert report.failed == {0} and not report.corrupt
 
 
-def test_blocks_of_another_generation_are_not_copied(host: CopyingHost) -> None:
+def test_a_load_from_a_slot_that_now_holds_another_block_fails(host: CopyingHost) -> None:
     host.store(BlockCopy(1, slot=0, generation=1))
     host.store(BlockCopy(2, slot=0, generation=2))  # the slot went to another block
     assert host.load(BlockCopy(6, slot=0, generation=1)).failed_blocks == {6}
 
 
-def test_a_slot_never_written_is_not_copied(host: CopyingHost) -> None:
+def test_a_load_from_a_slot_that_was_never_written_fails(host: CopyingHost) -> None:
     assert host.load(BlockCopy(6, slot=4, generation=1)).failed_blocks == {6}
 
 
-def test_loads_for_a_waiting_turn_go_before_checkpoints(host: CopyingHost) -> None:
+def test_a_load_is_done_before_stores_that_were_ordered_with_it(host: CopyingHost) -> None:
     done: list[str] = []
 
     class RecordingMover(HostMover):
@@ -157,9 +157,7 @@ def test_loads_for_a_waiting_turn_go_before_checkpoints(host: CopyingHost) -> No
 
 
 def in_two_pieces(host: CopyingHost, takes_cores: bool) -> list[list[int]]:
-    """Store two blocks on the host, with a pause between pieces that outlasts any test; return the moved
-    pieces.
-    """
+    """Store two blocks, of which a load moves one at a time; return the list to which it adds each piece."""
     moved: list[list[int]] = []
 
     class OneBlockAtOnce(HostMover):
@@ -282,7 +280,7 @@ def test_all_threads_store_while_no_step_runs(host: CopyingHost, bus: PartsOnThe
     assert bus.parts == [2, 2, 2, 2] and len(bus.threads) > 1
 
 
-def test_a_waiting_turn_gets_all_threads_while_steps_run(host: CopyingHost, bus: PartsOnTheBus) -> None:
+def test_a_load_over_a_bus_uses_all_threads_while_steps_run(host: CopyingHost, bus: PartsOnTheBus) -> None:
     store_eight(host, beside_step=False)
     bus.parts.clear()
     bus.threads.clear()

@@ -74,7 +74,7 @@ def test_a_byte_flipped_on_the_disk_is_found(host: HostWithDisk) -> None:
     assert same(host.block(6), host.block(1))
 
 
-def test_a_block_of_other_contents_is_neither_moved_nor_loaded(host: HostWithDisk) -> None:
+def test_a_slot_with_other_contents_than_ordered_is_neither_moved_nor_loaded(host: HostWithDisk) -> None:
     host.store(BlockCopy(1, slot=0, generation=2))
     assert host.move(DiskMove(0, 1, D0, 3)) == {D0}
     assert not host.move(DiskMove(0, 2, D0, 4))
@@ -93,7 +93,9 @@ def test_a_disk_that_fails_loses_only_what_is_on_it(host: HostWithDisk) -> None:
     assert not host.load(BlockCopy(7, slot=1, generation=2)).failed_blocks
 
 
-def test_the_file_has_no_name_so_that_nothing_is_left_of_it(tmp_path: Path, host: HostWithDisk) -> None:
+def test_the_file_on_the_disk_has_no_name_and_leaves_nothing_behind(
+    tmp_path: Path, host: HostWithDisk
+) -> None:
     assert list((tmp_path / "kv").iterdir()) == []
 
 

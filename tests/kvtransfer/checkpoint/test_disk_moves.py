@@ -1,4 +1,4 @@
-"""Moves from host memory to the disk: which begin, and when conversations displace each other instead."""
+"""Blocks of idle conversations move to the disk, or displace each other in host memory if the disk fails."""
 
 from collections import Counter
 
@@ -11,7 +11,7 @@ from kvtransfer.shared_state import SharedKvState
 
 
 class HostBeforeADisk:
-    """Slots of host memory and of a disk, without bytes, and a clock that each step moves on."""
+    """Slots of host memory and of a disk, without bytes, and a clock that each step advances."""
 
     def __init__(self, slots: int, disk_slots: int) -> None:
         self.now = 1000.0
@@ -31,7 +31,7 @@ class HostBeforeADisk:
         self.under_way.clear()
 
     def idle_conversation(self, key: str, blocks: int) -> int:
-        """Store a conversation's blocks as far as there are slots; return how many were stored."""
+        """Store as many blocks of a conversation as there are free slots; return how many were stored."""
         chain = [f"{key}{number}".encode() for number in range(blocks)]
         conversation = self.state.conversations.begin_turn(key, chain)
         self.state.conversations.advance(conversation, chain)
@@ -43,7 +43,7 @@ class HostBeforeADisk:
         return len(slots)
 
 
-def test_blocks_on_the_disk_do_not_delay_moves_of_others() -> None:
+def test_blocks_on_the_disk_do_not_delay_moves_of_other_blocks() -> None:
     slots, blocks = 8 * 64, 64
     host = HostBeforeADisk(slots, disk_slots=8 * LOOKS_A_STEP)
     conversations = 4 * LOOKS_A_STEP // blocks + slots // blocks
@@ -77,7 +77,7 @@ def test_new_blocks_of_a_conversation_on_the_disk_move_there_too() -> None:
 
 
 @pytest.mark.parametrize("slots", [1, 5, 8])
-def test_host_memory_of_a_few_slots_is_emptied_to_the_disk_too(slots: int) -> None:
+def test_blocks_move_to_the_disk_even_from_host_memory_of_a_few_slots(slots: int) -> None:
     host = HostBeforeADisk(slots, disk_slots=80)
     assert host.idle_conversation("a", slots) == slots
     assert host.step() == 1

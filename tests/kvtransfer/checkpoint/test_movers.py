@@ -24,7 +24,7 @@ BLOCKS = 6
 
 @pytest.fixture
 def device() -> list[Any]:
-    """Return layers of different types: 32, 16 and 8 bit, and latent attention."""
+    """Return layers with elements of 32, 16 and 8 bits, and one of latent attention."""
     torch.manual_seed(0)
     return [
         torch.randn(BLOCKS, 2, 3, 4),

@@ -85,7 +85,7 @@ class StoringEngine:
         return request
 
     def step(self, request: StoredRequest, computed: int, in_flight: int = 0) -> list[int]:
-        """Return the blocks that a step orders to the host."""
+        """Schedule a step, and return the ids of the blocks that it orders to be copied to the host."""
         request.num_computed_tokens, request.num_in_flight_tokens = computed, in_flight
         conversation = self.kv_state.requests[request.request_id][1]
         full = (computed - in_flight) // BLOCK

@@ -1,4 +1,4 @@
-"""A changed vLLM, loaded by an engine by name: one signature of each table differs."""
+"""Connector and scheduler that change one signature of vLLM before they start. Engines load them by name."""
 
 from typing import Any
 

@@ -202,7 +202,7 @@ class EngineProcess:
     def metrics(self) -> dict[str, float]:
         """Return the value of each metric, summed over its labels.
 
-        Of metrics with a label `source` or `reason` it also has each value of the label: `name{source="…"}`.
+        Metrics with a label `source` or `reason` are also there by value of the label: `name{source="…"}`.
         """
         with urllib.request.urlopen(f"{self.url}/metrics", timeout=30) as response:
             text = response.read().decode()
@@ -238,34 +238,34 @@ def running(*engines: EngineProcess) -> Iterator[tuple[EngineProcess, ...]]:
 
 
 def socket_path() -> str:
-    return str(Path(tempfile.mkdtemp(prefix="feed-")) / "engine.sock")
+    return str(Path(tempfile.mkdtemp(prefix="engine-")) / "engine.sock")
 
 
 T = TypeVar("T")
 
 
-def over_feed(engine: EngineProcess, talk: Callable[[ControlSocketClient], Awaitable[T]]) -> T:
+def over_control_socket(engine: EngineProcess, talk: Callable[[ControlSocketClient], Awaitable[T]]) -> T:
     """Exchange one command and answer with an engine's control socket, from synchronous code."""
     assert engine.connector is not None and engine.connector.control_socket
 
-    feed = ControlSocketClient(Path(engine.connector.control_socket))
+    client = ControlSocketClient(Path(engine.connector.control_socket))
 
     async def session() -> T:
-        return await asyncio.wait_for(talk(feed), 20)
+        return await asyncio.wait_for(talk(client), 20)
 
     return asyncio.run(session())
 
 
 def state_of(engine: EngineProcess) -> EngineState:
-    async def newest(feed: ControlSocketClient) -> EngineState:
-        async with aclosing(feed.states()) as states:
+    async def newest(client: ControlSocketClient) -> EngineState:
+        async with aclosing(client.states()) as states:
             return await anext(states)
 
-    return over_feed(engine, newest)
+    return over_control_socket(engine, newest)
 
 
 def faults_of(engine: EngineProcess) -> list[str]:
-    return list(over_feed(engine, lambda feed: feed.check()))
+    return list(over_control_socket(engine, lambda client: client.check()))
 
 
 def eventually(true: Callable[[], bool], limit_s: float = 30) -> bool:

@@ -1,8 +1,8 @@
 """vLLM engines in the test's own process, for tests of many models; each starts in a second.
 
-vLLM has one connector a process, on the worker's side. Each engine here has its own: it is put in place
-while the engine starts, steps or ends. So is the environment: engines that other tests start as processes
-would have it from this one.
+On the worker's side, vLLM has one connector in a process. Here each engine has its own, which is put in place
+while the engine starts, steps or ends. The same is true of environment variables, so that engines which other
+tests start as processes do not inherit them.
 """
 
 import os
@@ -32,8 +32,7 @@ LIMIT_STEPS = 200_000
 
 
 def forget_the_model() -> None:
-    """Discard the state that vLLM keeps of a model in this process: the next one may have other parallel
-    groups."""
+    """Discard what vLLM keeps of a model in this process, because the next may have other parallel groups."""
     from vllm.distributed.parallel_state import cleanup_dist_env_and_memory
 
     cleanup_dist_env_and_memory()
@@ -79,7 +78,7 @@ class EngineHere:
                 )
             )
         self.scheduler: Any = self.engine.engine_core.engine_core.scheduler
-        self.computed = 0  # tokens, of prompts and answers; a prefix hit or a load is none
+        self.computed = 0  # computed tokens of prompts and answers, without prefix hits and loads
         schedule = self.scheduler.schedule
 
         def counted(*given: Any) -> Any:
@@ -159,7 +158,7 @@ class EngineHere:
         return self.answers[request_id]
 
     def behind(self, prompt: list[int], answer: list[int]) -> float:
-        """Return the largest gap in log-probability between an answer's token and the likeliest token."""
+        """Return how far the worst token of an answer is behind the likeliest token, in log-probability."""
         from vllm import SamplingParams
 
         self._asked += 1

@@ -1,7 +1,7 @@
 """Plugins that break one thing each, to test that the fault is found.
 
-`SabotagePlugin` damages KV on the host when a file exists. `LeakPlugin` holds a block now and then and never
-gives it back. `BlindPlugin` damages KV on the host and takes the check away that would find it.
+`SabotagePlugin` damages KV on the host when a file exists. `LeakPlugin` now and then takes a block and never
+gives it back. `BlindPlugin` damages KV on the host and disables the check that would find it.
 """
 
 import gc

@@ -1,11 +1,11 @@
 """Storm of disturbances over a real prefiller and decoder: `python -m tests.kvtransfer.engine.storm --minutes
 5`.
 
-Turns (some through the prefiller, some with transfers that cannot succeed), clients that hang up, parks,
-ends, drains and offline work, all at once, drawn from a seed; in rounds, in some of which an engine is killed
-with -9 and started again. Every answer must be the one that plain vLLM gave. After each round the integrity
-check of both engines must find nothing, and a started engine must begin with nothing. In the end all is
-given back. `--seed` draws the same storm again; `--sabotage` breaks one thing, which must be found.
+A seed draws turns (some through the prefiller, some with transfers that cannot succeed), clients that hang
+up, parks, ends, drains and offline work. All of them run at once, in rounds; in some rounds an engine is
+killed with `kill -9` and started again. Every answer must equal plain vLLM's. After each round the integrity
+check of both engines must find nothing, and a restarted engine must hold nothing. At the end all blocks must
+be free. `--seed` repeats a storm; `--sabotage` breaks one thing, which the checks must find.
 """
 
 import argparse
@@ -30,7 +30,7 @@ from tests.kvtransfer.engine.engines import (
     eventually,
     faults_of,
     free_port,
-    over_feed,
+    over_control_socket,
     running,
     socket_path,
     state_of,
@@ -94,7 +94,7 @@ class EngineStorm:
         """Check after a round that both engines are idle and report no fault."""
         time.sleep(0.3)
         for engine in self.engines():
-            over_feed(engine, lambda feed: feed.drain(False))
+            over_control_socket(engine, lambda client: client.drain(False))
             engine.ask([9, 9], 1)  # copies and leases end in a step
             if not eventually(lambda e=engine: idle(e), 120):  # type: ignore[misc]
                 self.wrong.append(f"{name_of(engine)} does not come to rest: {state_of(engine)}")
@@ -112,7 +112,8 @@ class EngineStorm:
         """End every conversation, and check that nothing is held any more."""
         for suffix in self.suffixes:
             for conversation in range(CONVERSATIONS):
-                over_feed(self.decoder, lambda feed, k=f"c{conversation}{suffix}": feed.release(k))  # type: ignore[misc]
+                key = f"c{conversation}{suffix}"
+                over_control_socket(self.decoder, lambda client, key=key: client.release(key))  # type: ignore[misc]
         time.sleep(LEASE_S if self.prefiller else 0)
         self.settle()
         for engine in self.engines():
@@ -127,7 +128,7 @@ class EngineStorm:
             try:
                 kind(rng)
             except (OSError, RuntimeError, ValueError, http.client.HTTPException) as error:
-                if kills == self.kills and not kills % 2:  # nobody killed anything
+                if kills == self.kills and not kills % 2:  # no engine was killed meanwhile
                     self.wrong.append(repr(error))
                     return
                 self.done["cut off by a kill"] += 1
@@ -180,7 +181,7 @@ class EngineStorm:
         if rng.random() < 0.9:
             try:
                 self.prefiller.ask(prompt, 1, {"do_remote_decode": True, "transfer_id": transfer_id})
-            except (OSError, RuntimeError) as error:  # the decoder answers without it
+            except (OSError, RuntimeError) as error:  # the decoder answers without the prefill leg
                 failed = error
         if leg.result().tokens != self.script.answers[conversation][turn]:
             self.wrong.append(f"c{conversation}{suffix}, turn {turn}, transferred: {leg.result().tokens}")
@@ -207,12 +208,12 @@ class EngineStorm:
         conversation, _, suffix = self._pick(rng)
         key, dice = f"c{conversation}{suffix}", rng.random()
         if dice < 0.9:
-            over_feed(self.decoder, lambda feed: feed.release(key))
+            over_control_socket(self.decoder, lambda client: client.release(key))
             self.done["ends"] += 1
         else:
-            over_feed(self.decoder, lambda feed: feed.drain(True))
+            over_control_socket(self.decoder, lambda client: client.drain(True))
             time.sleep(rng.random())
-            over_feed(self.decoder, lambda feed: feed.drain(False))
+            over_control_socket(self.decoder, lambda client: client.drain(False))
             self.done["drains"] += 1
         time.sleep(rng.random() * 0.6)
 

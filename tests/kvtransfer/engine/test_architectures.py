@@ -1,7 +1,7 @@
 """Conversations of each architecture in docs/models.md answer as plain vLLM does, wherever their KV has been.
 
-A tiny random model of the architecture on vLLM's CPU build, a prefiller and a decoder with sockets between
-them. `CONSERVE_STORM_SEED` replays a storm.
+Each runs a tiny random model of its architecture on vLLM's CPU build, on a prefiller and a decoder that
+transfer KV over sockets. `CONSERVE_STORM_SEED` replays a storm.
 """
 
 import os
@@ -25,7 +25,7 @@ pytestmark = [pytest.mark.engine, pytest.mark.timeout(900)]
 
 TURNS, OUTPUT = 6, 6
 CONVERSATIONS = "abcd"
-AS_LIKELY = 1.0  # less in log-probability than the likeliest
+AS_LIKELY = 1.0  # a right token may be this much behind the likeliest token, in log-probability
 
 
 @dataclass
@@ -63,8 +63,10 @@ class ArchitectureFleet:
         return self.decoder.computed - before - OUTPUT
 
     def right(self, prompt: list[int], said: list[int], answer: list[int]) -> bool:
-        """Check an answer. In bfloat16 plain vLLM itself chooses between two about equally likely tokens
-        depending on the rest of a step; wrong KV gives far less likely tokens.
+        """Return whether an answer equals plain vLLM's, or is about as likely.
+
+        In bfloat16 the rest of a step decides between two about equally likely tokens, even in plain vLLM.
+        Wrong KV gives far less likely tokens.
         """
         if said == answer or self.served.arguments.get("dtype") != "bfloat16":
             return said == answer
@@ -141,14 +143,14 @@ def test_a_parked_conversation_returns_from_the_host(fleet: ArchitectureFleet) -
     fleet.rest()
 
 
-def test_an_impossible_transfer_is_recomputed(fleet: ArchitectureFleet) -> None:
+def test_the_decoder_computes_the_prompt_of_an_impossible_transfer(fleet: ArchitectureFleet) -> None:
     params = fleet.handed_over(fleet.script["c"][0][0])
     fleet.turn("c", 0, {**params, "transfer_id": "unknown", "remote_epoch": 7}, session="c-lost")
     fleet.turn("c", 1, session="c-lost")
     fleet.rest()
 
 
-def test_answers_are_equal_in_a_storm(fleet: ArchitectureFleet) -> None:
+def test_answers_in_a_storm_of_disturbances_equal_those_of_plain_vllm(fleet: ArchitectureFleet) -> None:
     seed = int(os.environ.get("CONSERVE_STORM_SEED", str(random.randrange(10**6))))
     print(f"CONSERVE_STORM_SEED={seed}")
     rng, decoder = random.Random(seed), fleet.decoder

@@ -1,6 +1,6 @@
 """With a real LMCache server KV outlives its engine, and an engine outlives the server.
 
-Only where LMCache is installed (requirements/lmcache.txt).
+These tests run only if LMCache is installed (requirements/lmcache.txt).
 """
 
 import asyncio
@@ -73,7 +73,7 @@ def at_rest(engine: EngineProcess) -> bool:
     return not (state.running or state.waiting) and faults_of(engine) == []
 
 
-def test_a_new_engine_restores_the_kv_of_a_killed_one(decoder: EngineProcess) -> None:
+def test_a_new_engine_restores_the_kv_of_a_killed_engine(decoder: EngineProcess) -> None:
     prompt = said(random.Random(1), 2000)
     answer = decoder.ask(prompt, 12, session="c").tokens
     prompt += answer + said(random.Random(2), 40)

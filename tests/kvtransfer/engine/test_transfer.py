@@ -1,6 +1,6 @@
 """The decoder of two real engines computes nothing of a transferred prompt and answers as plain vLLM does.
 
-Their transfers pass through staging windows, as on a GPU; fleets' on CPUs are in place.
+Their transfers pass through staging windows, as on a GPU; a fleet on CPUs transfers KV in place.
 """
 
 import os
@@ -24,7 +24,7 @@ from tests.kvtransfer.engine.engines import (
     eventually,
     faults_of,
     free_port,
-    over_feed,
+    over_control_socket,
     running,
     socket_path,
     state_of,
@@ -142,7 +142,7 @@ def test_a_transferred_prompt_is_answered_as_plain_vllm_does(
 def test_the_decode_leg_may_start_after_the_prefill(
     pair: EnginePair, plain: dict[str, GeneratedAnswer]
 ) -> None:
-    """Other connectors use this protocol: the prefill's answer contains the parameters of the decode leg."""
+    """As with other connectors, the prefill leg's answer contains the parameters of the decode leg."""
     body = {"model": "m", "prompt": PROMPTS["cached"], "max_tokens": 1, "temperature": 0}
     answer = pair.prefiller.post(
         "/v1/completions", {**body, "kv_transfer_params": {"do_remote_decode": True}}
@@ -217,7 +217,9 @@ def test_a_prefiller_aborts_offline_iterations_for_a_turn_and_sends_correct_kv(
     assert prefiller.metrics()["conserve_coserving_unplanned_iterations_total"] == 0
 
 
-def test_a_stale_read_is_refused_and_recomputed(pair: EnginePair, plain: dict[str, GeneratedAnswer]) -> None:
+def test_a_stale_read_is_refused_and_the_prompt_recomputed(
+    pair: EnginePair, plain: dict[str, GeneratedAnswer]
+) -> None:
     """The lease has expired, and the prefiller has reused its few blocks."""
     transfer_id = uuid.uuid4().hex
     pair.prefiller.ask(PROMPTS["stale"], 1, {"do_remote_decode": True, "transfer_id": transfer_id})
@@ -231,21 +233,23 @@ def test_a_stale_read_is_refused_and_recomputed(pair: EnginePair, plain: dict[st
     assert again.tokens == plain["stale"].tokens
 
 
-def test_a_flipped_byte_is_found_and_recomputed(pair: EnginePair, plain: dict[str, GeneratedAnswer]) -> None:
+def test_a_flipped_byte_is_found_and_the_prompt_recomputed(
+    pair: EnginePair, plain: dict[str, GeneratedAnswer]
+) -> None:
     with FlippingProxy(pair.port, flip_at=100_000) as port:  # amid the blocks
         answer = pair.both_legs("flipped", remote_port=port)
     assert answer.tokens == plain["flipped"].tokens
     assert pair.refusals("corrupt") == 1
 
 
-def test_an_older_epoch_is_refused_and_recomputed(
+def test_an_older_epoch_is_refused_and_the_prompt_recomputed(
     pair: EnginePair, plain: dict[str, GeneratedAnswer]
 ) -> None:
     assert pair.both_legs("epoch", remote_epoch=1).tokens == plain["epoch"].tokens
     assert pair.refusals("old_epoch") == 1
 
 
-def test_an_aborted_prefill_is_recomputed_at_once(
+def test_the_decoder_recomputes_the_prompt_of_an_aborted_prefill_at_once(
     pair: EnginePair, plain: dict[str, GeneratedAnswer]
 ) -> None:
     transfer_id = uuid.uuid4().hex
@@ -257,7 +261,7 @@ def test_an_aborted_prefill_is_recomputed_at_once(
     assert pair.refusals("aborted") == 1
 
 
-def test_an_aborted_decode_leaks_nothing(pair: EnginePair) -> None:
+def test_a_decode_leg_that_is_aborted_before_its_prefill_begins_leaks_nothing(pair: EnginePair) -> None:
     """The prefill never begins: the request still waits for its transfer when the client leaves."""
     disconnect(pair.decoder, prompt_of(5000, 93), pair.source(uuid.uuid4().hex), 1.0)
     assert eventually(lambda: state_of(pair.decoder).waiting == 0)
@@ -288,7 +292,7 @@ def test_the_session_header_reaches_the_connector_from_every_route(pair: EngineP
     response = {"model": "m", "input": "hi " * 40, "max_output_tokens": 2}
     pair.decoder.post("/v1/responses", response, X_Session_ID="key:response")
     known = [
-        over_feed(pair.decoder, lambda feed, k=k: feed.release(f"key:{k}"))
+        over_control_socket(pair.decoder, lambda client, k=k: client.release(f"key:{k}"))
         for k in ("chat", "completion", "response", "nobody")  # type: ignore[misc]
     ]
     assert known == [True, True, True, False]

@@ -1,9 +1,9 @@
 """vLLM's real scheduler and both sides of our connector around a model that detects wrong KV.
 
-The KV this model writes for a token is a number made of all tokens before it and the layer. Before it
-samples, it reads the KV of its whole context, as attention would, and notes every number that is not what it
-must be. Layers with a state read the one of the token before, and write that of the last. No weights, no
-processes, but blocks, preemptions and transfers as in an engine.
+The KV that the model writes for a token is a number made of the layer and of all tokens up to it. Before it
+samples, the model reads the KV of its whole context, as attention would, and records every wrong number. A
+layer with a state reads the state of the previous token and writes that of the last token. There are no
+weights and no processes, but blocks, preemptions and transfers as in a real engine.
 """
 
 import os

@@ -43,7 +43,7 @@ def test_blocks_held_by_another_connector_are_no_fault_and_return(engine: Steppe
     assert engine.computed_prompt_tokens - before == 5 and engine.wrong == []
 
 
-def test_only_our_connector_is_reset(engine: SteppedEngine) -> None:
+def test_a_reset_of_the_cache_reaches_only_our_connector(engine: SteppedEngine) -> None:
     engine.add("turn", prompt_of(4), 2, session="a")
     engine.run(2000)
     for number in range(500):  # copies to the host end in a step, when they are done
@@ -57,7 +57,7 @@ def test_only_our_connector_is_reset(engine: SteppedEngine) -> None:
     assert engine.kv_state.conversations.get("a").chain == []
 
 
-def test_counts_reach_the_front_end(engine: SteppedEngine) -> None:
+def test_counts_reach_the_front_end_beside_another_connector(engine: SteppedEngine) -> None:
     engine.add("turn", prompt_of(4), 2, session="a")
     engine.run(2000)
     engine.kv_state.release("a")

@@ -22,7 +22,7 @@ PRODUCT = str(Path(kvtransfer.__file__).parent)
 POOL = 50_000
 CONVERSATIONS, THEIRS = 120, 416  # together nearly the pool
 SHARED = 100  # blocks that pairs of conversations begin with
-# A pass over the retained blocks, or over those of a tenth of the conversations, executes more lines.
+# Visiting all retained blocks, or those of a tenth of the conversations, would execute more lines.
 LINES = 6_000
 
 
@@ -47,9 +47,9 @@ def lines_executed(run: Callable[[], Any]) -> int:
 
 
 def full_engine(host: bool) -> SteppedEngine:
-    """Return an engine whose pool is full of idle conversations, half of them with a beginning in common.
+    """Return an engine whose pool is full of idle conversations, half of which share a prefix in pairs.
 
-    With a host, half of the conversations are on it entirely, and the others lack their last block there.
+    With `host`, half of the conversations are entirely on the host; the others lack their last block there.
     """
     connector = ConnectorConfig(
         engine="d",
@@ -79,10 +79,10 @@ def full_engine(host: bool) -> SteppedEngine:
 
 @pytest.mark.parametrize("host", [True, False])
 def test_no_step_visits_all_retained_blocks(host: bool) -> None:
-    """Each kind of step on a full pool of 50,000 blocks, and the state that an engine reports.
+    """The pool has 50,000 blocks. Each kind of step runs, and the engine reports its state.
 
-    In these steps requests take the blocks of conversations, which are parked under pressure and by time, and
-    one ends.
+    In these steps, requests take the blocks of conversations, conversations are parked under pressure and by
+    time, and a conversation ends.
     """
     seen: dict[str, int] = {}
     engine = full_engine(host)
@@ -120,7 +120,7 @@ def test_no_step_visits_all_retained_blocks(host: bool) -> None:
 
 
 def lines_of_a_decoding_step(conversations: int) -> float:
-    """Return the median of the lines that 20 steps execute beside a number of idle conversations."""
+    """Return the median number of lines that a decoding step executes beside so many idle conversations."""
     engine = SteppedEngine(ConnectorConfig(engine="d", epoch=1, port=free_port(), park_after_s=3600.0))
     try:
         engine.kv_state.clock = lambda: 1.0

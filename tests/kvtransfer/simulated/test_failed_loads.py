@@ -15,7 +15,7 @@ pytestmark = [pytest.mark.slow, pytest.mark.timeout(120)]
 
 WINDOW = 3 * BLOCK_TOKENS + 7
 BIG, SMALL = 40 * BLOCK_TOKENS, 7 * BLOCK_TOKENS
-BLOCKS = 57  # both fit as loads; the small one, computed, does not fit beside the big one
+BLOCKS = 57  # both prompts fit if they are loaded; the small one, computed, does not fit beside the big one
 LIMIT_S = 20.0
 
 

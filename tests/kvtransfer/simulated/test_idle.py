@@ -53,7 +53,7 @@ def idle_and_live_blocks(host_kv_gib: float, yields: bool = False) -> tuple[int,
         engine.close()
 
 
-def test_a_pause_copied_to_the_host_is_idle_and_a_running_turn_is_not() -> None:
+def test_retained_kv_with_a_copy_on_the_host_is_idle_and_that_of_a_running_turn_is_not() -> None:
     beside, after, live = idle_and_live_blocks(host_kv_gib=0.005)
     assert beside == 10
     assert after == live

@@ -84,7 +84,7 @@ def test_a_moved_context_is_not_recomputed(decoders: TwoDecoders) -> None:
     assert old.faults() == [] and new.faults() == []
 
 
-def test_a_lost_source_costs_only_a_recomputation(decoders: TwoDecoders) -> None:
+def test_a_move_from_a_lost_decoder_costs_only_a_recomputation(decoders: TwoDecoders) -> None:
     decoders.old.worker.shutdown()
     decoders.fetch()
     assert decoders.new.computed_prompt_tokens >= len(decoders.prompt)

@@ -1,5 +1,7 @@
-"""States are transferred even if a step computes less than a block: vLLM frees a state before the prompt ends
-unless another reference holds it."""
+"""States are transferred even if a step computes less than a block.
+
+vLLM frees such a state before the prompt ends, unless it is referenced.
+"""
 
 from collections import Counter
 from types import SimpleNamespace

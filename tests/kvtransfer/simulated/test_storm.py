@@ -1,8 +1,8 @@
 """A storm over a prefiller and a decoder, with real schedulers, connectors and sockets.
 
-No KV leaks, no answer is wrong, and no step hangs. `CONSERVE_STORM_SEED` replays the seed of a failed run;
-`CONSERVE_STORM_STEPS` (default 250) is the number of steps. Threads copy and fetch,
-so a seed gives a similar run and not the same one.
+No KV leaks, no answer is wrong, and no step hangs. `CONSERVE_STORM_SEED` sets the seed, such as that of a
+failed run; `CONSERVE_STORM_STEPS` (default 250) is the number of steps. A seed repeats a run only roughly,
+because threads copy and fetch.
 """
 
 import os

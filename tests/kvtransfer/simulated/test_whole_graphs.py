@@ -1,7 +1,7 @@
 """Steps with work between layers never run as full CUDA graphs, and all others may.
 
-vLLM's scheduler and its dispatcher of graphs, our connector with both its sides; what stands in for a graph
-is that a whole one calls no hook.
+vLLM's scheduler and graph dispatcher run with both sides of our connector. There are no real graphs: a step
+with a whole graph just calls no hook.
 """
 
 import logging
@@ -117,8 +117,8 @@ def test_only_exporting_steps_use_piecewise_graphs_and_send_correct_kv(make: Mak
     assert set(second.modes) == {FULL}, "nothing of a decoder's acts between layers"
 
 
-def test_no_layer_call_is_lost_between_steps(make: Make) -> None:
-    """Graph captures, and the idle steps of a data-parallel rank."""
+def test_graphs_that_are_dispatched_between_steps_are_not_restricted(make: Make) -> None:
+    """vLLM dispatches graphs between steps when it captures them, and on idle data-parallel ranks."""
     engine = make(coserving())
     engine.add("offline", [2] * 5, 3, priority=10)
     arms(engine, 0.1)
@@ -178,7 +178,7 @@ def test_a_step_without_a_forward_context_is_counted(make: Make) -> None:
 
 class SilentWorker(WorkerSide):
     def after_layer(self, layer: str) -> None:
-        """Plugin that does not declare in which steps it needs layer hooks."""
+        """Do nothing. The plugin does not say in which steps it needs hooks."""
 
 
 class SilentPlugin(Plugin):

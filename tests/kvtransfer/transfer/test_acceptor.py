@@ -21,7 +21,9 @@ def asked(port: int) -> bytes:
         return peer.recv(16)
 
 
-def test_a_process_out_of_threads_accepts_later(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_acceptor_accepts_again_once_the_process_can_start_threads(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     listener = socket.create_server(("127.0.0.1", 0))
     acceptor, port = Acceptor(listener, echo, 1, "echo"), int(listener.getsockname()[1])
     usual, refused = threading.Thread.start, [1, 2]

@@ -229,7 +229,7 @@ def test_swapped_blocks_are_refused(pair: TransferPair) -> None:
         assert pair.refused() is Reason.CORRUPT
 
 
-def test_recorded_messages_of_one_connection_are_refused_on_another(pair: TransferPair) -> None:
+def test_recorded_messages_of_one_connection_are_refused_on_another_connection(pair: TransferPair) -> None:
     pair.compute()
     with FlippingProxy(pair.source.port) as port:
         recording = dataclasses.replace(pair.source, port=port)

@@ -1,4 +1,4 @@
-"""Exports of a prefiller have watermarks, leases, generations and tombstones for ended ones."""
+"""Only valid blocks of an export are sent: computed ones of the current generation, within the lease."""
 
 import threading
 import time
@@ -115,7 +115,9 @@ def test_an_aborted_prefill_is_refused_at_once_and_later(exports: Exports) -> No
     assert len(exports) == 0
 
 
-def test_blocks_are_released_once_delivered_and_finished_not_before(exports: Exports) -> None:
+def test_blocks_are_released_only_once_they_are_delivered_and_the_prefill_has_finished(
+    exports: Exports,
+) -> None:
     exports.open("t", [[1]], total_tokens=16, prompt="p")
     exports.leave(exports.attach("t", "p", skip=[0], wait_s=0))
     assert exports.take_released() == []

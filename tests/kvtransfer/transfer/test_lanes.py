@@ -45,8 +45,7 @@ def test_layers_are_divided_evenly_and_small_prompts_use_one_lane() -> None:
 
 
 def test_each_lane_has_a_layer_that_sends_during_the_prompt() -> None:
-    """Layers with windows or states send only at the end of the prompt: a lane of only such layers would be
-    silent."""
+    """A lane that had only layers with windows or states would be silent until the end of the prompt."""
     hybrid = [0, 0, 0, 256 * MIB] * 3
     assert [[layer for layer in share if layer % 4 == 3] for share in layers_by_lane(hybrid)] == [
         [3],
@@ -59,7 +58,7 @@ def test_each_lane_has_a_layer_that_sends_during_the_prompt() -> None:
 
 @pytest.mark.usefixtures("a_lane_a_layer")
 @pytest.mark.parametrize("encrypt", [False, True])
-def test_a_prompt_arrives_over_all_lanes_and_is_held_until_the_last_one_ends(encrypt: bool) -> None:
+def test_a_prompt_arrives_over_all_lanes_and_is_held_until_the_last_lane_ends(encrypt: bool) -> None:
     theirs, mine = Memory(fill=True), Memory(fill=False)
     mine.piece_bytes = 3 * BLOCK_BYTES - 1  # it takes less at once than the producer has
     exports = Exports(theirs, BLOCK_TOKENS, lease_s=10, clock=lambda: 0.0)
@@ -111,7 +110,7 @@ def test_missing_and_repeated_layers_are_refused(layers: list[int]) -> None:
 
 
 @pytest.mark.usefixtures("a_lane_a_layer")
-def test_a_failed_lane_ends_the_others_with_its_reason() -> None:
+def test_a_failed_lane_ends_the_other_lanes_with_its_reason() -> None:
     class FailingMemory(Memory):
         def incoming(
             self, layer: int, blocks: Sequence[int], wait_s: float

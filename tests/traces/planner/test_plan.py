@@ -42,14 +42,14 @@ def test_means_are_taken_over_turns() -> None:
     assert measured.large_turns == 0.5
 
 
-def test_capacity_at_the_papers_means_equals_that_of_the_paper() -> None:
+def test_capacity_at_the_papers_means_equals_the_papers_capacity() -> None:
     means = measure([TraceConversation("c", 0.0, (TraceTurn(15_300, 0, 1_000),))], ENGINE, 60, 8_192).pinned
     capacity = capacity_of(ENGINE, ENGINE, means)
     assert capacity.prefill_tokens_per_s == pytest.approx(25_000, rel=0.01)
     assert capacity.decode_tokens_per_s == pytest.approx(1_000, rel=0.02)
 
 
-def test_memory_limits_idle_conversations_until_they_are_parked() -> None:
+def test_a_plan_that_parks_idle_kv_needs_fewer_decoders_than_one_that_keeps_it() -> None:
     request = PlanRequest(rate=0.5, ttft_s=5.0, caps_w=(300.0, 200.0))
     made = plan_fleet(agents(), ENGINE, ENGINE, request)
     assert made.pinned.bound is Bound.MEMORY
@@ -99,7 +99,7 @@ def test_figures_that_one_fleet_lacks_are_not_compared() -> None:
 
 
 class BestWith(FleetPlanner):
-    """Stand in for simulations: a fleet is faster the closer its number of prefillers is to a given one."""
+    """Stands in for simulations: a fleet is the faster, the closer its number of prefillers is to `best`."""
 
     def __init__(self, best: int) -> None:
         super().__init__([], ENGINE, ENGINE, PlanRequest(rate=1.0))

@@ -27,7 +27,7 @@ class PlayedRequest:
 
 @dataclass
 class PlayedEngine:
-    """TTFT is `fixed_s` + `per_token_s` for each token not cached; then a token every `step_s`."""
+    """Endpoint whose TTFT is `fixed_s` plus `per_token_s` for each uncached token; others take `step_s`."""
 
     fixed_s: float = 0.01
     per_token_s: float = 0.00004
@@ -146,7 +146,7 @@ def shared(one: str, other: str) -> int:
 
 
 def render(messages: list[dict[str, Any]]) -> str:
-    """Render messages as a template does; an answer stands where it was generated."""
+    """Return messages as one text, as a chat template renders them."""
     parts = []
     for message in messages:
         calls = orjson.dumps(message["tool_calls"]).decode() if "tool_calls" in message else ""

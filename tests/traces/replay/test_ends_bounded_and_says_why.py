@@ -47,7 +47,7 @@ async def test_the_time_limit_ends_a_replay_and_counts_unfinished_conversations(
     assert summary.spreads["e2e"].count == 1
 
 
-async def test_a_replay_can_be_stopped() -> None:
+async def test_a_conversation_is_unfinished_when_its_replay_is_stopped() -> None:
     stop = asyncio.Event()
     async with PlayedEngine().running() as engine:
         options = ReplayOptions(url=engine.url, probes=0, time_limit_s=60.0)

@@ -72,7 +72,7 @@ def test_two_runs_are_shown_side_by_side_with_the_change() -> None:
     assert cells(runs, "last-turn TBT, p50") == ["20 ms", "20 ms", "+0.0%"]
 
 
-def test_violations_are_those_above_five_times_the_unloaded_latency() -> None:
+def test_latencies_above_five_times_the_unloaded_latency_are_violations() -> None:
     runs = [run("calm", 0.49), run("late", 0.51)]
     assert cells(runs, "TTFET: violations") == ["0.0%", "100.0%"]
     assert cells(runs, "TTFET: geometric mean of measured / unloaded") == ["4.90 x", "5.10 x"]

@@ -113,7 +113,7 @@ LONG_BENCH = Lengths("LongBench", 5_900, 499, 0.7, 0.7, 30_000)
 
 @dataclass(frozen=True, slots=True)
 class Arrivals:
-    """Return Poisson arrivals whose rate doubles at 45 s and at 440 s, as in the paper's figures 2 and 16."""
+    """Poisson arrivals whose rate doubles at 45 s and at 440 s, as in the paper's figures 2 and 16."""
 
     rate: float  # outside of bursts, of the whole fleet
     burst_s: float = 60.0

@@ -37,13 +37,13 @@ def test_prefill_stays_below_the_cards_peak() -> None:
     assert 0.2 < FLOPS_PER_TOKEN / MODEL.per_token / 149.7e12 < 1
 
 
-def test_the_curve_fits_the_chunked_engine() -> None:
+def test_the_fitted_prefill_curve_agrees_with_prompts_computed_in_chunks() -> None:
     curve = curve_of(ENGINE.latency, ENGINE.chunk_tokens)
     for tokens in (500, 5_000, 15_000, 60_000):
         assert curve.seconds(tokens) == pytest.approx(prefill_seconds(ENGINE, tokens), rel=0.25)
 
 
-def test_a_cap_slows_prefill_but_not_decoding() -> None:
+def test_a_power_cap_slows_prefill_but_not_decoding() -> None:
     capped = ENGINE.capped(a40.CAP_W)
     assert prefill_seconds(capped, 15_000) > 1.15 * prefill_seconds(ENGINE, 15_000)
     one = prefill_seconds(capped, 15_001, cached=15_000)

@@ -29,7 +29,7 @@ models = st.builds(
 
 @pytest.mark.parametrize("load", [0.3, 0.6, 0.8])
 def test_waiting_at_a_prefiller_follows_the_md1_queue(load: float) -> None:
-    """Equal prompts of exactly one chunk, Poisson arrivals: wait = load x service / (2 (1 - load))."""
+    """For equal prompts of one chunk and Poisson arrivals, wait = load x service / (2 (1 - load))."""
     events, random, waits = EventQueue(), Random(7), []
     prompt = 2048
     service = MODEL.seconds(BatchWork.of([(prompt, 0)]))
@@ -56,7 +56,7 @@ def test_waiting_at_a_prefiller_follows_the_md1_queue(load: float) -> None:
 def test_the_tbt_of_a_decoder_follows_its_model_at_the_kv_it_reads(
     model: LatencyModel, rows: list[tuple[int, int]]
 ) -> None:
-    """Many iterations in one step cost the same as one by one."""
+    """Many iterations that are advanced together take as long as the same iterations one by one."""
     batch = Iteration(model)
     for number, (context, left) in enumerate(rows):
         batch.join(work(str(number), 0, left, context))

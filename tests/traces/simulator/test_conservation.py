@@ -20,7 +20,7 @@ from .conftest import POWER, fleet, profile
 
 
 def trace(seed: int, count: int = 40, rate: float = 3.0) -> list[TraceConversation]:
-    """Broken prefixes, large appends, long and short waits."""
+    """Return a random trace with broken prefixes, large appends, and long and short waits."""
     random, at, found = Random(seed), 0.0, []
     for number in range(count):
         at += random.expovariate(rate)
@@ -92,13 +92,13 @@ def test_the_same_seed_gives_the_same_run(system: System) -> None:
     assert runs[0].totals == runs[1].totals
 
 
-def test_another_seed_gives_other_errors() -> None:
+def test_another_seed_misroutes_other_turns() -> None:
     base = settings_for(System.AMPD)
     runs = [Simulation(fleet(), replace(base, seed=seed)).run(trace(3)).totals for seed in (0, 1)]
     assert runs[0].transfers != runs[1].transfers
 
 
-def test_a_leak_is_found() -> None:
+def test_kv_that_stays_resident_at_the_end_is_reported_as_a_leak() -> None:
     simulation = Simulation(fleet(), settings_for(System.PREFILLER))
     simulation.run(trace(4))
     engine = next(iter(simulation.fleet.engines.values()))

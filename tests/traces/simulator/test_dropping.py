@@ -94,7 +94,7 @@ def test_an_exchange_over_a_slow_link_delays_turns() -> None:
     assert ttft(play(burst(), DROP, slower), 99) > ttft(play(burst(), DROP, slow), 99)
 
 
-def test_a_profile_without_a_layer_count_is_refused_with_a_sentence() -> None:
+def test_dropping_layers_is_refused_for_a_profile_that_has_no_layers() -> None:
     with pytest.raises(TraceError, match="to drop layers, its profile needs `layers`"):
         play(burst(4), DROP, profile())
 

@@ -1,5 +1,6 @@
-"""With the real gateway and directory, and engines that only take time, each binding is the simulation's, and
-so is the choice of whether a prefiller or the decoder computes the first prompt.
+"""The real gateway and directory decide as the simulation does, over engines that only take time.
+
+Each conversation is bound to the same decoder, and its first prompt is computed on the same kind of engine.
 """
 
 from dataclasses import replace

@@ -9,7 +9,10 @@ from .conftest import fleet
 
 
 def prefilled(cached: bool, kv_tokens: int = 300_000) -> int:
-    """Two conversations of three turns each under full disaggregation, one after the other in every turn."""
+    """Return the tokens that a prefiller computes for two conversations of three turns each.
+
+    Every turn is prefilled there (full disaggregation), and the conversations alternate.
+    """
     turns = (TraceTurn(8_000, 0, 1), TraceTurn(100, 8_001, 1, 10.0), TraceTurn(100, 8_102, 1, 10.0))
     found = [TraceConversation(f"c{i}", 4.0 * i, turns) for i in range(2)]
     settings = SimulationSettings(SystemSettings(System.FULL_DISAGGREGATION), prefillers_cache=cached)

@@ -42,7 +42,7 @@ def test_each_system_transfers_and_prefills_the_expected_tokens(
     assert totals.prefilled_tokens == 5 * prefilled
 
 
-def test_ampd_without_errors_is_conserve_and_with_all_errors_is_pull_back() -> None:
+def test_ampd_equals_strict_without_errors_and_pull_back_with_errors_only() -> None:
     def run(system: System, error_rate: float) -> list[float]:
         settings = SimulationSettings(SystemSettings(system, error_rate=error_rate))
         return list(Simulation(fleet(), settings).run(trace(5)).e2e)
@@ -52,7 +52,7 @@ def test_ampd_without_errors_is_conserve_and_with_all_errors_is_pull_back() -> N
 
 
 def test_a_conversation_alone_has_the_latency_of_its_parts() -> None:
-    """Prefill, one transfer, one token computed again on the decoder; then a token an iteration."""
+    """It is prefilled and transferred, the decoder computes one token again, and then one an iteration."""
     engine = profile()
     run = Simulation(fleet(), settings_for(System.PREFILLER)).run(
         [TraceConversation("c", 0.0, (TraceTurn(8_000, 0, 2),))]

@@ -156,7 +156,7 @@ def test_a_prefetch_that_ends_too_late_changes_neither_the_turn_nor_the_next_pau
     assert running.phase is RetentionPhase.PARKED, "and gone again"
 
 
-def test_concurrent_turns_end_with_the_last_one() -> None:
+def test_a_conversation_is_retained_when_the_last_of_its_concurrent_turns_ends() -> None:
     conversations, _, _ = make()
     first = conversations.begin_turn("a", chain("ab"))
     second = conversations.begin_turn("a", chain("ab"))

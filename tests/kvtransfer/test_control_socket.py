@@ -23,7 +23,7 @@ from kvtransfer.control.control_socket import (
 from placement.engines import EngineState
 
 
-class FedEngine:
+class ReportingEngine:
     def __init__(self, path: Path) -> None:
         self.released: list[str] = []
         self.seq = 0
@@ -41,26 +41,26 @@ class FedEngine:
 
 
 @pytest.fixture
-async def engine(tmp_path: Path) -> AsyncIterator[FedEngine]:
-    engine = FedEngine(tmp_path / "engine.sock")
+async def engine(tmp_path: Path) -> AsyncIterator[ReportingEngine]:
+    engine = ReportingEngine(tmp_path / "engine.sock")
     yield engine
     engine.server.close()
 
 
-async def first(feed: ControlSocketClient) -> EngineState:
-    async with aclosing(feed.states()) as states:
+async def first(client: ControlSocketClient) -> EngineState:
+    async with aclosing(client.states()) as states:
         return await anext(states)
 
 
 async def test_a_keeper_receives_the_state_at_once_and_at_least_every_second(
-    engine: FedEngine, tmp_path: Path
+    engine: ReportingEngine, tmp_path: Path
 ) -> None:
-    feed = ControlSocketClient(tmp_path / "engine.sock")
-    assert (await asyncio.wait_for(first(feed), 1)).live_tokens == 10
-    assert (await asyncio.wait_for(first(feed), 1.5)).seq >= 2
+    client = ControlSocketClient(tmp_path / "engine.sock")
+    assert (await asyncio.wait_for(first(client), 1)).live_tokens == 10
+    assert (await asyncio.wait_for(first(client), 1.5)).seq >= 2
 
 
-async def test_changes_are_reported_soon_and_batched(engine: FedEngine, tmp_path: Path) -> None:
+async def test_changes_are_reported_soon_and_batched(engine: ReportingEngine, tmp_path: Path) -> None:
     async with aclosing(ControlSocketClient(tmp_path / "engine.sock").states()) as states:
         await anext(states)
         before = engine.seq
@@ -70,50 +70,52 @@ async def test_changes_are_reported_soon_and_batched(engine: FedEngine, tmp_path
         assert 2 <= engine.seq - before <= 12
 
 
-async def test_a_report_of_the_longest_ids_arrives(engine: FedEngine, tmp_path: Path) -> None:
+async def test_a_report_of_the_longest_ids_arrives(engine: ReportingEngine, tmp_path: Path) -> None:
     longest = {f"{number:04}".ljust(512, "\x01"): 1 for number in range(NAMED_AT_MOST)}
     state = replace(engine.snapshot(), confirmed=longest, parked=longest, unparked=longest)
     server = ControlSocketServer(tmp_path / "long.sock", lambda: state, {})
     try:
-        feed = ControlSocketClient(tmp_path / "long.sock")
-        assert len((await asyncio.wait_for(first(feed), 5)).parked) == NAMED_AT_MOST
+        client = ControlSocketClient(tmp_path / "long.sock")
+        assert len((await asyncio.wait_for(first(client), 5)).parked) == NAMED_AT_MOST
     finally:
         server.close()
 
 
-async def test_a_command_is_executed_and_answered(engine: FedEngine, tmp_path: Path) -> None:
-    feed = ControlSocketClient(tmp_path / "engine.sock")
-    assert await feed.release("a conversation")
+async def test_a_command_is_executed_and_answered(engine: ReportingEngine, tmp_path: Path) -> None:
+    client = ControlSocketClient(tmp_path / "engine.sock")
+    assert await client.release("a conversation")
     assert engine.released == ["a conversation"]
 
 
-async def test_an_unknown_command_is_refused_with_the_known_ones(engine: FedEngine, tmp_path: Path) -> None:
-    feed = ControlSocketClient(tmp_path / "engine.sock")
+async def test_an_unknown_command_is_refused_with_the_known_commands(
+    engine: ReportingEngine, tmp_path: Path
+) -> None:
+    client = ControlSocketClient(tmp_path / "engine.sock")
     with pytest.raises(ControlSocketError, match="release"):
-        await asyncio.wait_for(feed.drain(), 7)
+        await asyncio.wait_for(client.drain(), 7)
 
 
-async def test_states_end_when_the_engine_does(engine: FedEngine, tmp_path: Path) -> None:
-    feed = ControlSocketClient(tmp_path / "engine.sock")
-    async with asyncio.timeout(5), aclosing(feed.states()) as states:
+async def test_states_end_when_the_engine_does(engine: ReportingEngine, tmp_path: Path) -> None:
+    client = ControlSocketClient(tmp_path / "engine.sock")
+    async with asyncio.timeout(5), aclosing(client.states()) as states:
         await anext(states)
         engine.server.close()
         assert [state async for state in states if state.epoch != 1] == []
     with pytest.raises(ControlSocketError):
-        await feed.release("a")
+        await client.release("a")
 
 
 async def test_a_restarted_engine_takes_over_the_path_of_a_killed_one(tmp_path: Path) -> None:
     path = tmp_path / "engine.sock"
     path.touch()
-    engine = FedEngine(path)
+    engine = ReportingEngine(path)
     assert (await first(ControlSocketClient(path))).engine == "d0"
     engine.server.close()
 
 
-async def test_a_late_or_slow_keeper_receives_what_it_missed(engine: FedEngine, tmp_path: Path) -> None:
-    feed = ControlSocketClient(tmp_path / "engine.sock")
-    async with asyncio.timeout(5), aclosing(feed.states()) as states:
+async def test_a_late_or_slow_keeper_receives_what_it_missed(engine: ReportingEngine, tmp_path: Path) -> None:
+    client = ControlSocketClient(tmp_path / "engine.sock")
+    async with asyncio.timeout(5), aclosing(client.states()) as states:
         before = await anext(states)
         for name in ("a", "b", "c"):  # nobody reads meanwhile
             engine.confirmed.add([name], engine.seq + 1)
@@ -122,7 +124,7 @@ async def test_a_late_or_slow_keeper_receives_what_it_missed(engine: FedEngine, 
         while set((late := await anext(states)).confirmed) != {"a", "b", "c"}:
             pass
         assert all(before.seq < seq <= late.seq for seq in late.confirmed.values())
-    assert set((await first(feed)).confirmed) == {"a", "b", "c"}
+    assert set((await first(client)).confirmed) == {"a", "b", "c"}
 
 
 def test_a_report_says_which_names_it_no_longer_holds() -> None:
@@ -141,7 +143,7 @@ def test_a_report_says_which_names_it_no_longer_holds() -> None:
 
 
 async def test_an_invalid_command_line_is_answered_and_the_connection_continues(
-    engine: FedEngine, tmp_path: Path
+    engine: ReportingEngine, tmp_path: Path
 ) -> None:
     async def answer(line: bytes) -> bytes:
         reader, writer = await asyncio.open_unix_connection(str(tmp_path / "engine.sock"))
@@ -163,28 +165,28 @@ async def test_a_failed_command_is_reported_and_the_connection_continues(tmp_pat
         return Reply(True)
 
     server = ControlSocketServer(tmp_path / "engine.sock", lambda: None, {"release": release})  # type: ignore[arg-type]
-    feed = ControlSocketClient(tmp_path / "engine.sock")
+    client = ControlSocketClient(tmp_path / "engine.sock")
     try:
         with pytest.raises(ControlSocketError, match="no such block"):
-            await feed.release("bad")
-        assert await feed.release("good")
+            await client.release("bad")
+        assert await client.release("good")
     finally:
         server.close()
 
 
 async def test_many_changes_before_a_report_wake_the_socket_once(
-    engine: FedEngine, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    engine: ReportingEngine, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Each step signals a change, and an engine runs hundreds of steps a second."""
-    feed = ControlSocketClient(tmp_path / "engine.sock")
-    async with aclosing(feed.states()) as states:
+    client = ControlSocketClient(tmp_path / "engine.sock")
+    async with aclosing(client.states()) as states:
         await anext(states)
         woken: list[str] = []
         waking = asyncio.BaseEventLoop.call_soon_threadsafe
 
         def noted(loop: asyncio.BaseEventLoop, *args: Any, **options: Any) -> Any:
             if threading.current_thread().name == "engine":
-                woken.append("feed")
+                woken.append("socket")
             return waking(loop, *args, **options)
 
         def steps() -> None:

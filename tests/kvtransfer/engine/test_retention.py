@@ -20,7 +20,7 @@ from tests.kvtransfer.engine.engines import (
     EngineProcess,
     eventually,
     faults_of,
-    over_feed,
+    over_control_socket,
     running,
     socket_path,
     state_of,
@@ -95,11 +95,11 @@ def settle(engine: EngineProcess) -> None:
 def release_all(engine: EngineProcess, suffixes: tuple[str, ...] = ("",)) -> None:
     for suffix in suffixes:
         for number in range(CONVERSATIONS):
-            over_feed(engine, lambda feed, n=number, s=suffix: feed.release(f"c{n}{s}"))  # type: ignore[misc]
+            over_control_socket(engine, lambda client, n=number, s=suffix: client.release(f"c{n}{s}"))  # type: ignore[misc]
     settle(engine)
 
 
-def test_conversations_beyond_the_kv_compute_only_new_tokens(
+def test_conversations_that_exceed_the_accelerators_kv_compute_only_new_tokens(
     engine: EngineProcess, script: TurnScript
 ) -> None:
     before = engine.computed_prompt_tokens()
@@ -150,8 +150,8 @@ def test_a_prefetch_wakes_an_idle_engine_and_computes_nothing(engine: EngineProc
         engine.ask(said(random.Random(seed), 3500), 1)  # others use the room
     settle(engine)
     before = engine.metrics()
-    assert not over_feed(engine, lambda feed: feed.prefetch("unknown", 60.0))
-    assert over_feed(engine, lambda feed: feed.prefetch("away", 60.0))
+    assert not over_control_socket(engine, lambda client: client.prefetch("unknown", 60.0))
+    assert over_control_socket(engine, lambda client: client.prefetch("away", 60.0))
     assert eventually(lambda: state_of(engine).live_tokens > 0)
     settle(engine)
     after = engine.metrics()
@@ -163,7 +163,7 @@ def test_a_prefetch_wakes_an_idle_engine_and_computes_nothing(engine: EngineProc
     settles = 2 * 2  # tokens of the prompts that `settle` sends
     assert grown('vllm:prompt_tokens_by_source_total{source="local_compute"}') <= settles
     assert grown("vllm:generation_tokens_total") <= settles
-    over_feed(engine, lambda feed: feed.release("away"))
+    over_control_socket(engine, lambda client: client.release("away"))
     assert faults_of(engine) == []
 
 
@@ -174,7 +174,9 @@ def test_an_ended_conversation_leaves_no_kv(engine: EngineProcess) -> None:
     assert faults_of(engine) == []
 
 
-def test_nothing_leaks_and_nothing_is_wrong_in_a_storm(engine: EngineProcess, script: TurnScript) -> None:
+def test_a_storm_of_disturbances_leaks_nothing_and_changes_no_answer(
+    engine: EngineProcess, script: TurnScript
+) -> None:
     seed = int(os.environ.get("CONSERVE_STORM_SEED", str(random.randrange(10**6))))
     print(f"CONSERVE_STORM_SEED={seed}")
     storm = EngineStorm(engine, script, seed)
