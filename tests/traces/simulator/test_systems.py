@@ -52,7 +52,7 @@ def test_ampd_equals_strict_without_errors_and_pull_back_with_errors_only() -> N
 
 
 def test_a_conversation_alone_has_the_latency_of_its_parts() -> None:
-    """It is prefilled and transferred, the decoder computes one token again, and then one an iteration."""
+    """After prefill and transfer, the decoder computes one token again, and then a token an iteration."""
     engine = profile()
     run = Simulation(fleet(), settings_for(System.PREFILLER)).run(
         [TraceConversation("c", 0.0, (TraceTurn(8_000, 0, 2),))]
