@@ -33,8 +33,8 @@ from placement.routing.placer_settings import FirstTurns
 from workers.processes import tree
 
 QUIET_S, WATCH_S, QUICK_WATCH_S = 8.0, 40.0, 15.0
-RESTS_S = 3.0  # after the fleet has become whole
-ALLOWED_S = 0.5  # beyond a budget
+RESTS_S = 3.0  # pause after the fleet has become whole
+ALLOWED_S = 0.5  # how far a wait may exceed its budget
 
 
 @dataclass(frozen=True)
@@ -42,7 +42,7 @@ class KilledProcess:
     """A process to kill, and how many seconds without an answer its end may cost each kind of client."""
 
     name: str
-    command: str  # a part of its command line
+    command: str  # text that its command line contains
     budget_s: Mapping[str, float]  # a kind that is missing has no budget
     engine: str = ""  # the engine that the process belongs to, if any
     may_cut_streams: bool = False

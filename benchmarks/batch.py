@@ -34,8 +34,8 @@ from traces.replay.client import (
 
 ALONE, BESIDE, BATCH = "agents", "agents_and_batch", "batch"
 CHAT, COMPLETIONS = "/v1/chat/completions", "/v1/completions"
-CHAT_SHARE = 0.75  # of offline requests
-OFFLINE_PROMPTS = (60, 240, 480)  # tokens
+CHAT_SHARE = 0.75  # share of offline requests that are chats
+OFFLINE_PROMPTS = (60, 240, 480)  # lengths in tokens
 
 
 @dataclass(frozen=True)
@@ -49,8 +49,8 @@ class BatchLoad:
     output: int
     tool_s: float  # mean wait between turns
     offline_output: int
-    requests: int  # of one batch phase
-    agents_s: float  # of a phase of agents alone
+    requests: int  # requests of each phase with a batch
+    agents_s: float  # duration of a phase with agents alone
     most_s: float  # after so long a batch is cancelled
     rounds: int
 
@@ -88,7 +88,7 @@ class Phase:
 
 
 class BatchBench:
-    """Agents and batches on one fleet."""
+    """Plays agents and batches on one fleet."""
 
     def __init__(
         self, chat: ChatClient, api: AsyncOpenAI, sizes: Calibration, load: BatchLoad, seed: int

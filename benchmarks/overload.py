@@ -44,10 +44,10 @@ SAMPLE = Path(__file__).parents[1] / "traces" / "samples" / "laptop.jsonl.gz"
 PREEMPT, PARK, DROP = "preempt", "park", "drop"
 MODEL, BLOCK = "small", 32
 TEMPLATE_TOKENS = 128  # at most what a chat template adds to a trace's tokens
-ASKED = 1.5  # times the KV that both engines have
+ASKED = 1.5  # how many times the KV of both engines a burst asks for
 BURST_RATE = 40.0  # conversations a second
 SHRINK, LEAST_TOKENS = 4, 400  # divisor of the laptop sample's lengths, and its shortest conversation
-HEAVY = ModelShape(hidden=1_024, heads=16, kv_heads=4, intermediate=3_072)  # 400 MB that each token reads
+HEAVY = ModelShape(hidden=1_024, heads=16, kv_heads=4, intermediate=3_072)  # each token reads 400 MB
 SHORTER = 5  # divisor of long answers' lengths
 LASTING_S, LASTING_RATE = 40.0, 0.8  # at the speed of two idle cores this asks for `ASKED`
 CALM = 4  # conversations at a time for which KV suffices
@@ -80,7 +80,7 @@ class Lengths:
             yield TraceConversation(f"request-{number:06d}", 0.0, (TraceTurn(prompt, 0, output),))
 
 
-# The paper's stay of 11 s has a spread of 14.9 s: outputs of BurstGPT vary that much.
+# In the paper requests stay for 11 s, with a spread of 14.9 s, so BurstGPT's outputs must vary as much.
 BURST_GPT = Lengths("BurstGPT", 642, 262, 1.2, 1.3, 8_192)
 # Answers as agents and reasoning models write them: their KV stays long, and takes little computing.
 LONG_ANSWERS = Lengths("BurstGPT with long answers", 642, 1_500, 0.7, 0.7, 8_192)
@@ -137,7 +137,7 @@ def within_kv(number: int, conversations: Iterable[TraceConversation]) -> Iterab
     return generators.arriving(taken, generators.poisson(BURST_RATE, generators.stream(number, "burst")))
 
 
-Burst = Callable[[int], Iterable[TraceConversation]]  # by the burst's number
+Burst = Callable[[int], Iterable[TraceConversation]]  # makes the burst with this number
 LOADS: dict[str, tuple[EngineKv, Burst]] = {
     "requests": (BRIEF, requests),
     "agents": (BRIEF, agents),
@@ -153,7 +153,7 @@ class PolicyBursts:
     gaps_s: list[float] = field(default_factory=list)
     tpot_s: list[float] = field(default_factory=list)
     e2e_s: list[float] = field(default_factory=list)
-    seconds: list[float] = field(default_factory=list)  # of each burst
+    seconds: list[float] = field(default_factory=list)  # duration of each burst
     tokens: int = 0
     recomputed: int = 0  # prompt tokens known from the previous turn that were not cached
     preemptions: float = 0.0

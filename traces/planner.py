@@ -81,8 +81,8 @@ def capacity_of(prefiller: EngineProfile, decoder: EngineProfile, means: Means) 
 
 
 CAPS = (5 / 6, 2 / 3)  # default power caps, as shares of the power limit
-AS_WELL = 1.05  # how much worse each figure of a fleet may be that does as well as another
-REACHABLE = 1.25  # least TTFT to plan for, over that of a first turn alone: no fleet meets a lower target
+AS_WELL = 1.05  # a fleet does as well as another if no figure is worse by more than this factor
+REACHABLE = 1.25  # factor on the TTFT of a first turn alone: no fleet can meet a lower target
 
 
 @dataclass(frozen=True, slots=True)
@@ -126,7 +126,7 @@ class FleetPlan:
     measured: Measured
     pinned: Provision  # the paper's rule: KV on the decoder for life
     parked: Provision
-    conversations: int  # simulated
+    conversations: int  # number of simulated conversations
     too_large: int  # conversations left out because they outgrow a decoder
     ttft_s: float  # TTFT that was planned for
     elastic: Candidate

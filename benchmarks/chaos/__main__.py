@@ -48,10 +48,10 @@ from deploy.lifecycle.down import marked
 from deploy.lifecycle.status import serving
 
 MINUTES, QUICK_MINUTES = 60.0, 3.0
-AT_ONCE = 4  # faults
+AT_ONCE = 4  # most faults at a time
 PARK_AFTER_S, TTL_S, SETTLE_S = 3.0, 90.0, 30.0
-QUIET_S = 10.0  # before the first fault
-ALLOWED_S = 5.0  # beyond a budget
+QUIET_S = 10.0  # time before the first fault
+ALLOWED_S = 5.0  # how far a wait may exceed its budget
 TTFT_S, AGEING_S = 0.02, 20.0  # the target is so short that turns abort iterations with offline work
 DROP_CONVERSATIONS, DROP_BLOCKS = 200, 96  # blocks of 32 tokens on each decoder
 DROP_LENGTHS = AgentLengths(

@@ -22,7 +22,7 @@ SCRIPTS, TURNS = 6, 4
 REQUEST_LIMIT_S = 180.0  # a longer request counts as hung, because the fleet's own limits are shorter
 LOST_AFTER_S = 300.0  # a turn that is not answered for so long is lost
 RETRY_S = (0.2, 3.0)
-STREAMED = 0.7  # share of requests
+STREAMED = 0.7  # share of requests that are streamed
 # Conversations repeat a few prompts, and a prompt that ran on two killed engines is refused for minutes. An
 # agent then uses another API key, because the gateway knows a request by its key and prompt.
 SET_ASIDE = "request_set_aside"
@@ -34,9 +34,9 @@ class AgentLengths:
 
     words: tuple[int, ...] = (60, 300, 900)
     tokens: tuple[int, ...] = (8, 24, 96)
-    waits_s: tuple[float, ...] = (0.0, 0.2, 1.0, 8.0)  # of tools; the longest lasts until KV is parked
+    waits_s: tuple[float, ...] = (0.0, 0.2, 1.0, 8.0)  # waits for tools; KV is parked in the longest
     hang_ups: float = 0.0  # share of streams that their client leaves and asks for again
-    busy_s: float = math.inf  # then all agents rest, so that the fleet undoes what overload changed
+    busy_s: float = math.inf  # after so long all agents rest, so that the fleet restores dropped layers
     rest_s: float = 0.0
     # Each conversation has an API key of its own. Otherwise, a gateway that refuses a request because two
     # engines ended while they ran it would refuse all conversations of the script.
@@ -71,7 +71,7 @@ class AgentResults:
 
     conversations: int = 0
     turns: int = 0
-    tries: Counter[str] = field(default_factory=Counter)  # by outcome
+    tries: Counter[str] = field(default_factory=Counter)  # number of requests by outcome
     lost: list[str] = field(default_factory=list)
     wrong: list[str] = field(default_factory=list)
     hung: list[str] = field(default_factory=list)

@@ -70,7 +70,7 @@ class AbortedIterations:
 
     def __init__(self, home: FleetHome) -> None:
         self._home = home
-        self._last: defaultdict[str, float] = defaultdict(float)  # by engine
+        self._last: defaultdict[str, float] = defaultdict(float)  # last count by engine
         self.total = 0.0
 
     def look(self) -> None:

@@ -31,7 +31,7 @@ from workers.engine.coserving.config import (
 
 SHAPE = ModelShape(layers=36, hidden=64, heads=2, kv_heads=1, head_dim=32, intermediate=64, max_context=4096)
 PROMPT_TOKEN_S = 27e-6  # device time of a prompt token: 8,192 take 0.22 s on an H200
-TBT_TARGET_S = 0.05  # beside offline prompts
+TBT_TARGET_S = 0.05  # target of turns beside offline prompts
 BLOCKS = 2600
 PROMPT, OFFLINE_PROMPT, OFFLINE_PROMPTS = 64, 2048, 4
 SPIN_S = 2e-4  # a sleep is longer than asked for by about this time
@@ -44,8 +44,8 @@ class ClockedVariant:
     """An engine, and the offline work beside its online requests."""
 
     coserves: bool = False
-    keeps: bool = False  # host tier and prompt scheduler, as a decoder without co-serving has them
-    overlaps: bool = True  # asynchronous scheduling
+    keeps: bool = False  # whether it has what a decoder without co-serving has: host tier, prompt scheduler
+    overlaps: bool = True  # whether scheduling is asynchronous
     offline_decodes: bool = False  # half of the requests are offline
     offline_prompts: bool = False
 

@@ -37,7 +37,7 @@ VARIANTS = {
 DEVICE_S = {1: 4.6e-3, 16: 5.3e-3, 64: 6.4e-3}  # a step of Qwen3 8B on an H200, by number of requests
 OTHER_DEVICE_S = 10e-3
 TOKENS, PROMPTS_TOKENS = 23, 8  # in a round; fewer beside offline prompts
-LIMIT_S = 300.0  # for an engine's start, and for a round
+LIMIT_S = 300.0  # longest start of an engine, and longest round
 STOP, STOP_S = ("stop",), 10.0  # an engine that stops by itself removes its shared memory
 
 Round = Mapping[str, Mapping[str, Any]]  # what each variant's engine measured
@@ -68,7 +68,7 @@ def engines(names: Sequence[str], most: int) -> Iterator[dict[str, Connection]]:
         "TORCH_CPP_LOG_LEVEL": "ERROR",
         "OMP_NUM_THREADS": "1",  # a GPU's host starts no threads for the little that it computes
     }
-    warnings.simplefilter("ignore", FutureWarning)  # of torch
+    warnings.simplefilter("ignore", FutureWarning)  # torch emits such warnings
     import vllm.v1.engine.core  # noqa: F401  once, for all forks
 
     fork = multiprocessing.get_context("fork")

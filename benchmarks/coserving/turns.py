@@ -82,7 +82,7 @@ class Experienced:
 
     ttft: list[float] = field(default_factory=list)
     tbt: list[float] = field(default_factory=list)
-    offline_tokens: int = 0  # computed for the first time
+    offline_tokens: int = 0  # offline tokens computed for the first time
     seconds: float = 0.0
 
     @property
@@ -212,8 +212,8 @@ class TurnBench:
     async def compare(self, load: OnlineLoad, policies: tuple[str, ...], turns: int) -> LoadOutcome:
         """Let every policy serve the same arrivals, `turns` times.
 
-        The targets are the baseline's P99 in earlier runs. These runs decide nothing else: a policy is
-        compared with as many requests of the baseline as it has itself: a P99 depends on their number.
+        The targets are the baseline's P99 in earlier runs, which decide nothing else. A policy is compared
+        with as many requests of the baseline as it has itself, because a P99 depends on their number.
         """
         names = (BASELINE, *(name for name in policies if name != BASELINE))
         alone = Experienced()

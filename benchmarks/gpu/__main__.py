@@ -18,7 +18,7 @@ from benchmarks.gpu.runner import SEQUENCE, StepSelectionError, run_step, select
 from benchmarks.harness.output import command, write_json
 from benchmarks.harness.standalone_engine import on_cuda
 
-CPU_LIMITS = 3  # times the limit of a GPU: an engine alone takes minutes to start on busy cores
+CPU_LIMITS = 3  # factor on limits without a GPU: an engine takes minutes to start on busy cores
 
 
 def names(text: str) -> list[str]:

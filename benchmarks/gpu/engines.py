@@ -42,9 +42,9 @@ class EngineVariant:
 
     loads: tuple[Load, ...] = ()
     coserves: bool = False
-    keeps: bool = False  # host tier and prompt scheduler, as a decoder without co-serving has them
+    keeps: bool = False  # whether it has what a decoder without co-serving has: host tier, prompt scheduler
     prefills: bool = False
-    options: Mapping[str, Any] = field(default_factory=dict)  # for vLLM
+    options: Mapping[str, Any] = field(default_factory=dict)  # more options for vLLM
     environment: Mapping[str, str] = field(default_factory=lambda: V1_RUNNER)
     ttft_target_s: float | None = None
 

@@ -114,7 +114,7 @@ def measured(prefix: str, ways: Ways, blocks: torch.Tensor, shape: BlockShape) -
             equal &= torch.equal(blocks, wanted)
     found: Figures = {f"{prefix}_equal": equal}
     for name, rounds in taken.items():
-        seconds, calls, cpus = zip(*rounds[1:], strict=True)  # memory is used for the first time in the first
+        seconds, calls, cpus = zip(*rounds[1:], strict=True)  # the first round uses memory for the first time
         found |= bandwidth(f"{prefix}_{name}", shape.nbytes, seconds)
         found[f"{prefix}_{name}_call_ms_per_gb"] = statistics.median(calls) / shape.nbytes * 1e12
         found[f"{prefix}_{name}_cpu_ms_per_gb"] = statistics.median(cpus) / shape.nbytes * 1e12

@@ -49,7 +49,7 @@ def read_results(path: Path) -> dict[str, Figures]:
     """Return the figures of each step.
 
     Of a repeated figure the median is returned, with its lowest and highest value as `NAME_range`.
-    Otherwise a later line replaces equal keys of an earlier one.
+    Of any other figure the last value is returned.
     """
     found: dict[str, Figures] = {}
     repeated: dict[tuple[str, str], list[float]] = {}

@@ -23,7 +23,7 @@ class Step:
     name: str
     group: str
     limit_s: float
-    module: str = ""  # of the function that has the step's name, in the group `torch`
+    module: str = ""  # module of the function with the step's name, in the group `torch`
 
 
 SEQUENCE = (

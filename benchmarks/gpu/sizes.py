@@ -13,7 +13,7 @@ class EngineSizes:
     vocabulary: int
     prompts: tuple[int, ...]  # tokens of the prompts whose first token is timed
     batches: tuple[int, ...]  # numbers of answers at once
-    prompt: int  # tokens of the prompt of each of those answers, and of a turn beside offline work
+    prompt: int  # prompt tokens of each of these answers, and of a turn beside offline work
     decoded: int  # tokens of each answer
     offline: tuple[int, int]  # number of offline prompts, and their tokens
     turns: int  # turns beside offline work

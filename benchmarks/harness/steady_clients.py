@@ -14,9 +14,9 @@ import orjson
 from traces.replay.client import text
 
 NEW, BOUND, STREAM = KINDS = ("new", "bound", "stream")
-CLIENTS = 2  # of each kind
+CLIENTS = 2  # number of each kind
 PAUSE_S = 0.15  # after an answer
-AGAIN_S = 0.05  # after a failure; `Retry-After` is not kept to
+AGAIN_S = 0.05  # after a failure; `Retry-After` is ignored
 LIMIT_S = 5.0  # longest request, and longest time between two tokens of a stream
 PROMPT = 200  # characters
 TOKENS = {NEW: 1, BOUND: 1, STREAM: 400}

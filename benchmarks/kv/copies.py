@@ -27,7 +27,7 @@ from kvtransfer.transfer.staging import StagedBlockMemory
 
 Kv = dict[str, torch.Tensor]
 GB = 1e9
-SOCKET_BYTES = 4 << 20  # of a call of the plain copy
+SOCKET_BYTES = 4 << 20  # bytes of each call of the plain copy
 HEADS, CHANNELS = 8, 256  # of keys and values in 16 bit: a block of a layer is 64 KiB
 WINDOW_BYTES = 32 << 20
 

@@ -14,7 +14,7 @@ ENVIRONMENT = {
     "VLLM_USE_V2_MODEL_RUNNER": "0",
     "VLLM_CPU_KVCACHE_SPACE": "4",
     "VLLM_LOGGING_LEVEL": "ERROR",
-    "OMP_NUM_THREADS": str(max(1, (os.cpu_count() or 1) - 1)),  # the engine's other threads need one
+    "OMP_NUM_THREADS": str(max(1, (os.cpu_count() or 1) - 1)),  # one core is for the engine's other threads
 }
 
 
@@ -47,7 +47,7 @@ async def kv_engine(shape: KvShape, connector: ConnectorConfig | None) -> AsyncI
 
 
 async def restored_blocks(engine: VllmEngine) -> float:
-    await engine.ask([1, 2, 3], 2)  # counts come with a step
+    await engine.ask([1, 2, 3], 2)  # counts arrive with a step
     return counter("conserve_kv_restored_blocks_total")
 
 

@@ -23,14 +23,14 @@ from deploy.lifecycle.status import fleet_status, serving
 
 AGENTS, TURNS, QUICK_TURNS = 8, 12, 6
 APPENDED_WORDS, ANSWER_TOKENS = 500, 8
-WAITS_S = (1.0, 3.0)  # of tools
+WAITS_S = (1.0, 3.0)  # shortest and longest wait for a tool
 BLOCKS = 4096
-LIMIT_S = 300.0  # of one turn
+LIMIT_S = 300.0  # longest request
 
 
 @dataclass
 class Seen:
-    ttft_s: list[float] = field(default_factory=list)  # of later turns, without the first two
+    ttft_s: list[float] = field(default_factory=list)  # TTFT of later turns, without the first two
     texts: dict[tuple[str, int], str] = field(default_factory=dict)
 
 

@@ -13,8 +13,8 @@ from benchmarks.harness.vllm_engine import VllmEngine
 from benchmarks.kv.engine import KvShape, kv_engine, leave_accelerator, restored_blocks
 from kvtransfer.config import ConnectorConfig
 
-RESTORES = 4  # beside a request that decodes
-BESIDE_TOKENS, DECODED_TOKENS = 8192, 400  # of each restored prompt, and of the other request's answer
+RESTORES = 4  # number of restores beside a request that decodes
+BESIDE_TOKENS, DECODED_TOKENS = 8192, 400  # tokens of a restored prompt, and of the other request's answer
 ROUNDS = 4
 SHARED_STEP_S = 0.002  # both tokens of a shared step arrive within this time
 
@@ -36,7 +36,7 @@ async def restore_against_recompute(
     model: Path, lengths: tuple[int, ...], host_kv_gib: float
 ) -> dict[str, Any]:
     longest = max(lengths)
-    tokens = max(longest, RESTORES * BESIDE_TOKENS)  # all prompts that are hit again fit at once
+    tokens = max(longest, RESTORES * BESIDE_TOKENS)  # so that all prompts that should hit fit at once
     shape = KvShape(model, blocks=tokens // KvShape.block_tokens + 300, context=longest + 512)
     with tempfile.TemporaryDirectory() as folder:
         config = ConnectorConfig(

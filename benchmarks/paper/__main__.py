@@ -18,10 +18,10 @@ from traces.format import TraceConversation
 from traces.simulator.metrics import SimulationResult, Values, percentile
 from traces.simulator.policies import System, SystemSettings
 
-RATES = (0.5, 0.75, 1.0, 1.25, 1.5)  # paper: Poisson
+RATES = (0.5, 0.75, 1.0, 1.25, 1.5)  # conversations a second, Poisson as in the paper
 SYSTEMS = (System.PREFILLER, System.AMPD, System.COLLOCATED, System.FULL_DISAGGREGATION)
 ALSO_SATURATED = (System.PULL_BACK, System.STICKY)
-WRONG_PREDICTIONS = 0.1  # share of AMPD's decisions
+WRONG_PREDICTIONS = 0.1  # share of AMPD's decisions that are wrong
 PARK_AFTER_S = 30.0
 
 

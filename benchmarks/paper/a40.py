@@ -20,11 +20,11 @@ from traces.simulator.simulation import Simulation, SimulationSettings
 from traces.simulator.tiers import SimulatedFleet, SimulatedTier
 
 SATURATED_RATE = 1.634  # paper: conversations a second that fill the prefiller
-INPUT_TOKENS = 25_000.0 / SATURATED_RATE  # of a first turn; the paper rounds it to 15k
-OUTPUT_TOKENS = 1_000.0  # paper: of a conversation
-COLLOCATED_CHUNK = 2_944  # paper
+INPUT_TOKENS = 25_000.0 / SATURATED_RATE  # prompt tokens of a first turn; the paper rounds them to 15k
+OUTPUT_TOKENS = 1_000.0  # paper: output tokens of a conversation
+COLLOCATED_CHUNK = 2_944  # paper: tokens of a chunk on collocated engines
 SLO_FACTOR = 5.0  # paper: a target is 5 x the unloaded latency
-LIMIT_W, CAP_W = 300.0, 200.0  # paper
+LIMIT_W, CAP_W = 300.0, 200.0  # paper: power limit and power cap of a GPU
 
 ENGINE = find("a40-qwen3-0.6b")
 MIXED = (System.COLLOCATED, System.STICKY)

@@ -32,7 +32,7 @@ class PaperMix:
     first_cv: float = 0.35
     appended_tokens: float = 250.0
     appended_cv: float = 1.0
-    output_tokens: float = a40.OUTPUT_TOKENS  # of a conversation
+    output_tokens: float = a40.OUTPUT_TOKENS  # output tokens of a conversation
     output_cv: float = 0.5
     tool_s: float = 0.5
     seed: int = 0

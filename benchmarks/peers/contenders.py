@@ -46,7 +46,7 @@ class Serving:
 
     url: str
     engines: Mapping[str, str]
-    directory: str = ""  # empty: a peer
+    directory: str = ""  # metrics page of our directory; empty for a peer
 
     def first_turns(self) -> FirstTurnCounts | None:
         """Return the counts of our directory, or None for a peer."""

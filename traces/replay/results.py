@@ -43,7 +43,7 @@ class TurnResult:
     new_tokens: int  # tokens of the prompt that nobody can have cached
     output_tokens: int
     cached_tokens: int | None  # cached tokens by the endpoint's report; None if it has none
-    longest_gap_s: float  # between two pieces of text
+    longest_gap_s: float  # longest time between two pieces of text
     refusals: int
 
     @property
@@ -54,7 +54,7 @@ class TurnResult:
 @dataclass(frozen=True, slots=True)
 class ConversationResult:
     id: str
-    arrival_s: float  # by the trace
+    arrival_s: float  # arrival in the trace
     started_s: float
     outcome: PlayOutcome
     effective_turn: int

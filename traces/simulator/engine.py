@@ -85,8 +85,8 @@ class SimulatedEngine:
         self.waiting: deque[LiveConversation] = deque()
         self.batch = Iteration(profile.latency)
         self.prefilled = self.decoded = self.recomputed = 0  # tokens
-        self.preempted = 0  # times
-        self.restoring: list[LiveConversation] = []  # turns on their way back
+        self.preempted = 0  # number of preemptions
+        self.restoring: list[LiveConversation] = []  # turns whose KV is on its way back from the host
         self.idle_s = self.prefill_s = self.decode_s = self.stalled_s = 0.0
         self.gaps = Gaps()  # a simulation gives all engines the same object
         self.prompts: PromptSharing | None = None  # None: first come, first served, in whole chunks
@@ -101,7 +101,7 @@ class SimulatedEngine:
         self._between = False
         self.pipeline: Pipeline | None = None  # while layers are shared
         self._regrouping: Regrouping | None = None
-        self._back: list[LiveConversation] = []  # turns that stood still and go on at the next boundary
+        self._back: list[LiveConversation] = []  # turns that stood still and go on after this iteration
         self._paused = False
 
     @property

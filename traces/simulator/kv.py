@@ -67,7 +67,7 @@ class Pressure(StrEnum):
 
 
 class KvStore:
-    """Counts the tokens of an engine's KV. `resident` tokens are on the accelerator; retained ones evictable.
+    """Counts the tokens of an engine's KV. `resident` tokens, retained ones included, are on the accelerator.
 
     Parking takes no time, because blocks are copied to the host as they fill and are only released on the
     accelerator. Coming back takes the time of the host link.

@@ -74,7 +74,7 @@ class SimulatedEngines:
     def report(self, now: float) -> None:
         """Report engines that changed since the last call."""
         for name in self.engines if self.elastic else ():
-            self.changed(name)  # prompts are computed all the time
+            self.changed(name)  # the prompts that wait there change all the time
         changed, self._confirmed = self._confirmed, {}
         for name, confirmed in changed.items():
             engine = self.engines[name]
