@@ -4,7 +4,7 @@ from kvtransfer.config import ConnectorConfig, ConnectorConfigError, transfer_se
 from kvtransfer.plugins import plugin_paths
 
 
-def test_settings_survive_the_command_line() -> None:
+def test_settings_are_unchanged_after_they_pass_through_the_command_line() -> None:
     config = ConnectorConfig(engine="d0", epoch=3, port=5000, plugins=("a:B",))
     assert ConnectorConfig.from_extra_config(config.to_extra_config()) == config
 

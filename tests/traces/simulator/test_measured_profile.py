@@ -43,7 +43,7 @@ def test_prefill_and_decoding_take_the_measured_time() -> None:
 def test_a_token_without_bytes_is_refused(tmp_path: Path) -> None:
     path = tmp_path / "profile.json"
     path.write_text(json.dumps(asdict(find("laptop")) | {"kv_bytes_per_token": 0}))
-    with pytest.raises(ProfileError, match="kv_bytes_per_token is 0"):
+    with pytest.raises(ProfileError, match="kv_bytes_per_token must be above 0"):
         find(str(path))
 
 
