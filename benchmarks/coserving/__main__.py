@@ -17,7 +17,7 @@ from statistics import mean
 from types import SimpleNamespace
 from typing import Any
 
-from benchmarks.coserving.turns import LAYERS, LoadOutcome, OnlineLoad, PartLengths, bench
+from benchmarks.coserving.policy_runs import LAYERS, LoadOutcome, OnlineLoad, PartLengths, bench
 from benchmarks.harness.output import command, print_rows, quantile, report
 from placement.scheduling.latency_model import LatencyModel
 from workers.engine.coserving.iterations import IterationRecord
@@ -143,7 +143,7 @@ async def run(options: argparse.Namespace) -> None:
 
 
 def main() -> None:
-    parser = command(__doc__, quick="one load, one turn, a sixteenth of the lengths: about a minute")
+    parser = command(__doc__, quick="one load, one run, a sixteenth of the lengths: about a minute")
     parser.add_argument("--model", type=Path, help=f"folder of a {LAYERS}-layer model (default: make one)")
     parser.add_argument("--turns", type=int, default=3, help="how often every policy serves every load")
     parser.add_argument("--requests", type=int, default=20, help="online requests each time, about")

@@ -9,7 +9,7 @@ import pytest
 from benchmarks import availability, placement, prefixes, returns
 from benchmarks.batch import Phase
 from benchmarks.coserving import __main__ as coserving
-from benchmarks.coserving.turns import Experienced, LoadOutcome, OnlineLoad, PartLengths
+from benchmarks.coserving.policy_runs import Experienced, LoadOutcome, OnlineLoad, PartLengths
 from benchmarks.kv.conversations import Played, compared
 from benchmarks.kv.copies import KvSize, measure_copies
 from benchmarks.kv.disk import disk_copies

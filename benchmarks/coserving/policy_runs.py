@@ -30,7 +30,7 @@ from workers.engine.coserving.scheduler import CoServingScheduler
 from workers.processes import write_atomically
 from workers.profiles import Profile
 
-SCHEDULER = "benchmarks.coserving.turns.SwitchingScheduler"
+SCHEDULER = "benchmarks.coserving.policy_runs.SwitchingScheduler"
 POLICY_FILE = "CONSERVE_BENCHMARK_POLICY"
 LAYERS, MAX_CONTEXT, BLOCK = 24, 2048, 32
 BASELINE = "online_only"
@@ -117,7 +117,7 @@ class SwitchingScheduler(CoServingScheduler):
         return super().schedule(throttle_prefills)
 
 
-class PolicyTurn:
+class PolicyRun:
     """One run of one policy: `seconds` of load, after which the engine is empty."""
 
     def __init__(self, engine: StandaloneEngine, load: OnlineLoad, seed: int) -> None:
@@ -183,7 +183,7 @@ class LoadOutcome:
 
 
 @dataclass
-class TurnBench:
+class PolicyBench:
     """A profiled engine whose policy can be switched."""
 
     engine: StandaloneEngine
@@ -191,39 +191,39 @@ class TurnBench:
     lengths: PartLengths
     policy_file: Path
 
-    async def turn(
+    async def serve(
         self, policy: str, load: OnlineLoad, seed: int, slo: TurnTargets, into: Experienced
     ) -> list[IterationRecord]:
         """Serve a load once with a policy, and return the engine's iterations."""
         choose(self.policy_file, ServingSettings(policy, slo), self.profile.model)
         before = len(self.engine.iterations())
-        turn = PolicyTurn(self.engine, load, seed)
-        await turn.run(into, with_offline=policy != BASELINE)
-        records = [r for r in self.engine.iterations()[before:] if r.at <= turn.until]
+        run = PolicyRun(self.engine, load, seed)
+        await run.run(into, with_offline=policy != BASELINE)
+        records = [r for r in self.engine.iterations()[before:] if r.at <= run.until]
         into.offline_tokens += sum(r.offline_tokens - r.again_tokens for r in records if not r.aborted)
         return records
 
     async def capacity(self, seconds: float) -> float:
         """Return how many requests per second the engine serves if all work is offline."""
         load, got = OnlineLoad(1e-6, 1.0, seconds, self.lengths), Experienced()
-        await self.turn("non_preemptive", load, 0, LOOSE, got)
+        await self.serve("non_preemptive", load, 0, LOOSE, got)
         return got.throughput / (self.lengths.prompt + self.lengths.output)
 
-    async def compare(self, load: OnlineLoad, policies: tuple[str, ...], turns: int) -> LoadOutcome:
-        """Let every policy serve the same arrivals, `turns` times.
+    async def compare(self, load: OnlineLoad, policies: tuple[str, ...], runs: int) -> LoadOutcome:
+        """Let every policy serve the same arrivals, `runs` times.
 
         The targets are the baseline's P99 in earlier runs, which decide nothing else. A policy is compared
         with as many requests of the baseline as it has itself, because a P99 depends on their number.
         """
         names = (BASELINE, *(name for name in policies if name != BASELINE))
         alone = Experienced()
-        for number in range(turns):
-            await self.turn(BASELINE, load, number, LOOSE, alone)
+        for number in range(runs):
+            await self.serve(BASELINE, load, number, LOOSE, alone)
         slo = TurnTargets(quantile(alone.ttft, 0.99), quantile(alone.tbt, 0.99))
         found = LoadOutcome(load, slo, {name: Experienced() for name in names}, {name: [] for name in names})
-        for number in range(turns):
+        for number in range(runs):
             for name in forth_and_back(names, number):
-                found.iterations[name] += await self.turn(name, load, number, slo, found.by_policy[name])
+                found.iterations[name] += await self.serve(name, load, number, slo, found.by_policy[name])
         return found
 
 
@@ -232,7 +232,7 @@ def choose(file: Path, settings: ServingSettings, model: LatencyModel) -> None:
 
 
 @asynccontextmanager
-async def bench(model: Path | None, lengths: PartLengths, repeats: int) -> AsyncIterator[TurnBench]:
+async def bench(model: Path | None, lengths: PartLengths, repeats: int) -> AsyncIterator[PolicyBench]:
     """Run a profiled engine whose KV holds 112 iterations. Without `model`, one of 24 layers is made."""
     with tempfile.TemporaryDirectory() as folder:
         if model is None:
@@ -256,4 +256,4 @@ async def bench(model: Path | None, lengths: PartLengths, repeats: int) -> Async
         async with coserving_engine(shape, CoServingConfig()) as engine:
             grid = Grid(lengths.iteration, MAX_CONTEXT, 32, BLOCK, repeats)
             profile = profile_of(await measure(engine, grid), LAYERS, 0.0)
-            yield TurnBench(engine, profile, lengths, policy_file)
+            yield PolicyBench(engine, profile, lengths, policy_file)
