@@ -127,12 +127,9 @@ def _on_gpus(wishes: Wishes, model: Architecture, machine: Machine) -> tuple[dic
     left = there - GPU_WORKSPACE - model.weight_bytes / each
     where = f"a GPU with {there / GIB:.0f} GiB for weights and KV"
     context = _context(wishes, model, left * pipeline, ranks, where)
-    if wishes.prefill is None and wishes.decode is None:
-        splits = most > 1 and pipeline == 1 and not speculates(options)  # what a transfer can do
-        prefillers = _prefillers(model, machine, ranks, most, left) if splits else 0
-        chosen = _Engines(prefillers, most - prefillers, context)
-    else:
-        chosen = _Engines(wishes.prefill or 0, 1 if wishes.decode is None else wishes.decode, context)
+    splits = most > 1 and pipeline == 1 and not speculates(options)  # what a transfer can do
+    prefillers = _prefillers(model, machine, ranks, most, left) if splits else 0
+    chosen = _Engines(*_split(wishes, most, prefillers), context)
     asked = chosen.prefill + chosen.decode
     if asked > most:
         raise DeployError(
@@ -141,6 +138,18 @@ def _on_gpus(wishes: Wishes, model: Architecture, machine: Machine) -> tuple[dic
             "several machines in a fleet file (--print)"
         )
     return {"device": "cuda", "args": options}, chosen
+
+
+def _split(wishes: Wishes, engines: int, prefillers: int) -> tuple[int, int]:
+    """Return the numbers of prefillers and decoders on a machine that takes `engines`.
+
+    If one number was asked for, the other is the rest. `prefillers` is the number if none was, and 0 if each
+    engine has to do both.
+    """
+    prefill, decode = wishes.prefill, wishes.decode
+    if prefill is None:
+        prefill = max(0, engines - decode) if decode and prefillers else prefillers
+    return prefill, max(1, engines - prefill) if decode is None else decode
 
 
 def _ranks(model: Architecture, gpus: int, there: float) -> int:
@@ -181,12 +190,9 @@ def _on_cpu(wishes: Wishes, model: Architecture, machine: Machine) -> tuple[dict
     weights = model.weight_bytes * width / BYTES.get(model.dtype, width)
     free = CPU_SHARE * machine.memory
     kv = max(CPU_KV, model.kv_bytes(ceil(((wishes.max_context or 0) + HEADROOM) / FILL), 1, width))
-    if wishes.prefill is None and wishes.decode is None:
-        fits = 3 * (weights + CPU_WORKSPACE + kv) <= free
-        prefill, decode = (1, 2) if fits and not speculates(wishes.options) else (0, 1)
-    else:
-        prefill, decode = wishes.prefill or 0, 1 if wishes.decode is None else wishes.decode
-    count = max(1, prefill + decode)
+    splits = 3 * (weights + CPU_WORKSPACE + kv) <= free and not speculates(wishes.options)
+    prefill, decode = _split(wishes, 3 if splits else 1, 1 if splits else 0)
+    count = prefill + decode
     left = min(kv, free / count - weights - CPU_WORKSPACE)
     where = f"{count} engine{'s' if count > 1 else ''} and {machine.memory / GIB:.1f} GiB of free memory"
     context = _context(wishes, model, left, 1, where, width)

@@ -18,7 +18,7 @@ from deploy.fleet.schema import TierSpec
 from deploy.home import FleetHome, RunRecord
 from deploy.lifecycle.down import bring_down
 from deploy.lifecycle.endpoint import endpoint_of, trust_of
-from deploy.models.built_in import ensure_model
+from deploy.models.built_in import ensure_model, fetch_model
 from deploy.ray.cluster import connect, refuse_open_cluster, start_own_cluster
 from deploy.ray.common import replica
 from router.directory import journal
@@ -39,6 +39,7 @@ def prepare(fleet: FleetSpec, home: FleetHome, tell: Tell) -> None:
     clear_the_way(fleet, home)
     home.create()
     write_fleet(fleet, home)
+    fetch_model(fleet, tell)
     ensure_model(fleet, home, tell)
 
 

@@ -1,7 +1,8 @@
-"""The models that are generated on this machine: `smollm2` and `small`."""
+"""A fleet's model on this machine: generated (`smollm2` and `small`), in a directory, or of the Hub."""
 
 import logging
 from collections.abc import Callable
+from contextlib import suppress
 from pathlib import Path
 
 from deploy.errors import DeployError
@@ -13,6 +14,11 @@ from deploy.models.parsers import Choice, ModelText, choose, text_in
 from deploy.small_model import make_model
 
 _logger = logging.getLogger("conserve.deploy.model")
+
+TOKENIZERS = ("tokenizer*", "vocab*", "*.model", "*.tiktoken", "tekken.json")
+WEIGHTS = ("*.safetensors", "pytorch_model*.bin")
+# Options of engines that then load other files than those which are fetched here.
+OTHER_FILES = ("revision", "download-dir", "load-format", "config-format", "tokenizer")
 
 
 def ensure_model(fleet: FleetSpec, home: FleetHome, tell: Callable[[str], None] = _logger.info) -> None:
@@ -26,6 +32,40 @@ def ensure_model(fleet: FleetSpec, home: FleetHome, tell: Callable[[str], None] 
             hub.describe(fleet.model.path)
         except DeployError as error:
             _logger.warning("no parsers are chosen for the model: %s", error)
+
+
+def fetch_model(fleet: FleetSpec, tell: Callable[[str], None]) -> None:
+    """Download a model of the Hub before engines start, which have a limited time to do so.
+
+    On several machines, each engine downloads what its machine lacks.
+    """
+    model = fleet.model.path
+    if fleet.ray.address is not None or model == SMALL_MODEL or is_here(model):
+        return
+    if not any(name in fleet.engine.args for name in OTHER_FILES):
+        hub.describe(model)  # says soon that the Hub cannot be reached
+        tell(f"fetching {model} from Hugging Face")
+        hub.fetch(model)
+
+
+def lacking_file(directory: Path) -> str | None:
+    """Name a file that an engine would miss in a model's directory after it has started for a minute."""
+    with suppress(OSError):
+        index = hub.index_of(file.name for file in directory.iterdir())
+        for name in hub.named_in(directory / index):
+            if not (directory / name).is_file():
+                return name
+    return None if any(any(directory.glob(one)) for one in TOKENIZERS) else "tokenizer.json"
+
+
+def is_here(model: str) -> bool:
+    """Tell whether a model is on this machine; an interrupted download does not count."""
+    if model == smollm2.NAME or Path(model).expanduser().is_dir():
+        return True
+    cached = model_directory(model)
+    if cached is None or lacking_file(cached):
+        return False
+    return any(any(cached.glob(one)) for one in WEIGHTS)
 
 
 def parsers(model: str) -> tuple[Choice, ...]:

@@ -23,13 +23,13 @@ from deploy.errors import DeployError
 from deploy.fleet import FleetSpec, parse_fleet, vllm_options
 from deploy.fleet.components import LOOPBACK
 from deploy.fleet.engine_checks import check_engines
-from deploy.fleet.engine_needs import Architecture, find_architecture, model_directory
+from deploy.fleet.engine_needs import Architecture, find_architecture
 from deploy.fleet.for_model import Machine, Wishes, fleet_for, fleet_name
 from deploy.home import FleetHome, conserve_home
-from deploy.lifecycle.up import clear_the_way, is_up
-from deploy.lifecycle.upgrade import upgrading
+from deploy.lifecycle.up import is_up
 from deploy.machine import describe, this_machine, vllm_build
 from deploy.models import hub, smollm2
+from deploy.models.built_in import is_here, lacking_file
 from router.auth.keys import hash_secret
 from workers.processes import write_atomically
 
@@ -48,9 +48,19 @@ def serve(
     context: typer.Context,
     model: Annotated[str, typer.Argument(metavar="MODEL", help="A directory, a Hugging Face id, or smollm2")],
     prefill: Annotated[
-        int | None, typer.Option(help="Number of prefillers; 0: each engine prefills and decodes", min=0)
+        int | None,
+        typer.Option(
+            help="Number of prefillers; without --decode, the other engines of this machine decode. 0: each "
+            "engine prefills and decodes",
+            min=0,
+        ),
     ] = None,
-    decode: Annotated[int | None, typer.Option(help="Number of decoders", min=1)] = None,
+    decode: Annotated[
+        int | None,
+        typer.Option(
+            help="Number of decoders; without --prefill, the other engines of this machine prefill", min=1
+        ),
+    ] = None,
     power_cap: Annotated[
         int | None, typer.Option(help="Power limit of each GPU of decoders, W", min=1)
     ] = None,
@@ -80,6 +90,8 @@ def serve(
 
     As in: conserve serve Qwen/Qwen3-32B --prefill 1 --decode 3 --max-num-seqs 64
 
+    A machine has as many engines as fit its GPUs. A CPU has three, or one where memory is short.
+
     Callers must send the key in CONSERVE_API_KEY, if it is set; spans go to OTEL_EXPORTER_OTLP_ENDPOINT.
     HF_TOKEN and HF_HOME have the meaning that Hugging Face gives them.
     """
@@ -102,48 +114,53 @@ def serve(
         port=port,
         host=host,
     )
-    machine = usable(this_machine())
+    file = conserve_home() / "serve" / f"{fleet_name(model)}.yaml"
+    memory = file.with_suffix(".memory")
+    machine = as_found(usable(this_machine()), FleetHome.of(fleet_name(model)), memory)
     content = fleet_for(wishes, architecture(model), machine)
     if coserving is None:
         content = without_refused_coserving(content)
-    file = conserve_home() / "serve" / f"{fleet_name(model)}.yaml"
     add_environment(content, keys := file.with_suffix(".keys"))
     if not (print_file and keys.exists()):  # a running fleet reads them
         put_environment_key(keys)
     text = yaml.safe_dump(content, sort_keys=False)
-    text = text if print_file else HEADER + text
     fleet = parse_fleet(text, "the fleet file of these options", to_start=not print_file)
+    chosen = f"{describe(machine)}: {describe_engines(fleet)}"
+    text = f"# {chosen}\n{text}"
     if print_file:
         print(text, end="")
         return
     refuse_blocked(doctor.packages())
     file.parent.mkdir(parents=True, exist_ok=True)
-    write_atomically(file, text, 0o600)
-    tiers = ", ".join(f"{tier.replicas} x {tier.name}" for tier in fleet.tiers)
-    print(
-        f"{describe(machine)}: {tiers}, conversations of up to {fleet.model.max_context} tokens; as in {file}"
-    )
+    write_atomically(file, HEADER + text, 0o600)
+    write_atomically(memory, str(machine.memory))
+    print(f"{chosen}; as in {file}")
     print_parsers(fleet)
-    if not is_here(model):
-        refuse_hopeless_start(fleet)
-        hub.fetch(model)
     start_or_change(fleet, file, detach=detach, dry_run=False)
+
+
+def as_found(machine: Machine, home: FleetHome, memory: Path) -> Machine:
+    """Return the machine as a running fleet has found it, whose engines have taken memory since.
+
+    The same command then makes the same fleet file again.
+    """
+    if is_up(home):
+        with suppress(OSError, ValueError):
+            return replace(machine, memory=int(memory.read_text()))
+    return machine
+
+
+def describe_engines(fleet: FleetSpec) -> str:
+    """Describe a fleet's engines in words."""
+    tiers = ", ".join(f"{tier.replicas} x {tier.name}" for tier in fleet.tiers)
+    both = "" if fleet.policy.disaggregates else " (each also prefills)"
+    return f"{tiers}{both}, conversations of up to {fleet.model.max_context} tokens"
 
 
 def refuse_blocked(findings: Iterable[doctor.HealthLine]) -> None:
     for one in findings:
         if one.blocks:
             raise DeployError(f"{one.what}: {one.state}; {one.do}")
-
-
-def refuse_hopeless_start(fleet: FleetSpec) -> None:
-    """Refuse, before gigabytes are fetched, what would be refused after that."""
-    home = FleetHome.of(fleet.name)
-    if not is_up(home):
-        clear_the_way(fleet, home)
-        return
-    with upgrading(fleet, home):
-        pass
 
 
 def without_refused_coserving(content: dict[str, Any]) -> dict[str, Any]:
@@ -244,27 +261,6 @@ def architecture(model: str) -> Architecture:
     if path.is_dir() and (lacking := lacking_file(path)):
         raise DeployError(f"the model in {path.absolute()} is incomplete: it lacks {lacking}; fetch it again")
     return found
-
-
-TOKENIZERS = ("tokenizer*", "vocab*", "*.model", "*.tiktoken", "tekken.json")
-
-
-def lacking_file(directory: Path) -> str | None:
-    """Name a file that an engine would miss in a model's directory after it has started for a minute."""
-    with suppress(OSError):
-        index = hub.index_of(file.name for file in directory.iterdir())
-        for name in hub.named_in(directory / index):
-            if not (directory / name).is_file():
-                return name
-    return None if any(any(directory.glob(one)) for one in TOKENIZERS) else "tokenizer.json"
-
-
-def is_here(model: str) -> bool:
-    """Tell whether a model is on this machine; an interrupted download does not count."""
-    if model == smollm2.NAME or Path(model).expanduser().is_dir():
-        return True
-    cached = model_directory(model)
-    return cached is not None and any(cached.glob("*.safetensors")) and lacking_file(cached) is None
 
 
 def usable(machine: Machine) -> Machine:

@@ -15,10 +15,9 @@ from typer.testing import CliRunner
 
 from deploy import machine
 from deploy.cli.application import app
-from deploy.cli.commands import doctor
+from deploy.cli.commands import doctor, serve_model
 from deploy.cli.commands.serve_model import (
     architecture,
-    is_here,
     put_environment_key,
     vllm_arguments,
     wishes_of,
@@ -26,10 +25,11 @@ from deploy.cli.commands.serve_model import (
 )
 from deploy.cli.commands.up import dashboard_key
 from deploy.errors import DeployError
-from deploy.fleet import parse_fleet
+from deploy.fleet import FleetSpec, parse_fleet
 from deploy.fleet.components import EngineName, engine_spec
 from deploy.fleet.for_model import GIB, Machine, fleet_for
 from deploy.home import FleetHome
+from deploy.models.built_in import is_here
 from router.auth.keys import hash_secret
 from router.auth.keys_file import load_keys
 from tests.support.fleet import ROOT
@@ -79,6 +79,36 @@ def test_the_printed_fleet_file_is_valid() -> None:
     assert content["model"] == {"path": "smollm2", "dtype": "float32", "max_context": 8192}
     assert (content["policy"], content["gateway"]["port"]) == ("collocated", 8123)
     assert content["coserving"]["enabled"]
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        ((), "1 x prefill, 2 x decode, conversations of up to 8192 tokens"),
+        (("--decode", "3"), "3 x decode (each also prefills), conversations of up to 8192 tokens"),
+    ],
+)
+def test_the_printed_file_says_for_which_machine_it_is(
+    words: tuple[str, ...], said: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(serve_model, "this_machine", lambda: Machine(4, 15 * GIB))
+    first = serve("smollm2", "--print", *words).stdout.partition("\n")[0]
+    assert first == f"# no GPU, 4 cores, 15.0 GiB of free memory: {said}"
+
+
+def test_a_command_makes_the_same_file_while_its_fleet_runs(monkeypatch: pytest.MonkeyPatch) -> None:
+    started: list[str] = []
+
+    def start(_: FleetSpec, file: Path, **__: bool) -> None:
+        started.append(file.read_text())
+
+    monkeypatch.setattr(serve_model, "start_or_change", start)
+    monkeypatch.setattr(serve_model.doctor, "packages", lambda: ())
+    for free, runs in ((15 * GIB, False), (5 * GIB, True), (7 * GIB, False)):
+        monkeypatch.setattr(serve_model, "this_machine", lambda free=free: Machine(4, free))
+        monkeypatch.setattr(serve_model, "is_up", lambda _, runs=runs: runs)
+        assert serve("smollm2").exception is None
+    assert started[1] == started[0] != started[2]
 
 
 def test_options_of_vllm_reach_the_engines() -> None:

@@ -27,6 +27,7 @@ QWEN3_8B = {
 SMALL = architecture_of(smollm2.CONFIG, smollm2.WEIGHT_BYTES)
 MIDDLE = architecture_of(QWEN3_8B, 16 * GIB)
 LARGE = architecture_of({**QWEN3_8B, "num_attention_heads": 64, "num_hidden_layers": 80}, 140 * GIB)
+PIPELINE = {"pipeline-parallel-size": 2}
 LAPTOP = Machine(cores=4, memory=15 * GIB)
 
 
@@ -57,7 +58,33 @@ def test_serve_splits_several_gpus_into_prefillers_and_decoders() -> None:
     assert [tier.power_cap_w for tier in made.tiers] == [None, 400]
 
 
-def test_serve_gives_an_engine_of_a_large_model_several_gpus() -> None:
+@pytest.mark.parametrize(
+    ("machine", "asked", "made"),
+    [
+        (h100s(8), {"decode": 3}, (5, 3)),
+        (h100s(8), {"decode": 8}, (0, 8)),
+        (h100s(8), {"prefill": 3}, (3, 5)),
+        (h100s(8), {"prefill": 0}, (0, 8)),
+        (h100s(1), {"decode": 1}, (0, 1)),
+        (h100s(8), {"prefill": 1, "decode": 2}, (1, 2)),
+        (h100s(8), {"decode": 2, "options": PIPELINE, "coserving": False}, (0, 2)),  # which transfers no KV
+        (LAPTOP, {"decode": 1}, (2, 1)),
+        (LAPTOP, {"decode": 2}, (1, 2)),
+        (LAPTOP, {"prefill": 1}, (1, 2)),
+        (LAPTOP, {"prefill": 0}, (0, 3)),
+        (replace(LAPTOP, memory=7 * GIB), {"prefill": 0}, (0, 1)),
+        (replace(LAPTOP, memory=7 * GIB), {"decode": 1}, (0, 1)),
+    ],
+)
+def test_a_number_that_was_not_given_is_the_rest_of_the_machines_engines(
+    machine: Machine, asked: dict[str, Any], made: tuple[int, int]
+) -> None:
+    model, of_cpu = (MIDDLE, {}) if machine.gpu_memory else (SMALL, {"dtype": "float32", "max_context": 8192})
+    counts = dict(tiers(fleet(model, machine, **asked, **of_cpu)))
+    assert (counts.get("prefill", 0), counts["decode"]) == made
+
+
+def test_an_engine_of_a_large_model_takes_several_gpus() -> None:
     made = fleet(LARGE, h100s(8))
     assert made.engine.args["tensor-parallel-size"] == 4
     assert sum(replicas for _, replicas in tiers(made)) == 2
@@ -125,6 +152,7 @@ def test_serve_enables_co_serving_where_engines_prefill_or_as_asked_for(
             {"max_context": 900_000},
             "^conversations of 900000 tokens do not fit: .* room for .*: lower --max-model-len, ",
         ),
+        (MIDDLE, h100s(2), {"prefill": 2}, "3 engines with 1 GPU each do not fit this machine's 2 GPUs"),
         (MIDDLE, h100s(2), {"options": {"tensor-parallel-size": 4}}, "an engine with 4 GPUs does not fit"),
         (
             MIDDLE,

@@ -5,14 +5,20 @@ import os
 import socket
 import subprocess
 import sys
+import tempfile
+from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from deploy import machine
+from deploy.fleet import parse_fleet
 from deploy.fleet.engine_needs import model_directory
 from deploy.models import hub as hugging_face
+from deploy.models.built_in import fetch_model
 from tests.support.hub import standing_in
+from workers.processes import free_port
 
 CONFIG = {"model_type": "llama", "num_hidden_layers": 2, "num_attention_heads": 2, "hidden_size": 64}
 TEXT = {"config.json": json.dumps(CONFIG).encode(), "tokenizer.json": b"{}"}
@@ -51,7 +57,7 @@ def test_a_second_copy_is_neither_counted_nor_fetched(
     assert int(done.stdout) == 1_000 * len(loaded)
     assert {name for name in hub.sent if name.endswith(".safetensors")} == set(loaded)
     assert hub.sent.issuperset(TEXT) and "original/config.json" not in hub.sent
-    here = "from deploy.cli.commands.serve_model import is_here; print(is_here('a/b'))"
+    here = "from deploy.models.built_in import is_here; print(is_here('a/b'))"
     assert hub.run(tmp_path, "-c", here).stdout == "True\n"
 
 
@@ -129,6 +135,61 @@ def test_a_taken_port_is_reported_before_anything_large_is_fetched(tmp_path: Pat
         f"cannot listen on 127.0.0.1:{port}" in done.stderr and "choose another port (--port" in done.stderr
     )
     assert "config.json" in hub.sent and "model.safetensors" not in hub.sent
+
+
+FLEET = {
+    "policy": "collocated",
+    "model": {"path": "a/b"},
+    "tiers": [{"name": "mixed", "role": "mixed"}],
+    "engine": {"device": "cpu"},
+}
+PREPARE = """
+from deploy.fleet import parse_fleet
+from deploy.home import FleetHome
+from deploy.lifecycle.up import prepare
+prepare(parse_fleet({text!r}, "f"), FleetHome.of("f"), print)
+"""
+
+
+@pytest.fixture
+def short_path() -> Iterator[Path]:
+    with tempfile.TemporaryDirectory(prefix="c-") as made:
+        yield Path(made)
+
+
+def test_up_fetches_a_whole_model_once_before_anything_starts(short_path: Path) -> None:
+    text = json.dumps({**FLEET, "gateway": {"port": free_port("127.0.0.1")}})
+    code = PREPARE.format(text=text)
+    with standing_in({**TEXT, **SHARDED}) as hub:
+        hub.drops = "/api/models"
+        said = hub.run(short_path, "-c", code).stderr.splitlines()[-1]
+        assert "a/b is not on this machine, and Hugging Face cannot be reached: " in said
+        hub.drops = ""
+        first = hub.run(short_path, "-c", code)
+        assert "fetching a/b from Hugging Face" in first.stdout, first.stderr
+        assert hub.sent.issuperset(SHARDS)
+        hub.sent.clear()
+        assert hub.run(short_path, "-c", code).returncode == 0 and not hub.sent
+
+
+@pytest.mark.parametrize(
+    ("blocks", "fetched"),
+    [
+        ({}, ["a/b"]),
+        ({"ray": {"address": "127.0.0.1:1"}}, []),
+        ({"engine": {"device": "cpu", "args": {"revision": "old"}}}, []),
+        ({"model": {"path": "small"}}, []),
+    ],
+    ids=["one machine", "several machines", "another revision", "a generated model"],
+)
+def test_engines_fetch_what_other_machines_or_options_load(
+    blocks: dict[str, Any], fetched: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    done: list[str] = []
+    monkeypatch.setattr(hugging_face, "describe", lambda _: 0)
+    monkeypatch.setattr(hugging_face, "fetch", done.append)
+    fetch_model(parse_fleet(json.dumps({**FLEET, **blocks}), "f"), print)
+    assert done == fetched
 
 
 @pytest.mark.parametrize(
