@@ -5,15 +5,18 @@ notices late, and what our connector and the roll-back cannot do. What vLLM refu
 """
 
 from collections.abc import Callable, Iterator, Mapping
+from math import ceil
 from typing import Any
 
 from deploy.errors import KeyPath, Problem
 from deploy.fleet import vllm_options
 from deploy.fleet.engine_needs import Architecture, TierEngines, find_architecture
-from deploy.fleet.schema import FleetSpec
+from deploy.fleet.schema import FleetSpec, default
+from placement.routing.placer_settings import PlacerSettings
 from placement.sizing.accelerators import ACCELERATORS
 
 GIB = 1 << 30
+FILL = default(PlacerSettings, "fill")  # share of an engine's KV that conversations get
 KV_TYPES = ("auto", "float16", "bfloat16", "fp8", "fp8_e4m3", "fp8_e5m2")
 NODES = ("nnodes", "node-rank", "master-addr", "master-port")
 OUR_ENVIRONMENT = {
@@ -43,6 +46,24 @@ def check_engines(fleet: FleetSpec) -> Iterator[Problem]:
     if fleet.policy != "collocated":
         found += [problem for one in tiers[1:] for problem in _exchange_kv(tiers[0], one)]
     yield from dict.fromkeys(found)  # a wrong option of `engine.args` is reported once
+
+
+def shorter_prompts(fleet: FleetSpec) -> Iterator[str]:
+    """Yield a sentence for each tier whose KV holds no prompt as long as `model.max_context`."""
+    model, reserved = find_architecture(fleet.model.path), fleet.conversation.headroom_tokens
+    for index, tier in enumerate(fleet.tiers):
+        one = TierEngines(fleet, index, tier, model)
+        longest, block = one.max_context, one.integer("block-size") or 16
+        blocks = one.integer("num-gpu-blocks-override")
+        fits = int(FILL * blocks * block) - reserved
+        if blocks and fleet.policy.holds_conversations(tier.role) and fits < longest:
+            yield (
+                f"tier '{tier.name}': a prompt of more than {max(0, fits)} tokens is refused with 400: "
+                f"conversations get {FILL:.0%} of the {blocks * block} that {blocks} blocks hold, and "
+                f"{reserved} are reserved beside a prompt (conversation.headroom_tokens). For {longest} set "
+                f"num-gpu-blocks-override: {ceil((longest + reserved) / FILL / block)}, or lower "
+                "model.max_context"
+            )
 
 
 # Files that have parsers of other names.

@@ -10,7 +10,7 @@ from math import ceil
 from typing import Any
 
 from deploy.errors import DeployError
-from deploy.fleet.engine_checks import speculates
+from deploy.fleet.engine_checks import FILL, speculates
 from deploy.fleet.engine_needs import BYTES, Architecture
 from deploy.fleet.schema import default
 from placement.routing.placer_settings import PlacerSettings
@@ -26,8 +26,7 @@ CPU_WORKSPACE = 1.5 * GIB  # of an engine, beside weights and KV
 CPU_KV = 1.1 * GIB  # of an engine; more only for a conversation that is asked for
 LEAST_CONTEXT = 2_048
 CPU_BLOCK = 32
-# Share of a decoder's KV that conversations get, and tokens that are reserved beside a prompt (and rounding).
-FILL, HEADROOM = default(PlacerSettings, "fill"), default(PlacerSettings, "headroom_tokens") + 2 * CPU_BLOCK
+HEADROOM = default(PlacerSettings, "headroom_tokens") + 2 * CPU_BLOCK  # tokens beside a prompt, and rounding
 REACHED = 0.5  # of a data sheet's figures
 
 

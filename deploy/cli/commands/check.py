@@ -2,6 +2,7 @@
 
 from deploy.cli.common import FleetFile
 from deploy.fleet import FleetSpec, load_fleet
+from deploy.fleet.engine_checks import shorter_prompts
 from deploy.models.built_in import parsers
 
 
@@ -10,11 +11,13 @@ def check(file: FleetFile) -> None:
     fleet = load_fleet(file, to_start=True)
     tiers = ", ".join(f"{tier.replicas} x {tier.name} ({tier.role})" for tier in fleet.tiers)
     print(f"{file}: valid: fleet '{fleet.name}', model {fleet.model.name}, {tiers}")
-    print_parsers(fleet)
+    print_notes(fleet)
 
 
-def print_parsers(fleet: FleetSpec) -> None:
-    """Print which parsers vLLM uses for the model's tool calls and reasoning, and why."""
+def print_notes(fleet: FleetSpec) -> None:
+    """Print which parsers the model's answers get, and why, and prompts that are too long for the KV."""
     for choice in parsers(fleet.model.path):
         by_hand = fleet.engine.args.get(choice.option)
         print(f"{choice.option}: {by_hand} (as engine.args says)" if by_hand else choice)
+    for note in shorter_prompts(fleet):
+        print(note)

@@ -16,7 +16,7 @@ import yaml
 from pydantic import ValidationError
 
 from deploy.cli.commands import doctor
-from deploy.cli.commands.check import print_parsers
+from deploy.cli.commands.check import print_notes
 from deploy.cli.commands.key import put_key
 from deploy.cli.commands.up import start_or_change
 from deploy.errors import DeployError
@@ -135,7 +135,7 @@ def serve(
     write_atomically(file, HEADER + text, 0o600)
     write_atomically(memory, str(machine.memory))
     print(f"{chosen}; as in {file}")
-    print_parsers(fleet)
+    print_notes(fleet)
     start_or_change(fleet, file, detach=detach, dry_run=False)
 
 
