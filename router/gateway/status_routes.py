@@ -2,6 +2,7 @@
 
 import time
 from collections.abc import Callable
+from datetime import UTC, datetime
 
 from prometheus_client import CONTENT_TYPE_LATEST, generate_latest
 
@@ -44,7 +45,7 @@ class StatusRoutes:
 
 
 class ModelRoutes:
-    """Lists the models that a key may use."""
+    """Lists the models that a key may use, with OpenAI's and Anthropic's fields in one answer."""
 
     def __init__(
         self, models_of: Callable[[tuple[str, ...]], Models], max_context: Callable[[], int]
@@ -53,8 +54,12 @@ class ModelRoutes:
         self._since = int(time.time())
 
     async def list(self, key: Key, request: Request, responder: Responder) -> None:
-        data = [self._model(name) for name in self._models_of(key.models)]
-        responder.respond_json({"object": "list", "data": data})
+        names = list(self._models_of(key.models))
+        ends = {"has_more": False, "first_id": names[0], "last_id": names[-1]} if names else {}
+        # Codex decodes metadata of its vendor's models, and adds them to what it knows.
+        codex = {"models": []} if b"client_version=" in request.query else {}
+        data = [self._model(name) for name in names]
+        responder.respond_json({"object": "list", "data": data, **ends, **codex})
 
     async def get(self, key: Key, request: Request, responder: Responder) -> None:
         name = request.path.removeprefix(f"{MODELS}/")
@@ -66,7 +71,10 @@ class ModelRoutes:
         return {
             "id": name,
             "object": "model",
+            "type": "model",
+            "display_name": name,
             "created": self._since,
+            "created_at": datetime.fromtimestamp(self._since, UTC).isoformat(),
             "owned_by": "conserve",
             "max_model_len": self._max_context() or None,
         }

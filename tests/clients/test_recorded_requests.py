@@ -5,11 +5,13 @@ from pathlib import Path
 from typing import Any
 
 import aiohttp
+import anthropic
+import openai
 import pytest
 
 from deploy.agents import AGENTS
 from tests.clients.recorded import FOLDER, requests_of
-from tests.support.fake_fleet import FakeFleet, fleet
+from tests.support.fake_fleet import MODEL, FakeFleet, fleet, get
 
 # Fields and tools that the gateway drops from an agent's requests. Judge a new name before you list it.
 DROPPED = {
@@ -74,6 +76,40 @@ async def test_the_recorded_requests_of_an_agent_are_served_as_one_conversation(
 
 def test_every_agent_of_conserve_run_has_recorded_requests() -> None:
     assert {file.stem for file in FOLDER.glob("*.json")} == DROPPED.keys() >= AGENTS.keys()
+
+
+def headers_of(name: str) -> dict[str, str]:
+    headers: dict[str, str] = requests_of(name)[0]["headers"]
+    return {key: value for key, value in headers.items() if key != "content-type"}
+
+
+async def test_claude_code_finds_ids_and_names_of_models(made: FakeFleet) -> None:
+    """With CLAUDE_CODE_ENABLE_GATEWAY_MODEL_DISCOVERY=1 it asks for them, which `conserve run` leaves off."""
+    headers = headers_of("claude")
+    assert headers["anthropic-version"]
+    status, models = await get(f"{made.urls[0]}/v1/models?limit=1000", headers=headers)
+    assert (status, models["has_more"]) == (200, False)
+    assert [(one["type"], one["id"], one["display_name"]) for one in models["data"]] == [
+        ("model", MODEL, MODEL)
+    ]
+
+
+async def test_codex_decodes_the_list_of_models(made: FakeFleet) -> None:
+    """It logs an error unless `models` is a list. With a key from `env_key` it does not ask at all."""
+    url = f"{made.urls[0]}/v1/models"
+    status, models = await get(f"{url}?client_version=0.171.0", headers=headers_of("codex"))
+    assert (status, models["models"]) == (200, [])
+    assert "models" not in (await get(url))[1]  # other clients read `data`
+
+
+async def test_both_sdks_list_and_describe_the_models(made: FakeFleet) -> None:
+    base = made.urls[0]
+    async with anthropic.AsyncAnthropic(base_url=base, api_key="k", max_retries=0) as one:
+        listed = [model async for model in one.models.list(limit=1)]
+        assert [(model.id, model.display_name, model.type) for model in listed] == [(MODEL, MODEL, "model")]
+        assert (await one.models.retrieve(MODEL)).created_at.tzinfo is not None
+    async with openai.AsyncOpenAI(base_url=f"{base}/v1", api_key="k", max_retries=0) as other:
+        assert [(model.id, model.object) async for model in other.models.list()] == [(MODEL, "model")]
 
 
 def taken_by_vllm(target: str, body: dict[str, Any]) -> None:
