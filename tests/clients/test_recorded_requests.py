@@ -84,7 +84,7 @@ def headers_of(name: str) -> dict[str, str]:
 
 
 async def test_claude_code_finds_ids_and_names_of_models(made: FakeFleet) -> None:
-    """With CLAUDE_CODE_ENABLE_GATEWAY_MODEL_DISCOVERY=1 it asks for them, which `conserve run` leaves off."""
+    """Claude Code asks with CLAUDE_CODE_ENABLE_GATEWAY_MODEL_DISCOVERY=1, which `conserve run` does not set."""
     headers = headers_of("claude")
     assert headers["anthropic-version"]
     status, models = await get(f"{made.urls[0]}/v1/models?limit=1000", headers=headers)
@@ -95,7 +95,7 @@ async def test_claude_code_finds_ids_and_names_of_models(made: FakeFleet) -> Non
 
 
 async def test_codex_decodes_the_list_of_models(made: FakeFleet) -> None:
-    """It logs an error unless `models` is a list. With a key from `env_key` it does not ask at all."""
+    """Codex logs an error unless `models` is a list. With a key from `env_key` it does not ask at all."""
     url = f"{made.urls[0]}/v1/models"
     status, models = await get(f"{url}?client_version=0.171.0", headers=headers_of("codex"))
     assert (status, models["models"]) == (200, [])
