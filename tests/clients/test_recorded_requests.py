@@ -84,7 +84,7 @@ def headers_of(name: str) -> dict[str, str]:
 
 
 async def test_claude_code_finds_ids_and_names_of_models(made: FakeFleet) -> None:
-    """Claude Code asks with CLAUDE_CODE_ENABLE_GATEWAY_MODEL_DISCOVERY=1, which `conserve run` does not set."""
+    """Claude Code asks with CLAUDE_CODE_ENABLE_GATEWAY_MODEL_DISCOVERY=1; `conserve run` does not set it."""
     headers = headers_of("claude")
     assert headers["anthropic-version"]
     status, models = await get(f"{made.urls[0]}/v1/models?limit=1000", headers=headers)
