@@ -132,8 +132,11 @@ def test_serve_starts_a_model_directory_and_down_ends_it(rig: FleetRig) -> None:
     make_model(rig.base / "one")
     one_engine = ("--prefill", "0", "--decode", "1", "--max-model-len", "4096")
     options = ("--port", str(rig.port), "--detach", "--", "--max-num-seqs", "4")
-    answer = conserve(rig.base, "serve", str(rig.base / "one"), *one_engine, *options, timeout_s=500)
+    command = ("serve", str(rig.base / "one"), *one_engine, *options)
+    answer = conserve(rig.base, *command, timeout_s=500)
     assert answer.returncode == 0, answer.stderr
+    again = conserve(rig.base, *command, timeout_s=120)
+    assert "fleet 'one' is up as the file says" in again.stdout, again.stderr
     sdk = OpenAI(base_url=f"http://127.0.0.1:{rig.port}/v1", api_key="any", max_retries=0)
     messages: Any = [{"role": "user", "content": "What is the capital of France?"}]
     said = sdk.chat.completions.create(model="one", messages=messages, max_tokens=8)

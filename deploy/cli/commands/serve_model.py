@@ -144,8 +144,8 @@ def as_found(machine: Machine, home: FleetHome, memory: Path) -> Machine:
 
     The same command then makes the same fleet file again.
     """
-    if is_up(home):
-        with suppress(OSError, ValueError):
+    with suppress(OSError, ValueError):
+        if is_up(home):
             return replace(machine, memory=int(memory.read_text()))
     return machine
 
