@@ -39,7 +39,6 @@ def prepare(fleet: FleetSpec, home: FleetHome, tell: Tell) -> None:
     clear_the_way(fleet, home)
     home.create()
     write_fleet(fleet, home)
-    fetch_model(fleet, tell)
     ensure_model(fleet, home, tell)
 
 
@@ -122,6 +121,8 @@ def bring_up(fleet: FleetSpec, home: FleetHome, tell: Tell, *, end_with_us: bool
         ray = connect(fleet, home, record)
         try:
             refuse_open_cluster(ray)
+            refuse_what_does_not_fit(fleet, ray.cluster_resources())
+            fetch_model(fleet, tell)
             return _start(ray, fleet, home, record, tell)
         finally:
             ray.shutdown()
@@ -149,7 +150,6 @@ def ended_elsewhere(home: FleetHome, error: BaseException) -> bool:
 def _start(ray: Any, fleet: FleetSpec, home: FleetHome, record: RunRecord, tell: Tell) -> str:
     from deploy.lifecycle.actors import Actors  # imports Ray, whose environment is complete only now
 
-    refuse_what_does_not_fit(fleet, ray.cluster_resources())
     actors = Actors(fleet, home)
     keepers = actors.start_keepers()
     address = directory_address(ray, actors.start_directory())

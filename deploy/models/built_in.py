@@ -31,21 +31,25 @@ def ensure_model(fleet: FleetSpec, home: FleetHome, tell: Callable[[str], None] 
         try:  # the files that its parsers are chosen by; an engine fetches the rest
             hub.describe(fleet.model.path)
         except DeployError as error:
+            if fetched_first(fleet):
+                raise
             _logger.warning("no parsers are chosen for the model: %s", error)
 
 
 def fetch_model(fleet: FleetSpec, tell: Callable[[str], None]) -> None:
-    """Download a model of the Hub before engines start, which have a limited time to do so.
+    """Download a model of the Hub before engines start, which have a limited time to do so."""
+    if fetched_first(fleet) and not is_here(fleet.model.path):
+        tell(f"fetching {fleet.model.path} from Hugging Face")
+        hub.fetch(fleet.model.path)
+
+
+def fetched_first(fleet: FleetSpec) -> bool:
+    """Tell whether a model of the Hub is fetched before engines start.
 
     On several machines, each engine downloads what its machine lacks.
     """
-    model = fleet.model.path
-    if fleet.ray.address is not None or model == SMALL_MODEL or is_here(model):
-        return
-    if not any(name in fleet.engine.args for name in OTHER_FILES):
-        hub.describe(model)  # says soon that the Hub cannot be reached
-        tell(f"fetching {model} from Hugging Face")
-        hub.fetch(model)
+    other = fleet.model.path == SMALL_MODEL or any(name in fleet.engine.args for name in OTHER_FILES)
+    return fleet.ray.address is None and not other
 
 
 def lacking_file(directory: Path) -> str | None:

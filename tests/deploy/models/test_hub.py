@@ -8,13 +8,17 @@ import sys
 import tempfile
 from collections.abc import Iterator
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
 from deploy import machine
+from deploy.errors import DeployError
 from deploy.fleet import parse_fleet
 from deploy.fleet.engine_needs import model_directory
+from deploy.home import FleetHome
+from deploy.lifecycle import up
 from deploy.models import hub as hugging_face
 from deploy.models.built_in import fetch_model
 from tests.support.hub import standing_in
@@ -143,11 +147,14 @@ FLEET = {
     "tiers": [{"name": "mixed", "role": "mixed"}],
     "engine": {"device": "cpu"},
 }
-PREPARE = """
+CODE = """
 from deploy.fleet import parse_fleet
 from deploy.home import FleetHome
 from deploy.lifecycle.up import prepare
-prepare(parse_fleet({text!r}, "f"), FleetHome.of("f"), print)
+from deploy.models.built_in import fetch_model
+fleet = parse_fleet({text!r}, "f")
+prepare(fleet, FleetHome.of("f"), print)
+fetch_model(fleet, print)
 """
 
 
@@ -157,9 +164,8 @@ def short_path() -> Iterator[Path]:
         yield Path(made)
 
 
-def test_up_fetches_a_whole_model_once_before_anything_starts(short_path: Path) -> None:
-    text = json.dumps({**FLEET, "gateway": {"port": free_port("127.0.0.1")}})
-    code = PREPARE.format(text=text)
+def test_up_fetches_a_whole_model_once(short_path: Path) -> None:
+    code = CODE.format(text=json.dumps({**FLEET, "gateway": {"port": free_port("127.0.0.1")}}))
     with standing_in({**TEXT, **SHARDED}) as hub:
         hub.drops = "/api/models"
         said = hub.run(short_path, "-c", code).stderr.splitlines()[-1]
@@ -170,6 +176,29 @@ def test_up_fetches_a_whole_model_once_before_anything_starts(short_path: Path) 
         assert hub.sent.issuperset(SHARDS)
         hub.sent.clear()
         assert hub.run(short_path, "-c", code).returncode == 0 and not hub.sent
+
+
+@pytest.mark.parametrize(
+    ("device", "said", "fetched"),
+    [("cpu", "engines would start", ["a/b"]), ("cuda", "1 x mixed take 1 GPU, and this machine has 0", [])],
+)
+def test_a_model_is_fetched_when_its_engines_fit_and_before_they_start(
+    device: str, said: str, fetched: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def start(*_: Any) -> None:
+        raise DeployError("engines would start")
+
+    done: list[str] = []
+    monkeypatch.setattr(hugging_face, "fetch", done.append)
+    monkeypatch.setattr("deploy.lifecycle.actors.Actors", start)
+    ray = SimpleNamespace(cluster_resources=dict, shutdown=lambda: None)
+    monkeypatch.setattr(up, "connect", lambda *_: ray)
+    for name in ("prepare", "start_own_cluster", "refuse_open_cluster", "bring_down", "ended_elsewhere"):
+        monkeypatch.setattr(up, name, lambda *_: None)
+    fleet = parse_fleet(json.dumps({**FLEET, "engine": {"device": device}}), "f")
+    with pytest.raises(DeployError, match=said):
+        up.bring_up(fleet, FleetHome(tmp_path), print, end_with_us=True)
+    assert done == fetched
 
 
 @pytest.mark.parametrize(
@@ -186,7 +215,6 @@ def test_engines_fetch_what_other_machines_or_options_load(
     blocks: dict[str, Any], fetched: list[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     done: list[str] = []
-    monkeypatch.setattr(hugging_face, "describe", lambda _: 0)
     monkeypatch.setattr(hugging_face, "fetch", done.append)
     fetch_model(parse_fleet(json.dumps({**FLEET, **blocks}), "f"), print)
     assert done == fetched
