@@ -55,11 +55,12 @@ class ModelRoutes:
 
     async def list(self, key: Key, request: Request, responder: Responder) -> None:
         names = list(self._models_of(key.models))
-        ends = {"has_more": False, "first_id": names[0], "last_id": names[-1]} if names else {}
-        # Codex decodes metadata of its vendor's models, and adds them to what it knows.
-        codex = {"models": []} if b"client_version=" in request.query else {}
-        data = [self._model(name) for name in names]
-        responder.respond_json({"object": "list", "data": data, **ends, **codex})
+        first, last = (names[0], names[-1]) if names else (None, None)
+        page: dict[str, object] = {"object": "list", "data": [self._model(name) for name in names]}
+        page |= {"has_more": False, "first_id": first, "last_id": last}
+        if b"client_version=" in request.query:
+            page["models"] = []  # Codex adds them, with its vendor's metadata, to those that it knows
+        responder.respond_json(page)
 
     async def get(self, key: Key, request: Request, responder: Responder) -> None:
         name = request.path.removeprefix(f"{MODELS}/")

@@ -103,7 +103,7 @@ def test_a_command_makes_the_same_file_while_its_fleet_runs(monkeypatch: pytest.
         started.append(file.read_text())
 
     monkeypatch.setattr(serve_model, "start_or_change", start)
-    monkeypatch.setattr(serve_model.doctor, "packages", lambda: ())
+    monkeypatch.setattr(doctor, "packages", lambda: ())
     for free, runs in ((15 * GIB, False), (5 * GIB, True), (7 * GIB, False)):
         monkeypatch.setattr(serve_model, "this_machine", lambda free=free: Machine(4, free))
         monkeypatch.setattr(serve_model, "is_up", lambda _, runs=runs: runs)

@@ -79,8 +79,9 @@ def test_serve_splits_several_gpus_into_prefillers_and_decoders() -> None:
 def test_a_number_that_was_not_given_is_the_rest_of_the_machines_engines(
     machine: Machine, asked: dict[str, Any], made: tuple[int, int]
 ) -> None:
-    model, of_cpu = (MIDDLE, {}) if machine.gpu_memory else (SMALL, {"dtype": "float32", "max_context": 8192})
-    counts = dict(tiers(fleet(model, machine, **asked, **of_cpu)))
+    if not machine.gpu_memory:
+        asked = {"dtype": "float32", "max_context": 8192, **asked}
+    counts = dict(tiers(fleet(MIDDLE if machine.gpu_memory else SMALL, machine, **asked)))
     assert (counts.get("prefill", 0), counts["decode"]) == made
 
 
