@@ -33,6 +33,7 @@ _TICK_S = 0.1
 ON_A_PREFILLER = (Why.IDLE_PREFILLER, Why.LAST_RESORT)  # reasons to bind a conversation to a prefiller
 _COMMAND_TIMEOUT_S = 5.0
 STREAMLESS_S = 20.0  # gRPC's keep-alive lets a gateway notice a lost stream within 15 s
+_PROCESSES_REMEMBERED = 10_000  # gateway processes: each restart of a gateway adds one
 _SEND_LIMIT_S = 60.0
 _RELIEF_LIMIT_S = 5.0  # limit of a move off a hot decoder: a turn may wait for its end
 _MOVE_IDLE_S = 0.5
@@ -276,17 +277,18 @@ class Directory:
     def activities_seen(self, gateway: str, first: int, count: int) -> int:
         """Return how many of a report's activities are already known, and count the others as known.
 
-        A gateway sends a report without an answer again, so a report can arrive twice, and late. It must not
-        begin turns again that have ended.
+        A gateway sends a report without an answer again, however long it was silent, so a report can arrive
+        twice, and late. It must not begin turns again that have ended.
         """
         self.heard_from(gateway)
-        taken = self._activities.get(gateway, 0)
+        taken = self._activities.pop(gateway, 0)
         self._activities[gateway] = max(taken, first + count)
+        if len(self._activities) > _PROCESSES_REMEMBERED:
+            del self._activities[next(iter(self._activities))]  # the one that has been silent for longest
         return min(max(taken - first, 0), count)
 
     def _gateway_gone(self, gateway: str) -> None:
         if gateway not in self.gateways:
-            self._activities.pop(gateway, None)
             self.table.gateway_gone(gateway, self.clock())
             self.changed()
 

@@ -93,6 +93,18 @@ def gateway_without_stream_never_gone() -> None:
     Directory.heard_from = lambda directory, gateway: None  # type: ignore[method-assign]
 
 
+def reports_forgotten_in_silence() -> None:
+    """A directory forgets which reports of a gateway it has taken when the gateway is cut off for a while."""
+    gone = Directory._gateway_gone
+
+    def forgets(directory: Directory, gateway: str) -> None:
+        if gateway not in directory.gateways:
+            directory._activities.pop(gateway, None)
+        gone(directory, gateway)
+
+    Directory._gateway_gone = forgets  # type: ignore[method-assign]
+
+
 def term_ignored() -> None:
     """Keepers obey a directory that a newer one has replaced."""
     TermFence.refuses = lambda fence, term: ""  # type: ignore[method-assign]
@@ -141,6 +153,7 @@ BUGS: dict[str, Callable[[], None]] = {
         report_taken_twice,
         gateway_never_gone,
         gateway_without_stream_never_gone,
+        reports_forgotten_in_silence,
         term_ignored,
         known_binding_kept,
         turns_elsewhere_ignored,

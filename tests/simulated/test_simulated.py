@@ -44,6 +44,7 @@ def test_no_seed_breaks_an_invariant_and_each_replays(tmp_path: Path) -> None:
         ("epoch_ignored_by_gateway", range(200)),
         ("known_binding_kept", [41]),
         ("report_taken_twice", range(200)),
+        ("reports_forgotten_in_silence", [285]),
         ("reservation_leaked", range(200)),
         ("turns_elsewhere_ignored", [7]),
     ],

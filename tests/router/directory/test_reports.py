@@ -153,6 +153,17 @@ async def test_turns_of_a_gateway_that_never_opens_a_stream_end(
     await until(lambda: not directory.table.running_at("c"))
 
 
+async def test_a_report_repeated_after_a_long_silence_is_applied_once(
+    directory: Directory, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The answer to a report may be lost when its gateway is cut off. It is repeated after the cut."""
+    monkeypatch.setattr("router.directory.directory.STREAMLESS_S", 0.05)
+    assert directory.activities_seen("g", 0, 2) == 0
+    place(directory.table, ask("c", turn=1))
+    await until(lambda: not directory.table.running_at("c"))  # the gateway counts as gone
+    assert directory.activities_seen("g", 0, 2) == 2
+
+
 def releases_failed() -> float:
     return REGISTRY.get_sample_value("conserve_releases_failed_total") or 0.0
 
