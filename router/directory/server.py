@@ -2,7 +2,6 @@
 
 import asyncio
 from collections.abc import AsyncIterator, Callable
-from contextlib import suppress
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -21,6 +20,7 @@ from router.errors import RouterError
 
 _MAX_PAGE = 1000
 _MAX_TAILS = 8
+_DISK_RETRY_S = 1.0
 
 Outcome = m.Placed | Refusal
 
@@ -129,7 +129,7 @@ class DirectoryServer(Directory):
     async def _watch(self, request: m.WatchRequest) -> AsyncIterator[m.Push]:
         stream = self.gateways.join(request.gateway, request.metrics)
         self.gateway_came(request.gateway)
-        self._spawn(self._tell_bindings(stream))
+        telling = self._spawn(self._tell_bindings(stream))
         try:
             while True:
                 await stream.wait()
@@ -137,15 +137,21 @@ class DirectoryServer(Directory):
                     return
                 yield replace(stream.take(lambda: m.Engines(self.engines(), self.settled)), term=self.term)
         finally:
+            telling.cancel()
             if self.gateways.leave(request.gateway, stream):
                 self.gateway_left(request.gateway)
 
     async def _tell_bindings(self, stream: GatewayStream) -> None:
         """Tell a gateway, which may have just started, of all bindings that are in the journal."""
-        bound = self.table.bindings()
-        with suppress(JournalError):  # while the disk fails, it is unknown which bindings are on it
-            await self.durable()
-            stream.tell_bound(bound)
+        while True:
+            bound = self.table.bindings()
+            try:
+                await self.durable()
+            except JournalError:  # what is on the disk cannot be told apart from what is not
+                await asyncio.sleep(_DISK_RETRY_S)
+            else:
+                stream.tell_bound(bound)
+                return
 
     async def _prefetch_for(self, request: m.PrefetchRequest) -> str:
         return await self.prefetch(request.key, request.due_in_s)

@@ -2,10 +2,13 @@
 
 from pathlib import Path
 
+import pytest
+
 from placement.routing.receipts import Refusal
 from router.directory.api.client import DirectoryClient
 from router.directory.api.messages import Ask, Engines, Push, Spent
 from router.directory.api.push import GatewayStreams, process_name, supersedes
+from router.directory.journal import Journal, JournalError
 from router.identity.prefix_chain import of_messages, seed
 from tests.support.fake_fleet import fleet
 from tests.support.waiting import until
@@ -75,4 +78,26 @@ async def test_a_gateway_without_its_stream_learns_later_where_another_bound_its
         await until(lambda: one.bound("s:a") is None)
         assert one.cache.elsewhere["s:a"] == (moved.engine, moved.epoch)
         for client in clients:
+            await client.stop()
+
+
+async def test_a_gateway_that_connects_while_the_disk_fails_is_told_of_the_bindings_later(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async def fails(journal: Journal) -> None:
+        raise JournalError("the disk is full")
+
+    async with fleet(tmp_path, gateways=0) as made:
+        one, other = (DirectoryClient(made.address, name, secret="s3cret") for name in ("g", "h"))
+        await one.start()
+        await until(lambda: len(one.engines))
+        placed, _ = await one.place(Ask("s:a", "", 100, 1.0, turn=one.next_turn()))
+        assert not isinstance(placed, Refusal)
+        with monkeypatch.context() as full:
+            full.setattr(Journal, "durable", fails)
+            await other.start()
+            await until(lambda: len(other.engines))
+            assert "s:a" not in other.cache.elsewhere
+        await until(lambda: other.cache.elsewhere.get("s:a") == (placed.engine, placed.epoch))
+        for client in (one, other):
             await client.stop()
