@@ -8,6 +8,8 @@ from typing import Any
 
 from placement.routing.placer import Placer
 from router.auth.rate_limits import Meters
+from router.batch.store.database import Database
+from router.batch.store.request_table import RequestTable
 from router.directory.api.cache import Cache, EngineList
 from router.directory.api.calls import ActivityReports
 from router.directory.api.client import DirectoryClient
@@ -126,6 +128,17 @@ def turns_elsewhere_ignored() -> None:
     Meters.apply_spent = lambda meters, reports: None  # type: ignore[method-assign]
 
 
+def leased_lines_lost() -> None:
+    """Lines that a batch process had in flight when it crashed are not queued again."""
+    RequestTable.requeue = lambda table: 0  # type: ignore[method-assign]
+
+
+def batch_not_synced() -> None:
+    """Neither claims nor results of a batch's lines are synced."""
+    write = Database.write
+    Database.write = lambda database, *, durable=True: write(database, durable=False)  # type: ignore[method-assign]
+
+
 def place_without_end() -> None:
     """A gateway waits for a placement for as long as the directory does not answer."""
     place = DirectoryClient._place
@@ -157,6 +170,8 @@ BUGS: dict[str, Callable[[], None]] = {
         term_ignored,
         known_binding_kept,
         turns_elsewhere_ignored,
+        leased_lines_lost,
+        batch_not_synced,
         place_without_end,
     )
 }

@@ -2,6 +2,7 @@
 
 import asyncio
 import json
+import re
 from collections.abc import Callable
 from dataclasses import dataclass
 from random import Random
@@ -19,6 +20,7 @@ class Answer:
     status: int
     seconds: float
     body: bytes = b""
+    whole: bool = False  # the body is as long as its head says
 
 
 class SimulatedAgent:
@@ -95,4 +97,7 @@ async def request(
     except OSError:  # also the end of our patience
         pass
     status = int(answer[9:12]) if answer.startswith(b"HTTP/1.1 ") else 0
-    return Answer(status, loop.time() - began, answer.partition(b"\r\n\r\n")[2])
+    head, _, content = answer.partition(b"\r\n\r\n")
+    length = re.search(rb"content-length: (\d+)", head.lower())
+    whole = length is not None and len(content) == int(length[1])
+    return Answer(status, loop.time() - began, content, whole)

@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any
 
 from router.auth.keys import Key
 from router.auth.rate_limits import Meters
+from router.batch.store.request_table import RequestTable
 from router.directory.api.calls import ActivityReports
 from router.directory.api.client import DirectoryClient
 from router.directory.api.messages import Activity, Ask, Placed
@@ -52,6 +53,7 @@ class Monitor:
         self._journals: dict[str, dict[str, Decisions]] = {}  # host of a directory -> conversation
         self._told: dict[tuple[SimulatedProcess, int], tuple[str, int]] = {}  # gateway, turn -> newest place
         self._finished: Counter[str] = Counter()  # conversation -> turns that gateways reported as finished
+        self._answered: set[tuple[int, int]] = set()  # lines of batches that have a result
         self._granted: dict[tuple[str, SimulatedProcess], list[float]] = defaultdict(list)  # key, gateway
 
     def now(self) -> float:
@@ -146,6 +148,12 @@ class Monitor:
         finally:
             here.remove(began)
 
+    def results_taken(self, taken: set[tuple[int, int]]) -> None:
+        """Check that no line of a batch gets a second result."""
+        if twice := self._answered & taken:
+            self.violated("a batch line has one result", f"two were taken for {sorted(twice)}")
+        self._answered |= taken
+
     def turn_finished(self, key: str) -> None:
         self._finished[key] += 1
 
@@ -228,6 +236,7 @@ def install(monitor: Callable[[], Monitor]) -> None:
 
     after(Journal, "append", lambda journal, _, row: monitor().row_appended(row))
     after(Journal, "read", lambda journal, rows: monitor().journal_read(rows))
+    after(RequestTable, "record", lambda table, taken, _: monitor().results_taken(taken))
 
     def added(_: ActivityReports, __: None, activity: Activity) -> None:
         if activity.ended is not None and activity.ended.prompt_tokens:

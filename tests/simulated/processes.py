@@ -19,7 +19,7 @@ from placement.scheduling.prefill_curve import PrefillCurve
 from router.auth.keys import Key, Limits, hash_secret
 from router.directory.directory import DirectorySettings
 from router.gateway import main as gateway_main
-from router.gateway.config import AnswersConfig, GatewayConfig, ServedModel
+from router.gateway.config import AnswersConfig, BatchAddress, GatewayConfig, ServedModel
 from router.gateway.main import Gateway
 from router.http.connection import ServerConnection
 from router.http.upstream import UpstreamConnection
@@ -126,7 +126,12 @@ def directory_main(disk: Disk, host: str, addresses: dict[str, str]) -> Main:
 
 
 def gateway_main_of(
-    name: str, host: str, directory: str, disk: Disk, on_start: Callable[[Gateway], None]
+    name: str,
+    host: str,
+    directory: str,
+    disk: Disk,
+    on_start: Callable[[Gateway], None],
+    batch: BatchAddress | None,
 ) -> Main:
     keys = (
         Key("free", "free", hash_secret(FREE)),
@@ -150,6 +155,7 @@ def gateway_main_of(
             directory_secret=SECRET,
             keys=keys,
             answers=AnswersConfig(path=str(disk.path / "answers.sqlite")),
+            batch=batch,
         )
         gateway = Gateway(config)
         await gateway.start()

@@ -26,6 +26,7 @@ def test_no_seed_breaks_an_invariant_and_each_replays(tmp_path: Path) -> None:
     assert (status, results["violations"]) == (0, 0), output
     counts = results["counts"]
     assert counts["answers 200"] > 10 * SEEDS  # the runs did something
+    assert counts["batches"] > SEEDS // 10
     assert counts["crash_soon"] + counts["lose_power"] > SEEDS
     traces = {one["seed"]: one["trace"] for one in results["results"]}
     for first in (0, SEEDS - 2):
@@ -43,6 +44,7 @@ def test_no_seed_breaks_an_invariant_and_each_replays(tmp_path: Path) -> None:
         ("epoch_ignored_by_directory", [94]),
         ("epoch_ignored_by_gateway", range(200)),
         ("known_binding_kept", [41]),
+        ("leased_lines_lost", [1]),
         ("report_taken_twice", range(200)),
         ("reports_forgotten_in_silence", [285]),
         ("reservation_leaked", range(200)),

@@ -11,6 +11,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from random import Random
 
+from sqlalchemy.exc import SQLAlchemyError
+
 from deploy.ray.control import DirectorySuperseded
 from placement.engines import Role
 from router.directory.journal import JournalError
@@ -18,6 +20,7 @@ from router.gateway.main import Gateway
 from tests.simulated import clock, engines, invariants, processes
 from tests.simulated import disk as disks
 from tests.simulated import network as networks
+from tests.simulated.batches import ADDRESS, BATCH_HOST, BatchOwner, batch_main
 from tests.simulated.clients import Answer, SimulatedAgent
 from tests.simulated.disk import Disk
 from tests.simulated.engines import EngineHost, Fabric
@@ -31,6 +34,7 @@ QUIET_S = TTL_S + 22.0  # after the load, until all must be nothing; it stays so
 SETTLED_S = 3.0
 LONGEST_TURN_S = 75.0  # waits for places, two lost decoders and a frozen gateway included
 TOGETHER_S = 15.0  # a replaced directory ends within this time if one keeper reaches it and the new one
+BATCHES = 0.3  # share of worlds that have a batch process
 LOOKS_S = 1.0  # between two looks at what the processes have
 UNNOTICED_S = 15.0  # until the keep-alive shows that the directory's host has lost its power
 DIRECTORY, CLIENTS = "directory", "10.0.9.1"  # a name, which resolves to the newest directory
@@ -94,6 +98,11 @@ class World:
             self._addresses[name] = f"{host}:{CONTROL_PORT}"
             self.keepers.append(Unit(self.loop, f"keeper {name}", host, processes.keeper_main(machine)))
         self.directory = self._directory_on(DIRECTORY_HOSTS[0])
+        offline = Random(f"offline {self.seed}")
+        self.batch: list[Unit] = []  # its process, in some worlds
+        if offline.random() < BATCHES:
+            disk = Disk(self._root, "batch", offline)
+            self.batch.append(Unit(self.loop, "batch", BATCH_HOST, batch_main(disk, DIRECTORY), disk))
         self.gateways: list[Unit] = []
         for number in range(draw.choice((1, 2, 2, 3, 3))):
             name, host = f"gateway-{number}", f"10.0.1.{number + 1}"
@@ -103,10 +112,10 @@ class World:
                 self._gateways[host] = gateway
                 self._keep_from_directory(0.0, host)
 
-            address = f"{DIRECTORY}:{DIRECTORY_PORT}"
-            main = processes.gateway_main_of(name, host, address, disk, started)
+            address, batch = f"{DIRECTORY}:{DIRECTORY_PORT}", ADDRESS if self.batch else None
+            main = processes.gateway_main_of(name, host, address, disk, started, batch)
             self.gateways.append(Unit(self.loop, name, host, main, disk))
-        self.units = [self.directory, *self.gateways, *self.keepers]
+        self.units = [self.directory, *self.gateways, *self.keepers, *self.batch]
         for unit in self.units:
             unit.supervisor, unit.on_failure = self.me.context, self._unit_failed
 
@@ -178,7 +187,8 @@ class World:
     def _unit_failed(self, error: BaseException) -> None:
         """Record a process that ended by itself. A failing disk may end one, which is then restarted."""
         self.monitor.count(f"ended by {type(error).__name__}")
-        if not isinstance(error, JournalError | OSError | sqlite3.Error | DirectorySuperseded):
+        ends = JournalError | OSError | sqlite3.Error | SQLAlchemyError | DirectorySuperseded
+        if not isinstance(error, ends):
             self.monitor.violated("no process ends by itself", repr(error))
 
     async def _script(self) -> None:
@@ -231,6 +241,9 @@ class World:
         hosts = [one.host for one in self.gateways]
         agents: list[asyncio.Task[None]] = []
         number = 0
+        if self.batch:
+            owner = BatchOwner(hosts, Random(draw.random()), self.monitor)
+            agents.append(asyncio.create_task(owner.run()))
         while self.loop.time() < until:
             await asyncio.sleep(draw.expovariate(0.9))
             number += 1
@@ -256,7 +269,7 @@ class World:
         mean_s = draw.choice((1.0, 2.5, 6.0))
         while self.loop.time() < until:
             await asyncio.sleep(draw.expovariate(1.0 / mean_s))
-            fault = draw.choice(FAULTS)
+            fault = draw.choice(FAULTS + BATCH_FAULTS if self.batch else FAULTS)
             self.monitor.count(fault.__name__.lstrip("_"))
             fault(self, draw)
 
@@ -265,9 +278,10 @@ class World:
         for one in self._hosts():
             for other in self._hosts():
                 self._mend(one, other)
-        self.disk.full = self.disk.fails = False
-        self.disk.slow_s = 0.0
-        self.disk.at_write = self.disk.at_sync = None
+        for disk in (self.disk, *(one.disk for one in self.batch)):
+            disk.full = disk.fails = False
+            disk.slow_s = 0.0
+            disk.at_write = disk.at_sync = None
         for unit in self.units:
             unit.start()
         self.network.faults = Faults(self.network.faults.delay_s)
@@ -374,7 +388,20 @@ class World:
             self._keep_from_directory(seconds, *([] if unit is self.directory else [unit.host]))
 
     def _hurt_disk(self, draw: Random) -> None:
-        disk = self.disk
+        self._hurt_one(self.disk, draw)
+
+    def _hurt_batch(self, draw: Random) -> None:
+        """Let the batch process crash at one of its next awaits, its host lose power, or its disk fail."""
+        (unit,) = self.batch
+        which = draw.randrange(4)
+        if which == 0:
+            self._crash(unit, power_lost=True)
+        elif which == 1:
+            self._hurt_one(unit.disk, draw)
+        elif unit.process is not None and unit.process.alive:
+            unit.process.crashes_at = unit.process.steps + draw.randrange(1, 400)
+
+    def _hurt_one(self, disk: Disk, draw: Random) -> None:
         which = draw.randrange(3)
         if which == 0:
             disk.full = True
@@ -388,7 +415,8 @@ class World:
             disk.slow_s = 0.0
 
         seconds = draw.expovariate(0.3)
-        self._keep_from_directory(seconds + 2 * disk.slow_s)  # bindings are told when they are written
+        if disk is self.disk:
+            self._keep_from_directory(seconds + 2 * disk.slow_s)  # bindings are told when they are written
         self._later(seconds, undo)
 
 
@@ -403,6 +431,7 @@ FAULTS = [
     World._freeze,
     World._hurt_disk,
 ]
+BATCH_FAULTS = [World._hurt_batch] * 4
 
 _current: list[World] = []
 
