@@ -4,6 +4,8 @@ Each stands for a line that somebody might leave out. `python -m tests.simulated
 """
 
 from collections.abc import Callable
+from dataclasses import replace
+from functools import partial
 from typing import Any
 
 from placement.routing.placer import Placer
@@ -123,9 +125,28 @@ def known_binding_kept() -> None:
     Cache.serve_elsewhere = kept  # type: ignore[method-assign]
 
 
+def _do_not_apply_spent(unit: str) -> None:
+    apply = Meters.apply_spent
+
+    def applied(meters: Meters, reports: Any) -> None:
+        apply(meters, [(gateway, replace(spent, **{unit: 0})) for gateway, spent in reports])
+
+    Meters.apply_spent = applied  # type: ignore[method-assign]
+
+
 def turns_elsewhere_ignored() -> None:
     """A gateway grants turns as if its keys had none at other gateways."""
-    Meters.apply_spent = lambda meters, reports: None  # type: ignore[method-assign]
+    _do_not_apply_spent("turns")
+
+
+def requests_elsewhere_ignored() -> None:
+    """A gateway grants requests as if its keys had sent none to other gateways."""
+    _do_not_apply_spent("requests")
+
+
+def tokens_elsewhere_ignored() -> None:
+    """A gateway grants tokens as if its keys had used none at other gateways."""
+    _do_not_apply_spent("tokens")
 
 
 def leased_lines_lost() -> None:
@@ -133,10 +154,19 @@ def leased_lines_lost() -> None:
     RequestTable.requeue = lambda table: 0  # type: ignore[method-assign]
 
 
-def batch_not_synced() -> None:
-    """Neither claims nor results of a batch's lines are synced."""
-    write = Database.write
-    Database.write = lambda database, *, durable=True: write(database, durable=False)  # type: ignore[method-assign]
+def results_not_synced() -> None:
+    """Results of a batch's lines are written, but not synced."""
+    record = RequestTable.record
+
+    def recorded(table: RequestTable, arrived: Any) -> Any:
+        database = table._database
+        database.write = partial(Database.write, database, durable=False)  # type: ignore[method-assign]
+        try:
+            return record(table, arrived)
+        finally:
+            del database.write  # type: ignore[method-assign]
+
+    RequestTable.record = recorded  # type: ignore[method-assign]
 
 
 def place_without_end() -> None:
@@ -170,8 +200,10 @@ BUGS: dict[str, Callable[[], None]] = {
         term_ignored,
         known_binding_kept,
         turns_elsewhere_ignored,
+        requests_elsewhere_ignored,
+        tokens_elsewhere_ignored,
         leased_lines_lost,
-        batch_not_synced,
+        results_not_synced,
         place_without_end,
     )
 }

@@ -76,6 +76,23 @@ class SimulatedAgent:
         return self._draw.choice(self._gateways) if self._draw.random() < self._roams else self._home
 
 
+async def exceed_limits(
+    key: str, gateways: list[str], draw: Random, until: float, done: Callable[[Answer], None]
+) -> None:
+    """Send more requests than a key may, each a short turn of a new conversation, through all gateways."""
+    loop = asyncio.get_running_loop()
+    asking: list[asyncio.Task[Answer]] = []
+    body = {"model": MODEL, "messages": [{"role": "user", "content": "hi"}], "max_tokens": 4}
+    path, content = "/v1/chat/completions", json.dumps(body).encode()
+    while loop.time() < until:
+        await asyncio.sleep(draw.expovariate(5.0))
+        headers = {"x-conversation-id": f"m{len(asking)}", "content-type": "application/json"}
+        gateway = draw.choice(gateways)
+        asking.append(asyncio.create_task(request(gateway, "POST", path, key, headers, content)))
+    for answer in await asyncio.gather(*asking):
+        done(answer)
+
+
 async def request(
     host: str, method: str, path: str, key: str, headers: dict[str, str] | None = None, body: bytes = b""
 ) -> Answer:

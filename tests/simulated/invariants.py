@@ -12,8 +12,8 @@ from copy import deepcopy
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
-from router.auth.keys import Key
-from router.auth.rate_limits import Meters
+from router.auth.keys import Key, Limits
+from router.auth.rate_limits import Meter, Meters
 from router.batch.store.request_table import RequestTable
 from router.directory.api.calls import ActivityReports
 from router.directory.api.client import DirectoryClient
@@ -53,6 +53,7 @@ class Monitor:
         self._journals: dict[str, dict[str, Decisions]] = {}  # host of a directory -> conversation
         self._told: dict[tuple[SimulatedProcess, int], tuple[str, int]] = {}  # gateway, turn -> newest place
         self._finished: Counter[str] = Counter()  # conversation -> turns that gateways reported as finished
+        self._spent: list[tuple[Limits, SimulatedProcess, str, int, float]] = []  # ..., unit, amount, when
         self._answered: set[tuple[int, int]] = set()  # lines of batches that have a result
         self._granted: dict[tuple[str, SimulatedProcess], list[float]] = defaultdict(list)  # key, gateway
 
@@ -148,6 +149,29 @@ class Monitor:
         finally:
             here.remove(began)
 
+    def spent(self, meter: Meter, unit: str, amount: int) -> None:
+        self._spent.append((meter.limits, current(), unit, amount, self.now()))
+
+    def admitted(self, meter: Meter, unit: str) -> None:
+        """Check that a gateway grants no more a minute than a limit leaves beside what others have granted.
+
+        An estimate that was given back counts at once, and what others have granted once it has been told.
+        """
+        here, now, limit = current(), self.now(), meter.buckets[unit].per_minute
+        known = [
+            (at, amount)
+            for limits, gateway, what, amount, at in self._spent
+            if (limits, what) == (meter.limits, unit)
+            and (gateway is here or amount < 0 or self._told_of_spent(here, gateway, now - at))
+        ]
+        granted, seconds = sum(amount for _, amount in known), now - known[0][0]
+        if granted > limit * (1.0 + seconds / 60.0):
+            what = f"{granted} {unit} in {seconds:.1f} s, where {limit} a minute are allowed"
+            self.violated("limits hold over gateways", what)
+
+    def _told_of_spent(self, here: SimulatedProcess, other: SimulatedProcess, ago_s: float) -> bool:
+        return ago_s > SHARED_S and self.world.shares(here, other, ago_s + SHARED_S)
+
     def results_taken(self, taken: set[tuple[int, int]]) -> None:
         """Check that no line of a batch gets a second result."""
         if twice := self._answered & taken:
@@ -242,6 +266,16 @@ def install(monitor: Callable[[], Monitor]) -> None:
         if activity.ended is not None and activity.ended.prompt_tokens:
             monitor().turn_finished(activity.key)
 
+    def taken(meter: Meter, amount: int, unit: str, *_: Any) -> None:
+        if amount:
+            monitor().spent(meter, unit, amount)
+
+    def admitted(meter: Meter, amount: int, unit: str, *_: Any) -> None:
+        if amount:
+            monitor().admitted(meter, unit)
+
+    after(Meter, "take", taken)
+    after(Meter, "admit", admitted)
     after(DirectoryServer, "__init__", made)
     after(ActivityReports, "add", added)
     place, run, turn = DirectoryClient.place, TurnRunner.run, Meters.turn

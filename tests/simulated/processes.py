@@ -41,6 +41,10 @@ TTL_S = 5.0  # a conversation ends after so much silence
 ENGINE_LEASE_S = 8.0
 TURNS_AT_ONCE, REQUESTS_PER_MINUTE = 2, 60  # limits of the key that has some
 FREE, LIMITED = "free-key", "limited-key"  # secrets of the two callers
+METERED = {  # secrets of callers with one limit a minute each, which they exceed
+    "requests-key": Limits(requests_per_minute=20),
+    "tokens-key": Limits(tokens_per_minute=1000),
+}
 
 
 class Unit:
@@ -141,6 +145,7 @@ def gateway_main_of(
             hash_secret(LIMITED),
             limits=Limits(turns=TURNS_AT_ONCE, requests_per_minute=REQUESTS_PER_MINUTE),
         ),
+        *(Key(secret, secret, hash_secret(secret), limits=limits) for secret, limits in METERED.items()),
     )
 
     async def main() -> None:

@@ -47,7 +47,9 @@ def test_no_seed_breaks_an_invariant_and_each_replays(tmp_path: Path) -> None:
         ("leased_lines_lost", [1]),
         ("report_taken_twice", range(200)),
         ("reports_forgotten_in_silence", [285]),
+        ("requests_elsewhere_ignored", [7]),
         ("reservation_leaked", range(200)),
+        ("tokens_elsewhere_ignored", [8]),
         ("turns_elsewhere_ignored", [7]),
     ],
 )

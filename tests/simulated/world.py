@@ -21,13 +21,13 @@ from tests.simulated import clock, engines, invariants, processes
 from tests.simulated import disk as disks
 from tests.simulated import network as networks
 from tests.simulated.batches import ADDRESS, BATCH_HOST, BatchOwner, batch_main
-from tests.simulated.clients import Answer, SimulatedAgent
+from tests.simulated.clients import Answer, SimulatedAgent, exceed_limits
 from tests.simulated.disk import Disk
 from tests.simulated.engines import EngineHost, Fabric
 from tests.simulated.invariants import Monitor
 from tests.simulated.loop import SimulatedProcess, VirtualLoop
 from tests.simulated.network import Faults, Network
-from tests.simulated.processes import CONTROL_PORT, DIRECTORY_PORT, FREE, LIMITED, TTL_S, Unit
+from tests.simulated.processes import CONTROL_PORT, DIRECTORY_PORT, FREE, LIMITED, METERED, TTL_S, Unit
 
 START_S, FAULTS_S, LOAD_S = 4.0, 12.0, 18.0  # until the fleet serves; of faults; of load
 QUIET_S = TTL_S + 22.0  # after the load, until all must be nothing; it stays so for SETTLED_S
@@ -146,7 +146,7 @@ class World:
         return not cut and self.loop.time() - self._out_of_reach.get(gateway.host, 0.0) > seconds
 
     def shares(self, one: SimulatedProcess, other: SimulatedProcess, seconds: float) -> bool:
-        """Return whether two gateways could tell each other their turns for `seconds`."""
+        """Return whether two gateways could tell each other their turns and what they spent for `seconds`."""
         both = all(gateway.alive and self.reached_directory(gateway, seconds) for gateway in (one, other))
         return self._in_time and both
 
@@ -244,6 +244,10 @@ class World:
         if self.batch:
             owner = BatchOwner(hosts, Random(draw.random()), self.monitor)
             agents.append(asyncio.create_task(owner.run()))
+        metered = Random(f"metered {self.seed}")
+        if self._in_time and len(hosts) > 1 and metered.random() < 0.5:
+            key = metered.choice(list(METERED))
+            agents.append(asyncio.create_task(exceed_limits(key, hosts, metered, until, self._answered)))
         while self.loop.time() < until:
             await asyncio.sleep(draw.expovariate(0.9))
             number += 1
