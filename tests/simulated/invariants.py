@@ -15,11 +15,13 @@ from typing import TYPE_CHECKING, Any
 from router.auth.keys import Key, Limits
 from router.auth.rate_limits import Meter, Meters
 from router.batch.store.request_table import RequestTable
+from router.directory.api.cache import Cache
 from router.directory.api.calls import ActivityReports
 from router.directory.api.client import DirectoryClient
 from router.directory.api.messages import Activity, Ask, Placed
 from router.directory.journal import Journal, Row
 from router.directory.server import DirectoryServer
+from router.directory.table import BindingTable
 from router.gateway.turn.binding import Route
 from router.gateway.turn.execution import TurnRunner
 from tests.simulated.loop import SimulatedProcess, current
@@ -93,16 +95,23 @@ class Monitor:
             del history.states[later[-1] + 1 :]
 
     def placed(self, gateway: SimulatedProcess, turn: int, placed: Placed) -> None:
-        """Record that a gateway was told of a binding."""
+        """Record that a gateway was given a place."""
         wanted = self._told[gateway, turn] = placed.engine, placed.epoch
         self.count("placed")
+        self._acknowledge(placed.key, wanted, -1)
+
+    def told_of_binding(self, key: str, engine: str, epoch: int) -> None:
+        """Record that a gateway was told where another one's conversation is bound, perhaps a while ago."""
+        self._acknowledge(key, (engine, epoch), 0)
+
+    def _acknowledge(self, key: str, wanted: State, which: int) -> None:
         for host in reversed(self._journals):  # the newest directory first
-            history = self._history(placed.key, host)
+            history = self._history(key, host)
             found = [index for index, (_, one) in enumerate(history.states) if one == wanted]
             if found:
-                history.acknowledged = max(history.acknowledged, found[-1])
+                history.acknowledged = max(history.acknowledged, found[which])
                 return
-        self.violated("an acknowledged binding is in the journal", f"{placed.key} to {wanted}")
+        self.violated("an acknowledged binding is in the journal", f"{key} to {wanted}")
 
     def waited(self, gateway: SimulatedProcess, began: float, frozen_s: float, limit_s: float) -> None:
         """Check how long a turn waited for placement, without the times that its gateway stood still."""
@@ -274,8 +283,19 @@ def install(monitor: Callable[[], Monitor]) -> None:
         if amount:
             monitor().admitted(meter, unit)
 
+    def turn_ended(_: BindingTable, __: bool, key: str, gateway: str, now: float, *ended: Any) -> None:
+        if ended and ended[0].prompt_tokens:
+            monitor().world.turn_ended(gateway)
+
+    after(BindingTable, "turn_ended", turn_ended)
     after(Meter, "take", taken)
     after(Meter, "admit", admitted)
+
+    def told(_: Cache, __: None, key: str, engine: str = "", epoch: int = 0) -> None:
+        if engine:
+            monitor().told_of_binding(key, engine, epoch)
+
+    after(Cache, "serve_elsewhere", told)
     after(DirectoryServer, "__init__", made)
     after(ActivityReports, "add", added)
     place, run, turn = DirectoryClient.place, TurnRunner.run, Meters.turn

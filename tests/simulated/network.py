@@ -153,6 +153,12 @@ class Network:
             if self.chance(share):
                 connection.reset()
 
+    def reset_between(self, one: str, other: str) -> None:
+        """Reset all connections between two hosts."""
+        for connection in list(self._connections):
+            if {end.host for end in connection.ends} == {one, other}:
+                connection.reset()
+
     # HTTP
 
     def listen(

@@ -37,6 +37,7 @@ from workers.keeper.launch import FEED_SOCKET, Device, EngineKeys, LaunchSpec
 SECRET, KEEPERS_KEY, NO_KEY = "directory", "keepers", ""
 DIRECTORY_PORT, GATEWAY_PORT, CONTROL_PORT = 7000, 8000, 9000
 PLACE_WAIT_S = 4.0
+GATEWAY_GRACE_S = 3.0  # without its stream, until its turns count as ended
 TTL_S = 5.0  # a conversation ends after so much silence
 ENGINE_LEASE_S = 8.0
 TURNS_AT_ONCE, REQUESTS_PER_MINUTE = 2, 60  # limits of the key that has some
@@ -112,7 +113,7 @@ def directory_main(disk: Disk, host: str, addresses: dict[str, str]) -> Main:
         keepers = disk.path / "keepers.json"
         keepers.write_text(json.dumps(addresses))
         config = HostedDirectoryConfig(
-            settings=DirectorySettings(ttl_s=TTL_S),
+            settings=DirectorySettings(ttl_s=TTL_S, gateway_grace_s=GATEWAY_GRACE_S),
             placer=PlacerSettings(headroom_tokens=256),
             curves={"prefill": PrefillCurve(0.01, 1e-5, 0.0), "decode": PrefillCurve(0.01, 2e-5, 0.0)},
             alike={},

@@ -27,7 +27,16 @@ from tests.simulated.engines import EngineHost, Fabric
 from tests.simulated.invariants import Monitor
 from tests.simulated.loop import SimulatedProcess, VirtualLoop
 from tests.simulated.network import Faults, Network
-from tests.simulated.processes import CONTROL_PORT, DIRECTORY_PORT, FREE, LIMITED, METERED, TTL_S, Unit
+from tests.simulated.processes import (
+    CONTROL_PORT,
+    DIRECTORY_PORT,
+    FREE,
+    GATEWAY_GRACE_S,
+    LIMITED,
+    METERED,
+    TTL_S,
+    Unit,
+)
 
 START_S, FAULTS_S, LOAD_S = 4.0, 12.0, 18.0  # until the fleet serves; of faults; of load
 QUIET_S = TTL_S + 22.0  # after the load, until all must be nothing; it stays so for SETTLED_S
@@ -77,6 +86,7 @@ class World:
         self._in_time = not faults.late and not faults.twice  # messages arrive once and soon
         self._out_of_reach: dict[str, float] = {}  # host -> until when it may miss the directory
         self._gateways: dict[str, Gateway] = {}
+        self._at_end_of_turn: Callable[[str], None] | None = None  # what to do when one is next reported
         self.replaced: Unit | None = None  # the directory that a second one has replaced
         self._together_s = 0.0  # time for which one keeper has reached both
         self._make_fleet(draw)
@@ -99,10 +109,11 @@ class World:
             self.keepers.append(Unit(self.loop, f"keeper {name}", host, processes.keeper_main(machine)))
         self.directory = self._directory_on(DIRECTORY_HOSTS[0])
         offline = Random(f"offline {self.seed}")
-        self.batch: list[Unit] = []  # its process, in some worlds
+        self.batch: list[tuple[Unit, Disk]] = []  # one, in some worlds
         if offline.random() < BATCHES:
             disk = Disk(self._root, "batch", offline)
-            self.batch.append(Unit(self.loop, "batch", BATCH_HOST, batch_main(disk, DIRECTORY), disk))
+            unit = Unit(self.loop, "batch", BATCH_HOST, batch_main(disk, DIRECTORY), disk)
+            self.batch.append((unit, disk))
         self.gateways: list[Unit] = []
         for number in range(draw.choice((1, 2, 2, 3, 3))):
             name, host = f"gateway-{number}", f"10.0.1.{number + 1}"
@@ -115,7 +126,7 @@ class World:
             address, batch = f"{DIRECTORY}:{DIRECTORY_PORT}", ADDRESS if self.batch else None
             main = processes.gateway_main_of(name, host, address, disk, started, batch)
             self.gateways.append(Unit(self.loop, name, host, main, disk))
-        self.units = [self.directory, *self.gateways, *self.keepers, *self.batch]
+        self.units = [self.directory, *self.gateways, *self.keepers, *(unit for unit, _ in self.batch)]
         for unit in self.units:
             unit.supervisor, unit.on_failure = self.me.context, self._unit_failed
 
@@ -198,6 +209,9 @@ class World:
         watching = asyncio.create_task(self._watch())
         await asyncio.sleep(START_S)
         agents = asyncio.create_task(self._load())
+        cut = Random(f"cut {self.seed}")
+        if not self._calm and cut.random() < 0.2:
+            self._later(cut.uniform(0.0, FAULTS_S), lambda: self._cut_off_after_report(cut))
         if not self._calm:
             await self._hurt(loop.time() + FAULTS_S)
         self._heal()
@@ -282,13 +296,14 @@ class World:
         for one in self._hosts():
             for other in self._hosts():
                 self._mend(one, other)
-        for disk in (self.disk, *(one.disk for one in self.batch)):
+        for disk in (self.disk, *(disk for _, disk in self.batch)):
             disk.full = disk.fails = False
             disk.slow_s = 0.0
             disk.at_write = disk.at_sync = None
         for unit in self.units:
             unit.start()
         self.network.faults = Faults(self.network.faults.delay_s)
+        self._at_end_of_turn = None
 
     def _hosts(self) -> list[str]:
         return list(dict.fromkeys(one.host for one in self.units))
@@ -368,6 +383,25 @@ class World:
     def _kill_engine(self, draw: Random) -> None:
         draw.choice(self.machines).kill()
 
+    def _cut_off_after_report(self, draw: Random) -> None:
+        """Cut a gateway off when it has reported the end of a turn, for longer than it may be silent."""
+        seconds = draw.uniform(GATEWAY_GRACE_S + 0.2, TTL_S - 0.5)
+
+        def strike(host: str) -> None:
+            directory = self.directory.host
+            self.network.cut(directory, host, both_ways=True)
+            self.network.reset_between(directory, host)
+            self._later(seconds, lambda: self._mend(directory, host))
+
+        self._at_end_of_turn = strike
+
+    def turn_ended(self, gateway: str) -> None:
+        """Strike, if that is due, before the answer to a gateway's report arrives."""
+        host = next((one.host for one in self.gateways if gateway.startswith(f"{one.name}.")), None)
+        strike, self._at_end_of_turn = self._at_end_of_turn, None
+        if strike is not None and host is not None and not self.network.is_cut(self.directory.host, host):
+            self._later(0.0, lambda: strike(host))
+
     def _cut_link(self, draw: Random) -> None:
         one, other = draw.sample(self._hosts(), 2)
         if draw.random() < 0.5:
@@ -396,16 +430,17 @@ class World:
 
     def _hurt_batch(self, draw: Random) -> None:
         """Let the batch process crash at one of its next awaits, its host lose power, or its disk fail."""
-        (unit,) = self.batch
+        unit, disk = self.batch[0]
         which = draw.randrange(4)
         if which == 0:
             self._crash(unit, power_lost=True)
         elif which == 1:
-            self._hurt_one(unit.disk, draw)
+            self._hurt_one(disk, draw)
         elif unit.process is not None and unit.process.alive:
             unit.process.crashes_at = unit.process.steps + draw.randrange(1, 400)
 
     def _hurt_one(self, disk: Disk, draw: Random) -> None:
+        """Let a disk be full, fail or be slow for a while. The directory may crash while its disk is slow."""
         which = draw.randrange(3)
         if which == 0:
             disk.full = True
@@ -413,6 +448,9 @@ class World:
             disk.fails = True
         else:
             disk.slow_s = draw.choice((0.2, 2.0, 6.0))
+            if disk is self.disk and draw.random() < 0.5:
+                lost, directory = draw.random() < 0.5, self.directory
+                self._later(draw.uniform(0.0, 4.0), lambda: self._crash(directory, power_lost=lost))
 
         def undo() -> None:
             disk.full = disk.fails = False
