@@ -90,6 +90,7 @@ class SimulatedEngine:
         self.idle_s = self.prefill_s = self.decode_s = self.stalled_s = 0.0
         self.gaps = Gaps()  # a simulation gives all engines the same object
         self.prompts: PromptSharing | None = None  # None: first come, first served, in whole chunks
+        self.on_changed: Callable[[str], None] | None = None  # called when its report would differ
         self._prompt_rate = PromptRate()
         self._events = events
         self._on_prefilled = on_prefilled
@@ -115,6 +116,8 @@ class SimulatedEngine:
     def submit(self, live: LiveConversation) -> None:
         """Queue a turn that computes `todo` tokens after `context`, and then decodes `left` tokens."""
         self.waiting.append(live)
+        if self.on_changed is not None:
+            self.on_changed(self.name)
         self._soon()
 
     def _soon(self) -> None:
@@ -175,6 +178,8 @@ class SimulatedEngine:
     def _begin(self) -> None:
         """Plan the next phase: one iteration with prompts, or decoding until a turn ends."""
         now, batch = self._events.now, self.batch
+        if self.on_changed is not None:
+            self.on_changed(self.name)
         if self.idle:
             self.idle_s += now - self._began
         self._began = now

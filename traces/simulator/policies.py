@@ -4,7 +4,7 @@ All systems but sticky routing place turns with the product's `Placer`. This fil
 differs from ConServe.
 """
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 from enum import StrEnum
 from random import Random
@@ -150,8 +150,14 @@ class SimulatedRouter:
         least_kv = placed.receipt.decoder.why is Why.LEAST_KV_IN_USE
         return TurnRoute(placed.decoder, placed.prefiller, least_kv=least_kv)
 
-    def later(self, live: LiveConversation, uncached: int, prefix: tuple[str, int], now: float) -> TurnRoute:
-        """Route a later turn; `prefix` names a prefiller, and how many tokens of the prompt it still has."""
+    def later(
+        self,
+        live: LiveConversation,
+        uncached: int,
+        prefix_of: Callable[[LiveConversation], tuple[str, int]],
+        now: float,
+    ) -> TurnRoute:
+        """Route a later turn; `prefix_of` returns a prefiller, and how much of the prompt it still has."""
         system, settings = self._settings.system, self._settings
         if self._sticky is not None:
             turn = live.turn
@@ -162,8 +168,9 @@ class SimulatedRouter:
         prompt = live.turn.prompt_tokens
         placing = self._placer.settings
         if not placing.policy.later_turn_through_prefiller(placing.redisaggregation, uncached, prompt):
-            return TurnRoute(live.engine)  # most turns run where they are bound, without asking the placer
-        placed = self._placer.place_later(LaterTurn(live.key, live.engine, prompt, uncached, *prefix), now)
+            return TurnRoute(live.engine)  # as most turns, it needs its binding only
+        turn = LaterTurn(live.key, live.engine, prompt, uncached, *prefix_of(live))
+        placed = self._placer.place_later(turn, now)
         return TurnRoute(placed.decoder, placed.prefiller)
 
     def _shortest_prefill_queue(self) -> str:

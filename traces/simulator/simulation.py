@@ -23,10 +23,15 @@ from traces.simulator.policies import SimulatedRouter, System, SystemSettings, T
 from traces.simulator.tiers import SimulatedFleet
 
 COUNT_IDLE_S = 0.25
+REPORT_EVERY_S = 1.0  # how often an engine reports that does not change
 
 
 class SimulatedEngines:
-    """Engines of a simulated fleet. They report their changes before each decision of the placer."""
+    """Engines of a fleet. They report when the placer is about to look.
+
+    With elastic placing they report like real ones: every change, and once a second without one. With other
+    policies they report only what changes the KV of conversations.
+    """
 
     def __init__(
         self,
@@ -50,6 +55,7 @@ class SimulatedEngines:
         self.placer = Placer(settings, curves)
         # Engines to report, each with the conversations whose KV its report confirms.
         self._confirmed: dict[str, list[LiveConversation]] = {}
+        self._reported_at: dict[str, float] = {}  # by engine, oldest first; empty without elastic placing
         self._seq = 0
         self._idle_reported = idle_reported
         self._reserved_until_held = reserved_until_held
@@ -59,6 +65,9 @@ class SimulatedEngines:
                 self.engines[name] = SimulatedEngine(
                     name, tier.profile, events, pressure, on_prefilled, on_finished
                 )
+                if self.elastic:
+                    self.engines[name].on_changed = self.changed
+                    self._reported_at[name] = float("-inf")
                 if tier.role is Role.PREFILL:
                     self.prefillers += (name,)
                 kv_tokens = tier.profile.kv_tokens
@@ -72,9 +81,11 @@ class SimulatedEngines:
             visible.append(confirmed)
 
     def report(self, now: float) -> None:
-        """Report engines that changed since the last call."""
-        for name in self.engines if self.elastic else ():
-            self.changed(name)  # the prompts that wait there change all the time
+        """Report engines that changed since the last call, and those that reported more than a second ago."""
+        for name, at in self._reported_at.items():
+            if at > now - REPORT_EVERY_S:
+                break
+            self.changed(name)
         changed, self._confirmed = self._confirmed, {}
         for name, confirmed in changed.items():
             engine = self.engines[name]
@@ -82,6 +93,8 @@ class SimulatedEngines:
             if self._reserved_until_held and (unseen := [live for live in confirmed if not live.held]):
                 self._confirmed[name] = unseen
                 confirmed = [live for live in confirmed if live.held]
+            if self._reported_at.pop(name, None) is not None:
+                self._reported_at[name] = now
             self._seq += 1
             state = EngineState(
                 engine=name,
@@ -328,7 +341,7 @@ class Simulation:
         cached = min(turn.cached_tokens, live.held, turn.prompt_tokens - 1)
         if self.fleet.elastic:
             self.fleet.report(now)
-        route = self._router.later(live, turn.prompt_tokens - cached, self._prefix(live), now)
+        route = self._router.later(live, turn.prompt_tokens - cached, self._prefix, now)
         if route.decoder != live.engine:
             engine.kv.forget(live)
             self.bindings.bind(live.key, route.decoder, 1, now)

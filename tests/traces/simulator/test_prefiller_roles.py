@@ -68,5 +68,6 @@ def test_roles_follow_a_load_that_turns_from_first_turns_to_later_ones_and_back(
     assert set(elastic.times_bound.values()) == {1}, "no conversation moves"
     idle = [one.result.totals.idle_while_waiting for one in (elastic, fixed)]
     assert idle[0] < 0.6 * idle[1], idle
-    later = [percentile(one.later_ttft_s(), 95) for one in (elastic, fixed)]
+    # Not the 95th percentile, which small differences in what was reported when move by a factor of two.
+    later = [percentile(one.later_ttft_s(), 50) for one in (elastic, fixed)]
     assert later[0] < 0.6 * later[1], later
