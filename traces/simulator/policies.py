@@ -168,7 +168,7 @@ class SimulatedRouter:
         prompt = live.turn.prompt_tokens
         placing = self._placer.settings
         if not placing.policy.later_turn_through_prefiller(placing.redisaggregation, uncached, prompt):
-            return TurnRoute(live.engine)  # as most turns, it needs its binding only
+            return TurnRoute(live.engine)  # most turns run where they are bound, without asking the placer
         turn = LaterTurn(live.key, live.engine, prompt, uncached, *prefix_of(live))
         placed = self._placer.place_later(turn, now)
         return TurnRoute(placed.decoder, placed.prefiller)

@@ -27,7 +27,7 @@ REPORT_EVERY_S = 1.0  # how often an engine reports that does not change
 
 
 class SimulatedEngines:
-    """Engines of a fleet. They report when the placer is about to look.
+    """Engines of a simulated fleet. They report before each decision of the placer.
 
     With elastic placing they report like real ones: every change, and once a second without one. With other
     policies they report only what changes the KV of conversations.
