@@ -33,7 +33,7 @@ class DispatchSettings:
     """Settings of the dispatcher: how much offline work an engine gets, and how attempts are repeated."""
 
     max_in_flight: int = 256  # per engine
-    keep_free_fraction: float = 0.10  # share of an engine's KV that is never planned for offline work
+    keep_free_fraction: float = 0.10  # share of an engine's KV that offline work never gets
     harvest_prefill: bool = False  # prefillers take offline work too: idle ones, or all that co-serve
     coserving: bool = False  # engines abort offline work for a turn
     ageing_s: float | None = None  # an engine without offline work for so long gets a request in any case
@@ -65,7 +65,7 @@ class BatchConfig:
     server: ServerLimits = field(default_factory=ServerLimits)  # towards the gateways
     upstream: UpstreamLimits = field(default_factory=UpstreamLimits)  # towards the engines
     flex_timeout_s: float = 900.0
-    file_ttl_s: int | None = None  # uploaded and made files are deleted after this long; None keeps them
+    file_ttl_s: int | None = None  # input and output files are deleted after this long; None keeps them
 
     def __post_init__(self) -> None:
         if not self.key:

@@ -98,7 +98,7 @@ class BatchService:
         self._store.close()
 
     async def _handle(self, request: Request, responder: Responder) -> None:
-        if request.path == "/metrics":  # as open as every other process's
+        if request.path == "/metrics":  # needs no key, like the metrics page of every process
             page = (b"content-type", CONTENT_TYPE_LATEST.encode())
             responder.respond(200, generate_latest(), [page])
         elif request.path.startswith(PREFIXES):

@@ -31,7 +31,7 @@ class ConversationRecord:
     parent: str | None
     created_at: float
     used_at: float
-    turns: int = 0  # finished
+    turns: int = 0  # finished turns
     prompt_tokens: int = 0  # prompt of the newest finished turn
     completion_tokens: int = 0
     output_tokens: int = 0  # output of all turns
@@ -43,7 +43,7 @@ class ConversationRecord:
     ttl_s: float = 0.0  # seconds without a turn after which it ends; 0: the default
     parked: bool = False  # as engines reported since the directory started
     parks_on: str = ""  # engine that reported the KV parked while a turn still counted as running
-    moved_at: float | None = None  # to its present decoder
+    moved_at: float | None = None  # when it moved to its present decoder
     moves_from: str = ""  # the former decoder, until it has sent the KV
     prefix: tuple[str, int, int] = ("", 0, 0)  # prefiller, its epoch, and what it has computed of the prompt
 
@@ -279,7 +279,7 @@ class ConversationTimeline:
     transfers: int = 0
     tokens: int = 0
     ended: str | None = None  # the cause
-    spans: deque[tuple[SpanKind, float]] = field(default_factory=deque)  # what began when; each ends the last
+    spans: deque[tuple[SpanKind, float]] = field(default_factory=deque)  # kind and begin, until the next
 
 
 class Timeline:

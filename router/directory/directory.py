@@ -135,7 +135,7 @@ class Directory:
     def engine_up(self, info: EngineInfo) -> None:
         """Add an engine, or a new epoch of it. Restarts of its keeper or of the directory repeat the call."""
         if self.table.engine_up(info):
-            self.table.conversations.engine_gone(info.engine)  # what its last epoch held
+            self.table.conversations.engine_gone(info.engine)  # the KV of its last epoch is gone
             log.info("engine up engine=%s role=%s epoch=%d", info.engine, info.role, info.epoch)
         self.changed()
 

@@ -15,7 +15,7 @@ from router.directory.conversations import ConversationRecords
 log = logging.getLogger("conserve.router.directory.fleet")
 
 _LOOK_S = 1.0
-_ADVISE_EVERY = 5  # looks: advice goes through all conversations
+_ADVISE_EVERY = 5  # in looks, because advice goes through all conversations
 
 
 def unreported(info: EngineInfo) -> EngineState:

@@ -32,7 +32,7 @@ VERSION = 2
 _LAZY_S = 0.05  # how long a row that nobody waits for may stay in memory
 _RETRY_S, _LONGEST_RETRY_S = 0.2, 5.0  # pause after a failed write, doubled each time up to the longest
 LATE_S = 5.0  # a disk that has not answered for this long counts as failing
-_CANNOT = "the directory cannot write its journal"  # the client's text, without the path
+_CANNOT = "the directory cannot write its journal"  # for clients, therefore without the path
 MAX_UNWRITTEN = 10_000  # rows in memory while the disk refuses them, above which nothing new is placed
 CONVERSATION, ENGINE = "c:", "e:"  # prefixes of subjects
 TURNS, NODE = "turns", "n:"  # slots of turn counts and of prompt ends
@@ -44,7 +44,7 @@ CREATE TABLE rows
     (id INTEGER PRIMARY KEY, subject TEXT, slot TEXT, payload BLOB, sum INTEGER, UNIQUE (subject, slot));
 PRAGMA user_version = {VERSION};
 COMMIT;"""
-_PUT = "INSERT OR REPLACE INTO rows (subject, slot, payload, sum) VALUES (?, ?, ?, ?)"  # the newest id: last
+_PUT = "INSERT OR REPLACE INTO rows (subject, slot, payload, sum) VALUES (?, ?, ?, ?)"  # new id: read last
 _DROP = "DELETE FROM rows WHERE subject = ? AND slot = ?"
 _DROP_ALL = "DELETE FROM rows WHERE subject = ?"
 _ALL = "SELECT subject, slot, payload, sum FROM rows NOT INDEXED ORDER BY id"

@@ -76,7 +76,7 @@ class OwnerQueue:
         self.rounds = FairRounds()
         self.classes = ClassOrder()
         self.size = 0
-        self._lanes: dict[str, str] = {}  # of flows that wait
+        self._lanes: dict[str, str] = {}  # lane of each waiting flow
         self._waiting = Counter[str]()  # waiting turns of each flow
 
     def lane(self, flow: str) -> str:

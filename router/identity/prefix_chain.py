@@ -24,9 +24,9 @@ _ITEM_UNSTABLE = frozenset({"id", "status"})
 
 BLOCK_BYTES = 256  # of a plain prompt, for each link
 MOST_PREFIXES = 3  # messages that conversations may share: the system's, the developer's, an example
-MOST_MESSAGES = 6  # of a request that begins a conversation
+MOST_MESSAGES = 6  # messages of a request that may begin a conversation
 MEDIA_BYTES = 4096  # size of an image, sound or file, whose own bytes do not tell its tokens
-OTHERS, WRITTEN, REASONED = range(3)  # author of a message: not the assistant, the assistant, with reasoning
+OTHERS, WRITTEN, REASONED = range(3)  # author: others, the assistant, the assistant with reasoning
 _REASONING = ("reasoning", "reasoning_content", "thinking")
 _ANSWERS = ("function_call", "reasoning", "custom_tool_call")  # items of the responses API
 _MEDIA = frozenset(

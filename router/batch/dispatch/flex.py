@@ -75,7 +75,7 @@ class FlexQueue:
                 return await job.granted
         except (TimeoutError, asyncio.CancelledError) as ended:
             self._forget(job)
-            if job.granted.done() and not job.granted.cancelled():  # granted in the same moment
+            if job.granted.done() and not job.granted.cancelled():  # granted at the same moment
                 self._in_flight.remove(job)
                 self._wake()
             if isinstance(ended, asyncio.CancelledError):

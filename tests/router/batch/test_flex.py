@@ -59,7 +59,7 @@ async def test_offline_work_has_the_cached_prefixes_of_its_owner(
     assert not any(body.get("session_id") for body in engine.bodies)
 
 
-async def test_flex_and_batches_share_the_engines(
+async def test_flex_requests_are_answered_while_a_large_batch_runs(
     sqlite_gateway: GatewayWithBatch, engine: OfflineEngine
 ) -> None:
     async with sqlite_gateway.client() as client:

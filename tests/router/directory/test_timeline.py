@@ -41,7 +41,7 @@ def test_an_ended_conversation_disappears_after_a_while() -> None:
     assert not list(timeline.newest_first(since=3.0))
 
 
-def test_a_parked_pause_is_shown_unless_its_report_is_late() -> None:
+def test_a_pause_is_shown_as_parked_unless_the_parking_report_comes_too_late() -> None:
     timeline = Timeline()
     timeline.turn_started("a", "decode-0", transferred=False, now=1.0)
     timeline.turn_ended("a", tool_call=False, tokens=3, now=2.0)

@@ -1,4 +1,4 @@
-"""Turns that wait in the directory are served by owner, flow and class and checks of the queue stay cheap."""
+"""Waiting turns are served fairly by owner, flow and class, and a look at the queue stays cheap."""
 
 from collections.abc import Callable
 
@@ -101,7 +101,7 @@ def test_an_overdue_lower_class_turn_is_not_passed_within_its_flow() -> None:
 
 @pytest.mark.parametrize("flow", ["", "x"])
 def test_a_priority_counts_within_its_owner_only(flow: str) -> None:
-    """Clients choose their priorities themselves."""
+    """Clients choose priorities themselves, so that a priority must not pass turns of other owners."""
     queue = Queue()
     queue.waits("b:first", 0.0)
     queue.waits("a:second", 1.0)
