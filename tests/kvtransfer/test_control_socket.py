@@ -70,7 +70,9 @@ async def test_changes_are_reported_soon_and_batched(engine: ReportingEngine, tm
         assert 2 <= engine.seq - before <= 12
 
 
-async def test_a_report_of_the_longest_ids_arrives(engine: ReportingEngine, tmp_path: Path) -> None:
+async def test_a_report_with_the_longest_possible_ids_arrives(
+    engine: ReportingEngine, tmp_path: Path
+) -> None:
     longest = {f"{number:04}".ljust(512, "\x01"): 1 for number in range(NAMED_AT_MOST)}
     state = replace(engine.snapshot(), confirmed=longest, parked=longest, unparked=longest)
     server = ControlSocketServer(tmp_path / "long.sock", lambda: state, {})
@@ -95,7 +97,9 @@ async def test_an_unknown_command_is_refused_with_the_known_commands(
         await asyncio.wait_for(client.drain(), 7)
 
 
-async def test_states_end_when_the_engine_does(engine: ReportingEngine, tmp_path: Path) -> None:
+async def test_the_stream_of_states_ends_when_the_engine_ends(
+    engine: ReportingEngine, tmp_path: Path
+) -> None:
     client = ControlSocketClient(tmp_path / "engine.sock")
     async with asyncio.timeout(5), aclosing(client.states()) as states:
         await anext(states)

@@ -61,7 +61,9 @@ def test_the_terminal_drawing_names_the_source_and_draws_every_quantity() -> Non
 
 
 @pytest.mark.parametrize(("name", "starts"), [("p.png", b"\x89PNG"), ("p.svg", b"<?xml")])
-def test_the_picture_is_written_and_reproducible(tmp_path: Path, name: str, starts: bytes) -> None:
+def test_the_picture_of_a_trace_is_written_and_always_the_same(
+    tmp_path: Path, name: str, starts: bytes
+) -> None:
     for folder in ("a", "b"):
         (tmp_path / folder).mkdir()
         charts.save(charts.picture(SAMPLE.conversations), tmp_path / folder / name)

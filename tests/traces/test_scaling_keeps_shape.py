@@ -51,7 +51,7 @@ def test_a_fully_cached_turn_stays_fully_cached() -> None:
             assert turn.cached_tokens == before.context_tokens
 
 
-def test_rounding_never_caches_more_than_the_context() -> None:
+def test_rounding_scaled_lengths_never_caches_more_than_the_context() -> None:
     grows = [TraceTurn(5, context, 5) for context in (0, 10, 20)]
     almost_all = TraceTurn(100, 29, 5)
     (scaled,) = scale([TraceConversation("a", 0.0, (*grows, almost_all))], Scale(lengths=0.25))

@@ -209,7 +209,7 @@ def test_the_copier_does_not_rest_when_steps_have_ended(host: CopyingHost, hours
     assert ends(host, 5) and moved == [[6], [7]]
 
 
-def test_a_rest_ends_when_no_step_follows(host: CopyingHost, hours_of_rest: None) -> None:
+def test_the_copiers_rest_ends_when_no_step_follows(host: CopyingHost, hours_of_rest: None) -> None:
     """The copier has to learn that steps have ended, because an idle engine runs no further step."""
     moved = in_two_pieces(host, takes_cores=True)
     load_beside_a_step(host)
@@ -275,7 +275,7 @@ def test_one_thread_stores_in_parts_over_a_bus_while_steps_run(host: CopyingHost
     assert bus.parts == [2, 2, 2, 2] and len(bus.threads) == 1
 
 
-def test_all_threads_store_while_no_step_runs(host: CopyingHost, bus: PartsOnTheBus) -> None:
+def test_all_threads_store_blocks_while_no_step_runs(host: CopyingHost, bus: PartsOnTheBus) -> None:
     store_eight(host, beside_step=False)
     assert bus.parts == [2, 2, 2, 2] and len(bus.threads) > 1
 

@@ -5,7 +5,7 @@ import time
 from kvtransfer.checkpoint.copier import CopyThrottle
 
 
-def test_copying_is_followed_by_a_rest() -> None:
+def test_a_piece_of_copying_is_followed_by_a_rest() -> None:
     pace = CopyThrottle(1e-4, 1.0)
     pace.begin()
     began = time.thread_time()
@@ -28,7 +28,7 @@ def test_waiting_work_shortens_the_rest() -> None:
     assert pace.left_s() <= 0
 
 
-def test_time_spent_waiting_needs_no_rest() -> None:
+def test_time_that_a_piece_spends_waiting_needs_no_rest() -> None:
     pace = CopyThrottle(0.1, 1.0)
     pace.begin()
     time.sleep(0.5)

@@ -50,7 +50,9 @@ def memory(device: list[Any]) -> HostSlots:
     return HostSlots(BLOCKS, block_bytes(device))
 
 
-def test_one_row_holds_one_block(mover: Mover, memory: HostSlots, device: list[Any]) -> None:
+def test_a_row_on_the_host_holds_all_layers_of_one_block(
+    mover: Mover, memory: HostSlots, device: list[Any]
+) -> None:
     mover.store(memory, [BlockCopy(4, slot=2, generation=1), BlockCopy(1, slot=0, generation=3)])
     assert [memory.rows[slot].tobytes() for slot in (2, 0)] == [bytes_of(device, 4), bytes_of(device, 1)]
     digests = [xxhash.xxh3_64_intdigest(bytes_of(device, block)) for block in (4, 1)]

@@ -57,7 +57,7 @@ def test_all_memory_is_registered_once_before_its_first_use() -> None:
 
 
 @pytest.mark.parametrize("row", [ROW, 4096, 4104, 40960])
-def test_rows_and_pages_do_not_cross_chunks(row: int) -> None:
+def test_rows_and_pages_do_not_cross_registered_chunks(row: int) -> None:
     registry = RegistryLog()
     memory = HostSlots(1030, row, registry)
     chunks = sorted(registry.held.items())
@@ -74,7 +74,7 @@ def test_a_run_of_slots_ends_where_a_registration_ends() -> None:
     assert list(plain.runs(copies(0, 7, 8, 9))) == [(0, 1), (7, 3)]
 
 
-def test_close_unregisters_everything() -> None:
+def test_closing_host_memory_unregisters_all_its_chunks() -> None:
     registry = RegistryLog()
     memory = HostSlots(SLOTS, ROW, registry)
     assert registry.held

@@ -34,7 +34,7 @@ def test_a_conversation_keeps_its_blocks_between_turns() -> None:
     assert conversations.blocks.rank_of(b"abc") is EvictionRank.RETAINED
 
 
-def test_an_ended_conversation_owns_nothing() -> None:
+def test_an_ended_conversation_owns_no_blocks() -> None:
     conversations, unwanted, _ = make()
     turn(conversations, "a", "abc")
     assert conversations.end("a")

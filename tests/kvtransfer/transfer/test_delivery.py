@@ -120,7 +120,7 @@ def test_blocks_arrive_while_the_prefill_runs(pair: TransferPair) -> None:
     assert pair.mine.blocks(into) == pair.theirs.blocks(PROMPT)
 
 
-def test_a_stale_read_is_refused(pair: TransferPair) -> None:
+def test_a_read_of_blocks_whose_lease_has_expired_is_refused(pair: TransferPair) -> None:
     """The lease has expired and the blocks are reused: NIXL would deliver the wrong bytes."""
     pair.compute()
     pair.exports.finish("t")
@@ -288,17 +288,17 @@ def test_a_producer_without_the_secret_is_refused() -> None:
     impostor.close()
 
 
-def test_an_older_epoch_is_refused(pair: TransferPair) -> None:
+def test_a_fetch_for_an_older_epoch_is_refused(pair: TransferPair) -> None:
     pair.compute()
     pair.source = dataclasses.replace(pair.source, epoch=3)
     assert pair.refused() is Reason.OLD_EPOCH
 
 
-def test_unequal_tensor_parallel_sizes_are_refused(pair: TransferPair) -> None:
+def test_a_fetch_between_unequal_tensor_parallel_sizes_is_refused(pair: TransferPair) -> None:
     assert pair.refused(ranks=2) is Reason.MAPPING
 
 
-def test_another_layout_is_refused(pair: TransferPair) -> None:
+def test_a_fetch_with_another_kv_layout_is_refused(pair: TransferPair) -> None:
     pair.mine.layout = "other"
     assert pair.refused() is Reason.LAYOUT
 
@@ -311,7 +311,7 @@ def test_a_stalled_prefill_is_given_up(pair: TransferPair) -> None:
     server.close()
 
 
-def test_a_dead_producer_is_unreachable(pair: TransferPair) -> None:
+def test_a_fetch_from_a_dead_producer_is_refused_as_unreachable(pair: TransferPair) -> None:
     pair.source = dataclasses.replace(pair.source, port=1)
     assert pair.refused() is Reason.UNREACHABLE
 

@@ -85,7 +85,7 @@ async def test_a_broken_prefix_keeps_exactly_what_the_trace_says_is_cached() -> 
     assert same / CHARS_PER_TOKEN == pytest.approx(600, rel=0.1)
 
 
-async def test_a_child_shares_the_prefix_of_its_parent() -> None:
+async def test_a_child_conversation_shares_the_prefix_of_its_parent() -> None:
     parent = agent("p", turns=1, first=800)
     child = TraceConversation("c", 0.3, (TraceTurn(200, 600, 4),), parent="p")
     async with PlayedEngine().running() as engine:

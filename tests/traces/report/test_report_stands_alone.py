@@ -56,7 +56,7 @@ def cells(runs: list[Replay], row: str) -> list[str]:
     raise AssertionError(f"no row {row!r}")
 
 
-def test_the_page_has_no_external_references() -> None:
+def test_the_report_page_has_no_external_references() -> None:
     html = page([run("one", 0.2), run("two", 0.4)])
     assert html.count("<svg") == 2
     addresses = set(re.findall(r"""(?:href|src|url)\s*[=(]\s*["']?([^"'\s)>]+)""", html))
@@ -105,7 +105,7 @@ def test_the_same_runs_give_the_same_page() -> None:
     assert page([run("one", 0.2)]) == page([run("one", 0.2)])
 
 
-def test_the_terminal_shows_the_same_numbers() -> None:
+def test_the_terminal_shows_the_same_numbers_as_the_page() -> None:
     console = Console(width=120, record=True, file=io.StringIO())
     console.print(terminal([run("one", 0.2), run("two", 0.3)]))
     text = console.export_text()
@@ -119,7 +119,7 @@ def test_a_run_without_any_answer_can_still_be_reported() -> None:
     assert summarise(nothing).objectives == {}
 
 
-def test_curves_over_time_conserve_conversations_and_tokens() -> None:
+def test_charts_over_time_count_every_conversation_and_token() -> None:
     played = run("one", 0.2)
     _, live = in_flight_over_time(played)
     assert live[-1] == 0.0

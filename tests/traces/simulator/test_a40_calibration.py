@@ -32,7 +32,7 @@ def test_an_iteration_with_a_collocated_chunk_just_meets_the_slo() -> None:
     assert iteration == pytest.approx(a40.SLO_FACTOR * baseline, rel=1e-6)
 
 
-def test_prefill_stays_below_the_cards_peak() -> None:
+def test_prefill_stays_below_the_gpus_peak_rate() -> None:
     """The GPU has 149.7 TFLOPS of dense bf16; a higher result would be an arithmetic error."""
     assert 0.2 < FLOPS_PER_TOKEN / MODEL.per_token / 149.7e12 < 1
 

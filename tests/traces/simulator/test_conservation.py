@@ -74,7 +74,7 @@ def test_every_system_serves_every_turn_and_leaves_nothing_behind(system: System
     st.sampled_from(list(Pressure)),
     st.sampled_from([20_000, 40_000, 100_000]),
 )
-def test_no_trace_leaks_kv(seed: int, system: System, pressure: Pressure, kv: int) -> None:
+def test_no_system_leaks_kv_on_any_trace(seed: int, system: System, pressure: Pressure, kv: int) -> None:
     Simulation(fleet_for(system, kv_tokens=kv), settings_for(system, pressure, linger_s=3.0)).run(
         trace(seed, 25)
     )

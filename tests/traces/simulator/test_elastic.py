@@ -36,7 +36,7 @@ def test_decoders_compute_prompts_above_the_rate_of_the_prefiller() -> None:
     assert ours.recorder.turn_ttft and max(ours.ttfet) < max(paper.ttfet) / 2
 
 
-def test_a_load_spike_leaves_nothing_behind() -> None:
+def test_ten_seconds_after_a_load_spike_answers_are_as_fast_as_before() -> None:
     """The load rises for 20 s from half of a prefiller's rate to three times as much: no turn waits to be
     placed, and ten seconds later answers are as soon as before."""
     alone_s = prompt_seconds(profile().latency, 2048, 12_000)
@@ -60,7 +60,7 @@ def test_running_turns_keep_their_target_beside_prompts() -> None:
     assert result.recorder.gaps.share_above(TBT_S * 1.001) == 0.0
 
 
-def test_single_conversations_follow_the_papers_rule() -> None:
+def test_conversations_that_run_alone_follow_the_papers_rule() -> None:
     found = arriving(20, 100.0)
     ours, paper = play(System.ELASTIC, found), play(System.PREFILLER, found)
     assert (ours.totals.transfers, paper.totals.transfers) == (20, 20)

@@ -52,7 +52,7 @@ def tier(engine: Any) -> Any:
     return engine and engine.replace("d", "decode-").replace("p", "prefill-")
 
 
-async def test_every_binding_equals_the_simulated_one(tmp_path: Path) -> None:
+async def test_every_binding_of_the_gateway_equals_the_simulated_binding(tmp_path: Path) -> None:
     trace = list(conversations(20, HEADROOM))
     async with fake_fleet.fleet(tmp_path, engine={"kv_tokens": KV}, placing=PLACING) as live:
         bindings = await play(live, [trace], 3)

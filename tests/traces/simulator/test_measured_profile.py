@@ -27,7 +27,7 @@ def replayed(unloaded: Unloaded | None) -> Replay:
     return Replay("run", "t", "http://x", "small", {}, 1.0, 4.0, "usage", 5.0, unloaded, MeterReading(), ())
 
 
-def test_prefill_and_decoding_take_the_measured_time() -> None:
+def test_simulated_prefill_and_decoding_take_the_measured_time() -> None:
     engine = of_unloaded(ALONE, find("laptop"))
     for context in (500, 8_000):
         step = engine.latency.constant + engine.latency.per_token + engine.latency.per_request
@@ -40,7 +40,7 @@ def test_prefill_and_decoding_take_the_measured_time() -> None:
     assert prefill_seconds(engine, tokens) == pytest.approx(measured, rel=0.1)
 
 
-def test_a_token_without_bytes_is_refused(tmp_path: Path) -> None:
+def test_a_profile_whose_tokens_take_no_bytes_is_refused(tmp_path: Path) -> None:
     path = tmp_path / "profile.json"
     path.write_text(json.dumps(asdict(find("laptop")) | {"kv_bytes_per_token": 0}))
     with pytest.raises(ProfileError, match="kv_bytes_per_token must be above 0"):
