@@ -1,4 +1,4 @@
-"""State of a fleet on this machine (`docs/architecture.md`, State on disk), and its keys.
+"""Keeps a fleet's state on this machine (`docs/architecture.md`, State on disk), and derives its keys.
 
 There is one key for each purpose, derived from the token of the fleet's Ray cluster. Every node of the
 cluster has that token, so actors need no secret among their arguments, which Ray stores and distributes. An

@@ -66,7 +66,7 @@ def _network(text: str) -> str:
 
 
 def default(config: type[Any], name: str) -> Any:
-    """Return the default of a field in a component's configuration."""
+    """Return the default of field `name` in a component's configuration class."""
     values = {field.name: field.default for field in fields(config) if field.default is not MISSING}
     return values[name]
 
@@ -132,7 +132,7 @@ class EngineSpec(Spec):
 
 
 class AutoscaleSpec(Spec):
-    """Limits on the number of replicas, which then follows the load."""
+    """Limits within which a tier's number of replicas follows the load."""
 
     min: Annotated[int, Field(gt=0, le=4096)]
     max: Annotated[int, Field(gt=0, le=4096)]

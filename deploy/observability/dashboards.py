@@ -37,7 +37,9 @@ SOURCES = (
         "workers.engine.coserving.iterations", "Co-serving in engines", "a co-serving engine's `/metrics`"
     ),
     Source(
-        "workers.engine.overload.metrics", "Dropping in engines", "an engine's `/metrics`, with policy drop"
+        "workers.engine.overload.metrics",
+        "Parameter drop in engines",
+        "the `/metrics` of an engine with `overload: {policy: drop}`",
     ),
 )
 
