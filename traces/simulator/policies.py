@@ -169,8 +169,8 @@ class SimulatedRouter:
         placing = self._placer.settings
         if not placing.policy.later_turn_through_prefiller(placing.redisaggregation, uncached, prompt):
             return TurnRoute(live.engine)  # most turns run where they are bound, without asking the placer
-        turn = LaterTurn(live.key, live.engine, prompt, uncached, *prefix_of(live))
-        placed = self._placer.place_later(turn, now)
+        later = LaterTurn(live.key, live.engine, prompt, uncached, *prefix_of(live))
+        placed = self._placer.place_later(later, now)
         return TurnRoute(placed.decoder, placed.prefiller)
 
     def _shortest_prefill_queue(self) -> str:
