@@ -2,7 +2,7 @@
 
 An export is opened when its prefill begins, and fills while the prefill runs. When the prefill ends, its
 lease begins. With new blocks an export gets a new generation, so that bytes read under an older generation
-are never taken for its contents. A tombstone of an ended export has a late consumer refused at once.
+are never taken for its contents. An ended export leaves a tombstone: a late consumer is refused at once.
 """
 
 import itertools
