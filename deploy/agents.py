@@ -20,7 +20,7 @@ class AgentEndpoint:
     model: str
     key: str
     context: int  # tokens
-    certificate: str = ""  # file that the gateway's name is verified by, where the system does not trust it
+    certificate: str = ""  # file of the gateway's certificate, if the system would not trust that
 
     @property
     def trust(self) -> dict[str, str]:
@@ -57,7 +57,7 @@ class Agent:
 
     program: str
     package: str
-    first_prompt: int  # without the user's text; measured with SmolLM2's tokenizer
+    first_prompt: int  # its tokens without the user's text, by SmolLM2's tokenizer
     setup: Callable[[Path, AgentEndpoint], Setup]
 
 

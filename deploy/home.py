@@ -25,7 +25,7 @@ from workers.processes import write_atomically
 DEFAULT_HOME = "~/.conserve"
 LONGEST_SOCKET_PATH = 107  # of a Unix socket, by the kernel
 CONTROL_FILE = "control"  # in an engine's folder: host:port of its keeper
-POWER = "power.json"  # the GPUs' former limits; one file for the machine, because limits are the machine's
+POWER = "power.json"  # former power limits of the machine's GPUs, in one file for all fleets
 
 
 def conserve_home() -> Path:
@@ -36,12 +36,12 @@ def conserve_home() -> Path:
 class RunRecord:
     """Record of a fleet's run: written when its supervisor starts, removed when all its processes ended."""
 
-    pid: int  # the supervisor's
+    pid: int  # pid of the supervisor; 0 on a Ray cluster that is not ours
     started: float
     ray_address: str
     directory: str = ""  # host:port of its gRPC service
     endpoint: str = ""  # the gateway's URL once it answers
-    ending: bool = False  # a command ends the fleet
+    ending: bool = False  # whether a command is ending the fleet
 
     def same_run(self, other: "RunRecord | None") -> bool:
         """Return whether `other` is of the same run. An upgrade changes a record's addresses, not the run."""
@@ -136,12 +136,12 @@ class TokenError(LifecycleError):
 
 
 class Purpose(StrEnum):
-    DIRECTORY = "directory"  # asked by gateways, the batch process and commands
-    KEEPERS = "keepers"  # asked by the directory, the autoscaler and commands
-    ENGINES = "engines"  # asked by gateways, the batch process and their keepers
-    TRANSFER = "transfer"  # between engines
-    BATCH = "batch"  # the batch process, asked by gateways
-    ACTORS = "actors"  # what Ray keeps for actors
+    DIRECTORY = "directory"  # for requests of gateways, the batch process and commands to the directory
+    KEEPERS = "keepers"  # for requests of the directory, the autoscaler and commands to keepers
+    ENGINES = "engines"  # for requests of gateways, the batch process and keepers to engines
+    TRANSFER = "transfer"  # for transfers between engines
+    BATCH = "batch"  # for requests of gateways to the batch process
+    ACTORS = "actors"  # encrypts the arguments of actors, which Ray stores
 
 
 class FleetKeys:

@@ -40,7 +40,7 @@ class ModelShape:
     intermediate: int = 768
     max_context: int = 131_072  # as long as agents' prompts are
     seed: int = 0
-    std: float = 0.15  # smaller falls into loops of two tokens, which hides wrong KV
+    std: float = 0.15  # with less, answers become loops of two tokens, which would hide wrong KV
     merges: int = 0  # pairs of characters that text tokenises to one token, and answers do not
 
     @property
@@ -137,7 +137,7 @@ TEMPLATE = Path(__file__).parent / "small_model.jinja"
 
 def write_tokenizer(directory: Path, max_context: int, merges: int = 0) -> None:
     vocabulary, pairs = _bytes_to_ids(), _pairs(merges)
-    if pairs:  # behind all others, which have the numbers that they have without
+    if pairs:  # added last, so that all other tokens keep their numbers
         others = (*SPECIAL_TOKENS, *MARKERS)
         vocabulary |= {text: token_id(text) for text in others}
         vocabulary |= {f"<unused {number}>": number for number in range(256 + len(others), VOCABULARY_SIZE)}
@@ -176,7 +176,7 @@ def _bytes_to_ids() -> dict[str, int]:
     return {stand_in[byte]: byte for byte in range(256)}
 
 
-RECIPE_VERSION = 3  # raise when the same shape would give other files
+RECIPE_VERSION = 3  # raise it when a change makes other files from the same shape
 
 
 def make_model(directory: Path, shape: ModelShape | None = None) -> bool:

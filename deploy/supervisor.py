@@ -38,7 +38,7 @@ log = logging.getLogger("conserve.deploy.supervisor")
 
 POLL_S = 0.5
 GRACE_S = 10.0
-HEAD_GRACE_S = 2.0  # it does not end within ten seconds when asked, and its tables are on disk
+HEAD_GRACE_S = 2.0  # Ray's head takes over ten seconds to end when asked; its tables are on disk
 
 
 @dataclass

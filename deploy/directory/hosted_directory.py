@@ -81,7 +81,8 @@ class HostedDirectory:
         settle_heap()
         page, _ = start_http_server(0, addr=config.host)
         server.metrics_page = f"{config.host}:{page.server_port}"
-        # One an hour: no moment is idle, and with 100,000 conversations it holds placing for half a second.
+        # Garbage is collected once an hour, because no moment is idle. With 100,000 conversations that takes
+        # half a second, in which nothing is placed.
         collecting = asyncio.create_task(collect_when_idle(lambda: False))
         try:
             await self._follow_keepers(server)
@@ -99,7 +100,7 @@ class HostedDirectory:
         while True:
             for task in self._tasks.values():
                 if task.done():
-                    task.result()  # a watch only ends by a fault
+                    task.result()  # raises: a watch only ends by a fault
             present = self._keepers.read()
             for engine in present:
                 if engine not in self._watches:

@@ -268,7 +268,7 @@ def _autoscaling(fleet: FleetSpec) -> Iterator[Problem]:
         yield Problem(("capacity",), "expected low < target < high")
 
 
-Building = tuple[tuple[KeyPath, ...], Callable[[], object]]  # the blocks of the file that it takes
+Building = tuple[tuple[KeyPath, ...], Callable[[], object]]  # blocks of the file, and what is built of them
 
 
 def _of_components(fleet: FleetSpec) -> Iterator[Problem]:

@@ -186,7 +186,7 @@ def connector(fleet: FleetSpec, role: Role) -> ConnectorConfig:
         ),
         transfer=transfer,
         layer_hooks=publishes or (coserves and has_safepoints(fleet)),
-        ttl_s=fleet.conversation.ttl + 60.0,  # the directory ends a conversation; this is for what it missed
+        ttl_s=fleet.conversation.ttl + 60.0,  # later than the directory, which normally ends a conversation
         host_kv_gib=fleet.kv.host_kv_gib if keeps_on_host(fleet) else 0.0,
         disk_gib=fleet.kv.disk_gib if keeps_on_host(fleet) else 0.0,
         disk_path=fleet.kv.disk_path,
@@ -223,14 +223,14 @@ def _kv_in_host_memory(fleet: FleetSpec) -> float:
     try:
         return parked + max(map(float, limits))
     except ValueError:
-        return parked  # vLLM refuses it
+        return parked  # vLLM will refuse that value
 
 
 def power_settings(
     fleet: FleetSpec, engine: EngineName, home: FleetHome, gpus: tuple[str, ...]
 ) -> PowerSettings:
-    # A keeper restarted within the lease adopts the engine and its cap; what a CPU engine sees without having
-    # asked for it is somebody else's.
+    # A keeper restarted within the lease adopts the engine and its cap. GPUs that an engine on CPUs sees
+    # without having asked for them belong to others.
     its_own = fleet.engine.device is Device.CUDA or "GPU" in engine.tier.resources
     return PowerSettings(
         engine=engine.name,
@@ -314,7 +314,7 @@ def gateway_config(
         fleet=fleet.name,
         name=name,
         batch=_batch_address(fleet, batch, keys) if fleet.batch.enabled else None,
-        reuse_port=True,  # a changed gateway listens before the old one ends
+        reuse_port=True,  # a gateway's successor listens before the gateway ends
         metrics_host=directory.rpartition(":")[0],  # the directory's machine is the gateways'
         policy=fleet.policy,
         handover=Handover.IN_TURN if fleet.transfer.backend == "nixl" else Handover.TOGETHER,
@@ -352,7 +352,7 @@ def _hosts(fleet: FleetSpec) -> tuple[str, ...]:
 def owners(fleet: FleetSpec, named: Sequence[str]) -> tuple[str, ...]:
     """Return `named` with each plain-text key replaced by its owner, so that only gateways know the keys."""
     given = fleet.gateway
-    any_key = () if asks_for_keys(fleet) else named  # each is an owner
+    any_key = () if asks_for_keys(fleet) else named  # then any key is accepted, and is its own owner
     in_clear = {*given.api_keys, *given.admin_keys, *any_key} - {EVERYBODY}
     return tuple(namespace(name) if name in in_clear else name for name in named)
 

@@ -55,7 +55,7 @@ def keys_at(path: KeyPath) -> list[str]:
     whole = FleetSpec.model_json_schema()
     found: dict[str, Any] = whole
     for part in path:
-        named = found.get("patternProperties", {}).values()  # blocks with names of their own, as of slos
+        named = found.get("patternProperties", {}).values()  # blocks that users name, as those of slos
         inner = found.get("items") if isinstance(part, int) else found.get("properties", {}).get(part)
         found = inner or next(iter(named), None) or {}
         for option in (found, *found.get("anyOf", ())):

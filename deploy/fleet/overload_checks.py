@@ -35,7 +35,7 @@ def _compiled(fleet: FleetSpec, given: Mapping[str, object]) -> str:
     config = given.get("compilation-config")
     mode = config.get("cudagraph_mode") if isinstance(config, dict) else None
     mode = given.get("compilation-config.cudagraph_mode", mode)
-    if mode is not None and str(mode).upper() in ("NONE", "PIECEWISE"):  # unsaid: vLLM's, which has full ones
+    if mode is not None and str(mode).upper() in ("NONE", "PIECEWISE"):  # vLLM's default has full graphs
         return ""
     return (
         "a full CUDA graph has all layers in it: set compilation-config.cudagraph_mode: PIECEWISE, "

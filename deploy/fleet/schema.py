@@ -61,7 +61,7 @@ Watts = Annotated[int, Field(gt=0)]
 
 
 def _network(text: str) -> str:
-    ip_network(text)  # its error says what it expects
+    ip_network(text)  # raises ValueError, which says what is expected
     return text
 
 
@@ -71,7 +71,7 @@ def default(config: type[Any], name: str) -> Any:
     return values[name]
 
 
-LongestTtl = Annotated[Duration, Field(gt=0, le=LONGEST_HINT_S)]  # clients may not ask for more at all
+LongestTtl = Annotated[Duration, Field(gt=0, le=LONGEST_HINT_S)]  # clients can never ask for more than that
 SMALL_MODEL = "small"
 
 

@@ -36,7 +36,7 @@ _SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 def uninterrupted() -> Iterator[None]:
     """Ignore signals in this context, so that a second Ctrl-C does not interrupt the end of a fleet."""
     if threading.current_thread() is not threading.main_thread():
-        yield  # signals do not arrive here
+        yield
         return
     before = {number: signal.signal(number, signal.SIG_IGN) for number in _SIGNALS}
     try:
@@ -54,15 +54,15 @@ def end_actors(home: FleetHome, run: RunRecord) -> None:
         handles = {}
         keepers = map(keeper_name, engines_of(ray.util.list_named_actors()))
         for name in (AUTOSCALER, GATEWAYS, *keepers, DIRECTORY):
-            with contextlib.suppress(ValueError):  # there is none of that name
+            with contextlib.suppress(ValueError):  # there is no actor of that name
                 handles[name] = ray.get_actor(name)
         with contextlib.suppress(KeyError):
-            ray.kill(handles.pop(AUTOSCALER), no_restart=True)  # it would start others
+            ray.kill(handles.pop(AUTOSCALER), no_restart=True)  # first, or it would start new engines
         there = _answering(ray, handles)
-        directory = handles.get(DIRECTORY)  # last: it hears of engines that go
+        directory = handles.get(DIRECTORY)  # is ended last, so that it hears of engines that end
         for some in ([one for one in there if one != directory], [one for one in there if one == directory]):
             ending = [handle.end.remote() for handle in some]
-            if ending:  # what does not end is killed next, and its process ends by its lease
+            if ending:  # actors that do not end are killed next; their processes end with their leases
                 ray.wait(ending, num_returns=len(ending), timeout=END_LIMIT_S)
         for handle in handles.values():
             ray.kill(handle, no_restart=True)
@@ -94,12 +94,12 @@ def _bring_down(home: FleetHome) -> int:
             end_actors(home, run)
         except LifecycleError as error:
             log.warning("%s; engines elsewhere end by their lease, what runs on this machine ends now", error)
-    if supervisor is not None:  # whose parent, a `conserve up` elsewhere, may not have reaped it for long
+    if supervisor is not None:  # it may be a zombie for long, if its parent is a `conserve up` elsewhere
         processes.end([supervisor], SUPERVISOR_LIMIT_S)
     _end_leased(home)
     _sweep(home)
     shutil.rmtree(home.ray / "gcs", ignore_errors=True)  # a new cluster must not know the actors of this one
-    if run is not None and not run.endpoint:  # somebody may want to know why the start failed
+    if run is not None and not run.endpoint:  # the start failed: keep Ray's logs, which may say why
         with contextlib.suppress(OSError):
             shutil.copytree(temporary_directory(home) / RAY_LOGS, home.ray / "logs", dirs_exist_ok=True)
     remove_temporary_directory(home)

@@ -93,11 +93,11 @@ class FleetStatus:
     reachable: bool  # whether the directory answered
     engines: tuple[EngineStatus, ...]
     metrics: str = ""  # host:port of the directory's page
-    gateways: tuple[str, ...] = ()  # those of the gateway processes
-    batch: tuple[str, ...] = ()  # that of the batch process, if one runs
+    gateways: tuple[str, ...] = ()  # host:port of the gateways' pages
+    batch: tuple[str, ...] = ()  # host:port of the batch process's page, if it runs
     starting: bool = False  # `conserve up` has not ended yet
-    seconds: float = 0.0  # since the start of Ray's supervisor; 0: there is none here
-    lost: bool = False  # whether that supervisor should run, and does not
+    seconds: float = 0.0  # since Ray's supervisor started; 0 if Ray is not ours
+    lost: bool = False  # whether Ray's supervisor should run and does not
     journal_problem: str = ""  # why the directory refuses new conversations
 
 

@@ -48,7 +48,7 @@ def clear_the_way(fleet: FleetSpec, home: FleetHome) -> None:
     if home.read_run() is not None:
         bring_down(home)  # a killed run may have left processes
     if home.journal.exists():
-        journal.check(home.journal)  # a damaged one would end the directory's actor again and again
+        journal.check(home.journal)  # with a damaged journal the directory would end again and again
     refuse_few_descriptors(fleet)
     refuse_taken_port(fleet)
 
@@ -126,7 +126,7 @@ def bring_up(fleet: FleetSpec, home: FleetHome, tell: Tell, *, end_with_us: bool
             return _start(ray, fleet, home, record, tell)
         finally:
             ray.shutdown()
-    except BaseException as error:  # Ctrl-C too: what has started would run on without us
+    except BaseException as error:  # also after Ctrl-C, because the started processes would run on
         try:
             elsewhere = ended_elsewhere(home, error)
         finally:

@@ -77,7 +77,7 @@ class Upgrade:
         before, after = self._old.gateway, self._new.gateway
         if (before.host, before.port) != (after.host, after.port):
             refuse_taken_port(self._new)
-        self._after.end_actor(AUTOSCALER)  # it would react to engines that come and go
+        self._after.end_actor(AUTOSCALER)  # or it would react to engines that are replaced
         for name in self._after.engines():
             self._after.resume(name)  # the autoscaler, or an interrupted upgrade, may have drained some
         address = self._directory(tell) if made.directory else self._run.directory

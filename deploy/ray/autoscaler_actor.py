@@ -51,7 +51,7 @@ class AutoscalerActor:
         self._background = Background(self._work)
 
     async def _work(self) -> None:
-        for tier, _ in self._scaled:  # one before this, of this fleet, may have ended in the middle
+        for tier, _ in self._scaled:  # a former autoscaler of this fleet may have ended while it drained one
             for engine in await asyncio.to_thread(self._present, tier):
                 await asyncio.to_thread(self._keepers.resume, engine)
         while True:
@@ -62,13 +62,13 @@ class AutoscalerActor:
     async def _follow(self, tier: TierSpec, scaler: TierScaler) -> None:
         answer = await ask.capacity(self._directory, self._secret)
         if answer is None:
-            return  # nothing is known: nothing is changed
+            return  # the load is not known, so nothing is changed
         present = await asyncio.to_thread(self._present, tier)
         starting = await asyncio.to_thread(self._starting, present)
         longest_wait_s = self._fleet.conversation.prefiller_wait
         judged = judge(tier.role, answer.signals, thresholds(self._fleet), longest_wait_s)
         if starting and judged.load >= self._fleet.capacity.low:
-            return  # what comes is not in the load yet
+            return  # engines that start do not show in the load yet
         decision = scaler.decide(judged, len(present), time.monotonic())
         if decision.reason:
             change = (tier.name, len(present), decision.replicas, decision.reason)

@@ -40,7 +40,7 @@ HEAD_LOSS_BRIDGED_S = 600
 LONGEST_SOCKET = "session_2026-01-01_00-00-00_000000_4194304/sockets/plasma_store.1"
 # Not 127.0.0.1, which Ray replaces by the machine's address: that changes when a laptop changes networks.
 LOOPBACK = "127.0.0.2"
-OBJECT_STORE_BYTES = 100 << 20  # nothing of ours is kept there, and Ray wants 80 MB at least
+OBJECT_STORE_BYTES = 100 << 20  # we store nothing there, but Ray wants at least 80 MB
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,7 +60,7 @@ class OwnCluster:
             *("--head", "--port", str(self.port), "--ray-client-server-port", str(self.client_port)),
             *("--temp-dir", str(temporary_directory(self.home)), "--include-dashboard", dashboard),
             *("--num-cpus", "0", "--num-gpus", "0"),
-            "--no-monitor",  # of Ray's autoscaler, which starts machines: this cluster is one machine
+            "--no-monitor",  # no autoscaler of Ray's, because this cluster is one machine
         )
 
     def node_argv(self) -> list[str]:
@@ -157,8 +157,8 @@ def ray_command() -> list[str]:
     return [sys.executable, "-m", "ray.scripts.scripts"]
 
 
-AUTO = "auto"  # Ray finds it: on a node of the cluster
-ANYBODY_MAY = "/ray.rpc.NodeInfoGcsService/CheckAlive"  # where no token is asked for
+AUTO = "auto"  # on a node of a cluster, Ray finds the address by itself
+ANYBODY_MAY = "/ray.rpc.NodeInfoGcsService/CheckAlive"  # a cluster without tokens answers it to anybody
 START_LIMIT_S = 120.0
 REACH_LIMIT_S = 5.0
 LOGS = ("node.log", "head.log", "supervisor.log")
@@ -201,7 +201,7 @@ def connect(fleet: FleetSpec, home: FleetHome, record: RunRecord) -> Any:
     if own:
         _until_node_is_up(home, record)
     else:
-        token(os.environ)  # or nothing that the fleet's processes say to each other would be secret
+        token(os.environ)  # raises if there is none, because the keys of the fleet's processes come from it
         os.environ.setdefault("RAY_AUTH_MODE", "token")
         if record.ray_address != AUTO:
             _until_listens(record.ray_address)
@@ -218,7 +218,7 @@ def connect(fleet: FleetSpec, home: FleetHome, record: RunRecord) -> Any:
             **ours,
         )
         with contextlib.suppress(ValueError):  # signals arrive in the main thread only
-            for number, handler in handled.items():  # Ray's own ends us at once, with a dump of the stack
+            for number, handler in handled.items():  # Ray's handlers would end us with a dump of the stack
                 signal.signal(number, handler)
     except (ConnectionError, RuntimeError, ValueError) as error:
         reason = str(error).splitlines()[0]

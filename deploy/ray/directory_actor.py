@@ -99,7 +99,7 @@ class DirectoryActor:
             call = self._handles[engine].control_address.remote()
             return str(await asyncio.wait_for(asyncio.wrap_future(call.future()), CALL_LIMIT_S))
         except (RayError, TimeoutError, ValueError) as error:
-            self._handles.pop(engine, None)  # found again by name, with what Ray knows then
+            self._handles.pop(engine, None)  # looked up by name again next time
             log.debug("keeper does not answer engine=%s reason=%r", engine, str(error))
             return self._addresses.get(engine, "")
 

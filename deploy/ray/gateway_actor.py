@@ -69,7 +69,7 @@ class GatewaysActor:
             for name in names:
                 group.create_task(self._keep_gateway(name, batch))
             for directory in self._home.gateways.glob("*/"):
-                if directory.name not in wanted:  # there were more before
+                if directory.name not in wanted:  # of a fleet file with more processes
                     group.create_task(asyncio.to_thread(end, directory))
 
     async def _keep_batch(self, port: int) -> None:

@@ -21,7 +21,7 @@ log = logging.getLogger("conserve.deploy.hosting")
 
 LOOK_EVERY_S = 0.5
 FIRST_BACKOFF_S, LONGEST_BACKOFF_S, CALM_S = 0.05, 10.0, 60.0
-LEASE_S = 60.0  # where no supervisor of ours runs; the actor may take as long to come back
+LEASE_S = 60.0  # on a Ray cluster that is not ours; a restart of the actor may take as long
 GRACE_S = 5.0
 
 
@@ -31,7 +31,7 @@ class HostedProcess:
 
     name: str
     module: str
-    config: bytes  # holds keys; a process with another one is not adopted
+    config: bytes  # holds keys; a process with another configuration is not adopted
     directory: Path
     port: int
     mark: str  # mark of the fleet's processes

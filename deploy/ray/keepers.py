@@ -55,7 +55,7 @@ END_LIMIT_S = 90.0
 FREE_LIMIT_S = 30.0
 GRACE_S = 10.0
 POLL_S = 0.3
-QUIET_S = 1.0  # a turn on its way from a gateway arrives within
+QUIET_S = 1.0  # a turn that a gateway has already sent arrives within this time
 
 
 class KeeperActor:
@@ -213,7 +213,7 @@ class Keepers:
         """End an engine and its keeper, so that the name becomes free."""
         with contextlib.suppress(ValueError):
             handle = ray.get_actor(keeper_name(engine))
-            with contextlib.suppress(RayError):  # killed next
+            with contextlib.suppress(RayError):  # an actor that does not end is killed next
                 if self.status(engine) is not None:
                     ray.get(handle.end.remote(), timeout=END_LIMIT_S)
         self.end_actor(keeper_name(engine))

@@ -44,7 +44,7 @@ def doctor(
             mark = "fix  " if one.blocks else "note " if one.do else "ok   "
             print(f"{mark} {one.what}: {one.state}" + (f"; {one.do}" if one.do else ""), flush=True)
             blocked = blocked or one.blocks
-        if blocked and look is system:  # nothing else is of use there
+        if blocked and look is system:  # the other checks say nothing about another system
             break
     if blocked:
         raise typer.Exit(1)
@@ -82,7 +82,7 @@ def packages() -> Iterator[HealthLine]:
         state = f"torch is {installed('torch')}, and these are of another build"
         yield HealthLine(", ".join(builds), state, remedy(builds), True)
     if vllm_build() == "CPU":
-        try:  # vLLM only warns without it, and its engines fail for want of a kernel
+        try:  # without it, vLLM only warns, and its engines fail later because a kernel is missing
             ctypes.CDLL("libnuma.so.1")
         except OSError:
             do = "install libnuma, as root, as in: apt install libnuma1"

@@ -201,8 +201,8 @@ class TierPlan:
     engines: int
     shape: EngineShape
     limits: DropLimits
-    first: DropPlan  # plan for when any KV is lacking
-    most: DropPlan  # however much is lacking
+    first: DropPlan  # plan for the least lack of KV
+    most: DropPlan  # plan for an unlimited lack of KV
 
 
 def tier_plans(file: FleetSpec, fleet: SimulatedFleet, mean_tokens: float) -> Iterator[TierPlan]:

@@ -19,7 +19,7 @@ def report(
 
 
 def show(runs: list[Replay], html: Path | None) -> None:
-    from traces.report import page, terminal  # matplotlib: no other command should wait for it
+    from traces.report import page, terminal  # imports matplotlib, for which no other command should wait
 
     Console().print(terminal(runs))
     if html:
