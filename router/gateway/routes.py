@@ -187,7 +187,7 @@ class Routes:
             (found for prefix, found in self._prefixes.items() if request.path.startswith(prefix)), None
         )
         if methods is None:
-            raise NotFound(f"there is no {excerpt(request.path)}; see the README for the API")
+            raise NotFound(f"there is no {excerpt(request.path)}; /openapi.json lists the paths")
         await _handler(methods, request)(key, request, responder)
 
     def _check_batches(self, key: Key) -> None:
