@@ -86,7 +86,7 @@ def _check_receiver(endpoint: str) -> str:
     except ValueError:  # not a port
         right = False
     if not right or parts.query or parts.fragment:
-        raise ValueError("expected http://host:port of an OTLP receiver, with a path if it needs one")
+        raise ValueError("http://host:port of an OTLP receiver, with a path if it needs one")
     return endpoint
 
 
