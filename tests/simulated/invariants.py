@@ -186,6 +186,8 @@ class Monitor:
         if twice := self._answered & taken:
             self.violated("a batch line has one result", f"two were taken for {sorted(twice)}")
         self._answered |= taken
+        if taken:
+            self.world.results_taken()
 
     def turn_finished(self, key: str) -> None:
         self._finished[key] += 1

@@ -50,6 +50,7 @@ def test_no_seed_breaks_an_invariant_and_each_replays(tmp_path: Path) -> None:
         ("reports_forgotten_in_silence", [72]),
         ("requests_elsewhere_ignored", [7]),
         ("reservation_leaked", range(200)),
+        ("results_not_synced", [1]),
         ("tokens_elsewhere_ignored", [8]),
         ("turns_elsewhere_ignored", [7]),
     ],

@@ -87,6 +87,7 @@ class World:
         self._out_of_reach: dict[str, float] = {}  # host -> until when it may miss the directory
         self._gateways: dict[str, Gateway] = {}
         self._at_end_of_turn: Callable[[str], None] | None = None  # what to do when one is next reported
+        self._at_result: Callable[[], None] | None = None  # and when a batch next gets results
         self.replaced: Unit | None = None  # the directory that a second one has replaced
         self._together_s = 0.0  # time for which one keeper has reached both
         self._make_fleet(draw)
@@ -429,15 +430,22 @@ class World:
         self._hurt_one(self.disk, draw)
 
     def _hurt_batch(self, draw: Random) -> None:
-        """Let the batch process crash at one of its next awaits, its host lose power, or its disk fail."""
+        """Let the batch process crash at an await, its host lose power after a result, or its disk fail."""
         unit, disk = self.batch[0]
         which = draw.randrange(4)
         if which == 0:
-            self._crash(unit, power_lost=True)
+            seconds = draw.choice((0.0, 0.05, 0.5))
+            self._at_result = lambda: self._later(seconds, lambda: self._crash(unit, power_lost=True))
         elif which == 1:
             self._hurt_one(disk, draw)
         elif unit.process is not None and unit.process.alive:
             unit.process.crashes_at = unit.process.steps + draw.randrange(1, 400)
+
+    def results_taken(self) -> None:
+        """Strike, if that is due, when results of a batch have been written."""
+        strike, self._at_result = self._at_result, None
+        if strike is not None:
+            strike()
 
     def _hurt_one(self, disk: Disk, draw: Random) -> None:
         """Let a disk be full, fail or be slow for a while. The directory may crash while its disk is slow."""
