@@ -61,7 +61,7 @@ def test_a_second_copy_is_neither_counted_nor_fetched(
     assert int(done.stdout) == 1_000 * len(loaded)
     assert {name for name in hub.sent if name.endswith(".safetensors")} == set(loaded)
     assert hub.sent.issuperset(TEXT) and "original/config.json" not in hub.sent
-    here = "from deploy.models.built_in import is_here; print(is_here('a/b'))"
+    here = "import deploy.fleet; from deploy.models.built_in import is_here; print(is_here('a/b'))"
     assert hub.run(tmp_path, "-c", here).stdout == "True\n"
 
 
