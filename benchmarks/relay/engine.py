@@ -66,7 +66,7 @@ class EngineStream:
 
 
 class Steps:
-    """Clock ticks of one rate, for one stream or for all streams that advance together."""
+    """Clock of one rate that advances one stream, or several streams together."""
 
     def __init__(self, rate: int, *, shared: bool) -> None:
         self._period = 1.0 / rate

@@ -220,7 +220,7 @@ class OwnedBlocks:
                     return
 
     def reorder(self, blocks: EvictionList, order: EvictionOrder) -> None:
-        """Change when the blocks of a list are evicted, relative to the blocks of other lists."""
+        """Move all blocks of one list to another place in the eviction order."""
         if order != blocks.order:
             self.free[blocks.order[0]] -= len(blocks)
             self.free[order[0]] += len(blocks)

@@ -211,7 +211,7 @@ class Exports:
             return ready[-1]
 
     def confirm(self, reader: Reader, generation: int) -> bool:
-        """Return whether everything read under this generation was valid when it was read."""
+        """Return whether the export still has the blocks of `generation`, so that what was read is valid."""
         with self._changed:
             self._check(reader.export)
             return reader.export.generation == generation

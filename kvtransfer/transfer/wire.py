@@ -103,7 +103,7 @@ Size = Annotated[int, msgspec.Meta(ge=0)]
 
 
 class Wanted(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """Request of a consumer: the payload of OPEN."""
+    """Payload of OPEN: the part of a prompt's KV that a consumer asks for."""
 
     transfer_id: str
     epoch: int | None  # producer's epoch as the directory knew it; None: not checked

@@ -61,7 +61,7 @@ class EngineShape:
         return moved * held * self.kv_bytes_per_token / self.link_bytes_per_s
 
     def restore_s(self, engines: int) -> float:
-        """Return the time in which each of `engines` fetches its dropped layers from the others."""
+        """Return the time of a restore: each of `engines` fetches its dropped layers from the others."""
         missing = self.layers - min(len(layers) for layers in self.kept(engines))
         return missing * self.layer_bytes / self.link_bytes_per_s
 

@@ -236,7 +236,7 @@ class ElasticRule(LeastKvRule):
         )
 
     def _on_a_decoder_with_time(self, choice: EngineChoice, turn: FirstTurn) -> EngineChoice | None:
-        """Return the choice with a decoder where the prompt waits short enough, or None if there is none.
+        """Return the choice with a decoder whose queue is short enough for the prompt, or None without one.
 
         The decoder of `choice` is preferred.
         """

@@ -44,7 +44,7 @@ class PlacedPrompt(NamedTuple):
 
 
 class PrefixPart(NamedTuple):
-    """Piece of a prompt: the tokens that a prefix adds to the next shorter prefix, or the rest after all."""
+    """Piece of a prompt: what a prefix adds to the next shorter prefix, or what follows the longest one."""
 
     name: bytes
     start: int

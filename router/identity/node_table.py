@@ -23,15 +23,15 @@ MAX_TIPS = 128  # conversations that a match considers at one node, and as many 
 
 @dataclass(frozen=True, slots=True)
 class Holder:
-    """Conversation that has a request ending at a node."""
+    """Conversation with a prompt that ended at a node."""
 
     conversation: str
-    tip: bool  # the conversation's newest request ended here
+    tip: bool  # the conversation's newest prompt ended here
 
 
 @dataclass(frozen=True, slots=True)
 class KnownNode:
-    """Longest known prefix of a prompt, and the conversations with a request that ended there."""
+    """Longest known prefix of a prompt, and the conversations with a prompt that ended there."""
 
     digest: bytes
     size: int  # prompt bytes up to the node
@@ -42,7 +42,7 @@ class KnownNode:
 class _Node:
     end: End
     conversations: dict[str, None] = field(default_factory=dict)  # oldest first
-    tips: dict[str, None] = field(default_factory=dict)  # conversations whose newest request ended here
+    tips: dict[str, None] = field(default_factory=dict)  # conversations whose newest prompt ended here
     tips_by_prefix: dict[str, dict[str, None]] = field(default_factory=dict)  # by prefix of their ids
 
     def add_tip(self, conversation: str) -> None:
@@ -71,18 +71,18 @@ class NodeTable:
         self._per_conversation = per_conversation
         self._nodes: OrderedDict[bytes, _Node] = OrderedDict()  # least recently used first
         self._tails: dict[bytes, dict[int, int]] = {}  # by link: lengths of tails, and nodes with each
-        self._tips: dict[str, bytes] = {}  # by conversation: node of its newest request
+        self._tips: dict[str, bytes] = {}  # by conversation: node of its newest prompt
         self._nodes_of: dict[str, deque[bytes]] = {}  # by conversation, oldest first
 
     def __len__(self) -> int:
         return len(self._nodes)
 
     def tip(self, conversation: str) -> bytes | None:
-        """Return the node where the conversation's newest request ended."""
+        """Return the node where the conversation's newest prompt ended."""
         return self._tips.get(conversation)
 
     def record(self, end: End, conversation: str) -> None:
-        """Record that the newest request of a conversation ended at `end`."""
+        """Record that the newest prompt of a conversation ended at `end`."""
         digest = end.digest
         node = self._nodes.get(digest)
         if node is None:
@@ -112,7 +112,7 @@ class NodeTable:
             self._remove(digest, conversation)
 
     def holders(self, digest: bytes, id_prefix: str = "") -> tuple[Holder, ...]:
-        """Return the oldest conversation at a node, then those whose newest request ended there.
+        """Return the oldest conversation at a node, then those whose newest prompt ended there.
 
         The oldest becomes the parent of a fork. The others are at most `MAX_TIPS`, and as many whose ids
         begin with `id_prefix`, because a client can repeat a prompt under any number of ids.
@@ -139,7 +139,7 @@ class NodeTable:
         return None
 
     def known_bytes(self, chain: Chain, conversation: str) -> int:
-        """Return the bytes of the longest prefix at which a request of this conversation ended, or 0."""
+        """Return the bytes of the longest prefix at which a prompt of this conversation ended, or 0."""
         if conversation not in self._nodes_of:
             return 0
         for digest, size in self._known(chain):

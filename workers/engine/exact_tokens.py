@@ -109,7 +109,7 @@ class _Reader:
 
 
 def agreeing(known: Sequence[int], rendered: Sequence[int], since: Place, vocabulary: Vocabulary) -> Place:
-    """Return the last place up to which `known` and `rendered` have the same text, searching from `since`."""
+    """Return the last place before the texts of `known` and `rendered` differ, searching from `since`."""
     place = since
     ours, theirs = _Reader(known, since.known, vocabulary), _Reader(rendered, since.rendered, vocabulary)
     for _ in range(MOST_READ):
@@ -145,7 +145,7 @@ class RememberedTurn:
     since: Place  # from here on, the prompt is the same tokens in both
 
     def equal(self, rendered: Tokens) -> Place:
-        """Return the last place up to which a new prompt has the same tokens as this turn."""
+        """Return the last place before a new prompt's tokens differ from this turn's."""
         same = common(self.rendered, rendered)
         shift = self.since.known - self.since.rendered
         if same < self.since.rendered:
@@ -154,7 +154,7 @@ class RememberedTurn:
         return Place(same + shift, same)
 
     def continued(self, rendered: Tokens, equal: Place, vocabulary: Vocabulary) -> Place:
-        """Return the last place up to which a new prompt has the same text as this turn.
+        """Return the last place before a new prompt's text differs from this turn's.
 
         The tokens up to `equal` are known to be the same.
         """

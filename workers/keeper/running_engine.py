@@ -58,7 +58,7 @@ class RunningEngine:
             await asyncio.sleep(settings.health_interval_s)
 
     async def warm(self, *, new: bool) -> EngineFacts:
-        """Make first requests, and return the engine's sizes. Only a `new` engine gets the long requests."""
+        """Send warm-up requests, the long ones only to a `new` engine, and return the engine's sizes."""
         limit_s = self.settings.warm_limit_s
         try:
             facts = await self.http.facts(limit_s)

@@ -117,7 +117,7 @@ class Ending(StrEnum):
 
     @property
     def counts(self) -> bool:
-        """Return whether the attempt counts against the request's limit."""
+        """Return whether the attempt counts against the request's limit of attempts."""
         return self not in (Ending.BUSY, Ending.UNREACHABLE, Ending.SHARES_LAYERS)
 
 

@@ -32,7 +32,7 @@ AnyJob = TypeVar("AnyJob", bound=Job)
 
 @dataclass(frozen=True, slots=True)
 class EngineSlots:
-    """State of an engine that decides how much offline work it may be given."""
+    """Facts about an engine that limit the offline work it may be given."""
 
     engine: str
     role: Role

@@ -53,7 +53,7 @@ class PendingIteration:
 
     @property
     def classes(self) -> str:
-        """Return the classes of the requests in it, as in metrics: online, offline or mixed."""
+        """Return the classes of this iteration's requests, as in metrics: online, offline or mixed."""
         if not self.batch.online_requests:
             return "offline"
         return "mixed" if self.batch.offline_requests else "online"

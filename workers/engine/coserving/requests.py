@@ -87,7 +87,7 @@ class TrackedRequests:
     by_id: dict[str, TrackedRequest] = field(default_factory=dict)
     _online: dict[str, TrackedRequest] = field(default_factory=dict)
     _offline: dict[str, TrackedRequest] = field(default_factory=dict)
-    # Requests of the last iteration, if each of them got a token. While the same requests decode again, the
+    # Requests of the last iteration, if every one decoded a token. While the same requests decode again, the
     # time of their tokens is kept here once for all, until `settle` writes it to each request.
     _together: tuple[TrackedRequest, ...] = ()
     _together_at: float = 0.0
@@ -167,7 +167,7 @@ class TrackedRequests:
 
     @property
     def served_together(self) -> bool:
-        """Return whether each request of the last iteration got a token."""
+        """Return whether every request of the last iteration decoded one token."""
         return bool(self._together)
 
     def until_due(self, now: float) -> float:

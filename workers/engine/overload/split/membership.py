@@ -172,7 +172,7 @@ class EngineMemory:
     page_bytes: int
 
     def rows_that_fit(self, kept: range) -> int:
-        """Return how many rows each kept layer can have in the memory of all KV and the dropped layers.
+        """Return how many KV rows each kept layer can have in the memory of all KV and the dropped layers.
 
         Memory is counted in whole pages, because layers share no page.
         """
@@ -181,7 +181,7 @@ class EngineMemory:
         return (kv + sum(map(self._pages, dropped))) // len(kept) * self.page_bytes // self.row_bytes
 
     def most_rows(self) -> int:
-        """Return the most rows that a layer can have in any split."""
+        """Return the largest number of KV rows that a layer can have in any split."""
         layers = len(self.layer_bytes)
         sizes = range(2, min(MAX_GROUP_SIZE, layers) + 1)
         fit = (self.rows_that_fit(kept) for size in sizes for kept in layer_parts(layers, size))

@@ -67,7 +67,7 @@ class SplitModel:
         self._finish(SplitEvent.NOT_SPLIT if reason else SplitEvent.SPLIT, order.epoch, began, reason)
 
     def restore(self, order: RestoreOrder) -> None:
-        """Restore the whole model. If the split was lost meanwhile, this has already been reported."""
+        """Restore the whole model. If the split was lost meanwhile, its loss has already been reported."""
         began, member = time.monotonic(), self.split.member
         if member is not None and member.epoch == order.epoch:
             reason = restore_layers(self.split, self.exchange, order, member, began)
@@ -76,7 +76,7 @@ class SplitModel:
     def forward(
         self, input_ids: torch.Tensor, positions: torch.Tensor, embedded: torch.Tensor | None
     ) -> torch.Tensor | None:
-        """Return the model's hidden states, or None if a peer is lost, so that nothing may be sampled."""
+        """Return the model's hidden states, or None if a peer is lost; nothing may be sampled then."""
         member = self.split.member
         assert member is not None
         try:
