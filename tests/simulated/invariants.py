@@ -221,7 +221,7 @@ class Monitor:
             self.violated("reservations return to zero", what)
 
     def left(self) -> list[str]:
-        """Return what of the load is left in the processes."""
+        """Return the state of ended load that processes still hold."""
         found = []
         if self.directory is not None:
             table = self.directory.table

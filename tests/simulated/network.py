@@ -364,7 +364,7 @@ class CallError(grpc.aio.AioRpcError):  # type: ignore[misc]
 
 
 class Aborted(Exception):
-    """End of a call by its handler."""
+    """Raised by `Context.abort`, with which a handler ends its call."""
 
     def __init__(self, code: grpc.StatusCode, details: str) -> None:
         super().__init__(details)

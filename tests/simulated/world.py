@@ -397,7 +397,7 @@ class World:
         self._at_end_of_turn = strike
 
     def turn_ended(self, gateway: str) -> None:
-        """Strike, if that is due, before the answer to a gateway's report arrives."""
+        """Inject the fault that is due, if any, before the answer to a gateway's report arrives."""
         host = next((one.host for one in self.gateways if gateway.startswith(f"{one.name}.")), None)
         strike, self._at_end_of_turn = self._at_end_of_turn, None
         if strike is not None and host is not None and not self.network.is_cut(self.directory.host, host):
@@ -442,7 +442,7 @@ class World:
             unit.process.crashes_at = unit.process.steps + draw.randrange(1, 400)
 
     def results_taken(self) -> None:
-        """Strike, if that is due, when results of a batch have been written."""
+        """Inject the fault that is due, if any, when results of a batch have been written."""
         strike, self._at_result = self._at_result, None
         if strike is not None:
             strike()

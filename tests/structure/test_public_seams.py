@@ -1,4 +1,4 @@
-"""Tests use only the public API of the product: no private members, and no objects without constructor."""
+"""Tests use only the product's public API: no private members, and no object made without its constructor."""
 
 import ast
 from collections.abc import Iterator

@@ -48,7 +48,7 @@ def body(**changes: Any) -> bytes:
 
 
 def text(**changes: Any) -> bytes:
-    """Return a line with a changed message."""
+    """Return a batch line whose only message has these fields."""
     return body(messages=[changes])
 
 

@@ -1,4 +1,4 @@
-"""Tests of the relay: only headers and framing of one connection change."""
+"""Tests of the relay: it changes nothing but the framing and the hop-by-hop headers."""
 
 from __future__ import annotations
 
