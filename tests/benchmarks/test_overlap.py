@@ -20,7 +20,7 @@ print("found", json.dumps(measure(("plain", "decodes", "prompts"), (2,), 1, 24)[
 
 
 @pytest.mark.engine
-def test_steps_take_the_time_of_the_device_and_have_the_offline_work_of_their_variant() -> None:
+def test_steps_last_as_long_as_the_device_computes_and_longer_with_offline_prompts() -> None:
     done = subprocess.run(
         [sys.executable, "-c", MEASURE],
         env={**os.environ, "PYTHONPATH": str(ROOT)},

@@ -15,7 +15,7 @@ def test_unknown_settings_are_refused_by_name() -> None:
 
 
 @pytest.mark.parametrize("wrong", [{"lease_s": 0}, {"host_kv_gib": -1}, {"port": 70000}])
-def test_impossible_settings_are_refused(wrong: dict[str, float]) -> None:
+def test_impossible_connector_settings_are_refused(wrong: dict[str, float]) -> None:
     with pytest.raises(ConnectorConfigError):
         ConnectorConfig.from_extra_config(wrong)
 

@@ -131,7 +131,7 @@ async def test_a_late_or_slow_keeper_receives_what_it_missed(engine: ReportingEn
     assert set((await first(client)).confirmed) == {"a", "b", "c"}
 
 
-def test_a_report_says_which_names_it_no_longer_holds() -> None:
+def test_recent_changes_say_after_which_report_they_are_complete() -> None:
     now = 0.0
     named = RecentChanges(clock=lambda: now)
     named.add(["a", "b"], 1)

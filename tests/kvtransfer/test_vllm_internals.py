@@ -77,7 +77,7 @@ def test_the_installed_vllm_is_the_supported_release(name: str) -> None:
 
 
 @pytest.mark.parametrize("release", ["0.31.4", "0.33.0", "1.0.0", "0.320.0"])
-def test_another_release_is_refused(release: str) -> None:
+def test_a_vllm_of_another_release_is_refused(release: str) -> None:
     with pytest.raises(UnsupportedVllmError, match=rf"this is {release}: install vllm==0\.32\.0"):
         verify(CONNECTOR, release)
 

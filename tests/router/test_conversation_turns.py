@@ -128,7 +128,7 @@ async def test_a_large_append_and_a_broken_prefix_go_through_the_prefiller_to_th
         assert len({note["decoder"] for note in told["placements"]}) == 1
 
 
-async def test_concurrent_equal_turns_fork_and_a_turn_from_an_older_point_forks_on_the_same_decoder(
+async def test_equal_turns_at_once_and_a_turn_from_an_older_point_fork_on_one_decoder(
     tmp_path: Path,
 ) -> None:
     async with fleet(tmp_path, engine={"token_s": 0.02}) as made:

@@ -321,7 +321,7 @@ def test_a_grpc_receiver_with_tls_or_a_path_is_refused(endpoint: str) -> None:
         TracingConfig(endpoint, protocol="grpc")
 
 
-async def test_spans_go_to_a_receiver_with_a_path(tmp_path: Path, receiver: Receiver) -> None:
+async def test_spans_are_posted_below_the_path_of_the_receiver(tmp_path: Path, receiver: Receiver) -> None:
     tracing = TracingConfig(f"{receiver.endpoint}/api/public/otel", sample=1.0)
     async with fleet(tmp_path, tracing=tracing) as made:
         await ask(made.urls[0], [user("one")])

@@ -28,7 +28,7 @@ def gaps(conversations: tuple[TraceConversation, ...]) -> list[float]:
     return [b.arrival_s - a.arrival_s for a, b in pairwise(conversations)]
 
 
-def test_the_papers_mix_has_its_means_and_its_two_phases() -> None:
+def test_the_papers_mix_has_the_papers_means_and_tool_calls_before_its_answer() -> None:
     found = paper(COUNT, rate=1.0).conversations
     assert statistics.mean(c.turns[0].appended_tokens for c in found) == pytest.approx(15_300, rel=0.02)
     assert statistics.mean(c.output_tokens for c in found) == pytest.approx(1_000, rel=0.06)
@@ -46,13 +46,13 @@ def test_the_papers_mix_has_its_means_and_its_two_phases() -> None:
 
 
 @pytest.mark.parametrize("cv", [0.5, 1.0, 3.0])
-def test_gamma_gaps_have_their_rate_and_their_coefficient_of_variation(cv: float) -> None:
+def test_gamma_gaps_have_the_given_rate_and_coefficient_of_variation(cv: float) -> None:
     measured = gaps(bursts(20_000, rate=2.0, cv=cv).conversations)
     assert statistics.mean(measured) == pytest.approx(0.5, rel=0.08)
     assert statistics.pstdev(measured) / statistics.mean(measured) == pytest.approx(cv, rel=0.08)
 
 
-def test_request_lengths_follow_their_mean_and_spread() -> None:
+def test_request_lengths_have_the_given_mean_and_spread() -> None:
     fixed = bursts(50, 1.0, 1.0).conversations
     assert {(c.turns[0].appended_tokens, c.turns[0].output_tokens) for c in fixed} == {(4096, 256)}
     spread = bursts(COUNT, 1.0, 1.0, lengths=RequestLengths(600, 1.2, 250, 0.8)).conversations
@@ -72,7 +72,7 @@ def test_saturating_arrivals_keep_the_prefiller_busy_without_a_queue() -> None:
         free_at = conversation.arrival_s + cost(conversation.turns[0].appended_tokens)
 
 
-def test_the_papers_speeds_saturate_at_the_papers_rate() -> None:
+def test_saturating_arrivals_at_the_papers_speed_have_the_papers_rate() -> None:
     found = saturating(COUNT, lambda tokens: tokens / 25_000).conversations
     assert len(found) / found[-1].arrival_s == pytest.approx(1.634, rel=0.02)
 

@@ -152,7 +152,7 @@ def test_options_of_vllm_need_no_dashes_before_them() -> None:
     assert printed("smollm2", "--max-num-seqs", "4", "--port", "8123")["engine"]["args"]["max-num-seqs"] == 4
 
 
-def test_json_and_lists_are_read() -> None:
+def test_arguments_of_vllm_may_be_json_or_lists() -> None:
     words = ["--compilation-config", '{"mode": 3}', "--enable-dbo", "--middleware", "a", "b"]
     assert dict(vllm_arguments(words)) == {
         "compilation-config": {"mode": 3},
@@ -294,7 +294,7 @@ def test_the_operator_is_told_how_to_make_a_key_for_the_dashboard(monkeypatch: p
     assert "conserve key new --owner NAME --scope admin --fleet smollm2" in said
 
 
-def test_a_longer_context_is_given_memory_and_stretched() -> None:
+def test_a_longer_context_gets_memory_and_stretched_positions() -> None:
     content = printed("smollm2", "--max-model-len", "32768", "--prefill", "0", "--decode", "1")
     assert content["model"]["max_context"] == 32_768
     fleet = parse_fleet(yaml.safe_dump(content), "printed")

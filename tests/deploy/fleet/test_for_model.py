@@ -125,7 +125,7 @@ def test_serve_with_pipeline_parallelism_makes_collocated_engines() -> None:
     ("asked", "machine", "enabled"),
     [(None, h100s(1), True), (False, h100s(1), False), (None, h100s(2), False), (True, h100s(2), True)],
 )
-def test_serve_enables_co_serving_where_engines_prefill_or_as_asked_for(
+def test_co_serving_is_as_asked_for_and_by_default_only_on_collocated_engines(
     asked: bool | None, machine: Machine, enabled: bool
 ) -> None:
     assert fleet(MIDDLE, machine, coserving=asked).coserving.enabled is enabled

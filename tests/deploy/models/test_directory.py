@@ -37,7 +37,7 @@ def test_only_one_of_several_concurrent_builders_makes_the_model(tmp_path: Path)
     assert sorted(made) == [False, False, False, True]
 
 
-def test_another_recipe_rebuilds_the_model(tmp_path: Path) -> None:
+def test_a_model_is_made_again_when_its_recipe_changes(tmp_path: Path) -> None:
     assert made_in(tmp_path / "m", "first", lambda draft: (draft / "one").write_text(""))
     assert made_in(tmp_path / "m", "second", lambda draft: (draft / "other").write_text(""))
     assert (tmp_path / "m" / "other").exists() and not (tmp_path / "m" / "one").exists()

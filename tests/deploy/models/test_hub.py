@@ -52,7 +52,7 @@ SHARDED = {**weights(*SHARDS), "model.safetensors.index.json": index(*SHARDS)}
     ],
     ids=["a copy in a folder", "what the index does not name", "Mistral's own format", *map(repr, DAMAGED)],
 )
-def test_a_second_copy_is_neither_counted_nor_fetched(
+def test_a_second_copy_of_the_weights_is_neither_counted_nor_fetched(
     tmp_path: Path, files: dict[str, bytes], loaded: tuple[str, ...]
 ) -> None:
     with standing_in({**TEXT, **files, "original/config.json": b"{}"}) as hub:

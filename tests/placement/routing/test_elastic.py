@@ -248,7 +248,7 @@ def test_an_engine_that_leaves_is_forgotten() -> None:
     assert placer.prefill_wait_s("p0", 1.0) == 0.0
 
 
-def test_the_signals_name_the_time_that_decoders_lend_to_prompts() -> None:
+def test_the_signals_have_the_time_that_turns_leave_for_prompts_on_decoders() -> None:
     placer = a_placer()
     placer.observe(state("d0", 0, 1, prompt_share=0.5), 0.0)
     placer.observe(state("d1", 0, 1, prompt_share=0.25), 0.0)

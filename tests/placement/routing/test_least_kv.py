@@ -146,7 +146,7 @@ def test_a_refusal_names_its_reason_and_a_retry_time() -> None:
     assert refusal.retry_after_s == 0, "trying again cannot help"
 
 
-def test_kv_of_windows_and_states_is_reserved_too() -> None:
+def test_a_reservation_includes_the_kv_of_sliding_windows_and_states() -> None:
     placer = Placer(PlacerSettings(fill=1.0, headroom_tokens=0), {"prefill": CURVE})
     placer.engine_up(engine("d0", kv_tokens=1000))
     assert placer.observe(state("d0", 0, 1, kv_per_token=2, kv_per_conversation=300), 0.0)

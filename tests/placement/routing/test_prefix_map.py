@@ -276,7 +276,7 @@ def test_only_the_latest_engines_of_a_prefix_are_remembered() -> None:
     assert len(known) == MOST_ENGINES and {"e10", "new"} <= set(known) and "e11" not in known
 
 
-def test_a_missed_short_prefix_does_not_shrink_the_capacity() -> None:
+def test_missing_a_prefix_shorter_than_a_block_keeps_the_assumed_capacity() -> None:
     """A prefix of less than a block is never cached, so a miss shows nothing."""
     prefixes, short = PrefixMap(), PromptPrefix(b"you are helpful", 10)
     prefixes.set_kv_tokens("e", 400_000)

@@ -37,7 +37,7 @@ def played(prefillers: int, decoders: int, rate: float, count: int) -> tuple[Sim
     return summarise("conserve", result), last[0]
 
 
-def test_following_the_advice_ends_the_queues_and_the_advice() -> None:
+def test_a_fleet_that_follows_the_advice_has_no_queues_and_gets_no_more_advice() -> None:
     engines = {Action.ADD_PREFILLERS: 1, Action.ADD_DECODERS: 6}
     first: SimulationSummary | None = None
     for _ in range(6):

@@ -33,7 +33,7 @@ def live_run(found: list[TraceConversation], offset: float) -> list[LiveBinding]
     ]
 
 
-def test_a_run_agrees_with_itself_on_another_clock() -> None:
+def test_a_simulated_run_agrees_with_the_same_run_on_another_clock() -> None:
     found = trace(11)
     agreement = compare(fleet(decoders=4), SETTINGS, found, live_run(found, offset=1e6))
     assert agreement.compared == len(found) and agreement.share > 0.95

@@ -64,7 +64,7 @@ def ttft(simulation: Simulation, p: float) -> float:
     return percentile(np.asarray(simulation.recorder.turn_ttft), p)
 
 
-def test_dropping_serves_long_answers_sooner_and_restores() -> None:
+def test_dropping_serves_long_answers_sooner_and_is_undone_afterwards() -> None:
     without, dropped = play(burst(), None), play(burst(), DROP)
     assert dropped.dropping is not None
     tally = dropped.dropping.tally

@@ -56,7 +56,7 @@ def test_an_evicted_turn_counts_its_whole_kv_as_missing_until_it_returns() -> No
     assert lacked and min(lacked) >= 8_000
 
 
-def test_parkable_conversations_take_no_kv_from_new_ones() -> None:
+def test_a_new_conversation_does_not_wait_for_kv_that_can_be_parked() -> None:
     """Four idle conversations fill the decoder, and a fifth arrives."""
     idle = [
         TraceConversation(f"i{i}", 2.0 * i, (TraceTurn(8_000, 0, 10), TraceTurn(10, 8_010, 10, 500.0)))
