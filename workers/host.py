@@ -7,6 +7,10 @@ holds without renewals. Otherwise a lease that nobody renews runs out and the tr
 left behind. The lease is renewed only for the process that the record beside it names, because a keeper could
 not find any other process.
 
+With `--restart`, the host starts its command again when a signal has killed it. So a killed gateway comes
+back although nobody is there to start its host, as while Ray restarts. The host ends with a command that ends
+by itself, or that is killed within its first seconds.
+
 With `--leave-s`, the first SIGTERM is a request to the keeper. The host creates a file that the keeper sees.
 The keeper lets the engine's conversations move to other engines, and removes the lease. A second SIGTERM ends
 the tree at once.
@@ -33,6 +37,7 @@ from workers.processes import WorkerError, end, find, tree
 
 SUPERVISOR = "CONSERVE_SUPERVISOR"  # environment variable with the supervisor's pid and start time
 LOOK_EVERY_S = 0.25
+SOUND_AFTER_S = 5.0  # a killed command that ran for so long is restarted at once
 PR_SET_CHILD_SUBREAPER = 36
 ASKED_TO_END = "asked_to_end"  # file beside the lease that a first SIGTERM creates
 
@@ -102,7 +107,9 @@ class EndSignal:
         return time.monotonic() >= self.until
 
 
-def run(argv: list[str], lease: Lease, grace_s: float, oom_score: int, asked: EndSignal) -> int:
+def run(
+    argv: list[str], lease: Lease, grace_s: float, oom_score: int, asked: EndSignal, restart: bool
+) -> int:
     libc = ctypes.CDLL(None, use_errno=True)
     # Orphans of the tree become children of this process, so that it finds and ends them too.
     libc.prctl(PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)
@@ -114,28 +121,38 @@ def run(argv: list[str], lease: Lease, grace_s: float, oom_score: int, asked: En
         die_with_parent()
         set_oom_score(oom_score)
 
-    child = subprocess.Popen(
-        argv,
-        stdin=subprocess.DEVNULL,
-        preexec_fn=prepare,  # noqa: PLW1509, one thread
-    )
-    ends = os.pidfd_open(child.pid)
     try:
-        while child.poll() is None:
-            if not lease.held():
-                print(
-                    f"conserve host: nobody renewed the lease: ending {argv[0]}", file=sys.stderr, flush=True
-                )
-                return 3
-            if asked.over:
-                return 0
-            select.select([ends], [], [], LOOK_EVERY_S)
-        return child.returncode if child.returncode >= 0 else 128 - child.returncode
+        while True:
+            started = time.monotonic()
+            child = subprocess.Popen(
+                argv,
+                stdin=subprocess.DEVNULL,
+                preexec_fn=prepare,  # noqa: PLW1509, one thread
+            )
+            ends = os.pidfd_open(child.pid)
+            while child.poll() is None:
+                if not lease.held():
+                    _log(f"nobody renewed the lease: ending {argv[0]}")
+                    return 3
+                if asked.over:
+                    return 0
+                select.select([ends], [], [], LOOK_EVERY_S)
+            os.close(ends)
+            if child.returncode >= 0:
+                return child.returncode
+            if not restart or time.monotonic() < started + SOUND_AFTER_S:
+                return 128 - child.returncode
+            _log(f"signal {-child.returncode} killed {argv[0]}: starting it again")
+            end((one for one in tree(psutil.Process()) if one.pid != os.getpid()), grace_s)
     except AskedToEnd:
         return 0
     finally:
         signal.signal(signal.SIGTERM, signal.SIG_IGN)
         end((one for one in tree(psutil.Process()) if one.pid != os.getpid()), grace_s)
+
+
+def _log(line: str) -> None:
+    print(f"conserve host: {line}", file=sys.stderr, flush=True)
 
 
 def _raise(_signal: int, _frame: object) -> None:
@@ -150,6 +167,7 @@ def main() -> int:
     parser.add_argument("--oom-score", type=int, default=0, help="oom_score_adj of the command")
     parser.add_argument("--grace-s", type=float, default=10.0, help="seconds between SIGTERM and SIGKILL")
     parser.add_argument("--leave-s", type=float, default=0.0, help="seconds from a first SIGTERM to the end")
+    parser.add_argument("--restart", action="store_true", help="start a killed command again")
     parser.add_argument("argv", nargs=argparse.REMAINDER, help="-- and the command to run")
     arguments = parser.parse_args()
     argv = arguments.argv[1:] if arguments.argv[:1] == ["--"] else arguments.argv
@@ -160,7 +178,7 @@ def main() -> int:
     supervisor = os.environ.get(SUPERVISOR, "")
     lease = Lease(arguments.lease, arguments.lease_s, arguments.record, supervisor)
     asked = EndSignal(arguments.lease.with_name(ASKED_TO_END), arguments.leave_s)
-    return run(argv, lease, arguments.grace_s, arguments.oom_score, asked)
+    return run(argv, lease, arguments.grace_s, arguments.oom_score, asked, restart=arguments.restart)
 
 
 if __name__ == "__main__":

@@ -55,6 +55,7 @@ class HostedProcess:
             lease_s=LEASE_S,
             grace_s=self.grace_s,
             oom_score=self.oom_score,
+            restart=True,
         )
         log.info("process started name=%s pid=%d", self.name, started.record.pid)
         return started
@@ -65,9 +66,10 @@ async def keep(
     look: Callable[[LeasedProcess], Awaitable[None]],
     ended: Callable[[], None] = lambda: None,
 ) -> None:
-    """Adopt or start the process, renew its lease, and restart it when it ends. Never returns.
+    """Adopt or start the process and its host, renew its lease, and restart both when the host ends.
 
-    It calls `look` every half second while the process runs, and `ended` each time that it has ended.
+    It never returns. It calls `look` every half second while the host runs, and `ended` each time that it has
+    ended: the host itself restarts a process that was killed.
     """
     wanted.directory.mkdir(parents=True, exist_ok=True)
     loop, backoff = asyncio.get_running_loop(), Backoff(FIRST_BACKOFF_S, LONGEST_BACKOFF_S, CALM_S)

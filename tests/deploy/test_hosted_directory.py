@@ -35,6 +35,7 @@ from router.directory.directory import DirectorySettings
 from tests.deploy.ray.test_control import SECRET, Feed
 from tests.support.waiting import until
 from tests.workers.test_status import INFO, STATE
+from workers.host import SOUND_AFTER_S
 from workers.keeper.engine_status import StatusStore
 from workers.keeper.kv_sender import KvSender
 from workers.keeper.process_lease import LeasedProcess
@@ -115,6 +116,11 @@ async def cancelled(task: asyncio.Task[None]) -> None:
     await asyncio.gather(task, return_exceptions=True)
 
 
+def kill_child(rig: Rig) -> None:
+    (child,) = psutil.Process(next(iter(rig.processes))).children()
+    os.kill(child.pid, signal.SIGKILL)
+
+
 async def test_the_directory_process_outlives_its_actor_and_restarts_when_killed(tmp_path: Path) -> None:
     rig = Rig(tmp_path)
     store = StatusStore("decode-0")
@@ -131,12 +137,14 @@ async def test_the_directory_process_outlives_its_actor_and_restarts_when_killed
 
         await cancelled(keeping)  # as its actor ends with a raylet
         assert (await rig.place("without-an-actor", 5.0)).engine == "decode-0"
+        await asyncio.sleep(SOUND_AFTER_S)
+        kill_child(rig)
+        assert (await rig.place("killed-without-an-actor", 60.0)).engine == "decode-0"
         keeping = rig.keep()
         await asyncio.sleep(1.5)
         assert len(rig.processes) == 1, "adopted, not started again"
 
-        (child,) = psutil.Process(next(iter(rig.processes))).children()
-        os.kill(child.pid, signal.SIGKILL)
+        await asyncio.to_thread(lambda: psutil.Process(next(iter(rig.processes))).kill())  # the host itself
         began = asyncio.get_running_loop().time()
         assert (await rig.place("after-a-kill", 60.0)).engine == "decode-0"
         print(f"new conversation after {asyncio.get_running_loop().time() - began:.1f} s")

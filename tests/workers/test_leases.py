@@ -13,7 +13,7 @@ import psutil
 import pytest
 
 from workers import processes
-from workers.host import SUPERVISOR
+from workers.host import SOUND_AFTER_S, SUPERVISOR
 from workers.keeper.launch import ProcessCommand
 from workers.keeper.process_lease import LEASE, RECORD, LeasedProcess
 from workers.oom_score import OomScore
@@ -32,7 +32,12 @@ time.sleep(600)
 
 
 def start(
-    directory: Path, lease_s: float = 30.0, grace_s: float = 0.2, supervisor: str = "", leave_s: float = 0.0
+    directory: Path,
+    lease_s: float = 30.0,
+    grace_s: float = 0.2,
+    supervisor: str = "",
+    leave_s: float = 0.0,
+    restart: bool = False,
 ) -> LeasedProcess:
     env = {**os.environ, "MARK_OF_TEST": str(directory), SUPERVISOR: supervisor}
     process = LeasedProcess.start(
@@ -45,6 +50,7 @@ def start(
         grace_s=grace_s,
         oom_score=OomScore.ENGINE,
         leave_s=leave_s,
+        restart=restart,
     )
     until(lambda: (directory / "child").exists() and (directory / "child").read_text() != "")
     return process
@@ -163,6 +169,21 @@ def test_the_children_of_a_dead_command_are_ended(directory: Path) -> None:
     child = psutil.Process(int((directory / "child").read_text()))
     child.parent().kill()  # type: ignore[union-attr]
     until(lambda: not left(directory), 5.0)
+
+
+def test_a_host_starts_a_killed_command_again_and_leaves_none_of_its_children(directory: Path) -> None:
+    process = start(directory, restart=True)
+    (command,) = psutil.Process(process.record.pid).children()
+    child = int((directory / "child").read_text())
+    time.sleep(SOUND_AFTER_S)
+    command.kill()
+    until(lambda: (directory / "child").read_text() not in ("", str(child)))
+    assert process.alive() and child not in left(directory)
+    children = psutil.Process(process.record.pid).children()
+    (again,) = (one for one in children if one.status() != psutil.STATUS_ZOMBIE)
+    again.kill()  # soon after its start
+    until(lambda: not process.alive())
+    until(lambda: not left(directory))
 
 
 def test_a_leased_process_survives_its_starter_and_is_adopted(directory: Path) -> None:

@@ -76,15 +76,20 @@ class LeasedProcess:
         grace_s: float,
         oom_score: OomScore,
         leave_s: float = 0.0,
+        restart: bool = False,
     ) -> "LeasedProcess":
-        """Start a process. With `leave_s`, its first SIGTERM is only a request to end (`asked_to_end`)."""
+        """Start a process, which its host starts again if `restart` is set and a signal kills it.
+
+        With `leave_s`, its first SIGTERM is only a request to end (`asked_to_end`).
+        """
         directory.mkdir(parents=True, exist_ok=True)
         lease = directory / LEASE
         lease.touch()
         (directory / IDLE).unlink(missing_ok=True)
         host = [sys.executable, "-m", "workers.host", "--lease", str(lease), "--lease-s", str(lease_s)]
         host += ["--record", str(directory / RECORD), "--oom-score", str(int(oom_score))]
-        host += ["--grace-s", str(grace_s), "--leave-s", str(leave_s), "--", *command.argv]
+        host += ["--grace-s", str(grace_s), "--leave-s", str(leave_s)]
+        host += [*(["--restart"] if restart else []), "--", *command.argv]
         log = directory / LOG
         _rotate(log)
         child = processes.start(host, processes.with_our_packages(command.env), log, directory)
