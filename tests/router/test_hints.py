@@ -195,7 +195,7 @@ async def test_a_turn_that_arrives_before_its_prefetch_cancels_it(tmp_path: Path
 
 
 @pytest.mark.parametrize(("has_kv", "outcome"), [(True, "restored"), (False, "gone")])
-async def test_a_prefetch_is_counted_by_the_engines_answer(
+async def test_a_prefetch_is_counted_by_the_outcome_that_its_engine_reports(
     tmp_path: Path, has_kv: bool, outcome: str
 ) -> None:
     async with fleet(tmp_path, engine={"has_kv": has_kv}) as made:

@@ -51,7 +51,7 @@ async def test_a_prefix_with_another_owner_salt_or_tools_is_not_expected_in_the_
 async def test_the_estimate_of_a_cached_prefix_follows_the_hits_that_a_decoder_reports(
     tmp_path: Path, found: int
 ) -> None:
-    """The third estimate is low only if the decoder found the prefix in its cache at the second turn."""
+    """The third conversation's estimate rises again if the second one did not find the prefix."""
     elastic, both = {"first_turns": FirstTurns.ELASTIC}, {"decode": CURVES["prefill"]}
     async with fleet(
         tmp_path, prefillers=0, decoders=1, engine={"cached": found}, placing=elastic, curves=both

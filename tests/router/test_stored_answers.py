@@ -176,7 +176,7 @@ async def test_an_answer_names_its_previous_response(tmp_path: Path) -> None:
         assert said == [None, name_of(first), name_of(second)]
 
 
-async def test_a_request_with_two_histories_a_malformed_id_or_flex_is_refused(tmp_path: Path) -> None:
+async def test_invalid_references_to_a_history_are_refused(tmp_path: Path) -> None:
     async with fleet(tmp_path) as made:
         first = await say(made, "one")
         both = await say(made, "two", name_of(first), conversation="c")

@@ -154,7 +154,7 @@ def test_concurrent_calls_make_no_conversation_and_unknown_spans_are_ignored(tmp
         '{"resourceSpans": [{"scopeSpans": [{"spans": [{"attributes": 7}]}]}]}',
     ],
 )
-def test_a_file_without_calls_is_refused_with_its_line(tmp_path: Path, content: str) -> None:
+def test_a_file_without_calls_is_refused_with_its_name(tmp_path: Path, content: str) -> None:
     file = tmp_path / "spans.json"
     file.write_text(content)
     with pytest.raises(TraceError, match=r"spans\.json"):

@@ -172,7 +172,7 @@ class Thinking(BaseThinkingReasoningParser):
         return super().is_reasoning_end_streaming(input_ids, delta_ids)
 
 
-def test_a_grammar_begins_where_reasoning_ended_and_is_found_fast(tmp_path: Path) -> None:
+def test_a_grammar_begins_where_reasoning_ended_and_the_search_takes_linear_time(tmp_path: Path) -> None:
     write_tokenizer(tmp_path, 4096)
     reasoner = Thinking(AutoTokenizer.from_pretrained(tmp_path))
     manager = SimpleNamespace(enable_in_reasoning=False)

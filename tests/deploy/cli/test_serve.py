@@ -382,7 +382,7 @@ def test_callers_elsewhere_are_asked_for_a_key(monkeypatch: pytest.MonkeyPatch) 
     assert printed("smollm2", "--host", "0.0.0.0")["gateway"]["host"] == "0.0.0.0"
 
 
-def test_doctor_on_another_system_says_that_first_and_only(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_doctor_reports_only_the_system_if_that_is_not_linux(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(sys, "platform", "darwin")
     monkeypatch.delattr("os.sched_getaffinity")
     answer = CliRunner().invoke(app, ["doctor"])

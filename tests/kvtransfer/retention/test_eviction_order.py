@@ -27,7 +27,7 @@ BLOCKS, TOKENS = 50, 16
 def eviction_order(
     conversations: RetainedConversations, shared: list[bytes], free: Callable[[bytes], Any | None]
 ) -> list[Any]:
-    """Return the free blocks with an owner in eviction order, from a visit of all blocks of all owners."""
+    """Return the free blocks with an owner in eviction order, by visiting all blocks of all owners."""
     order: list[Any] = []
     last = [block for key in shared if (block := free(key)) is not None]
     placed = set(map(id, last))

@@ -141,7 +141,7 @@ def test_a_decoding_step_does_not_look_at_every_conversation() -> None:
     assert lines_of_a_decoding_step(300) < lines_of_a_decoding_step(3) + 50
 
 
-def test_idle_blocks_are_found_after_the_blocks_before_them_are_taken() -> None:
+def test_a_decoding_request_takes_no_block_of_an_idle_conversation_while_others_are_free() -> None:
     """A decoding request takes free blocks one at a time, but none that the idle conversation owns."""
     connector = ConnectorConfig(engine="d", epoch=1, port=free_port(), park_after_s=3600.0)
     engine = SteppedEngine(connector, blocks=100)

@@ -117,7 +117,7 @@ def test_only_exporting_steps_use_piecewise_graphs_and_send_correct_kv(make: Mak
     assert set(second.modes) == {FULL}, "nothing of a decoder's acts between layers"
 
 
-def test_graphs_that_are_dispatched_between_steps_are_not_restricted(make: Make) -> None:
+def test_graphs_that_vllm_dispatches_between_steps_may_be_whole(make: Make) -> None:
     """vLLM dispatches graphs between steps when it captures them, and on idle data-parallel ranks."""
     engine = make(coserving())
     engine.add("offline", [2] * 5, 3, priority=10)
@@ -255,7 +255,7 @@ def again(engine: SteppedEngine) -> ConServeConnector:
 
 
 class FlashInfer:
-    """Return an attention backend with this name."""
+    """Attention backend of which only the name is read."""
 
     @staticmethod
     def get_name() -> str:

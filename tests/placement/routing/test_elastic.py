@@ -150,7 +150,7 @@ def test_decoders_of_unknown_speed_are_chosen_by_kv() -> None:
     assert place(placer, "a").decoder == "d1"
 
 
-def test_the_papers_rule_makes_no_estimates() -> None:
+def test_the_rule_of_the_paper_always_uses_a_prefiller_and_estimates_nothing() -> None:
     assert PlacerSettings().first_turns is FirstTurns.ELASTIC
     placer = a_placer(first=FirstTurns.PREFILLER)
     answers = [place(placer, str(number)) for number in range(8)]

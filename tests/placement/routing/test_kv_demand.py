@@ -1,4 +1,4 @@
-"""The placer measures KV demand without evictable KV, and against the KV of whole models."""
+"""Demand for KV on decoders: KV that can be evicted does not count, KV of a draining decoder does."""
 
 from dataclasses import replace
 

@@ -55,7 +55,7 @@ def test_offline_work_has_less_time_when_a_token_is_due_sooner() -> None:
     assert 0 < waited < rested
 
 
-def test_a_prompt_beside_no_decoding_request_gets_the_whole_iteration() -> None:
+def test_a_prompt_gets_the_whole_iteration_if_no_request_decodes() -> None:
     assert given(waiting=(arrived("new", 3000, at=9.0),))["new"] == 2048
 
 

@@ -54,7 +54,7 @@ def test_each_signal_gives_the_expected_advice(seen: Signals, expected: dict[Act
         (1.5, 0.0, {}),
     ],
 )
-def test_elastic_fleets_count_the_time_that_decoders_have_left(
+def test_elastic_fleets_need_fewer_prefillers_if_decoders_have_time_for_prompts(
     prompts_s: float, lent: float, expected: dict[Action, int]
 ) -> None:
     """The prefillers alone would be far too few for these prompts."""

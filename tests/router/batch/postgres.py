@@ -14,7 +14,7 @@ _START_S = 30.0
 
 
 class Absent(Exception):
-    """Return why PostgreSQL is not available here, or an empty string."""
+    """PostgreSQL is not available here. The message says why."""
 
 
 @contextmanager

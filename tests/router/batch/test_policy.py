@@ -51,7 +51,7 @@ def test_an_idle_decoder_gets_a_short_queue() -> None:
     assert allowance_of(view(in_flight=3), SETTINGS).requests == 1
 
 
-def test_the_window_follows_the_decoders_running_requests() -> None:
+def test_an_engine_may_have_four_offline_requests_more_than_it_runs() -> None:
     running = state(offline_running=10)
     assert allowance_of(view(reported=running, in_flight=10), SETTINGS).requests == 4
     stuck = state(offline_running=10, offline_waiting=4)

@@ -93,7 +93,7 @@ async def test_a_child_conversation_shares_the_prefix_of_its_parent() -> None:
     assert engine.seen[1].new_tokens == pytest.approx(200, rel=0.1)
 
 
-async def test_replays_with_different_salts_share_nothing_and_equal_salts_repeat() -> None:
+async def test_equal_salts_give_equal_prompts_and_different_salts_share_no_prefix() -> None:
     async with PlayedEngine().running() as engine:
         for salt in ("1", "1", "2"):
             await served(engine, agent("a", turns=1), salt=salt)

@@ -40,6 +40,6 @@ def test_every_counter_is_declared(online: int, offline: int, classes: str, abor
     assert counts["coserving_offline_tokens_lost.preemption"] == 5
 
 
-def test_counter_names_do_not_clash_with_the_connector() -> None:
+def test_counters_of_co_serving_and_of_the_connector_have_different_names() -> None:
     assert not COUNTERS.keys() & CONNECTOR_COUNTERS.keys()
     assert not {c.name for c in COUNTERS.values()} & {c.name for c in CONNECTOR_COUNTERS.values()}

@@ -102,7 +102,7 @@ def test_a_batch_for_a_split_that_has_ended_is_refused(four: Group) -> None:
 
 
 class RestoringSide:
-    """Return the scheduler side of a split engine."""
+    """Scheduler side of an engine that shares its layers, which the tests send reports of its worker."""
 
     def __init__(self) -> None:
         self.side: OverloadScheduler = scheduler_side("a:1", layers=4)
