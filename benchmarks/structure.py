@@ -195,7 +195,7 @@ def folder_sizes(root: Path, product: dict[str, Module]) -> dict[str, int]:
 
 
 class Structure:
-    """The figures of one source tree, and the places that each figure counts."""
+    """Structure figures of one source tree, and the places in its code that each figure counts."""
 
     def __init__(self, root: Path) -> None:
         self.root = root

@@ -251,7 +251,7 @@ class ConServeConnector(KVConnectorBase_V1, SupportsHMA):
             side.register(kv_caches)
 
     def handle_preemptions(self, kv_connector_metadata: KVConnectorMetadata) -> None:
-        """Give the step's orders to the worker sides. vLLM calls this first in each step."""
+        """Pass each plugin's order to its worker side. vLLM calls this first in each step."""
         assert isinstance(kv_connector_metadata, StepOrders)
         orders = kv_connector_metadata.orders
         for name, side in self._workers.items():

@@ -116,7 +116,7 @@ def byte_rows(tensor: Any, blocks: int) -> Any:
 
 
 def by_block_first(tensor: Any, blocks: int) -> Any:
-    """Return a view with the dimension of blocks first. Its place depends on the attention backend."""
+    """Return a view whose first dimension is the blocks. Attention backends have that one elsewhere."""
     sizes = list(tensor.shape)
     if blocks not in sizes:
         raise ValueError(f"KV tensor of shape {tuple(sizes)} has no dimension of {blocks} blocks")

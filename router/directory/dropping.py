@@ -122,7 +122,7 @@ class Dropper:
                 del self._changing[engine]
 
     def _is_to_be_logged(self) -> bool:
-        """Count a failure. Return True for the 1st, 2nd, 4th, ... one, because it may occur every second."""
+        """Count a failed change. Return True for the 1st, 2nd, 4th, ..., as one may fail every second."""
         metrics.OVERLOAD_ROUNDS_FAILED.inc()
         self._failed += 1
         return self._failed.bit_count() == 1

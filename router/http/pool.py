@@ -33,7 +33,7 @@ class _EndpointConnections:
 
 
 class UpstreamPool:
-    """Keeps connections to all engines, with their timeouts and the loop that splices their streams."""
+    """Pool of the connections to all engines. Ends those that time out, and runs the splice loop."""
 
     def __init__(self, limits: UpstreamLimits | None = None, engine_key: str = "") -> None:
         """Create an empty pool. Every request carries ``engine_key`` as proof that the fleet sent it."""

@@ -2,4 +2,4 @@
 
 
 class ForwardEnded(BaseException):
-    """Signal to end a forward pass. It is no `Exception`, so that no handler in the model catches it."""
+    """Signal to end a forward pass. Not an `Exception`, so that no handler in the model catches it."""

@@ -144,7 +144,7 @@ class StreamObserver:
         return False
 
     def at_end(self) -> asyncio.Future[None] | None:
-        """Finish observing. The client gets the answer's end when the future is done; None: at once."""
+        """Finish observing. Return a future on which the answer's end has to wait, or None."""
         return None
 
     def start(self, status: int, content_type: bytes) -> None:

@@ -50,7 +50,7 @@ def start_process(address: str) -> int:
 
 
 def restart_process(address: str) -> int:
-    """Start the killed process again and return its pid. It is no fork, because this process has threads."""
+    """Start the killed process again and return its pid. This process has threads, so it may not fork."""
     argv = [sys.executable, "-m", "workers.engine.grammars.compile_process"]
     return subprocess.Popen(argv, env={**os.environ, ADDRESS: address}, stdin=subprocess.DEVNULL).pid
 

@@ -1,4 +1,4 @@
-"""Set-up of an engine that can drop layers, and the list of models for it, without an import of vLLM."""
+"""Loads the parts of an engine that drop layers, and lists the models that can. Imports no vLLM."""
 
 from importlib import import_module
 from typing import Any
