@@ -1,4 +1,4 @@
-"""Steps of the overlap benchmark end when its device's clock says so, and have the work of their variant."""
+"""Steps of the overlap benchmark end when the clock of its simulated device says so."""
 
 import json
 import os
@@ -20,7 +20,7 @@ print("found", json.dumps(measure(("plain", "decodes", "prompts"), (2,), 1, 24)[
 
 
 @pytest.mark.engine
-def test_steps_last_as_long_as_the_device_computes_and_longer_with_offline_prompts() -> None:
+def test_measured_steps_last_as_long_as_the_simulated_device_takes() -> None:
     done = subprocess.run(
         [sys.executable, "-c", MEASURE],
         env={**os.environ, "PYTHONPATH": str(ROOT)},

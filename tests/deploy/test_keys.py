@@ -23,7 +23,7 @@ batch: {database: 'postgresql+psycopg://user:password-of-the-database@db/x'}
 SECRETS = ("sk-in-the-fleet-file", "hf_in_the_environment", "password-of-the-database", TOKEN)
 
 
-def test_keys_of_different_purposes_fleets_or_tokens_differ() -> None:
+def test_keys_differ_by_purpose_fleet_and_token() -> None:
     keys = [
         FleetKeys(given, name).of(purpose)
         for given in (TOKEN, TOKEN + "x")

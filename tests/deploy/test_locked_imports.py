@@ -77,7 +77,7 @@ def test_both_environments_have_the_same_version_of_vllm_torch_ray_and_openai() 
 
 
 @pytest.mark.slow
-def test_other_versions_of_the_cuda_environment_offer_what_is_imported(tmp_path: Path) -> None:
+def test_packages_of_other_versions_in_the_cuda_environment_offer_what_is_imported(tmp_path: Path) -> None:
     others = of_other_versions()
     text = (ROOT / "requirements" / "cuda.txt").read_text()
     entries = {canonicalize_name(match[1].partition("==")[0]): match[0] for match in HASHED.finditer(text)}

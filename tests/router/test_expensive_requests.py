@@ -305,7 +305,7 @@ def test_answers_of_a_request_within_the_limits_are_n_times_its_prompts(
         ({**COMPLETING, "prompt": [1] * 4001, "logprobs": 4, "echo": True}, "echo", "20000"),
     ],
 )
-def test_answers_log_probabilities_and_bad_words_are_bounded_together(
+def test_a_request_beyond_a_limit_on_its_answers_is_refused(
     body: dict[str, Any], param: str, bound: str
 ) -> None:
     with pytest.raises(BadRequest) as refused:

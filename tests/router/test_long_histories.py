@@ -165,7 +165,7 @@ async def test_histories_are_readable_on_a_full_disk(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("method", ["put", "history"])
-async def test_requests_startup_and_shutdown_wait_a_limited_time_for_a_hanging_disk(
+async def test_a_hanging_disk_delays_requests_and_the_gateways_start_and_end_for_a_limited_time(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, method: str
 ) -> None:
     monkeypatch.setattr("router.gateway.responses.stored_answers.LONGEST_S", 0.3)

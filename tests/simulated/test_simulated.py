@@ -21,7 +21,7 @@ def simulated(folder: Path, *options: str) -> tuple[int, str, Any]:
 
 
 @pytest.mark.slow
-def test_no_seed_breaks_an_invariant_and_each_replays(tmp_path: Path) -> None:
+def test_no_seed_breaks_an_invariant_and_each_repeats_its_run(tmp_path: Path) -> None:
     status, output, results = simulated(tmp_path, "--seeds", str(SEEDS))
     assert (status, results["violations"]) == (0, 0), output
     counts = results["counts"]

@@ -132,7 +132,7 @@ def test_sub_agents_become_children_that_share_their_parents_prefix(tmp_path: Pa
     assert parent.turns[1].wait_s == 9.0
 
 
-def test_agentx_rows_are_recordings_on_one_clock(tmp_path: Path) -> None:
+def test_an_agentx_row_becomes_a_conversation_with_its_sub_agents(tmp_path: Path) -> None:
     """As in the published data sets, optional fields are missing or null; times are on one clock."""
 
     def request(t: float, blocks: list[int], **more: Any) -> dict[str, Any]:

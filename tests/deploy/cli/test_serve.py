@@ -96,7 +96,7 @@ def test_the_printed_file_says_for_which_machine_it_is(
     assert first == f"# no GPU, 4 cores, 15.0 GiB of free memory: {said}"
 
 
-def test_a_command_makes_the_same_file_while_its_fleet_runs(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_serve_makes_the_same_file_again_while_its_fleet_runs(monkeypatch: pytest.MonkeyPatch) -> None:
     started: list[str] = []
 
     def start(_: FleetSpec, file: Path, **__: bool) -> None:
@@ -152,7 +152,7 @@ def test_options_of_vllm_need_no_dashes_before_them() -> None:
     assert printed("smollm2", "--max-num-seqs", "4", "--port", "8123")["engine"]["args"]["max-num-seqs"] == 4
 
 
-def test_arguments_of_vllm_may_be_json_or_lists() -> None:
+def test_values_of_vllm_options_may_be_json_or_several_words() -> None:
     words = ["--compilation-config", '{"mode": 3}', "--enable-dbo", "--middleware", "a", "b"]
     assert dict(vllm_arguments(words)) == {
         "compilation-config": {"mode": 3},
@@ -368,7 +368,7 @@ def test_a_file_that_check_would_refuse_is_not_printed() -> None:
     assert answer.stdout == "" and "adapters are not served" in str(answer.exception)
 
 
-def test_the_model_comes_before_options_of_vllm() -> None:
+def test_options_of_vllm_before_the_model_are_refused() -> None:
     said = str(serve("--max-num-seqs", "64", "smollm2").exception)
     assert said.startswith("MODEL comes first, as in: conserve serve Qwen")
 
@@ -452,7 +452,7 @@ def test_libnuma_is_named_before_an_engine_fails_without_it(
         ({"torch": "2.13.0+cpu"}, ""),
     ],
 )
-def test_the_build_of_vllm_is_known_by_names_and_versions(
+def test_the_installed_packages_tell_which_build_vllm_is(
     packages: dict[str, str], build: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(machine, "installed", lambda name: packages.get(name, ""))

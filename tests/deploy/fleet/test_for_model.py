@@ -76,7 +76,7 @@ def test_serve_splits_several_gpus_into_prefillers_and_decoders() -> None:
         (replace(LAPTOP, memory=7 * GIB), {"decode": 1}, (0, 1)),
     ],
 )
-def test_a_number_that_was_not_given_is_the_rest_of_the_machines_engines(
+def test_a_role_without_a_number_gets_the_engines_that_still_fit_the_machine(
     machine: Machine, asked: dict[str, Any], made: tuple[int, int]
 ) -> None:
     if not machine.gpu_memory:

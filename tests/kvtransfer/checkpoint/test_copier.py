@@ -209,7 +209,7 @@ def test_the_copier_does_not_rest_when_steps_have_ended(host: CopyingHost, hours
     assert ends(host, 5) and moved == [[6], [7]]
 
 
-def test_the_copiers_rest_ends_when_no_step_follows(host: CopyingHost, hours_of_rest: None) -> None:
+def test_the_copier_stops_resting_when_no_step_follows(host: CopyingHost, hours_of_rest: None) -> None:
     """The copier has to learn that steps have ended, because an idle engine runs no further step."""
     moved = in_two_pieces(host, takes_cores=True)
     load_beside_a_step(host)

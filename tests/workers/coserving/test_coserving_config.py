@@ -21,7 +21,7 @@ SET = CoServingConfig(
 KEY = ProfileKey("small", "float32", "CPU x2", 1, 1, None, "eager", "0.32.0")
 
 
-def test_settings_survive_the_command_line() -> None:
+def test_coserving_settings_are_unchanged_after_they_pass_through_the_command_line() -> None:
     assert CoServingConfig.from_additional_config(json.loads(json.dumps(SET.to_additional_config()))) == SET
 
 
