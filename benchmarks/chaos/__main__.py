@@ -1,6 +1,7 @@
 """Random faults while agents hold conversations: is anything lost, wrong, stuck or left behind?
 
     python -m benchmarks.chaos [--minutes 60] [--seed 0] [--quick] [--json FILE] [--fleet FILE] [--set-clock]
+        [--logs FOLDER]
     python -m benchmarks.chaos --drop [--conversations 200] [--minutes 60] [--seed 0] [--json FILE]
 
 The fleet co-serves a batch and parks conversations after seconds. Any process but Ray's supervisor is killed;
@@ -22,6 +23,7 @@ all faults. Kills during a lasting fault do not count. The command fails if a wa
 """
 
 import asyncio
+import shutil
 import sys
 import time
 from collections import Counter
@@ -202,6 +204,7 @@ def main() -> None:
     parser.add_argument(
         "--allowed-s", type=float, default=ALLOWED_S, help="seconds that a wait may exceed its budget"
     )
+    parser.add_argument("--logs", type=Path, metavar="FOLDER", help="copy the logs of the fleet here")
     options = parser.parse_args()
     random, drop = Random(options.seed), options.drop
     fleet = prepared_to_drop() if drop else prepared(options.fleet)
@@ -221,6 +224,11 @@ def main() -> None:
         left = settled(home, TTL_S + SETTLE_S)
         aborted.look()
         lost, wrong = batch.results()
+        if options.logs:
+            for log in home.root.rglob("log"):
+                copy = options.logs / log.relative_to(home.root)
+                copy.parent.mkdir(parents=True, exist_ok=True)
+                shutil.copyfile(log, copy)
         if (more := len(marked(home)) - before) > 0:
             left.append(f"{more} processes more")
     seen = agents.seen

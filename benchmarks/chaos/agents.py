@@ -11,6 +11,7 @@ from collections import Counter
 from collections.abc import AsyncGenerator
 from contextlib import aclosing
 from dataclasses import dataclass, field
+from datetime import datetime
 from random import Random
 from typing import Any
 
@@ -19,7 +20,7 @@ import openai
 from openai import AsyncOpenAI
 
 SCRIPTS, TURNS = 6, 4
-REQUEST_LIMIT_S = 180.0  # a longer request counts as hung, because the fleet's own limits are shorter
+REQUEST_LIMIT_S = 180.0  # a longer request counts as hung
 LOST_AFTER_S = 300.0  # a turn that is not answered for so long is lost
 RETRY_S = (0.2, 3.0)
 STREAMED = 0.7  # share of requests that are streamed
@@ -172,7 +173,9 @@ class Agents:
                             break
             except TimeoutError:
                 outcome = "hung"
-                self.seen.hung.append(f"{name}: {time.monotonic() - began:.0f} s")
+                self.seen.hung.append(
+                    f"{name}: {time.monotonic() - began:.0f} s, until {datetime.now():%H:%M:%S}"
+                )
             except openai.APIStatusError as refused:
                 outcome = f"{refused.status_code} {refused.code or ''}".strip()
                 if refused.code == SET_ASIDE:
