@@ -69,13 +69,13 @@ DEFAULT_CLASS = "default"
 
 @dataclass(frozen=True, slots=True)
 class SloClass:
-    """SLO class of the fleet: its name, targets and owners."""
+    """SLO class of the fleet: its name and its settings."""
 
     name: str
     settings: SloSettings = field(default_factory=SloSettings)
 
     def open_to(self, owner: str) -> bool:
-        """Return whether turns of this owner may ask for the class."""
+        """Return whether turns of `owner` may ask for this class."""
         return not self.settings.owners or owner in self.settings.owners
 
 
@@ -117,7 +117,7 @@ class TracingConfig:
 
 @checked(frozen=True, config=_STRICT)
 class BatchAddress:
-    """Address of the batch process, and what it accepts."""
+    """Address of the batch process, the key that it requires, and the largest file that it accepts."""
 
     http: str  # host:port
     key: str = ""  # key that the batch process requires
@@ -186,7 +186,7 @@ class GatewayLimits:
 
     @property
     def server(self) -> ServerLimits:
-        """Return the limits on clients."""
+        """Return the limits for the gateway's HTTP server, which hold for clients."""
         return ServerLimits(
             max_connections=self.connections,
             max_headers=self.headers,
@@ -199,7 +199,7 @@ class GatewayLimits:
 
     @property
     def upstream(self) -> UpstreamLimits:
-        """Return the limits on connections to engines."""
+        """Return the limits for connections to engines."""
         return UpstreamLimits(
             first_byte_timeout_s=self.first_token_timeout_s, chunk_timeout_s=self.idle_timeout_s
         )
@@ -260,7 +260,7 @@ class GatewayConfig:
 
     @property
     def models_by_name(self) -> dict[str, ServedModel]:
-        """Return a mapping to the models from their names and aliases."""
+        """Return the served models by name; a model with aliases is there under each of them, too."""
         return {name: model for model in self.models for name in (model.name, *model.aliases)}
 
 

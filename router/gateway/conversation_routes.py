@@ -19,7 +19,7 @@ _LARGEST_PAGE = 200
 
 
 class StoredAnswerRoutes:
-    """GET and DELETE of /v1/responses/{id}."""
+    """Returns and deletes stored answers: GET and DELETE of /v1/responses/{id}."""
 
     def __init__(self, answers: Answers) -> None:
         self._answers = answers
@@ -38,7 +38,7 @@ class StoredAnswerRoutes:
 
 
 class ConversationRoutes:
-    """GET and DELETE of /v1/conversations and /v1/conversations/{id}, as the directory knows them."""
+    """Lists, describes and ends conversations: /v1/conversations and /v1/conversations/{id}."""
 
     def __init__(self, directory: DirectoryClient, answers: Answers) -> None:
         self._directory, self._answers = directory, answers
@@ -59,7 +59,7 @@ class ConversationRoutes:
         responder.respond_json({"id": name, "object": "conversation.deleted", "deleted": True})
 
     async def list(self, key: Key, request: Request, responder: Responder) -> None:
-        """List conversations, the least recently used first; to an admin, those of all owners.
+        """List the caller's conversations, the least recently used first; an admin gets those of all owners.
 
         The query's `after` is the `last_id` of the previous page.
         """
@@ -90,7 +90,7 @@ def _limit(text: str) -> int:
 
 
 def _shown(found: dict[str, Any], *, with_space: bool = False) -> dict[str, Any]:
-    """Return a conversation as JSON fields. Only an admin sees the name space in its key."""
+    """Return a conversation as JSON fields. Its id is the key, without the owner unless `with_space`."""
     rest = {name: value for name, value in found.items() if name not in ("key", "parent")}
     show = str if with_space else conversation_id
     parent = found["parent"]

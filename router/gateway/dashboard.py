@@ -149,7 +149,7 @@ def _secret(request: Request) -> str:
 
 
 def _script_policy(page: bytes) -> tuple[bytes, bytes]:
-    """Return the header that lets browsers run the page's own script, known by its hash, and no other."""
+    """Return the header by which browsers run only the page's own script, which they know by its hash."""
     hashes = [base64.b64encode(sha256(script).digest()).decode() for script in _SCRIPT.findall(page)]
     allowed = " ".join(f"'sha256-{one}'" for one in hashes)
     policy = f"default-src 'self'; style-src 'unsafe-inline'; script-src {allowed}"

@@ -1,4 +1,4 @@
-"""Routes that pass a request to any usable engine, because it belongs to no conversation."""
+"""Routes of requests that belong to no conversation, and are passed to any usable engine."""
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
@@ -31,7 +31,7 @@ _ATTEMPTS = 2
 
 @dataclass(frozen=True, slots=True)
 class EngineRoutes:
-    """Passes requests without a conversation to a usable engine: embeddings and tokenisation."""
+    """Passes requests for embeddings and tokenisation, which have no conversation, to a usable engine."""
 
     models_of: Callable[[tuple[str, ...]], Models]  # returns the models that a key's `models` allow
     directory: DirectoryClient
@@ -46,7 +46,7 @@ class EngineRoutes:
     ignored: IgnoredFields
 
     async def embeddings(self, key: Key, request: Request, responder: Responder) -> None:
-        """Serve an embeddings request under the limits of its key."""
+        """Serve an embeddings request, and count it against the limits of its key."""
         raw, body = await self._read(key, request, responder)
         model = self.models_of(key.models).get(str(body.get("model")))
         if model is None:
@@ -68,7 +68,7 @@ class EngineRoutes:
                 charge.refund()
 
     async def tokenize(self, key: Key, request: Request, responder: Responder) -> None:
-        """Serve a request that tokenises, detokenises or counts tokens. It is not charged."""
+        """Serve a request to tokenise, detokenise or count tokens. It does not count against token limits."""
         raw, _ = await self._read(key, request, responder)
         await self._pass(request, responder, raw)
 

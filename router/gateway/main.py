@@ -121,7 +121,7 @@ class Gateway:
 
 
 async def _watch_loop() -> None:
-    """Measure for how long callbacks block the event loop, because all streams wait meanwhile."""
+    """Measure how long callbacks block the event loop. All streams wait meanwhile."""
     while True:
         due, spent = time.monotonic() + LOOKS_AT_LOOP_S, time.thread_time()
         await asyncio.sleep(LOOKS_AT_LOOP_S)

@@ -61,7 +61,8 @@ _NEW_FILE = {
 def document(routes: Mapping[str, Iterable[str]], unknown: UnknownFields, max_answers: int) -> bytes:
     """Return the OpenAPI document of `routes`: methods by path, with parameters in braces.
 
-    `unknown`: how the gateway treats fields that it does not know. `max_answers`: most answers to a request.
+    `unknown`: how the gateway treats fields that it does not know. `max_answers`: the most answers that one
+    request may ask for.
     """
     paths = {
         path: {one.lower(): _operation(path, one, unknown, max_answers) for one in routes[path]}

@@ -1,9 +1,9 @@
-"""SLO classes of turns: the choice of a class, and the targets that it gives to engines.
+"""SLO classes of turns: the choice of a turn's class, and the targets that engines get for it.
 
-The first of these that is there names a turn's class: the header `X-SLO-Class` or the body's `slo_class`;
-llm-d's objective header, if a class has that name; the owner, if it has a class; `default`. Waiting turns are
-ordered by the `queue_weight` of their class (`placement/priorities.py`). A client's own priority orders turns
-of its owner, and only in the directory, because every client may send one. Engines get class weights alone.
+A turn's class is the first that is given: by the header `X-SLO-Class` or the body's `slo_class`, by llm-d's
+objective header if a class has that name, by the owner if it has a class, otherwise `default`. Waiting turns
+are ordered by the `queue_weight` of their class (`placement/priorities.py`). A client's own priority orders
+only turns of the same owner, and only in the directory: engines get no weight but that of the class.
 """
 
 import math
@@ -61,7 +61,7 @@ class SloClasses:
     def engine_arguments(
         self, slo_class: SloClass, headers: Mapping[str, str], body: Mapping[str, Any]
     ) -> dict[str, Any]:
-        """Return the field `vllm_xargs` that replaces the body's; no field if the body's stays.
+        """Return a new field `vllm_xargs` for the body, or no field if the body needs no new one.
 
         A client's own targets count, but are raised to those of its class, because the tightest target among
         running turns bounds every iteration of an engine, and late prompts make it abort offline iterations.
@@ -84,9 +84,9 @@ class SloClasses:
         return {"vllm_xargs": arguments} if arguments != requested else {}
 
     def _tightest_ms(self, slo_class: SloClass) -> dict[str, float]:
-        """Return the tightest targets that a turn of this class may ask for.
+        """Return the tightest targets, in milliseconds, that a turn of this class may ask for.
 
-        The engines' own TTFT target holds for every class, so a longer TTFET of the class does not count.
+        A turn may ask for the engines' own TTFT target even if the TTFET target of its class is longer.
         """
         targets = _engine_targets(slo_class)
         ttft_s = min(targets.ttfet_s or math.inf, self._ttft_s or 0.0)

@@ -81,7 +81,7 @@ class TurnTracer:
     def begin(
         self, headers: RawHeaders, arrived_at: float, attributes: Mapping[str, Value]
     ) -> "TurnTrace | None":
-        """Begin the trace of a turn with these headers; return None if the turn is not sampled."""
+        """Begin the trace of a turn that has `headers`; return None if the turn is not sampled."""
         carrier: dict[str, str] = {}
         for field, value in headers:
             if (name := field.lower()) in _CONTEXT_HEADERS:
@@ -96,7 +96,7 @@ class TurnTracer:
         return trace
 
     def close(self) -> None:
-        """Send the waiting spans, for two seconds at most."""
+        """Send the spans that wait to be sent, for two seconds at most."""
         limit = threading.Timer(_LAST_S, self._exporter.shutdown)
         limit.start()
         self._provider.shutdown()
@@ -128,12 +128,12 @@ class TurnTrace:
         self._turn.set_attributes(attributes)
 
     def identified(self, key: str, conversation: str, how: str) -> None:
-        """End the stage `identify`. `conversation` is the id that the client knows."""
+        """Add the span of the stage `identify`. `conversation` is the id that the client knows."""
         self.set_attributes({"conserve.conversation": key, "gen_ai.conversation.id": conversation})
         self._stage("identify", {"conserve.how": how})
 
     def bound(self, cause: str, decoder: str, prefiller: str | None) -> None:
-        """End the stage `bind`."""
+        """Add the span of the stage `bind`, with the engines that were chosen and the cause."""
         chosen: dict[str, Value] = {"conserve.cause": cause, "conserve.decoder": decoder}
         if prefiller:
             chosen["conserve.prefiller"] = prefiller
@@ -149,7 +149,7 @@ class TurnTrace:
         return [*kept, *((field.encode(), value.encode("latin-1")) for field, value in carrier.items())]
 
     def prefilled(self, prompt_tokens: int) -> None:
-        """End the prefill leg. `prompt_tokens` is 0 when it failed, and the decoder computes the prompt."""
+        """End the span of the prefill leg. `prompt_tokens` is 0 if the leg failed."""
         self._prefilled_at = self._clock()
         if (span := self._legs.pop("prefill leg", None)) is not None:
             span.set_attribute("conserve.prompt_tokens", prompt_tokens)
@@ -158,9 +158,9 @@ class TurnTrace:
             self._spans[span] = self._prefilled_at
 
     def decoded(self, outcome: str, complete: bool, first_token_at: float | None) -> None:
-        """End the decode leg, and add the span `transfer`: from the prefill's answer to the first token.
+        """End the span of the decode leg; add a span `transfer` from the prefill's end to the first token.
 
-        An answer that is not a stream has no visible first token, and therefore no such span.
+        An answer that is not a stream shows no first token, and therefore gets no span `transfer`.
         """
         now = self._clock()
         if first_token_at is not None and (prefilled := self._prefilled_at) is not None:
@@ -186,7 +186,7 @@ class TurnTrace:
         finish: str | None,
         broken: tuple[str, int] | None,
     ) -> None:
-        """Add usage and result to the turn's attributes.
+        """Add token counts and the finish reason to the attributes of the turn's span.
 
         `broken`: why the prompt did not continue the conversation's KV, and the tokens computed again for it.
         """
@@ -206,7 +206,7 @@ class TurnTrace:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        """End all spans, even if the turn was refused or broken. They are sent together or not at all."""
+        """End all spans of the turn, even after an error. They are sent together or not at all."""
         if not self._admit():
             return
         now = self._clock()

@@ -13,7 +13,7 @@ _ENDS = (b"response.completed", b"response.incomplete")
 
 
 class AnswerObserver(StreamObserver):
-    """Collects the response object of an answer, and holds the answer's end back until it is stored."""
+    """Collects an answer's response object. The client gets the answer's end when the answer is stored."""
 
     __slots__ = ("_ends", "_kept", "_kept_bytes", "_store")
 

@@ -84,9 +84,9 @@ class AnswerStore:
         self._pruned_at = 0.0
 
     def open(self) -> sqlite3.Connection:
-        """Return the connection; the first call opens it. Raises GatewayConfigError for a newer file.
+        """Return the connection; the first call opens it.
 
-        After any other error a later call may succeed.
+        Raises GatewayConfigError if a newer version wrote the file. After other errors a later call may work.
         """
         if self._opened is None:
             if self._config.path:
@@ -155,9 +155,9 @@ class AnswerStore:
             return bool(database.execute(f"{_BURY} {where}", (Missing.DELETED, owner, name)).rowcount)
 
     def history(self, owner: str, name: str, most_answers: int, most_bytes: int) -> tuple[bytes, ...]:
-        """Return the items of a history up to the answer `name`, in pieces. Raises HistoryMissing.
+        """Return the items of the history that ends with the answer `name`, in pieces.
 
-        The size of a history is checked before any of its items is read.
+        Raises HistoryMissing. The size of a history is checked before any of its items is read.
         """
         query = {"owner": owner, "id": name, "answers": most_answers, "bytes": most_bytes}
         rows = self.open().execute(_CHAIN, query).fetchall()
@@ -182,7 +182,7 @@ class AnswerStore:
         return zlib.decompress(row[0])
 
     def touch(self, owner: str, name: str) -> None:
-        """Record a use of the history up to the answer `name`, which restarts the lifetime of its answers."""
+        """Restart the lifetime of all answers in the history that ends with the answer `name`."""
         query = {"owner": owner, "id": name, "answers": 1 << 20, "bytes": 1 << 40}
         with self._writing() as database:
             names = [(self._clock(), owner, row[0]) for row in database.execute(_CHAIN, query)]
@@ -191,7 +191,10 @@ class AnswerStore:
             )
 
     def newest(self, owner: str, conversation: str) -> tuple[str | None, int]:
-        """Return the id of a conversation's newest answer, or None, and the number of its last end."""
+        """Return the id of a conversation's newest answer, or None, and the number of the last end.
+
+        The number is 0 if no conversation of this name has ended yet, and is greater after each end.
+        """
         query = """SELECT id FROM stored_answers WHERE owner = ? AND conversation = ?
             ORDER BY number DESC LIMIT 1"""
         row = self.open().execute(query, (owner, conversation)).fetchone()
@@ -205,7 +208,7 @@ class AnswerStore:
     def end_conversation(self, owner: str, conversation: str, live: bool) -> bool:
         """End a conversation: the next turn of this name starts anew, and running turns do not join it.
 
-        Returns whether it had a history. `live`: a turn may be running, even if nothing is stored yet.
+        Returns whether it had stored answers. `live`: a turn may be running, even if nothing is stored yet.
         """
         with self._writing() as database:
             left = "UPDATE stored_answers SET conversation = NULL WHERE owner = ? AND conversation = ?"
@@ -252,7 +255,7 @@ def _end_of(conversation: str) -> str:
 
 
 def _pieces(answers: Iterable[bytes]) -> Iterator[bytes]:
-    """Yield the items of answers, joined with commas, in pieces of at least `PIECE_BYTES` but the last."""
+    """Yield the items of answers, joined with commas. Only the last piece is shorter than `PIECE_BYTES`."""
     joined = bytearray()
     for number, items in enumerate(answer for answer in answers if answer):
         for at in range(0, len(items), PIECE_BYTES):
@@ -266,7 +269,10 @@ def _pieces(answers: Iterable[bytes]) -> Iterator[bytes]:
 
 
 def fair_share(totals: Iterable[int], most: int) -> int:
-    """Return the bytes that each owner may keep. Large owners share the space that small ones leave."""
+    """Return how many bytes each owner may keep, so that together they keep at most `most`.
+
+    `totals` has the bytes of each owner. Owners below their share leave the rest to the larger ones.
+    """
     left, waiting = most, sorted(totals)
     while waiting and waiting[0] <= left // len(waiting):
         left -= waiting.pop(0)

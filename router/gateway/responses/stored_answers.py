@@ -66,7 +66,7 @@ class History:
 
     @property
     def response_fields(self) -> dict[str, Any]:
-        """Return the fields of the response that name its history."""
+        """Return the response's fields that name the answer or conversation before it."""
         if self.conversation is not None:
             return {"previous_response_id": None, "conversation": {"id": self.conversation}}
         return {"previous_response_id": self.previous}
@@ -79,7 +79,7 @@ class History:
 
 @dataclass(frozen=True, slots=True)
 class AnswerParser:
-    """Parser of an engine's answer: its id, its items and the response object."""
+    """Parser that finds id, items and response object in an engine's answer."""
 
     space: str  # owner
     response_fields: Mapping[str, Any]
@@ -143,9 +143,9 @@ class Answers:
     async def with_history(
         self, owner: str, pieces: tuple[bytes, ...], read: ParsedBody
     ) -> tuple[tuple[bytes, ...], History]:
-        """Return the body for the engine, with the history in its input, and what the request adds to it.
+        """Return the engine's body, whose input begins with the history, and the request's `History`.
 
-        Raises ApiError for a history that is not stored or cannot be sent again.
+        Raises ApiError if the history is not stored, or is too long to be sent again.
         """
         body = read.fields
         previous, conversation = body.get("previous_response_id") or None, named_conversation(body)
@@ -181,7 +181,7 @@ class Answers:
             log.warning("the use of stored answers was not recorded reason=%r", error)
 
     def observer(self, owner: str, history: History | None, *arguments: Any) -> StreamObserver:
-        """Return an observer for an answer; if `history.stored`, it stores the answer."""
+        """Return an observer for an answer. The observer stores the answer if `history.stored`."""
         if history is None or not history.stored:
             return StreamObserver(*arguments)
         return AnswerObserver(lambda response: self.store(owner, history, response), *arguments)

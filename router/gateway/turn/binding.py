@@ -104,14 +104,14 @@ class Binder:
         return found
 
     def uncached_tokens(self, turn: Turn, found: Identified) -> int:
-        """Estimate how many tokens of the prompt have to be computed."""
+        """Estimate how many tokens of the turn's prompt an engine has to compute."""
         known = self._directory.bound(found.key)
         if known is not None:
             return self._ratio.uncached_tokens(turn, known, found.matched_bytes)
         return self.prompt_tokens(turn)
 
     def prompt_tokens(self, turn: Turn) -> int:
-        """Estimate the tokens of the prompt, at most the engines' longest context."""
+        """Estimate the length of the turn's prompt in tokens, up to the engines' longest context."""
         return self._ratio.prompt_tokens(turn, self._directory.engines.max_context)
 
     async def bind(self, turn: Turn, found: Identified, responder: Responder) -> Route:
@@ -137,7 +137,7 @@ class Binder:
         return config.policy.later_turn_through_prefiller(config.redisaggregation, uncached, prompt)
 
     async def bind_again(self, turn: Turn, found: Identified, route: Route, responder: Responder) -> Route:
-        """Return a new route after the decoder was lost, before its answer began or in the middle of it."""
+        """Return a new route for a turn whose decoder was lost, before its answer or in the middle of it."""
         metrics.FALLBACKS.labels("decoder_lost").inc()
         log.warning(
             "decoder lost, placing again conversation=%s engine=%s",
@@ -211,7 +211,7 @@ class Binder:
         return Route(known, decoder, prefiller, found.turn, outcome.cause, self._clock(), moved)
 
     async def _ask(self, ask: Ask) -> tuple[Placed | Refusal, Known | None]:
-        """Ask the directory for a placement. A fork waits while this gateway places its parent."""
+        """Ask the directory for a placement. If the parent conversation is being placed, wait for it."""
         parent = self._placing.get(ask.parent or "")
         if parent is not None:
             await asyncio.wait([parent])
@@ -225,7 +225,7 @@ class Binder:
 
 
 def refusal_error(refusal: Refusal) -> ApiError:
-    """Return the client's error for a refused placement."""
+    """Return the error that a client gets when the directory refuses to place its turn."""
     retry = refusal.retry_after_s or None
     if refusal.reason is RefusalReason.TOO_LARGE:
         return ContextTooLong(refusal.message)
@@ -235,7 +235,7 @@ def refusal_error(refusal: Refusal) -> ApiError:
 
 
 def unreachable_error(error: DirectoryUnavailable) -> ApiError:
-    """Return the client's error while the directory cannot be reached."""
+    """Return the error that a client gets while the directory cannot be reached."""
     return Unavailable(
         f"new conversations cannot be placed now: {error}; running ones continue, try again",
         code="no_directory",

@@ -63,7 +63,7 @@ class TurnRunner:
         stream: StreamResumption,
         observer: StreamObserver | None = None,
     ) -> RelayedTurn:
-        """Relay a turn to its client. `observer`: of a resumed stream, it has observed the part so far."""
+        """Run a turn and relay its answer. `observer` has seen the first part of a resumed stream."""
         key, trace, prefill = route.known.key, turn.trace, PrefillLeg()
         self._prefetcher.turn_arrived(route.known)
         turn.charge.computing = True

@@ -142,7 +142,7 @@ class TurnHandler:
         stream: StreamResumption,
         first_cause: str,
     ) -> None:
-        """Report a turn's end to metrics, trace, charge, directory, prefetcher and log."""
+        """Report the end of a turn to the metrics, trace, charge, directory, prefetcher and log."""
         outcome, seen = relayed.outcome, stream.with_usage(relayed.observer.observation())
         broken = None
         if outcome.end is RelayEnd.COMPLETE and seen.status == 200:
@@ -220,10 +220,10 @@ def cached_tokens(prefill: PrefillLeg, seen: Observation) -> int:
 
 
 def _durations(route: Route, prefill: PrefillLeg, seen: Observation) -> tuple[float, float]:
-    """Return the seconds from placement to first token, and the handover's part of them.
+    """Return the seconds from placement to first token, and how many of them the handover took.
 
-    The handover lasts from the end of the prefill to the first token, less the time of one token. Either is 0
-    if it cannot be measured, for example because the answer is not a stream.
+    The handover lasts from the end of the prefill to the first token, less the time of one token. A number is
+    0 if it cannot be measured, for example because the answer is not a stream.
     """
     first = seen.first_token_at if seen.streamed else None
     if first is None or route.placed_at is None or first < route.placed_at:

@@ -46,7 +46,7 @@ class KvReuse:
 def find_prefix_break(before: Asked, turn: Turn, reuse: KvReuse) -> tuple[PrefixBreak, int] | None:
     """Return the reason for a broken prefix, and the number of tokens computed again.
 
-    Returns None if the prefix is not broken, or if the engine reports too little to tell.
+    Returns None if the prefix is not broken, or if the engine does not report enough to tell.
     """
     lost = reuse.held if reuse.cached is None else max(0, reuse.held - reuse.cached)
     if before.tools != turn.prompt.tools_digest:
@@ -103,7 +103,7 @@ def record_prefix(
 def count_move(
     route: Route, prefill: PrefillLeg, seen: Observation, *, answered: bool, same_prefix: bool
 ) -> None:
-    """Count a turn whose conversation moved, and the context tokens that were computed again.
+    """Count a turn whose conversation moved to another decoder, and the tokens computed again for that.
 
     Call this before the turn's token counts replace those of the turn before. A changed prefix is computed
     again wherever the conversation is, and does not count.
@@ -125,10 +125,10 @@ def count_move(
 
 
 def recomputed_tokens(held: int, block: int, prefill: PrefillLeg, cached: int | None) -> int:
-    """Return how many tokens of a moved context were computed again, by the former decoder or the new one.
+    """Return how many tokens were computed again, on either decoder, because a conversation moved.
 
-    `held` tokens were computed before; an incomplete block is computed again in any turn. `cached`: tokens
-    that the new decoder had or received; None if it does not report them.
+    The former decoder held KV of `held` tokens. An incomplete block is computed again in any turn, and does
+    not count. `cached`: tokens that the new decoder had or received; None if it does not report them.
     """
     found = 0 if prefill.done_at is None else prefill.cached_tokens
     if cached is not None:

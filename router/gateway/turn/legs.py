@@ -60,8 +60,8 @@ def prefill_body(
 ) -> tuple[bytes, ...]:
     """Return the body of a prefill leg, whose KV a decoder fetches under `transfer_id`.
 
-    It has the turn's prompt, and asks for one token without a stream. `body` has the fields of `raw`.
-    `moves`: the engine is the decoder from which the conversation moves away.
+    The body has the turn's prompt, and asks for one token without a stream. `body` has the fields of `raw`.
+    `moves`: the leg's engine is the decoder from which the conversation moves away.
     """
     leg = {name: value for name, value in _NEUTRAL.items() if name in body}
     limits = _LIMIT[api]
@@ -85,7 +85,7 @@ def _resumed(resume: Mapping[str, Any] | None) -> dict[str, Any]:
 
 
 def for_leg(leg: str, turn: Turn, engine: EngineInfo) -> Turn:
-    """Return the turn with trace headers that name this leg, if the turn is traced."""
+    """Return the turn, with trace headers that name its leg `leg` if the turn is traced."""
     if turn.trace is None:
         return turn
     return replace(turn, headers=turn.trace.leg(leg, turn.headers, engine.engine))
@@ -117,7 +117,7 @@ class PrefillAnswer:
 async def prefill(
     pool: UpstreamPool, turn: Turn, key: str, prefiller: EngineInfo, transfer_id: str, *, moves: bool = False
 ) -> PrefillAnswer:
-    """Run the prefill leg. If it fails, the answer has no tokens, and the decoder computes the prompt.
+    """Run the prefill leg. If it fails, `prompt_tokens` is 0, and the decoder computes the prompt.
 
     `key`: the conversation's key. `moves`: the conversation moves away from `prefiller`, its decoder.
     """
@@ -151,9 +151,10 @@ async def decode(
     observer: StreamObserver,
     progress: StreamProgress | None,
 ) -> RelayOutcome:
-    """Relay the decode leg to the client. The engine gets `params` and the hints for it in the client's body.
+    """Run the decode leg, and relay its answer to the client.
 
-    `progress`: of a stream that can be resumed; None for any other answer.
+    The engine gets the client's body with `params` and the hints for engines. `progress` records a stream
+    that can be resumed; it is None for any other answer.
     """
     given = {**(params or {}), **_resumed(turn.resume)}
     if hints := turn.prompt.hints.for_engine:
@@ -197,9 +198,9 @@ def decoder_lost(outcome: RelayOutcome) -> bool:
 
 
 def crashed_under_request(outcome: RelayOutcome) -> bool:
-    """Return whether the engine crashed while it had the request.
+    """Return whether the engine crashed while it ran the request.
 
-    An engine that was unreachable, or that refuses work, did not have it.
+    An engine that was unreachable, or that refused the request, did not run it.
     """
     if outcome.response is not None:
         return any(mark in outcome.response.body for mark in _DEAD_ENGINE)
@@ -207,7 +208,7 @@ def crashed_under_request(outcome: RelayOutcome) -> bool:
 
 
 def send_held_answer(outcome: RelayOutcome, responder: Responder) -> None:
-    """Send the client an engine's answer that was held back; raise the error if there was none."""
+    """Send the client an answer that was held back; if the engine gave none, raise its error."""
     if outcome.end is RelayEnd.NOT_STARTED and outcome.error is not None:
         raise outcome.error
     if outcome.end is RelayEnd.HELD and outcome.response is not None:

@@ -22,7 +22,7 @@ _LOOK_EVERY_S = 0.25
 
 
 class Prefetcher:
-    """Plans a prefetch when a turn calls a tool, and asks for it before the tool is expected to return."""
+    """Plans a prefetch when a turn calls a tool, and requests it before the tool's expected return."""
 
     def __init__(
         self,
@@ -34,7 +34,7 @@ class Prefetcher:
         self._planned: dict[str, asyncio.Task[None]] = {}  # by conversation
 
     def tool_called(self, away_s: float | None, known: Known) -> None:
-        """Plan the prefetch of a conversation whose turn called a tool. `away_s`: announced by the client."""
+        """Plan a prefetch for a conversation whose turn called a tool, which takes `away_s` if announced."""
         known.tool_called_at = self._clock()
         planned = self._rules.prefetch(away_s, known.tool_waits)
         if planned is not None:

@@ -1,4 +1,4 @@
-"""Quarantine of requests under which engines crashed."""
+"""Quarantine of requests that were running on engines when those crashed."""
 
 from collections import OrderedDict
 from collections.abc import Callable
@@ -32,7 +32,7 @@ class CrashQuarantine:
         self._crashes: OrderedDict[bytes, _Crashes] = OrderedDict()
 
     def record(self, digest: bytes, engine: EngineInfo) -> None:
-        """Record that `engine` crashed under this request. A second report of the same crash adds nothing."""
+        """Record that `engine` crashed while it ran this request. The same crash counts once."""
         now = self._clock()
         crashes = self._crashes.get(digest)
         if crashes is None or now - crashes.at > QUARANTINE_S:
@@ -51,7 +51,7 @@ class CrashQuarantine:
         return len(crashes.engines) >= CRASH_LIMIT
 
     def check(self, digest: bytes) -> None:
-        """Raise SetAside for a request in quarantine."""
+        """Raise SetAside if this request is in quarantine."""
         if self.holds(digest):
             metrics.SET_ASIDE.inc()
             raise SetAside(

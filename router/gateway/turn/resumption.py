@@ -83,7 +83,7 @@ class StreamResumption:
         self._fails_as = "set_aside"  # metric label if the stream ends now
 
     def with_usage(self, seen: Observation) -> Observation:
-        """Add usage from the engine's token lines when the client did not ask for `usage`."""
+        """Return `seen` with token counts from the engine's token lines if the stream had no `usage`."""
         prompt = self.progress.prompt_tokens if self.progress is not None and seen.usage is None else None
         if self.progress is None or prompt is None:
             return seen
@@ -92,7 +92,7 @@ class StreamResumption:
         return seen._replace(usage=usage)
 
     def next_try(self, turn: Turn, outcome: RelayOutcome) -> Turn:
-        """Return the turn for the next engine. Raises the stream's error after too many tries."""
+        """Return the turn as the next engine gets it. Raises the error of `outcome` after too many tries."""
         assert self.progress is not None
         now, pieces, self._was_cut = self._clock(), self.progress.events, True
         if pieces > self._pieces_before or self._first_cut is None:
@@ -107,7 +107,7 @@ class StreamResumption:
         return replace(turn, resume={"outputs": outputs} if outputs else None)
 
     def judge(self, outcome: RelayOutcome) -> RelayOutcome:
-        """Return the outcome of a try; its end is RESUMABLE if one more engine may be tried.
+        """Return `outcome`, with RESUMABLE as its end if the engine was lost and another may be tried.
 
         Raises ApiError if the engine refused to continue the stream.
         """
@@ -127,7 +127,7 @@ class StreamResumption:
         return RelayOutcome(RelayEnd.BROKEN, responder.status, error)
 
     def count(self, outcome: RelayOutcome) -> None:
-        """Count the result of a stream whose engine was lost."""
+        """Count a stream whose engine was lost, as resumed or by the reason why it was not."""
         if outcome.end is RelayEnd.BROKEN:
             obstacle = self._why_not or (self.progress.obstacle if self.progress is not None else None)
             first = obstacle if isinstance(outcome.error, EngineLost) else None

@@ -1,4 +1,4 @@
-"""Sizes of prompts in tokens, estimated without a tokenizer from the ratio that engines report."""
+"""Sizes of prompts in tokens, estimated without a tokenizer from token counts that engines report."""
 
 from xxhash import xxh3_128_digest
 

@@ -61,7 +61,7 @@ class Turn:
 
     @property
     def flex(self) -> bool:
-        """Return whether this is offline work, which waits for capacity and has no conversation."""
+        """Return whether the turn is offline work, which waits for capacity and has no conversation."""
         return self.body.get("service_tier") == "flex"
 
     @property

@@ -28,7 +28,7 @@ _OUTCOMES = {
 
 @dataclass(frozen=True, slots=True)
 class TurnOutcome:
-    """Result of a turn, as far as it is reported to the directory."""
+    """The part of a turn's result that is reported to the directory."""
 
     generated: bool  # the engine generated something
     prompt_tokens: int = 0  # by the engine's count; 0: it reports none
@@ -46,7 +46,7 @@ class TurnMetrics:
                 metrics.from_zero(metrics.SLO, *(f"{one.name}/{objective}/{met}" for met in ("yes", "no")))
 
     def placed(self, policy: str, cause: str, transferred: bool) -> None:
-        """Count one placement by policy and cause."""
+        """Count one placement by its policy and its cause, and whether KV is transferred for it."""
         metrics.PLACEMENTS.labels(policy, cause).inc()
         if transferred:
             metrics.TRANSFERS.labels(cause).inc()
@@ -56,7 +56,7 @@ class TurnMetrics:
     def ended(
         self, turn: Turn, known: Known, cause: str, outcome: RelayOutcome, seen: Observation
     ) -> TurnOutcome:
-        """Count a turn that ended, and return its result. `cause` is that of its first route."""
+        """Count a turn that ended, and return its result. `cause`: why its first route was chosen."""
         whole = outcome.end is RelayEnd.COMPLETE and not seen.failed
         end = _outcome_label(outcome, seen)
         metrics.labelled(metrics.TURNS, end).inc()
@@ -92,7 +92,7 @@ class TurnMetrics:
     def _answered(
         self, slo_class: str, known: Known, seen: Observation, tbt: float | None
     ) -> Iterator[tuple[str, float]]:
-        """Yield the name of each SLO objective, with the seconds that the finished answer took."""
+        """Yield the name of each SLO objective, with the seconds measured for the finished answer."""
         since, known.waiting_since = known.waiting_since, None
         assert since is not None
         if seen.first_content_at is not None:
