@@ -207,7 +207,7 @@ class ServerConnection(asyncio.Protocol):
         return self._server.draining or (request is not None and not request.body.complete)
 
     def response_finished(self, *, keep_alive: bool) -> None:
-        """Go on to the connection's next request, or close the connection."""
+        """Handle the connection's next request if ``keep_alive``, otherwise close the connection."""
         request, self._request, self._responder = self._request, None, None
         if request is None or self._closed:
             return
@@ -246,7 +246,7 @@ class ServerConnection(asyncio.Protocol):
     # Ends
 
     def _close_with_linger(self) -> None:
-        """Close in two steps, because a plain close with unread input would reset and lose the answer."""
+        """Close in two steps: a close with unread input would reset the connection and lose the answer."""
         self._lingering = True
         self._waiting.clear()
         if self._request is not None:
@@ -268,7 +268,7 @@ class ServerConnection(asyncio.Protocol):
 
     @property
     def sending(self) -> bool:
-        """Return whether the end of the last answer is still being sent."""
+        """Return whether a part of the last answer still has to be sent."""
         return self._lingering or bool(self._transport.get_write_buffer_size())
 
     def evict(self) -> None:

@@ -1,4 +1,4 @@
-"""Exchanges with engines: receivers that pass a response on to a client, or collect it."""
+"""Exchanges with engines: a request, and a receiver that relays the response to a client or collects it."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ MAX_HELD_BYTES = 1024 * 1024
 
 
 class RelayEnd(enum.StrEnum):
-    """Outcome of a relayed exchange."""
+    """Way in which a relayed exchange ended."""
 
     COMPLETE = "complete"
     """The whole response went to the client, whatever its status."""
@@ -56,7 +56,7 @@ class RelayOutcome(NamedTuple):
 
 
 class Exchange(ResponseSink):
-    """One request and its outcome: the shared part of ``relay`` and ``fetch``."""
+    """One request to an engine, and its outcome: what ``relay`` and ``fetch`` have in common."""
 
     def __init__(self, loop: asyncio.AbstractEventLoop) -> None:
         self.loop = loop
@@ -76,7 +76,7 @@ class Exchange(ResponseSink):
         self.end(RelayOutcome(RelayEnd.NOT_STARTED, error=error))
 
     async def send_body(self, connection: UpstreamConnection, request: UpstreamRequest) -> None:
-        """Send a streamed body. An error in it ends the exchange, unless the answer has begun."""
+        """Send the client's body as it arrives. Its error ends the exchange, unless the answer has begun."""
         assert request.stream is not None
         try:
             await connection.send_body(request.stream, request.max_bytes)
@@ -224,17 +224,17 @@ class RelayExchange(Exchange):
         self._when_stored(finish)
 
     def _with_withheld(self, data: bytes) -> bytes:
-        """Return ``data`` with all withheld data in front of it."""
+        """Return the withheld data followed by ``data``; nothing is withheld any more."""
         if self._withheld:
             data = b"".join((*self._withheld, data))
             self._withheld.clear()
         return data
 
     def _when_stored(self, finish: Callable[[], None]) -> None:
-        """Run ``finish`` once the observer has stored the answer, at once if it stores none.
+        """Run ``finish`` when the observer has stored the answer, or at once if the answer is not stored.
 
-        A client that has the end of an answer may fetch the stored answer at once. While the end waits, the
-        engine's connection is back in the pool already.
+        A client that has the end of an answer may fetch the stored answer at once. While ``finish`` waits,
+        the engine's connection is already back in the pool.
         """
         stored = self._observer.at_end() if self._observer is not None else None
         if stored is None:

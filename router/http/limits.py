@@ -1,8 +1,8 @@
 """Limits on clients and on connections to engines, the timers that enforce them, and the open-file limit.
 
-All values are seconds or bytes, where nothing else is said. No message has a timer of its own: one periodic
-sweep checks every open connection and a flag that traffic sets, so that the byte path never reads a clock. A
-deadline is enforced up to one interval late.
+All values are seconds or bytes, unless their names say otherwise. No message has a timer of its own: a
+periodic sweep checks every open connection, and a flag that arriving data sets, so that relaying bytes reads
+no clock. A deadline is enforced up to one interval of the sweep late.
 """
 
 from __future__ import annotations
@@ -124,7 +124,7 @@ class BodyTimer:
         """Bytes have arrived since the last check."""
 
     def paused(self, now: float) -> None:
-        """Restart the silence limit, because the gateway itself paused the client."""
+        """Restart the limit on the client's silence, because the gateway itself paused the client."""
         self._checked_at = now
         self._deadline = now + self._limits.body_timeout_s
 
@@ -148,7 +148,7 @@ class HasDeadlines(Protocol):
     """Connection whose deadlines a `Sweeper` checks."""
 
     def check_deadlines(self, now: float) -> None:
-        """Act on deadlines that have passed at ``now``, by the event loop's clock."""
+        """Act on the deadlines that have passed at ``now``, a time of the event loop's clock."""
 
 
 class Sweeper:

@@ -49,7 +49,7 @@ class UpstreamPool:
     def take_idle(self, endpoint: Endpoint, *, fresh: bool = False) -> UpstreamConnection | None:
         """Take the most recently used idle connection, if there is one.
 
-        ``fresh``: a kept-alive connection was found dead, so abort all idle ones and return None.
+        ``fresh``: abort all idle connections and return None, because one of them was found dead.
         """
         connections = self._endpoints.get(endpoint)
         while connections is not None and connections.idle:
@@ -74,7 +74,7 @@ class UpstreamPool:
         return await self._connect(connections, endpoint)
 
     async def _wait(self, connections: _EndpointConnections, endpoint: Endpoint) -> UpstreamConnection | None:
-        """Wait for a free connection. None: a connection has closed, and the caller may open a new one."""
+        """Wait for a free connection. Returns None if one has closed and the caller may open another."""
         waiter: asyncio.Future[UpstreamConnection | None] = self.loop.create_future()
         connections.waiters.append(waiter)
         try:

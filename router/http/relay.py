@@ -41,8 +41,8 @@ async def relay(
     """Send ``request`` and pass the response to ``responder``. An engine's failure is returned, not raised.
 
     ``hold``: statuses whose response is returned instead of passed on (503 while an engine shuts down).
-    ``observer``: it sees the response's bytes as they pass, and has seen all of them when this returns.
-    ``progress``: of a stream that another engine may continue. If ``responder`` has started already, this
+    ``observer`` sees the response's bytes as they pass, and has seen all of them when this returns.
+    ``progress`` records a stream that another engine may continue. If ``responder`` has started already, this
     engine continues the stream, and a response that is not its continuation is returned.
     """
     exchange = RelayExchange(pool.loop, responder, observer, hold, progress)

@@ -50,7 +50,7 @@ class Evictable(Protocol):
 
     @property
     def sending(self) -> bool:
-        """Return whether the end of the last answer is still being sent."""
+        """Return whether a part of the last answer still has to be sent."""
 
     def evict(self) -> None:
         """Close this connection, because a new one needs its place."""
@@ -160,7 +160,7 @@ class Server:
         task.add_done_callback(self._task_done)
 
     def handshake_started(self, handshake: TlsHandshake) -> bool:
-        """Admit a TLS handshake; return False if there is no place for it."""
+        """Count a new TLS handshake; return False if the server is full or drains."""
         self._handshakes.add(handshake)
         if self.draining or not self._make_place():
             return False
@@ -174,7 +174,7 @@ class Server:
             self.stats.handshakes[outcome] = self.stats.handshakes.get(outcome, 0) + 1
 
     def connection_opened(self, connection: ServerConnection) -> ApiError | None:
-        """Admit a connection; return the refusal if there is no place for it."""
+        """Count a new connection; return the error for its client if the server is full or drains."""
         self.stats.accepted += 1
         self.stats.connections += 1
         self._connections.add(connection)
@@ -200,7 +200,7 @@ class Server:
         self.stats.timeouts[what] = self.stats.timeouts.get(what, 0) + 1
 
     def _make_place(self) -> bool:
-        """Evict the longest idle connection if there are too many; return False if all have requests.
+        """Evict the longest idle connection if there are too many; return False if every one runs a request.
 
         Otherwise one client could open as many connections as the limit allows and keep everybody else out.
         Clients have to expect that an idle connection ends.

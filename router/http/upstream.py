@@ -157,7 +157,7 @@ class UpstreamConnection(asyncio.Protocol):
 
     @property
     def answered(self) -> bool:
-        """Return whether bytes of the current response have arrived."""
+        """Return whether the current response has begun to arrive."""
         return self._timer.answered
 
     def send(self, request: UpstreamRequest, sink: ResponseSink) -> None:
@@ -318,7 +318,7 @@ class UpstreamConnection(asyncio.Protocol):
         chunk_bytes: int,
         progress: StreamProgress | None,
     ) -> None:
-        """Send the coming chunks straight to the client, if no other data waits in front of them."""
+        """Begin to splice the stream to the client's socket, if no earlier data still waits to be sent."""
         loop = self._owner.splice_loop
         if loop is None or self._splice is not None or self._paused:
             return
@@ -330,7 +330,7 @@ class UpstreamConnection(asyncio.Protocol):
             loop.add(self._splice)
 
     def on_diverted(self, data: bytes) -> None:
-        """Receive data of the spliced stream that is not one whole event; b"" at its end or an error."""
+        """Receive data of the spliced stream that is not one whole event; b"" if it ended or failed."""
         splice = self._splice
         assert splice is not None
         if data:

@@ -49,7 +49,7 @@ class StreamProgress:
 
     @property
     def headers(self) -> RawHeaders:
-        """Return the headers that ask an engine for token lines, or to continue the stream."""
+        """Return the headers that ask an engine for token lines, and say after which event to continue."""
         headers = [(EVENTS_HEADER, b"%d" % self.events), (SEED_HEADER, self._seed), (COUNTS_HEADER, b"1")]
         return [*headers, (CREATED_HEADER, self._created)] if self._created else headers
 
@@ -63,13 +63,13 @@ class StreamProgress:
 
     @property
     def outputs(self) -> list[list[int]]:
-        """Return the token ids of each output of the engine."""
+        """Return the generated token ids of each output (choice) of the stream."""
         outputs = PROMPT_COUNTS.sub(b"", self.lines).replace(b":", b"").replace(b"\n", b"").split(b";")[:-1]
         return [[int(token) for token in output.split(b",")] if output else [] for output in outputs]
 
     @property
     def prompt_tokens(self) -> tuple[int, int | None] | None:
-        """Return the prompt's length and its cached tokens, as the first engine reported them."""
+        """Return the number of prompt tokens, and of cached ones, as the first engine reported them."""
         found = PROMPT_COUNTS.search(self.lines)
         return (int(found[1]), int(found[2]) if found[2] else None) if found else None
 
@@ -82,7 +82,7 @@ class StreamProgress:
 
     @property
     def obstacle(self) -> str | None:
-        """Return why no other engine can continue the stream; None if one can."""
+        """Return why no other engine can continue the stream; None if another engine can."""
         if not self.reported:
             return "not_lined"
         if len(self.lines) >= MAX_LINES_BYTES:
@@ -102,7 +102,10 @@ class StreamProgress:
         return TOKEN_LINE.sub(b"", data)
 
     def strip_chunk(self, framed: bytes, start: int) -> bytes | None:
-        """Strip a chunk that is one token line and one event; return None if it is anything else."""
+        """Store the token line of a chunk that is one such line and one event; return the rest of the chunk.
+
+        Returns None for any other chunk.
+        """
         end = framed.find(b"\n", start) + 1
         if framed[start : start + 1] != b":" or framed[start + 1 : start + 2] == b" ":
             return None

@@ -2,8 +2,8 @@
 
 The observer learns *when* things came (first token, first content, last event) by looking for JSON keys until
 the first content has come, and *what* the response was (finish reason, usage, id, tool call, error) once at
-the end, from its first and last bytes. Only those bytes are kept. In between, a token costs a look at the
-clock and a place in a short list. Generated text cannot be mistaken for a key: its quotes are escaped.
+the end, from its first and last bytes. Only those bytes are kept. In between, a token costs one look at the
+clock and one entry in a short list. Generated text cannot be mistaken for a key: its quotes are escaped.
 """
 
 from __future__ import annotations
@@ -53,7 +53,7 @@ class EventBoundary:
         """Beginning of an event whose end has not come."""
 
     def complete(self, data: bytes) -> bytes:
-        """Return the bytes that may be sent to the client now; possibly none."""
+        """Return the events that ``data`` completes, and keep the beginning of the next event."""
         if self.partial:
             data = self.partial + data
             self.partial = b""
@@ -66,7 +66,7 @@ class EventBoundary:
         return data[:end]
 
     def flush(self, tail: bytes) -> bytes:
-        """Return the remaining bytes of a stream that ended with ``tail``."""
+        """Return the kept beginning of an event, followed by ``tail``, with which the stream ended."""
         partial, self.partial = self.partial, b""
         return partial + tail
 
@@ -81,7 +81,7 @@ class TokenUsage(NamedTuple):
 
 
 class Observation(NamedTuple):
-    """Facts about one response. Times are from the observer's clock; None means not seen."""
+    """Facts about one response. Times are of the observer's clock. A fact that was not seen is None."""
 
     status: int
     streamed: bool
@@ -140,11 +140,11 @@ class StreamObserver:
 
     @property
     def holds_end(self) -> bool:
-        """Return whether the data fed last must wait until the future of ``at_end`` is done."""
+        """Return whether the client may get the data fed last only after the future of ``at_end``."""
         return False
 
     def at_end(self) -> asyncio.Future[None] | None:
-        """Finish observing. Return a future on which the answer's end has to wait, or None."""
+        """Finish observing. Returns a future for which the answer's end must wait, or None."""
         return None
 
     def start(self, status: int, content_type: bytes) -> None:
