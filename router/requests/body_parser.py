@@ -61,7 +61,7 @@ class Api(StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class BodyParser:
-    """Parser of one request's body, with the facts about the request and the fleet that it needs."""
+    """Parser of one request's body, with what it has to know about the request and the fleet."""
 
     path: str  # path of the endpoint
     api: Api | None  # None: not a turn, the body is only checked
@@ -78,7 +78,7 @@ class BodyParser:
 
 @dataclass(frozen=True, slots=True)
 class ParsedBody:
-    """A body whose fields have been checked."""
+    """Result of parsing a body: its checked fields, and facts about its prompt."""
 
     fields: Mapping[str, Any]  # by name; large values of a large body are None
     prompt: "Prompt | None"  # None for requests that are no turns
@@ -198,7 +198,7 @@ def check_items(body: Mapping[str, Any]) -> None:
 
 
 def _parts(messages: list[object]) -> Iterator[object]:
-    """Yield the parts of messages, and of the outputs of tools among them."""
+    """Yield the content parts of messages, and those of tool outputs among the messages."""
     for message in messages:
         if isinstance(message, dict):
             for content in (message.get("content"), message.get("output")):
@@ -245,7 +245,7 @@ def _parse_object(headers: Mapping[str, str], raw: bytes) -> dict[str, Any]:
 def is_deep(value: dict[str, Any]) -> bool:
     """Return whether a value is nested more deeply than `DEEPEST`.
 
-    Goes level by level, because recursion would exceed Python's stack for the same values.
+    It goes through the value level by level, because a recursion into a deep value would exceed the stack.
     """
     level: list[Any] = [value]
     for _ in range(DEEPEST):

@@ -17,7 +17,7 @@ _SPACE = " \t\r\n"
 
 @dataclass(frozen=True, slots=True)
 class Span:
-    """Position of a part in a body: a field with its name, or a list's items without the brackets."""
+    """Position of a part of a body: of a field with its name, or of a list's items without the brackets."""
 
     start: int
     end: int
@@ -34,7 +34,10 @@ def write_items(given: object) -> bytes:
 
 
 def find_items(raw: bytes) -> Span:
-    """Return where the items of `input` are in a valid JSON object; the last if it is repeated."""
+    """Return the span of the items of `input` in a valid JSON object.
+
+    Of a repeated `input`, the last one counts.
+    """
     found = NO_ITEMS
     for name, _, start, end, value in _fields(raw):
         if name == "input":
@@ -45,7 +48,10 @@ def find_items(raw: bytes) -> Span:
 
 
 def find_fields(raw: bytes, names: Container[str]) -> tuple[Span, ...]:
-    """Return where fields with these ASCII names are in a valid JSON object; the last if one is repeated."""
+    """Return the spans of the fields `names`, which are ASCII, in a valid JSON object.
+
+    Of a repeated field, the last one counts.
+    """
     return tuple({name: Span(at, end) for name, at, _, end, _ in _fields(raw) if name in names}.values())
 
 

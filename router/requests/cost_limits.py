@@ -39,7 +39,7 @@ _RENDERED = ("messages", "prompt", "tools", "documents", "chat_template_kwargs")
 
 @dataclass(frozen=True, slots=True)
 class PromptLimit:
-    """The longest prompt, and the most answers to it, that the fleet accepts."""
+    """Limits of the fleet on the length of a prompt and on the number of answers to it."""
 
     max_context: int  # tokens of the largest engine; 0 while none is known
     max_bytes_per_token: int = MAX_BYTES_PER_TOKEN
@@ -69,9 +69,9 @@ class PromptLimit:
         return -(-size // self.max_bytes_per_token)
 
     def _size(self, value: object, with_media: bool = False) -> int:
-        """Return the bytes of `value` as JSON; with `with_media`, without those of its media.
+        """Return the size of `value` as JSON in bytes. If `with_media`, the bytes of its media do not count.
 
-        A token id counts as the most bytes that a token can stand for.
+        Each token id counts as `max_bytes_per_token`.
         """
         if (ids := token_ids(value)) is not None:
             return len(ids) * self.max_bytes_per_token
@@ -103,7 +103,10 @@ def _prompts(value: object) -> list[object]:
 
 
 def check_answers(body: Mapping[str, Any], most: int) -> int:
-    """Return the number of answers that a body asks for, or refuse it. `body` has no unknown fields."""
+    """Return how many answers a body asks for. Raises BadRequest if these or their extras are too many.
+
+    `body` has no unknown fields. Extras are bad words and log-probabilities.
+    """
     answers = count_answers(body)
     if answers > most:
         prompts = _count_prompts(body)
@@ -154,7 +157,10 @@ def _count_prompts(body: Mapping[str, Any]) -> int:
 
 
 def _listed(value: Any) -> int:
-    """Return how many tokens a field lists beside the sampled token; -1 means the whole vocabulary."""
+    """Return for how many tokens beside the sampled one a field requests log-probabilities.
+
+    The value -1 requests them for the whole vocabulary.
+    """
     if isinstance(value, list):
         return len(value)
     number = 0 if value is None or isinstance(value, bool) else int(value)

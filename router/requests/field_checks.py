@@ -11,7 +11,7 @@ from router.errors import BadRequest
 
 
 class BodyPart(Enum):
-    """Parts of a body, each with its own limit."""
+    """Kinds of fields in a body; each kind has a limit of its own."""
 
     PROMPT = auto()  # engines tokenise it: at most a context (`cost_limits.py`)
     GRAMMAR = auto()  # engines compile it: at most `MAX_GRAMMAR_BYTES` a field
@@ -33,12 +33,12 @@ class Check:
 def checks(
     part: BodyPart = BodyPart.OTHER, /, **schema: Any
 ) -> Callable[[Callable[[str, Any], None]], Check]:
-    """Return a decorator that turns a function into a check with this schema."""
+    """Return a decorator that turns a function into a `Check` with the JSON schema `schema`."""
     return lambda apply: Check(apply, schema, part)
 
 
 def wrong(name: str, expected: str, value: object) -> BadRequest:
-    """Return the error for a value of the wrong type, or out of bounds."""
+    """Return the error for a field whose value has the wrong type or is out of bounds."""
     is_number = isinstance(value, int | float) and not isinstance(value, bool)
     code = "invalid_value" if is_number else "invalid_type"
     return BadRequest(f"{name} must be {expected}", param=name, code=code)

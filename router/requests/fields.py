@@ -73,7 +73,7 @@ _EXTRA = frozenset({"slo_ttft_ms", "slo_tbt_ms"})
 
 @checks(type="object", properties=dict.fromkeys(sorted(_EXTRA), _SLO.schema), additionalProperties=False)
 def _extra_arguments(name: str, value: Any) -> None:
-    """Allow SLO targets, and no other arguments of vLLM's plugins."""
+    """Accept SLO targets, and refuse all other arguments of vLLM's plugins."""
     if type(value) is not dict:
         raise wrong(name, f"an object of {' and '.join(sorted(_EXTRA))}", None)
     for key, target in value.items():
@@ -100,7 +100,7 @@ def _not_in_background(name: str, value: Any) -> None:
 
 @checks(type="boolean", const=False)
 def _no_beam_search(name: str, value: Any) -> None:
-    """Refuse beam search: vLLM makes each step a request that escapes classes, priorities and limits."""
+    """Refuse beam search: its steps are requests of their own in vLLM, without class, priority and limits."""
     flag(name, value)
     if value:
         raise BadRequest(f"{name} is not served: leave it out, and ask for n sampled answers", param=name)
@@ -212,7 +212,7 @@ REFUSED: Mapping[str, str] = {
 
 
 class UnknownFields(StrEnum):
-    """Rule for request fields that neither vLLM nor the gateway knows."""
+    """Treatment of request fields that neither vLLM nor the gateway knows."""
 
     DROP = "drop"
     REFUSE = "refuse"
@@ -234,7 +234,7 @@ def with_fields(raw: tuple[bytes, ...], fields: Mapping[str, Any]) -> tuple[byte
 
 
 def with_items(raw: tuple[bytes, ...], name: str, items: Iterable[bytes]) -> tuple[bytes, ...]:
-    """Append a list to a JSON object in pieces. `items` are comma-separated pieces of its content."""
+    """Append a list as field `name` to a JSON object in pieces. `items` are pieces of its content."""
     *before, last = with_fields(raw, {name: []})
     return (*before, last[:-2], *items, b"]}")
 

@@ -15,7 +15,7 @@ _TRUE = frozenset({"1", "true", "yes"})
 
 @dataclass(frozen=True, slots=True)
 class Hints:
-    """Hints of one turn. All are optional and limited; there is none for the length of the answer.
+    """Hints of one turn. Every hint is optional, and its value is bounded.
 
     Clients send them as headers, as actions of vLLM's `kv_hints` envelope, or as Dynamo's
     `nvext.agent_hints`, in this order of precedence.
@@ -42,7 +42,7 @@ class Hints:
 
 
 def _flag(source: str, value: Any) -> bool:
-    """Parse a flag: True, 1 and the words of `_TRUE` are yes, anything else is no."""
+    """Return whether a flag is set: by True, 1 or a word of `_TRUE`. Any other value does not set it."""
     return value is True or value == 1 or (isinstance(value, str) and value.strip().lower() in _TRUE)
 
 
@@ -62,7 +62,7 @@ def _priority(source: str, value: Any) -> int:
 
 
 def _dynamo_priority(source: str, value: Any) -> int:
-    """Clamp a priority, because Dynamo's priorities have no limits."""
+    """Return a priority of Dynamo, which has no limits there, clamped to ours."""
     if type(value) is not int:
         raise BadRequest(f"{source} must be a whole number", param=source)
     return max(-HIGHEST_PRIORITY, min(HIGHEST_PRIORITY, value))

@@ -21,7 +21,7 @@ class IgnoredFields:
         self._logged: set[tuple[str, str]] = set()
 
     def record(self, key: str, path: str, names: Sequence[str]) -> bytes:
-        """Count and log the dropped fields of a request to `path`; return the response header's value."""
+        """Count and log the dropped fields of a request to `path`; return a header value that lists them."""
         shown = [quote(name[:_LONGEST_NAME], errors="replace") for name in names[:_MOST_NAMED]]
         for name in shown:
             if (key, name) not in self._logged and len(self._logged) < MOST_LOGGED:

@@ -35,11 +35,11 @@ _FRAME = struct.Struct("!QQ")  # bytes of the pickled parser or result, bytes of
 
 
 class Parser(Protocol[Parsed_co]):
-    """Parser of a body that can be pickled, so that another process can run it."""
+    """Parser of a body. The parser can be pickled, so that another process can run it."""
 
     @property
     def space(self) -> str:
-        """Return the owner of the body."""
+        """Return the owner of the body that is parsed."""
 
     def parse(self, pieces: Sequence[bytes]) -> Parsed_co: ...
 
@@ -99,7 +99,7 @@ class ParserPool:
         return parsed
 
     async def _wait_for_process(self, owner: str, turn: contextlib.AsyncExitStack) -> None:
-        """Wait until no other body of this owner is parsed and a process is free."""
+        """Wait until a process is free and no other body of this owner is being parsed."""
         lock = self._owners.get(owner) or self._owners.setdefault(owner, asyncio.Lock())
         try:
             async with asyncio.timeout(self._max_wait_s):
@@ -153,7 +153,7 @@ def _too_many() -> TooManyRequests:
 
 
 async def _exchange(process: Process, parser: Parser[Parsed], pieces: Sequence[bytes]) -> Parsed | ApiError:
-    """Send parser and body to a process and return its result."""
+    """Send a parser and a body to a process, and return what the process answers."""
     assert process.stdin is not None and process.stdout is not None
     pickled = pickle.dumps(parser)
     process.stdin.write(_FRAME.pack(len(pickled), sum(map(len, pieces))) + pickled)

@@ -42,7 +42,7 @@ def supported_tools(path: str, body: Mapping[str, Any]) -> tuple[dict[str, Any],
 
 
 def _of_responses(tool: dict[str, Any]) -> tuple[dict[str, Any] | None, str]:
-    """Return the part of a Responses tool that engines support, and the name of the part left out."""
+    """Return the part of a Responses tool that engines support, and a name for the part that is left out."""
     kind = tool.get("type")
     if type(kind) is str and kind not in _OF_RESPONSES:
         return None, kind
@@ -53,7 +53,7 @@ def _of_responses(tool: dict[str, Any]) -> tuple[dict[str, Any] | None, str]:
 
 
 def _of_messages(tool: dict[str, Any]) -> tuple[dict[str, Any] | None, str]:
-    """Return a Messages tool if engines support it, or None and its name."""
+    """Return a Messages tool and an empty name; for a tool that engines do not support, None and its type."""
     kind = tool.get("type")
     if type(kind) is str and kind != "custom" and "input_schema" not in tool:
         return None, kind
