@@ -12,7 +12,7 @@ LIMIT_S = 60.0
 
 
 async def eventually(condition: Callable[[], object], limit_s: float = LIMIT_S) -> None:
-    """Wait until ``condition`` holds."""
+    """Wait until ``condition`` returns a true value."""
     async with asyncio.timeout(limit_s):
         while not condition():  # noqa: ASYNC110
             await asyncio.sleep(0.002)
@@ -61,7 +61,7 @@ class Client:
         self.writer.write(data)
 
     def ask(self, path: bytes = b"/", body: bytes | None = None, headers: bytes = b"") -> None:
-        """Send a GET request, or a POST if there is a body."""
+        """Send a GET request without a body, or a POST request with ``body``."""
         if body is None:
             self.send(b"GET %b HTTP/1.1\r\n%b%b\r\n" % (path, HOST, headers))
         else:
@@ -104,5 +104,5 @@ class Client:
         return HttpAnswer(status, headers, body, chunked)
 
     async def rest(self, limit_s: float = LIMIT_S) -> bytes:
-        """Read everything until the server closes."""
+        """Read everything until the server closes the connection."""
         return await asyncio.wait_for(self.reader.read(-1), limit_s)

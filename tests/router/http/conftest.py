@@ -57,7 +57,7 @@ Before = Callable[..., Awaitable[tuple[RelayingGateway, int]]]
 async def engine_of() -> AsyncIterator[EngineOf]:
     """Yield a function that starts engines: ``engine, endpoint = await engine_of(script)``.
 
-    The script runs once for each connection.
+    The engine runs the script once for each connection.
     """
     engines: list[ScriptedEngine] = []
 

@@ -1,4 +1,4 @@
-"""Test engine that writes the bytes of a test's script."""
+"""Test engine that writes exactly the bytes that a test's script tells it."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ class EngineConnection:
     requests: list[bytes] = field(default_factory=list)
 
     async def request(self) -> bytes:
-        """Read the next request, head and body."""
+        """Read the next request with its head and its body."""
         head = await self.reader.readuntil(b"\r\n\r\n")
         length = 0
         for line in head.lower().split(b"\r\n"):
@@ -42,7 +42,7 @@ class EngineConnection:
         self.writer.transport.abort()
 
     async def gone(self) -> None:
-        """Wait until the other side has closed the connection."""
+        """Wait until the gateway has closed the connection."""
         while await self.reader.read(65536):
             pass
 

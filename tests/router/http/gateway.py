@@ -18,7 +18,7 @@ from router.http import (
 
 
 class RelayingGateway:
-    """Handler that relays every request and records the outcomes."""
+    """Handler that relays every request, and records the outcome of each relay."""
 
     def __init__(self, pool: UpstreamPool, endpoint: Endpoint, **options: Any) -> None:
         self.pool = pool

@@ -154,7 +154,7 @@ async def test_a_client_that_stops_reading_is_cut_off(serve: Any, pool_of: Any, 
     assert server.stats.timeouts == {"write": 1}
 
 
-async def test_a_handler_can_wait_until_its_client_has_read(serve: Any) -> None:
+async def test_a_handler_can_wait_until_its_slow_client_has_read_the_answer(serve: Any) -> None:
     produced = 0
 
     async def produce(request: Request, responder: Responder) -> None:
@@ -179,7 +179,7 @@ def sockets() -> int:
     return len(psutil.Process().net_connections(kind="tcp"))
 
 
-async def test_many_clients_that_leave_at_once_leave_no_task_and_no_socket(
+async def test_no_task_and_no_socket_is_left_when_many_clients_leave_at_once(
     serve: Any, pool_of: Any, engine_of: Any
 ) -> None:
     async def script(engine: EngineConnection) -> None:

@@ -81,7 +81,7 @@ async def test_an_incomplete_answer_with_a_length_cuts_the_connection(before: An
         (b"HTTP/1.1 101 Switching Protocols\r\nupgrade: x\r\nconnection: upgrade\r\n\r\n", EngineGarbled),
     ],
 )
-async def test_a_failure_before_the_answer_is_returned_to_the_caller(
+async def test_the_relay_returns_the_error_of_an_engine_that_fails_before_its_answer(
     before: Any, written: bytes, error: type[Exception]
 ) -> None:
     async def script(engine: EngineConnection) -> None:
@@ -99,7 +99,7 @@ async def test_a_failure_before_the_answer_is_returned_to_the_caller(
     assert isinstance(gateway.outcomes[0].error, error)
 
 
-async def test_a_request_to_an_absent_engine_ends_as_unreachable(serve: Any, pool_of: Any) -> None:
+async def test_a_client_is_told_that_an_absent_engine_is_unreachable(serve: Any, pool_of: Any) -> None:
     gateway = RelayingGateway(pool_of(), Endpoint("127.0.0.1", 1))
     _, port = await serve(gateway)
     async with await Client.connect(port) as client:
@@ -109,7 +109,7 @@ async def test_a_request_to_an_absent_engine_ends_as_unreachable(serve: Any, poo
     assert gateway.pool.stats.connections == 0
 
 
-async def test_an_engine_that_sends_nothing_is_a_504(before: Any) -> None:
+async def test_a_client_gets_a_504_if_the_engine_sends_nothing(before: Any) -> None:
     async def script(engine: EngineConnection) -> None:
         await engine.request()
         await engine.gone()
@@ -121,7 +121,7 @@ async def test_an_engine_that_sends_nothing_is_a_504(before: Any) -> None:
     assert (got.status, got.error["code"]) == (504, "engine_timeout")
 
 
-async def test_a_dead_kept_alive_connection_is_replaced_once(
+async def test_a_request_on_a_dead_kept_alive_connection_is_sent_again(
     serve: Any, pool_of: Any, engine_of: Any
 ) -> None:
     """The engine closes the connection while a request is on its way, which is then sent again."""
@@ -201,7 +201,7 @@ async def test_a_request_on_a_new_connection_that_dies_is_not_repeated(
     assert len(engine.connections) == 1
 
 
-async def test_bytes_after_an_answer_are_not_taken_for_the_next_answer(
+async def test_surplus_bytes_after_an_engines_answer_are_not_taken_for_the_next_answer(
     serve: Any, pool_of: Any, engine_of: Any
 ) -> None:
     """A second client must not get bytes that an engine sent after the first answer (response smuggling)."""
@@ -222,7 +222,7 @@ async def test_bytes_after_an_answer_are_not_taken_for_the_next_answer(
 
 
 @pytest.mark.parametrize("wait_s", [0.2, 600.0])
-async def test_connections_to_an_engine_and_the_wait_for_one_are_limited(
+async def test_a_request_beyond_the_connection_limit_of_an_engine_waits_or_gets_a_503(
     serve: Any, pool_of: Any, engine_of: Any, wait_s: float
 ) -> None:
     release = asyncio.Event()
@@ -280,7 +280,7 @@ async def test_a_request_that_waits_for_a_connection_opens_one_when_another_dies
         assert (await second.answer()).body == b"second"
 
 
-async def test_an_idle_connection_is_closed_before_the_engine_would_close_it(
+async def test_the_pool_closes_a_connection_to_an_engine_after_its_idle_timeout(
     pool_of: Any, engine_of: Any
 ) -> None:
     closed = asyncio.Event()

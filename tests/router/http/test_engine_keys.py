@@ -8,7 +8,7 @@ from tests.router.http.engine import EngineConnection, answer
 from tests.router.http.gateway import RelayingGateway
 
 
-async def test_the_engine_key_replaces_a_key_that_a_client_sends(serve: Any, engine_of: Any) -> None:
+async def test_the_gateway_replaces_an_engine_key_that_a_client_sends(serve: Any, engine_of: Any) -> None:
     async def script(connection: EngineConnection) -> None:
         while True:
             await connection.request()

@@ -43,7 +43,7 @@ def forwarding(pool: UpstreamPool, endpoint: Endpoint, max_bytes: int = MAX_BYTE
 
 
 async def behind_it(request: Request, responder: Responder) -> None:
-    """Count the bytes of a body, or send 26 MB as fast as they are read."""
+    """Answer with the number of bytes in the body, or send 26 MB as fast as the client reads."""
     if request.path == "/count":
         total = 0
         async for piece in request.body.pieces(sys.maxsize):
@@ -93,7 +93,7 @@ async def test_a_body_larger_than_the_servers_limit_passes_and_the_connection_st
     assert pool.stats.connected == 1
 
 
-async def test_an_answer_streams_back_to_a_request_without_a_body(in_front: Any) -> None:
+async def test_a_forwarded_request_without_a_body_gets_its_streamed_answer(in_front: Any) -> None:
     _, port, _ = await in_front()
     async with await Client.connect(port) as client:
         client.ask(b"/produce")
@@ -112,7 +112,7 @@ async def test_a_forwarded_body_over_the_limit_is_refused(in_front: Any, framing
     await eventually(lambda: pool.stats.connections == 0)
 
 
-async def test_an_absent_process_is_a_503_with_retry_after(serve: Any, pool_of: Any) -> None:
+async def test_a_request_to_an_absent_process_gets_a_503_with_retry_after(serve: Any, pool_of: Any) -> None:
     _, port = await serve(forwarding(pool_of(), Endpoint("127.0.0.1", 9)))
     async with await Client.connect(port) as client:
         for body in (None, b"{}"):
@@ -122,7 +122,7 @@ async def test_an_absent_process_is_a_503_with_retry_after(serve: Any, pool_of: 
             assert int(answered.headers["retry-after"]) > 0
 
 
-async def test_an_answer_before_the_upload_ends_closes_the_connection(
+async def test_the_forwarded_connection_is_closed_if_the_answer_comes_before_the_upload_ends(
     serve: Any, pool_of: Any, engine_of: Any
 ) -> None:
     async def script(connection: EngineConnection) -> None:
@@ -216,7 +216,7 @@ async def test_the_first_byte_timeout_begins_after_the_upload(
             assert (answered.status, answered.error["message"]) == (503, "no batches now; try again")
 
 
-async def test_forwarding_without_a_free_connection_gets_the_503_of_the_absent_process(
+async def test_a_request_that_finds_no_free_connection_gets_the_same_503_as_for_an_absent_process(
     serve: Any, pool_of: Any, engine_of: Any
 ) -> None:
     async def script(connection: EngineConnection) -> None:

@@ -23,7 +23,7 @@ def collector() -> Iterator[None]:
 
 
 class Cycle:
-    """Object in a reference cycle, which only a garbage collection frees."""
+    """Object that refers to itself, so that only a garbage collection frees it."""
 
     ended = 0
 
@@ -41,7 +41,7 @@ def old_cycle() -> None:
 
 
 @pytest.mark.usefixtures("collector")
-async def test_a_full_collection_waits_for_an_idle_moment() -> None:
+async def test_a_full_garbage_collection_waits_for_an_idle_moment() -> None:
     settle_heap()
     busy, before = True, Cycle.ended
     collecting = asyncio.create_task(collect_when_idle(lambda: not busy, looks_s=0.01))
@@ -54,7 +54,7 @@ async def test_a_full_collection_waits_for_an_idle_moment() -> None:
 
 
 @pytest.mark.usefixtures("collector")
-async def test_a_full_collection_runs_eventually_without_an_idle_moment() -> None:
+async def test_a_full_garbage_collection_runs_at_last_if_no_moment_is_idle() -> None:
     settle_heap()
     before = Cycle.ended
     collecting = asyncio.create_task(collect_when_idle(lambda: False, looks_s=0.01, at_latest_s=0.3))
@@ -65,7 +65,7 @@ async def test_a_full_collection_runs_eventually_without_an_idle_moment() -> Non
     collecting.cancel()
 
 
-async def test_a_closed_connection_leaves_no_cycles() -> None:
+async def test_a_closed_connection_leaves_no_reference_cycles() -> None:
     async def handle(request: Request, responder: Responder) -> None:
         await request.body.read()
         responder.respond(200, b"{}", [])

@@ -17,7 +17,7 @@ LIMITS = ServerLimits(max_url_bytes=200, max_headers=10, max_head_bytes=1000)
 
 
 class ParsedEvents:
-    """A parser's events, with body pieces joined."""
+    """Records the events of a parser, and joins the pieces of each body."""
 
     def __init__(self) -> None:
         self.events: list[object] = []

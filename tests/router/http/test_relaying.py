@@ -43,7 +43,7 @@ async def test_a_whole_answer_is_relayed_unchanged(serve: Any, pool_of: Any, eng
 
 
 @pytest.mark.parametrize("together", [True, False])
-async def test_head_and_first_events_arrive_in_order(
+async def test_the_client_gets_the_head_and_the_first_events_in_order(
     serve: Any, pool_of: Any, engine_of: Any, together: bool
 ) -> None:
     events = [b"data: %d\n\n" % n for n in range(3)]
@@ -105,7 +105,7 @@ async def test_split_events_reach_the_client_whole(before: Any) -> None:
     assert all(chunk.endswith(b"\n\n") for chunk in chunks)
 
 
-async def test_an_answer_that_ends_with_its_connection_is_sent_in_chunks(before: Any) -> None:
+async def test_the_client_gets_chunks_of_an_answer_that_ends_with_the_engines_connection(before: Any) -> None:
     async def script(engine: EngineConnection) -> None:
         await engine.request()
         await engine.write(b"HTTP/1.1 200 OK\r\n\r\nall of it")
@@ -118,7 +118,7 @@ async def test_an_answer_that_ends_with_its_connection_is_sent_in_chunks(before:
     assert gateway.pool.stats.connections == 0
 
 
-async def test_an_interim_response_is_not_passed_on(before: Any) -> None:
+async def test_an_engines_interim_response_is_not_passed_on_to_the_client(before: Any) -> None:
     async def script(engine: EngineConnection) -> None:
         await engine.request()
         await engine.write(b"HTTP/1.1 103 Early Hints\r\nlink: x\r\n\r\n" + answer(b"final"))
@@ -142,7 +142,7 @@ async def test_a_head_request_is_relayed_and_has_no_body(before: Any) -> None:
         assert (await client.answer(head_only=True)).headers["content-length"] == "5"
 
 
-async def test_a_response_with_a_held_status_is_returned_and_not_passed_on(
+async def test_a_response_with_a_held_status_is_returned_instead_of_passed_on(
     serve: Any, pool_of: Any, engine_of: Any
 ) -> None:
     async def script(engine: EngineConnection) -> None:
@@ -178,7 +178,7 @@ async def test_fetch_returns_the_whole_answer(pool_of: Any, engine_of: Any) -> N
     assert b"content-length" not in engine.requests[0]
 
 
-async def test_sockets_to_engines_send_without_delay(pool_of: Any, engine_of: Any) -> None:
+async def test_sockets_to_engines_have_tcp_nodelay_set(pool_of: Any, engine_of: Any) -> None:
     async def script(engine: EngineConnection) -> None:
         await engine.gone()
 

@@ -1,4 +1,4 @@
-"""Tests of one connection: requests in order, answered in a framing that the client understands."""
+"""Tests of a client's connection: order of its requests, and framing of requests and responses."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from tests.support.waiting import let_the_loop_turn
 
 
 async def describe(request: Request, responder: Responder) -> None:
-    """Answer in the way that the path names."""
+    """Answer the request in the way that its path names."""
     body = await request.body.read()
     responder.add_header(b"x-extra", b"yes")
     if request.path == "/stream":
@@ -87,7 +87,9 @@ async def test_pipelined_requests_are_not_read_while_the_first_is_unanswered(ser
         assert (await client.answer()).body == b"at last"
 
 
-async def test_a_bad_request_is_refused_after_the_answer_to_its_predecessor(serve: Any) -> None:
+async def test_a_malformed_pipelined_request_is_refused_after_the_answer_to_the_request_before(
+    serve: Any,
+) -> None:
     _, port = await serve(describe)
     async with await Client.connect(port) as client:
         client.ask(b"/slow", b"1")
@@ -107,7 +109,7 @@ async def test_chunked_request_bodies_are_joined(serve: Any) -> None:
         assert (await client.answer()).body == b"slow abcde"
 
 
-async def test_expect_continue_is_answered_when_the_body_is_wanted(serve: Any) -> None:
+async def test_a_client_that_expects_100_continue_gets_it_when_the_handler_reads_the_body(serve: Any) -> None:
     _, port = await serve(describe)
     async with await Client.connect(port) as client:
         client.send(b"POST /slow HTTP/1.1\r\n" + HOST + b"content-length: 2\r\nexpect: 100-Continue\r\n\r\n")
@@ -116,7 +118,9 @@ async def test_expect_continue_is_answered_when_the_body_is_wanted(serve: Any) -
         assert (await client.answer()).body == b"slow ok"
 
 
-async def test_expect_continue_is_not_answered_when_the_request_is_refused(serve: Any) -> None:
+async def test_a_client_that_expects_100_continue_does_not_get_it_when_its_request_is_refused(
+    serve: Any,
+) -> None:
     async def refuse(request: Request, responder: Responder) -> None:
         raise NotFound("There is no such path.")
 
@@ -137,7 +141,7 @@ async def test_an_unknown_expectation_is_refused(serve: Any) -> None:
 
 
 @pytest.mark.parametrize("path", [b"/", b"/stream"])
-async def test_an_answer_to_head_has_headers_and_no_body(serve: Any, path: bytes) -> None:
+async def test_an_answer_to_a_head_request_has_headers_and_no_body(serve: Any, path: bytes) -> None:
     _, port = await serve(describe)
     async with await Client.connect(port) as client:
         client.send(b"HEAD " + path + b" HTTP/1.1\r\n" + HOST + b"\r\n")
@@ -146,7 +150,7 @@ async def test_an_answer_to_head_has_headers_and_no_body(serve: Any, path: bytes
         assert (await client.answer()).body == b"GET /next  None|"
 
 
-async def test_a_response_with_a_status_that_allows_no_body_has_no_framing(serve: Any) -> None:
+async def test_a_response_whose_status_allows_no_body_has_no_framing_headers(serve: Any) -> None:
     _, port = await serve(describe)
     async with await Client.connect(port) as client:
         client.ask(b"/nothing")
@@ -157,7 +161,7 @@ async def test_a_response_with_a_status_that_allows_no_body_has_no_framing(serve
         assert (await client.answer()).status == 200
 
 
-async def test_an_http_1_0_client_gets_no_chunks(serve: Any) -> None:
+async def test_an_http_1_0_client_gets_a_streamed_answer_without_chunks(serve: Any) -> None:
     _, port = await serve(describe)
     async with await Client.connect(port) as client:
         client.send(b"GET /stream HTTP/1.0\r\n\r\n")
@@ -167,7 +171,7 @@ async def test_an_http_1_0_client_gets_no_chunks(serve: Any) -> None:
         assert await client.rest() == b"onetwo"
 
 
-async def test_an_http_1_0_client_may_keep_alive_a_counted_response(serve: Any) -> None:
+async def test_an_http_1_0_client_may_keep_its_connection_after_an_answer_with_a_length(serve: Any) -> None:
     _, port = await serve(describe)
     async with await Client.connect(port) as client:
         for _ in range(2):
@@ -177,7 +181,7 @@ async def test_an_http_1_0_client_may_keep_alive_a_counted_response(serve: Any) 
             assert answer.body == b"GET /a  None|"
 
 
-async def test_connection_close_is_honoured(serve: Any) -> None:
+async def test_the_connection_is_closed_after_a_request_with_connection_close(serve: Any) -> None:
     _, port = await serve(describe)
     async with await Client.connect(port) as client:
         client.ask(b"/stream", headers=b"connection: close\r\n")
@@ -186,7 +190,7 @@ async def test_connection_close_is_honoured(serve: Any) -> None:
         assert await client.rest() == b""
 
 
-async def test_an_api_error_becomes_the_answer(serve: Any) -> None:
+async def test_an_api_error_that_a_handler_raises_becomes_the_answer(serve: Any) -> None:
     _, port = await serve(describe)
     async with await Client.connect(port) as client:
         client.ask(b"/full", b"{}")
@@ -204,7 +208,7 @@ async def test_an_api_error_becomes_the_answer(serve: Any) -> None:
 
 
 @pytest.mark.parametrize("path", [b"/bug", b"/forgotten"])
-async def test_an_exception_of_a_handler_is_a_500_without_details(serve: Any, path: bytes) -> None:
+async def test_an_exception_of_a_handler_becomes_a_500_without_details(serve: Any, path: bytes) -> None:
     _, port = await serve(describe)
     async with await Client.connect(port) as client:
         client.ask(path)
@@ -215,7 +219,7 @@ async def test_an_exception_of_a_handler_is_a_500_without_details(serve: Any, pa
         assert (await client.answer()).status == 200
 
 
-async def test_a_body_shorter_than_announced_cuts_the_connection(serve: Any) -> None:
+async def test_an_answer_shorter_than_its_announced_length_cuts_the_connection(serve: Any) -> None:
     _, port = await serve(describe)
     async with await Client.connect(port) as client:
         client.ask(b"/short")
@@ -223,7 +227,7 @@ async def test_a_body_shorter_than_announced_cuts_the_connection(serve: Any) -> 
             await client.answer()
 
 
-async def test_a_header_with_a_line_break_is_not_sent(serve: Any) -> None:
+async def test_a_response_header_with_a_line_break_is_not_sent(serve: Any) -> None:
     async def inject(request: Request, responder: Responder) -> None:
         responder.respond(200, b"", [(b"x", b"a\r\nset-cookie: b")])
 
@@ -234,7 +238,7 @@ async def test_a_header_with_a_line_break_is_not_sent(serve: Any) -> None:
             await client.head()
 
 
-async def test_sockets_of_clients_send_without_delay(serve: Any) -> None:
+async def test_sockets_of_clients_have_tcp_nodelay_set(serve: Any) -> None:
     seen: list[int] = []
 
     async def look(request: Request, responder: Responder) -> None:
@@ -253,7 +257,7 @@ async def test_sockets_of_clients_send_without_delay(serve: Any) -> None:
     assert seen[0] != 0
 
 
-async def test_two_servers_share_a_port(serve: Any) -> None:
+async def test_two_servers_can_listen_on_one_port(serve: Any) -> None:
     from router.http import Server
 
     first, second = Server(describe), Server(describe)

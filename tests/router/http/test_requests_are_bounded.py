@@ -1,4 +1,4 @@
-"""Tests of limits: a request that exceeds one of them is refused or times out."""
+"""Tests of limits on requests: a request that exceeds one is refused or times out."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ async def echo(request: Request, responder: Responder) -> None:
 
 
 async def refusal(serve: Any, sent: bytes) -> tuple[int, str]:
-    """Return status and code of the answer to ``sent``; the connection must be closed after it."""
+    """Return status and error code of the answer to ``sent``; check that the server closes after it."""
     _, port = await serve(echo, LIMITS)
     async with await Client.connect(port) as client:
         client.send(sent)
@@ -96,13 +96,13 @@ async def test_a_client_that_keeps_sending_still_gets_the_refusal(serve: Any) ->
         b"POST / HTTP/1.1\r\nhost: x\r\ntransfer-encoding: chunked\r\n\r\n5\r\nab",
     ],
 )
-async def test_a_request_that_stops_arriving_is_a_408(serve: Any, part: bytes) -> None:
+async def test_a_request_that_stops_arriving_is_refused_with_a_408(serve: Any, part: bytes) -> None:
     begin = time.monotonic()
     assert await refusal(serve, part) == (408, "request_timeout")
     assert time.monotonic() - begin < 8.0  # by the limits of this server, not by the defaults
 
 
-async def test_a_head_that_trickles_in_does_not_extend_its_deadline(serve: Any) -> None:
+async def test_a_request_head_that_trickles_in_is_refused_at_its_deadline(serve: Any) -> None:
     _, port = await serve(echo, LIMITS)
     async with await Client.connect(port) as client:
         client.send(b"GET / HTTP/1.1\r\n")
@@ -114,7 +114,7 @@ async def test_a_head_that_trickles_in_does_not_extend_its_deadline(serve: Any) 
         assert (await answer).status == 408
 
 
-async def test_a_body_that_keeps_arriving_is_not_timed_out(serve: Any) -> None:
+async def test_a_request_body_that_keeps_arriving_is_not_timed_out(serve: Any) -> None:
     _, port = await serve(echo, replace(LIMITS, body_timeout_s=1.5))
     async with await Client.connect(port) as client:
         client.send(b"POST / HTTP/1.1\r\n" + HOST + b"content-length: 8\r\n\r\n")
@@ -124,7 +124,7 @@ async def test_a_body_that_keeps_arriving_is_not_timed_out(serve: Any) -> None:
         assert (await client.answer()).body == b"x" * 8
 
 
-async def test_a_body_below_the_minimum_rate_is_timed_out(serve: Any) -> None:
+async def test_a_request_body_below_the_minimum_rate_is_timed_out(serve: Any) -> None:
     limits = replace(LIMITS, body_timeout_s=1.5, body_grace_s=0.5, body_bytes_per_s=1000.0)
     server, port = await serve(echo, limits)
     async with await Client.connect(port) as slow, await Client.connect(port) as steady:

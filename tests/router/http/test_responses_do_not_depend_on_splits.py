@@ -19,7 +19,7 @@ from tests.router.http.engine import STREAM_HEAD
 
 
 class Owner:
-    """Pool that creates one connection and does not use it again."""
+    """Stand-in for a pool, whose one connection is used for one response only."""
 
     splice_loop = None
     engine_key = ""
@@ -34,7 +34,7 @@ class Owner:
 
 
 class Wire:
-    """Transport that records what is written."""
+    """Stand-in for a socket's transport, which records what is written to it."""
 
     def __init__(self) -> None:
         self.written = b""
@@ -71,7 +71,7 @@ class ResponseHost:
 
 
 class Decoded:
-    """Response as a client parses it."""
+    """Response of the gateway, as a client's parser sees it."""
 
     def __init__(self, raw: bytes) -> None:
         self.body = b""

@@ -43,7 +43,7 @@ CHAT = [
 
 
 def observed(pieces: list[bytes], clock: Clock | None = None, kind: bytes = SSE) -> StreamObserver:
-    """Feed pieces as the relay does: whole events, with one clock step per piece."""
+    """Return an observer that was fed `pieces` as by the relay: whole events, one clock step a piece."""
     clock = clock or Clock(100.0)
     observer, boundary = StreamObserver(clock), EventBoundary()
     observer.start(200, kind)
@@ -56,7 +56,7 @@ def observed(pieces: list[bytes], clock: Clock | None = None, kind: bytes = SSE)
     return observer
 
 
-def test_a_chat_stream_yields_times_usage_and_finish_reason() -> None:
+def test_the_observer_of_a_chat_stream_finds_times_usage_and_finish_reason() -> None:
     seen = observed(CHAT).observation()
     assert seen.response_id == "chatcmpl-é1"
     assert seen.finish_reason == "tool_calls"
@@ -72,7 +72,7 @@ def test_a_chat_stream_yields_times_usage_and_finish_reason() -> None:
 
 @settings(deadline=None)
 @given(st.lists(st.integers(1, 4), min_size=1, max_size=12))
-def test_gaps_are_counted_after_the_first_token(sizes: list[int]) -> None:
+def test_gaps_between_tokens_are_counted_from_the_first_token_on(sizes: list[int]) -> None:
     clock = Clock(100.0)
     observer = StreamObserver(clock)
     observer.start(200, SSE)
@@ -90,7 +90,7 @@ def framed(data: bytes) -> bytes:
 @settings(deadline=None)
 @given(st.lists(st.integers(0, len(CHAT) - 1), min_size=1, max_size=12), st.data())
 def test_a_framed_chunk_is_observed_like_its_content(choice: list[int], data: st.DataObject) -> None:
-    """Some chunks bypass the parser. The observation must not depend on which ones."""
+    """Some chunks of a stream bypass the parser. The observation must not depend on which ones do."""
     events = [CHAT[index] * data.draw(st.integers(1, 2)) for index in choice]
     plain, passing = StreamObserver(lambda: 1.0), StreamObserver(lambda: 1.0)
     for observer in (plain, passing):
@@ -124,14 +124,14 @@ def test_a_stream_with_an_error_event_of_the_engine_is_observed_as_failed(
     assert clock_only.observation().failed
 
 
-def test_generated_text_about_errors_is_not_an_error_event() -> None:
+def test_generated_text_about_errors_is_not_taken_for_an_error_event() -> None:
     talk = chunk({"content": 'data: {"error": {"message": "x"}}\n\ndata: {"error": {'})
     assert not observed([CHAT[0], talk, chunk({}, "stop")]).observation().failed
 
 
 @settings(max_examples=200, deadline=None)
 @given(st.lists(st.integers(0, 3000), max_size=20))
-def test_splits_of_a_stream_change_only_the_observed_times(cuts: list[int]) -> None:
+def test_the_way_a_stream_is_split_changes_only_the_observed_times(cuts: list[int]) -> None:
     text = b"".join(CHAT)
     places = [0, *sorted({cut % len(text) for cut in cuts}), len(text)]
     pieces = [text[a:b] for a, b in pairwise(places)]
@@ -160,7 +160,7 @@ def test_an_event_larger_than_the_limit_is_passed_in_parts() -> None:
     assert max(map(len, passed)) < 100_000
 
 
-def test_a_completions_stream_yields_id_finish_reason_and_first_content() -> None:
+def test_the_observer_of_a_completions_stream_finds_id_finish_reason_and_first_content() -> None:
     events = [
         b'data: {"id":"cmpl-1","choices":[{"index":0,"text":"a","finish_reason":null}]}\n\n',
         b'data: {"id":"cmpl-1","choices":[{"index":0,"text":"","finish_reason":"length"}],"usage":null}\n\n',
@@ -170,7 +170,7 @@ def test_a_completions_stream_yields_id_finish_reason_and_first_content() -> Non
     assert seen.first_content_at == pytest.approx(100.02)
 
 
-def test_a_responses_stream_yields_usage_finish_reason_and_times() -> None:
+def test_the_observer_of_a_responses_stream_finds_usage_finish_reason_and_times() -> None:
     def event(kind: str, **fields: Any) -> bytes:
         text = json.dumps({"type": kind, **fields}, separators=(",", ":"))
         return f"event: {kind}\ndata: {text}\n\n".encode()
@@ -217,17 +217,17 @@ def test_usage_of_a_long_answer_is_found_without_keeping_its_middle() -> None:
     assert seen.first_token_at is None
 
 
-def test_events_that_end_with_carriage_returns_are_counted() -> None:
+def test_events_whose_lines_end_with_carriage_return_and_line_feed_are_counted() -> None:
     events = [piece.replace(b"\n", b"\r\n") for piece in CHAT]
     assert observed(events).observation().events == len(CHAT)
 
 
-def test_of_a_long_stream_only_a_bounded_end_is_kept() -> None:
+def test_the_observer_keeps_only_a_bounded_end_of_a_long_stream() -> None:
     observer = observed([chunk({"content": "word"})] * 5000)
     assert sum(map(len, observer.last_pieces)) < 20_000
 
 
-def test_the_observer_reports_the_first_token_at_once() -> None:
+def test_the_observer_reports_the_first_token_as_soon_as_it_comes() -> None:
     told: list[float] = []
     clock = Clock(100.0)
     observer = StreamObserver(clock, on_first_token=told.append)
@@ -238,7 +238,7 @@ def test_the_observer_reports_the_first_token_at_once() -> None:
     assert told == [102.0]
 
 
-def test_a_message_stream_shows_its_tool_call_and_cached_tokens() -> None:
+def test_the_observer_of_a_message_stream_finds_its_tool_call_and_cached_tokens() -> None:
     def named(kind: str, **data: object) -> bytes:
         return f"event: {kind}\n".encode() + b"data: " + json.dumps({"type": kind, **data}).encode() + b"\n\n"
 

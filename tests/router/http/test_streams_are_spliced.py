@@ -42,7 +42,7 @@ def diverted(monkeypatch: pytest.MonkeyPatch) -> list[bytes]:
     return seen
 
 
-async def test_tokens_are_spliced_and_counted(
+async def test_a_spliced_stream_arrives_unchanged_and_its_tokens_are_counted(
     serve: Any, pool_of: Any, engine_of: Any, diverted: list[bytes]
 ) -> None:
     tokens = [token(f"t{n}") for n in range(30)]
@@ -266,7 +266,7 @@ async def test_an_exception_of_one_stream_does_not_affect_others(
         client.abort()
 
 
-def test_closing_the_loop_closes_its_descriptor() -> None:
+def test_closing_a_splice_loop_closes_its_file_descriptor() -> None:
     async def open_and_close() -> None:
         loop = SpliceLoop(asyncio.get_running_loop())
         loop.close()

@@ -33,7 +33,7 @@ def lined(number: int) -> bytes:
     return b":%d;\n%b" % (1000 + number, token(f"t{number}"))
 
 
-async def test_the_splice_loop_removes_and_keeps_token_lines(
+async def test_the_splice_loop_stores_token_lines_and_removes_them_from_the_stream(
     serve: Any, pool_of: Any, engine_of: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     diverted: list[bytes] = []
@@ -72,7 +72,7 @@ async def test_the_splice_loop_removes_and_keeps_token_lines(
 async def test_token_lines_are_removed_however_the_bytes_are_split(
     serve: Any, pool_of: Any, engine_of: Any, seed: int
 ) -> None:
-    """The pieces have several tokens or none, two lines or comments, and the engine ends anywhere."""
+    """Events have no, one or three tokens, and comments are between them. The engine ends after any byte."""
     rng = random.Random(seed)
     pieces, tokens, bare = [], [], []
     for number in range(40):
@@ -121,7 +121,7 @@ async def test_token_lines_are_removed_however_the_bytes_are_split(
         assert [t for one in progress.outputs for t in one] == [t for ids in tokens[:upto] for t in ids]
 
 
-async def test_a_stream_that_breaks_inside_an_event_cannot_resume(
+async def test_a_stream_of_which_the_client_has_a_part_of_an_event_cannot_resume(
     serve: Any, pool_of: Any, engine_of: Any
 ) -> None:
     async def script(engine: EngineConnection) -> None:
@@ -142,7 +142,9 @@ async def test_a_stream_that_breaks_inside_an_event_cannot_resume(
         assert gateway.outcomes[0].end is RelayEnd.BROKEN and progress.obstacle == "torn"
 
 
-async def test_token_lines_are_kept_up_to_a_limit(serve: Any, pool_of: Any, engine_of: Any) -> None:
+async def test_token_lines_of_one_stream_are_stored_up_to_a_limit(
+    serve: Any, pool_of: Any, engine_of: Any
+) -> None:
     taken = asyncio.Semaphore(0)
     tokens = b":" + b"123456;" * 1200 + b"\n"
     number = MAX_LINES_BYTES // len(tokens) + 10

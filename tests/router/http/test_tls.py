@@ -126,7 +126,7 @@ async def test_a_stream_over_tls_is_relayed_completely(
     assert got.text.split("\n\n")[:-1] == [f"data: {piece.decode()}" for piece in pieces]
 
 
-async def test_large_bodies_and_many_requests_share_one_tls_connection(
+async def test_one_tls_connection_carries_a_large_body_and_many_requests(
     serve: Any, authority: Authority
 ) -> None:
     server, port, _ = await serve(echo)
@@ -141,7 +141,9 @@ async def test_large_bodies_and_many_requests_share_one_tls_connection(
         assert refused.status_code == 413
 
 
-async def test_a_slow_reader_gets_a_whole_large_answer(serve: Any, authority: Authority) -> None:
+async def test_a_client_that_reads_slowly_gets_a_whole_large_answer_over_tls(
+    serve: Any, authority: Authority
+) -> None:
     answered = bytes(range(256)) * (32 << 12)
 
     async def large(request: Request, responder: Responder) -> None:
@@ -340,14 +342,14 @@ async def test_a_renewed_certificate_is_used_once_it_is_readable_and_valid(
     watching.cancel()
 
 
-def test_a_key_of_another_certificate_is_refused(authority: Authority, tmp_path: Path) -> None:
+def test_a_key_that_belongs_to_another_certificate_is_refused(authority: Authority, tmp_path: Path) -> None:
     cert, _ = authority.pair("one")
     _, key = authority.pair("two")
     with pytest.raises(TlsError, match=r"two\.key is not the key of the first certificate in .*one\.pem"):
         Certificate(str(cert), str(key))
 
 
-async def test_a_handler_error_is_answered_over_tls(serve: Any, authority: Authority) -> None:
+async def test_an_error_of_a_handler_is_answered_over_tls(serve: Any, authority: Authority) -> None:
     _, port, _ = await serve(echo)
     reader, writer = await connect(port, authority.trusting())
     writer.write(b"GET / HTTP/1.1\r\n\r\n")  # without Host

@@ -18,7 +18,9 @@ async def hello(request: Request, responder: Responder) -> None:
 
 
 @pytest.mark.parametrize("sent", [b"", b"GET / HTTP/1.1\r\nhost: x\r\nslow: "], ids=["silent", "half a head"])
-async def test_a_client_that_opens_all_connections_does_not_keep_others_out(serve: Any, sent: bytes) -> None:
+async def test_a_client_that_opens_all_connections_does_not_keep_other_clients_out(
+    serve: Any, sent: bytes
+) -> None:
     server, port = await serve(hello, LIMITS)
     attacker = [await Client.connect(port) for _ in range(8)]
     for client in attacker:
@@ -36,7 +38,7 @@ async def test_a_client_that_opens_all_connections_does_not_keep_others_out(serv
     assert not server.idle_connections
 
 
-async def test_the_connection_that_was_idle_longest_is_closed(serve: Any) -> None:
+async def test_the_longest_idle_connection_is_closed_for_a_new_one(serve: Any) -> None:
     _, port = await serve(hello, LIMITS)
     clients = [await Client.connect(port) for _ in range(8)]
     for client in (*clients[1:], clients[0]):  # the first client asks last
@@ -78,7 +80,9 @@ async def test_a_connection_with_a_running_request_is_not_closed_for_a_new_one(s
         assert (await client.answer()).status == 200
 
 
-async def test_a_connection_that_still_sends_is_not_closed_while_others_are_idle(serve: Any) -> None:
+async def test_a_connection_that_still_sends_an_answer_is_not_closed_while_others_are_idle(
+    serve: Any,
+) -> None:
     async def large(request: Request, responder: Responder) -> None:
         responder.respond(200, b"x" * (8 << 20))
 
