@@ -1,4 +1,4 @@
-"""Fleet for coding agents: their long prompts fit, and the model gives the replies that prompts contain."""
+"""Fleet for tests of coding agents: long prompts fit, and the model gives replies that prompts contain."""
 
 import shutil
 from collections.abc import Iterator

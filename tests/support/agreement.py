@@ -1,4 +1,4 @@
-"""Plays conversations on fake or real engines, to compare their bindings with the simulation's."""
+"""Plays conversations on fake or real engines, to compare the bindings with those of the simulation."""
 
 import asyncio
 from collections.abc import Iterator
@@ -44,7 +44,7 @@ SECONDS_A_TOKEN = {"prefill": 3e-4, "decode": 6e-4}
 def bursts(count: int, headroom: int) -> Iterator[list[TraceConversation]]:
     """Yield bursts of four prompts; after each prompt, the KV of two decoders differs clearly.
 
-    `headroom` must be small, because decoders have to differ by 40 times as much.
+    `headroom` must be small, because the decoders have to differ by more than 40 times `headroom` tokens.
     """
     random, held = Random(6), (0, 0)
     for number in range(count):
@@ -63,7 +63,7 @@ def bursts(count: int, headroom: int) -> Iterator[list[TraceConversation]]:
 
 
 def held_after(held: tuple[int, int], prompts: list[int], apart: int) -> tuple[int, int] | None:
-    """Return the KV that two decoders hold after `prompts`; None if they ever come closer than `apart`."""
+    """Return the KV tokens of two decoders after `prompts`; None if they ever differ by `apart` or less."""
     grown = 300
     for prompt in prompts:
         less, more = sorted(held)
@@ -74,7 +74,7 @@ def held_after(held: tuple[int, int], prompts: list[int], apart: int) -> tuple[i
 
 
 class TraceAgents:
-    """Clients that play the conversations of a trace in its order, a few at a time."""
+    """Clients that play the conversations of a trace in the trace's order, a few at a time."""
 
     def __init__(self, session: aiohttp.ClientSession, model: str, at_once: int = AT_ONCE) -> None:
         self._session = session
@@ -83,7 +83,10 @@ class TraceAgents:
         self._places = asyncio.Semaphore(at_once)
 
     async def learn_sizes(self) -> None:
-        """Measure characters per token with a conversation that is then deleted; the gateway learns too."""
+        """Measure characters per token with a conversation, which is then deleted.
+
+        The gateway learns the ratio from it, too.
+        """
         usage = await self._ask("sizes", [{"role": "user", "content": client.text("sizes", 4_000)}], 1)
         self._chars_per_token = 4_000 / usage["prompt_tokens"]
         async with self._session.delete("/v1/conversations/sizes") as answer:

@@ -101,7 +101,7 @@ SHAPES: dict[str, dict[str, Any]] = {
 
 @dataclass(frozen=True)
 class ServedArchitecture:
-    """An architecture in the table of docs/models.md."""
+    """One architecture of the table in docs/models.md."""
 
     kind: str
     groups: int  # KV cache groups
@@ -121,7 +121,7 @@ STD = 0.15
 
 
 def architecture_directory(kind: str) -> Path:
-    """Return the directory of the model; make it if it is missing."""
+    """Return the directory of the model of this kind; make the model if it is missing."""
     base = Path(tempfile.gettempdir()) / "conserve-test-architectures"
     base.mkdir(exist_ok=True)
     with (base / "lock").open("w") as lock:

@@ -74,7 +74,7 @@ def compare(
 def _trace_of_the_live_run(
     trace: Iterable[TraceConversation], live: Sequence[LiveBinding]
 ) -> list[TraceConversation]:
-    """Return the bound conversations, with the arrivals and first prompts of the live run."""
+    """Return the conversations that were bound, with their arrivals and first prompts in the live run."""
     by_id = {conversation.id: conversation for conversation in trace}
     start = min((one.at for one in live), default=0.0)
     played = []

@@ -40,7 +40,7 @@ QUIET_S, SETTLE_S, START_S, SILENCE_S = 2.0, 30.0, 120.0, 60.0
 
 @dataclass
 class Pulled:
-    """Waits and failures of clients while one cable was pulled."""
+    """Record of one pulled cable: how long clients waited, and how many requests failed."""
 
     cable: str
     seconds: float
@@ -108,7 +108,7 @@ class CabledFleet:
         return process
 
     def ended(self) -> list[int | None]:
-        """Return the exit statuses of processes that have ended."""
+        """Return the exit statuses of those processes of the fleet that have ended."""
         return [one.returncode for one in self._processes if one.returncode is not None]
 
     async def until_engines(self, count: int) -> None:
@@ -123,7 +123,7 @@ class CabledFleet:
         return next(one.conversations for one in status.engines if one.info.engine == engine)
 
     async def left(self) -> list[str]:
-        """Wait until directory and engines agree on the KV in use; return differences that stay."""
+        """Wait until directory and engines agree on the KV in use; return the differences that remain."""
         deadline, found = time.monotonic() + SETTLE_S, ["the directory has not answered"]
         async with grpc.aio.insecure_channel(self.directory) as channel:
             while found and time.monotonic() < deadline:
@@ -140,7 +140,7 @@ class CabledFleet:
 
 
 async def decoders_of(url: str, clients: SteadyClients) -> dict[str, str]:
-    """Return the decoder of each conversation that the clients continue."""
+    """Return the decoder of each conversation that clients continue, by the conversation's name."""
     found = {}
     async with aiohttp.ClientSession(url, headers={"authorization": "Bearer steady"}) as http:
         for client in clients.clients:
@@ -153,7 +153,7 @@ async def decoders_of(url: str, clients: SteadyClients) -> dict[str, str]:
 async def pulled(
     network: CabledNetwork, clients: SteadyClients, cable: tuple[str, str], ways: str, seconds: float
 ) -> Pulled:
-    """Pull a cable for a while, plug it in again, and wait until every client is answered."""
+    """Pull a cable for `seconds`, plug it in again, and wait until every client is answered."""
     one, other = cable
     links = {"both": [(one, other), (other, one)], "there": [(one, other)], "back": [(other, one)]}[ways]
     await asyncio.sleep(QUIET_S)
@@ -174,7 +174,7 @@ async def pulled(
 
 @dataclass
 class Silenced:
-    """Times until an unreachable host counted as gone, and until it was used again."""
+    """Record of one unreachable host: when its engine counted as gone, and when it was used again."""
 
     gone_s: float  # until its engine counted as gone
     back_s: float  # from plugging in until the directory knew the engine again
@@ -183,7 +183,7 @@ class Silenced:
 
 
 async def silenced(fleet: CabledFleet, host: str, engine: str) -> Silenced:
-    """Pull all cables of a host until its engine counts as gone, plug them in, and wait until it is used."""
+    """Pull all cables of a host until its engine counts as gone; plug them in until the engine is used."""
     links = fleet.network.links_of(host)
     before = await fleet.conversations_on(engine)
     began = time.monotonic()
@@ -203,7 +203,7 @@ async def silenced(fleet: CabledFleet, host: str, engine: str) -> Silenced:
 
 
 async def new_conversation(url: str, name: str) -> str | None:
-    """Start a conversation and return its decoder."""
+    """Start a conversation, and return the name of its decoder."""
     async with aiohttp.ClientSession(url, headers={"authorization": "Bearer steady"}) as http:
         body = {"model": MODEL, "messages": [{"role": "user", "content": "hi"}], "max_tokens": 2}
         asked = http.post("/v1/chat/completions", json=body, headers={"x-conversation-id": name})

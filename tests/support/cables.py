@@ -39,7 +39,7 @@ class CableEnd:
     peer_mac: str
 
     def send_to(self, mac: str) -> None:
-        """Send all packets to this hardware address; they vanish without an error if no interface has it."""
+        """Send all packets to the hardware address `mac`. They are lost silently if no interface has it."""
         neighbour = (self.peer_ip, "lladdr", mac, "dev", self.interface, "nud", "permanent")
         ip(self.host, "neigh", "replace", *neighbour)
 
@@ -48,7 +48,7 @@ class CabledNetwork:
     """Hosts that are connected by cables."""
 
     def __init__(self, *hosts: str) -> None:
-        """Create namespaces with these names beside `FRONT`."""
+        """Create a namespace for each of these hosts; the host `FRONT` exists already."""
         assert len(hosts) < AT_MOST
         self._hosts = (FRONT, *hosts)
         for host in hosts:
@@ -80,11 +80,11 @@ class CabledNetwork:
             end.send_to(peer_mac)
 
     def pull(self, sender: str, receiver: str) -> None:
-        """Let all packets vanish that one host sends to another."""
+        """Drop all packets that the host `sender` sends to the host `receiver`."""
         self._ends[sender, receiver].send_to(NOWHERE)
 
     def links_of(self, host: str) -> list[tuple[str, str]]:
-        """Return sender and receiver of all links that begin or end at a host."""
+        """Return the pair (sender, receiver) of each link that begins or ends at a host."""
         return [link for link in self._ends if host in link]
 
     def plug_in(self, sender: str, receiver: str) -> None:
@@ -93,7 +93,7 @@ class CabledNetwork:
 
 
 def ip(host: str, *arguments: str) -> None:
-    """Run `ip` on a host."""
+    """Run the command `ip` with these arguments on a host."""
     within = ["-n", host] if host else []
     done = subprocess.run(["ip", *within, *arguments], capture_output=True, text=True, check=False)
     if done.returncode:

@@ -1,4 +1,4 @@
-"""An authority that issues certificates for tests."""
+"""Certificate authority that issues certificates for tests."""
 
 import ssl
 from datetime import UTC, datetime, timedelta

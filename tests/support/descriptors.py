@@ -7,7 +7,7 @@ from contextlib import contextmanager
 
 @contextmanager
 def no_descriptors() -> Iterator[None]:
-    """Let this process open no file, socket or pipe; open ones stay open."""
+    """Let this process open no further file, socket or pipe; those that are open stay open."""
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     resource.setrlimit(resource.RLIMIT_NOFILE, (3, hard))
     try:

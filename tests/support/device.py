@@ -42,7 +42,7 @@ class LateStream:
 
 
 class LateEvent:
-    """Event with CUDA's semantics: complete before its first record; of several records the last counts."""
+    """Event with CUDA's semantics: complete until it is first recorded; only the last record counts."""
 
     def __init__(self, stream: LateStream) -> None:
         self._usual = self._stream = stream
@@ -64,7 +64,7 @@ _at_work = threading.local()  # set while a thread runs launched work: its torch
 
 
 class _Launching(TorchFunctionMode):
-    """Sends the torch calls of one thread to a stream."""
+    """Mode in which the torch calls of one thread are launched on a stream instead of run."""
 
     def __init__(self, stream: LateStream) -> None:
         super().__init__()

@@ -13,7 +13,7 @@ def options() -> dict[str, object]:
 
 
 def environment() -> dict[str, str]:
-    """Return the environment of an engine's processes."""
+    """Return the environment variables of an engine's processes on this machine."""
     cpu = {
         "VLLM_CPU_KVCACHE_SPACE": "1",
         "VLLM_CPU_OMP_THREADS_BIND": "nobind",

@@ -27,7 +27,7 @@ int fdatasync(int file) { return sync_unless_failing(SYS_fdatasync, file); }
 
 
 class FailingSync:
-    """Switch for the `fsync` of processes that were started with its command prefix."""
+    """Switch by which `fsync` fails in the processes that were started with its command prefix."""
 
     def __init__(self, folder: Path) -> None:
         if (compiler := shutil.which("cc")) is None:

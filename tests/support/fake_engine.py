@@ -1,6 +1,7 @@
 """Fake engine that serves vLLM's HTTP API over real sockets and computes nothing.
 
-With a `curve`, prompts take time, one after another, and a decoder waits for the end of a prefiller's prompt.
+With a `curve`, prompts take time and are computed one after another; the decoder of a transferred turn waits
+until the prefiller has computed the prompt.
 
 The engine counts each byte of a prompt as a token, records its requests, holds KV for each conversation and
 reports it as a real engine would. `python -m tests.support.fake_engine --name d0` runs one as a process and
@@ -26,7 +27,7 @@ _IDS = itertools.count(1)
 
 @dataclass
 class SeenRequest:
-    """One request, as it arrived."""
+    """One request as it arrived at the fake engine."""
 
     path: str
     conversation: str
@@ -297,13 +298,13 @@ class FakeEngine:
 
 
 def _given(body: dict[str, Any]) -> list[int]:
-    """Return the tokens of a resumed stream that another engine generated."""
+    """Return the tokens that another engine generated for this stream; none if it is not resumed."""
     resume = (body.get("kv_transfer_params") or {}).get("resume") or {"outputs": []}
     return [token for output in resume["outputs"] for token in output]
 
 
 class _Pieces:
-    """Writer of a stream's events, from the requested position on and with token lines if requested."""
+    """Writer of a stream's events, from the event on that the request names, with token lines on request."""
 
     def __init__(
         self,
@@ -325,7 +326,7 @@ class _Pieces:
             response.headers["x-stream-pieces"] = asked or ""
 
     async def token(self, number: int) -> None:
-        """Take the time of one token, and note its id for the token line; resumed tokens take no time."""
+        """Wait as long as a token takes; add its id to the next token line. Resumed tokens take no time."""
         self._tokens.append(1000 + number)
         if number < len(self._given):
             assert self._given[number] == 1000 + number
@@ -380,7 +381,7 @@ def _said(body: dict[str, Any], count: int) -> list[dict[str, Any]]:
 
 
 def _history(request: web.Request) -> dict[str, Any]:
-    """Return the fields of an answer that name its history, as the engine's middleware adds them."""
+    """Return the answer's fields that name its history, which an engine's middleware takes from a header."""
     said = request.headers.get("x-response-says", '{"previous_response_id": null}')
     return dict(json.loads(said))
 

@@ -77,15 +77,15 @@ class FakeFleet:
         return self.engines[info.engine].prefetch(key, due_in_s)
 
     async def send(self, source: EngineInfo, target: EngineInfo, key: str) -> int:
-        """Send a conversation's KV as a keeper does; return the tokens computed again."""
+        """Send a conversation's KV as a keeper does; return 0, the number of tokens computed again."""
         self.engines[target.engine].held[key] = self.engines[source.engine].held[key]
         return 0
 
     async def settle(self) -> None:
-        """Wait until the directory has the ends of all turns, and the gateways have the newest reports.
+        """Wait until the directory knows that all turns ended, and gateways have the engines' newest reports.
 
-        Part of the wait counts rounds of the feed instead of seconds, because rounds slow down with the
-        machine.
+        A part of the wait is counted in rounds of `feed` instead of seconds, because rounds slow down with
+        the machine.
         """
         await until(lambda: not any(gateway.directory.unreported for gateway in self.gateways))
         rounds = self.rounds

@@ -26,7 +26,7 @@ OPTIONS = "vllm_options"  # name that requests the file of vLLM's options instea
 
 
 def final_configurations(commands: Commands, limit_s: float = 400) -> dict[str, Flat]:
-    """Return the configuration of each command, flattened to field paths.
+    """Return the configuration that vLLM makes from each command, with dotted paths as field names.
 
     A command that vLLM refuses has only the field `error`.
     """

@@ -40,7 +40,7 @@ class RunningFleet:
         return conserve(self.base, *arguments, timeout_s=timeout_s)
 
     def status(self) -> dict[str, Any]:
-        """Return the same as `conserve status --json`, without starting a process."""
+        """Return what `conserve status --json` prints, without starting a process."""
         return asdict(fleet_status(self.home))
 
     def engines(self) -> dict[str, dict[str, Any]]:

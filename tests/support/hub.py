@@ -24,7 +24,7 @@ class StandInHub:
     drops: str = ""  # a part of a path, for which the connection is dropped
 
     def run(self, home: Path, *arguments: str) -> "subprocess.CompletedProcess[str]":
-        """Run Python with this hub as Hugging Face Hub and with its cache in `home`."""
+        """Run Python with this stand-in as Hugging Face Hub, and with the hub's cache in `home`."""
         given = {name: value for name, value in os.environ.items() if not name.startswith("HF_")}
         ours = {"HF_HOME": str(home / "hf"), "HF_ENDPOINT": self.url, "HF_HUB_DISABLE_XET": "1"}
         return subprocess.run(

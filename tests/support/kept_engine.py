@@ -14,7 +14,7 @@ REPORT_EVERY_S = 0.1
 
 
 class DirectFeed:
-    """Passes commands to the engine directly, without a control socket."""
+    """Stand-in for a `ControlSocket` that passes a keeper's commands directly to the fake engine."""
 
     def __init__(self, engine: FakeEngine) -> None:
         self._engine = engine

@@ -20,7 +20,7 @@ HEAD_HOST = "127.0.0.2"
 
 
 class Nodes:
-    """A Ray head and its nodes, as process trees that a test can kill."""
+    """Ray head with its nodes; each is a process tree that a test can kill."""
 
     def __init__(self) -> None:
         self.directory = Path(tempfile.mkdtemp(prefix="conserve-ray-"))

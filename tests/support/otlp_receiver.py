@@ -43,7 +43,7 @@ class Receiver:
     paths: set[str] = field(default_factory=set)
 
     def until(self, enough: Callable[[list[Received]], bool]) -> list[Received]:
-        """Wait until `enough` is true, because spans arrive in groups, seconds after they ended."""
+        """Wait until `enough` holds for the received spans, which may take seconds; return the spans."""
         end = time.monotonic() + _LIMIT_S
         while not enough(list(self.spans)):
             assert time.monotonic() < end, [span.name for span in self.spans]

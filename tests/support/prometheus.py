@@ -41,7 +41,7 @@ class Prometheus:
         return found
 
     def numbers(self, expression: str) -> list[float]:
-        """Return all values of an expression since the start, except results of divisions by zero."""
+        """Return all values that an expression has had so far, except results of divisions by zero."""
         now = time.time()
         times = {"start": str(self.began), "end": str(now), "step": str(max(1.0, (now - self.began) / 200))}
         found = self.get("/api/v1/query_range", query=_filled(expression), **times)["result"]

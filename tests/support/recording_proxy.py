@@ -1,4 +1,4 @@
-"""Proxy between a client and a gateway that records the traffic."""
+"""Proxy between a client and a gateway, which records requests and answers."""
 
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager, suppress

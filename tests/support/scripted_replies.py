@@ -2,7 +2,7 @@
 
 Coding agents need a model that calls their tools. Lines `REPLY: …` of a prompt are its replies: the first is
 given before any tool result, the second after one result, and so on. A reply that is a JSON object is a tool
-call. A text reply that is repeated in the prompt, such as a summary, counts as given. Prefill, transfer,
+call. A text reply that the prompt repeats, such as a summary, counts as already given. Prefill, transfer,
 decoding, tool parser and streaming work as with any model.
 """
 
@@ -24,7 +24,7 @@ UNSCRIPTED = "ok"
 
 
 def reply_to(prompt: str) -> str:
-    """Return the reply to a prompt, in the format of `deploy/small_model.jinja`."""
+    """Return the scripted reply to a prompt, in the format of `deploy/small_model.jinja`."""
     replies = SCRIPTED.findall(prompt)
     number = prompt.count(TOOL_RESULT)
     for before, text in enumerate(replies):

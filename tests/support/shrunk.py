@@ -1,7 +1,7 @@
 """Edit fleet files for GPUs so that a machine without GPUs can run them.
 
-The edit sets the small model on CPUs, one or two engines per tier and a gigabyte of host memory. Everything
-else in the file stays.
+The edited file has the small model on CPUs, the given number of engines per tier and a gigabyte of host
+memory. Everything else in the file stays.
 """
 
 from typing import Any

@@ -12,7 +12,7 @@ _HOLD = 'mount -t tmpfs -o size="$1"k none "$0" && echo mounted && exec sleep 60
 
 
 class SmallDisk:
-    """Small file system, mounted at a folder. It outlives the processes that use it."""
+    """Small file system that is mounted at a folder, and outlives the processes that use it."""
 
     def __init__(self, folder: Path, pid: int, within: list[str]) -> None:
         self.within = within
@@ -20,7 +20,7 @@ class SmallDisk:
         self._filler = Path(f"/proc/{pid}/root{folder}/filler")
 
     def fill(self) -> None:
-        """Leave no byte free."""
+        """Fill the disk until no byte is free."""
         with suppress(OSError), self._filler.open("ab", buffering=0) as opened:
             while opened.write(bytes(4096)):
                 pass

@@ -35,7 +35,7 @@ def warm_context() -> ForkServerContext:
 
 
 def call_warm(function: Callable[..., Result], *arguments: Any) -> Result:
-    """Return the result of a function that runs in a process with vLLM imported, which forks its engines."""
+    """Run a function in a process that has imported vLLM and forks its engines; return the result."""
     with ProcessPoolExecutor(1, warm_context(), fork_engine_on_cpu) as process:
         return process.submit(function, *arguments).result()
 

@@ -1,7 +1,7 @@
 """Record a fleet of one co-serving engine from start to end, on a machine with simulated GPUs.
 
-The fleet is started, serves turns and offline work, is traced and scraped, and is ended once. Tests check the
-record.
+The fleet starts once, serves turns and offline work, is traced and scraped, and ends. Several tests check the
+record of this one run.
 """
 
 import itertools
