@@ -1,1 +1,1 @@
-"""Hostile input beside honest work: `python -m tests.fuzz`."""
+"""Fuzz test of a live fleet, `python -m tests.fuzz`: malformed requests beside an honest conversation."""

@@ -1,4 +1,4 @@
-"""Thousands of malformed requests to a live fleet, with an honest conversation beside them.
+"""Send thousands of malformed requests to a live fleet, and beside them hold an honest conversation.
 
     python -m tests.fuzz [--requests 100000] [--seed 0] [--quick] [--json FILE] [--fleet FILE]
         [--schemathesis PROGRAM [--schemathesis-seconds 120]]
@@ -9,8 +9,8 @@ an honest conversation is repeated, and its answers (float32, greedy) must stay 
 
 No engine may end or take more than 1.5 times its idle memory. No request may stay unanswered, no answer may
 be a 500, and no request or open file may be left. The gateway's event loop may never be blocked for 50 ms of
-processor time. The longest stall is that of GET /health. It is printed beside the longest stall of an idle
-server, because both share two cores with the engines.
+processor time. The longest wait for GET /health is printed beside the longest wait for an idle server: both
+share two cores with the engines.
 """
 
 import asyncio
@@ -58,7 +58,7 @@ FAULTS = (
 
 @dataclass
 class FuzzResults:
-    """Counts of the answers to malformed requests, and results of the honest conversations."""
+    """Counts of the answers to malformed requests, and of the honest conversations, right and wrong."""
 
     sent: int = 0
     answers: Counter[str] = field(default_factory=Counter)
@@ -71,7 +71,7 @@ class FuzzResults:
 
 
 async def send(address: tuple[str, int], request: Attack, seen: FuzzResults) -> None:
-    """Send a request, read its answer for a while, and record both. A whole request has to be answered."""
+    """Send a request, read its answer for a while, and record both. Silence after a whole one is an error."""
     try:
         reader, writer = await asyncio.wait_for(asyncio.open_connection(*address), ANSWER_LIMIT_S)
     except (OSError, TimeoutError) as refused:
@@ -119,7 +119,7 @@ async def attackers(
 
 
 async def honest(chat: ChatClient, name: str) -> list[str]:
-    """Hold an honest conversation and return its answers."""
+    """Hold one honest conversation, and return the answers to its turns."""
     contents = (f"Step {turn}: {'read and act ' * (80 if turn == 0 else 20)}" for turn in range(TURNS))
     return [answer.text async for _, answer in converse(chat, contents, TOKENS, name)]
 
@@ -172,7 +172,7 @@ def listener(url: str) -> psutil.Process:
 
 
 def settled(home: FleetHome) -> tuple[EngineStatus, ...]:
-    """Wait until no request runs any more, at most for `SETTLE_S`, and return the engines' states."""
+    """Wait until no request runs, for at most `SETTLE_S`, and return the status of each engine."""
     limit = time.monotonic() + SETTLE_S
     while True:
         engines = fleet_status(home).engines
@@ -182,7 +182,7 @@ def settled(home: FleetHome) -> tuple[EngineStatus, ...]:
 
 
 def memory_mib(process: psutil.Process) -> float:
-    """Return the memory of the gateway and of its parser processes."""
+    """Return the memory in MiB of the gateway `process` and of its parser processes."""
     return sum(one.memory_info().rss for one in (process, *process.children())) / (1 << 20)
 
 

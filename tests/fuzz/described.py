@@ -1,7 +1,7 @@
 """Requests that schemathesis generates from the gateway's own OpenAPI document.
 
-Half of the time the requests violate the document and half of the time they follow it. For valid requests a
-model and a limit on answers are added to the document, which is read without a key and has neither.
+For half of the time the requests violate the document, and for half of it they follow it. For valid requests,
+the fleet's model and a limit on the length of answers are added to the document, which has neither.
 Schemathesis runs as a process in an environment of its own (`make fuzz`). It makes requests slowly, and
 therefore runs for as long as the other malformed requests are sent.
 """
@@ -26,7 +26,7 @@ OWN_FAILURE = "Runtime Error"  # schemathesis failed itself: Python 3.11 cannot 
 
 @dataclass(frozen=True, slots=True)
 class Described:
-    """Outcome of a run: requests, requests that could not be generated, and schemathesis's output."""
+    """Outcome of a run of schemathesis: its requests, those that it could not generate, and its output."""
 
     requests: int
     failed: bool

@@ -88,7 +88,7 @@ TARGETS = (b"/\0", b"/v1/%00", b"http://other/v1/models", b"*", b"/" + b"a" * 20
 
 @dataclass(frozen=True, slots=True)
 class Attack:
-    """Bytes to send. One whole request (`whole`) has to be answered in time."""
+    """Bytes that are sent to the gateway. If they are one whole request (`whole`), they need an answer."""
 
     data: bytes
     whole: bool
@@ -122,7 +122,7 @@ def _mutated_fields(random: Random, model: str) -> Attack:
 
 
 def _mutated(random: Random, value: Any) -> Any:
-    """Return the value with one place replaced, removed or added."""
+    """Return a JSON value in which one field or item, at any depth, is replaced, removed or added."""
     if isinstance(value, dict) and value and random.random() < 0.9:
         key = random.choice([*value])
         step = random.random()
@@ -144,7 +144,7 @@ def _request(method: str, path: str, head: list[tuple[str, str]], body: bytes) -
 
 
 def _tampered_bytes(random: Random, model: str) -> Attack:
-    """Return a valid request with some bytes changed, so that it may be invalid."""
+    """Return a valid request of which some bytes are changed, so that it may be invalid."""
     path = random.choice([*SEEDS, FILES])
     valid = UPLOAD if path == FILES else json.dumps({"model": model, **SEEDS[path]}).encode()
     media_type = FORM if path == FILES else "application/json"
@@ -183,7 +183,7 @@ def _tampered_bytes(random: Random, model: str) -> Attack:
 
 
 def _flipped(random: Random, data: bytes) -> bytes:
-    """Return the data with some bytes replaced, removed or inserted."""
+    """Return `data` with some of its bytes replaced, removed or inserted."""
     changed = bytearray(data)
     for _ in range(random.choice((1, 3, 20))):
         place = random.randrange(len(changed))

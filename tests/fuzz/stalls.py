@@ -1,4 +1,4 @@
-"""Stalls of a gateway: response times of GET /health and of an idle server, and blocks of the event loop."""
+"""Stalls of a gateway: its response times for GET /health, those of an idle server, and blocked loops."""
 
 import http.client
 import threading
@@ -16,7 +16,7 @@ LIMIT_S = 30.0
 
 
 class IdleServer(BaseHTTPRequestHandler):
-    """Handler that answers every request at once."""
+    """Handler of a server without any load, which answers every request at once."""
 
     protocol_version = "HTTP/1.1"
 
