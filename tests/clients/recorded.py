@@ -33,7 +33,7 @@ def record(name: str, exchanges: Iterable[RecordedExchange], renamed: Mapping[st
 
 
 def shortened(value: Any) -> Any:
-    """Return a JSON value with its long texts cut."""
+    """Return a JSON value in which long texts are cut."""
     if isinstance(value, str):
         return value if len(value) <= LONGEST or value.startswith("{") else value[:60] + " […]"
     if isinstance(value, list):
@@ -44,6 +44,6 @@ def shortened(value: Any) -> Any:
 
 
 def requests_of(name: str) -> list[dict[str, Any]]:
-    """Return an agent's requests: `method`, `target`, `headers` and `body`."""
+    """Return the stored requests of an agent, each with `method`, `target`, `headers` and `body`."""
     requests: list[dict[str, Any]] = json.loads((FOLDER / f"{name}.json").read_text())
     return requests

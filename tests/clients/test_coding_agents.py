@@ -40,7 +40,7 @@ def shell(tool: str, field: str, **others: Any) -> dict[str, Any]:
 
 @dataclass(frozen=True)
 class Scripted:
-    """Run of an agent: its arguments, and the tool calls and texts with which the model replies."""
+    """Script of one agent's run: its arguments, and the tool calls and texts that the model replies."""
 
     agent: str
     arguments: tuple[str, ...]
@@ -136,7 +136,7 @@ async def run_agent(
 ) -> tuple[int, str, str]:
     """Run an agent by `conserve run`; return its exit status, its standard output and its standard error.
 
-    It can reach no server but the fleet's gateway, because its proxy is a closed port.
+    The agent can reach no server but the fleet's gateway, because its proxy is a closed port.
     """
     home = repository.parent / "home"
     home.mkdir()
@@ -184,7 +184,7 @@ async def worked(
 
 
 @pytest.mark.parametrize("name", SCRIPTS)
-async def test_an_agent_works_in_a_repository_and_its_later_turns_recompute_nothing(
+async def test_an_agent_completes_its_task_in_one_conversation_that_recomputes_nothing(
     fleet: RunningFleet, programs: str, repository: Path, name: str
 ) -> None:
     turns = await worked(name, SCRIPTS[name], fleet, programs, repository)
@@ -198,7 +198,7 @@ async def test_an_agent_works_in_a_repository_and_its_later_turns_recompute_noth
 
 
 @pytest.mark.parametrize("name", OCCASIONAL)
-async def test_an_agent_that_sends_an_occasional_kind_of_request_does_not_fail(
+async def test_the_gateway_serves_the_kinds_of_requests_that_an_agent_sends_only_occasionally(
     fleet: RunningFleet, programs: str, repository: Path, name: str
 ) -> None:
     script, mark = OCCASIONAL[name]
@@ -207,7 +207,7 @@ async def test_an_agent_that_sends_an_occasional_kind_of_request_does_not_fail(
 
 
 def assert_computed_once(fleet: RunningFleet, conversation_id: str, turns: int) -> None:
-    """Check in the gateway's log that later turns found their last prompt cached, up to one block."""
+    """Check in the gateway's log that each later turn found the prompt before cached, except one block."""
     block = fleet.fleet.engine.args["block-size"]
 
     def lines() -> list[tuple[int, ...]]:

@@ -38,7 +38,7 @@ class Block:
 
     @property
     def runnable(self) -> str:
-        """Return the block without the lines that are not run."""
+        """Return the block's code without the lines in NOT_RUN."""
         return "\n".join(line for line in self.code.splitlines() if not line.startswith(tuple(NOT_RUN)))
 
     @property
@@ -57,7 +57,7 @@ def blocks() -> list[Block]:
 
 
 def run(block: Block, home: Path, code: str) -> str:
-    """Run a block in an empty directory and return what it prints."""
+    """Run the code of a block in an empty directory, and return what it prints."""
     program = [sys.executable, "-"] if block.language == "python" else ["bash", "-euo", "pipefail"]
     directory = home / f"block-{block.line}"
     directory.mkdir(parents=True)
@@ -85,13 +85,13 @@ ALONE = [block for block in blocks() if not block.asks_a_fleet and block.runnabl
 ASKING = [block for block in blocks() if block.asks_a_fleet]
 
 
-def test_the_two_pages_together_have_blocks_of_every_language() -> None:
+def test_readme_and_quickstart_together_have_code_blocks_of_every_language() -> None:
     assert {block.page for block in ASKING} == set(PAGES)
     assert {block.language for block in blocks()} == {"", "yaml", "python"}
 
 
 @pytest.mark.parametrize("block", ALONE, ids=name)
-def test_a_code_block_that_calls_no_fleet_runs(block: Block, tmp_path: Path) -> None:
+def test_a_documented_code_block_that_calls_no_fleet_runs(block: Block, tmp_path: Path) -> None:
     if block.language == "yaml":
         parse_fleet(block.code, name(block))
     else:
@@ -101,7 +101,7 @@ def test_a_code_block_that_calls_no_fleet_runs(block: Block, tmp_path: Path) -> 
 @pytest.mark.fleet
 @pytest.mark.timeout(600)
 @pytest.mark.parametrize("block", ASKING, ids=name)
-def test_a_code_block_that_calls_a_fleet_gets_an_answer(
+def test_a_documented_code_block_that_calls_a_fleet_gets_an_answer(
     block: Block, laptop_fleet: RunningFleet, tmp_path: Path
 ) -> None:
     code = block.runnable.replace(ADDRESS, laptop_fleet.url)

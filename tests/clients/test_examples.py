@@ -24,12 +24,12 @@ PROGRAMS = {
 }
 
 
-def test_every_example_has_a_test() -> None:
+def test_every_example_program_has_a_test() -> None:
     assert {path.stem for path in EXAMPLES.glob("*.py")} == set(PROGRAMS)
 
 
 @pytest.mark.parametrize("name", PROGRAMS)
-def test_an_example_runs_and_prints_what_is_expected(laptop_fleet: RunningFleet, name: str) -> None:
+def test_an_example_program_prints_the_expected_output(laptop_fleet: RunningFleet, name: str) -> None:
     package, printed = PROGRAMS[name]
     if not has(package):
         pytest.skip(f"{package} is not installed here; `make clients` has it")
@@ -50,7 +50,7 @@ def test_an_example_runs_and_prints_what_is_expected(laptop_fleet: RunningFleet,
     assert re.search(printed, ran.stdout), ran.stdout
 
 
-def test_turns_of_one_conversation_run_on_one_decoder(laptop_fleet: RunningFleet) -> None:
+def test_all_turns_of_the_openai_sdk_example_run_on_one_decoder(laptop_fleet: RunningFleet) -> None:
     ran = subprocess.run(
         [PYTHON, str(EXAMPLES / "openai_sdk.py")],
         env={**os.environ, "CONSERVE_URL": laptop_fleet.url, "CONSERVE_API_KEY": "example-one-decoder"},

@@ -1,4 +1,4 @@
-"""The tool loop of each unmodified agent framework is one conversation, without an id from the client.
+"""The tool loop of each unmodified agent framework is one conversation, even if the client sends no id.
 
 Ordinary test runs include the frameworks that the development extra installs. `make clients` includes all, in
 an environment of their own, whose Python is named in CONSERVE_AGENTS_PYTHON.
@@ -39,7 +39,7 @@ def has(package: str) -> bool:
 
 
 @pytest.mark.parametrize(("script", "package", "key"), FRAMEWORKS, ids=[name for name, _, _ in FRAMEWORKS])
-def test_the_tool_loop_of_a_framework_is_one_conversation(
+def test_the_tool_loop_of_an_agent_framework_is_one_conversation(
     laptop_fleet: RunningFleet, script: str, package: str, key: str
 ) -> None:
     if not has(package):

@@ -83,7 +83,7 @@ def headers_of(name: str) -> dict[str, str]:
     return {key: value for key, value in headers.items() if key != "content-type"}
 
 
-async def test_claude_code_finds_ids_and_names_of_models(made: FakeFleet) -> None:
+async def test_claude_code_gets_the_ids_and_display_names_of_the_models(made: FakeFleet) -> None:
     """Claude Code asks with CLAUDE_CODE_ENABLE_GATEWAY_MODEL_DISCOVERY=1; `conserve run` does not set it."""
     headers = headers_of("claude")
     assert headers["anthropic-version"]
@@ -94,7 +94,7 @@ async def test_claude_code_finds_ids_and_names_of_models(made: FakeFleet) -> Non
     ]
 
 
-async def test_codex_decodes_the_list_of_models(made: FakeFleet) -> None:
+async def test_codex_gets_a_list_of_models_that_it_can_decode(made: FakeFleet) -> None:
     """Codex logs an error unless `models` is a list. With a key from `env_key` it does not ask at all."""
     url = f"{made.urls[0]}/v1/models"
     status, models = await get(f"{url}?client_version=0.171.0", headers=headers_of("codex"))
@@ -102,7 +102,7 @@ async def test_codex_decodes_the_list_of_models(made: FakeFleet) -> None:
     assert "models" not in (await get(url))[1]  # other clients read `data`
 
 
-async def test_both_sdks_list_and_describe_the_models(made: FakeFleet) -> None:
+async def test_the_openai_and_anthropic_sdks_can_list_the_models(made: FakeFleet) -> None:
     base = made.urls[0]
     async with anthropic.AsyncAnthropic(base_url=base, api_key="k", max_retries=0) as one:
         listed = [model async for model in one.models.list(limit=1)]
@@ -127,7 +127,9 @@ def taken_by_vllm(target: str, body: dict[str, Any]) -> None:
 
 
 @pytest.mark.slow
-async def test_vllm_accepts_the_bodies_that_engines_get_for_requests_of_agents(made: FakeFleet) -> None:
+async def test_vllm_accepts_the_bodies_that_the_gateway_makes_of_agents_requests(
+    made: FakeFleet,
+) -> None:
     for name in DROPPED:
         await played(made, name)
     for request in made.decoder_requests():

@@ -1,4 +1,4 @@
-"""Streamed tool loop on the Anthropic SDK, with a cache marker on the newest block, as in Claude Code."""
+"""Streamed tool loop of the Anthropic SDK, with a cache marker on the newest block as in Claude Code."""
 
 import anthropic
 import common

@@ -1,4 +1,4 @@
-"""Task for every framework: a tool whose schema allows only valid arguments, even from a random model."""
+"""Task for every framework: its tool's schema allows only valid arguments, even from a random model."""
 
 import json
 import sys
@@ -29,7 +29,7 @@ def weather(city: str) -> str:
 
 
 def endpoint() -> tuple[str, str]:
-    """Return base URL and model from the command line."""
+    """Return the base URL and the model that the command line names."""
     return sys.argv[1], sys.argv[2]
 
 

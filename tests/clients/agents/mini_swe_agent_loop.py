@@ -14,7 +14,7 @@ url, model = common.endpoint()
 
 
 class AnsweringShell:
-    """Replaces the shell, because commands of a random model must not run."""
+    """Stand-in for the agent's shell, because the commands of a random model must not run."""
 
     def __init__(self) -> None:
         self.config = type("Config", (), {"model_dump": lambda self, **_: {}})()
