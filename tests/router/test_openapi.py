@@ -29,7 +29,7 @@ async def described(made: FakeFleet) -> dict[str, Any]:
     return found
 
 
-async def test_the_description_has_exactly_the_served_paths_and_methods(made: FakeFleet) -> None:
+async def test_the_openapi_document_has_exactly_the_served_paths_and_methods(made: FakeFleet) -> None:
     paths = (await described(made))["paths"]
     async with httpx.AsyncClient(base_url=made.urls[0]) as http:
         for path, operations in paths.items():
@@ -40,7 +40,9 @@ async def test_the_description_has_exactly_the_served_paths_and_methods(made: Fa
                 assert (answer.status_code == 405) is (method.lower() not in operations), (method, path)
 
 
-async def test_the_described_bounds_of_fields_are_those_that_are_checked(made: FakeFleet) -> None:
+async def test_the_bounds_of_fields_in_the_openapi_document_are_those_that_the_gateway_checks(
+    made: FakeFleet,
+) -> None:
     paths = (await described(made))["paths"]
     for path, known in {**fields.FIELDS, "/v1/messages/count_tokens": fields.FIELDS["/v1/messages"]}.items():
         schema = paths[path]["post"]["requestBody"]["content"]["application/json"]["schema"]
@@ -54,7 +56,7 @@ async def test_the_described_bounds_of_fields_are_those_that_are_checked(made: F
                     fields.check_fields(path, {name: said["maximum"] * 2 + 1})
 
 
-async def test_the_described_limit_of_answers_is_the_configured_one(tmp_path: Path) -> None:
+async def test_the_limit_of_answers_in_the_openapi_document_is_the_configured_one(tmp_path: Path) -> None:
     async with fleet(tmp_path, decoders=1, prefillers=0, limits=GatewayLimits(answers=3)) as made:
         paths = (await described(made))["paths"]
         for path in ("/v1/chat/completions", "/v1/completions"):
@@ -64,7 +66,7 @@ async def test_the_described_limit_of_answers_is_the_configured_one(tmp_path: Pa
         assert (await ask(made.urls[0], [user("hi")], n=4)).status == 400
 
 
-async def test_the_description_allows_messages_without_content(made: FakeFleet) -> None:
+async def test_the_openapi_document_allows_messages_without_content(made: FakeFleet) -> None:
     paths = (await described(made))["paths"]
     for path in ("/v1/chat/completions", "/v1/messages"):
         schema = paths[path]["post"]["requestBody"]["content"]["application/json"]["schema"]

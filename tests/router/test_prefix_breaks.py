@@ -1,4 +1,4 @@
-"""Each cause of a broken prefix is recognised from the turns that produce it."""
+"""Each cause of a broken prefix is recognised from the two turns that break it."""
 
 from pathlib import Path
 from typing import Any
@@ -29,7 +29,7 @@ async def broken(
     engine: dict[str, Any] | None = None,
     **body: Any,
 ) -> dict[str, float]:
-    """Return the reason and the tokens computed again of a second turn, after an answer of 100 tokens."""
+    """Return how many tokens the second of two turns computed again, by the cause of its broken prefix."""
     async with fleet(tmp_path, engine=engine) as made:
         before = counted()
         await ask(made.urls[0], first, headers=NAMED, max_tokens=100, tools=[TOOL])
@@ -48,11 +48,11 @@ async def test_a_turn_that_continues_its_prefix_is_not_counted_as_broken(tmp_pat
     assert await broken(tmp_path, FIRST, LATER, cached=10_000) == {}
 
 
-async def test_a_retry_does_not_break_the_prefix(tmp_path: Path) -> None:
+async def test_a_retry_of_a_turn_does_not_count_as_a_broken_prefix(tmp_path: Path) -> None:
     assert await broken(tmp_path, FIRST, FIRST, cached=600) == {}
 
 
-async def test_evicted_kv_is_not_a_broken_prefix(tmp_path: Path) -> None:
+async def test_evicted_kv_does_not_count_as_a_broken_prefix(tmp_path: Path) -> None:
     assert await broken(tmp_path, FIRST, LATER, cached=0) == {}
 
 

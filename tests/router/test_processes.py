@@ -1,4 +1,4 @@
-"""Gateway processes on one port take over each other's conversations when one is killed or drained."""
+"""Gateway processes on one port: when one is killed or drained, others continue its conversations."""
 
 import asyncio
 import os
@@ -51,10 +51,10 @@ async def gateway_process(folder: Path, config: GatewayConfig) -> AsyncIterator[
 
 
 @pytest.mark.parametrize("heir", ["one", "two"])
-async def test_an_agent_that_retries_after_a_kill_continues_its_conversation(
+async def test_an_agent_that_retries_after_its_gateway_was_killed_continues_its_conversation(
     tmp_path: Path, heir: str
 ) -> None:
-    """Another gateway process answers, long before the directory counts the dead one as gone."""
+    """A new gateway process answers, long before the directory counts the killed one as gone."""
     async with fleet(tmp_path, gateways=0, gateway_grace_s=600.0, engine={"prefill_s": 0.05}) as made:
         port = free_port()
         url = f"http://127.0.0.1:{port}"
@@ -89,7 +89,7 @@ async def test_an_agent_that_retries_after_a_kill_continues_its_conversation(
 
 
 async def turns_on_pages(made: FakeFleet) -> float:
-    """Return the sum of complete turns on the metrics pages of all gateway processes."""
+    """Return the number of complete turns, summed over the metrics pages of all gateway processes."""
     pages = made.directory.gateways.pages(of_batch=False)
     assert len(pages) == 2
     total = 0.0
@@ -110,7 +110,9 @@ def keys(made: FakeFleet) -> list[str]:
     return [conversation.key for conversation in made.directory.table.conversations]
 
 
-async def test_two_processes_share_a_port_and_one_serves_on_when_the_other_is_killed(tmp_path: Path) -> None:
+async def test_of_two_gateway_processes_on_one_port_one_serves_on_when_the_other_is_killed(
+    tmp_path: Path,
+) -> None:
     async with fleet(tmp_path, gateways=0, engine={"prefill_s": 0.1}) as made:
         port = free_port()
         url = f"http://127.0.0.1:{port}"

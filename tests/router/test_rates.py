@@ -1,4 +1,4 @@
-"""Limits of a key's requests, tokens and concurrent turns hold over all gateways."""
+"""Limits on a key's requests, tokens and concurrent turns hold for all gateways together."""
 
 import asyncio
 import time
@@ -49,7 +49,7 @@ def left(answer: GatewayAnswer, of: str) -> int:
 
 
 @given(st.integers(1, 100), st.lists(st.tuples(st.floats(0, 30), st.floats(0, 150)), max_size=40))
-def test_a_bucket_grants_the_amount_of_one_minute_and_refills_with_time(
+def test_a_bucket_grants_the_amount_of_one_minute_at_once_and_refills_within_a_minute(
     most: int, asked: list[tuple[float, float]]
 ) -> None:
     bucket, now, granted, last = Bucket(most, 0.0), 0.0, 0.0, 0.0
@@ -64,7 +64,7 @@ def test_a_bucket_grants_the_amount_of_one_minute_and_refills_with_time(
         assert granted <= most + now * most / 60 + max(0, last - most) + 1e-6
 
 
-async def test_a_key_beyond_its_requests_per_minute_gets_a_delayed_429(tmp_path: Path) -> None:
+async def test_a_key_that_exceeds_its_requests_per_minute_gets_a_429_after_a_delay(tmp_path: Path) -> None:
     async with limited(tmp_path, {"requests_per_minute": 3}) as made:
         url = made.urls[0]
         got = [await alice(url, "hi") for _ in range(3)]
@@ -82,7 +82,7 @@ async def test_a_key_beyond_its_requests_per_minute_gets_a_delayed_429(tmp_path:
         assert other.status == 200 and "x-ratelimit-limit-requests" not in other.headers
 
 
-async def test_tokens_per_minute_count_computed_tokens(tmp_path: Path) -> None:
+async def test_cached_tokens_do_not_count_against_tokens_per_minute(tmp_path: Path) -> None:
     """The fake engine counts one token per byte of the request's JSON, and reports the count."""
     async with limited(tmp_path, {"tokens_per_minute": 2000}, engine={"cached": 300}, prefillers=0) as made:
         url, said, began = made.urls[0], {"x-session-id": "c"}, time.monotonic()
@@ -103,7 +103,7 @@ async def test_tokens_per_minute_count_computed_tokens(tmp_path: Path) -> None:
         assert (await ask(url, [user("z" * 5000)], headers=BOB)).status == 200
 
 
-async def test_tokens_that_a_prefiller_computed_are_charged(tmp_path: Path) -> None:
+async def test_tokens_that_a_prefiller_computed_count_against_tokens_per_minute(tmp_path: Path) -> None:
     async with limited(tmp_path, {"tokens_per_minute": 9000}, prefillers=1) as made:
         made.engines["d0"].cached = 100_000
         url = made.urls[0]
@@ -115,8 +115,10 @@ async def test_tokens_that_a_prefiller_computed_are_charged(tmp_path: Path) -> N
         assert left(after, "tokens") < 9000 - 2 * 2500 + 600  # what the bucket gains in a few seconds
 
 
-async def test_tokens_that_a_lost_engine_generated_are_not_given_back_as_cached(tmp_path: Path) -> None:
-    """The engine that continues gets these tokens as a part of its prompt, and may have them in its cache."""
+async def test_tokens_that_a_lost_engine_generated_still_count_after_the_stream_resumes(
+    tmp_path: Path,
+) -> None:
+    """The engine that resumes the stream gets these tokens in its prompt, and may report them as cached."""
     async with limited(
         tmp_path, {"tokens_per_minute": 2000}, engine={"cached": 5000, "token_s": 0.001}, prefillers=0
     ) as made:
@@ -131,7 +133,7 @@ async def test_tokens_that_a_lost_engine_generated_are_not_given_back_as_cached(
         assert left(last, "tokens") < 600 + 34 * (time.monotonic() - began)
 
 
-async def test_a_stream_cut_off_by_its_client_costs_the_reserved_tokens(tmp_path: Path) -> None:
+async def test_a_stream_that_its_client_cuts_off_costs_the_reserved_tokens(tmp_path: Path) -> None:
     async with limited(tmp_path, {"tokens_per_minute": 2000}, engine={"token_s": 0.2}) as made:
         going = asyncio.create_task(alice(made.urls[0], "x" * 1950, max_tokens=50, stream=True))
         await until(lambda: len(made.decoder_requests()))
@@ -159,7 +161,7 @@ async def test_a_request_that_an_engine_refuses_costs_no_tokens(tmp_path: Path, 
         assert [left(one, "tokens") // 1000 for one in got] == [4] * 3  # not one another's tokens
 
 
-async def test_a_client_that_leaves_the_queue_is_not_charged(tmp_path: Path) -> None:
+async def test_a_client_that_leaves_while_its_turn_waits_is_charged_no_tokens(tmp_path: Path) -> None:
     kv = {"kv_tokens": 6000}
     async with limited(
         tmp_path, {"tokens_per_minute": 9000}, place_wait_s=9.0, engine=kv, decoders=1, prefillers=0
@@ -176,7 +178,7 @@ async def test_a_client_that_leaves_the_queue_is_not_charged(tmp_path: Path) -> 
         assert left(await alice(made.urls[0], "x", max_tokens=1), "tokens") > 8000
 
 
-async def test_a_key_beyond_its_concurrent_turns_gets_a_429_from_every_gateway(tmp_path: Path) -> None:
+async def test_a_key_that_exceeds_its_concurrent_turns_gets_a_429_from_every_gateway(tmp_path: Path) -> None:
     async with limited(tmp_path, {"turns": 2}, engine={"token_s": 0.05}, gateways=2) as made:
         going = [asyncio.create_task(alice(made.urls[0], f"{n}", max_tokens=100)) for n in range(2)]
         await until(lambda: len(made.decoder_requests()) == 2)
@@ -188,7 +190,7 @@ async def test_a_key_beyond_its_concurrent_turns_gets_a_429_from_every_gateway(t
         assert (await alice(made.urls[0], "third")).status == 200
 
 
-async def test_each_answer_of_a_request_counts_as_a_turn_against_concurrency(tmp_path: Path) -> None:
+async def test_each_answer_of_a_request_counts_against_the_limit_on_concurrent_turns(tmp_path: Path) -> None:
     async with limited(tmp_path, {"turns": 4}, engine={"token_s": 0.05}) as made:
         url = made.urls[0]
         going = asyncio.create_task(alice(url, "three", n=3, max_tokens=60))
@@ -232,7 +234,7 @@ def alices(**limits: Any) -> Key:
     return Key("of-alice", "a", hash_secret("alice"), limits=Limits(**limits))
 
 
-def test_a_changed_limit_keeps_the_used_amount() -> None:
+def test_a_key_whose_limit_changes_does_not_get_its_used_requests_back() -> None:
     meters = Meters({}.get, lambda: 0.0)
     assert granted(meters, alices(requests_per_minute=10), 20) == 10
     for turns in range(1, 5):
@@ -242,13 +244,15 @@ def test_a_changed_limit_keeps_the_used_amount() -> None:
     assert granted(meters, alices(requests_per_minute=100), 200) == 6
 
 
-def test_running_turns_count_against_a_changed_limit() -> None:
+def test_running_turns_still_count_after_a_limit_of_their_key_changes() -> None:
     meters = Meters({}.get, lambda: 0.0)
     with meters.turn(alices(turns=1), AddedHeaders()), pytest.raises(RateLimited):
         meters.turn(alices(turns=1, requests_per_minute=5), AddedHeaders()).__enter__()
 
 
-async def test_reports_of_a_key_with_a_changed_limit_are_applied(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_requests_after_a_change_of_limits_are_reported_to_the_other_gateways(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     monkeypatch.setattr(rates, "SHARE_EVERY_S", 0.001)
     meters, told = Meters({}.get, lambda: 0.0), list[int]()
 
@@ -265,7 +269,7 @@ async def test_reports_of_a_key_with_a_changed_limit_are_applied(monkeypatch: py
     assert told[:2] == [300, 2]
 
 
-def test_the_number_of_meters_is_bounded_and_the_oldest_is_dropped() -> None:
+def test_beyond_the_bound_on_meters_the_longest_unused_one_is_dropped() -> None:
     def key(number: int) -> Key:
         return Key(f"k{number}", "o", hash_secret(""), limits=Limits(requests_per_minute=1))
 
@@ -278,14 +282,14 @@ def test_the_number_of_meters_is_bounded_and_the_oldest_is_dropped() -> None:
     assert [granted(meters, key(number), 1) for number in (1, 11_999)] == [1, 0]
 
 
-async def test_requests_with_unknown_keys_are_counted_by_address(tmp_path: Path) -> None:
+async def test_requests_with_unknown_keys_count_against_the_limit_of_their_address(tmp_path: Path) -> None:
     async with fleet(tmp_path, key_limits=DefaultLimits(requests_per_minute=2)) as made:
         said = [{"authorization": f"Bearer {number}"} for number in range(3)]
         got = [await ask(made.urls[0], [user("hi")], headers=one) for one in said]
         assert [one.status for one in got] == [200, 200, 429]
 
 
-async def test_embeddings_count_as_turns_and_tokens(tmp_path: Path) -> None:
+async def test_embeddings_requests_count_against_the_limits_on_turns_and_tokens(tmp_path: Path) -> None:
     models = (ServedModel(MODEL, embeddings=True),)
     limits = {"tokens_per_minute": 3000, "turns": 1}
     async with limited(tmp_path, limits, models=models, engine={"token_s": 0.3}) as made:
@@ -308,8 +312,8 @@ async def embed(url: str, text: str) -> GatewayAnswer:
     return await ask(url, text, headers={"authorization": "Bearer alice"}, path="/v1/embeddings")
 
 
-async def test_a_rate_limit_holds_for_the_requests_of_all_gateways_together(tmp_path: Path) -> None:
-    """Send turns to two gateways alternately, with time to exchange their counts."""
+async def test_a_limit_on_requests_holds_for_all_gateways_together(tmp_path: Path) -> None:
+    """Turns are sent to two gateways alternately, with time for the gateways to exchange their counts."""
     async with limited(tmp_path, {"requests_per_minute": 6}, gateways=2) as made:
         began, granted = time.monotonic(), 0
         for number in range(12):

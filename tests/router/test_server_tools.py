@@ -1,4 +1,4 @@
-"""Tools that only a provider's servers can run are dropped and named, so that agents continue to work."""
+"""Tools that only a provider's servers can run are dropped, and the answer names them."""
 
 from collections.abc import AsyncIterator
 from pathlib import Path
@@ -35,18 +35,18 @@ def sent(path: str, tools: list[Any], choice: Any = None) -> tuple[dict[str, Any
     return {name: value for name, value in known_part(path, body).items() if name != "model"}, ignored
 
 
-def test_codex_keeps_functions_and_namespaces_and_loses_provider_tools() -> None:
+def test_only_provider_tools_are_dropped_from_a_request_of_codex() -> None:
     tools = [FUNCTION, GROUP, {"type": "web_search", "external_web_access": True}, {"type": "local_shell"}]
     assert sent(RESPONSES, tools) == ({"tools": [FUNCTION, GROUP]}, "tools.web_search, tools.local_shell")
 
 
-def test_a_custom_tool_loses_the_grammar_that_engines_refuse_and_stays() -> None:
+def test_a_custom_tool_is_kept_without_the_grammar_that_engines_refuse() -> None:
     got = sent(RESPONSES, [{**PATCH, "format": GRAMMAR}, {**PATCH, "format": {"type": "text"}}])
     assert got == ({"tools": [PATCH, {**PATCH, "format": {"type": "text"}}]}, "tools.apply_patch.format")
 
 
 @pytest.mark.parametrize("path", [MESSAGES, f"{MESSAGES}/count_tokens"])
-def test_claude_codes_web_search_is_dropped_and_so_is_a_tool_choice_of_it(path: str) -> None:
+def test_claude_codes_web_search_is_dropped_together_with_a_tool_choice_that_names_it(path: str) -> None:
     assert sent(path, [READ, SEARCH]) == ({"tools": [READ]}, "tools.web_search_20250305")
     forced = {"type": "tool", "name": "web_search"}
     assert sent(path, [READ, SEARCH], forced) == (
@@ -58,7 +58,7 @@ def test_claude_codes_web_search_is_dropped_and_so_is_a_tool_choice_of_it(path: 
     assert sent(path, [READ, SEARCH], kept)[0] == {"tools": [READ], "tool_choice": kept}
 
 
-def test_tools_that_engines_support_or_check_themselves_are_unchanged() -> None:
+def test_tools_that_engines_support_or_check_themselves_stay_in_the_request() -> None:
     for path, tools in (
         (RESPONSES, [FUNCTION, PATCH, {"type": "mcp", "server_label": "s"}, {"type": 3}, "x"]),
         (MESSAGES, [READ, {**READ, "type": "custom"}, {"name": "no schema"}, None]),
@@ -69,9 +69,7 @@ def test_tools_that_engines_support_or_check_themselves_are_unchanged() -> None:
 
 
 @pytest.mark.parametrize("extra", [0, CHEAP_BYTES])
-async def test_the_engine_gets_the_body_without_dropped_tools_whatever_its_size(
-    made: FakeFleet, extra: int
-) -> None:
+async def test_engines_get_small_and_large_bodies_without_dropped_tools(made: FakeFleet, extra: int) -> None:
     content = "é" + "x" * extra
     tools = [{"type": "web_search"}, FUNCTION]
     choice = {"type": "web_search"}
@@ -83,7 +81,7 @@ async def test_the_engine_gets_the_body_without_dropped_tools_whatever_its_size(
         assert request.body["input"] == [user(content)]
 
 
-async def test_a_fleet_that_refuses_unknown_fields_refuses_server_tools_too(tmp_path: Path) -> None:
+async def test_a_fleet_that_refuses_unknown_fields_refuses_provider_tools_too(tmp_path: Path) -> None:
     async with fleet(tmp_path, decoders=1, unknown_fields=UnknownFields.REFUSE) as made:
         answer = await ask(made.urls[0], [user("x")], path=MESSAGES, max_tokens=3, tools=[SEARCH])
         assert (answer.status, b"tools.web_search_20250305" in answer.body) == (400, True)

@@ -1,4 +1,4 @@
-"""Conversations with a common prefix go to the prefiller that has it, if their owners may share it."""
+"""Conversations with a shared prefix go to the prefiller that has it cached, if their owners share it."""
 
 from pathlib import Path
 from typing import Any
@@ -14,7 +14,7 @@ TOOL = {"type": "function", "function": {"name": "read", "parameters": {"type": 
 
 
 async def cached(made: FakeFleet, question: str, key: str = "k", **body: Any) -> int:
-    """Start a conversation and return the prompt tokens that its prefiller was expected to have cached."""
+    """Start a conversation; return how many prompt tokens its prefiller was expected to have cached."""
     headers = {"authorization": f"Bearer {key}"}
     answer = await ask(made.urls[0], [SYSTEM, user(question)], headers=headers, **body)
     assert answer.status == 200
@@ -23,7 +23,9 @@ async def cached(made: FakeFleet, question: str, key: str = "k", **body: Any) ->
     return int(told["placements"][0]["receipt"]["prefiller"]["chosen"]["cached_tokens"])
 
 
-async def test_the_second_conversation_with_a_prefix_finds_it_cached(tmp_path: Path) -> None:
+async def test_a_second_conversation_with_the_same_prefix_goes_to_the_prefiller_that_has_it(
+    tmp_path: Path,
+) -> None:
     async with fleet(tmp_path, prefillers=2) as made:
         assert await cached(made, "one") == 0
         assert await cached(made, "two") > 1_000
@@ -31,14 +33,14 @@ async def test_the_second_conversation_with_a_prefix_finds_it_cached(tmp_path: P
         assert sorted((len(first.seen), len(second.seen))) == [0, 2]
 
 
-async def test_conversations_with_different_prompt_cache_keys_share_prefixes(tmp_path: Path) -> None:
+async def test_conversations_with_different_prompt_cache_keys_share_cached_prefixes(tmp_path: Path) -> None:
     """Codex sends a `prompt_cache_key` for each conversation, and all its conversations begin alike."""
     async with fleet(tmp_path) as made:
         assert await cached(made, "one", prompt_cache_key="a") == 0
         assert await cached(made, "two", prompt_cache_key="b") > 1_000
 
 
-async def test_a_prefix_with_another_owner_salt_or_tools_is_not_expected_in_the_cache(tmp_path: Path) -> None:
+async def test_a_prefix_is_not_expected_in_the_cache_for_another_owner_salt_or_tools(tmp_path: Path) -> None:
     async with fleet(tmp_path) as made:
         await cached(made, "one")
         assert await cached(made, "of another owner", key="other") == 0
@@ -48,7 +50,7 @@ async def test_a_prefix_with_another_owner_salt_or_tools_is_not_expected_in_the_
 
 
 @pytest.mark.parametrize("found", [0, 10_000])
-async def test_the_estimate_of_a_cached_prefix_follows_the_hits_that_a_decoder_reports(
+async def test_the_expected_length_of_a_cached_prefix_follows_the_hits_that_a_decoder_reports(
     tmp_path: Path, found: int
 ) -> None:
     """The third conversation's estimate rises again if the second one did not find the prefix."""

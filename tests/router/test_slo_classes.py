@@ -1,4 +1,4 @@
-"""SLO classes: who may use which, what engines and metrics receive, and which turns go first."""
+"""SLO classes: the choice of a turn's class, its targets for engines, and the order of waiting turns."""
 
 import asyncio
 from dataclasses import replace
@@ -29,7 +29,7 @@ def chosen(
     return SloClasses(CONFIG).choose(namespace(key), headers or {}, body or {}).name
 
 
-def test_a_class_is_chosen_by_header_body_field_objective_or_key() -> None:
+def test_a_turns_class_is_chosen_by_header_body_field_llm_d_objective_or_owner() -> None:
     assert chosen() == "default"
     assert chosen(key="alice") == "paid"
     assert chosen({"x-slo-class": "gold"}, key="alice") == "gold"
@@ -41,12 +41,12 @@ def test_a_class_is_chosen_by_header_body_field_objective_or_key() -> None:
 
 
 @pytest.mark.parametrize("body", [{"slo_class": "none"}, {"slo_class": ["gold"]}, {"slo_class": "paid"}])
-def test_a_class_that_is_unknown_or_reserved_for_other_keys_is_refused(body: dict[str, Any]) -> None:
+def test_a_turn_that_asks_for_an_unknown_or_reserved_class_is_refused(body: dict[str, Any]) -> None:
     with pytest.raises(BadRequest, match="class"):
         chosen(body=body)
 
 
-def test_engines_get_the_targets_and_the_queue_weight_of_the_class() -> None:
+def test_engines_get_the_targets_and_the_queue_weight_of_a_turns_class() -> None:
     default = SloClass("default", SloSettings(last_turn_tbt_s=0.5))  # of answers to users: not the engines'
     assert engine_arguments(default, {}, {"vllm_xargs": {"slo_tbt_ms": 90}}) == {}
     assert engine_arguments(GOLD, {}, {}) == {"vllm_xargs": {"slo_tbt_ms": 50.0, "queue_weight": 30.0}}
@@ -63,7 +63,7 @@ def test_engines_get_the_targets_and_the_queue_weight_of_the_class() -> None:
     [({}, {"vllm_xargs": {"slo_tbt_ms": 1}}), ({"x-slo-tpot-ms": "1"}, {})],
     ids=["in the body", "as llm-d says it"],
 )
-def test_a_turn_cannot_ask_for_a_tighter_tbt_than_its_class(
+def test_a_turn_cannot_ask_for_a_tighter_tbt_than_its_class_has(
     headers: dict[str, str], body: dict[str, Any]
 ) -> None:
     """A tighter TBT target would slow down all turns of the engine."""
@@ -78,7 +78,7 @@ def test_a_turn_cannot_ask_for_a_tighter_tbt_than_its_class(
     [({}, {"vllm_xargs": {"slo_ttft_ms": 0.001}}), ({"x-slo-ttft-ms": "0.001"}, {})],
     ids=["in the body", "as llm-d says it"],
 )
-def test_a_turn_cannot_ask_for_a_tighter_ttft_than_its_class_or_engines(
+def test_a_turn_cannot_ask_for_a_tighter_ttft_than_its_class_or_the_engines_have(
     headers: dict[str, str], body: dict[str, Any]
 ) -> None:
     """A tighter TTFT target would abort offline work."""
@@ -102,7 +102,7 @@ def raised(of: SloClass) -> float:
 async def test_a_waiting_turn_of_another_flow_goes_before_later_turns_of_the_first_flow(
     tmp_path: Path, header: str
 ) -> None:
-    """Flows take turns, whichever of llm-d's headers names them."""
+    """Flows are served alternately, whichever of llm-d's headers names a turn's flow."""
     engine = {"kv_tokens": 12_000, "token_s": 0.02}
     async with fleet(tmp_path, decoders=1, engine=engine, place_wait_s=20.0) as made:
         full = await ask(made.urls[0], [user("x" * 10_000)], max_tokens=2)
@@ -124,7 +124,7 @@ async def test_a_waiting_turn_of_another_flow_goes_before_later_turns_of_the_fir
         assert done.index("b3") < done.index("a2")
 
 
-async def test_a_higher_class_waits_less_and_appears_in_the_metrics(tmp_path: Path) -> None:
+async def test_a_turn_of_a_higher_class_is_placed_before_turns_that_wait_longer(tmp_path: Path) -> None:
     """With one full decoder, the turn of the higher class is served first, even if it arrived last."""
     engine = {"kv_tokens": 4000, "token_s": 0.02}
     async with fleet(

@@ -79,7 +79,9 @@ def prompt(body: dict[str, Any]) -> list[tuple[str, Any]]:
 
 
 @pytest.mark.parametrize("stream", [False, True])
-async def test_every_decoder_gets_the_whole_history_of_a_response(tmp_path: Path, stream: bool) -> None:
+async def test_a_decoder_gets_the_whole_history_of_a_response_after_another_decoder_is_lost(
+    tmp_path: Path, stream: bool
+) -> None:
     async with fleet(tmp_path, prefillers=0, answers=stored(tmp_path)) as made:
         first = await say(made, "one", tools=[TOOL], stream=stream)
         second = await say(made, "two", name_of(first), stream=stream)
@@ -102,7 +104,7 @@ async def test_every_decoder_gets_the_whole_history_of_a_response(tmp_path: Path
 
 @pytest.mark.parametrize("stream", [False, True])
 @pytest.mark.parametrize("named", ["conv_1", {"id": "conv_1"}])
-async def test_a_turn_in_a_conversation_gets_its_stored_history(
+async def test_a_turn_that_names_a_conversation_gets_its_stored_history(
     tmp_path: Path, stream: bool, named: Any
 ) -> None:
     async with fleet(tmp_path, gateways=2, answers=stored(tmp_path)) as made:
@@ -120,7 +122,7 @@ async def test_a_turn_in_a_conversation_gets_its_stored_history(
 
 
 @pytest.mark.parametrize("turns", [1, 2])
-async def test_a_turn_does_not_revive_a_conversation_that_was_deleted_meanwhile(
+async def test_a_turn_does_not_revive_a_conversation_that_is_deleted_while_the_turn_runs(
     tmp_path: Path, turns: int
 ) -> None:
     async with fleet(tmp_path, prefillers=0, answers=stored(tmp_path)) as made:
@@ -146,7 +148,7 @@ def put(store: AnswerStore, name: str, previous: str | None, conversation: str, 
     store.put("o", StoredAnswer(name, previous, ITEMS, b"{}", conversation, end))
 
 
-def test_an_answer_that_ends_after_its_conversation_does_not_join_a_new_one_of_that_name(
+def test_an_answer_of_an_ended_conversation_does_not_join_a_new_one_of_the_same_name(
     tmp_path: Path,
 ) -> None:
     store = AnswerStore(stored(tmp_path))
@@ -160,7 +162,7 @@ def test_an_answer_that_ends_after_its_conversation_does_not_join_a_new_one_of_t
     assert store.newest("o", "c")[0] is None
 
 
-def test_of_two_concurrent_turns_the_one_that_ends_last_becomes_the_history(tmp_path: Path) -> None:
+def test_the_next_turn_continues_the_one_of_two_concurrent_turns_that_ends_last(tmp_path: Path) -> None:
     store = AnswerStore(stored(tmp_path))
     for name, previous in (("first", None), ("quick", "first"), ("slow", "first")):
         put(store, name, previous, "c")
@@ -176,7 +178,9 @@ async def test_an_answer_names_its_previous_response(tmp_path: Path) -> None:
         assert said == [None, name_of(first), name_of(second)]
 
 
-async def test_invalid_references_to_a_history_are_refused(tmp_path: Path) -> None:
+async def test_a_request_with_two_histories_a_malformed_id_or_offline_service_tier_is_refused(
+    tmp_path: Path,
+) -> None:
     async with fleet(tmp_path) as made:
         first = await say(made, "one")
         both = await say(made, "two", name_of(first), conversation="c")
@@ -205,7 +209,7 @@ async def test_another_gateway_and_a_restarted_process_find_a_stored_answer(tmp_
 @pytest.mark.parametrize(
     ("stream", "tokens"), [(False, 4), (False, 100_000), (True, 4)], ids=["whole", "in pieces", "stream"]
 )
-async def test_an_answer_is_stored_before_its_client_has_the_end(
+async def test_an_answer_is_stored_before_its_client_gets_the_end_of_it(
     tmp_path: Path, stream: bool, tokens: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Another gateway finds the answer as soon as the client has its end, even if storing is slow."""
@@ -262,7 +266,9 @@ async def test_an_answer_with_store_false_is_not_stored(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("bounds", [{"keep_s": 0.0}, {"gib": 1 / (1 << 30)}])
-async def test_stored_answers_are_bounded_by_age_and_bytes(tmp_path: Path, bounds: dict[str, Any]) -> None:
+async def test_stored_answers_are_deleted_beyond_the_limits_on_age_and_bytes(
+    tmp_path: Path, bounds: dict[str, Any]
+) -> None:
     async with fleet(tmp_path, answers=stored(tmp_path, **bounds)) as made:
         before = REGISTRY.get_sample_value(*PRUNED) or 0
         first = await say(made, "one")
@@ -283,7 +289,9 @@ def test_one_owner_does_not_evict_stored_answers_of_another(tmp_path: Path) -> N
         store.history("bob", "many-0", 10, 10_000)
 
 
-def test_tombstones_of_answers_are_bounded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_number_of_tombstones_of_answers_is_bounded(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr("router.gateway.responses.answer_store.MOST_TOMBSTONES", 10)
     store = AnswerStore(stored(tmp_path, keep_s=0.0))
     for number in range(40):
@@ -293,7 +301,7 @@ def test_tombstones_of_answers_are_bounded(tmp_path: Path, monkeypatch: pytest.M
     assert known == list(range(30, 40))
 
 
-async def test_a_conversation_whose_answers_expired_gets_a_404(
+async def test_a_turn_of_a_conversation_whose_answers_expired_gets_a_404(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("router.gateway.responses.answer_store.PRUNE_S", 0.0)
@@ -310,7 +318,9 @@ async def test_a_conversation_whose_answers_expired_gets_a_404(
 
 
 @given(st.lists(st.integers(1, 100), max_size=8), st.integers(0, 400))
-def test_owners_shares_fill_the_store_without_exceeding_it(totals: list[int], most: int) -> None:
+def test_the_shares_of_owners_together_fill_the_store_and_do_not_exceed_it(
+    totals: list[int], most: int
+) -> None:
     share = fair_share(totals, most)
     kept = sum(min(total, share) for total in totals)
     assert kept <= most
@@ -327,7 +337,7 @@ async def test_a_request_for_a_history_in_an_unreadable_store_gets_a_503(tmp_pat
         assert (await say(made, "two", "resp_1")).status == 503
 
 
-def test_vllm_reads_calls_and_reasoning_from_a_rebuilt_input() -> None:
+def test_vllm_reads_tool_calls_and_reasoning_from_an_input_with_a_stored_history() -> None:
     """Unlike vLLM's own store, ours keeps tool calls and reasoning."""
     protocol = pytest.importorskip("vllm.entrypoints.openai.responses.protocol", reason="vLLM: make install")
     utils = pytest.importorskip("vllm.entrypoints.openai.responses.utils")
@@ -374,7 +384,7 @@ async def test_a_store_of_an_older_version_is_emptied_and_a_newer_one_refused(tm
     await newer.close()
 
 
-async def test_answers_beyond_the_waiting_limit_of_a_slow_disk_are_not_stored(
+async def test_answers_are_not_stored_if_too_many_bytes_already_wait_for_a_slow_disk(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("router.gateway.responses.stored_answers.MOST_WAITING_BYTES", 1000)

@@ -60,7 +60,7 @@ async def counted(made: FakeFleet, before: dict[str, float]) -> dict[str, float]
 
 @pytest.mark.parametrize("path", PATHS[:2])
 @pytest.mark.parametrize("usage", [{}, {"stream_options": {"include_usage": True}}], ids=["", "usage"])
-async def test_a_turns_tokens_are_known_even_if_the_client_requests_no_usage(
+async def test_the_gateway_counts_a_streams_tokens_even_if_the_client_requests_no_usage(
     tmp_path: Path, path: str, usage: dict[str, Any]
 ) -> None:
     async with fleet(tmp_path, engine={"token_s": 0.001, "cached": 40}, prefillers=0) as made:
@@ -76,13 +76,13 @@ async def test_a_turns_tokens_are_known_even_if_the_client_requests_no_usage(
 
 
 def cut_first(made: FakeFleet, after: int) -> None:
-    """Make the decoder that gets the next stream break it off, and no other decoder."""
+    """Make every decoder break off its next stream after `after` tokens."""
     for engine in made.engines.values():
         engine.cut_after = after
 
 
 async def first_cut(made: FakeFleet, asking: Callable[[], Any]) -> tuple[GatewayAnswer, FakeEngine]:
-    """Return a streamed answer, and the decoder that broke it off first."""
+    """Ask for a stream that only its first decoder breaks off; return the answer and that decoder."""
     task = asyncio.create_task(asking())
     await until(made.decoder_requests)
     (broke,) = (one for name, one in made.engines.items() if name.startswith("d") and one.seen)
@@ -102,7 +102,7 @@ async def another_decoder(made: FakeFleet, **how: Any) -> FakeEngine:
 @pytest.mark.parametrize("path", PATHS)
 @pytest.mark.parametrize("after", [1, 5, 29])
 @pytest.mark.parametrize("prefillers", [0, 1])
-async def test_a_greedy_stream_resumes_without_a_gap_or_a_repeat(
+async def test_a_greedy_stream_resumes_without_a_missing_or_repeated_token(
     tmp_path: Path, path: str, after: int, prefillers: int
 ) -> None:
     async with fleet(tmp_path, prefillers=prefillers, engine={"token_s": 0.005}) as made:
@@ -139,7 +139,9 @@ async def test_a_greedy_stream_resumes_without_a_gap_or_a_repeat(
         assert not [one for one in made.directory.table.conversations if one.running]
 
 
-async def test_a_sampled_stream_resumes_with_a_comment(tmp_path: Path) -> None:
+async def test_a_comment_in_a_resumed_sampled_stream_says_that_the_rest_was_sampled_anew(
+    tmp_path: Path,
+) -> None:
     async with fleet(tmp_path, engine={"token_s": 0.005}) as made:
         cut_first(made, 5)
         answer, _ = await first_cut(made, lambda: ask(made.urls[0], [user("q")], stream=True, max_tokens=20))
@@ -197,7 +199,7 @@ async def test_all_streams_of_a_killed_decoder_resume(tmp_path: Path) -> None:
         ({"thinking_token_budget": 5}, {}, "counted_output"),
     ],
 )
-async def test_a_stream_that_cannot_resume_exactly_ends_in_a_counted_error(
+async def test_a_stream_that_cannot_resume_exactly_ends_in_an_error_and_is_counted_by_cause(
     tmp_path: Path, more: dict[str, Any], headers: dict[str, str], why: str
 ) -> None:
     async with fleet(tmp_path) as made:
@@ -250,7 +252,7 @@ async def test_two_streams_with_the_same_prompt_both_resume_after_one_crash(tmp_
 
 
 async def test_a_stream_ends_in_an_error_if_the_next_engine_cannot_resume_it(tmp_path: Path) -> None:
-    """During an upgrade a fleet may have an engine that would begin again at the first token."""
+    """During an upgrade, a fleet may have an older engine that would begin again at the first token."""
     async with fleet(tmp_path, decoders=1, prefillers=0, engine={"token_s": 0.02}) as made:
         before = await cuts(made)
         cut_first(made, 5)
@@ -264,7 +266,7 @@ async def test_a_stream_ends_in_an_error_if_the_next_engine_cannot_resume_it(tmp
         await until(lambda: other.aborted == 1 and other.running == 0)
 
 
-async def test_a_stream_whose_second_engine_is_lost_too_is_counted_once(tmp_path: Path) -> None:
+async def test_a_stream_that_loses_two_engines_is_counted_once(tmp_path: Path) -> None:
     async with fleet(tmp_path, decoders=2, prefillers=0, engine={"token_s": 0.01}) as made:
         before = await cuts(made)
         for engine in made.engines.values():
@@ -297,7 +299,7 @@ async def first_tokens(made: FakeFleet) -> dict[str, float]:
 
 
 @pytest.mark.parametrize("stream", [True, False])
-async def test_requests_to_a_vanished_machine_resume_when_the_directory_reports_it(
+async def test_requests_on_a_vanished_machine_continue_elsewhere_once_the_directory_reports_the_loss(
     tmp_path: Path, stream: bool
 ) -> None:
     """The lost engine's socket stays silent, and `idle_timeout` would notice it only after a minute."""
@@ -322,7 +324,7 @@ async def test_requests_to_a_vanished_machine_resume_when_the_directory_reports_
         await gone.stop()
 
 
-async def test_without_another_decoder_a_stream_ends_in_an_error(tmp_path: Path) -> None:
+async def test_a_stream_that_no_other_decoder_can_continue_ends_in_an_error(tmp_path: Path) -> None:
     async with fleet(tmp_path, decoders=1, place_wait_s=0.2) as made:
         before = await cuts(made)
         cut_first(made, 3)
@@ -333,7 +335,7 @@ async def test_without_another_decoder_a_stream_ends_in_an_error(tmp_path: Path)
         await feeding.stop()
 
 
-async def test_a_client_that_leaves_during_a_resumption_leaves_no_state(tmp_path: Path) -> None:
+async def test_nothing_waits_or_runs_after_a_client_leaves_during_a_resumption(tmp_path: Path) -> None:
     async with fleet(tmp_path, decoders=1, place_wait_s=30.0) as made:
         cut_first(made, 3)
         gone = made.engines.pop("d0")
@@ -362,13 +364,13 @@ def a_turn(api: Api, body: dict[str, Any], size: int = 0) -> Turn:
         ({"n": None, "logprobs": None, "prompt": None}, CHEAP_BYTES + 1, None),
     ],
 )
-def test_a_request_whose_stream_cannot_resume_has_a_reason(
+def test_why_not_resumable_names_the_reason_why_a_stream_cannot_resume(
     body: dict[str, Any], size: int, why: str | None
 ) -> None:
     assert why_not_resumable(a_turn(Api.COMPLETIONS, body, size)) == why
 
 
-def test_a_stream_is_resumed_any_number_of_times_if_each_engine_adds_a_token() -> None:
+def test_a_stream_can_resume_any_number_of_times_if_each_engine_adds_a_token() -> None:
     now = 0.0
     turn = a_turn(Api.CHAT, {"temperature": 0})
     stream = StreamResumption(turn, lambda: now)

@@ -33,7 +33,9 @@ def prompt(path: str) -> Any:
 
 
 @pytest.mark.parametrize("path", PATHS)
-async def test_engines_receive_only_scoped_conversation_ids(made: FakeFleet, path: str) -> None:
+async def test_engines_get_only_conversation_ids_that_begin_with_the_owner(
+    made: FakeFleet, path: str
+) -> None:
     named = set()
     for name, key in (("alice", ALICE), ("bob", BOB)):
         answer = await ask(made.urls[0], prompt(path), headers=key, path=path, session_id="same")
@@ -45,7 +47,7 @@ async def test_engines_receive_only_scoped_conversation_ids(made: FakeFleet, pat
 
 
 @pytest.mark.parametrize("path", PATHS)
-async def test_owners_do_not_share_cached_prefixes(made: FakeFleet, path: str) -> None:
+async def test_owners_do_not_share_cached_prefixes_by_default(made: FakeFleet, path: str) -> None:
     for key in (ALICE, BOB):
         for own in ({}, {"cache_salt": "mine"}, {"cache_salt": namespace("alice")}):
             answer = await ask(
@@ -99,7 +101,9 @@ async def test_a_later_turn_has_the_same_cache_salt_as_the_first(made: FakeFleet
     assert salts == [namespace("alice")] * 2
 
 
-async def test_requests_of_one_owner_take_no_more_than_its_share_of_the_connections(tmp_path: Path) -> None:
+async def test_running_requests_of_one_owner_take_no_more_than_its_share_of_connections(
+    tmp_path: Path,
+) -> None:
     limits = GatewayLimits(connections=20, owner_share=0.2)
     keys = inline_keys(["alice", "bob"], [])
     async with fleet(tmp_path, limits=limits, keys=keys) as made:
@@ -135,7 +139,9 @@ async def slow_body(url: str, key: str, length: int, sent: int) -> asyncio.Strea
     return writer
 
 
-async def test_bodies_of_one_owner_take_no_more_memory_than_is_left_to_others(tmp_path: Path) -> None:
+async def test_request_bodies_of_one_owner_take_at_most_as_much_memory_as_they_leave_to_others(
+    tmp_path: Path,
+) -> None:
     """Bytes of a body count from their arrival, even if the rest of the body arrives slowly."""
     mib = 1 << 20
     limits, keys = GatewayLimits(body_mib=1, bodies_mib=2), inline_keys(["alice", "bob", "carol"], [])
@@ -160,8 +166,8 @@ async def test_bodies_of_one_owner_take_no_more_memory_than_is_left_to_others(tm
             assert (await ask(url, [user("x" * (mib - mib // 8))], headers=who)).status != 429
 
 
-async def test_a_stored_history_counts_against_the_share_of_its_owner(tmp_path: Path) -> None:
-    """A body of a hundred bytes may refer to a stored history of megabytes."""
+async def test_a_stored_history_counts_against_its_owners_share_of_body_memory(tmp_path: Path) -> None:
+    """A request body of a hundred bytes may refer to a stored history of megabytes."""
     kib, slow = 1 << 10, {"kv_tokens": 1_000_000, "token_s": 1.0}
     limits = GatewayLimits(body_mib=1 / 16, bodies_mib=1 / 8)
     async with fleet(tmp_path, decoders=1, engine=slow, limits=limits) as made:

@@ -1,4 +1,4 @@
-"""Prompt sizes in tokens are estimated from what engines counted before."""
+"""Prompt sizes in tokens are estimated from the token counts of earlier prompts."""
 
 from dataclasses import replace
 from typing import Any
@@ -27,7 +27,7 @@ def turn(size: int, tools: int = 0) -> Turn:
     return Turn(Api.CHAT, (b"",), {}, [], "s", prompt, "", SloClass("default"), 0.0)
 
 
-def test_tokens_generated_by_another_engine_count_as_prompt() -> None:
+def test_tokens_that_a_lost_engine_generated_count_as_prompt_of_the_resumed_stream() -> None:
     resumed = replace(turn(1_000), resume={"outputs": [[1, 2], [], [3]]})
     assert TokenRatio(1.0).prompt_tokens(resumed, 0) == 1_003
 
@@ -54,7 +54,7 @@ def test_the_ratio_learned_from_one_prompt_is_bounded(size: int, tokens: int, ex
 
 
 @pytest.mark.parametrize("field", ["documents", "chat_template_kwargs"])
-def test_documents_and_template_arguments_count_as_prompt(field: str) -> None:
+def test_documents_and_chat_template_arguments_count_as_prompt(field: str) -> None:
     text = {"text": "x" * 100_000}
     body = {"model": "m", "messages": [], field: [text] if field == "documents" else text}
     headers, models = {"content-type": "application/json"}, frozenset({"m"})
@@ -68,24 +68,24 @@ def test_an_estimate_never_exceeds_the_context_of_an_engine() -> None:
     assert TokenRatio(1.0).prompt_tokens(turn(10_000_000), 32_768) == 32_768
 
 
-def test_tokens_that_the_decoder_holds_are_not_uncached() -> None:
+def test_tokens_that_the_decoder_holds_or_generated_count_as_cached() -> None:
     ratio = TokenRatio(0.5)
     grown = turn(10_000)
     assert ratio.uncached_tokens(grown, known(8_000, completion=600), 8_000) == 400
     assert ratio.uncached_tokens(grown, known(8_000, completion=2_000), 8_000) == 0
 
 
-def test_tools_count_in_the_prompt_but_not_among_uncached_tokens_of_a_later_turn() -> None:
+def test_tools_do_not_count_as_uncached_tokens_of_a_later_turn() -> None:
     ratio = TokenRatio(1.0)
     assert ratio.prompt_tokens(turn(1_000, tools=5_000), 0) == 6_000
     assert ratio.uncached_tokens(turn(1_000, tools=5_000), known(900), 900) == 100
 
 
-def test_a_broken_prefix_makes_the_whole_prompt_uncached() -> None:
+def test_all_tokens_of_a_prompt_count_as_uncached_if_its_prefix_is_broken() -> None:
     assert TokenRatio(0.5).uncached_tokens(turn(10_000), known(8_000, 600, 5_000), 0) == 5_000
 
 
-def test_a_gateway_that_is_new_to_a_conversation_relies_on_the_decoders_count() -> None:
+def test_a_gateway_that_is_new_to_a_conversation_subtracts_the_decoders_context_as_cached() -> None:
     assert TokenRatio(0.5).uncached_tokens(turn(10_000), known(0, 0, 4_000), 0) == 1_000
 
 
@@ -95,7 +95,7 @@ def of_ids(count: int) -> Turn:
     return replace(asked, prompt=replace(asked.prompt, chain=chain, exact_tokens=count))
 
 
-def test_token_ids_are_counted_exactly_in_later_prompts_too() -> None:
+def test_token_ids_are_counted_exactly_in_prompts_of_later_turns_too() -> None:
     ratio, asked = TokenRatio(9.0), of_ids(100)
     assert ratio.prompt_tokens(asked, 0) == 100
     assert ratio.uncached_tokens(asked, known(1), of_ids(77).prompt.chain.total_bytes) == 23
@@ -154,7 +154,7 @@ def test_token_ids_do_not_change_the_ratio() -> None:
 
 
 @pytest.mark.parametrize("field", ["image", "file", "document", "image_url"])
-def test_an_unknown_field_does_not_turn_a_text_into_an_image(field: str) -> None:
+def test_text_with_an_unknown_field_does_not_count_as_an_image(field: str) -> None:
     parts = [{"type": "text", "text": "x" * 100_000}]
     plain = chains.of_messages(SEED, [{"role": "user", "content": parts}])
     odd = chains.of_messages(SEED, [{"role": "user", "content": parts, field: 1}])

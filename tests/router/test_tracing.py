@@ -122,7 +122,9 @@ async def test_a_broken_prefix_and_its_recomputed_tokens_are_in_the_span_and_the
     assert int(lines[1]["cached"]) == edited["gen_ai.usage.cache_read.input_tokens"]
 
 
-async def test_an_unsampled_turn_is_forwarded_unchanged(tmp_path: Path, receiver: Receiver) -> None:
+async def test_engines_get_the_headers_of_an_unsampled_turn_unchanged(
+    tmp_path: Path, receiver: Receiver
+) -> None:
     async with fleet(tmp_path, tracing=TracingConfig(receiver.endpoint, sample=1.0)) as made:
         await ask(made.urls[0], [user("a")], headers={"traceparent": NOT_SAMPLED})
         (decode,) = made.decoder_requests()
@@ -175,7 +177,7 @@ async def test_a_turn_with_a_malformed_traceparent_begins_a_trace_of_its_own(
 
 
 async def send_raw(url: str, traceparent: str) -> bytes:
-    """Send header values that a client library would refuse to send."""
+    """Send a turn whose `traceparent` has characters that a client library refuses to send."""
     host, _, port = url.removeprefix("http://").partition(":")
     body = b'{"model": "small", "messages": [{"role": "user", "content": "a"}]}'
     reader, writer = await asyncio.open_connection(host, int(port))
@@ -189,14 +191,14 @@ async def send_raw(url: str, traceparent: str) -> bytes:
     return answer.split(b" ", 2)[1]
 
 
-async def test_without_a_receiver_turns_are_served_and_lost_traces_counted(tmp_path: Path) -> None:
+async def test_turns_are_served_without_a_receiver_and_their_lost_traces_are_counted(tmp_path: Path) -> None:
     before = dropped()["not_taken"]
     async with fleet(tmp_path, tracing=TracingConfig("http://127.0.0.1:9", sample=1.0)) as made:
         assert (await ask(made.urls[0], [user("a")])).status == 200
     assert dropped()["not_taken"] == before + 1
 
 
-async def test_a_receiver_that_is_busy_for_a_moment_gets_every_span(
+async def test_a_receiver_that_refuses_spans_for_a_moment_still_gets_all_of_them(
     tmp_path: Path, receiver: Receiver, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("OTEL_EXPORTER_OTLP_HEADERS", "x-key=secret,x-team=a%20b")
@@ -212,7 +214,7 @@ async def test_a_receiver_that_is_busy_for_a_moment_gets_every_span(
     assert dropped() == before
 
 
-async def test_refused_spans_are_counted_and_logged_once(
+async def test_traces_that_the_receiver_refuses_are_counted_and_logged_only_once(
     tmp_path: Path, receiver: Receiver, caplog: pytest.LogCaptureFixture
 ) -> None:
     receiver.refusals = [400, 400]
@@ -228,7 +230,7 @@ async def test_refused_spans_are_counted_and_logged_once(
 
 
 class Exporter(SpanExporter):
-    """Receiver that calls `before` with each batch's number, in the SDK's thread."""
+    """Stand-in for an exporter, which calls `before` with the number of each export, in the SDK's thread."""
 
     def __init__(self, before: Callable[[int], object]) -> None:
         self._before = before
@@ -253,7 +255,7 @@ def serve_a_turn(tracer: TurnTracer) -> None:
         trace.identified("space:c", "c", "new")
 
 
-async def test_a_failed_export_does_not_stop_later_ones() -> None:
+async def test_a_failed_export_of_spans_does_not_stop_later_exports() -> None:
     def fault_at_first(call: int) -> None:
         if call == 1:
             raise TypeError("a fault")
@@ -268,12 +270,12 @@ async def test_a_failed_export_does_not_stop_later_ones() -> None:
 
 
 @pytest.mark.parametrize("endpoint", ["collector:4318", "http://", "http://collector:port", "http://c:99999"])
-def test_a_malformed_endpoint_is_refused_with_the_expected_form(endpoint: str) -> None:
+def test_the_error_for_a_malformed_trace_endpoint_says_the_expected_form(endpoint: str) -> None:
     with pytest.raises(ValueError, match="http://host:port"):
         TracingConfig(endpoint)
 
 
-def test_traces_of_turns_beyond_the_queue_are_dropped() -> None:
+def test_traces_of_turns_are_dropped_when_too_many_wait_to_be_sent() -> None:
     begun, going, before = threading.Event(), threading.Event(), dropped()
 
     def wait(_: int) -> None:
@@ -309,19 +311,21 @@ async def test_tracing_libraries_are_not_loaded_when_tracing_is_off(tmp_path: Pa
         ("http://here:4317", "grpc", "http://here:4317"),
     ],
 )
-def test_spans_are_sent_to_the_endpoint_with_the_path_of_its_protocol(
+def test_the_url_for_spans_has_the_path_v1_traces_only_with_protocol_http(
     endpoint: str, protocol: Literal["http", "grpc"], expected: str
 ) -> None:
     assert TracingConfig(endpoint, protocol=protocol).traces_endpoint == expected
 
 
 @pytest.mark.parametrize("endpoint", ["https://here:4317", "http://here:4317/path"])
-def test_a_grpc_receiver_with_tls_or_a_path_is_refused(endpoint: str) -> None:
+def test_a_grpc_trace_endpoint_with_tls_or_a_path_is_refused(endpoint: str) -> None:
     with pytest.raises(ValueError, match="without a path or TLS"):
         TracingConfig(endpoint, protocol="grpc")
 
 
-async def test_spans_are_posted_below_the_path_of_the_receiver(tmp_path: Path, receiver: Receiver) -> None:
+async def test_spans_are_posted_to_v1_traces_below_the_path_of_the_endpoint(
+    tmp_path: Path, receiver: Receiver
+) -> None:
     tracing = TracingConfig(f"{receiver.endpoint}/api/public/otel", sample=1.0)
     async with fleet(tmp_path, tracing=tracing) as made:
         await ask(made.urls[0], [user("one")])

@@ -40,7 +40,7 @@ async def made(tmp_path: Path) -> AsyncIterator[FakeFleet]:
 
 
 async def sent(made: FakeFleet, raw: bytes, path: str = "/v1/chat/completions") -> tuple[int, str | None]:
-    """Send a body unchanged; return the status and the ignored fields that the response names."""
+    """Send these bytes as body; return the status and the ignored fields that the response names."""
     headers = {**KEY, "content-type": "application/json"}
     async with (
         aiohttp.ClientSession() as session,
@@ -86,12 +86,12 @@ async def test_a_large_body_loses_nothing_but_its_unknown_fields(made: FakeFleet
     assert not request.body.keys() & {"zeta", "é", "alpha", "frobnicate"}
 
 
-async def test_requests_without_a_conversation_lose_unknown_fields_too(made: FakeFleet) -> None:
+async def test_unknown_fields_of_requests_without_a_conversation_are_dropped_too(made: FakeFleet) -> None:
     body = {"model": MODEL, "prompt": "x", "frobnicate": 1}
     assert await sent(made, orjson.dumps(body), "/tokenize") == (200, "frobnicate")
 
 
-async def test_a_fleet_may_refuse_unknown_fields(tmp_path: Path) -> None:
+async def test_a_fleet_that_refuses_unknown_fields_names_them_in_its_error(tmp_path: Path) -> None:
     async with fleet(tmp_path, decoders=1, unknown_fields=UnknownFields.REFUSE) as made:
         for path in ("/v1/chat/completions", "/v1/responses"):
             answer = await ask(made.urls[0], [user("x")], path=path, frobnicate=1)
@@ -111,18 +111,20 @@ def test_fields_that_control_an_engine_are_refused_at_every_endpoint(
                 check_fields(path, {"model": "m", name: value}, policy)
 
 
-async def test_a_refused_field_with_an_escaped_name_is_refused_too(made: FakeFleet) -> None:
+async def test_a_forbidden_field_is_refused_even_if_its_name_is_escaped(made: FakeFleet) -> None:
     raw = b'{"model": "small", "messages": [], "k\\u0076_transfer_params": {"remote_host": "x"}}'
     assert (await sent(made, raw))[0] == 400
 
 
-def test_unknown_fields_count_against_the_bound_of_all_fields() -> None:
+def test_unknown_fields_count_against_the_limit_on_bytes_of_all_fields() -> None:
     check_fields("/v1/responses", {"client_metadata": "x" * (MAX_OTHER_BYTES - 100)})
     with pytest.raises(BadRequest, match="most of them in client_metadata"):
         check_fields("/v1/responses", {"client_metadata": "x" * MAX_OTHER_BYTES})
 
 
-async def test_field_names_cannot_inject_headers_and_their_list_is_bounded(made: FakeFleet) -> None:
+async def test_the_header_of_dropped_fields_is_bounded_and_their_names_cannot_inject_headers(
+    made: FakeFleet,
+) -> None:
     names = ["a\r\nset-cookie: x=1", "n" * 300, *(f"f{number}" for number in range(2000))]
     body: dict[str, Any] = {"model": MODEL, "messages": [user("x")], **dict.fromkeys(names, 1)}
     status, named = await sent(made, orjson.dumps(body))
@@ -131,7 +133,7 @@ async def test_field_names_cannot_inject_headers_and_their_list_is_bounded(made:
     assert named.endswith(f", and {len(names) - 16} more") and len(named) < 500
 
 
-def test_each_field_is_logged_once_per_key_and_the_log_is_bounded(
+def test_each_dropped_field_is_logged_once_per_key_up_to_a_bounded_number_of_lines(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
     ignored = IgnoredFields()
