@@ -22,7 +22,7 @@ _SERVER, _UPSTREAM = ServerLimits(), UpstreamLimits()
 
 
 class Handover(StrEnum):
-    """Order of a transferred turn's two legs."""
+    """Order in which the two legs of a transferred turn start."""
 
     TOGETHER = "together"  # both start at once and share a transfer id (our own connector)
     IN_TURN = "in_turn"  # the decode leg starts with parameters from the prefill's answer (NIXL)
@@ -30,7 +30,7 @@ class Handover(StrEnum):
 
 @checked(frozen=True, config=_STRICT)
 class ServedModel:
-    """Model that the fleet serves."""
+    """Model that the fleet serves: its name, its aliases, and whether it makes embeddings."""
 
     name: str
     aliases: tuple[str, ...] = ()
@@ -39,7 +39,7 @@ class ServedModel:
 
 @checked(frozen=True, config=SETTINGS)
 class SloSettings:
-    """Targets and privileges of one SLO class."""
+    """Latency targets of one SLO class, its `queue_weight`, and the owners that may use it."""
 
     ttfet_s: Duration | None = None
     """From the first turn's arrival to the first token of the last turn, which answers the user. The shortest
@@ -59,7 +59,7 @@ class SloSettings:
 
     @property
     def targets(self) -> dict[str, float]:
-        """Return the targets that are set, by objective."""
+        """Return the seconds of each target that is set, by the name of its objective."""
         targets = {"ttfet": self.ttfet_s, "last_turn_tbt": self.last_turn_tbt_s, "e2e": self.e2e_s}
         return {objective: target for objective, target in targets.items() if target is not None}
 
@@ -135,7 +135,7 @@ class TlsConfig:
 
 @checked(frozen=True, config=SETTINGS)
 class AnswersConfig:
-    """Stored answers of the Responses API (`previous_response_id`, `GET /v1/responses/{id}`)."""
+    """Settings of stored answers of the Responses API (`previous_response_id`, `GET /v1/responses/{id}`)."""
 
     path: str = ""
     """SQLite file; by default in the fleet's directory."""
@@ -186,7 +186,7 @@ class GatewayLimits:
 
     @property
     def server(self) -> ServerLimits:
-        """Return the limits for the gateway's HTTP server, which hold for clients."""
+        """Return the limits that the HTTP server applies to clients."""
         return ServerLimits(
             max_connections=self.connections,
             max_headers=self.headers,
@@ -199,7 +199,7 @@ class GatewayLimits:
 
     @property
     def upstream(self) -> UpstreamLimits:
-        """Return the limits for connections to engines."""
+        """Return the limits that apply to connections to engines."""
         return UpstreamLimits(
             first_byte_timeout_s=self.first_token_timeout_s, chunk_timeout_s=self.idle_timeout_s
         )
@@ -260,7 +260,7 @@ class GatewayConfig:
 
     @property
     def models_by_name(self) -> dict[str, ServedModel]:
-        """Return the served models by name; a model with aliases is there under each of them, too."""
+        """Return each served model by its name and by each of its aliases."""
         return {name: model for model in self.models for name in (model.name, *model.aliases)}
 
 

@@ -90,7 +90,7 @@ def _limit(text: str) -> int:
 
 
 def _shown(found: dict[str, Any], *, with_space: bool = False) -> dict[str, Any]:
-    """Return a conversation as JSON fields. Its id is the key, without the owner unless `with_space`."""
+    """Return a conversation as JSON fields. Its id begins with the owner only if `with_space`."""
     rest = {name: value for name, value in found.items() if name not in ("key", "parent")}
     show = str if with_space else conversation_id
     parent = found["parent"]

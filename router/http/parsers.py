@@ -69,14 +69,14 @@ class RequestParser:
         del self._llhttp, self._events
 
     def feed(self, data: bytes) -> None:
-        """Parse ``data`` and call the events in order; raises the refusal that ends the connection."""
+        """Parse ``data``, and call the events in order. Raises the refusal that ends the connection."""
         at = 0
         while at < len(data):
             end = len(data) if self._head is not None else at + HEAD_SLICE
             at += self._feed(data if at == 0 and end >= len(data) else data[at:end])
 
     def _feed(self, data: bytes) -> int:
-        """Return how much of ``data`` was consumed: all of it, except before an upgrade."""
+        """Parse ``data``; return how many of its bytes were consumed: all, unless it asks for an upgrade."""
         self._raw_bytes += len(data)
         try:
             self._llhttp.feed_data(data)

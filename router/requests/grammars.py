@@ -48,7 +48,7 @@ def _constraints(body: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:
 
 
 def _type(value: Any) -> Any:
-    """Return the `type` of a format or tool choice; text is its own type, others are `other`."""
+    """Return the type of a format or tool choice: a text itself, an object's `type`, otherwise `other`."""
     kind = value.get("type") if isinstance(value, dict) else value
     return kind if kind is None or isinstance(kind, str) else "other"
 

@@ -62,7 +62,7 @@ def _priority(source: str, value: Any) -> int:
 
 
 def _dynamo_priority(source: str, value: Any) -> int:
-    """Return a priority of Dynamo, which has no limits there, clamped to ours."""
+    """Return a priority of Dynamo clamped to our limits, because Dynamo has none."""
     if type(value) is not int:
         raise BadRequest(f"{source} must be a whole number", param=source)
     return max(-HIGHEST_PRIORITY, min(HIGHEST_PRIORITY, value))

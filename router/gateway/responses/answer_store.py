@@ -143,7 +143,7 @@ class AnswerStore:
             database.execute(f"INSERT OR REPLACE INTO stored_answers ({columns}) VALUES ({marks})", row)
 
     def response(self, owner: str, name: str) -> bytes | None:
-        """Return the response object of an answer, or None if it is not stored."""
+        """Return the response object of an answer, or None if the answer is not stored."""
         query = "SELECT response FROM stored_answers WHERE owner = ? AND id = ? AND gone IS NULL"
         row = self.open().execute(query, (owner, name)).fetchone()
         return zlib.decompress(row[0]) if row is not None else None
@@ -191,9 +191,9 @@ class AnswerStore:
             )
 
     def newest(self, owner: str, conversation: str) -> tuple[str | None, int]:
-        """Return the id of a conversation's newest answer, or None, and the number of the last end.
+        """Return the id of a conversation's newest answer, or None, and the number of its last end.
 
-        The number is 0 if no conversation of this name has ended yet, and is greater after each end.
+        The number grows each time that a conversation of this name ends; before the first end it is 0.
         """
         query = """SELECT id FROM stored_answers WHERE owner = ? AND conversation = ?
             ORDER BY number DESC LIMIT 1"""
@@ -206,7 +206,7 @@ class AnswerStore:
         return int(row[0]) if row is not None else 0
 
     def end_conversation(self, owner: str, conversation: str, live: bool) -> bool:
-        """End a conversation: the next turn of this name starts anew, and running turns do not join it.
+        """End a conversation: the next turn starts a new one, which gets no answers of running turns.
 
         Returns whether it had stored answers. `live`: a turn may be running, even if nothing is stored yet.
         """

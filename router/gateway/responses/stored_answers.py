@@ -122,7 +122,10 @@ class Answers:
         self._waiting_bytes = 0  # of answers that are not written yet
 
     async def start(self) -> None:
-        """Open the store. Raises GatewayConfigError for a newer file; after other errors it opens later."""
+        """Open the store; after an error, later calls try again.
+
+        Raises GatewayConfigError if a newer version wrote the file.
+        """
         try:
             await self._call(self._store.open)
         except (sqlite3.Error, OSError) as error:
@@ -130,7 +133,7 @@ class Answers:
             log.warning("stored answers cannot be opened yet reason=%r", error)
 
     async def close(self) -> None:
-        """Write waiting answers, if the disk accepts them in time."""
+        """Store the answers that wait, if the disk accepts them in time, and close the store."""
         try:
             async with asyncio.timeout(self._longest_s):
                 if self._storing:
@@ -269,7 +272,7 @@ class Answers:
 
 
 def history_error(reason: Missing, conversation: str | None, most_bytes: int) -> ApiError:
-    """Return the client's error for a history that cannot be continued."""
+    """Return the error that a client gets for a history that cannot be continued."""
     param = "conversation" if conversation else "previous_response_id"
     advice = "send the messages that matter as input"
     if conversation:

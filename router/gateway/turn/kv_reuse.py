@@ -74,7 +74,7 @@ def find_prefix_break(before: Asked, turn: Turn, reuse: KvReuse) -> tuple[Prefix
 def record_prefix(
     turn: Turn, matched_bytes: int, known: Known, cause: str, block: int, seen: Observation
 ) -> tuple[PrefixBreak, int] | None:
-    """Count a broken prefix of a complete turn, and remember its prompt for the next turn.
+    """Count the prefix of a complete turn if it is broken, and remember the turn's prompt for the next turn.
 
     Returns the reason for a broken prefix and the tokens computed again, or None. Call this before the turn's
     token counts replace those of the turn before.

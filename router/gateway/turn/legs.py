@@ -105,7 +105,7 @@ def pull_from(prefiller: EngineInfo, transfer_id: str) -> dict[str, Any]:
 
 @dataclass(frozen=True, slots=True)
 class PrefillAnswer:
-    """Answer of a prefill leg."""
+    """Result of the prefill leg, as the prefiller reports it."""
 
     prompt_tokens: int  # exact; 0 when the prefill failed
     params: dict[str, Any] | None

@@ -34,7 +34,7 @@ class Prefetcher:
         self._planned: dict[str, asyncio.Task[None]] = {}  # by conversation
 
     def tool_called(self, away_s: float | None, known: Known) -> None:
-        """Plan a prefetch for a conversation whose turn called a tool, which takes `away_s` if announced."""
+        """Plan a prefetch after a turn called a tool, which takes `away_s` according to the client."""
         known.tool_called_at = self._clock()
         planned = self._rules.prefetch(away_s, known.tool_waits)
         if planned is not None:
@@ -42,7 +42,7 @@ class Prefetcher:
             self._planned[known.key] = asyncio.create_task(self._prefetch(known, planned))
 
     def turn_arrived(self, known: Known) -> None:
-        """Cancel the prefetch of a conversation whose next turn has arrived, unless it has begun."""
+        """Cancel the prefetch that was planned for a conversation, because its next turn has arrived."""
         self._cancel(known.key)
         if known.tool_called_at is not None:
             wait_s = self._clock() - known.tool_called_at

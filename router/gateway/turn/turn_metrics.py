@@ -139,5 +139,5 @@ def _outcome_label(outcome: RelayOutcome, seen: Observation) -> str:
 
 
 def _answers_the_user(seen: Observation) -> bool:
-    """Return whether the turn answers the user. A forced tool call also ends with `stop`."""
+    """Return whether the turn answers the user. A forced tool call does not, although it ends with `stop`."""
     return seen.finish_reason in _FINISHED_FOR_USER and not seen.called_tool
