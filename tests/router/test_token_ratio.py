@@ -39,7 +39,7 @@ def known(prompt_bytes: int, completion: int = 0, context: int = 0) -> Known:
 
 
 @given(st.floats(0.05, 1.0), st.integers(100, 10**6))
-def test_the_ratio_follows_the_token_counts_of_engines(truth: float, size: int) -> None:
+def test_the_estimated_tokens_per_byte_follow_the_token_counts_of_engines(truth: float, size: int) -> None:
     ratio = TokenRatio(0.3)
     for _ in range(30):
         ratio.learn(turn(size), max(1, int(size * truth)))
@@ -47,7 +47,9 @@ def test_the_ratio_follows_the_token_counts_of_engines(truth: float, size: int) 
 
 
 @pytest.mark.parametrize(("size", "tokens", "expected"), [(100, 10**6, 1_000_000), (10**6, 1, 50_000)])
-def test_the_ratio_learned_from_one_prompt_is_bounded(size: int, tokens: int, expected: int) -> None:
+def test_the_tokens_per_byte_learned_from_one_prompt_are_bounded(
+    size: int, tokens: int, expected: int
+) -> None:
     ratio = TokenRatio(0.3)
     ratio.learn(turn(size), tokens)
     assert ratio.tokens(1_000_000) == expected
@@ -126,7 +128,9 @@ MEDIA = {
 
 
 @pytest.mark.parametrize("part", MEDIA.values(), ids=MEDIA)
-def test_an_image_has_a_fixed_size_and_does_not_change_the_ratio(part: dict[str, Any]) -> None:
+def test_an_image_counts_as_a_fixed_number_of_tokens_and_does_not_change_the_estimate_for_text(
+    part: dict[str, Any],
+) -> None:
     ratio, asked = TokenRatio(0.3), with_parts(part)
     assert 1_200 <= ratio.prompt_tokens(asked, 0) <= 1_400
     for _ in range(10):
@@ -147,7 +151,7 @@ def test_an_image_with_a_long_item_id_counts_as_many_tokens_as_any_image() -> No
     assert TokenRatio(0.3).prompt_tokens(with_items(item), 0) >= 1_200
 
 
-def test_token_ids_do_not_change_the_ratio() -> None:
+def test_a_prompt_of_token_ids_does_not_change_the_estimated_tokens_per_byte() -> None:
     ratio = TokenRatio(0.3)
     ratio.learn(of_ids(10_000), 10_000)
     assert ratio.prompt_tokens(turn(100_000), 0) == 30_000

@@ -89,7 +89,7 @@ async def test_the_spans_of_a_first_turn_are_a_tree_of_its_stages_and_legs(
     assert computed == turn.attributes["gen_ai.usage.input_tokens"] > 0
 
 
-async def test_the_spans_of_a_later_turn_have_one_leg(tmp_path: Path, receiver: Receiver) -> None:
+async def test_the_spans_of_a_later_turn_have_no_prefill_leg(tmp_path: Path, receiver: Receiver) -> None:
     async with fleet(tmp_path, tracing=TracingConfig(receiver.endpoint, sample=1.0)) as made:
         messages = [user("hello " * 20)]
         await ask(made.urls[0], messages)

@@ -103,7 +103,7 @@ async def test_a_handler_is_notified_when_the_client_leaves(serve: Any) -> None:
     await eventually(left.is_set)
 
 
-async def test_a_slow_reader_pauses_the_engine_and_loses_nothing(before: Any) -> None:
+async def test_a_client_that_reads_slowly_pauses_the_engine_and_gets_every_byte(before: Any) -> None:
     block, blocks = b"data: " + b"x" * 65_530 + b"\n\n", 400
     written = 0
 

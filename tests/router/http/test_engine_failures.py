@@ -56,7 +56,9 @@ async def test_a_stream_whose_engine_falls_silent_ends_in_an_error_event(before:
     assert isinstance(gateway.outcomes[0].error, EngineSilent)
 
 
-async def test_an_incomplete_answer_with_a_length_cuts_the_connection(before: Any) -> None:
+async def test_the_clients_connection_is_cut_if_an_answer_ends_before_its_announced_length(
+    before: Any,
+) -> None:
     async def script(engine: EngineConnection) -> None:
         await engine.request()
         await engine.write(b"HTTP/1.1 200 OK\r\ncontent-length: 10\r\n\r\nabc")
@@ -255,7 +257,7 @@ async def test_a_request_beyond_the_connection_limit_of_an_engine_waits_or_gets_
     assert len(engine.connections) == 2
 
 
-async def test_a_request_that_waits_for_a_connection_opens_one_when_another_dies(
+async def test_a_request_that_waits_for_a_connection_opens_one_when_another_connection_dies(
     serve: Any, pool_of: Any, engine_of: Any
 ) -> None:
     both_asked = asyncio.Event()

@@ -70,9 +70,7 @@ async def in_front(serve: Any, pool_of: Any) -> Any:
 
 
 @pytest.mark.parametrize("framing", ["length", "chunked"])
-async def test_a_body_larger_than_the_servers_limit_passes_and_the_connection_stays_usable(
-    in_front: Any, framing: str
-) -> None:
+async def test_a_forwarded_body_may_be_larger_than_the_servers_limit(in_front: Any, framing: str) -> None:
     _, port, pool = await in_front()
     piece, pieces = b"x" * 1_000_000, 50
     assert piece * pieces > b"x" * ServerLimits().max_body_bytes
@@ -161,7 +159,9 @@ async def test_a_client_that_leaves_during_its_upload_aborts_the_forwarded_reque
     await asyncio.wait_for(gone.wait(), 10)
 
 
-async def test_a_slow_receiver_slows_the_uploading_client(serve: Any, pool_of: Any, engine_of: Any) -> None:
+async def test_a_process_that_reads_a_forwarded_body_slowly_slows_the_uploading_client(
+    serve: Any, pool_of: Any, engine_of: Any
+) -> None:
     go_on = asyncio.Event()
 
     async def script(connection: EngineConnection) -> None:

@@ -114,7 +114,7 @@ stream = st.lists(request, min_size=1, max_size=3).map(b"".join) | st.binary(max
 
 @settings(max_examples=400, deadline=None)
 @given(stream, st.lists(st.integers(0, 4000), max_size=12))
-def test_a_request_split_anywhere_gives_the_same_events(data: bytes, cuts: list[int]) -> None:
+def test_a_request_gives_the_same_events_however_its_bytes_are_split(data: bytes, cuts: list[int]) -> None:
     assert parsed(split(data, cuts)) == parsed([data])
 
 
@@ -126,7 +126,7 @@ def test_input_that_arrives_byte_by_byte_gives_the_same_events(data: bytes) -> N
 
 @settings(max_examples=200, deadline=None)
 @given(st.binary(max_size=400))
-def test_random_bytes_raise_nothing_but_a_refusal(data: bytes) -> None:
+def test_the_parser_raises_nothing_but_a_refusal_for_random_bytes(data: bytes) -> None:
     _, refusal = parsed([b"POST / HTTP/1.1\r\n" + data])
     assert refusal is None or 400 <= refusal[0] < 500
 

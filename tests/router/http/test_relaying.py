@@ -131,7 +131,7 @@ async def test_an_engines_interim_response_is_not_passed_on_to_the_client(before
         assert "link" not in got.headers
 
 
-async def test_a_head_request_is_relayed_and_has_no_body(before: Any) -> None:
+async def test_the_answer_to_a_relayed_head_request_has_no_body(before: Any) -> None:
     async def script(engine: EngineConnection) -> None:
         await engine.request()
         await engine.write(b"HTTP/1.1 200 OK\r\ncontent-length: 5\r\n\r\n")

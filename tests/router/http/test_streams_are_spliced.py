@@ -108,7 +108,7 @@ async def test_split_chunks_reach_the_client_whole(before: Any, seed: int) -> No
     assert gateway.pool.splice_loop.stream_count == 0
 
 
-async def test_a_slow_reader_of_a_spliced_stream_pauses_the_engine_and_loses_nothing(before: Any) -> None:
+async def test_a_slow_reader_of_a_spliced_stream_pauses_the_engine_and_gets_every_event(before: Any) -> None:
     count, written = 8000, 0
 
     def block(number: int) -> bytes:
@@ -235,7 +235,7 @@ async def test_a_silent_spliced_stream_times_out_and_an_active_one_does_not(befo
     assert b"engine_timeout" in last
 
 
-async def test_an_exception_of_one_stream_does_not_affect_others(
+async def test_an_exception_in_one_spliced_stream_does_not_affect_other_streams(
     before: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     go_on = asyncio.Event()
