@@ -47,7 +47,7 @@ class UpstreamPool:
         self._sweeper = Sweeper(self.loop, self.limits.shortest_s)
 
     def take_idle(self, endpoint: Endpoint, *, fresh: bool = False) -> UpstreamConnection | None:
-        """Take the most recently used idle connection, if there is one.
+        """Take the endpoint's most recently used idle connection; return None if there is none.
 
         ``fresh``: abort all idle connections and return None, because one of them was found dead.
         """

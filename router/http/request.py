@@ -27,7 +27,7 @@ class Headers:
         self._first: dict[bytes, bytes] | None = None
 
     def get(self, name: bytes) -> bytes | None:
-        """Return the first value of ``name`` (lower case)."""
+        """Return the first value of the header ``name``, which is in lower case; None if there is none."""
         return self._first_values().get(name)
 
     def as_text(self) -> dict[str, str]:
@@ -52,7 +52,7 @@ class Headers:
 
 
 def end_to_end(headers: Iterable[tuple[bytes, bytes]], dropped: frozenset[bytes] = HOP_BY_HOP) -> RawHeaders:
-    """Return ``headers`` without those in ``dropped`` or named by Connection (RFC 9110, 7.6.1)."""
+    """Return ``headers`` without those that ``dropped`` or a header Connection names (RFC 9110, 7.6.1)."""
     kept: RawHeaders = []
     named: set[bytes] = set()
     for pair in headers:

@@ -24,7 +24,7 @@ MAX_FILE_BYTES = 1 << 20
 
 
 class TlsError(GatewayConfigError):
-    """The certificate or key file cannot be used by a server."""
+    """Raised for a certificate or key file that a server cannot use."""
 
     def __init__(self, which: Literal["cert", "key"], message: str) -> None:
         super().__init__(message)

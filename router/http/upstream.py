@@ -45,7 +45,7 @@ class Endpoint(NamedTuple):
     @classmethod
     @lru_cache(4096)
     def parse(cls, url: str) -> Self:
-        """Read ``host:port`` or ``http://host:port``; a path is ignored."""
+        """Return the endpoint of a URL, ``host:port`` or ``http://host:port``; a path is ignored."""
         parts = urlsplit(url if "://" in url else f"http://{url}")
         if parts.scheme != "http" or not parts.hostname:
             raise ValueError(f"{url!r} is not an engine's address; expected http://HOST:PORT")

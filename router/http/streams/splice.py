@@ -1,10 +1,10 @@
 """Splicing of streams: complete events go straight from an engine's socket to the client's socket.
 
 A stream is spliced once its first content has come, as long as each read is exactly one event. asyncio's
-transports and protocols touch more memory for a token than its two system calls do. Here one loop makes these
-calls for all streams that have data. Anything but one whole event goes back to the stream's connection
-(`on_diverted`), which may end the splicing. Only plain sockets can be spliced, because over TLS the socket
-carries what TLS has encrypted.
+transports and protocols touch more memory for a token than the two system calls that it needs. Here one loop
+makes these calls for all streams that have data. Anything but one whole event goes back to the stream's
+connection (`on_diverted`), which may end the splicing. Only plain sockets can be spliced, because over TLS
+the socket carries what TLS has encrypted.
 """
 
 from __future__ import annotations
@@ -70,7 +70,7 @@ class SpliceStream:
         self._checked_events = observer.events
 
     def was_active(self) -> bool:
-        """Return whether events have passed since the last call."""
+        """Return whether events were passed to the client since the last call."""
         before, self._checked_events = self._checked_events, self.observer.events
         return self._checked_events != before
 

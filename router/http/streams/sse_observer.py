@@ -285,7 +285,10 @@ def find_usage(text: bytes) -> TokenUsage | None:
 
 
 def usage_from(fields: dict[str, Any]) -> TokenUsage | None:
-    """Convert a usage object. Anthropic's `input_tokens` exclude cached tokens; other APIs include them."""
+    """Return the token counts of a usage object, or None if it has none.
+
+    Anthropic's `input_tokens` exclude cached tokens; other APIs include them.
+    """
     prompt = fields.get("prompt_tokens", fields.get("input_tokens"))
     completion = fields.get("completion_tokens", fields.get("output_tokens", 0))
     details = fields.get("prompt_tokens_details") or fields.get("input_tokens_details") or {}
