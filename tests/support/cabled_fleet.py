@@ -183,7 +183,7 @@ class Silenced:
 
 
 async def silenced(fleet: CabledFleet, host: str, engine: str) -> Silenced:
-    """Pull all cables of a host until its engine counts as gone; plug them in until the engine is used."""
+    """Pull all cables of a host until its engine counts as gone; plug them in and wait until it is used."""
     links = fleet.network.links_of(host)
     before = await fleet.conversations_on(engine)
     began = time.monotonic()
