@@ -119,7 +119,7 @@ class ConServeConnector(KVConnectorBase_V1, SupportsHMA):
 
     @property
     def requires_kv_delivery(self) -> bool:
-        """Tell vLLM that no request waits for delivery, because a preempted prefill is sent again."""
+        """Tell vLLM that no request waits until its KV is delivered: a preempted prefill is sent again."""
         return False
 
     @classmethod
@@ -205,7 +205,7 @@ class ConServeConnector(KVConnectorBase_V1, SupportsHMA):
     def get_external_cache_hit_sources(
         self, request: Any, num_external_tokens: int
     ) -> dict[CacheHitSource, int]:
-        """Return how many tokens each source loads. vLLM asks right after the allocation, for a counter."""
+        """Return how many of the request's tokens are loaded, by their source, for a counter of vLLM."""
         source = self._hit_sources.pop(request.request_id, None)
         return {source: num_external_tokens} if source and num_external_tokens else {}
 

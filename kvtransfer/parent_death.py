@@ -1,7 +1,7 @@
 """Makes processes end when their parent ends.
 
-vLLM's engine core and workers are children of its front end. When that is killed they would keep memory and
-the accelerator; Linux ends them instead.
+vLLM's engine core and workers are children of its front end. If the front end were killed, they would keep
+memory and the accelerator, so Linux is told to kill them then.
 """
 
 import ctypes

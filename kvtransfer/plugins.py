@@ -30,7 +30,7 @@ class Report(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class EngineContext:
-    """Arguments with which each side is built. vLLM's objects have the type `Any`: no import of vLLM."""
+    """Arguments with which each side is built. vLLM's objects have the type `Any`, to avoid its import."""
 
     config: ConnectorConfig
     vllm_config: Any
@@ -105,13 +105,13 @@ class SchedulerSide(PluginSide):
     def match(self, request: Any, computed_tokens: int) -> Match | None:
         """Return what this plugin can load for a request that is about to be scheduled, or `LATER`.
 
-        The first plugin with a match loads it. There is no second call after a load that failed from its
-        first block on: the prompt is computed.
+        The first plugin that returns a `Match` loads these tokens. If the load fails at its first block, the
+        prompt is computed, and this is not called again for the request.
         """
         return None
 
     def after_allocation(self, request: Any, blocks: Any, match: Match | None) -> None:
-        """Called when a request got blocks. If `match` is given, this plugin has to load its tokens."""
+        """Called when a request got blocks. If `match` is given, this plugin has to load those tokens."""
 
     def order(self, scheduler_output: Any) -> Any | None:
         """Return the order to the worker side for the step that was just scheduled, or None."""
@@ -164,7 +164,7 @@ class WorkerSide(PluginSide):
         return True
 
     def before_layer(self, layer: str) -> None:
-        """Called before the attention of a layer. The safepoint raises here."""
+        """Called before the attention of a layer. The safepoint aborts the step here, by an exception."""
 
     def after_layer(self, layer: str) -> None:
         """Called when the layer's KV of this step is written (CPU) or queued on the current stream (GPU)."""
@@ -177,7 +177,7 @@ class WorkerSide(PluginSide):
         return None
 
     def report(self) -> Report | None:
-        """Return the report of a step. No other hook is called after this one in a step."""
+        """Return the report of a step. This is the last hook called in each step."""
         return None
 
 

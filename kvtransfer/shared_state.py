@@ -34,7 +34,8 @@ BlockIds = Callable[[], Iterable[int]]
 class RequestLoads:
     """Ids of requests by the state of their KV load.
 
-    Retention adds to `loading`, the connector keeps `held_by_others`, the state report does everything else.
+    Retention adds ids to `loading`, the connector maintains `held_by_others`, and the state report makes all
+    other changes.
     """
 
     loading: set[str] = field(default_factory=set)  # have blocks but no step yet: KV may be on its way

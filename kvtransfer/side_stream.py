@@ -53,14 +53,17 @@ class SideStream:
 
     @contextmanager
     def launching(self, after_mark: bool = False) -> Iterator[None]:
-        """Launch work and sleep until it is done. Other threads may launch meanwhile."""
+        """Run the body, which launches work on the stream, then sleep until that work is done.
+
+        While this thread sleeps, other threads may launch.
+        """
         with self.launched_here(after_mark) as launched:
             yield
         launched.wait()
 
     @contextmanager
     def launched_here(self, after_mark: bool = False) -> Iterator[Launched]:
-        """Launch work for which the caller can wait later.
+        """Run the body, which launches work on the stream; yield a handle to wait for that work later.
 
         If the body raises, this waits for the launched work before it passes the exception on, because the
         caller may reuse the memory.

@@ -3,7 +3,7 @@
 Loads come before stores, because a turn waits for them, and stores before moves to the disk. While the model
 computes on the same cores, the copier rests after each piece, so that decoding requests lose little. The
 longer copies wait, the less it rests, because blocks are held on the accelerator until they are stored.
-Without steps it does not rest.
+While no step runs, the copier does not rest.
 
 A failed copy is logged and reported to the scheduler, because a request waits for the copy and blocks are
 held for it. So no exception of a copy may end the thread.
@@ -62,7 +62,10 @@ class CopyThrottle:
         self._began = time.thread_time()
 
     def end(self, waited_s: float) -> None:
-        """Set the rest after a piece of work; `waited_s` is the age of the oldest unfinished work."""
+        """End a piece of work, and set the rest after it.
+
+        `waited_s` is the age of the oldest unfinished work.
+        """
         share = min(1.0, self._share * (1 + waited_s / self._patience_s))
         self._until = time.monotonic() + (time.thread_time() - self._began) * (1 / share - 1)
 
@@ -146,7 +149,10 @@ class Copier:
         self.memory.close()  # no copy is under way here
 
     def _next(self) -> Callable[[], None]:
-        """Return the next piece of work. A single thread stores few blocks, because a load may arrive."""
+        """Return the next piece of work: a load if one waits, else a store, else a move to the disk.
+
+        If one thread stores alone, its piece has few blocks, because a load that arrives waits for its end.
+        """
         if self._loads:
             asked_for, load = self._loads.popleft()
             return partial(self._load, load, asked_for)
@@ -198,7 +204,7 @@ class Copier:
         return 1 if self._mover.takes_cores and self._steps_go_on() else self._threads
 
     def _waited_s(self, asked_for: float) -> float:
-        """Return the age of the oldest unfinished work, which may be a store that loads overtook."""
+        """Return the age of work that was ordered at `asked_for`, or of a waiting store if that is older."""
         with self._work:
             oldest = self._stores[0][0] if self._stores else asked_for
         return time.monotonic() - min(oldest, asked_for)
@@ -274,14 +280,14 @@ class Copier:
 
 
 def lower_thread_priority() -> None:
-    """Run this thread only on free cores, or with a small share that never preempts other threads."""
+    """Give the calling thread a low priority, so that it mostly uses idle cores and preempts no thread."""
     thread = threading.get_native_id()
     os.setpriority(os.PRIO_PROCESS, thread, NICE)
     os.sched_setscheduler(thread, os.SCHED_BATCH, os.sched_param(0))
 
 
 def pages(layers: Iterable[Any]) -> list[Any]:
-    """Return each distinct KV tensor once, in the form of the largest layer that uses it.
+    """Return one tensor for each distinct piece of KV memory: that of the largest layer that uses it.
 
     Layers of different KV cache groups share memory; a block belongs to one group at a time.
     """

@@ -8,7 +8,7 @@ FIRST_DISK_SLOT = 1 << 32  # slots with smaller numbers are in host memory
 
 @dataclass(frozen=True, slots=True)
 class BlockCopy:
-    """Copy of one block to or from a host slot; its order gives the direction."""
+    """Copy of one block to or from a host slot. `CheckpointOrder` says in which direction."""
 
     block: int
     slot: int
@@ -36,7 +36,7 @@ class DiskMove:
 
 @dataclass(slots=True)
 class CheckpointOrder:
-    """Copies for the workers to begin with a step."""
+    """Copies that the workers begin when a step begins."""
 
     stores: list[BlockCopy] = field(default_factory=list)
     loads: list[BlockLoad] = field(default_factory=list)

@@ -25,7 +25,7 @@ Placed = tuple[list[BlockCopy], int]  # a unit, and the index of its first block
 
 
 class Lane:
-    """Side stream, with device memory for one unit of blocks.
+    """Side stream, with device memory for one *unit*: blocks that are copied together.
 
     Work on the stream runs in order, so the memory is free again when the next unit uses it.
     """
@@ -67,7 +67,7 @@ class Lane:
         return index
 
     def _places_of(self, count: int) -> list[torch.Tensor]:
-        """Return views of the first `count` rows, cached because each view is a call of torch."""
+        """Return each layer's part of the first `count` rows, as cached views: a new view costs a call."""
         if count not in self._first:
             self._first[count] = [place[:count] for place in self._places]
         return self._first[count]
@@ -76,9 +76,9 @@ class Lane:
 class CudaMover(Mover):
     """Moves units of blocks on side streams.
 
-    A digest covers a row on the host. A store computes it when the bytes have arrived, a load while the row
-    is being copied. So a load notices that host memory has changed, or that a row holds another block or an
-    older one. Changes on the bus or on the device are left to their own checks (CRC, ECC).
+    A digest covers a row on the host. A store computes it when the bytes have arrived; a load computes it
+    again while the row is being copied. So a load notices that host memory has changed, or that a row holds
+    another block or an older one. Changes on the bus or the device are left to their own checks (CRC, ECC).
 
     A store does not wait for the model, because its blocks were confirmed by a step whose results are back. A
     load waits for the kernels launched before its order: those of an aborted step may still write its blocks.
@@ -103,7 +103,7 @@ class CudaMover(Mover):
             lane.stream.mark()
 
     def store(self, memory: HostSlots, copies: list[BlockCopy], at: int = 0) -> None:
-        """Store blocks; one unit is copied while the previous one is hashed."""
+        """Copy blocks to the host in units. While one unit is copied, the previous one is hashed."""
         under_way: deque[tuple[list[BlockCopy], Launched]] = deque()
         try:
             for unit, place in self._units(copies, at):
@@ -135,7 +135,7 @@ class CudaMover(Mover):
         return [copy for copy in copies if copy in good]
 
     def _units(self, copies: list[BlockCopy], at: int) -> Iterator[Placed]:
-        """Yield units in slot order, because consecutive slots need only one copy."""
+        """Split `copies` into units in the order of slots, because consecutive slots need only one copy."""
         ordered = sorted(copies, key=lambda copy: copy.slot)
         for first in range(0, len(ordered), self._unit):
             yield ordered[first : first + self._unit], at + first
@@ -143,7 +143,7 @@ class CudaMover(Mover):
     def _prepared(
         self, memory: HostSlots, unit: list[BlockCopy], place: int
     ) -> tuple[Lane, torch.Tensor, list[torch.Tensor]]:
-        """Return a lane, the unit's block ids and its runs of rows, without the lock of the lane's stream."""
+        """Return the lane for a unit, the unit's block ids and its runs of rows. Takes no stream's lock."""
         end = place + len(unit)
         self._index_rows[place:end] = [copy.block for copy in unit]
         rows = [memory.tensor[first : first + count] for first, count in memory.runs(unit)]

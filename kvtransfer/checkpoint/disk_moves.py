@@ -19,7 +19,7 @@ LONGEST_STEP_S: Final = 1.0  # most of SILENT_S that one step adds: an engine wi
 
 
 class DiskMoves:
-    """Keeps a part of host memory free by moving blocks to the disk. Callers hold the state's lock.
+    """Keeps a part of host memory free by moving blocks to the disk. Callers hold `SharedKvState.lock`.
 
     When the disk is full, the conversation that has been idle for longest loses its KV. For a while after a
     failed write, and while the disk does not answer, conversations displace each other in host memory, as
@@ -38,7 +38,7 @@ class DiskMoves:
         self._failed: set[int] = set()  # disk slots that a rank could not write
 
     def begin(self) -> list[DiskMove]:
-        """Return the moves that begin with this step."""
+        """Begin moves to the disk if host memory is short, and return them."""
         host, now = self._state.host, self._state.clock()
         self._watch(now)
         self._state.moves_to_disk = bool(host.disk_capacity) and now >= self._paused_until

@@ -24,7 +24,7 @@ Row = npt.NDArray[np.uint8]
 
 
 class DiskSlots:
-    """Rows of one rank in a file without a name. Several threads may use it."""
+    """Rows of one rank on the disk, in a file without a name. Several threads may read and write them."""
 
     def __init__(self, folder: Path, slots: int, block_bytes: int) -> None:
         self._block_bytes = block_bytes
@@ -53,7 +53,7 @@ class DiskSlots:
         row[:] = np.frombuffer(buffer, np.uint8)[: self._block_bytes]
 
     def close(self) -> None:
-        """Give the space back. Reads and writes after this raise OSError."""
+        """Close the file, which frees its space. Reads and writes after this raise OSError."""
         file, self._file = self._file, -1
         if file >= 0:
             os.close(file)

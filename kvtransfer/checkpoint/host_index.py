@@ -57,7 +57,7 @@ class HostIndex:
 
     @property
     def used(self) -> int:
-        """Return the number of slots in memory whose block is usable now or when its copy ends."""
+        """Return the number of blocks that are in host memory or being copied to it, without dropped ones."""
         return len(self._by_block) - self._on_disk
 
     @property
@@ -71,7 +71,7 @@ class HostIndex:
 
     @property
     def moving(self) -> int:
-        """Return the number of moves to the disk under way."""
+        """Return the number of moves to the disk that have not ended."""
         return len(self._moving)
 
     @property
@@ -116,7 +116,7 @@ class HostIndex:
         return end
 
     def begin_store(self, block: bytes) -> Slot | None:
-        """Reserve a slot to copy the block to, or return None if none is free."""
+        """Reserve a slot to copy the block to, and return it; return None if no slot is free."""
         if not self._free:
             return None
         slot = Slot(self._free.pop(), next(self._generations), block)
@@ -132,7 +132,7 @@ class HostIndex:
         self._free_if_done(slot)
 
     def begin_load(self, block: bytes) -> Slot | None:
-        """Protect the block's slot until `end_load`; None if the block was dropped meanwhile."""
+        """Protect the block's slot until `end_load`, and return it; return None if the block was dropped."""
         slot = self._by_block.get(block)
         if slot is not None:
             slot.loads += 1
@@ -144,7 +144,10 @@ class HostIndex:
         self._free_if_done(slot)
 
     def begin_move(self, block: bytes) -> DiskMove | None:
-        """Reserve a disk slot for a block in memory; None if a copy uses the block or the disk is full."""
+        """Return a move of a block to a reserved disk slot.
+
+        Returns None if the block is not in memory, a copy uses it, or the disk is full.
+        """
         slot = self._by_block.get(block)
         if slot is None or slot.on_disk or not slot.stored or slot.loads or not self._free_on_disk:
             return None
@@ -203,9 +206,9 @@ class HostIndex:
 def block_faults(
     blocks: Sequence[Any], free_blocks: int, references: Mapping[str, Iterable[int]]
 ) -> list[str]:
-    """Return a sentence for each block whose reference count differs from its entries in `references`.
+    """Return a sentence for each block whose reference count differs from what its holders state.
 
-    `references` has, for each holder, one block id for each reference that it holds.
+    `references` has, for each holder, one block id for each reference that the holder has.
     """
     held: Counter[int] = Counter()
     for ids in references.values():

@@ -118,7 +118,7 @@ class RegisteredRows:
             self._refused += 1
 
     def take_refused(self) -> int:
-        """Return how many chunks were refused since the last call."""
+        """Return how many chunks could not be registered since the last call."""
         refused, self._refused = self._refused, 0
         return refused
 
@@ -183,7 +183,7 @@ class HostSlots:
         return found
 
     def known(self, copies: list[BlockCopy]) -> list[BlockCopy]:
-        """Return the copies whose slots still hold the expected generation."""
+        """Return the copies whose slots still hold the contents that were to be copied."""
         return [c for c in copies if self.contents.get(c.slot, (None, 0))[0] == c.generation]
 
     def holds(self, copy: BlockCopy, digest: int) -> bool:
@@ -191,9 +191,9 @@ class HostSlots:
         return self.contents[copy.slot][1] == digest
 
     def runs(self, copies: list[BlockCopy]) -> Iterator[tuple[int, int]]:
-        """Yield runs of consecutive slots as first slot and length. Registered chunks are not crossed.
+        """Yield runs of consecutive slots, each as its first slot and its length.
 
-        The copies must be in the order of their slots.
+        A run ends where a registered chunk ends. The copies must be in the order of their slots.
         """
         chunk = self._registered.chunk_rows if self._registered is not None else len(self.rows)
         first, count = copies[0].slot, 0
@@ -205,7 +205,7 @@ class HostSlots:
         yield first, count
 
     def seal(self, copies: list[BlockCopy]) -> None:
-        """Record digests after the copies to the host have completed."""
+        """Record the digests of rows, once the copies to them are complete."""
         for copy in copies:
             self.contents[copy.slot] = copy.generation, self.digest(copy)
 
@@ -218,7 +218,7 @@ class HostSlots:
         return self._registered.take_refused() if self._registered is not None else 0
 
     def close(self) -> None:
-        """Release the registered memory and the file after the last copy."""
+        """Release the registered memory and close the disk's file, after the last copy has ended."""
         if self._registered is not None:
             self._registered.close()
         if self.disk is not None:
@@ -232,8 +232,8 @@ THREADS = 4  # as many as hash at the speed of the bus
 class Mover(ABC):
     """Moves blocks between the accelerator and the host.
 
-    Several threads of the copier call it, each with blocks of its own; `at` is the index of their first block
-    in the piece.
+    Several threads of the copier call a mover at the same time, each with a part of one piece of work. `at`
+    is the index of the part's first block in the piece.
     """
 
     at_once: int  # blocks of a piece, for all threads
@@ -249,9 +249,9 @@ class Mover(ABC):
 
     @abstractmethod
     def load(self, memory: HostSlots, copies: list[BlockCopy], at: int = 0) -> list[BlockCopy]:
-        """Copy blocks from their slots; return the copies that passed the check of their digest.
+        """Copy blocks from their slots; return the copies whose digest was right.
 
-        Blocks of the other copies may have been written, too.
+        The blocks of copies with a wrong digest may have been written, too.
         """
 
 
@@ -270,7 +270,7 @@ class HostMover(Mover):
         self.at_once = at_once(device, HOST_PART_BYTES)
 
     def mark(self) -> None:
-        """Do nothing, because work on the CPU is done when its call returns."""
+        """Do nothing, because on the CPU each call returns when its work is done."""
 
     def store(self, memory: HostSlots, copies: list[BlockCopy], at: int = 0) -> None:
         for copy in copies:

@@ -88,7 +88,7 @@ class Prefetches:
         return Reply(done=True)
 
     def begin_next(self, allowed: bool) -> BlockLoad | None:
-        """Begin the first waiting prefetch that fits, if a load is `allowed` now."""
+        """Begin the first waiting prefetch that fits, if a load is `allowed` now, and return its load."""
         if self._load is not None:
             return None
         self._may_begin = False
@@ -102,7 +102,10 @@ class Prefetches:
         return None
 
     def on_report(self, loaded: Counter[str], unfilled: set[int]) -> int:
-        """Take the ranks' results of a step; return how many blocks it restored if it ended a prefetch."""
+        """Take the ranks' results of a step.
+
+        Returns how many blocks the running prefetch has restored if it ended with this step, and 0 otherwise.
+        """
         load = self._load
         if load is None or not loaded:
             return 0
@@ -122,7 +125,7 @@ class Prefetches:
         return len(load.blocks) - len(load.unfilled)
 
     def reset(self) -> None:
-        """Forget waiting prefetches and the result of the running one."""
+        """Forget all waiting prefetches, and discard the blocks that the running prefetch loads."""
         self._waiting.clear()
         if self._load is not None:
             self._load.void = True
@@ -140,7 +143,7 @@ class Prefetches:
         )
 
     def _is_restorable(self, conversation: RetainedConversation) -> bool:
-        """Return whether at least half of the conversation is on the accelerator or the host."""
+        """Return whether at least half of the conversation's KV is on the accelerator or the host."""
         chain = conversation.chain
         return bool(chain) and 2 * self._restorable_end(chain) >= len(chain)
 
@@ -148,7 +151,7 @@ class Prefetches:
         return self._state.host.restorable_end(self._groups, chain, 0, len(chain), self.pool)
 
     def _begin(self, prefetch: Prefetch, conversation: RetainedConversation) -> BlockLoad | None:
-        """Take blocks and slots for a prefetch; return None if the pool has no space for it now."""
+        """Take blocks and slots for a prefetch, and return its load; None if the pool lacks free blocks."""
         chain = list(conversation.chain)
         end = self._restorable_end(chain)
         kept: list[Any] = []
@@ -176,7 +179,7 @@ class Prefetches:
         return BlockLoad(f"prefetch:{conversation.key}", copies, prefetch=True)
 
     def _register(self, load: PrefetchLoad) -> None:
-        """Put the filled blocks into vLLM's prefix cache."""
+        """Register the blocks that a prefetch has filled in vLLM's prefix cache."""
         for number in range(len(self._groups)):
             filled = {
                 at: block

@@ -57,7 +57,7 @@ class CheckpointScheduler(SchedulerSide):
             self._owned[request.request_id] = owned
 
     def match(self, request: Any, computed_tokens: int) -> Match | None:
-        """Return how much of a request's KV the host can load, or `LATER` if a load of it runs already.
+        """Return how much of a request's KV the host can load, or `LATER` if that KV is being loaded already.
 
         The last token of a request is always computed.
         """

@@ -46,7 +46,7 @@ WAKING = ReliedOn(
 def cache_blocks(
     pool: Any, chain: list[bytes], blocks: Mapping[int, Any], block_tokens: int, group: int
 ) -> None:
-    """Register blocks, keyed by their index in the chain of hashes, in the prefix cache of one group."""
+    """Register blocks in the prefix cache of one group. The keys of `blocks` are indices in `chain`."""
     if not blocks:
         return
     end = max(blocks) + 1
@@ -55,7 +55,10 @@ def cache_blocks(
 
 
 class _EngineCoreOfProcess:
-    """Engine core of this process, known once a request has arrived, and the function called for arrivals."""
+    """Holds the engine core of this process, and the function to call for arriving requests.
+
+    The engine core is known once a request has arrived.
+    """
 
     core: Any = None
     on_arrival: Callable[[Any], None] | None = None
@@ -83,8 +86,8 @@ def remember_engine_core() -> None:
 def notify_of_arrivals(on_arrival: Callable[[Any], None]) -> None:
     """Call `on_arrival` for each request that arrives during an iteration, in the receiving thread.
 
-    Without this an arrival is seen only after the iteration, which a safepoint is meant to prevent. A second
-    caller's function replaces the first.
+    vLLM itself looks for arrivals only after the iteration, too late for a safepoint to abort it. A second
+    call replaces the function of the first.
     """
     _EngineCoreOfProcess.on_arrival = on_arrival
     remember_engine_core()

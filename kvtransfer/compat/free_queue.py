@@ -105,7 +105,7 @@ class OwnedBlocksLast(FreeKVCacheBlockQueue):
 
 
 def take_owned_blocks_last(pool: Any, owned: OwnedBlocks, lock: AbstractContextManager[Any]) -> None:
-    """Replace the queue of a pool's free blocks."""
+    """Replace a pool's queue of free blocks by one that takes the blocks of conversations last."""
     verify(FREE_QUEUE)
     pool.free_block_queue = OwnedBlocksLast(pool.free_block_queue.get_all_free_blocks(), owned, lock)
 

@@ -26,7 +26,7 @@ Names = Mapping[str, tuple[str, ...]]
 
 @dataclass(frozen=True, slots=True)
 class ReliedOn:
-    """Names of vLLM that one feature relies on. Keys are classes, as `module:Class`."""
+    """Names of vLLM that one feature relies on, in mappings whose keys are classes (`module:Class`)."""
 
     signatures: Mapping[str, Names]  # parameters by method
     attributes: Names  # fields, properties, or what `__init__` sets
@@ -34,7 +34,7 @@ class ReliedOn:
 
 
 def verify(relied: ReliedOn, release: str = vllm.__version__) -> None:
-    """Raise UnsupportedVllmError with the first difference and the release to install."""
+    """Raise UnsupportedVllmError if this vLLM differs from the table or is another release."""
     if not release.startswith(WRITTEN_FOR + "."):
         raise UnsupportedVllmError(
             f"this engine's connector was written for vLLM {WRITTEN_FOR} and this is {release}: "
@@ -65,7 +65,7 @@ def differences(relied: ReliedOn) -> Iterator[str]:
 
 
 def _owner(path: str) -> Any:
-    """Return the class, or the module if the path names no class; None if there is neither."""
+    """Return the class or module that `path` names (`module:Class` or `module`), or None if it is missing."""
     module, _, name = path.partition(":")
     try:
         found = import_module(module)
@@ -91,13 +91,13 @@ def _code(function: Any) -> CodeType | None:
 
 @cache  # schedulers of one process verify the same long functions
 def _stored(function: Any) -> frozenset[str]:
-    """Return the attributes that a function assigns."""
+    """Return the names of the attributes that a function sets."""
     instructions = dis.get_instructions(code) if (code := _code(function)) is not None else ()
     return frozenset(str(one.argval) for one in instructions if one.opname == "STORE_ATTR")
 
 
 def _names(function: Any) -> set[str]:
-    """Return every name that a function's code refers to, including nested functions."""
+    """Return every name to which the code of a function and of its nested functions refers."""
     code = _code(function)
     return _names_in(code) if code is not None else set()
 

@@ -77,7 +77,7 @@ V2_RUNNER = (
 def pieces_for_all_steps() -> bool:
     """Return whether all steps need piecewise graphs: yes, unless the environment selects the V1 runner.
 
-    vLLM may choose V2 all the same (for watermarks); the worker checks that later.
+    vLLM may choose the V2 runner although V1 is selected (for watermarks); the worker checks that later.
     """
     if envs.VLLM_USE_V2_MODEL_RUNNER is False:
         return False
@@ -136,8 +136,8 @@ def _patch_dispatcher(needed: Callable[[], bool]) -> None:
 def take_back_whole_graph(before: int) -> bool:
     """Run the next forward pass without graphs if vLLM chose a whole graph anyway.
 
-    Returns whether vLLM did. `before` is how often it has done so, for the log. A step without a forward
-    context counts, too, but runs unchanged: it cannot be aborted, and its exports are sent after it.
+    Returns whether vLLM did. `before` is how often vLLM had done so earlier, for the log. A step without a
+    forward context counts, too, but runs unchanged: it cannot be aborted, and exports are sent after it.
     """
     if is_forward_context_available():
         context = get_forward_context()

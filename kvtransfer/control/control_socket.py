@@ -93,7 +93,10 @@ class RecentChanges:
 
 
 class ControlSocketServer:
-    """Engine's side of the socket. `snapshot` and commands run in its thread and take their own locks."""
+    """Engine's side of the socket, in a thread of its own.
+
+    `snapshot` and the handlers of commands run in this thread, and take the locks that they need.
+    """
 
     def __init__(
         self, path: Path, snapshot: Callable[[], EngineState], commands: Mapping[str, Handler]
@@ -115,7 +118,7 @@ class ControlSocketServer:
             raise OSError(f"the control socket cannot listen on {path}")
 
     def notify(self) -> None:
-        """Have a change reported soon. Any thread may call this, and each step does.
+        """Tell the socket's thread to report a change soon. Any thread may call this, and each step does.
 
         Waking the socket's thread takes the interpreter's lock from the step, so only the first change after
         a report wakes it.
@@ -208,7 +211,7 @@ class ControlSocketClient:
         self._path = path
 
     async def states(self) -> AsyncIterator[EngineState]:
-        """Yield the engine's states until it ends. A slow reader misses some of them."""
+        """Yield the engine's states until the engine ends. A slow reader misses some states."""
         async with self._connected(EngineCommand(STATES)) as engine:
             while line := await engine.readline():
                 yield _decode_state(line)
@@ -218,7 +221,7 @@ class ControlSocketClient:
         return (await self._ask(EngineCommand("release", conversation))).done
 
     async def prefetch(self, conversation: str, due_in_s: float) -> bool:
-        """Load a parked conversation's KV for a turn that is expected in `due_in_s`.
+        """Make the engine load a parked conversation's KV for a turn expected in `due_in_s`.
 
         Returns False if the engine has less than half of the KV.
         """
@@ -233,18 +236,18 @@ class ControlSocketClient:
         await self._ask(EngineCommand("drain", draining=draining))
 
     async def drop(self, epoch: int, members: tuple[str, ...], part: int) -> None:
-        """Make the engine keep only `part` of the layers. Each of the other `members` keeps another part.
+        """Make the engine keep only the layers of part number `part`, and drop all others.
 
-        All members need this command. The states report the progress (`split`).
+        Each of the `members` needs this command with a part of its own. States report progress (`split`).
         """
         await self._ask(EngineCommand("drop", epoch=epoch, members=members, part=part))
 
     async def restore(self, epoch: int) -> None:
-        """Load all layers again and end the split."""
+        """Make the engine load all its layers again and compute alone."""
         await self._ask(EngineCommand("restore", epoch=epoch))
 
     async def check(self) -> tuple[str, ...]:
-        """Return the faults found by the integrity check, which only runs on an idle engine."""
+        """Run the engine's integrity check and return its faults. A busy engine checks nothing."""
         return (await self._ask(EngineCommand("check"))).faults
 
     async def _ask(self, command: EngineCommand) -> Reply:

@@ -74,7 +74,8 @@ class ReportScheduler(SchedulerSide):
     def order(self, scheduler_output: Any) -> None:
         """Check integrity in steps that schedule nothing, such as the last step before the engine sleeps.
 
-        Only if sums differ are all blocks visited, because that takes long and a request may arrive.
+        All blocks are visited only if the totals of blocks or slots disagree, because a visit takes long
+        and a request may arrive.
         """
         self._step_asked = False
         for request_id in scheduler_output.preempted_req_ids or ():
@@ -110,7 +111,7 @@ class ReportScheduler(SchedulerSide):
     def _ask_for_step(self) -> None:
         """Make an engine without requests step if it holds KV for a transfer, a copy, or a move to the disk.
 
-        Workers report only in a step that one of these has ended, and vLLM steps only for requests.
+        Workers report the end of a transfer, copy or move only in a step, and vLLM steps only for requests.
         """
         now = self._kv_state.clock()
         if self._requests or now < self._next_ask_at:
@@ -126,7 +127,7 @@ class ReportScheduler(SchedulerSide):
         return not (self._requests or loads.departing or loads.held_by_others)
 
     def faults(self) -> list[str]:
-        """Return the faults that an idle engine has. A busy engine is not checked, so it returns none."""
+        """Return the faults of an idle engine; an empty list for a busy engine, which is not checked."""
         with self._kv_state.lock:
             if not self.is_idle():
                 return []
@@ -142,7 +143,7 @@ class ReportScheduler(SchedulerSide):
             return used == len(held) and host.used == blocks.host_copies and host.is_complete
 
     def account_for(self, holder: str, blocks: Callable[[], Iterable[int]]) -> None:
-        """Tell the integrity check of a holder. `blocks` returns one block id for each of its references."""
+        """Make the integrity check count the references of `holder`: `blocks` returns a block id for each."""
         self._kv_state.holders.references[holder] = blocks
 
     def _notify(self) -> None:

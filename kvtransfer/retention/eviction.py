@@ -1,10 +1,11 @@
 """Retention: keeps conversations' blocks on the accelerator between turns by ordering their eviction.
 
-No reference is held. Every block stays allocatable, so that retention cannot block a running turn. vLLM's
-free queue is replaced by one that takes blocks without an owner first, then blocks of offline work, of parked
-conversations, of retained ones, and last the prefixes that several conversations share. Of retained
-conversations the oldest is evicted first, and of one conversation the last block. No step visits all blocks:
-the order is kept up to date where a block is freed or used, and where a conversation changes.
+Retention holds no reference on a block. Every block stays allocatable, so that retention cannot delay a
+running turn. vLLM's free queue is replaced by one that takes blocks without an owner first, then blocks of
+offline work, of parked conversations, of retained ones, and last the prefixes that several conversations
+share. Of retained conversations the oldest is evicted first, and of one conversation the last block. No step
+visits all blocks: the order is kept up to date where a block is freed or used, and where a conversation
+changes.
 """
 
 from collections.abc import Mapping, Sequence

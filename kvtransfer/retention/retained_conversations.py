@@ -192,10 +192,10 @@ class RetainedConversations:
             self._set_phase(conversation, RetentionPhase.RETAINED)
 
     def prefetched(self, key: str, left_at: float, due_in_s: float) -> None:
-        """Retain a parked conversation again, because its KV was prefetched for a turn in `due_in_s`.
+        """Retain a parked conversation again, because its KV was prefetched for a turn due in `due_in_s`.
 
-        It counts as used at that time, so that it is evicted late, and is parked again if the turn is more
-        than `due_in_s` late. A turn since `left_at` voids this.
+        The conversation counts as used when the turn is due, so that it is evicted late. It is parked again
+        when twice `due_in_s` have passed. Does nothing if a turn has begun since `left_at`.
         """
         conversation = self._by_key.get(key)
         if conversation is None or conversation.turns or conversation.last_used != left_at:

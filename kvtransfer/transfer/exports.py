@@ -111,7 +111,7 @@ class Exports:
                 self._restart(export)
 
     def begin_step(self, progress: Iterable[tuple[str, int]]) -> None:
-        """Set how many tokens of each prompt will be computed after this step."""
+        """Record for each export how many tokens of its prompt are computed when this step has ended."""
         self.written = []
         for transfer_id, tokens in progress:
             if export := self._exports.get(transfer_id):
@@ -123,7 +123,7 @@ class Exports:
             self.memory.publish(partial(self.wrote, layer, self.written))
 
     def wrote(self, layer: int, written: Iterable[Written]) -> None:
-        """Record that a layer of prompts is readable, except for exports whose generation has changed."""
+        """Record that a layer of these prompts can be read, unless their blocks have a new generation."""
         with self._changed:
             for progress in written:
                 export = self._exports.get(progress.transfer_id)
@@ -132,7 +132,7 @@ class Exports:
             self._changed.notify_all()
 
     def finish(self, transfer_id: str) -> None:
-        """Start the lease, because the prefill is over and its blocks are held."""
+        """Start the lease of an export whose prefill is over and whose blocks are held."""
         with self._changed:
             if export := self._exports.get(transfer_id):
                 export.deadline = self._clock() + self._lease_s

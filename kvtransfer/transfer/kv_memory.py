@@ -54,7 +54,7 @@ class BlockMemory:
         done()
 
     def mark(self) -> None:
-        """Make received bytes wait for everything that the model's thread has launched so far.
+        """Write received bytes only after everything that the model's thread has launched so far.
 
         An aborted step may still write to blocks that were freed and given to another request.
         """
@@ -116,7 +116,7 @@ def byte_rows(tensor: Any, blocks: int) -> Any:
 
 
 def by_block_first(tensor: Any, blocks: int) -> Any:
-    """Return a view whose first dimension is the blocks. Attention backends have that one elsewhere."""
+    """Return a view whose first dimension is that of blocks, wherever the attention backend has it."""
     sizes = list(tensor.shape)
     if blocks not in sizes:
         raise ValueError(f"KV tensor of shape {tuple(sizes)} has no dimension of {blocks} blocks")

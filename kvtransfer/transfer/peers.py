@@ -237,8 +237,8 @@ def fetch(
 ) -> int:
     """Fetch a prompt's KV into `blocks`, and return the number of bytes received.
 
-    `skip` is the number of leading blocks that are not fetched. Both are by KV cache group. The first lane
-    that fails ends the others, and its exception is raised.
+    `skip` has the number of leading blocks that are not fetched. `skip` and `blocks` have one entry for each
+    KV cache group. The first lane that fails ends the other lanes, and its exception is raised.
     """
     due = [
         len(blocks[group]) * memory.block_bytes(layer) if blocks[group] else 0
@@ -289,7 +289,7 @@ def _connected(
     *,
     dismiss: bool = False,
 ) -> Iterator[wire.Channel]:
-    """Connect to a producer, and complete the handshake."""
+    """Connect to a producer, complete the handshake, and yield the channel."""
     address = source.host, source.port + me.rank
     which = source.transfer_id, source.epoch, me.rank, me.ranks, memory.layout, source.prompt
     wanted = wire.Wanted(*which, skip, layers, lanes, memory.piece_bytes, me.encrypt, dismiss)

@@ -59,7 +59,7 @@ class TransferOrder:
 
 @dataclass(slots=True)
 class TransferReport:
-    """Exports whose blocks may be freed, with the number of ranks that are done."""
+    """Exports whose blocks may be freed, each with the number of ranks that are done with it."""
 
     released: Counter[str] = field(default_factory=Counter)
 
@@ -214,8 +214,8 @@ class TransferScheduler(SchedulerSide):
     def _hold(self, transfer_id: str, request: Any, computed: int) -> bool:
         """Reference the blocks that the decoder needs, as soon as they are computed.
 
-        Returns False if vLLM has already freed one of them. It frees a state when a later step begins, and a
-        block that a window has passed after the prompt's last step.
+        Returns False if vLLM has already freed one of these blocks. vLLM frees a state when a later step
+        begins. After the prompt's last step it frees the blocks that are before the window.
         """
         prompt = request.num_prompt_tokens
         tokens = transferred_tokens(self._groups, prompt)
@@ -309,9 +309,9 @@ class TransferScheduler(SchedulerSide):
 
 
 def _correct_cached_tokens(request: Any) -> None:
-    """Do not show a client the tokens as cached that a prefiller computed for this request.
+    """Correct the cached tokens that the client sees: those that a prefiller computed do not count.
 
-    If the KV comes from a conversation's former decoder instead, `cached_tokens` were computed before.
+    KV from the conversation's former decoder does count: `cached_tokens` of the request's parameters.
     """
     if (stats := request.prefill_stats) is not None:  # None after the first token
         before = request.kv_transfer_params.get("cached_tokens", 0)

@@ -30,7 +30,7 @@ ALIGNED = 4096
 
 
 class SlotWindow:
-    """Assigns slots in the order in which threads ask. It only keeps books, without memory or locks.
+    """Assigns slots in the order in which threads ask. It has neither memory nor locks.
 
     Each thread asks for one slot at a time, so that long transfers do not delay short ones. The last quarter
     of the slots is for receivers. A sender keeps its slot until the receiver has one, so two engines that
