@@ -4,7 +4,7 @@
 
 Small clients begin conversations, take turns of bound ones, and read long streams, two of each kind. They ask
 again at once when a request fails. One process after another gets `kill -9`; the fleet becomes whole before
-the next one. A figure is the longest wait of a client for its next token after a kill, less the longest wait
+the next one. A figure is the longest wait of a client for its next token after a kill, minus the longest wait
 of the same kind of client without faults in the same run. A client whose stream is cut asks again, and waits
 until the first token of the new answer. A figure may exceed its budget by half a second, because a process
 that starts again takes processor time from everything else.
@@ -65,7 +65,7 @@ PROCESSES = (
 
 @dataclass(frozen=True)
 class Kill:
-    """Times of a kill: start of the quiet period before it, the kill, and the end of watching."""
+    """Times of a kill: the start of the quiet period before it, the kill itself, and the end of watching."""
 
     quiet_since: float
     killed_at: float
@@ -74,7 +74,7 @@ class Kill:
 
 @dataclass(frozen=True)
 class Unavailability:
-    """Waits of one kind of client after a process was killed."""
+    """Waits of one kind of client after the kill of one process, and their budget."""
 
     process: str
     clients: str
@@ -86,8 +86,9 @@ class Unavailability:
 
 
 def prepared(fleet: FleetSpec) -> FleetSpec:
-    """Return a fleet in which new conversations need every process, because prefillers compute all first
-    turns.
+    """Return a fleet in which new conversations need every process.
+
+    Prefillers compute all first turns.
     """
     return changed(
         fleet,
@@ -148,7 +149,7 @@ async def until_whole(home: FleetHome, gateways: int) -> None:
 
 
 def victim_of(home: FleetHome, process: KilledProcess) -> psutil.Process:
-    """Return the process to kill; if there are several, the one with the most connections."""
+    """Return the process to kill: of several processes of this kind, the one with the most connections."""
     found = victims(home, process.command)
     if process.engine:
         (engine,) = (one for one in fleet_status(home).engines if one.engine == process.engine)
@@ -158,7 +159,7 @@ def victim_of(home: FleetHome, process: KilledProcess) -> psutil.Process:
 
 
 def seen(clients: SteadyClients, kills: Mapping[str, Kill]) -> list[Unavailability]:
-    """Return how long each kind of client was without an answer after each kill."""
+    """Return how long each kind of client waited without faults and after each kill."""
     undisturbed = dict.fromkeys(KINDS, 0.0)
     for kill in kills.values():
         for kind, (begin, end) in clients.longest_waits(kill.quiet_since, kill.killed_at).items():
@@ -179,7 +180,7 @@ def seen(clients: SteadyClients, kills: Mapping[str, Kill]) -> list[Unavailabili
 
 
 def figures_of(rows: Iterable[Unavailability]) -> dict[str, Any]:
-    """Return a figure for each process and kind of client, and the names of the figures over budget."""
+    """Return the seconds without an answer by process and kind of client, and which exceed their budget."""
     killed = {f"{row.process}_{row.clients}": row for row in rows if row.process != "none"}
     figures: dict[str, Any] = {name: row.unavailable_s for name, row in killed.items()}
     return {**figures, "over_budget": [name for name, row in killed.items() if row.over_budget]}

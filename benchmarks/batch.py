@@ -40,7 +40,7 @@ OFFLINE_PROMPTS = (60, 240, 480)  # lengths in tokens
 
 @dataclass(frozen=True)
 class BatchLoad:
-    """Sizes of the agents' load and of the batches."""
+    """Sizes of the load: agents with their turns, batches, and the durations of phases."""
 
     agents: int
     turns: int
@@ -60,7 +60,7 @@ QUICK = BatchLoad(3, 3, 200, 60, 12, 0.2, 16, 60, 4.0, 6.0, 2)
 
 @dataclass
 class Phase:
-    """Measurements of all phases of one kind."""
+    """Measurements from all phases of one kind: agents alone, agents beside a batch, or a batch alone."""
 
     ttft_s: list[float] = field(default_factory=list)
     tbt_s: list[float] = field(default_factory=list)
@@ -72,7 +72,7 @@ class Phase:
 
     @property
     def harvest(self) -> float:
-        """Return the offline tokens per second."""
+        """Return how many offline tokens per second these phases computed."""
         return self.offline_tokens / self.offline_s if self.offline_s else 0.0
 
     def to_json(self) -> dict[str, Any]:
@@ -88,7 +88,7 @@ class Phase:
 
 
 class BatchBench:
-    """Plays agents and batches on one fleet."""
+    """Plays the phases: agents, batches, or both on one fleet."""
 
     def __init__(
         self, chat: ChatClient, api: AsyncOpenAI, sizes: Calibration, load: BatchLoad, seed: int
@@ -97,7 +97,7 @@ class BatchBench:
         self._random = random.Random(seed)
 
     async def play(self, kind: str, phase: Phase) -> None:
-        """Play one phase. Batch files are made before it begins, because making them would delay agents."""
+        """Play one phase. Batch files are made before the phase begins, so that this delays no agent."""
         files = {endpoint: self._file(endpoint) for endpoint in (CHAT, COMPLETIONS)} if kind != ALONE else {}
         if kind == BATCH:
             await self._offline(phase, files)
@@ -122,7 +122,7 @@ class BatchBench:
                 phase.refused += 1
 
     async def _conversation(self, phase: Phase, over: asyncio.Event) -> None:
-        """Hold a conversation, and end it early when the phase is over."""
+        """Hold one conversation of an agent; stop early when the phase is over."""
         name, load = f"bench-{self._random.getrandbits(60):x}", self._load
         sizes = (load.first_prompt, *[load.append] * (load.turns - 1))
         contents = (self._text(f"{name}/{turn}", tokens) for turn, tokens in enumerate(sizes))
@@ -137,7 +137,7 @@ class BatchBench:
         return text(stream, self._sizes.characters(tokens))
 
     async def _offline(self, phase: Phase, files: dict[str, bytes]) -> None:
-        """Submit a batch for each endpoint, and wait until both end or `most_s` seconds have passed."""
+        """Submit a batch for chats and one for completions, and wait for both, at most `most_s` seconds."""
         batches = []
         for endpoint, data in files.items():
             file = await self._api.files.create(file=("benchmark.jsonl", data), purpose="batch")

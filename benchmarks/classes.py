@@ -47,7 +47,7 @@ AIM = 1.25
 
 @dataclass
 class ClassSeen:
-    """Measurements of one SLO class in phases of one kind."""
+    """Measurements of the turns of one SLO class, from all phases of one kind."""
 
     ttfet_s: list[float] = field(default_factory=list)
     first_turn_ttft_s: list[float] = field(default_factory=list)
@@ -112,7 +112,7 @@ class ClassAgents:
                 await asyncio.sleep(max(0.1, refused.retry_after_s))
 
     async def arrive(self, name: str, per_s: float, seconds: float, random: Random, seen: ClassSeen) -> float:
-        """Let conversations arrive for `seconds`; return how many seconds pass until all are answered."""
+        """Let conversations arrive for `seconds`; return the seconds until all of them are answered."""
         began, at, number = time.monotonic(), random.expovariate(per_s), 0
         async with asyncio.timeout(seconds + DRAIN_S), asyncio.TaskGroup() as group:
             while at < seconds:

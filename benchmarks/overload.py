@@ -63,7 +63,7 @@ Answers = dict[str, list[str]]
 
 @dataclass(frozen=True, slots=True)
 class Lengths:
-    """Lengths of requests: means of the KunServe paper, with an assumed lognormal spread."""
+    """Lengths of requests: the means are those of the KunServe paper, the lognormal spread is assumed."""
 
     name: str
     prompt: float
@@ -88,7 +88,7 @@ LONG_ANSWERS = Lengths("BurstGPT with long answers", 642, 1_500, 0.7, 0.7, 8_192
 
 @dataclass(frozen=True)
 class EngineKv:
-    """KV of each engine, tokens reserved for an answer, and the model."""
+    """Size of each engine's KV, longest context, tokens reserved for an answer, and the model."""
 
     blocks: int
     context: int
@@ -126,7 +126,7 @@ def long_answers(number: int) -> Iterable[TraceConversation]:
 
 
 def within_kv(number: int, conversations: Iterable[TraceConversation]) -> Iterable[TraceConversation]:
-    """Return conversations that demand `ASKED` times the KV at the end of their last turns."""
+    """Return conversations whose last contexts together need `ASKED` times the KV of both engines."""
     taken: list[TraceConversation] = []
     asked = 0
     for one in conversations:
@@ -147,7 +147,7 @@ LOADS: dict[str, tuple[EngineKv, Burst]] = {
 
 @dataclass
 class PolicyBursts:
-    """Measurements of one policy under one load."""
+    """Measurements of one policy, from all bursts of one load."""
 
     ttft_s: list[float] = field(default_factory=list)
     gaps_s: list[float] = field(default_factory=list)
@@ -180,7 +180,7 @@ class PolicyBursts:
 
 
 def prepared(policy: str, kv: EngineKv = BRIEF, model: Path | None = None) -> FleetSpec:
-    """Return a fleet of two mixed engines for a policy. Without `model`, the fleet makes the small one."""
+    """Return a fleet of two mixed engines for a policy. Without `model`, the fleet makes a small one."""
     content = load_fleet(RANDOM).model_dump(mode="json", exclude_unset=True)
     content |= {"name": f"live-{policy}", "policy": "collocated", "overload": {"policy": policy}}
     content["model"] |= {"max_context": kv.context} | ({"path": str(model)} if model else {})
@@ -208,12 +208,12 @@ class BurstSubject:
         return answers
 
     def calm(self, salt: str, conversations: Sequence[TraceConversation]) -> Answers:
-        """Return the answers when only a few conversations run at a time."""
+        """Play the conversations, only a few at a time, and return their answers, which count as right."""
         at_once = [replace(one, arrival_s=0.0) for one in conversations]
         return asyncio.run(self._play(salt, at_once, CALM, PolicyBursts()))
 
     def _wait_until_whole(self) -> None:
-        """Wait until the layers that the last burst dropped are restored."""
+        """Wait until all layers that were dropped in the last burst are restored."""
         end = time.monotonic() + LIMIT_S
         while (counts := self.counts()).get(DROPPED, 0.0) > counts.get(RESTORED, 0.0):
             if time.monotonic() > end:
@@ -284,7 +284,7 @@ def total(counts: dict[str, float], name: str) -> float:
 
 
 def measure(loads: Sequence[str], rounds: int) -> tuple[dict[str, float], dict[str, dict[str, float]]]:
-    """Return the figures, each for its worst load, and a table by load and policy."""
+    """Play all loads; return the figures, each for its worst load, and a table by load and policy."""
     seen = {load: {policy: PolicyBursts() for policy in (PREEMPT, PARK, DROP)} for load in loads}
     counts: dict[str, float] = {}
     for kv, alike in groupby(loads, lambda load: LOADS[load][0]):
@@ -312,7 +312,7 @@ def measure(loads: Sequence[str], rounds: int) -> tuple[dict[str, float], dict[s
 
 
 def play_all(kv: EngineKv, loads: dict[str, dict[str, PolicyBursts]], rounds: int) -> dict[str, float]:
-    """Play all loads' bursts on engines with the same KV; return the counters of the fleet that drops."""
+    """Play the bursts of all these loads, into `loads`; return the counters of the fleet with `drop`."""
     with ExitStack() as stack:
         work = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="overload-")))
         make_model(work / "model", kv.shape)

@@ -48,7 +48,7 @@ class FleetSize:
 
 
 class PlacedFleet:
-    """A placer and its bindings in steady state."""
+    """A placer and binding table with a constant number of conversations, whose engines report."""
 
     def __init__(self, size: FleetSize) -> None:
         self.random = random.Random(1)
@@ -98,7 +98,7 @@ class PlacedFleet:
 
 
 def measure(size: FleetSize) -> dict[str, dict[str, float]]:
-    """Return percentiles of the decision for a first and for a later turn."""
+    """Return percentiles of the time that a decision takes, for a first turn and for a later turn."""
     fleet = PlacedFleet(size)
     first: list[float] = []
     later: list[float] = []
@@ -117,7 +117,7 @@ def measure(size: FleetSize) -> dict[str, dict[str, float]]:
 
 
 async def measure_journal(rate: float, placements: int) -> dict[str, float]:
-    """Return how many placements per second reach the disk at an offered rate, and the time of each.
+    """Offer `rate` placements per second; return how many reach the disk each second, and their times.
 
     As in a fleet, placements are refused while the disk does not answer.
     """

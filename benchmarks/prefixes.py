@@ -37,7 +37,7 @@ VARIANTS = ("apart", "unknown", "shared")
 
 @dataclass(frozen=True)
 class PrefixFigures:
-    """Figures of one variant."""
+    """Figures of one variant: `apart`, `unknown` or `shared`."""
 
     computed_tokens: float
     bytes_moved: float
@@ -60,7 +60,7 @@ class PrefixTarget:
         return computed, counted(self.pages, "conserve_kv_transfer_bytes_total")
 
     def words_in(self, tokens: int) -> int:
-        """Return how many words make `tokens` tokens."""
+        """Return how many random words the model's tokenizer turns into `tokens` tokens."""
         body = {"model": self.model, "prompt": words(Random(0), 1_000)}
         answer = httpx.post(f"{self.url}/tokenize", json=body, timeout=60).raise_for_status()
         return round(tokens * 1_000 / int(answer.json()["count"]))
@@ -116,7 +116,10 @@ def measure(
 
 
 def poisson(target: PrefixTarget, system_words: int, count: int) -> list[float]:
-    """Return arrival times at `LOAD`, after measuring how long one prompt takes, which warms the fleet up."""
+    """Return arrival times at `LOAD` times the rate at which the fleet computes prompts one by one.
+
+    That rate is measured first, which also warms the fleet up.
+    """
     alone = [asyncio.run(play(target, f"alone {n}", system_words, [0.0]))[0][0] for n in range(2)][1]
     random, at, arrivals = Random(0), 0.0, []
     for _ in range(count):

@@ -5,9 +5,9 @@
 Five agents hold more KV than their decoder, so that an agent that waits for a tool is parked on the host.
 They return in rounds of a few turns. In rounds of `ahead` they announce how long their tools take; in `early`
 they announce more than that, so that they return when their KV has been on its way for a quarter of a second;
-in `on_arrival` they announce nothing. The same conversations take all rounds, forwards and back. Compared are
-the first-token time of returning turns, and the time between tokens of a turn that runs beside them, while
-all agents are in the same round.
+in `on_arrival` they announce nothing. The same conversations take all rounds, forwards and back.
+The figures compare the time to first token of returning turns, and the time between tokens of a turn that
+runs beside them, while all agents are in the same round.
 
 The model `HEAVY` has 131 KB of KV a token and next to no weights, so that a return costs transfer rather than
 compute, as it does on a GPU: Llama-3.3-70B moves 33 GB for 100,000 tokens, 0.16 to 0.65 s at 50 GB/s, and
@@ -50,7 +50,7 @@ VARIANTS = tuple(ANNOUNCED_S)
 
 @dataclass
 class ReturnRound:
-    """Measurements of one round."""
+    """Measurements from one round of all agents."""
 
     variant: str
     ttft_s: list[float] = field(default_factory=list)
@@ -67,7 +67,7 @@ class ReturningAgents:
         self._in_round: list[ReturnRound | None] = [None] * AGENTS
 
     async def run(self) -> None:
-        """Play all rounds. A failed request ends the run, because rounds with fewer agents do not compare."""
+        """Play all rounds. A failed request ends the run, because all rounds need the same agents."""
         async with asyncio.TaskGroup() as group:
             beside = group.create_task(self._run_beside())
             await asyncio.gather(*[group.create_task(self._agent(number)) for number in range(AGENTS)])
@@ -101,7 +101,7 @@ class ReturningAgents:
                 await asyncio.sleep(AWAY_S)
 
     async def _run_beside(self) -> None:
-        """Stream one answer after another, and record the gaps between tokens."""
+        """Stream one answer after another beside the agents, and record the gaps between its tokens."""
         while True:
             last = 0.0
             messages = [{"role": "user", "content": "on"}]
@@ -158,13 +158,13 @@ async def play(url: str, model: str, turns: int, times: int) -> list[ReturnRound
 def figures_of(rounds: Sequence[ReturnRound]) -> dict[str, float | None]:
     """Print each variant's figures, and return ratios to `on_arrival`.
 
-    A ratio of gaps is None if all agents were never in the same round, as with one turn a round.
+    A ratio of gaps is None if the agents were never all in the same round, as with one turn a round.
     """
     by_variant = {name: [one for one in rounds if one.variant == name] for name in VARIANTS}
     ttft = {name: [value for one in found for value in one.ttft_s] for name, found in by_variant.items()}
 
     def gaps(statistic: Callable[[list[float]], float], variant: str) -> float | None:
-        """Return the ratio of a statistic of the gaps; all rounds have equal weight."""
+        """Return the ratio of a statistic of the gaps in `variant` to that in `on_arrival`."""
         of = {
             name: [statistic(one.gaps_s) for one in by_variant[name] if one.gaps_s]
             for name in (variant, VARIANTS[0])

@@ -28,7 +28,7 @@ PARK_AFTER_S = 30.0
 
 @dataclass(frozen=True)
 class ScaleRow:
-    """Cost of one simulated fleet."""
+    """Cost of simulating one fleet: events, time and memory."""
 
     decoders: int
     conversations: int

@@ -124,7 +124,7 @@ def modules(root: Path = ROOT, packages: tuple[str, ...] = PRODUCT) -> dict[str,
 
 
 def import_graph(found: dict[str, Module]) -> dict[str, set[str]]:
-    """Return which of the found modules each module imports."""
+    """Return for each module of `found` the modules of `found` that it imports."""
     graph: dict[str, set[str]] = {}
     for module in found.values():
         targets = set()
@@ -139,7 +139,7 @@ def import_graph(found: dict[str, Module]) -> dict[str, set[str]]:
 
 
 def circles(graph: dict[str, set[str]]) -> list[list[str]]:
-    """Return the strongly connected groups of more than one module (Tarjan)."""
+    """Return the groups of modules that import one another, directly or indirectly (Tarjan)."""
     index: dict[str, int] = {}
     low: dict[str, int] = {}
     stack: list[str] = []

@@ -61,7 +61,7 @@ threading.setprofile(_profile)
 
 @dataclass(frozen=True, order=True)
 class Call:
-    """First call of a function in a window."""
+    """First call of a product function in a window, by one process."""
 
     window: int
     at_ns: int
@@ -71,7 +71,7 @@ class Call:
 
 
 def measure(root: Path) -> dict[str, int]:
-    """Bring a fleet up, run the turns, print the files of each, and return their counts."""
+    """Bring a fleet up, run turns on it, print the files that each kind runs, and return their numbers."""
     with tempfile.TemporaryDirectory(prefix="trips-") as name:
         folder = Path(name)
         (folder / "sitecustomize.py").write_text(SITECUSTOMIZE)
@@ -96,7 +96,7 @@ def measure(root: Path) -> dict[str, int]:
 
 @contextmanager
 def fleet(root: Path, folder: Path, window: Path, log: Path) -> Iterator[tuple[str, str]]:
-    """Run the fleet `random` of a checkout with its own libraries; yield the URL and the model's name."""
+    """Run the fleet `random` from the checkout `root`; yield the fleet's URL and its model's name."""
     content = yaml.safe_load((root / "configs" / "random.yaml").read_text())
     content["gateway"]["port"] = port = free_port("127.0.0.1")
     file = folder / "fleet.yaml"
@@ -124,7 +124,7 @@ def fleet(root: Path, folder: Path, window: Path, log: Path) -> Iterator[tuple[s
 
 
 def take_trips(url: str, model: str, window: Path) -> list[str]:
-    """Play conversations of two turns; return the kind of each window. Window n has index n - 1."""
+    """Play conversations of two turns; return each window's kind. Window n has index n - 1."""
     windows: list[str] = []
     for number in range(WARM_UP + TRIPS):
         words = " ".join(str(n * 7919 % (number + 997)) for n in range(900))
@@ -153,7 +153,7 @@ def write_window(file: Path, number: int) -> None:
 
 
 def turn(url: str, model: str, messages: list[dict[str, str]]) -> str:
-    """Stream one answer and return its text."""
+    """Send one request, and return the text of its streamed answer."""
     body = {"model": model, "messages": messages, "stream": True, "max_tokens": 16, "temperature": 0}
     headers = {"Content-Type": "application/json", "Authorization": "Bearer trips"}
     request = urllib.request.Request(f"{url}/v1/chat/completions", json.dumps(body).encode(), headers)

@@ -16,10 +16,10 @@ With --drop decoders have so little KV that they share their layers again and ag
 drop}`), and restore them when all agents rest; their processes are killed meanwhile, and clients leave
 streams and ask again.
 
-Without --drop, steady clients beside the agents measure `unavailable_s`: by kind of killed process, the
-longest wait of a new conversation, a bound turn or a stream until the next fault, less the longest one before
-all faults. Kills during a lasting fault do not count. The command fails if a wait exceeds the budget of
-`benchmarks.availability` by more than --allowed-s, which is for what the agents' load does to waits.
+Without --drop, steady clients beside the agents measure `unavailable_s`: for each kind of killed process, the
+longest wait of a new conversation, a bound turn or a stream until the next fault, minus the longest wait
+before all faults. Kills during a lasting fault do not count. The command fails if a wait exceeds the budget
+of `benchmarks.availability` by more than --allowed-s, because waits are longer under the agents' load.
 """
 
 import asyncio
@@ -78,7 +78,7 @@ DROP_PACE = Pace(agents=16, least_s=60.0, every_s=20.0)
 
 @dataclass
 class FaultRun:
-    """Random faults during a run, and their counts."""
+    """Inflicts random faults during a run, and counts them."""
 
     home: FleetHome
     random: Random
@@ -89,7 +89,7 @@ class FaultRun:
     over: Event = field(default_factory=Event)
 
     def run(self, until: float) -> None:
-        """Inflict faults until the given time. A fault that lasts may overlap with later ones."""
+        """Inflict faults until the given time. A fault that lasts may overlap with later faults."""
         lasting = []
         with ThreadPoolExecutor(AT_ONCE) as threads:
             while (left := until - time.monotonic()) > 0:
@@ -133,7 +133,7 @@ def prepared_to_drop() -> FleetSpec:
 def unavailable_s(
     clients: SteadyClients, begun: Iterable[tuple[float, Fault]], quiet: tuple[float, float], over: float
 ) -> dict[str, dict[str, float]]:
-    """Return how much longer clients waited after kills than in a quiet time, by victim and client kind."""
+    """Return how much longer clients waited after kills than in quiet times, by killed process and client."""
     undisturbed = {kind: end - begin for kind, (begin, end) in clients.longest_waits(*quiet).items()}
     faults_, found = sorted(begun, key=lambda one: one[0]), dict[str, dict[str, float]]()
     lasts_until = 0.0
@@ -149,7 +149,7 @@ def unavailable_s(
 
 
 def over_budget(unavailable: dict[str, dict[str, float]], allowed_s: float) -> list[str]:
-    """Return a sentence for each wait beyond the budget of the killed process. The fleet has one gateway."""
+    """Return a sentence for each wait that exceeds the killed process's budget by more than `allowed_s`."""
     budgets = {one.command: one.budget_s for one in reversed(PROCESSES)}  # the only gateway comes first
     return [
         f"a client ({kind}) waited {wait_s:.1f} s after kill {victim}; its budget is {budget_s:.1f} s"
@@ -168,7 +168,7 @@ async def play(
     seconds: float,
     most: float,
 ) -> dict[str, dict[str, float]]:
-    """Let agents talk while faults happen; return what kills cost the steady clients, if there are any."""
+    """Let agents talk while faults happen; return how much longer steady clients waited after kills."""
     await agents.learn()
     await asyncio.to_thread(batch.learn)
     await asyncio.to_thread(batch.submit)

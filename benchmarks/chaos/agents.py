@@ -31,7 +31,7 @@ SET_ASIDE = "request_set_aside"
 
 @dataclass(frozen=True, slots=True)
 class AgentLengths:
-    """Lengths of messages and answers, and pauses between turns."""
+    """Lengths of messages and answers from which scripts draw, and how agents pause."""
 
     words: tuple[int, ...] = (60, 300, 900)
     tokens: tuple[int, ...] = (8, 24, 96)
@@ -54,7 +54,7 @@ class Script:
 
 
 def scripts(seed: int, lengths: AgentLengths) -> list[Script]:
-    """Return scripts that share no long prefix."""
+    """Return the scripts of a seed. Their prompts share no long prefix."""
     found = []
     for number in range(SCRIPTS):
         random = Random(f"{seed} {number}")
@@ -68,7 +68,7 @@ def scripts(seed: int, lengths: AgentLengths) -> list[Script]:
 
 @dataclass
 class AgentResults:
-    """Counts and faults seen by agents."""
+    """Counts of turns and conversations, and what agents found wrong, lost or hung."""
 
     conversations: int = 0
     turns: int = 0
@@ -80,7 +80,7 @@ class AgentResults:
 
 
 class Agents:
-    """Agents that talk to one fleet."""
+    """Agents that hold scripted conversations with one fleet and check its answers."""
 
     def __init__(self, url: str, model: str, seed: int, lengths: AgentLengths | None = None) -> None:
         limit_s = REQUEST_LIMIT_S + 30
@@ -92,7 +92,7 @@ class Agents:
         self.seen = AgentResults()
 
     async def learn(self) -> None:
-        """Record the answers of the undisturbed fleet, which must give the same answers twice."""
+        """Play each script on the undisturbed fleet, twice, and record the answers, which must be equal."""
         for script in self._scripts * 2:
             before, script.answers = script.answers, []
             self._number += 1
@@ -154,7 +154,7 @@ class Agents:
         expected: str,
         random: Random,
     ) -> bool:
-        """Retry until the turn is answered, wrong or lost; return whether its answer is right."""
+        """Repeat a request until it is answered or counts as lost; return whether its answer is right."""
         began = time.monotonic()
         while time.monotonic() < began + LOST_AFTER_S:
             text, outcome = "", "answered"

@@ -47,7 +47,7 @@ class Fault:
 
     @property
     def on_an_engine(self) -> bool:
-        """Return whether engines restart because of the fault, as also after losses of Ray's processes."""
+        """Return whether the fault makes an engine restart, as also the loss of a process of Ray does."""
         return self.victim in (*ENGINE, *RAY)
 
     def __str__(self) -> str:

@@ -57,7 +57,7 @@ def held(home: FleetHome) -> list[str]:
 
 
 def layer_changes(home: FleetHome) -> dict[str, float]:
-    """Return the directory's counts of dropped and restored layers, by labels."""
+    """Return how often engines dropped and restored layers, as the directory counts it, by labels."""
     state = status(home)
     if state is None or not state.metrics:
         return {}
@@ -83,13 +83,13 @@ class AbortedIterations:
                 self._last[one.engine] = now
 
     async def run(self) -> None:
-        """Poll repeatedly, because a killed engine's count is lost."""
+        """Read the engines' counts again and again, because a killed engine's count is lost."""
         while True:
             await asyncio.gather(asyncio.to_thread(self.look), asyncio.sleep(LOOK_S))
 
 
 class Batch:
-    """Batch of which each line must be answered once, as the undisturbed fleet answers it."""
+    """Batch whose lines must each be answered once, with the answer of the undisturbed fleet."""
 
     def __init__(self, url: str, model: str) -> None:
         self._api = OpenAI(base_url=f"{url}/v1", api_key="chaos", timeout=60.0)
@@ -100,7 +100,7 @@ class Batch:
         self._batch = ""
 
     def learn(self) -> None:
-        """Record the answers of the undisturbed fleet."""
+        """Ask the undisturbed fleet each line, and record the answers."""
         for body in self._bodies:
             answer = self._api.completions.create(model="", prompt="", extra_body=body)
             self._expected.append(answer.choices[0].text)
@@ -112,7 +112,7 @@ class Batch:
         self._batch = self._api.batches.create(input_file_id=file.id, **wanted).id
 
     def results(self) -> tuple[list[str], list[str]]:
-        """Return the lines without a result, and the lines with a wrong or a second result."""
+        """Wait for the batch; return the lines without a result, and those with a wrong or second result."""
         deadline, state = time.monotonic() + BATCH_S, None
         while (state is None or state.status not in BATCH_ENDED) and time.monotonic() < deadline:
             with suppress(APIError):

@@ -53,8 +53,8 @@ def check_seconds() -> float:
 def slowness(records: list[IterationRecord], least_tokens: float, model: LatencyModel) -> float:
     """Return the ratio of the measured time of iterations to the time that the profile predicts.
 
-    Only iterations with at least `least_tokens` count, because every policy has them. On a shared machine
-    this ratio varies with time as much as policies differ: compare policies only where it is about equal.
+    Only iterations with at least `least_tokens` tokens count, because every policy has such iterations. On a
+    shared machine the ratio drifts: compare policies only where their ratios are about equal.
     """
     long = [r for r in records if not r.aborted and r.new_tokens >= least_tokens]
     return sum(r.seconds for r in long) / max(sum(model.seconds(r.work) for r in long), 1e-9)

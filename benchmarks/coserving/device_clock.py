@@ -41,7 +41,7 @@ WAIT, PARTS = "wait", ("schedule", "prepare", "launch", "sample", "update", "oth
 
 @dataclass(frozen=True)
 class ClockedVariant:
-    """An engine, and the offline work beside its online requests."""
+    """Parts that an engine has, and the offline work beside its online requests."""
 
     coserves: bool = False
     keeps: bool = False  # whether it has what a decoder without co-serving has: host tier, prompt scheduler
@@ -59,7 +59,7 @@ class PartTimes:
         self._part, self._since = "", (0.0, 0.0)
 
     def enter(self, part: str) -> str:
-        """Begin to measure a part of a step; return the part that it interrupts."""
+        """Begin to measure a part of a step; return the part that was measured until now."""
         now, before = (time.perf_counter(), time.thread_time()), self._part
         self.wall[before] += now[0] - self._since[0]
         self.cpu[before] += now[1] - self._since[1]
@@ -79,7 +79,7 @@ class PartTimes:
 
 
 class DeviceClock:
-    """Device that takes a fixed time for each step, and more time for each prompt token."""
+    """Simulated device that takes a fixed time for each step, and more time for each prompt token."""
 
     def __init__(self) -> None:
         self.step_s = 0.0
@@ -107,7 +107,7 @@ def replace_device(device: DeviceClock, parts: PartTimes) -> None:
     wait = parts.timed(WAIT, device.wait)
 
     class DeviceEvent:
-        """Stands in for a CUDA event that follows the step launched last."""
+        """Stands in for a CUDA event: completes when the step that was launched last is done."""
 
         def __init__(self, *_: Any, **__: Any) -> None:
             self._at = 0.0
@@ -187,7 +187,7 @@ class ClockedEngine:
         executor.sample_tokens = timed("sample", executor.sample_tokens)
 
     def begin(self, requests: int, step_s: float) -> None:
-        """Replace all requests of the engine by `requests` that decode."""
+        """Abort all requests of the engine, and start `requests` new ones that decode."""
         self._resume()
         self._core.abort_requests([*self._turns, *self._prompts])
         self._prompts = set()
@@ -241,7 +241,7 @@ class ClockedEngine:
         }
 
     def _clock(self) -> float:
-        """Return the time for our schedulers, without the pauses in which other variants run."""
+        """Return a time that stands still while other variants run; our schedulers use it as their clock."""
         return time.monotonic() - self._paused_s
 
     def _resume(self) -> None:

@@ -44,7 +44,7 @@ Round = Mapping[str, Mapping[str, Any]]  # what each variant's engine measured
 
 
 def serve_engine(name: str, most: int, pipe: Connection) -> None:
-    """Run a variant's engine, and call its methods as the parent process asks, until it sends `STOP`."""
+    """Run a variant's engine, and call the methods that the parent process names, until it sends `STOP`."""
     die_with_parent()
     with tempfile.TemporaryDirectory() as folder:
         engine = ClockedEngine(VARIANTS[name], Path(folder), most)

@@ -40,7 +40,7 @@ END_LIMIT_S = 120.0
 
 @dataclass(frozen=True)
 class PartLengths:
-    """Tokens of a prompt and of an answer, and most tokens of an iteration."""
+    """Lengths of a prompt and of an answer, and the token budget of an iteration."""
 
     prompt: int
     output: int
@@ -55,7 +55,7 @@ class PartLengths:
     def offline_at_once(self) -> int:
         """Return how many offline requests it takes to fill every iteration.
 
-        While one decodes, as many others have their prompts computed as fit into that many iterations.
+        Decoding one answer takes `output` iterations, in which the prompts of other requests are computed.
         """
         return self.output * self.iteration // self.prompt + 4
 
@@ -90,7 +90,7 @@ class Experienced:
         return self.offline_tokens / self.seconds if self.seconds else 0.0
 
     def attainment(self, ttft_s: float, tbt_s: float) -> float:
-        """Return the share of first tokens in time, or the share of gaps in time if that is lower."""
+        """Return the share of first tokens within `ttft_s`, or that of gaps within `tbt_s` if it is lower."""
         if not self.ttft or not self.tbt:
             return 0.0
         first = sum(ttft <= ttft_s for ttft in self.ttft) / len(self.ttft)
@@ -118,7 +118,7 @@ class SwitchingScheduler(CoServingScheduler):
 
 
 class PolicyRun:
-    """One run of one policy: `seconds` of load, after which the engine is empty."""
+    """One run of one policy: online requests arrive for `seconds`, then the engine is emptied."""
 
     def __init__(self, engine: StandaloneEngine, load: OnlineLoad, seed: int) -> None:
         self._engine, self._load, self._seed = engine, load, seed
@@ -174,7 +174,7 @@ class PolicyRun:
 
 @dataclass
 class LoadOutcome:
-    """Measurements of all policies under one load, and their targets."""
+    """Measurements of all policies under one load, and the SLO targets that they had."""
 
     load: OnlineLoad
     slo: TurnTargets
@@ -194,7 +194,7 @@ class PolicyBench:
     async def serve(
         self, policy: str, load: OnlineLoad, seed: int, slo: TurnTargets, into: Experienced
     ) -> list[IterationRecord]:
-        """Serve a load once with a policy, and return the engine's iterations."""
+        """Serve a load once with a policy, add the measurements to `into`, and return the iterations."""
         choose(self.policy_file, ServingSettings(policy, slo), self.profile.model)
         before = len(self.engine.iterations())
         run = PolicyRun(self.engine, load, seed)
@@ -212,8 +212,8 @@ class PolicyBench:
     async def compare(self, load: OnlineLoad, policies: tuple[str, ...], runs: int) -> LoadOutcome:
         """Let every policy serve the same arrivals, `runs` times.
 
-        The targets are the baseline's P99 in earlier runs, which decide nothing else. A policy is compared
-        with as many requests of the baseline as it has itself, because a P99 depends on their number.
+        The targets are the baseline's P99 in runs before these, which are not compared. All policies have the
+        same number of requests, because a P99 depends on their number.
         """
         names = (BASELINE, *(name for name in policies if name != BASELINE))
         alone = Experienced()

@@ -29,7 +29,7 @@ class AbortableSteps:
         self._worker.register({name: torch.empty(1, device=device) for name in self._names})
 
     def step(self, armed: bool = True, leave_at: int | None = None) -> StepTimes:
-        """Run a step. To leave before layer `leave_at`, the signal comes just after the previous check."""
+        """Run a step. With `leave_at`, signal an abort just after the check before layer `leave_at - 1`."""
         self._epoch += 1
         signalled_at = 0.0
 

@@ -100,7 +100,7 @@ class DecodeLayers:
         self._attended.copy_(given)
 
     def finish(self) -> None:
-        """Wait for everything that this thread has launched, but not for copies on other streams."""
+        """Wait until all work on this thread's stream is done; do not wait for other streams."""
         if self._on_gpu:
             torch.cuda.current_stream().synchronize()
 

@@ -38,7 +38,7 @@ V1_RUNNER: Mapping[str, str] = {"VLLM_USE_V2_MODEL_RUNNER": "0"}
 
 @dataclass(frozen=True)
 class EngineVariant:
-    """An engine and the loads that it is measured with."""
+    """Options of an engine that is measured, and the loads that it plays."""
 
     loads: tuple[Load, ...] = ()
     coserves: bool = False
@@ -93,7 +93,7 @@ async def measure_handover(made: "RunFolder", log: ResultLog) -> None:
 
 
 class RunFolder:
-    """Device, model, transfer port and secret, which the engines of a step share."""
+    """Folder of one step, with the device, model, transfer port and secret that its engines share."""
 
     def __init__(self, path: Path, device: str) -> None:
         self.path, self.device = path, device

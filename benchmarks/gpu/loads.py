@@ -49,7 +49,7 @@ Load = Callable[[EngineUnderTest], Awaitable[Figures]]
 def gaps_while_all_decode(answers: Sequence[EngineAnswer]) -> list[float]:
     """Return the gaps between tokens while all answers are being generated.
 
-    The requests must have begun at the same time, because arrivals count from the begin of each request.
+    The requests must have begun at the same time, because times count from the begin of each request.
     """
     begin = max(answer.arrivals[0] for answer in answers)
     end = min(answer.arrivals[-1] for answer in answers)

@@ -14,9 +14,10 @@ from workers.engine.overload.pages.physical_memory import PageDriver, PhysicalMe
 
 
 def pages(device: str) -> Figures:
-    """Drop half of some layers to get KV for the other half, then restore them under an earlier graph.
+    """Measure how fast two of four layers are dropped to make room for KV, and restored.
 
-    Bandwidths of `drop` and `restore` count the parameters, the other two count parameters and KV.
+    A CUDA graph that was captured before must still compute the same. The bandwidths of `drop` and `restore`
+    count parameters; those of `grow` and `shrink` count parameters and KV.
     """
     on_gpu, row = device == "cuda", 1 << 14
     driver: PageDriver = CudaPageDriver(torch.device(device)) if on_gpu else CpuPageDriver()

@@ -21,7 +21,7 @@ def spread(name: str, seconds: Sequence[float]) -> Figures:
 
 
 def bandwidth(name: str, nbytes: int, seconds: Sequence[float]) -> Figures:
-    """Return the bandwidth of the median round and of the slowest round, in GB/s."""
+    """Return the bandwidth in GB/s of the median round and of the slowest round, named after `name`."""
     return {
         f"{name}_gbs": nbytes / statistics.median(seconds) / 1e9,
         f"{name}_slowest_gbs": nbytes / max(seconds) / 1e9,
@@ -36,7 +36,7 @@ class ResultLog:
         self._step = step
 
     def add(self, figures: Figures, repeat: int | None = None) -> None:
-        """Write one line and flush it, so that a killed step keeps everything that it has measured."""
+        """Append one line to the file at once, so that a step that is killed loses none of its figures."""
         line = json.dumps(
             {"step": self._step, "at": round(time.time(), 3), "repeat": repeat, "figures": figures}
         )
@@ -72,7 +72,7 @@ def read_results(path: Path) -> dict[str, Figures]:
 
 
 def compare_with_plain(found: dict[str, Figures]) -> None:
-    """Add to every engine step the ratios to plain vLLM's figures, as `*_vs_plain`."""
+    """Add to the figures of each engine step their ratios to plain vLLM's figures, as `*_vs_plain`."""
     plain = found.get("plain", {})
     for name, figures in found.items():
         for figure, value in list(figures.items()) if name != "plain" else ():

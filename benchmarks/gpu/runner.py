@@ -46,7 +46,7 @@ class StepSelectionError(ValueError):
 
 
 def select(only: Sequence[str], skip: Sequence[str]) -> list[Step]:
-    """Return the steps to run, in the order of the sequence. Names may be steps or groups."""
+    """Return the steps to run, in the order of `SEQUENCE`. The names are those of steps or groups."""
     known = {step.name for step in SEQUENCE} | {TORCH, ENGINES, TOGETHER}
     if unknown := sorted({*only, *skip} - known):
         raise StepSelectionError(

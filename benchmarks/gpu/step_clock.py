@@ -29,7 +29,7 @@ def advertise(folder: Path) -> None:
 
 
 def install() -> None:
-    """Patch vLLM in this process; called by vLLM."""
+    """Patch vLLM in this process. vLLM calls this when it loads plugins."""
     from vllm.model_executor.model_loader import dummy_loader
     from vllm.v1.engine.core import EngineCoreProc
 
@@ -77,7 +77,7 @@ def clocked(original: Callable[..., Any], path: Path) -> Callable[..., Any]:
 
 
 def count_graph_modes(clock: "StepClock") -> None:
-    """Count the CUDA graph mode of each dispatched step (V1 runner)."""
+    """Patch vLLM so that `clock` counts the CUDA graph mode of each dispatched step (V1 runner)."""
     from vllm.v1.cudagraph_dispatcher import CudagraphDispatcher
 
     original = CudagraphDispatcher.dispatch
@@ -91,7 +91,7 @@ def count_graph_modes(clock: "StepClock") -> None:
 
 
 class StepClock:
-    """Times of the parts of an engine's steps, written as one JSON line every few steps."""
+    """Measures the parts of an engine's steps, and writes their times as one JSON line every few steps."""
 
     def __init__(self, path: Path) -> None:
         self._path = path

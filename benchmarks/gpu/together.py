@@ -45,7 +45,7 @@ class EngineInTurn:
             self.wait(LOAD_LIMIT_S)
 
     def wait(self, limit_s: float) -> None:
-        """Wait for the engine, and log errors. An engine that does not answer gets no more loads."""
+        """Wait until the engine has started or played a load, and log errors. A lost engine plays no more."""
         try:
             if (outcome := received(self._pipe, limit_s)) != DONE:
                 self._log.add({"outcome": outcome})
@@ -87,7 +87,7 @@ async def _serve(pipe: Connection, name: str, device: str, log: ResultLog) -> No
 
 
 def measure_together(device: str, out: Path, names: tuple[str, ...] = ENGINES) -> None:
-    """Start all engines, then play the repeated load in rounds and the others once."""
+    """Start all engines, then let them play the repeated load in rounds, and each other load once."""
     with ExitStack() as stack:
         pipes = {name: stack.enter_context(spawned(serve, name, device, out)) for name in names}
         engines = [EngineInTurn(name, pipe, out) for name, pipe in pipes.items()]

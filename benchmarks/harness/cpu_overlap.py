@@ -22,7 +22,7 @@ WORKER = "benchmarks.harness.cpu_overlap.OverlappingCpuWorker"
 
 @contextmanager
 def overlapping() -> Iterator[None]:
-    """Let engines that are configured within this block use asynchronous scheduling if they ask for it."""
+    """Allow asynchronous scheduling to engines that are configured within this block and ask for it."""
     updating = CpuPlatform.check_and_update_config
 
     @functools.wraps(updating)
@@ -49,7 +49,7 @@ class DoneEvent:
 
 
 class IdleStream:
-    """Stands in for a CUDA stream that never waits."""
+    """Stands in for a CUDA stream: has no work, so that nothing waits for it."""
 
     def __init__(self, *_: Any, **__: Any) -> None: ...
 
@@ -57,7 +57,7 @@ class IdleStream:
 
 
 def replace_cuda(event: type = DoneEvent) -> None:
-    """Replace the streams and events with which the runner copies sampled tokens."""
+    """Replace the CUDA streams and events with which vLLM's runner copies sampled tokens."""
     cuda: Any = torch.cuda
     cuda.Event, cuda.Stream = event, IdleStream
     cuda.current_stream = IdleStream
@@ -65,7 +65,7 @@ def replace_cuda(event: type = DoneEvent) -> None:
 
 
 class OverlappingCpuWorker(EngineWorker):
-    """Worker with streams and events for the runner's copies of sampled tokens."""
+    """CPU worker with stand-ins for the CUDA streams and events that asynchronous scheduling needs."""
 
     def init_device(self) -> None:
         replace_cuda()

@@ -20,7 +20,7 @@ NIXL = {"kv_connector": "NixlConnector", "kv_role": "kv_both", "kv_buffer_device
 
 
 class DoesNotRun(Exception):
-    """A server that a benchmark should measure is not installed or does not start."""
+    """The server that a benchmark wants to measure is not installed or does not start."""
 
 
 @dataclass(frozen=True)

@@ -29,7 +29,7 @@ Spec = TypeVar("Spec", bound=BaseModel)
 
 
 def changed(spec: Spec, **changes: Any) -> Spec:
-    """Return a copy of a spec. A mapping changes only the keys that it names, in nested specs too."""
+    """Return a changed copy of a spec. A mapping changes only the keys that it names, in nested specs too."""
     return spec.model_copy(
         update={name: _merged(getattr(spec, name), value) for name, value in changes.items()}
     )
@@ -46,7 +46,7 @@ def _merged(old: Any, new: Any) -> Any:
 
 @contextmanager
 def brought_up(fleet: FleetSpec, limit_s: float = UP_LIMIT_S) -> Iterator[FleetHome]:
-    """Run a fleet as `conserve up` does, and take it down afterwards, also on SIGTERM."""
+    """Run a fleet by `conserve up`, yield its home, and take it down afterwards, also on SIGTERM."""
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))
     with tempfile.TemporaryDirectory(prefix="bench-") as base:
         try:
@@ -57,7 +57,7 @@ def brought_up(fleet: FleetSpec, limit_s: float = UP_LIMIT_S) -> Iterator[FleetH
 
 
 def change(home: FleetHome, fleet: FleetSpec) -> None:
-    """Change a running fleet as `conserve up` does."""
+    """Change a running fleet by another `conserve up` with the spec `fleet`."""
     _up(str(home.root.parents[1]), fleet, urlsplit(serving(home).endpoint).port or 0, UP_LIMIT_S)
 
 
@@ -100,7 +100,7 @@ def samples(pages: Iterable[str], *names: str) -> dict[str, float]:
 
 
 def counted(pages: Iterable[str], name: str, **labels: str) -> float:
-    """Return the sum of a metric over `pages`, of all series that have the given labels."""
+    """Return the sum of a metric over all series on `pages` that have the given labels."""
     wanted = [f'{label}="{value}"' for label, value in labels.items()]
     return sum(
         value

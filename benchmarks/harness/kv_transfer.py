@@ -17,7 +17,7 @@ def transfer_end(secret: bytes, encrypted: bool = False) -> TransferEnd:
 
 
 class Producer:
-    """Offers blocks of one memory as prompts whose layers are all computed."""
+    """Offers blocks of one memory for transfer, as prompts that are completely computed."""
 
     def __init__(self, memory: BlockMemory, layers: int) -> None:
         self._exports = Exports(memory, BLOCK_TOKENS, LIMIT_S, time.monotonic)
@@ -25,13 +25,13 @@ class Producer:
         self._offered = 0
 
     def serve(self, end: TransferEnd) -> int:
-        """Begin to serve consumers and return the port."""
+        """Begin to serve consumers; return the port to which they connect."""
         listener = socket.create_server((HOST, 0))
         TransferServer(listener, end, self._exports)
         return int(listener.getsockname()[1])
 
     def offer(self, prompts: list[list[int]]) -> list[str]:
-        """Offer prompts, given by their blocks, and return their transfer ids."""
+        """Offer prompts, each given by its block numbers; return their transfer ids."""
         names = [f"t{self._offered + number}" for number in range(len(prompts))]
         self._offered += len(prompts)
         sizes = [len(blocks) * BLOCK_TOKENS for blocks in prompts]

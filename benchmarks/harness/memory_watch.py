@@ -10,13 +10,13 @@ LOOK_S = 2.0
 
 
 class MemoryOfEngines:
-    """Largest memory of any engine, as a multiple of its idle memory."""
+    """Records the largest memory that any engine takes, as a multiple of its idle memory."""
 
     def __init__(self, home: FleetHome) -> None:
         self._engines, self.most = home.engines, 0.0
 
     async def run(self) -> None:
-        """Poll the engines' memory until cancelled."""
+        """Look at the engines' memory again and again until cancelled."""
         while True:
             await asyncio.to_thread(self._look)
             await asyncio.sleep(LOOK_S)

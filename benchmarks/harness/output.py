@@ -43,13 +43,13 @@ def quantile(values: Sequence[float], share: float) -> float:
 
 
 def report(path: Path | None, figures: Row, **more: Any) -> None:
-    """Print the figures; if there is a path, write them and the keys of `more` there as JSON."""
+    """Print the figures; if there is a path, write them and `more` there as one JSON object."""
     print_figures(figures)
     write_json(path, {**figures, **more})
 
 
 def write_json(path: Path | None, content: Any) -> None:
-    """Write figures as JSON, including rows that are dataclasses."""
+    """Write `content` as JSON if there is a path; rows in it may be dataclasses."""
     if path is not None:
         path.write_text(json.dumps(content, indent=1, default=asdict) + "\n")
 
@@ -61,7 +61,7 @@ def print_figures(figures: Row) -> None:
 
 
 def print_rows(title: str, rows: Iterable[Any], width: int = 200) -> None:
-    """Print dataclasses or mappings with the same keys as a table."""
+    """Print rows as a table; the rows are dataclasses or mappings with the same keys."""
     from rich.console import Console
     from rich.table import Table
 

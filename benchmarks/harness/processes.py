@@ -49,7 +49,7 @@ class Subject:
         os.sched_setaffinity(self.process.pid, processors)
 
     def wait_until_ready(self) -> bool:
-        """Return whether the process answers with 200 within `start_limit_s`."""
+        """Wait until the server answers with 200; return False if it does not within `start_limit_s`."""
         trust = ssl._create_unverified_context() if self.tls else None
         limit = time.monotonic() + self.start_limit_s
         while time.monotonic() < limit and self.process is not None and self.process.poll() is None:
@@ -63,7 +63,7 @@ class Subject:
         return False
 
     def cpu_seconds(self) -> float:
-        """Return the CPU time of all threads of the tree, as counted by the scheduler."""
+        """Return the CPU time of all threads of the process tree, as the kernel's scheduler counts it."""
         total = 0
         for process in self._tree():
             for task in Path(f"/proc/{process.pid}/task").glob("*/schedstat"):
@@ -98,7 +98,7 @@ def tree(pid: int) -> list[psutil.Process]:
 
 
 def end_tree(pid: int) -> None:
-    """Kill a process, its group and its descendants, also those in groups of their own, such as Ray's."""
+    """Kill a process, its group, and all its descendants, even those in other groups, such as Ray's."""
     processes = tree(pid)
     with contextlib.suppress(ProcessLookupError):
         os.killpg(pid, signal.SIGKILL)
@@ -110,7 +110,7 @@ def end_tree(pid: int) -> None:
 
 @contextlib.contextmanager
 def spawned(work: Callable[..., object], *arguments: Any) -> Iterator[Connection]:
-    """Run `work` in a new process, and yield a pipe to it. Its first argument is its end of the pipe."""
+    """Run `work` in a new process, and yield a pipe to it. `work` gets the other end, then `arguments`."""
     spawn = get_context("spawn")
     ours, theirs = spawn.Pipe()
     process = spawn.Process(target=work, args=(theirs, *arguments))
@@ -126,7 +126,7 @@ def spawned(work: Callable[..., object], *arguments: Any) -> Iterator[Connection
 
 
 def arrived(pipe: Connection) -> Counter[str]:
-    """Return the sum of all counts that a process has sent so far, without waiting for more."""
+    """Return the sum of all counts that a process has sent through `pipe`, without waiting for more."""
     counts: Counter[str] = Counter()
     with contextlib.suppress(EOFError):  # the process has ended
         while pipe.poll():
@@ -135,7 +135,7 @@ def arrived(pipe: Connection) -> Counter[str]:
 
 
 def received(pipe: Connection, limit_s: float = 300.0) -> Any:
-    """Return the next message of a process; raise `TimeoutError` if none comes in time."""
+    """Return the next message from `pipe`; raise `TimeoutError` if none comes within `limit_s`."""
     if not pipe.poll(limit_s):
         raise TimeoutError(f"the other process sends nothing for {limit_s:g} s")
     return pipe.recv()

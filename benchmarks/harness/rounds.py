@@ -13,5 +13,5 @@ def rotated(variants: Sequence[Variant], number: int) -> list[Variant]:
 
 
 def forth_and_back(variants: Sequence[Variant], number: int) -> list[Variant]:
-    """Return the variants forwards in even rounds and backwards in odd rounds: neighbours stay together."""
+    """Return the variants in order in rounds of even `number`, and in reverse order in the others."""
     return list(variants) if number % 2 == 0 else list(reversed(variants))

@@ -62,7 +62,7 @@ def on_cuda() -> bool:
 async def coserving_engine(
     shape: StandaloneShape, config: CoServingConfig
 ) -> AsyncIterator[StandaloneEngine]:
-    """Run vLLM with our scheduler, worker and connector; end its processes at the end."""
+    """Run vLLM with our scheduler, worker and connector within this block, then end its processes."""
     with tempfile.TemporaryDirectory(prefix="coserving-") as folder:
         log = Path(folder) / "iterations.jsonl"
         connector = ConnectorConfig(

@@ -24,7 +24,7 @@ ANSWERED_WITHIN_S = 60.0
 
 
 class Cut(Exception):
-    """A request was refused, or its answer did not end properly."""
+    """Raised when a request is refused or its answer does not end properly."""
 
 
 @dataclass
@@ -37,7 +37,7 @@ class SteadyClient:
     failures: list[tuple[float, str]] = field(default_factory=list)
 
     def longest_wait(self, begin: float, end: float, *, beyond: bool = True) -> tuple[float, float]:
-        """Return begin and end of the longest wait for a token that overlaps the time from `begin` to `end`.
+        """Return when the longest wait for a token that overlaps `begin` to `end` began and ended.
 
         With `beyond`, a wait that is not over at `end` lasts until the next token, if there is one.
         """
@@ -84,7 +84,7 @@ class SteadyClients:
                 group.create_task(client.run(http, self._model))
 
     async def all_answered(self) -> bool:
-        """Wait until each client has a new token; return whether that happens in time."""
+        """Wait until each client has got a new token; return False if that takes too long."""
         since = time.monotonic()
         while time.monotonic() < since + ANSWERED_WITHIN_S:
             if all(one.arrivals and one.arrivals[-1] > since for one in self.clients):
@@ -95,7 +95,7 @@ class SteadyClients:
     def longest_waits(
         self, begin: float, end: float, *, beyond: bool = True
     ) -> dict[str, tuple[float, float]]:
-        """Return begin and end of the longest wait of each kind of client that overlaps the given time."""
+        """Return by kind of client the begin and end of the longest wait that overlaps the given time."""
         waits: dict[str, list[tuple[float, float]]] = {kind: [] for kind in KINDS}
         for one in self.clients:
             waits[one.kind].append(one.longest_wait(begin, end, beyond=beyond))
@@ -114,7 +114,7 @@ class SteadyClients:
 async def _tokens(
     http: aiohttp.ClientSession, model: str, headers: Mapping[str, str], prompt: str, tokens: int
 ) -> AsyncIterator[None]:
-    """Yield once for each token of an answer; raise an error if it is refused or cut off."""
+    """Yield once for each token of an answer; raise an error if the request is refused or cut off."""
     body: dict[str, Any] = {"model": model, "temperature": 0.0, "stream": True}
     body |= {"messages": [{"role": "user", "content": text(prompt, PROMPT)}]}
     body |= {"max_tokens": tokens, "min_tokens": tokens, "ignore_eos": True}

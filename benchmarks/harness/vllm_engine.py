@@ -102,7 +102,7 @@ def forget_connector_counters() -> None:
 
 
 def counter(name: str, **labels: str) -> float:
-    """Return a counter of this process, summed over the labels that are not given."""
+    """Return the value of a Prometheus counter of this process, summed over the labels not given."""
     return sum(
         sample.value
         for family in REGISTRY.collect()

@@ -28,7 +28,7 @@ HOST_KV_GIB = 3.0
 
 @dataclass(frozen=True)
 class LoadShape:
-    """How many conversations to take from a trace, and how much to shorten them."""
+    """Conversations to take from a trace: how many, and how much to shorten them and their waits."""
 
     conversations: int = 40
     lengths: float = 1 / 16
@@ -47,7 +47,7 @@ class LoadShape:
 
 @dataclass
 class Played:
-    """Results of one engine."""
+    """Answers, times and counts from one engine that played all conversations."""
 
     outputs: dict[str, list[list[int]]] = field(default_factory=dict)
     later_first_token_s: list[float] = field(default_factory=list)
@@ -61,7 +61,7 @@ class Played:
 
 
 async def play_load(model: Path, load_shape: LoadShape, ours: bool, offline: bool) -> Played:
-    """Play the conversations on an engine that holds a third of their KV."""
+    """Play the conversations on an engine whose accelerator holds a third of their KV; return the results."""
     conversations, result = load_shape.load(), Played()
     longest = max(c.peak_context_tokens for c in conversations)
     living = sum(c.peak_context_tokens for c in conversations)
@@ -114,7 +114,7 @@ async def converse(
 
 
 async def fill_offline(engine: VllmEngine, shape: KvShape, result: Played) -> None:
-    """Keep offline requests running, each with a sixth of the accelerator's KV."""
+    """Keep offline requests running until cancelled; each takes a sixth of the accelerator's KV."""
     tokens = min(shape.context - 64, shape.blocks * shape.block_tokens // 6)
     rng = random.Random(0)
 
@@ -130,7 +130,7 @@ async def fill_offline(engine: VllmEngine, shape: KvShape, result: Played) -> No
 
 
 async def release_all(engine: VllmEngine, socket: Path, conversations: list[str]) -> int:
-    """End every conversation; return how many blocks are still held and how many faults are found."""
+    """End every conversation; return how many blocks are still held, plus the number of faults found."""
     client = ControlSocketClient(socket)
     for conversation in conversations:
         await client.release(conversation)

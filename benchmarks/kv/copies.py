@@ -1,8 +1,8 @@
 """Measures copies of KV without an engine, in the sizes of a current model. Differing bytes are an error.
 
-KV is copied to the host and back, compared with a plain copy of the same blocks. It is sent over a connection
-within one process, in place and through a staging window. And it is sent from one process to another,
-compared with a plain copy over a socket.
+KV is copied to the host and back, beside a plain copy of the same blocks. KV is sent over a connection within
+one process, in place and through a staging window. Last, KV is sent from one process to another, beside a
+plain copy over a socket.
 """
 
 import secrets
@@ -34,7 +34,7 @@ WINDOW_BYTES = 32 << 20
 
 @dataclass(frozen=True)
 class KvSize:
-    """Number of layers and blocks, and rounds of each copy."""
+    """Number of layers and blocks of the copied KV, and how often each copy is repeated."""
 
     layers: int = 32
     blocks: int = 128
@@ -195,7 +195,7 @@ def _plain_s(port: int, total: int) -> float:
 
 
 def _produce(pipe: Connection, size: KvSize, secret: bytes) -> None:
-    """Serve transfers of prompts and plain copies, as the other process asks for them through the pipe."""
+    """Send prompts and plain copies to the other process, as that asks for them through the pipe."""
     kv = size.make(True)
     total = sum(layer.nbytes for layer in kv.values())
     producer, listener = (

@@ -77,7 +77,7 @@ async def _until(true: Callable[[], bool]) -> None:
 
 
 async def _until_drained(keeper: ControlClient, began: float) -> float:
-    """Return how many seconds after `began` the engine holds nothing any more."""
+    """Wait until the engine holds nothing any more; return the seconds since `began`."""
     async with asyncio.timeout(DRAIN_LIMIT_S):
         async for report in keeper.watch():
             if report.state is not None and report.state.drained:

@@ -20,7 +20,7 @@ ENVIRONMENT = {
 
 @dataclass(frozen=True)
 class KvShape:
-    """Sizes of an engine."""
+    """Model, blocks and context of an engine that has little KV."""
 
     model: Path
     blocks: int
@@ -52,7 +52,7 @@ async def restored_blocks(engine: VllmEngine) -> float:
 
 
 async def leave_accelerator(engine: VllmEngine) -> None:
-    """Wait until every block is on the host, then drop all blocks from the accelerator."""
+    """Wait until every block has been copied to the host, then drop all blocks from the accelerator."""
     for _ in range(200):
         await engine.ask([5, 6, 7], 1)
         if await engine.llm.reset_prefix_cache():

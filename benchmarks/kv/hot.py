@@ -45,7 +45,7 @@ def two_decoders(relieve_hot: bool) -> FleetSpec:
 
 
 async def play(url: str, model: str, parent: str, turns: int) -> Seen:
-    """Play all agents at the same time. If `parent` is given, they are forks of that conversation."""
+    """Play all agents at the same time; if `parent` is given, as forks of that conversation."""
     client = AsyncOpenAI(base_url=f"{url}/v1", api_key=parent or "even", max_retries=2, timeout=LIMIT_S)
     seen = Seen()
     if parent:
@@ -80,7 +80,7 @@ async def agent(client: AsyncOpenAI, model: str, number: int, parent: str, turns
 async def ask(
     client: AsyncOpenAI, model: str, messages: list[dict[str, str]], headers: dict[str, str]
 ) -> tuple[float, str]:
-    """Return the seconds until the first token, and the text."""
+    """Send one request; return the seconds until its first token, and the text of its answer."""
     began, first, parts = time.monotonic(), 0.0, []
     stream: Any = await client.chat.completions.create(
         model=model,
@@ -98,7 +98,7 @@ async def ask(
 
 
 def measure(relieve_hot: bool, turns: int) -> tuple[Seen, Seen, dict[str, Any]]:
-    """Return the measurements of forks and of agents without a parent, and the counts of moves of both.
+    """Return the measurements of forks, those of agents without a parent, and how many of both moved.
 
     The agents without a parent come first. Placement counts idle conversations, so after the forks it would
     put all these agents on the other decoder.

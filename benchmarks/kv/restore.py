@@ -21,14 +21,14 @@ SHARED_STEP_S = 0.002  # both tokens of a shared step arrive within this time
 
 @dataclass
 class Beside:
-    """Gaps between a request's tokens while other turns run, and the duration of those turns."""
+    """Gaps between a decoding request's tokens while other turns run, and how long those turns took."""
 
     touched: list[float] = field(default_factory=list)
     before_step: list[float] = field(default_factory=list)  # gaps while a turn arrives and its KV is copied
     seconds: list[float] = field(default_factory=list)
 
     def lost_s(self, gaps: list[float], alone: float) -> float:
-        """Return how many seconds the request loses for each turn; `alone` is its gap without turns."""
+        """Return how many seconds a turn costs the decoding request, whose gaps are `alone` without turns."""
         return sum(gap - alone for gap in gaps) / len(self.seconds)
 
 
@@ -72,9 +72,9 @@ async def one_length(engine: VllmEngine, length: int) -> dict[str, float]:
 async def decode_beside_restores(engine: VllmEngine) -> dict[str, float]:
     """Measure a request's time between tokens alone, beside prompts that are cached, and beside restores.
 
-    A turn beside it computes a token or two in one shared step over its whole context, restored or not.
-    Before that step its prompt arrives and, if it is restored, its blocks are copied. So gaps before the
-    shared step are compared with gaps alone, and the total cost of a restored turn with that of a cached one.
+    A turn whose prompt is cached or restored computes a token or two in one step that it shares with the
+    request. Before that step, the turn's blocks are copied if it is restored. So gaps before the shared step
+    are compared with gaps alone, and the total cost of a restored turn with that of a cached one.
     """
     rng = random.Random(3)
     prompts = [[rng.randrange(5, 250) for _ in range(BESIDE_TOKENS)] for _ in range(RESTORES)]
@@ -112,7 +112,7 @@ async def decode_beside_restores(engine: VllmEngine) -> dict[str, float]:
 
 
 async def decode_beside(engine: VllmEngine, prompts: list[list[int]], found: Beside) -> None:
-    """Send the prompts one after another while another request decodes."""
+    """Send the prompts one after another while another request decodes; add the gaps to `found`."""
     clock = asyncio.get_running_loop().time
     origin = clock()
     decoding = asyncio.create_task(engine.ask([8] * 64, DECODED_TOKENS))

@@ -119,7 +119,7 @@ def _milliseconds(costs: Mapping[str, IterationCost]) -> dict[str, dict[str, flo
 
 
 def shares(text: str) -> tuple[float, ...]:
-    """Return the loads of a list; raise an error that argparse reports."""
+    """Return the loads in a comma-separated list; raise an error for argparse if the list is wrong."""
     try:
         found = tuple(float(one) for one in text.split(","))
     except ValueError as error:

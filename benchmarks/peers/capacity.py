@@ -20,7 +20,7 @@ class PeerCapacity:
 
 
 def capacity(trace: str, router: str, run: Replay) -> PeerCapacity:
-    """Return the rates until `SHARE` of the tokens were served."""
+    """Return the mean rates of a replay until the moment when `SHARE` of its tokens were served."""
     tokens, at = saturated(run)
     if not tokens:
         raise ReplayError(f"{router} served nothing of {trace}, so there is no capacity to compare with")
@@ -29,7 +29,7 @@ def capacity(trace: str, router: str, run: Replay) -> PeerCapacity:
 
 
 def saturated(run: Replay) -> tuple[int, float]:
-    """Return how many tokens the first `SHARE` of a replay's tokens are, and when they had been served."""
+    """Return how many tokens make up `SHARE` of a replay, and the time at which so many were served."""
     turns = sorted(
         (turn for conversation in run.conversations for turn in conversation.turns),
         key=lambda turn: turn.answered_s,

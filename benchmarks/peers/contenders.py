@@ -23,7 +23,11 @@ ROUTER_LIMIT_S = 60.0
 
 @dataclass(frozen=True)
 class FirstTurnCounts:
-    """Counts of bound conversations: in all, with a prefiller's prompt, and bound to the least KV in use."""
+    """Counts of bound conversations.
+
+    `bound` counts all, `on_prefillers` those whose first prompt a prefiller computed, and `least_kv` those
+    bound to the decoder with the least KV in use.
+    """
 
     bound: float
     on_prefillers: float
@@ -49,7 +53,7 @@ class Serving:
     directory: str = ""  # metrics page of our directory; empty for a peer
 
     def first_turns(self) -> FirstTurnCounts | None:
-        """Return the counts of our directory, or None for a peer."""
+        """Return how our directory has placed first turns so far, or None for a peer."""
         if not self.directory:
             return None
         name, pages = "conserve_first_turns_placed_total", [self.directory]
@@ -111,7 +115,7 @@ def vllm_router(bench: Bench, plain: PlainEngines) -> Iterator[Serving]:
 
 @contextmanager
 def vllm_router_disaggregated(bench: Bench) -> Iterator[Serving]:
-    """Run one prefiller and two decoders, which move KV by vLLM's NixlConnector."""
+    """Run vLLM's router over one prefiller and two decoders, which move KV by vLLM's NixlConnector."""
     binary, port = bench.path("vllm-router", "bin", "vllm-router"), free_port(HOST)
     nixl = None if importlib.util.find_spec("nixl") else bench.path("nixl")
     with PlainEngines(bench, {"PYTHONPATH": str(nixl)} if nixl else {}) as engines:
@@ -125,7 +129,7 @@ def vllm_router_disaggregated(bench: Bench) -> Iterator[Serving]:
 def router(
     bench: Bench, name: str, command: Sequence[str], port: int, plain: PlainEngines
 ) -> Iterator[Serving]:
-    """Run a router that sends requests to the engine that has their prefix."""
+    """Run a router over the `plain` engines that sends requests where their prefix is; yield its address."""
     options = ["--policy", "cache_aware", "--host", HOST, "--port", str(port)]
     options += ["--prometheus-port", str(free_port(HOST))]
     subject = Subject(name, [*command, *options], port, start_limit_s=ROUTER_LIMIT_S)

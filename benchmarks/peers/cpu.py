@@ -33,13 +33,13 @@ KINDS = (
 
 
 def mark() -> None:
-    """Mark this process and everything that it starts."""
+    """Set the mark in this process's environment, which all processes that it starts inherit."""
     os.environ[MARK] = token_hex(8)
 
 
 @dataclass(frozen=True)
 class CpuTime:
-    """CPU seconds so far, by process and kind, and for the whole machine."""
+    """CPU seconds used so far by each process of a contender, and by the whole machine."""
 
     processes: dict[tuple[int, str], float]
     machine: float

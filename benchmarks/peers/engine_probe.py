@@ -34,7 +34,7 @@ class ProbeEvent:
 
 
 def plugin_folder(folder: Path) -> Mapping[str, str]:
-    """Make a folder that installs the plugin, and return the environment of engines that load it."""
+    """Make a folder from which vLLM loads the plugin; return the environment that engines need for it."""
     metadata = folder / "site" / "conserve_benchmark_probe-1.0.dist-info"
     metadata.mkdir(parents=True)
     (metadata / "METADATA").write_text(
@@ -49,8 +49,8 @@ def plugin_folder(folder: Path) -> Mapping[str, str]:
 def install() -> None:
     """Wrap the methods that do an engine's work. vLLM calls this in each of its processes.
 
-    A spawned process already constructs its core or worker at that time, so only methods that run later can
-    be wrapped.
+    A spawned process is already constructing its core or worker then, so only methods that run later can be
+    wrapped.
     """
     from vllm.v1.engine.core import EngineCoreProc
     from vllm.v1.worker.worker_base import WorkerWrapperBase
@@ -60,7 +60,7 @@ def install() -> None:
 
 
 def _before(owner: type, name: str, first: Callable[[Any], None]) -> None:
-    """Call `first` with the object before its method `name`."""
+    """Patch the class `owner` so that `first` is called with the object before its method `name`."""
     method = getattr(owner, name)
 
     @wraps(method)

@@ -16,7 +16,7 @@ MOST_FAILED = 0.05  # a peer's times do not count if a greater share of its conv
 
 @dataclass(frozen=True)
 class PeerRow:
-    """Figures of one contender for one play in one round, in seconds, without tools and people."""
+    """Figures of one contender for one play in one round. Times leave out the waits for tools and people."""
 
     contender: str
     trace: str
@@ -101,7 +101,7 @@ def row(
 
 
 def medians(rows: Iterable[PeerRow]) -> Table:
-    """Return medians over rounds; failures, refusals and recomputed tokens are summed."""
+    """Return a table of each contender's medians over rounds; counts such as failures are summed."""
     by: dict[str, dict[str, list[PeerRow]]] = {}
     for one in rows:
         by.setdefault(one.play, {}).setdefault(one.contender, []).append(one)
@@ -116,7 +116,7 @@ def medians(rows: Iterable[PeerRow]) -> Table:
 
 
 def by_round(rows: Sequence[PeerRow], ours: str = OURS) -> dict[str, dict[str, list[float]]]:
-    """Return ratios of a fleet of ours to the best peer, by figure and play, for each round with a peer."""
+    """Return the ratios of our fleet `ours` to each round's best peer, by figure and play."""
     found: dict[str, dict[str, list[float]]] = {name: {} for name in (*RATIOS, TOKENS)}
     for play in dict.fromkeys(one.play for one in rows):
         for number in dict.fromkeys(one.round for one in rows):
@@ -135,9 +135,10 @@ def by_round(rows: Sequence[PeerRow], ours: str = OURS) -> dict[str, dict[str, l
 
 
 def named(rows: Sequence[PeerRow], lost: int = 0, ours: str = OURS) -> dict[str, float | None]:
-    """Return each figure's median ratio for its worst play, and shares of first turns; None if unknown.
+    """Return the named figures: median ratios, each for its worst play, and shares of first turns.
 
-    `lost` is the number of conversations in plays that our fleet did not finish; they have no row.
+    A figure is None if it is unknown. `lost` is the number of conversations in plays that our fleet did not
+    finish; these plays have no row.
     """
     worst: dict[str, float | None] = {}
     for name, plays in by_round(rows, ours).items():

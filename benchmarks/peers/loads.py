@@ -20,7 +20,7 @@ REAL, MIX, BURST = NAMES = ("real", "mix", "burst")
 
 @dataclass(frozen=True)
 class Play:
-    """A trace at a share of the measured capacity, with its arrivals."""
+    """One trace whose conversations arrive at a share of the measured capacity."""
 
     trace: str
     load: float
@@ -33,13 +33,13 @@ class Play:
 
 @dataclass(frozen=True)
 class PeerTrace:
-    """Conversations that are played at several rates."""
+    """Named conversations, which contenders play at several rates of arrival."""
 
     name: str
     conversations: tuple[TraceConversation, ...]
 
     def at(self, load: float, capacity: float) -> Play:
-        """Return the trace at a share `load` of a capacity in conversations per second."""
+        """Return the trace with arrivals at the share `load` of `capacity` conversations per second."""
         rate = load * capacity
         arrivals = f"poisson:{rate}"
         if self.name == BURST:
@@ -49,7 +49,7 @@ class PeerTrace:
         return Play(self.name, load, tuple(generators.arriving(self.conversations, times)))
 
     def at_once(self) -> tuple[TraceConversation, ...]:
-        """Return the conversations without arrivals and waits, so that they use all of the capacity."""
+        """Return the conversations so that all arrive at once and none waits, which needs all capacity."""
         return tuple(
             replace(one, arrival_s=0.0, turns=tuple(replace(turn, wait_s=0.0) for turn in one.turns))
             for one in self.conversations
@@ -57,7 +57,7 @@ class PeerTrace:
 
 
 def traces(names: Sequence[str], quick: bool) -> list[PeerTrace]:
-    """Return the traces of these names; a name that is not one of `NAMES` is a file."""
+    """Return the traces with these names; a name that is not in `NAMES` is the path of a trace file."""
     count = QUICK_COUNT if quick else COUNT
     return [PeerTrace(Path(name).name.partition(".")[0], _conversations(name, count)) for name in names]
 

@@ -30,7 +30,7 @@ WARM_CONVERSATIONS, WARM_TURNS = 4, 2
 
 @dataclass
 class PeerRun:
-    """Plays of all contenders, and their results."""
+    """One run of the benchmark: its traces and loads, and the results of all plays."""
 
     traces: Sequence[PeerTrace]
     loads: Sequence[float]
@@ -82,7 +82,7 @@ class PeerRun:
                 yield found
 
     def round(self, number: int, everyone: Sequence[PeerSetup]) -> None:
-        """Let all contenders play one trace at all loads, then the next trace."""
+        """Play one round: for each trace, each contender in turn plays all loads."""
         for index, plays in enumerate(self.plays):
             for contender in rotated(everyone, number + index):
                 if contender.name in self.skipped and contender.name != OURS:
@@ -101,7 +101,7 @@ class PeerRun:
         print(f"{contender} is left out: {reason}", flush=True)
 
     def _turn(self, number: int, contender: PeerSetup, left: list[Play]) -> None:
-        """Start a contender and let it play what is `left`; remove each play that it finishes."""
+        """Start a contender and let it play the plays in `left`; remove each play that it finishes."""
         began = time.monotonic()
         with contender.start() as serving:
             took = time.monotonic() - began
@@ -140,7 +140,7 @@ class PeerRun:
         )
 
     def _profile(self, contender: str, serving: Serving, one: Play, began: float, played: Replay) -> None:
-        """Profile the engines from the first arrival until most of the play is served."""
+        """Record a profile of each engine, from the first arrival until most of the play is served."""
         assert self.probe is not None
         found = {
             engine: profile.events(self.probe, pids)

@@ -39,7 +39,7 @@ class EngineProfileRow:
 
 @dataclass(frozen=True)
 class IterationCost:
-    """Processor time of an iteration of the model: a constant, and costs per decode and per prompt token."""
+    """CPU time of one iteration of the model: a constant, and costs per decode and per prompt token."""
 
     constant_s: float
     decode_s: float
@@ -110,7 +110,7 @@ def row(
 def cost(engines: Iterable[Sequence[ProbeEvent]]) -> IterationCost:
     """Return the cost of an iteration, fitted to all iterations that engines ran since their start.
 
-    The model runs iterations in the order of scheduling, even if the next one is scheduled while it runs.
+    Iterations run in the order in which they are scheduled, even if one is scheduled while another runs.
     """
     terms: list[tuple[float, float, float]] = []
     seconds: list[float] = []

@@ -2,7 +2,7 @@
 
     python -m benchmarks.relay [--quick] [--json FILE] [--peers DIR]
 
-There are one fake engine and one client that checks every answer, and one subject at a time between them: our
+Between a fake engine and a client that checks every answer there is one subject at a time: our
 relay alone, our whole gateway (identity, binding by a directory, relay, metrics), HAProxy, our relay and
 HAProxy with TLS (each stream is a connection, handshakes included), FastAPI with httpx, and the routers found
 under --peers (or $CONSERVE_PEERS; see requirements/peers.txt). The subject `direct` is no proxy at all. Every
@@ -48,7 +48,7 @@ OPEN_FILES = 16_384
 
 @dataclass(frozen=True)
 class Scenario:
-    """A load, its repetitions, and its subjects (empty: all fast ones)."""
+    """A load, how often it is repeated, and the subjects that take it."""
 
     name: str
     load: Load
@@ -86,7 +86,7 @@ def scenarios(quick: bool) -> list[Scenario]:
 
 
 def measure(subject: Subject, load: Load, client_processors: set[int]) -> dict[str, Any]:
-    """Play a load on a subject with a client process; return the client's figures and the subject's cost."""
+    """Play a load on a subject from a client process; return the figures of the client and the subject."""
     share = SLOW_SHARE if subject.name == SLOW else 1.0
     connections = max(4, int(load.connections * share))
     given = replace(load, port=subject.port, tls=subject.tls, connections=connections)
@@ -141,7 +141,7 @@ def run(quick: bool, peers: Path | None) -> Results:
 
 
 def started(wanted: list[Subject], work: Path, processors: set[int]) -> list[Subject]:
-    """Start subjects and return those that became ready."""
+    """Start the `wanted` subjects, and return those that became ready."""
     for subject in wanted:
         subject.start(work / f"{subject.name}.log", processors)
     ready = []

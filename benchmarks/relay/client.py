@@ -29,7 +29,7 @@ LATE_S = 0.5  # a stream is late if it ends so long after the engine's schedule:
 
 @dataclass(frozen=True)
 class Load:
-    """Number of connections in a run, and the streams that each requests."""
+    """Load of one run: the number of connections, and what each connection requests."""
 
     port: int
     connections: int
@@ -45,7 +45,7 @@ class Load:
 
 @dataclass
 class Tally:
-    """Counts and times of all connections."""
+    """Counts and times of the answers on all connections of a run."""
 
     requests: int = 0
     tokens: int = 0
@@ -147,7 +147,7 @@ class Asker(asyncio.Protocol):
 
 
 def requests_of(load: Load, number: int) -> Iterator[bytes]:
-    """Yield the requests of one connection."""
+    """Yield the HTTP requests that connection `number` sends, one after another."""
     if load.fresh:
         run = random.randrange(1 << 30)
         return (request_of(load, f"{run}-{number}-{turn}") for turn in itertools.count())

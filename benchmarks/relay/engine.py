@@ -38,7 +38,7 @@ ABOUT = b'{"object":"list","data":[{"id":"m","object":"model"}],"status":"ok","m
 
 
 def chunks(line: bytes) -> tuple[bytes, bytes]:
-    """Return the chunk of one token, with a place for its time, and the chunks that end a stream."""
+    """Return the HTTP chunk of one token, with a place for its time, and the chunks that end a stream."""
     token = b"%x\r\n" % len(line + EVENT % 0) + line + EVENT + b"\r\n"
     last = (line and b":\n") + LAST
     return token, b"%x\r\n%b\r\n0\r\n\r\n" % (len(last), last)
@@ -66,7 +66,7 @@ class EngineStream:
 
 
 class Steps:
-    """Clock of one rate that advances one stream, or several streams together."""
+    """Timer with one rate; at each tick, each stream that has joined sends a token."""
 
     def __init__(self, rate: int, *, shared: bool) -> None:
         self._period = 1.0 / rate
@@ -76,7 +76,7 @@ class Steps:
         self._due = 0.0
 
     def join(self, stream: EngineStream) -> None:
-        """Advance a stream from the next tick on, or at once if no other stream shares the ticks."""
+        """Let a stream send tokens from the next tick on, or at once if it has the timer for itself."""
         if not self._streams:
             self._due = self._loop.time() + (self._period if self._shared else 0.0)
             self._loop.call_at(self._due, self._tick)
@@ -94,7 +94,7 @@ class Steps:
 
 
 class StreamingEngine(asyncio.Protocol):
-    """Connection of the fake engine's server."""
+    """Server side of one connection to the fake engine."""
 
     def __init__(self, shared: dict[int, Steps]) -> None:
         self._shared = shared

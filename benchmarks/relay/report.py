@@ -21,7 +21,7 @@ Table = dict[str, dict[str, dict[str, float | None]]]  # by scenario, subject an
 
 
 def medians(results: Results) -> Table:
-    """Return each figure's median over repetitions, but the worst value of lateness and errors."""
+    """Return each figure's median over repetitions; for lateness and errors, the worst value."""
     table: Table = {}
     for scenario, by_subject in results.items():
         for subject, repetitions in by_subject.items():
@@ -39,7 +39,7 @@ def named_figures(results: Results, table: Table) -> dict[str, float | None]:
         return table.get(scenario, {}).get(subject, {}).get(key)
 
     def against(scenario: str, mine: str, theirs: str, key: str = CPU) -> float | None:
-        """Return the median of the ratios within repetitions, because the machine drifts between them."""
+        """Return the median over repetitions of the ratio of `mine` to `theirs`."""
         runs = results.get(scenario, {})
         pairs = zip(runs.get(mine, ()), runs.get(theirs, ()), strict=False)
         ratios = [own[key] / other[key] for own, other in pairs if own.get(key) and other.get(key)]

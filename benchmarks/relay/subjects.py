@@ -35,7 +35,7 @@ backend engines
 
 
 def contenders(engine: Subject, directory: Subject, work: Path, peers: Path | None) -> list[Subject]:
-    """Return all servers between client and engine that this machine can run."""
+    """Return the subjects that this machine can run: all servers between client and engine."""
     certificate, key = make_certificate(work)
     proxies = [haproxy(engine.port, work), haproxy(engine.port, work, certificate)]
     return [
@@ -49,7 +49,7 @@ def contenders(engine: Subject, directory: Subject, work: Path, peers: Path | No
 
 
 def python(name: str, module: str, *arguments: str, tls: bool = False) -> Subject:
-    """Return the subject that runs a module of this package with its port and `arguments`."""
+    """Return a subject that runs a Python module of this package with a port and `arguments`."""
     port = free_port(HOST)
     command = [sys.executable, "-m", f"benchmarks.relay.{module}", str(port), *arguments]
     return Subject(name, command, port, tls=tls)

@@ -58,7 +58,7 @@ ATTACKS_HELP = "attacks in turns, such as flood,regex+schema, or `each` kind alo
 
 @dataclass
 class VictimSeen:
-    """Measurements of the victim's turns."""
+    """Times and failures of the victim's turns, alone or beside an attack."""
 
     ttft_s: list[float] = field(default_factory=list)
     gap_s: list[float] = field(default_factory=list)  # the longest of each turn
@@ -66,7 +66,7 @@ class VictimSeen:
 
 
 async def talk(chat: ChatClient, random: Random, seen: VictimSeen, seconds: float) -> None:
-    """Let the victim's agents hold conversations for a while."""
+    """Let the victim's agents hold conversations for `seconds`, and record their turns in `seen`."""
     until = time.monotonic() + seconds
 
     async def agent() -> None:
@@ -85,7 +85,7 @@ async def talk(chat: ChatClient, random: Random, seen: VictimSeen, seconds: floa
 
 
 def attacks_of(asked: str) -> list[list[str]]:
-    """Return the kinds of requests of each attack."""
+    """Return for each attack that `asked` names the kinds of its requests."""
     if asked == "each":
         return [[kind] for kind in CLIENTS]
     attacks = [one.split("+") for one in asked.split(",")]
@@ -115,7 +115,7 @@ async def play(
     phase_s: float,
     kinds: Sequence[str] = tuple(CLIENTS),
 ) -> tuple[VictimSeen, VictimSeen, Counter[str]]:
-    """Return the victim's measurements alone and during the attack, and the answers to the attack."""
+    """Return the victim's measurements alone and during attacks, and counts of the attacks' answers."""
     alone, beside, answers, random = VictimSeen(), VictimSeen(), Counter[str](), Random(seed)
     whole_s = GROWS_S + phase_s + GROWS_S
     looking = asyncio.create_task(memory.run())

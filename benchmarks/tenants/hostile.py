@@ -37,7 +37,7 @@ TELL_EVERY_S = 1.0
 
 
 class HostileTenant:
-    """Clients of the hostile tenant, and the answers to each kind of attack."""
+    """Clients of the hostile tenant; counts the answers to each kind of attack."""
 
     def __init__(
         self,
@@ -138,7 +138,7 @@ class HostileTenant:
         return self._random.choice(ANSWERS)
 
     def _schema(self, properties: int) -> dict[str, Any]:
-        """Return a schema with optional properties that no engine has seen before."""
+        """Return a JSON schema with so many optional properties that no engine has compiled before."""
         names = (f"p{next(self._numbers)}" for _ in range(properties))
         return {
             "type": "object",
@@ -169,7 +169,7 @@ class HostileTenant:
         return await self._ask(wanted, path="/v1/batches")
 
     async def _send_slowly(self) -> str:
-        """Send a body byte by byte."""
+        """Send a request whose body comes byte by byte; return the status of the answer."""
         where = urlsplit(self._url)
         reader, writer = await asyncio.open_connection(where.hostname, where.port)
         try:
@@ -188,7 +188,7 @@ class HostileTenant:
 
 
 def long_text(stream: str, characters: int) -> str:
-    """Return text of this length that no other stream begins with. Long text repeats its beginning."""
+    """Return text of this length, different for each `stream`. Long text repeats its beginning."""
     part = text(stream, min(characters, REPEATED_CHARACTERS))
     return (part * -(-characters // REPEATED_CHARACTERS))[:characters]
 
