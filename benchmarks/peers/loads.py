@@ -49,7 +49,7 @@ class PeerTrace:
         return Play(self.name, load, tuple(generators.arriving(self.conversations, times)))
 
     def at_once(self) -> tuple[TraceConversation, ...]:
-        """Return the conversations so that all arrive at once and none waits, which needs all capacity."""
+        """Return the conversations with all arrivals at 0 and no waits, so that they use all capacity."""
         return tuple(
             replace(one, arrival_s=0.0, turns=tuple(replace(turn, wait_s=0.0) for turn in one.turns))
             for one in self.conversations

@@ -138,7 +138,7 @@ class HostileTenant:
         return self._random.choice(ANSWERS)
 
     def _schema(self, properties: int) -> dict[str, Any]:
-        """Return a JSON schema with so many optional properties that no engine has compiled before."""
+        """Return a JSON schema with `properties` optional properties, which no engine has compiled before."""
         names = (f"p{next(self._numbers)}" for _ in range(properties))
         return {
             "type": "object",
