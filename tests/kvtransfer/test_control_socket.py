@@ -60,7 +60,9 @@ async def test_a_keeper_receives_the_state_at_once_and_at_least_every_second(
     assert (await asyncio.wait_for(first(client), 1.5)).seq >= 2
 
 
-async def test_changes_are_reported_soon_and_batched(engine: ReportingEngine, tmp_path: Path) -> None:
+async def test_many_changes_are_reported_together_in_few_reports(
+    engine: ReportingEngine, tmp_path: Path
+) -> None:
     async with aclosing(ControlSocketClient(tmp_path / "engine.sock").states()) as states:
         await anext(states)
         before = engine.seq
@@ -117,7 +119,9 @@ async def test_a_restarted_engine_takes_over_the_path_of_a_killed_one(tmp_path: 
     engine.server.close()
 
 
-async def test_a_late_or_slow_keeper_receives_what_it_missed(engine: ReportingEngine, tmp_path: Path) -> None:
+async def test_a_keeper_that_reads_late_receives_the_changes_that_it_missed(
+    engine: ReportingEngine, tmp_path: Path
+) -> None:
     client = ControlSocketClient(tmp_path / "engine.sock")
     async with asyncio.timeout(5), aclosing(client.states()) as states:
         before = await anext(states)
@@ -131,7 +135,7 @@ async def test_a_late_or_slow_keeper_receives_what_it_missed(engine: ReportingEn
     assert set((await first(client)).confirmed) == {"a", "b", "c"}
 
 
-def test_recent_changes_say_after_which_report_they_are_complete() -> None:
+def test_recent_changes_name_the_report_after_which_their_list_is_complete() -> None:
     now = 0.0
     named = RecentChanges(clock=lambda: now)
     named.add(["a", "b"], 1)

@@ -42,7 +42,7 @@ def test_an_unknown_step_is_refused_with_the_known_names() -> None:
         select(["coservin"], [])
 
 
-def test_repeated_figures_become_medians_and_a_torn_line_is_ignored(tmp_path: Path) -> None:
+def test_the_result_of_a_repeated_figure_is_its_median(tmp_path: Path) -> None:
     out = tmp_path / "results.jsonl"
     for repeat, value in enumerate((3.0, 1.0, 2.0)):
         ResultLog(out, "coserving").add({"tbt_of_1_p50_s": value}, repeat)
@@ -58,7 +58,7 @@ def test_repeated_figures_become_medians_and_a_torn_line_is_ignored(tmp_path: Pa
 
 @pytest.mark.slow
 @pytest.mark.timeout(240)
-def test_a_killed_step_loses_no_other_figures_and_the_run_continues(tmp_path: Path) -> None:
+def test_other_steps_run_and_keep_their_figures_when_one_step_is_killed(tmp_path: Path) -> None:
     out, no_vllm = tmp_path / "results.jsonl", tmp_path / "blocked"
     (no_vllm / "vllm").mkdir(parents=True)
     (no_vllm / "vllm" / "__init__.py").write_text("raise ImportError('these steps need no vLLM')\n")

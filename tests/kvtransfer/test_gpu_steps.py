@@ -1,4 +1,4 @@
-"""Each step of `benchmarks.gpu` that needs no vLLM runs on a CPU, and its bytes are equal."""
+"""Each step of `benchmarks.gpu` that needs no vLLM also runs on a CPU, and finds its bytes unchanged."""
 
 from collections.abc import Iterator
 
@@ -15,7 +15,7 @@ STEPS = {step.name: step for step in SEQUENCE if step.group == TORCH}
 
 @pytest.fixture(autouse=True)
 def threads_of_torch() -> Iterator[None]:
-    """Set the number of torch threads to one for the steps, and restore it for other tests."""
+    """Restore the number of torch threads after each test, because steps change it."""
     usual = torch.get_num_threads()
     yield
     torch.set_num_threads(usual)
@@ -23,7 +23,7 @@ def threads_of_torch() -> Iterator[None]:
 
 @pytest.mark.timeout(60)
 @pytest.mark.parametrize("name", sorted(STEPS))
-def test_a_step_runs_on_a_cpu_and_its_bytes_are_equal(name: str) -> None:
+def test_a_gpu_step_that_needs_no_vllm_runs_on_a_cpu(name: str) -> None:
     found = torch_step(STEPS[name], "cpu")
     assert found["equal"] is True
     assert all(isinstance(value, bool | int | float | str) for value in found.values())

@@ -1,4 +1,4 @@
-"""The connector classifies vLLM's KV cache groups and decides how much of a prompt it transfers."""
+"""The connector reads a model's KV cache groups, and derives how much of a prompt is transferred."""
 
 from types import SimpleNamespace
 
@@ -26,7 +26,7 @@ def of_attention() -> KVCacheGroupSpec:
     return KVCacheGroupSpec(["a"], spec)
 
 
-def test_a_state_replaces_the_blocks_before_it() -> None:
+def test_a_group_of_states_needs_only_the_last_block() -> None:
     full, state = groups_of(SimpleNamespace(kv_cache_groups=[of_attention(), of_states("align")]))
     assert not full.state and state.state
     assert [state.first_block(tokens) for tokens in (0, 1, 31, 32, 33, 64, 65)] == [0, 0, 0, 0, 1, 1, 2]

@@ -23,7 +23,7 @@ class Decoding:
 
 
 class OverlappedSteps:
-    """Steps of which up to `in_flight` are scheduled before the result of the first is taken."""
+    """Random steps; up to `in_flight` steps are scheduled before the result of the first of them arrives."""
 
     def __init__(self, in_flight: int) -> None:
         self.requests: dict[str, tuple[Decoding]] = {}

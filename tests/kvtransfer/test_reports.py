@@ -11,7 +11,7 @@ def test_a_merged_report_counts_the_ranks_that_released_a_transfer() -> None:
     assert merged.released == {"t": 2, "u": 1}
 
 
-def test_a_slot_that_is_corrupt_on_any_rank_is_corrupt() -> None:
+def test_a_slot_that_is_corrupt_on_one_rank_counts_as_corrupt() -> None:
     merged = CheckpointReport(Counter({1: 1}), {5}).merge(CheckpointReport(Counter({1: 1, 2: 1}), set(), {6}))
     assert merged.stored == {1: 2, 2: 1}
     assert merged.corrupt == {5} and merged.failed == {6}

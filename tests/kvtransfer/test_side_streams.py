@@ -101,7 +101,7 @@ def test_without_the_event_loaded_kv_would_be_overwritten(
 def test_a_layer_is_sent_when_it_is_computed_and_its_hook_waits_for_nothing(
     cuda: LateCuda, kv: list[Any]
 ) -> None:
-    """The launching thread leaves only the event of each layer behind."""
+    """The thread that launches the step only records an event for each layer."""
     memory = StagedBlockMemory({str(n): tensor for n, tensor in enumerate(kv)}, BLOCKS, 1 << 20, cuda)
     exports = Exports(memory, 4, 10, time.monotonic)
     exports.open("t", [[3]], total_tokens=4, prompt="p")
@@ -122,7 +122,7 @@ def test_a_layer_is_sent_when_it_is_computed_and_its_hook_waits_for_nothing(
 
 
 def test_an_exception_during_a_launch_leaves_nothing_running(cuda: LateCuda) -> None:
-    """The stream waits for what it launched before the exception, whose memory may be reused afterwards."""
+    """Work launched before the exception is waited for, because its memory may be reused afterwards."""
     stream, wrote = SideStream(cuda), torch.zeros(4)
     with pytest.raises(MemoryError), stream.launching():
         wrote.copy_(torch.ones(4))

@@ -181,7 +181,9 @@ def test_an_lmcache_without_the_event_that_we_clear_is_refused(
         assert isinstance(guarded(None, None).worker_adapter, HealthyAdapter)
 
 
-def test_code_that_no_longer_uses_a_relied_on_name_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_vllm_method_that_no_longer_uses_a_name_that_we_rely_on_is_refused(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     from vllm.v1.core.block_pool import BlockPool
 
     monkeypatch.setattr(BlockPool, "free_blocks", lambda self, ordered_blocks: self.free_blocks)
@@ -199,7 +201,7 @@ def is_private(name: str) -> bool:
 
 
 def contacts(source: str) -> Iterator[str]:
-    """Return the private and patched names of vLLM in one of our modules."""
+    """Yield the private names of vLLM that a module's source uses, and the names that it patches."""
     tree = ast.parse(source)
     imported = set(names_from_vllm(tree))
     own = own_names(tree)
@@ -233,7 +235,7 @@ def names_from_vllm(tree: ast.AST) -> Iterator[str]:
 
 
 def own_names(tree: ast.AST) -> set[str]:
-    """Return the names that classes here define or assign to themselves."""
+    """Return the names that a module's own classes and functions define or assign."""
     methods = {node.name for node in ast.walk(tree) if isinstance(node, DEFINITIONS)}
     fields = {t.id for node in ast.walk(tree) for t in assigned(node) if isinstance(t, ast.Name)}
     attributes = {t.attr for node in ast.walk(tree) for t in assigned(node) if isinstance(t, ast.Attribute)}
@@ -270,7 +272,7 @@ def near_vllm() -> list[Path]:
     return found
 
 
-def test_no_other_module_uses_private_names_of_vllm_or_patches_it() -> None:
+def test_only_the_modules_in_contacts_use_private_names_of_vllm_or_patch_it() -> None:
     wrong = {
         path.relative_to(ROOT).as_posix(): found
         for path in near_vllm()
@@ -307,7 +309,7 @@ def private_names(cls: type) -> set[str]:
     return {name for name in (*vars(cls), *getattr(code, "co_names", ())) if is_private(name)} - {"_abc_impl"}
 
 
-def test_no_other_class_overrides_private_members_of_vllm() -> None:
+def test_only_the_modules_in_contacts_override_private_members_of_vllm() -> None:
     wrong = []
     for path in near_vllm():
         if path.name == "lmcache.py":  # an optional package; the syntax tree has shown that it is clean
@@ -331,7 +333,7 @@ def classes_in(path: str) -> Iterator[type]:
 
 
 def overridden(cls: type) -> Iterator[tuple[type, str]]:
-    """Yield each method of vLLM that this class or a mixin overrides, with the vLLM class it comes from."""
+    """Yield each method of vLLM that `cls` or its mixins override, after the vLLM class that defines it."""
     for place, ours in enumerate(cls.__mro__):
         for name in vars(ours) if ours.__module__.split(".")[0] in PACKAGES else ():
             behind = (one for one in cls.__mro__[place:] if is_vllms(one) and name in vars(one))

@@ -1,4 +1,4 @@
-"""Blocks are loaded from the host unchanged, or not at all."""
+"""The copier loads blocks from the host unchanged or reports that it cannot, and rests beside steps."""
 
 import threading
 import time
@@ -103,7 +103,7 @@ def test_a_byte_flipped_during_a_load_is_found(host: CopyingHost) -> None:
     assert not host.load(BlockCopy(8, slot=3, generation=1)).failed_blocks
 
 
-def test_after_a_copy_that_raises_the_next_copy_succeeds(host: CopyingHost) -> None:
+def test_the_next_copy_succeeds_after_a_copy_raised_an_exception(host: CopyingHost) -> None:
     class Failing(HostMover):
         def store(self, memory: HostSlots, copies: list[BlockCopy], at: int = 0) -> None:
             raise IndexError(copies)
@@ -131,7 +131,7 @@ def test_a_load_from_a_slot_that_was_never_written_fails(host: CopyingHost) -> N
     assert host.load(BlockCopy(6, slot=4, generation=1)).failed_blocks == {6}
 
 
-def test_a_load_is_done_before_stores_that_were_ordered_with_it(host: CopyingHost) -> None:
+def test_the_copier_does_a_load_before_the_stores_of_the_same_order(host: CopyingHost) -> None:
     done: list[str] = []
 
     class RecordingMover(HostMover):
@@ -157,7 +157,7 @@ def test_a_load_is_done_before_stores_that_were_ordered_with_it(host: CopyingHos
 
 
 def in_two_pieces(host: CopyingHost, takes_cores: bool) -> list[list[int]]:
-    """Store two blocks, of which a load moves one at a time; return the list to which it adds each piece."""
+    """Store two blocks, and make loads move one block at a time; return a list that records these pieces."""
     moved: list[list[int]] = []
 
     class OneBlockAtOnce(HostMover):
@@ -209,8 +209,8 @@ def test_the_copier_does_not_rest_when_steps_have_ended(host: CopyingHost, hours
     assert ends(host, 5) and moved == [[6], [7]]
 
 
-def test_the_copier_stops_resting_when_no_step_follows(host: CopyingHost, hours_of_rest: None) -> None:
-    """The copier has to learn that steps have ended, because an idle engine runs no further step."""
+def test_the_copier_ends_its_rest_when_no_further_step_begins(host: CopyingHost, hours_of_rest: None) -> None:
+    """An idle engine sends no further order, so the copier has to notice itself that no step follows."""
     moved = in_two_pieces(host, takes_cores=True)
     load_beside_a_step(host)
     assert not ends(host, 0.2)
@@ -218,14 +218,14 @@ def test_the_copier_stops_resting_when_no_step_follows(host: CopyingHost, hours_
     assert ends(host, 5) and moved == [[6], [7]]
 
 
-def test_a_mover_that_takes_no_cores_does_not_rest(host: CopyingHost, hours_of_rest: None) -> None:
+def test_the_copier_does_not_rest_if_its_mover_takes_no_cores(host: CopyingHost, hours_of_rest: None) -> None:
     in_two_pieces(host, takes_cores=False)
     load_beside_a_step(host)
     assert ends(host, 5)
 
 
 class PartsOnTheBus(HostMover):
-    """Mover that takes no cores from the model, and records the parts that threads get."""
+    """Mover that takes no cores from the model, and records the sizes of parts and the threads."""
 
     takes_cores = False
 
@@ -268,19 +268,21 @@ def store_eight(host: CopyingHost, beside_step: bool) -> None:
     assert stored == 8
 
 
-def test_one_thread_stores_in_parts_over_a_bus_while_steps_run(host: CopyingHost, bus: PartsOnTheBus) -> None:
-    """A load that arrives during a store waits for one part."""
+def test_one_thread_stores_a_piece_part_by_part_while_steps_run(
+    host: CopyingHost, bus: PartsOnTheBus
+) -> None:
+    """A load that arrives during a store then waits for one part only."""
     host.copier.step_began()
     store_eight(host, beside_step=True)
     assert bus.parts == [2, 2, 2, 2] and len(bus.threads) == 1
 
 
-def test_all_threads_store_blocks_while_no_step_runs(host: CopyingHost, bus: PartsOnTheBus) -> None:
+def test_several_threads_store_a_piece_while_no_step_runs(host: CopyingHost, bus: PartsOnTheBus) -> None:
     store_eight(host, beside_step=False)
     assert bus.parts == [2, 2, 2, 2] and len(bus.threads) > 1
 
 
-def test_a_load_over_a_bus_uses_all_threads_while_steps_run(host: CopyingHost, bus: PartsOnTheBus) -> None:
+def test_several_threads_load_a_piece_even_while_steps_run(host: CopyingHost, bus: PartsOnTheBus) -> None:
     store_eight(host, beside_step=False)
     bus.parts.clear()
     bus.threads.clear()

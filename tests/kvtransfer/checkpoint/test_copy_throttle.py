@@ -1,11 +1,11 @@
-"""A rest is proportional to processor time, not to elapsed time."""
+"""The copier's rest after a piece is proportional to the piece's processor time, not to elapsed time."""
 
 import time
 
 from kvtransfer.checkpoint.copier import CopyThrottle
 
 
-def test_a_piece_of_copying_is_followed_by_a_rest() -> None:
+def test_the_throttle_asks_for_a_rest_after_a_piece_of_copying() -> None:
     pace = CopyThrottle(1e-4, 1.0)
     pace.begin()
     began = time.thread_time()
@@ -15,7 +15,7 @@ def test_a_piece_of_copying_is_followed_by_a_rest() -> None:
     assert 50 < pace.left_s() < 1000  # 100 s, less what a busy machine takes meanwhile
 
 
-def test_waiting_work_shortens_the_rest() -> None:
+def test_the_rest_is_shorter_if_work_has_waited_for_long() -> None:
     pace = CopyThrottle(1e-4, patience_s=0.25)
     pace.begin()
     began = time.thread_time()
@@ -28,7 +28,7 @@ def test_waiting_work_shortens_the_rest() -> None:
     assert pace.left_s() <= 0
 
 
-def test_time_that_a_piece_spends_waiting_needs_no_rest() -> None:
+def test_time_that_a_piece_waits_without_computing_does_not_lengthen_the_rest() -> None:
     pace = CopyThrottle(0.1, 1.0)
     pace.begin()
     time.sleep(0.5)
@@ -36,7 +36,7 @@ def test_time_that_a_piece_spends_waiting_needs_no_rest() -> None:
     assert pace.left_s() < 1
 
 
-def test_a_copier_that_may_use_a_whole_core_does_not_rest() -> None:
+def test_a_throttle_that_allows_a_whole_core_asks_for_no_rest() -> None:
     pace = CopyThrottle(1.0, 1.0)
     assert pace.left_s() <= 0
     pace.begin()

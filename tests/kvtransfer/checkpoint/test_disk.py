@@ -74,7 +74,7 @@ def test_a_byte_flipped_on_the_disk_is_found(host: HostWithDisk) -> None:
     assert same(host.block(6), host.block(1))
 
 
-def test_a_slot_with_other_contents_than_ordered_is_neither_moved_nor_loaded(host: HostWithDisk) -> None:
+def test_a_copy_is_refused_if_its_slot_has_other_contents_than_ordered(host: HostWithDisk) -> None:
     host.store(BlockCopy(1, slot=0, generation=2))
     assert host.move(DiskMove(0, 1, D0, 3)) == {D0}
     assert not host.move(DiskMove(0, 2, D0, 4))
@@ -83,7 +83,7 @@ def test_a_slot_with_other_contents_than_ordered_is_neither_moved_nor_loaded(hos
     assert not host.load(BlockCopy(6, D0, 4)).failed_blocks
 
 
-def test_a_disk_that_fails_loses_only_what_is_on_it(host: HostWithDisk) -> None:
+def test_a_failing_disk_loses_only_the_blocks_on_it(host: HostWithDisk) -> None:
     host.store(BlockCopy(1, slot=0, generation=1), BlockCopy(2, slot=1, generation=2))
     assert not host.move(DiskMove(0, 1, D0, 3))
     host.disk.close()  # reads and writes fail from now on, with an error of the kernel
@@ -93,13 +93,11 @@ def test_a_disk_that_fails_loses_only_what_is_on_it(host: HostWithDisk) -> None:
     assert not host.load(BlockCopy(7, slot=1, generation=2)).failed_blocks
 
 
-def test_the_file_on_the_disk_has_no_name_and_leaves_nothing_behind(
-    tmp_path: Path, host: HostWithDisk
-) -> None:
+def test_the_file_of_the_disk_tier_has_no_name_in_its_folder(tmp_path: Path, host: HostWithDisk) -> None:
     assert list((tmp_path / "kv").iterdir()) == []
 
 
-def test_a_disk_without_enough_space_is_logged_at_the_start_and_the_engine_continues(
+def test_an_engine_starts_without_a_disk_tier_if_the_disk_lacks_space(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     index = SimpleNamespace(capacity=SLOTS, disk_capacity=1 << 40)

@@ -20,7 +20,7 @@ class HostBeforeADisk:
         self.under_way: list[DiskMove] = []
 
     def step(self, seconds: float = WALK_S) -> int:
-        """Step with a disk that does not answer; return how many moves began."""
+        """Begin moves to a disk that does not end them, `seconds` later; return how many began."""
         self.now += seconds
         began = self.moves.begin()
         self.under_way += began
@@ -85,7 +85,7 @@ def test_blocks_move_to_the_disk_even_from_host_memory_of_a_few_slots(slots: int
     assert host.idle_conversation("b", 1) == 1
 
 
-def test_a_disk_that_does_not_answer_counts_as_failing(caplog: pytest.LogCaptureFixture) -> None:
+def test_moves_pause_when_the_disk_does_not_answer(caplog: pytest.LogCaptureFixture) -> None:
     host = HostBeforeADisk(slots=8, disk_slots=80)
     host.idle_conversation("a", 8)
     assert host.step() and host.idle_conversation("b", 1) == 0
@@ -100,7 +100,7 @@ def test_a_disk_that_does_not_answer_counts_as_failing(caplog: pytest.LogCapture
     assert host.state.moves_to_disk
 
 
-def test_an_engine_without_steps_does_not_suspect_its_disk() -> None:
+def test_time_without_steps_does_not_count_as_silence_of_the_disk() -> None:
     host = HostBeforeADisk(slots=8, disk_slots=80)
     host.idle_conversation("a", 8)
     host.step()

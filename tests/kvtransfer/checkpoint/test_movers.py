@@ -1,4 +1,4 @@
-"""A piece holds each block's bytes in the order of layers, for every mover."""
+"""Every mover copies each block to one row of the host, and back to the right block unchanged."""
 
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -36,7 +36,7 @@ def device() -> list[Any]:
 
 @pytest.fixture(params=[HostMover, lambda device: CudaMover(device, LateCuda())], ids=["host", "cuda"])
 def mover(request: pytest.FixtureRequest, device: list[Any]) -> Mover:
-    """Return the CUDA mover on streams that run all work as late as permitted."""
+    """Return the host mover, or the CUDA mover on streams that run all work as late as permitted."""
     make: Callable[[list[Any]], Mover] = request.param
     return make(device)
 
@@ -69,7 +69,7 @@ def test_blocks_are_moved_to_their_destinations_only(
     assert [bytes_of(device, block) for block in range(BLOCKS)] == [before[4], *before[1:5], before[1]]
 
 
-def test_parts_that_move_concurrently_do_not_overlap(
+def test_parts_of_a_piece_that_threads_move_concurrently_do_not_mix(
     mover: Mover, memory: HostSlots, device: list[Any]
 ) -> None:
     before = [bytes_of(device, block) for block in range(BLOCKS)]
@@ -93,7 +93,7 @@ def test_a_load_reports_blocks_that_changed_since_their_store(
     ]
 
 
-def test_a_piece_has_a_whole_number_of_blocks_of_any_size(
+def test_each_thread_gets_a_whole_number_of_blocks_of_a_piece(
     device: list[Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("kvtransfer.checkpoint.host_slots.HOST_PART_BYTES", 1)
@@ -103,7 +103,7 @@ def test_a_piece_has_a_whole_number_of_blocks_of_any_size(
 
 
 @pytest.mark.parametrize("unit_blocks", [1, 2, 5])
-def test_units_that_share_staging_memory_do_not_mix(
+def test_blocks_of_units_that_share_device_memory_do_not_mix(
     unit_blocks: int, memory: HostSlots, device: list[Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """There are more units than lanes, some units have fewer blocks, and slots are in any order."""
@@ -183,7 +183,7 @@ def test_copies_take_the_gil_only_a_few_times_per_mebibyte(
 
 
 def test_a_failed_store_leaves_no_copy_running(device: list[Any], monkeypatch: pytest.MonkeyPatch) -> None:
-    """A copy that still ran would overwrite the slots that the next block uses."""
+    """A copy that went on after the failure would overwrite the slots that the next block uses."""
     monkeypatch.setattr("kvtransfer.checkpoint.cuda_mover.UNIT_BYTES", 1)
 
     class NoRoom(HostSlots):

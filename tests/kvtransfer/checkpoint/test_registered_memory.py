@@ -125,7 +125,7 @@ class RaisingRegistry(RegistryLog):
         raise RuntimeError("can't start new thread")
 
 
-def test_a_registration_that_raises_counts_as_refused() -> None:
+def test_a_registration_that_raises_an_exception_counts_as_refused() -> None:
     registry = RaisingRegistry()
     memory = HostSlots(SLOTS, ROW, registry)
     assert registry.asked == CHUNKS and memory.take_refused() == CHUNKS

@@ -13,7 +13,7 @@ CHAIN = [b"block %d" % number for number in range(6)]
 
 
 def index_of(*stored: set[int]) -> HostIndex:
-    """Return an index with the numbered blocks of each group stored."""
+    """Return a host index in which, for each group, the blocks of `CHAIN` with these numbers are stored."""
     index = HostIndex(slots=32)
     for group, numbers in enumerate(stored):
         for number in sorted(numbers):

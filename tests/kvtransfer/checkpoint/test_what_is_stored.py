@@ -17,7 +17,7 @@ BLOCK = 16
 
 @dataclass
 class StoredRequest:
-    """The fields of a vLLM request that the connector reads."""
+    """Request with those fields of a vLLM request that the connector reads."""
 
     request_id: str
     block_hashes: list[bytes]
@@ -85,7 +85,7 @@ class StoringEngine:
         return request
 
     def step(self, request: StoredRequest, computed: int, in_flight: int = 0) -> list[int]:
-        """Schedule a step, and return the ids of the blocks that it orders to be copied to the host."""
+        """Schedule a step for `request`; return the ids of the blocks whose copy to the host it orders."""
         request.num_computed_tokens, request.num_in_flight_tokens = computed, in_flight
         conversation = self.kv_state.requests[request.request_id][1]
         full = (computed - in_flight) // BLOCK
@@ -127,7 +127,7 @@ def test_a_block_is_held_until_it_is_copied() -> None:
     assert engine.kv_state.host.stored(b"h0")
 
 
-def test_a_chain_longer_than_the_recomputed_prefix_stores_no_empty_block() -> None:
+def test_no_empty_block_is_stored_for_evicted_blocks_of_the_chain() -> None:
     """The conversation's earlier blocks were evicted, so its chain is longer than the recomputed prefix."""
     engine = StoringEngine()
     conversation = engine.kv_state.conversations.begin_turn("a", hashes(8))
@@ -137,8 +137,8 @@ def test_a_chain_longer_than_the_recomputed_prefix_stores_no_empty_block() -> No
     assert engine.step(request, computed=20) == [10]
 
 
-def test_prefix_hits_are_stored_from_the_next_step_on() -> None:
-    """Another request of the same step may still have to compute those blocks."""
+def test_prefix_hits_are_stored_only_after_the_step_that_admits_the_request() -> None:
+    """In the step that admits a request, another request may still have to compute these blocks."""
     engine = StoringEngine()
     request = engine.arrive(StoredRequest("r", hashes(8), num_computed_tokens=64))
     engine.kv_state.conversations.advance(engine.kv_state.requests["r"][1], request.block_hashes[:4])
@@ -147,7 +147,7 @@ def test_prefix_hits_are_stored_from_the_next_step_on() -> None:
 
 
 def test_concurrent_turns_do_not_store_each_others_blocks() -> None:
-    """Both turns share a prefix and then diverge."""
+    """Two turns of one conversation run at the same time; they share a prefix and then diverge."""
     engine = StoringEngine()
     one = engine.arrive(StoredRequest("r", hashes(2) + hashes(6, "one")))
     other = engine.arrive(StoredRequest("s", hashes(2) + hashes(6, "other")))
@@ -158,8 +158,8 @@ def test_concurrent_turns_do_not_store_each_others_blocks() -> None:
     assert b"other1" not in engine.kv_state.host
 
 
-def test_an_aborted_load_stores_nothing() -> None:
-    """vLLM counts blocks that are still loading as computed."""
+def test_no_block_is_stored_for_a_request_that_ends_while_it_loads() -> None:
+    """vLLM counts the tokens of a load as computed before the load has ended."""
     engine = StoringEngine()
     request = engine.arrive(StoredRequest("r", hashes(8), num_computed_tokens=128))
     engine.kv_state.loads.loading.add("r")
@@ -167,7 +167,7 @@ def test_an_aborted_load_stores_nothing() -> None:
     assert engine.side.order(scheduled()) is None
 
 
-def test_offline_requests_load_only_when_they_may_start() -> None:
+def test_an_offline_request_loads_kv_only_when_offline_work_may_start() -> None:
     engine = StoringEngine()
     request = engine.arrive(StoredRequest("r", hashes(4), priority=1))
     engine.step(request, computed=64)
@@ -195,7 +195,7 @@ def test_blocks_released_between_match_and_allocation_are_not_loaded() -> None:
     assert order is not None and {copy.slot for copy in order.loads[0].copies} == {-1}
 
 
-def test_blocks_that_fit_are_stored_and_the_full_host_is_counted() -> None:
+def test_only_the_blocks_that_fit_are_stored_on_a_full_host() -> None:
     engine = StoringEngine(slots=3)
     request = engine.arrive(StoredRequest("r", hashes(8)))
     assert engine.step(request, computed=128) == [10, 11, 12]
@@ -203,7 +203,7 @@ def test_blocks_that_fit_are_stored_and_the_full_host_is_counted() -> None:
     assert counts["host_full"] == 1
 
 
-def test_an_offline_request_that_lost_its_slots_has_nothing_saved() -> None:
+def test_an_offline_request_has_no_saved_blocks_after_a_turn_took_its_slots() -> None:
     engine = StoringEngine(slots=2)
     offline = engine.arrive(StoredRequest("o", hashes(2), priority=1, session_id="batch"))
     engine.step(offline, computed=32)
@@ -214,7 +214,7 @@ def test_an_offline_request_that_lost_its_slots_has_nothing_saved() -> None:
     assert engine.side.saved_blocks("o") == 0 and engine.side.saved_blocks("t") == 1
 
 
-def test_a_busy_copier_learns_whether_a_step_computes() -> None:
+def test_a_busy_copier_is_told_when_steps_begin_and_stop_computing() -> None:
     engine = StoringEngine()
     request = engine.arrive(StoredRequest("r", hashes(8)))
     request.num_computed_tokens = 16

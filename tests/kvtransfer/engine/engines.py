@@ -224,7 +224,7 @@ class EngineProcess:
 
 @contextlib.contextmanager
 def running(*engines: EngineProcess) -> Iterator[tuple[EngineProcess, ...]]:
-    """Start engines two at a time, which is faster on two cores than one by one, and end them at the end."""
+    """Run engines within this block. They start two at a time, which is fastest on two cores."""
     try:
         with ThreadPoolExecutor(2) as starting:
             started = tuple(starting.map(EngineProcess.start, engines))
@@ -245,7 +245,7 @@ T = TypeVar("T")
 
 
 def over_control_socket(engine: EngineProcess, talk: Callable[[ControlSocketClient], Awaitable[T]]) -> T:
-    """Exchange one command and answer with an engine's control socket, from synchronous code."""
+    """Run `talk` with a client of an engine's control socket, and return its result."""
     assert engine.connector is not None and engine.connector.control_socket
 
     client = ControlSocketClient(Path(engine.connector.control_socket))

@@ -32,7 +32,7 @@ LIMIT_STEPS = 200_000
 
 
 def forget_the_model() -> None:
-    """Discard what vLLM keeps of a model in this process, because the next may have other parallel groups."""
+    """Discard vLLM's global state of a model, because the next model may have other parallel groups."""
     from vllm.distributed.parallel_state import cleanup_dist_env_and_memory
 
     cleanup_dist_env_and_memory()
@@ -158,7 +158,7 @@ class EngineHere:
         return self.answers[request_id]
 
     def behind(self, prompt: list[int], answer: list[int]) -> float:
-        """Return how far the worst token of an answer is behind the likeliest token, in log-probability."""
+        """Return by how much log-probability an answer's worst token is behind the likeliest token there."""
         from vllm import SamplingParams
 
         self._asked += 1

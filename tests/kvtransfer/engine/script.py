@@ -22,7 +22,7 @@ def said(rng: random.Random, tokens: int) -> list[int]:
 
 
 def recorded(plain: EngineProcess, seed: int = 1) -> TurnScript:
-    """Return conversations that share a prefix, with plain vLLM's answers to all their turns."""
+    """Return scripted conversations that share a prefix, with plain vLLM's answers to all their turns."""
     rng = random.Random(seed)
     opening = said(rng, 100)
     contexts = [opening + said(rng, 700) for _ in range(CONVERSATIONS)]

@@ -27,7 +27,7 @@ class StagedPlugin(Plugin):
     name = "staged"
 
     def worker_side(self, context: EngineContext, rank: int) -> WorkerSide:
-        """Set up the window before the KV is registered."""
+        """Return the transfer's worker side, and make it use a small staging window before it starts."""
         worker.HostBlockMemory = staged  # type: ignore[assignment,misc]
         worker.StagedBlockMemory = staged_on_gpu  # type: ignore[assignment,misc]
         return super().worker_side(context, rank)

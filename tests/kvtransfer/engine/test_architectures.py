@@ -39,11 +39,11 @@ class ArchitectureFleet:
 
     @property
     def block(self) -> int:
-        """Return the tokens per block; vLLM makes blocks large enough for a state."""
+        """Return the number of tokens per block, which depends on the model: a block must hold a state."""
         return int(self.decoder.scheduler.block_size)
 
     def sent(self, prompt: list[int]) -> int:
-        """Return the tokens of a prompt that come from the prefiller."""
+        """Return how many tokens of a prompt the prefiller transfers."""
         return transferred_tokens(self.decoder.connector.groups, len(prompt))
 
     def handed_over(self, prompt: list[int]) -> dict[str, Any]:
@@ -55,7 +55,7 @@ class ArchitectureFleet:
         return dict(self.prefiller.params[request])
 
     def turn(self, key: str, number: int, params: dict[str, Any] | None = None, session: str = "") -> int:
-        """Return the tokens that the decoder computed for a prompt."""
+        """Play a turn on the decoder and check its answer; return how many prompt tokens were computed."""
         prompt, answer = self.script[key][number]
         before = self.decoder.computed
         said = self.decoder.ask(prompt, OUTPUT, session or key, params=params)
@@ -65,15 +65,15 @@ class ArchitectureFleet:
     def right(self, prompt: list[int], said: list[int], answer: list[int]) -> bool:
         """Return whether an answer equals plain vLLM's, or is about as likely.
 
-        In bfloat16 the rest of a step decides between two about equally likely tokens, even in plain vLLM.
-        Wrong KV gives far less likely tokens.
+        In bfloat16, even plain vLLM's choice between two about equally likely tokens depends on the other
+        requests of the step. Wrong KV gives far less likely tokens.
         """
         if said == answer or self.served.arguments.get("dtype") != "bfloat16":
             return said == answer
         return self.plain.behind(prompt, said) < AS_LIKELY
 
     def rest(self) -> None:
-        """Step until copies have ended and are reported."""
+        """Let the decoder step until all copies to the host have ended and been reported."""
         for _ in range(100):
             self.decoder.ask([9, 9], 1)
             if not self.decoder.side("checkpoint").copying:

@@ -72,7 +72,7 @@ def asked(name: str) -> dict[str, Any]:
 
 @pytest.fixture(scope="module")
 def plain() -> Iterator[dict[str, GeneratedAnswer]]:
-    """Return the answers of plain vLLM, without the connector."""
+    """Return the answers of plain vLLM, which has no connector, to all prompts of these tests."""
     with running(EngineProcess()) as (engine,):
         answers = {name: engine.ask(prompt, OUTPUT, **asked(name)) for name, prompt in PROMPTS.items()}
     yield answers
@@ -180,10 +180,10 @@ def test_running_turns_get_a_token_in_every_chunk_of_a_long_prompt(
     assert all(len(turn.result().tokens) == 400 for turn in turns)
 
 
-def test_the_shortest_prompt_gets_its_first_token_first(
+def test_the_shortest_waiting_prompt_gets_its_first_token_first(
     pair: EnginePair, plain: dict[str, GeneratedAnswer]
 ) -> None:
-    """Prefiller and decoder order prompts in the same way."""
+    """This holds on the prefiller and on the decoder, which order prompts in the same way."""
     for engine in (pair.prefiller, pair.decoder):
         order: list[str] = []
         longest = engine.ask_later(prompt_of(9000, 75), 1)
@@ -217,7 +217,7 @@ def test_a_prefiller_aborts_offline_iterations_for_a_turn_and_sends_correct_kv(
     assert prefiller.metrics()["conserve_coserving_unplanned_iterations_total"] == 0
 
 
-def test_a_stale_read_is_refused_and_the_prompt_recomputed(
+def test_a_read_after_the_lease_is_refused_and_the_prompt_is_recomputed(
     pair: EnginePair, plain: dict[str, GeneratedAnswer]
 ) -> None:
     """The lease has expired, and the prefiller has reused its few blocks."""
@@ -233,7 +233,7 @@ def test_a_stale_read_is_refused_and_the_prompt_recomputed(
     assert again.tokens == plain["stale"].tokens
 
 
-def test_a_flipped_byte_is_found_and_the_prompt_recomputed(
+def test_a_prompt_is_recomputed_if_a_byte_of_its_transfer_is_flipped(
     pair: EnginePair, plain: dict[str, GeneratedAnswer]
 ) -> None:
     with FlippingProxy(pair.port, flip_at=100_000) as port:  # amid the blocks
@@ -242,7 +242,7 @@ def test_a_flipped_byte_is_found_and_the_prompt_recomputed(
     assert pair.refusals("corrupt") == 1
 
 
-def test_an_older_epoch_is_refused_and_the_prompt_recomputed(
+def test_a_prompt_is_recomputed_if_its_transfer_names_an_older_epoch(
     pair: EnginePair, plain: dict[str, GeneratedAnswer]
 ) -> None:
     assert pair.both_legs("epoch", remote_epoch=1).tokens == plain["epoch"].tokens
@@ -269,7 +269,7 @@ def test_a_decode_leg_that_is_aborted_before_its_prefill_begins_leaks_nothing(pa
     assert faults_of(pair.decoder) == []
 
 
-def test_no_transfer_is_left_on_either_side_although_no_request_comes(pair: EnginePair) -> None:
+def test_idle_engines_release_the_blocks_of_transfers_without_new_requests(pair: EnginePair) -> None:
     def is_empty(engine: EngineProcess, within_s: float) -> bool:
         return eventually(lambda: state_of(engine).live_tokens == 0, within_s)
 
@@ -298,7 +298,7 @@ def test_the_session_header_reaches_the_connector_from_every_route(pair: EngineP
     assert known == [True, True, True, False]
 
 
-def test_a_prefiller_killed_during_a_transfer_costs_only_time(
+def test_a_turn_is_answered_correctly_if_its_prefiller_is_killed_during_the_transfer(
     pair: EnginePair, plain: dict[str, GeneratedAnswer]
 ) -> None:
     transfer_id = uuid.uuid4().hex

@@ -1,4 +1,4 @@
-"""Ownership of blocks from the first turn of a conversation to its end."""
+"""A conversation owns the blocks of its prefix from its first turn until it ends."""
 
 from kvtransfer.retention.owned_blocks import EvictionRank
 from kvtransfer.retention.retained_conversations import (
@@ -139,7 +139,7 @@ def test_prefetched_kv_is_evicted_after_kv_that_is_idle_for_longer() -> None:
     assert back.kept_until < clock.now, "of one pause only"
 
 
-def test_a_prefetch_that_ends_too_late_changes_neither_the_turn_nor_the_next_pause() -> None:
+def test_a_prefetch_that_ends_after_its_turn_began_has_no_effect() -> None:
     conversations, _, clock = make()
     turn(conversations, "a", "a")
     left_at = clock.now
@@ -168,7 +168,7 @@ def test_a_conversation_is_retained_when_the_last_of_its_concurrent_turns_ends()
 
 
 def windowed(blocks: int) -> int:
-    """Return the first block that a KV cache group keeps if it keeps the last two blocks."""
+    """Return the first block that a group with a window of two blocks keeps of so many blocks."""
     return max(0, blocks - 2)
 
 

@@ -1,4 +1,4 @@
-"""Free blocks are evicted in the order of their value."""
+"""Free blocks are evicted in the order of their owners' ranks, as a visit of all blocks computes it."""
 
 import random
 import threading
@@ -27,7 +27,7 @@ BLOCKS, TOKENS = 50, 16
 def eviction_order(
     conversations: RetainedConversations, shared: list[bytes], free: Callable[[bytes], Any | None]
 ) -> list[Any]:
-    """Return the free blocks with an owner in eviction order, by visiting all blocks of all owners."""
+    """Return the free blocks with an owner in eviction order, found by a visit of all blocks."""
     order: list[Any] = []
     last = [block for key in shared if (block := free(key)) is not None]
     placed = set(map(id, last))
@@ -47,12 +47,12 @@ def _retention_order(conversation: RetainedConversation) -> tuple[Any, ...]:
 
 
 def windowed(blocks: int) -> int:
-    """Return the first block that a KV cache group keeps if it keeps the last two blocks."""
+    """Return the first block that a group with a window of two blocks keeps of so many blocks."""
     return max(0, blocks - 2)
 
 
 class Histories:
-    """Random turns, offline requests and strangers on a real block pool, as an engine has them."""
+    """Random turns, offline requests and requests without an owner, on a real block pool."""
 
     def __init__(self, seed: int, groups: int) -> None:
         self._random = random.Random(seed)
@@ -111,7 +111,7 @@ class Histories:
         self._begin(None, self._new_chain([]))
 
     def _begin(self, conversation: RetainedConversation | None, chain: list[bytes]) -> None:
-        """Take the blocks of a request: cached ones as far as they go, and new ones."""
+        """Begin a request: take the cached blocks at the begin of its chain, and new ones for the rest."""
         held: list[Any] = []
         for group, first in enumerate(self._kept):
             found: list[Any] = []

@@ -16,7 +16,7 @@ KEYS = st.sampled_from("abcd")
 
 
 class ConversationLives(RuleBasedStateMachine):
-    """Turns, copies, releases and timers in any order, with a copier that may lag behind."""
+    """Random sequences of turns, copies, releases and timers, with a copier that may lag behind."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -192,7 +192,7 @@ def test_a_client_sets_how_long_its_kv_stays_on_device_and_host() -> None:
     assert kv_state.counts["parked.said"] == 2
 
 
-def test_the_timer_parks_kv_that_is_still_being_stored_and_pressure_does_not() -> None:
+def test_the_timer_parks_a_conversation_during_its_last_copy_but_pressure_does_not() -> None:
     now = [0.0]
     kv_state = SharedKvState(ConnectorConfig(park_after_s=10), 4, lambda: now[0])
     conversation = idle(kv_state, "a", [b"1"])
@@ -205,7 +205,7 @@ def test_the_timer_parks_kv_that_is_still_being_stored_and_pressure_does_not() -
     assert conversation.phase is RetentionPhase.PARKED
 
 
-def test_the_timer_does_not_park_kv_that_is_not_being_stored() -> None:
+def test_the_timer_does_not_park_a_conversation_that_lacks_a_block_on_the_host() -> None:
     now = [0.0]
     kv_state = SharedKvState(ConnectorConfig(park_after_s=10), 4, lambda: now[0])
     conversation = idle(kv_state, "a", [b"1", b"2"])
@@ -215,7 +215,7 @@ def test_the_timer_does_not_park_kv_that_is_not_being_stored() -> None:
     assert conversation.phase is RetentionPhase.RETAINED
 
 
-def test_whole_conversations_leave_a_full_host_the_least_recently_used_first() -> None:
+def test_the_least_recently_used_conversation_leaves_a_full_host_as_a_whole() -> None:
     now = [0.0]
     kv_state = SharedKvState(ConnectorConfig(), 4, lambda: now[0])
     old = idle(kv_state, "old", [b"1", b"2"])
@@ -228,7 +228,7 @@ def test_whole_conversations_leave_a_full_host_the_least_recently_used_first() -
 
 
 def holder(kv_state: SharedKvState, kind: str, key: str, blocks: list[bytes]) -> RetainedConversation:
-    """Return an owner of host slots: offline work or a turn that runs, or a conversation between turns."""
+    """Return an owner of host slots: running offline work, a running turn, or an idle conversation."""
     if kind in ("retained", "parked"):
         conversation = idle(kv_state, key, blocks)
         assert kind == "retained" or kv_state.park(key)
@@ -244,7 +244,9 @@ def holder(kv_state: SharedKvState, kind: str, key: str, blocks: list[bytes]) ->
 
 @pytest.mark.parametrize("holds", ["offline", "retained", "parked", "running"])
 @pytest.mark.parametrize("asks", ["offline", "running"])
-def test_host_slots_are_taken_in_order_of_eviction(asks: str, holds: str) -> None:
+def test_host_slots_are_taken_only_by_turns_and_only_from_idle_or_offline_owners(
+    asks: str, holds: str
+) -> None:
     kv_state = SharedKvState(ConnectorConfig(), 2, lambda: 0.0)
     there = holder(kv_state, holds, "there", [b"1", b"2"])
     phase = there.phase
@@ -280,7 +282,7 @@ class HeldBlock:
         self.block_id, self.ref_cnt = block_id, ref_cnt
 
 
-def test_an_unaccounted_block_reference_is_a_fault() -> None:
+def test_a_block_reference_without_a_known_holder_is_a_fault() -> None:
     blocks = [HeldBlock(1, 0), HeldBlock(2, 1), HeldBlock(3, 1)]
     assert block_faults(blocks, 1, {"transfer": [2], "checkpoint": [3]}) == []
     assert len(block_faults(blocks, 1, {"transfer": [2]})) == 1

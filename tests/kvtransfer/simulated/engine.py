@@ -205,7 +205,7 @@ class SteppedEngine:
         self.scheduler.add_request(request)
 
     def prefetch(self, conversation: str, due_in_s: float = 60.0) -> bool:
-        """Ask for a prefetch as the keeper does, through the command's handler."""
+        """Ask for a prefetch through the handler of the keeper's command; return whether it is accepted."""
         command = EngineCommand("prefetch", conversation, due_in_s=due_in_s)
         return bool(self.side("checkpoint").prefetches.ask(command).done)
 
@@ -293,8 +293,10 @@ class SteppedEngine:
             self.worker.save_kv_layer(layer, None, None)
 
     def _state_layer(self, rows: Mapping[str, Row], group: int, number: int, layer: str) -> None:
-        """Copy blocks where vLLM calls no connector. A state that continues is copied to the block in which
-        the step ends, and changes there."""
+        """Compute a layer with states, for which vLLM calls no connector.
+
+        A state that continues is first copied to the block in which the step ends.
+        """
         pages = self.kv[layer]
         for request_id, (slots, right, start) in rows.items():
             before = slots[group][start - 1] // BLOCK_TOKENS
@@ -305,7 +307,7 @@ class SteppedEngine:
                 pages[slots[group][inner - 1] // BLOCK_TOKENS] = right[inner - 1] ^ number
 
     def _inner_end(self, start: int, end: int) -> int:
-        """Return the position at which vLLM saves an additional state in a step, or 0."""
+        """Return after how many tokens vLLM saves an additional state in a step, or 0 if it saves none."""
         offsets, _ = compute_mamba_prefill_checkpoints(
             [end],
             [end - start],

@@ -120,7 +120,7 @@ def test_no_step_visits_all_retained_blocks(host: bool) -> None:
 
 
 def lines_of_a_decoding_step(conversations: int) -> float:
-    """Return the median number of lines that a decoding step executes beside so many idle conversations."""
+    """Return the median number of lines that a decoding step executes beside `conversations` idle ones."""
     engine = SteppedEngine(ConnectorConfig(engine="d", epoch=1, port=free_port(), park_after_s=3600.0))
     try:
         engine.kv_state.clock = lambda: 1.0
@@ -141,8 +141,8 @@ def test_a_decoding_step_does_not_look_at_every_conversation() -> None:
     assert lines_of_a_decoding_step(300) < lines_of_a_decoding_step(3) + 50
 
 
-def test_a_decoding_request_takes_no_block_of_an_idle_conversation_while_others_are_free() -> None:
-    """A decoding request takes free blocks one at a time, but none that the idle conversation owns."""
+def test_blocks_without_an_owner_are_taken_before_those_of_an_idle_conversation() -> None:
+    """A decoding request takes free blocks one at a time, and none of the idle conversation's."""
     connector = ConnectorConfig(engine="d", epoch=1, port=free_port(), park_after_s=3600.0)
     engine = SteppedEngine(connector, blocks=100)
     try:

@@ -38,7 +38,7 @@ def talk(engine: SteppedEngine, key: str, blocks: int, output: int = 2) -> None:
     )
 
 
-def test_idle_kv_is_kept_for_a_while_so_that_it_can_move(engine: SteppedEngine) -> None:
+def test_a_draining_engine_keeps_idle_kv_for_a_while_so_that_it_can_move(engine: SteppedEngine) -> None:
     kv_state, now = engine.kv_state, [time.monotonic()]
     talk(engine, "idle", 10)
     engine.run(2000)
@@ -54,7 +54,7 @@ def test_idle_kv_is_kept_for_a_while_so_that_it_can_move(engine: SteppedEngine) 
     assert kv_state.conversations.get("idle") is None
 
 
-def test_an_engine_without_transfers_releases_idle_kv_at_once(made_without: SteppedEngine) -> None:
+def test_a_draining_engine_without_transfers_releases_idle_kv_at_once(made_without: SteppedEngine) -> None:
     engine = made_without
     report, kv_state = engine.side("report"), engine.kv_state
     talk(engine, "idle", 10)
@@ -85,7 +85,7 @@ def test_an_engine_without_transfers_releases_idle_kv_at_once(made_without: Step
 
 
 def test_an_engine_without_requests_steps_once_a_second_until_its_leases_end(engine: SteppedEngine) -> None:
-    """Two exports hold the same blocks: conversations with one beginning."""
+    """Two exports hold the same blocks, because their conversations share a prefix."""
     report = engine.side("report")
     for name in ("a", "b"):
         prompt = [n % 250 for n in range(10 * BLOCK_TOKENS)] + [ord(name)] * BLOCK_TOKENS
@@ -107,7 +107,9 @@ def test_an_engine_without_requests_steps_once_a_second_until_its_leases_end(eng
     assert engine.faults() == []
 
 
-def test_many_parked_conversations_push_no_confirmation_out_of_a_report(engine: SteppedEngine) -> None:
+def test_a_report_keeps_its_confirmations_however_many_conversations_are_parked(
+    engine: SteppedEngine,
+) -> None:
     report = engine.side("report")
     talk(engine, "known", 3)
     engine.run(2000)

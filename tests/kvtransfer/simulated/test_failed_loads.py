@@ -21,7 +21,7 @@ LIMIT_S = 20.0
 
 def test_a_request_with_a_failed_load_that_does_not_fit_does_not_block_others() -> None:
     """With windows a loaded prompt needs fewer blocks than a computed one. After a failed load the free
-    blocks no longer suffice, and another load that ends later holds the rest."""
+    blocks no longer suffice, and another load, which ends later, holds all other blocks."""
     port = free_port()
     prefiller = SteppedEngine(
         ConnectorConfig(engine="p", epoch=1, port=port, lease_s=30.0, timeout_s=5.0),

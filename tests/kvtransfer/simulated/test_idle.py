@@ -19,7 +19,7 @@ pytestmark = pytest.mark.slow
 
 
 def copied(engine: SteppedEngine, host_kv_gib: float) -> EngineState:
-    """Return the state once all waiting blocks have been copied to the host, if there is one."""
+    """Step until all blocks have been copied to the host, if there is one; return the engine's state."""
     limit = time.monotonic() + (10 if host_kv_gib else 0)
     while (state := engine.side("report").snapshot()).idle_tokens != state.live_tokens:
         if time.monotonic() > limit:
@@ -30,7 +30,10 @@ def copied(engine: SteppedEngine, host_kv_gib: float) -> EngineState:
 
 
 def idle_and_live_blocks(host_kv_gib: float, yields: bool = False) -> tuple[int, int, int]:
-    """Return the blocks during and after a turn of ten blocks, beside a conversation that retains ten."""
+    """Run a turn of ten blocks beside a conversation that retains ten.
+
+    Returns the idle blocks during the turn, the idle blocks after it, and the live blocks after it.
+    """
     config = ConnectorConfig(engine="d", epoch=1, port=free_port(), lease_s=0.3, host_kv_gib=host_kv_gib)
     engine = SteppedEngine(replace(config, idle_kv_evictable=yields), blocks=60)
     try:
@@ -53,17 +56,17 @@ def idle_and_live_blocks(host_kv_gib: float, yields: bool = False) -> tuple[int,
         engine.close()
 
 
-def test_retained_kv_with_a_copy_on_the_host_is_idle_and_that_of_a_running_turn_is_not() -> None:
+def test_only_retained_kv_with_a_copy_on_the_host_is_evictable() -> None:
     beside, after, live = idle_and_live_blocks(host_kv_gib=0.005)
     assert beside == 10
     assert after == live
 
 
-def test_without_a_host_store_no_kv_is_free_to_evict() -> None:
+def test_without_host_memory_no_idle_kv_is_evictable() -> None:
     assert idle_and_live_blocks(host_kv_gib=0.0)[:2] == (0, 0)
 
 
-def test_idle_kv_that_may_be_lost_is_evictable_without_a_host_store() -> None:
+def test_idle_kv_that_may_be_lost_is_evictable_even_without_host_memory() -> None:
     """With `overload: {policy: preempt}` idle KV is treated as plain vLLM's prefix cache treats it."""
     beside, after, live = idle_and_live_blocks(host_kv_gib=0.0, yields=True)
     assert beside == 10
@@ -127,7 +130,7 @@ def test_a_renewed_lease_is_not_ended_by_the_steps_of_an_idle_engine(monkeypatch
 
 
 @pytest.mark.parametrize("beside", [{}, {"window": 3 * BLOCK_TOKENS + 7}, {"states": True}], ids=str)
-def test_even_a_short_conversation_occupies_what_the_engine_reports(beside: dict[str, Any]) -> None:
+def test_the_reported_kv_per_conversation_matches_what_conversations_occupy(beside: dict[str, Any]) -> None:
     engine = SteppedEngine(ConnectorConfig(engine="d", transfer=False), **beside)
     try:
         for tokens in (BLOCK_TOKENS - 4, 8 * BLOCK_TOKENS + 3, 20 * BLOCK_TOKENS + 1):

@@ -23,7 +23,7 @@ LAYOUTS: dict[str, dict[str, Any]] = {
 
 
 class TwoDecoders:
-    """Decoders as a fleet starts them, and a conversation whose first turn ran on the first one."""
+    """Two decoders as a fleet starts them, and a conversation whose first turn ran on the first decoder."""
 
     def __init__(self, host_kv_gib: float, **layout: Any) -> None:
         self.port = free_port()

@@ -17,7 +17,7 @@ from tests.kvtransfer.simulated.engine import BLOCK_TOKENS, SteppedEngine
 
 
 def loads_of(engine: SteppedEngine) -> list[Any]:
-    """Record the host slots of loads that end from now on."""
+    """Return a list to which the host slot of each load is added when it ends."""
     loads: list[Any] = []
     index = engine.kv_state.host
     end_load = index.end_load
@@ -31,7 +31,7 @@ def loads_of(engine: SteppedEngine) -> list[Any]:
 
 
 class HeldCopies:
-    """Holds back all copies from the host until they are released; `came` is set once one waits."""
+    """Holds back all copies from the host until `may_go` is set; `came` is set once a copy waits."""
 
     def __init__(self, engine: SteppedEngine, come: bool = True) -> None:
         self.came, self.may_go = Event(), Event()
@@ -84,7 +84,7 @@ def phase(engine: SteppedEngine) -> RetentionPhase:
 
 
 @pytest.mark.parametrize("prefetched", [True, False])
-def test_prefetched_kv_stays_while_blocks_of_newer_pauses_are_evicted(prefetched: bool) -> None:
+def test_prefetched_kv_outlasts_kv_of_conversations_used_more_recently(prefetched: bool) -> None:
     """Eviction by last use alone would evict the prefetched conversation first."""
     engine = engine_with_host()
     try:
@@ -178,7 +178,7 @@ def test_a_prefetch_of_a_conversation_whose_turn_runs_is_refused() -> None:
 
 
 @pytest.mark.parametrize("why", ["offline work may not start", "layers are shared", "no room"])
-def test_a_delayed_prefetch_does_not_keep_the_engine_busy(why: str) -> None:
+def test_the_engine_does_not_step_for_a_prefetch_that_cannot_begin_yet(why: str) -> None:
     engine = engine_with_host()
     try:
         prompt = parked(engine)
@@ -260,7 +260,7 @@ def test_a_reset_of_the_prefix_cache_cancels_a_running_prefetch() -> None:
 
 
 def test_a_turn_that_arrives_during_its_prefetch_waits_for_it() -> None:
-    """No block is loaded twice."""
+    """The turn uses the blocks of the prefetch, so that no block is loaded twice."""
     engine = engine_with_host()
     try:
         prompt = parked(engine)

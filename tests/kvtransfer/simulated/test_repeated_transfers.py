@@ -1,4 +1,4 @@
-"""A transfer has one prefill: a repeated id does not disturb the first and leaks nothing."""
+"""A second prefill with the id of a transfer does not disturb the first, and leaks no block."""
 
 import time
 

@@ -37,7 +37,7 @@ def test_a_prefix_that_two_conversations_share_outlasts_newer_conversations() ->
         engine.close()
 
 
-def test_the_age_of_a_single_conversation_is_that_of_its_last_turn() -> None:
+def test_a_prefix_that_only_one_conversation_has_is_evicted_by_age() -> None:
     engine = SteppedEngine(ConnectorConfig(engine="d", epoch=1, port=free_port()), blocks=60)
     try:
         computed(engine, "a", [*BEGINNING, *of_its_own(1, 2)])

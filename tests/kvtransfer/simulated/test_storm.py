@@ -207,14 +207,16 @@ def seed(request: pytest.FixtureRequest) -> Iterator[int]:
 
 
 @pytest.mark.parametrize("beside", BESIDE.values(), ids=BESIDE)
-def test_a_storm_leaks_nothing_and_answers_are_correct(seed: int, beside: Mapping[str, Any]) -> None:
+def test_a_storm_of_disturbances_leaks_no_block_and_changes_no_answer(
+    seed: int, beside: Mapping[str, Any]
+) -> None:
     passes(SimulatedStorm(seed, beside), seed)
 
 
 @pytest.mark.parametrize(
     "beside", [BESIDE["one group"], BESIDE["windows beside"]], ids=["one group", "windows"]
 )
-def test_a_storm_over_a_disk_leaks_nothing_and_answers_are_correct(
+def test_a_storm_with_a_disk_tier_leaks_no_block_and_changes_no_answer(
     seed: int, beside: Mapping[str, Any], tmp_path: Path
 ) -> None:
     storm = SimulatedStorm(seed, beside, tmp_path)

@@ -1,4 +1,4 @@
-"""Steps with work between layers never run as full CUDA graphs, and all others may.
+"""Steps with work between layers never run as whole CUDA graphs; all other steps may.
 
 vLLM's scheduler and graph dispatcher run with both sides of our connector. There are no real graphs: a step
 with a whole graph just calls no hook.
@@ -60,7 +60,7 @@ def prefiller() -> ConnectorConfig:
 
 
 def arms(engine: SteppedEngine, seconds: float) -> None:
-    """Make the engine's scheduler predict the duration of the coming steps; 0 arms none."""
+    """Arm the coming steps with this predicted duration; if it is 0, arm none."""
     side = engine.scheduler.plugin("safepoint")
     if side is not None:
         side.worth_arming = lambda: seconds
@@ -117,7 +117,7 @@ def test_only_exporting_steps_use_piecewise_graphs_and_send_correct_kv(make: Mak
     assert set(second.modes) == {FULL}, "nothing of a decoder's acts between layers"
 
 
-def test_graphs_that_vllm_dispatches_between_steps_may_be_whole(make: Make) -> None:
+def test_between_steps_vllm_may_dispatch_whole_graphs(make: Make) -> None:
     """vLLM dispatches graphs between steps when it captures them, and on idle data-parallel ranks."""
     engine = make(coserving())
     engine.add("offline", [2] * 5, 3, priority=10)
@@ -165,7 +165,7 @@ def test_a_step_whose_graph_would_skip_the_hooks_runs_without_graphs(
     assert "vLLM chose a whole CUDA graph" in caplog.text
 
 
-def test_a_step_without_a_forward_context_is_counted(make: Make) -> None:
+def test_a_step_without_a_forward_context_counts_as_a_wrong_graph_choice(make: Make) -> None:
     engine = make(coserving())
     engine.add("offline", [2] * 5, 3, priority=10)
     arms(engine, 0.1)
@@ -186,7 +186,7 @@ class SilentPlugin(Plugin):
     worker = SilentWorker
 
 
-def test_a_plugin_without_a_preference_gets_piecewise_graphs_in_every_step(make: Make) -> None:
+def test_all_steps_use_piecewise_graphs_for_a_plugin_that_names_no_steps(make: Make) -> None:
     engine = make(ConnectorConfig(transfer=False, plugins=(f"{__name__}:SilentPlugin",)))
     engine.add("turn", [1] * 5, 4)
     engine.run()
@@ -223,7 +223,7 @@ def extra(config: ConnectorConfig) -> dict[str, object]:
 
 
 @pytest.mark.parametrize(("said", "needed"), [("0", False), ("1", True), (None, True)])
-def test_piecewise_graphs_are_requested_only_where_the_runner_may_differ(
+def test_piecewise_graphs_are_requested_unless_the_v1_runner_is_selected(
     said: str | None, needed: bool, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     if said is None:
@@ -238,7 +238,7 @@ def test_piecewise_graphs_are_requested_only_where_the_runner_may_differ(
 
 
 def changed(self: object, num_tokens: int, forbidden: object = None) -> None:
-    """Stand in for the dispatcher of another vLLM release."""
+    """Stand in for the dispatch method of another vLLM release, which has other parameters."""
 
 
 def chosen_elsewhere(self: Any, orders: Any) -> None:
@@ -247,7 +247,7 @@ def chosen_elsewhere(self: Any, orders: Any) -> None:
 
 
 def again(engine: SteppedEngine) -> ConServeConnector:
-    """Return the worker's connector of such an engine."""
+    """Return a second worker-side connector, made for the same engine after a change of vLLM."""
     made: ConServeConnector = type(engine.worker)(
         engine.vllm_config, engine.worker.role, engine.scheduler.kv_cache_config
     )
@@ -255,7 +255,7 @@ def again(engine: SteppedEngine) -> ConServeConnector:
 
 
 class FlashInfer:
-    """Attention backend of which only the name is read."""
+    """Attention backend with the name FLASHINFER, and nothing else."""
 
     @staticmethod
     def get_name() -> str:
@@ -267,7 +267,7 @@ RUNNER = "GPUModelRunner.execute_model is relied on to use _determine_batch_exec
 
 
 @pytest.mark.parametrize("said", [DISPATCHER, RUNNER, "V2 model runner", "FlashInfer"])
-def test_without_the_per_step_choice_all_steps_use_piecewise_graphs_and_it_is_logged_and_counted(
+def test_all_steps_use_piecewise_graphs_if_they_cannot_be_chosen_per_step(
     said: str, make: Make, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     engine = make(coserving())
@@ -303,7 +303,7 @@ def test_without_piecewise_graphs_no_graphs_are_used(make: Make, monkeypatch: py
 
 
 @pytest.mark.parametrize("hooks", [True, False])
-def test_nothing_is_patched_where_there_are_no_graphs_or_no_hooks(
+def test_vllm_is_not_patched_if_there_are_no_graphs_or_no_hooks(
     hooks: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def unpatched(self: object) -> None:

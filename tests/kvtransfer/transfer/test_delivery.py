@@ -50,7 +50,7 @@ class Memory(BlockMemory):
 
 @dataclass
 class TransferPair:
-    """A producer with a prompt, and an empty consumer."""
+    """A producer that exports a prompt, and a consumer that has none of its blocks."""
 
     exports: Exports
     theirs: Memory
@@ -65,7 +65,7 @@ class TransferPair:
             self.exports.wrote(layer, [Written("t", self.generation, tokens)])
 
     def fetch(self, skip: int = 0, **changed: object) -> list[int]:
-        """Fetch into the consumer's first blocks and return them."""
+        """Fetch the prompt into the consumer's first blocks, and return their ids."""
         into = list(range(len(PROMPT) - skip))
         consumer = dataclasses.replace(self.consumer, **changed)  # type: ignore[arg-type]
         fetch(self.source, [skip], [into], self.mine, consumer, Cancellation())
@@ -121,7 +121,7 @@ def test_blocks_arrive_while_the_prefill_runs(pair: TransferPair) -> None:
 
 
 def test_a_read_of_blocks_whose_lease_has_expired_is_refused(pair: TransferPair) -> None:
-    """The lease has expired and the blocks are reused: NIXL would deliver the wrong bytes."""
+    """The blocks have been reused after the lease, so that NIXL would deliver the wrong bytes."""
     pair.compute()
     pair.exports.finish("t")
     pair.now[0] = 11
@@ -145,8 +145,8 @@ def test_a_transfer_that_takes_longer_than_a_lease_arrives(
     assert pair.now[0] == 18
 
 
-def test_without_the_lease_check_the_stale_read_would_be_served() -> None:
-    """The previous test guards against this producer, which never expires an export."""
+def test_a_producer_that_ignores_leases_sends_wrong_blocks() -> None:
+    """A producer that never expires an export sends wrong blocks, so the test of expired leases can fail."""
 
     class CarelessExports(Exports):
         def expire(self, export: Export) -> None:
@@ -191,7 +191,7 @@ def test_blocks_reused_during_a_read_are_not_accepted(pair: TransferPair) -> Non
     assert pair.refused() is Reason.EXPIRED
 
 
-def test_a_prefill_that_begins_again_is_sent_again(pair: TransferPair) -> None:
+def test_blocks_are_sent_again_if_the_prefill_begins_again(pair: TransferPair) -> None:
     into = list(range(len(PROMPT)))
     fetching = threading.Thread(
         target=fetch, args=(pair.source, [0], [into], pair.mine, pair.consumer, Cancellation())
@@ -213,7 +213,7 @@ OF_A_FRAME = [0, 2, 4, 8, 12, 20, 20 + 16, 20 + 32 + 100, 20 + 32 + 29 * 4096 + 
 
 @pytest.mark.parametrize("at", [*(HANDSHAKE_BYTES + at for at in OF_A_FRAME), 100_000])
 def test_a_flipped_bit_on_the_way_is_refused(pair: TransferPair, at: int) -> None:
-    """The bit is in the kind, layer, position, number, generation, either tag, or the blocks of a frame."""
+    """A bit is flipped in each field of a frame, in both of its tags, and in its blocks."""
     pair.compute()
     before = dataclasses.replace(pair.consumer, timeout_s=2.0)
     with FlippingProxy(pair.source.port, at) as port:
@@ -270,7 +270,7 @@ def test_a_wrong_secret_is_refused_and_gets_no_block(pair: TransferPair) -> None
 
 
 def test_a_producer_without_the_secret_is_refused() -> None:
-    """An impostor could otherwise deliver KV that it made up."""
+    """A producer without the secret could otherwise deliver KV that it made up."""
     impostor = socket.create_server(("127.0.0.1", 0))
 
     def answer() -> None:
@@ -303,7 +303,7 @@ def test_a_fetch_with_another_kv_layout_is_refused(pair: TransferPair) -> None:
     assert pair.refused() is Reason.LAYOUT
 
 
-def test_a_stalled_prefill_is_given_up(pair: TransferPair) -> None:
+def test_a_fetch_is_given_up_if_the_prefill_stalls(pair: TransferPair) -> None:
     pair.compute(100)
     server, port = serving(pair.exports, timeout_s=0.2, encrypt=pair.consumer.encrypt)
     pair.source = dataclasses.replace(pair.source, port=port)
@@ -367,7 +367,7 @@ def eventually(true: Callable[[], bool], limit_s: float = 5) -> bool:
 
 
 class FlippingProxy:
-    """Forwards bytes both ways, records what the producer sent, and may flip one bit of it."""
+    """Proxy that forwards all bytes, records those from the producer, and may flip one bit of these."""
 
     last = bytearray()
 
@@ -409,7 +409,7 @@ class FlippingProxy:
 
 
 class FrameSwappingProxy(FlippingProxy):
-    """Swaps the first two frames of blocks, except for the fields that the consumer counts."""
+    """Proxy that swaps the first two frames of blocks, except for the fields that the consumer counts."""
 
     def _run(self) -> None:
         consumer, _ = self._listener.accept()

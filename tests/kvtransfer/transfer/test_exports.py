@@ -38,7 +38,7 @@ def fill(exports: Exports, tokens: int, generation: int) -> None:
         exports.wrote(layer, [Written("t", generation, tokens)])
 
 
-def test_only_full_blocks_below_the_watermark_are_ready_until_the_prompt_is_complete(
+def test_only_full_computed_blocks_are_ready_until_the_prompt_is_complete(
     exports: Exports,
 ) -> None:
     opened = exports.open("t", [[7, 8, 9]], total_tokens=40, prompt="p")
@@ -95,7 +95,7 @@ def test_a_prefill_that_lost_its_blocks_is_read_again_from_the_start(exports: Ex
     assert after.runs == [(0, 0, [5, 6]), (1, 0, [5, 6])]
 
 
-def test_a_copy_that_ends_late_does_not_count_for_new_blocks(exports: Exports) -> None:
+def test_progress_on_old_blocks_does_not_count_for_new_blocks(exports: Exports) -> None:
     before = exports.open("t", [[1, 2]], total_tokens=32, prompt="p")
     reader = exports.attach("t", "p", skip=[0], wait_s=0)
     exports.void("t")
@@ -105,7 +105,7 @@ def test_a_copy_that_ends_late_does_not_count_for_new_blocks(exports: Exports) -
         exports.wait_ready(reader, 0.01)
 
 
-def test_an_aborted_prefill_is_refused_at_once_and_later(exports: Exports) -> None:
+def test_present_and_later_readers_of_an_aborted_prefill_are_refused(exports: Exports) -> None:
     exports.open("t", [[1]], total_tokens=16, prompt="p")
     reader = exports.attach("t", "p", skip=[0], wait_s=0)
     exports.abort("t")
@@ -141,7 +141,7 @@ def test_a_consumer_may_connect_before_the_prefill(exports: Exports) -> None:
     assert exports.attach("t", "p", skip=[0], wait_s=5).export.transfer_id == "t"
 
 
-def test_waiting_for_a_prefill_that_never_starts_is_bounded(exports: Exports) -> None:
+def test_a_consumer_stops_waiting_for_a_prefill_that_never_begins(exports: Exports) -> None:
     start = time.monotonic()
     with pytest.raises(TransferRefused, match="unknown"):
         exports.attach("t", "p", skip=[0], wait_s=0.05)

@@ -33,7 +33,7 @@ def a_lane_a_layer(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(peers, "LANE_BYTES", 1)
 
 
-def test_layers_are_divided_evenly_and_small_prompts_use_one_lane() -> None:
+def test_lanes_get_about_equal_bytes_and_a_small_prompt_has_one_lane() -> None:
     assert layers_by_lane([MIB] * 8) == [list(range(8))]
     assert layers_by_lane([32 * MIB] * 8) == [[0, 4], [1, 5], [2, 6], [3, 7]]
     unlike = [256 * MIB if layer % 6 == 5 else 16 * MIB for layer in range(48)]
@@ -44,7 +44,7 @@ def test_layers_are_divided_evenly_and_small_prompts_use_one_lane() -> None:
     assert layers_by_lane([0] * 4) == [[0, 1, 2, 3]]
 
 
-def test_each_lane_has_a_layer_that_sends_during_the_prompt() -> None:
+def test_each_lane_has_a_layer_that_is_sent_while_the_prompt_is_computed() -> None:
     """A lane that had only layers with windows or states would be silent until the end of the prompt."""
     hybrid = [0, 0, 0, 256 * MIB] * 3
     assert [[layer for layer in share if layer % 4 == 3] for share in layers_by_lane(hybrid)] == [
@@ -58,7 +58,7 @@ def test_each_lane_has_a_layer_that_sends_during_the_prompt() -> None:
 
 @pytest.mark.usefixtures("a_lane_a_layer")
 @pytest.mark.parametrize("encrypt", [False, True])
-def test_a_prompt_arrives_over_all_lanes_and_is_held_until_the_last_lane_ends(encrypt: bool) -> None:
+def test_a_prompt_arrives_completely_over_several_lanes(encrypt: bool) -> None:
     theirs, mine = Memory(fill=True), Memory(fill=False)
     mine.piece_bytes = 3 * BLOCK_BYTES - 1  # it takes less at once than the producer has
     exports = Exports(theirs, BLOCK_TOKENS, lease_s=10, clock=lambda: 0.0)
@@ -93,7 +93,7 @@ def test_an_ended_lane_does_not_release_blocks_that_another_lane_reads() -> None
     assert exports.take_released() == ["t"]
 
 
-def test_a_consumer_lost_on_one_lane_is_lost_on_all() -> None:
+def test_an_export_ends_on_all_lanes_when_the_consumer_is_lost_on_one() -> None:
     exports, shares = two_lanes()
     first, second = (exports.attach("t", "p", [0], 0, layers, 2) for layers in shares)
     exports.leave(first)
@@ -119,7 +119,7 @@ def test_a_failed_lane_ends_the_other_lanes_with_its_reason() -> None:
 
     class SilentExports(Exports):
         def leave(self, reader: Reader) -> None:
-            """Leave without notice to the other lanes, so that the consumer has to end them."""
+            """Do not end the export, so that the consumer itself has to end its other lanes."""
 
     exports = SilentExports(Memory(fill=True), BLOCK_TOKENS, lease_s=10, clock=lambda: 0.0)
     server, port = serving(exports)

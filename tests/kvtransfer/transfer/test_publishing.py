@@ -1,4 +1,4 @@
-"""Computed blocks become readable once they are in their place, which is staging memory or the KV itself."""
+"""Blocks can be sent once they are computed, from the KV in place or through staging memory."""
 
 from collections.abc import Callable
 
@@ -46,7 +46,7 @@ def test_published_blocks_are_read_unchanged(kind: str) -> None:
     memory.close()
 
 
-def test_a_copy_is_not_announced_if_its_prefill_lost_its_blocks() -> None:
+def test_a_late_copy_is_not_published_if_the_prefill_has_lost_its_blocks() -> None:
     late: list[Callable[[], None]] = []
 
     class Slow(HostBlockMemory):
@@ -65,7 +65,7 @@ def test_a_copy_is_not_announced_if_its_prefill_lost_its_blocks() -> None:
         exports.wait_ready(exports.attach("t", "p", [0], 0), 0.01)
 
 
-def test_engines_with_different_blocks_have_different_layouts() -> None:
+def test_layout_fingerprints_differ_if_shape_or_type_of_blocks_differs() -> None:
     same = layout_fingerprint([torch.zeros(10, 2, 4, 8)], 10)
     assert layout_fingerprint([torch.zeros(99, 2, 4, 8)], 99) == same
     assert layout_fingerprint([torch.zeros(10, 2, 4, 8, dtype=torch.bfloat16)], 10) != same

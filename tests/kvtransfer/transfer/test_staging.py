@@ -76,7 +76,7 @@ def serving(exports: Exports, timeout_s: float = 20.0) -> Iterator[int]:
 
 
 def test_eight_prompts_of_128k_tokens_pass_through_a_hundredth_of_their_kv() -> None:
-    """Two staged engines. KV is produced layer by layer in steps, as by several concurrent prefills."""
+    """KV is computed layer by layer in steps, as by concurrent prefills, and staged at both ends."""
     made, theirs, mine = made_kv(True), made_kv(False), made_kv(False)
     window = sum(tensor.nbytes for tensor in made.values()) // 100
     producer, consumer = (StagedBlockMemory(kv, BLOCKS, window) for kv in (theirs, mine))
@@ -123,7 +123,7 @@ def test_eight_prompts_of_128k_tokens_pass_through_a_hundredth_of_their_kv() -> 
 
 
 def all_slots_free(memory: StagedBlockMemory) -> bool:
-    """Return whether all slots can be taken for receiving, one after another."""
+    """Return whether every slot can be taken for receiving, so that none has leaked."""
     with ExitStack() as held:
         slots = memory.slots
         for _ in range(slots):
@@ -134,7 +134,7 @@ def all_slots_free(memory: StagedBlockMemory) -> bool:
 
 
 def test_engines_that_send_to_each_other_do_not_wait_for_each_other() -> None:
-    """More transfers than slots use the same slots in both directions."""
+    """In both directions together there are more transfers than slots."""
     names = [f"t{number}" for number in range(6)]
     kv = [torch.randn(200, 8, 256, 32) for _ in range(2)]
     copies = [tensor.clone() for tensor in kv]
@@ -178,7 +178,7 @@ def exported(memory: BlockMemory, *names: str) -> Exports:
 
 
 def test_receivers_that_stall_are_timed_out_and_other_transfers_go_on() -> None:
-    """Only as many transfers as there are slots receive part of a piece."""
+    """As many transfers as there are slots have receivers that stall in the middle of a piece."""
     producer = StagedBlockMemory({"layer": torch.randn(200, 8, 1024, 32)}, 200, 24 << 20)
     stalled = [f"stalled{number}" for number in range(producer.slots)]
     exports = exported(producer, *stalled, "t")

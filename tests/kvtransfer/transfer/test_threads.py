@@ -43,7 +43,7 @@ def eventually(true: Callable[[], bool]) -> bool:
     return true()
 
 
-def test_a_fetch_that_raises_is_counted_logged_and_ends(
+def test_a_fetch_that_raises_an_exception_ends_and_is_counted_and_logged(
     worker: TransferWorker, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def faulty(*wanted: object) -> int:
@@ -59,7 +59,7 @@ def test_a_fetch_that_raises_is_counted_logged_and_ends(
     assert "IndexError" in caplog.text
 
 
-def test_a_dismissal_that_raises_is_logged(
+def test_a_dismissal_that_raises_an_exception_is_logged(
     worker: TransferWorker, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def faulty(*_: object) -> None:
