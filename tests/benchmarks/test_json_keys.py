@@ -32,7 +32,7 @@ def row(cls: Any, *names: str) -> Any:
     return cls(*names, *[0.01] * (len(cls.__dataclass_fields__) - len(names)))
 
 
-def test_the_json_keys_of_the_relay_benchmark_are_unchanged() -> None:
+def test_the_relay_benchmark_keeps_its_json_keys() -> None:
     assert set(relay.named_figures({}, {})) == keys("""
         cpu_ms_per_1k_tokens cpu_vs_haproxy cpu_vs_httpx_proxy cpu_vs_best_peer cpu_vs_best_peer_1000_streams
         cpu_vs_haproxy_1000_streams requests_per_s requests_per_core_s requests_per_core_vs_best_peer
@@ -42,14 +42,14 @@ def test_the_json_keys_of_the_relay_benchmark_are_unchanged() -> None:
         gateway_late_streams""")
 
 
-def test_the_json_keys_of_the_peers_benchmark_are_unchanged() -> None:
+def test_the_peers_benchmark_keeps_its_json_keys() -> None:
     assert set(peers.named([])) == keys("""
         ttfet_p95_vs_best_peer ttfet_p50_vs_best_peer e2e_p95_vs_best_peer gap_p99_vs_best_peer
         later_ttft_p95_vs_best_peer cpu_vs_best_peer tokens_per_s_vs_best_peer
         prefiller_share_real prefiller_share_mix least_kv_share failed refused""")
 
 
-def test_the_json_keys_of_the_paper_benchmark_are_unchanged() -> None:
+def test_the_paper_benchmark_keeps_its_json_keys() -> None:
     saturated = [row(paper.PaperRow, system.value) for system in paper.SYSTEMS]
     assert set(paper.headlines([], saturated, saturated[0])) == keys("""
         p95_ttfet_vs_ampd10 slo_violations tokens_per_joule_gain_capped full_disagg_gmean_ttfet
@@ -62,7 +62,7 @@ def test_the_json_keys_of_the_paper_benchmark_are_unchanged() -> None:
         elastic_capped_tokens_per_joule_vs_collocated elastic_kv_bound_ttfet_vs_collocated""")
 
 
-def test_the_figures_of_roles_keep_their_json_keys() -> None:
+def test_the_paper_roles_benchmark_keeps_its_json_keys() -> None:
     rows = [
         roles.RolesRow(8, load, kind, idle, *[1.0] * 7)
         for load, kind, idle in ((0.8, "fixed", 0.3), (1.5, "fixed", 0.1), (0.8, "elastic", 0.2))
@@ -70,7 +70,7 @@ def test_the_figures_of_roles_keep_their_json_keys() -> None:
     assert roles.figures(rows) == {"idle_while_waiting_fixed_8": 0.3, "idle_while_waiting_elastic_8": 0.2}
 
 
-def test_the_json_keys_of_the_prefixes_and_returns_benchmarks_are_unchanged() -> None:
+def test_the_prefixes_and_returns_benchmarks_keep_their_json_keys() -> None:
     table = {name: row(prefixes.PrefixFigures) for name in prefixes.VARIANTS}
     assert set(prefixes.ratios(table)) == keys("""
         prefill_tokens_vs_apart bytes_vs_apart ttft_p95_vs_apart prefill_tokens_vs_unknown bytes_vs_unknown
@@ -88,7 +88,7 @@ def test_prefetch_figures_without_token_gaps_have_no_gap_ratio() -> None:
     assert found["ttft_p50_vs_on_arrival"] == 1.0 and found["tbt_vs_on_arrival"] is None
 
 
-def test_the_json_keys_of_the_kv_and_overload_benchmarks_are_unchanged() -> None:
+def test_the_kv_and_overload_benchmarks_keep_their_json_keys() -> None:
     played = Played({"c": [[1]]}, [1.0, 1.0])
     assert set(compared(played, played)) == keys("""
         turns turns_with_other_output known_tokens recomputed_tokens recomputed_tokens_vllm recomputed_tails
@@ -100,7 +100,7 @@ def test_the_json_keys_of_the_kv_and_overload_benchmarks_are_unchanged() -> None
         burst_most_s tokens_per_s recomputed_tokens preemptions drops""")
 
 
-def test_the_json_keys_of_the_coserving_benchmark_are_unchanged() -> None:
+def test_the_coserving_benchmark_keeps_its_json_keys() -> None:
     got = {name: Experienced([1.0], [1.0], 1, 1.0) for name in coserving.POLICIES}
     load = OnlineLoad(1.0, 1.0, 1.0, PartLengths.part_of_paper(16))
     outcome = LoadOutcome(load, TurnTargets(1.0, 1.0), got, {name: [] for name in got})
@@ -110,14 +110,14 @@ def test_the_json_keys_of_the_coserving_benchmark_are_unchanged() -> None:
         safepoint_cost abort_p99_layers profile_error_p50 profile_error_p90""")
 
 
-def test_the_json_keys_of_the_batch_and_placement_benchmarks_are_unchanged() -> None:
+def test_the_batch_and_placement_benchmarks_keep_their_json_keys() -> None:
     assert set(Phase().to_json()) == keys("""
         turns refused ttft_p50_s ttft_p90_s ttft_p99_s tbt_p50_s tbt_p90_s tbt_p99_s offline_done
         offline_failed offline_tokens_per_s""")
     assert set(placement.percentiles([1.0])) == keys("p50_us p90_us p99_us p99.9_us")
 
 
-def test_the_json_keys_of_the_tenants_benchmark_are_unchanged() -> None:
+def test_the_tenants_benchmark_keeps_its_json_keys() -> None:
     seen = tenants.VictimSeen([1.0], [1.0])
     assert set(tenants.figures_of(seen, seen, Counter({"beam 500": 2}), 1.1)) == keys("""
         engine_memory_vs_idle internal_errors
@@ -126,7 +126,7 @@ def test_the_json_keys_of_the_tenants_benchmark_are_unchanged() -> None:
         victim_ttft_p99_alone_s victim_ttft_p99_beside_s victim_turns_alone victim_turns_beside""")
 
 
-def test_the_json_keys_of_the_availability_benchmark_are_unchanged() -> None:
+def test_the_availability_benchmark_keeps_its_json_keys() -> None:
     killed = (process.name for process in availability.PROCESSES)
     rows = [availability.Unavailability(name, "new", 1.0, 0.5, 0.0, None, False) for name in killed]
     assert set(availability.figures_of(rows)) == keys("""
@@ -134,14 +134,14 @@ def test_the_json_keys_of_the_availability_benchmark_are_unchanged() -> None:
         decoder_new prefiller_new over_budget""")
 
 
-def test_the_figures_of_copies_to_the_disk_keep_their_json_keys() -> None:
+def test_measured_copies_to_the_disk_keep_their_json_keys() -> None:
     assert set(disk_copies(KvSize(layers=1, blocks=2, rounds=1))) == keys("""
         disk_dd_write_gbs disk_dd_read_gbs disk_write_gbs disk_read_gbs disk_copy_vs_dd
     """)
 
 
 @pytest.mark.timeout(400)  # a process that imports torch takes a minute on busy cores
-def test_the_figures_of_copies_of_kv_keep_their_json_keys() -> None:
+def test_measured_copies_of_kv_keep_their_json_keys() -> None:
     assert set(measure_copies(KvSize(layers=1, blocks=2, rounds=1))) == keys("""
         host_plain_store_gbs host_plain_restore_gbs host_one_call_gbs host_store_gbs host_restore_gbs
         host_copy_vs_memcpy transfer_direct_gbs transfer_staged_gbs staged_transfer_vs_direct

@@ -20,7 +20,7 @@ print("found", json.dumps(measure(("plain", "decodes", "prompts"), (2,), 1, 24)[
 
 
 @pytest.mark.engine
-def test_measured_steps_last_as_long_as_the_simulated_device_takes() -> None:
+def test_a_step_lasts_as_long_as_its_simulated_device_computes() -> None:
     done = subprocess.run(
         [sys.executable, "-c", MEASURE],
         env={**os.environ, "PYTHONPATH": str(ROOT)},

@@ -43,7 +43,9 @@ def endpoint(**timing: float) -> Iterator[PlayedEngine]:
         loop.close()
 
 
-def test_a_run_writes_figures_of_every_load(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_run_of_the_peers_benchmark_writes_figures_for_every_load(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     turns = (TraceTurn(200, 0, 8), TraceTurn(60, 208, 8, 0.01))
     trace = tmp_path / "two.jsonl"
     found = (TraceConversation(f"c{number}", float(number), turns) for number in range(4))

@@ -36,7 +36,7 @@ def test_a_profile_row_counts_only_the_iterations_and_time_of_its_part_of_a_play
     assert row.model + row.scheduling + row.waiting + row.other == pytest.approx(1.0)
 
 
-def test_the_cost_of_an_iteration_is_found_from_iterations_of_different_sizes() -> None:
+def test_the_cost_of_an_iteration_is_fitted_to_iterations_of_different_sizes() -> None:
     sizes = [(1, 0), (8, 0), (4, 100), (0, 300), (2, 50), (16, 200)]
     found = [
         event
@@ -58,12 +58,12 @@ def written(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
     engine_probe.open_files.clear()
 
 
-def test_vllm_finds_the_plugin_in_its_folder(written: Path) -> None:
+def test_vllm_finds_the_profiling_plugin_in_its_folder(written: Path) -> None:
     (plugin,) = importlib.metadata.entry_points(group=engine_probe.GROUP, name="conserve_probe")
     assert plugin.load() is engine_probe.install
 
 
-def test_a_timed_method_writes_what_it_did_and_returns_its_result(written: Path) -> None:
+def test_a_method_with_a_probe_writes_an_event_and_returns_its_result(written: Path) -> None:
     class Output:
         def __init__(self) -> None:
             self.num_scheduled_tokens = {"a": 1, "b": 200, "c": 1}

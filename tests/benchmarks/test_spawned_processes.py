@@ -35,7 +35,7 @@ def test_counts_of_a_process_that_has_ended_are_returned() -> None:
         assert arrived(pipe) == {"flood 200": 3}
 
 
-def test_long_text_has_the_wanted_length_and_a_beginning_of_its_own() -> None:
+def test_long_texts_of_two_streams_begin_differently() -> None:
     first, second = (long_text(name, 250_000) for name in ("a", "b"))
     assert len(first) == len(second) == 250_000
     assert first[:20] != second[:20]

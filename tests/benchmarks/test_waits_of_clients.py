@@ -21,7 +21,7 @@ def rows(made: SteadyClients, process: str) -> dict[str, Unavailability]:
 QUIET = [one / 2 for one in range(21)]
 
 
-def test_a_wait_that_overlaps_the_given_time_is_measured_as_a_whole() -> None:
+def test_a_wait_that_overlaps_the_given_time_counts_with_its_whole_length() -> None:
     client = SteadyClient(NEW, "c", [1.0, 2.0, 9.0, 9.5, 25.0, 25.5])
     assert client.longest_wait(10.0, 20.0) == (9.5, 25.0)
     assert client.longest_wait(3.0, 9.2) == (2.0, 9.0)
@@ -36,7 +36,7 @@ def test_the_longest_wait_without_faults_is_subtracted_from_a_wait_after_a_kill(
     assert found[STREAM].longest_wait_s == 10.0, "until the end of the watch"
 
 
-def test_a_stream_that_ends_early_exceeds_the_budget_of_an_engine_but_not_of_a_gateway() -> None:
+def test_a_cut_stream_exceeds_the_budget_of_a_killed_engine_but_not_of_a_gateway() -> None:
     made = clients(**{kind: [*QUIET, *(10 + one for one in QUIET)] for kind in (NEW, BOUND, STREAM)})
     made.clients[-1].failures.append((11.0, "cut"))
     assert rows(made, "decoder")[STREAM].over_budget
@@ -44,7 +44,7 @@ def test_a_stream_that_ends_early_exceeds_the_budget_of_an_engine_but_not_of_a_g
     assert not any(row.over_budget for row in rows(made, "decoder").values() if row.clients != STREAM)
 
 
-def test_a_wait_counts_for_the_last_kill_until_the_next_fault() -> None:
+def test_waits_between_a_kill_and_the_next_fault_count_for_the_kill() -> None:
     made = clients(**{kind: [*QUIET, 13.0, 13.5, 20.0, 20.5] for kind in (NEW, BOUND, STREAM)})
     begun = [(10.1, Fault("kill", "a")), (14.0, Fault("stop", "b", 3.0)), (20.2, Fault("kill", "a"))]
     waits = unavailable_s(made, begun, (0.0, 10.0), 20.6)
