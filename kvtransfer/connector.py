@@ -236,7 +236,7 @@ class ConServeConnector(KVConnectorBase_V1, SupportsHMA):
         return False, params or None
 
     def has_pending_push_work(self) -> bool:
-        """Make an engine without requests step while one of the plugins needs it."""
+        """Return whether a plugin needs a step, so that vLLM steps even without requests."""
         return any(side.needs_step() for side in self._schedulers.values())
 
     def reset_cache(self) -> bool:

@@ -22,7 +22,7 @@ class GrowingRequests:
         self._due: dict[int, list[str]] = {}  # step -> requests to look at
 
     def of_step(self, output: Any, requests: Mapping[str, tuple[Any, ...]]) -> list[str]:
-        """Return the requests to examine in this step. Values of `requests` begin with vLLM's request."""
+        """Return the requests to examine in this step. Values of `requests` begin with vLLM's object."""
         self._step += 1
         scheduled = output.num_scheduled_tokens
         admitted = output.scheduled_new_reqs or output.scheduled_cached_reqs.resumed_req_ids

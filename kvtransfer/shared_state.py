@@ -189,8 +189,8 @@ class SharedKvState:
 
         A conversation displaces checkpoints of offline work first, then the idle conversation that was least
         recently used. If conversations move to the disk, the block waits for a move instead. Offline work
-        displaces nothing. Without a checkpoint it only computes more after a preemption, and so would the
-        offline request that it displaces.
+        displaces no blocks: an offline request without a checkpoint only computes more after a preemption,
+        and so would the request whose checkpoint it took.
         """
         slot = self.host.begin_store(block)
         if slot is not None or owner.offline:

@@ -18,8 +18,9 @@ from placement.scheduling.prompt_order import PromptRate
 
 @dataclass(slots=True)
 class PromptSpeed:
-    """Measured speed at which the engine computes prompts. Set by the schedulers in
-    `workers/engine/coserving`.
+    """Measured speed at which the engine computes prompts.
+
+    The schedulers in `workers/engine/coserving` set it.
     """
 
     rate: PromptRate = field(default_factory=PromptRate)

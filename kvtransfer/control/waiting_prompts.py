@@ -65,14 +65,14 @@ class WaitingPrompts:
         self._held.pop(request_id, None)
 
     def tokens_to_compute(self, request: Any) -> int:
-        """Return the prompt tokens that an online request needs before its first token."""
+        """Return how many prompt tokens an online request still has to compute before its first token."""
         if request.priority > 0 or request.num_output_tokens:
             return 0
         found = max(request.num_computed_tokens, self._found.get(request.request_id, 0))
         return int(max(0, request.num_prompt_tokens - found))
 
     def missing_kv_tokens(self, request: Any) -> int:
-        """Return the tokens of KV that a waiting online request needs before it can run."""
+        """Return how many more tokens of KV a waiting online request needs before it can run."""
         if request.priority > 0 or (request.num_output_tokens and request.status == RequestStatus.RUNNING):
             return 0
         has = self.blocks_of([request]) * self._block_tokens or self._held.get(request.request_id, 0)

@@ -238,7 +238,7 @@ class OwnedBlocks:
         return True
 
     def reclaim(self, pool_block: Any) -> bool:
-        """Take a pool block out of the eviction order, for use; return False if it was not in it."""
+        """Take a pool block out of the eviction order, to use it; return False if it had no place there."""
         found = self._lists.pop(pool_block.block_id, None)
         if found is None:
             return False

@@ -115,7 +115,7 @@ class RetainedConversation:
 
     @property
     def used_at(self) -> float:
-        """Return the time by which idle conversations are ordered for eviction, oldest first."""
+        """Return when the conversation was used last, or when its turn is due if it was prefetched."""
         return max(self.last_used, self.due_at)
 
     @property

@@ -123,7 +123,7 @@ class Exports:
             self.memory.publish(partial(self.wrote, layer, self.written))
 
     def wrote(self, layer: int, written: Iterable[Written]) -> None:
-        """Record that a layer of these prompts can be read, unless their blocks have a new generation."""
+        """Record that a layer of the prompts in `written` can be read, unless their generation is old."""
         with self._changed:
             for progress in written:
                 export = self._exports.get(progress.transfer_id)

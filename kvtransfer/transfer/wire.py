@@ -51,7 +51,7 @@ class TransferRefused(KVTransferError):
 
 
 class Signer(Enum):
-    """Side of a connection. It is part of what is signed, so a proof cannot be sent back to its author."""
+    """Side of a connection that signs a proof. The proof names it, so that no proof can be sent back."""
 
     CONSUMER = b"consumer"
     PRODUCER = b"producer"
@@ -278,7 +278,7 @@ class Channel:
             send_all(self._peer, [memoryview(head + seal.tag(head)), *views], until)
 
     def receive(self) -> tuple[FrameHeader, bytes]:
-        """Receive a frame and its payload; for BLOCKS the payload is the tag of the blocks that follow."""
+        """Receive a frame; return its header, and its payload or the tag of the blocks that follow."""
         start = receive_exactly(self._peer, _HEADER.size, self._until)
         kind, version, layer, first, count, generation = _HEADER.unpack(start)
         if version != VERSION:
