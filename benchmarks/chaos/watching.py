@@ -1,4 +1,4 @@
-"""Watches the fleet and a batch during a run: counts, results, and whether anything is left behind."""
+"""Watches the fleet and a batch during a run, and finds lines or blocks that are lost or left behind."""
 
 import asyncio
 import time

@@ -149,7 +149,7 @@ def rows_of(requests: int, rounds: Sequence[Round]) -> list[dict[str, Any]]:
 
 
 def figures(rows: Sequence[Mapping[str, Any]]) -> dict[str, float]:
-    """Return the ratios of each variant to plain vLLM: by number of requests, and the greatest of these."""
+    """Return each variant's ratios to plain vLLM: one for each number of requests, and the greatest."""
     named: dict[str, float] = {}
     for name in (one for one in VARIANTS if one != "plain"):
         for figure in ("vs_plain", "host_vs_plain"):

@@ -212,8 +212,8 @@ class PolicyBench:
     async def compare(self, load: OnlineLoad, policies: tuple[str, ...], runs: int) -> LoadOutcome:
         """Let every policy serve the same arrivals, `runs` times.
 
-        The targets are the baseline's P99 in runs before these, which are not compared. All policies have the
-        same number of requests, because a P99 depends on their number.
+        The targets are the baseline's P99 in earlier runs, whose results are not compared. All policies have
+        the same number of requests, because a P99 depends on their number.
         """
         names = (BASELINE, *(name for name in policies if name != BASELINE))
         alone = Experienced()

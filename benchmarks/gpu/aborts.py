@@ -12,7 +12,7 @@ from kvtransfer.side_stream import cuda_of
 
 
 def safepoints(device: str) -> Figures:
-    """Measure aborts whose signal comes just after a layer's check, which is the worst moment."""
+    """Measure how long aborts take whose signal comes just after a layer's check, the worst moment."""
     rounds = 40 if device == "cuda" else 3
     layers = DecodeLayers(device, whole=False)
     with abortable_steps(device, layers) as abortable:

@@ -83,7 +83,7 @@ async def measure_engine(name: str, device: str, log: ResultLog) -> None:
 
 
 async def measure_handover(made: "RunFolder", log: ResultLog) -> None:
-    """Measure prompts that one engine computes and another answers. Both share the GPU's memory."""
+    """Measure prompts that one engine computes and another answers, with half of the GPU for each."""
     half = {"gpu_memory_utilization": 0.4} if made.device == "cuda" else {}
     async with (
         started("prefiller", EngineVariant(prefills=True, options=half), made, log) as prefills,

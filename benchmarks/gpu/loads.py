@@ -199,7 +199,7 @@ async def turns_beside_offline_work(under: EngineUnderTest) -> Figures:
 
 
 async def answers_beside_aborts(under: EngineUnderTest) -> Figures:
-    """Compare greedy answers with those given while each of them aborts offline iterations."""
+    """Compare greedy answers with answers of the same requests while these abort offline iterations."""
 
     async def anew() -> list[EngineAnswer]:
         await under.llm.reset_prefix_cache()

@@ -1,4 +1,4 @@
-"""Pages of parameters that become KV and parameters again, under a CUDA graph that was captured before."""
+"""Measures how fast pages of parameters become KV and parameters again, without a new CUDA graph."""
 
 import time
 from collections.abc import Callable

@@ -7,7 +7,7 @@ Variant = TypeVar("Variant")
 
 
 def rotated(variants: Sequence[Variant], number: int) -> list[Variant]:
-    """Return the variants of round `number`, which starts with the next variant in each round."""
+    """Return the variants in rotated order: each round begins with another one than the round before."""
     first = number % max(len(variants), 1)
     return [*variants[first:], *variants[:first]]
 

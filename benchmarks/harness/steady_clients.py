@@ -1,4 +1,4 @@
-"""Small clients that ask a fleet all the time, and the longest time that a client waited for a token."""
+"""Small clients that ask a fleet all the time, and measure how long they wait for a token."""
 
 import asyncio
 import time

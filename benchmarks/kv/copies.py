@@ -122,7 +122,7 @@ def _pause(limit: float) -> None:
 
 
 def transfers(size: KvSize) -> dict[str, float]:
-    """Measure how fast one prompt crosses a connection within this process: in place, encrypted, staged."""
+    """Measure how fast a prompt crosses a connection in this process: in place, encrypted and staged."""
     theirs, mine = size.make(True), size.make(False)
     staged = [StagedBlockMemory(kv, size.blocks, WINDOW_BYTES, None) for kv in (theirs, mine)]
     direct = [HostBlockMemory(kv, size.blocks) for kv in (theirs, mine)]
