@@ -23,7 +23,7 @@ class Decoding:
 
 
 class OverlappedSteps:
-    """Random steps; up to `in_flight` steps are scheduled before the result of the first of them arrives."""
+    """Random steps; up to `in_flight` steps are scheduled before the first one's result arrives."""
 
     def __init__(self, in_flight: int) -> None:
         self.requests: dict[str, tuple[Decoding]] = {}

@@ -298,7 +298,7 @@ def test_only_the_modules_in_contacts_use_private_names_of_vllm_or_patch_it() ->
         ("class A:\n    def f(self):\n        self._a = 1\n        return self._a", []),
     ],
 )
-def test_private_uses_and_patches_of_vllm_are_found(source: str, found: list[str] | None) -> None:
+def test_the_check_finds_private_uses_and_patches_of_vllm(source: str, found: list[str] | None) -> None:
     wanted = sorted(["free_block_queue", "iter_blocks_after"]) if found is None else found
     assert sorted(set(contacts(source))) == wanted
 

@@ -102,7 +102,7 @@ def test_a_refused_registration_is_counted_and_its_block_is_still_copied(
     assert all(torch.equal(layer[[6, 7]], was[[3, 2]]) for layer, was in zip(device, before, strict=True))
 
 
-def test_a_closed_copier_unregisters_memory_and_refusals_are_counted() -> None:
+def test_the_worker_counts_refusals_and_unregisters_memory_at_its_end() -> None:
     device = [torch.randn(12, 2, 16, 10) for _ in range(2)]
     registry = RegistryLog(refuses=1)
     context = SimpleNamespace(

@@ -293,7 +293,9 @@ def test_all_steps_use_piecewise_graphs_if_they_cannot_be_chosen_per_step(
     connector.shutdown()
 
 
-def test_without_piecewise_graphs_no_graphs_are_used(make: Make, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_steps_run_without_graphs_if_there_are_no_piecewise_graphs(
+    make: Make, monkeypatch: pytest.MonkeyPatch
+) -> None:
     engine = make(coserving())
     monkeypatch.setattr(CudagraphDispatcher, "dispatch", changed)
     compilation = engine.vllm_config.compilation_config

@@ -58,7 +58,7 @@ def test_blocks_the_consumer_has_are_not_sent(exports: Exports) -> None:
     assert exports.wait_ready(reader, 0).runs == [(0, 2, [9]), (1, 2, [9])]
 
 
-def test_an_expired_lease_is_refused_even_during_a_read(exports: Exports, clock: Clock) -> None:
+def test_a_read_is_refused_after_the_lease_even_if_it_began_before(exports: Exports, clock: Clock) -> None:
     opened = exports.open("t", [[1]], total_tokens=16, prompt="p")
     fill(exports, 16, opened)
     reader = exports.attach("t", "p", skip=[0], wait_s=0)

@@ -1,4 +1,4 @@
-"""A prompt sent over several connections arrives completely and once, and ends on all of them together."""
+"""A prompt sent over several lanes arrives completely and once, and a failure ends all its lanes."""
 
 import dataclasses
 import time
