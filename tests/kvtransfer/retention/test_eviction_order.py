@@ -47,7 +47,7 @@ def _retention_order(conversation: RetainedConversation) -> tuple[Any, ...]:
 
 
 def windowed(blocks: int) -> int:
-    """Return the first block that a group with a window of two blocks keeps of so many blocks."""
+    """Return the first block that a group with a window of two blocks keeps of `blocks` blocks."""
     return max(0, blocks - 2)
 
 
