@@ -30,14 +30,14 @@ class MemoryLimit:
     def of(
         cls, memory_gib: float | None, kv_gib: float, idle_bytes: int, machine_bytes: int
     ) -> "MemoryLimit":
-        """Return a limit of `memory_gib`, or of idle memory, KV on the host and a quarter of the machine."""
+        """Return a limit of `memory_gib`; if None, of idle memory, host KV and a quarter of the machine."""
         if memory_gib is not None:
             return cls(int(memory_gib * GIB), idle_bytes)
         grown = idle_bytes + kv_gib * GIB + _GROWTH_SHARE * machine_bytes
         return cls(int(min(grown, _MOST_SHARE * machine_bytes)), idle_bytes)
 
     def reached(self, has_bytes: int) -> str:
-        """Return a sentence that says by how much `has_bytes` exceeds the limit, empty if it does not."""
+        """Return an error that compares `has_bytes` with the limit, empty if the limit is not exceeded."""
         if has_bytes <= self.limit_bytes:
             return ""
         has, limit, idle = (value / GIB for value in (has_bytes, self.limit_bytes, self.idle_bytes))
@@ -56,7 +56,7 @@ def machine_bytes() -> int:
 
 
 def session_bytes(leader: int, enough: int = 0) -> int:
-    """Return the memory of the session that `leader` leads; up to `enough`, an upper bound will do."""
+    """Return the memory of the session that `leader` leads, or an upper bound that is at most `enough`."""
     pids = list(_session(leader))
     upper = sum(map(_unshared_bytes, pids))
     return upper if upper <= enough else sum(map(_exact_bytes, pids))

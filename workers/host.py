@@ -49,7 +49,7 @@ class Lease:
     """
 
     def __init__(self, file: Path, seconds: float, record: Path, supervisor: str) -> None:
-        """Take the lease. `supervisor` is the value of its environment variable, empty if it is not set."""
+        """Take the lease. `supervisor` has the supervisor's pid and start time, or is empty without one."""
         self._file, self._seconds, self._record = file, seconds, record
         pid, _, started = supervisor.partition(" ")
         self._supervisor = (int(pid), float(started)) if supervisor else None

@@ -25,7 +25,7 @@ class WorkerError(Exception):
 
 
 class Backoff:
-    """Wait before a restart: it doubles from `first_s` to `longest_s`; `calm_s` of serving resets it."""
+    """Wait before a restart, which doubles from `first_s` to `longest_s`. `calm_s` of serving resets it."""
 
     def __init__(self, first_s: float, longest_s: float, calm_s: float) -> None:
         self._first, self._longest, self._calm = first_s, longest_s, calm_s
@@ -97,7 +97,7 @@ def start(
 
 
 def with_our_packages(environ: Mapping[str, str]) -> dict[str, str]:
-    """Return the environment with this checkout first in PYTHONPATH, and absolute paths."""
+    """Return the environment with a PYTHONPATH of absolute paths, the first of which is this checkout."""
     parts = [part for part in environ.get("PYTHONPATH", "").split(os.pathsep) if part]
     absolute = [os.path.abspath(part) for part in parts]
     return {**environ, "PYTHONPATH": os.pathsep.join(dict.fromkeys((SOURCE, *absolute)))}
@@ -119,7 +119,7 @@ def write_atomically(file: Path, content: str | bytes, mode: int = 0o666) -> Non
 
 
 class LogOnChange:
-    """Log function that drops repetitions of the last text. An empty text is not logged, and ends them."""
+    """Log function that drops repetitions of a text. After an empty text, the same text is logged again."""
 
     def __init__(self, say: Callable[[str], None]) -> None:
         self._say = say

@@ -19,7 +19,7 @@ def is_event_stream(message: Message) -> bool:
 
 
 async def answer_json(send: Send, status: int, body: bytes) -> None:
-    """Send a whole JSON answer."""
+    """Send an answer with this status and with `body`, which is JSON."""
     headers = [(b"content-type", b"application/json"), (b"content-length", b"%d" % len(body))]
     await send({"type": "http.response.start", "status": status, "headers": headers})
     await send({"type": "http.response.body", "body": body})

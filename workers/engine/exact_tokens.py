@@ -257,7 +257,7 @@ class ExactTokens:
     async def _exact(
         self, llm: Any, conversation: str, rendered: Tokens, transferred: bool
     ) -> tuple[Tokens, Place]:
-        """Return the tokens to compute, and the place up to which they are the remembered tokens."""
+        """Return the prompt's tokens, and the place up to which they come from the remembered turn."""
         if self._vocabulary is None:
             self._vocabulary = asyncio.ensure_future(asyncio.to_thread(self._vocabulary_of, llm))
         plain, last = (rendered, Place(0, 0)), self._conversations.get(conversation)

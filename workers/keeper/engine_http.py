@@ -61,7 +61,10 @@ class EngineHttp:
         return EngineFacts(kv_tokens=blocks * tokens, block_tokens=tokens, max_context=context)
 
     async def first(self, timeout_s: float) -> None:
-        """Send the engine's first request: a short one, because an engine can crash on a transferred one."""
+        """Send the engine's first request, which is short and has no KV transfer.
+
+        A KV transfer in the first request can crash an engine.
+        """
         if self._embeds:
             await self._ask("embeddings", {"input": "warm up"}, timeout_s)
         else:
@@ -71,8 +74,8 @@ class EngineHttp:
     async def warm(self, timeout_s: float, prompt_tokens: int) -> None:
         """Send prompts of up to `prompt_tokens` tokens, within the time limit.
 
-        So memory is touched, kernels are compiled and the latency model has samples before the first user
-        comes.
+        These prompts touch the memory, compile kernels and give the latency model samples before the first
+        user comes.
         """
         if self._embeds:
             return

@@ -67,7 +67,7 @@ class KvSender:
 async def _ask(
     http: aiohttp.ClientSession, address: str, body: Mapping[str, Any], headers: Mapping[str, str]
 ) -> int:
-    """Send a request to the engine, and return how many tokens of the prompt it did not have to compute."""
+    """Send a request to an engine, and return how many tokens of the prompt the engine did not compute."""
     async with http.post(f"http://{address}/v1/completions", json=body, headers=headers) as answer:
         if answer.status != 200:
             raise ValueError(f"{address} answers {answer.status}: {(await answer.text())[:300]}")

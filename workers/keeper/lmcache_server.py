@@ -43,7 +43,7 @@ class LmcacheServer:
         return hashlib.sha256(text.encode()).hexdigest()[:16]
 
     async def keep(self) -> None:
-        """Keep the server running until cancelled. The server ends one lease after the last keeper."""
+        """Keep the server running until cancelled. The server ends when no keeper renews its lease."""
         while True:
             try:
                 await asyncio.to_thread(self.ensure)
@@ -94,7 +94,7 @@ class LmcacheServer:
             yield
 
     def command(self, port: int, http_port: int) -> ProcessCommand:
-        """Return the command of LMCache's server: engines use `port`, health checks use `http_port`."""
+        """Return the command of LMCache's server. Engines use `port`, and health checks use `http_port`."""
         argv = [sys.executable, "-m", "lmcache.v1.multiprocess.http_server"]
         argv += ["--host", HOST, "--port", str(port), "--http-host", HOST, "--http-port", str(http_port)]
         argv += ["--l1-size-gb", str(self.gib), "--eviction-policy", "LRU"]

@@ -67,7 +67,7 @@ POWER_NOT_DONE = Counter(
 
 
 def from_zero(engine: str) -> None:
-    """Create all series at zero, so that Prometheus sees the first event of each as an increase."""
+    """Create all series of an engine at zero, so that Prometheus sees each first event as an increase."""
     for outcome in ("served", "failed", "adopted"):
         ENGINE_STARTS.labels(engine, outcome)
     for cause in ("exited", "unhealthy", "memory", "asked_to_end"):

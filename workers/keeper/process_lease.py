@@ -135,7 +135,7 @@ class LeasedProcess:
         return (self.directory / ASKED_TO_END).exists()
 
     def memory_bytes(self, enough: int = 0) -> int:
-        """Return the memory of the whole process tree; up to `enough`, an upper bound will do."""
+        """Return the memory of the whole process tree, or an upper bound that is at most `enough`."""
         return session_bytes(self.record.pid, enough)
 
     def idle_bytes(self) -> int:
@@ -183,7 +183,10 @@ def _rotate(log: Path) -> None:
 
 @asynccontextmanager
 async def start_slot(directory: Path, slots: int | None) -> AsyncIterator[None]:
-    """Hold one of `slots` file locks in `directory` (None: no limit). The lock of a dead holder is free."""
+    """Wait for one of `slots` file locks in `directory`, and hold it; the lock of a dead holder is free.
+
+    Without `slots` nothing limits starts.
+    """
     if slots is None:
         yield
         return

@@ -29,7 +29,7 @@ class StartFailed(WorkerError):
 
 @dataclass(frozen=True, slots=True)
 class RunningEngine:
-    """Process of an engine during one run, with its HTTP client and its part of the log."""
+    """Process of an engine during one run, with a client for it and the part of the log from this run."""
 
     engine: str
     process: LeasedProcess
@@ -58,7 +58,7 @@ class RunningEngine:
             await asyncio.sleep(settings.health_interval_s)
 
     async def warm(self, *, new: bool) -> EngineFacts:
-        """Send warm-up requests, the long ones only to a `new` engine, and return the engine's sizes."""
+        """Send a short request, and long ones if the engine is `new`; return the engine's sizes in tokens."""
         limit_s = self.settings.warm_limit_s
         try:
             facts = await self.http.facts(limit_s)

@@ -95,7 +95,7 @@ def locked_record(path: Path, boot: str) -> Iterator[LimitRecord]:
 
 @dataclass(frozen=True, slots=True)
 class WantedLimit:
-    """Wish for a limit of one GPU."""
+    """Power cap that its owner wants for one GPU."""
 
     gpu: str  # index or UUID
     cap_w: float
@@ -104,7 +104,7 @@ class WantedLimit:
 
 @dataclass(frozen=True, slots=True)
 class LimitChange:
-    """Step of a plan: a wanted limit, and the reason if it cannot be set."""
+    """Planned change of one GPU's limit, or the problem for which the limit will not be set."""
 
     gpu: Gpu | None
     wish: WantedLimit
@@ -121,7 +121,7 @@ def same(one_w: float, other_w: float) -> bool:
 
 
 def plan(gpus: Gpus, wishes: Sequence[WantedLimit], record: LimitRecord) -> list[LimitChange]:
-    """Return the changes that `apply` would make for these wishes."""
+    """Return a change for each wish, as `apply` would make it."""
     seen: dict[str, WantedLimit] = {}
     changes = []
     for wish in wishes:

@@ -100,7 +100,7 @@ class Gpus:
 
     @contextmanager
     def _errors(self, what: str) -> Iterator[None]:
-        """Convert NVML's errors to a PowerError that names the operation `what`."""
+        """Return a context that turns NVML's errors into a PowerError, which names the operation `what`."""
         nvml = self._nvml
         try:
             yield

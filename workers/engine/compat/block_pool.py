@@ -1,4 +1,4 @@
-"""vLLM's private names that change the size of its block pool; checked when an engine starts."""
+"""Access to private names of vLLM that resize its block pool, which are checked when an engine starts."""
 
 import time
 from collections import deque
@@ -98,7 +98,7 @@ def _is_cached(block: KVCacheBlock) -> bool:
 
 
 def _take_place(pool: Any, old: KVCacheBlock, new: KVCacheBlock) -> None:
-    """Move the references of `old` to `new`, and free `old`."""
+    """Move the hash and the reference count of block `old` to block `new`, and free `old`."""
     held = old.ref_cnt
     pool.evict_blocks({new.block_id})
     if old.block_hash is not None:
@@ -112,8 +112,8 @@ def _take_place(pool: Any, old: KVCacheBlock, new: KVCacheBlock) -> None:
 def start_over(scheduler: Any, blocks: int) -> None:
     """Recompute all requests in a pool of `blocks` blocks, because the KV of all blocks is lost.
 
-    vLLM itself frees the blocks of running requests, but raises if waiting requests hold blocks, as those do
-    whose KV was loaded and that wait for a place in the batch. So their blocks are freed here.
+    vLLM itself frees only the blocks of running requests. It raises if a waiting request holds blocks, for
+    example with loaded KV. So the blocks of waiting requests are freed here.
     """
     for request in scheduler.kv_holding_waiting:
         scheduler.kv_cache_manager.free(request)
@@ -141,12 +141,12 @@ def _set_size(scheduler: Any, blocks: int) -> None:
 def used_blocks(pool: Any) -> tuple[list[int], list[int]]:
     """Return the blocks that requests hold, and the blocks that only the prefix cache holds.
 
-    The latter are in reverse order of eviction.
+    The blocks of the prefix cache are sorted: the block that would be evicted last comes first.
     """
     held = [block.block_id for block in pool.blocks if block.ref_cnt and not block.is_null]
     return held, [block.block_id for block in reversed(list(free_queue(pool))) if _is_cached(block)]
 
 
 def evict_blocks(pool: Any, blocks: list[int]) -> None:
-    """Evict blocks from the prefix cache."""
+    """Evict these blocks from the prefix cache."""
     pool.evict_blocks(set(blocks))

@@ -50,7 +50,10 @@ Forward = Callable[..., Any]
 
 
 def wrap_forward(runner: GPUModelRunner, wrapper: Callable[[Forward], Forward]) -> None:
-    """Wrap the runner's forward pass, around existing wrappers but inside the connector's part."""
+    """Put `wrapper` around the runner's forward pass, outside all wrappers that it already has.
+
+    The connector's calls before and after a pass stay outside of it.
+    """
     runner._model_forward = wrapper(runner._model_forward)
 
 

@@ -162,7 +162,7 @@ class OpenScheduling:
             raise UnsupportedEngineError(f"this scheduler does not work with {'; '.join(named)}")
 
     def tokens_for(self, request: Request, computed: int, tokens: int) -> int:
-        """Return how many of the `tokens` that vLLM's limits leave a candidate, running or waiting, gets."""
+        """Return how many tokens a running or waiting request gets; `tokens` is the most that vLLM allows."""
         return tokens
 
     def _reserve_prefill_lookahead(
@@ -174,14 +174,14 @@ class OpenScheduling:
         return self.tokens_for(request, num_computed_tokens, int(tokens))
 
     def ask_policy(self, asks: bool) -> None:
-        """Let vLLM call `tokens_for` for every candidate of the next iteration, or for none."""
+        """Let vLLM call `tokens_for` for every request in the next iteration if `asks`, or else for none."""
         if asks:
             self.__dict__.pop("_reserve_prefill_lookahead", None)
         else:  # the calls for all requests would take a tenth of an iteration's time
             self.__dict__["_reserve_prefill_lookahead"] = super()._reserve_prefill_lookahead  # type: ignore[misc]
 
     def preempt(self, request: Request, now: float) -> None:
-        """Take all blocks and the place in the batch from a request, which vLLM resumes later."""
+        """Preempt a request: it loses all blocks and its slot in the batch, and vLLM resumes it later."""
         raise NotImplementedError("vLLM's own rules preempt here")
 
     def recorded(
@@ -279,7 +279,7 @@ class OpenScheduler(OverlappingScheduler):
 
     @contextmanager
     def only_result(self) -> Iterator[None]:
-        """Make the engine core schedule nothing while this context is open."""
+        """Return a context in which the engine core takes results but schedules no iteration."""
         self._only_result = True
         try:
             yield
@@ -290,7 +290,7 @@ class OpenScheduler(OverlappingScheduler):
         return not self._only_result and bool(super().has_requests())
 
     def unsupported(self) -> dict[str, bool]:
-        """Add the settings with which an aborted iteration cannot be rolled back."""
+        """Return the unsupported settings, with those that make it impossible to roll an iteration back."""
         config = self.vllm_config
         return {
             **super().unsupported(),

@@ -49,7 +49,7 @@ def nap_instead_of_spinning() -> None:
 
 
 def fork_engine_on_cpu() -> None:
-    """Patch this process and its forks: engine processes are forked, and a single worker has no process.
+    """Patch this process and its forks: they fork engine processes, and start none for a single worker.
 
     vLLM's CPU platform spawns processes whatever the environment says, even for a single worker. With this
     patch a single worker runs in the engine core's process, as on GPUs, so that no iteration waits for

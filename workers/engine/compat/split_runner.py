@@ -106,7 +106,7 @@ class DecoderModel:
 
 
 def decoder_of(runner: Any) -> DecoderModel:
-    """Return the parts of the runner's model, or raise if it is no model whose layers can be shared."""
+    """Return the parts of the runner's model, or raise if the model's layers cannot be shared."""
     if (name := type(runner.get_model()).__name__) not in SPLIT_MODELS:
         known = ", ".join(SPLIT_MODELS)
         raise OverloadConfigError(f"models that can be split are {known}, and this one is {name}")
@@ -277,7 +277,7 @@ def attention_on(runner: Any, names: list[str], batch: BatchKv, positions: torch
 
 
 def rename_blocks(runner: Any, moves: Mapping[int, int]) -> None:
-    """Change block numbers in the runner's records of requests."""
+    """Change block numbers in the runner's records of requests: `moves` maps old numbers to new ones."""
     table = runner.input_batch.block_table[0].block_table.np
     for request_id, request in runner.requests.items():
         (blocks,) = request.block_ids

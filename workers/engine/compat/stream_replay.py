@@ -75,7 +75,7 @@ AT_A_TIME = 32  # replayed outputs after which other streams of the server get t
 
 
 class GenerationObserver(Protocol):
-    """Observer of one HTTP request's generation, which may continue another engine's."""
+    """Observer of one HTTP request's generation, which may continue the generation of another engine."""
 
     replay: "ReplayedOutputs | None"
 
@@ -147,7 +147,7 @@ def behind(request: Any, tokens: Sequence[int]) -> Any:
 
 
 def _taken(request: Any) -> list[list[int]] | None:
-    """Remove the outputs of another engine from a request's parameters, and return them, None without any."""
+    """Remove another engine's outputs from a request's parameters; return them, or None if there are none."""
     params = request.sampling_params
     transfer = ((params.extra_args if params is not None else None) or {}).get("kv_transfer_params") or {}
     resume = transfer.pop("resume", None)

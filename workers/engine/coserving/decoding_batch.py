@@ -1,4 +1,4 @@
-"""Sums over the requests of a decoding batch, so that an iteration that repeats it need not visit each."""
+"""Sums over the requests of a decoding batch, so that a repeated batch need not be summed again."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
@@ -28,7 +28,7 @@ class DecodingBatch:
         return replace(self, online=self.online.next_tokens(), offline=self.offline.next_tokens())
 
     def iteration(self, model: LatencyModel, started: float) -> PendingIteration:
-        """Return the record of an iteration with this batch that cannot be aborted."""
+        """Return the record of an iteration that computes this batch and cannot be aborted."""
         work, online = self.online + self.offline, self.online
         return PendingIteration(
             started,

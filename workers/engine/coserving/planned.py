@@ -101,7 +101,7 @@ class PlannedScheduling(internals.OpenScheduling):
         self.sharing = split_scheduling(self, config.serving)
 
     def adapted(self, config: CoServingConfig) -> CoServingConfig:
-        """Return the engine's settings, changed as this scheduler needs them."""
+        """Return `config`, or a copy with the changes that this kind of scheduler needs."""
         return config
 
     def has_requests(self) -> bool:

@@ -154,7 +154,7 @@ def samples_of(records: list[IterationRecord], repeats: int) -> list[Sample]:
 
     Disturbances, such as another process on the core, only add to an iteration's time. So the lower quartile
     is nearer to the undisturbed time than the median. A shape that occurs less often than `repeats` is left
-    out: requests of one point happened to be computed in two iterations.
+    out: it arose by chance, when the requests of one point were computed in two iterations.
     """
     alike: dict[tuple[int, int, int], list[IterationRecord]] = defaultdict(list)
     for record in records:
@@ -202,7 +202,7 @@ def profile_of(samples: list[Sample], layers: int, now: float) -> Profile:
 
 
 def safepoint_every(layer_seconds: float, check_seconds: float, layers: int) -> int:
-    """Return the fewest layers between two checks with which they cost at most `CHECK_SHARE` of the time."""
+    """Return how many layers apart checks of the flag must be to cost at most `CHECK_SHARE` of the time."""
     if layer_seconds <= 0:
         return 1
     return max(1, min(layers, math.ceil(check_seconds / (CHECK_SHARE * layer_seconds))))

@@ -10,7 +10,7 @@ from workers.engine.coserving.planned import PlannedScheduling
 
 
 class PromptScheduling(PlannedScheduling):
-    """Scheduling without co-serving: a policy decides the order and the chunks of prompts, vLLM all else."""
+    """Scheduling without co-serving: a policy decides the order and the chunks of prompts, vLLM the rest."""
 
     def adapted(self, config: CoServingConfig) -> CoServingConfig:
         serving = ServingSettings("prompts_in_order", config.serving.slo, config.serving.margin)

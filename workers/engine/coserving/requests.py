@@ -44,7 +44,7 @@ class TrackedRequest:
 
     @property
     def deadline(self) -> float:
-        """Return when the next token is due."""
+        """Return when the next token of this request is due."""
         if self.last_token is None:
             return self.arrival + self.slo.ttft_s
         return self.last_token + self.slo.tbt_s
@@ -171,7 +171,7 @@ class TrackedRequests:
         return bool(self._together)
 
     def until_due(self, now: float) -> float:
-        """Return the seconds until a next token is due for an online request of the last iteration."""
+        """Return the seconds until an online request of the last decoding batch is due for its next token."""
         return self._together_at + self._together_tbt_s - now
 
     def served(self, requests: Sequence[Any] | None, now: float, decodes: bool = False) -> int:
@@ -203,7 +203,7 @@ class TrackedRequests:
         return late
 
     def _served_again(self, now: float) -> int:
-        """Record one more token for the requests served together; return how many online tokens were late."""
+        """Record a token for each request of a repeated iteration; return how many online tokens are late."""
         passed, self._together_at = now - self._together_at, now
         self._unsettled += 1
         if passed <= self._together_tbt_s:
@@ -244,7 +244,7 @@ class ArrivalWatch:
         return counts
 
     def on_arrival(self, request: Any) -> None:
-        """Ask the policy about an arrival, in the receiving thread, and raise the flag if it says so."""
+        """Raise the flag if the policy wants an abort for this arrival; called in the receiving thread."""
         try:
             self._judge(request)
         except Exception:

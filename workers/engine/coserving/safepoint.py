@@ -40,7 +40,7 @@ GAP_NS = 8  # at the last abort: time since the previous check
 
 
 def new_epoch() -> int:
-    """Return the first epoch of an engine, above all epochs that a crashed engine left in the page."""
+    """Return the first epoch of an engine, above all epochs that a crashed engine left in shared memory."""
     return time.time_ns() >> 20
 
 
@@ -71,7 +71,7 @@ class Flag:
         self.fields = memoryview(self._map).cast("q")
 
     def raise_for(self, epoch: int) -> None:
-        """Ask the workers to abort an iteration, if it still runs."""
+        """Ask the workers to abort the iteration with this epoch, if it still runs."""
         self.fields[RAISED_NS] = time.monotonic_ns()
         self.fields[RAISED] = epoch
 

@@ -42,7 +42,7 @@ class CoServingScheduler(PlannedScheduling, internals.OpenScheduler):
         return self.iteration is not None
 
     def waits_for_result(self) -> bool:
-        """Return whether the next iteration may be worth arming, for which no other may be in flight."""
+        """Return whether the next iteration may be worth arming; it then waits for the one in flight."""
         if not self._offline_prompts_arm or self._safepoint is None or not self._safepoint.arms:
             return False
         return self.needs_plan() and bool(self.guarded(self._offline_prompt_may_run))
@@ -57,7 +57,7 @@ class CoServingScheduler(PlannedScheduling, internals.OpenScheduler):
         return False
 
     def _decodes_need_no_plan(self) -> bool:
-        """Return whether this iteration needs no plan, given that nothing waits and all requests decode."""
+        """Return whether this iteration needs no plan. Nothing may wait, and all requests must decode."""
         pool, last, due_in_s, tbt_s = self.kv_cache_manager.block_pool, self.decoding, math.inf, math.inf
         online = offline = BatchWork()
         if self.tracked.offline_count:
@@ -137,7 +137,7 @@ class CoServingScheduler(PlannedScheduling, internals.OpenScheduler):
             self._safepoint.counts["coserving_unplanned"] += 1
 
     def _arriving(self, request: Any, now: float) -> RequestView:
-        """Return an arriving request as the policy sees it. Called in the thread that receives requests."""
+        """Return an arriving request as the policy sees it, in the thread that receives requests."""
         arguments = internals.extra_args(request)
         return RequestView(
             request.request_id,

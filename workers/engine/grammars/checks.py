@@ -37,7 +37,7 @@ class ProcessUnavailable(WorkerError):
 
 
 class GrammarChecks:
-    """Client of the compiling process in one event loop, which remembers outcomes."""
+    """Client of the compiling process for one event loop; it remembers the outcome of each grammar."""
 
     def __init__(self, address: str, budget: GrammarBudget) -> None:
         self._address, self._budget = address, budget
@@ -49,7 +49,7 @@ class GrammarChecks:
         self._under_way: dict[tuple[str, bytes], asyncio.Task[Outcome]] = {}  # by owner and digest
 
     async def check(self, vllm_config: Any, constraint: Outcome, owner: str) -> Outcome:
-        """Return the fields that vLLM's validation sets, or raise the error that the client is answered."""
+        """Return the fields that vLLM's validation sets, or raise the error that the client gets."""
         content = json.dumps(constraint, sort_keys=True).encode()
         digest = sha256(content).digest()
         outcome = self._known.get(digest)
@@ -204,7 +204,7 @@ class GrammarChecks:
 
 
 def _unavailable(why: str, status: int) -> GracefulHTTPError:
-    """Return the error for a client; its status is not 503, by which a gateway knows an ending engine."""
+    """Return the error for a client. No `status` may be 503, which tells a gateway that the engine ends."""
     return GracefulHTTPError(f"{why}; try again", HTTPStatus(status))
 
 

@@ -92,7 +92,7 @@ def serve(address: str, budget: GrammarBudget) -> None:
 def _answer(
     listener: socket.socket, connection: socket.socket, compiler: "GrammarCompiler", budget: GrammarBudget
 ) -> None:
-    """Compile one grammar in this fork and exit."""
+    """Compile the grammar that the connection sends, answer with the outcome, and end this fork."""
     try:
         listener.close()
         die_with_parent()
@@ -116,7 +116,7 @@ def _limit(budget: GrammarBudget) -> None:
 
 
 def _is_ours(connection: socket.socket) -> bool:
-    """Return whether the client runs as this user, which an abstract name does not ensure."""
+    """Return whether the client runs as the same user; an abstract socket name is open to every user."""
     credentials = connection.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, struct.calcsize("3i"))
     _, uid, _ = struct.unpack("3i", credentials)
     return bool(uid == os.getuid())

@@ -1,4 +1,4 @@
-"""Layer sharing in a worker: keeps its memory in pages, and runs its forward passes through other engines."""
+"""Layer sharing in a worker: memory is in pages, and forward passes also run through other engines."""
 
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
@@ -28,7 +28,7 @@ class PeerLost(ForwardEnded):
 
 
 class LayerSharing:
-    """Worker's part of dropping layers: memory is in pages, and passes run through the split's members."""
+    """Worker's part of dropping layers: it moves memory in pages, and runs passes through other engines."""
 
     def __init__(self, vllm_config: Any) -> None:
         verify(internals.WORKING)
@@ -47,7 +47,7 @@ class LayerSharing:
             yield
 
     def attach(self, runner: Any) -> None:
-        """Patch the runner of a loaded model so that it allocates KV in pages and runs through the group."""
+        """Patch a loaded model's runner: KV is allocated in pages, and passes may use other engines."""
         self._runner = runner
         internals.on_kv_allocated(runner, self._release_kv, self._allocate_in_pages)
         passes.wrap_forward(runner, self._through_group)
@@ -100,7 +100,7 @@ class LayerSharing:
         return dict(self._kv.views(blocks))
 
     def _through_group(self, forward: Callable[..., Any]) -> Callable[..., Any]:
-        """Wrap the model's forward pass, so that it runs through the group while layers are shared."""
+        """Wrap `forward` so that it runs through all engines of the split while layers are shared."""
 
         def forward_or_split(**inputs: Any) -> Any:
             model = self._model

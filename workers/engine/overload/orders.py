@@ -16,7 +16,7 @@ class SplitEvent(StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class DropOrder:
-    """Order to drop layers and share the rest with the members."""
+    """Order to drop layers, and to compute the kept layers for all members of the split."""
 
     epoch: int
     members: tuple[str, ...]  # host:port of each member's peer server, in the order of their parts

@@ -29,7 +29,7 @@ SplitOrder = DropOrder | RestoreOrder
 
 
 class OverloadScheduler(SchedulerSide):
-    """Scheduler side: a state machine that is whole, ordered to drop, split, or ordered to restore."""
+    """Scheduler side: a state machine. The engine is whole, told to drop, split, or told to restore."""
 
     def __init__(self, context: EngineContext) -> None:
         self._kv_state = context.kv_state
@@ -48,7 +48,7 @@ class OverloadScheduler(SchedulerSide):
 
     @property
     def pending(self) -> bool:
-        """Return whether a command waits or runs, for which even an idle engine must iterate."""
+        """Return whether a command waits or runs, so that even an idle engine has to run iterations."""
         return self.inbox.command is not None
 
     @property

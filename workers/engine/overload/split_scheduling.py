@@ -36,7 +36,7 @@ class SplitScheduling:
 
     @property
     def pending(self) -> bool:
-        """Return whether a command waits or runs, for which even an idle engine must iterate."""
+        """Return whether a command waits or runs, so that even an idle engine has to run iterations."""
         return self._side.pending
 
     @property

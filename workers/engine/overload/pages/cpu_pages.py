@@ -109,7 +109,7 @@ class CpuPageDriver:
         return bytes_at(address, nbytes, torch.device("cpu"))
 
     def host_tensor(self, nbytes: int) -> torch.Tensor:
-        """Allocate bytes on the host that the device can copy at full speed."""
+        """Return a new tensor of `nbytes` bytes on the host, which the device can copy at full speed."""
         return torch.empty(nbytes, dtype=torch.uint8)
 
     def _reserve(self, address: int | None, nbytes: int, flags: int) -> int:

@@ -98,7 +98,7 @@ def _aligned(nbytes: int) -> int:
 
 
 class RowsUnmapped(PageError):
-    """KV rows were named that have no memory now."""
+    """A call named KV rows that have no memory now."""
 
 
 class LayerKv:

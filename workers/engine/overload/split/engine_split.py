@@ -48,7 +48,7 @@ class EngineSplit:
         return int(self.runner.cache_config.block_size)
 
     def most_blocks(self, member: Membership) -> int:
-        """Return how many blocks each member's pool may have at most by this engine's memory."""
+        """Return how many blocks each member's pool may have so that this engine's memory suffices."""
         sizes = [self.weights.layer_bytes(layer) for layer in range(len(self.weights))]
         memory = EngineMemory(self.whole_blocks, self.kv.row_bytes, sizes, self.kv.memory.page_bytes)
         return min(memory.rows_that_fit(member.kept), self.kv.rows) // len(member.parts)
@@ -71,14 +71,14 @@ class EngineSplit:
             self._changed.notify_all()
 
     def share(self, member: Membership, used: list[int]) -> None:
-        """Turn the memory of dropped layers into KV rows of the kept ones, with `used` blocks on the host."""
+        """Copy dropped layers' KV of `used` blocks to the host; turn these layers' memory into KV rows."""
         self.weights.drop(member.dropped)
         self.kv.drop(member.dropped, used)
         self.kv.resize(member.kept, member.rows)
         self._bind_rows(member.rows)
 
     def make_whole(self, member: Membership) -> None:
-        """Restore the whole model in any phase, and the KV of dropped layers that is on the host."""
+        """Restore the dropped layers, with their KV as far as it is on the host, in any phase."""
         with self._changed:
             self.phase, self.member = SplitPhase.WHOLE, None
             self._changed.notify_all()
@@ -106,7 +106,7 @@ class EngineSplit:
     # Waits, in threads of the peer server
 
     def wait_for(self, message: Message, phase: SplitPhase) -> Membership:
-        """Wait until this engine reaches `phase` of the split of a message, and return its membership.
+        """Wait until this engine reaches `phase` of the split that a message names; return its membership.
 
         Raises SplitEnded if this split is over here, and PeerRefused if the phase is not reached in time.
         """

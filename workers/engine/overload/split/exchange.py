@@ -25,7 +25,10 @@ class KvExchange:
                 self._request(member, part, MessageKind.PUT, layer, rows, [values])
 
     def take(self, member: Membership, used: Mapping[int, int]) -> None:
-        """Fetch KV to the host. `used` maps current block numbers to the numbers that members know."""
+        """Fetch the KV of dropped layers from the members that keep these layers to the host.
+
+        `used` maps current block numbers to the numbers that the members know.
+        """
         blocks = list(used.items())
         for part, layer in member.keepers:
             for at in range(0, len(blocks), ROWS_PER_MESSAGE):

@@ -75,7 +75,7 @@ class PeerSettings:
 
 @dataclass
 class Membership:
-    """Part of this engine in one split, from the drop order on."""
+    """Record of one split in which this engine takes part, made when it is ordered to drop layers."""
 
     epoch: int
     part: int  # index of this engine's part
@@ -110,7 +110,7 @@ class Membership:
 
     @property
     def rows(self) -> int:
-        """Return the number of KV rows in a kept layer."""
+        """Return how many KV rows each kept layer has, over the regions of all members."""
         return len(self.parts) * self.blocks
 
     def region(self, part: int) -> int:

@@ -1,4 +1,4 @@
-"""Forward passes with shared layers: own batches through all members, peers' batches through own layers."""
+"""Forward passes with shared layers: own batches visit all members, and peers' batches the layers here."""
 
 import time
 from collections.abc import Mapping
@@ -40,7 +40,10 @@ class SplitPasses:
         positions: torch.Tensor,
         embedded: torch.Tensor | None,
     ) -> torch.Tensor:
-        """Return the model's hidden states, or raise a PeerError if a member cannot be reached."""
+        """Compute this engine's batch through all members in turn, and return the model's hidden states.
+
+        Raises a PeerError if a member cannot be reached.
+        """
         batch = internals.batch_in_model(self._block_tokens)
         assert batch is not None
         hidden = embedded if embedded is not None else self._model.embed(input_ids)

@@ -24,7 +24,7 @@ class PeerService:
         return handlers[message.kind](message)
 
     def meet(self, message: Message) -> Message:
-        """Wait until this engine has reached the phase, and return the facts that members compare."""
+        """Wait for the phase that a message names, and return the facts that members compare."""
         member = self._split.wait_for(message, SplitPhase(message.values["phase"]))
         if message.values.get("members") != list(member.members):
             raise PeerRefused(f"epoch {message.epoch} has other members here")

@@ -76,7 +76,7 @@ class SplitModel:
     def forward(
         self, input_ids: torch.Tensor, positions: torch.Tensor, embedded: torch.Tensor | None
     ) -> torch.Tensor | None:
-        """Return the model's hidden states, or None if a peer is lost; nothing may be sampled then."""
+        """Return the model's hidden states, or None if a peer is lost, so that the caller must not sample."""
         member = self.split.member
         assert member is not None
         try:
