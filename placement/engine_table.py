@@ -62,7 +62,7 @@ class EngineTable:
         self._number_from(row)
 
     def least(self, values: Column, count: int) -> list[int]:
-        """Return the rows of the `count` smallest finite values in order; make these values infinite."""
+        """Return the rows of the `count` smallest finite values in order; set these values to infinity."""
         rows: list[int] = []
         while len(rows) < count:
             row = int(values.argmin())

@@ -75,7 +75,7 @@ class EngineState:
     kv_per_conversation: int = 0  # for sliding windows and recurrent states, at any length
 
     def takes(self, tokens: int) -> int:
-        """Return the KV tokens that a conversation of `tokens` occupies."""
+        """Return the KV tokens that a conversation of `tokens` occupies on this engine."""
         return tokens * self.kv_per_token + self.kv_per_conversation
 
     @property
@@ -92,7 +92,7 @@ class EngineState:
 
 @dataclass(frozen=True, slots=True)
 class SplitState:
-    """State of an engine that can share its layers with others of its kind."""
+    """State of an engine that can share its layers with equal engines."""
 
     peer: str  # host:port at which the other members reach it
     shape: EngineShape

@@ -43,7 +43,7 @@ class HotDecoders:
         self._left_at[engine] = now
 
     def hottest(self, now: float) -> HotDecoder | None:
-        """Return the decoder with the longest wait, if moves would shorten it by enough."""
+        """Return the decoder with the longest wait, or None if moves would not shorten it by enough."""
         waits = {engine: wait.until(now) for engine, wait in self._waits.items()}
         if len(waits) < 2:
             return None

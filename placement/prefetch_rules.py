@@ -30,7 +30,10 @@ class PrefetchRules:
     patience_s: float = 30.0  # how long a prefetch waits for a busy engine
 
     def prefetch(self, announced_s: float | None, waits: Sequence[float]) -> "PrefetchTime | None":
-        """Return when to prefetch, or None for never. `announced_s`, if not None, overrides `waits`."""
+        """Return when to prefetch after a turn, or None for never.
+
+        `waits` are the conversation's earlier waits, which only count if `announced_s` is None.
+        """
         wait_s = announced_s
         if wait_s is None and len(waits) >= self.fewest_waits:
             quartile = sorted(waits)[len(waits) // 4]

@@ -121,7 +121,7 @@ def plan_drop(
 ) -> DropPlan:
     """Plan which of `groups` merge to gain `lacking_tokens` and the reserve, within `limits`.
 
-    An engine with a whole model is a group of one. All others stay as they are.
+    Only engines with whole models merge, each of which is a group of one. Other groups stay as they are.
     """
     # Among groups of one size the fullest goes first, because turns wait there.
     queue = [

@@ -1,8 +1,8 @@
 """Split orders: which decoders form groups that share their layers, and which groups restore their models.
 
-A new group consists of engines with whole models: two, or more if two do not gain enough KV. It stays as it
-is until it restores them. To grow, its engines would need whole models first, and the KV that they hold does
-not fit beside a whole model. Engines report what a drop needs (`SplitState`); `plan_drop` forms the groups.
+A new group consists of engines with whole models: two, or more if two do not gain enough KV. No other engine
+joins it later: its engines would need whole models first, and the KV that they hold does not fit beside a
+whole model. Engines report what a drop needs (`SplitState`); `plan_drop` forms the groups.
 """
 
 from collections import defaultdict
@@ -49,7 +49,7 @@ def split_orders(
     """Decide which groups drop layers and which restore them.
 
     Groups with an `unwilling` engine, which failed to carry out an order a while ago, are left as they are.
-    `silent` means that some decoder does not report. A group that seems to lack a member may have it there.
+    `silent` means that some decoder does not report. This may be the member that a group seems to lack.
     """
     groups = [group for group in _groups(decoders) if not any(one.engine in unwilling for one in group)]
     parts = tuple(_names(group) for group in groups if _lacks_a_member(group))

@@ -104,7 +104,10 @@ class DecoderPool:
                 self.release(key)
 
     def choose(self, tokens: int, preferred: str | None) -> DecoderChoice | None:
-        """Return the decoder for a conversation that needs `tokens`, or None if it fits on no decoder."""
+        """Return the decoder for a conversation of `tokens`, or None if the conversation fits on no decoder.
+
+        This is `preferred` if the conversation fits there, or else the decoder with the least KV in use.
+        """
         table = self._table
         in_use = table["live"] + table["reserved"]
         fits = in_use - table["idle"] <= table["open_limit"] - self._kv_of(tokens)

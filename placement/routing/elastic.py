@@ -90,7 +90,7 @@ class TransferCost:
     """Estimated cost of a transfer: the seconds per token that the prefill does not hide.
 
     The cost fades while there are no transfers. A high cost came more often from a busy decoder than from a
-    slow link, and must not prevent the transfers that would show a lower one. A transfer after the cost has
+    slow link, and must not prevent the transfers that would show a lower cost. A transfer after the cost has
     begun to fade is a retry. Each retry that confirms the cost makes it fade later.
     """
 
@@ -159,7 +159,7 @@ class ElasticRule(LeastKvRule):
         return self._where_sooner(choice._replace(prefiller=prefiller), turn.uncached_tokens)
 
     def estimate(self, decoder: str, tokens: int, prefiller: PrefillerOption | None) -> Estimates:
-        """Estimate when a prompt's first token comes if the decoder has to compute or to receive `tokens`."""
+        """Estimate the first token's time if the decoder computes `tokens` or gets them from `prefiller`."""
         remote_s = None
         if prefiller is not None:
             remote_s = self._prefill_s(prefiller, tokens) + self._transfer_cost.seconds(tokens)

@@ -1,4 +1,4 @@
-"""The placement rule of the conversation paper.
+"""Least-KV rule: the placement rule of the conversation paper.
 
 A conversation is bound to the decoder with the least KV in use among those where it fits. Its first prompt is
 computed by the prefiller that would finish it first.
@@ -73,7 +73,10 @@ class RoutingState:
     split_kv: dict[str, int] = field(default_factory=dict)  # decoder that shares its layers -> its KV tokens
 
     def need(self, turn: FirstTurn) -> int:
-        """Return the KV tokens to reserve for a first turn: its prompt and as many answers as can fit."""
+        """Return the KV tokens to reserve for a first turn: its prompt, and headroom for each answer.
+
+        There is headroom for fewer answers if no decoder could ever hold all of them.
+        """
         headroom, answers = self.settings.headroom_tokens, turn.answers
         while answers > 1 and not self.decoders.could_ever_hold(turn.prompt_tokens + answers * headroom):
             answers -= 1
@@ -106,7 +109,7 @@ class LeastKvRule:
         return choice
 
     def find(self, turn: FirstTurn, now: float) -> EngineChoice | Refusal:
-        """Return the best decoder and the best prefiller, no matter how long the prefiller's queue is."""
+        """Return the best engines for a first turn, no matter how long the prefiller's queue is."""
         settings, decoders = self.state.settings, self.state.decoders
         decoder = decoders.choose(self.state.need(turn), turn.preferred_decoder)
         if decoder is None:
@@ -154,7 +157,7 @@ class LeastKvRule:
         return EngineChoice(decoder, prefiller, decoders, {turn.prefix_on: turn.prefix_tokens})
 
     def unless_saturated(self, choice: EngineChoice) -> EngineChoice | Refusal:
-        """Refuse a turn that would wait for its prefiller for too long."""
+        """Return `choice`, or a refusal if the turn would wait for its prefiller for too long."""
         wait_s = choice.prefiller.chosen.wait_s if choice.prefiller.chosen else 0.0
         if wait_s <= (limit_s := self.state.settings.max_prefill_wait_s):
             return choice
@@ -175,7 +178,7 @@ class LeastKvRule:
         """Add an engine. `curve` is None if its speed is unknown."""
 
     def engine_down(self, engine: str) -> tuple[str, ...]:
-        """Remove an engine, and return the conversations that lose a reservation in a pool of this rule."""
+        """Remove an engine; return the conversations with KV reserved there in a pool of the rule's own."""
         return ()
 
     def observe(self, state: EngineState, last_seq: int, speed: EngineSpeed, now: float) -> None:
@@ -203,5 +206,5 @@ class LeastKvRule:
         return self.state.decoders.fill()
 
     def with_roles(self, signals: Signals) -> Signals:
-        """Return the signals, completed by the time that engines spend on work outside their role."""
+        """Return the signals with the time that engines spend on work outside their role added."""
         return signals

@@ -60,7 +60,7 @@ class Placer:
     # Engines
 
     def engine_up(self, info: EngineInfo) -> tuple[str, ...]:
-        """Add an engine, or its new epoch; return the conversations that lost a place on its former epoch."""
+        """Add an engine, or its new epoch; return the conversations lost with its former epoch."""
         policy, state, curve = self.settings.policy, self._state, self._curves.get(info.tier)
         if policy.prefills(info.role) and curve is None:
             raise MissingCurve(f"tier {info.tier!r} has no prefill curve; run `conserve profile`")
@@ -254,7 +254,7 @@ class Placer:
         return prompt_tokens - min(cached, prompt_tokens - 1)
 
     def prompt_arrived(self, prompt_tokens: int, now: float) -> None:
-        """Add the prefill time of a turn to the demand, once for each turn, placed or not."""
+        """Add the prefill time of an arrived turn to the demand, whether or not the turn is placed."""
         if not self.settings.policy.disaggregates:
             return
         seconds = self._state.prefillers.mean_prefill_s(prompt_tokens)

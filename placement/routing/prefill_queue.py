@@ -130,7 +130,7 @@ class PrefillQueues:
         return int(np.count_nonzero(self._table["closed"] == 0.0))
 
     def mean_prefill_s(self, tokens: int) -> float | None:
-        """Return the mean prefill time over the open engines, or None if no engine is open."""
+        """Return the mean prefill time of `tokens` over the open engines, or None if no engine is open."""
         open_, table = self._table["closed"] == 0.0, self._table
         if not open_.any():
             return None
@@ -261,7 +261,7 @@ class PrefillQueues:
             self._table["behind"][row] = 0.0
 
     def drop_placed_before(self, engine: str, before: float, now: float) -> None:
-        """Remove the prompts placed before `before`: the engine is idle, so their end was not reported."""
+        """Remove prompts placed before `before` from an idle engine's queue; their end was not reported."""
         for key in [k for k, queued in self._queues[engine].items() if queued.placed_at < before]:
             self.dequeue(key, now)
 
@@ -303,5 +303,5 @@ def _queued_seconds(queue: OrderedDict[str, QueuedPrefill], min_weight: float = 
 
 
 def _cost(option: PrefillerOption) -> float:
-    """Return the seconds until the prompt ends, with a surcharge on the prefill time (`RECOMPUTE_COST`)."""
+    """Return the seconds until the prefill ends, with a surcharge on its duration (`RECOMPUTE_COST`)."""
     return option.wait_s + (1 + RECOMPUTE_COST) * option.prefill_s

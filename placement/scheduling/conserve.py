@@ -183,7 +183,7 @@ def best_batch(model: LatencyModel, arrivals_per_s: float, max_tokens: int) -> i
 
 
 class Margin:
-    """Learned share of a target to keep free, so that only a share `beyond` of iterations exceeds it."""
+    """Learned share of a target to keep free, so that a share `beyond` of iterations misses the target."""
 
     step, most = 0.02, 0.5
 

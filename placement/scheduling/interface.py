@@ -114,7 +114,7 @@ class BatchBuilder:
         return self.model.max_tokens(self.work, 0, self.tokens_left, self.target_s)
 
     def take(self, request: RequestView, want: int) -> int:
-        """Return how many tokens of a candidate, at most `want`, join the batch, and count them as taken."""
+        """Add up to `want` tokens of a request to the batch, and return how many were added."""
         if not request.offline:
             return self._take_online(request, want)
         want = min(want, self.tokens_left, self.caps.get(request.key, want))

@@ -47,7 +47,7 @@ def share_online(
     sharing: PromptSharing,
     classes: ClassOrder,
 ) -> OnlineShare:
-    """Give every decoding request its token, and the time that is left to prompts in their order."""
+    """Plan one token for each decoding request, and the time that is left for prompts in their order."""
     decoding: list[RequestView] = []
     waiting: list[RequestView] = []
     for request in requests:
@@ -109,7 +109,7 @@ def prompts_in_order(
 
 
 def due(request: RequestView, model: LatencyModel, sharing: PromptSharing) -> float:
-    """Return when a prompt should end, earlier by its queue weight; prompts are sorted by it."""
+    """Return when a prompt should end, earlier by its queue weight. This time orders the prompts."""
     return sharing.due(model, request.arrival - request.queue_weight, request.pending, request.computed)
 
 
@@ -150,11 +150,11 @@ def stretched_iteration_s(
 ) -> float:
     """Return the best length of an iteration for decoding requests, within their TBT target `tbt_s`.
 
-    Long iterations pay the constant less often. But the longer a token takes, the more online requests decode
-    at once, and the prompts that arrive meanwhile are computed beside all of them. So when decoding costs
-    more than `decoding_per_constant` times the constant, offline work gets proportionally less of the time
-    that the target leaves. It keeps at least a quarter. Otherwise it would starve beside long conversations,
-    or with a profile whose constant is zero.
+    Long iterations pay the model's constant less often. But the longer a token takes, the more online
+    requests decode at once, and the prompts that arrive meanwhile are computed beside all of them. So when
+    decoding costs more than `decoding_per_constant` times the constant, offline work gets proportionally less
+    of the time that the target leaves. It keeps at least a quarter. Otherwise it would starve beside long
+    conversations, or with a profile whose constant is zero.
     """
     alone, constant = model.seconds(decoding), model.seconds(BatchWork())
     cost, worth = alone - constant, decoding_per_constant * constant

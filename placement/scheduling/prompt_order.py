@@ -43,7 +43,7 @@ class PromptSharing:
     def iteration_s(self, decoding_s: float) -> float:
         """Return how long an iteration with prompts may take if decoding alone takes `decoding_s`.
 
-        Prompts get half of the time at least where the target leaves less, so that they end.
+        Where the TBT target leaves less, prompts get half of the iteration all the same, so that they end.
         """
         return max(self.tbt_s, decoding_s * 2)
 
@@ -82,5 +82,5 @@ class PromptRate:
 
     @property
     def tokens_per_s(self) -> float:
-        """Return the prompt tokens per second, 0 before the first prompt."""
+        """Return the rate in prompt tokens per second, or 0 before the first prompt."""
         return self._tokens / self._seconds if self._seconds else 0.0

@@ -40,11 +40,11 @@ class Signals:
 
     @property
     def for_prompts(self) -> float:
-        """Return the time that running turns of prefillers and decoders leave to prompts, in engines."""
+        """Return the time that running turns leave to prompts, in engines: 1.5 is one and a half engines."""
         return max(0.0, self.prefillers - self.kept) + (self.lent or 0.0)
 
     def saturates_in_s(self, longest_wait_s: float) -> float:
-        """Return the seconds until the shortest queue is that long, infinite if it does not grow."""
+        """Return the seconds until the shortest queue reaches `longest_wait_s`, or infinity if never."""
         if self.prefill_wait_s >= longest_wait_s:
             return 0.0
         growth = self.prefill_load - 1.0
@@ -131,7 +131,7 @@ class TierLoad:
     enough: int  # engines that could carry the load at the target load each
 
     def missing(self, limits: Thresholds) -> int:
-        """Return how many engines to add, 0 if the load is not high."""
+        """Return how many engines the role lacks, or 0 if its load is not high."""
         return max(1, self.enough - self.engines) if self.load > limits.high else 0
 
 
