@@ -51,7 +51,7 @@ async def sent(had: int, *messages: dict[str, Any]) -> list[dict[str, Any]]:
 
 @pytest.mark.parametrize("error", ERRORS)
 @pytest.mark.parametrize("before", [[], [ROLE], [ROLE, TEXT]])
-async def test_an_error_before_or_at_the_resume_position_is_a_refusal(
+async def test_an_error_before_or_at_the_resume_position_makes_the_status_500(
     error: bytes, before: list[bytes]
 ) -> None:
     told = await sent(2, HEAD, body(b": ping\n\n"), *map(body, [*before, error, DONE]), END)
@@ -59,7 +59,7 @@ async def test_an_error_before_or_at_the_resume_position_is_a_refusal(
     assert b"DONE" not in told[1]["body"]
 
 
-async def test_an_answer_that_ends_before_the_resume_position_is_a_refusal() -> None:
+async def test_an_answer_that_ends_before_the_resume_position_has_the_status_500() -> None:
     told = await sent(3, HEAD, body(ROLE), body(DONE), END)
     assert [message.get("status") for message in told] == [500, None]
 
@@ -73,7 +73,7 @@ async def test_only_events_after_the_resume_position_are_sent() -> None:
 
 
 @pytest.mark.parametrize("had", [0, 2])
-async def test_an_engine_that_aborts_its_answers_counts_as_lost(had: int) -> None:
+async def test_a_stream_that_its_engine_aborts_gets_no_end_message(had: int) -> None:
     told: list[dict[str, Any]] = []
 
     async def send(message: Any) -> None:
@@ -94,7 +94,7 @@ async def test_an_engine_that_aborts_its_answers_counts_as_lost(had: int) -> Non
 
 
 @pytest.mark.parametrize("pieces", [b"-1", b"x", b"", b"9" * 5000])
-async def test_an_invalid_count_requests_no_token_lines(pieces: bytes) -> None:
+async def test_a_request_with_an_invalid_count_of_pieces_gets_no_token_lines(pieces: bytes) -> None:
     seen: list[Any] = []
 
     async def app(scope: Any, receive: Any, send: Any) -> None:
@@ -172,7 +172,7 @@ class Thinking(BaseThinkingReasoningParser):
         return super().is_reasoning_end_streaming(input_ids, delta_ids)
 
 
-def test_a_grammar_begins_where_reasoning_ended_and_the_search_takes_linear_time(tmp_path: Path) -> None:
+def test_the_end_of_reasoning_where_a_grammar_begins_is_found_fast(tmp_path: Path) -> None:
     write_tokenizer(tmp_path, 4096)
     reasoner = Thinking(AutoTokenizer.from_pretrained(tmp_path))
     manager = SimpleNamespace(enable_in_reasoning=False)

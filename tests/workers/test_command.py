@@ -103,7 +103,7 @@ def test_a_fleets_own_option_replaces_ours() -> None:
     assert "--enable-prefix-caching" not in argv
 
 
-def test_the_environment_of_ray_does_not_reach_an_engine() -> None:
+def test_variables_of_ray_do_not_reach_an_engine() -> None:
     around = {"RAY_JOB_ID": "1", "OMP_NUM_THREADS": "1", "HOME": "/h", "PATH": os.environ["PATH"]}
     env = engine_command(SPEC, START, KEYS, around).env
     assert "RAY_JOB_ID" not in env

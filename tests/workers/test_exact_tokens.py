@@ -192,7 +192,7 @@ async def test_edited_text_is_tokenized_anew(llm: Llm, exact: ExactTokens) -> No
     assert await turn(exact, llm, edited, []) == edited
 
 
-async def test_requests_with_token_ids_several_answers_or_prompt_logprobs_are_left_alone(
+async def test_prompts_with_token_ids_several_answers_or_prompt_logprobs_are_unchanged(
     llm: Llm, exact: ExactTokens
 ) -> None:
     await turn(exact, llm, Q, A)
@@ -201,7 +201,7 @@ async def test_requests_with_token_ids_several_answers_or_prompt_logprobs_are_le
     assert await turn(exact, llm, NEXT, [], prompt_logprobs=1) == NEXT
 
 
-async def test_a_tokenizer_that_raises_fails_no_turn(llm: Llm) -> None:
+async def test_a_turn_succeeds_although_the_tokenizer_raises(llm: Llm) -> None:
     class Broken:
         def get_tokenizer(self) -> Any:
             raise KeyError("vocab")

@@ -57,7 +57,7 @@ class KeeperRig:
         return asyncio.run(ask())
 
     def serving(self, after_a_loss: bool = False) -> KeeperReport:
-        """Wait for an engine that serves and has reported its state."""
+        """Wait until the engine serves and has reported its state, and return the keeper's report."""
         found: list[KeeperReport] = []
 
         def look() -> bool:

@@ -81,7 +81,7 @@ def directory(tmp_path: Path) -> Iterator[Path]:
         os.kill(pid, signal.SIGKILL)
 
 
-def test_the_first_signal_requests_an_end_and_the_second_one_ends(directory: Path) -> None:
+def test_the_first_sigterm_asks_for_an_end_and_the_second_ends_the_process(directory: Path) -> None:
     process = start(directory, leave_s=60.0)
     os.kill(process.record.pid, signal.SIGTERM)
     until(process.asked_to_end)
@@ -91,7 +91,7 @@ def test_the_first_signal_requests_an_end_and_the_second_one_ends(directory: Pat
     until(lambda: left(directory) == [])
 
 
-def test_a_process_that_was_asked_to_end_ends_by_itself_after_a_while(directory: Path) -> None:
+def test_a_process_that_does_not_end_when_asked_is_ended_after_a_while(directory: Path) -> None:
     process = start(directory, leave_s=1.0)
     os.kill(process.record.pid, signal.SIGTERM)
     until(process.asked_to_end)
@@ -164,7 +164,7 @@ def test_a_removed_lease_ends_the_tree_at_once(directory: Path) -> None:
     until(lambda: not left(directory), 5.0)
 
 
-def test_the_children_of_a_dead_command_are_ended(directory: Path) -> None:
+def test_the_children_of_a_command_that_died_are_ended(directory: Path) -> None:
     start(directory)
     child = psutil.Process(int((directory / "child").read_text()))
     child.parent().kill()  # type: ignore[union-attr]

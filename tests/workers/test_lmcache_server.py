@@ -17,7 +17,7 @@ from workers.keeper.process_lease import RECORD, LeasedProcess, ProcessRecord
 
 
 class AnyServer(LmcacheServer):
-    """Node's LMCache server with an HTTP server in its place, as the tests only start and end it."""
+    """LMCache server that is really any HTTP server, because the tests only start and end it."""
 
     def command(self, port: int, http_port: int) -> ProcessCommand:
         argv = (sys.executable, "-m", "http.server", str(http_port), "--bind", "127.0.0.1")
@@ -58,7 +58,7 @@ def test_keepers_share_a_server_and_restart_it_at_its_address(directory: Path) -
     assert asyncio.run(first.address(30)) == f"127.0.0.1:{again.ports[0]}"
 
 
-def test_a_different_size_starts_a_different_server(directory: Path) -> None:
+def test_a_keeper_with_another_size_starts_another_server(directory: Path) -> None:
     keeper(directory).ensure()
     began = record_in(directory)
     keeper(directory, gib=2.0).ensure()

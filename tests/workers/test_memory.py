@@ -50,7 +50,7 @@ def test_by_default_an_engine_may_grow_by_its_kv_and_a_quarter_of_the_machine() 
     assert MemoryLimit.of(3.0, 2.0, 1 * GIB, 24 * GIB).limit_bytes == 3 * GIB
 
 
-def test_the_error_names_the_used_memory_and_the_key_that_raises_the_limit() -> None:
+def test_the_error_names_the_memory_in_use_and_the_setting_that_raises_the_limit() -> None:
     limit = MemoryLimit(9 * GIB, 1 * GIB)
     assert limit.reached(9 * GIB) == ""
     said = limit.reached(10 * GIB)

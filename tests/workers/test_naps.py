@@ -50,7 +50,7 @@ def test_messages_in_quick_succession_all_arrive(ends: tuple[MessageQueue, Messa
     writing.join(10)
 
 
-def test_vllm_is_patched_once(ends: tuple[MessageQueue, MessageQueue]) -> None:
+def test_a_second_call_does_not_patch_vllm_again(ends: tuple[MessageQueue, MessageQueue]) -> None:
     patched = SpinCondition.wait
     nap_instead_of_spinning()
     assert SpinCondition.wait is patched

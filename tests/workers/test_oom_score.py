@@ -58,7 +58,7 @@ def test_a_score_can_be_raised_and_lowered_without_privileges() -> None:
 
 
 @pytest.mark.parametrize(("score", "then"), [(0, 300), (100, 400), (200, 500), (500, 800), (800, 1000)])
-def test_a_score_is_set_relative_to_that_of_the_container(
+def test_the_order_of_scores_is_kept_above_the_score_of_the_container(
     monkeypatch: pytest.MonkeyPatch, score: int, then: int
 ) -> None:
     file = FileWithFloor()

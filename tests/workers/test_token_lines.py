@@ -236,7 +236,7 @@ def test_tokens_of_the_first_engine_do_not_count_as_cached_prompt(engine: Engine
     assert 0 <= cached <= usage["prompt_tokens"]
 
 
-def test_a_request_with_several_prompts_cannot_resume(engine: EngineProcess) -> None:
+def test_a_request_with_several_prompts_cannot_be_resumed(engine: EngineProcess) -> None:
     body = {**GREEDY, "prompt": ["A", "B"], "max_tokens": 4}
     assert b"-" in b"".join(line for line, _ in stream(engine, COMPLETIONS, body, []))
 

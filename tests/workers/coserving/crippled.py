@@ -1,6 +1,6 @@
 """Negative controls: schedulers that leave out one step of the roll-back, loaded by vLLM by name.
 
-All of them, and `Audited`, compare vLLM's records of requests after an aborted iteration with the records
+Each of them, and `Audited`, compares vLLM's records of requests after an aborted iteration with the records
 from before it. They append each difference to the file that the environment names.
 """
 

@@ -25,10 +25,10 @@ EASY = TurnTargets(10.0, 10.0)
 
 
 class SeededClock:
-    """Clock that steps advance by durations drawn from a seed, so that a storm replays exactly.
+    """Clock that each iteration advances by a duration drawn from a seed, so that a storm replays exactly.
 
-    Plans depend on time, because a policy learns from measured steps. Steps take from an instant to seconds,
-    and long series of them are fast or slow, as on a machine that others use too.
+    Plans depend on time, because a policy learns from measured iterations. An iteration takes from an instant
+    to seconds, and long series of them are fast or slow, as on a machine that others use too.
     """
 
     def __init__(self, seed: int) -> None:
@@ -47,7 +47,7 @@ class SeededClock:
 
 @dataclass(frozen=True)
 class StepRequest:
-    """Request of a step, with the tokens and blocks that it had when the step was scheduled."""
+    """Request of an iteration, with the tokens and blocks that it had when the iteration was scheduled."""
 
     key: str
     request: Any
@@ -186,7 +186,7 @@ class ModelFreeEngine:
     def step(
         self, abort_share: float, hang_up_share: float = 0.0, loaded: frozenset[str] = frozenset()
     ) -> None:
-        """Run one step; `loaded` are requests whose KV has arrived, as workers report with the result."""
+        """Run one iteration, whose result says that the KV of the `loaded` requests has arrived."""
         from vllm.v1.request import RequestStatus
 
         done = self.scheduler.schedule()
@@ -209,7 +209,7 @@ class ModelFreeEngine:
         return frozenset()
 
     def rows_of(self, done: Any) -> list[StepRequest]:
-        """Return the rows of a step. They are read when it is scheduled, before the next step."""
+        """Return the requests of an iteration as they are now; call this before the next is scheduled."""
         blocks_of = self.scheduler.kv_cache_manager.get_block_ids
         requests = self.scheduler.requests
         return [
@@ -242,7 +242,7 @@ class ModelFreeEngine:
                 self.outputs[key] += new
 
     def _compute(self, row: StepRequest, aborted: bool) -> list[int]:
-        """Execute a step, even for requests that have ended: an accelerator cannot know."""
+        """Compute a request's tokens even if the request has ended, which an accelerator cannot know."""
         tokens = list(row.request.all_token_ids)
         while len(tokens) < row.end:  # the client hung up: nobody noted what the step before sampled
             tokens.append(answer(tokens))

@@ -1,7 +1,7 @@
-"""Model-free engine with asynchronous scheduling: vLLM's own `EngineCore` steps it, with our patch.
+"""Model-free engine with asynchronous scheduling, run by vLLM's own `EngineCore` with our patch.
 
-A step is computed when its result is asked for. A real device may be as late: the next step may have been
-scheduled before.
+An iteration is computed only when its result is asked for, which may be after the next iteration was
+scheduled. A real device may be as late.
 """
 
 import queue
@@ -52,7 +52,7 @@ class OverlappedEngine(ModelFreeEngine):
     def step(
         self, abort_share: float, hang_up_share: float = 0.0, loaded: frozenset[str] = frozenset()
     ) -> None:
-        """Run a round of vLLM's loop, which handles arrived requests and aborts, and runs a step."""
+        """Run a round of vLLM's loop: handle arrivals and disconnected clients, and run an iteration."""
         self._shares, self._loaded = (abort_share, hang_up_share), loaded
         if self._rng.random() < hang_up_share / 2 and self.scheduler.running:
             gone = self._rng.choice(self.scheduler.running).request_id

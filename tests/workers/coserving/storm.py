@@ -143,7 +143,7 @@ def asks(seed: int, count: int) -> list[StormRequest]:
 
 
 async def ask(engine: StandaloneEngine, one: StormRequest, run: str, stall_s: float) -> StormAnswer | None:
-    """Return the answer; None for a client that hung up. Raises TimeoutError for a request that stalls."""
+    """Return the answer, or None if the client hung up; raise TimeoutError if the request stalls."""
     from vllm import SamplingParams
     from vllm.sampling_params import RequestOutputKind, StructuredOutputsParams
 
@@ -219,7 +219,7 @@ async def storm(
     stall_s: float = 120.0,
     until_wrong: bool = False,
 ) -> StormResult:
-    """Send the same requests in rounds until there were this many aborts and preemptions."""
+    """Send the same requests in rounds until there were `aborts` aborts and `preemptions` preemptions."""
     started = time.monotonic()
     many = asks(seed, count)
     earlier = len(engine.iterations())

@@ -60,11 +60,11 @@ def test_an_arrival_raises_the_flag_if_it_would_wait_for_too_much_of_its_ttft(fl
     assert raised(flag, iteration(), 10.05, URGENT)
 
 
-def test_queued_prompts_count_as_waiting_before_an_arrival(flag: Flag) -> None:
+def test_queued_prompts_add_to_the_wait_of_an_arrival(flag: Flag) -> None:
     much = BatchWork.of([(9_000, 0)])
     assert raised(flag, iteration(queued=much), 10.05, PATIENT)
 
 
-def test_an_earlier_arrival_counts_as_waiting_before_the_next(flag: Flag) -> None:
+def test_earlier_arrivals_add_to_the_wait_of_an_arrival(flag: Flag) -> None:
     never = replace(PATIENT, key="never", tokens=9_000, slo=TurnTargets(1e6, 0.1))
     assert raised(flag, iteration(), 10.05, never, PATIENT)

@@ -1,4 +1,4 @@
-"""Steps of a co-serving engine cost few Python calls in addition to vLLM's own."""
+"""Iterations of a co-serving engine cost few Python calls in addition to vLLM's own."""
 
 import sys
 from collections import Counter
@@ -55,7 +55,7 @@ def a_step(
     scheduler: str = SCHEDULER_CLASS,
     offline: int = 0,
 ) -> Counter[str]:
-    """Count the calls of a step in which `requests` requests, `offline` of them, decode and none waits."""
+    """Count the calls of an iteration in which `requests` requests decode, `offline` of them offline."""
     ticks = count(1)
     engine = ModelFreeEngine(
         model, scheduler=scheduler, latency=SHORT, clock=lambda: 1000 + next(ticks) * 1e-4
@@ -74,19 +74,21 @@ def a_step(
 
 
 @pytest.mark.parametrize("offline", [0, 1])
-def test_decoding_requests_add_no_call_to_a_co_serving_step(small_model: Path, offline: int) -> None:
+def test_another_decoding_request_costs_no_call_in_a_co_serving_iteration(
+    small_model: Path, offline: int
+) -> None:
     few, many = (a_step(small_model, requests, offline=offline) for requests in (2, 8))
     assert not many["RequestView"]
     assert sum((many - few - OF_THE_TEST).values()) == 0, (many - few).most_common(12)
     assert sum(many.values()) <= 180
 
 
-def test_decoding_requests_add_no_call_to_a_step_without_co_serving(small_model: Path) -> None:
+def test_another_decoding_request_costs_no_call_in_an_iteration_without_co_serving(small_model: Path) -> None:
     few, many = (a_step(small_model, requests, PROMPT_SCHEDULER) for requests in (2, 8))
     assert sum((many - few - OF_THE_TEST).values()) == 0, (many - few).most_common(12)
 
 
-def test_a_step_that_cannot_be_aborted_publishes_nothing_and_makes_no_record_without_a_log(
+def test_an_iteration_that_cannot_be_aborted_creates_no_record_without_a_log(
     small_model: Path,
 ) -> None:
     calls = a_step(small_model, 4)
@@ -94,7 +96,7 @@ def test_a_step_that_cannot_be_aborted_publishes_nothing_and_makes_no_record_wit
     assert not calls["requests.online"]
 
 
-def test_the_sums_of_repeated_steps_equal_those_of_their_requests(small_model: Path) -> None:
+def test_the_sums_of_a_repeated_batch_equal_the_sums_over_its_requests(small_model: Path) -> None:
     ticks = count(1)
     engine = ModelFreeEngine(small_model, latency=SHORT, clock=lambda: 1000 + next(ticks) * 1e-4)
     for number in range(6):

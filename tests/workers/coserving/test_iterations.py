@@ -24,7 +24,9 @@ def counted(online: int, offline: int, aborted: bool) -> tuple[Counter[str], dic
     ("online", "offline", "classes"), [(1, 0, "online"), (1, 1, "mixed"), (0, 2, "offline")]
 )
 @pytest.mark.parametrize("aborted", [False, True])
-def test_every_counter_is_declared(online: int, offline: int, classes: str, aborted: bool) -> None:
+def test_every_counter_of_an_iteration_is_declared(
+    online: int, offline: int, classes: str, aborted: bool
+) -> None:
     counts, observations = counted(online, offline, aborted)
     assert observations.keys() <= HISTOGRAMS.keys()
     assert observations["coserving_abort_wait"] == ([0.004] if aborted else [])
@@ -40,6 +42,6 @@ def test_every_counter_is_declared(online: int, offline: int, classes: str, abor
     assert counts["coserving_offline_tokens_lost.preemption"] == 5
 
 
-def test_counters_of_co_serving_and_of_the_connector_have_different_names() -> None:
+def test_co_serving_counters_have_other_names_than_connector_counters() -> None:
     assert not COUNTERS.keys() & CONNECTOR_COUNTERS.keys()
     assert not {c.name for c in COUNTERS.values()} & {c.name for c in CONNECTOR_COUNTERS.values()}

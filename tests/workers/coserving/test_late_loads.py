@@ -1,4 +1,4 @@
-"""Storms in which the KV of some prompts arrives several steps later, on vLLM without a model."""
+"""Storms in which the KV of some prompts arrives iterations later, on vLLM without a model."""
 
 import random
 from pathlib import Path
@@ -43,7 +43,7 @@ class SomeLoadsPlugin(Plugin):
 
 
 class LateLoads(ModelFreeEngine):
-    """Mixin whose loads arrive in random steps, even after their clients have disconnected."""
+    """Mixin whose loads end in random iterations, even after the clients have disconnected."""
 
     loads = 0
 

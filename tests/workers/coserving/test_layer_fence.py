@@ -34,8 +34,8 @@ def iteration(
 
 
 @pytest.mark.parametrize(("every", "ahead"), [(1, RUN_AHEAD), (1, 1), (2, RUN_AHEAD), (3, 1)])
-def test_the_host_is_held_back_in_every_order_of_record_wait_and_completion(every: int, ahead: int) -> None:
-    """After an abort, the next iteration reuses CUDA events that the device may not have reached yet."""
+def test_the_host_stays_within_its_lead_however_the_device_progresses(every: int, ahead: int) -> None:
+    """The second iteration reuses events that the device may not have reached in the aborted first one."""
     for leaves_at in range(LAYERS + 1):
         for progress in product(PROGRESS, repeat=LAYERS):
             cuda = LateCuda()

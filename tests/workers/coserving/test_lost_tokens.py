@@ -23,11 +23,11 @@ def lost_after_preemption(model: Path, priority: int, forgotten: bool) -> int:
     return int(engine.scheduler.connector.scheduler_side("safepoint").counts[LOST])
 
 
-def test_tokens_in_neither_cache_nor_host_are_lost(small_model: Path) -> None:
+def test_preempted_tokens_in_neither_cache_nor_host_memory_count_as_lost(small_model: Path) -> None:
     assert lost_after_preemption(small_model, 1, forgotten=True) == 150
 
 
-def test_tokens_in_the_prefix_cache_are_not_lost(small_model: Path) -> None:
+def test_preempted_tokens_in_the_prefix_cache_do_not_count_as_lost(small_model: Path) -> None:
     assert lost_after_preemption(small_model, 1, forgotten=False) == 150 - 128
 
 

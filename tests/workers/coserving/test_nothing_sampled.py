@@ -1,4 +1,4 @@
-"""An iteration that is aborted at its first layers leaves no copy of its inputs behind."""
+"""An iteration that is aborted at its first layers ends after its inputs were copied to the device."""
 
 from types import SimpleNamespace
 from typing import Any
@@ -10,10 +10,10 @@ from tests.support.device import LateCuda
 from workers.engine.compat.coserving_runner import nothing_sampled
 
 
-def test_inputs_of_an_aborted_iteration_are_copied_before_the_next_may_overwrite_them(
+def test_an_aborted_iteration_ends_after_its_inputs_were_copied(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """vLLM's input buffers are pinned memory, from which copies run after they were launched."""
+    """Copies from vLLM's pinned input buffers run late, and the next iteration overwrites these buffers."""
     cuda = LateCuda()
     monkeypatch.setattr(torch.cuda, "current_stream", cuda.current_stream)
     pinned, device = torch.ones(4), torch.zeros(4)

@@ -15,7 +15,7 @@ UNPLANNED = "iteration not planned"
 
 
 class Endless(LatencyModel):
-    """Policy that raises, as an infinite target once made a policy do, which ended engines."""
+    """Policy that raises. A real policy once raised at an infinite target, which ended engines."""
 
     def max_tokens(self, work: BatchWork, context: int, want: int, target_s: float) -> int:
         return int(float("inf"))

@@ -27,7 +27,7 @@ class SampleCount(OverlappedEngine):
         return sampled
 
 
-def test_no_sampled_token_is_thrown_away(small_model: Path) -> None:
+def test_a_request_preempted_in_flight_keeps_its_sampled_token(small_model: Path) -> None:
     engine = SampleCount(small_model, latency=QUICK)
     engine.scheduler.latency = SelfCorrecting(
         QUICK, bound=1.0
@@ -47,7 +47,7 @@ def test_no_sampled_token_is_thrown_away(small_model: Path) -> None:
 
 
 @pytest.mark.parametrize("hands_kv_over", [False, True])
-def test_the_token_in_flight_ends_no_request_whose_kv_is_to_be_handed_over(
+def test_a_request_preempted_at_its_last_token_ends_only_if_its_kv_is_not_handed_over(
     small_model: Path, hands_kv_over: bool
 ) -> None:
     engine = SampleCount(small_model, latency=QUICK)
@@ -65,7 +65,7 @@ def test_the_token_in_flight_ends_no_request_whose_kv_is_to_be_handed_over(
     assert engine.drawn == (2 if hands_kv_over else 1), "after a preemption its blocks are gone"
 
 
-def test_a_request_resumed_by_the_step_that_preempts_it_brings_its_tokens(small_model: Path) -> None:
+def test_a_request_resumed_in_the_iteration_that_preempts_it_brings_its_tokens(small_model: Path) -> None:
     """A worker that does not get the tokens of a resumed request ends the engine."""
     engine = SampleCount(small_model, latency=QUICK)
     engine.ask("a", [33 + number % 80 for number in range(100)], TOKENS, priority=1)

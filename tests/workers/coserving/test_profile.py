@@ -28,19 +28,19 @@ def test_every_point_of_the_grid_is_within_the_engines_limits() -> None:
         assert point.requests <= GRID.max_requests
 
 
-def test_the_grid_reaches_the_largest_prefill_and_the_fullest_decode() -> None:
+def test_the_grid_reaches_the_largest_prefill_and_the_largest_batch() -> None:
     points = set(GRID.points())
     assert max(point.new for point in points) == GRID.max_tokens
     assert max(point.requests for point in points) == GRID.max_requests
 
 
-def test_each_shape_has_one_undisturbed_sample_and_aborted_iterations_none() -> None:
+def test_each_shape_has_one_sample_that_was_neither_disturbed_nor_aborted() -> None:
     times = (0.010, 0.500, 0.011, 0.012, 0.013)
     records = [record(64, seconds) for seconds in times] + [record(64, 0.001, aborted=True)] * 5
     assert quartile(records, repeats=5) == [(64, 0.011)]
 
 
-def test_nearly_equal_shapes_are_merged_and_accidental_shapes_are_dropped() -> None:
+def test_samples_merge_nearly_equal_shapes_and_leave_out_accidental_ones() -> None:
     records = [record(1000, 0.020), record(1001, 0.021), record(1002, 0.022), record(400, 0.001)]
     assert quartile(records, repeats=3) == [(1000, 0.020)]
 

@@ -1,4 +1,4 @@
-"""vLLM's real scheduler serves prompts in the policy's order; tests count tokens step by step.
+"""vLLM's real scheduler serves prompts in the policy's order; tests count the tokens of iterations.
 
 The latency model drives the clock, so that results do not depend on the machine.
 """
@@ -30,7 +30,7 @@ def words(count: int, seed: int = 0) -> list[int]:
 
 
 class Stepped(ModelFreeEngine):
-    """Engine whose steps run one after another, or overlap by one as with asynchronous scheduling."""
+    """Engine whose iterations run one by one, or overlap by one as with asynchronous scheduling."""
 
     def __init__(
         self, model: Path, overlapping: bool = False, believed: LatencyModel = MODEL, **more: Any
@@ -51,7 +51,7 @@ class Stepped(ModelFreeEngine):
         self._under_way: deque[Any] = deque()
 
     def advance(self) -> bool:
-        """Start one more step, and end the oldest when as many run as may overlap."""
+        """Start an iteration if there is work, and end the oldest if as many run as may overlap."""
         done = self.scheduler.schedule()
         if done.num_scheduled_tokens:
             self.steps.append(dict(done.num_scheduled_tokens))
@@ -105,7 +105,9 @@ def test_running_turns_keep_their_target_beside_a_long_prompt(small_model: Path,
 
 
 @BOTH
-def test_the_shortest_prompt_goes_first_and_a_long_one_ages(small_model: Path, overlapping: bool) -> None:
+def test_the_shortest_prompt_goes_first_but_a_long_one_is_not_starved(
+    small_model: Path, overlapping: bool
+) -> None:
     engine = Stepped(small_model, overlapping)
     asked = {"long": (words(600, 1), 1), "short": (words(180, 2), 1), "shorter": (words(40, 3), 1)}
     start(engine, asked)
@@ -119,7 +121,9 @@ def test_the_shortest_prompt_goes_first_and_a_long_one_ages(small_model: Path, o
 
 
 @BOTH
-def test_offline_requests_come_last_and_continue(small_model: Path, overlapping: bool) -> None:
+def test_offline_prompts_come_last_while_offline_decoding_continues(
+    small_model: Path, overlapping: bool
+) -> None:
     engine = Stepped(small_model, overlapping)
     offline, online = {"off": (words(30, 9), 20)}, {"a": (words(300, 1), 4)}
     start(engine, offline, priority=1)
@@ -133,8 +137,10 @@ def test_offline_requests_come_last_and_continue(small_model: Path, overlapping:
 
 
 @BOTH
-def test_a_prompt_without_memory_does_not_block_others(small_model: Path, overlapping: bool) -> None:
-    """Two prompts hold 40 of 47 blocks in the end. A prompt of 10 does not fit until one of them ends."""
+def test_a_prompt_that_lacks_memory_does_not_stop_running_prompts(
+    small_model: Path, overlapping: bool
+) -> None:
+    """Two prompts hold 40 of 47 blocks in the end. A prompt of 10 blocks fits only when one has ended."""
     engine = Stepped(small_model, overlapping)
     asked = {f"big{n}": (words(630, n), 4) for n in range(2)}
     start(engine, asked)
@@ -184,7 +190,7 @@ ARRIVALS = {  # seconds, prompt, output
 
 
 def simulated_first_tokens() -> dict[str, float]:
-    """Return first-token times of the simulator's engine under the same policy."""
+    """Return when the simulator's engine gives each first token under the same policy."""
     events, done = EventQueue(), dict[str, float]()
     ended = lambda engine, live: done.update({live.key: live.first_token_at})  # noqa: E731
     engine = SimulatedEngine("s", profile(MODEL, chunk=192), events, Pressure.PIN, ended, ended)
@@ -200,7 +206,7 @@ def simulated_first_tokens() -> dict[str, float]:
     return done
 
 
-def test_the_simulators_engine_gives_the_same_first_tokens(small_model: Path) -> None:
+def test_first_tokens_come_at_the_times_that_the_simulator_gives(small_model: Path) -> None:
     engine = Stepped(small_model, margin=0.0)
     began, seen = engine.now, dict[str, float]()
     coming = dict(ARRIVALS)
@@ -222,7 +228,7 @@ def test_the_simulators_engine_gives_the_same_first_tokens(small_model: Path) ->
 
 @BOTH
 def test_the_reported_curve_follows_measured_prompt_times(small_model: Path, overlapping: bool) -> None:
-    """The engine was measured on another day, when it was three times as slow."""
+    """The engine starts with measurements from another day, when it was three times as slow."""
     engine = Stepped(small_model, overlapping, believed=MODEL.scaled(3))
     report, (chunk, tokens) = engine.scheduler.plugin("report"), (192, 4096)
     right = curve_of(MODEL, chunk).seconds(tokens)

@@ -62,13 +62,13 @@ def test_a_queue_weight_that_is_no_finite_number_counts_as_zero(said: object, qu
     assert queue_weight_of({}) == 0.0
 
 
-def test_the_age_of_a_request_is_kept_when_clocks_differ() -> None:
+def test_the_age_of_a_request_is_right_although_the_two_clocks_differ() -> None:
     clocks = Clocks()
     one = clocks.requests().add(request("a", arrival=97.0))
     assert one.arrival == pytest.approx(47.0)
 
 
-def test_priority_above_zero_is_offline() -> None:
+def test_a_request_with_a_priority_above_zero_is_offline() -> None:
     tracked = Clocks().requests()
     for key, priority in (("a", 0), ("b", 1), ("c", -5), ("d", 9)):
         tracked.add(request(key, priority))
@@ -78,7 +78,7 @@ def test_priority_above_zero_is_offline() -> None:
     assert tracked.offline_count == 1
 
 
-def test_the_oldest_waiting_offline_request_is_found_past_running_ones() -> None:
+def test_the_oldest_waiting_offline_requests_are_found_behind_running_ones() -> None:
     tracked = Clocks().requests()
     for index in range(5):
         tracked.add(request(f"o{index}", 1))
@@ -86,7 +86,7 @@ def test_the_oldest_waiting_offline_request_is_found_past_running_ones() -> None
     assert [one.request.request_id for one in waiting] == ["o2", "o3"]
 
 
-def test_a_first_token_is_late_by_ttft_and_a_later_one_by_tbt() -> None:
+def test_a_first_token_is_judged_by_ttft_and_a_later_token_by_tbt() -> None:
     clocks = Clocks()
     tracked = clocks.requests()
     asked = request("a")
@@ -108,9 +108,7 @@ def test_offline_tokens_are_never_late() -> None:
 
 
 @pytest.mark.parametrize(("policy", "expected"), [("bros", ["second", "third", "first"]), ("conserve", [])])
-def test_bros_starts_requests_with_the_least_to_restore_and_other_policies_keep_the_order(
-    policy: str, expected: list[str]
-) -> None:
+def test_only_bros_starts_offline_requests_by_the_blocks_to_restore(policy: str, expected: list[str]) -> None:
     tracked = Clocks().requests()
     for key, restore in (("first", 30), ("second", 0), ("third", 5), ("runs", 0)):
         tracked.add(request(key, 1, restore=restore))
@@ -127,7 +125,7 @@ def test_slo_targets_of_offline_requests_are_ignored() -> None:
         assert tracked.add(asked).slo == expected
 
 
-def test_tokens_recorded_for_a_whole_step_equal_tokens_recorded_one_by_one() -> None:
+def test_tokens_recorded_for_a_whole_iteration_equal_tokens_recorded_one_by_one() -> None:
     clocks = Clocks()
     alone, together = clocks.requests(), clocks.requests()
     asked = [request("a"), request("b"), request("off", 1)]
@@ -154,7 +152,7 @@ def test_tokens_recorded_for_a_whole_step_equal_tokens_recorded_one_by_one() -> 
         )
 
 
-def test_tokens_of_a_step_that_skips_a_request_are_recorded_one_by_one() -> None:
+def test_tokens_of_an_iteration_that_skips_a_request_are_recorded_one_by_one() -> None:
     clocks = Clocks()
     tracked = clocks.requests()
     asked = [request("a"), request("b")]

@@ -71,7 +71,9 @@ def test_no_request_reads_kv_that_was_not_computed(
 
 
 @pytest.mark.parametrize("windows", WINDOWS.values(), ids=WINDOWS)
-def test_blocks_in_flight_at_a_disconnect_may_be_reused(small_model: Path, windows: tuple[int, ...]) -> None:
+def test_a_request_reuses_blocks_that_a_disconnected_one_is_still_computing(
+    small_model: Path, windows: tuple[int, ...]
+) -> None:
     engine = OverlappedEngine(small_model, windows=windows)
     prompt = [33 + number % 80 for number in range(150)]
     engine.ask("gone", prompt, 2, priority=0)
@@ -100,7 +102,7 @@ def _lied(model: Path, left_out: rollback.Step, seed: int) -> bool:
 
 
 def lies_after_the_owner_left(model: Path, left_out: rollback.Step | None) -> list[str]:
-    """Admit two requests in the aborted step, and disconnect the one whose blocks the other adopted."""
+    """Abort two requests that share a prefix, disconnect the prefix's owner, and return the wrong reads."""
     engine = ModelFreeEngine(model, left_out, 0)
     prefix = [33 + number % 80 for number in range(128)]
     engine.ask("owner", prefix + [40] * 3, 2, priority=1)
@@ -113,13 +115,15 @@ def lies_after_the_owner_left(model: Path, left_out: rollback.Step | None) -> li
     return engine.lies
 
 
-def test_a_request_that_adopted_blocks_of_an_aborted_step_computes_them_itself(small_model: Path) -> None:
+def test_a_request_that_adopted_blocks_of_an_aborted_iteration_computes_them_itself(
+    small_model: Path,
+) -> None:
     assert lies_after_the_owner_left(small_model, None) == []
     assert lies_after_the_owner_left(small_model, rollback.truncate_sharers) != []
 
 
 def lies_behind_a_window(model: Path, left_out: rollback.Step | None, windows: tuple[int, ...]) -> list[str]:
-    """Admit a request with ten blocks of another request, six of which had been computed before."""
+    """Admit a request with another's ten blocks, of which an abort undoes four; return the wrong reads."""
     engine = ModelFreeEngine(model, left_out, 0, windows=windows)
     prompt = [33 + number % 80 for number in range(320)]
     engine.ask("owner", prompt, 2, priority=1)
@@ -134,14 +138,14 @@ def lies_behind_a_window(model: Path, left_out: rollback.Step | None, windows: t
 
 
 @pytest.mark.parametrize("windows", WINDOWS.values(), ids=WINDOWS)
-def test_a_request_with_only_the_end_of_a_window_recomputes_all_of_it(
+def test_a_request_that_loses_a_part_of_its_window_recomputes_the_window(
     small_model: Path, windows: tuple[int, ...]
 ) -> None:
     assert lies_behind_a_window(small_model, None, windows) == []
 
 
 class LoadsOneBlock(SchedulerSide):
-    """Connector that has one block of every prompt that extends another prompt."""
+    """Connector that has one more block of the prompt of the request `sharer`."""
 
     def match(self, request: Any, computed_tokens: int) -> Match | None:
         return Match(BLOCK, background=True) if request.request_id == "sharer" else None
@@ -153,7 +157,7 @@ class Loads(Plugin):
 
 
 @pytest.mark.parametrize("windows", WINDOWS.values(), ids=WINDOWS)
-def test_a_request_waiting_for_kv_behind_undone_blocks_recomputes_them(
+def test_a_request_waiting_for_kv_recomputes_adopted_blocks_that_were_undone(
     small_model: Path, windows: tuple[int, ...]
 ) -> None:
     engine = ModelFreeEngine(small_model, windows=windows, plugins=(f"{__name__}:Loads",))
@@ -170,7 +174,7 @@ def test_a_request_waiting_for_kv_behind_undone_blocks_recomputes_them(
 
 
 @pytest.mark.parametrize("windows", WINDOWS.values(), ids=WINDOWS)
-def test_a_request_waiting_for_kv_without_a_prefix_recomputes_everything(
+def test_a_request_waiting_for_kv_starts_anew_if_all_adopted_blocks_were_undone(
     small_model: Path, windows: tuple[int, ...]
 ) -> None:
     engine = ModelFreeEngine(small_model, windows=windows, plugins=(f"{__name__}:Loads",))
@@ -187,7 +191,7 @@ def test_a_request_waiting_for_kv_without_a_prefix_recomputes_everything(
 
 
 def hits_after_an_abort(model: Path, left_out: rollback.Step | None) -> int:
-    """Return the tokens of a prompt that hit the prefix cache after its second computation."""
+    """Return how many tokens of a prompt are cached after it was aborted and computed again."""
     engine = ModelFreeEngine(model, left_out, 0)
     prompt = [33 + number % 80 for number in range(150)]
     engine.ask("first", prompt, 2, priority=1)
@@ -199,7 +203,7 @@ def hits_after_an_abort(model: Path, left_out: rollback.Step | None) -> int:
     return int(engine.scheduler.cached_tokens(engine.scheduler.requests["second"]))
 
 
-def test_blocks_computed_at_the_second_attempt_hit_the_prefix_cache(small_model: Path) -> None:
+def test_blocks_computed_again_after_an_abort_enter_the_prefix_cache(small_model: Path) -> None:
     assert hits_after_an_abort(small_model, None) == 128
     assert hits_after_an_abort(small_model, rollback.rewind_registered) < 128
 

@@ -60,7 +60,7 @@ def test_a_raised_flag_aborts_the_iteration_at_the_next_layer(flag: Flag) -> Non
     assert flag.fields[page.ABORTS] == 1
 
 
-def test_a_late_signal_stops_no_later_iteration(flag: Flag) -> None:
+def test_a_late_signal_aborts_no_later_iteration(flag: Flag) -> None:
     made = worker(flag)
     assert left_at(made, 7) is None
     flag.raise_for(7)
@@ -77,7 +77,7 @@ def test_the_flag_is_checked_every_configured_number_of_layers(flag: Flag) -> No
     assert left_at(worker(flag, every=4), 7, flag, raise_before=5) == 8
 
 
-def test_the_epoch_of_the_running_iteration_is_visible(flag: Flag) -> None:
+def test_the_flag_shows_the_epoch_of_the_running_iteration(flag: Flag) -> None:
     made = worker(flag)
     made.before_step(Armed(9))
     assert flag.fields[page.RUNNING] == 9
@@ -178,7 +178,7 @@ def test_no_iteration_is_armed_while_layers_are_shared(flag: Flag) -> None:
         (0.0001, 36, 18),  # never more than half of the layers
     ],
 )
-def test_hosts_run_ahead_by_a_millisecond_of_predicted_work(
+def test_the_host_may_run_ahead_by_a_millisecond_of_predicted_work(
     flag: Flag, seconds: float, layers: int, ahead: int
 ) -> None:
     order = scheduler_side(flag, seconds, layers=layers).order(STEP)

@@ -26,7 +26,7 @@ def test_logprobs_that_differ_by_their_rounding_are_equal() -> None:
     assert answer([5], [{5: -0.250002}], [{7: -1.005002}]).difference(RIGHT) == ""
 
 
-def test_another_token_differs_whatever_its_logprob() -> None:
+def test_answers_with_different_tokens_differ_whatever_their_logprobs() -> None:
     assert answer([6], [{5: -0.25}], [{7: -1.005}]).difference(RIGHT).startswith("choices ")
 
 

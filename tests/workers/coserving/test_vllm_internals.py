@@ -33,7 +33,7 @@ def test_the_installed_vllm_is_the_supported_release(table: ReliedOn) -> None:
 @pytest.mark.parametrize(
     ("table", "path", "name"), signatures(), ids=lambda value: value if isinstance(value, str) else ""
 )
-def test_a_changed_signature_is_refused(
+def test_a_vllm_with_a_changed_signature_is_refused(
     table: ReliedOn, path: str, name: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     module, _, owner = path.partition(":")
@@ -42,13 +42,13 @@ def test_a_changed_signature_is_refused(
         verify(table)
 
 
-def test_a_method_that_is_gone_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_vllm_that_lacks_a_method_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delattr(EngineCore, "preprocess_add_request")
     with pytest.raises(UnsupportedVllmError, match=r"preprocess_add_request.* does not exist"):
         verify(internals.SCHEDULING)
 
 
-def test_two_wrappers_of_the_forward_pass_compose() -> None:
+def test_two_wrappers_of_the_forward_pass_both_take_effect() -> None:
     runner = SimpleNamespace()
     vars(runner)["_model_forward"] = lambda: ["model"]
 
@@ -81,13 +81,13 @@ def drained(queue: internals.PolicyQueue) -> list[str]:
     return order
 
 
-def test_waiting_offline_requests_follow_the_plans_order_after_online_ones() -> None:
+def test_waiting_offline_requests_come_after_online_ones_in_the_order_of_the_plan() -> None:
     queue, requests = queued(("a", 1), ("b", 1), ("c", 1), ("gone", 1), ("on", 0))
     queue.name_offline([requests["gone"], requests["c"], requests["b"]])
     queue.remove_requests([requests["gone"]])
     assert drained(queue) == ["on", "c", "b", "a"]
 
 
-def test_without_a_planned_order_vllms_order_stays() -> None:
+def test_waiting_requests_keep_vllms_order_if_no_order_is_planned() -> None:
     queue, _ = queued(("a", 1), ("b", 1), ("on", 0))
     assert drained(queue) == ["on", "a", "b"]

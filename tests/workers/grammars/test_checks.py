@@ -48,7 +48,7 @@ def run(main: Coroutine[Any, Any, None]) -> None:
 
 
 class CompileProcess:
-    """Compiling process for one engine configuration, started as after the process was killed."""
+    """Compiling process for one engine configuration, started like the replacement of a killed process."""
 
     def __init__(self, config: Any) -> None:
         self.config, self.address = config, new_address()
@@ -156,7 +156,7 @@ def test_one_owners_grammars_do_not_keep_another_owner_waiting(compiling: Compil
 
 
 @pytest.mark.timeout(300)
-def test_a_schema_that_many_owners_send_at_once_is_compiled_for_the_first_of_them_only(
+def test_a_schema_that_many_owners_send_at_once_is_not_compiled_for_each_of_them(
     compiling: CompileProcess,
 ) -> None:
     async def main() -> None:
@@ -170,7 +170,9 @@ def test_a_schema_that_many_owners_send_at_once_is_compiled_for_the_first_of_the
 
 
 @pytest.mark.timeout(300)
-def test_a_grammar_in_one_owners_queue_is_not_waited_for_by_another_owner(compiling: CompileProcess) -> None:
+def test_an_owner_does_not_wait_for_the_same_grammar_in_the_queue_of_another(
+    compiling: CompileProcess,
+) -> None:
     async def main() -> None:
         checks, shared = GrammarChecks(compiling.address, BUDGET), schema("of_both")
         slow = asyncio.create_task(compiling.check(checks, repetitions(20), "eve"))
@@ -188,7 +190,7 @@ def test_a_grammar_in_one_owners_queue_is_not_waited_for_by_another_owner(compil
 
 
 @pytest.mark.timeout(300)
-def test_an_owner_with_too_many_grammars_gets_a_retry_answer(compiling: CompileProcess) -> None:
+def test_an_owner_with_too_many_grammars_is_told_to_retry(compiling: CompileProcess) -> None:
     async def main() -> None:
         checks = GrammarChecks(compiling.address, GrammarBudget(2.0, 128, wait_s=0.3))
         first = asyncio.create_task(compiling.check(checks, repetitions(10), "eve"))
@@ -203,7 +205,7 @@ def test_an_owner_with_too_many_grammars_gets_a_retry_answer(compiling: CompileP
 
 
 @pytest.mark.timeout(400)
-def test_a_killed_process_is_started_again(compiling: CompileProcess) -> None:
+def test_a_killed_compiling_process_is_started_again(compiling: CompileProcess) -> None:
     async def main() -> None:
         checks = GrammarChecks(compiling.address, BUDGET)
         await compiling.check(checks, schema("before"))
@@ -217,18 +219,18 @@ def test_a_killed_process_is_started_again(compiling: CompileProcess) -> None:
     run(main())
 
 
-def test_the_budget_is_passed_through_the_environment() -> None:
+def test_a_grammar_budget_is_unchanged_after_passing_through_the_environment() -> None:
     assert GrammarBudget.from_environment(BUDGET.to_environment()) == BUDGET
 
 
-def test_a_grammar_whose_compilation_lacks_memory_is_over_budget_and_not_invalid() -> None:
+def test_a_grammar_whose_compilation_lacks_memory_is_over_budget_but_not_invalid() -> None:
     parsing = VLLMValidationError("Failed to transform regex into a grammar: std::bad_alloc")
     assert failure(parsing) == failure(MemoryError()) == {"over_budget": True}
     assert failure(VLLMValidationError("no")) == {"invalid": "no"}
 
 
 def _own_bytes(process: psutil.Process) -> int:
-    """Return the private bytes of a fork, or 0 once it has ended."""
+    """Return the private bytes of a process, or 0 if it has ended."""
     try:
         lines = Path(f"/proc/{process.pid}/smaps_rollup").read_text().splitlines()
     except OSError:
@@ -237,7 +239,7 @@ def _own_bytes(process: psutil.Process) -> int:
 
 
 def _limits(process: psutil.Process) -> dict[str, str]:
-    """Return the resource limits of a process by name, or nothing once it has ended."""
+    """Return the resource limits of a process by name, or an empty result if it has ended."""
     try:
         lines = Path(f"/proc/{process.pid}/limits").read_text().splitlines()[1:]
     except OSError:

@@ -1,4 +1,4 @@
-"""Broken variants of layer sharing: each leaves out a part that is needed, or answers slowly."""
+"""Broken variants of layer sharing: each leaves out a necessary part, or answers slowly."""
 
 import time
 from typing import Any
@@ -58,7 +58,7 @@ class WithoutEpochs(EngineSplit):
 
 
 class WithAPartOfTheWeights(LayerWeights):
-    """Weights that restore only every other layer, so that the memory of the others has other content."""
+    """Weights that restore only every other layer, so that the remaining layers have wrong content."""
 
     def restore(self, layers: Any) -> None:
         missing = [index for index in layers if index % 2 and not self.ranges[index].mapped_bytes]

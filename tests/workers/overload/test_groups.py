@@ -33,7 +33,7 @@ from workers.engine.overload.split.peer_link import Message, MessageKind, PeerCo
 
 
 @pytest.mark.parametrize("size", [2, 3, 4])
-def test_every_member_keeps_kv_in_its_region_and_returns_it(four: Group, size: int) -> None:
+def test_every_member_stores_kv_in_the_region_of_its_owner_and_returns_it(four: Group, size: int) -> None:
     group = four[:size]
     split(group)
     kept = [layer for worker in group for layer in worker.split.member.kept]  # type: ignore[union-attr]
@@ -80,7 +80,7 @@ def test_peers_whose_blocks_share_a_region_overwrite_each_other(four: Group) -> 
     assert not all(worker.has_all for worker in three)
 
 
-def test_a_member_without_an_order_leaves_the_others_whole(four: Group) -> None:
+def test_members_keep_their_whole_models_if_others_get_no_order(four: Group) -> None:
     for worker in four:
         worker.split.limits = replace(LIMITS, meet_s=0.5, order_s=10.0)
     ended, seconds = at_once(*drops(*four)[:2])
@@ -88,7 +88,7 @@ def test_a_member_without_an_order_leaves_the_others_whole(four: Group) -> None:
     assert all(worker.whole and worker.has_all and not worker.split.lost for worker in four)
 
 
-def test_members_with_orders_for_different_groups_do_not_share(four: Group) -> None:
+def test_members_with_orders_for_different_groups_do_not_share_layers(four: Group) -> None:
     a, b, c, d = (worker.model.facts().address for worker in four)
     told = [(0, (a, b, c)), (1, (a, b, d)), (2, (a, b, c)), (2, (a, b, d))]  # each worker's own part is right
     steps = [
@@ -156,10 +156,10 @@ def test_a_batch_with_blocks_outside_its_pool_is_refused(
 
 
 @pytest.mark.parametrize("wrong", [RuntimeError("out of memory"), PageError("mmap: Cannot allocate memory")])
-def test_a_drop_without_memory_leaves_all_members_whole(
+def test_all_members_keep_their_whole_models_if_memory_runs_out(
     four: Group, monkeypatch: pytest.MonkeyPatch, wrong: Exception
 ) -> None:
-    """Memory runs out while KV is copied to the host; torch and the system raise different errors."""
+    """Memory runs out while a drop copies KV to the host; torch and the system raise different errors."""
     kv, layers = four[1].split.kv, []
 
     def drop(some: Any, rows: Any) -> None:

@@ -93,7 +93,7 @@ def test_parameters_that_share_memory_are_refused(memory: PhysicalMemory) -> Non
         LayerWeights([layer], memory)
 
 
-def test_a_split_uses_no_more_memory_than_before(
+def test_a_split_uses_no_more_memory_than_the_whole_model(
     memory: PhysicalMemory,
 ) -> None:
     layers = [torch.nn.Linear(512, 1024) for _ in range(LAYERS)]
@@ -152,7 +152,7 @@ def test_blocks_keep_their_content_when_their_numbers_change(memory: PhysicalMem
     assert [float(kv.read(0, [row]).mean()) for row in (1, 2, 6, 7)] == [7, 6, 6, 7]
 
 
-def test_rows_without_memory_are_refused(memory: PhysicalMemory) -> None:
+def test_access_to_kv_rows_without_memory_is_refused(memory: PhysicalMemory) -> None:
     kv = kv_of(memory, 2 * BLOCKS)
     for rows in ([BLOCKS], [-1], [0, 2 * BLOCKS]):
         with pytest.raises(RowsUnmapped):

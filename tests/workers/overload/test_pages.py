@@ -59,7 +59,7 @@ def test_growing_beyond_the_free_pages_changes_nothing(memory: PhysicalMemory) -
 
 
 def in_a_process_of_its_own(text: str) -> "subprocess.CompletedProcess[str]":
-    """Run a function in a separate process, whose memory no other test changes."""
+    """Run Python code in a separate process, whose memory no other test changes."""
     environment = os.environ | {"PYTHONPATH": ":".join(filter(None, sys.path))}
     command = [sys.executable, "-c", text]
     return subprocess.run(command, check=False, capture_output=True, text=True, timeout=60, env=environment)

@@ -1,4 +1,4 @@
-"""Connections between engines: authenticated, sealed, and limited in time."""
+"""Connections between engines are authenticated, sealed, and limited in time."""
 
 import contextlib
 import os
@@ -151,7 +151,9 @@ def test_a_server_with_another_key_is_refused() -> None:
     impostor.close()
 
 
-def test_a_proof_for_a_kv_transfer_opens_no_connection(server: PeerServer, encrypt: bool) -> None:
+def test_a_proof_for_a_kv_transfer_opens_no_connection_between_peers(
+    server: PeerServer, encrypt: bool
+) -> None:
     host, _, port = server.address.rpartition(":")
     with socket.create_connection((host, int(port)), timeout=5) as peer:
         channel = wire.Channel(peer)
@@ -198,7 +200,7 @@ def unproved() -> tuple[PeerChannel, socket.socket]:
     return PeerChannel(ours, seal, seal), theirs
 
 
-def test_a_closed_connection_is_an_error_at_once() -> None:
+def test_a_connection_that_closes_is_an_error_at_once() -> None:
     line, theirs = unproved()
     theirs.close()
     with pytest.raises((PeerError, OSError)):
@@ -257,7 +259,7 @@ def test_an_answer_of_another_epoch_is_an_error() -> None:
     server.close()
 
 
-def test_unfinished_handshakes_make_room_for_peers(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_peers_connect_after_unfinished_handshakes_time_out(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(peer_link, "MAX_CONNECTIONS", 2)
     monkeypatch.setattr(peer_link, "HANDSHAKE_S", 1.0)
     server = PeerServer("127.0.0.1", SECRET, answered)
@@ -284,7 +286,7 @@ def serving() -> set[threading.Thread]:
     return {thread for thread in threading.enumerate() if thread.name == "overload"}
 
 
-def test_a_process_without_file_descriptors_accepts_later() -> None:
+def test_a_server_that_lacked_file_descriptors_accepts_connections_later() -> None:
     server = PeerServer("127.0.0.1", SECRET, answered)
     host, _, port = server.address.rpartition(":")
     usual = resource.getrlimit(resource.RLIMIT_NOFILE)

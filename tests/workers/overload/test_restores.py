@@ -37,7 +37,7 @@ def test_every_member_has_its_parameters_and_kv_after_a_restore(four: Group, siz
     assert all(worker.whole and worker.has_all and worker.has_its_parameters for worker in group)
 
 
-def test_blocks_have_their_new_numbers_after_a_restore(four: Group) -> None:
+def test_renumbered_blocks_have_their_content_after_a_restore(four: Group) -> None:
     first, second = four[:2]
     split((first, second))
     high = {USED[-1] + 1: USED[-1]}  # a block beyond the pool of the whole model
@@ -55,7 +55,7 @@ def test_blocks_have_their_new_numbers_after_a_restore(four: Group) -> None:
         assert (kv[-1] == had[-1] + 1.0).all() and (kv[:-1] == had[:-1]).all()
 
 
-def test_a_member_that_gets_no_order_loses_only_its_own_kv(four: Group) -> None:
+def test_a_member_whose_restore_order_comes_late_loses_only_its_own_kv(four: Group) -> None:
     first, second = four[:2]
     split((first, second))
     second.split.limits = replace(LIMITS, order_s=0.3)
@@ -102,7 +102,7 @@ def test_a_batch_for_a_split_that_has_ended_is_refused(four: Group) -> None:
 
 
 class RestoringSide:
-    """Scheduler side of an engine that shares its layers, which the tests send reports of its worker."""
+    """Scheduler side of a split engine that is told to restore."""
 
     def __init__(self) -> None:
         self.side: OverloadScheduler = scheduler_side("a:1", layers=4)
@@ -126,7 +126,7 @@ def restoring_side(monkeypatch: pytest.MonkeyPatch) -> RestoringSide:
     return made
 
 
-def test_a_restore_is_one_order_and_blocks_other_commands_meanwhile(restoring_side: RestoringSide) -> None:
+def test_a_drop_command_is_refused_until_a_restore_has_ended(restoring_side: RestoringSide) -> None:
     side = restoring_side.side
     assert side.pending and restoring_side.order() == RestoreOrder(1, {9: 3}, [1, 3])
     drop = EngineCommand("drop", epoch=2, members=("a:1", "b:1"), part=0)
@@ -140,7 +140,7 @@ def test_a_restore_is_one_order_and_blocks_other_commands_meanwhile(restoring_si
     assert side.take_counts() == {"splits.split": 1, "splits.restored": 1}
 
 
-def test_a_restore_of_a_split_that_is_lost_meanwhile_is_forgotten(
+def test_a_restore_command_is_dropped_if_its_split_is_lost_first(
     restoring_side: RestoringSide, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("workers.engine.compat.block_pool.start_over", lambda scheduler, blocks: None)

@@ -29,7 +29,9 @@ def slow(engine: WorkerHere) -> None:
     engine.model.service.slow_s = SLOW_S  # type: ignore[attr-defined]
 
 
-def test_a_slow_drop_ends_in_time_and_loses_nothing(engines: tuple[WorkerHere, WorkerHere]) -> None:
+def test_a_drop_with_a_slow_peer_ends_in_time_and_loses_nothing(
+    engines: tuple[WorkerHere, WorkerHere],
+) -> None:
     first, second = engines
     slow(second)
     ended, seconds = at_once(*drops(first, second))
@@ -38,7 +40,7 @@ def test_a_slow_drop_ends_in_time_and_loses_nothing(engines: tuple[WorkerHere, W
     assert all(engine.whole and engine.has_all and not engine.split.lost for engine in engines)
 
 
-def test_a_slow_restore_ends_in_time_and_reports_the_loss(
+def test_a_restore_with_a_slow_peer_ends_in_time_and_reports_the_loss(
     engines: tuple[WorkerHere, WorkerHere],
 ) -> None:
     first, second = engines
@@ -61,7 +63,7 @@ def test_engines_are_split_and_restored_when_none_is_slow(engines: tuple[WorkerH
     assert all(engine.whole and engine.has_all for engine in engines)
 
 
-def test_an_exchange_measures_the_link(engines: tuple[WorkerHere, WorkerHere]) -> None:
+def test_an_exchange_of_kv_measures_the_speed_of_the_link(engines: tuple[WorkerHere, WorkerHere]) -> None:
     """The first message is not measured, because it waits for the peer."""
     first, second = engines
     slow(second)

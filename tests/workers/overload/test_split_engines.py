@@ -116,7 +116,7 @@ def test_a_message_of_an_earlier_split_is_refused(
         assert answers == right
 
 
-def test_a_peer_that_gets_no_order_changes_nothing(
+def test_an_engine_keeps_its_whole_model_if_its_peer_gets_no_order(
     both: SplitTogether, asked: list[Request], right: Answers
 ) -> None:
     both.fresh()
@@ -132,7 +132,7 @@ def test_a_peer_that_gets_no_order_changes_nothing(
 
 
 def test_a_slow_peer_costs_a_bounded_time(both: SplitTogether, asked: list[Request], right: Answers) -> None:
-    """Two pieces of KV take 4 s each, and an order at most 6 s: a drop and a restore fail in time."""
+    """Two pieces of KV take 4 s each, but an order may take 6 s: the drop and the restore fail in time."""
     both.fresh()
     both.first.limit(6.0)
     both.begin(asked)

@@ -65,7 +65,7 @@ class SideWithBlocks:
     """Scheduler side on vLLM's own pool: requests hold two blocks, the prefix cache ten."""
 
     def __init__(self, blocks_per_s: float, owners: Mapping[str, range] = MappingProxyType({})) -> None:
-        """Fill the pool. `owners` names conversations and offline requests, and numbers their blocks."""
+        """Fill the pool. `owners` maps conversations and offline requests to the numbers of their blocks."""
         self.kv_state = SharedKvState(ConnectorConfig(), 0, lambda: 0.0)
         self.pool = BlockPool(num_gpu_blocks=32, enable_caching=True, hash_block_size=16)
         self.blocks = self.pool.get_new_blocks(12)
@@ -120,7 +120,7 @@ def test_a_drop_moves_cached_blocks_for_a_limited_time_and_evicts_the_rest() -> 
 
 
 def test_cached_blocks_of_offline_requests_are_evicted_first() -> None:
-    """Blocks of offline requests are evicted first even if they were used last; the last block goes first."""
+    """Offline requests' blocks are evicted first, the last block before the others, even if used last."""
     made = SideWithBlocks(5 / CACHED_KV_S, {"c": range(2, 6), "offline:r": range(6, 12)})
     order = made.ordered("drop")
     assert sorted(order.used[2:]) == ids(*made.cached[:5])

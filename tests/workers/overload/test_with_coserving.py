@@ -61,7 +61,7 @@ def test_offline_requests_free_their_blocks_and_wait_while_layers_are_shared(bot
     assert [engine.state()["policy"] for engine in both.engines] == ["Conserve", "Conserve"]
 
 
-def test_steps_with_shared_layers_do_not_change_the_latency_model_of_the_whole_model(
+def test_iterations_with_shared_layers_do_not_change_the_latency_model_of_the_whole_model(
     both: SplitTogether,
 ) -> None:
     both.fresh()

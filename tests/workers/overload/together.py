@@ -275,7 +275,7 @@ class SplitTogether:
             engine.add(self.own(requests, number), priority)
 
     def own(self, requests: list[Request], number: int) -> list[Request]:
-        """Return the requests that the test sends to this engine."""
+        """Return the part of `requests` that the engine with this number serves."""
         return requests[number :: len(self.engines)]
 
     def finish(self) -> dict[str, list[int]]:

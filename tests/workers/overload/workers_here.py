@@ -1,5 +1,4 @@
-"""Workers between two steps, and scheduler sides, without an engine: the parts of a model that a split
-uses."""
+"""Workers and scheduler sides without an engine, with only the parts of a model that a split uses."""
 
 import threading
 import time
@@ -108,7 +107,7 @@ Group = tuple[WorkerHere, ...]
 
 
 def at_once(*steps: Callable[[], SplitReport]) -> tuple[list[SplitEvent], float]:
-    """Run the orders of all workers at once; return how each ended, and how long the first took."""
+    """Run the workers' orders at once; return how each ended, and the seconds of the first worker."""
     ended: dict[int, tuple[SplitReport, float]] = {}
 
     def run(number: int, step: Callable[[], SplitReport]) -> None:
@@ -124,7 +123,7 @@ def at_once(*steps: Callable[[], SplitReport]) -> tuple[list[SplitEvent], float]
 
 
 def drops(*workers: WorkerHere, epoch: int = 1) -> list[Callable[[], SplitReport]]:
-    """Order a drop of each worker, with its part of the layers."""
+    """Return, for each worker, a call that carries out an order to drop its part of the layers."""
     members = tuple(worker.model.facts().address for worker in workers)
     return [dropping(worker, DropOrder(epoch, members, part, USED)) for part, worker in enumerate(workers)]
 
@@ -171,7 +170,7 @@ def engine_with_a_pool() -> Any:
 def scheduler_side(
     address: str, layers: int, clock: Callable[[], float] = lambda: 0.0, kv_state: Any = None
 ) -> OverloadScheduler:
-    """Build a scheduler; `kv_state` is where it reports evictable KV."""
+    """Return the scheduler side of an engine that can drop layers; `kv_state` replaces the stand-in."""
     facts = WorkerFacts(address, layers, 1_000, 256, 64)
     kv_state = kv_state or SimpleNamespace(
         clock=clock, split=None, kv_io_suspended=False, lock=threading.Lock(), conversations=None

@@ -71,14 +71,14 @@ def test_a_cap_outside_the_range_is_refused_and_nothing_is_recorded(machine: Gpu
     assert not machine.record.exists()
 
 
-def test_without_permission_no_restore_is_recorded(machine: GpuMachine) -> None:
+def test_a_limit_that_may_not_be_set_is_not_recorded(machine: GpuMachine) -> None:
     machine.write(0, "fails", PERMISSION)
     assert "not permitted; setting power limits needs root" in apply(machine, 200, "0", "1")
     assert machine.limits() == [300.0, 200.0]
     assert list(json.loads(machine.record.read_text())["entries"]) == ["GPU-00000001"]
 
 
-def test_the_limit_of_a_lost_gpu_is_still_recorded(machine: GpuMachine) -> None:
+def test_the_limit_of_a_lost_gpu_stays_recorded_until_it_is_restored(machine: GpuMachine) -> None:
     apply(machine, 200, "0", "1")
     machine.write(0, "fails", LOST)
     assert "still to be restored to 300 W" in restore(machine)
@@ -93,14 +93,14 @@ def test_a_limit_without_effect_is_reported(machine: GpuMachine) -> None:
     assert "set to 200 W, but the GPU reports 300 W" in apply(machine, 200, "0")
 
 
-def test_a_limit_set_by_someone_else_is_not_changed(machine: GpuMachine) -> None:
+def test_a_limit_that_somebody_else_set_is_not_restored(machine: GpuMachine) -> None:
     apply(machine, 200, "0")
     machine.write(0, "limit_mw", 250_000)
     assert "which somebody else set" in restore(machine)
     assert machine.limits() == [250.0, 300.0]
 
 
-def test_unknown_gpus_are_named(machine: GpuMachine) -> None:
+def test_the_error_names_gpus_that_do_not_exist(machine: GpuMachine) -> None:
     out = apply(machine, 200, "7", "GPU-nope")
     assert "no GPU 7" in out
     assert "no GPU GPU-nope" in out
@@ -207,13 +207,13 @@ print(guard.wait(30))
 """
 
 
-def test_a_guard_terminated_early_restores_the_limit(machine: GpuMachine) -> None:
+def test_a_guard_terminated_before_a_limit_was_set_restores_that_limit(machine: GpuMachine) -> None:
     done = machine.python(TOLD_AT_ONCE, str(machine.record))
     assert done.stdout.splitlines() == ["[300.0, 200.0]", "0"], done.stderr
     assert machine.limits() == [300.0, 300.0]
 
 
-def test_a_keeper_restarted_within_the_grace_keeps_the_cap_without_a_gap(machine: GpuMachine) -> None:
+def test_a_keeper_restarted_within_the_grace_period_keeps_the_cap(machine: GpuMachine) -> None:
     first = keeper(machine, grace=1.0)
     first.kill()
     first.wait(10)
@@ -226,7 +226,7 @@ def test_a_keeper_restarted_within_the_grace_keeps_the_cap_without_a_gap(machine
     until([300.0, 300.0], machine)
 
 
-def test_a_lost_cap_is_set_again(machine: GpuMachine) -> None:
+def test_a_cap_that_a_reloaded_driver_lost_is_set_again(machine: GpuMachine) -> None:
     process = keeper(machine)
     machine.write(1, "limit_mw", 300_000)  # the driver was loaded again
     until([300.0, 200.0], machine)
@@ -246,7 +246,7 @@ def test_a_cap_that_could_not_be_set_is_tried_again(machine: GpuMachine) -> None
     until([300.0, 300.0], machine)
 
 
-def test_the_next_start_without_a_cap_restores_the_limit(machine: GpuMachine) -> None:
+def test_a_start_without_a_cap_restores_the_limit_of_an_earlier_run(machine: GpuMachine) -> None:
     apply(machine, 150, "1")
     process = keeper(machine, engine="prefill-0", cap="")
     until([300.0, 300.0], machine)

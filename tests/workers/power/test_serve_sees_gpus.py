@@ -18,7 +18,7 @@ CUDA = "import sys\n" + SERVE.replace(
 )
 
 
-def test_two_gpus_are_a_prefiller_and_a_decoder_with_a_cap(machine: GpuMachine) -> None:
+def test_a_fleet_on_two_gpus_has_a_prefiller_and_a_decoder_with_a_cap(machine: GpuMachine) -> None:
     done = machine.python(CUDA, "--power-cap", "200")
     assert done.returncode == 0, done.stderr
     content = yaml.safe_load(done.stdout)
@@ -36,7 +36,7 @@ def test_gpus_that_the_cpu_build_does_not_use_are_named_beside_the_fleet_file(ma
     assert "There are GPUs here, and vLLM's CPU build is installed" in done.stderr
 
 
-def test_a_machine_without_vllm_is_not_said_to_have_the_cpu_build(machine: GpuMachine) -> None:
+def test_no_message_about_the_cpu_build_appears_where_vllm_is_missing(machine: GpuMachine) -> None:
     done = machine.python(CUDA.replace("vllm", "other"))
     assert done.returncode == 0 and "CPU build" not in done.stderr
     assert yaml.safe_load(done.stdout)["engine"]["device"] == "cuda"
@@ -54,7 +54,9 @@ def test_the_cuda_build_without_a_gpu_serves_nothing(machine: GpuMachine) -> Non
 
 
 @pytest.mark.parametrize("fails", [NO_LIMITS, NO_LIMITS | NO_MEMORY], ids=["laptop", "unified memory"])
-def test_a_gpu_without_power_limits_serves_and_takes_no_cap(machine: GpuMachine, fails: int) -> None:
+def test_gpus_without_power_limits_serve_but_a_cap_on_them_is_refused(
+    machine: GpuMachine, fails: int
+) -> None:
     for index in range(2):
         machine.write(index, "fails", fails)
     done = machine.python(CUDA)
