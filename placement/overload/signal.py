@@ -70,7 +70,7 @@ class OverloadWatch:
     def observe(self, demand: KvDemand, now: float) -> OverloadState:
         """Record the demand, and return the new state.
 
-        The demand is compared with the KV beside whole models, even while engines share their layers.
+        The demand is compared with the KV that fits beside whole models, even while engines share layers.
         """
         before = self.state
         if demand.capacity <= 0:

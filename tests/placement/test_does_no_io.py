@@ -43,11 +43,11 @@ def reached(module: Path) -> Iterator[str]:
 
 
 @pytest.mark.parametrize("module", MODULES, ids=lambda path: path.stem)
-def test_a_module_of_placement_does_no_io(module: Path) -> None:
+def test_no_module_of_placement_does_io(module: Path) -> None:
     assert set(reached(module)) <= ALLOWED
 
 
-def test_the_check_finds_file_access_and_clocks(tmp_path: Path) -> None:
+def test_the_check_for_io_finds_file_access_and_clocks(tmp_path: Path) -> None:
     module = tmp_path / "wrong.py"
     module.write_text(
         "import time\nfrom pathlib import Path\n\n\ndef f():\n    return open('x'), time.time()\n"

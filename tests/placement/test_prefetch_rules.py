@@ -12,7 +12,7 @@ RULES = PrefetchRules(park_after_s=60.0, lead_s=2.0)
 IDLE = EngineState("d", 1, 1, 0, 0, 0, free_tokens=1000, running=3, waiting=0)
 
 
-def test_an_announced_wait_decides_over_observed_waits() -> None:
+def test_an_announced_wait_overrides_observed_waits() -> None:
     assert RULES.prefetch(30.0, (500.0,) * 8) == PrefetchTime(28.0, 2.0)
     assert RULES.prefetch(1.0, ()) == PrefetchTime(0.5, 0.5)
 

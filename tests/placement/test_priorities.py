@@ -48,7 +48,9 @@ def test_an_owner_gains_nothing_by_sending_turns_one_at_a_time(
 
 
 @given(st.lists(st.tuples(st.sampled_from("abc"), st.integers(1, LARGEST)), max_size=80))
-def test_a_large_turn_comes_after_a_bounded_number_of_others(coming: list[tuple[str, int]]) -> None:
+def test_a_large_turn_waits_for_a_bounded_number_of_turns_of_other_owners(
+    coming: list[tuple[str, int]],
+) -> None:
     rounds, before = FairRounds(QUANTUM), 0
     for name, size in coming:
         order = rounds.order({"large": QueueHead(LARGEST, 0.0), name: QueueHead(size, -1.0)})
@@ -59,7 +61,7 @@ def test_a_large_turn_comes_after_a_bounded_number_of_others(coming: list[tuple[
         assert before <= 3 * (LARGEST + QUANTUM + LARGEST)
 
 
-def test_within_a_round_the_earliest_due_comes_first() -> None:
+def test_within_a_round_the_turn_that_is_due_first_comes_first() -> None:
     rounds = FairRounds(QUANTUM)
     waiting = {"a": QueueHead(10, 5.0), "b": QueueHead(10, 4.0), "c": QueueHead(QUANTUM + 1, 1.0)}
     assert rounds.order(waiting) == ["b", "a"]

@@ -85,7 +85,7 @@ def test_a_plan_for_no_lacking_kv_merges_no_groups() -> None:
     assert not made.merged and made.why_no_more is NotDropped.ENOUGH
 
 
-def test_the_fullest_engines_pair_first_and_no_more_than_needed() -> None:
+def test_the_fullest_engines_pair_first_and_the_others_stay_whole() -> None:
     made = plan_drop(alone(4), SHAPE, 10_000, LIMITS)
     assert [group.engines for group in made.merged] == [("d0", "d1")]
     assert made.merged[0].layers == (range(24), range(24, 48))
@@ -98,7 +98,7 @@ def test_a_pair_of_the_papers_engines_gains_the_memory_of_half_the_layers() -> N
     assert pair.exchange_s == pytest.approx(0.5 * 200_000 * 196_608 / 20e9)
 
 
-def test_when_pairs_do_not_suffice_the_two_smallest_groups_merge() -> None:
+def test_two_pairs_merge_when_pairs_do_not_gain_enough_kv() -> None:
     made = plan_drop(alone(4), SHAPE, 300_000, LIMITS)
     assert [len(group.engines) for group in made.merged] == [4]
     three = plan_drop(alone(3), SHAPE, 1e9, LIMITS)
@@ -108,13 +108,13 @@ def test_when_pairs_do_not_suffice_the_two_smallest_groups_merge() -> None:
     )
 
 
-def test_a_reserve_is_kept_for_growing_demand() -> None:
+def test_a_plan_gains_a_reserve_beyond_the_lacking_kv() -> None:
     made = plan_drop(alone(4), SHAPE, 10_000, replace(LIMITS, reserve=0.2))
     assert len(made.merged) == 2 and made.gained_tokens > 0.2 * 4 * 220_000
     assert not plan_drop(alone(4), SHAPE, 0, replace(LIMITS, reserve=0.2)).merged
 
 
-def test_existing_groups_stay_and_their_gain_counts() -> None:
+def test_existing_groups_do_not_grow_but_the_kv_that_they_gained_counts() -> None:
     pair = [Member("a", 1e5, 50), Member("b", 1e5, 50)]
     groups = [pair, [Member("c", 2e5, 50)], [Member("d", 2e5, 50)]]
     assert [group.engines for group in plan_drop(groups, SHAPE, 1e6, LIMITS).merged] == [("c", "d")]
@@ -123,7 +123,7 @@ def test_existing_groups_stay_and_their_gain_counts() -> None:
     assert plan_drop(groups, SHAPE, 1, reserve).gained_tokens == 2 * (SHAPE.kv_each(2) - SHAPE.kv_tokens)
 
 
-def test_a_batch_goes_to_each_other_engine_and_back() -> None:
+def test_the_time_of_hops_counts_the_messages_to_each_other_engine_and_back() -> None:
     hop = SHAPE.hop_s + 10 * SHAPE.activation_bytes / SHAPE.link_bytes_per_s
     assert [round(SHAPE.hops_s(size, 10) / hop) for size in (1, 2, 3, 4)] == [0, 2, 4, 6]
 

@@ -39,7 +39,9 @@ def test_constant_demand_changes_the_state_at_most_once(
 
 
 @given(demands, st.floats(0, 1e6))
-def test_evictable_kv_is_never_an_overload(demand: KvDemand, evictable: float) -> None:
+def test_evictable_kv_does_not_change_whether_there_is_an_overload(
+    demand: KvDemand, evictable: float
+) -> None:
     without, much = after((demand, 10)).state, after((replace(demand, evictable=evictable), 10)).state
     assert without.overloaded == much.overloaded and without.asked == much.asked
 
@@ -50,18 +52,18 @@ def test_an_overload_is_declared_with_its_reason_and_the_lacking_tokens() -> Non
     assert 10 < state.since < 20 and 1.4 < state.asked < 1.46
 
 
-def test_one_long_prompt_is_no_overload() -> None:
+def test_one_long_waiting_prompt_declares_no_overload() -> None:
     state = after((CALM, 10), (FULL, 0.25)).state
     assert (state.overloaded, state.reason) == (False, OverloadReason.BRIEF)
 
 
-def test_turns_that_wait_although_kv_is_free_lack_compute() -> None:
+def test_turns_that_wait_although_kv_is_free_are_reported_as_short_of_compute() -> None:
     busy = KvDemand(capacity=1_000, held=400, evictable=0, waiting=2_000)
     assert after((busy, 20)).state.reason is OverloadReason.COMPUTE
     assert after((replace(busy, waiting=1_500, refused=500), 20)).state.reason is OverloadReason.COMPUTE
 
 
-def test_large_conversations_that_fit_on_no_decoder_are_an_overload_beside_free_kv() -> None:
+def test_large_conversations_that_fit_on_no_decoder_declare_an_overload_although_kv_is_free() -> None:
     large = KvDemand(capacity=1_000, held=600, evictable=0, waiting=0, refused=900)
     assert after((large, 20)).state.reason is OverloadReason.KV_SHORT
 
@@ -107,7 +109,7 @@ def test_an_overload_is_declared_after_a_window_of_observations() -> None:
     assert after((FULL, window + 0.5), every=0.5).state.reason is OverloadReason.KV_SHORT
 
 
-def test_refused_and_waiting_demand_are_averaged_alike() -> None:
+def test_the_demand_of_refused_turns_is_averaged_like_that_of_waiting_turns() -> None:
     """A single sample with fewer waiting turns does not show that demand has fallen."""
     computing = KvDemand(capacity=1_000, held=100, evictable=0, waiting=1_500, refused=500)
     glimpse = replace(computing, waiting=400)

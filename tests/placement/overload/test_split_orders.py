@@ -42,7 +42,7 @@ def test_an_overload_pairs_engines_with_whole_models() -> None:
     assert made == SplitOrders(drops=(("a", "b"),))
 
 
-def test_orders_gain_no_more_than_the_lacking_kv_and_the_reserve() -> None:
+def test_no_more_engines_share_than_the_lacking_kv_and_the_reserve_need() -> None:
     four = [decoder(name) for name in "abcd"]
     assert len(split_orders(LACKING, four, LIMITS).drops) == 1
     more = replace(LACKING, lacking_tokens=2_000)
@@ -76,12 +76,12 @@ def test_a_group_of_three_is_restored_as_soon_as_one_member_is_gone() -> None:
     assert split_orders(LACKING, leaving, LIMITS) == SplitOrders(restores=(("a", "b", "c"),))
 
 
-def test_kv_that_a_pair_gained_is_not_lacking() -> None:
+def test_kv_that_a_pair_gained_counts_against_the_lacking_kv() -> None:
     pair = [decoder("a", epoch=7), decoder("b", epoch=7)]
     assert split_orders(LACKING, pair, LIMITS) == SplitOrders()
 
 
-def test_split_groups_do_not_grow_and_the_reason_is_named() -> None:
+def test_groups_that_share_layers_do_not_grow_and_the_reason_is_named() -> None:
     much = replace(LACKING, lacking_tokens=100_000)
     pairs = [decoder("a", 7), decoder("b", 7), decoder("c", 8), decoder("d", 8)]
     assert split_orders(much, pairs, LIMITS) == SplitOrders(why_no_more=NotDropped.SPLIT)
@@ -96,7 +96,7 @@ def test_engines_of_different_tiers_do_not_share_layers() -> None:
     assert made == SplitOrders(why_no_more=NotDropped.ALONE)
 
 
-def test_engines_without_a_latency_model_are_left_alone() -> None:
+def test_engines_without_a_latency_model_keep_their_whole_models() -> None:
     unmeasured = replace(SHAPE, latency=None)
     two = [replace(one, split=replace(one.split, shape=unmeasured)) for one in (decoder("a"), decoder("b"))]
     assert split_orders(LACKING, two, LIMITS) == SplitOrders(why_no_more=NotDropped.UNMEASURED)
@@ -123,14 +123,14 @@ def test_an_engine_whose_peer_is_gone_is_restored(state: OverloadState) -> None:
     assert split_orders(state, left, LIMITS) == SplitOrders(restores=(("a",),))
 
 
-def test_a_pair_with_a_leaving_engine_is_restored_and_never_formed() -> None:
+def test_a_leaving_engine_is_in_no_pair() -> None:
     pair = [replace(decoder("a", epoch=7), leaving=True), decoder("b", epoch=7)]
     assert split_orders(LACKING, pair, LIMITS) == SplitOrders(restores=(("a", "b"),))
     whole = [replace(decoder("a"), leaving=True), decoder("b")]
     assert split_orders(LACKING, whole, LIMITS).drops == ()
 
 
-def test_engines_that_refuse_get_no_order_to_drop() -> None:
+def test_an_engine_that_failed_an_order_gets_no_order_to_drop() -> None:
     three = [decoder("a"), decoder("b"), decoder("c")]
     assert split_orders(LACKING, three, LIMITS, unwilling={"a"}).drops == (("b", "c"),)
 
@@ -144,7 +144,7 @@ def test_no_group_is_restored_for_a_missing_member_while_a_decoder_is_silent(sta
     assert made.drops == (("c", "b"),)  # the engine with the silent peer gets no new partner
 
 
-def test_a_pair_that_refuses_is_neither_restored_nor_merged() -> None:
+def test_a_pair_with_an_engine_that_failed_an_order_is_left_as_it_is() -> None:
     pair = [decoder("a", epoch=7), decoder("b", epoch=7)]
     assert split_orders(OVER, pair, LIMITS, unwilling={"b"}) == SplitOrders()
     assert split_orders(OVER, [decoder("a", epoch=7)], LIMITS, unwilling={"a"}) == SplitOrders()

@@ -81,7 +81,7 @@ def test_a_decoder_computes_a_prompt_if_clearly_sooner_or_if_the_target_is_at_ri
     assert why_local(Estimates(local_s, remote_s), TTFT_S) is why
 
 
-def test_an_idle_prefiller_computes_the_prompt_and_the_decoder_does_when_the_queue_is_long() -> None:
+def test_a_decoder_computes_the_prompt_only_if_the_prefillers_queue_is_long() -> None:
     placer = a_placer()
     placer.observe(state("d0", 0, 1), 0.0)
     placer.observe(state("d1", 0, 1), 0.0)
@@ -150,14 +150,14 @@ def test_decoders_of_unknown_speed_are_chosen_by_kv() -> None:
     assert place(placer, "a").decoder == "d1"
 
 
-def test_the_rule_of_the_paper_always_uses_a_prefiller_and_estimates_nothing() -> None:
+def test_the_rule_of_the_paper_makes_no_estimates() -> None:
     assert PlacerSettings().first_turns is FirstTurns.ELASTIC
     placer = a_placer(first=FirstTurns.PREFILLER)
     answers = [place(placer, str(number)) for number in range(8)]
     assert all(answer.prefiller == "p0" and answer.receipt.estimates is None for answer in answers)
 
 
-def test_a_placed_prompt_counts_until_its_decoder_reports_it() -> None:
+def test_a_placed_prompt_counts_as_waiting_until_its_decoder_reports_it() -> None:
     placer = a_placer(decoders=1)
     placer.observe(state("d0", 0, 1), 0.0)
     for number in range(20):
@@ -234,7 +234,7 @@ def test_a_prefiller_holds_a_conversation_that_fits_on_no_decoder() -> None:
     assert set(placer.engine_down("p0")) == {"a", "c"}, "one queued there, the other held"
 
 
-def test_an_engine_that_leaves_is_forgotten() -> None:
+def test_an_engine_that_left_gets_no_prompts_and_returns_with_an_empty_queue() -> None:
     placer = a_placer(decoders=2)
     for key in "abcd":
         place(placer, key)
@@ -248,7 +248,7 @@ def test_an_engine_that_leaves_is_forgotten() -> None:
     assert placer.prefill_wait_s("p0", 1.0) == 0.0
 
 
-def test_the_signals_have_the_time_that_turns_leave_for_prompts_on_decoders() -> None:
+def test_the_signals_include_the_time_that_turns_on_decoders_leave_for_prompts() -> None:
     placer = a_placer()
     placer.observe(state("d0", 0, 1, prompt_share=0.5), 0.0)
     placer.observe(state("d1", 0, 1, prompt_share=0.25), 0.0)

@@ -23,7 +23,7 @@ def seconds(curve: tuple[float, float, float]) -> float:
 
 
 class Shown:
-    """Fleet of engines of one hardware whose reports a test makes."""
+    """Estimator for engines of equal hardware, whose reports the test makes up."""
 
     def __init__(self, *tiers: str, alike: bool = True) -> None:
         self.speeds = EngineSpeeds(dict.fromkeys(tiers, "kind") if alike else {})
@@ -32,7 +32,7 @@ class Shown:
             self.speeds.add(f"e{number}", tier)
 
     def says(self, name: str, curve: tuple[float, float, float], prompts: float, now: float) -> float:
-        """Return the estimated prefill time of a prompt on an engine, in seconds."""
+        """Report a curve for an engine, and return the estimated seconds of a prompt there."""
         self.seq += 1
         report = replace(state(name, 0, self.seq, prompts=int(prompts)), prefill_curve=curve)
         found = self.speeds.observe(report, now).estimate
@@ -40,7 +40,7 @@ class Shown:
         return found.seconds(TOKENS)
 
 
-def test_an_engine_that_was_slow_long_ago_is_estimated_like_its_hardware() -> None:
+def test_an_engine_that_was_slow_long_ago_is_estimated_like_engines_of_its_hardware() -> None:
     shown = Shown("prefill", "decode")
     assert shown.says("e0", SLOW, 100.0, 0.0) == pytest.approx(seconds(SLOW))
     taken = []
@@ -79,7 +79,7 @@ def test_an_engine_is_estimated_by_its_best_curve_when_none_computed_lately() ->
     assert shown.says("e0", SLOW, 59, 400.0) > 0.98 * seconds(SLOW), "it has become slower for good"
 
 
-def test_a_new_engine_is_estimated_like_its_hardware() -> None:
+def test_a_new_engine_is_estimated_like_engines_of_its_hardware() -> None:
     shown = Shown("decode", "decode")
     guess = shown.says("e1", SLOW, 0.0, 0.0)
     assert guess == pytest.approx(seconds(SLOW)), "a guess, while nobody has shown anything"
@@ -99,7 +99,7 @@ def test_the_first_report_of_an_engine_may_be_old() -> None:
 
 
 def test_a_prefiller_that_started_slowly_gets_prompts_again() -> None:
-    """An engine that gets no prompts cannot show its speed, so the other would get all prompts for ever."""
+    """Without prompts a prefiller cannot show its speed; the other one would get all prompts for ever."""
     curve = PrefillCurve(*SLOW)
     placer = Placer(
         PlacerSettings(headroom_tokens=0), {"prefill": curve}, {"prefill": "cpu", "decode": "cpu"}

@@ -12,7 +12,7 @@ from tests.support.engines import info, placer, state
 
 
 def looked(made: Placer, refused: list[int]) -> OverloadState:
-    """Return the overload state after observations for long enough to declare an overload."""
+    """Observe for long enough to declare an overload, and return the overload state."""
     for second in range(4):
         seen = made.observe_overload(float(second), refused)
     return seen
@@ -49,7 +49,7 @@ def test_waiting_turns_are_counted_in_kv_tokens_of_their_engine() -> None:
     assert seen.asked == pytest.approx((4 * 9_100 + 500 + 4 * 3_100 + 500) / 38_000)
 
 
-def test_dropping_layers_makes_room_for_more_conversations_but_not_for_larger_ones() -> None:
+def test_a_decoder_that_drops_layers_takes_more_conversations_but_no_larger_ones() -> None:
     made = placer()
     made.engine_up(info("d0"))
     made.observe(state("d0", seq=1, live=8_000), 0.0)
@@ -63,7 +63,7 @@ def test_dropping_layers_makes_room_for_more_conversations_but_not_for_larger_on
     assert isinstance(made.place(FirstTurn("c", 3_000), 0.0), Refusal)
 
 
-def test_kv_on_a_draining_decoder_counts_as_demand_on_the_others() -> None:
+def test_kv_on_a_draining_decoder_counts_as_demand_on_the_other_decoders() -> None:
     made = placer()
     for name in ("d0", "d1"):
         made.engine_up(info(name))

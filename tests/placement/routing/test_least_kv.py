@@ -125,7 +125,7 @@ TestPool = RecountedFleet.TestCase
 
 
 @given(st.lists(st.integers(1_000, 30_000), min_size=1, max_size=60))
-def test_reservations_alone_spread_a_burst(prompts: list[int]) -> None:
+def test_reservations_alone_spread_a_burst_over_decoders(prompts: list[int]) -> None:
     """No engine reports during the burst. Without reservations all turns would go to one decoder."""
     placer = Placer(PlacerSettings(fill=1.0, headroom_tokens=0), {"prefill": CURVE})
     for i in range(4):
@@ -165,7 +165,7 @@ def assert_refused(placer: Placer, tokens: int, reason: RefusalReason) -> Refusa
     return refusal
 
 
-def test_no_turn_is_refused_for_the_headroom_of_its_answers() -> None:
+def test_no_turn_is_refused_only_because_of_headroom_for_its_answers() -> None:
     placer = Placer(PlacerSettings(fill=1.0, headroom_tokens=1_000), {"prefill": CURVE})
     placer.engine_up(engine("p0", Role.PREFILL))
     placer.engine_up(engine("d0", kv_tokens=20_000))

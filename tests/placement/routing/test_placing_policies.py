@@ -31,7 +31,7 @@ def test_each_policy_sends_the_expected_turns_to_a_prefiller(
         assert later.decoder == placed.decoder and later.receipt.decoder.why is Why.BOUND
 
 
-def test_a_conversation_without_its_decoder_is_restored_from_a_shared_tier(fleet: MakeFleet) -> None:
+def test_a_conversation_that_lost_its_decoder_is_restored_from_a_shared_tier(fleet: MakeFleet) -> None:
     again = FirstTurn("c", 1000, had_decoder=True)
     for shared, first in ((True, None), (False, "p0")):
         placer = fleet(shared_tier=shared)

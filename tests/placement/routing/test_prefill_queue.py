@@ -76,7 +76,7 @@ def test_a_prompt_that_ends_early_or_late_changes_the_wait_of_the_queue(fleet: M
     assert placer.prefill_wait_s("p0", overdue) == 0
 
 
-def test_an_idle_prefiller_has_no_queue(fleet: MakeFleet) -> None:
+def test_old_prompts_leave_the_queue_of_a_prefiller_that_reports_no_work(fleet: MakeFleet) -> None:
     placer = fleet()
     placer.place(FirstTurn("lost", 50_000), 0.0)
     placer.observe(state("p0", 0, 1, running=0), 4.0)
@@ -143,7 +143,7 @@ def test_a_correction_is_rescaled_when_the_curve_changes(fleet: MakeFleet) -> No
     assert prefill_s(placer, 8192) == pytest.approx(took, rel=0.05)
 
 
-def test_a_decoders_curve_counts_once_it_has_computed_prompts() -> None:
+def test_a_decoders_curve_is_used_only_after_the_decoder_has_computed_prompts() -> None:
     settings = PlacerSettings(fill=1.0, first_turns=FirstTurns.ELASTIC)
     placer = Placer(settings, {"prefill": SLOW})
     placer.engine_up(engine("p0", Role.PREFILL, kv_tokens=10**9))
@@ -176,7 +176,7 @@ def test_a_prompt_does_not_wait_for_prompts_of_lower_classes(fleet: MakeFleet) -
     assert waits(placer, "between", 4.0) == pytest.approx(each), "behind the better one's, before others"
 
 
-def test_prompts_of_a_higher_class_end_before_earlier_ones(fleet: MakeFleet) -> None:
+def test_prompts_of_a_higher_class_end_before_earlier_prompts_of_lower_classes(fleet: MakeFleet) -> None:
     placer = fleet(kv_tokens=10**9, max_prefill_wait_s=1e9)
     each = CURVE.seconds(20_000)
     for key, queue_weight in (("a", 0.0), ("b", 0.0), ("gold", 8.0)):
@@ -191,7 +191,7 @@ def test_prompts_of_a_higher_class_end_before_earlier_ones(fleet: MakeFleet) -> 
     assert waits(placer, "last", 8.0, each) == 0.0, "nothing is left of those that have ended"
 
 
-def test_an_overdue_prompt_that_overtook_two_others_has_only_these_behind_it(fleet: MakeFleet) -> None:
+def test_only_the_two_prompts_that_it_overtook_wait_behind_an_overdue_prompt(fleet: MakeFleet) -> None:
     placer = fleet(kv_tokens=10**9, max_prefill_wait_s=1e9)
     each = CURVE.seconds(20_000)
     for key, queue_weight in (("a", 0.0), ("b", 0.0), ("gold", 8.0)):

@@ -43,7 +43,7 @@ def test_a_prefiller_that_is_mostly_busy_takes_no_conversations() -> None:
         assert not roles.taking
 
 
-def test_a_load_that_swings_between_the_bounds_changes_no_role() -> None:
+def test_no_role_changes_while_the_load_swings_between_the_two_bounds() -> None:
     """Both the idle time and the wait swing between their two bounds, in periods of half a minute."""
     roles = IdlePrefillers(ttft_s=2.0)
     for now in seconds(20.0):
@@ -109,7 +109,7 @@ def test_decoders_and_idle_prefillers_share_conversations_by_the_kv_in_use() -> 
     assert max(in_use) - min(in_use) <= 20_000, in_use
 
 
-def test_a_prefiller_with_a_queue_takes_no_conversation_that_others_would_answer_sooner() -> None:
+def test_a_prefiller_takes_no_conversation_that_another_engine_would_answer_sooner() -> None:
     placer = a_placer()
     now = queue_on_decoders(placer)
     held = placer.place(FirstTurn("held", 10_000), now)
@@ -161,7 +161,7 @@ def test_signals_have_the_mean_wait_over_decoders_whose_speed_is_known() -> None
     assert unknown.signals(0, now).decoder_wait_s == 0.0
 
 
-def test_turns_that_fit_on_no_decoder_count_in_the_decoders_pressure() -> None:
+def test_turns_that_fit_on_no_decoder_add_to_the_kv_load_of_the_decoders() -> None:
     """Two decoders are four fifths full, and a conversation of half a decoder waits for one of them."""
     placer = a_placer(PrefillerRoles.FIXED)
     for name in ("d0", "d1"):

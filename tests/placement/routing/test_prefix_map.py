@@ -53,7 +53,7 @@ def test_prompts_without_a_shared_prefix_alternate_between_prefillers() -> None:
     assert [one.prefiller for one in placed] == ["p0", "p1", "p0", "p1"]
 
 
-def test_cached_tokens_do_not_lengthen_the_queue() -> None:
+def test_cached_tokens_of_a_prompt_do_not_lengthen_the_queue() -> None:
     placer = a_placer()
     first = place(placer, "first", 0.0).prefiller
     assert first is not None
@@ -104,7 +104,7 @@ def test_a_prompt_with_a_cached_prefix_does_not_make_its_prefiller_look_faster()
     assert chosen is not None and chosen.prefill_s == pytest.approx(CURVE.seconds(8_500), rel=0.05)
 
 
-def test_the_longest_known_prefix_counts_and_the_number_of_prefixes_is_bounded() -> None:
+def test_the_longest_prefix_counts_until_too_many_newer_prefixes_are_known() -> None:
     prefixes, long = PrefixMap(), PromptPrefix(b"and an example", 9_000)
     prefixes.record("a", (SYSTEM,), "p0", 8_500, 0.0)
     prefixes.record("b", (SYSTEM, long), "p1", 9_500, 0.0)
@@ -168,7 +168,7 @@ def test_a_prefix_takes_no_more_space_than_its_prompt() -> None:
     assert prefixes.cached_tokens((image,), 2.0) == {"p": 1_200}
 
 
-def test_later_turns_take_cache_space_too() -> None:
+def test_later_turns_take_space_in_the_assumed_cache_too() -> None:
     prefixes = PrefixMap()
     prefixes.set_kv_tokens("p", 20_000)
     for number, key in enumerate("ab"):
@@ -181,7 +181,7 @@ def test_later_turns_take_cache_space_too() -> None:
     assert prefixes.cached_tokens((framework(0),), 3.0) == {"p": 6_000}, "its KV stays until it is evicted"
 
 
-def test_a_failed_prompt_does_not_remove_a_prefix_that_another_prompt_brought() -> None:
+def test_a_prompt_that_failed_does_not_remove_a_prefix_that_another_prompt_computed() -> None:
     prefixes = PrefixMap()
     prefixes.set_kv_tokens("p", 100_000)
     prefixes.prompt_placed("a", "p", (SYSTEM,), 8_500, 0, 0.0)

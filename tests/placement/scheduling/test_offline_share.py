@@ -17,7 +17,7 @@ def test_the_offline_share_is_kept_beside_many_online_requests() -> None:
     assert sum(tokens.values()) == 2048
 
 
-def test_an_aged_request_gets_a_token_and_a_fresh_one_does_not() -> None:
+def test_only_an_offline_request_that_waited_for_long_gets_a_token_beside_a_crowd() -> None:
     policy = make_policy(ServingSettings(ageing_s=5.0))
     aged = offline("aged", 300, 200, last_served=4.0)
     fresh = offline("fresh", 300, 200, last_served=9.0)
@@ -26,7 +26,7 @@ def test_an_aged_request_gets_a_token_and_a_fresh_one_does_not() -> None:
     assert tokens["fresh"] == 0
 
 
-def test_an_aged_request_is_the_last_to_lose_its_memory() -> None:
+def test_an_offline_request_that_waited_for_long_is_the_last_to_be_preempted() -> None:
     policy = make_policy(ServingSettings(ageing_s=5.0))
     aged = offline("aged", 900, 800, last_served=1.0, arrival=2.0)
     fresh = offline("fresh", 900, 800, arrival=1.0)
@@ -34,7 +34,7 @@ def test_an_aged_request_is_the_last_to_lose_its_memory() -> None:
     assert policy.plan(state, MODEL).preempt == ("fresh",)
 
 
-def test_an_aged_waiting_request_may_start_with_little_memory_left() -> None:
+def test_an_offline_request_that_waited_for_long_may_start_with_little_free_memory() -> None:
     waiting = offline("head", running=False, arrival=1.0, last_served=0.0)
     state = view(online("on"), free=5, offline_head=waiting, offline_waiting=1)
     assert fill(policy_with({"online_reserve": 0.5}), state)["head"] == 0

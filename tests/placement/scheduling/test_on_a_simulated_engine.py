@@ -74,13 +74,13 @@ def test_all_blocks_are_free_when_all_requests_have_ended(name: str) -> None:
     assert engine.free_blocks == SHAPE.blocks
 
 
-def test_the_same_run_gives_the_same_result() -> None:
+def test_a_repeated_run_gives_the_same_result() -> None:
     first, second = run("conserve"), run("conserve")
     assert first.offline_tokens == second.offline_tokens
     assert [job.tokens_at for job in first.finished] == [job.tokens_at for job in second.finished]
 
 
-def test_conserve_keeps_online_latency_near_alone_and_offline_throughput_near_the_maximum() -> None:
+def test_conserve_has_nearly_the_latency_of_online_only_and_nearly_the_most_offline_throughput() -> None:
     alone, most, ours = run("online_only"), run("non_preemptive"), run("conserve")
     assert worst_ttft(ours) < 1.3 * worst_ttft(alone)
     assert worst_ttft(most) > 1.5 * worst_ttft(alone)

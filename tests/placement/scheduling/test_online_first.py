@@ -38,7 +38,7 @@ def test_a_request_with_a_tighter_target_leaves_offline_work_fewer_tokens() -> N
     assert 0 < tight < loose < 2000
 
 
-def test_tokens_are_kept_for_waiting_online_requests() -> None:
+def test_offline_work_leaves_tokens_for_waiting_online_requests() -> None:
     tokens = fill(
         make_policy(ServingSettings("conserve")), view(offline("off"), waiting=(arrived("new", 300),))
     )
@@ -64,7 +64,7 @@ def test_the_online_only_policy_serves_no_offline_request() -> None:
     assert tokens == {"off": 0, "w": 0}
 
 
-def test_sarathi_fills_its_chunk_whatever_the_context() -> None:
+def test_sarathi_fills_its_chunk_however_long_the_context_is() -> None:
     policy = make_policy(ServingSettings("sarathi"))
     for context in (0, 1500):
         request = offline("off", 4000, context)

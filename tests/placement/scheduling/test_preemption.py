@@ -37,7 +37,7 @@ def test_online_requests_are_never_victims(name: str) -> None:
     assert set(preempted(name, state)) <= {"off"}
 
 
-def test_a_running_online_request_that_grows_takes_offline_blocks() -> None:
+def test_a_running_online_request_that_grows_takes_blocks_of_offline_requests() -> None:
     growing = online("on", tokens=97, computed=96)
     assert preempted("conserve", view(growing, offline("off", 900, 800), free=0)) == ("off",)
 

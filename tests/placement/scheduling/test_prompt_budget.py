@@ -42,7 +42,7 @@ def test_a_long_prompt_overtakes_newer_short_ones_after_a_while(name: str) -> No
 
 
 @BOTH
-def test_a_prompt_without_memory_does_not_hold_up_one_that_has_memory(name: str) -> None:
+def test_a_prompt_that_lacks_memory_does_not_delay_one_that_has_memory(name: str) -> None:
     refused = arrived("short", 50)
     tokens = given(name, started("long", 3000), waiting=(refused,))
     assert tokens["short"] == 50
@@ -53,7 +53,7 @@ def test_a_prompt_without_memory_does_not_hold_up_one_that_has_memory(name: str)
 
 
 @BOTH
-def test_no_prompt_starts_before_an_overdue_one_that_lacks_memory(name: str) -> None:
+def test_no_prompt_starts_before_an_overdue_prompt_that_lacks_memory(name: str) -> None:
     overdue = RequestView("big", False, arrival=-50.0, tokens=3000, computed=0, refused=True)
     plan = make_policy(ServingSettings(name)).plan(view(waiting=(arrived("new", 50), overdue)), MODEL)
     assert plan.waiting == ("big", "new")
@@ -87,7 +87,7 @@ def test_offline_requests_come_last_without_co_serving_and_go_on_decoding() -> N
     assert MODEL.seconds(work) <= 0.05
 
 
-def test_a_request_that_arrives_after_the_plan_gets_the_remaining_time() -> None:
+def test_requests_that_arrive_after_the_plan_share_the_remaining_time() -> None:
     plan = make_policy(ServingSettings("prompts_in_order")).plan(view(online("a")), MODEL)
     assert plan.builder.take(online("a"), 1) == 1
     assert 1 < plan.builder.take(arrived("late", 3000), 2000) < 2000

@@ -25,7 +25,7 @@ def test_running_requests_keep_their_target_unless_prompts_need_half_the_iterati
     assert 0.5 <= SHARING.share(decoding_s) < 1
 
 
-def test_a_shorter_prompt_is_due_first_and_a_longer_one_ages() -> None:
+def test_a_shorter_prompt_is_due_first_unless_a_longer_one_has_waited_for_long() -> None:
     long_one = SHARING.due(MODEL, 0.0, 40_000, 0)
     assert SHARING.due(MODEL, 0.0, 300, 0) < long_one
     assert SHARING.due(MODEL, 5.0, 300, 0) < long_one
@@ -43,7 +43,7 @@ def test_no_other_chunk_size_computes_a_long_prompt_faster(prompt: int, other: i
     assert seconds(SHARING.chunk(MODEL, 8_192)) <= 1.05 * seconds(other) + last
 
 
-def test_chunks_are_bounded_and_largest_where_attention_is_causal() -> None:
+def test_chunks_are_bounded_and_are_largest_where_attention_is_causal() -> None:
     causal = LatencyModel(1e-5, 1e-9, 2e-8, 0.012, per_before=1e-9)
     assert PromptSharing.chunk(causal, 8_192) == 8_192
     assert PromptSharing.chunk(LatencyModel(1e-5, 1.0, 0.0, 1e-6), 8_192) == LEAST_CHUNK

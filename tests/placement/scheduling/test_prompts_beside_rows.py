@@ -59,7 +59,7 @@ def test_a_prompt_gets_the_whole_iteration_if_no_request_decodes() -> None:
     assert given(waiting=(arrived("new", 3000, at=9.0),))["new"] == 2048
 
 
-def test_the_margin_follows_prediction_errors() -> None:
+def test_offline_work_gets_less_time_the_more_iterations_exceed_their_prediction() -> None:
     def offline_tokens_after(seconds: float) -> int:
         policy = make_policy(ServingSettings(margin=0.1))
         for _ in range(300):

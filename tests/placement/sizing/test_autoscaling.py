@@ -43,7 +43,7 @@ def test_a_peak_restarts_the_calm_period() -> None:
     assert scaler.decide(judged(0.1, 2), 2, 610.0).replicas == 1
 
 
-def test_no_engine_is_removed_that_the_target_needs() -> None:
+def test_no_engine_is_removed_that_the_target_load_needs() -> None:
     limits = ScaleLimits(1, 4, Thresholds(0.85, 0.7, 0.6), 0, 0)
     scaler = TierScaler(limits)
     assert scaler.decide(judged(0.5, 2, limits), 2, 0.0).replicas == 2, "one would be at 100 %"

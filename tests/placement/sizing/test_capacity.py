@@ -26,21 +26,21 @@ def test_the_measured_load_equals_a_steady_demand(load: float, gap: float) -> No
     assert signals(watch, 2, now).prefill_load == pytest.approx(load / 2, rel=gap / 20 + 0.01)
 
 
-def test_demand_fades_without_arrivals() -> None:
+def test_the_prefill_load_fades_when_no_prompts_arrive() -> None:
     watch = CapacityWatch(window_s=10)
     watch.arrived(1_000, 0.0)
     assert signals(watch, 1, 0.0).prefill_load == pytest.approx(100)
     assert signals(watch, 1, 200.0).prefill_load < 0.001
 
 
-def test_demand_without_a_prefiller_is_infinite() -> None:
+def test_the_load_of_arriving_prompts_without_a_prefiller_is_infinite() -> None:
     watch = CapacityWatch(window_s=60)
     assert signals(watch, 0, 0.0).prefill_load == 0
     watch.arrived(0.1, 0.0)
     assert signals(watch, 0, 0.0).prefill_load == inf
 
 
-def test_one_second_of_full_load_counts_little_in_the_window() -> None:
+def test_one_second_of_full_load_hardly_changes_the_mean_of_the_window() -> None:
     watch = CapacityWatch(window_s=60)
     watch.observed(0.2, 0.0)
     watch.observed(1.0, 1.0)
@@ -59,7 +59,7 @@ def test_saturation_comes_when_the_shortest_queue_has_grown_to_its_limit(
     assert Signals(2, load, wait_s, 2, 0.5, 0.0, 60.0).saturates_in_s(10.0) == expected
 
 
-def test_the_placer_counts_refused_demand_and_full_decoders() -> None:
+def test_the_placers_signals_include_demand_that_was_never_placed() -> None:
     made = placer(capacity_window_s=10.0)
     made.engine_up(info("p0", Role.PREFILL))
     for decoder in ("d0", "d1"):

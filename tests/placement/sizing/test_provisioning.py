@@ -39,7 +39,7 @@ def test_both_inequalities_hold_and_no_decoder_is_superfluous(mean: Means, prefi
 
 
 @given(means, st.floats(0.01, 1))
-def test_parking_never_needs_more_decoders(mean: Means, share: float) -> None:
+def test_a_fleet_that_parks_kv_never_needs_more_decoders(mean: Means, share: float) -> None:
     parked = replace(mean, resident_s=mean.resident_s * share)
     assert provision(parked, PAPER).decoders <= provision(mean, PAPER).decoders
 
