@@ -85,7 +85,7 @@ class Lease:
 
 
 class AskedToEnd(WorkerError):
-    """A signal asked this host to end."""
+    """Exception with which a signal makes this host end."""
 
 
 @dataclass(slots=True)

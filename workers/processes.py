@@ -178,7 +178,7 @@ def end(processes: Iterable[psutil.Process], grace_s: float) -> bool:
 
 
 def lower_priority(pid: int, nice: int) -> None:
-    """Set the niceness of a process's threads to `nice`, and so that of threads that they start later."""
+    """Set the niceness of a process's threads, and of threads that these start later, to `nice`."""
     with contextlib.suppress(OSError):
         for thread in os.listdir(f"/proc/{pid}/task"):
             os.setpriority(os.PRIO_PROCESS, int(thread), nice)

@@ -53,7 +53,7 @@ class Profile:
 
 
 class ProfileStoreError(WorkerError):
-    """The file of profiles is damaged."""
+    """Error: the file of profiles is damaged."""
 
 
 class ProfileStore:

@@ -33,7 +33,7 @@ class ResponseFieldsMiddleware:
 
 
 class _FilledAnswer:
-    """Sender of one answer, which replaces the null field in it."""
+    """Sender of one answer, in which it replaces the field that is null."""
 
     def __init__(self, send: Send, fields: bytes) -> None:
         self._send, self._fields = send, orjson.dumps(orjson.loads(fields))[1:-1]
@@ -82,7 +82,7 @@ def _has_null(body: bytes) -> bool:
 
 
 def _find(text: str, at: int, name: str) -> tuple[int, int, Any] | None:
-    """Find a field in the JSON object at `at`: where its name and its value begin, and the value."""
+    """Return where a field of the JSON object at `at` has its name and its value, and the value."""
     at = _skip_space(text, at + 1)
     while text[at] != "}":
         name_at = at

@@ -28,7 +28,7 @@ class EngineFacts:
 
 
 class EngineHttpError(WorkerError):
-    """The engine did not answer a request of its keeper as expected."""
+    """Error: the engine did not answer a request of its keeper as expected."""
 
 
 _FAILURES = (aiohttp.ClientError, TimeoutError, OSError)

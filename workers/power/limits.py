@@ -229,7 +229,7 @@ def set_back(path: Path, holder: str | None = None, named: Sequence[str] = ()) -
 
 
 class GuardStopped(WorkerError):
-    """The guard received SIGTERM, so that no keeper will take over."""
+    """Exception that SIGTERM raises in the guard, because no keeper will take over."""
 
 
 def main(path: Path, holder: str, grace_s: float) -> int:

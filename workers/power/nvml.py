@@ -14,11 +14,11 @@ class PowerError(WorkerError):
 
 
 class NoGpus(PowerError):
-    """The machine has no NVIDIA driver, or no GPU with the given index or UUID."""
+    """Error: the machine has no NVIDIA driver, or no GPU with the given index or UUID."""
 
 
 class NotPermitted(PowerError):
-    """The process may not set a power limit, which needs root."""
+    """Error: the process may not set a power limit, which needs root."""
 
 
 @dataclass(frozen=True, slots=True)

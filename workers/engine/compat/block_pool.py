@@ -47,7 +47,7 @@ SCHEDULING = ReliedOn(
 
 
 def connector_meta(model_runner_output: Any) -> Any:
-    """Return the report of the connector's worker side on an iteration, or None if there is none."""
+    """Return what the connector's worker side reports about an iteration, or None without a report."""
     outcome = model_runner_output.kv_connector_output
     return outcome.kv_connector_worker_meta if outcome is not None else None
 

@@ -1,4 +1,4 @@
-"""Access of our schedulers to private names of vLLM's, which are checked when an engine starts.
+"""Access of our schedulers to private names of vLLM, which are checked when an engine starts.
 
 So an engine with another vLLM release refuses to start instead of misbehaving
 (kvtransfer/compat/relied_on.py).
@@ -194,7 +194,7 @@ class OpenScheduling:
         raise NotImplementedError("an iteration that cannot be aborted is not recorded")
 
     def plugin(self, name: str) -> Any | None:
-        """Return the scheduler side of one of our connector's plugins, or None."""
+        """Return the scheduler side of the connector plugin with this name, or None if it is not loaded."""
         side_of = getattr(self.connector, "scheduler_side", None)
         return side_of(name) if side_of is not None else None
 

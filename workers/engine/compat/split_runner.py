@@ -191,7 +191,7 @@ def connector() -> Any:
 
 @dataclass(frozen=True, slots=True)
 class BatchKv:
-    """Data of a batch that attention reads: where its tokens are in their requests and in the KV."""
+    """Positions of a batch's tokens in their requests and in the KV, as attention reads them."""
 
     query_start: torch.Tensor
     seq_lens: torch.Tensor

@@ -37,7 +37,7 @@ class CoServingConfig:
             raise CoServingConfigError(f"safepoint_every must be 1 or more, not {self.safepoint_every}")
 
     def to_additional_config(self) -> dict[str, Any]:
-        """Return the value of vLLM's `--additional-config`."""
+        """Return these settings as a value of vLLM's `--additional-config`."""
         return {KEY: asdict(self)}
 
     @classmethod

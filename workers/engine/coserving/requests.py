@@ -108,7 +108,7 @@ class TrackedRequests:
         return tracked
 
     def drop(self, request_id: str) -> None:
-        """Forget a request that ended. Refused requests may fit now, so they count as not refused."""
+        """Forget a request that ended. Refused requests may fit now, so they lose the mark `refused`."""
         if self.by_id.pop(request_id, None) is not None:
             for tracked in self._online.values():
                 tracked.refused = False

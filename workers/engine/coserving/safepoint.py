@@ -97,7 +97,7 @@ RUN_AHEAD, RUN_AHEAD_S = 2, 1e-3
 
 
 class SafepointAbort(ForwardEnded):
-    """A safepoint ended the forward pass of an armed iteration."""
+    """Signal with which a safepoint ends the forward pass of an armed iteration."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -267,7 +267,7 @@ class LayerFence:
         self._queued.clear()
 
     def passed(self) -> None:
-        """Record an event after the last queued layer."""
+        """Record a CUDA event after the last queued layer."""
         event = self._spare.pop() if self._spare else self._event()
         event.record()
         self._queued.append(event)

@@ -33,7 +33,7 @@ Outcome = dict[str, Any]
 
 
 class ProcessUnavailable(WorkerError):
-    """The compiling process is gone or does not answer."""
+    """Error: the compiling process is gone or does not answer."""
 
 
 class GrammarChecks:
@@ -183,7 +183,7 @@ class GrammarChecks:
             raise ProcessUnavailable(f"the compiling process could not be set up: {answer['error']}")
 
     async def _open(self) -> tuple[asyncio.StreamReader, asyncio.StreamWriter]:
-        """Connect without uvloop, which cannot connect to an abstract socket name."""
+        """Connect to the compiling process without uvloop, which does not know abstract socket names."""
         connection = socket.socket(socket.AF_UNIX)
         try:
             connection.setblocking(False)

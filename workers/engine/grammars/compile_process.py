@@ -61,7 +61,7 @@ def new_address() -> str:
 
 
 def serve(address: str, budget: GrammarBudget) -> None:
-    """Answer connections until this process is killed."""
+    """Answer connections, with a fork for each grammar, until this process is killed."""
     signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # the kernel reaps forks
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     os.environ["VLLM_REGEX_COMPILATION_TIMEOUT_S"] = "0"  # the fork's own limits end a compilation

@@ -17,7 +17,7 @@ SPLIT_MODELS = (
 
 
 def layer_sharing(vllm_config: Any) -> Any | None:
-    """Return the worker's part of dropping layers, or None without the overload plugin."""
+    """Return the object with which a worker drops layers, or None without the overload plugin."""
     connector = vllm_config.kv_transfer_config
     extra = connector.kv_connector_extra_config if connector is not None else {}
     if OVERLOAD_PLUGIN not in extra.get("plugins", ()):
@@ -26,7 +26,7 @@ def layer_sharing(vllm_config: Any) -> Any | None:
 
 
 def split_scheduling(scheduler: Any, settings: Any) -> Any | None:
-    """Return the scheduler's part of dropping layers, or None without the overload plugin."""
+    """Return the object with which a scheduler drops layers, or None without the overload plugin."""
     side = scheduler.plugin("overload")
     if side is None:
         return None

@@ -24,7 +24,7 @@ from workers.engine.overload.split.split_model import SplitModel
 
 
 class PeerLost(ForwardEnded):
-    """A member of the split was lost during this iteration, so that no request's KV is complete."""
+    """Signal that this iteration lost a member of the split, so that no request's KV is complete."""
 
 
 class LayerSharing:

@@ -26,10 +26,10 @@ class PackedCopies(Protocol):
     """Copies of parameters in another format, with which layers compute on some devices."""
 
     def drop(self, layer: int) -> None:
-        """Free the copies, because the layer's parameters are about to leave."""
+        """Free the packed copies of a layer whose parameters are about to be dropped."""
 
     def make(self, layer: int) -> None:
-        """Make the copies again after the layer's parameters were restored."""
+        """Make the packed copies of a layer again after its parameters were restored."""
 
 
 class LayerWeights:
@@ -98,7 +98,7 @@ def _aligned(nbytes: int) -> int:
 
 
 class RowsUnmapped(PageError):
-    """A call named KV rows that have no memory now."""
+    """Error: a call named KV rows that have no memory now."""
 
 
 class LayerKv:

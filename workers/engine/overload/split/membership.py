@@ -105,7 +105,7 @@ class Membership:
 
     @property
     def keepers(self) -> list[tuple[int, int]]:
-        """Return a pair of member and layer for each layer that this engine dropped."""
+        """Return, for each layer that this engine dropped, the member that keeps it and the layer."""
         return [(part, layer) for part in self.others for layer in self.parts[part]]
 
     @property
@@ -134,7 +134,7 @@ class Membership:
 
     @contextmanager
     def until(self, end: float) -> Iterator[None]:
-        """Make all requests in this context end before the time `end`."""
+        """Return a context in which every request to a member ends before the time `end`."""
         self._end = end
         try:
             yield
@@ -154,7 +154,7 @@ class Membership:
         return self.connections[part].request(message, self._end)
 
     def meet(self, part: int, phase: SplitPhase) -> Message:
-        """Wait until a member has reached a phase."""
+        """Wait until the member with the number `part` has reached a phase, and return its answer."""
         return self.request(part, MessageKind.MEET, {"phase": int(phase), "members": list(self.members)})
 
     def close(self) -> None:

@@ -46,15 +46,15 @@ DTYPES = {
 
 
 class PeerError(WorkerError, ConnectionError):
-    """The peer is gone, late or in an unexpected state, so that the split cannot continue."""
+    """Error: the peer is gone, late or in an unexpected state, so that the split cannot continue."""
 
 
 class PeerRefused(PeerError):
-    """The request was refused: it is malformed, or the peer is not in the phase that it needs."""
+    """Error: a member's request is refused because it is malformed or comes in the wrong phase."""
 
 
 class SplitEnded(PeerError):
-    """The split of a request is over on the peer, or the peer never took part in it."""
+    """Error: the split of a request is over on the peer, or the peer never took part in it."""
 
 
 def most_batched_tokens(hidden: int, item_bytes: int) -> int:

@@ -37,7 +37,7 @@ class PeerService:
         return Message(MessageKind.DONE, message.epoch, known)
 
     def put(self, message: Message) -> Message:
-        """Store the KV of the sender's blocks."""
+        """Store the KV of the sender's blocks that a message brings for one layer."""
         member = self._split.wait_for(message, SplitPhase.OPEN)
         layer, rows = self._kept_layer(member, message), self._rows(member, message)
         with self._split.device_for(member):
@@ -46,7 +46,7 @@ class PeerService:
         return Message(MessageKind.DONE, message.epoch)
 
     def get(self, message: Message) -> Message:
-        """Return the KV of the sender's blocks."""
+        """Return the KV of the sender's blocks that a message names for one layer."""
         member = self._split.wait_for(message, SplitPhase.SPLIT)
         layer, rows = self._kept_layer(member, message), self._rows(member, message)
         with self._split.device_for(member):
