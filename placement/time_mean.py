@@ -18,7 +18,7 @@ class TimeMean:
         self._value = value
 
     def until(self, now: float) -> float:
-        """Bring the mean to `now`, and return it."""
+        """Return the mean at the time `now`, up to which the last observed value holds."""
         if self._at is not None:
             kept = exp(-max(0.0, now - self._at) / self.window_s)
             self.mean = kept * self.mean + (1 - kept) * self._value

@@ -7,7 +7,7 @@ from placement import PlacementError
 
 
 class StaleEpoch(PlacementError, ValueError):
-    """The requested binding is to an earlier epoch of the engine, whose KV is gone."""
+    """Error: the requested binding is to an earlier epoch of the engine, whose KV is gone."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -188,7 +188,7 @@ class LeastKvRule:
         """Record a placed turn whose decoder would compute `uncached` tokens of its prompt."""
 
     def transferred(self, tokens: int, seconds: float) -> None:
-        """Record the `seconds` from the end of a prefill to the start on the decoder."""
+        """Record the `seconds` that a transfer of `tokens` took from prefill to the start of decoding."""
 
     def release(self, key: str) -> None:
         """Forget a conversation that ended, or whose placement was not used."""
@@ -202,7 +202,7 @@ class LeastKvRule:
         return self.state.decoders
 
     def kv_fill(self) -> KvFill:
-        """Return the KV of the engines that take conversations."""
+        """Return the KV in use on the engines that take conversations, and the limit on it."""
         return self.state.decoders.fill()
 
     def with_roles(self, signals: Signals) -> Signals:

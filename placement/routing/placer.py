@@ -30,7 +30,7 @@ FORGET_PREFILL_AFTER_S = 5.0  # queued prompts older than this are forgotten if 
 
 
 class MissingCurve(PlacementError, LookupError):
-    """The tier of a prefiller has no prefill curve."""
+    """Error: the tier of a prefiller has no prefill curve."""
 
 
 class Placer:
@@ -205,7 +205,7 @@ class Placer:
         self._state.prefixes.conversation_grew(key, engine, tokens, now)
 
     def transferred(self, tokens: int, seconds: float) -> None:
-        """Record the `seconds` from the end of a prefill to the start on the decoder."""
+        """Record the `seconds` that a transfer of `tokens` took from prefill to the start of decoding."""
         self._rule.transferred(tokens, seconds)
 
     def release(self, key: str, now: float) -> None:

@@ -284,7 +284,7 @@ class PrefillQueues:
         return queued
 
     def _update_curve_columns(self, engine: str) -> None:
-        """Write the engine's current curve estimate into the table."""
+        """Write the coefficients of the engine's current curve estimate into the table."""
         row, (curve, freshness) = self._table.row(engine), self._estimates[engine]
         ratio = self._corrections[engine].ratio
         ratio = min(ratio, 1 + freshness * (ratio - 1))

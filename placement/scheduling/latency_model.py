@@ -25,7 +25,7 @@ from placement import PlacementError
 
 
 class LatencyModelError(PlacementError, ValueError):
-    """The coefficients or samples cannot be a latency model."""
+    """Error: the coefficients or samples cannot be a latency model."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -9,7 +9,7 @@ from placement.scheduling.prompts_in_order import PromptsInOrder
 
 
 class UnknownPolicyError(PlacementError, ValueError):
-    """No in-engine policy has this name."""
+    """Error: no in-engine policy has the requested name."""
 
 
 POLICIES: dict[str, type[ServingPolicy]] = {

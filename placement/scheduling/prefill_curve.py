@@ -13,7 +13,7 @@ PROMPTS = (256, 1024, 4096, 8192, 16384, 32768, 65536, 131072)  # prompt lengths
 
 
 class CurveError(PlacementError, ValueError):
-    """The samples or coefficients cannot be a prefill curve."""
+    """Error: the samples or coefficients cannot be a prefill curve."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -11,7 +11,7 @@ from placement import PlacementError
 
 
 class PowerCurveError(PlacementError, ValueError):
-    """The values of a power curve or cap contradict each other."""
+    """Error: the values of a power curve or cap contradict each other."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -16,7 +16,7 @@ from placement import PlacementError
 
 
 class ProvisioningError(PlacementError, ValueError):
-    """The given means, rates or counts cannot be used to plan a fleet."""
+    """Error: the given means, rates or counts cannot be used to plan a fleet."""
 
 
 class Bound(StrEnum):
