@@ -95,7 +95,7 @@ def test_every_middleware_can_be_imported() -> None:
         assert f"\nclass {kind}:" in Path(spec.origin).read_text()
 
 
-def test_a_fleets_own_option_replaces_ours() -> None:
+def test_an_engine_option_of_the_fleet_file_replaces_ours() -> None:
     spec = replace(SPEC, options=(("tool-call-parser", "llama3_json"), ("enable-prefix-caching", False)))
     argv = engine_command(spec, START, KEYS, {}).argv
     assert value(argv, "--tool-call-parser") == "llama3_json"

@@ -31,7 +31,7 @@ ROOT = Path(__file__).resolve().parents[2]
 
 
 class KeeperRig:
-    """Directory of one engine, with its current keeper process."""
+    """Folder of one engine, with the engine's current keeper process."""
 
     def __init__(self, base: Path) -> None:
         self.directory, self.model = base / "engine-0", base / "model"

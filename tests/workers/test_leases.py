@@ -218,7 +218,7 @@ def test_processes_left_by_a_killed_host_are_found_and_ended(directory: Path) ->
     until(lambda: not left(directory))
 
 
-def test_a_reused_pid_is_not_our_process() -> None:
+def test_a_process_with_a_reused_pid_is_not_taken_for_ours() -> None:
     own = psutil.Process()
     assert processes.find(own.pid, own.create_time()) is not None
     assert processes.find(own.pid, own.create_time() - 60) is None

@@ -43,7 +43,7 @@ def test_the_kernel_would_end_engines_first_and_gateways_last() -> None:
     assert OomScore.SERVING < OomScore.BATCH < OomScore.KEEPER < OomScore.ENGINE
 
 
-def test_an_engine_has_its_score_and_its_host_does_not(directory: Path) -> None:  # noqa: F811
+def test_an_engine_has_the_oom_score_of_engines_but_its_host_does_not(directory: Path) -> None:  # noqa: F811
     process = start(directory)
     children = psutil.Process(process.record.pid).children(recursive=True)
     assert {score_of(child.pid) for child in children} == {OomScore.ENGINE}

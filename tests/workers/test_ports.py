@@ -10,7 +10,7 @@ from workers.processes import listen_problem
 @pytest.mark.parametrize(
     ("host", "family"), [("127.0.0.1", socket.AF_INET), ("::1", socket.AF_INET6)], ids=["IPv4", "IPv6"]
 )
-def test_a_taken_port_is_found_and_a_free_one_is_not(host: str, family: socket.AddressFamily) -> None:
+def test_a_taken_port_is_reported_but_a_free_port_is_not(host: str, family: socket.AddressFamily) -> None:
     try:
         taken = socket.create_server((host, 0), family=family)
     except OSError:

@@ -21,7 +21,7 @@ workers.serve.main()
 """
 
 
-def test_a_title_is_shown_when_the_first_variable_of_the_environment_changes() -> None:
+def test_a_process_title_is_shown_although_the_first_environment_variable_changes() -> None:
     environment = {"FIRST": "as started", "PATH": os.environ["PATH"], "PYTHONPATH": os.pathsep.join(sys.path)}
     command = [sys.executable, "-c", SERVER]
     said = subprocess.run(command, env=environment, capture_output=True, text=True, check=True, timeout=60)

@@ -214,7 +214,7 @@ def test_a_stop_string_across_the_cut_of_a_stream_ends_the_resumed_stream(engine
         assert folded(whole[:cut] + rest) == folded(whole), cut
 
 
-def test_sampled_streams_keep_sent_tokens_and_continue(engine: EngineProcess) -> None:
+def test_a_sampled_stream_continues_after_the_tokens_that_were_sent(engine: EngineProcess) -> None:
     body = {**GREEDY, "temperature": 1.0, "messages": QUESTION, "max_tokens": 30}
     body["stream_options"] = {"include_usage": True}
     whole = stream(engine, CHAT, body, [])

@@ -1,4 +1,4 @@
-"""A first turn is computed by the engine that gives its first token first; the receipt has both estimates."""
+"""The engine with the clearly sooner first token computes a first turn; the receipt has both estimates."""
 
 from dataclasses import replace
 from math import inf
@@ -41,7 +41,7 @@ def place(placer: Placer, key: str, tokens: int = 10_000, now: float = 0.0) -> P
     share=st.floats(0.1, 1.0),
     tokens=st.integers(500, 40_000),
 )
-def test_the_lower_estimate_decides_and_both_are_on_the_receipt(
+def test_the_estimates_on_the_receipt_decide_which_engine_computes_the_prompt(
     queued: list[int], waiting: int, rate: float, share: float, tokens: int
 ) -> None:
     placer = a_placer(decoders=1)

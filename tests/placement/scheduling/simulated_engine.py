@@ -254,7 +254,7 @@ class SimulatedCoServing:
         seconds: float,
         coming: list[SimulatedRequest],
     ) -> float | None:
-        """Return when the iteration is aborted, if an arrival during it is worth an abort."""
+        """Return when an arrival aborts the iteration, or None if no arrival does."""
         running = self._running_batch(batch, work, now)
         waiting = [(one.tokens - one.computed, one.computed) for one in self._waiting if not one.offline]
         for request, tokens in batch:

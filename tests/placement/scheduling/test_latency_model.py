@@ -83,7 +83,7 @@ def test_the_error_on_noisy_samples_stays_near_the_noise() -> None:
     assert overall.p90 < 0.10
 
 
-def test_errors_are_reported_by_region() -> None:
+def test_errors_are_reported_for_each_range_of_tokens_and_context() -> None:
     samples = measured(200, noise=0.05)
     regions = error_by_region(TRUE, samples)
     assert sum(region.samples for region in regions[1:]) == 200

@@ -133,7 +133,7 @@ def test_one_disturbed_iteration_does_not_change_the_speed() -> None:
     assert speed.factor == pytest.approx(1.0, abs=0.02)
 
 
-def test_the_speed_factor_is_bounded() -> None:
+def test_the_speed_factor_stays_within_its_bounds() -> None:
     for seconds, bound in ((60.0, 1.5), (1e-6, 1 / 1.5)):
         speed = SpeedFactor(memory_s=1e-6)
         for _ in range(1000):

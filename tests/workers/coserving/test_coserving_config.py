@@ -36,14 +36,16 @@ def test_wrong_coserving_settings_are_reported(wrong: dict[str, object]) -> None
         CoServingConfig.from_additional_config({"coserving": wrong})
 
 
-def test_measurements_for_a_start_reach_the_engines_settings() -> None:
+def test_measurements_that_an_engine_receives_at_its_start_are_in_its_settings() -> None:
     known = StartingKnowledge({str(KEY): asdict(MEASURED)}, 400.0)
     told = json.loads(with_knowledge(json.dumps(SET.to_additional_config()), known))
     wanted = replace(SET, profiles=known.profiles, power_cap_w=400.0)
     assert CoServingConfig.from_additional_config(told) == wanted
 
 
-def test_a_measured_model_is_used_and_a_missing_one_is_reported(caplog: pytest.LogCaptureFixture) -> None:
+def test_an_engine_starts_with_its_measured_latency_model_or_reports_that_it_guesses(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
     guess = LatencyModel(1e-5, 1e-9, 1e-8, 1e-2)
     assert starting_model(CoServingConfig(), KEY, None) == CONSERVATIVE
     assert starting_model(CoServingConfig(), KEY, guess) == guess

@@ -33,7 +33,7 @@ SCHEDULES = 200
 
 
 class HostWouldWaitError(Exception):
-    """The rank's host has to wait for its device and tries again later."""
+    """Error: the rank's host has to wait for its device, and tries again later."""
 
 
 class Rank:

@@ -215,7 +215,7 @@ def test_a_header_that_is_too_long_is_rejected() -> None:
 
 
 def trickle(peer: socket.socket, text: bytes) -> None:
-    """Send a byte now and then, so that no single wait is long."""
+    """Send `text` byte by byte with short pauses, so that no single wait of the receiver is long."""
 
     def send() -> None:
         with contextlib.suppress(OSError):
