@@ -18,7 +18,7 @@ _EXCERPT_CHARS = 100
 
 
 def excerpt(value: str) -> str:
-    """Return a client's value, cut to a length that fits into an error message."""
+    """Return `value`, which a client sent, cut to a length that fits into an error message."""
     return value if len(value) <= _EXCERPT_CHARS else f"{value[:_EXCERPT_CHARS]}…"
 
 
@@ -82,7 +82,7 @@ class ApiError(RouterError):
 
 
 class BadRequest(ApiError, status=400, type=INVALID, code="bad_request"):
-    """The request cannot be served as it is."""
+    """The request is invalid; the message says what its caller has to change."""
 
 
 class BadIdentity(BadRequest):
@@ -98,7 +98,7 @@ class Unsupported(BadRequest, code="unsupported"):
 
 
 class Unauthorized(ApiError, status=401, type="authentication_error", code="invalid_api_key"):
-    """The key is missing or not known."""
+    """The request has no API key, or one that is unknown or expired."""
 
     challenge: ClassVar[bytes] = b"Bearer"
 
@@ -107,17 +107,17 @@ class Unauthorized(ApiError, status=401, type="authentication_error", code="inva
 
 
 class PasswordWanted(Unauthorized):
-    """A page needs a password. The challenge makes the browser ask its user."""
+    """The page needs a password. The `challenge` makes the browser ask its user for one."""
 
     challenge = b'Basic realm="ConServe: an admin key as password"'
 
 
 class Forbidden(ApiError, status=403, type="permission_error", code="forbidden"):
-    """The key is known and may not do this."""
+    """The API key is valid but does not permit this request."""
 
 
 class Misdirected(ApiError, status=421, type=INVALID, code="host_not_allowed"):
-    """The Host header names another host; a web page may have pointed its own name to this address."""
+    """The `Host` header names another host: a web page may have pointed its host name to this address."""
 
 
 class NotFound(ApiError, status=404, type=INVALID, code="not_found"):
@@ -157,7 +157,7 @@ class TooManyRequests(ApiError, status=429, type="rate_limit_error", code="no_ca
 
 
 class RateLimited(TooManyRequests, code="rate_limit_exceeded"):
-    """The caller's key has reached a limit."""
+    """The caller's API key has reached one of its limits, such as tokens per minute."""
 
 
 class HeadersTooLarge(ApiError, status=431, type=INVALID, code="headers_too_large"):
@@ -173,7 +173,7 @@ class Unavailable(ApiError, status=503, code="unavailable"):
 
 
 class DirectoryUnavailable(Unavailable):
-    """The directory does not answer in time, or says why it cannot place turns."""
+    """The directory did not answer in time, or it answered that it cannot place turns."""
 
     default_retry_after_s = 2.0
 
@@ -191,7 +191,7 @@ class EngineLost(UpstreamError, code="engine_lost"):
 
 
 class SetAside(UpstreamError, code="request_set_aside"):
-    """The request was running on two engines when they ended. Client libraries are told not to repeat it."""
+    """The request is in quarantine: two engines ended while running it. A header stops client retries."""
 
     def headers(self) -> list[tuple[bytes, bytes]]:
         return [*super().headers(), (b"x-should-retry", b"false")]

@@ -1,6 +1,6 @@
 """Declares the metrics of gateways and the directory; batch/metrics.py has those of offline work.
 
-Labels have few values (engines, causes, policies), never conversations.
+A label has few values, such as engines, causes or policies. No label names conversations.
 """
 
 from collections.abc import Mapping
@@ -435,7 +435,7 @@ from_zero(TURNS, "complete", "client_gone", "broken", "failed", "refused")
 
 @cache
 def labelled(metric: _Metric, *labels: str) -> _Metric:
-    """Return `metric.labels(...)` from a cache in a tenth of the time, for metrics that each turn counts."""
+    """Return `metric.labels(...)` from a cache, which takes a tenth of the time; for metrics of each turn."""
     return metric.labels(*labels)
 
 

@@ -118,7 +118,7 @@ _LONGEST_PAUSE = 30  # looks between two attempts to read a file that could not 
 
 
 class WatchedFiles:
-    """Tells the reader of some files when to read them again: API keys, certificates.
+    """Tells the reader of files, such as API keys or certificates, when to read them again.
 
     The reader calls `begin` before it reads and `ended` afterwards, with `again` if reading failed for a
     reason that may pass, such as too few file descriptors.
