@@ -169,7 +169,7 @@ class ConversationRecords:
             self._running.setdefault(gateway, set()).add(conversation.key)
 
     def turn_ended(self, conversation: ConversationRecord | None, gateway: str, turn: int) -> None:
-        """Record that a turn does not run: it has ended, or it waits for another placement."""
+        """Record that a turn no longer runs: it has ended, or it waits for another placement."""
         if conversation is None:
             return
         conversation.placed.pop((gateway, turn), None)
@@ -184,10 +184,10 @@ class ConversationRecords:
                 self.park(conversation.key, conversation.parks_on)
 
     def turn_over(self, gateway: str, turn: int) -> None:
-        """Remember that a gateway has ended a turn for good.
+        """Remember that a gateway's turn has ended for good.
 
-        A request for its placement, or a report of its beginning, may still arrive late. It must not begin
-        the turn again.
+        A request for the turn's placement, or a report of its beginning, may still arrive late. Neither may
+        begin the turn again.
         """
         if turn:
             self._over[gateway, turn] = None
@@ -330,7 +330,7 @@ class Timeline:
             self._begin(one, SpanKind.IDLE, now)
 
     def newest_first(self, since: float) -> Iterator[dict[str, Any]]:
-        """Yield the conversations that did not end before `since`; each of their spans is [kind, begin]."""
+        """Yield timelines, except of conversations that ended before `since`; a span is [kind, begin]."""
         for one in reversed(self._conversations.values()):
             if one.ended is not None and one.spans and one.spans[-1][1] < since:
                 continue

@@ -1,4 +1,4 @@
-"""Runs the binding table: calls it at clock ticks, and writes, pushes and releases what the calls changed."""
+"""Runs the binding table and carries out its effects: journal rows, pushes to gateways, releases."""
 
 import asyncio
 import logging
@@ -157,7 +157,7 @@ class Directory:
         return taken
 
     def engine_down(self, engine: str) -> None:
-        """Record that an engine has ended, and its KV with it. Do not call this for an unreachable keeper."""
+        """Record that an engine has ended and its KV is lost. Do not call this for an unreachable keeper."""
         self.table.conversations.engine_gone(engine)
         self.table.engine_down(engine)
         log.warning("engine down engine=%s", engine)
@@ -167,7 +167,7 @@ class Directory:
 
     @property
     def journal_problem(self) -> str:
-        """Return why the disk accepts no rows now; empty if it accepts them."""
+        """Return why the disk accepts no journal rows now; an empty text if it accepts them."""
         return self._journal.problem
 
     def check_journal(self) -> None:
@@ -226,7 +226,7 @@ class Directory:
             return "failed"
 
     def serve_soon(self) -> None:
-        """Place waiting turns in 5 ms, once for all reports that arrive together."""
+        """Place the waiting turns in 5 ms, once for all calls until then."""
         if self._serve_timer is None:
             self._serve_timer = asyncio.get_running_loop().call_later(0.005, self._serve)
 

@@ -89,7 +89,7 @@ class Dropper:
             self._begin("restore", engines)
 
     def _note_lost(self, now: float) -> None:
-        """Leave the engines of a group that ended by itself alone, because the next group might end too."""
+        """Form no group for a while of engines whose group was lost, because the next might be lost too."""
         for engine, epoch in [*self._sharing_in.items()]:
             if engine in self._changing or self._epoch_of(engine) == epoch:
                 continue
@@ -101,7 +101,7 @@ class Dropper:
                 )
 
     async def settled(self) -> None:
-        """Wait until all begun changes are over."""
+        """Wait until all changes that were begun have ended."""
         while self._changes:
             await asyncio.wait(self._changes)
 
@@ -199,12 +199,12 @@ class Dropper:
         return False
 
     def _told(self) -> Iterator[int]:
-        """Yield the newest epoch that each engine knows, also from before the directory's restart."""
+        """Yield the newest group epoch that each engine knows, even from before the directory's restart."""
         splits = (record.state.split for record in self._records())
         return (split.newest for split in splits if split is not None)
 
     def _epoch_of(self, engine: str) -> int:
-        """Return the epoch of an engine's group; 0 if the engine is gone or shares no layers."""
+        """Return the epoch of the group that an engine is in; 0 if it is gone or shares no layers."""
         record = self._known(engine)
         return record.state.split.epoch if record is not None and record.state.split is not None else 0
 

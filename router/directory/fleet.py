@@ -150,7 +150,7 @@ class FleetView:
 
 
 class CapacityWatcher:
-    """Watches the fleet's utilisation: sets gauges, and gives advice on request."""
+    """Watches the fleet's utilisation: sets gauges, and recommends changes of the fleet on request."""
 
     def __init__(
         self,

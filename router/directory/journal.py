@@ -112,11 +112,11 @@ class Journal:
         return [Row(*row[:3]) for row in self._rows.execute(_ALL) if _is_ours(row[0])]
 
     def take_term(self, at_least: int) -> int:
-        """Return a number greater than all that were taken from this file, and write it.
+        """Choose a term greater than all that were taken from this file, write it, and return it.
 
-        `at_least` is the time of the start, so that the number is also greater than those in other files.
-        If the disk accepts no write, the file keeps its last number. No other directory can take a number
-        from the file meanwhile.
+        `at_least` is the time of the start, so that the term is also greater than those in other files.
+        If the disk accepts no write, the file keeps its last term. No other directory can take a term from
+        the file meanwhile.
         """
         row = self._rows.execute("SELECT payload FROM rows WHERE subject = ?", (_TERM,)).fetchone()
         term = max(at_least, int(row[0]) + 1 if row is not None else 0)
@@ -164,7 +164,7 @@ class Journal:
 
     @property
     def problem(self) -> str:
-        """Return why the disk accepts nothing; empty if it does."""
+        """Return why the disk accepts no rows; an empty text if it accepts them."""
         now = asyncio.get_running_loop().time()
         late = self._flushing is not None and now >= self._begun_at + LATE_S
         return self._silent if late else self._failed
@@ -251,7 +251,7 @@ class Journal:
 
 
 def _retrieve(flush: asyncio.Task[None]) -> None:
-    """Mark a flush's exception as retrieved: its waiters have it, and it is in the log."""
+    """Mark a flush's exception as retrieved, because the log and the callers that waited have it."""
     if not flush.cancelled():
         flush.exception()
 
@@ -309,7 +309,7 @@ def _check(path: Path, opened: sqlite3.Connection) -> None:
 def salvage(path: Path) -> tuple[list[Row], int]:
     """Read what a damaged journal still holds, from both ends of the table. Changes nothing.
 
-    Returns the intact rows, and how many others were seen.
+    Returns the intact rows, and the number of damaged rows.
     """
     seen: dict[int, tuple[str, str, bytes, int]] = {}
     for order in ("", " DESC"):

@@ -65,7 +65,7 @@ class IdleMoves:
         return self._begin(idle, AT_ONCE, now)
 
     def _relieve(self, now: float) -> list[IdleMove]:
-        """Begin to move a small share of its conversations off the hottest decoder."""
+        """Begin to move a small share of the hottest decoder's conversations to other decoders."""
         hot = self._placer.hot.hottest(now)
         if hot is None:
             return []

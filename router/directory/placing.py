@@ -39,7 +39,7 @@ class Effects:
 
 
 class Placing:
-    """Places turns, using parts of the table. The table owns these parts and the queue of waiting turns."""
+    """Places turns, with parts of the binding table. The table owns them and the queue of waiting turns."""
 
     def __init__(
         self,
@@ -172,7 +172,7 @@ class Placing:
         cause: str,
         now: float,
     ) -> dict[str, Any]:
-        """Add a note on a placement to the conversation's record, and return the note."""
+        """Add a note with the placement's cause and receipt to the conversation's record; return the note."""
         note = {
             "at": now,
             "cause": cause,

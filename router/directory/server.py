@@ -32,7 +32,8 @@ class NotSettled(RouterError):
 class DirectoryServer(Directory):
     """Directory with its network server. `deploy` runs it, and announces engines and their reports to it.
 
-    `release` tells an engine's keeper that a conversation is over; `share` asks keepers to share layers.
+    `release` tells an engine's keeper that a conversation is over; `share` asks keepers to let their engines
+    share layers.
     """
 
     def __init__(
@@ -82,7 +83,7 @@ class DirectoryServer(Directory):
             await self.close()
 
     def _refuses(self, term: int) -> str:
-        """Return why to refuse a gateway that knows a directory with this term; empty to serve it."""
+        """Return why to refuse a gateway that knows a directory with this term; an empty text to serve it."""
         return "a newer directory serves this fleet" if term > self.term else ""
 
     async def _place(self, asks: m.Asks) -> AsyncIterator[m.PlaceAnswers]:

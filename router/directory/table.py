@@ -112,7 +112,7 @@ class BindingTable:
         return True
 
     def prefill_done(self, key: str, now: float, tokens: int = 0, cached: int | None = None) -> None:
-        """Record the end of a prefill of `tokens` tokens, of which `cached` were cached; 0 if it failed."""
+        """Record the end of a prefill of `tokens` tokens (0 if it failed), `cached` of which were cached."""
         self._placer.prefill_done(key, now, tokens, cached)
         conversation = self.conversations.get(key)
         if conversation is not None:
@@ -123,7 +123,7 @@ class BindingTable:
                 conversation.prefix = prefiller.engine, prefiller.epoch, tokens
 
     def turn_ended(self, key: str, gateway: str, now: float, ended: TurnEnded, turn: int = 0) -> bool:
-        """Record a turn's end. A turn without tokens failed, and ends a conversation without other turns."""
+        """Record a turn's end. A turn without tokens failed; a conversation ends if its only turn failed."""
         if turn and (waiter := self._waiting.of_turn(gateway, turn)):
             self._waiting.remove(waiter)
             waiter.settle(LEFT)
@@ -224,11 +224,11 @@ class BindingTable:
                 self._effects.releases.append((engine, key))
 
     def absent(self) -> list[Binding]:
-        """Return bindings on engines that the journal does not name."""
+        """Return the bindings to engines that the fleet does not contain."""
         return [binding for binding in self._bindings if binding.engine not in self.fleet]
 
     def void_absent(self) -> None:
-        """Void bindings on engines that did not announce themselves in time after a restart."""
+        """Void bindings to engines that were not announced in time after a restart."""
         for binding in self.absent():
             self._void(binding.engine, binding.epoch)
 

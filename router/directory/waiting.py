@@ -50,8 +50,8 @@ class Flow:
     def first(self, now: float, coming_s: float = -inf) -> tuple[Waiter, float]:
         """Return the flow's next turn, and the weight with which it competes with other flows.
 
-        `coming_s` is the weight of a turn that arrives now. A turn that was passed over for long gets the
-        place, and the weight, of a better one.
+        A turn that was passed over for long is next. It competes with the highest weight of the flow's turns,
+        including `coming_s`, the weight of a turn that arrives now.
         """
         best_s = max(coming_s, self.waiters[0].ask.owner_weight)
         levels = (
@@ -62,7 +62,7 @@ class Flow:
         return first, min(level, best_s)
 
     def class_of(self, first: Waiter, counts_s: float) -> float:
-        """Return the class weight with which the flow's next turn, `first`, competes among owners."""
+        """Return the class weight with which `first`, the flow's next turn, competes among owners."""
         if counts_s <= first.ask.owner_weight:
             return first.ask.queue_weight
         return max(one.ask.queue_weight for one in _first_of_each_weight(self.waiters))
@@ -149,7 +149,7 @@ class OwnerQueue:
         return max(flow.waiters[0].ask.owner_weight for flow in self.flows.values())
 
     def _head(self, waiter: Waiter, counts_s: float, best_s: float, now: float) -> QueueHead:
-        """Return a turn as the head of its flow's queue, for comparison with other flows."""
+        """Describe `waiter`, the next turn of its flow, for the comparison with other flows."""
         level = self.classes.level(waiter.ask.owner_weight, waiter.arrival, best_s, now)
         return QueueHead(waiter.tokens, waiter.due, max(level, counts_s))
 

@@ -89,9 +89,9 @@ class Cache:
         self.nodes.forget(key)
 
     def serve_elsewhere(self, key: str, engine: str = "", epoch: int = 0) -> None:
-        """Record that another gateway serves a conversation, so what is known of it here is outdated.
+        """Record that another gateway serves a conversation, so that this cache's record of it is outdated.
 
-        Without an engine, the conversation stays bound to the engine that is known here.
+        Without `engine`, the conversation stays bound to the engine in this cache.
         """
         known = self._known.get(key)
         if known is not None and (engine, epoch) == (known.engine, known.epoch):
@@ -140,7 +140,7 @@ class Cache:
 
 
 class EngineList:
-    """The engines as the directory pushed them."""
+    """Engines of the fleet with their states, as the directory last pushed them."""
 
     def __init__(self) -> None:
         self.on_gone: Callable[[str], object] = lambda http: None
@@ -171,7 +171,7 @@ class EngineList:
         return record.info if record is not None else None
 
     def alive(self, engine: str, epoch: int) -> EngineInfo | None:
-        """Return the engine if it is still in this epoch, so that it still has its KV; otherwise None."""
+        """Return the engine if `epoch` is still its epoch, so that it still has its KV; otherwise None."""
         info = self.get(engine)
         return info if info is not None and info.epoch == epoch else None
 
@@ -202,7 +202,7 @@ class EngineList:
         self._changed = asyncio.Event()
 
     async def wait_for(self, engine: str, epoch: int, bound_s: float) -> EngineInfo | None:
-        """Wait up to `bound_s` for the push of an engine that an answer of the directory already named."""
+        """Wait for the push of an engine that the directory named in an answer; None after `bound_s`."""
         try:
             async with asyncio.timeout(bound_s):
                 while (info := self.alive(engine, epoch)) is None:
@@ -213,7 +213,7 @@ class EngineList:
 
 
 def _forget(engine: str) -> None:
-    """Delete the gauges of an engine that left for good, so that its last values are no longer shown."""
+    """Delete the gauges of an engine that left for good, so that no scrape shows its last values."""
     metrics.ENGINE_CONVERSATIONS.remove(engine)
     for kind in ("in_use", *_KV_KINDS):
         metrics.ENGINE_KV_TOKENS.remove(engine, kind)

@@ -36,7 +36,7 @@ class PlaceCalls:
     """Combines requests for placement into calls, so that turns which begin together share the cost."""
 
     def __init__(self, stub: Stub, on_abandoned: Callable[[Ask], None]) -> None:
-        """Start without calls. `on_abandoned` receives a request whose caller left before its call ended."""
+        """Prepare to call; `on_abandoned` receives each request whose caller left before its call ended."""
         self._stub, self._on_abandoned = stub, on_abandoned
         self._pending: list[_WaitingAsk] = []
         self._some = asyncio.Event()
@@ -51,7 +51,7 @@ class PlaceCalls:
             return await waiting.outcome
 
     async def run(self) -> None:
-        """Send the requests for placement, at most one call every `_PLACE_CALLS_EVERY_S`, until cancelled."""
+        """Send requests for placement until cancelled, in at most one call every `_PLACE_CALLS_EVERY_S`."""
         try:
             while True:
                 await self._some.wait()
@@ -109,7 +109,7 @@ class ActivityReports:
         self._some.set()
 
     async def run(self) -> None:
-        """Send the reports, at most one call every `_REPORT_EVERY_S`, as a call costs as much as a turn."""
+        """Send the reports, in at most one call every `_REPORT_EVERY_S`: a call costs as much as a turn."""
         while True:
             await self._some.wait()
             self._some.clear()

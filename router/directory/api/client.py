@@ -1,7 +1,7 @@
 """A gateway's client of the directory.
 
-It asks for one placement a conversation, reports the events of turns many at a time, and keeps what later
-turns need while the directory is unreachable.
+It asks for one placement per conversation, reports the events of many turns in one call, and caches what
+later turns need while the directory is unreachable.
 """
 
 import asyncio
@@ -116,9 +116,10 @@ class DirectoryClient:
         return outcome, known
 
     async def find(self, chain: Chain, name: str = "") -> tuple[KnownNode | None, Callable[[str], bool]]:
-        """Return the longest known prefix of a prompt, and a test for conversations with a turn in flight.
+        """Find the longest known prefix of a prompt.
 
-        Of several conversations with that prefix, those whose id begins with `name` are preferred.
+        Returns it, and a function that says whether a conversation has a turn in flight. Of several
+        conversations with that prefix, those whose id begins with `name` are preferred.
         """
         found = self.cache.nodes.find(chain, name)
         if found is not None:
@@ -155,7 +156,7 @@ class DirectoryClient:
         """Report the end of a prefill.
 
         `tokens` is the size of the prompt if the prefiller computed it, and `cached` how many of these tokens
-        it had cached, if it reports that. `lost` is the prefiller if it could not be reached.
+        it had cached, if it reports that. `lost` is the prefiller that could not be reached, if any.
         """
         epoch = (lost.engine, lost.epoch) if lost else None
         self._reports.add(Activity(key, prefilled=m.PrefillDone(epoch, tokens, cached)))
@@ -168,7 +169,7 @@ class DirectoryClient:
         self._reports.add(Activity(key, turn, ended=FAILED))
 
     def turn_ended(self, known: Known, turn: int, ended: TurnEnded = FAILED) -> None:
-        """Report the end of a turn; without `ended`, of a failed one."""
+        """Report the end of a turn, which counts as failed if `ended` is not given."""
         if ended.prompt_tokens:
             known.completion_tokens = ended.completion_tokens
             known.context_tokens = ended.tokens
@@ -181,7 +182,7 @@ class DirectoryClient:
         return known
 
     async def tell_spent(self, spent: tuple[m.Spent, ...]) -> bool:
-        """Report what keys used here to the other gateways; return False if the directory did not take it."""
+        """Report what API keys used at this gateway; return False if the directory did not take it."""
         try:
             await self._stub.ask(m.SPEND, m.SpentRequest(self.gateway, spent), REPORT_TIMEOUT_S)
         except (grpc.aio.AioRpcError, BadReply):
@@ -189,7 +190,7 @@ class DirectoryClient:
         return True
 
     async def prefetch(self, key: str, due_in_s: float) -> str:
-        """Have a parked conversation's KV loaded, and return the outcome. Raises DirectoryUnavailable."""
+        """Ask for the prefetch of a parked conversation; return its outcome. Raises DirectoryUnavailable."""
         return await self._ask(m.PREFETCH, m.PrefetchRequest(key, due_in_s))
 
     async def describe(self, key: str) -> dict[str, Any] | None:
@@ -211,9 +212,9 @@ class DirectoryClient:
             raise _unavailable(wrong) from wrong
 
     async def _place(self, ask: Ask) -> Placed | Refusal:
-        """Ask for a placement. If the directory restarts, ask again: it returns a placement that it had made.
+        """Ask for a placement, and ask again if the directory restarts: it keeps the placements it has made.
 
-        A directory that cannot write its journal says so at once and is not asked again. While the directory
+        A directory that cannot write its journal refuses at once and is not asked again. While the directory
         is unreachable, a turn of a bound conversation runs on its decoder without a placement.
         """
         until = self._clock() + ask.wait_s + _PLACE_GRACE_S

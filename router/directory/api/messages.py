@@ -62,7 +62,7 @@ class Placed:
 
 @dataclass(frozen=True, slots=True)
 class PlaceAnswer:
-    """Answer to the request at `index` of a call, which is placed or refused."""
+    """Placement or refusal of the turn whose request is at position `index` in the call."""
 
     index: int
     placed: Placed | None = None
@@ -138,7 +138,7 @@ class Activity:
 
 @dataclass(frozen=True, slots=True)
 class ReportRequest:
-    """Report of a gateway on its turns. A report without an answer is sent again, so it may arrive twice."""
+    """Report of a gateway on its turns. It is sent again until it is answered, so it may arrive twice."""
 
     gateway: str
     activities: tuple[Activity, ...]
@@ -147,7 +147,7 @@ class ReportRequest:
 
 @dataclass(frozen=True, slots=True)
 class Spent:
-    """Requests and tokens that a gateway granted to a key since its last report, and its turns there."""
+    """Usage of a key at a gateway: grants since the gateway's last report, and turns that run there now."""
 
     key: str
     requests: int

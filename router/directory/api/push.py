@@ -90,7 +90,7 @@ class GatewayStreams:
         return gateway in self._by_gateway
 
     def pages(self, *, of_batch: bool) -> tuple[str, ...]:
-        """Return the metrics pages of the gateways, or of the batch process, which also watches."""
+        """Return the addresses of the gateways' metrics pages, or with `of_batch`, of the batch process's."""
         streams = self._by_gateway.items()
         pages = {one.page for name, one in streams if name.startswith(f"{BATCH}.") is of_batch and one.page}
         return tuple(sorted(pages))
@@ -100,7 +100,7 @@ class GatewayStreams:
         return stream
 
     def leave(self, gateway: str, stream: GatewayStream) -> bool:
-        """Remove a stream; return False if the gateway already has a newer one."""
+        """Remove a gateway's stream; return False if the gateway already has a newer stream."""
         if self._by_gateway.get(gateway) is not stream:
             return False
         del self._by_gateway[gateway]
@@ -146,7 +146,7 @@ class GatewayStreams:
                     stream.bound |= bound
 
     def tell_moved(self, key: str, engine: str, epoch: int) -> None:
-        """Tell all gateways that a conversation is bound to another engine, once that is in the journal."""
+        """Tell all gateways of a conversation's new binding; call this once the journal holds the binding."""
         for gateway, stream in self._by_gateway.items():
             if not gateway.startswith(f"{BATCH}."):
                 stream.bound[key] = engine, epoch

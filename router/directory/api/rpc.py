@@ -36,11 +36,11 @@ Context = Any  # grpc has no types that mypy could follow
 
 
 class NoSecret(RouterError, ValueError):
-    """A service needs a secret, because without one it would answer everybody."""
+    """The service was given no secret; without a secret it would answer everybody."""
 
 
 class BadReply(RouterError, ConnectionError):
-    """A reply came that this version does not understand."""
+    """The reply is not a message that this version understands."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -61,7 +61,7 @@ class TermFence:
         self._newest = 0
 
     def refuses(self, term: int) -> str:
-        """Return why a caller is refused; empty if it is not."""
+        """Return why a caller with this term is refused; an empty text if it is not."""
         if 0 < term < self._newest:
             return "a newer directory has taken over"
         self._newest = max(self._newest, term)
@@ -117,7 +117,7 @@ class Stub:
 
 
 class Service:
-    """Server side of the methods. It refuses callers without the secret, and messages that it cannot read."""
+    """Server side of a service. It refuses callers without the secret, and messages that it cannot read."""
 
     def __init__(
         self,
