@@ -52,7 +52,7 @@ _STRICT = ConfigDict(extra="forbid")
 
 
 class StructuredOutputs(StrEnum):
-    """Whether a key may ask for answers that follow a grammar or schema, which an engine has to compile."""
+    """Permission of a key to ask for answers that follow a grammar or schema, which engines must compile."""
 
     ALLOW = "allow"
     REFUSE = "refuse"

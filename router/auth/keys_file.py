@@ -100,7 +100,10 @@ def parse_keys(content: bytes | str, name: str, inline: Sequence[Key] = ()) -> t
 
 
 def line_of(node: yaml.Node, path: YamlPath, *, at_key: bool = True) -> int:
-    """Return the line of the value at a path, or of its key. The longest existing part of the path counts."""
+    """Return the line at which a path leads to a key, or to its value if `at_key` is False.
+
+    Of a path that does not exist, the longest part that exists counts.
+    """
     line: int = node.start_mark.line + 1
     for part in path:
         children: Mapping[Any, tuple[yaml.Node, yaml.Node]] = {}

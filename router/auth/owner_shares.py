@@ -52,7 +52,7 @@ class OwnerShares:
             self._total_bytes -= body_bytes
 
     def _count_bytes(self, owner: str, size: int) -> None:
-        """Count body bytes. An owner may have at most as many as remain free: alone, half of all."""
+        """Count body bytes. An owner may hold only half of the bytes that other owners leave."""
         own = self._bytes[owner] + size
         if own > self._max_bytes - self._total_bytes:
             metrics.LIMITED.labels("bytes_at_once").inc()

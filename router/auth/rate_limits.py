@@ -43,7 +43,7 @@ class Bucket:
         return self._level
 
     def take(self, amount: float, now: float) -> None:
-        """Take an amount from the bucket. A negative amount is given back."""
+        """Take `amount` from the bucket; a negative amount goes back into it."""
         self._level = min(self.per_minute, self.level(now) - amount)
 
     def wait_s(self, amount: float, now: float) -> float:
@@ -71,7 +71,7 @@ class Meter:
         self.known_grammars: OrderedDict[bytes, None] = OrderedDict()  # most recent last
 
     def set_limits(self, limits: Limits, now: float) -> None:
-        """Change the limits; usage and running turns stay."""
+        """Change the limits, and keep what was counted of usage and running turns."""
         before, self.limits, self.buckets = self.buckets, limits, {}
         for unit in ("requests", "tokens", "grammars"):
             if per_minute := getattr(limits, f"{unit}_per_minute"):
@@ -98,7 +98,7 @@ class Meter:
         return amount
 
     def admit(self, unit: str, amount: int, now: float, responder: Responder | None = None) -> int:
-        """Like `take`, but refuse the request if less is left. Response headers state what is left."""
+        """Like `take`, but refuse the request if less than `amount` is left; headers state what is left."""
         bucket = self.buckets.get(unit)
         if bucket is None:
             return 0
@@ -114,7 +114,7 @@ class Meter:
 
 
 class Charge:
-    """Charges a turn to its key: its answers as running turns, and its tokens, which are estimated first."""
+    """Charges a turn to its key: each answer as a running turn, and the tokens, which are estimated first."""
 
     def __init__(self, meter: Meter | None, responder: Responder | None, clock: Callable[[], float]) -> None:
         self._meter, self._responder, self._clock = meter, responder, clock
