@@ -65,7 +65,7 @@ class ExplicitIdentity:
 
     @property
     def id_prefix(self) -> str:
-        """Return the beginning of a generated id: this request's hint, or a fixed prefix without one."""
+        """Return the beginning of a generated id: the request's hint, or a fixed prefix if it has no hint."""
         return f"{self.hint[:_MAX_HINT_LENGTH]}." if self.hint else _DEFAULT_PREFIX
 
     def new_id(self) -> str:
@@ -101,8 +101,8 @@ def id_prefix_of(key: str) -> str:
 def clean_id(raw: object, source: str) -> str | None:
     """Return a client's id in a form that is safe in headers, URLs and logs; None for an empty id.
 
-    An id over 128 characters or with unusual ones is replaced by its hash. A value that is no text, or is too
-    long, raises BadIdentity. `source` names the header or field in the error.
+    An id over 128 characters or with unusual characters is replaced by its hash. A value that is no text, or
+    is too long, raises BadIdentity. `source` names the header or field in the error.
     """
     if raw is None or raw == "":
         return None

@@ -114,8 +114,8 @@ class NodeTable:
     def holders(self, digest: bytes, id_prefix: str = "") -> tuple[Holder, ...]:
         """Return the oldest conversation at a node, then those whose newest prompt ended there.
 
-        The oldest becomes the parent of a fork. The others are at most `MAX_TIPS`, and as many whose ids
-        begin with `id_prefix`, because a client can repeat a prompt under any number of ids.
+        The oldest becomes the parent of a fork. The others are limited to `MAX_TIPS`, and `MAX_TIPS` more
+        whose ids begin with `id_prefix`, because a client can repeat a prompt under any number of ids.
         """
         node = self._nodes.get(digest)
         if node is None:
@@ -148,7 +148,7 @@ class NodeTable:
         return 0
 
     def _known(self, chain: Chain) -> Iterator[tuple[bytes, int]]:
-        """Yield digest and size of each prefix of the chain that is a node, longest first."""
+        """Yield digest and size of each prefix of the chain at which the table has a node, longest first."""
         for index in range(len(chain.links) - 1, -1, -1):
             link = chain.links[index]
             if link in self._tails:

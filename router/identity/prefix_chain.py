@@ -226,7 +226,7 @@ def of_messages(start: bytes, messages: Iterable[object]) -> Chain:
 def of_text(start: bytes, text: bytes) -> Chain:
     """Return the chain of a plain prompt, one link per block.
 
-    The rest after the last whole block is a tail that is compared exactly, because prompts with a common
+    The bytes after the last whole block are a tail that is compared exactly, because prompts with a common
     beginning and different last words are not one conversation.
     """
     running = xxh3_128(start)
@@ -291,8 +291,8 @@ def _tail_digest(link: bytes, tail: bytes) -> bytes:
 def prefixes_of(tools: bytes, messages: Sequence[object]) -> tuple[tuple[bytes, int], ...]:
     """Return digest and size of each prefix that ends with one of the prompt's first messages.
 
-    A prefix includes the tools. Its digest does not depend on owner, group or user, because their prompts may
-    begin with the same blocks. A request with more than `MOST_MESSAGES` gets none.
+    A prefix includes the tools. Its digest does not depend on owner, group or user, because prompts of
+    different ones may begin with the same blocks. A request with more than `MOST_MESSAGES` gets no prefix.
     """
     if len(messages) > MOST_MESSAGES:
         return ()
@@ -305,7 +305,7 @@ def prefixes_of(tools: bytes, messages: Sequence[object]) -> tuple[tuple[bytes, 
 
 
 def message_authors(messages: Iterable[object]) -> bytes:
-    """Return one byte for each message: who wrote it, as OTHERS, WRITTEN or REASONED."""
+    """Return one byte per message, which says who wrote it: OTHERS, WRITTEN or REASONED."""
     return bytes(map(_author, messages))
 
 
