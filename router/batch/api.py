@@ -76,12 +76,12 @@ class BatchCall:
         return self.request.headers.text(b"content-type") or ""
 
     def most(self, limit: bytes) -> int | None:
-        """Return a limit of the owner that the gateway sent in the header `limit`, or None."""
+        """Return the owner's limit, which the gateway sent in the header `limit`; None without the header."""
         given = self.request.headers.get(limit)
         return int(given) if given else None
 
     def pieces(self) -> AsyncIterator[bytes]:
-        """Iterate over the body; `receive_form` limits its size."""
+        """Iterate over the pieces of the request's body, whose size `receive_form` limits."""
         return self.request.body.pieces(sys.maxsize)
 
     async def json_body(self) -> bytes:
@@ -115,7 +115,7 @@ class BatchApi:
         self._clock = clock
 
     async def handle(self, request: Request, responder: Responder) -> None:
-        """Answer a request, with 503 if the disk is full or the database unreachable: nothing has changed."""
+        """Answer a request, with a 503 if the disk is full or the database away; then nothing has changed."""
         methods, ids = find_route(request.path)
         name = methods.get("GET" if request.method == "HEAD" else request.method)
         if name is None:

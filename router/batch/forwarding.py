@@ -80,7 +80,7 @@ def _limits(key: Key) -> RawHeaders:
 
 
 def caller_of(headers: Headers, key: str) -> str:
-    """Return the owner for whom a gateway asks; raise Unauthorized without the key that gateways have."""
+    """Return the owner for whom a gateway asks; raise Unauthorized if the caller lacks the gateways' key."""
     given = headers.get(b"authorization") or b""
     caller = headers.text(_CALLER)
     if not hmac.compare_digest(given, b"Bearer " + key.encode()) or not caller:

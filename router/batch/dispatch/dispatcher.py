@@ -203,7 +203,7 @@ class Dispatcher:
                 self.flex.grant(job, *known[engine])
 
     def _line(self, request: ClaimedRequest) -> bytes | None:
-        """Read the bytes of a line. Return None if the files are unavailable; the line is then put back."""
+        """Read the bytes of a request's line. Return None if the files are unavailable."""
         try:
             return self._blobs.part(request.input_file_id, request.offset, request.length)
         except OSError as error:

@@ -58,7 +58,7 @@ class Executor:
         groups: PrefixGroups,
         prompt_bytes_per_token: int,
     ) -> None:
-        """Create an executor. It calls `tried` when an attempt ends, with the answer's tokens if any."""
+        """Create an executor. It calls `tried` when an attempt ends, with the answer's tokens or None."""
         self._pool = pool
         self._in_flight = in_flight
         self._results = results
@@ -127,7 +127,7 @@ class Executor:
         self._tried(request, tokens)
 
     async def _ask(self, request: ClaimedRequest, line: bytes, info: EngineInfo) -> UpstreamResponse:
-        """Send a line to an engine. Raise BadRequest if a line that was validated fails a check made now."""
+        """Send a line to an engine. The line is checked once more; BadRequest is raised if a check fails."""
         body = orjson.loads(line)["body"]
         if ignored := check_fields(request.endpoint, body):
             self._ignored.record(request.owner, request.endpoint, ignored)
@@ -151,7 +151,7 @@ class Executor:
         return response
 
     def _own_body(self, owner: str, body: Mapping[str, Any]) -> dict[str, Any]:
-        """Return the body with the cache salt that gateways set for turns, too."""
+        """Return the body with its owner's cache salt, which gateways set for turns too."""
         return {**body, **self._groups.fields(owner, body)}
 
     def _conclude(
@@ -219,7 +219,7 @@ def _usage(usage: Any) -> Usage:
 
 
 class ResultWriter:
-    """Makes results and put-back lines durable. What arrives during one commit is written by the next."""
+    """Makes results and put-back lines durable. The next commit takes all that arrive during a commit."""
 
     def __init__(
         self, store: Store, in_thread: Callable[[Callable[[], None]], Awaitable[None]], retry_s: float = 1.0

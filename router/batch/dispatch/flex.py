@@ -19,7 +19,7 @@ from router.errors import TooManyRequests
 
 @dataclass(frozen=True, slots=True)
 class FlexSlot:
-    """Place at an engine that a flex request holds until it ends."""
+    """Permission for one flex request to run on an engine, which it holds until it ends."""
 
     engine: EngineInfo
     timeout_s: float  # how long the engine's first byte may take
@@ -49,7 +49,7 @@ class FlexQueue:
 
     @asynccontextmanager
     async def slot(self, owner: str, request: OfflineRequest) -> AsyncIterator[FlexSlot]:
-        """Wait for a place at an engine; raise 429 if none becomes free in time, as OpenAI does."""
+        """Wait for a slot at an engine; raise a 429, as OpenAI does, if no slot becomes free in time."""
         now = self._clock()
         job = FlexJob(
             owner=owner,

@@ -51,7 +51,7 @@ class BatchLifecycle:
         clock: Callable[[], float],
         keep_s: float | None = None,
     ) -> None:
-        """Keep files for `keep_s`, and the record of a batch for one batch window longer."""
+        """Create a lifecycle. It keeps a batch's record for `keep_s` plus one batch window, or for ever."""
         self._store = store
         self._blobs = blobs
         self._validator = validator

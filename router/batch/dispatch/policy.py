@@ -54,10 +54,11 @@ class Allowance:
 
 
 def allowance_of(engine: EngineSlots, settings: DispatchSettings) -> Allowance:
-    """Return how much more work an engine may be given, so that it has its window of offline requests.
+    """Return how much more work an engine may be given, so that its window of offline requests is full.
 
-    The window is what the engine runs now, and a short queue that can be withdrawn at no cost. It grows with
-    each report of an engine that runs all it gets, and shrinks to the queue if it runs nothing offline.
+    The window has room for the offline requests that the engine runs now, and for a short queue that can be
+    withdrawn at no cost. It grows with each report of an engine that runs all it gets, and shrinks to the
+    queue if the engine runs nothing offline.
     """
     state = engine.state
     if engine.resting or (state is not None and (state.draining or state.shares_layers)):
@@ -204,7 +205,7 @@ def assign(
     allowances: Mapping[str, Allowance],
     warm: Mapping[str, str],
 ) -> tuple[list[tuple[AnyJob, str]], list[AnyJob]]:
-    """Assign each job to the engine that holds its prefix, or to the least loaded one if that has far less.
+    """Assign each job to the engine that holds its prefix, or to the least loaded if its load is far less.
 
     Returns pairs of a job and its engine, and the jobs that fit on no engine now.
     """

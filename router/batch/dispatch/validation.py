@@ -126,7 +126,7 @@ class Validator:
 
 @dataclass(slots=True)
 class _Seen:
-    """Facts about all lines so far. A million custom ids, kept as 128-bit digests, take about 100 MB."""
+    """Facts about the lines read so far. A million custom ids, kept as 128-bit digests, take about 100 MB."""
 
     ids: set[int] = field(default_factory=set)
     model: str | None = None

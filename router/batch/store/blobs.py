@@ -95,7 +95,7 @@ class BlobWriter:
 
 
 class _LocalWriter(BlobWriter):
-    """Writes a local blob under a temporary name; `commit` gives it its name."""
+    """Writes a local blob under a temporary name; `commit` gives the blob its final name."""
 
     def _open(self) -> Any:
         return open(f"{self._path}.part", "wb")

@@ -72,7 +72,7 @@ class RequestTable:
             return True
 
     def clear(self, batch: int, lines: int = 20_000) -> None:
-        """Delete a batch's lines and results, `lines` at a time, so that others can write in between."""
+        """Delete a batch's lines and results, `lines` per transaction, so that other writes can go ahead."""
         with self._database.write(durable=False) as connection:
             connection.execute(delete(queue).where(queue.c.batch == batch))
         for table in (results, requests):
@@ -93,7 +93,7 @@ class RequestTable:
             return connection.execute(pending).rowcount
 
     def backlog(self) -> list[Backlog]:
-        """Return the backlog of each batch that takes results. It counts only leased lines, which are few."""
+        """Return the backlog of each batch that takes results; the query counts the few leased lines only."""
         leased = (
             select(requests.c.batch, func.count().label("leased"))
             .where(requests.c.state == LEASED)
@@ -144,7 +144,7 @@ class RequestTable:
         return accepted
 
     def put_back(self, lines: Iterable[PutBack]) -> None:
-        """Put lines back into the queue that are still leased; their batch may have ended meanwhile."""
+        """Put each line back into the queue if it is still leased, as its batch may have ended meanwhile."""
         with self._database.write() as connection:
             for line in lines:
                 this = and_(requests.c.batch == line.batch, requests.c.line == line.line)

@@ -126,7 +126,7 @@ class BatchTable:
             return connection.execute(select(batches).where(mine)).first()
 
     def settle(self, now: float, cancel_grace_s: float) -> int:
-        """Close the batches that are complete, out of time, or cancelled with no work left; return how many.
+        """Close batches that are complete, out of time, or cancelled with no work left; return their number.
 
         Closing a batch sets its `outcome`, and `RequestTable.record` then accepts no more results for it.
         """
@@ -193,7 +193,7 @@ class BatchTable:
         failed: int,
         now: float,
     ) -> bool:
-        """Add the output files and the batch's final state in one transaction; False if it had ended."""
+        """Add the output files and the batch's final state together; return False if it had ended before."""
         ended = {"status": batch.outcome, f"{batch.outcome}_at": int(now)}
         counts = {"total": completed + failed, "completed": completed, "failed": failed}
         named = {"output_file_id": output and output.id, "error_file_id": error and error.id}
