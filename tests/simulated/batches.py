@@ -60,7 +60,7 @@ class BatchOwner:
             self._monitor.violated("a batch line has one result", f"too many or none: {dict(wrong)}")
 
     async def _results(self, names: list[str]) -> Counter[str]:
-        """Return how many results each line of a new batch has."""
+        """Run a new batch with the lines `names`, and return how many results each line has."""
         file = json.loads(await self._ask("POST", "/v1/files", *self._form(names)))
         wanted = {"input_file_id": file["id"], "endpoint": "/v1/chat/completions", "completion_window": "24h"}
         batch = json.loads(await self._ask("POST", "/v1/batches", json.dumps(wanted).encode()))
@@ -75,7 +75,7 @@ class BatchOwner:
         return results
 
     def _form(self, names: list[str]) -> tuple[bytes, str]:
-        """Return an upload of a file with these lines, and its content type."""
+        """Return the upload of a file with the lines `names`, and the upload's content type."""
         lines = b"".join(json.dumps(self._line(name)).encode() + b"\n" for name in names)
         part = b'--cut\r\ncontent-disposition: form-data; name="%b\r\n\r\n%b\r\n'
         parts = part % (b'purpose"', b"batch") + part % (b'file"; filename="lines"', lines) + b"--cut--\r\n"
@@ -89,7 +89,7 @@ class BatchOwner:
     async def _ask(
         self, method: str, path: str, body: bytes = b"", content_type: str = "application/json"
     ) -> bytes:
-        """Send a request until it succeeds. What was acknowledged is there for good."""
+        """Send a request until it succeeds. An error that does not ask for a retry is a violation."""
         while True:
             gateway = self._draw.choice(self._gateways)
             answer = await request(gateway, method, path, FREE, {"content-type": content_type}, body)

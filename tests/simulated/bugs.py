@@ -67,7 +67,7 @@ def epoch_ignored_by_directory() -> None:
 
 
 def reservation_leaked() -> None:
-    """The end of a conversation gives its reservation back only if it was reported."""
+    """The end of a conversation gives its reservation back only if an engine reported the conversation."""
     Placer.release = lambda placer, key, now: None  # type: ignore[method-assign]
 
 
@@ -93,12 +93,12 @@ def gateway_never_gone() -> None:
 
 
 def gateway_without_stream_never_gone() -> None:
-    """A gateway that sent requests before its stream was back, and crashed, keeps its turns."""
+    """The turns of a gateway that crashed before it opened its stream again never end."""
     Directory.heard_from = lambda directory, gateway: None  # type: ignore[method-assign]
 
 
 def reports_forgotten_in_silence() -> None:
-    """A directory forgets which reports of a gateway it has taken when the gateway is cut off for a while."""
+    """When a gateway is cut off for a while, the directory forgets which of its reports it has applied."""
     gone = Directory._gateway_gone
 
     def forgets(directory: Directory, gateway: str) -> None:
@@ -115,7 +115,7 @@ def term_ignored() -> None:
 
 
 def known_binding_kept() -> None:
-    """A gateway keeps its binding of a conversation that another gateway has bound elsewhere since."""
+    """A gateway keeps a conversation's binding after another gateway has bound the conversation elsewhere."""
     serve_elsewhere = Cache.serve_elsewhere
 
     def kept(cache: Cache, key: str, engine: str = "", epoch: int = 0) -> None:

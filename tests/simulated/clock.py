@@ -1,7 +1,7 @@
 """Virtual time and seeded randomness for a whole operating-system process.
 
-`install` comes before the first import of a module of the product: many take `time.monotonic` as the default
-value of a parameter, and would keep the real one.
+Call `install` before the first import of the product: many of its modules take `time.monotonic` as the
+default value of a parameter, and would keep the real clock.
 """
 
 import gc

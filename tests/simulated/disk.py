@@ -2,8 +2,8 @@
 
 A shim below SQLite (a VFS) sees each write and each sync. A loss of power undoes writes that were not synced:
 any part of them may have reached the disk, in any order. A crash of a process loses nothing that it wrote.
-After either, the next life of the process gets a copy of the files, because in truth the former one still
-holds them open.
+After a crash or a loss of power, the next life of the process gets a copy of the files, because the former
+life, which only the simulation has ended, still holds them open.
 """
 
 import ctypes
@@ -53,7 +53,7 @@ class Disk:
         _DISKS[str(self.path)] = self
 
     def remount(self, *, power_lost: bool) -> None:
-        """Give the next life of a process the files as the end of its last life left them."""
+        """Copy the files, as the last life of a process left them, to a new path for its next life."""
         contents = {}
         for file in self.path.rglob("*"):
             if file.is_file() and not file.name.endswith("-shm"):
@@ -74,13 +74,13 @@ class Disk:
         _DISKS[str(self.path)] = self
 
     def copy(self, name: str) -> "Disk":
-        """Return a disk of another host with the same files."""
+        """Return a disk for another host, with copies of this disk's files."""
         made = Disk(self._root, name, Random(self._random.random()))
         shutil.copytree(self.path, made.path, ignore=shutil.ignore_patterns("*-shm"), dirs_exist_ok=True)
         return made
 
     def _surviving(self, content: bytes, file: File) -> bytes:
-        """Return a file without some of its unsynced writes, possibly with one of them written in part."""
+        """Return a file's content after a loss of power: any of its unsynced writes may be missing or cut."""
         for one in reversed(file.unsynced):
             end = one.offset + len(one.data or b"")
             content = content[: one.offset] + one.before + content[max(end, one.offset + len(one.before)) :]
@@ -160,7 +160,7 @@ _kept: list[Any] = []  # that C holds pointers to
 
 
 def install() -> None:
-    """Install the layer below every database that this process opens, and below `os.pwrite`."""
+    """Install the recording layer below every database that this process opens, and below `os.pwrite`."""
     import _sqlite3
 
     library = ctypes.CDLL(_sqlite3.__file__)

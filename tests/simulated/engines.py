@@ -27,7 +27,7 @@ IDLE_S = 20.0  # an engine lets go of a conversation that has been silent for so
 
 @dataclass
 class Fabric:
-    """KV on its way between engines, by transfer id."""
+    """Exported KV that is on its way between engines, by transfer id."""
 
     computed: dict[str, asyncio.Event] = field(default_factory=dict)
 
@@ -197,7 +197,7 @@ def _json(**fields: Any) -> bytes:
 
 @dataclass
 class EngineHost:
-    """Host of one engine, with the operating system's parts that its keeper uses."""
+    """Host of one engine: stands in for what the engine's keeper uses of the operating system."""
 
     loop: VirtualLoop
     network: Network
@@ -224,7 +224,7 @@ class EngineHost:
         return self.record
 
     def kill(self, *, silently: bool = False) -> None:
-        """End the engine's process."""
+        """End the engine's process. With `silently` its host is gone too, and nothing answers."""
         if self.process is not None and self.process.alive:
             self.process.crash()
             self.network.process_ended(self.process, silently=silently)

@@ -81,7 +81,7 @@ class Monitor:
         self._journals[target] = deepcopy(self._journals.get(source, {}))
 
     def journal_read(self, rows: list[Row]) -> None:
-        """Compare what a restarted directory reads with what its former life acknowledged."""
+        """Compare the rows that a restarted directory reads with those that its former life acknowledged."""
         read = {row.subject[2:]: _state_of(row) for row in rows if row.slot == "binding"}
         for key, history in self._journals.get(current().host, {}).items():
             state = read.get(key)
@@ -95,13 +95,13 @@ class Monitor:
             del history.states[later[-1] + 1 :]
 
     def placed(self, gateway: SimulatedProcess, turn: int, placed: Placed) -> None:
-        """Record that a gateway was given a place."""
+        """Record that a gateway was given a placement."""
         wanted = self._told[gateway, turn] = placed.engine, placed.epoch
         self.count("placed")
         self._acknowledge(placed.key, wanted, -1)
 
     def told_of_binding(self, key: str, engine: str, epoch: int) -> None:
-        """Record that a gateway was told where another one's conversation is bound, perhaps a while ago."""
+        """Record that a gateway was told a binding of another gateway's conversation, maybe an old one."""
         self._acknowledge(key, (engine, epoch), 0)
 
     def _acknowledge(self, key: str, wanted: State, which: int) -> None:
@@ -114,7 +114,7 @@ class Monitor:
         self.violated("an acknowledged binding is in the journal", f"{key} to {wanted}")
 
     def waited(self, gateway: SimulatedProcess, began: float, frozen_s: float, limit_s: float) -> None:
-        """Check how long a turn waited for placement, without the times that its gateway stood still."""
+        """Check that a turn waited at most `limit_s` for placement, except while its gateway was frozen."""
         waited_s = self.now() - began - (gateway.frozen_s - frozen_s)
         if waited_s > limit_s:
             self.violated("no turn waits beyond its limit", f"a place took {waited_s:.1f} of {limit_s:.1f} s")
@@ -141,7 +141,7 @@ class Monitor:
 
     @contextmanager
     def turn_granted(self, gateway: SimulatedProcess, key: Key) -> Iterator[None]:
-        """Check that a key has no more turns than its limit, as far as its gateway has been told of them."""
+        """Check that a key is within its limit of turns, counting other gateways' turns known to this one."""
         began, here = self.now(), self._granted[key.id, gateway]
         here.append(began)
         elsewhere = sum(
@@ -162,9 +162,10 @@ class Monitor:
         self._spent.append((meter.limits, current(), unit, amount, self.now()))
 
     def admitted(self, meter: Meter, unit: str) -> None:
-        """Check that a gateway grants no more a minute than a limit leaves beside what others have granted.
+        """Check that a gateway keeps to a limit per minute, of which other gateways may have granted a part.
 
-        An estimate that was given back counts at once, and what others have granted once it has been told.
+        Grants of another gateway count once this gateway has been told of them. An estimate that was given
+        back counts at once.
         """
         here, now, limit = current(), self.now(), meter.buckets[unit].per_minute
         known = [
@@ -214,14 +215,14 @@ class Monitor:
     # The end of a run
 
     def at_the_end(self) -> None:
-        """Check that nothing is left after all load has ended."""
+        """Check that no process holds state of turns or conversations after all load has ended."""
         if self.directory is None:
             self.violated("the directory serves", "it did not start again")
         for what in self.left():
             self.violated("reservations return to zero", what)
 
     def left(self) -> list[str]:
-        """Return the state of ended load that processes still hold."""
+        """Return descriptions of the state that processes still hold after all load has ended."""
         found = []
         if self.directory is not None:
             table = self.directory.table

@@ -31,7 +31,7 @@ _numbers = itertools.count()
 
 
 def number_of(one: Any) -> int:
-    """Return a number in order of creation, used as hash, so that no set's order depends on addresses."""
+    """Return an object's serial number. Used as its hash, it keeps memory addresses out of sets' order."""
     if (number := getattr(one, "_number", None)) is None:
         number = one._number = next(_numbers)
     return int(number)
@@ -190,9 +190,9 @@ class VirtualLoop(asyncio.BaseEventLoop):
     def run_in_executor(  # type: ignore[override]
         self, executor: object, work: Callable[..., Any], *args: Any
     ) -> "asyncio.Future[Any]":
-        """Run a thread's work at one moment; it begins after a while, and its result arrives after another.
+        """Run the work of a thread in one step: after a random delay, with its result after a further delay.
 
-        Work of one executor is done in order. A crash may come before the work, or between it and its result.
+        Work of one executor runs in order. A crash may come before the work, or between work and result.
         """
         process, done = current(), self.create_future()
         lane = id(executor)

@@ -1,8 +1,8 @@
 """Network between simulated hosts: byte streams for HTTP, and calls instead of gRPC's channels.
 
-A network of TCP loses no single message; what applications see of its faults is modelled. Delays differ by
-message, so that calls overtake each other. A cut link holds what is sent until it is mended, or loses it with
-its connection. A reset connection ends its calls with an error, whether or not they were carried out. A
+Applications on TCP see no lost messages; the network models the faults that they do see. Each message has
+its own delay, so calls overtake each other. A cut link holds messages until it is mended, or loses them with
+their connection. A reset connection ends its calls with an error, whether or not they were carried out. A
 request that was sent again on a new connection can arrive twice, the second time late.
 """
 
@@ -41,7 +41,7 @@ class Faults:
 
 
 class Network:
-    """Hosts, the links between them, and their listeners."""
+    """Network of hosts, with the links between them and their listeners."""
 
     def __init__(self, loop: VirtualLoop, faults: Faults) -> None:
         self.loop, self.faults = loop, faults
@@ -83,9 +83,9 @@ class Network:
         *args: Any,
         after: float = 0.0,
     ) -> float:
-        """Call `deliver` in the receiving process; return when, if nothing happens to the message.
+        """Call `deliver` in the receiving process when a message arrives; return when, if no fault delays it.
 
-        `after`: earliest arrival, by which messages of one stream keep their order.
+        The message arrives no earlier than `after`, so that messages of one stream keep their order.
         """
         link = sender.host, receiver.host
         at = max(after, self.loop.time() + self.delay())
@@ -324,7 +324,7 @@ class StreamEnd(asyncio.Transport):
         self._hand_over()
 
     def lose(self) -> None:
-        """End this side of the connection."""
+        """End this side of the connection, and tell its protocol that the connection is lost."""
         if not self._lost:
             self._lost = self._closing = True
             self._waiting.clear()
@@ -357,7 +357,7 @@ class StreamEnd(asyncio.Transport):
 
 
 class CallError(grpc.aio.AioRpcError):  # type: ignore[misc]
-    """Error of a call, as gRPC raises it."""
+    """Error that a call raises, with status code and details like gRPC's own."""
 
     def __init__(self, code: grpc.StatusCode, details: str) -> None:
         super().__init__(code, grpc.aio.Metadata(), grpc.aio.Metadata(), details=details)
@@ -472,7 +472,7 @@ class SimulatedCall(Connection):
             self._watch_link(0.0)
 
     def _watch_link(self, silent_s: float) -> None:
-        """End the call if its host has been unreachable for longer than the keep-alive allows."""
+        """End the call if its two hosts could not reach each other for longer than the keep-alive allows."""
         if self._ended is None:
             silent_s = silent_s + 1.0 if self.network.is_cut(*(one.host for one in self.ends)) else 0.0
             if silent_s > (self.channel.keepalive_s or 0.0):
@@ -594,7 +594,7 @@ class SimulatedChannel:
         self._calls: list[SimulatedCall] = []
 
     def resolve(self, asker: str) -> tuple[str, int]:
-        """Return host and port of the server. A channel stays with its host while that answers."""
+        """Return host and port of the server. The channel stays with one host for as long as it answers."""
         if not self._host or not self.network.answers(asker, self._host, self._port):
             self._host = self.network.names.get(self._name, self._name)
         return self._host, self._port

@@ -49,7 +49,7 @@ METERED = {  # secrets of callers with one limit a minute each, which they excee
 
 
 class Unit:
-    """Part of a fleet that runs as one process at a time, and is restarted when that ends."""
+    """Part of a fleet that runs as one process at a time, and is restarted when its process ends."""
 
     def __init__(
         self,
@@ -88,7 +88,7 @@ class Unit:
                 self.disk.remount(power_lost=power_lost)
 
     async def _run(self, process: SimulatedProcess) -> None:
-        """Run the main function. Its error ends the process, as in reality."""
+        """Run the process's main function. An error in it ends the process, as in reality."""
         try:
             await self.main()
         except Exception as error:  # noqa: BLE001  reported below

@@ -13,7 +13,7 @@ SEEDS = 100
 
 
 def simulated(folder: Path, *options: str) -> tuple[int, str, Any]:
-    """Run the command; return its status, its output and its results."""
+    """Run the simulation's command with `options`; return its status, its output and its results."""
     results = folder / "results.json"
     command = [sys.executable, "-m", "tests.simulated", *options, "--json", str(results)]
     done = subprocess.run(command, check=False, capture_output=True, text=True, timeout=580)
@@ -21,7 +21,7 @@ def simulated(folder: Path, *options: str) -> tuple[int, str, Any]:
 
 
 @pytest.mark.slow
-def test_no_seed_breaks_an_invariant_and_each_repeats_its_run(tmp_path: Path) -> None:
+def test_each_seed_keeps_the_invariants_and_replays_the_same_trace(tmp_path: Path) -> None:
     status, output, results = simulated(tmp_path, "--seeds", str(SEEDS))
     assert (status, results["violations"]) == (0, 0), output
     counts = results["counts"]
@@ -55,7 +55,7 @@ def test_no_seed_breaks_an_invariant_and_each_repeats_its_run(tmp_path: Path) ->
         ("turns_elsewhere_ignored", [7]),
     ],
 )
-def test_a_deliberate_bug_is_found(tmp_path: Path, bug: str, seeds: Iterable[int]) -> None:
+def test_the_simulation_finds_each_deliberate_bug(tmp_path: Path, bug: str, seeds: Iterable[int]) -> None:
     status, output, results = simulated(tmp_path, "--bug", bug, "--only", *map(str, seeds))
     assert (status, bool(results["violations"])) == (1, True), output
     assert "TypeError" not in output, "the bug itself fails, instead of breaking an invariant"

@@ -52,7 +52,7 @@ DIRECTORY_HOSTS = "10.0.0.1", "10.0.0.2"
 
 @dataclass
 class RunResult:
-    """Outcome of one run."""
+    """Outcome of the run of one seed."""
 
     seed: int
     trace: int
@@ -142,7 +142,7 @@ class World:
         return self.directory.alive
 
     def engine_runs(self, engine: str, epoch: int) -> bool:
-        """Return whether an engine's process of this epoch is alive."""
+        """Return whether the process of an engine in this epoch is alive."""
         found = next((one for one in self.machines if one.name == engine), None)
         return (
             found is not None
@@ -153,12 +153,12 @@ class World:
         )
 
     def reached_directory(self, gateway: SimulatedProcess, seconds: float) -> bool:
-        """Return whether nothing has kept a gateway from the newest directory for `seconds`."""
+        """Return whether a gateway could reach the newest directory during the last `seconds`."""
         cut = self.network.is_cut(gateway.host, self.directory.host)
         return not cut and self.loop.time() - self._out_of_reach.get(gateway.host, 0.0) > seconds
 
     def shares(self, one: SimulatedProcess, other: SimulatedProcess, seconds: float) -> bool:
-        """Return whether two gateways could tell each other their turns and what they spent for `seconds`."""
+        """Return whether two gateways could tell each other their usage during the last `seconds`."""
         both = all(gateway.alive and self.reached_directory(gateway, seconds) for gateway in (one, other))
         return self._in_time and both
 
@@ -234,7 +234,7 @@ class World:
                 self._check_replaced(self.replaced)
 
     def _check_replaced(self, replaced: Unit) -> None:
-        """Check that a replaced directory learns of the newer one from keepers that both reach."""
+        """Check that a replaced directory learns of its successor from keepers that both of them reach."""
         self._keep_from_directory(LOOKS_S)  # a gateway may still follow the older one
         hosts = replaced.host, self.directory.host
         between = [
@@ -323,7 +323,7 @@ class World:
                 self._keep_from_directory(0.0, one, other)
 
     def _keep_from_directory(self, seconds: float, *hosts: str) -> None:
-        """Record that hosts, by default all, may not reach the directory for a while from now."""
+        """Record that `hosts`, by default all, may not reach the directory for the next `seconds`."""
         until = self.loop.time() + seconds
         for host in hosts or self._hosts():
             self._out_of_reach[host] = max(self._out_of_reach.get(host, 0.0), until)
@@ -364,7 +364,7 @@ class World:
     def _start_second_directory(self, draw: Random) -> None:
         """Replace the directory by one on another host, with a copy of its disk, while it still serves.
 
-        Some hosts cannot reach the first one for a while. Nobody restarts it when it ends.
+        Some hosts cannot reach the first directory for a while. Nobody restarts it when it ends.
         """
         first = self.directory
         if self.replaced is not None or first.disk is None or not first.alive:
@@ -487,7 +487,7 @@ _current: list[World] = []
 
 
 def prepare() -> None:
-    """Install everything that all runs of this operating-system process share."""
+    """Install the hooks and stand-ins that all runs in this operating-system process share."""
     logging.disable(logging.CRITICAL)
     disks.install()
     processes.install()
