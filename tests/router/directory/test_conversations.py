@@ -1,4 +1,4 @@
-"""Conversations count as parked until their next turn, their end, or the loss of their engine."""
+"""A conversation counts as parked until its next turn, its end, or the loss of its engine."""
 
 from router.directory.conversations import ConversationRecord, ConversationRecords
 
@@ -12,7 +12,7 @@ def two_parked() -> ConversationRecords:
     return conversations
 
 
-def test_a_turn_or_an_end_clears_the_parked_state() -> None:
+def test_a_conversation_is_no_longer_parked_after_its_next_turn_or_its_end() -> None:
     conversations = two_parked()
     a = conversations.get("a")
     assert a is not None
@@ -28,7 +28,7 @@ def test_a_lost_engine_has_no_parked_conversations() -> None:
     assert conversations.parked == 1
 
 
-def test_unknown_and_running_conversations_are_not_parked() -> None:
+def test_a_report_does_not_park_unknown_or_running_conversations() -> None:
     conversations = two_parked()
     a = conversations.get("a")
     assert a is not None
@@ -38,7 +38,7 @@ def test_unknown_and_running_conversations_are_not_parked() -> None:
     assert conversations.parked == 1
 
 
-def test_a_parking_report_that_overtakes_its_turns_end_counts_once_the_turn_has_ended() -> None:
+def test_a_conversation_reported_parked_before_its_turns_end_is_parked_after_it() -> None:
     conversations = two_parked()
     a = conversations.get("a")
     assert a is not None
@@ -60,7 +60,7 @@ def silent(conversations: ConversationRecords, now: float) -> set[str]:
     return {one.key for one in over}
 
 
-def test_a_conversations_own_lifetime_counts_from_its_last_turn_and_may_change() -> None:
+def test_a_lifetime_set_for_one_conversation_counts_from_its_last_turn() -> None:
     conversations = ConversationRecords()
     alive(conversations, "usual", "long", "short", "shorter")
     for key, ttl_s in (("long", 100.0), ("short", 3.0), ("shorter", 50.0)):
@@ -78,7 +78,7 @@ def test_a_conversations_own_lifetime_counts_from_its_last_turn_and_may_change()
     assert silent(conversations, 1e6) == set()
 
 
-def test_a_conversations_own_lifetime_survives_the_journal() -> None:
+def test_a_conversation_restored_with_its_own_lifetime_ends_after_it() -> None:
     conversations = ConversationRecords()
     conversations.add(ConversationRecord("long", None, 0.0, 5.0, ttl_s=100.0))
     conversations.add(ConversationRecord("short", None, 0.0, 5.0, ttl_s=3.0))

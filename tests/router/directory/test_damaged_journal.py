@@ -25,7 +25,7 @@ def log_of(path: Path) -> Path:
 
 
 async def written(path: Path, rows: int = ROWS, *, killed: bool) -> Path:
-    """Write a journal in commits of five rows. With `killed`, most rows stay in SQLite's log."""
+    """Write a journal of `rows` rows, five in a commit. With `killed`, most stay in SQLite's log."""
     journal = Journal(path)
     for number in range(rows):
         journal.append(row(number))
@@ -46,7 +46,7 @@ def read(path: Path) -> list[Row]:
     return asyncio.run(contents(path))
 
 
-def test_a_flipped_bit_in_the_log_is_refused_and_nothing_is_changed(tmp_path: Path) -> None:
+def test_a_journal_with_a_flipped_bit_in_its_log_is_refused_and_left_unchanged(tmp_path: Path) -> None:
     whole = asyncio.run(written(tmp_path / "journal", killed=True))
     assert len(read(copied(whole, tmp_path / "same"))) == ROWS
     size = log_of(whole).stat().st_size
@@ -60,7 +60,7 @@ def test_a_flipped_bit_in_the_log_is_refused_and_nothing_is_changed(tmp_path: Pa
         assert (path.read_bytes(), log_of(path).read_bytes()) == before
 
 
-def test_a_flipped_bit_in_the_file_is_refused_or_changes_no_row(tmp_path: Path) -> None:
+def test_a_journal_with_a_flipped_bit_is_refused_unless_all_rows_are_intact(tmp_path: Path) -> None:
     whole = asyncio.run(written(tmp_path / "journal", killed=False))
     size, expected = whole.stat().st_size, [row(number) for number in range(ROWS)]
     choose, refused = random.Random(2), 0
@@ -83,7 +83,7 @@ def test_a_flipped_bit_in_the_last_commit_loses_only_that_commit(tmp_path: Path)
     assert read(path) == [row(number) for number in range(ROWS - 5)]
 
 
-def test_a_cut_file_is_refused(tmp_path: Path) -> None:
+def test_a_journal_whose_file_was_cut_is_refused(tmp_path: Path) -> None:
     whole = asyncio.run(written(tmp_path / "journal", killed=False))
     killed = tmp_path / "killed" / "journal"
     copied(whole, killed.parent)
@@ -94,7 +94,7 @@ def test_a_cut_file_is_refused(tmp_path: Path) -> None:
             check(path)
 
 
-def test_a_cut_or_missing_log_is_refused(tmp_path: Path) -> None:
+def test_a_journal_whose_log_was_cut_or_removed_is_refused(tmp_path: Path) -> None:
     whole = asyncio.run(written(tmp_path / "journal", killed=True))
     cut = copied(whole, tmp_path / "cut")
     os.truncate(log_of(cut), log_of(cut).stat().st_size // 2)
@@ -105,7 +105,7 @@ def test_a_cut_or_missing_log_is_refused(tmp_path: Path) -> None:
             Journal(path)
 
 
-def test_two_torn_ends_lose_only_the_last_rows_before_each_crash(tmp_path: Path) -> None:
+def test_after_two_crashes_only_the_last_rows_before_each_are_lost(tmp_path: Path) -> None:
     whole = asyncio.run(written(tmp_path / "journal", 100, killed=True))
     for attempt in range(4):
         path = copied(whole, tmp_path / f"once-{attempt}")
@@ -120,7 +120,7 @@ def test_two_torn_ends_lose_only_the_last_rows_before_each_crash(tmp_path: Path)
 
 
 def torn(log: Path, how: int) -> None:
-    """Damage the last commit as a power cut does: cut it off, or change its last page."""
+    """Damage the last commit in a log as a power cut does: cut it off, or change its last page."""
     if how % 2:
         os.truncate(log, log.stat().st_size - 5 - 400 * how)
     else:
@@ -138,7 +138,7 @@ async def more(path: Path) -> Path:
     return again
 
 
-async def test_a_torn_write_of_the_sequence_file_does_not_refuse_a_whole_journal(tmp_path: Path) -> None:
+async def test_an_intact_journal_is_accepted_if_its_sequence_file_is_torn(tmp_path: Path) -> None:
     path = tmp_path / "journal"
     journal, sequence = Journal(path), tmp_path / "journal-sequence"
     numbers = []
@@ -156,14 +156,14 @@ async def test_a_torn_write_of_the_sequence_file_does_not_refuse_a_whole_journal
         check(path)
 
 
-def test_a_missing_journal_starts_empty(tmp_path: Path) -> None:
+def test_a_directory_without_a_journal_file_starts_with_an_empty_journal(tmp_path: Path) -> None:
     path = asyncio.run(written(tmp_path / "journal", killed=False))
     path.rename(tmp_path / "elsewhere")
     assert read(path) == []
     assert read(path) == []
 
 
-def test_repair_keeps_the_former_files_and_the_journal_opens(tmp_path: Path) -> None:
+def test_a_repaired_journal_opens_and_its_damaged_files_are_kept(tmp_path: Path) -> None:
     path = asyncio.run(written(tmp_path / "journal", killed=True))
     flip(log_of(path), log_of(path).stat().st_size // 3)
     before = path.read_bytes(), log_of(path).read_bytes()
@@ -179,7 +179,7 @@ def test_repair_keeps_the_former_files_and_the_journal_opens(tmp_path: Path) -> 
     assert 0 < len(found) < ROWS and found == [row(number) for number in range(len(found))]
 
 
-def test_repair_reads_around_a_damaged_page(tmp_path: Path) -> None:
+def test_a_repair_keeps_the_rows_before_and_after_a_damaged_page(tmp_path: Path) -> None:
     path = asyncio.run(written(tmp_path / "journal", 2000, killed=False))
     with path.open("r+b") as file:
         file.seek(path.stat().st_size // 2 // 4096 * 4096)

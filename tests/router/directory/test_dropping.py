@@ -1,4 +1,4 @@
-"""The members of a group get one order with one epoch; engines that refuse or are late are left alone."""
+"""The engines of a group get one order with one epoch; engines that refuse or are late are left alone."""
 
 import asyncio
 import contextlib
@@ -37,7 +37,7 @@ def in_split(name: str, epoch: int, *partners: str) -> SplitState:
 
 
 class SharingEngines:
-    """Keepers of two or more engines that carry out orders or refuse them."""
+    """Stands in for the keepers of two or more engines, which carry out orders or refuse them."""
 
     def __init__(self, names: Sequence[str] = ("d0", "d1")) -> None:
         self.refuses: set[str] = set()
@@ -145,7 +145,7 @@ def test_if_two_engines_do_not_suffice_three_share_and_are_restored_together() -
     assert three.epochs() == [0, 0, 0]
 
 
-def test_an_engine_that_refuses_is_not_asked_again_for_a_while() -> None:
+def test_an_engine_that_refuses_to_share_layers_is_not_asked_again_for_a_while() -> None:
     two, now = SharingEngines(), [0.0]
     dropper = Dropper(DropLimits(1.0), two.records, two.share, lambda: now[0])
     two.refuses = {"d1"}
@@ -160,7 +160,7 @@ def test_an_engine_that_refuses_is_not_asked_again_for_a_while() -> None:
 
 
 def test_an_engine_that_lost_its_group_is_not_asked_again_for_a_while() -> None:
-    """Another group may be lost too, and after each loss the engines compute all requests again."""
+    """The next group may be lost too, and after each loss the engines compute all requests again."""
     two, now = SharingEngines(), [0.0]
     dropper = Dropper(DropLimits(1.0), two.records, two.share, lambda: now[0])
     one_round(dropper, LACKING)
@@ -177,7 +177,7 @@ def test_an_engine_that_lost_its_group_is_not_asked_again_for_a_while() -> None:
     assert [what for what, *_ in two.told[4:]] == ["restore", "restore", "drop", "drop"]
 
 
-def test_an_epoch_is_never_used_twice() -> None:
+def test_no_two_groups_have_the_same_epoch() -> None:
     two, now = SharingEngines(), [0.0]
     dropper = Dropper(DropLimits(1.0), two.records, two.share, lambda: now[0])
     seen = []
@@ -200,7 +200,7 @@ def split_in(two: SharingEngines, epoch: int) -> None:
         two.holds(name, 9_000)
 
 
-def test_an_engine_without_its_peer_is_restored_only_after_the_peer_was_silent_for_long() -> None:
+def test_an_engine_is_restored_once_its_peer_has_been_silent_for_long() -> None:
     two, now = SharingEngines(), [0.0]
     split_in(two, 7)
     heard = two.record("d1")
@@ -240,7 +240,7 @@ def test_after_a_restart_all_pairs_are_restored_even_if_two_have_the_same_epoch(
     assert four.epochs() == [0, 0, 0, 0]
 
 
-def test_other_engines_can_pair_during_a_restore_and_no_order_is_sent_twice() -> None:
+def test_two_engines_can_begin_to_share_layers_while_two_others_are_restored() -> None:
     four = SharingEngines(("d0", "d1", "d2", "d3"))
     split_in(four, 7)
     heard = [four.record(name) for name in ("d2", "d3")]
@@ -292,7 +292,7 @@ def test_no_log_line_says_that_nothing_is_dropped_while_a_drop_is_in_progress(
     asyncio.run(rounds())
 
 
-def test_no_second_drop_begins_for_demand_that_a_drop_in_progress_will_meet() -> None:
+def test_no_second_drop_begins_while_one_in_progress_will_free_enough_kv() -> None:
     four = SharingEngines(("d0", "d1", "d2", "d3"))
     dropper = Dropper(DropLimits(1.0, reserve=0.0), four.records, four.share)
 

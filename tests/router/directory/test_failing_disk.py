@@ -21,7 +21,7 @@ from tests.support.waiting import until
 
 
 async def problem(directory: DirectoryProcess) -> str:
-    """Return what the directory's status says about its disk."""
+    """Return the problem with its disk that the directory's status states."""
     async with grpc.aio.insecure_channel(directory.address) as channel:
         return (await Stub(channel, "s3cret").ask(STATUS, None, 5.0)).journal_problem
 
@@ -85,7 +85,9 @@ async def test_a_full_disk_refuses_new_conversations_at_once(tmp_path: Path) -> 
             assert not await problem(directory)
 
 
-async def test_a_directory_that_starts_on_a_full_disk_knows_its_conversations(tmp_path: Path) -> None:
+async def test_a_directory_started_on_a_full_disk_knows_the_conversations_of_its_journal(
+    tmp_path: Path,
+) -> None:
     with small_disk(tmp_path) as disk:
         async with serving(tmp_path, disk.within) as (url, directory):
             assert (await talk(url, "bound"))[0].status == 200
@@ -101,7 +103,7 @@ async def test_a_directory_that_starts_on_a_full_disk_knows_its_conversations(tm
             assert (await talk(url, "new"))[0].status == 200
 
 
-async def test_a_failed_sync_acknowledges_nothing_and_loses_nothing(tmp_path: Path) -> None:
+async def test_a_failing_sync_refuses_new_conversations_and_loses_no_bound_one(tmp_path: Path) -> None:
     sync = FailingSync(tmp_path)
     async with serving(tmp_path, sync.within) as (url, directory):
         assert (await talk(url, "bound"))[0].status == 200

@@ -57,7 +57,7 @@ async def test_an_empty_row_deletes_one_slot_or_a_whole_subject(tmp_path: Path) 
     assert await contents(tmp_path / "journal") == kept
 
 
-async def test_rows_that_nobody_waits_for_reach_the_disk_soon(tmp_path: Path) -> None:
+async def test_rows_reach_the_disk_soon_even_if_no_caller_waits_for_them(tmp_path: Path) -> None:
     path = tmp_path / "journal"
     journal = Journal(path)
     journal.append(row(1))
@@ -66,7 +66,7 @@ async def test_rows_that_nobody_waits_for_reach_the_disk_soon(tmp_path: Path) ->
     await journal.close()
 
 
-async def test_many_waiters_share_a_commit(tmp_path: Path) -> None:
+async def test_callers_that_wait_together_share_one_commit(tmp_path: Path) -> None:
     path = tmp_path / "journal"
     journal = Journal(path)
     before = pages_written(path)
@@ -86,7 +86,7 @@ def pages_written(path: Path) -> int:
 
 
 def copied(path: Path, folder: Path) -> Path:
-    """Copy the files in the state in which a crash at this moment would leave them."""
+    """Copy a journal's files to `folder`, in the state in which a crash at this moment would leave them."""
     folder.mkdir()
     for file in path.parent.glob(f"{path.name}*"):
         if file.is_file():
@@ -94,7 +94,7 @@ def copied(path: Path, folder: Path) -> Path:
     return folder / path.name
 
 
-async def test_a_torn_end_loses_only_the_torn_rows(tmp_path: Path) -> None:
+async def test_a_journal_with_a_torn_end_loses_only_the_torn_rows(tmp_path: Path) -> None:
     path = tmp_path / "journal"
     journal = Journal(path)
     for number in range(40):
@@ -134,7 +134,7 @@ asyncio.run(main())
 """
 
 
-def test_acknowledged_rows_survive_a_kill(tmp_path: Path) -> None:
+def test_acknowledged_rows_survive_a_kill_of_the_process(tmp_path: Path) -> None:
     path = tmp_path / "journal"
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)}
     process = subprocess.Popen(
@@ -162,7 +162,7 @@ def full_disk(path: Path) -> Iterator[None]:
         resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
 
 
-async def test_a_full_disk_is_an_error_for_waiters_and_is_retried(tmp_path: Path) -> None:
+async def test_rows_refused_by_a_full_disk_are_written_once_there_is_space(tmp_path: Path) -> None:
     journal = Journal(tmp_path / "journal")
     journal.append(row(1))
     await journal.durable()
@@ -209,7 +209,7 @@ class WrittenNext(bytes):
         return bytes(self)
 
 
-async def test_no_write_error_loses_a_row(tmp_path: Path) -> None:
+async def test_a_row_whose_write_failed_is_written_at_the_next_try(tmp_path: Path) -> None:
     journal = Journal(tmp_path / "journal")
     journal.append(row(1))
     journal.append(Row("c:2", "whole", WrittenNext(b"2")))
@@ -221,7 +221,7 @@ async def test_no_write_error_loses_a_row(tmp_path: Path) -> None:
     assert await contents(tmp_path / "journal") == [row(1), row(2), row(3)]
 
 
-async def test_an_unwritable_row_is_refused_and_delays_nothing(tmp_path: Path) -> None:
+async def test_a_row_that_can_never_be_written_is_refused_and_delays_no_other(tmp_path: Path) -> None:
     journal = Journal(tmp_path / "journal")
     for never in (Row("c:\ud800", "whole", b"1"), Row("c:a", "n:\udfff", b"1")):
         with pytest.raises(JournalError, match="no text that a journal can hold"):
@@ -240,7 +240,7 @@ def refuses(journal: Journal) -> bool:
     return False
 
 
-async def test_a_full_disk_is_retried_and_new_work_is_refused_until_then(tmp_path: Path) -> None:
+async def test_a_journal_refuses_new_work_until_a_full_disk_accepts_rows_again(tmp_path: Path) -> None:
     path = tmp_path / "journal"
     journal = Journal(path)
     journal.append(row(0))
@@ -269,7 +269,7 @@ class WrittenLate(bytes):
         return bytes(self)
 
 
-async def test_a_disk_that_hangs_without_an_error_counts_as_failing(
+async def test_a_journal_treats_a_hanging_disk_as_a_failing_one(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("router.directory.journal.LATE_S", 0.3)
@@ -332,7 +332,7 @@ SIZES = {"transfer": "", "control": "", "kv_tokens": 100, "block_tokens": 16, "m
 CONVERSATION = {"key": "a", "parent": None, "created_at": 1.0, "used_at": 2.0}
 
 
-def test_fields_of_a_newer_version_are_ignored() -> None:
+def test_a_journals_fields_of_a_newer_version_are_ignored() -> None:
     rows = [
         Row("e:d0", "whole", orjson.dumps({**ENGINE, **SIZES, "newer": 1})),
         Row("c:a", "whole", orjson.dumps({**CONVERSATION, "newer": 1})),
@@ -354,6 +354,6 @@ def test_fields_of_a_newer_version_are_ignored() -> None:
         Row("c:a", "whole", b"not JSON"),
     ],
 )
-def test_an_unreadable_row_is_reported_in_a_sentence(row: Row) -> None:
+def test_a_row_that_cannot_be_decoded_is_reported_in_a_sentence(row: Row) -> None:
     with pytest.raises(JournalError, match=r"cannot be read .* newer version"):
         remembered([row])

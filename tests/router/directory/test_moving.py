@@ -14,7 +14,7 @@ from tests.support.engines import info, state
 
 
 def idle(made: BindingTable, key: str, turn: int, now: float = 0.0) -> str:
-    """Return the decoder of a conversation that had one turn."""
+    """Give a conversation one turn, so that it is idle afterwards, and return its decoder."""
     engine = place(made, ask(key, turn=turn), now).engine
     made.turn_ended(key, "g", now, TurnEnded(prompt_tokens=1000, completion_tokens=10), turn=turn)
     return engine
@@ -89,7 +89,7 @@ def test_a_conversation_stays_if_the_target_of_its_move_has_restarted() -> None:
     assert made.binding("c").engine == left  # type: ignore[union-attr]
 
 
-def test_only_a_few_idle_conversations_are_sent_at_a_time_the_most_recent_first() -> None:
+def test_a_few_idle_conversations_are_sent_at_a_time_most_recently_used_first() -> None:
     made = table(decoders=1, kv_tokens=100_000)
     for number in range(AT_ONCE + 2):
         idle(made, f"c{number}", number + 1, now=float(number))
@@ -100,7 +100,7 @@ def test_only_a_few_idle_conversations_are_sent_at_a_time_the_most_recent_first(
     assert begun == [f"c{number}" for number in range(AT_ONCE + 1, 1, -1)]
 
 
-def test_a_conversation_does_not_move_without_capacity_or_twice_within_a_minute() -> None:
+def test_an_idle_conversation_moves_at_most_once_a_minute() -> None:
     made = table()
     left = idle(made, "c", 1)
     drained(made, left)
@@ -117,7 +117,7 @@ TOKENS_PER_S = 1000.0
 
 
 def waits(made: BindingTable, seq: int, now: float, **seconds: float) -> None:
-    """Report how long prompts wait on each decoder."""
+    """Report from each decoder named in `seconds` that its prompts wait for that many seconds."""
     for engine, wait_s in seconds.items():
         tokens = int(wait_s * TOKENS_PER_S)
         report = replace(state(engine, seq), waiting_prompt_tokens=tokens, prompt_tokens_per_s=TOKENS_PER_S)

@@ -49,7 +49,9 @@ def gauge(reason: OverloadReason) -> float | None:
     return REGISTRY.get_sample_value("conserve_overload", {"reason": reason.value})
 
 
-async def test_turns_that_wait_for_kv_are_declared_an_overload(caplog: pytest.LogCaptureFixture) -> None:
+async def test_the_directory_declares_an_overload_when_turns_wait_for_kv(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
     made, table = full_fleet()
     caplog.set_level(logging.WARNING)
     wait_for_kv(table, 4_000)

@@ -1,4 +1,4 @@
-"""Concurrent turns share one call to the directory; each gets its own answer, or leaves no reservation."""
+"""Concurrent turns share a call to the directory; each gets its own answer or leaves no reservation."""
 
 import asyncio
 from collections.abc import AsyncIterator
@@ -36,7 +36,7 @@ async def place(one: DirectoryClient, key: str, tokens: int = 10, wait_s: float 
     return outcome
 
 
-async def test_each_request_of_a_burst_gets_its_own_answer(tmp_path: Path) -> None:
+async def test_each_request_for_placement_in_a_shared_call_gets_its_own_answer(tmp_path: Path) -> None:
     async with fleet(tmp_path, gateways=0, decoders=3) as made, client(made) as one:
         keys = [f"s:{number}" for number in range(300)]
         outcomes = await asyncio.gather(*(place(one, key) for key in keys))
@@ -47,7 +47,7 @@ async def test_each_request_of_a_burst_gets_its_own_answer(tmp_path: Path) -> No
         assert {outcome.engine for outcome in outcomes if isinstance(outcome, Placed)} == {"d0", "d1", "d2"}
 
 
-async def test_a_waiting_request_does_not_delay_others_of_the_same_call(tmp_path: Path) -> None:
+async def test_a_waiting_placement_does_not_delay_the_others_of_its_call(tmp_path: Path) -> None:
     roomy = {"max_context": 100_000}
     async with fleet(tmp_path, gateways=0, decoders=1, engine=roomy) as made, client(made) as one:
         assert isinstance(await place(one, "s:large", 70_000), Placed)
@@ -60,7 +60,7 @@ async def test_a_waiting_request_does_not_delay_others_of_the_same_call(tmp_path
         assert isinstance(await waiting, Placed)
 
 
-async def test_a_disconnected_caller_leaves_no_request_in_the_queue(tmp_path: Path) -> None:
+async def test_a_turn_whose_client_disconnected_leaves_the_placement_queue(tmp_path: Path) -> None:
     async with fleet(tmp_path, gateways=0, decoders=1, engine={"max_context": 100_000}) as made:
         async with client(made) as one:
             assert isinstance(await place(one, "s:large", 70_000), Placed)
@@ -73,7 +73,7 @@ async def test_a_disconnected_caller_leaves_no_request_in_the_queue(tmp_path: Pa
         assert made.directory.table.binding("s:0") is None
 
 
-async def test_a_restarted_directory_keeps_no_place_for_a_caller_that_left_before(
+async def test_a_restarted_directory_reserves_no_kv_for_a_turn_whose_client_left_before(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     asked, connected, stream = asyncio.Event(), asyncio.Event(), Stub.stream

@@ -1,4 +1,4 @@
-"""A new process of a gateway supersedes the process before it, whose turns have ended."""
+"""A gateway's new process supersedes its former process, whose turns count as ended."""
 
 from pathlib import Path
 
@@ -23,7 +23,7 @@ def test_only_a_later_process_supersedes_a_gateway_of_the_same_name() -> None:
     assert not supersedes(process_name("my.gateway-1"), first)
 
 
-def test_token_grants_of_gateways_accumulate_for_a_slow_reader() -> None:
+def test_usage_that_gateways_report_is_summed_for_a_slow_stream() -> None:
     streams = GatewayStreams()
     slow = streams.join("slow")
     for _ in range(2000):
@@ -36,8 +36,8 @@ def test_token_grants_of_gateways_accumulate_for_a_slow_reader() -> None:
     assert slow.take(lambda: Engines((), True)) == Push()
 
 
-async def test_a_successor_replaces_a_gateway_whose_stream_still_seems_open(tmp_path: Path) -> None:
-    """The stream of the process before it stays open, because its machine vanished."""
+async def test_a_new_gateway_process_replaces_one_whose_stream_still_seems_open(tmp_path: Path) -> None:
+    """The stream of the former process seems open, because its machine vanished without closing it."""
     async with fleet(tmp_path, gateways=0, gateway_grace_s=600.0) as made:
         chain = of_messages(seed("s", "m"), [{"role": "user", "content": "x" * 100}])
         old = DirectoryClient(made.address, "g", secret="s3cret")
@@ -59,7 +59,7 @@ async def test_a_successor_replaces_a_gateway_whose_stream_still_seems_open(tmp_
             await client.stop()
 
 
-async def test_a_gateway_without_its_stream_learns_later_where_another_bound_its_conversation(
+async def test_a_gateway_that_reconnects_learns_that_another_moved_its_conversation(
     tmp_path: Path,
 ) -> None:
     async with fleet(tmp_path, gateways=0, decoders=2) as made:

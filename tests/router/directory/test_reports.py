@@ -26,7 +26,7 @@ def reserved(made: BindingTable, live: int = 0) -> int:
     return made.kv_in_use("d0") - live
 
 
-def test_the_newest_of_many_reports_is_enough() -> None:
+def test_the_newest_report_of_an_engine_replaces_all_missed_ones() -> None:
     made = table(decoders=1)
     for key in ("a", "b", "c"):
         place(made, ask(key, 1000))
@@ -36,7 +36,7 @@ def test_the_newest_of_many_reports_is_enough() -> None:
     assert reserved(made, 2000) == 1100
 
 
-def test_a_repeated_confirmation_does_not_confirm_later_placements() -> None:
+def test_a_report_of_an_earlier_turn_keeps_the_reservation_of_a_later_one() -> None:
     made = table(decoders=1)
     place(made, ask("c", 1000))
     made.engine_state(report(2, live=1000, c=2), 0.0)
@@ -57,7 +57,7 @@ def test_a_repeated_or_late_report_changes_nothing() -> None:
     assert reserved(made, 70) == 1100
 
 
-def test_confirmations_missed_for_too_long_leave_no_reservation() -> None:
+def test_a_reservation_ends_if_the_reports_that_confirm_it_were_missed() -> None:
     made = table(decoders=1)
     place(made, ask("c", 1000))
     made.engine_state(report(5), 0.0)
@@ -65,7 +65,7 @@ def test_confirmations_missed_for_too_long_leave_no_reservation() -> None:
     assert reserved(made, 1000) == 0
 
 
-def test_the_first_report_after_a_restart_keeps_all_reservations() -> None:
+def test_the_first_report_to_a_restarted_directory_ends_no_reservation() -> None:
     """The directory has just restarted, so that all of its reservations are recent."""
     made = table(decoders=1)
     place(made, ask("a", 1000))
@@ -75,8 +75,8 @@ def test_the_first_report_after_a_restart_keeps_all_reservations() -> None:
 
 
 @given(st.lists(st.booleans(), min_size=1, max_size=30), st.integers(0, 2**32))
-def test_lost_reports_do_not_change_the_final_reservations(passed: list[bool], seed: int) -> None:
-    """One directory gets every report, the other only some and the last; both have the same reservations."""
+def test_the_last_report_makes_up_for_lost_ones_in_the_reservations(passed: list[bool], seed: int) -> None:
+    """One directory gets every report, another only some and the last; both have the same KV in use."""
     every, some = table(decoders=1), table(decoders=1)
     named: dict[str, int] = {}
     for seq, heard in enumerate([*passed, True], start=1):
@@ -142,7 +142,7 @@ async def test_a_report_that_arrives_a_second_time_is_applied_once(directory: Di
     assert directory.activities_seen("other", 0, 1) == 0
 
 
-async def test_turns_of_a_gateway_that_never_opens_a_stream_end(
+async def test_the_turns_of_a_gateway_end_if_it_never_opens_its_stream(
     directory: Directory, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The gateway asks a directory that has just restarted, and crashes before it opens its stream."""
@@ -156,7 +156,7 @@ async def test_turns_of_a_gateway_that_never_opens_a_stream_end(
 async def test_a_report_repeated_after_a_long_silence_is_applied_once(
     directory: Directory, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The answer to a report may be lost when its gateway is cut off. It is repeated after the cut."""
+    """When a gateway is cut off, the answer to its report may be lost. It repeats the report afterwards."""
     monkeypatch.setattr("router.directory.directory.STREAMLESS_S", 0.05)
     assert directory.activities_seen("g", 0, 2) == 0
     place(directory.table, ask("c", turn=1))

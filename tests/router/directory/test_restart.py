@@ -1,4 +1,4 @@
-"""A restarted directory places nothing new before all of its engines have reported."""
+"""A restarted directory places no new conversation before all of its engines have reported."""
 
 import asyncio
 import time
@@ -54,7 +54,7 @@ def test_new_conversations_wait_for_all_engines_and_go_to_the_least_loaded() -> 
     assert (got[0].engine, got[0].prefiller) == ("d1", "p0")
 
 
-def test_an_announced_engine_without_a_report_gets_nothing() -> None:
+def test_no_turn_is_placed_on_an_announced_engine_before_its_report() -> None:
     """A restarted keeper announces its engine before it receives the engine's state."""
     after = restarted(table(decoders=1))
     for engine in (info("p0", Role.PREFILL), info("d0")):
@@ -66,7 +66,7 @@ def test_an_announced_engine_without_a_report_gets_nothing() -> None:
     assert isinstance(got[0], Placed)
 
 
-def test_a_prompt_too_large_for_the_known_engines_is_not_refused_permanently() -> None:
+def test_a_turn_too_large_for_the_reported_engines_waits_for_the_others() -> None:
     before = table(decoders=1)
     before.engine_up(info("large", kv_tokens=100_000))
     after = restarted(before)
@@ -78,7 +78,7 @@ def test_a_prompt_too_large_for_the_known_engines_is_not_refused_permanently() -
     assert isinstance(got[0], Placed)
 
 
-def test_a_bound_conversation_finds_its_decoder_at_once() -> None:
+def test_a_bound_conversation_is_placed_before_all_engines_have_reported() -> None:
     before = table()
     bound = place(before, ask("c"))
     after = restarted(before)
@@ -94,7 +94,7 @@ def test_the_lifetime_that_a_client_set_survives_a_restart() -> None:
     assert (after.expire(30.9), after.expire(31.1)) == (0, 1)
 
 
-def test_no_request_waits_for_a_lost_or_silent_engine() -> None:
+def test_placing_does_not_wait_for_engines_that_are_lost_or_unreachable() -> None:
     before = table(decoders=3)
     bound = place(before, ask("c"))
     before.engine_down("d2")
@@ -111,7 +111,7 @@ def test_no_request_waits_for_a_lost_or_silent_engine() -> None:
     assert got[0].epoch == 2
 
 
-def test_waiting_for_engines_ends_at_the_limit_of_the_request() -> None:
+def test_a_turn_waits_for_engines_to_report_for_at_most_its_own_limit() -> None:
     after = restarted(table())
     got = wait(after, ask("new", wait_s=5.0))
     after.serve_waiting(5.0)
@@ -120,7 +120,7 @@ def test_waiting_for_engines_ends_at_the_limit_of_the_request() -> None:
     assert "since a restart" in got[0].message
 
 
-def test_another_keeper_of_the_same_engine_changes_nothing_but_the_address() -> None:
+def test_a_new_keeper_of_a_known_engine_changes_only_its_address() -> None:
     made = table()
     place(made, ask("c", 3000))
     made.engine_state(state("d0", 1, live=6000, confirmed=("c",)), 0.0)
@@ -150,7 +150,7 @@ def fallbacks() -> float:
     return REGISTRY.get_sample_value("conserve_fallbacks_total", {"kind": "engines_missing"}) or 0.0
 
 
-async def test_waiting_is_bounded_logged_and_counted(
+async def test_a_directory_waits_for_engines_of_its_journal_for_a_bounded_time(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     async with directory(tmp_path) as (first, _):
@@ -171,7 +171,7 @@ async def test_waiting_is_bounded_logged_and_counted(
         assert place(second.table, ask("later")).engine == "d0"
 
 
-async def test_a_burst_after_a_restart_is_spread_as_without_the_restart(tmp_path: Path) -> None:
+async def test_a_burst_is_spread_over_decoders_as_if_the_directory_had_not_restarted(tmp_path: Path) -> None:
     """Engines report late, one by one, while conversations arrive."""
     engines = (info("d1"), info("p0", Role.PREFILL), info("d0"))
     async with directory(tmp_path) as (first, _):
@@ -196,7 +196,7 @@ async def test_a_burst_after_a_restart_is_spread_as_without_the_restart(tmp_path
     assert sorted(one.engine for one in outcomes if isinstance(one, Placed)) == ["d0", "d0", "d1", "d1"]
 
 
-async def test_gateways_keep_what_they_knew_and_new_ones_learn_where_engines_are(tmp_path: Path) -> None:
+async def test_gateways_old_and_new_know_the_engines_after_a_directory_restart(tmp_path: Path) -> None:
     async with directory(tmp_path) as (first, address):
         old = DirectoryClient(address, "old", secret="s3cret")
         await old.start()
@@ -226,13 +226,13 @@ async def test_gateways_keep_what_they_knew_and_new_ones_learn_where_engines_are
         await second.stop(0.1)
 
 
-def test_requests_that_do_not_wait_get_a_retry_time() -> None:
+def test_a_turn_that_does_not_wait_for_engines_is_refused_with_a_retry_time() -> None:
     outcome = restarted(table()).place(ask("new"), 0.0, nobody)
     assert isinstance(outcome, Refusal)
     assert outcome.retry_after_s == 1.0
 
 
-async def test_nothing_is_placed_while_the_disk_and_its_queue_are_full(tmp_path: Path) -> None:
+async def test_no_turn_is_placed_while_the_disk_and_the_queue_of_rows_are_full(tmp_path: Path) -> None:
     async with directory(tmp_path) as (made, address), grpc.aio.insecure_channel(address) as channel:
         made.engine_up(info("d0"))
         await made.durable()
@@ -249,7 +249,7 @@ async def test_nothing_is_placed_while_the_disk_and_its_queue_are_full(tmp_path:
         assert made.table.describe("new") is None  # nor was anything placed and then undone
 
 
-async def test_an_older_directory_places_nothing_for_a_gateway_that_knows_a_newer_one(
+async def test_a_gateway_that_knows_a_newer_directory_is_refused_by_an_older_one(
     tmp_path: Path,
 ) -> None:
     async def started(name: str, port: int, ahead_s: float) -> tuple[DirectoryServer, int]:

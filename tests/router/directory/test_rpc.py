@@ -80,14 +80,14 @@ def test_every_kind_of_message_arrives_as_it_was_sent(message: object) -> None:
     assert msgspec.msgpack.decode(encode(message), type=type(message)) == message
 
 
-async def test_an_unknown_field_is_ignored_and_a_missing_one_has_its_default(address: str) -> None:
+async def test_a_message_with_unknown_and_missing_fields_is_read(address: str) -> None:
     async with grpc.aio.insecure_channel(address) as channel:
         stub = Stub(channel, "s3cret")
         assert await stub.ask(ECHO, Now("k", 3), 5.0) == Now("k", 3)
         assert await stub.ask(ECHO_OF_LATER, Later("k", "because"), 5.0) == Later("k")
 
 
-async def test_a_state_of_another_version_is_accepted() -> None:
+async def test_an_engine_state_from_another_version_is_read() -> None:
     fields = msgspec.msgpack.decode(encode(STATE))
     later = {**fields, "not_known_here": [1]}
     earlier = {name: value for name, value in fields.items() if name != "named_after"}
@@ -105,7 +105,7 @@ async def test_invalid_messages_are_refused_and_the_service_continues(address: s
         assert await Stub(channel, "s3cret").ask(ECHO, Now("k"), 5.0) == Now("k")
 
 
-async def test_an_unreadable_answer_has_its_own_error(address: str) -> None:
+async def test_an_unreadable_reply_raises_bad_reply(address: str) -> None:
     wrong = Method("/test.Service/Echo", Now, m.DirectoryStatus)
     async with grpc.aio.insecure_channel(address) as channel:
         with pytest.raises(BadReply):
@@ -122,7 +122,7 @@ async def test_without_the_secret_every_call_is_refused(address: str, secret: st
             await anext(stub.stream(COUNT, Now("k", 3), 5.0))
 
 
-async def test_streams_end_and_error_reasons_reach_the_caller(address: str) -> None:
+async def test_a_caller_learns_the_end_of_a_stream_and_the_reason_of_an_error(address: str) -> None:
     async with grpc.aio.insecure_channel(address) as channel:
         stub = Stub(channel, "s3cret")
         assert [one.turn async for one in stub.stream(COUNT, Now("k", 3), 5.0)] == [0, 1, 2]
@@ -132,6 +132,6 @@ async def test_streams_end_and_error_reasons_reach_the_caller(address: str) -> N
         assert refused.value.details() == "come back later"
 
 
-def test_a_service_without_a_secret_is_refused() -> None:
+def test_a_service_cannot_be_created_without_a_secret() -> None:
     with pytest.raises(NoSecret, match="secret is empty"):
         Service("", unavailable=())

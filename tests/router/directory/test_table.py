@@ -60,7 +60,7 @@ def test_a_conversation_is_placed_once_and_keeps_its_decoder() -> None:
     assert (again.engine, again.prefiller, again.known) == (first.engine, None, True)
 
 
-def test_a_conversation_leaves_a_draining_decoder_when_no_turn_of_it_runs_there() -> None:
+def test_a_conversation_leaves_a_draining_decoder_once_none_of_its_turns_runs() -> None:
     made = table()
     left = place(made, ask("c", turn=1)).engine
     made.engine_state(state(left, 1, draining=True), 0.0)
@@ -90,7 +90,7 @@ def test_a_conversation_never_moves_twice_within_a_minute() -> None:
     assert place(made, ask("c", turn=4), 70.0).engine not in (left, there)
 
 
-def test_without_transfers_the_context_of_a_moved_conversation_is_computed_again() -> None:
+def test_a_moved_conversation_is_computed_again_if_decoders_cannot_send_kv() -> None:
     made = table(policy=PlacingPolicy.COLLOCATED)
     left = place(made, ask("c", turn=1)).engine
     made.turn_ended("c", "g", 1.0, TurnEnded(prompt_tokens=1000, completion_tokens=10), turn=1)
@@ -102,7 +102,7 @@ def test_without_transfers_the_context_of_a_moved_conversation_is_computed_again
     assert (left, "c") in made.effects().releases
 
 
-def test_the_least_loaded_decoder_is_chosen_and_the_receipt_says_so() -> None:
+def test_the_receipt_says_that_the_least_loaded_decoder_was_chosen() -> None:
     made = table()
     made.engine_state(state("d0", 1, live=5000), 0.0)
     placed = place(made, ask("c"))
@@ -154,7 +154,7 @@ def test_waiting_turns_are_ordered_by_class_without_starvation() -> None:
     assert got == ["old", "gold", "plain"][: len(got)] and len(got) == 3
 
 
-def test_in_a_lasting_overload_a_higher_class_waits_behind_no_lower_one() -> None:
+def test_a_lasting_backlog_of_a_lower_class_does_not_delay_a_higher_class() -> None:
     """All waiting turns have waited for longer than the 10 s by which the class weights differ."""
     made, got = table(decoders=1), list[str]()
     place(made, ask("big", 9000))
@@ -172,7 +172,7 @@ def test_in_a_lasting_overload_a_higher_class_waits_behind_no_lower_one() -> Non
     assert got[2:] == [key for number in range(1, 8) for key in (f"gold{number}", f"c{number}")]
 
 
-def test_full_prefillers_do_not_delay_a_higher_class() -> None:
+def test_a_turn_of_a_higher_class_passes_the_queues_of_prefillers() -> None:
     made = table(kv_tokens=10**9, max_prefill_wait_s=1.0)
     count = 0
     while isinstance(made.place(ask(f"c{count}", 20_000), 0.0, nobody), Placed):
@@ -185,7 +185,7 @@ def test_full_prefillers_do_not_delay_a_higher_class() -> None:
         assert receipt["prefiller"]["chosen"]["wait_s"] == 0.0
 
 
-def test_a_higher_class_that_fills_the_fleet_leaves_lower_ones_some_turns() -> None:
+def test_lower_classes_get_some_turns_while_a_higher_class_fills_the_fleet() -> None:
     made, got = table(decoders=1), list[str]()
     place(made, ask("big", 9000))
     for number in range(4):
@@ -220,7 +220,7 @@ def test_waiting_turns_are_served_fairly_among_owners() -> None:
     assert max(got.index("other:0"), got.index("other:1")) <= QUANTUM // 1000 + 1
 
 
-def test_a_turn_uses_up_its_owners_share_only_with_its_uncached_tokens() -> None:
+def test_only_uncached_tokens_of_a_turn_count_against_its_owners_share() -> None:
     made, got, head = table(decoders=1, kv_tokens=40_000), list[str](), (PromptPrefix(b"system", 6_900),)
     place(made, ask("a:first", 7_000, prefixes=head))
     place(made, ask("big", 30_000))
@@ -244,8 +244,8 @@ def test_flows_of_one_owner_are_served_fairly() -> None:
     assert got.index("a:y") <= QUANTUM // 1000
 
 
-def test_a_turn_that_does_not_fit_delays_others_for_a_bounded_time() -> None:
-    """One owner's turn needs more KV than is free. Another owner's turns pass it for one quantum only."""
+def test_a_large_turn_that_waits_for_kv_is_passed_for_one_quantum_only() -> None:
+    """One owner's turn needs more KV than is free. Another owner's turns pass it, up to one quantum."""
     made, got = table(decoders=1, kv_tokens=60_000), list[str]()
     place(made, ask("a:big", 30_000))
     waits(made, "a:large", 28_000, got)
@@ -256,7 +256,7 @@ def test_a_turn_that_does_not_fit_delays_others_for_a_bounded_time() -> None:
     assert got == ["a:large"]  # whatever passed it, it is placed once there is capacity
 
 
-def test_one_owner_fills_only_its_share_of_the_queue() -> None:
+def test_one_owner_can_fill_only_its_share_of_the_queue() -> None:
     made, got = table(decoders=1), list[str]()
     place(made, ask("big", 9000))
     share = 10 / MAX_WAITING
@@ -267,7 +267,7 @@ def test_one_owner_fills_only_its_share_of_the_queue() -> None:
     waits(made, "other:1", 5000, got, waiting_share=share)
 
 
-def test_a_turn_that_waited_for_its_limit_is_refused_with_the_reason() -> None:
+def test_a_turn_that_waited_until_its_limit_is_refused_with_the_reason() -> None:
     made = table(decoders=1)
     place(made, ask("big", 9000))
     got: list[Placed | Refusal] = []
@@ -298,7 +298,7 @@ def test_an_engines_new_epoch_voids_its_bindings_but_not_the_conversations() -> 
     assert not again.known
 
 
-def test_an_engine_that_was_only_unreachable_gets_its_conversations_back() -> None:
+def test_an_unreachable_engine_that_returns_in_its_epoch_keeps_its_conversations() -> None:
     made = table()
     first = place(made, ask("stays")).engine
     other = place(made, ask("goes")).engine
@@ -332,7 +332,7 @@ def test_an_engine_that_returns_in_a_new_epoch_gets_no_conversation_back() -> No
     assert made.binding("c") is None and not made.effects().releases
 
 
-def test_a_decoder_that_did_not_answer_takes_nothing_until_it_reports() -> None:
+def test_no_turn_is_placed_on_an_unreachable_decoder_until_it_reports() -> None:
     made = table()
     placed = place(made, ask("c"))
     moved = place(made, ask("c", lost=(placed.engine, placed.epoch)))
@@ -385,7 +385,7 @@ def test_a_large_later_turn_goes_through_a_prefiller_to_the_same_decoder() -> No
     assert described["transfers"] == 2
 
 
-def test_a_later_turns_prefill_is_estimated_without_the_prefix_that_its_prefiller_has() -> None:
+def test_a_prefills_estimate_omits_the_prefix_that_its_prefiller_has_cached() -> None:
     made = table(first_turns=FirstTurns.ELASTIC)
 
     def again(uncached: int) -> float:
@@ -403,7 +403,7 @@ def test_a_later_turns_prefill_is_estimated_without_the_prefix_that_its_prefille
     assert again(5300) == whole, "an engine that has restarted has nothing"
 
 
-def test_the_former_gateway_is_notified_when_another_serves_a_conversation() -> None:
+def test_a_gateway_is_notified_when_another_one_serves_its_conversation() -> None:
     made = table()
     place(made, ask("c"))
     made.effects()
@@ -411,8 +411,8 @@ def test_the_former_gateway_is_notified_when_another_serves_a_conversation() -> 
     assert made.effects().foreign == [("g", "c")]
 
 
-def test_after_a_restart_only_the_call_with_the_lost_answer_is_placed_again() -> None:
-    """Other turns find the binding, even if the end of no turn reached the disk."""
+def test_after_a_restart_only_a_repeated_request_for_the_same_turn_is_placed_anew() -> None:
+    """Other turns run where the conversation is bound, even if the journal holds no turn's end."""
     made = table()
     made.effects()  # drop the effects of its engines, which announce themselves again
     end = chains.of_text(SEED, b"prompt").end
@@ -438,7 +438,7 @@ def test_after_a_restart_only_the_call_with_the_lost_answer_is_placed_again() ->
 
 @settings(max_examples=60, deadline=None)
 @given(st.integers(0, 2**32))
-async def test_the_journal_restores_the_same_table(seed: int) -> None:
+async def test_replaying_the_journal_restores_the_same_table(seed: int) -> None:
     rng = random.Random(seed)
     made = table(decoders=3)
     written: list[Row] = []
@@ -503,7 +503,7 @@ def test_the_end_of_a_turn_may_arrive_before_its_beginning() -> None:
     assert made.running_at("c")
 
 
-def test_a_request_that_arrives_again_after_its_turn_ended_starts_nothing() -> None:
+def test_a_request_that_arrives_again_after_its_turn_ended_starts_no_turn() -> None:
     """The second request arrives late, on a connection that the gateway no longer uses."""
     made = table()
     place(made, ask("c", turn=7))
@@ -512,7 +512,7 @@ def test_a_request_that_arrives_again_after_its_turn_ended_starts_nothing() -> N
     assert not made.running_at("c")
 
 
-def test_a_turn_that_lost_its_decoder_may_ask_again_after_a_restart_of_the_directory() -> None:
+def test_a_turn_that_lost_its_decoder_may_ask_a_restarted_directory_twice() -> None:
     made = table(decoders=1)
     place(made, ask("c", turn=7))
     made.turn_ended("c", "g", 0.2, TurnEnded(prompt_tokens=5, completion_tokens=5), turn=7)

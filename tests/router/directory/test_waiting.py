@@ -15,7 +15,7 @@ BETTER_S = 10.0
 
 
 class Queue:
-    """Turns that wait for a fleet that accepts one turn per request of the test."""
+    """Turns that wait for a fleet that accepts only as many turns as the test asks it to."""
 
     def __init__(self) -> None:
         self.waiting = Waiting()
@@ -69,7 +69,7 @@ def served_at(key: str, until: int, comes: Callable[[Queue, int], None]) -> int:
     return until
 
 
-def test_a_lower_class_turn_is_served_in_time_when_other_owners_send_many() -> None:
+def test_a_lower_class_turn_is_served_in_time_while_other_owners_send_many_turns() -> None:
     def comes(queue: Queue, now: int) -> None:
         if now == 0:
             queue.waits("b:lesser", 0.0)
@@ -79,7 +79,7 @@ def test_a_lower_class_turn_is_served_in_time_when_other_owners_send_many() -> N
     assert BETTER_S < served_at("b:lesser", 120, comes) <= BETTER_S + 2 * QUANTUM // TURN
 
 
-def test_a_lower_class_turn_is_served_in_time_when_other_flows_send_many() -> None:
+def test_a_lower_class_turn_is_served_in_time_while_other_flows_send_many_turns() -> None:
     def comes(queue: Queue, now: int) -> None:
         if now == 0:
             queue.waits("b:lesser", 0.0, flow="x")
@@ -89,7 +89,7 @@ def test_a_lower_class_turn_is_served_in_time_when_other_flows_send_many() -> No
     assert BETTER_S < served_at("b:lesser", 120, comes) <= BETTER_S + 2 * QUANTUM // TURN
 
 
-def test_an_overdue_lower_class_turn_is_not_passed_within_its_flow() -> None:
+def test_no_turn_of_the_same_flow_passes_an_overdue_lower_class_turn() -> None:
     """A lower-class turn of another owner was served a moment ago."""
     queue = Queue()
     queue.waits("b:lesser", 0.0)
@@ -111,7 +111,7 @@ def test_a_priority_counts_within_its_owner_only(flow: str) -> None:
     assert queue.served == ["b:first", "a:urgent", "a:second", "b:third"]
 
 
-def test_an_owner_with_only_urgent_turns_gets_no_more_than_another() -> None:
+def test_an_owner_with_only_high_priority_turns_gets_no_larger_share() -> None:
     queue = Queue()
     for number in range(40):
         queue.waits(f"a:{number}", number / 100, priority_weight=10.0)
@@ -155,7 +155,7 @@ def test_a_flood_of_new_flows_delays_a_flow_by_a_bounded_number_of_turns() -> No
     assert len(queue.served) == 1003 and at[2] <= 2 * FLOWS
 
 
-def test_flows_up_to_the_limit_are_kept_separate() -> None:
+def test_each_flow_up_to_the_limit_has_a_queue_of_its_own() -> None:
     queue = Queue()
     for flow in range(FLOWS):
         for _ in range(5):
