@@ -85,7 +85,7 @@ class OfflineEngine:
 
 
 async def _work(responder: Responder, seconds: float) -> None:
-    """Stop as soon as the client disconnects, as engines abort the request of a client that left."""
+    """Work for `seconds`, or until the client disconnects, as engines abort the request of such a client."""
     left = asyncio.Event()
     forget = responder.on_disconnect(left.set)
     try:

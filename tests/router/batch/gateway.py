@@ -1,4 +1,4 @@
-"""Runs a batch service over given engines, behind a gateway that serves only its files, batches and turns."""
+"""Runs a batch service over given engines, behind a gateway that forwards files, batches and flex turns."""
 
 import argparse
 import asyncio
@@ -67,7 +67,7 @@ class FrontGateway:
     """Gateway that authenticates callers and forwards their requests; of turns, it serves only flex turns."""
 
     def __init__(self, batch: str, secret: str = SECRET, upstream: UpstreamLimits | None = None) -> None:
-        """Set the address; `batch` is host:port of the batch process, which may be absent."""
+        """Create a gateway. `batch` is the host:port of the batch process, which may not be running."""
         self._config = GatewayConfig(directory="none:1", models=(ServedModel(MODEL),))
         self.keys = Keyring((), None)
         self._pool = UpstreamPool(upstream)

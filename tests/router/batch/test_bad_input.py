@@ -1,4 +1,4 @@
-"""Every kind of wrong input has its own error, which names the line."""
+"""Each kind of invalid input gets its own error, which names the line if there is one."""
 
 import json
 from contextlib import nullcontext
@@ -48,7 +48,7 @@ def body(**changes: Any) -> bytes:
 
 
 def text(**changes: Any) -> bytes:
-    """Return a batch line whose only message has these fields."""
+    """Return a batch line with one message, whose fields are `changes`."""
     return body(messages=[changes])
 
 
@@ -211,7 +211,7 @@ async def test_invalid_files_are_refused_as_a_whole(
         assert (batch.errors.data[0].code, batch.errors.data[0].line) == (code, line_number)
 
 
-async def test_a_batch_has_one_model_which_must_embed_for_embeddings(
+async def test_lines_for_another_model_or_an_unsupported_endpoint_are_refused(
     engine: OfflineEngine, sqlite_url: str, tmp_path: Any
 ) -> None:
     models = (ServedModel("tiny"), ServedModel("other"))
@@ -233,7 +233,7 @@ async def test_a_batch_has_one_model_which_must_embed_for_embeddings(
         assert (error.code, error.line, error.param) == expected
 
 
-async def test_a_failed_batch_names_at_most_the_limit_of_bad_lines(small: GatewayWithBatch) -> None:
+async def test_a_failed_batch_lists_its_bad_lines_only_up_to_the_limit(small: GatewayWithBatch) -> None:
     async with small.client() as client:
         batch = await ended(client, await submit(client, b"x\n" * 40))
         assert batch.errors is not None and batch.errors.data
@@ -255,7 +255,7 @@ UNCHECKED: dict[str, tuple[str, dict[str, Any]]] = {
 
 
 @pytest.mark.parametrize("name", list(UNCHECKED))
-async def test_an_unknown_field_of_any_value_does_not_stop_validation(
+async def test_validation_goes_on_whatever_value_an_unknown_field_has(
     small: GatewayWithBatch, name: str
 ) -> None:
     url, asked = UNCHECKED[name]
@@ -266,7 +266,7 @@ async def test_an_unknown_field_of_any_value_does_not_stop_validation(
         assert (await ended(client, batch)).status == "completed"
 
 
-def test_the_estimate_of_a_line_fits_into_the_store() -> None:
+def test_the_token_estimate_of_a_line_is_limited_to_what_the_store_holds() -> None:
     assert estimated_tokens(4_000, {"max_tokens": 1e30, "n": 128}) == 1_000 + MAX_TOKENS
     with_unknown = line("a")["body"] | {"max_completion_tokens": None, "max_output_tokens": 1000}
     data = jsonl([line("a", body=with_unknown)])
@@ -298,7 +298,7 @@ async def test_a_batch_that_cannot_be_validated_fails_and_others_go_on(
         caplog.clear()
 
 
-async def test_errors_repeat_little_of_what_the_client_sent(
+async def test_validation_errors_quote_only_a_little_of_a_line(
     engine: OfflineEngine, sqlite_url: str, tmp_path: Any
 ) -> None:
     running = GatewayWithBatch(sqlite_url, str(tmp_path / "files"), StaticFleet(engine.address))
@@ -415,7 +415,7 @@ async def test_invalid_uploads_are_refused(small: GatewayWithBatch, tmp_path: An
     assert left == []  # no refused upload leaves bytes behind
 
 
-def test_a_line_has_as_many_messages_as_a_turn_may_have() -> None:
+def test_a_line_with_more_messages_than_a_turn_may_have_is_refused() -> None:
     entry = line("bad")
     entry["body"] |= {"messages": [{"role": "user", "content": "x"}] * 10_001}
     data = jsonl([entry])

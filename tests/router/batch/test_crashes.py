@@ -91,7 +91,7 @@ async def test_a_batch_survives_kills_at_random_moments(either_url: str, tmp_pat
 async def test_a_batch_survives_kills_during_validation_and_finalizing(
     either_url: str, tmp_path: Path
 ) -> None:
-    """Kill the process several times after the batch is submitted, and again once all lines are done."""
+    """The batch process is killed several times after the submission, and again once all lines are done."""
     seed = random.randrange(1 << 30)
     print(f"seed {seed}")
     rng = random.Random(seed)

@@ -51,7 +51,7 @@ async def test_without_keys_a_page_of_another_site_can_change_nothing(url: str) 
     assert (await get(f"{url}/v1/files", headers=EVIL))[1]["data"] == []
 
 
-async def test_a_batch_is_accepted_only_as_json_by_its_content_type(url: str) -> None:
+async def test_a_batch_is_created_only_if_the_content_type_is_json(url: str) -> None:
     wanted = '{"input_file_id": "file-0", "endpoint": "/v1/chat/completions", "completion_window": "24h"}'
     for kind in ("text/plain", "multipart/form-data; boundary=a", "application/x-www-form-urlencoded"):
         status, said = await post(f"{url}/v1/batches", {"content-type": kind}, wanted)
@@ -60,14 +60,14 @@ async def test_a_batch_is_accepted_only_as_json_by_its_content_type(url: str) ->
     assert "No such File object" in said
 
 
-async def test_clients_and_pages_of_the_gateway_itself_are_served(url: str) -> None:
+async def test_requests_of_clients_and_of_the_gateways_own_pages_are_served(url: str) -> None:
     for headers in ({}, {"origin": url}, {"origin": url, "sec-fetch-site": "same-origin"}):
         assert (await post(f"{url}/v1/files", headers, upload()))[0] == 200
         assert (await ask(url, [user("hi")], headers=headers)).status == 200
     assert (await get(f"{url}/v1/models", headers=EVIL))[0] == 200  # a link on another site
 
 
-async def test_with_keys_only_the_key_decides(tmp_path: Path) -> None:
+async def test_a_request_with_a_valid_key_is_served_whatever_site_sent_it(tmp_path: Path) -> None:
     async with fleet(tmp_path, keys=inline_keys(("sk-one",), ())) as made:
         headers = {**EVIL, "authorization": "Bearer sk-one"}
         assert (await ask(made.urls[0], [user("hi")], headers=headers)).status == 200

@@ -67,7 +67,7 @@ LONG: dict[str, dict[str, Any]] = {
 
 
 @pytest.mark.parametrize("more", LONG.values(), ids=LONG)
-async def test_a_line_too_long_for_every_engine_fails_alone_and_is_sent_to_none(
+async def test_a_line_too_long_for_every_engine_fails_without_being_sent(
     gateway: GatewayWithBatch, engine: OfflineEngine, more: dict[str, Any]
 ) -> None:
     """An engine that got the line would tokenize all of it, and so would the next engine at a retry."""
@@ -83,7 +83,7 @@ async def test_a_line_too_long_for_every_engine_fails_alone_and_is_sent_to_none(
         assert len(engine.bodies) == 2
 
 
-async def test_a_line_that_an_earlier_version_accepted_is_checked_again(
+async def test_a_line_validated_by_an_earlier_version_is_checked_before_it_is_sent(
     gateway: GatewayWithBatch, engine: OfflineEngine, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("router.batch.dispatch.validation.check_answers", lambda body, most: 1)
@@ -120,7 +120,9 @@ async def test_an_expired_batch_keeps_its_finished_results(
         await asyncio.wait_for(engine.idle.wait(), 60)  # lines in flight were aborted
 
 
-async def test_a_half_bad_batch_completes_with_two_files(gateway: GatewayWithBatch) -> None:
+async def test_a_batch_with_failed_lines_completes_with_an_output_and_an_error_file(
+    gateway: GatewayWithBatch,
+) -> None:
     async with gateway.client() as client:
         lines = [line(f"r{i}", f"status=400 {i}" if i % 2 else f"fine {i}") for i in range(20)]
         batch = await ended(client, await submit(client, jsonl(lines)))
@@ -133,7 +135,7 @@ async def test_a_half_bad_batch_completes_with_two_files(gateway: GatewayWithBat
         assert refused["status_code"] == 400 and "told to" in refused["body"]["error"]["message"]
 
 
-async def test_temporary_errors_are_retried(gateway: GatewayWithBatch) -> None:
+async def test_a_line_is_retried_after_a_temporary_error_of_its_engine(gateway: GatewayWithBatch) -> None:
     async with gateway.client() as client:
         batch = await ended(
             client, await submit(client, jsonl([line(f"r{i}", f"flaky {i}") for i in range(10)]))
@@ -142,7 +144,7 @@ async def test_temporary_errors_are_retried(gateway: GatewayWithBatch) -> None:
         assert batch.request_counts.completed == 10
 
 
-async def test_a_poisonous_line_is_set_aside_and_the_rest_completes(
+async def test_a_line_that_fails_at_every_try_does_not_stop_the_others(
     gateway: GatewayWithBatch, engine: OfflineEngine
 ) -> None:
     async with gateway.client() as client:
@@ -161,7 +163,9 @@ async def test_a_poisonous_line_is_set_aside_and_the_rest_completes(
         assert FAST.max_tries <= tried.count("drop it") <= 2 * FAST.max_tries
 
 
-async def test_a_line_waits_for_a_busy_engine(gateway: GatewayWithBatch, engine: OfflineEngine) -> None:
+async def test_lines_that_a_busy_engine_refuses_are_sent_again_later(
+    gateway: GatewayWithBatch, engine: OfflineEngine
+) -> None:
     async with gateway.client() as client:
         engine.refuse_all = True
         batch = await submit(client, jsonl([line(f"r{i}") for i in range(10)]))
@@ -174,7 +178,9 @@ async def test_a_line_waits_for_a_busy_engine(gateway: GatewayWithBatch, engine:
 
 
 @pytest.mark.parametrize("why", ["restarted", "shares its layers"])
-async def test_work_that_an_engine_refuses_goes_to_another(sqlite_url: str, tmp_path: Path, why: str) -> None:
+async def test_lines_at_an_engine_that_restarts_or_shares_layers_go_to_another(
+    sqlite_url: str, tmp_path: Path, why: str
+) -> None:
     slow, other = OfflineEngine(delay_s=30.0), OfflineEngine()
     fleet = StaticFleet(await slow.start(), await other.start())
     # A request that waits at an engine for a while does not count as a try.

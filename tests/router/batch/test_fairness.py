@@ -15,7 +15,7 @@ SIZES = (4, 8, 16, 32, 64, 128, 256, 512, 768, 1_024)
 
 
 @pytest.mark.slow
-async def test_ten_keys_with_batches_of_very_different_sizes_get_equal_shares(
+async def test_owners_with_batches_of_very_different_sizes_get_equal_shares(
     sqlite_url: str, tmp_path: Path
 ) -> None:
     engine = OfflineEngine(delay_s=0.01)

@@ -46,7 +46,7 @@ async def test_a_flex_request_runs_as_offline_work(
     assert counted("served") == before + 1
 
 
-async def test_offline_work_has_the_cached_prefixes_of_its_owner(
+async def test_offline_requests_carry_the_cache_salt_of_their_owner(
     sqlite_gateway: GatewayWithBatch, engine: OfflineEngine
 ) -> None:
     entry = line("a")
@@ -113,7 +113,7 @@ async def test_the_answer_of_a_flex_request_is_stored(
         assert [item["role"] for item in seen.body["input"]] == ["user", "assistant", "user"]
 
 
-async def test_a_client_that_leaves_frees_its_slot(
+async def test_a_flex_client_that_disconnects_frees_its_slot(
     sqlite_gateway: GatewayWithBatch, engine: OfflineEngine
 ) -> None:
     async with sqlite_gateway.client() as client:
@@ -139,11 +139,11 @@ async def test_a_flex_client_gets_the_error_of_its_engine(sqlite_gateway: Gatewa
 
 
 async def sqlite_gateway_engine_stops(gateway: GatewayWithBatch) -> None:
-    """Point the fleet's entry of its engine to a port on which nothing listens."""
+    """Make the engine unreachable: its entry in the fleet gets a port on which nothing listens."""
     gateway.fleet.infos[0] = replace(gateway.fleet.infos[0], http="127.0.0.1:9")
 
 
-async def test_waiting_flex_turns_leave_files_and_batches_their_connections(
+async def test_waiting_flex_turns_take_no_connections_from_files_and_batches(
     sqlite_gateway: GatewayWithBatch,
 ) -> None:
     sqlite_gateway.fleet.infos.clear()
@@ -163,7 +163,7 @@ async def test_waiting_flex_turns_leave_files_and_batches_their_connections(
     await narrow.stop()
 
 
-async def test_flex_turns_obey_the_limits_of_the_batch_process(
+async def test_the_batch_process_applies_its_own_connection_and_header_limits(
     engine: OfflineEngine, sqlite_url: str, tmp_path: Path
 ) -> None:
     gateway = GatewayWithBatch(sqlite_url, str(tmp_path / "files"), StaticFleet(engine.address))

@@ -30,7 +30,7 @@ def requests(model: str, endpoint: str) -> bytes:
     return jsonl(lines)
 
 
-async def test_batches_complete_while_an_agent_talks(laptop_fleet: RunningFleet) -> None:
+async def test_batches_complete_while_an_agent_holds_a_conversation(laptop_fleet: RunningFleet) -> None:
     model = laptop_fleet.model
     async with AsyncOpenAI(base_url=f"{laptop_fleet.url}/v1", api_key="batcher", timeout=300) as client:
         endpoints = ("/v1/chat/completions", "/v1/completions")

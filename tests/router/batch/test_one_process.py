@@ -15,7 +15,7 @@ from tests.router.batch.jobs import ended, jsonl, line, lines_of, submit
 from tests.router.batch.processes import batch_process, free_port
 
 
-async def test_only_the_gateways_of_the_fleet_are_answered(sqlite_gateway: GatewayWithBatch) -> None:
+async def test_the_batch_process_answers_only_gateways_of_its_fleet(sqlite_gateway: GatewayWithBatch) -> None:
     forged = {"authorization": "Bearer guess", "x-conserve-caller": "somebody"}
     async with httpx.AsyncClient(base_url=f"http://{sqlite_gateway.batch}") as http:
         for path in ("/v1/files", "/v1/batches"):
@@ -32,7 +32,7 @@ async def test_only_the_gateways_of_the_fleet_are_answered(sqlite_gateway: Gatew
     await other.stop()
 
 
-async def test_a_client_cannot_claim_another_owner(sqlite_gateway: GatewayWithBatch) -> None:
+async def test_a_client_cannot_name_another_owner_in_a_header(sqlite_gateway: GatewayWithBatch) -> None:
     async with sqlite_gateway.client("sk-one") as one, httpx.AsyncClient() as http:
         file = await one.files.create(file=("a.jsonl", jsonl([line("a")])), purpose="batch")
         url = f"{sqlite_gateway.url}/v1/files"
@@ -42,7 +42,7 @@ async def test_a_client_cannot_claim_another_owner(sqlite_gateway: GatewayWithBa
         assert (await http.get(url, headers=forged)).json()["data"] == []
 
 
-async def test_without_the_batch_process_its_paths_answer_503_with_retry_after(tmp_path: Path) -> None:
+async def test_batch_and_flex_requests_get_a_503_while_the_batch_process_is_away(tmp_path: Path) -> None:
     gateway = FrontGateway(f"127.0.0.1:{free_port()}")
     await gateway.start()
     async with gateway.client() as client:
@@ -60,7 +60,7 @@ async def test_without_the_batch_process_its_paths_answer_503_with_retry_after(t
     await gateway.stop()
 
 
-async def test_a_new_process_continues_the_work_of_the_former(
+async def test_a_new_batch_process_continues_the_batches_of_the_former(
     engine: OfflineEngine, either_url: str, tmp_path: Path
 ) -> None:
     one, other = (
@@ -81,7 +81,9 @@ async def test_a_new_process_continues_the_work_of_the_former(
     assert max(Counter(engine.served).values()) == 1
 
 
-async def test_a_superseded_process_ends_itself(sqlite_url: str, tmp_path: Path) -> None:
+async def test_a_batch_process_ends_when_another_takes_over_its_store(
+    sqlite_url: str, tmp_path: Path
+) -> None:
     engine = OfflineEngine(0.05)
     former = batch_process(sqlite_url, tmp_path / "files", 8, await engine.start())
     await former.start()

@@ -46,41 +46,41 @@ def backlog(batch: int, owner: str, pending: int = 1_000, expires_at: int = 86_4
     return Backlog(batch, owner, pending, 0, True, 100, 0, expires_at)
 
 
-def test_an_idle_decoder_gets_a_short_queue() -> None:
+def test_an_idle_decoder_gets_a_short_queue_of_offline_requests() -> None:
     assert allowance_of(view(), SETTINGS).requests == 4
     assert allowance_of(view(in_flight=3), SETTINGS).requests == 1
 
 
-def test_an_engine_may_have_four_offline_requests_more_than_it_runs() -> None:
+def test_a_decoders_window_grows_with_its_running_offline_requests() -> None:
     running = state(offline_running=10)
     assert allowance_of(view(reported=running, in_flight=10), SETTINGS).requests == 4
     stuck = state(offline_running=10, offline_waiting=4)
     assert allowance_of(view(reported=stuck, in_flight=14), SETTINGS).requests == 0
 
 
-def test_answers_that_wait_in_an_engine_leave_no_place_for_more_requests() -> None:
-    """One request for 128 answers runs as 128."""
+def test_an_engine_with_many_waiting_answers_gets_no_more_requests() -> None:
+    """One request for 128 answers counts as 128 requests in its engine."""
     many = state(offline_running=256, offline_waiting=384)
     assert allowance_of(view(reported=many, in_flight=5), SETTINGS).requests == 0
     few = state(offline_running=128, offline_waiting=0)
     assert allowance_of(view(reported=few, in_flight=1), SETTINGS).requests == 4
 
 
-def test_an_engine_that_shares_layers_gets_nothing() -> None:
+def test_an_engine_that_shares_layers_gets_no_offline_requests() -> None:
     shape = EngineShape(4, 1.0, 1_000, 1.0, 1.0, 1.0, None)
     for epoch, requests in ((0, 4), (3, 0)):
         shares = replace(state(), split=SplitState("host:1", shape, epoch))
         assert allowance_of(view(reported=shares), SETTINGS).requests == requests
 
 
-def test_an_engine_with_waiting_online_turns_gets_nothing_except_one_job_after_a_long_time() -> None:
+def test_an_engine_where_turns_wait_gets_one_offline_request_after_a_long_time() -> None:
     pressed = state(offline_running=10, waiting=1)
     assert allowance_of(view(reported=pressed), SETTINGS).requests == 0
     assert allowance_of(view(reported=pressed, starved=True), SETTINGS).requests == 1
     assert allowance_of(view(reported=pressed, starved=True, in_flight=1), SETTINGS).requests == 0
 
 
-def test_without_spare_kv_jobs_run_one_after_another() -> None:
+def test_an_engine_without_spare_kv_runs_one_offline_request_at_a_time() -> None:
     full = state(free_tokens=9_000, offline_running=10)
     assert allowance_of(view(reported=full), SETTINGS).requests == 1
     assert allowance_of(view(reported=full, in_flight=1), SETTINGS).requests == 0
@@ -93,12 +93,12 @@ def test_idle_kv_with_a_copy_on_the_host_is_spare() -> None:
     assert allowance_of(view(reported=idle), SETTINGS).requests > 1
 
 
-def test_draining_and_resting_engines_get_nothing() -> None:
+def test_engines_that_drain_or_rest_get_no_offline_requests() -> None:
     assert allowance_of(view(reported=state(draining=True)), SETTINGS).requests == 0
     assert allowance_of(view(resting=True), SETTINGS).requests == 0
 
 
-def test_prefillers_get_work_only_if_configured_and_idle_or_able_to_abort() -> None:
+def test_a_prefiller_gets_offline_work_only_if_configured_and_idle_or_co_serving() -> None:
     prefiller = view(role=Role.PREFILL)
     assert allowance_of(prefiller, SETTINGS).requests == 0
     wanted = replace(SETTINGS, harvest_prefill=True)
@@ -108,12 +108,12 @@ def test_prefillers_get_work_only_if_configured_and_idle_or_able_to_abort() -> N
     assert allowance_of(busy, replace(wanted, coserving=True)).requests == 4
 
 
-def test_an_engine_without_reports_gets_a_fixed_window() -> None:
+def test_an_engine_that_has_not_reported_gets_a_fixed_window_of_requests() -> None:
     silent = replace(view(), state=None)
     assert allowance_of(silent, replace(SETTINGS, blind_window=5)).requests == 5
 
 
-def test_owners_get_equal_tokens_regardless_of_the_size_of_their_batches() -> None:
+def test_two_owners_get_equal_tokens_regardless_of_their_batch_sizes() -> None:
     fair = FairShare()
     taken, urgent = share_out([backlog(1, "big", 100_000), backlog(2, "small", 50)], R40, fair, 0, 0)
     assert taken == {1: 20, 2: 20} and urgent == 0
@@ -125,18 +125,18 @@ def test_of_one_owners_batches_the_one_with_the_earliest_deadline_goes_first() -
     assert taken == {1: 5, 2: 3}
 
 
-def test_a_batch_with_a_tight_window_goes_first_but_does_not_take_everything() -> None:
+def test_a_batch_that_must_end_soon_gets_most_of_the_free_slots_but_not_all() -> None:
     tight = backlog(1, "hasty", 1_000, expires_at=100)  # 100,000 tokens at 1,000 a second: just in time
     taken, urgent = share_out([backlog(2, "calm"), tight], R40, FairShare(), 0, 1_000)
     assert urgent == 30 and taken[1] >= 30 and taken[2] == 40 - taken[1] > 0
 
 
-def test_unneeded_capacity_is_not_assigned() -> None:
+def test_a_batch_gets_no_more_slots_than_it_has_lines_to_run() -> None:
     assert share_out([backlog(1, "a", 3)], R40, FairShare(), 0, 0) == ({1: 3}, 0)
     assert share_out([replace(backlog(1, "a"), accepting=False)], R40, FairShare(), 0, 0) == ({}, 0)
 
 
-def test_no_more_work_is_placed_than_kv_allows() -> None:
+def test_no_more_lines_are_taken_than_free_kv_allows() -> None:
     taken, _ = share_out([backlog(1, "a")], Allowance(40, 1_050), FairShare(), 0, 0)
     assert taken == {1: 10}
     taken, _ = share_out([backlog(1, "a")], Allowance(40, 50), FairShare(), 0, 0)
@@ -160,7 +160,7 @@ def test_the_least_loaded_decoder_gets_work_first() -> None:
     assert [engine for _, engine in placed][2:] == ["busy", "busy"]
 
 
-def test_common_prefixes_go_to_one_decoder() -> None:
+def test_requests_with_a_common_prefix_go_to_one_decoder() -> None:
     views = [view("x"), view("y")]
     allowances = {"x": Allowance(8, 10_000), "y": Allowance(8, 10_000)}
     jobs = [PolicyLine(i, group * 16 + "0" * 8) for group in "ab" for i in range(4)]
@@ -185,7 +185,7 @@ def test_requests_that_failed_twice_run_one_at_a_time_per_engine() -> None:
     assert not placed
 
 
-def test_the_same_kv_is_not_assigned_twice() -> None:
+def test_jobs_assigned_together_do_not_exceed_the_free_kv() -> None:
     jobs = [PolicyLine(i, est_tokens=600) for i in range(4)]
     placed, left = assign(jobs, [view()], {"e": Allowance(8, 1_500)}, {})
     assert (len(placed), len(left)) == (2, 2)
@@ -199,7 +199,7 @@ def test_the_same_kv_is_not_assigned_twice() -> None:
         st.tuples(st.integers(0, 6), st.integers(0, 3_000), st.integers(0, 99_000)), min_size=1, max_size=6
     ),
 )
-def test_every_job_is_placed_once_or_left_and_no_allowance_is_exceeded(
+def test_each_job_is_assigned_at_most_once_within_the_engines_allowances(
     jobs: list[tuple[int, int, int]], engines: list[tuple[int, int, int]]
 ) -> None:
     lines = [PolicyLine(i, f"{prefix:024}", tokens, tries) for i, (prefix, tokens, tries) in enumerate(jobs)]
@@ -217,7 +217,7 @@ def test_every_job_is_placed_once_or_left_and_no_allowance_is_exceeded(
 @given(
     st.dictionaries(st.sampled_from("abcdefghij"), st.integers(1, 5_000), min_size=2), st.integers(10, 400)
 )
-def test_no_owner_starves(sizes: dict[str, int], room: int) -> None:
+def test_each_owner_gets_at_least_its_equal_share_of_the_free_slots(sizes: dict[str, int], room: int) -> None:
     lots = [backlog(i, owner, pending) for i, (owner, pending) in enumerate(sizes.items(), start=1)]
     taken, _ = share_out(lots, Allowance(room, 10**9), FairShare(), 0, 0)
     least_owed = room // len(sizes)

@@ -40,7 +40,7 @@ def good(batch: Row[Any], line: int, text: str = "1") -> Result:
     return Result(batch.seq, line, 200, text.encode(), "r")
 
 
-def test_a_line_is_leased_once(store: Store) -> None:
+def test_a_leased_line_is_not_leased_again(store: Store) -> None:
     batch = running(store, 200)
     claimed: dict[int, list[int]] = {thread: [] for thread in range(4)}
 
@@ -63,7 +63,7 @@ def test_lines_with_a_common_prefix_are_leased_together(store: Store) -> None:
     assert prefixes == sorted(prefixes)
 
 
-def test_a_superseded_process_cannot_write(store: Store, store_url: str) -> None:
+def test_a_process_cannot_write_after_another_took_over_the_store(store: Store, store_url: str) -> None:
     batch = running(store, 10)
     assert len(store.requests.claim({batch.seq: 4}, 1)) == 4
     store.requests.record([good(batch, 1)])
@@ -105,7 +105,7 @@ def test_a_line_that_is_put_back_waits_and_keeps_its_number_of_tries(store: Stor
     assert line.tries == 1
 
 
-def test_a_closed_batch_takes_no_results(store: Store) -> None:
+def test_a_closed_batch_accepts_no_results(store: Store) -> None:
     batch = running(store, 2)
     store.requests.claim({batch.seq: 2}, 1)
     assert store.batches.settle(90_000, 0) == 1
@@ -115,7 +115,7 @@ def test_a_closed_batch_takes_no_results(store: Store) -> None:
     assert ending is not None and ending.outcome == BatchStatus.EXPIRED
 
 
-def test_a_batch_cancelled_during_validation_takes_no_more_lines(store: Store) -> None:
+def test_a_batch_cancelled_during_validation_accepts_no_more_lines(store: Store) -> None:
     store.batches.create("b", "o", NewBatch("f", "/v1/completions", "24h", 86_400), 0)
     batch = store.batches.first(VALIDATES)
     assert batch is not None and store.requests.load(batch.seq, [NewRequest(1, "c", 0, 1, "", 1)])
@@ -125,7 +125,7 @@ def test_a_batch_cancelled_during_validation_takes_no_more_lines(store: Store) -
     assert not store.batches.fail(batch.seq, [], 2)
 
 
-def test_output_files_and_the_final_state_of_a_batch_appear_together_and_once(store: Store) -> None:
+def test_a_batch_is_finished_once_together_with_its_output_file(store: Store) -> None:
     batch = running(store, 1)
     store.requests.claim({batch.seq: 1}, 1)
     store.requests.record([good(batch, 1)])
@@ -154,7 +154,7 @@ def test_a_deleted_file_is_kept_while_a_live_batch_reads_it(store: Store) -> Non
     assert batch.seq == ending.seq
 
 
-def test_lines_and_results_survive_a_new_connection(store: Store, store_url: str) -> None:
+def test_lines_and_results_are_still_there_after_the_store_is_reopened(store: Store, store_url: str) -> None:
     batch = running(store, 3)
     store.requests.claim({batch.seq: 3}, 1)
     store.requests.record([good(batch, 2)])
@@ -183,7 +183,7 @@ def test_a_store_of_another_version_is_refused(store_url: str, change: Executabl
     store.close()
 
 
-def test_the_clock_never_goes_behind_the_stored_time(store_url: str) -> None:
+def test_the_clock_of_a_new_process_is_not_behind_the_newest_stored_time(store_url: str) -> None:
     machine = MachineClocks()
     first = Store(store_url)
     clock = machine.clock()
@@ -198,7 +198,7 @@ def test_the_clock_never_goes_behind_the_stored_time(store_url: str) -> None:
     later.close()
 
 
-def test_only_ended_batches_are_forgotten_after_their_retention(store: Store) -> None:
+def test_only_batches_that_ended_are_deleted_after_their_retention(store: Store) -> None:
     ended, live = running(store, 3, "a"), running(store, 3, "b")
     claimed = store.requests.claim({ended.seq: 3}, 1)
     store.requests.record([good(ended, line.line) for line in claimed])

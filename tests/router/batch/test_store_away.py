@@ -31,7 +31,7 @@ from tests.router.batch.processes import free_port
 AWAY = OperationalError("UPDATE", {}, ConnectionError("the store is away"))
 
 
-def test_a_process_without_its_store_ends_with_one_line_and_no_password(tmp_path: Path) -> None:
+def test_a_process_that_cannot_reach_its_store_logs_one_line_without_the_password(tmp_path: Path) -> None:
     config = BatchConfig(
         f"postgresql+psycopg://user:hidden@127.0.0.1:{free_port()}/batches",
         str(tmp_path / "files"),
@@ -116,7 +116,7 @@ async def test_results_are_written_once_the_store_is_back(monkeypatch: pytest.Mo
     assert store_errors() == failed + 1
 
 
-async def test_unreadable_lines_are_sent_once_the_files_are_back(
+async def test_lines_whose_file_was_unreadable_are_sent_once_it_is_readable(
     sqlite_gateway: GatewayWithBatch, engine: OfflineEngine, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     part, failures = Blobs.part, [OSError("the files are away") for _ in range(2)]
@@ -150,7 +150,7 @@ class AwayFileSystem(MemoryFileSystem):
     cat_file = open
 
 
-def test_an_object_store_that_is_away_counts_as_a_disk_error() -> None:
+def test_the_error_of_an_unreachable_object_store_counts_as_a_disk_error() -> None:
     """Validation is tried again after a disk error; after any other error the batch fails."""
     fsspec.register_implementation("away", AwayFileSystem, clobber=True)
     blobs = Blobs("away://bucket")
@@ -160,7 +160,7 @@ def test_an_object_store_that_is_away_counts_as_a_disk_error() -> None:
         blobs.part("file-1", 0, 1)
 
 
-async def test_a_full_disk_is_reported_to_clients_and_leaves_nothing_half_done(
+async def test_requests_refused_because_of_a_full_disk_leave_no_files_or_batches(
     sqlite_gateway: GatewayWithBatch, tmp_path: Path
 ) -> None:
     async with sqlite_gateway.client() as client:

@@ -19,7 +19,7 @@ from tests.router.batch.jobs import line
 from tests.router.batch.processes import batch_process, engine_process
 
 
-def test_lines_do_not_depend_on_how_the_bytes_are_split() -> None:
+def test_an_input_file_has_the_same_lines_however_its_bytes_are_split() -> None:
     data = b"one\n\ntwo\r\nthree is longer\nlast"
     expected = [
         Line(1, 0, 3, b"one"),
@@ -37,7 +37,7 @@ def test_lines_do_not_depend_on_how_the_bytes_are_split() -> None:
 
 
 @pytest.mark.parametrize("scheme", ["folder", "memory"])
-def test_blobs_are_whole_after_commit_and_gone_after_discard(tmp_path: Path, scheme: str) -> None:
+def test_a_blob_is_readable_after_commit_but_not_after_discard_or_delete(tmp_path: Path, scheme: str) -> None:
     blobs = Blobs(str(tmp_path / "b") if scheme == "folder" else f"memory://{tmp_path.name}")
     writer = blobs.create("a")
     writer.write(b"0123")
@@ -57,7 +57,7 @@ def test_blobs_are_whole_after_commit_and_gone_after_discard(tmp_path: Path, sch
 
 
 @pytest.mark.parametrize("scheme", ["folder", "memory"])
-def test_only_a_committed_blob_is_kept(tmp_path: Path, scheme: str) -> None:
+def test_an_error_while_writing_keeps_only_committed_blobs(tmp_path: Path, scheme: str) -> None:
     blobs = Blobs(str(tmp_path / "b") if scheme == "folder" else f"memory://{tmp_path.name}")
     with pytest.raises(KeyError), blobs.create("a") as kept, blobs.create("b") as gone:
         for writer in (kept, gone):
@@ -90,7 +90,7 @@ def peak_mib(pid: int) -> float:
 
 
 async def through(tmp_path: Path, lines: int, pad: int, within_s: float, expect: str) -> float:
-    """Upload, submit, wait and download; return the batch process's peak memory in MiB."""
+    """Run a batch of `lines` from upload to download; return the batch process's peak memory in MiB."""
     engine = engine_process(tmp_path / "served.log", 0.0)
     await engine.start()
     store = f"sqlite:///{tmp_path}/batch.db"
@@ -136,7 +136,7 @@ async def through(tmp_path: Path, lines: int, pad: int, within_s: float, expect:
 
 
 @pytest.mark.slow
-async def test_a_file_much_larger_than_the_used_memory_is_processed(tmp_path: Path) -> None:
+async def test_a_file_much_larger_than_the_processs_memory_is_processed(tmp_path: Path) -> None:
     assert await through(tmp_path, 4_000, 50_000, 120, "completed") < 300  # 200 MB each way
 
 
@@ -148,7 +148,7 @@ async def test_many_lines_are_validated_in_bounded_memory(tmp_path: Path) -> Non
 
 
 def test_the_measured_memory_grows_with_the_memory_in_use() -> None:
-    """The peak memory that the other tests of this file check does grow with memory use."""
+    """Other tests check a process's peak memory; this one shows that the measured value includes its heap."""
     code = "b = bytearray(200 << 20); print(open('/proc/self/status').read())"
     status = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout
     assert int(status.split("VmHWM:")[1].split()[0]) / 1024 > 200

@@ -43,7 +43,7 @@ def home(monkeypatch: pytest.MonkeyPatch) -> Iterator[FleetHome]:
 
 
 async def answering(pid: int, url: str, not_this: int = 0) -> int:
-    """Wait until the child of the host `pid` answers on its port, and return the child's pid."""
+    """Wait until the child of process `pid` answers at `url`, and return its pid, which is not `not_this`."""
     async with httpx.AsyncClient() as http, asyncio.timeout(60):
         while True:
             try:
@@ -89,7 +89,7 @@ async def test_a_killed_batch_process_is_restarted_and_later_adopted(home: Fleet
 
 
 @pytest.mark.slow
-async def test_a_batch_process_whose_port_is_taken_gets_another_that_gateways_learn(
+async def test_gateways_learn_the_new_port_of_a_batch_process_whose_port_was_taken(
     home: FleetHome,
 ) -> None:
     actor = keep(str(home.root), free_port(), f"127.0.0.1:{free_port()}")

@@ -26,7 +26,7 @@ def files(tmp_path: Path) -> Path:
 
 @pytest.fixture
 async def idle(either_url: str, files: Path) -> AsyncIterator[GatewayWithBatch]:
-    """Start a batch process without an engine, so that batches do not end."""
+    """Start a gateway with a batch process but no engine, so that batches do not end."""
     gateway = GatewayWithBatch(either_url, str(files), StaticFleet(), DispatchSettings(tick_s=0.02))
     await gateway.start()
     gateway.front.keys = Keyring((), None, Limits(stored_gib=3 / 1024, batches=2))
@@ -48,7 +48,7 @@ async def test_files_count_against_the_quota_of_a_key(idle: GatewayWithBatch, fi
         await upload(one, b"x" * 2 * MIB)
 
 
-async def test_running_uploads_count_against_the_quota(idle: GatewayWithBatch) -> None:
+async def test_uploads_in_progress_count_against_the_quota_of_a_key(idle: GatewayWithBatch) -> None:
     host, _, port = idle.url.removeprefix("http://").partition(":")
     _, writer = await asyncio.open_connection(host, int(port.partition("/")[0]))
     head = (
@@ -86,7 +86,7 @@ async def test_a_path_with_an_extra_slash_is_not_found(idle: GatewayWithBatch) -
             assert answer.status in (404, 405) and "location" not in answer.headers
 
 
-async def test_batches_that_have_not_ended_are_bounded(idle: GatewayWithBatch) -> None:
+async def test_an_owner_can_have_only_a_limited_number_of_open_batches(idle: GatewayWithBatch) -> None:
     async with idle.client("sk-one") as one, idle.client("sk-two") as two:
         made = [await submit(one, jsonl([line("a")])) for _ in range(2)]
         with pytest.raises(openai.RateLimitError) as refused:

@@ -73,7 +73,9 @@ def processes() -> Iterator[list[BatchProcess]]:
         process.kill()
 
 
-async def test_batches_complete_beside_conversations(tmp_path: Path, processes: list[BatchProcess]) -> None:
+async def test_batches_complete_while_conversations_run(
+    tmp_path: Path, processes: list[BatchProcess]
+) -> None:
     async with fleet(tmp_path, gateways=0) as small:
         processes.append(BatchProcess(small, tmp_path))
         batch_address = BatchAddress(f"127.0.0.1:{processes[0].port}", "of gateways")
@@ -105,7 +107,7 @@ async def test_batches_complete_beside_conversations(tmp_path: Path, processes: 
         assert not any(one.body.get("priority") for one in small.prefills())
 
 
-async def test_killing_the_batch_process_does_not_disturb_conversations(
+async def test_conversations_are_served_while_the_batch_process_is_killed(
     tmp_path: Path, processes: list[BatchProcess]
 ) -> None:
     async with fleet(tmp_path, gateways=0, engine={"token_s": 0.02}) as small:
