@@ -62,12 +62,12 @@ def test_the_caller_is_the_last_address_that_is_not_a_trusted_proxy(
     assert Addresses([]).of(request(peer, *forwarded)) == peer
 
 
-def test_headers_other_than_x_forwarded_for_do_not_name_the_client() -> None:
+def test_no_header_except_x_forwarded_for_names_the_client_address() -> None:
     said = request("10.0.0.1", Forwarded="for=192.0.2.7", **{"X-Real-IP": "192.0.2.7"})
     assert Addresses(PROXIES).of(said) == "10.0.0.1"
 
 
-async def test_limits_and_audit_use_the_client_that_the_proxy_names(
+async def test_limits_and_audit_log_use_the_address_that_a_trusted_proxy_names(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     given: dict[str, Any] = {"key_limits": DefaultLimits(requests_per_minute=1), "audit": True}
@@ -85,7 +85,7 @@ async def test_limits_and_audit_use_the_client_that_the_proxy_names(
     ]
 
 
-async def test_an_untrusted_sender_cannot_name_a_client(tmp_path: Path) -> None:
+async def test_an_untrusted_sender_cannot_name_the_address_of_a_client(tmp_path: Path) -> None:
     limits = DefaultLimits(requests_per_minute=1)
     async with fleet(tmp_path, trusted_proxies=("10.0.0.0/8",), key_limits=limits) as made:
         statuses = [
@@ -95,7 +95,7 @@ async def test_an_untrusted_sender_cannot_name_a_client(tmp_path: Path) -> None:
     assert statuses == [200, 429]
 
 
-async def test_unknown_keys_share_the_connection_limit_of_their_address(tmp_path: Path) -> None:
+async def test_requests_with_unknown_keys_share_the_connection_limit_of_their_address(tmp_path: Path) -> None:
     async with fleet(
         tmp_path, limits=GatewayLimits(connections=20, owner_share=0.2), trusted_proxies=("127.0.0.1",)
     ) as made:

@@ -25,7 +25,7 @@ LIMITS = GatewayLimits(body_mib=1, request_timeout_s=0.3, idle_timeout_s=0.5)
 
 @pytest.fixture
 async def made(tmp_path: Path) -> AsyncIterator[FakeFleet]:
-    """Yield a fleet, which must have no sockets and reservations left after each test."""
+    """Yield a fleet, and check after the test that it has no open connections or unused reservations left."""
     models = (ServedModel(MODEL, aliases=("alias",)),)
     async with fleet(tmp_path, limits=LIMITS, models=models, keys=inline_keys(("right",), ("boss",))) as one:
         yield one
@@ -170,7 +170,9 @@ ENDLESS: list[tuple[dict[str, Any], str]] = [
 
 
 @pytest.mark.parametrize("tier", [{}, {"service_tier": "flex"}])
-async def test_unbounded_numbers_reach_no_engine_and_no_queue(made: FakeFleet, tier: dict[str, str]) -> None:
+async def test_requests_with_unbounded_numbers_are_refused_before_they_reach_an_engine(
+    made: FakeFleet, tier: dict[str, str]
+) -> None:
     for wrong, code in ENDLESS:
         answer = await ask(made.urls[0], [user("x")], headers=KEY, **tier, **wrong)
         assert (answer.status, answer.error["code"]) == (400, code), wrong
@@ -178,7 +180,7 @@ async def test_unbounded_numbers_reach_no_engine_and_no_queue(made: FakeFleet, t
     assert not made.decoder_requests() and not made.prefills()
 
 
-async def test_answers_to_all_prompts_of_a_request_are_limited_together(made: FakeFleet) -> None:
+async def test_the_limit_on_answers_covers_all_prompts_of_a_request(made: FakeFleet) -> None:
     for number in (100, 100.0):
         body = {"model": MODEL, "prompt": ["a"] * 100, "n": number}
         status, error = await post(made, orjson.dumps(body), path="/v1/completions")
@@ -281,7 +283,7 @@ async def test_a_tokenize_request_is_answered_by_any_engine(made: FakeFleet) -> 
         assert (await response.json())["tokens"] == [97, 98]
 
 
-async def test_a_request_that_stops_arriving_times_out(made: FakeFleet) -> None:
+async def test_a_request_whose_rest_does_not_arrive_times_out(made: FakeFleet) -> None:
     host, _, port = made.urls[0].removeprefix("http://").partition(":")
     head = (
         b"POST /v1/chat/completions HTTP/1.1\r\nhost: x\r\nauthorization: Bearer right\r\n"
@@ -295,7 +297,7 @@ async def test_a_request_that_stops_arriving_times_out(made: FakeFleet) -> None:
         writer.close()
 
 
-async def test_a_reader_that_stops_reading_is_cut_off_and_its_turn_aborted(made: FakeFleet) -> None:
+async def test_the_turn_of_a_client_that_stops_reading_is_aborted(made: FakeFleet) -> None:
     host, _, port = made.urls[0].removeprefix("http://").partition(":")
     for engine in made.engines.values():
         engine.token_s = 0.0

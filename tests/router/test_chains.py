@@ -77,7 +77,9 @@ MESSAGES = st.lists(st.fixed_dictionaries({"role": st.just("user"), "content": T
 
 
 @given(MESSAGES, MESSAGES)
-def test_a_longer_prompt_matches_the_end_of_its_prefix(head: list[Any], more: list[Any]) -> None:
+def test_the_chain_of_a_longer_prompt_contains_the_end_of_its_prefix(
+    head: list[Any], more: list[Any]
+) -> None:
     short, long = chains.of_messages(SEED, head), chains.of_messages(SEED, head + more)
     assert short.end.link in long.links
     assert long.sizes[long.links.index(short.end.link)] == short.total_bytes

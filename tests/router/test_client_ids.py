@@ -1,8 +1,7 @@
-"""Sequences of requests as real clients send them, with their ids, through a real gateway.
+"""The turns of each known client, sent as it sends them, form one conversation on one decoder.
 
-A client's turns are one conversation on one decoder, with one transfer. Its sub-agents are conversations of
-their own, with the client's as their parent. Values that only look like an id neither join conversations nor
-split one.
+The conversation has one transfer. The client's sub-agents are conversations of their own, with the client's
+as their parent. Values that only look like an id neither join conversations nor split one.
 """
 
 import asyncio
@@ -26,7 +25,7 @@ async def made(tmp_path: Path) -> AsyncIterator[FakeFleet]:
 
 
 def calls(number: int, names: tuple[str, ...]) -> list[dict[str, Any]]:
-    """Return messages with parallel tool calls and their results."""
+    """Return messages with parallel calls of the tools `names`, and their results."""
     ids = [f"call-{number}-{name}" for name in names]
     asked = [
         {"id": one, "type": "function", "function": {"name": name, "arguments": "{}"}}
@@ -39,7 +38,7 @@ def calls(number: int, names: tuple[str, ...]) -> list[dict[str, Any]]:
 async def tool_loop(
     made: FakeFleet, begins: str, headers: Headers | None = None, turns: int = 4, **body: Any
 ) -> list[GatewayAnswer]:
-    """Run an agent: a question, turns with parallel tool calls, then an answer."""
+    """Run an agent through a question, turns with parallel tool calls, and an answer."""
     messages = [SYSTEM, user(begins)]
     answers = []
     for number in range(turns):
@@ -135,16 +134,16 @@ async def test_a_session_token_that_a_client_sends_back_names_its_conversation(m
         assert await retried_and_compacted(made, token) == {first.conversation}
 
 
-async def test_a_token_that_names_an_engine_is_no_conversation(made: FakeFleet) -> None:
-    """A router in front of this gateway may send the name of one engine as the token of all sessions."""
+async def test_a_session_token_that_names_an_engine_does_not_join_conversations(made: FakeFleet) -> None:
+    """A router in front of this gateway may send the name of one engine as the token of each session."""
     token = {"x-session-token": "ZGVmYXVsdC9jb25zZXJ2ZS0w"}
     loops = await asyncio.gather(*(tool_loop(made, f"task {number}", token) for number in range(3)))
     assert [len(ids(answers)) for answers in loops] == [1, 1, 1]
     assert len(set().union(*map(ids, loops))) == 3
 
 
-async def test_an_anthropic_client_may_send_its_session_in_the_user_id(made: FakeFleet) -> None:
-    """The field holds the session, and side requests of the session are not part of its conversation."""
+async def test_a_session_in_anthropics_user_id_separates_conversations(made: FakeFleet) -> None:
+    """The field `user_id` names the session; a side request in it is not part of its conversation."""
     path = "/v1/messages"
 
     async def turn(session: str, *messages: dict[str, Any]) -> str:
@@ -181,7 +180,7 @@ async def test_a_cache_key_of_a_whole_application_does_not_join_conversations(
 
 
 @pytest.mark.parametrize("field", ["prompt_cache_key", "session_id", "conversation_id"])
-async def test_a_cache_key_for_each_conversation_keeps_equal_prompts_apart(
+async def test_equal_prompts_with_different_cache_keys_are_different_conversations(
     made: FakeFleet, field: str
 ) -> None:
     messages = [user("the very same")]
@@ -209,7 +208,7 @@ async def test_requests_with_different_correlation_ids_stay_one_conversation(mad
     assert len({seen.conversation for seen in made.decoder_requests()}) == 1
 
 
-async def test_a_session_header_names_the_conversation_beside_a_correlation_id(made: FakeFleet) -> None:
+async def test_a_session_header_has_precedence_over_a_correlation_id(made: FakeFleet) -> None:
     stamped = {"x-claude-code-session-id": "s", "x-correlation-id": "req-1"}
     assert ids([await ask(made.urls[0], [user("x")], headers=stamped)]) == {"s"}
 

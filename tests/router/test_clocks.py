@@ -1,4 +1,4 @@
-"""Times to live count the time that has passed, even if the system clock is set."""
+"""A conversation's lifetime counts the time that has passed, even if the system clock is set."""
 
 from dataclasses import dataclass
 from pathlib import Path
@@ -30,7 +30,7 @@ class MachineClocks:
 
 
 @pytest.mark.parametrize("jump", [3600.0, -3600.0])
-def test_setting_the_system_clock_does_not_change_the_time_that_passed(jump: float) -> None:
+def test_a_steady_clock_ignores_that_the_system_clock_is_set(jump: float) -> None:
     machine = MachineClocks()
     clock = machine.clock()
     began = clock()
@@ -77,7 +77,7 @@ async def test_a_conversation_lives_for_its_lifetime_despite_clock_jumps(tmp_pat
     await first.close()
 
 
-async def test_a_clock_set_back_while_the_directory_is_down_ends_nothing_early(tmp_path: Path) -> None:
+async def test_a_restarted_directorys_clock_does_not_go_back_with_the_system_clock(tmp_path: Path) -> None:
     machine = MachineClocks()
     settings = DirectorySettings(600.0)
     first = Directory(settings, placer(), tmp_path / "journal", release, machine.clock())

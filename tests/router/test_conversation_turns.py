@@ -1,4 +1,4 @@
-"""A conversation has one transfer and one decoder, and its bodies are forwarded unchanged."""
+"""A conversation has one transfer and one decoder, and clients' bodies are forwarded unchanged."""
 
 import asyncio
 from pathlib import Path
@@ -37,7 +37,7 @@ async def test_a_conversation_is_transferred_once_and_stays_on_its_decoder(tmp_p
         assert told["placements"][0]["receipt"]["decoder"]["why"] == "least_kv_in_use"
 
 
-async def test_both_legs_share_a_transfer_id_and_later_bodies_are_untouched(
+async def test_both_legs_of_a_first_turn_have_the_clients_body_and_one_transfer_id(
     tmp_path: Path,
 ) -> None:
     async with fleet(tmp_path) as made:
@@ -67,7 +67,7 @@ async def test_both_legs_share_a_transfer_id_and_later_bodies_are_untouched(
         assert not any("authorization" in map(str.lower, seen.headers) for seen in (first, second, prefill))
 
 
-async def test_30_conversations_each_bind_where_least_kv_is_in_use_and_transfer_once(tmp_path: Path) -> None:
+async def test_each_of_30_conversations_binds_where_least_kv_is_in_use(tmp_path: Path) -> None:
     async with fleet(tmp_path, decoders=3, prefillers=2, engine={"token_s": 0.001}) as made:
 
         async def one(number: int) -> str:
@@ -102,7 +102,7 @@ async def test_30_conversations_each_bind_where_least_kv_is_in_use_and_transfer_
         assert all(len(engines) == 1 for engines in by_conversation.values())
 
 
-async def test_a_large_append_and_a_broken_prefix_go_through_the_prefiller_to_the_same_decoder(
+async def test_a_prefiller_computes_large_appends_and_changed_prompts_for_the_same_decoder(
     tmp_path: Path,
 ) -> None:
     async with fleet(tmp_path) as made:
@@ -128,7 +128,7 @@ async def test_a_large_append_and_a_broken_prefix_go_through_the_prefiller_to_th
         assert len({note["decoder"] for note in told["placements"]}) == 1
 
 
-async def test_equal_turns_at_once_and_a_turn_from_an_older_point_fork_on_one_decoder(
+async def test_concurrent_equal_turns_and_turns_from_older_points_fork_on_one_decoder(
     tmp_path: Path,
 ) -> None:
     async with fleet(tmp_path, engine={"token_s": 0.02}) as made:
@@ -172,7 +172,7 @@ async def test_plain_completions_that_extend_each_other_are_one_conversation(tmp
         assert one.conversation == two.conversation != other.conversation
 
 
-async def test_the_final_marker_and_delete_end_a_conversation_and_free_its_kv(tmp_path: Path) -> None:
+async def test_a_conversation_ended_by_marker_or_delete_frees_its_kv(tmp_path: Path) -> None:
     async with fleet(tmp_path) as made:
         await ask(
             made.urls[0], [user("a" * 500)], headers={"x-conversation-id": "f", "x-conversation-final": "1"}
@@ -189,7 +189,7 @@ async def test_the_final_marker_and_delete_end_a_conversation_and_free_its_kv(tm
         assert status == 404
 
 
-async def test_a_conversation_ends_when_it_was_idle_for_its_lifetime(tmp_path: Path) -> None:
+async def test_a_conversation_ends_after_it_was_idle_for_its_lifetime(tmp_path: Path) -> None:
     async with fleet(tmp_path, ttl_s=0.4) as made:
         await ask(made.urls[0], [user("a" * 500)], headers={"x-conversation-id": "idle"})
         await until(lambda: not len(made.directory.table.conversations))
@@ -199,7 +199,7 @@ async def test_a_conversation_ends_when_it_was_idle_for_its_lifetime(tmp_path: P
         await until(lambda: made.gateways[0].directory.cache.get(told["id"]) is None)
 
 
-async def test_the_baseline_policies_never_or_always_transfer(tmp_path: Path) -> None:
+async def test_collocation_transfers_no_turn_and_full_disaggregation_every_turn(tmp_path: Path) -> None:
     for policy, prefills in ((PlacingPolicy.COLLOCATED, 0), (PlacingPolicy.FULL_DISAGGREGATION, 3)):
         async with fleet(tmp_path / policy, placing={"policy": policy}, policy=policy) as made:
             messages = [user("hello")]

@@ -68,7 +68,7 @@ async def test_the_dashboard_counts_slo_objectives_over_all_gateways(tmp_path: P
     assert by_name == {"ttfet": (1.0, 3, 30.0), "last_turn_tbt": (0.0, 3, 1e-9)}
 
 
-async def test_the_dashboard_says_that_the_directory_is_away(tmp_path: Path) -> None:
+async def test_the_dashboard_says_when_the_directory_is_unreachable(tmp_path: Path) -> None:
     async with fleet(tmp_path) as made:
         await made.directory.stop(0)
         shown = await state(made.urls[0])

@@ -34,7 +34,7 @@ def moves(outcome: str) -> float:
     return float(REGISTRY.get_sample_value(MOVED, {"reason": "drain", "outcome": outcome}) or 0)
 
 
-async def test_the_next_turn_runs_on_another_decoder_which_fetches_the_kv(tmp_path: Path) -> None:
+async def test_the_next_turn_leaves_a_draining_decoder_and_its_kv_is_transferred(tmp_path: Path) -> None:
     async with fleet(tmp_path, engine={"cached": 10_000}) as made:
         messages, conversation, left = await opened(made)
         before = moves("with_kv")
@@ -58,7 +58,7 @@ async def test_the_next_turn_runs_on_another_decoder_which_fetches_the_kv(tmp_pa
         assert moves("with_kv") - before == 1
 
 
-async def test_a_conversation_whose_former_decoder_fails_to_send_is_computed_again_and_counted(
+async def test_a_conversation_is_computed_again_if_its_draining_decoder_fails_to_send_kv(
     tmp_path: Path,
 ) -> None:
     async with fleet(tmp_path, engine={"cached": 0}) as made:
@@ -74,7 +74,7 @@ async def test_a_conversation_whose_former_decoder_fails_to_send_is_computed_aga
         assert made.engines[left].released == [made.decoder_requests()[0].conversation]
 
 
-async def test_turns_that_run_at_the_start_of_a_drain_are_answered_completely(tmp_path: Path) -> None:
+async def test_turns_running_when_a_drain_begins_are_answered_completely(tmp_path: Path) -> None:
     async with fleet(tmp_path, engine={"token_s": 0.02}) as made:
         messages, _, left = await opened(made)
         running = asyncio.create_task(ask(made.urls[0], messages, stream=True, max_tokens=40))

@@ -69,7 +69,7 @@ async def test_a_first_turn_is_computed_where_its_first_token_comes_soonest(tmp_
         assert len(made.prefills()) == 1
 
 
-async def test_a_prefiller_holds_conversations_that_fit_on_no_decoder(tmp_path: Path) -> None:
+async def test_a_conversation_that_fits_on_no_decoder_runs_on_a_prefiller(tmp_path: Path) -> None:
     async with elastic(tmp_path, fill=0.02, headroom_tokens=0) as made:
         assert (await turn(made, "first")).status == 200
         assert (await placement(made, "first"))["decoder"] == "d0"
@@ -89,7 +89,7 @@ async def test_a_prefiller_holds_conversations_that_fit_on_no_decoder(tmp_path: 
         assert not made.engines["p0"].held
 
 
-async def test_first_turns_go_to_decoders_instead_of_being_refused_when_prefillers_are_saturated(
+async def test_decoders_compute_first_turns_while_prefillers_are_saturated(
     tmp_path: Path,
 ) -> None:
     async with elastic(tmp_path, decoders=2, max_prefill_wait_s=5.0) as made:

@@ -35,8 +35,8 @@ SHORT = {
 LONG = {"x-request-id": "R" * 129, "traceparent": "0" * 129, "tracestate": "a=" + "1" * 511}
 
 
-async def test_only_short_printable_ids_and_trace_headers_are_forwarded(made: FakeFleet) -> None:
-    """vLLM writes `X-Request-Id` into every event of a stream."""
+async def test_id_and_trace_headers_are_forwarded_only_if_short_and_printable(made: FakeFleet) -> None:
+    """A long id would be costly, because vLLM writes `X-Request-Id` into every event of a stream."""
     unprintable = {"x-request-id": "two words", "traceparent": "\xe9", "tracestate": "\xe9=1"}
     for headers, passed in ((SHORT, SHORT), (LONG, {}), (unprintable, {})):
         prompt = [user(f"a new conversation {headers}")]  # a first turn has both legs
@@ -57,12 +57,12 @@ async def test_beam_search_is_refused_with_an_explanation(made: FakeFleet, tier:
 
 
 @pytest.mark.parametrize("limit", ["%C2%B2", "%D9%A3", "9" * 4400, "0", "-1"])
-async def test_a_limit_that_is_not_a_number_is_a_400(made: FakeFleet, limit: str) -> None:
+async def test_a_token_limit_that_is_not_a_number_is_refused(made: FakeFleet, limit: str) -> None:
     status, answer = await get(f"{made.urls[0]}/v1/conversations?limit={limit}")
     assert (status, answer["error"]["param"]) == (400, "limit")
 
 
-async def test_an_id_that_is_markup_names_a_conversation_by_its_hash(made: FakeFleet) -> None:
+async def test_an_id_with_markup_is_replaced_by_its_hash(made: FakeFleet) -> None:
     markup = {"x-conversation-id": "<img/src=x/onerror=alert(1)>"}
     answer = await ask(made.urls[0], [user("x")], headers=markup)
     assert answer.conversation.startswith("hash-")
@@ -95,7 +95,7 @@ async def test_only_known_paths_reach_the_batch_process(
         assert (await http.get("/v1/batches/batch_1")).status_code == 503  # forwarded, but nothing listens
 
 
-def test_a_path_for_the_batch_process_is_encoded_in_one_way() -> None:
+def test_the_gateway_encodes_each_path_for_the_batch_process_itself() -> None:
     assert canonical_target("/v1/files/a b?%\u20ac/content") == b"/v1/files/a%20b%3F%25%E2%82%AC/content"
     for path in ("/v1/batches\n", "/v1/files/a/b", "/v1/files//content"):
         with pytest.raises(NotFound):
@@ -192,7 +192,7 @@ TOO_LONG: dict[str, tuple[str, dict[str, Any]]] = {
 
 
 @pytest.mark.parametrize("name", list(TOO_LONG))
-def test_text_beyond_every_context_is_refused_before_it_is_tokenised(name: str) -> None:
+def test_a_prompt_too_long_for_every_context_is_refused_before_tokenisation(name: str) -> None:
     path, body = TOO_LONG[name]
     asked = BodyParser(path, API.get(path), JSON, "s", frozenset({MODEL}), PromptLimit(CONTEXT))
     with pytest.raises(ContextTooLong) as refused:
@@ -211,7 +211,7 @@ def test_text_beyond_every_context_is_refused_before_it_is_tokenised(name: str) 
         ("/v1/embeddings", {"input": ["word " * 100] * 2000}),
     ],
 )
-def test_text_that_the_largest_context_may_hold_is_passed_on(path: str, body: dict[str, Any]) -> None:
+def test_a_prompt_that_may_fit_the_largest_context_is_not_refused(path: str, body: dict[str, Any]) -> None:
     asked = BodyParser(path, API.get(path), JSON, "s", frozenset({MODEL}), PromptLimit(CONTEXT))
     parse_body(asked, (orjson.dumps({"model": MODEL, **body}),))
 
@@ -237,7 +237,7 @@ def test_without_a_known_engine_a_long_prompt_gets_a_503() -> None:
         {"prompt_cache_key": "x" * 70_000},
     ],
 )
-async def test_all_fields_besides_the_prompt_share_a_limit_of_kilobytes(
+async def test_the_fields_besides_the_prompt_share_one_size_limit(
     made: FakeFleet, beside: dict[str, Any]
 ) -> None:
     answer = await ask(made.urls[0], [user("x")], **beside)
@@ -279,7 +279,7 @@ WORDS_OF_A_PAGE = [user("word " * 1000)]
         ({"path": "/v1/responses", "input": "x", "n": 100}, 1),  # `n` is unknown there and is dropped
     ],
 )
-def test_answers_of_a_request_within_the_limits_are_n_times_its_prompts(
+def test_a_request_within_the_limits_counts_n_answers_for_each_prompt(
     body: dict[str, Any], answers: int
 ) -> None:
     assert checked(**body) == answers
@@ -305,7 +305,7 @@ def test_answers_of_a_request_within_the_limits_are_n_times_its_prompts(
         ({**COMPLETING, "prompt": [1] * 4001, "logprobs": 4, "echo": True}, "echo", "20000"),
     ],
 )
-def test_a_request_beyond_a_limit_on_its_answers_is_refused(
+def test_too_many_answers_log_probabilities_or_bad_words_are_refused(
     body: dict[str, Any], param: str, bound: str
 ) -> None:
     with pytest.raises(BadRequest) as refused:
@@ -335,7 +335,7 @@ DISGUISED = {"type": "text", "text": "x", "image_url": None}  # with a uuid, vLL
         ("/v1/embeddings", "messages", "content"),
     ],
 )
-def test_a_part_of_a_message_with_a_uuid_is_refused(
+def test_a_message_part_that_has_a_uuid_is_refused(
     path: str, field: str, content: str, part: dict[str, Any]
 ) -> None:
     asked = BodyParser(path, API.get(path), JSON, "s", frozenset({MODEL}), PromptLimit(CONTEXT))

@@ -1,4 +1,4 @@
-"""Engines, the directory or clients die, and the other parts continue."""
+"""When engines, the directory or clients die, the rest of the fleet goes on serving."""
 
 import asyncio
 import os
@@ -90,7 +90,7 @@ async def test_a_killed_decoder_ends_its_stream_in_an_error_and_its_conversation
         await other.stop()
 
 
-async def test_an_error_event_of_an_engine_is_relayed_and_its_turn_is_incomplete(tmp_path: Path) -> None:
+async def test_a_turn_whose_engine_sends_an_error_event_counts_as_broken(tmp_path: Path) -> None:
     async with fleet(tmp_path) as made:
 
         async def outcomes() -> dict[str, float]:
@@ -116,7 +116,7 @@ async def test_an_error_event_of_an_engine_is_relayed_and_its_turn_is_incomplete
         assert after["complete"] - before["complete"] == 1
 
 
-async def test_a_turn_under_which_a_decoder_crashed_is_retried_once_and_then_fails(tmp_path: Path) -> None:
+async def test_a_turn_is_retried_once_after_its_decoder_crashed_and_then_fails(tmp_path: Path) -> None:
     async with fleet(tmp_path, decoders=2) as made:
         await ask(made.urls[0], [user("hi")], headers={"x-session-id": "s"})
         for engine in made.engines.values():
@@ -152,7 +152,7 @@ async def test_a_request_that_crashes_engines_is_tried_only_twice(
         assert (await ask(made.urls[0], [user("something else")])).status == 200
 
 
-async def test_conversations_of_an_engine_with_a_new_epoch_are_bound_anew(tmp_path: Path) -> None:
+async def test_the_conversations_of_a_restarted_engine_are_bound_anew(tmp_path: Path) -> None:
     async with fleet(tmp_path, decoders=1) as made:
         messages = [user("hi")]
         first = await ask(made.urls[0], messages)
@@ -166,7 +166,7 @@ async def test_conversations_of_an_engine_with_a_new_epoch_are_bound_anew(tmp_pa
         assert [bool(seen.params) for seen in engine.seen] == [True, True]
 
 
-async def test_a_failed_prefiller_costs_time_but_not_the_answer(tmp_path: Path) -> None:
+async def test_a_turn_is_answered_even_if_its_prefiller_fails_or_is_dead(tmp_path: Path) -> None:
     async with fleet(tmp_path) as made:
         made.engines["p0"].fail_status = 500
         assert (await ask(made.urls[0], [user("hi")])).status == 200
@@ -179,7 +179,7 @@ async def test_a_failed_prefiller_costs_time_but_not_the_answer(tmp_path: Path) 
         assert [bool(seen.params) for seen in made.decoder_requests()].count(False) == 1
 
 
-async def test_a_client_that_leaves_aborts_both_legs_and_leaves_no_reservation(tmp_path: Path) -> None:
+async def test_a_client_that_disconnects_leaves_no_leg_running_and_no_reservation(tmp_path: Path) -> None:
     async with fleet(tmp_path, engine={"prefill_s": 5.0}) as made:
         with pytest.raises(asyncio.TimeoutError):
             await asyncio.wait_for(ask(made.urls[0], [user("hi")], stream=True), 0.3)
@@ -191,7 +191,7 @@ async def test_a_client_that_leaves_aborts_both_legs_and_leaves_no_reservation(t
         assert all(made.directory.table.kv_in_use(name) == 0 for name in ("d0", "d1"))
 
 
-async def test_a_client_that_leaves_while_waiting_leaves_the_queue(tmp_path: Path) -> None:
+async def test_the_turn_of_a_client_that_disconnects_leaves_the_queue(tmp_path: Path) -> None:
     async with fleet(tmp_path, decoders=1, place_wait_s=20.0) as made:
         made.engines["d0"].held["somebody"] = 99_000
         await made.settle()
@@ -203,7 +203,7 @@ async def test_a_client_that_leaves_while_waiting_leaves_the_queue(tmp_path: Pat
         assert len(made.directory.table.conversations) == 0
 
 
-async def test_clients_that_leave_at_random_moments_leave_no_state(tmp_path: Path) -> None:
+async def test_clients_that_disconnect_at_random_moments_leave_no_state_behind(tmp_path: Path) -> None:
     rng = random.Random(5)
     async with fleet(tmp_path, engine={"prefill_s": 0.01, "token_s": 0.002}) as made:
 
@@ -295,7 +295,7 @@ class _Killable:
 
 
 @pytest.mark.slow
-async def test_a_killed_directory_delays_only_new_conversations_and_restores_all_bindings(
+async def test_bound_conversations_continue_while_the_directory_is_dead(
     tmp_path: Path,
 ) -> None:
     async with _Killable(tmp_path) as made:

@@ -18,7 +18,9 @@ def counts(operation: str) -> dict[str, float]:
     return found
 
 
-async def test_streams_have_all_three_metrics_and_other_answers_only_the_duration(tmp_path: Path) -> None:
+async def test_streams_count_in_all_three_histograms_and_other_answers_in_the_duration(
+    tmp_path: Path,
+) -> None:
     async with fleet(tmp_path) as made:
         before = counts("chat"), counts("text_completion")
         assert (await ask(made.urls[0], [user("one")], stream=True, max_tokens=4)).status == 200

@@ -80,7 +80,7 @@ def test_a_request_for_plain_text_has_no_grammar(body: dict[str, Any]) -> None:
     assert grammar_of(body) is None
 
 
-def test_two_requests_have_equal_grammars_if_the_content_is_equal() -> None:
+def test_grammars_are_equal_exactly_if_their_content_is() -> None:
     one = grammar_of({"messages": ["a"], "structured_outputs": {"regex": "a", "x": 1}})
     same = grammar_of({"messages": ["b"], "structured_outputs": {"x": 1, "regex": "a"}})
     other = grammar_of({"messages": ["a"], "structured_outputs": {"regex": "b", "x": 1}})
@@ -91,7 +91,7 @@ def test_two_requests_have_equal_grammars_if_the_content_is_equal() -> None:
 
 
 @pytest.mark.slow
-async def test_a_key_beyond_its_new_grammars_per_minute_gets_a_429(tmp_path: Path) -> None:
+async def test_a_key_gets_a_429_beyond_its_limit_of_new_grammars_per_minute(tmp_path: Path) -> None:
     async with limited(tmp_path, {"grammars_per_minute": 2}) as made:
         url = made.urls[0]
         asked = [*("a", "b", "a", "b", "c", "a")]
@@ -104,7 +104,7 @@ async def test_a_key_beyond_its_new_grammars_per_minute_gets_a_429(tmp_path: Pat
 
 
 @pytest.mark.slow
-async def test_structured_outputs_of_a_restricted_key_are_refused(tmp_path: Path) -> None:
+async def test_a_key_that_may_not_use_structured_outputs_is_refused_them(tmp_path: Path) -> None:
     async with limited(tmp_path, {"structured_outputs": "refuse"}) as made:
         url = made.urls[0]
         refused = await alice(url, "hi", response_format=SCHEMA)
@@ -131,7 +131,7 @@ async def test_a_key_without_structured_outputs_creates_no_batches(tmp_path: Pat
 
 
 @pytest.mark.slow
-async def test_a_fleet_may_refuse_the_structured_outputs_of_all_keys(tmp_path: Path) -> None:
+async def test_a_fleet_can_refuse_structured_outputs_for_all_keys(tmp_path: Path) -> None:
     async with fleet(tmp_path, key_limits=DefaultLimits(structured_outputs=StructuredOutputs.REFUSE)) as made:
         refused = await ask(made.urls[0], [user("hi")], structured_outputs={"choice": ["a"]})
         assert refused.status == 403 and refused.error["code"] == "structured_outputs_refused"

@@ -50,7 +50,7 @@ def test_unknown_actions_of_kv_hints_are_ignored() -> None:
     assert parse_hints({}, envelope(final=nested(2000))) == Hints(final=False)
 
 
-def test_every_spelling_of_a_hint_means_the_same() -> None:
+def test_hints_in_headers_and_in_bodies_are_parsed_alike() -> None:
     headers = {
         "x-conversation-away": "30",
         "x-conversation-keep": "5.5",
@@ -77,8 +77,10 @@ def test_every_spelling_of_a_hint_means_the_same() -> None:
         ({"strict_priority": 0}, 0),
     ],
 )
-def test_a_strict_priority_goes_before_every_other_priority(said: dict[str, int], priority: int) -> None:
-    """A `strict_priority` of 0 is the lowest, and equal to none."""
+def test_a_strict_priority_above_0_counts_as_the_highest_priority(
+    said: dict[str, int], priority: int
+) -> None:
+    """A `strict_priority` of 0 has the same effect as none."""
     assert parse_hints({}, {"nvext": {"agent_hints": said}}).priority == priority
 
 
@@ -115,7 +117,7 @@ def test_malformed_hints_are_refused(headers: dict[str, str], body: dict[str, An
         parse_hints(headers, body)
 
 
-async def test_engines_get_only_hints_about_their_kv(tmp_path: Path) -> None:
+async def test_only_hints_about_kv_are_forwarded_to_engines(tmp_path: Path) -> None:
     async with fleet(tmp_path) as made:
         body = {**envelope(keep=7), "nvext": {"agent_hints": {"priority": 1}}}
         for messages in ([user("a")], [user("a"), assistant("b"), user("c")]):
@@ -143,7 +145,7 @@ async def test_an_answer_names_its_engines_if_the_request_asks_for_the_placement
 
 
 def decoder_of_session(made: FakeFleet) -> str:
-    """Return the name of the decoder that got the prompt "a"."""
+    """Return the name of the decoder that received the prompt "a"."""
     (name,) = (
         name
         for name, one in made.engines.items()
@@ -195,9 +197,7 @@ async def test_a_turn_that_arrives_before_its_prefetch_cancels_it(tmp_path: Path
 
 
 @pytest.mark.parametrize(("has_kv", "outcome"), [(True, "restored"), (False, "gone")])
-async def test_a_prefetch_is_counted_by_the_outcome_that_its_engine_reports(
-    tmp_path: Path, has_kv: bool, outcome: str
-) -> None:
+async def test_prefetches_are_counted_by_outcome(tmp_path: Path, has_kv: bool, outcome: str) -> None:
     async with fleet(tmp_path, engine={"has_kv": has_kv}) as made:
         before = REGISTRY.get_sample_value(RESTORES, {"outcome": outcome}) or 0
         await away(made, 0.4)
@@ -227,7 +227,7 @@ async def test_a_conversation_that_is_not_parked_is_not_prefetched(tmp_path: Pat
         assert prefetches(made) == 0
 
 
-async def test_observed_tool_waits_start_a_prefetch_without_a_hint(tmp_path: Path) -> None:
+async def test_earlier_tool_waits_of_a_conversation_start_a_prefetch_without_a_hint(tmp_path: Path) -> None:
     rules = PrefetchRules(park_after_s=0.2, lead_s=0.2)
     async with fleet(tmp_path, prefetch=rules, engine={"calls_tools": True}) as made:
         messages = [user("x" * 300)]
@@ -266,7 +266,7 @@ async def test_a_requested_lifetime_is_capped_by_the_fleet_and_the_client_learns
         await until(lambda: {"long", "short"} <= ended())
 
 
-async def test_every_final_marker_ends_the_conversation(tmp_path: Path) -> None:
+async def test_the_final_marker_ends_a_conversation_in_every_spelling(tmp_path: Path) -> None:
     async with fleet(tmp_path) as made:
         await ask(made.urls[0], [user("bye")], headers=NAMED, **envelope(final=True))
         await until(lambda: any(one.released for one in made.engines.values()))

@@ -25,13 +25,13 @@ from router.identity.prefix_chain import Chain
 SEED = chains.seed("space", "model")
 
 
-def test_of_several_id_headers_the_first_in_the_documented_order_counts() -> None:
+def test_of_several_id_headers_the_one_with_the_highest_precedence_counts() -> None:
     for at, name in enumerate(ID_HEADERS):
         headers = {later: f"id-{later}" for later in ID_HEADERS[at:]}
         assert explicit_identity(headers, {"session_id": "body"}).id == f"id-{name}"
 
 
-def test_only_the_bodys_conversation_names_a_conversation_and_its_session_ids_name_a_group() -> None:
+def test_session_ids_in_a_body_name_a_group_but_its_conversation_field_names_one() -> None:
     body = {"session_id": "a", "conversation": {"id": "b"}, "conversation_id": "c"}
     named = explicit_identity({}, body)
     assert named.id == "b"
@@ -40,7 +40,7 @@ def test_only_the_bodys_conversation_names_a_conversation_and_its_session_ids_na
     assert (got.id, got.group, got.hint) == (None, "a\0c", "a")
 
 
-def test_cache_keys_and_metadata_name_a_group_and_a_correlation_id_is_only_a_hint() -> None:
+def test_cache_keys_and_metadata_name_a_group_of_conversations() -> None:
     body = {"prompt_cache_key": "c", "metadata": {"session_id": "d", "user_id": "e"}}
     got = explicit_identity({"x-correlation-id": "f"}, body)
     assert (got.id, got.group, got.hint) == (None, "c\0d\0e", "c")
@@ -50,7 +50,7 @@ def test_cache_keys_and_metadata_name_a_group_and_a_correlation_id_is_only_a_hin
     assert len(explicit_identity({"x-correlation-id": "f" * 500}, {}).new_id()) < 100
 
 
-def test_of_two_matching_conversations_the_one_named_after_the_hint_is_chosen() -> None:
+def test_of_two_matches_the_conversation_named_after_the_correlation_id_is_chosen() -> None:
     said = explicit_identity({"x-correlation-id": "f"}, {})
     table = NodeTable(100)
     for key in ("k:c-1", f"k:{said.new_id()}"):
@@ -145,7 +145,7 @@ def test_a_prompt_that_extends_an_older_point_forks_from_it() -> None:
     assert (got.match, got.conversation, got.parent) == (PrefixMatch.FORKED, None, "one")
 
 
-def test_a_repeat_is_a_retry_when_idle_and_a_fork_while_running() -> None:
+def test_a_repeated_prompt_is_a_fork_only_while_its_conversation_runs() -> None:
     table = NodeTable(100)
     table.record(prompt("a").end, "one")
     assert decide(table, prompt("a")) == Resolution(PrefixMatch.RETRIED, "one", None, prompt("a").total_bytes)
@@ -153,7 +153,7 @@ def test_a_repeat_is_a_retry_when_idle_and_a_fork_while_running() -> None:
     assert (got.match, got.parent) == (PrefixMatch.FORKED, "one")
 
 
-def test_two_conversations_with_the_same_first_request_both_continue() -> None:
+def test_two_conversations_with_the_same_first_prompt_can_both_continue() -> None:
     table = NodeTable(100)
     table.record(prompt("a").end, "one")
     table.record(prompt("a").end, "two")
@@ -163,7 +163,7 @@ def test_two_conversations_with_the_same_first_request_both_continue() -> None:
     assert decide(table, prompt("a", "r", "s")).conversation == "two"
 
 
-def test_many_conversations_with_the_same_first_request_continue_and_a_lookup_is_bounded() -> None:
+def test_each_of_many_conversations_with_the_same_first_prompt_can_continue() -> None:
     table, first = NodeTable(1000), prompt("a")
     names = {f"c{number}" for number in range(3 * MAX_TIPS)}
     for name in sorted(names):
@@ -182,7 +182,7 @@ def test_many_conversations_with_the_same_first_request_continue_and_a_lookup_is
     assert decide(table, prompt("a", "late")).match is PrefixMatch.FORKED
 
 
-def test_many_named_conversations_with_the_same_first_request_stay_separate() -> None:
+def test_many_named_conversations_with_the_same_first_prompt_stay_separate() -> None:
     """The client runs one task many times in parallel, and names each run by a correlation id."""
     table, first, count = NodeTable(1000), prompt("a"), 3 * MAX_TIPS
     keys = [f"space:session-{number}.{number:012x}" for number in range(count)]
@@ -197,7 +197,7 @@ def test_many_named_conversations_with_the_same_first_request_stay_separate() ->
         table.record(asked.end, key)
 
 
-def test_conversations_that_continued_do_not_hide_one_that_still_ends_at_their_first_prompt() -> None:
+def test_a_conversation_is_found_after_many_with_its_first_prompt_have_continued() -> None:
     table, first = NodeTable(1000), prompt("a")
     table.record(first.end, "quick")
     table.record(first.end, "slow")
@@ -219,7 +219,7 @@ def test_plain_prompts_with_a_long_common_prefix_stay_separate_conversations() -
     assert got.conversation == "7"
 
 
-def test_forgetting_and_eviction_leave_nothing_in_the_node_table() -> None:
+def test_a_node_table_is_empty_after_all_conversations_are_forgotten() -> None:
     table = NodeTable(capacity=50, per_conversation=10)
     rng = random.Random(1)
     for step in range(2000):

@@ -245,13 +245,13 @@ def test_without_a_valid_keys_file_every_request_is_refused(tmp_path: Path, text
             known.find(secret)
 
 
-def test_a_pipe_is_refused_as_a_keys_file_without_waiting_for_it(tmp_path: Path) -> None:
+def test_a_pipe_as_keys_file_is_refused_at_once(tmp_path: Path) -> None:
     os.mkfifo(tmp_path / "keys")
     with pytest.raises(KeysFileError, match="the file is empty"):
         load_keys(tmp_path / "keys")
 
 
-def test_an_id_used_in_the_fleet_file_cannot_name_another_key(tmp_path: Path) -> None:
+def test_a_keys_file_cannot_use_an_id_of_the_fleet_file_for_another_key(tmp_path: Path) -> None:
     """Two keys with one id would share their limits."""
     given = inline_keys(("first",), ())
     text = ENTRY.replace("one", given[0].id)
@@ -260,7 +260,7 @@ def test_an_id_used_in_the_fleet_file_cannot_name_another_key(tmp_path: Path) ->
         parse_keys(text.replace(hash_secret("first"), hash_secret("other")), "f", given)
 
 
-async def test_without_its_keys_file_a_gateway_answers_401(tmp_path: Path) -> None:
+async def test_a_gateway_whose_keys_file_is_missing_answers_401(tmp_path: Path) -> None:
     async with fleet(tmp_path, keys_file=str(tmp_path / "none")) as made:
         assert (await ask(made.urls[0], [user("hi")], headers=bearer("any"))).status == 401
 
@@ -294,7 +294,7 @@ async def test_a_gateway_answers_requests_for_its_own_host_names_only(tmp_path: 
             assert (status, said["error"]["code"]) == (421, "host_not_allowed")
 
 
-async def test_the_audit_log_says_who_requested_what_without_any_text(
+async def test_the_audit_log_says_who_requested_what_but_quotes_no_text(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     file = tmp_path / "keys"

@@ -1,4 +1,4 @@
-"""Hostile bodies block the event loop only for their transport, because other processes parse them."""
+"""A hostile body blocks the event loop only while its bytes arrive; a parser process does the parsing."""
 
 import asyncio
 import sys
@@ -72,7 +72,7 @@ async def hostile_request(url: str, path: str, body: bytes) -> tuple[int, bytes]
 
 
 class Stalls:
-    """Measures the longest block of the event loop, in processor time because the machine is shared."""
+    """Measures how long the event loop was blocked at most, in processor time as the machine is shared."""
 
     def __init__(self) -> None:
         self.longest_s = 0.0
@@ -103,7 +103,7 @@ async def test_a_hostile_body_is_refused_without_delaying_other_requests(made: F
     assert (await ask(made.urls[0], [user("an honest turn")])).status == 200
 
 
-async def test_blocked_event_loop_time_is_counted_and_other_load_is_not(
+async def test_only_time_in_which_the_event_loop_itself_is_blocked_is_counted(
     made: FakeFleet,
 ) -> None:
     def looks(longest: str) -> float:
@@ -221,7 +221,7 @@ def test_the_context_limit_applies_to_each_of_several_prompts() -> None:
 
 
 @pytest.mark.parametrize("depth", [500, 1_000, 1_020])
-def test_a_deeply_nested_body_is_a_400(depth: int) -> None:
+def test_a_deeply_nested_body_is_refused(depth: int) -> None:
     nested = "[" * depth + "]" * depth
     for body in (f'{{"model": "{MODEL}", "messages": [{{"role": "user", "content": {nested}}}]}}', nested):
         with pytest.raises(ApiError) as refused:
@@ -229,7 +229,7 @@ def test_a_deeply_nested_body_is_a_400(depth: int) -> None:
         assert refused.value.status == 400
 
 
-async def test_a_parser_process_killed_while_idle_fails_no_request() -> None:
+async def test_no_request_fails_after_an_idle_parser_process_was_killed() -> None:
     parser_pool = ParserPool(processes=1)
     asked = replace(CHAT, limit=PromptLimit(100_000))
     try:
@@ -243,7 +243,7 @@ async def test_a_parser_process_killed_while_idle_fails_no_request() -> None:
         parser_pool.close()
 
 
-async def test_costly_bodies_of_one_owner_beyond_the_waiting_limit_get_a_429() -> None:
+async def test_an_owner_with_too_many_waiting_costly_bodies_gets_a_429() -> None:
     parser_pool, asked = ParserPool(), replace(CHAT, limit=PromptLimit(100_000))
     try:
         mine = [parser_pool.parse(asked, (COSTLY,)) for _ in range(MAX_WAITING + 3)]

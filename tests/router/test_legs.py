@@ -94,7 +94,7 @@ def test_the_prefill_leg_keeps_fields_that_templates_render() -> None:
     assert {name: leg[name] for name in formed} == formed
 
 
-def test_the_decode_leg_names_the_location_of_the_kv() -> None:
+def test_the_decode_leg_names_the_address_from_which_to_fetch_the_kv() -> None:
     prefiller = info("p0", Role.PREFILL, epoch=7)
     params = pull_from(type(prefiller)(**{**_fields(prefiller), "transfer": "10.0.0.1:4001"}), "t")
     assert (params["remote_host"], params["remote_port"], params["remote_epoch"]) == ("10.0.0.1", 4001, 7)

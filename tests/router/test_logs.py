@@ -32,7 +32,7 @@ def lines() -> Iterator[io.StringIO]:
         root.setLevel(level)
 
 
-def test_tracebacks_and_line_breaks_stay_on_one_line(lines: io.StringIO) -> None:
+def test_a_log_line_with_a_traceback_or_line_breaks_stays_one_line(lines: io.StringIO) -> None:
     log = logging.getLogger("conserve.test")
     try:
         raise ValueError("first\nsecond")
@@ -45,7 +45,9 @@ def test_tracebacks_and_line_breaks_stay_on_one_line(lines: io.StringIO) -> None
     assert "\x1b" not in second
 
 
-async def test_a_turn_is_logged_as_one_line_with_its_ids(tmp_path: Path, lines: io.StringIO) -> None:
+async def test_a_turn_is_logged_in_one_line_with_its_conversation_and_request_ids(
+    tmp_path: Path, lines: io.StringIO
+) -> None:
     async with fleet(tmp_path) as made:
         answer = await ask(made.urls[0], [user("hello")], stream=True)
     (turn,) = [line for line in lines.getvalue().splitlines() if " turn conversation=" in line]

@@ -1,6 +1,6 @@
-"""Histories may be too large or incomplete, and the disk of stored answers may be full, slow or missing.
+"""A gateway answers in time even if histories are too large or the disk of stored answers fails.
 
-A gateway answers in time and says what to do, and one owner's history does not slow down others.
+The answer says what to do. One owner's large history does not slow down requests of other owners.
 """
 
 import asyncio
@@ -56,7 +56,7 @@ class Hanging:
 
 
 def junk(size: int) -> list[dict[str, Any]]:
-    """Return a history that is small when compressed and contains no text of the prompt."""
+    """Return a history of `size` bytes that compresses well and adds almost nothing to the prompt."""
     return [{**user("hi"), "id": "A" * size}]
 
 
@@ -107,7 +107,7 @@ def cut(body: bytes) -> list[bytes]:
     return [body[at : at + MIB] for at in range(0, len(body), MIB)]
 
 
-async def test_reading_a_history_counts_as_a_turn_of_its_key(
+async def test_a_request_that_waits_for_its_history_counts_as_a_turn_of_its_key(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A key's limit of concurrent turns also limits how many histories are read at once."""
@@ -137,7 +137,7 @@ def stream(text: str) -> list[bytes]:
     ["event: response.completed", "event: response.completed\ndata: {}", "\nevent: response.incomplete\n"],
 )
 @pytest.mark.parametrize("together", [False, True])
-def test_a_text_that_looks_like_an_event_is_not_treated_as_one(text: str, together: bool) -> None:
+def test_an_answer_text_that_looks_like_an_event_is_not_treated_as_one(text: str, together: bool) -> None:
     observer = AnswerObserver(lambda _: None)
     observer.start(200, b"text/event-stream")
     events = stream(text)
@@ -146,7 +146,7 @@ def test_a_text_that_looks_like_an_event_is_not_treated_as_one(text: str, togeth
     assert orjson.loads(observer.response)["response"]["id"] == "resp_1"
 
 
-async def test_histories_are_readable_on_a_full_disk(tmp_path: Path) -> None:
+async def test_histories_can_be_read_while_the_disk_is_full(tmp_path: Path) -> None:
     async with fleet(tmp_path, answers=stored(tmp_path)) as made:
         first = name_of(await say(made, "one"))
         second = await say(made, "two", conversation="c")
@@ -196,7 +196,9 @@ async def test_a_hanging_disk_delays_requests_and_the_gateways_start_and_end_for
             disk.let_go()
 
 
-async def test_a_disk_that_works_again_is_used_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_answers_are_stored_again_once_a_hanging_disk_works(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr("router.gateway.responses.stored_answers.LONGEST_S", 0.3)
     async with fleet(tmp_path, answers=stored(tmp_path)) as made:
         disk = Hanging(monkeypatch, "put")
@@ -239,7 +241,7 @@ async def test_no_request_can_continue_from_a_deleted_answer(tmp_path: Path) -> 
         assert (await say(made, "more", names[0])).status == 200
 
 
-async def test_opening_the_store_is_retried_after_its_folder_could_not_be_made(tmp_path: Path) -> None:
+async def test_the_store_of_answers_is_opened_later_if_its_folder_could_not_be_made(tmp_path: Path) -> None:
     (tmp_path / "folder").write_text("no folder")
     before = REGISTRY.get_sample_value(*FAILED) or 0
     async with fleet(tmp_path, answers=stored(tmp_path / "folder")) as made:
@@ -268,7 +270,7 @@ async def test_a_costly_answer_is_parsed_in_a_process_and_stored(tmp_path: Path)
         assert (await say(made, "two", name_of(first))).status == 200
 
 
-async def test_costly_answers_that_end_together_are_all_stored(tmp_path: Path) -> None:
+async def test_all_costly_answers_that_end_at_the_same_time_are_stored(tmp_path: Path) -> None:
     """The clients already have these answers and cannot send them again."""
     parser_pool = ParserPool()
     answers = Answers(stored(tmp_path), parser_pool=parser_pool)
@@ -309,6 +311,6 @@ def test_items_are_found_in_a_body_however_its_json_is_written(
     assert json.loads(b"[" + write_items(given) + b"]") == items
 
 
-def test_the_last_of_two_inputs_counts_even_with_an_escaped_name() -> None:
+def test_of_two_input_fields_the_last_counts_even_if_its_name_is_escaped() -> None:
     raw = b'{"input":"a", "\\u0069nput" : [ {"role":"user","content":"b"} ] }'
     assert orjson.loads(b"[" + b"".join(cut_items((raw,), find_items(raw))) + b"]") == [user("b")]

@@ -1,4 +1,4 @@
-"""Anthropic's Messages API through the gateway, as Anthropic's own SDK sees it."""
+"""The gateway serves Anthropic's Messages API to Anthropic's own SDK, errors included."""
 
 import asyncio
 import os
@@ -87,7 +87,7 @@ async def test_errors_of_the_messages_api_have_anthropics_shape(tmp_path: Path) 
                 await claude.messages.create(**asked(0), extra_body={"kv_transfer_params": {}})
 
 
-async def test_a_killed_decoder_ends_the_stream_in_an_error_event(tmp_path: Path) -> None:
+async def test_a_messages_stream_ends_in_an_error_event_when_its_decoder_is_killed(tmp_path: Path) -> None:
     async with fleet(tmp_path, decoders=0) as made, engine_process("d0", 0.05) as (info, pid):
         made.directory.engine_up(info)
         async with client(made) as claude:
