@@ -35,7 +35,7 @@ class ClientLeft(RouterError):
 
 
 class ApiError(RouterError):
-    """Base of all errors that clients receive. Each class has a status, OpenAI's type and a code."""
+    """Base of all errors that clients receive. Each class has an HTTP status, an OpenAI type and a code."""
 
     status: ClassVar[int] = 500
     type: ClassVar[str] = "server_error"
@@ -86,15 +86,15 @@ class BadRequest(ApiError, status=400, type=INVALID, code="bad_request"):
 
 
 class BadIdentity(BadRequest):
-    """An id that cannot name a conversation, or a message that is nested too deeply to be hashed."""
+    """The request's id cannot name a conversation, or a message is nested too deeply to be hashed."""
 
 
 class ContextTooLong(BadRequest, code="context_length_exceeded"):
-    """The prompt fits no engine of this fleet."""
+    """The prompt is too long for every engine of this fleet."""
 
 
 class Unsupported(BadRequest, code="unsupported"):
-    """The request is well formed, but this model or fleet cannot do it."""
+    """The request is well formed, but this model or fleet does not support it."""
 
 
 class Unauthorized(ApiError, status=401, type="authentication_error", code="invalid_api_key"):
@@ -125,11 +125,11 @@ class NotFound(ApiError, status=404, type=INVALID, code="not_found"):
 
 
 class ModelNotFound(NotFound, code="model_not_found"):
-    """No model has this name."""
+    """No model of this fleet has the requested name."""
 
 
 class MethodNotAllowed(ApiError, status=405, type=INVALID, code="method_not_allowed"):
-    """The path does not allow this method; ``allow`` lists those that it allows."""
+    """The path does not allow this method; ``allow`` lists the methods that it allows."""
 
 
 class RequestTimeout(ApiError, status=408, type=INVALID, code="request_timeout"):
@@ -179,7 +179,7 @@ class DirectoryUnavailable(Unavailable):
 
 
 class UpstreamError(ApiError, status=502, code="engine_error"):
-    """An engine failed. Never raised for a client's mistake."""
+    """An engine failed. A client's mistake never raises this error."""
 
 
 class EngineUnreachable(UpstreamError, code="engine_unreachable"):
@@ -191,7 +191,7 @@ class EngineLost(UpstreamError, code="engine_lost"):
 
 
 class SetAside(UpstreamError, code="request_set_aside"):
-    """The request is in quarantine: two engines ended while running it. A header stops client retries."""
+    """The request is in quarantine: two engines ended while running it. Clients are told not to retry."""
 
     def headers(self) -> list[tuple[bytes, bytes]]:
         return [*super().headers(), (b"x-should-retry", b"false")]
@@ -206,7 +206,7 @@ class EngineSilent(UpstreamError, status=504, code="engine_timeout"):
 
 
 class EngineBusy(UpstreamError, status=503, code="engine_busy"):
-    """All connections to this engine stayed in use for the whole waiting time."""
+    """No connection to the engine became free in the time that a request may wait for one."""
 
 
 class ErrorShape(NamedTuple):

@@ -70,7 +70,7 @@ class SteadyClock:
         return self._zero + self._since_boot()
 
     def not_before(self, newest: float) -> None:
-        """Move forward to the newest time in a store, if this clock is behind it."""
+        """Move this clock forward to `newest`, the newest time in a store, if the clock is behind it."""
         self._zero = max(self._zero, newest - self._since_boot())
 
 
@@ -89,7 +89,7 @@ AT_LATEST_S = 3600.0
 
 
 def settle_heap() -> None:
-    """Exempt all existing objects from garbage collection; called once, at the end of start-up.
+    """Exempt all existing objects from garbage collection. Call this once, at the end of start-up.
 
     The process has to run `collect_when_idle` from then on.
     """

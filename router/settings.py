@@ -36,7 +36,7 @@ SETTINGS = ConfigDict(
 
 
 def seconds(value: object) -> object:
-    """Convert `10m` to 600.0; leave anything else to pydantic's own check."""
+    """Convert a text such as `10m` to seconds (600.0); leave other values to pydantic's own check."""
     if not isinstance(value, str):
         return value
     match = _PATTERN.match(value.strip())
