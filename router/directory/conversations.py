@@ -125,8 +125,8 @@ class ConversationRecords:
     def park(self, key: str, engine: str) -> bool:
         """Mark a conversation as parked; return False if it is unknown or has a running turn.
 
-        An engine that parks at once may report this before the gateway reports the turn's end. The turn's end
-        then marks the conversation as parked.
+        An engine that parks at once may report the parking before the gateway reports the turn's end. In that
+        case, the turn's end marks the conversation as parked.
         """
         conversation = self._live.get(key)
         if conversation is None:
@@ -285,8 +285,8 @@ class ConversationTimeline:
 class Timeline:
     """Recent events of conversations with their times, which the dashboard shows.
 
-    It keeps the conversations with the latest events, and of each the latest spans. Placement does not read
-    it.
+    It keeps the conversations with the latest events, and the latest spans of each. It has no influence on
+    placement.
     """
 
     def __init__(self, conversations: int = 200, spans: int = 64) -> None:
@@ -330,7 +330,7 @@ class Timeline:
             self._begin(one, SpanKind.IDLE, now)
 
     def newest_first(self, since: float) -> Iterator[dict[str, Any]]:
-        """Yield timelines, except of conversations that ended before `since`; a span is [kind, begin]."""
+        """Yield all timelines, except of conversations that ended before `since`; a span is [kind, begin]."""
         for one in reversed(self._conversations.values()):
             if one.ended is not None and one.spans and one.spans[-1][1] < since:
                 continue

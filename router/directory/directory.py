@@ -60,7 +60,7 @@ class DirectorySettings:
 
 
 class Directory:
-    """Directory without its network. `deploy` reports engines to it; `server.py` calls it for gateways."""
+    """Directory without a network server. `deploy` reports engines; `server.py` calls it for gateways."""
 
     def __init__(
         self,
@@ -277,8 +277,8 @@ class Directory:
     def activities_seen(self, gateway: str, first: int, count: int) -> int:
         """Return how many of a report's activities are already known, and count the others as known.
 
-        A gateway sends a report without an answer again, however long it was silent, so a report can arrive
-        twice, and late. It must not begin turns again that have ended.
+        A gateway repeats a report until it is answered, however long the gateway was silent. A report can
+        therefore arrive twice, and late; it must not begin turns again that have ended.
         """
         self.heard_from(gateway)
         taken = self._activities.pop(gateway, 0)

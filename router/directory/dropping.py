@@ -1,8 +1,8 @@
 """Tells groups of decoders to share their layers under overload, and to restore them afterwards.
 
-`placement/overload/` decides, from what engines report. If an engine does not get its command, or refuses it,
-the others of its group wait for it in vain and keep their whole models. A change takes up to two minutes.
-Rounds go on meanwhile and leave the changing engines alone.
+`placement/overload/` decides from what engines report. If an engine does not get its command, or refuses it,
+the other engines of its group wait for it in vain and keep their whole models. A change takes up to two
+minutes. Rounds go on meanwhile and leave the engines in a change alone.
 """
 
 import asyncio
@@ -122,7 +122,7 @@ class Dropper:
                 del self._changing[engine]
 
     def _is_to_be_logged(self) -> bool:
-        """Count a failed change. Return True for the 1st, 2nd, 4th, ..., as one may fail every second."""
+        """Count a failure. Return True for the 1st, 2nd, 4th, ... failure, as one may occur every second."""
         metrics.OVERLOAD_ROUNDS_FAILED.inc()
         self._failed += 1
         return self._failed.bit_count() == 1
@@ -144,7 +144,7 @@ class Dropper:
         return self._silent
 
     def _say(self, orders: SplitOrders) -> None:
-        """Log why no group is formed although KV is lacking, once for each reason in a row."""
+        """Log why no group is formed although KV is lacking, but not the same reason twice in a row."""
         why = orders.why_no_more.value if orders.why_no_more else ""
         if why and why != self._said:
             log.warning("nothing is dropped reason=%s", why)

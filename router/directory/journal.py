@@ -56,7 +56,7 @@ class JournalError(RouterError):
 
 @dataclass(frozen=True, slots=True)
 class Row:
-    """Fact about a subject, in a named slot. A row without a payload deletes its slot, or all slots."""
+    """Fact about a subject, in a named slot. Without payload, a row deletes its slot, or all slots."""
 
     subject: str
     slot: str = ""
@@ -64,7 +64,7 @@ class Row:
 
     @property
     def is_optional(self) -> bool:
-        """Return whether losing the row would only make counts or prompt ends outdated after a restart."""
+        """Return whether a loss of the row would only leave counts or prompt ends outdated at a restart."""
         return self.payload is not None and (self.slot == TURNS or self.slot.startswith(NODE))
 
 
@@ -100,7 +100,7 @@ class Journal:
 
     @classmethod
     def create(cls, path: Path, rows: Iterable[Row]) -> None:
-        """Create a new file with these rows."""
+        """Create a new journal file that contains `rows`."""
         made = cls(path)
         try:
             made._write(list(rows))
@@ -325,7 +325,7 @@ def salvage(path: Path) -> tuple[list[Row], int]:
 
 
 def replace(path: Path, rows: list[Row], suffix: str) -> Path:
-    """Replace a damaged journal by a new one with these rows; return the new path of the damaged file."""
+    """Replace a damaged journal by a new one that contains `rows`; return the damaged file's new path."""
     new, kept = path.with_name(f"{path.name}.repaired"), path.with_name(f"{path.name}.{suffix}")
     new.unlink(missing_ok=True)
     Journal.create(new, rows)

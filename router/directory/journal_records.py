@@ -56,7 +56,7 @@ def engine_gone(name: str) -> Row:
 
 @dataclass(slots=True)
 class Remembered:
-    """Engines and conversations that the journal remembers, in order of use."""
+    """Engines and conversations rebuilt from a journal, in order of use."""
 
     engines: list[EngineInfo]
     conversations: list[tuple[ConversationRecord, tuple[str, int, float] | None, list[End]]]

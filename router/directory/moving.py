@@ -124,7 +124,7 @@ class IdleMoves:
         return False
 
     def _idle(self, engine: str, now: float) -> Iterator[tuple[ConversationRecord, Binding]]:
-        """Yield the idle conversations that an engine can send now, with their bindings."""
+        """Yield the idle conversations, with their bindings, whose KV an engine can send now."""
         if not self._placing.can_send(engine):
             return
         for key in self._bindings.bound_to(engine):

@@ -39,7 +39,7 @@ class Effects:
 
 
 class Placing:
-    """Places turns, with parts of the binding table. The table owns them and the queue of waiting turns."""
+    """Places turns, and works on parts of the binding table, which also owns the queue of waiting turns."""
 
     def __init__(
         self,
@@ -54,7 +54,7 @@ class Placing:
         self._fleet, self._nodes, self._effects = fleet, nodes, effects
 
     def tokens_to_compute(self, ask: Ask, now: float) -> int:
-        """Estimate the tokens that a turn will compute, by which owners' fair shares are counted."""
+        """Estimate the tokens that a turn will compute, which are charged to its owner's fair share."""
         if ask.uncached_tokens is not None:
             return ask.uncached_tokens
         return self._placer.uncached_tokens(ask.prompt_tokens, ask.prefixes, now)

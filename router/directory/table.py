@@ -185,7 +185,7 @@ class BindingTable:
     # Engines
 
     def engine_up(self, info: EngineInfo) -> bool:
-        """Add an engine; return False if a restarted keeper or directory announced a known one again."""
+        """Add an engine; return False if it is known already, as after a restart of keeper or directory."""
         if self.fleet.info(info.engine) != info:
             self._effects.rows.append(journal.engine(info))
         new = self.fleet.up(info)
@@ -201,7 +201,7 @@ class BindingTable:
         return taken
 
     def engine_down(self, engine: str) -> None:
-        """Void a lost engine's bindings. If it later reports in the same epoch, they hold again."""
+        """Void a lost engine's bindings. If the engine later reports in the same epoch, they hold again."""
         info = self.fleet.down(engine)
         if info is not None:
             self._effects.rows.append(journal.engine_gone(engine))
@@ -209,7 +209,7 @@ class BindingTable:
                 self.not_released(engine, info.epoch, key)
 
     def not_released(self, engine: str, epoch: int, key: str) -> None:
-        """Note that an unreachable engine may hold a conversation. Its next report binds or releases it."""
+        """Note that an unreachable engine may hold a conversation, to bind or release at its next report."""
         if self._left_on.get(engine, (0,))[0] != epoch:
             self._left_on[engine] = epoch, set()
         self._left_on[engine][1].add(key)
@@ -286,7 +286,7 @@ class BindingTable:
     def _lost(self, ask: Ask, engine: str, epoch: int, now: float) -> None:
         """Suspect a decoder that a gateway could not reach, and unbind the conversation from it.
 
-        Nothing new goes to the engine until its next report.
+        No turn is placed on the engine until its next report.
         """
         self.fleet.suspect(engine, epoch)
         conversation = self.conversations.get(ask.key)
@@ -297,7 +297,7 @@ class BindingTable:
             self._placing.unbind(binding, now)
 
     def _void(self, engine: str, epoch: int) -> list[str]:
-        """Void the bindings to an engine up to an epoch; return their conversations."""
+        """Void the bindings to an engine up to `epoch`, and return the conversations that were bound."""
         keys = [binding.key for binding in self._bindings.void_epoch(engine, epoch)]
         self._effects.rows.extend(map(journal.unbound, keys))
         return keys

@@ -41,7 +41,7 @@ class Waiter:
 
 
 class Flow:
-    """Queue of one flow's waiting turns. An owner with more than `FLOWS` flows has several in one queue."""
+    """Queue of one flow's waiting turns. Of an owner with more than `FLOWS` flows, some share a queue."""
 
     def __init__(self) -> None:
         self.waiters: list[Waiter] = []
@@ -125,7 +125,8 @@ class OwnerQueue:
     def may_pass(self, ask: Ask, tokens: int, due: float, now: float) -> bool:
         """Return whether an arriving turn goes before all turns that wait here.
 
-        It does if its flow has enough left of its share, and if it weighs more than each or is due sooner.
+        It does if its flow has enough left of its share, and if it weighs more than each waiting turn or is
+        due sooner.
         """
         own = self.lane(ask.flow)
         if not self.flows.keys() <= {own} and tokens > self.rounds.left(own):

@@ -58,7 +58,7 @@ class Known:
 class Cache:
     """Conversations that this gateway serves, and bindings of conversations that other gateways serve.
 
-    Both are bounded; the least recently used ones are dropped.
+    The numbers of both are limited; the least recently used conversations are dropped first.
     """
 
     def __init__(self, max_conversations: int, max_nodes: int) -> None:
@@ -202,7 +202,7 @@ class EngineList:
         self._changed = asyncio.Event()
 
     async def wait_for(self, engine: str, epoch: int, bound_s: float) -> EngineInfo | None:
-        """Wait for the push of an engine that the directory named in an answer; None after `bound_s`."""
+        """Wait for the push of an engine that the directory's answer named; return None after `bound_s`."""
         try:
             async with asyncio.timeout(bound_s):
                 while (info := self.alive(engine, epoch)) is None:

@@ -36,7 +36,7 @@ class PlaceCalls:
     """Combines requests for placement into calls, so that turns which begin together share the cost."""
 
     def __init__(self, stub: Stub, on_abandoned: Callable[[Ask], None]) -> None:
-        """Prepare to call; `on_abandoned` receives each request whose caller left before its call ended."""
+        """Create an idle sender. `on_abandoned` receives requests whose caller left before the call ended."""
         self._stub, self._on_abandoned = stub, on_abandoned
         self._pending: list[_WaitingAsk] = []
         self._some = asyncio.Event()

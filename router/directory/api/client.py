@@ -69,7 +69,7 @@ class DirectoryClient:
         self._tasks: list[asyncio.Task[None]] = []
 
     async def start(self, metrics_page: str = "") -> None:
-        """Connect. `metrics_page` is host:port of this process's metrics page, for the directory's list."""
+        """Connect, and tell the directory the host:port of this process's metrics page, if it has one."""
         self._tasks = [
             asyncio.create_task(self._watch_forever(metrics_page)),
             asyncio.create_task(self._places.run()),

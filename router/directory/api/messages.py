@@ -73,9 +73,9 @@ class PlaceAnswer:
 class IdentifyRequest:
     """Request for the conversation that a prompt continues.
 
-    A gateway asks twice. The first request has the links of the prompt's chain. Its answer names the lengths
-    of known tails, and the second request has the digests of the prefixes with these tails. Both lists begin
-    with the longest prefix.
+    A gateway asks twice. Its first request has the links of the prompt's chain, and the answer says how many
+    bytes after each link known prompts ended. The second request has the digests of the prompt's prefixes
+    that end there. Both lists begin with the longest prefix.
     """
 
     links: tuple[bytes, ...] = ()
@@ -147,7 +147,7 @@ class ReportRequest:
 
 @dataclass(frozen=True, slots=True)
 class Spent:
-    """Usage of a key at a gateway: grants since the gateway's last report, and turns that run there now."""
+    """Usage of a key at a gateway: what was granted since the last report, and the turns that run there."""
 
     key: str
     requests: int

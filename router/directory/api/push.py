@@ -1,7 +1,7 @@
 """Collects changes for each gateway and pushes them over the gateway's stream.
 
-One process at a time has the name of a gateway. When a new process connects under the name, the turns of the
-process before it have ended.
+Only one process at a time has the name of a gateway. When a new process connects under the name, the turns of
+the former process count as ended.
 """
 
 import asyncio
@@ -90,7 +90,7 @@ class GatewayStreams:
         return gateway in self._by_gateway
 
     def pages(self, *, of_batch: bool) -> tuple[str, ...]:
-        """Return the addresses of the gateways' metrics pages, or with `of_batch`, of the batch process's."""
+        """Return the metrics pages of all gateways, or if `of_batch` is True, that of the batch process."""
         streams = self._by_gateway.items()
         pages = {one.page for name, one in streams if name.startswith(f"{BATCH}.") is of_batch and one.page}
         return tuple(sorted(pages))
