@@ -23,12 +23,12 @@ class Addresses:
     """
 
     def __init__(self, trusted: Sequence[str]) -> None:
-        """Trust proxies in these networks, such as 10.0.0.0/8."""
+        """Trust the proxies in the networks `trusted`, such as 10.0.0.0/8."""
         self._trusted = [ip_network(network) for network in trusted]
         self._parse = lru_cache(_CACHED)(_parse)
 
     def of(self, request: Request) -> str:
-        """Return the address of the request's caller; empty for a connection without one."""
+        """Return the address of the request's caller; an empty text if the connection has no address."""
         peer = request.peer[0] if request.peer is not None else ""
         if not self._trusted or not self._trusts(self._parse(peer)):
             return peer
