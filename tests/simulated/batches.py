@@ -1,4 +1,4 @@
-"""Offline work in a world: the batch process, and an owner of a batch who checks its results."""
+"""Offline work in a simulated run: the batch process, and an owner of a batch who checks its results."""
 
 import asyncio
 import json

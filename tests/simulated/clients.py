@@ -15,7 +15,7 @@ PATIENCE_S = 120.0  # far beyond what a gateway may take
 
 @dataclass
 class Answer:
-    """Outcome of one request: its status (0: the connection broke), and the seconds until its end."""
+    """Outcome of one request: its status (0 if the connection broke), and the seconds until its end."""
 
     status: int
     seconds: float
@@ -24,7 +24,7 @@ class Answer:
 
 
 class SimulatedAgent:
-    """One conversation: some turns, each through one of the gateways, and sometimes its explicit end."""
+    """Agent with one conversation: some turns, each through one of the gateways, and maybe a DELETE."""
 
     def __init__(
         self, key: str, conversation: str, gateways: list[str], draw: Random, done: Callable[[Answer], None]
@@ -79,7 +79,7 @@ class SimulatedAgent:
 async def exceed_limits(
     key: str, gateways: list[str], draw: Random, until: float, done: Callable[[Answer], None]
 ) -> None:
-    """Send more requests than a key may, each a short turn of a new conversation, through all gateways."""
+    """Send more requests than a key's limits allow, through all gateways; each begins a conversation."""
     loop = asyncio.get_running_loop()
     asking: list[asyncio.Task[Answer]] = []
     body = {"model": MODEL, "messages": [{"role": "user", "content": "hi"}], "max_tokens": 4}

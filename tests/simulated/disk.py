@@ -1,4 +1,4 @@
-"""Disks of simulated hosts: real files and the real SQLite; a layer below records writes and lets them fail.
+"""Disks of simulated hosts: real files and the real SQLite, above a layer that records and fails writes.
 
 A shim below SQLite (a VFS) sees each write and each sync. A loss of power undoes writes that were not synced:
 any part of them may have reached the disk, in any order. A crash of a process loses nothing that it wrote.
@@ -36,7 +36,7 @@ class File:
 
 
 class Disk:
-    """Disk of one host."""
+    """Disk of one host, which can be full, slow or failing, and can lose writes that were not synced."""
 
     def __init__(self, root: Path, name: str, random: Random) -> None:
         self.slow_s = 0.0  # longer for each call of a thread

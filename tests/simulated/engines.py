@@ -53,7 +53,7 @@ class Control(ControlSocketServer):
 
 
 class StandInEngine:
-    """One epoch of an engine, in its own process."""
+    """Engine of one epoch, in a process of its own, which holds and reports KV but computes nothing."""
 
     def __init__(
         self, name: str, role: Role, epoch: int, kv_tokens: int, directory: Path, fabric: Fabric

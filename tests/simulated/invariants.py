@@ -120,7 +120,7 @@ class Monitor:
             self.violated("no turn waits beyond its limit", f"a place took {waited_s:.1f} of {limit_s:.1f} s")
 
     def turn_runs(self, gateway: SimulatedProcess, key: str, route: Route) -> None:
-        """Check that a gateway runs a turn where the directory has its conversation."""
+        """Check that a gateway runs a turn on the decoder to which its conversation is bound."""
         self.count("turns")
         engine, epoch = route.decoder.engine, route.decoder.epoch
         runs = self.world.engine_runs

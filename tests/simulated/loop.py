@@ -31,7 +31,7 @@ _numbers = itertools.count()
 
 
 def number_of(one: Any) -> int:
-    """Return an object's serial number. Used as its hash, it keeps memory addresses out of sets' order."""
+    """Return an object's serial number, which as its hash gives sets the same order in every run."""
     if (number := getattr(one, "_number", None)) is None:
         number = one._number = next(_numbers)
     return int(number)
@@ -78,7 +78,7 @@ class SimulatedProcess:
                 callback()
 
     def freeze(self, seconds: float) -> None:
-        """Stop the process for a while, like a full garbage collection or SIGSTOP does."""
+        """Stop the process for `seconds`, as a full garbage collection or SIGSTOP does."""
         now = self.loop.time()
         until = max(self.frozen_until, now + seconds)
         self.frozen_s += until - max(self.frozen_until, now)
@@ -256,5 +256,5 @@ class VirtualLoop(asyncio.BaseEventLoop):
 
 
 def _port_of(path: object) -> int:
-    """Return a number that stands for a Unix socket among its host's ports."""
+    """Return a port number that stands for the Unix socket at `path`."""
     return 1_000_000 + zlib.crc32(str(path).encode())

@@ -130,7 +130,7 @@ class Network:
         return self._listeners.get((host, port))
 
     def answers(self, asker: str, host: str, port: int) -> bool:
-        """Return whether something listens at an address that the caller can reach."""
+        """Return whether something listens at `host` and `port`, and `asker` can reach it."""
         return not self.is_cut(asker, host) and self.listener(host, port) is not None
 
     # Connections: what two processes share and lose together

@@ -1,4 +1,4 @@
-"""The product's processes in a world: configuration, start, and restart after an end."""
+"""The product's processes in a simulated run: how they are configured, started and restarted."""
 
 import asyncio
 import json

@@ -1,4 +1,4 @@
-"""The simulation holds its invariants, replays exactly, and finds deliberate bugs."""
+"""Simulated runs keep the invariants and replay exactly, and deliberate bugs are found."""
 
 import json
 import subprocess

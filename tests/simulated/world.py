@@ -197,7 +197,7 @@ class World:
             self.monitor.violated("no step fails", f"{process.name}: {what!r}")
 
     def _unit_failed(self, error: BaseException) -> None:
-        """Record a process that ended by itself. A failing disk may end one, which is then restarted."""
+        """Count a process that ended by itself, as only a failing disk or a newer directory may make it."""
         self.monitor.count(f"ended by {type(error).__name__}")
         ends = JournalError | OSError | sqlite3.Error | SQLAlchemyError | DirectorySuperseded
         if not isinstance(error, ends):
@@ -497,7 +497,7 @@ def prepare() -> None:
 
 
 def run(seed: int) -> RunResult:
-    """Run the world of one seed."""
+    """Run the world that is drawn from `seed`, and return the outcome."""
     root = Path(tempfile.mkdtemp(prefix="simulated-"))
     try:
         world = World(seed, root)
