@@ -86,7 +86,7 @@ def test_the_chain_of_a_longer_prompt_contains_the_end_of_its_prefix(
 
 
 @given(MESSAGES)
-def test_prompts_of_different_owners_models_or_users_share_no_chain(messages: list[Any]) -> None:
+def test_prompts_of_different_owners_models_or_users_have_different_chains(messages: list[Any]) -> None:
     ends = {
         chains.of_messages(chains.seed(*who), messages).end.link
         for who in (("a", "m"), ("b", "m"), ("a", "n"), ("a", "m", "u"))

@@ -60,7 +60,7 @@ async def told(made: FakeFleet, conversation: str) -> dict[str, Any]:
 
 
 async def retried_and_compacted(made: FakeFleet, headers: Headers) -> set[str]:
-    """Send a turn, send it again as after a timeout, then replace the history by a summary."""
+    """Send a turn, the same turn as after a timeout, and a turn whose history is replaced by a summary."""
     before = [SYSTEM, user("long work"), assistant("done"), user("and more")]
     given_up = asyncio.create_task(ask(made.urls[0], before, headers=headers, max_tokens=2000, stream=True))
     await until(lambda: any(one.running for one in made.engines.values()))

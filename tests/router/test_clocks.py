@@ -16,7 +16,7 @@ from tests.support.engines import info, placer, state
 
 @dataclass
 class MachineClocks:
-    """Clocks of a machine; a jump moves only the system clock."""
+    """System clock and monotonic clock of a machine, of which a jump moves only the system clock."""
 
     system: float = 1_800_000_000.0
     up: float = 500.0

@@ -239,7 +239,7 @@ def _all(made: FakeFleet) -> list[SeenRequest]:
 
 
 async def test_the_metrics_count_the_turns_of_a_conversation(tmp_path: Path) -> None:
-    """All tests of a process share the metrics registry, so only differences are checked."""
+    """All tests of a process share the metrics registry, so the test checks only differences."""
     names = {
         "first": 'conserve_placements_total{cause="first_turn",policy="conserve"}',
         "asked": 'conserve_transfers_asked_total{cause="first_turn"}',

@@ -1,4 +1,4 @@
-"""First turns are computed on the engine that has their first token soonest, over real sockets."""
+"""Over real sockets, a first turn is computed on the engine that yields its first token soonest."""
 
 import asyncio
 from collections.abc import AsyncIterator

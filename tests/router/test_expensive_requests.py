@@ -74,7 +74,7 @@ UNKNOWN = ["/v1/batches/", "/v1/batchesX", "/v1/files/a%2F..%2F..%2Fb", "/v1/fil
 
 @pytest.fixture
 async def restricted(tmp_path: Path) -> AsyncIterator[FakeFleet]:
-    """Start a fleet of two models, with a key for one of them that may not create batches."""
+    """Start a fleet of two models, with a key that permits only one of them and no batches."""
     models = (ServedModel(MODEL), ServedModel("another"))
     some = replace(inline_keys(("some",), ())[0], models=("another",))
     async with fleet(tmp_path, models=models, keys=(some,), batch=BatchAddress("127.0.0.1:9")) as one:

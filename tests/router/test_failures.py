@@ -44,7 +44,7 @@ async def engine_process(name: str, token_s: float) -> AsyncIterator[tuple[Engin
         await process.wait()
 
 
-async def test_a_killed_decoder_ends_its_stream_in_an_error_and_its_conversation_continues(
+async def test_a_conversation_continues_after_its_decoder_was_killed_during_a_stream(
     tmp_path: Path,
 ) -> None:
     async with fleet(tmp_path, decoders=0) as made, engine_process("d0", 0.05) as (info, pid):

@@ -1,4 +1,4 @@
-"""OpenTelemetry's histograms for generative AI exist for each operation and model."""
+"""Requests are counted in OpenTelemetry's histograms for generative AI, by operation and model."""
 
 from pathlib import Path
 

@@ -1,4 +1,4 @@
-"""Hints are accepted in every spelling, and park, prefetch or end a conversation."""
+"""Clients' hints park, prefetch or end a conversation, and are accepted in several spellings."""
 
 import asyncio
 import time
@@ -23,7 +23,7 @@ LIVES = ("long", "604800"), ("short", "0.5")
 
 
 def envelope(**actions: Any) -> dict[str, Any]:
-    """Encode a hint as vLLM's `KvHintsEnvelope`."""
+    """Return a request body that holds `actions` as hints in vLLM's `KvHintsEnvelope`."""
     listed = [
         {
             "action_id": name,
@@ -174,7 +174,7 @@ async def away(made: FakeFleet, seconds: float) -> None:
     assert answer.status == 200
 
 
-async def test_an_announced_tool_call_parks_at_once_and_prefetches_before_its_end(tmp_path: Path) -> None:
+async def test_a_conversation_is_prefetched_before_its_announced_tool_call_ends(tmp_path: Path) -> None:
     async with fleet(tmp_path) as made:
         began = time.monotonic()
         await away(made, 4.0)
@@ -188,7 +188,7 @@ async def test_an_announced_tool_call_parks_at_once_and_prefetches_before_its_en
         assert len(decoder_of(made).seen) == 1  # a prefetch is not a request to the decoder
 
 
-async def test_a_turn_that_arrives_before_its_prefetch_cancels_it(tmp_path: Path) -> None:
+async def test_a_turn_that_arrives_early_cancels_the_prefetch_of_its_conversation(tmp_path: Path) -> None:
     async with fleet(tmp_path) as made:
         await away(made, 0.6)
         await ask(made.urls[0], [user("x" * 500), assistant("a"), user("b")], headers=NAMED)
@@ -255,7 +255,7 @@ async def test_a_conversation_ends_after_the_lifetime_that_its_client_asked_for(
         assert sorted(life for one in made.engines.values() for life in one.lives.values()) == [0.1, 600.0]
 
 
-async def test_a_requested_lifetime_is_capped_by_the_fleet_and_the_client_learns_it(tmp_path: Path) -> None:
+async def test_a_client_learns_that_the_fleet_capped_the_lifetime_it_asked_for(tmp_path: Path) -> None:
     async with fleet(tmp_path, ttl_s=0.3, longest_ttl_s=0.6) as made:
         long, short = ({"x-session-id": name, "x-conversation-ttl": ttl} for name, ttl in LIVES)
         answers = [await ask(made.urls[0], [user("hi")], headers=one) for one in (long, short)]

@@ -6,7 +6,7 @@ from tests.support.fake_fleet import ask, assistant, fleet, user
 from tests.support.waiting import until
 
 
-async def test_the_turns_after_a_move_go_to_the_new_decoder_from_every_gateway(tmp_path: Path) -> None:
+async def test_after_a_move_every_gateway_sends_turns_to_the_new_decoder(tmp_path: Path) -> None:
     async with fleet(tmp_path, gateways=2, sends=True, placing={"relieve_hot": True}) as made:
         messages = [user("hello")]
         first = await ask(made.urls[0], messages)

@@ -61,7 +61,7 @@ def test_of_two_matches_the_conversation_named_after_the_correlation_id_is_chose
     assert decide(table, prompt("a", "b")).conversation == "k:c-1"
 
 
-def test_a_sub_agent_has_a_conversation_with_its_own_id_and_a_parent() -> None:
+def test_a_sub_agent_has_a_conversation_of_its_own_with_a_parent() -> None:
     claude = {"x-claude-code-session-id": "s", "x-claude-code-agent-id": "a2"}
     assert (explicit_identity(claude, {}).id, explicit_identity(claude, {}).parent) == ("s.a2", "s")
     nested = {**claude, "x-claude-code-parent-agent-id": "a1"}
@@ -119,14 +119,14 @@ def decide(table: NodeTable, asked: Chain, running: frozenset[str] = frozenset()
     return resolve_prefix(table.find(asked), asked.end.digest, running.__contains__)
 
 
-def test_an_unknown_prompt_is_a_new_conversation() -> None:
+def test_a_prompt_without_a_known_prefix_is_a_new_conversation() -> None:
     table = NodeTable(100)
     table.record(prompt("a", "b").end, "one")
     assert decide(table, prompt("a", "c")).match is PrefixMatch.NEW  # only the ends of requests are nodes
     assert decide(table, prompt("a")).match is PrefixMatch.NEW
 
 
-def test_a_prompt_that_extends_the_tip_continues_the_conversation() -> None:
+def test_a_prompt_that_extends_the_newest_one_continues_its_conversation() -> None:
     table = NodeTable(100)
     table.record(prompt("a").end, "one")
     got = decide(table, prompt("a", "b", "c"))
@@ -137,7 +137,7 @@ def test_a_prompt_that_extends_the_tip_continues_the_conversation() -> None:
     )
 
 
-def test_a_prompt_that_extends_an_older_point_forks_from_it() -> None:
+def test_a_prompt_that_extends_an_older_one_forks_its_conversation() -> None:
     table = NodeTable(100)
     table.record(prompt("a").end, "one")
     table.record(prompt("a", "b", "c").end, "one")
@@ -239,7 +239,7 @@ def test_a_node_table_is_empty_after_all_conversations_are_forgotten() -> None:
 @settings(max_examples=150)
 @given(st.lists(st.tuples(st.integers(0, 5), st.integers(0, 2)), max_size=30))
 def test_every_branch_of_a_tree_of_prompts_keeps_its_own_conversation(steps: list[tuple[int, int]]) -> None:
-    """Branches grow in turn. Each is identified as its own conversation, whatever the other branches did."""
+    """The branches grow alternately; each stays its own conversation, whatever the other branches do."""
     table = NodeTable(10_000)
     root = ["root"]
     table.record(prompt(*root).end, "c0")

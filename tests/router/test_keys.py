@@ -94,7 +94,7 @@ def test_an_error_in_a_keys_file_names_its_line(text: str, said: str) -> None:
     assert said in str(wrong.value).splitlines()[0]
 
 
-async def test_a_key_may_do_what_its_scopes_allow(tmp_path: Path) -> None:
+async def test_a_key_may_do_only_what_its_scopes_allow(tmp_path: Path) -> None:
     file = tmp_path / "keys"
     file.write_text(
         entry("work", "search")
@@ -128,7 +128,7 @@ async def test_a_key_may_do_what_its_scopes_allow(tmp_path: Path) -> None:
         assert made.decoder_requests()[0].conversation == "search:c"
 
 
-async def test_a_new_key_of_an_owner_sees_the_data_of_the_old_one(
+async def test_an_owners_new_key_sees_the_data_of_its_old_key(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     monkeypatch.setattr("router.process.LOOK_EVERY_S", 0.05)
@@ -169,7 +169,7 @@ WRONG = ("- {[a]: b}\n", "[" * 60_000 + "]" * 60_000, "- {id: one}\n", "\0", "#"
 
 
 @pytest.mark.parametrize("text", WRONG, ids=range(len(WRONG)))
-async def test_a_valid_keys_file_is_read_after_an_invalid_one(
+async def test_a_keys_file_is_read_again_once_its_error_is_corrected(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, text: str
 ) -> None:
     monkeypatch.setattr("router.process.LOOK_EVERY_S", 0.02)
@@ -266,7 +266,7 @@ async def test_a_gateway_whose_keys_file_is_missing_answers_401(tmp_path: Path) 
 
 
 async def test_keys_in_the_fleet_file_stay_valid_beside_a_keys_file(tmp_path: Path) -> None:
-    """Each inline key keeps its own owner. An entry of the file with its hash replaces the inline key."""
+    """Each inline key keeps its own owner. An entry of the keys file with the same hash replaces it."""
     file = tmp_path / "keys"
     given = inline_keys(("first", "second"), ())
     file.write_text(entry("second", given[1].owner, scopes=["read"]))

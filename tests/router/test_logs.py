@@ -19,7 +19,7 @@ CANARY = "canary-7f3a"
 
 @pytest.fixture
 def lines() -> Iterator[io.StringIO]:
-    """Yield what all loggers write during a test, in the log format of our processes."""
+    """Yield a text that receives the lines of all loggers during a test, in our processes' log format."""
     written, root = io.StringIO(), logging.getLogger()
     handler, level = logging.StreamHandler(written), root.level
     handler.setFormatter(OneLine())

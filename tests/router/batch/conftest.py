@@ -22,13 +22,13 @@ def postgres_server() -> Iterator[str | postgres.Absent]:
 
 @pytest.fixture(params=["sqlite", "postgresql"])
 def store_url(request: pytest.FixtureRequest, tmp_path: Path) -> str:
-    """Yield the URL of each kind of store, for tests of the store itself."""
+    """Return the URL of an empty store, for tests that run on SQLite and on PostgreSQL."""
     return _store_url(request, tmp_path)
 
 
 @pytest.fixture(params=["sqlite", pytest.param("postgresql", marks=pytest.mark.slow)])
 def either_url(request: pytest.FixtureRequest, tmp_path: Path) -> str:
-    """Yield the URL of a store for end-to-end tests; the slow run repeats them on PostgreSQL."""
+    """Return the URL of an empty store for end-to-end tests; the slow run repeats them on PostgreSQL."""
     return _store_url(request, tmp_path)
 
 

@@ -14,12 +14,12 @@ _START_S = 30.0
 
 
 class Absent(Exception):
-    """PostgreSQL is not available here. The message says why."""
+    """PostgreSQL is not available on this machine; the text says why."""
 
 
 @contextmanager
 def private_server() -> Iterator[str]:
-    """Run PostgreSQL and yield the folder of its socket."""
+    """Run PostgreSQL, and yield the folder that contains its Unix socket."""
     bin_dir = _binaries()
     user = _unprivileged()
     folder = Path(tempfile.mkdtemp(prefix="conserve-pg-"))

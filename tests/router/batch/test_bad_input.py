@@ -179,7 +179,9 @@ async def test_unknown_fields_of_a_line_are_dropped_unless_the_fleet_refuses_the
     assert "frobnicate" not in seen and seen["messages"]
 
 
-async def test_each_bad_line_is_named_with_its_error(small: GatewayWithBatch, engine: OfflineEngine) -> None:
+async def test_a_failed_batch_lists_each_bad_line_with_its_error(
+    small: GatewayWithBatch, engine: OfflineEngine
+) -> None:
     assert len(BAD_LINES) >= 30
     async with small.client() as client:
         for name, (bad, code, param) in BAD_LINES.items():
@@ -202,7 +204,7 @@ async def test_each_bad_line_is_named_with_its_error(small: GatewayWithBatch, en
         (jsonl([line("a"), line("b"), line("c", method="PUT")]), "invalid_method", 3),
     ],
 )
-async def test_invalid_files_are_refused_as_a_whole(
+async def test_a_batch_with_an_invalid_file_fails_as_a_whole(
     small: GatewayWithBatch, data: bytes, code: str, line_number: int | None
 ) -> None:
     async with small.client() as client:
@@ -240,7 +242,7 @@ async def test_a_failed_batch_lists_its_bad_lines_only_up_to_the_limit(small: Ga
         assert [error.line for error in batch.errors.data] == [1, 2, 3, 4, 5]
 
 
-async def test_a_missing_last_newline_and_crlf_are_accepted(small: GatewayWithBatch) -> None:
+async def test_a_file_with_crlf_or_without_a_last_newline_is_accepted(small: GatewayWithBatch) -> None:
     async with small.client() as client:
         data = jsonl([line("a"), line("b")]).replace(b"\n", b"\r\n").rstrip()
         batch = await ended(client, await submit(client, data))
@@ -274,7 +276,7 @@ def test_the_token_estimate_of_a_line_is_limited_to_what_the_store_holds() -> No
     assert checked.est_tokens == len(data) // 4 + 8
 
 
-async def test_a_batch_that_cannot_be_validated_fails_and_others_go_on(
+async def test_a_batch_whose_validation_crashes_fails_and_later_ones_go_on(
     small: GatewayWithBatch, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     real = RequestTable.load

@@ -33,7 +33,9 @@ async def status_of(client: AsyncOpenAI, batch: Batch) -> Batch | None:
 
 
 @pytest.mark.slow
-async def test_a_batch_survives_kills_at_random_moments(either_url: str, tmp_path: Path) -> None:
+async def test_a_batch_survives_kills_of_its_processes_at_random_moments(
+    either_url: str, tmp_path: Path
+) -> None:
     seed = random.randrange(1 << 30)
     print(f"seed {seed}")
     rng = random.Random(seed)
@@ -88,7 +90,7 @@ async def test_a_batch_survives_kills_at_random_moments(either_url: str, tmp_pat
 
 
 @pytest.mark.slow
-async def test_a_batch_survives_kills_during_validation_and_finalizing(
+async def test_a_batch_survives_kills_during_its_validation_and_while_it_is_finished(
     either_url: str, tmp_path: Path
 ) -> None:
     """The batch process is killed several times after the submission, and again once all lines are done."""

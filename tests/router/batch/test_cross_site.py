@@ -1,4 +1,4 @@
-"""Gateways with and without keys refuse requests that pages of other sites send."""
+"""A gateway without keys refuses requests that pages of other sites send; with keys, the key decides."""
 
 from collections.abc import AsyncIterator
 from pathlib import Path
@@ -36,12 +36,12 @@ async def post(url: str, headers: dict[str, str], data: object) -> tuple[int, st
 
 @pytest.fixture
 async def url(sqlite_gateway: GatewayWithBatch, tmp_path: Path) -> AsyncIterator[str]:
-    """A gateway without keys, in front of a batch process."""
+    """Yield the URL of a gateway without keys, in front of a batch process."""
     async with fleet(tmp_path, batch=BatchAddress(sqlite_gateway.batch, SECRET)) as made:
         yield made.urls[0]
 
 
-async def test_without_keys_a_page_of_another_site_can_change_nothing(url: str) -> None:
+async def test_a_page_of_another_site_can_change_nothing_at_a_gateway_without_keys(url: str) -> None:
     for headers in FOREIGN:
         status, said = await post(f"{url}/v1/files", headers, upload())
         assert status == 403 and "cross_site" in said
@@ -73,6 +73,6 @@ async def test_a_request_with_a_valid_key_is_served_whatever_site_sent_it(tmp_pa
         assert (await ask(made.urls[0], [user("hi")], headers=headers)).status == 200
 
 
-async def test_admin_keys_alone_do_not_admit_pages_of_other_sites(tmp_path: Path) -> None:
+async def test_a_gateway_with_only_admin_keys_refuses_pages_of_other_sites(tmp_path: Path) -> None:
     async with fleet(tmp_path, keys=inline_keys((), ("sk-admin",))) as made:
         assert (await ask(made.urls[0], [user("hi")], headers=EVIL)).status == 403

@@ -29,7 +29,7 @@ async def store_errors(batches: Process) -> float:
     return float(shown.split()[-1])
 
 
-async def test_a_batch_waits_for_space_and_every_line_is_computed_once(tmp_path: Path) -> None:
+async def test_each_line_is_computed_once_although_the_disk_was_full_meanwhile(tmp_path: Path) -> None:
     store, log = tmp_path / "store", tmp_path / "served.log"
     store.mkdir()
     engine = engine_process(log, 0.05)

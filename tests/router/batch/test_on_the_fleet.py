@@ -1,4 +1,4 @@
-"""Batches complete beside a talking agent on the laptop fleet, through the SDK and the command line."""
+"""On the laptop fleet, batches complete while an agent talks, through the SDK and the command line."""
 
 import asyncio
 import json
@@ -74,7 +74,7 @@ async def test_a_batch_completes_from_the_command_line(laptop_fleet: RunningFlee
     assert ids == [f"r{number}" for number in range(COUNT)]
 
 
-async def test_a_killed_batch_process_is_back_in_seconds_and_its_batch_completes(
+async def test_a_batch_completes_after_its_batch_process_was_killed_and_restarted(
     laptop_fleet: RunningFleet,
 ) -> None:
     fleet, model = laptop_fleet, laptop_fleet.model

@@ -87,7 +87,7 @@ def test_an_engine_without_spare_kv_runs_one_offline_request_at_a_time() -> None
     assert allowance_of(view(reported=state(free_tokens=12_000), unseen_tokens=2_000), SETTINGS).requests == 1
 
 
-def test_idle_kv_with_a_copy_on_the_host_is_spare() -> None:
+def test_idle_kv_that_has_a_copy_on_the_host_counts_as_spare() -> None:
     idle = state(free_tokens=9_000, idle_tokens=21_000, offline_running=10)
     assert allowance_of(view(reported=idle), SETTINGS).tokens == 20_000
     assert allowance_of(view(reported=idle), SETTINGS).requests > 1
@@ -119,7 +119,7 @@ def test_two_owners_get_equal_tokens_regardless_of_their_batch_sizes() -> None:
     assert taken == {1: 20, 2: 20} and urgent == 0
 
 
-def test_of_one_owners_batches_the_one_with_the_earliest_deadline_goes_first() -> None:
+def test_an_owners_batch_with_the_earliest_deadline_goes_first() -> None:
     soon, late = backlog(1, "a", 5, expires_at=500), backlog(2, "a", 100, expires_at=900)
     taken, _ = share_out([late, soon], Allowance(8, 10**9), FairShare(), 0, 0)
     assert taken == {1: 5, 2: 3}
@@ -143,7 +143,7 @@ def test_no_more_lines_are_taken_than_free_kv_allows() -> None:
     assert taken == {1: 1}  # a line larger than all free KV runs alone, or it would wait for ever
 
 
-def test_an_owner_that_returns_starts_without_debt_or_credit() -> None:
+def test_an_owner_that_returns_with_new_work_has_neither_debt_nor_credit() -> None:
     fair = FairShare()
     fair.restrict({"a"})
     fair.charge("a", 1_000)
@@ -152,7 +152,7 @@ def test_an_owner_that_returns_starts_without_debt_or_credit() -> None:
     assert fair.next({"a", "b"}) == "a"  # b started level with a
 
 
-def test_the_least_loaded_decoder_gets_work_first() -> None:
+def test_the_least_loaded_decoder_gets_the_next_offline_request() -> None:
     idle, busy = view("idle"), view("busy", state(live_tokens=90_000))
     allowances = {"idle": Allowance(2, 10_000), "busy": Allowance(9, 10_000)}
     placed, left = assign([PolicyLine(i, f"{i:024}") for i in range(4)], [busy, idle], allowances, {})
@@ -177,7 +177,7 @@ def test_a_job_does_not_wait_for_a_full_engine_that_holds_its_prefix() -> None:
     assert [engine for _, engine in placed] == ["y"] and not left
 
 
-def test_requests_that_failed_twice_run_one_at_a_time_per_engine() -> None:
+def test_an_engine_runs_only_one_request_at_a_time_that_failed_twice() -> None:
     suspects = [PolicyLine(i, tries=SUSPECT_AFTER) for i in range(3)]
     placed, left = assign(suspects, [view()], {"e": Allowance(8, 10_000)}, {})
     assert len(placed) == 1 and len(left) == 2

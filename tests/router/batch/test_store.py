@@ -1,4 +1,4 @@
-"""The store keeps what it acknowledged and has one writer, on SQLite and on PostgreSQL."""
+"""A store on SQLite or PostgreSQL keeps all that it acknowledged, and has only one writer."""
 
 import threading
 from collections.abc import Callable, Iterator
@@ -24,7 +24,7 @@ def store(store_url: str) -> Iterator[Store]:
 
 
 def running(store: Store, lines: int = 10, owner: str = "o") -> Row[Any]:
-    """Return a batch in progress."""
+    """Create a batch that is in progress with `lines` lines, and return it."""
     store.files.add(FileRecord(f"file-{owner}", owner, "f", "batch", 1, 0, None))
     wanted = NewBatch(f"file-{owner}", "/v1/completions", "24h", 86_400)
     store.batches.create(f"batch-{owner}", owner, wanted, 0)

@@ -138,7 +138,7 @@ async def test_lines_whose_file_was_unreadable_are_sent_once_it_is_readable(
 
 
 class AwayFileSystem(MemoryFileSystem):
-    """Object store whose client raises an exception class of its own for a broken connection."""
+    """Object store that cannot be reached, and raises an exception class of its client library."""
 
     protocol = "away"
 

@@ -147,7 +147,7 @@ async def test_many_lines_are_validated_in_bounded_memory(tmp_path: Path) -> Non
     assert await through(tmp_path, LINES, 1_960, 1_500, "cancelled") < 300
 
 
-def test_the_measured_memory_grows_with_the_memory_in_use() -> None:
+def test_the_measured_peak_memory_includes_memory_that_a_process_allocates() -> None:
     """Other tests check a process's peak memory; this one shows that the measured value includes its heap."""
     code = "b = bytearray(200 << 20); print(open('/proc/self/status').read())"
     status = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout

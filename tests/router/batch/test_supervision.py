@@ -61,7 +61,7 @@ def keep(root: str, port: int, directory: str) -> GatewaysActor:
 
 
 @pytest.mark.slow
-async def test_a_killed_batch_process_is_restarted_and_later_adopted(home: FleetHome) -> None:
+async def test_a_killed_batch_process_is_restarted_and_adopted_by_the_next_actor(home: FleetHome) -> None:
     arguments = (str(home.root), free_port(), f"127.0.0.1:{free_port()}")  # no directory is needed
     load = "import time; from tests.router.batch.test_supervision import keep"
     code = f"{load}; actor = keep(*{arguments!r}); time.sleep(300)"

@@ -1,4 +1,4 @@
-"""Gateway, directory and batch process form one API that survives `kill -9` of the batch process."""
+"""Gateway, directory and batch process serve one API, which survives `kill -9` of the batch process."""
 
 import asyncio
 import subprocess

@@ -22,7 +22,7 @@ def test_a_conversation_is_no_longer_parked_after_its_next_turn_or_its_end() -> 
     assert conversations.parked == 0
 
 
-def test_a_lost_engine_has_no_parked_conversations() -> None:
+def test_conversations_of_a_lost_engine_no_longer_count_as_parked() -> None:
     conversations = two_parked()
     conversations.engine_gone("decode-0")
     assert conversations.parked == 1

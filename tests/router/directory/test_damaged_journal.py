@@ -77,7 +77,7 @@ def test_a_journal_with_a_flipped_bit_is_refused_unless_all_rows_are_intact(tmp_
     assert refused > 20
 
 
-def test_a_flipped_bit_in_the_last_commit_loses_only_that_commit(tmp_path: Path) -> None:
+def test_a_journal_with_a_flipped_bit_in_its_last_commit_loses_only_that_commit(tmp_path: Path) -> None:
     path = asyncio.run(written(tmp_path / "journal", killed=True))
     flip(log_of(path), log_of(path).stat().st_size - 100)
     assert read(path) == [row(number) for number in range(ROWS - 5)]

@@ -124,7 +124,7 @@ def test_two_engines_share_layers_in_an_overload_and_are_restored_after_it() -> 
     assert two.epochs() == [0, 0]
 
 
-def test_if_two_engines_do_not_suffice_three_share_and_are_restored_together() -> None:
+def test_three_engines_share_layers_if_two_would_not_free_enough_kv() -> None:
     three = SharingEngines(("d0", "d1", "d2"))
     for name in (
         "d0",
@@ -317,7 +317,7 @@ def rounds_failed() -> float:
     return REGISTRY.get_sample_value("conserve_overload_rounds_failed_total") or 0.0
 
 
-def test_dropping_goes_on_after_a_round_that_failed() -> None:
+def test_parameter_drops_go_on_after_a_round_that_failed() -> None:
     two = SharingEngines()
     rounds = chain([None], repeat(LACKING))
     before = rounds_failed()

@@ -65,7 +65,7 @@ async def talk(url: str, conversation: str) -> tuple[GatewayAnswer, float]:
     return answer, time.monotonic() - began
 
 
-async def test_a_full_disk_refuses_new_conversations_at_once(tmp_path: Path) -> None:
+async def test_a_directory_with_a_full_disk_refuses_new_conversations_at_once(tmp_path: Path) -> None:
     with small_disk(tmp_path) as disk:
         async with serving(tmp_path, disk.within) as (url, directory):
             assert (await talk(url, "bound"))[0].status == 200
@@ -103,7 +103,7 @@ async def test_a_directory_started_on_a_full_disk_knows_the_conversations_of_its
             assert (await talk(url, "new"))[0].status == 200
 
 
-async def test_a_failing_sync_refuses_new_conversations_and_loses_no_bound_one(tmp_path: Path) -> None:
+async def test_a_directory_whose_disk_fails_to_sync_loses_no_bound_conversation(tmp_path: Path) -> None:
     sync = FailingSync(tmp_path)
     async with serving(tmp_path, sync.within) as (url, directory):
         assert (await talk(url, "bound"))[0].status == 200

@@ -45,7 +45,7 @@ async def test_durable_rows_are_read_back_in_the_order_of_writing(tmp_path: Path
     assert await contents(path) == [row(1), row(2), row(3)]
 
 
-async def test_an_empty_row_deletes_one_slot_or_a_whole_subject(tmp_path: Path) -> None:
+async def test_a_row_without_payload_deletes_one_slot_or_a_whole_subject(tmp_path: Path) -> None:
     journal = Journal(tmp_path / "journal")
     kept = [Row("c:a", "whole", b"1"), Row("e:a", "whole", b"2")]
     for one in (*kept, Row("c:a", "binding", b"3"), Row("c:b", "whole", b"4"), Row("c:b", "n:1", b"5")):
@@ -153,7 +153,7 @@ def test_acknowledged_rows_survive_a_kill_of_the_process(tmp_path: Path) -> None
 
 @contextmanager
 def full_disk(path: Path) -> Iterator[None]:
-    """Limit the size of this process's files to the journal's current size."""
+    """Make the disk seem full: limit this process's files to the journal's current size."""
     soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
     resource.setrlimit(resource.RLIMIT_FSIZE, (path.with_name("journal-wal").stat().st_size, hard))
     try:
@@ -260,7 +260,7 @@ async def test_a_journal_refuses_new_work_until_a_full_disk_accepts_rows_again(t
 
 
 class WrittenLate(bytes):
-    """Payload whose write hangs."""
+    """Payload whose write hangs until the event `answers` is set."""
 
     answers = threading.Event()
 

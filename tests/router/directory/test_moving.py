@@ -62,7 +62,7 @@ def test_a_turn_cancels_a_move_and_the_sent_kv_is_released() -> None:
     assert made.binding("c").engine == moved.engine  # type: ignore[union-attr]
 
 
-def test_a_failed_send_leaves_the_conversation_in_place_and_releases_the_reservation() -> None:
+def test_a_conversation_whose_kv_could_not_be_sent_stays_on_its_decoder() -> None:
     made = table()
     left = idle(made, "c", 1)
     drained(made, left)
@@ -135,7 +135,7 @@ def hot_fleet(conversations: int = 4, *, relieve_hot: bool = True) -> BindingTab
     return made
 
 
-def test_a_quarter_of_a_hot_decoders_conversations_leave_at_a_time() -> None:
+def test_a_quarter_of_the_conversations_leaves_a_hot_decoder_at_a_time() -> None:
     made = hot_fleet()
     move = one_move(made, 10.0)
     assert (move.key, move.source.engine, move.target.engine) == ("c3", "d0", "d1"), "the last used first"
@@ -180,7 +180,7 @@ def test_a_turn_stays_on_a_hot_decoder_if_the_move_fails() -> None:
     assert one_move(made, 21.0).key != "c3", "a conversation is not tried again within a minute"
 
 
-def test_conversations_stay_if_the_other_decoder_has_equal_waits_or_no_prompt_waits_long() -> None:
+def test_conversations_stay_unless_prompts_wait_long_and_less_on_another_decoder() -> None:
     made = hot_fleet()
     waits(made, 11, 10.0, d0=4.0, d1=4.0)
     assert made.idle_moves.begin(16.0) == [], "prompts wait on both decoders"

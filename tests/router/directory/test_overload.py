@@ -75,7 +75,7 @@ async def test_a_full_fleet_without_waiting_turns_is_no_overload(caplog: pytest.
     assert "overload" not in caplog.text
 
 
-def test_a_receipt_made_during_an_overload_says_so() -> None:
+def test_the_receipt_of_a_placement_during_an_overload_says_so() -> None:
     made, _ = full_fleet()
     for second in range(4):
         made.observe_overload(float(second), [7_000])

@@ -48,7 +48,7 @@ def test_a_report_of_an_earlier_turn_keeps_the_reservation_of_a_later_one() -> N
     assert reserved(made, 9000) == 0
 
 
-def test_a_repeated_or_late_report_changes_nothing() -> None:
+def test_a_repeated_or_late_engine_report_changes_nothing() -> None:
     made = table(decoders=1)
     place(made, ask("c", 1000))
     assert made.engine_state(report(5, live=70), 0.0)
@@ -75,7 +75,9 @@ def test_the_first_report_to_a_restarted_directory_ends_no_reservation() -> None
 
 
 @given(st.lists(st.booleans(), min_size=1, max_size=30), st.integers(0, 2**32))
-def test_the_last_report_makes_up_for_lost_ones_in_the_reservations(passed: list[bool], seed: int) -> None:
+def test_reservations_after_the_last_report_do_not_depend_on_lost_reports(
+    passed: list[bool], seed: int
+) -> None:
     """One directory gets every report, another only some and the last; both have the same KV in use."""
     every, some = table(decoders=1), table(decoders=1)
     named: dict[str, int] = {}
@@ -103,7 +105,9 @@ async def directory(tmp_path: Path) -> AsyncIterator[Directory]:
     await made.close()
 
 
-async def test_a_repeated_parking_report_has_no_effect(directory: Directory) -> None:
+async def test_a_report_that_repeats_an_earlier_parking_does_not_park_the_conversation(
+    directory: Directory,
+) -> None:
     place(directory.table, ask("c", turn=1))
     directory.table.turn_ended("c", "g", 1.0, TurnEnded(prompt_tokens=10, completion_tokens=1), turn=1)
     directory.engine_state(replace(report(1), parked={"c": 1}))
@@ -134,7 +138,7 @@ async def test_a_conversation_evicted_before_its_turn_ended_is_not_parked(direct
     assert directory.table.conversations.parked == 0
 
 
-async def test_a_report_that_arrives_a_second_time_is_applied_once(directory: Directory) -> None:
+async def test_a_gateways_report_that_arrives_twice_is_applied_once(directory: Directory) -> None:
     assert directory.activities_seen("g", 0, 2) == 0
     assert directory.activities_seen("g", 0, 3) == 2  # sent again, with one more
     assert directory.activities_seen("g", 3, 1) == 0
@@ -153,7 +157,7 @@ async def test_the_turns_of_a_gateway_end_if_it_never_opens_its_stream(
     await until(lambda: not directory.table.running_at("c"))
 
 
-async def test_a_report_repeated_after_a_long_silence_is_applied_once(
+async def test_a_gateways_report_repeated_after_a_long_silence_is_applied_once(
     directory: Directory, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """When a gateway is cut off, the answer to its report may be lost. It repeats the report afterwards."""
@@ -168,7 +172,7 @@ def releases_failed() -> float:
     return REGISTRY.get_sample_value("conserve_releases_failed_total") or 0.0
 
 
-async def test_an_engine_that_missed_the_end_of_a_conversation_is_told_when_it_reports(
+async def test_an_engine_that_missed_the_end_of_a_conversation_is_told_after_its_next_report(
     tmp_path: Path,
 ) -> None:
     released: list[str] = []

@@ -41,7 +41,7 @@ def wait(made: BindingTable, asked: Ask, now: float = 0.0) -> list[Outcome]:
     return got
 
 
-def test_new_conversations_wait_for_all_engines_and_go_to_the_least_loaded() -> None:
+def test_new_conversations_go_to_the_least_loaded_decoder_once_all_engines_report() -> None:
     after = restarted(table())
     got = wait(after, ask("new", wait_s=30.0))
     for report in (state("d0", 7, live=5000), state("p0", 3)):
@@ -66,7 +66,7 @@ def test_no_turn_is_placed_on_an_announced_engine_before_its_report() -> None:
     assert isinstance(got[0], Placed)
 
 
-def test_a_turn_too_large_for_the_reported_engines_waits_for_the_others() -> None:
+def test_a_prompt_too_large_for_engines_that_have_reported_waits_for_the_rest() -> None:
     before = table(decoders=1)
     before.engine_up(info("large", kv_tokens=100_000))
     after = restarted(before)
@@ -196,7 +196,7 @@ async def test_a_burst_is_spread_over_decoders_as_if_the_directory_had_not_resta
     assert sorted(one.engine for one in outcomes if isinstance(one, Placed)) == ["d0", "d0", "d1", "d1"]
 
 
-async def test_gateways_old_and_new_know_the_engines_after_a_directory_restart(tmp_path: Path) -> None:
+async def test_gateways_that_connect_to_a_restarted_directory_know_its_engines(tmp_path: Path) -> None:
     async with directory(tmp_path) as (first, address):
         old = DirectoryClient(address, "old", secret="s3cret")
         await old.start()

@@ -26,7 +26,7 @@ class Now:
 
 @dataclass(frozen=True, slots=True)
 class Later:
-    """Message of a newer version: one field removed, one added."""
+    """Message as a newer version defines it, with one field removed and one added."""
 
     key: str
     reason: str = "none given"
@@ -96,7 +96,7 @@ async def test_an_engine_state_from_another_version_is_read() -> None:
 
 
 @pytest.mark.parametrize("data", [b"", b"\xc1", b"\x00" * 20, encode({"turn": 1}), encode({"key": 5})])
-async def test_invalid_messages_are_refused_and_the_service_continues(address: str, data: bytes) -> None:
+async def test_a_service_refuses_an_invalid_message_and_continues(address: str, data: bytes) -> None:
     async with grpc.aio.insecure_channel(address) as channel:
         for call in (channel.unary_unary(ECHO.path), channel.unary_unary(COUNT.path)):
             with pytest.raises(grpc.aio.AioRpcError) as refused:
@@ -113,7 +113,7 @@ async def test_an_unreadable_reply_raises_bad_reply(address: str) -> None:
 
 
 @pytest.mark.parametrize("secret", ["", "wrong", "s3cre", "s3cret!"])
-async def test_without_the_secret_every_call_is_refused(address: str, secret: str) -> None:
+async def test_calls_without_the_secret_are_refused(address: str, secret: str) -> None:
     async with grpc.aio.insecure_channel(address) as channel:
         stub = Stub(channel, secret)
         with pytest.raises(grpc.aio.AioRpcError, match="secret is missing or wrong"):

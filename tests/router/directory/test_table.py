@@ -138,7 +138,7 @@ def test_waiting_turns_of_one_class_are_served_in_order_of_arrival() -> None:
     assert all(isinstance(outcome, Placed) for _, outcome in got)
 
 
-def test_waiting_turns_are_ordered_by_class_without_starvation() -> None:
+def test_waiting_turns_go_in_order_of_class_but_no_class_starves() -> None:
     made = table(decoders=1)
     place(made, ask("big", 9000))
     got: list[str] = []
@@ -342,7 +342,7 @@ def test_no_turn_is_placed_on_an_unreachable_decoder_until_it_reports() -> None:
     assert place(made, ask("after")).engine == placed.engine
 
 
-def test_idle_conversations_end_and_running_ones_do_not() -> None:
+def test_only_conversations_without_a_running_turn_end_after_their_lifetime() -> None:
     made = table(ttl_s=100.0)
     place(made, ask("runs"), 0.0)
     place(made, ask("idle"), 0.0)
@@ -359,7 +359,7 @@ def test_idle_conversations_end_and_running_ones_do_not() -> None:
     assert described["state"] == "ended"
 
 
-def test_a_lost_gateway_leaves_no_reservation_of_an_unfinished_first_turn() -> None:
+def test_a_first_turn_leaves_no_reservation_when_its_gateway_is_lost() -> None:
     made = table()
     placed = place(made, ask("half"))
     whole = place(made, ask("whole"))
@@ -373,7 +373,7 @@ def test_a_lost_gateway_leaves_no_reservation_of_an_unfinished_first_turn() -> N
     assert made.binding("whole") is not None
 
 
-def test_a_large_later_turn_goes_through_a_prefiller_to_the_same_decoder() -> None:
+def test_a_prefiller_computes_a_large_later_turn_for_the_same_decoder() -> None:
     made = table()
     placed = place(made, ask("c"))
     made.turn_ended("c", "g", 1.0, TurnEnded(prompt_tokens=1100, completion_tokens=5))

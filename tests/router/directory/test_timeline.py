@@ -1,4 +1,4 @@
-"""Timelines show what each conversation did and when, within bounded memory."""
+"""Timelines show what each conversation did and when, and take a bounded amount of memory."""
 
 from router.directory.conversations import Timeline
 
@@ -14,7 +14,7 @@ def test_a_turn_is_shown_as_prefill_then_decode_then_pause() -> None:
     assert (one["turns"], one["transfers"], one["tokens"]) == (2, 1, 900)
 
 
-def test_the_timelines_with_the_latest_events_are_kept() -> None:
+def test_of_too_many_timelines_those_with_the_latest_events_are_kept() -> None:
     timeline = Timeline(conversations=3)
     for second, key in enumerate("abcd"):
         timeline.turn_started(key, "decode-0", transferred=False, now=float(second))
@@ -33,7 +33,7 @@ def test_a_timeline_keeps_its_latest_spans() -> None:
     assert [at for _, at in one["spans"]] == [96.0, 97.0, 98.0, 99.0]
 
 
-def test_an_ended_conversation_disappears_after_a_while() -> None:
+def test_an_ended_conversation_disappears_from_the_timelines_after_a_while() -> None:
     timeline = Timeline()
     timeline.turn_started("a", "decode-0", transferred=False, now=1.0)
     timeline.conversation_ended("a", "deleted", 2.0)
@@ -52,7 +52,7 @@ def test_a_pause_is_shown_as_parked_unless_the_parking_report_comes_too_late() -
     assert one["spans"] == [["wait", 1.0], ["idle", 2.0], ["parked", 3.0], ["wait", 4.0]]
 
 
-def test_events_of_unknown_conversations_are_ignored() -> None:
+def test_timelines_ignore_events_of_unknown_conversations() -> None:
     timeline = Timeline()
     timeline.first_token("x", 1.0)
     timeline.turn_ended("x", tool_call=False, tokens=3, now=2.0)

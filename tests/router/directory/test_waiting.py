@@ -100,7 +100,7 @@ def test_no_turn_of_the_same_flow_passes_an_overdue_lower_class_turn() -> None:
 
 
 @pytest.mark.parametrize("flow", ["", "x"])
-def test_a_priority_counts_within_its_owner_only(flow: str) -> None:
+def test_a_priority_counts_only_among_the_turns_of_its_owner(flow: str) -> None:
     """Clients choose priorities themselves, so that a priority must not pass turns of other owners."""
     queue = Queue()
     queue.waits("b:first", 0.0)
@@ -144,7 +144,7 @@ def test_higher_class_turns_of_a_flow_pass_another_flow_for_one_round() -> None:
     assert passed == QUANTUM // TURN
 
 
-def test_a_flood_of_new_flows_delays_a_flow_by_a_bounded_number_of_turns() -> None:
+def test_many_new_flows_delay_an_older_flow_by_a_bounded_number_of_turns() -> None:
     queue = Queue()
     for number in range(3):
         queue.waits(f"a:steady{number}", 0.0, flow="steady", tokens=QUANTUM)
@@ -164,7 +164,7 @@ def test_each_flow_up_to_the_limit_has_a_queue_of_its_own() -> None:
     assert queue.served == [f"a:{flow}" for flow in range(FLOWS)] * 5
 
 
-def test_reading_the_queue_costs_no_more_with_one_flow_per_turn(
+def test_looking_at_the_queue_costs_no_more_if_each_turn_has_its_own_flow(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     looked, level = 0, ClassOrder.level
