@@ -1,7 +1,7 @@
 """Moves batches through their states: validation, end of window, cancellation, output files and clean-up.
 
 Validation runs in another thread than the rest, so that a large file does not delay the ends of other
-batches. A pass may be interrupted anywhere: the next one continues from what the store says.
+batches. Each step may be interrupted anywhere: the next try continues from the state in the store.
 """
 
 import hashlib
@@ -62,7 +62,7 @@ class BatchLifecycle:
         self.live = 1  # batches that have not ended, when last counted; 1 until the first count
 
     def validate_one(self) -> bool:
-        """Validate the oldest new batch; return True if there may be more.
+        """Validate the oldest new batch; return True if there may be more new batches.
 
         If the validation itself has an error, the batch fails, because later batches wait for it.
         """

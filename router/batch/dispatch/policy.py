@@ -150,7 +150,7 @@ class Rate:
 def share_out(
     backlog: Sequence[Backlog], free: Allowance, fair: FairShare, now: float, tokens_per_s: float
 ) -> tuple[dict[int, int], int]:
-    """Return how many lines to take from each batch, and how many of them go before the fair order.
+    """Return how many lines to take from each batch, and how many of these lines go first as urgent.
 
     Urgent batches come first, in order of their deadlines, but get only a part of the free places: an owner
     cannot starve others by asking for short windows. The other places go to the owner served least, and of

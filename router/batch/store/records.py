@@ -109,7 +109,7 @@ class ClaimedRequest:
 
 @dataclass(frozen=True, slots=True)
 class Result:
-    """Result of a line: an HTTP answer, or an error of our own (status 0)."""
+    """Result of a line: an engine's HTTP answer, or an error of the batch process (status 0)."""
 
     batch: int
     line: int
