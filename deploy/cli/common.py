@@ -35,7 +35,7 @@ AsJson = Annotated[bool, typer.Option("--json", help="Print JSON")]
 
 @contextmanager
 def errors_as_sentences() -> Iterator[None]:
-    """Print our own errors, and those of files that cannot be written, as a sentence, and exit with 1.
+    """Print our own errors, and errors about files that cannot be written, as a sentence, and exit with 1.
 
     Other errors keep their traceback.
     """
@@ -54,7 +54,7 @@ def errors_as_sentences() -> Iterator[None]:
 
 
 def _elsewhere(error: OSError) -> str:
-    """Return the advice to choose other folders, if the error's file is in one of ConServe's; else empty."""
+    """Return advice to choose other folders; empty if `error` is about a file outside ConServe's folders."""
     file = Path(str(error.filename)).resolve()
     ours = [folder.resolve() for _, folder in folders().values()]
     if error.filename and not any(file.is_relative_to(one) or one.is_relative_to(file) for one in ours):
@@ -63,7 +63,7 @@ def _elsewhere(error: OSError) -> str:
 
 
 def home_of(fleet: str | None) -> FleetHome:
-    """Return the home of the fleet with this name or fleet file; with None, of the only fleet that is up."""
+    """Return the home of `fleet`, a name or a fleet file; with None, that of the only fleet that is up."""
     if fleet is None:
         return only_fleet()
     if fleet.endswith((".yaml", ".yml")):
@@ -78,9 +78,9 @@ def gateway_of(fleet: str | None) -> tuple[str, FleetSpec]:
 
 
 def only_fleet(*, to_end: bool = False) -> FleetHome:
-    """Return the home of the only fleet that is up, or if none is, of the only one with remains of a kill.
+    """Return the home of the only fleet that is up or, if none is up, of the only fleet that was killed.
 
-    With `to_end` both kinds count, so that a command without a name cannot end the wrong fleet.
+    With `to_end`, fleets of both kinds count, so that a command without a name cannot end the wrong fleet.
     """
     runs = FleetHome.of_runs()
     up = [home for home in runs if is_up(home)]

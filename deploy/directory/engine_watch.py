@@ -100,7 +100,7 @@ async def _listens(info: EngineInfo) -> bool:
 
 
 def _over(report: KeeperReport, up: EngineInfo) -> bool:
-    """Return whether epoch `up` has ended by the keeper's report.
+    """Return whether the keeper's `report` implies that epoch `up` of its engine has ended.
 
     A report without an engine does not end it, because a new keeper may not have adopted the engine yet.
     """

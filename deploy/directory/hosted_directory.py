@@ -1,4 +1,4 @@
-"""The directory as a process: its gRPC server, fed by the control services of all keepers.
+"""The directory's process: serves gateways over gRPC, and follows the control services of all keepers.
 
 It imports no Ray and needs none. Its actor starts it, keeps it running, and writes the keepers' addresses to
 a file. While the actor is away, the process goes on with the addresses that it has.
@@ -34,14 +34,14 @@ SUPERSEDED_S = 60.0
 
 
 class KeepersFile:
-    """File of keepers' addresses by engine, which the actor writes; an address is empty until it is known."""
+    """File in which the actor writes each engine's keeper address, which is empty until it is known."""
 
     def __init__(self, file: Path) -> None:
         self._file = file
         self._addresses: dict[str, str] = {}
 
     def read(self) -> list[str]:
-        """Read the file again and return its engines. An unreadable file changes nothing."""
+        """Read the file again and return its engines, or those of the last reading if it is unreadable."""
         try:
             self._addresses = json.loads(self._file.read_bytes())
         except (OSError, ValueError) as wrong:
@@ -63,7 +63,7 @@ class HostedDirectory:
         self._tasks: dict[str, asyncio.Task[None]] = {}
 
     async def run(self) -> None:
-        """Serve until cancelled, or until a fault."""
+        """Serve until the task is cancelled or a fault occurs."""
         config = self._config
         server = DirectoryServer(
             config.settings,
@@ -93,7 +93,7 @@ class HostedDirectory:
     async def _follow_keepers(self, server: DirectoryServer) -> None:
         """Follow the keepers in the file, and engines that have outlived their keepers.
 
-        Engines of the journal are tried at once, at the addresses that it has.
+        Engines of the journal are followed at once, at the keepers' addresses in the journal.
         """
         for record in server.table.fleet.records():
             self._watch(record.info.engine, server, record.info)

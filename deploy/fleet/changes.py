@@ -85,7 +85,7 @@ def not_while_running(found: list[Difference]) -> list[Difference]:
 
 
 def plan(old: FleetSpec, new: FleetSpec, home: FleetHome, running: Mapping[str, Need]) -> FleetChanges:
-    """Return what changes from `old` to `new`. `running` has the need of each engine, autoscaled ones too."""
+    """Return what changes from `old` to `new`. `running` gives each running engine's name and its need."""
     wanted = {engine.name: engine for engine in _wanted(new, running)}
 
     def needing(need: Need) -> tuple[EngineName, ...]:
@@ -103,7 +103,7 @@ def plan(old: FleetSpec, new: FleetSpec, home: FleetHome, running: Mapping[str, 
 
 
 def _wanted(fleet: FleetSpec, running: Mapping[str, Need]) -> Iterator[EngineName]:
-    """Yield the engines of `fleet`; an autoscaled tier keeps as many as run, within its limits."""
+    """Yield the engines of `fleet`; an autoscaled tier keeps its number in `running`, within its limits."""
     for tier in fleet.tiers:
         count = tier.replicas
         if tier.autoscale is not None:
@@ -116,7 +116,7 @@ def _wanted(fleet: FleetSpec, running: Mapping[str, Need]) -> Iterator[EngineNam
 def _directory(fleet: FleetSpec) -> object:
     """Return the settings whose change restarts the directory.
 
-    Whether tiers compute alike is not one of them, because engines report it.
+    The group of tiers that compute equally fast is not among them, because engines report their group.
     """
     return directory_settings(fleet), placer_settings(fleet), prefill_curves(fleet)
 

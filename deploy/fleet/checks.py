@@ -225,7 +225,7 @@ def _exposed(fleet: FleetSpec) -> Iterator[Problem]:
 
 
 def check_files(fleet: FleetSpec) -> Iterator[Problem]:
-    """Check the keys file and the certificate, if they are here: gateways may run on other machines."""
+    """Check the keys file and the certificate, if they are on this machine; gateways may run on others."""
     keys_file, here = Path(fleet.gateway.keys_file or "").expanduser(), fleet.ray.address is None
     if fleet.gateway.keys_file and (here or keys_file.exists()):
         load_keys(keys_file)  # raises KeysFileError with lines of that file
@@ -272,7 +272,7 @@ Building = tuple[tuple[KeyPath, ...], Callable[[], object]]  # blocks of the fil
 
 
 def _of_components(fleet: FleetSpec) -> Iterator[Problem]:
-    """Report what the components' own configurations refuse, before their processes start."""
+    """Yield a problem for each setting that a component's own configuration refuses."""
     reported: set[str] = set()
     for blocks, build in _buildings(fleet):
         try:
@@ -310,7 +310,7 @@ def _buildings(fleet: FleetSpec) -> Iterator[Building]:
 
 
 def _key_of(fleet: FleetSpec, blocks: tuple[KeyPath, ...], message: str) -> KeyPath:
-    """Return the path of the key that a component's error message begins with, or else of its first block."""
+    """Return the path of the key that `message` begins with, or of the first block if no block has it."""
     name = re.match(r"\w*", message)[0].removesuffix("_s")  # type: ignore[index]
     for path in blocks:
         block: object = fleet

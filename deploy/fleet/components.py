@@ -57,9 +57,9 @@ Config = TypeVar("Config")
 
 
 def configured(kind: type[Config], *blocks: Spec, **given: Any) -> Config:
-    """Return a `kind` made of the `given` fields and of the keys in `blocks` that have the name of a field.
+    """Return a `kind` with the `given` fields, and the keys in `blocks` whose names equal names of fields.
 
-    A field in seconds ends in `_s`, its key does not. Other fields keep their defaults.
+    A field in seconds ends in `_s`, but its key does not. All other fields keep their defaults.
     """
     values = {}
     for block in blocks:
@@ -120,7 +120,7 @@ def _scheduler_class(fleet: FleetSpec, coserves: bool) -> str | None:
 
 
 def _engine_tracing(fleet: FleetSpec, engine: EngineName) -> tuple[dict[str, str], dict[str, str]]:
-    """Return vLLM's options and environment variables for its own spans of the turns that gateways sample."""
+    """Return the options and environment with which vLLM sends spans of turns that gateways sample."""
     tracing = fleet.observe.tracing
     if tracing is None:
         return {}, {}
@@ -196,7 +196,7 @@ def connector(fleet: FleetSpec, role: Role) -> ConnectorConfig:
 
 
 def shared_tier(fleet: FleetSpec, engine: EngineName, home: FleetHome) -> LmcacheServer | None:
-    """Return the LMCache server on an engine's node, which decoders' keepers run; None without LMCache."""
+    """Return the LMCache server that a decoder's keeper runs; None for a prefiller or without LMCache."""
     if "lmcache" not in fleet.kv.kv_tiers or engine.tier.role is Role.PREFILL:
         return None
     block_tokens = arguments(fleet, engine.tier).get("block-size", DEFAULT_BLOCK_TOKENS)
@@ -270,7 +270,7 @@ def prefill_curves(fleet: FleetSpec) -> Mapping[str, PrefillCurve]:
 
 
 def alike(fleet: FleetSpec) -> Mapping[str, str]:
-    """Return a group for each tier; tiers of one group are assumed to compute a prompt in the same time."""
+    """Return each tier's group; tiers of the same group are assumed to compute prompts equally fast."""
     on_cpu = fleet.engine.device is Device.CPU
     return {
         tier.name: f"{tier.hardware.accelerator} {tier.power_cap_w} {tier.args} {tier.env}"
@@ -342,7 +342,7 @@ def asks_for_keys(fleet: FleetSpec) -> bool:
 
 
 def _hosts(fleet: FleetSpec) -> tuple[str, ...]:
-    """Return the host names that a gateway accepts: those of the file, and those that local commands use."""
+    """Return the host names that a gateway accepts, with those that local commands use; empty for any."""
     given, host = fleet.gateway.hosts, fleet.gateway.host
     if given:
         return tuple(dict.fromkeys((*given, *LOOPBACK, host)))

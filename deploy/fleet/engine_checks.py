@@ -294,7 +294,7 @@ def _connector_limits(one: TierEngines) -> Iterator[Problem]:
 
 
 def _states(one: TierEngines, model: Architecture) -> Iterator[Problem]:
-    """Check a model that has layers with a state instead of keys and values."""
+    """Yield what cannot work with a model whose layers partly have a state instead of keys and values."""
     path = ("model", "path")
     if not model.heads:
         yield Problem(path, "no layer of this model has attention, which vLLM's prefix cache asks for")
@@ -362,7 +362,7 @@ def _only_full_graphs(args: dict[str, Any]) -> bool:
 
 
 def _exchange_kv(first: TierEngines, one: TierEngines) -> Iterator[Problem]:
-    """Check two tiers whose engines exchange KV."""
+    """Yield what prevents the engines of two tiers from exchanging KV."""
     for name in SAME_KV:
         if first.args.get(name) != one.args.get(name):
             yield Problem(

@@ -40,9 +40,9 @@ def parallel(fleet: FleetSpec, tier: TierSpec) -> Parallel:
 
 
 def engine_resources(fleet: FleetSpec, tier: TierSpec) -> dict[str, float]:
-    """Return an engine's Ray resources: as many GPUs as it has ranks, unless the tier sets a share of one.
+    """Return an engine's Ray resources: as many GPUs as it has ranks, unless the tier sets another number.
 
-    Ray places an actor on one node with all it takes, and an engine's ranks are where its keeper is.
+    Its keeper, one actor, takes them all, so Ray places the keeper where all ranks of the engine can run.
     """
     if fleet.engine.device != "cuda":
         return dict(tier.resources)
@@ -87,7 +87,7 @@ class Architecture:
 
 
 def find_architecture(model: str) -> Architecture | None:
-    """Return the architecture of a model on this machine: `smollm2`, a directory, or a cached model."""
+    """Return the architecture of `model`: `smollm2`, a directory, or in the cache. None if it is not here."""
     if model == smollm2.NAME:
         return replace(
             architecture_of(smollm2.CONFIG, smollm2.WEIGHT_BYTES), max_context=smollm2.LONGEST_CONTEXT
@@ -219,16 +219,16 @@ class TierEngines:
 
     @property
     def max_context(self) -> int:
-        """Return the longest conversation in tokens; 0 if it is not known."""
+        """Return how many tokens the longest conversation may have; 0 if that is not known."""
         return self.fleet.model.max_context or (self.model.max_context if self.model else 0)
 
     def at(self, name: str) -> KeyPath:
-        """Return the path of an option in the file, or of the tier if the option is not set."""
+        """Return the path of vLLM's option `name` in the fleet file, or of the tier if it is not set."""
         if name in self.tier.args:
             return ("tiers", self.index, "args", name)
         return ("engine", "args", name) if name in self.args else ("tiers", self.index)
 
     def integer(self, name: str) -> int:
-        """Return the value of an option; 0 if it is not set."""
+        """Return the value of vLLM's option `name`; 0 if it is not set or is not an integer."""
         value = self.args.get(name)
         return value if isinstance(value, int) else 0

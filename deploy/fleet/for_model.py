@@ -1,6 +1,6 @@
 """The fleet file for one model on one machine, which `conserve serve` runs.
 
-Pure: what is known of the model and of the machine comes in, the file's content goes out.
+The functions do no I/O: they compute the file's content from facts of the model and of the machine.
 """
 
 import re
@@ -41,7 +41,7 @@ class Machine:
 
 @dataclass(frozen=True, slots=True)
 class Wishes:
-    """Options that the user gave; the rest follows from the model and the machine."""
+    """Options that the user gave; all other settings follow from the model and the machine."""
 
     model: str
     prefill: int | None = None
@@ -140,10 +140,10 @@ def _on_gpus(wishes: Wishes, model: Architecture, machine: Machine) -> tuple[dic
 
 
 def _split(wishes: Wishes, engines: int, prefillers: int) -> tuple[int, int]:
-    """Return the numbers of prefillers and decoders on a machine that takes `engines`.
+    """Return the numbers of prefillers and decoders on a machine that can run `engines` engines.
 
-    If one number was asked for, the other is the rest. `prefillers` is the number if none was, and 0 if each
-    engine has to do both.
+    If the user gave one of the numbers, the other is the rest of `engines`. If the user gave neither, there
+    are `prefillers` prefillers; with 0, each engine prefills and decodes.
     """
     prefill, decode = wishes.prefill, wishes.decode
     if prefill is None:
@@ -152,7 +152,7 @@ def _split(wishes: Wishes, engines: int, prefillers: int) -> tuple[int, int]:
 
 
 def _ranks(model: Architecture, gpus: int, there: float) -> int:
-    """Return the fewest GPUs for an engine that leave room for KV, or all of them if no number does."""
+    """Return the fewest GPUs of an engine that leave ample room for KV, or the most if no number does."""
     sizes = [
         size for size in (1, 2, 4, 8, 16) if size <= gpus and (not model.heads or model.heads % size == 0)
     ]
@@ -166,7 +166,7 @@ def _ranks(model: Architecture, gpus: int, there: float) -> int:
 
 
 def _prefillers(model: Architecture, machine: Machine, ranks: int, engines: int, left: float) -> int:
-    """Return how many engines prefill, by the rule of `conserve plan` for its typical conversation."""
+    """Return how many of `engines` prefill, by the rule of `conserve plan` for a typical conversation."""
     board = ACCELERATORS.get(machine.accelerator or "", ACCELERATORS["A100-80GB"])
     try:
         decoders = provision(TYPICAL, _capacity(model, board, ranks, left, TYPICAL)).decoders
@@ -214,7 +214,7 @@ def _on_cpu(wishes: Wishes, model: Architecture, machine: Machine) -> tuple[dict
 
 
 def _context(wishes: Wishes, model: Architecture, left: float, ranks: int, where: str, width: int = 2) -> int:
-    """Return the longest conversation: the model's maximum, or less if not even one of these fits."""
+    """Return the maximum context: what the user asked for, or the model's, or less if its KV does not fit."""
     fits = max(0, int(FILL * left / model.kv_bytes(1, ranks, width)) - HEADROOM)
     asked = wishes.max_context or min(model.max_context or fits, fits)
     room = f"room for conversations of {fits} tokens" if left > 0 else "no room for them"

@@ -44,7 +44,7 @@ def _compiled(fleet: FleetSpec, given: Mapping[str, object]) -> str:
 
 
 def model_in_the_way(fleet: FleetSpec) -> Iterator[str]:
-    """Yield each reason in config.json why the model cannot be split; the engine checks the rest."""
+    """Yield each reason in config.json why the model cannot be split; engines find all other reasons."""
     model = find_architecture(fleet.model.path)
     if model is None:
         return
@@ -66,7 +66,7 @@ def check_overload(fleet: FleetSpec) -> Iterator[Problem]:
 
 
 def _without_parking(fleet: FleetSpec) -> Iterator[Problem]:
-    """Report settings of parking in a fleet whose overload policy does not park."""
+    """Yield a problem for each setting of parking in a fleet whose overload policy does not park."""
     policy = fleet.overload.policy
     settings = {
         ("kv", "host_kv_gib"): "host_kv_gib" in fleet.kv.model_fields_set,

@@ -298,7 +298,7 @@ class CoServingSpec(Spec):
 
 
 class BatchSpec(Spec):
-    """Limits and places of the Batch API."""
+    """Limits of the Batch API, and where it stores files and results."""
 
     enabled: bool = True
     max_requests: Annotated[int, Field(gt=0)] = default(BatchLimits, "requests_per_batch")

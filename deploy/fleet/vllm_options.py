@@ -28,7 +28,7 @@ def options() -> dict[str, Any]:
 
 
 def problem(name: str, value: object) -> str | None:
-    """Return what is wrong with an option of a fleet file, or None."""
+    """Return what is wrong with `value` for vLLM's option `name`, or None."""
     known = options()
     name = name.split(".")[0]  # `compilation-config.mode`: a field of a JSON option
     if name not in known:

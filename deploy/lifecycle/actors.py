@@ -18,7 +18,7 @@ LOCAL_HOST = "127.0.0.1"
 
 
 class Actors(Keepers):
-    """All actors of a fleet."""
+    """Starts and ends the actors of a fleet."""
 
     def __init__(self, fleet: FleetSpec, home: FleetHome) -> None:
         host = LOCAL_HOST if fleet.ray.address is None else None

@@ -19,7 +19,7 @@ def endpoint_of(fleet: FleetSpec) -> str:
 def trust_of(fleet: FleetSpec) -> ssl.SSLContext | None:
     """Return a TLS context that trusts exactly the gateway's certificate, under any host name.
 
-    Returns None, which means the system's authorities, without TLS or if the file is on another machine.
+    Without TLS, or if the certificate is on another machine, returns None: the system's authorities count.
     """
     leaf = _certificate(fleet)
     if leaf is None:
@@ -38,7 +38,7 @@ def certificate_of(fleet: FleetSpec) -> str:
 
 
 def curl(fleet: FleetSpec) -> str:
-    """Return a `curl` command up to the URL's path, with the options that make it trust the certificate."""
+    """Return the start of a `curl` command, up to the URL's path, with options to trust the certificate."""
     leaf, endpoint = _certificate(fleet), endpoint_of(fleet)
     if leaf is None or fleet.gateway.tls is None:
         return f"curl {endpoint}"

@@ -32,7 +32,7 @@ Reply = TypeVar("Reply")
 
 
 def keys_of(fleet: FleetSpec, home: FleetHome) -> FleetKeys:
-    """Return the fleet's keys for a command, from the token of its Ray cluster, ours or another."""
+    """Return the fleet's keys, derived from the token of our own Ray cluster or of the one that it uses."""
     if fleet.ray.address is not None:
         return FleetKeys.here(home.name)
     return FleetKeys(home.ray_token().read_text().strip(), home.name)
@@ -171,7 +171,7 @@ def _by_name(reply: messages.DirectoryStatus | None) -> dict[str, messages.Engin
 
 
 def _present(fleet: FleetSpec, home: FleetHome, known: Iterable[str]) -> list[EngineName]:
-    """Return the engines that the fleet file names, and of autoscaled tiers those that this machine knows."""
+    """Return the file's engines; of autoscaled tiers, those in `known` or with a keeper on this machine."""
     found = [engine for engine in components.engines(fleet) if engine.tier.autoscale is None]
     keepers = {file.parent.name for file in home.engines.glob(f"*/{CONTROL_FILE}")}
     for tier in fleet.tiers:

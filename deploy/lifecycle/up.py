@@ -137,7 +137,7 @@ def bring_up(fleet: FleetSpec, home: FleetHome, tell: Tell, *, end_with_us: bool
 
 
 def ended_elsewhere(home: FleetHome, error: BaseException) -> bool:
-    """Return whether `error` is because another command ended the fleet, or its supervisor was killed."""
+    """Return whether `error` arose because another command ended the fleet or its supervisor was killed."""
     if not isinstance(error, LifecycleError | ConnectionError):
         return False
     run = home.read_run()

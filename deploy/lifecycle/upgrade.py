@@ -26,7 +26,7 @@ from deploy.ray.common import AUTOSCALER, DIRECTORY, GATEWAYS, keeper_name, repl
 
 @contextlib.contextmanager
 def upgrading(new: FleetSpec, home: FleetHome) -> Iterator[tuple["Upgrade", list[Difference]]]:
-    """Yield an upgrade of the running fleet to `new` that has changed nothing yet, and what differs."""
+    """Yield an upgrade of the running fleet to `new`, not begun yet, and the keys whose values differ."""
     run = home.read_run()
     if run is None or not run.endpoint:
         raise LifecycleError(

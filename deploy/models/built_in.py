@@ -1,4 +1,4 @@
-"""A fleet's model on this machine: generated (`smollm2` and `small`), in a directory, or of the Hub."""
+"""Provides a fleet's model on this machine: a generated one, one in a directory, or one of the Hub."""
 
 import logging
 from collections.abc import Callable
@@ -22,7 +22,7 @@ OTHER_FILES = ("revision", "download-dir", "load-format", "config-format", "toke
 
 
 def ensure_model(fleet: FleetSpec, home: FleetHome, tell: Callable[[str], None] = _logger.info) -> None:
-    """Make the fleet's model on this node if it is a built-in one. Several keepers may do so at once."""
+    """Make the fleet's model on this node if it is a built-in one. Several keepers may call this at once."""
     if fleet.model.path == smollm2.NAME:
         smollm2.ensure(tell)
     elif fleet.model.path == SMALL_MODEL and make_model(home.model):
@@ -53,7 +53,7 @@ def fetched_first(fleet: FleetSpec) -> bool:
 
 
 def lacking_file(directory: Path) -> str | None:
-    """Name a file that an engine would miss in a model's directory after it has started for a minute."""
+    """Return a file that `directory` lacks, which an engine would miss only after a minute; else None."""
     with suppress(OSError):
         index = hub.index_of(file.name for file in directory.iterdir())
         for name in hub.named_in(directory / index):
@@ -73,7 +73,7 @@ def is_here(model: str) -> bool:
 
 
 def parsers(model: str) -> tuple[Choice, ...]:
-    """Return which of vLLM's parsers the model's answers need, as far as its files are on this machine."""
+    """Return which of vLLM's parsers the model's answers need, as its files on this machine tell."""
     if model in (SMALL_MODEL, smollm2.NAME):
         return choose(ModelText("llama" if model == smollm2.NAME else "qwen3", smollm2.TEMPLATE))
     directory = model_directory(model)

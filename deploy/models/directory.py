@@ -13,10 +13,10 @@ RECIPE = "conserve.json"  # what the directory was made from
 
 
 def made_in(directory: Path, recipe: str, write: Callable[[Path], None]) -> bool:
-    """Let `write` make a model unless `directory` holds the one of this recipe; return whether it did.
+    """Call `write` to make a model unless `directory` holds one of this `recipe`; return whether it was made.
 
-    `write` is given a directory beside it, which is moved into place: an interrupted run leaves nothing half
-    made. Of several processes that do so at the same time one makes it.
+    `write` gets a temporary directory, which becomes `directory` when it is complete: an interrupted run
+    leaves no partial model. Of several processes that call this at the same time, one makes the model.
     """
     directory.parent.mkdir(parents=True, exist_ok=True)
     with (directory.parent / f".{directory.name}.lock").open("w") as lock:

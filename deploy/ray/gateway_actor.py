@@ -25,7 +25,7 @@ BATCH = "batch"  # the directory of its process, beside those of the gateways
 
 
 class PortTaken(DeployError):
-    """Another process took the batch process's port, so that it needs another, and gateways must learn it."""
+    """Raised when another process takes the batch process's port: gateways must then learn a new port."""
 
 
 class GatewaysActor:
@@ -73,7 +73,7 @@ class GatewaysActor:
                     group.create_task(asyncio.to_thread(end, directory))
 
     async def _keep_batch(self, port: int) -> None:
-        """Keep the batch process running. A process with another configuration ends before it starts."""
+        """Keep the batch process running, after ending a batch process that has another configuration."""
         config = batch_config(self._fleet, self._home, self._directory, self._keys, self._host, port)
         text = router.batch.config.dump(config)
         directory, mark = self._home.gateways / BATCH, self._home.mark
@@ -97,7 +97,7 @@ class GatewaysActor:
     def _looking(
         self, name: str, other: LeasedProcess | None, port: int = 0
     ) -> Callable[[LeasedProcess], Awaitable[None]]:
-        """Return a callback that records the started process, and lets `other` end once it listens."""
+        """Return a callback that records the started process, and expires `other` once that one listens."""
 
         async def look(process: LeasedProcess) -> None:
             nonlocal other
@@ -109,9 +109,9 @@ class GatewaysActor:
 
 
 def place_of(gateways: Path, name: str, fingerprint: str) -> tuple[Path, LeasedProcess | None]:
-    """Return the directory to run gateway `name` in, and its process with another configuration, if one runs.
+    """Return the directory in which gateway `name` is to run, and the old process to replace, if one runs.
 
-    There are two slots: while the old gateway finishes its streams, the new one already takes connections.
+    A gateway has two slots: while the old one finishes its streams, the new one already takes connections.
     """
     slots = [gateways / slot for slot in _slots(name)]
     live = {slot: process for slot in slots if (process := _running(slot)) is not None}
@@ -134,7 +134,7 @@ def _running(directory: Path) -> LeasedProcess | None:
 
 
 def _taken_over(old: LeasedProcess, new: int, port: int) -> LeasedProcess | None:
-    """Expire the old gateway once the new one listens, so that it only finishes its streams."""
+    """Expire `old` and return None once process `new` listens; until then renew `old` and return it."""
     if not _listens(new, port):
         old.renew()
         return old

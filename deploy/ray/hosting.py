@@ -68,8 +68,8 @@ async def keep(
 ) -> None:
     """Adopt or start the process and its host, renew its lease, and restart both when the host ends.
 
-    It never returns. It calls `look` every half second while the host runs, and `ended` each time that it has
-    ended: the host itself restarts a process that was killed.
+    This never returns. It calls `look` every half second while the host runs, and `ended` each time that the
+    host has ended; the host itself restarts a process that was killed.
     """
     wanted.directory.mkdir(parents=True, exist_ok=True)
     loop, backoff = asyncio.get_running_loop(), Backoff(FIRST_BACKOFF_S, LONGEST_BACKOFF_S, CALM_S)
@@ -92,7 +92,7 @@ async def keep(
 
 
 async def _ended_within(pid: int, seconds: float) -> None:
-    """Wait until the process ends, but at most `seconds`. It need not be a child of ours."""
+    """Wait until process `pid` ends, but at most `seconds`. It need not be a child of ours."""
     try:
         descriptor = os.pidfd_open(pid)
     except ProcessLookupError:

@@ -160,7 +160,7 @@ def end_in_order(background: Background, store: StatusStore, keeper: Keeper | No
 
 
 class Keepers:
-    """All keepers of a fleet."""
+    """Starts, drains and ends the keepers of a fleet."""
 
     def __init__(
         self, fleet: FleetSpec, home: FleetHome, host: str | None, profiles: Mapping[str, Coefficients]

@@ -18,7 +18,7 @@ def advise(
     fleet: FleetName = None,
     as_json: AsJson = False,
 ) -> None:
-    """Say whether the fleet has too few or too many engines, and the loads from which this follows."""
+    """Say whether the fleet has too few or too many engines, and show the loads that tell so."""
     home = home_of(fleet)
     run, shape = running(home), load_fleet(home.fleet_file)
     answer = asyncio.run(capacity(run.directory, keys_of(shape, home).of(Purpose.DIRECTORY)))

@@ -33,7 +33,7 @@ _TIMEOUT_S = 600.0
 
 @contextmanager
 def client(url: str | None, fleet: str | None, api_key: str | None) -> "Iterator[OpenAI]":
-    """Yield a client of `url`, or of the named fleet on this machine. A refusal raises DeployError."""
+    """Yield an OpenAI client of `url`, or of the named fleet here; turn its errors into DeployError."""
     import openai
 
     key, trust = api_key or os.environ.get(API_KEY), None
@@ -165,7 +165,7 @@ def _finish(api: "OpenAI", batch: "Batch", out: Path | None) -> None:
 
 
 def _watched(api: "OpenAI", batch: "Batch") -> "Batch":
-    """Show a progress bar until the batch job ends, and return its last state."""
+    """Show a progress bar until the batch job ends, and return the batch job as it then is."""
     columns = (
         TextColumn("{task.description}"),
         BarColumn(),

@@ -15,7 +15,7 @@ def check(file: FleetFile) -> None:
 
 
 def print_notes(fleet: FleetSpec) -> None:
-    """Print which parsers the model's answers get, and why, and prompts that are too long for the KV."""
+    """Print which parsers the model's answers get, and why, and which tiers cannot hold every prompt."""
     for choice in parsers(fleet.model.path):
         by_hand = fleet.engine.args.get(choice.option)
         print(f"{choice.option}: {by_hand} (as engine.args says)" if by_hand else choice)

@@ -51,7 +51,7 @@ def doctor(
 
 
 def _install(build: str) -> str:
-    """Return the command that installs the `build` of vLLM, cpu or cuda, into a new environment."""
+    """Return the command that installs vLLM's `build`, cpu or cuda, into a new environment."""
     if Path(SOURCE, "deploy/setup/install.sh").exists():
         extras = {"cpu": "cpu,dev", "cuda": "cuda,postgres"}[build]
         return f"deploy/setup/install.sh .venv-{build} {extras}"

@@ -45,7 +45,7 @@ def new(
     file: File = None,
     fleet: FleetOption = None,
 ) -> None:
-    """Print a new key, once. The file only gets its hash."""
+    """Make a key and print it, only this once: the file gets just the key's hash."""
     secret = f"ck-{secrets.token_urlsafe(SECRET_BYTES)}"
     entry: dict[str, Any] = {
         "id": id or f"key-{secrets.token_hex(4)}",
@@ -83,7 +83,7 @@ def revoke(
     file: File = None,
     fleet: FleetOption = None,
 ) -> None:
-    """Remove a key from the file. What its owner has in the fleet stays."""
+    """Remove a key from the file. Its owner's conversations, files and batches stay."""
     path = _path(file, fleet)
     _edit(path, lambda text: _remove(text, id, path))
     print(f"{id} is no key any more")
@@ -101,7 +101,7 @@ def _path(file: Path | None, fleet: str | None) -> Path:
 
 
 def _moment(expires: str) -> str:
-    """Return the date that a time from now means, such as 90d; a date is returned as it is."""
+    """Return the time that is `expires` from now, if that is a duration such as 90d; else `expires`."""
     try:
         later = seconds(expires)
     except ValueError:
@@ -141,7 +141,7 @@ def _edit(path: Path, change: Callable[[str], str]) -> None:
 
 
 def put_key(path: Path, entry: dict[str, Any]) -> None:
-    """Add an entry to a keys file, or replace that with its id. If its secret is there, nothing changes."""
+    """Add `entry` to a keys file, or replace the entry with its id; keep a file that has its secret."""
 
     def changed(text: str) -> str:
         hashes = {key.id: key.hash for key in parse_keys(text, str(path))}
@@ -153,7 +153,7 @@ def put_key(path: Path, entry: dict[str, Any]) -> None:
 
 
 def _append(text: str, entry: dict[str, Any]) -> str:
-    """Return the keys file's text with an entry more, in the list's indentation; comments stay."""
+    """Return the keys file's text with `entry` added, indented like its list; comments stay."""
     root, indent = _block_list(text), ""
     if root.value:
         indent = " " * root.start_mark.column

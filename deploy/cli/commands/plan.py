@@ -72,8 +72,8 @@ def plan(
 ) -> None:
     """Say how many prefillers and decoders a workload needs, and at what power.
 
-    With a trace, simulations with elastic placement decide; without one, the conversation paper's
-    inequalities for the means below.
+    With a trace, simulations with elastic placement give the numbers. Without one, the conversation paper's
+    inequalities do, for the means that the options give.
     """
     if overload is not None:
         made = _plan_overload(load_fleet(overload), profile, peak_tokens)
@@ -206,7 +206,7 @@ class TierPlan:
 
 
 def tier_plans(file: FleetSpec, fleet: SimulatedFleet, mean_tokens: float) -> Iterator[TierPlan]:
-    """Yield what each tier with conversations could drop when turns of `mean_tokens` fill its KV."""
+    """Yield, for each tier that holds conversations, what to drop when turns of `mean_tokens` fill its KV."""
     limits = DropLimits(file.coserving.tbt)
     for tier in fleet.tiers:
         shape = tier.profile.shape

@@ -39,7 +39,7 @@ def apply(
         bool, typer.Option("--yes", help="Make the changes; without it they are only shown")
     ] = False,
 ) -> None:
-    """Set the limits. They stay until `conserve power restore`; keepers reset those that they set."""
+    """Set power limits, which stay until `conserve power restore`. Keepers reset only their own limits."""
     with Gpus() as gpus:
         fleet = load_fleet(file)
         changes = _planned(gpus, fleet, tier)
@@ -70,9 +70,9 @@ def _planned(gpus: Gpus, fleet: FleetSpec, tier: str | None) -> list[LimitChange
 
 
 def wishes_of(fleet: FleetSpec, gpus: int, tier: str | None) -> list[WantedLimit]:
-    """Return the limits that `fleet` wants for this machine's `gpus`, which go to its tiers in order.
+    """Return the power limits of this machine's `gpus` GPUs, which the tiers of `fleet` take in their order.
 
-    With `tier`, all GPUs go to that tier.
+    With `tier`, that tier takes all GPUs.
     """
     names = [known.name for known in fleet.tiers]
     if tier is not None:

@@ -68,7 +68,7 @@ def replay(
 
 
 def pages_of(targets: Path | None, url: str) -> list[str]:
-    """Return the metric pages in a target file, except that of `url`, which a replay reads in any case."""
+    """Return the metric pages in file `targets`, except the page of `url`, which every replay reads."""
     if targets is None:
         return []
     addresses = [address for target in orjson.loads(targets.read_bytes()) for address in target["targets"]]
@@ -78,7 +78,7 @@ def pages_of(targets: Path | None, url: str) -> list[str]:
 
 
 async def _watched(trace: Path, options: ReplayOptions, label: str) -> Replay:
-    """Replay the trace with a progress bar. Ctrl-C ends the replay early; what it measured is reported."""
+    """Replay the trace with a progress bar and return what was measured, even if Ctrl-C ends it early."""
     found = load(trace)
     stop = asyncio.Event()
     asyncio.get_running_loop().add_signal_handler(signal.SIGINT, stop.set)

@@ -14,7 +14,7 @@ def report(
     results: Annotated[list[Path], typer.Argument(help="Results of `conserve replay --json`; two compare")],
     html: Annotated[Path | None, typer.Option(help="Write a report as one HTML page")] = None,
 ) -> None:
-    """Show a result, or several side by side."""
+    """Show the result of one replay, or of several side by side."""
     show([read(path) for path in results], html)
 
 

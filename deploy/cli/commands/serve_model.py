@@ -140,9 +140,9 @@ def serve(
 
 
 def as_found(machine: Machine, home: FleetHome, memory: Path) -> Machine:
-    """Return the machine as a running fleet has found it, whose engines have taken memory since.
+    """Return `machine` with the free memory that its running fleet has found at its start, if one runs.
 
-    The same command then makes the same fleet file again.
+    Thus the same command makes the same fleet file while the fleet's engines take memory.
     """
     with suppress(OSError, ValueError):
         if is_up(home):
@@ -164,7 +164,7 @@ def refuse_blocked(findings: Iterable[doctor.HealthLine]) -> None:
 
 
 def without_refused_coserving(content: dict[str, Any]) -> dict[str, Any]:
-    """Return a fleet without co-serving, which nobody asked for, if the check would refuse it."""
+    """Return the fleet file's `content`, without co-serving if `conserve check` would refuse co-serving."""
     without = {name: block for name, block in content.items() if name != "coserving"}
     try:
         others = set(check_engines(FleetSpec.of(without)))
@@ -178,7 +178,7 @@ def without_refused_coserving(content: dict[str, Any]) -> dict[str, Any]:
 
 
 def vllm_arguments(words: Sequence[str]) -> Iterator[tuple[str, Any]]:
-    """Parse vLLM's options in the way of its own command line."""
+    """Yield the name and value of each vLLM option in `words`, which are parsed as vLLM parses them."""
     rest = list(words)
     while rest:
         word = rest.pop(0)
@@ -217,7 +217,7 @@ def _value(text: str, kind: object) -> Any:
 
 
 def wishes_of(model: str, options: dict[str, Any]) -> Wishes:
-    """Remove from vLLM's options those that are keys of the fleet file, and return them."""
+    """Move the options that are keys of the fleet file out of vLLM's `options`, into the result."""
     for name, instead in OWN_OPTIONS.items():
         if name in options:
             raise DeployError(f"--{name} is not an option of each engine here: it is {instead}")
@@ -234,7 +234,7 @@ def wishes_of(model: str, options: dict[str, Any]) -> Wishes:
 
 
 def architecture(model: str) -> Architecture:
-    """Return what is known of a model that can be served, or raise DeployError with an alternative."""
+    """Return the architecture of a model that can be served, or raise DeployError with an alternative."""
     if model == smollm2.NAME and (built_in := find_architecture(model)):
         return built_in  # also beside a directory of that name
     path = Path(model).expanduser()
@@ -276,9 +276,9 @@ def usable(machine: Machine) -> Machine:
 
 
 def put_environment_key(keys: Path) -> None:
-    """Store the hash of the environment's key, beside keys that `conserve key new` has added.
+    """Store the hash of the key in CONSERVE_API_KEY, beside keys that `conserve key new` has added.
 
-    Its scope is to serve: agents hold it, and must not read what others said.
+    The key's scope is `serve`, because agents hold it and must not read other people's conversations.
     """
     if secret := os.environ.get(API_KEY):
         keys.parent.mkdir(parents=True, exist_ok=True)
@@ -286,7 +286,7 @@ def put_environment_key(keys: Path) -> None:
 
 
 def add_environment(content: dict[str, Any], keys: Path) -> None:
-    """Add settings from environment variables."""
+    """Add settings from environment variables to the fleet file's `content`."""
     if os.environ.get(API_KEY):
         content["gateway"]["keys_file"] = str(keys)
     if endpoint := os.environ.get(TRACES):

@@ -31,7 +31,7 @@ PROFILE_OF_DEVICE = {"cpu": "laptop", "cuda": "a40-qwen3-0.6b"}
 
 
 def simulated_fleet(file: FleetSpec, profile: EngineProfile) -> SimulatedFleet:
-    """Return the file's fleet with engines of `profile`, whose chunk and KV sizes the file may override."""
+    """Return the fleet of a fleet file, of engines with `profile` but the file's chunk and KV sizes."""
     tiers = []
     for tier in file.tiers:
         engine = _with_arguments(profile, arguments(file, tier))
@@ -162,7 +162,7 @@ def simulate(
 
 
 def write_json(file: Path, result: object) -> None:
-    """Write a result as JSON. A figure of nothing is null, such as TTFT of later turns if there are none."""
+    """Write a result as JSON, with null for NaN, such as the TTFT of later turns if there were none."""
     options = orjson.OPT_INDENT_2 | orjson.OPT_NON_STR_KEYS | orjson.OPT_SERIALIZE_NUMPY
     file.write_bytes(orjson.dumps(result, default=list, option=options | orjson.OPT_APPEND_NEWLINE))
 
@@ -171,7 +171,7 @@ Chosen = TypeVar("Chosen", bound=StrEnum)
 
 
 def _chosen(option: str, names: str, of: type[Chosen]) -> list[Chosen | None]:
-    """Return the members of enum `of` in an option's comma-separated names; [None] if there are no names."""
+    """Return the members of enum `of` that the comma-separated `names` give; [None] if `names` is empty."""
     try:
         return [of(name.strip()) for name in names.split(",")] if names else [None]
     except ValueError as wrong:

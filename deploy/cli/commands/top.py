@@ -147,7 +147,7 @@ def top(
     every: Annotated[float, typer.Option(min=0.2, help="Seconds between two updates")] = 1.0,
     once: Annotated[bool, typer.Option(help="Print once and end")] = False,
 ) -> None:
-    """Show engines and conversations live. Ctrl-C ends it."""
+    """Show engines and conversations live, until Ctrl-C."""
     console, trust = Console(), None
     if not url:
         url, up = gateway_of(fleet)

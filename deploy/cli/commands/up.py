@@ -68,7 +68,7 @@ def start(fleet: FleetSpec, home: FleetHome, detach: bool) -> None:
 
 
 def wait_for_end(home: FleetHome, poll_s: float = POLL_S) -> None:
-    """Wait until the fleet's present run has ended, whether or not another run of it begins."""
+    """Wait until the fleet's present run has ended, even if another run has begun by then."""
     ours = home.read_run()
     while ours is not None and ours.same_run(home.read_run()):
         time.sleep(poll_s)
@@ -95,7 +95,7 @@ def change(fleet: FleetSpec, home: FleetHome, dry_run: bool) -> None:
 
 
 def dashboard_key(fleet: FleetSpec) -> str:
-    """Return a hint how to make a key for the dashboard, which only keys of scope admin may see."""
+    """Return how to make a key of scope admin, which the dashboard asks for; empty without a keys file."""
     if not fleet.gateway.keys_file:
         return ""
     command = f"conserve key new --owner NAME --scope admin --fleet {fleet.name}"
