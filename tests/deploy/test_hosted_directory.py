@@ -91,7 +91,7 @@ class Rig:
                 await asyncio.sleep(0.1)
 
 
-def test_a_directory_that_a_newer_one_has_replaced_does_not_return_at_once(
+def test_a_directory_process_that_a_newer_one_has_replaced_waits_before_it_ends(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     async def superseded(_: hosted_directory.HostedDirectory) -> None:

@@ -33,7 +33,7 @@ def test_kubernetes_accepts_every_object_of_the_manifest(document: dict[str, Any
 
 
 @pytest.mark.parametrize("group", [*GROUPS, SUBMITTER], ids=lambda group: group.get("groupName", "head"))
-def test_kubernetes_accepts_the_pods_of_each_group(group: dict[str, Any]) -> None:
+def test_kubernetes_accepts_the_pods_of_each_group_of_ray_nodes(group: dict[str, Any]) -> None:
     pod = {"apiVersion": "v1", "kind": "Pod", "metadata": {"name": "checked"}, **group["template"]}
     kubernetes_validate.validate(pod, KUBERNETES, strict=True)
 
@@ -65,7 +65,7 @@ def test_every_kubernetes_node_tolerates_a_lost_head_and_leaves_memory_kills_to_
         assert {"RAY_memory_monitor_refresh_ms", "RAY_worker_oom_score_adj"} < names
 
 
-def test_the_cluster_requires_a_token() -> None:
+def test_the_ray_cluster_on_kubernetes_requires_a_token() -> None:
     options = RAY_JOB["spec"]["rayClusterSpec"]["authOptions"]
     assert options == {"mode": "token", "secretName": "conserve-ray-token"}
     text = (ROOT / "deploy" / "kubernetes" / "fleet.yaml").read_text()

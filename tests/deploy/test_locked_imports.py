@@ -66,18 +66,18 @@ def of_other_versions() -> dict[str, str]:
     }
 
 
-def test_both_environments_have_everything_that_is_imported() -> None:
+def test_both_lock_files_have_every_package_that_the_product_imports() -> None:
     for package, provided_by in distributions().items():
         for one in provided_by:
             assert one in lock("cpu.txt") and BUILDS.get(one, one) in lock("cuda.txt"), package
 
 
-def test_both_environments_have_the_same_version_of_vllm_torch_ray_and_openai() -> None:
+def test_both_lock_files_have_the_same_version_of_vllm_torch_ray_and_openai() -> None:
     assert not of_other_versions().keys() & {"torch", "vllm", "openai", "ray"}
 
 
 @pytest.mark.slow
-def test_packages_of_other_versions_in_the_cuda_environment_offer_what_is_imported(tmp_path: Path) -> None:
+def test_packages_with_another_version_for_cuda_offer_every_imported_name(tmp_path: Path) -> None:
     others = of_other_versions()
     text = (ROOT / "requirements" / "cuda.txt").read_text()
     entries = {canonicalize_name(match[1].partition("==")[0]): match[0] for match in HASHED.finditer(text)}

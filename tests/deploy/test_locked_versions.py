@@ -20,7 +20,7 @@ def major(version: str) -> str:
 
 
 @pytest.mark.parametrize("package", ["openai", "ray", "pydantic", "sqlalchemy", "msgspec", "grpcio"])
-def test_both_lock_files_have_the_same_major_version_of_each_import(package: str) -> None:
+def test_both_lock_files_have_the_same_major_version_of_each_imported_package(package: str) -> None:
     assert major(versions("cpu.txt")[package]) == major(versions("cuda.txt")[package])
 
 

@@ -1,4 +1,4 @@
-"""A fleet survives that its hosts cannot reach each other for a while, in one direction or both."""
+"""A fleet survives a while in which its hosts cannot reach each other, in one direction or in both."""
 
 import json
 import subprocess

@@ -57,7 +57,7 @@ def test_the_nodes_of_a_cluster_file_leave_memory_kills_to_the_kernel(path: Path
 
 
 @pytest.mark.parametrize("path", FILES, ids=lambda path: path.name)
-def test_the_cluster_requires_a_token(path: Path) -> None:
+def test_a_cluster_started_by_ray_up_requires_a_token(path: Path) -> None:
     """Ray 2.60 requires no token by default, and `ray up` distributes none."""
     config = load(path)
     assert config["file_mounts"][TOKEN] == TOKEN

@@ -75,7 +75,7 @@ def test_figures_without_any_turn_are_null_in_the_json_result(
     assert "later - s" in capsys.readouterr().out
 
 
-def test_plan_from_mean_lengths_gives_the_papers_rate(capsys: pytest.CaptureFixture[str]) -> None:
+def test_conserve_plan_from_mean_lengths_gives_the_papers_rate(capsys: pytest.CaptureFixture[str]) -> None:
     plan(rate=1.4)
     assert "R* = 1.667/s" in capsys.readouterr().out
 

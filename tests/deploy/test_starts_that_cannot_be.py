@@ -55,12 +55,12 @@ def refused(base: Path, edit: Edit) -> str:
     return answer.stderr.strip()
 
 
-def test_a_missing_model_is_reported(base: Path) -> None:
+def test_conserve_up_reports_a_missing_model(base: Path) -> None:
     said = refused(base, lambda content: content["model"].update(path="/no/such/model"))
     assert said.startswith("conserve: model.path: there is no model in /no/such/model; it must be ")
 
 
-def test_a_taken_port_is_reported(base: Path) -> None:
+def test_conserve_up_reports_a_taken_port(base: Path) -> None:
     with socket.create_server(("127.0.0.1", 0)) as taken:
         port = taken.getsockname()[1]
         said = refused(base, lambda content: content["gateway"].update(port=port))
@@ -68,7 +68,7 @@ def test_a_taken_port_is_reported(base: Path) -> None:
     assert "choose another port (--port" in said
 
 
-def test_a_damaged_journal_is_reported(base: Path) -> None:
+def test_conserve_up_reports_a_damaged_journal(base: Path) -> None:
     home = FleetHome.of("random", str(base))
     Journal.create(home.journal, [Row(f"c:{number}", "whole", b"{}") for number in range(2000)])
     data = bytearray(home.journal.read_bytes())
@@ -86,8 +86,8 @@ SAYS = (
 )
 
 
-def test_too_low_a_limit_of_open_files_is_reported(base: Path) -> None:
-    """`conserve up` reports it on its machine, and a gateway on the machine where it runs."""
+def test_conserve_up_reports_too_low_a_limit_of_open_files(base: Path) -> None:
+    """`conserve up` reports the limit of its own machine, and a gateway that of the machine where it runs."""
     fleet = base / "fleet.yaml"
     fleet.write_text(random(lambda content: None))
     config = GatewayConfig("127.0.0.1:9", (ServedModel("small"),), port=0)
@@ -107,7 +107,7 @@ def test_too_low_a_limit_of_open_files_is_reported(base: Path) -> None:
 
 
 @pytest.mark.slow
-def test_a_missing_ray_cluster_is_reported_and_its_fleet_can_be_removed(
+def test_conserve_up_that_finds_no_ray_cluster_says_so_and_leaves_nothing_up(
     base: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("RAY_AUTH_TOKEN", "a token" * 8)
@@ -127,7 +127,9 @@ def test_a_missing_ray_cluster_is_reported_and_its_fleet_can_be_removed(
         ({"decode_tier": 1}, {"decode_tier": 10_000.0}, True),
     ],
 )
-def test_missing_resources_are_reported(resources: dict[str, float], there: Any, fits: bool) -> None:
+def test_conserve_up_refuses_tiers_that_need_more_than_the_machine_has(
+    resources: dict[str, float], there: Any, fits: bool
+) -> None:
     fleet = parse_fleet(random(lambda content: content["tiers"][1].update(resources=resources)), "f")
     there = {"prefill_tier": 1.0, **there}
     if fits:
@@ -137,7 +139,7 @@ def test_missing_resources_are_reported(resources: dict[str, float], there: Any,
         refuse_what_does_not_fit(fleet, there)
 
 
-def test_a_start_during_which_another_command_ends_the_fleet_says_so(base: Path) -> None:
+def test_a_start_that_another_command_ended_is_told_from_a_failed_one(base: Path) -> None:
     home = FleetHome.of("random", str(base))
     home.create()
     ours = RunRecord(os.getpid(), psutil.Process().create_time(), "127.0.0.1:1")

@@ -98,7 +98,7 @@ def until(true: Callable[[], object], limit_s: float, what: str) -> None:
 
 
 @pytest.mark.timeout(600)
-def test_a_failed_start_reports_its_reason_and_leaves_nothing(rig: FleetRig) -> None:
+def test_a_failed_start_reports_its_reason_and_leaves_no_process(rig: FleetRig) -> None:
     # `conserve check` knows vLLM's options, and not what each takes.
     answer = conserve(rig.base, "up", str(rig.file("compilation-config: none-such")), timeout_s=500)
     assert answer.returncode == 1
@@ -109,7 +109,7 @@ def test_a_failed_start_reports_its_reason_and_leaves_nothing(rig: FleetRig) -> 
 
 
 @pytest.mark.timeout(600)
-def test_ctrl_c_while_engines_start_leaves_nothing(rig: FleetRig) -> None:
+def test_ctrl_c_while_engines_start_leaves_no_process(rig: FleetRig) -> None:
     running = rig.up()
     until(lambda: "mixed-0: starting" in rig.output(), 300, "the engine to begin to start")
     os.killpg(running.pid, signal.SIGINT)
@@ -128,7 +128,7 @@ def test_ctrl_c_ends_a_fleet_that_serves_within_seconds(rig: FleetRig) -> None:
 
 
 @pytest.mark.timeout(600)
-def test_serve_starts_a_model_directory_and_down_ends_it(rig: FleetRig) -> None:
+def test_serve_starts_a_fleet_for_a_model_directory_and_down_ends_it(rig: FleetRig) -> None:
     make_model(rig.base / "one")
     one_engine = ("--prefill", "0", "--decode", "1", "--max-model-len", "4096")
     options = ("--port", str(rig.port), "--detach", "--", "--max-num-seqs", "4")

@@ -1,8 +1,8 @@
 """The built wheel works without the source tree: its command runs from an empty directory.
 
-The packages that it needs come from this environment by a `.pth` file, whose own `.pth` files, the editable
-install of the tree among them, are not read. `make wheel`, then `pip install` into an empty environment, is
-the same with packages from an index.
+A `.pth` file adds the packages that the wheel needs from this environment. The environment's own `.pth`
+files, such as that of the tree's editable install, are not read. `make wheel`, then `pip install` into an
+empty environment, does the same with packages from an index.
 """
 
 import os
@@ -100,7 +100,7 @@ def test_doctor_of_an_installed_wheel_finds_python_and_vllm(installed: Installed
         (["smollm2", "--max-model-len", "99999999"], "conversations of 99999999 tokens do not fit"),
     ],
 )
-def test_a_model_that_cannot_be_served_is_refused_at_once(
+def test_serve_of_an_installed_wheel_refuses_an_unservable_model_at_once(
     installed: Installed, words: list[str], sentence: str
 ) -> None:
     before = resource.getrusage(resource.RUSAGE_CHILDREN)

@@ -35,7 +35,7 @@ async def conserve(gateway: GatewayWithBatch, *arguments: str) -> tuple[int, str
 
 
 @pytest.mark.slow
-async def test_a_batch_is_submitted_and_its_results_are_written(
+async def test_conserve_batch_submits_a_file_and_writes_its_results(
     gateway: GatewayWithBatch, tmp_path: Path
 ) -> None:
     file, out = tmp_path / "in.jsonl", tmp_path / "out.jsonl"

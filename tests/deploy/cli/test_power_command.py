@@ -38,7 +38,7 @@ def conserve(machine: GpuMachine, *arguments: str) -> tuple[int, str]:
     return done.returncode, " ".join((done.stdout + done.stderr).split())
 
 
-def test_plan_and_apply_without_yes_change_nothing(machine: GpuMachine, fleet: str) -> None:
+def test_power_plan_and_power_apply_without_yes_change_no_limit(machine: GpuMachine, fleet: str) -> None:
     code, text = conserve(machine, "plan", fleet)
     assert code == 0
     assert "decode-0" in text
@@ -50,7 +50,9 @@ def test_plan_and_apply_without_yes_change_nothing(machine: GpuMachine, fleet: s
     assert machine.read(0, "sets") == machine.read(1, "sets") == 0
 
 
-def test_apply_caps_the_decode_tiers_gpu_and_restore_undoes_it(machine: GpuMachine, fleet: str) -> None:
+def test_power_apply_caps_the_decode_tiers_gpu_and_power_restore_undoes_it(
+    machine: GpuMachine, fleet: str
+) -> None:
     assert conserve(machine, "apply", fleet, "--yes")[0] == 0
     assert machine.limits() == [300.0, 200.0]
     code, text = conserve(machine, "restore")

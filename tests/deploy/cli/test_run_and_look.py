@@ -97,7 +97,7 @@ def test_an_error_of_a_component_is_printed_as_a_sentence(
     [("hf/hub/model", True), ("", True), (None, True), ("tls.key", False)],
     ids=["below a folder", "above one", "no file", "elsewhere"],
 )
-def test_other_folders_are_advised_only_if_conserve_wrote_the_file(
+def test_an_error_advises_other_folders_unless_its_file_is_outside_conserves_folders(
     file: str | None,
     advised: bool,
     tmp_path: Path,
@@ -143,7 +143,7 @@ def test_conserve_status_asks_all_keepers_at_the_same_time(
     assert found == {"prefill-0": "serving", "decode-0": "serving", "decode-1": "not started yet"}
 
 
-def test_a_fleet_that_is_not_up_is_reported(base: Path) -> None:
+def test_commands_say_that_their_fleet_is_not_up(base: Path) -> None:
     answer = conserve(base, "status", "laptop")
     assert (answer.returncode, answer.stderr.strip()) == (
         1,
@@ -243,7 +243,7 @@ def test_an_upgrade_does_not_end_conserve_up(base: Path) -> None:
     assert not ends_after(lambda: home.write_run(replace(OURS, endpoint="http://127.0.0.1:8001")), home)
 
 
-def test_only_the_batch_command_imports_the_client_library() -> None:
+def test_only_the_batch_command_imports_the_openai_client() -> None:
     """Importing `openai` takes longer than all the work of `conserve check`."""
     code = "import sys, deploy.cli.application; sys.exit('openai' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code], cwd=ROOT, check=False, timeout=60).returncode == 0

@@ -1,4 +1,4 @@
-"""`conserve serve` and `conserve doctor` need one command, and explain each error in a sentence."""
+"""`conserve serve` makes a fleet for a model, `conserve doctor` checks a machine; both explain each error."""
 
 import json
 import re
@@ -74,7 +74,7 @@ def model_in(directory: Path, **config: Any) -> str:
     return str(directory)
 
 
-def test_the_printed_fleet_file_is_valid() -> None:
+def test_serve_prints_a_valid_fleet_file() -> None:
     content = printed("smollm2", "--prefill", "0", "--decode", "1", "--port", "8123")
     assert content["model"] == {"path": "smollm2", "dtype": "float32", "max_context": 8192}
     assert (content["policy"], content["gateway"]["port"]) == ("collocated", 8123)
@@ -88,7 +88,7 @@ def test_the_printed_fleet_file_is_valid() -> None:
         (("--decode", "3"), "3 x decode (each also prefills), conversations of up to 8192 tokens"),
     ],
 )
-def test_the_printed_file_says_for_which_machine_it_is(
+def test_the_fleet_file_that_serve_prints_describes_its_machine(
     words: tuple[str, ...], said: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(serve_model, "this_machine", lambda: Machine(4, 15 * GIB))
@@ -96,7 +96,9 @@ def test_the_printed_file_says_for_which_machine_it_is(
     assert first == f"# no GPU, 4 cores, 15.0 GiB of free memory: {said}"
 
 
-def test_serve_makes_the_same_file_again_while_its_fleet_runs(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_serve_makes_the_same_fleet_file_again_while_its_fleet_takes_memory(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     started: list[str] = []
 
     def start(_: FleetSpec, file: Path, **__: bool) -> None:
@@ -111,7 +113,7 @@ def test_serve_makes_the_same_file_again_while_its_fleet_runs(monkeypatch: pytes
     assert started[1] == started[0] != started[2]
 
 
-def test_options_of_vllm_reach_the_engines() -> None:
+def test_vllm_options_given_to_serve_reach_the_engines() -> None:
     content = printed(
         "smollm2",
         "--",
@@ -142,17 +144,17 @@ def test_options_of_vllm_reach_the_engines() -> None:
         (["--max-num-seqs", "4", "-O3"], "'-O3' is short: write the long name"),
     ],
 )
-def test_an_option_unknown_to_vllm_is_refused(words: list[str], said: str) -> None:
+def test_serve_refuses_an_option_that_vllm_does_not_have(words: list[str], said: str) -> None:
     with pytest.raises(DeployError) as raised:
         list(vllm_arguments(words))
     assert str(raised.value).startswith(said)
 
 
-def test_options_of_vllm_need_no_dashes_before_them() -> None:
+def test_serve_accepts_vllm_options_without_a_double_dash_before_them() -> None:
     assert printed("smollm2", "--max-num-seqs", "4", "--port", "8123")["engine"]["args"]["max-num-seqs"] == 4
 
 
-def test_values_of_vllm_options_may_be_json_or_several_words() -> None:
+def test_vllm_options_given_to_serve_may_have_json_or_lists_as_values() -> None:
     words = ["--compilation-config", '{"mode": 3}', "--enable-dbo", "--middleware", "a", "b"]
     assert dict(vllm_arguments(words)) == {
         "compilation-config": {"mode": 3},
@@ -161,7 +163,7 @@ def test_values_of_vllm_options_may_be_json_or_several_words() -> None:
     }
 
 
-def test_a_path_without_a_model_is_refused(tmp_path: Path) -> None:
+def test_serve_refuses_a_path_without_a_model(tmp_path: Path) -> None:
     (tmp_path / "model.gguf").write_bytes(b"GGUF")
     for path, said in (
         ("/no/such", "there is no model in /no/such, which is no directory: give a directory with"),
@@ -192,7 +194,7 @@ def test_a_config_that_describes_no_model_is_refused(tmp_path: Path, config: str
     assert str(serve(str(tmp_path)).exception).startswith(f"the config.json of {tmp_path} {said}")
 
 
-def test_an_incomplete_directory_is_refused(tmp_path: Path) -> None:
+def test_serve_refuses_a_model_directory_that_lacks_a_file(tmp_path: Path) -> None:
     directory = tmp_path / "partial"
     model = model_in(directory, max_position_embeddings=4096)
     index = {"metadata": {"total_size": 10**6}, "weight_map": {"a": "model-1.safetensors"}}
@@ -214,11 +216,11 @@ def test_an_incomplete_directory_is_refused(tmp_path: Path) -> None:
         (["--served-model-name", "a", "b"], "--served-model-name: expected one name"),
     ],
 )
-def test_values_that_no_fleet_can_have_are_refused(words: list[str], said: str) -> None:
+def test_serve_refuses_values_that_no_fleet_can_have(words: list[str], said: str) -> None:
     assert str(serve("smollm2", "--print", *words).exception).startswith(said)
 
 
-def test_an_interrupted_download_does_not_count_as_a_model_that_is_here(tmp_path: Path) -> None:
+def test_a_model_whose_download_was_interrupted_counts_as_not_downloaded(tmp_path: Path) -> None:
     cached = tmp_path / "hf" / "hub" / "models--Qwen--Qwen3-0.6B"
     (cached / "refs").mkdir(parents=True)
     (cached / "refs" / "main").write_text("abc")
@@ -230,18 +232,18 @@ def test_an_interrupted_download_does_not_count_as_a_model_that_is_here(tmp_path
     assert printed("Qwen/Qwen3-0.6B")["model"]["path"] == "Qwen/Qwen3-0.6B"
 
 
-def test_a_model_that_does_not_fit_is_refused(tmp_path: Path) -> None:
+def test_serve_refuses_a_model_that_does_not_fit_the_machine(tmp_path: Path) -> None:
     model = model_in(tmp_path / "big", max_position_embeddings=4096)
     index = {"metadata": {"total_size": 10**15}}
     (tmp_path / "big" / "model.safetensors.index.json").write_text(json.dumps(index))
     assert "take a smaller or a quantised model" in str(serve(model).exception)
 
 
-def test_a_model_without_weights_is_refused(tmp_path: Path) -> None:
+def test_serve_refuses_a_model_directory_without_weights(tmp_path: Path) -> None:
     assert "has no weights in safetensors" in str(serve(model_in(tmp_path / "empty")).exception)
 
 
-def test_an_invalid_hub_id_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_serve_refuses_an_invalid_hugging_face_id(monkeypatch: pytest.MonkeyPatch) -> None:
     with socket.socket() as taken:  # bound, and not listening
         taken.bind(("127.0.0.1", 0))
         monkeypatch.setattr(
@@ -251,7 +253,9 @@ def test_an_invalid_hub_id_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     assert said.startswith("Qwen/Qwen3-0.6B is not on this machine, and Hugging Face cannot be reached: give")
 
 
-def test_a_key_and_a_receiver_of_spans_come_from_the_environment(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_serve_takes_the_api_key_and_the_trace_endpoint_from_the_environment(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     monkeypatch.setenv("CONSERVE_API_KEY", "secret-of-mine")
     monkeypatch.setenv("OTEL_EXPORTER_OTLP_ENDPOINT", "http://127.0.0.1:4318")
     content = printed("smollm2")
@@ -267,7 +271,7 @@ def test_a_key_and_a_receiver_of_spans_come_from_the_environment(monkeypatch: py
     assert file.read_text() == before, "a fleet that runs has this key"
 
 
-def test_keys_that_were_added_stay_and_the_key_of_the_environment_follows_it(
+def test_the_key_of_the_environment_replaces_only_its_own_entry_in_the_keys_file(
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
@@ -294,7 +298,7 @@ def test_the_operator_is_told_how_to_make_a_key_for_the_dashboard(monkeypatch: p
     assert "conserve key new --owner NAME --scope admin --fleet smollm2" in said
 
 
-def test_a_longer_context_gets_memory_and_stretched_positions() -> None:
+def test_serve_stretches_the_positions_of_smollm2_for_a_longer_context() -> None:
     content = printed("smollm2", "--max-model-len", "32768", "--prefill", "0", "--decode", "1")
     assert content["model"]["max_context"] == 32_768
     fleet = parse_fleet(yaml.safe_dump(content), "printed")
@@ -304,7 +308,7 @@ def test_a_longer_context_gets_memory_and_stretched_positions() -> None:
     assert overrides["rope_parameters"]["factor"] == 4.0
 
 
-def test_a_context_longer_than_the_models_is_refused(tmp_path: Path) -> None:
+def test_serve_refuses_a_context_longer_than_the_models_positions(tmp_path: Path) -> None:
     for model, limit in (("smollm2", 32_768), (model_with_weights(tmp_path / "mine"), 4_096)):
         answer = serve(model, "--max-model-len", str(2 * limit), "--print", "--prefill", "0", "--decode", "1")
         assert f"the model has positions for {limit} tokens, not for {2 * limit}" in str(answer.exception)
@@ -316,7 +320,7 @@ def model_with_weights(directory: Path) -> str:
     return model
 
 
-def test_the_fleet_file_has_the_whole_path_of_a_model(
+def test_serve_writes_the_absolute_path_of_a_model_into_the_fleet_file(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     model = model_with_weights(tmp_path / "mine")
@@ -326,7 +330,7 @@ def test_the_fleet_file_has_the_whole_path_of_a_model(
         assert (content["model"]["path"], content["name"]) == (model, "mine")
 
 
-def test_the_built_in_model_is_served_beside_a_directory_of_its_name(
+def test_serve_smollm2_takes_the_built_in_model_and_not_a_directory_of_that_name(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     (tmp_path / "smollm2").mkdir()
@@ -338,7 +342,7 @@ DRAFT = ("--speculative-config", '{"method": "ngram", "num_speculative_tokens": 
 COLLOCATED = ("--prefill", "0", "--decode", "1")
 
 
-def test_co_serving_is_off_where_the_check_would_refuse_it() -> None:
+def test_serve_turns_co_serving_off_where_conserve_check_would_refuse_it() -> None:
     answer = serve("smollm2", "--print", *DRAFT, *COLLOCATED)
     assert answer.exception is None and "coserving" not in yaml.safe_load(answer.stdout)
     assert answer.stderr.startswith("no co-serving here: co-serving does not know the tokens of a draft")
@@ -349,7 +353,7 @@ def test_co_serving_is_off_where_the_check_would_refuse_it() -> None:
     assert "co-serving does not know the tokens of a draft" in refused
 
 
-def test_co_serving_is_off_for_a_model_without_hooks_between_its_layers(
+def test_serve_turns_co_serving_off_for_a_model_without_hooks_between_its_layers(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     model = model_in(tmp_path / "v32", model_type="deepseek_v32", index_topk=2048)
@@ -363,17 +367,19 @@ def test_co_serving_is_off_for_a_model_without_hooks_between_its_layers(
     assert "vLLM does not call connectors between this model's layers" in capsys.readouterr().err
 
 
-def test_a_file_that_check_would_refuse_is_not_printed() -> None:
+def test_serve_does_not_print_a_fleet_file_that_conserve_check_would_refuse() -> None:
     answer = serve("smollm2", "--print", "--enable-lora")
     assert answer.stdout == "" and "adapters are not served" in str(answer.exception)
 
 
-def test_options_of_vllm_before_the_model_are_refused() -> None:
+def test_serve_refuses_vllm_options_before_the_model() -> None:
     said = str(serve("--max-num-seqs", "64", "smollm2").exception)
     assert said.startswith("MODEL comes first, as in: conserve serve Qwen")
 
 
-def test_callers_elsewhere_are_asked_for_a_key(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_serve_on_an_address_that_others_can_reach_requires_an_api_key(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     refused = str(serve("smollm2", "--host", "0.0.0.0").exception)
     assert refused.startswith(
         "--host 0.0.0.0: everybody who reaches that address could call; set CONSERVE_API_KEY"
@@ -382,7 +388,7 @@ def test_callers_elsewhere_are_asked_for_a_key(monkeypatch: pytest.MonkeyPatch) 
     assert printed("smollm2", "--host", "0.0.0.0")["gateway"]["host"] == "0.0.0.0"
 
 
-def test_doctor_reports_only_the_system_if_that_is_not_linux(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_doctor_and_serve_on_macos_say_only_to_run_the_container(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(sys, "platform", "darwin")
     monkeypatch.delattr("os.sched_getaffinity")
     answer = CliRunner().invoke(app, ["doctor"])
@@ -401,7 +407,7 @@ def test_doctor_reports_only_the_system_if_that_is_not_linux(monkeypatch: pytest
     ],
     ids=["source tree", "wheel"],
 )
-def test_doctor_names_a_remedy_that_works_in_this_installation(
+def test_doctor_names_the_remedy_for_a_source_tree_or_for_a_wheel(
     source: Path, said: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(doctor, "SOURCE", str(source))
@@ -410,7 +416,7 @@ def test_doctor_names_a_remedy_that_works_in_this_installation(
 
 
 @pytest.mark.parametrize(("missing", "engines"), [(0, 3), (GIB // 10, 1)])
-def test_doctor_wants_the_memory_of_as_many_engines_as_make_up_starts(
+def test_doctor_asks_for_the_memory_of_all_engines_that_make_up_starts(
     missing: int, engines: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     here = Machine(4, doctor.LEAST_MEMORY - missing)
@@ -430,7 +436,7 @@ def test_doctor_says_who_can_allow_more_open_files(monkeypatch: pytest.MonkeyPat
 
 
 @pytest.mark.parametrize("build", ["CPU", "CUDA"])
-def test_libnuma_is_named_before_an_engine_fails_without_it(
+def test_doctor_names_a_missing_libnuma_only_for_vllms_cpu_build(
     build: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def load(name: str) -> None:
@@ -452,14 +458,14 @@ def test_libnuma_is_named_before_an_engine_fails_without_it(
         ({"torch": "2.13.0+cpu"}, ""),
     ],
 )
-def test_the_installed_packages_tell_which_build_vllm_is(
+def test_the_installed_build_of_vllm_is_found_by_package_names_and_versions(
     packages: dict[str, str], build: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(machine, "installed", lambda name: packages.get(name, ""))
     assert machine.vllm_build() == build
 
 
-def test_the_version_of_conserve_is_printed() -> None:
+def test_conserve_version_prints_the_versions_of_conserve_and_ray() -> None:
     said = CliRunner().invoke(app, ["version"]).stdout
     assert re.match(r"conserve-llm \d+\.\d+", said) and "\nray " in said
 
@@ -485,7 +491,7 @@ def test_doctor_exits_with_1_if_the_state_folder_is_not_writable(
     assert "/file/home cannot be written; set CONSERVE_HOME to a folder of yours" in answer.stdout
 
 
-def test_a_torchvision_of_another_build_is_named_before_anything_starts(
+def test_doctor_names_a_torchvision_that_is_built_for_another_torch(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     for name, version in (("torchvision", "0.28.0"), ("torchaudio", "2.13.0+cpu")):

@@ -70,7 +70,7 @@ def test_conserve_top_shows_the_state_of_an_engine_that_is_not_up() -> None:
     assert "draining" in text_of(state(engines=[engine(status="draining")]))
 
 
-def test_the_kv_bar_divides_the_capacity_and_never_exceeds_its_width() -> None:
+def test_the_kv_bar_shows_shares_of_the_capacity_and_never_exceeds_its_width() -> None:
     bar = kv_bar({"capacity": 1000, "live": 500, "reserved": 250, "offline": 0})
     assert bar.plain.count("█") == 15 + 8 and len(bar.plain) == 30
     assert len(kv_bar({"capacity": 10, "live": 40, "reserved": 40, "offline": 40}).plain) == 30

@@ -43,7 +43,7 @@ def test_every_generator_writes_a_trace(tmp_path: Path) -> None:
         assert len(load(out).conversations) == 10
 
 
-def test_import_detects_the_format_and_describe_reads_foreign_files(tmp_path: Path) -> None:
+def test_trace_import_detects_the_format_and_trace_describe_reads_foreign_files(tmp_path: Path) -> None:
     out = tmp_path / "all.jsonl.gz"
     assert run("trace", "import", SAMPLES / "sources", "--out", out).exit_code == 0
     assert "CC-BY-4.0" in load(out).header.licence

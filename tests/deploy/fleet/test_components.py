@@ -41,7 +41,7 @@ def spec_of(wanted: FleetSpec, name: str) -> dict[str, object]:
     return {field: getattr(spec, field) for field in type(spec).__dataclass_fields__}
 
 
-def test_only_decoders_without_co_serving_use_a_shared_tier(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_only_decoders_use_lmcache_and_not_together_with_co_serving(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("deploy.fleet.checks.find_spec", lambda name: name)
     text = (CONFIGS / "laptop.yaml").read_text() + "  kv_tiers: [host, lmcache]\n"
     wanted = parse_fleet(text, "fleet.yaml")
@@ -67,7 +67,7 @@ def test_vllm_options_of_a_tier_are_added_to_those_of_all_engines() -> None:
     assert "max-num-seqs" not in dict(spec_of(fleet("a40-paper"), "prefill-0")["options"])  # type: ignore[call-overload]
 
 
-def test_engines_of_a_fleet_have_distinct_and_stable_settings() -> None:
+def test_each_engine_of_a_fleet_has_a_fingerprint_of_its_own_that_stays_the_same() -> None:
     laptop = fleet("laptop")
     prints = [engine_spec(laptop, engine, HOME, "h").fingerprint() for engine in engines(laptop)]
     assert len(set(prints)) == 3
@@ -81,7 +81,7 @@ def test_only_the_decoders_of_a_coserving_fleet_coserve() -> None:
     assert "coserving" in json.loads(str(decode["additional"]))
 
 
-def test_prefillers_coserve_where_the_file_gives_them_offline_work() -> None:
+def test_prefillers_coserve_if_the_fleet_file_gives_them_offline_work() -> None:
     text = (CONFIGS / "two-nodes.yaml").read_text()
     wanted = parse_fleet(text.replace("\ncoserving:", "\nbatch: {harvest_prefill: true}\ncoserving:"), "f")
     prefill = engine_spec(wanted, next(e for e in engines(wanted) if e.tier.role is Role.PREFILL), HOME, "h")
@@ -118,7 +118,7 @@ def test_a_gateways_configuration_file_is_read_back_unchanged(tmp_path: Path) ->
         assert load(file) == config
 
 
-def test_a_gateway_starts_both_legs_together_over_tcp_and_in_turn_over_nixl() -> None:
+def test_a_gateway_starts_both_legs_together_over_tcp_and_one_after_the_other_over_nixl() -> None:
     laptop = gateway_config(fleet("laptop"), "g", "d:1", KEYS, "d:2")
     nodes = gateway_config(fleet("two-nodes"), "g", "d:1", KEYS, "d:2")
     assert (laptop.handover, nodes.handover) == (Handover.TOGETHER, Handover.IN_TURN)
@@ -151,11 +151,11 @@ def test_policies_and_times_of_the_fleet_file_reach_the_placer_and_the_engines()
 
 
 @pytest.mark.parametrize(("name", "together"), [("laptop", 2), ("a40-paper", None)])
-def test_engines_that_share_cores_start_in_groups(name: str, together: int | None) -> None:
+def test_engines_that_share_cores_start_a_few_at_a_time(name: str, together: int | None) -> None:
     assert keeper_settings(fleet(name)).start_together == together
 
 
-def test_gateways_and_engines_receive_tracing_and_only_gateways_sample() -> None:
+def test_gateways_and_engines_get_the_trace_endpoint_and_only_gateways_sample() -> None:
     plain = fleet("laptop")
     block = "\nobserve: {tracing: {endpoint: 'http://collector:4318/', sample: 0.2}}\n"
     traced = parse_fleet((CONFIGS / "laptop.yaml").read_text() + block, "traced")
@@ -203,7 +203,7 @@ tiers:
         ("cuda", "", "", False),  # nobody said what they are
     ],
 )
-def test_tiers_of_the_same_hardware_share_measurements(
+def test_tiers_share_measured_speeds_only_if_hardware_and_arguments_are_the_same(
     device: str, prefill: str, decode: str, same: bool
 ) -> None:
     named = alike(parse_fleet(TWO_TIERS % (device, prefill, decode), "fleet.yaml"))

@@ -122,7 +122,7 @@ class Everything:
 
 
 def settings(value: Any) -> Iterator[tuple[tuple[type, str], Any]]:
-    """Yield the class, name and value of every field in a configuration, and in those within it."""
+    """Yield the class, name and value of every field in a configuration and in nested configurations."""
     if type(value) in CONFIGURATIONS:
         for field in fields(value):
             inner = getattr(value, field.name)
@@ -455,7 +455,7 @@ def test_this_file_has_a_case_for_every_key_of_the_fleet_file() -> None:
 
 
 @pytest.mark.parametrize("key", CASES)
-def test_setting_a_key_changes_the_configuration_of_its_component(
+def test_setting_a_key_of_the_fleet_file_changes_the_configuration_of_its_component(
     key: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("deploy.fleet.checks.find_spec", lambda name: name)
@@ -466,7 +466,7 @@ def test_setting_a_key_changes_the_configuration_of_its_component(
 
 
 @pytest.mark.parametrize("key", DIRECT)
-def test_a_key_without_a_configuration_field_is_read_by_the_named_file(key: str) -> None:
+def test_a_key_without_a_configuration_field_is_read_by_the_file_listed_for_it(key: str) -> None:
     read = key.removeprefix("tiers.")
     for file in DIRECT[key]:
         nodes = ast.walk(ast.parse((ROOT / file).read_text()))
@@ -493,7 +493,7 @@ def test_every_configuration_field_has_a_key_or_is_listed_as_internal(
 
 
 def test_a_component_without_keys_receives_its_own_defaults(set_by_keys: set[tuple[type, str]]) -> None:
-    """The fleet file repeats no default: without a key, a component has that of its own field."""
+    """The fleet file repeats no default: without a key, a component uses the default of its own field."""
     defaults = {
         (kind, field.name): field.default
         for kind in CONFIGURATIONS

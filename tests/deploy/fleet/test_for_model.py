@@ -76,7 +76,7 @@ def test_serve_splits_several_gpus_into_prefillers_and_decoders() -> None:
         (replace(LAPTOP, memory=7 * GIB), {"decode": 1}, (0, 1)),
     ],
 )
-def test_a_role_without_a_number_gets_the_engines_that_still_fit_the_machine(
+def test_serve_given_the_number_of_one_role_gives_the_other_role_the_remaining_engines(
     machine: Machine, asked: dict[str, Any], made: tuple[int, int]
 ) -> None:
     if not machine.gpu_memory:
@@ -125,7 +125,7 @@ def test_serve_with_pipeline_parallelism_makes_collocated_engines() -> None:
     ("asked", "machine", "enabled"),
     [(None, h100s(1), True), (False, h100s(1), False), (None, h100s(2), False), (True, h100s(2), True)],
 )
-def test_co_serving_is_as_asked_for_and_by_default_only_on_collocated_engines(
+def test_serve_co_serves_as_the_option_says_and_by_default_only_on_collocated_engines(
     asked: bool | None, machine: Machine, enabled: bool
 ) -> None:
     assert fleet(MIDDLE, machine, coserving=asked).coserving.enabled is enabled
@@ -164,7 +164,7 @@ def test_co_serving_is_as_asked_for_and_by_default_only_on_collocated_engines(
         (MIDDLE, replace(h100s(1), takes_caps=False), {"power_cap_w": 300}, "--power-cap: the driver of"),
     ],
 )
-def test_serve_refuses_a_model_that_does_not_fit_with_a_sentence(
+def test_serve_says_why_a_model_does_not_fit_the_machine(
     model: Architecture, machine: Machine, wishes: dict[str, Any], said: str
 ) -> None:
     with pytest.raises(DeployError, match=said):

@@ -71,7 +71,7 @@ DECODE = "    hardware: {accelerator: H100, nodes: 1}\n    power_cap_w: 400"
 
 
 def a(line: str) -> str:
-    """Return the decoders' options with one more, and `>` on its line."""
+    """Return the decoders' options with `line` added and marked with `>`."""
     return f"{SEQS}\n>      {line}"
 
 

@@ -139,7 +139,7 @@ def test_dropping_is_refused_for_models_with_several_kinds_of_layers(tmp_path: P
     ("policy", "host_kv_gib", "idle_kv_evictable"),
     [("off", 0.0, False), ("preempt", 0.0, True), ("park", 4.0, False), ("drop", 4.0, False)],
 )
-def test_each_overload_policy_sets_host_memory_and_evictability_of_idle_kv(
+def test_each_overload_policy_decides_on_host_memory_and_eviction_of_idle_kv(
     policy: str, host_kv_gib: float, idle_kv_evictable: bool
 ) -> None:
     fleet = parse_fleet(DROPS.replace("policy: drop", f"policy: {policy}"), "fleet.yaml")

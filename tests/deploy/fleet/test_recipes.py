@@ -108,7 +108,7 @@ def test_a_recipe_has_the_parsers_that_serve_would_choose_for_its_model(file: Pa
 
 
 @recipes
-def test_a_recipes_engines_fill_its_nodes_and_its_ranks_divide_the_model(file: Path) -> None:
+def test_a_recipes_engines_use_all_gpus_of_its_nodes_and_their_ranks_divide_the_model(file: Path) -> None:
     fleet = loaded(file)
     model, hardware = architecture(fleet), fleet.tiers[0].hardware
     engines = [TierEngines(fleet, index, tier, model) for index, tier in enumerate(fleet.tiers)]
@@ -132,7 +132,7 @@ def test_a_recipe_on_gpus_that_are_too_small_is_refused(tmp_path: Path) -> None:
         load_fleet(smaller)
 
 
-def test_the_table_in_the_readme_equals_what_the_recipes_give() -> None:
+def test_the_table_in_the_recipes_readme_equals_what_is_computed_from_the_recipes() -> None:
     rows = [
         f"| [{file.parent.name}]({called(file)}) | {file.stem} | {fleet.model.max_context:,} | "
         f"{it.engines} | {it.weights_gib:.0f} | {it.kv_bytes / 1024:.4g} | {it.tokens // 1000:,} | no |"

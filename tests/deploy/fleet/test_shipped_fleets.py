@@ -30,7 +30,7 @@ def test_the_paper_fleet_caps_decoders_at_two_thirds_of_their_power() -> None:
 
 
 @pytest.mark.parametrize(("blocks", "longest"), [(1024, 28_467), (1173, 32_758), (1174, None)])
-def test_check_says_which_prompts_a_long_context_on_a_laptop_refuses(
+def test_conserve_check_says_which_prompts_are_too_long_for_a_laptops_decoder(
     tmp_path: Path, blocks: int, longest: int | None
 ) -> None:
     text = (SCHEMA_FILE.parent / "laptop.yaml").read_text()

@@ -12,7 +12,7 @@ def leftovers(directory: Path) -> list[str]:
     return [path.name for path in directory.iterdir() if path.name.startswith(".making")]
 
 
-def test_a_failed_build_leaves_nothing(tmp_path: Path) -> None:
+def test_a_failed_build_of_a_model_leaves_no_directory(tmp_path: Path) -> None:
     def fail(draft: Path) -> None:
         (draft / "config.json").write_text("{}")
         raise OSError("no space left")

@@ -1,4 +1,4 @@
-"""The files of a model that vLLM loads are counted and fetched, and each refusal is a sentence."""
+"""Of a model on the Hub, only files that vLLM loads are counted and fetched; each error is a sentence."""
 
 import json
 import os
@@ -79,7 +79,7 @@ UNKNOWN = {"X-Error-Code": "RepoNotFound"}
         ("model.safetensors", 403, {}, "Hugging Face answers 403 for a/b: make a valid HF_TOKEN"),
     ],
 )
-def test_each_refusal_has_its_own_sentence(
+def test_each_error_of_the_hub_has_a_sentence_of_its_own(
     tmp_path: Path, path: str, status: int, why: dict[str, str], said: str
 ) -> None:
     with standing_in({**TEXT, **weights("model.safetensors")}) as hub:
@@ -117,7 +117,7 @@ def test_a_model_without_config_json_is_refused(tmp_path: Path) -> None:
     assert "DeployError: a/b has no config.json" in done.stderr
 
 
-def test_a_cache_that_cannot_be_written_is_named(tmp_path: Path) -> None:
+def test_the_error_names_a_model_cache_that_cannot_be_written(tmp_path: Path) -> None:
     (tmp_path / "hf").write_text("a file, and no folder")
     with standing_in({**TEXT, **weights("model.safetensors")}) as hub:
         done = hub.run(tmp_path, "-c", FETCH)
@@ -164,7 +164,7 @@ def short_path() -> Iterator[Path]:
         yield Path(made)
 
 
-def test_up_fetches_a_whole_model_once(short_path: Path) -> None:
+def test_conserve_up_fetches_a_whole_model_once(short_path: Path) -> None:
     code = CODE.format(text=json.dumps({**FLEET, "gateway": {"port": free_port("127.0.0.1")}}))
     with standing_in({**TEXT, **SHARDED}) as hub:
         hub.drops = "/api/models"
@@ -182,7 +182,7 @@ def test_up_fetches_a_whole_model_once(short_path: Path) -> None:
     ("device", "said", "fetched"),
     [("cpu", "engines would start", ["a/b"]), ("cuda", "1 x mixed take 1 GPU, and this machine has 0", [])],
 )
-def test_a_model_is_fetched_when_its_engines_fit_and_before_they_start(
+def test_conserve_up_fetches_a_model_only_if_engines_fit_and_before_they_start(
     device: str, said: str, fetched: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def start(*_: Any) -> None:
@@ -211,7 +211,7 @@ def test_a_model_is_fetched_when_its_engines_fit_and_before_they_start(
     ],
     ids=["one machine", "several machines", "another revision", "a generated model"],
 )
-def test_engines_fetch_what_other_machines_or_options_load(
+def test_conserve_up_leaves_downloads_for_other_machines_or_revisions_to_the_engines(
     blocks: dict[str, Any], fetched: list[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     done: list[str] = []

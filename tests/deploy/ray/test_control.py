@@ -1,4 +1,4 @@
-"""A keeper's reports arrive unchanged over gRPC, and only at callers that have the secret."""
+"""A keeper's reports arrive unchanged over gRPC, but only at callers that have the secret."""
 
 import asyncio
 from collections.abc import AsyncIterator
@@ -58,7 +58,7 @@ async def rig() -> AsyncIterator[ControlRig]:
     await server.stop()
 
 
-async def test_a_keepers_watcher_receives_its_stored_report_and_then_changes(rig: ControlRig) -> None:
+async def test_a_watcher_of_a_keeper_receives_its_stored_report_and_then_each_change(rig: ControlRig) -> None:
     rig.store.engine_up(INFO)
     rig.store.engine_state(STATE)
     rig.store.tell(KeeperPhase.SERVING, pid=12, log_lines=("one", "two"))
@@ -122,7 +122,7 @@ async def test_keepers_refuse_every_call_without_the_secret(rig: ControlRig) -> 
             await anext(client.watch())
 
 
-async def test_the_watch_of_a_keeper_ends_when_the_keeper_does(rig: ControlRig) -> None:
+async def test_the_watch_of_a_keeper_ends_when_the_keeper_ends(rig: ControlRig) -> None:
     async with ControlClient(rig.address, SECRET) as client:
         reports = client.watch()
         await anext(reports)

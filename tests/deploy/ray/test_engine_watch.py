@@ -130,7 +130,9 @@ async def test_a_reconnected_watch_receives_missed_reports_and_the_end_of_an_eng
     await third.stop()
 
 
-async def test_an_engine_is_lost_when_its_keeper_is_gone_for_longer_than_the_lease(rig: WatchRig) -> None:
+async def test_an_engine_counts_as_lost_when_its_keeper_is_gone_for_longer_than_the_lease(
+    rig: WatchRig,
+) -> None:
     server = await rig.keeper(store(5))
     await rig.hears(("up", 5), ("state", 5))
     await server.stop()
@@ -140,7 +142,7 @@ async def test_an_engine_is_lost_when_its_keeper_is_gone_for_longer_than_the_lea
     await rig.hears(("down", 0))
 
 
-async def test_a_keeper_at_its_old_address_is_found_without_ray(rig: WatchRig) -> None:
+async def test_a_restarted_keeper_at_its_old_address_is_found_without_ray(rig: WatchRig) -> None:
     first = await rig.keeper(store(5))
     await rig.hears(("up", 5), ("state", 5))
     where = rig.address
@@ -238,7 +240,7 @@ async def test_the_directory_follows_the_other_engines_after_a_tier_is_removed(r
     await server.stop()
 
 
-async def test_a_keeper_reports_before_it_ends_its_engine(rig: WatchRig) -> None:
+async def test_a_keeper_that_ends_in_order_reports_the_end_of_its_engine(rig: WatchRig) -> None:
     serving = store(5)
 
     async def work() -> None:
