@@ -141,7 +141,7 @@ def is_module(name: str) -> bool:
 
 
 def fleet_keys(kind: Any, above: str = "") -> Iterator[str]:
-    """Yield the dotted names of the fleet file's keys; `slos.` has names of classes before its keys."""
+    """Yield the dotted names of the keys of `kind`, a class of the fleet file's schema, after `above`."""
     if not hasattr(kind, "__pydantic_fields__"):
         for part in get_args(kind):
             yield from fleet_keys(part, above)

@@ -1,4 +1,4 @@
-"""Syntax trees that the tests of this folder read, parsed once."""
+"""Syntax trees of product, benchmarks and tests, parsed once for all tests of this folder."""
 
 from benchmarks.structure import PRODUCT, modules
 
