@@ -56,7 +56,9 @@ def test_six_turns_with_tools_stay_one_conversation_on_one_decoder(laptop_fleet:
     assert computed[here] - before[here] <= 1 + new + 5 * block
 
 
-def test_a_stream_is_server_sent_events_with_the_conversation_in_a_header(laptop_fleet: RunningFleet) -> None:
+def test_a_stream_has_server_sent_events_and_the_conversation_id_in_a_header(
+    laptop_fleet: RunningFleet,
+) -> None:
     fleet = laptop_fleet
     body = {"model": fleet.model, "messages": opening(2, 40), "max_tokens": 8, "stream": True}
     request = urllib.request.Request(
@@ -71,7 +73,7 @@ def test_a_stream_is_server_sent_events_with_the_conversation_in_a_header(laptop
     assert text.rstrip().endswith("data: [DONE]")
 
 
-def test_the_responses_api_continues_by_response_id(laptop_fleet: RunningFleet) -> None:
+def test_a_response_id_continues_a_conversation_of_the_responses_api(laptop_fleet: RunningFleet) -> None:
     fleet = laptop_fleet
     sdk = client(fleet.url, "responses")
     first = sdk.responses.create(model=fleet.model, input="Describe the river. " * 20, max_output_tokens=16)

@@ -1,4 +1,4 @@
-"""The laptop fleet runs on a Ray cluster with a node per tier, of which one is lost and replaced."""
+"""The laptop fleet runs on a Ray cluster with a node for each tier; one node is lost and replaced."""
 
 from collections.abc import Iterator
 from typing import Any

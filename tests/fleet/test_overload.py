@@ -55,7 +55,7 @@ def texts(streams: list[ChatStream]) -> list[str]:
 
 @pytest.fixture(scope="module")
 def right(fleet: RunningFleet) -> list[str]:
-    """Return the answers of an undisturbed fleet: only two conversations at a time, which is no overload."""
+    """Return the correct answers: those of a fleet without overload, with two conversations at a time."""
     said: list[str] = []
     for first in range(0, STREAMS, 2):
         said += texts([start(fleet, number, "calm") for number in (first, first + 1)])

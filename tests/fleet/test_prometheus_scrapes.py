@@ -123,7 +123,7 @@ def test_metrics_show_the_power_cap_and_the_power_draw_of_a_gpu(life: WholeLife)
     assert set(life.seen["conserve_power_watts"]) == {75.0}
 
 
-def test_no_alert_fires_without_a_cause(scraping: Prometheus) -> None:
+def test_alerts_without_a_cause_do_not_fire_in_a_live_fleet(scraping: Prometheus) -> None:
     alerts = {alert["labels"]["alertname"]: alert for alert in scraping.get("/api/v1/alerts")["alerts"]}
     assert not QUIET & set(alerts), alerts
     (group,) = scraping.get("/api/v1/rules")["groups"]

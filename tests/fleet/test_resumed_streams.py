@@ -1,4 +1,4 @@
-"""Streams of a decoder that is killed or terminated end with the output of undisturbed ones."""
+"""Streams of a decoder that is killed or terminated end with the output of undisturbed streams."""
 
 import json
 import os

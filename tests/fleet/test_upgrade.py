@@ -54,7 +54,7 @@ def decode(**values: Any) -> Edit:
 def talk_until_one_is_on(fleet: RunningFleet, decoder: str) -> tuple[str, list[dict[str, Any]]]:
     """Start new conversations until one is placed on `decoder`; return its key and its messages.
 
-    Each goes to the decoder with the least KV, and to the first by name if none holds any.
+    Each conversation goes to the decoder with the least KV, or to the first by name if none holds KV.
     """
     for number in range(6):
         key, messages = f"light-{number}", opening(960 + number, 40)
