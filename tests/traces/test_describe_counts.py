@@ -18,7 +18,7 @@ pytestmark = pytest.mark.slow
 SAMPLE = load(Path(traces.__file__).parent / "samples" / "agents.jsonl.gz")
 
 
-def test_totals_are_sums_over_turns() -> None:
+def test_the_totals_of_a_trace_are_sums_over_its_turns() -> None:
     what = describe(SAMPLE.conversations)
     turns = [turn for c in SAMPLE.conversations for turn in c.turns]
     assert what.turns == len(turns) == sum(what.endings.values())
@@ -29,14 +29,14 @@ def test_totals_are_sums_over_turns() -> None:
     assert what.spreads["wait"].count == len(turns) - len(SAMPLE.conversations)
 
 
-def test_arrivals_show_their_rate_and_burstiness() -> None:
+def test_a_description_has_the_rate_and_the_burstiness_of_arrivals() -> None:
     what = describe(bursts(20_000, rate=3.0, cv=2.0).conversations)
     assert what.rate == pytest.approx(3.0, rel=0.08)
     assert what.gap_cv == pytest.approx(2.0, rel=0.08)
     assert describe([TraceConversation(n, 0.0, (TraceTurn(1, 0, 1),)) for n in "ab"]).rate == 0.0
 
 
-def test_large_appends_are_counted_by_turns_conversations_and_tokens() -> None:
+def test_a_description_has_the_share_of_large_appends_by_turns_conversations_and_tokens() -> None:
     def conversation(name: str, *appended: int) -> TraceConversation:
         return TraceConversation(name, 0.0, (TraceTurn(100, 0, 1), *(TraceTurn(n, 0, 1) for n in appended)))
 

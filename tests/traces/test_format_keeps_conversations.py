@@ -52,13 +52,13 @@ def conversations(draw: st.DrawFn) -> TraceConversation:
 
 
 @given(conversations())
-def test_a_line_reads_back_as_the_conversation_written(conversation: TraceConversation) -> None:
+def test_a_conversation_written_as_a_line_is_read_back_unchanged(conversation: TraceConversation) -> None:
     assert from_json(to_json(conversation)) == conversation
 
 
 @settings(max_examples=25, deadline=None)
 @given(st.lists(conversations(), max_size=4, unique_by=lambda c: c.id), st.booleans())
-def test_a_file_reads_back_and_its_bytes_depend_only_on_its_content(
+def test_a_trace_file_is_read_back_unchanged_and_its_bytes_depend_only_on_its_content(
     tmp_path_factory: pytest.TempPathFactory, found: list[TraceConversation], zipped: bool
 ) -> None:
     folder = tmp_path_factory.mktemp("trace")

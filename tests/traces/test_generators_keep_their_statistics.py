@@ -89,7 +89,7 @@ def test_rate_steps_take_effect_at_their_times() -> None:
     assert not any(at >= 80.0 for at in inside)
 
 
-def test_the_same_seed_repeats_a_trace_and_lengths_do_not_move_arrivals() -> None:
+def test_the_same_seed_gives_the_same_trace_and_other_lengths_change_no_arrival() -> None:
     assert paper(100, 1.0, seed=7) == paper(100, 1.0, seed=7)
     assert paper(100, 1.0, seed=7).conversations != paper(100, 1.0, seed=8).conversations
     other = paper(100, 1.0, seed=7, mix=SweBench(turns=1.0))

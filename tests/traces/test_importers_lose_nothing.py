@@ -1,4 +1,4 @@
-"""Importers keep every token of the published data sets, and cache nothing that was never there."""
+"""Importers keep every token of the published data sets, and cache no tokens that no earlier turn had."""
 
 import csv
 import gzip
@@ -54,7 +54,7 @@ def test_every_sample_is_recognised_by_its_content_whatever_its_name(tmp_path: P
 
 
 @pytest.mark.parametrize("name", KINDS)
-def test_arrivals_are_sorted_and_contexts_hold_what_is_cached(name: str) -> None:
+def test_imported_arrivals_are_sorted_and_no_turn_caches_more_than_earlier_contexts(name: str) -> None:
     found = imported(name)
     assert [c.arrival_s for c in found] == sorted(c.arrival_s for c in found)
     ids = {c.id for c in found}
@@ -132,8 +132,8 @@ def test_sub_agents_become_children_that_share_their_parents_prefix(tmp_path: Pa
     assert parent.turns[1].wait_s == 9.0
 
 
-def test_an_agentx_row_becomes_a_conversation_with_its_sub_agents(tmp_path: Path) -> None:
-    """As in the published data sets, optional fields are missing or null; times are on one clock."""
+def test_agentx_rows_are_imported_as_recordings_on_one_clock(tmp_path: Path) -> None:
+    """As in the published data sets, optional fields are missing or null, and all times are on one clock."""
 
     def request(t: float, blocks: list[int], **more: Any) -> dict[str, Any]:
         return {
@@ -175,7 +175,7 @@ def test_an_agentx_row_becomes_a_conversation_with_its_sub_agents(tmp_path: Path
     assert parent.turns[0].ending is TurnEnding.TOOL_USE
 
 
-def test_mooncake_conversations_follow_the_hash_chains() -> None:
+def test_mooncake_requests_become_conversations_by_their_hash_chains() -> None:
     source = list(rows("mooncake.jsonl.gz"))
     found = imported("mooncake.jsonl.gz")
     count, prompts, outputs = totals(found)
@@ -186,7 +186,7 @@ def test_mooncake_conversations_follow_the_hash_chains() -> None:
     assert any(c.parent for c in found)
 
 
-def test_mooncake_conversations_continue_fork_and_restart(tmp_path: Path) -> None:
+def test_mooncake_requests_continue_fork_or_begin_conversations_by_shared_blocks(tmp_path: Path) -> None:
     def row(at: int, tokens: int, blocks: list[int]) -> str:
         return json.dumps({"timestamp": at, "input_length": tokens, "output_length": 7, "hash_ids": blocks})
 
@@ -262,7 +262,7 @@ def test_a_failed_import_reports_its_reason(
         import_files([path], kind)
 
 
-def test_the_same_conversation_twice_is_refused() -> None:
+def test_importing_the_same_conversation_twice_is_refused() -> None:
     path = SOURCES / "parser-1.traj"
     with pytest.raises(TraceError, match="is also in"):
         import_files([path, path])

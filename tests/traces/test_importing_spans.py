@@ -45,7 +45,7 @@ def imported(file: Path) -> tuple[TraceConversation, ...]:
     return found
 
 
-def test_spans_of_a_conversation_are_its_turns(tmp_path: Path) -> None:
+def test_spans_with_the_same_conversation_id_become_turns_of_one_conversation(tmp_path: Path) -> None:
     talk = {"gen_ai.conversation.id": "talk"}
     calls = [
         (10.0, 12.0, call(9_000, 100, **talk)),
@@ -122,7 +122,9 @@ def test_messages_decide_which_tokens_calls_share_and_which_calls_begin_a_conver
     assert [len(other.turns) for other in others] == [1, 1]
 
 
-def test_concurrent_calls_make_no_conversation_and_unknown_spans_are_ignored(tmp_path: Path) -> None:
+def test_overlapping_calls_become_separate_conversations_and_unfinished_calls_are_ignored(
+    tmp_path: Path,
+) -> None:
     at = 1_700_000_000_000  # milliseconds
     spans = [
         {"start_time": at, "end_time": at + 1_000, "attributes": call(100, 5)},
@@ -154,7 +156,7 @@ def test_concurrent_calls_make_no_conversation_and_unknown_spans_are_ignored(tmp
         '{"resourceSpans": [{"scopeSpans": [{"spans": [{"attributes": 7}]}]}]}',
     ],
 )
-def test_a_file_without_calls_is_refused_with_its_name(tmp_path: Path, content: str) -> None:
+def test_a_span_file_without_valid_calls_is_refused_by_its_name(tmp_path: Path, content: str) -> None:
     file = tmp_path / "spans.json"
     file.write_text(content)
     with pytest.raises(TraceError, match=r"spans\.json"):

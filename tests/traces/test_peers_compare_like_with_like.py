@@ -138,7 +138,7 @@ def test_a_contender_that_fails_at_one_load_loses_later_loads_but_keeps_earlier_
     assert run.skipped == {"ours": "round 0, real at 0.8: the engine ended"}
 
 
-def test_capacity_leaves_out_the_end_where_few_conversations_run() -> None:
+def test_measured_capacity_leaves_out_the_end_where_few_conversations_run() -> None:
     def turn(answered_s: float) -> TurnResult:
         return TurnResult(TurnEnding.END_OF_TURN, 0.0, 0.0, 0.1, answered_s, 90, 90, 10, None, 0.0, 0)
 

@@ -45,7 +45,7 @@ def test_halving_lengths_halves_tokens() -> None:
         )
 
 
-def test_a_fully_cached_turn_stays_fully_cached() -> None:
+def test_scaling_lengths_keeps_a_fully_cached_turn_fully_cached() -> None:
     for conversation in scale(paper(50, 1.0).conversations, Scale(lengths=0.013)):
         for before, turn in pairwise(conversation.turns):
             assert turn.cached_tokens == before.context_tokens
@@ -59,7 +59,7 @@ def test_rounding_scaled_lengths_never_caches_more_than_the_context() -> None:
     assert scaled.turns[3].cached_tokens == 6
 
 
-def test_fitting_cuts_at_the_first_turn_that_is_too_large() -> None:
+def test_fitting_a_trace_cuts_a_conversation_at_its_first_turn_that_is_too_large() -> None:
     fitted = list(fit(AGENTS, max_context=60_000, max_turns=5))
     assert 0 < len(fitted) < len(AGENTS)
     known = {conversation.id: conversation for conversation in AGENTS}
@@ -71,7 +71,7 @@ def test_fitting_cuts_at_the_first_turn_that_is_too_large() -> None:
         assert cut == min(5, len(whole)) or whole[cut].context_tokens > 60_000
 
 
-def test_rebasing_starts_at_zero_and_keeps_gaps() -> None:
+def test_a_rebased_trace_starts_at_zero_and_keeps_its_gaps() -> None:
     based = list(rebased(AGENTS))
     assert based[0].arrival_s == 0.0
     assert based[-1].arrival_s == pytest.approx(AGENTS[-1].arrival_s - AGENTS[0].arrival_s)

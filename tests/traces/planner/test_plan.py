@@ -91,7 +91,7 @@ def test_a_plan_for_single_turns_needs_no_prefiller() -> None:
     assert made.elastic.holds and not made.prefillers_needed
 
 
-def test_figures_that_one_fleet_lacks_are_not_compared() -> None:
+def test_plans_without_later_turns_are_compared_by_their_other_figures() -> None:
     single = replace(candidate(1, 3), later_ttft_p95_s=nan)
     assert single.does_as_well_as(single)
     assert not replace(single, e2e_p95_s=2.0).does_as_well_as(single)
@@ -99,7 +99,7 @@ def test_figures_that_one_fleet_lacks_are_not_compared() -> None:
 
 
 class BestWith(FleetPlanner):
-    """Stands in for simulations: a fleet is the faster, the closer its number of prefillers is to `best`."""
+    """Planner without simulations: a fleet with `best` prefillers is the fastest."""
 
     def __init__(self, best: int) -> None:
         super().__init__([], ENGINE, ENGINE, PlanRequest(rate=1.0))
@@ -112,7 +112,7 @@ class BestWith(FleetPlanner):
 
 
 @pytest.mark.parametrize("best", [2, 4, 7, 8, 9])
-def test_plans_with_fewer_prefillers_than_first_turns_need_are_tried(best: int) -> None:
+def test_the_planner_also_tries_fewer_prefillers_than_first_turns_need(best: int) -> None:
     planner = BestWith(best)
     bound = provision(Means(15_000, 1_000, 15, 16_000), Capacity(25_000, 1_000, 300_000), 8)
     chosen, without = planner.smallest(bound)
@@ -122,7 +122,7 @@ def test_plans_with_fewer_prefillers_than_first_turns_need_are_tried(best: int) 
     assert len(set(planner.played)) == len(planner.played), "none is played twice"
 
 
-def test_oversized_conversations_are_left_out_and_unreachable_targets_are_raised() -> None:
+def test_a_plan_leaves_out_oversized_conversations_and_raises_unreachable_targets() -> None:
     large = TraceConversation("large", 0.0, (TraceTurn(400_000, 0, 10),))
     made = plan_fleet([*agents(10), large], ENGINE, ENGINE, PlanRequest(rate=0.2, ttft_s=0.1))
     assert (made.conversations, made.too_large) == (10, 1)

@@ -27,7 +27,7 @@ class PlayedRequest:
 
 @dataclass
 class PlayedEngine:
-    """Endpoint whose TTFT is `fixed_s` plus `per_token_s` for each uncached token; others take `step_s`."""
+    """Endpoint with a TTFT of `fixed_s` plus `per_token_s` an uncached token, and a TBT of `step_s`."""
 
     fixed_s: float = 0.01
     per_token_s: float = 0.00004
@@ -65,7 +65,7 @@ class PlayedEngine:
 
     @property
     def played(self) -> list[PlayedRequest]:
-        """Return requests of the replay itself, without calibration and probes."""
+        """Return the requests of the replay itself, without those of calibration and probes."""
         return [seen for seen in self.seen if "calibration" not in seen.headers.get("purpose", "")]
 
     async def _models(self, request: web.Request) -> web.Response:
@@ -139,7 +139,7 @@ def event(data: dict[str, Any]) -> bytes:
 
 
 def shared(one: str, other: str) -> int:
-    """Return the number of characters in the common prefix."""
+    """Return how many characters `one` and `other` have in common at the beginning."""
     return next(
         (at for at, (x, y) in enumerate(zip(one, other, strict=False)) if x != y), min(len(one), len(other))
     )

@@ -1,4 +1,4 @@
-"""Size estimates that are wrong by a fifth are corrected by the reported usage."""
+"""A replay corrects size estimates that are wrong by a fifth, by the usage that the server reports."""
 
 import pytest
 

@@ -20,7 +20,7 @@ async def played(engine: PlayedEngine, *conversations: TraceConversation, **opti
     return await replay(conversations, chosen, CountingObserver())
 
 
-async def test_concurrent_conversations_are_bounded_and_late_ones_counted() -> None:
+async def test_a_replay_limits_concurrent_conversations_and_counts_late_starts() -> None:
     async with PlayedEngine().running() as engine:
         run = await played(
             engine, *(agent(str(n), turns=3, wait=0.0) for n in range(12)), max_conversations=3
@@ -58,7 +58,7 @@ async def test_a_conversation_is_unfinished_when_its_replay_is_stopped() -> None
     assert run.conversations[0].outcome is PlayOutcome.UNFINISHED
 
 
-async def test_a_refused_turn_is_retried_and_counted_and_its_wait_is_latency() -> None:
+async def test_a_refused_turn_is_retried_and_counted_and_its_wait_adds_to_its_latency() -> None:
     async with PlayedEngine(refuse=[(429, "0.3"), (503, "0.1")]).running() as engine:
         run = await played(engine, agent("a", turns=1))
     (result,) = run.conversations
@@ -67,7 +67,7 @@ async def test_a_refused_turn_is_retried_and_counted_and_its_wait_is_latency() -
     assert result.turns[0].ttft_s > 0.4
 
 
-async def test_endless_refusals_fail_the_conversation() -> None:
+async def test_a_conversation_that_is_refused_again_and_again_fails() -> None:
     async with PlayedEngine(refuse=[(429, "0")] * 50).running() as engine:
         run = await played(engine, agent("a"), retries=3)
     (result,) = run.conversations
@@ -101,13 +101,13 @@ async def test_a_replay_without_a_server_fails_at_once() -> None:
         await replay([agent("a")], options, CountingObserver())
 
 
-async def test_a_fleet_that_fails_the_probe_is_not_loaded() -> None:
+async def test_a_replay_ends_when_its_first_probe_fails() -> None:
     async with PlayedEngine(error_event=True).running() as engine:
         with pytest.raises(ReplayError, match=r"first probe failed.*engine died"):
             await played(engine, agent("a"), probes=1)
 
 
-async def test_counters_are_increases_and_unreadable_pages_are_named() -> None:
+async def test_a_result_has_the_increase_of_each_counter_and_names_unreadable_pages() -> None:
     async with PlayedEngine().running() as engine:
         rising = "# TYPE conserve_energy_joules_total counter\nconserve_energy_joules_total {}\n"
         engine.metrics = rising.format(10)

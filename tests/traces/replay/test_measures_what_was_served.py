@@ -51,7 +51,7 @@ async def test_ttfet_and_e2e_count_from_arrival_and_serving_time_excludes_tools(
     assert result.last_turn_tbt_s == result.turns[-1].tbt_s
 
 
-async def test_the_unloaded_model_finds_the_servers_own_constants() -> None:
+async def test_the_fit_of_unloaded_latency_finds_the_servers_own_constants() -> None:
     sizes = [
         agent(str(n), arrival=0.02 * n, first=100 + 400 * n, turns=2, append=50, out=5, wait=0.0)
         for n in range(4)
@@ -98,7 +98,7 @@ async def test_only_a_server_that_slows_under_load_violates_its_targets() -> Non
             assert factor / 2.0 < objective.geometric_mean < factor * 3.0
 
 
-async def test_tokens_the_server_had_to_compute_again_are_counted() -> None:
+async def test_a_replay_counts_the_tokens_that_the_server_computed_again() -> None:
     async with PlayedEngine().running() as engine:
 
         class Forgetting(CountingObserver):

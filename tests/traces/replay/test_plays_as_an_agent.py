@@ -1,4 +1,4 @@
-"""Requests grow by the answers, wait for their tools and have the sizes of the trace."""
+"""Prompts of a replay grow by the answers, wait for tools, and have the sizes that the trace says."""
 
 from itertools import pairwise
 
@@ -28,7 +28,7 @@ async def test_each_prompt_extends_the_previous_prompt_and_answer() -> None:
         assert following["content"]
 
 
-async def test_tools_are_calls_and_results_or_plain_text() -> None:
+async def test_tool_turns_are_sent_as_calls_and_results_or_as_plain_text() -> None:
     async with PlayedEngine().running() as engine:
         await served(engine, agent("a", turns=2))
         await served(engine, agent("b", turns=2), tools=ToolStyle.TEXT)
@@ -47,14 +47,14 @@ async def test_a_user_message_follows_an_answer_to_the_user() -> None:
     assert [m["role"] for m in engine.seen[1].body["messages"]] == ["user", "assistant", "user"]
 
 
-async def test_a_turn_waits_for_the_answer_and_for_its_tool() -> None:
+async def test_a_turn_is_sent_when_its_tool_would_end_after_the_previous_answer() -> None:
     async with PlayedEngine().running() as engine:
         await served(engine, agent("a", wait=0.12))
     for before, after in pairwise(engine.seen):
         assert 0.12 <= after.at - before.last_at < 0.2
 
 
-async def test_conversations_start_at_their_arrivals() -> None:
+async def test_conversations_start_at_the_arrival_times_of_the_trace() -> None:
     async with PlayedEngine().running() as engine:
         await served(engine, *(agent(str(n), arrival=0.15 * n, turns=1) for n in range(4)))
     start = engine.seen[0].at
@@ -102,7 +102,7 @@ async def test_equal_salts_give_equal_prompts_and_different_salts_share_no_prefi
     assert one[:40] != other[:40]
 
 
-async def test_only_vllm_is_asked_for_exact_lengths() -> None:
+async def test_only_the_vllm_dialect_asks_for_answers_of_an_exact_length() -> None:
     async with PlayedEngine().running() as engine:
         await served(engine, agent("a", turns=1))
         await served(engine, agent("b", turns=1), dialect=Dialect.OPENAI)

@@ -1,4 +1,4 @@
-"""Small conversations for replays, and a watcher that only counts."""
+"""Small conversations for replays, and an observer of replays that only counts."""
 
 from traces.format import TraceConversation, TraceTurn, TurnEnding
 from traces.replay.results import ConversationResult, TurnResult

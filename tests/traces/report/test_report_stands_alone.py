@@ -78,7 +78,7 @@ def test_latencies_above_five_times_the_unloaded_latency_are_violations() -> Non
     assert cells(runs, "TTFET: geometric mean of measured / unloaded") == ["4.90 x", "5.10 x"]
 
 
-def test_errors_counters_and_unread_pages_are_shown() -> None:
+def test_a_report_shows_errors_counters_and_pages_that_could_not_be_read() -> None:
     broken = run("one", 0.2, error="HTTP 500: <b>no</b>")
     assert cells([broken], "HTTP 500: <b>no</b>") == ["1"]
     assert cells([broken], "failed") == ["1"]
@@ -89,23 +89,23 @@ def test_errors_counters_and_unread_pages_are_shown() -> None:
     assert "<b>no</b>" not in html
 
 
-def test_missing_conversations_are_shown_next_to_the_percentiles() -> None:
+def test_a_report_shows_missing_conversations_next_to_the_percentiles() -> None:
     note = "one: 1 of 21 conversations not done"
     assert note in tables([run("one", 0.2, error="HTTP 500: no")])[0].note
     assert note not in tables([run("one", 0.2)])[0].note
 
 
-def test_labels_are_escaped_everywhere() -> None:
+def test_labels_of_runs_are_escaped_in_the_report_page() -> None:
     html = page([run("<script>alert(1)</script> $x_1$", 0.2), run("_two", 0.2)])
     assert "<script" not in html
     assert "$x_1$" in html
 
 
-def test_the_same_runs_give_the_same_page() -> None:
+def test_the_same_runs_give_the_same_report_page() -> None:
     assert page([run("one", 0.2)]) == page([run("one", 0.2)])
 
 
-def test_the_terminal_shows_the_same_numbers_as_the_page() -> None:
+def test_a_report_in_the_terminal_shows_the_same_numbers_as_the_page() -> None:
     console = Console(width=120, record=True, file=io.StringIO())
     console.print(terminal([run("one", 0.2), run("two", 0.3)]))
     text = console.export_text()

@@ -34,7 +34,7 @@ CHUNK_TOKENS = 1_024
 
 @dataclass(frozen=True, slots=True)
 class Model:
-    """Sizes from the model's config.json and card."""
+    """Sizes of a model, from its config.json and its model card."""
 
     name: str
     layers: int

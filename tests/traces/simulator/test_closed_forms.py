@@ -53,7 +53,7 @@ def test_waiting_at_a_prefiller_follows_the_md1_queue(load: float) -> None:
 
 
 @given(models, st.lists(st.tuples(st.integers(1, 50_000), st.integers(2, 300)), min_size=1, max_size=8))
-def test_the_tbt_of_a_decoder_follows_its_model_at_the_kv_it_reads(
+def test_the_time_of_many_iterations_equals_the_sum_of_single_iterations(
     model: LatencyModel, rows: list[tuple[int, int]]
 ) -> None:
     """Many iterations that are advanced together take as long as the same iterations one by one."""
@@ -69,7 +69,7 @@ def test_the_tbt_of_a_decoder_follows_its_model_at_the_kv_it_reads(
 
 
 @given(models, st.integers(1, 200), st.integers(0, 10**7), st.floats(0.0001, 100))
-def test_the_next_boundary_is_the_first_at_or_after_a_time(
+def test_the_iterations_until_a_time_are_the_fewest_that_reach_it(
     model: LatencyModel, rows: int, context: int, seconds: float
 ) -> None:
     batch = Iteration(model)

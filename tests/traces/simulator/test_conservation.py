@@ -80,7 +80,7 @@ def test_no_system_leaks_kv_on_any_trace(seed: int, system: System, pressure: Pr
     )
 
 
-def test_energy_lies_between_all_idle_and_all_busy() -> None:
+def test_the_energy_of_a_run_lies_between_that_of_idle_and_of_busy_engines() -> None:
     totals = Simulation(fleet(), settings_for(System.PREFILLER)).run(trace(2)).totals
     assert 4 * POWER.idle_w * totals.horizon_s < totals.joules < 4 * POWER.limit_w * totals.horizon_s
 
@@ -92,7 +92,7 @@ def test_the_same_seed_gives_the_same_run(system: System) -> None:
     assert runs[0].totals == runs[1].totals
 
 
-def test_another_seed_misroutes_other_turns() -> None:
+def test_another_seed_makes_ampd_misroute_other_turns() -> None:
     base = settings_for(System.AMPD)
     runs = [Simulation(fleet(), replace(base, seed=seed)).run(trace(3)).totals for seed in (0, 1)]
     assert runs[0].transfers != runs[1].transfers

@@ -89,7 +89,7 @@ def test_where_computing_is_the_bottleneck_nothing_is_dropped() -> None:
     assert ttft(simulation, 99) > 10
 
 
-def test_an_exchange_over_a_slow_link_delays_turns() -> None:
+def test_dropping_over_a_slower_link_gives_later_first_tokens() -> None:
     slow, slower = (replace(layered(), network_bytes_per_s=rate) for rate in (2e9, 5e8))
     assert ttft(play(burst(), DROP, slower), 99) > ttft(play(burst(), DROP, slow), 99)
 
@@ -107,7 +107,7 @@ def test_dropping_layers_is_refused_for_a_profile_that_has_no_layers() -> None:
     st.sampled_from([20_000, 40_000]),
     st.booleans(),
 )
-def test_nothing_leaks_while_engines_regroup(
+def test_no_kv_or_token_is_lost_while_engines_drop_and_restore_layers(
     seed: int, system: System, pressure: Pressure, kv: int, held: bool
 ) -> None:
     base = fleet_for(system, kv_tokens=kv)

@@ -1,4 +1,4 @@
-"""With elastic placing on a simulated fleet running turns keep their target, and nothing leaks."""
+"""On a simulated fleet with elastic placing, running turns keep their TBT target, and no KV leaks."""
 
 from dataclasses import replace
 
@@ -55,12 +55,12 @@ def test_ten_seconds_after_a_load_spike_answers_are_as_fast_as_before() -> None:
     assert max(paper.ttfet) > 3 * max(ours.ttfet)
 
 
-def test_running_turns_keep_their_target_beside_prompts() -> None:
+def test_running_turns_keep_their_tbt_target_while_decoders_compute_prompts() -> None:
     result = play(System.ELASTIC, arriving(120, 0.15))
     assert result.recorder.gaps.share_above(TBT_S * 1.001) == 0.0
 
 
-def test_conversations_that_run_alone_follow_the_papers_rule() -> None:
+def test_elastic_placing_follows_the_papers_rule_for_conversations_that_run_alone() -> None:
     found = arriving(20, 100.0)
     ours, paper = play(System.ELASTIC, found), play(System.PREFILLER, found)
     assert (ours.totals.transfers, paper.totals.transfers) == (20, 20)

@@ -47,7 +47,7 @@ def test_a_profile_whose_tokens_take_no_bytes_is_refused(tmp_path: Path) -> None
         find(str(path))
 
 
-def test_a_result_of_a_replay_is_a_profile(tmp_path: Path) -> None:
+def test_the_result_of_a_replay_with_probes_is_a_valid_profile(tmp_path: Path) -> None:
     path = tmp_path / "run.json"
     results.write(path, replayed(ALONE))
     assert find(str(path)) == of_unloaded(ALONE, find("laptop"))

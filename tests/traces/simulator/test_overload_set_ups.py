@@ -44,7 +44,7 @@ def test_iterations_on_full_kv_take_the_papers_measured_time() -> None:
     assert engine.latency.seconds(with_prompt) == pytest.approx(0.221, rel=0.15)
 
 
-def test_with_long_answers_dropping_halves_the_latest_first_tokens() -> None:
+def test_with_long_answers_dropping_halves_the_p99_ttft() -> None:
     """The arrival rates are such that the larger burst needs 1.25 times the KV."""
     arrivals, tbt_s = Arrivals(8.05), 0.25
     never = DroppingSettings(DropLimits(tbt_s, most_engines=1), 1.0)

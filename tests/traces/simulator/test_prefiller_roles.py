@@ -31,7 +31,7 @@ def agents(begin_s: float) -> list[TraceConversation]:
 
 
 class Watched:
-    """A fleet whose roles are elastic, with what it did."""
+    """Plays conversations on a fleet, by default with elastic roles, and records bindings and changes."""
 
     def __init__(
         self, found: list[TraceConversation], roles: PrefillerRoles = PrefillerRoles.ELASTIC

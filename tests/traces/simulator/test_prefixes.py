@@ -11,7 +11,7 @@ from .conftest import fleet
 def prefilled(cached: bool, kv_tokens: int = 300_000) -> int:
     """Return the tokens that a prefiller computes for two conversations of three turns each.
 
-    Every turn is prefilled there (full disaggregation), and the conversations alternate.
+    Every turn is prefilled on the prefiller (full disaggregation), and the conversations alternate.
     """
     turns = (TraceTurn(8_000, 0, 1), TraceTurn(100, 8_001, 1, 10.0), TraceTurn(100, 8_102, 1, 10.0))
     found = [TraceConversation(f"c{i}", 4.0 * i, turns) for i in range(2)]
@@ -25,7 +25,7 @@ def test_a_prefiller_with_cached_prefixes_computes_only_new_tokens() -> None:
     assert prefilled(cached=False) == 2 * (8_000 + 8_101 + 8_202 + 3)
 
 
-def test_a_prefix_is_evicted_when_others_need_its_space() -> None:
+def test_the_least_recently_used_prefix_is_evicted_when_another_needs_its_space() -> None:
     held = Prefixes(1_000)
     held.remember("a", 600)
     held.remember("b", 300)

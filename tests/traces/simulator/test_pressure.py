@@ -1,4 +1,4 @@
-"""When running turns outgrow a decoder, parked ones return from the host and others are recomputed."""
+"""A decoder that its running turns outgrow restores preempted KV if it parks KV, and else recomputes it."""
 
 from dataclasses import replace
 
@@ -72,7 +72,7 @@ def test_a_new_conversation_does_not_wait_for_kv_that_can_be_parked() -> None:
     assert waits[Pressure.PARK] == 0 and waits[Pressure.PIN] > 400
 
 
-def test_a_decoder_accepts_running_conversations_up_to_its_fill() -> None:
+def test_a_decoder_accepts_conversations_up_to_its_fill_and_preempts_none() -> None:
     simulation = Simulation(fleet(decoders=1, kv_tokens=KV), settings(Pressure.PARK, 0.9))
     totals = simulation.run([replace(one, turns=one.turns[:1]) for one in growing()]).totals
     assert totals.gate_wait_s > 0 and totals.preemptions == 0

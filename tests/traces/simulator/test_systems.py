@@ -1,4 +1,4 @@
-"""Each system under test behaves as it is defined."""
+"""Each system that can be simulated behaves as its definition says."""
 
 import pytest
 
@@ -42,7 +42,7 @@ def test_each_system_transfers_and_prefills_the_expected_tokens(
     assert totals.prefilled_tokens == 5 * prefilled
 
 
-def test_ampd_equals_strict_without_errors_and_pull_back_with_errors_only() -> None:
+def test_ampd_equals_strict_at_error_rate_0_and_pull_back_at_error_rate_1() -> None:
     def run(system: System, error_rate: float) -> list[float]:
         settings = SimulationSettings(SystemSettings(system, error_rate=error_rate))
         return list(Simulation(fleet(), settings).run(trace(5)).e2e)
@@ -51,7 +51,7 @@ def test_ampd_equals_strict_without_errors_and_pull_back_with_errors_only() -> N
     assert run(System.AMPD, 1.0) == run(System.PULL_BACK, 0.0)
 
 
-def test_a_conversation_alone_has_the_latency_of_its_parts() -> None:
+def test_the_latency_of_a_lone_conversation_is_the_sum_of_prefill_transfer_and_decoding() -> None:
     """After prefill and transfer, the decoder computes one token again, and then a token an iteration."""
     engine = profile()
     run = Simulation(fleet(), settings_for(System.PREFILLER)).run(
@@ -77,7 +77,7 @@ def test_pinned_kv_that_fits_is_never_evicted() -> None:
     assert totals.gate_wait_s > 0, "conversations had to wait for a pinned one to end"
 
 
-def test_bindings_of_a_run_equal_those_of_the_product_placer() -> None:
+def test_simulated_bindings_equal_those_of_the_product_placer() -> None:
     """All conversations arrive together without reports in between, so a fresh placer must agree."""
     found = [TraceConversation(f"c{i}", 0.0, (TraceTurn(500 + 137 * i, 0, 5),)) for i in range(60)]
     simulated = fleet(decoders=4, kv_tokens=10_000_000)
