@@ -32,7 +32,7 @@ MODULE_MARKS = re.compile(r"^pytestmark = (\[\n.*?^\]|[^\n]*)", re.MULTILINE | r
 
 
 def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool | None:
-    """Do not import files without tests for this suite, because imports take longer than most tests."""
+    """Do not import files without tests of this suite, because imports take longer than most tests."""
     words = re.findall(r"(not )?\b(engine|fleet|slow)\b", str(config.option.markexpr))
     if not words or collection_path.suffix != ".py":
         return None

@@ -49,7 +49,7 @@ def changed(node: ast.AST) -> ast.AST | None:
 
 
 class Mutation(ast.NodeTransformer):
-    """Changes the node with a given number among those that can be changed."""
+    """Changes node number `number` of the nodes that can be changed, counted from 0."""
 
     def __init__(self, number: int) -> None:
         self._number, self._seen = number, -1
@@ -75,7 +75,7 @@ def _first_line(node: ast.AST) -> str:
 
 
 def mutants(source: str) -> Iterator[tuple[str, str]]:
-    """Yield what each mutant changes, and its source."""
+    """Yield, for each mutant of `source`, a description of its change and its own source."""
     number = 0
     while True:
         mutation = Mutation(number)
