@@ -14,7 +14,7 @@ MAX_OUTPUT_TOKENS = 8_192  # of an answer; agents ask for up to 32,000, which a 
 
 @dataclass(frozen=True, slots=True)
 class AgentEndpoint:
-    """One model of a fleet, as a client sees it."""
+    """Address, key and limits with which a client uses one model of a fleet."""
 
     url: str  # without `/v1`
     model: str

@@ -99,7 +99,7 @@ def only_fleet(*, to_end: bool = False) -> FleetHome:
 
 
 def any_trace(path: Path) -> Trace:
-    """Return the trace in a file of our format, or of a format that an importer knows."""
+    """Return the trace in file `path`, which has our format or one that an importer knows."""
     try:
         return load(path)
     except NotATrace:

@@ -91,7 +91,7 @@ class HostedDirectory:
             await server.stop()
 
     async def _follow_keepers(self, server: DirectoryServer) -> None:
-        """Follow the keepers in the file, and engines that have outlived their keepers.
+        """Follow the keepers in the keepers' file, and engines that have outlived their keepers.
 
         Engines of the journal are followed at once, at the keepers' addresses in the journal.
         """

@@ -57,7 +57,7 @@ Config = TypeVar("Config")
 
 
 def configured(kind: type[Config], *blocks: Spec, **given: Any) -> Config:
-    """Return a `kind` with the `given` fields, and the keys in `blocks` whose names equal names of fields.
+    """Return a `kind` made of the `given` fields, and of each key in `blocks` that has a field's name.
 
     A field in seconds ends in `_s`, but its key does not. All other fields keep their defaults.
     """

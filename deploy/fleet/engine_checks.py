@@ -294,7 +294,7 @@ def _connector_limits(one: TierEngines) -> Iterator[Problem]:
 
 
 def _states(one: TierEngines, model: Architecture) -> Iterator[Problem]:
-    """Yield what cannot work with a model whose layers partly have a state instead of keys and values."""
+    """Yield settings that cannot work with a model that has layers with a state instead of KV."""
     path = ("model", "path")
     if not model.heads:
         yield Problem(path, "no layer of this model has attention, which vLLM's prefix cache asks for")

@@ -1,6 +1,6 @@
 """Schema of the fleet file: one class for each block of the YAML file.
 
-Strict: an unknown key is an error, and a number in quotes is not a number.
+The schema is strict: an unknown key is an error, and a number in quotes is not a number.
 """
 
 from dataclasses import MISSING, fields

@@ -2,7 +2,7 @@
 
 Importing vLLM takes twenty seconds, so `conserve check` reads the options from a file instead. `python -m
 tests.support.vllm_options_file` makes it from vLLM's parser, and
-tests/deploy/fleet/test_final_configuration.py compares both.
+tests/deploy/fleet/test_final_configuration.py compares the file with the parser.
 """
 
 import difflib

@@ -32,7 +32,7 @@ Reply = TypeVar("Reply")
 
 
 def keys_of(fleet: FleetSpec, home: FleetHome) -> FleetKeys:
-    """Return the fleet's keys, derived from the token of our own Ray cluster or of the one that it uses."""
+    """Return the fleet's keys, derived from the token of the Ray cluster on which the fleet runs."""
     if fleet.ray.address is not None:
         return FleetKeys.here(home.name)
     return FleetKeys(home.ray_token().read_text().strip(), home.name)

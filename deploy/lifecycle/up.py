@@ -82,7 +82,7 @@ def refuse_few_descriptors(fleet: FleetSpec) -> None:
 
 
 def refuse_missing_model(fleet: FleetSpec) -> None:
-    """Refuse a model directory that is missing here. Engines themselves check other machines and the hub."""
+    """Refuse a model directory that is missing on this machine; engines check other machines and the Hub."""
     path = fleet.model.path
     is_path = path.startswith(("/", "./", "../", "~")) or path.count("/") > 1
     if fleet.ray.address is None and is_path and not (Path(path).expanduser() / "config.json").is_file():

@@ -2,7 +2,7 @@
 
 Our own cluster has a head, which only keeps tables, and a node beside it, on which the fleet runs, because
 a node inside the head would be lost with it. The fleet runs on without the head for up to ten minutes. The
-cluster asks for a token.
+cluster requires a token.
 """
 
 import contextlib
@@ -165,7 +165,7 @@ LOGS = ("node.log", "head.log", "supervisor.log")
 
 
 def start_own_cluster(fleet: FleetSpec, home: FleetHome, end_with_us: bool) -> RunRecord:
-    """Start our own cluster's supervisor, return its record. With `end_with_us` it ends with this process."""
+    """Start our own cluster's supervisor and return its record; `end_with_us` ends it with this process."""
     cluster = OwnCluster(fleet, home, free_port(LOOPBACK), free_port(LOOPBACK))
     make_temporary_directory(home)
     for old in (home.ray / "gcs", home.ray / "logs"):

@@ -106,7 +106,7 @@ class ControlClient:
     """Client of one keeper's control service."""
 
     def __init__(self, address: str, secret: str, timeout_s: float = 5.0, *, term: int = 0) -> None:
-        """Create a client. `term` is that of the directory that uses it; keepers refuse an outdated one."""
+        """Create a client. `term` is that of the directory that uses it; keepers refuse an old term."""
         self.address = address
         self._channel = grpc.aio.insecure_channel(address, KEEPALIVE)
         self._stub, self._timeout_s = Stub(self._channel, secret, term), timeout_s

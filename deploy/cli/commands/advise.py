@@ -1,4 +1,4 @@
-"""conserve advise: whether the fleet has the right number of engines."""
+"""conserve advise: say whether the fleet has the right number of engines."""
 
 import asyncio
 import json
@@ -18,7 +18,7 @@ def advise(
     fleet: FleetName = None,
     as_json: AsJson = False,
 ) -> None:
-    """Say whether the fleet has too few or too many engines, and show the loads that tell so."""
+    """Say whether the fleet has too few or too many engines, and show the loads behind that advice."""
     home = home_of(fleet)
     run, shape = running(home), load_fleet(home.fleet_file)
     answer = asyncio.run(capacity(run.directory, keys_of(shape, home).of(Purpose.DIRECTORY)))

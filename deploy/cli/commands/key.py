@@ -45,7 +45,7 @@ def new(
     file: File = None,
     fleet: FleetOption = None,
 ) -> None:
-    """Make a key and print it, only this once: the file gets just the key's hash."""
+    """Make a key and print it. It cannot be shown again, because the file stores only its hash."""
     secret = f"ck-{secrets.token_urlsafe(SECRET_BYTES)}"
     entry: dict[str, Any] = {
         "id": id or f"key-{secrets.token_hex(4)}",
@@ -101,7 +101,7 @@ def _path(file: Path | None, fleet: str | None) -> Path:
 
 
 def _moment(expires: str) -> str:
-    """Return the time that is `expires` from now, if that is a duration such as 90d; else `expires`."""
+    """Return the time at which a duration such as 90d ends if it begins now, or else `expires` unchanged."""
     try:
         later = seconds(expires)
     except ValueError:
@@ -141,7 +141,7 @@ def _edit(path: Path, change: Callable[[str], str]) -> None:
 
 
 def put_key(path: Path, entry: dict[str, Any]) -> None:
-    """Add `entry` to a keys file, or replace the entry with its id; keep a file that has its secret."""
+    """Add `entry` to a keys file, or replace the entry with its id, unless a key there has its secret."""
 
     def changed(text: str) -> str:
         hashes = {key.id: key.hash for key in parse_keys(text, str(path))}

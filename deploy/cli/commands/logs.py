@@ -1,4 +1,4 @@
-"""conserve logs: the end of a process's log."""
+"""conserve logs: print the end of a process's log."""
 
 from typing import Annotated
 

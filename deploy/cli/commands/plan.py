@@ -1,4 +1,4 @@
-"""conserve plan: how large a fleet must be for a workload."""
+"""conserve plan: say how large a fleet must be for a workload."""
 
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass
@@ -206,7 +206,7 @@ class TierPlan:
 
 
 def tier_plans(file: FleetSpec, fleet: SimulatedFleet, mean_tokens: float) -> Iterator[TierPlan]:
-    """Yield, for each tier that holds conversations, what to drop when turns of `mean_tokens` fill its KV."""
+    """Yield which layers each tier with conversations would drop when turns of `mean_tokens` fill its KV."""
     limits = DropLimits(file.coserving.tbt)
     for tier in fleet.tiers:
         shape = tier.profile.shape

@@ -1,4 +1,4 @@
-"""conserve power plan|apply|restore: power limits of this machine's GPUs, as in a fleet file."""
+"""conserve power plan|apply|restore: show, set and reset power limits of this machine's GPUs."""
 
 import os
 import socket

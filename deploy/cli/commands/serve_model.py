@@ -90,7 +90,7 @@ def serve(
 
     As in: conserve serve Qwen/Qwen3-32B --prefill 1 --decode 3 --max-num-seqs 64
 
-    A machine has as many engines as fit its GPUs. A CPU has three, or one where memory is short.
+    A machine runs as many engines as fit its GPUs. Without GPUs it runs three, or one if memory is short.
 
     Callers must send the key in CONSERVE_API_KEY, if it is set; spans go to OTEL_EXPORTER_OTLP_ENDPOINT.
     HF_TOKEN and HF_HOME have the meaning that Hugging Face gives them.

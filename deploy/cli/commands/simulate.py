@@ -31,7 +31,7 @@ PROFILE_OF_DEVICE = {"cpu": "laptop", "cuda": "a40-qwen3-0.6b"}
 
 
 def simulated_fleet(file: FleetSpec, profile: EngineProfile) -> SimulatedFleet:
-    """Return the fleet of a fleet file, of engines with `profile` but the file's chunk and KV sizes."""
+    """Return a fleet file's tiers with engines of `profile`, but with the file's chunk and KV sizes."""
     tiers = []
     for tier in file.tiers:
         engine = _with_arguments(profile, arguments(file, tier))

@@ -1,4 +1,4 @@
-"""conserve status: the engines of a fleet."""
+"""conserve status: show the engines of a fleet."""
 
 import json
 from dataclasses import asdict

@@ -1,4 +1,4 @@
-"""conserve targets: the metric pages of a fleet, for Prometheus."""
+"""conserve targets: list the metric pages of a fleet, for Prometheus."""
 
 import json
 import time

@@ -1,4 +1,4 @@
-"""conserve top: the dashboard in the terminal, from the gateway's /dashboard/state."""
+"""conserve top: show the dashboard in the terminal, from the gateway's /dashboard/state."""
 
 import json
 import ssl

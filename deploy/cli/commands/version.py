@@ -1,4 +1,4 @@
-"""conserve version: versions of ConServe and of what it runs on."""
+"""conserve version: print the versions of ConServe and of the software that it runs on."""
 
 from contextlib import suppress
 from importlib import metadata
