@@ -1,4 +1,4 @@
-"""Commands accept exactly the fleet's certificate, whatever the host name; curl gets a name that it has."""
+"""Commands accept only the fleet's certificate, under any host name; curl is told a name that it has."""
 
 import asyncio
 import shlex

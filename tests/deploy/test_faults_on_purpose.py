@@ -36,7 +36,7 @@ def home(tmp_path: Path) -> FleetHome:
 
 @pytest.fixture
 def writer(home: FleetHome, tmp_path: Path) -> Iterator[subprocess.Popen[bytes]]:
-    """Return the source of a fleet process that writes continuously."""
+    """Yield a process of the fleet that writes to a file continuously."""
     command = [sys.executable, "-c", WRITER, str(tmp_path / "written"), "router.batch"]
     process = subprocess.Popen(command, env={**os.environ, FLEET_MARK: home.mark}, stdout=subprocess.PIPE)
     assert process.stdout is not None

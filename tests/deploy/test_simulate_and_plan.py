@@ -80,7 +80,7 @@ def test_conserve_plan_from_mean_lengths_gives_the_papers_rate(capsys: pytest.Ca
     assert "R* = 1.667/s" in capsys.readouterr().out
 
 
-def test_plan_overload_prints_which_engines_pair_up_what_they_gain_and_what_prevents_it(
+def test_plan_overload_prints_which_engines_could_share_layers_and_what_they_would_gain(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     out = tmp_path / "plan.json"

@@ -1,4 +1,4 @@
-"""`conserve up` reports an impossible start soon, in a sentence, and leaves nothing behind."""
+"""`conserve up` soon says in a sentence that a start is impossible, and leaves nothing behind."""
 
 import os
 import shutil

@@ -146,7 +146,7 @@ def test_serve_starts_a_fleet_for_a_model_directory_and_down_ends_it(rig: FleetR
 
 
 @pytest.mark.timeout(600)
-def test_down_during_a_start_also_ends_the_conserve_up_that_waits(rig: FleetRig) -> None:
+def test_conserve_down_during_a_start_also_ends_the_waiting_conserve_up(rig: FleetRig) -> None:
     running = rig.up()
     until(lambda: "mixed-0: starting" in rig.output(), 300, "the engine to begin to start")
     assert "processes ended" in conserve(rig.base, "down", "one", timeout_s=120).stdout

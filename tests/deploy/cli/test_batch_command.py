@@ -58,7 +58,7 @@ async def test_conserve_batch_submits_a_file_and_writes_its_results(
 
 
 @pytest.mark.slow
-async def test_conserve_batch_prints_the_numbers_of_invalid_lines(
+async def test_conserve_batch_prints_which_lines_of_a_file_are_invalid(
     gateway: GatewayWithBatch, tmp_path: Path
 ) -> None:
     file = tmp_path / "in.jsonl"
@@ -71,7 +71,9 @@ async def test_conserve_batch_prints_the_numbers_of_invalid_lines(
 
 
 @pytest.mark.slow
-async def test_conserve_batch_without_a_needed_key_says_how_to_give_one(gateway: GatewayWithBatch) -> None:
+async def test_conserve_batch_without_a_required_api_key_says_how_to_give_one(
+    gateway: GatewayWithBatch,
+) -> None:
     gateway.front.keys = Keyring([Key("one", "one", hash_secret("ck-one"))], None)
     code, _, wrong = await conserve(gateway, "list")
     assert code == 1 and "asks for a key: give --api-key, or set $CONSERVE_API_KEY" in wrong

@@ -183,7 +183,7 @@ def test_a_command_without_a_name_ignores_killed_fleets_while_one_runs(
         only_fleet()
 
 
-def test_a_folder_that_cannot_be_written_is_named_without_a_traceback(base: Path) -> None:
+def test_an_error_names_a_folder_that_cannot_be_written_without_a_traceback(base: Path) -> None:
     (base / "file").write_text("")
     answer = conserve(base / "file", "serve", "smollm2", "--prefill", "0", "--decode", "1")
     assert answer.returncode == 1 and answer.stderr.startswith(
@@ -200,12 +200,12 @@ def test_conserve_status_reports_a_starting_fleet_as_starting(base: Path) -> Non
     assert "still starting: see conserve status one" in conserve(base, "top").stderr
 
 
-def test_conserve_status_reports_a_fleet_without_a_supervisor(base: Path) -> None:
+def test_conserve_status_says_that_a_fleet_has_no_supervisor(base: Path) -> None:
     up(base, "one", OURS)
     assert "Its supervisor is gone" in conserve(base, "status").stdout
 
 
-def test_the_help_names_every_command(base: Path) -> None:
+def test_the_help_of_conserve_names_every_command(base: Path) -> None:
     text = conserve(base, "--help").stdout
     for name in (name.split()[1] for name in COMMANDS if name != "conserve"):
         assert f" {name} " in text, name

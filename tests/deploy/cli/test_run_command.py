@@ -54,7 +54,7 @@ async def conserve_run(tmp_path: Path, *arguments: str, key: str = "right") -> t
     return process.returncode, said.decode()
 
 
-async def test_an_agent_gets_settings_and_arguments_and_its_exit_status_is_returned(
+async def test_conserve_run_gives_an_agent_its_settings_and_returns_its_exit_status(
     made: FakeFleet, tmp_path: Path
 ) -> None:
     given = ("exec", "--json", "do it")
@@ -71,7 +71,7 @@ async def test_an_agent_gets_settings_and_arguments_and_its_exit_status_is_retur
     assert f"CODEX_HOME={environment['CODEX_HOME']}" in said and "right" not in said
 
 
-async def test_a_model_too_small_for_the_agents_first_prompt_is_refused(tmp_path: Path) -> None:
+async def test_conserve_run_refuses_a_model_whose_context_is_too_short_for_the_agent(tmp_path: Path) -> None:
     async with fleet(tmp_path, decoders=1, engine={"max_context": 13_000}) as made:
         status, said = await conserve_run(tmp_path, "codex", "--url", made.urls[0])
     assert status == 1, said

@@ -96,7 +96,7 @@ def test_the_fleet_file_that_serve_prints_describes_its_machine(
     assert first == f"# no GPU, 4 cores, 15.0 GiB of free memory: {said}"
 
 
-def test_serve_makes_the_same_fleet_file_again_while_its_fleet_takes_memory(
+def test_serve_makes_the_same_fleet_file_while_the_running_fleet_takes_memory(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     started: list[str] = []
@@ -189,7 +189,7 @@ def test_serve_refuses_a_path_without_a_model(tmp_path: Path) -> None:
         ('{"model_type": "clip"}', "does not describe a language model"),
     ],
 )
-def test_a_config_that_describes_no_model_is_refused(tmp_path: Path, config: str, said: str) -> None:
+def test_serve_refuses_a_config_json_that_describes_no_model(tmp_path: Path, config: str, said: str) -> None:
     (tmp_path / "config.json").write_text(config)
     assert str(serve(str(tmp_path)).exception).startswith(f"the config.json of {tmp_path} {said}")
 
@@ -416,7 +416,7 @@ def test_doctor_names_the_remedy_for_a_source_tree_or_for_a_wheel(
 
 
 @pytest.mark.parametrize(("missing", "engines"), [(0, 3), (GIB // 10, 1)])
-def test_doctor_asks_for_the_memory_of_all_engines_that_make_up_starts(
+def test_doctor_asks_for_the_memory_of_the_three_engines_of_the_laptop_fleet(
     missing: int, engines: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     here = Machine(4, doctor.LEAST_MEMORY - missing)

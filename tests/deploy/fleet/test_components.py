@@ -100,7 +100,7 @@ def gpus_of(wanted: FleetSpec) -> tuple[str, ...]:
     return power_settings(wanted, next(engines(wanted)), HOME, ("3",)).gpus
 
 
-def test_an_engines_power_counts_only_the_gpus_that_it_asked_for() -> None:
+def test_power_settings_of_an_engine_name_only_the_gpus_that_it_asked_for() -> None:
     text = (CONFIGS / "co-serving.yaml").read_text()
     with_gpu = text.replace("{decode_tier: 1}", "{decode_tier: 1, GPU: 1}\n    power_cap_w: 200")
     assert gpus_of(parse_fleet(text, "f")) == ()
@@ -125,7 +125,7 @@ def test_a_gateway_starts_both_legs_together_over_tcp_and_one_after_the_other_ov
     assert laptop.reuse_port and nodes.reuse_port
 
 
-def test_limits_of_the_fleet_file_reach_the_gateways_server_and_its_turns() -> None:
+def test_limits_in_the_fleet_file_reach_the_gateways_http_server_and_its_turns() -> None:
     text = (
         "policy: collocated\ntiers: [{name: all, role: mixed, replicas: 1}]\n"
         "gateway: {limits: {first_token_timeout: 7s, idle_timeout: 5s, request_timeout: 3s}}\n"

@@ -88,7 +88,7 @@ BASE: dict[str, Any] = {
 
 
 class Everything:
-    """All configurations that components receive from one fleet file."""
+    """Holds all configurations that components receive from one fleet file."""
 
     def __init__(self, content: dict[str, Any]) -> None:
         fleet = self.fleet = FleetSpec.of(content)
@@ -450,7 +450,7 @@ def made(*changes: tuple[str, Any]) -> Everything:
     return Everything(content)
 
 
-def test_this_file_has_a_case_for_every_key_of_the_fleet_file() -> None:
+def test_every_key_of_the_fleet_file_has_a_test_case() -> None:
     assert sorted([*CASES, *DIRECT]) == sorted(keys(FleetSpec))
 
 

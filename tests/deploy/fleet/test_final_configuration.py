@@ -159,7 +159,7 @@ def test_every_engine_uses_vllms_v1_model_runner(role: str, final: dict[str, Fla
     assert (final[role]["runner"], final["plain"]["runner"]) == ("V1", "V2")
 
 
-def test_layer_hooks_keep_full_graphs_except_with_the_v2_runner(final: dict[str, Flat]) -> None:
+def test_layer_hooks_leave_full_cuda_graphs_on_except_with_vllms_v2_runner(final: dict[str, Flat]) -> None:
     modes = {role: final[role]["compilation_config.cudagraph_mode"] for role in (*ROLES, "plain", V2)}
     assert modes.pop(V2) == "PIECEWISE" and final[V2]["runner"] == "V2"
     assert set(modes.values()) == {"FULL_AND_PIECEWISE"}

@@ -357,7 +357,7 @@ def test_a_context_that_rope_scaling_stretches_is_accepted(
 
 
 @pytest.mark.parametrize("kinds", [["sliding_attention", "full_attention"], ["sliding_attention"]], ids=str)
-def test_models_with_windows_may_co_serve(kinds: list[str], tmp_path: Path) -> None:
+def test_models_with_sliding_windows_may_co_serve(kinds: list[str], tmp_path: Path) -> None:
     load_fleet(write(tmp_path, FLEET, {"layer_types": kinds, "sliding_window": 1024}))
 
 
@@ -422,7 +422,7 @@ tiers:
     assert "latent attention" not in said[1]
 
 
-def test_the_checks_import_no_large_library() -> None:
+def test_checking_a_fleet_file_imports_no_large_library() -> None:
     """`conserve check` has to end within two seconds, and importing vLLM alone takes longer."""
     heavy = "{'vllm', 'torch', 'transformers', 'ray'}"
     code = f"import sys, deploy.fleet.checks; print(sorted({heavy} & set(sys.modules)))"

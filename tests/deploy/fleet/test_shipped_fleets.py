@@ -20,7 +20,7 @@ def test_every_fleet_in_configs_is_valid(file: Path) -> None:
     assert f"$schema={SCHEMA_FILE.name}" in file.read_text().splitlines()[0]
 
 
-def test_the_expected_fleets_are_shipped() -> None:
+def test_the_laptop_paper_and_two_node_fleets_are_in_configs() -> None:
     assert {"laptop", "a40-paper", "two-nodes"} <= {file.stem for file in CONFIGS}
 
 

@@ -1,4 +1,4 @@
-"""Of a model on the Hub, only files that vLLM loads are counted and fetched; each error is a sentence."""
+"""vLLM's files of a model on the Hub are counted and fetched, and no others; each error is a sentence."""
 
 import json
 import os

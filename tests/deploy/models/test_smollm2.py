@@ -1,4 +1,4 @@
-"""SmolLM2 from its package: the tokens, prompts and options that its engines get."""
+"""Engines of SmolLM2 load the model from its package, with its tokens, prompt template and options."""
 
 import json
 from pathlib import Path

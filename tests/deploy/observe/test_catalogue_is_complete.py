@@ -67,7 +67,7 @@ def _made(path: Path) -> set[str]:
     return kinds & called
 
 
-def test_metric_names_help_texts_and_labels_follow_the_rules() -> None:
+def test_metric_names_and_help_texts_and_labels_follow_our_rules() -> None:
     for metric in catalogue().values():
         assert re.fullmatch(r"(?:conserve|gen_ai_server)_[a-z0-9_]+", metric.name), metric.name
         assert metric.help.endswith(".") and len(metric.help) > 15, metric.name

@@ -216,7 +216,7 @@ async def test_an_engine_that_still_listens_is_kept_after_its_keepers_lease(quie
         await quiet.hears(("down", 0))
 
 
-async def test_the_keeper_of_another_engine_is_not_followed(quiet: WatchRig) -> None:
+async def test_a_keeper_of_another_engine_at_the_journals_address_is_not_followed(quiet: WatchRig) -> None:
     """Another process may listen at the former address of a keeper."""
     other = StatusStore("decode-1")
     other.engine_up(replace(INFO, engine="decode-1", epoch=7))

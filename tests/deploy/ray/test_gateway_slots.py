@@ -1,4 +1,4 @@
-"""A new gateway takes the free one of two slots and replaces its predecessor, also after an interruption."""
+"""A new gateway takes the free one of two slots and replaces the old gateway, even if it is interrupted."""
 
 import os
 import sys
@@ -61,7 +61,7 @@ def test_a_gateway_with_another_configuration_is_replaced_by_one_in_the_other_sl
     assert slots.place("b") == ("gateway-0-b", "gateway-0")
 
 
-def test_a_hand_over_between_gateways_that_was_interrupted_continues(slots: Slots) -> None:
+def test_an_interrupted_hand_over_between_gateways_continues(slots: Slots) -> None:
     """An old gateway that nobody ends would keep accepting connections."""
     slots.start("gateway-0", "a")
     slots.start("gateway-0-b", "b")
