@@ -35,7 +35,7 @@ def scraping(laptop_fleet: RunningFleet, tmp_path_factory: pytest.TempPathFactor
 
 
 def talk(fleet: RunningFleet) -> None:
-    """Run a conversation with a tool, an answer to a user, and a batch."""
+    """Run conversations that call tools and answer users, and a batch job."""
     sdk = client(fleet.url, "scraped").with_options(max_retries=5)
     lines = [
         {

@@ -1,4 +1,4 @@
-"""Six turns of real English equal plain vLLM's in float32, through transfer, parking, restore and aborts."""
+"""Six answers in English equal plain vLLM's in float32, through transfer, parking, restore and aborts."""
 
 import threading
 from collections.abc import Iterator
@@ -78,7 +78,7 @@ def offline_work(fleet: RunningFleet) -> Iterator[None]:
         over.set()
 
 
-def test_six_turns_of_english_after_parking_and_aborts_equal_plain_vllm() -> None:
+def test_six_turns_of_english_with_parking_and_aborts_get_plain_vllms_answers() -> None:
     with fleet_up("laptop", edited) as fleet:
         others: Any = client(fleet.url, "others")
         sdk, messages = client(fleet.url, "english"), []  # type: ignore[var-annotated]

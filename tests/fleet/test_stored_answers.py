@@ -19,7 +19,7 @@ def fleet(laptop_fleet: RunningFleet) -> Iterator[RunningFleet]:
     serving(laptop_fleet)
 
 
-def test_a_killed_decoder_loses_kv_but_no_history(fleet: RunningFleet) -> None:
+def test_a_killed_decoder_loses_kv_but_no_stored_history(fleet: RunningFleet) -> None:
     told: dict[str, Any] = {"model": fleet.model, "temperature": 0, "max_output_tokens": 24}
     sdk = client(fleet.url, "stored")
     asked = [{"role": "user", "content": text} for text in ("Which city?", "And the other one?", "Why?")]
