@@ -84,7 +84,7 @@ def expanded(path: str) -> Iterator[str]:
 
 
 def exists(path: str, page: Path) -> bool:
-    """Return whether a path exists below the root or the page's folder, or a bare name anywhere."""
+    """Return whether a path exists below the root or the page's folder, or a bare file name anywhere."""
     if Path(path).name in CREATED:
         return True
     if "/" not in path:
@@ -110,7 +110,7 @@ def missing_links(page: Path) -> list[str]:
 
 
 def missing_paths(page: Path) -> list[str]:
-    """Return the files and folders in backticks that do not exist."""
+    """Return the files and folders that `page` names in backticks and that do not exist."""
     missing = []
     for code in CODE.findall(text_of(page)):
         name = code.split("::")[0]
@@ -121,7 +121,7 @@ def missing_paths(page: Path) -> list[str]:
 
 
 def missing_commands(page: Path) -> list[str]:
-    """Return the modules after `python -m` and the targets after `make` that do not exist."""
+    """Return the modules after `python -m` and the targets after `make` on `page` that do not exist."""
     text = text_of(page)
     ours = [name.rstrip(".") for name in MODULE.findall(text)]
     modules = [name for name in ours if name.partition(".")[0] in FOLDERS and not is_module(name)]
@@ -141,7 +141,7 @@ def is_module(name: str) -> bool:
 
 
 def fleet_keys(kind: Any, above: str = "") -> Iterator[str]:
-    """Yield the dotted names of the keys of `kind`, a class of the fleet file's schema, after `above`."""
+    """Yield the dotted names of all keys of `kind`, a class of the fleet schema, each after `above`."""
     if not hasattr(kind, "__pydantic_fields__"):
         for part in get_args(kind):
             yield from fleet_keys(part, above)
@@ -156,7 +156,7 @@ BLOCKS = {key.partition(".")[0] for key in FLEET_KEYS if "." in key}
 
 
 def unknown_keys(page: Path) -> list[str]:
-    """Return dotted names in backticks that look like keys of the fleet file but are not."""
+    """Return dotted names in backticks on `page` that look like keys of the fleet file but are not."""
     named = re.findall(r"`([a-z_]+(?:\.[a-zA-Z_]+)+)(?::[^`]*)?`", text_of(page))
     plain = [re.sub(r"^slos\.(NAME|default)\.?", "slos.", key).rstrip(".") for key in named]
     return [

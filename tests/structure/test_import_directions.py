@@ -20,7 +20,7 @@ OURS = {*PRODUCT, "configs", "benchmarks", "tests"}
 
 
 @pytest.mark.parametrize("package", PRODUCT)
-def test_a_package_imports_only_what_it_may(package: str) -> None:
+def test_a_package_imports_only_packages_that_it_may_import(package: str) -> None:
     wrong = [
         f"{module.path} imports {source}"
         for module in PRODUCT_MODULES.values()
@@ -61,7 +61,7 @@ def test_engines_that_cannot_drop_parameters_do_not_import_the_overload_code() -
         ),  # aiohttp is for the client in the keeper
     ],
 )
-def test_a_module_that_is_loaded_by_name_imports_nothing_heavy(module: str, heavy: set[str]) -> None:
+def test_a_module_that_is_loaded_by_name_imports_no_heavy_library(module: str, heavy: set[str]) -> None:
     code = f"import sys, {module}; print(sorted({heavy} & set(sys.modules)))"
     loaded = subprocess.run([sys.executable, "-c", code], check=True, capture_output=True, text=True)
     assert loaded.stdout.strip() == "[]"

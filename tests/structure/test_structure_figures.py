@@ -41,7 +41,7 @@ def structure(tmp_path: Path) -> Structure:
     return Structure(tmp_path)
 
 
-def test_each_figure_counts_its_faults_in_a_made_up_tree(structure: Structure) -> None:
+def test_each_structure_figure_counts_its_faults_in_a_made_up_source_tree(structure: Structure) -> None:
     assert structure.figures() == FIGURES
 
 
