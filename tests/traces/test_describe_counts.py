@@ -1,4 +1,4 @@
-"""Descriptions agree with the trace, and an empty trace has no values instead of zeros."""
+"""The description of a trace agrees with it; that of an empty trace has no values instead of zeros."""
 
 import io
 import re
@@ -51,7 +51,7 @@ def test_an_empty_trace_has_no_percentiles() -> None:
     assert describe([]).spreads == {}
 
 
-def test_the_terminal_drawing_names_the_source_and_draws_every_quantity() -> None:
+def test_the_drawing_of_a_trace_in_the_terminal_has_its_licence_and_every_quantity() -> None:
     console = Console(width=140, record=True, file=io.StringIO())
     console.print(charts.terminal(SAMPLE.header, describe(SAMPLE.conversations), SAMPLE.conversations))
     text = console.export_text()

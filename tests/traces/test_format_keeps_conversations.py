@@ -130,7 +130,7 @@ def test_a_cut_off_gzip_is_an_error_and_not_a_short_trace(tmp_path: Path) -> Non
         list(read(path))
 
 
-def test_writing_refuses_conversations_out_of_order(tmp_path: Path) -> None:
+def test_writing_a_trace_refuses_conversations_out_of_order(tmp_path: Path) -> None:
     later, sooner = (
         TraceConversation(name, at, (TraceTurn(5, 0, 2),)) for name, at in (("a", 2.0), ("b", 1.0))
     )

@@ -68,7 +68,7 @@ def test_imported_arrivals_are_sorted_and_no_turn_caches_more_than_earlier_conte
             largest = max(largest, turn.context_tokens)
 
 
-def test_condensed_conversations_keep_every_token_and_stop_reason() -> None:
+def test_imported_condensed_conversations_keep_every_token_and_stop_reason() -> None:
     source = list(rows("agents.jsonl.gz"))
     entries = [entry for row in source for entry in row["turns"]]
     found = imported("agents.jsonl.gz")
@@ -206,7 +206,7 @@ def test_mooncake_requests_continue_fork_or_begin_conversations_by_shared_blocks
     assert all(c.parent is None and c.turns[0].cached_tokens == 0 for c in others)
 
 
-def test_azure_requests_keep_lengths_and_spacing() -> None:
+def test_imported_azure_requests_keep_their_lengths_and_their_spacing() -> None:
     with (SOURCES / "azure_2023_conv.csv").open() as lines:
         source = list(csv.DictReader(lines))
     found = imported("azure_2023_conv.csv")

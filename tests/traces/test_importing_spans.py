@@ -65,7 +65,7 @@ def test_spans_with_the_same_conversation_id_become_turns_of_one_conversation(tm
     assert first.model_class == "m"
 
 
-def test_calls_of_one_trace_without_an_id_are_one_session_until_a_prompt_is_shorter(
+def test_calls_of_a_trace_without_ids_are_one_conversation_until_a_prompt_is_shorter(
     tmp_path: Path,
 ) -> None:
     spans = [

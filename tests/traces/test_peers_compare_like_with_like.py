@@ -55,7 +55,7 @@ def test_a_variant_of_ours_is_compared_with_the_same_peers() -> None:
     assert named(rows, ours="ours, roles: elastic")["ttfet_p95_vs_best_peer"] == 0.5
 
 
-def test_first_turn_shares_average_only_plays_with_new_conversations() -> None:
+def test_averages_of_first_turn_shares_count_only_plays_with_new_conversations() -> None:
     rows = [replace(a_row("ours", 2.0), prefiller_share=share, least_kv_share=1.0) for share in (0.2, 0.4)]
     rows.append(replace(a_row("ours", 2.0, trace="mix"), prefiller_share=None, least_kv_share=0.4))
     found = named(rows)
@@ -67,7 +67,7 @@ def test_first_turn_shares_average_only_plays_with_new_conversations() -> None:
     assert FirstTurnCounts(0.0, 0.0, 0.0).share(0.0) is None
 
 
-def test_a_peer_that_fails_conversations_is_not_compared() -> None:
+def test_a_peer_that_fails_conversations_is_left_out_of_the_comparison() -> None:
     rows = [a_row("ours", 2.0), a_row("fails", 0.1, failed=2), a_row("serves", 4.0, failed=1)]
     assert named(rows)["ttfet_p95_vs_best_peer"] == 0.5
     assert named(rows[:2])["ttfet_p95_vs_best_peer"] is None
@@ -120,7 +120,7 @@ def test_unfinished_plays_of_ours_count_as_failed_and_the_next_trace_runs() -> N
     assert failures(table) == {"ours": 1, "slow": 0}
 
 
-def test_a_contender_that_fails_at_one_load_loses_later_loads_but_keeps_earlier_results(
+def test_a_contender_that_fails_at_one_load_skips_later_loads_and_keeps_earlier_results(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr("benchmarks.peers.peer_run.SETTLE_S", 0.0)

@@ -32,7 +32,7 @@ def agents(count: int = 40, wait: float = 300.0) -> list[TraceConversation]:
     return [TraceConversation(f"c{i}", 0.0, turns) for i in range(count)]
 
 
-def test_the_plans_means_are_taken_over_all_turns() -> None:
+def test_the_means_of_a_plan_are_taken_over_all_turns() -> None:
     measured = measure(agents(), ENGINE, park_after_s=60.0, large=8_192)
     pinned, parked = measured.pinned, measured.parked
     assert pinned.first_turn_tokens == 15_000

@@ -86,7 +86,9 @@ async def test_a_conversation_that_is_refused_again_and_again_fails() -> None:
         (PlayedEngine(fixed_s=0.8), "no complete answer within 0.4 s"),
     ],
 )
-async def test_every_broken_stream_is_in_the_result(engine: PlayedEngine, complaint: str) -> None:
+async def test_a_broken_stream_fails_its_conversation_and_the_result_says_why(
+    engine: PlayedEngine, complaint: str
+) -> None:
     async with engine.running():
         run = await played(engine, agent("a", turns=1), request_timeout_s=0.4)
     (result,) = run.conversations

@@ -66,7 +66,7 @@ def test_the_report_page_has_no_external_references() -> None:
     assert "<link" not in html
 
 
-def test_two_runs_are_shown_side_by_side_with_the_change() -> None:
+def test_a_report_shows_two_runs_side_by_side_with_the_change_of_each_figure() -> None:
     runs = [run("one", 0.2), run("two", 0.3)]
     assert cells(runs, "TTFET, p95") == ["200 ms", "300 ms", "+50.0%"]
     assert cells(runs, "last-turn TBT, p50") == ["20 ms", "20 ms", "+0.0%"]

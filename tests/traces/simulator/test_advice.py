@@ -1,4 +1,4 @@
-"""Following `conserve advise` ends the waiting on a simulated fleet."""
+"""On a simulated fleet that follows `conserve advise`, turns no longer wait."""
 
 from collections.abc import Iterable, Iterator
 

@@ -1,4 +1,4 @@
-"""Bindings of a run are compared with the simulation's one by one."""
+"""Each binding of a live run is compared with the binding in a simulation of the run."""
 
 import pytest
 
@@ -39,7 +39,7 @@ def test_a_simulated_run_agrees_with_the_same_run_on_another_clock() -> None:
     assert agreement.compared == len(found) and agreement.share > 0.95
 
 
-def test_a_different_binding_or_prefiller_is_reported() -> None:
+def test_a_comparison_reports_a_conversation_with_another_decoder_or_prefiller() -> None:
     found = [TraceConversation(f"c{i}", float(i), (TraceTurn(4_000, 0, 400),)) for i in range(6)]
     live = live_run(found, 0.0)
     moved = LiveBinding("c3", 3.0, 4_000, "decode-9", "prefill-0")

@@ -91,7 +91,7 @@ arrivals = st.lists(
 
 @settings(max_examples=40)
 @given(arrivals)
-def test_jumping_to_the_next_change_equals_stepping_every_iteration(
+def test_simulating_from_change_to_change_equals_simulating_every_iteration(
     turns: list[tuple[float, int, int]],
 ) -> None:
     jumped = _finish_times(turns)

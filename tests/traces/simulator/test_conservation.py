@@ -52,7 +52,9 @@ def fleet_for(system: System, **more: int) -> SimulatedFleet:
 
 @pytest.mark.parametrize("system", list(System))
 @pytest.mark.parametrize("pressure", list(Pressure))
-def test_every_system_serves_every_turn_and_leaves_nothing_behind(system: System, pressure: Pressure) -> None:
+def test_every_simulated_system_serves_every_turn_and_leaves_nothing_behind(
+    system: System, pressure: Pressure
+) -> None:
     # The engines hold little, so that conversations are parked, dropped, preempted or have to wait.
     found = trace(1)
     result = Simulation(fleet_for(system, kv_tokens=60_000), settings_for(system, pressure)).run(found)
@@ -74,7 +76,9 @@ def test_every_system_serves_every_turn_and_leaves_nothing_behind(system: System
     st.sampled_from(list(Pressure)),
     st.sampled_from([20_000, 40_000, 100_000]),
 )
-def test_no_system_leaks_kv_on_any_trace(seed: int, system: System, pressure: Pressure, kv: int) -> None:
+def test_no_simulated_system_leaks_kv_on_any_trace(
+    seed: int, system: System, pressure: Pressure, kv: int
+) -> None:
     Simulation(fleet_for(system, kv_tokens=kv), settings_for(system, pressure, linger_s=3.0)).run(
         trace(seed, 25)
     )
@@ -86,7 +90,7 @@ def test_the_energy_of_a_run_lies_between_that_of_idle_and_of_busy_engines() -> 
 
 
 @pytest.mark.parametrize("system", list(System))
-def test_the_same_seed_gives_the_same_run(system: System) -> None:
+def test_the_same_seed_gives_the_same_simulated_run(system: System) -> None:
     runs = [Simulation(fleet_for(system), settings_for(system)).run(trace(3)) for _ in range(2)]
     assert list(runs[0].e2e) == list(runs[1].e2e)
     assert runs[0].totals == runs[1].totals

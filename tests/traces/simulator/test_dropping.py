@@ -1,4 +1,4 @@
-"""A simulated fleet that is short of KV drops parameters, serves sooner, and restores them."""
+"""A simulated fleet that is short of KV drops parameters, serves turns sooner, and restores parameters."""
 
 from dataclasses import replace
 
@@ -39,7 +39,7 @@ def layered(kv_tokens: int = KV, **more: int) -> EngineProfile:
 
 
 def burst(count: int = 600, every_s: float = 0.02) -> list[TraceConversation]:
-    """Return short prompts with long answers: twice the KV of four engines, and little computing."""
+    """Return short prompts with long answers: they need twice four engines' KV, but little computing."""
     return [
         TraceConversation(f"c{i}", every_s * i, (TraceTurn(300, 0, 600 + i % 7 * 50),)) for i in range(count)
     ]
@@ -74,14 +74,14 @@ def test_dropping_serves_long_answers_sooner_and_is_undone_afterwards() -> None:
         assert engine.kv.capacity == KV and engine.pipeline is None
 
 
-def test_with_enough_kv_dropping_changes_nothing() -> None:
+def test_a_fleet_with_enough_kv_drops_no_layers() -> None:
     found = burst(40, every_s=0.5)
     without, dropped = play(found, None), play(found, DROP)
     assert dropped.dropping is not None and not dropped.dropping.tally.drops
     assert list(without.recorder.turn_ttft) == list(dropped.recorder.turn_ttft)
 
 
-def test_where_computing_is_the_bottleneck_nothing_is_dropped() -> None:
+def test_a_fleet_whose_bottleneck_is_computing_drops_no_layers() -> None:
     prompts = [TraceConversation(f"c{i}", 0.05 * i, (TraceTurn(9_000, 0, 2),)) for i in range(200)]
     slow = replace(layered(400_000), latency=replace(profile().latency, per_token=1e-3))
     simulation = play(prompts, DROP, slow)

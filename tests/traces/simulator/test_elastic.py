@@ -29,7 +29,7 @@ def arriving(count: int, every_s: float, prompt: int = 12_000, output: int = 200
     return [TraceConversation(f"c{i}", i * every_s, turns) for i in range(count)]
 
 
-def test_decoders_compute_prompts_above_the_rate_of_the_prefiller() -> None:
+def test_decoders_compute_the_prompts_that_exceed_the_prefillers_rate() -> None:
     found = arriving(120, 0.15)
     ours, paper = play(System.ELASTIC, found), play(System.PREFILLER, found)
     assert ours.totals.transfers < paper.totals.transfers == 120

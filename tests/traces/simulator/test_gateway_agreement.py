@@ -1,4 +1,4 @@
-"""The real gateway and directory decide as the simulation does, over engines that only take time.
+"""The real gateway and directory, with engines that only take time, decide as the simulation does.
 
 Each conversation is bound to the same decoder, and its first prompt is computed on the same kind of engine.
 """
@@ -63,7 +63,7 @@ async def test_every_binding_of_the_gateway_equals_the_simulated_binding(tmp_pat
     assert agreement.differences == ()
 
 
-async def test_elastic_placing_computes_every_prompt_on_the_simulated_engine(tmp_path: Path) -> None:
+async def test_elastic_placing_computes_each_prompt_where_the_simulation_computes_it(tmp_path: Path) -> None:
     headroom = 10
     parts = list(bursts(5, headroom))
     curves = {name: PrefillCurve(0.0, seconds, 0.0) for name, seconds in SECONDS_A_TOKEN.items()}

@@ -1,4 +1,4 @@
-"""Roles follow the load of a simulated fleet, and do not oscillate."""
+"""Roles of prefillers follow the load of a simulated fleet, and do not oscillate."""
 
 from collections import Counter
 
@@ -54,7 +54,7 @@ class Watched:
         return sum(begin_s <= self.arrivals[key] < end_s for key in self.on_prefillers)
 
 
-def test_roles_follow_a_load_that_turns_from_first_turns_to_later_ones_and_back() -> None:
+def test_prefillers_take_conversations_only_while_later_turns_dominate_the_load() -> None:
     """The simulation itself checks that every token, all KV and every second is accounted for."""
     kinds = (long_prompts, agents, long_prompts, agents)
     found = [one for number, kind in enumerate(kinds) for one in kind(number * PHASE_S)]

@@ -16,7 +16,7 @@ KV = 40_000
 
 
 def growing(count: int = 12) -> list[TraceConversation]:
-    """Return conversations that together need three times one decoder's KV, all at once."""
+    """Return conversations that run at the same time and together need three times one decoder's KV."""
     turns = (TraceTurn(8_000, 0, 600), TraceTurn(200, 8_600, 600, 0.2), TraceTurn(200, 9_400, 600, 0.2))
     return [TraceConversation(f"c{i}", 0.1 * i, turns) for i in range(count)]
 

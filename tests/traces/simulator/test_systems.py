@@ -70,7 +70,7 @@ def test_idle_kv_is_parked_and_restored_over_the_host_link() -> None:
     assert totals.recomputed_tokens < 10
 
 
-def test_pinned_kv_that_fits_is_never_evicted() -> None:
+def test_pinned_kv_that_fits_the_decoder_is_never_evicted() -> None:
     settings = settings_for(System.STRICT, Pressure.PIN)
     totals = Simulation(fleet(kv_tokens=12_000), settings).run(three_turns(9, gap=0.1)).totals
     assert totals.recomputed_tokens < 100 and totals.parked_tokens == 0
