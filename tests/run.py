@@ -108,7 +108,7 @@ def run_with_retry(suites: list[Suite]) -> tuple[int, set[str]]:
 
 
 def run(groups: list[list[Suite]], flaky_file: Path, today: date) -> int:
-    """Run groups of suites in order, the suites of a group at the same time; return the exit status."""
+    """Run groups of suites in order, and the suites of a group together; return the run's exit status."""
     flaky = read_flaky_list(flaky_file, today)
     failed_once: set[str] = set()
     status = PASSED
