@@ -5,7 +5,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, fields, replace
 from typing import Any, TypeVar
 
-from deploy.fleet.engine_needs import arguments
+from deploy.fleet.engine_needs import arguments, coserves_on
 from deploy.fleet.schema import AutoscaleSpec, FleetSpec, Spec, TierSpec
 from deploy.home import POWER, FleetHome, FleetKeys, Purpose
 from deploy.models import smollm2
@@ -153,11 +153,6 @@ def coserving(fleet: FleetSpec) -> CoServingConfig:
         serving=configured(ServingSettings, block, slo=ServingSlo(ttft_s=block.ttft, tbt_s=block.tbt)),
         safepoint_every=block.safepoint_layers,
     )
-
-
-def coserves_on(fleet: FleetSpec, role: Role) -> bool:
-    """Return whether engines of `role` co-serve; prefillers do if the file gives them offline work."""
-    return fleet.coserving.enabled and (role is not Role.PREFILL or fleet.batch.harvest_prefill)
 
 
 def drops_on(fleet: FleetSpec, role: Role) -> bool:

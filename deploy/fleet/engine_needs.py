@@ -170,6 +170,11 @@ def _weight_bytes(directory: Path) -> int:
         return sum(file.stat().st_size for file in files)
 
 
+def coserves_on(fleet: FleetSpec, role: Role) -> bool:
+    """Return whether engines of `role` co-serve; prefillers do if the file gives them offline work."""
+    return fleet.coserving.enabled and (role is not Role.PREFILL or fleet.batch.harvest_prefill)
+
+
 @dataclass(frozen=True)
 class TierEngines:
     """Engines of a tier, with their model's architecture if it is known."""
@@ -193,7 +198,7 @@ class TierEngines:
 
     @property
     def coserves(self) -> bool:
-        return self.fleet.coserving.enabled and self.tier.role is not Role.PREFILL
+        return coserves_on(self.fleet, self.tier.role)
 
     @property
     def safepoints(self) -> bool:

@@ -99,6 +99,17 @@ def test_dropping_on_vllms_v2_model_runner_is_refused() -> None:
     assert not every_mistake(DROPS.replace("device: cpu", other).replace("drop", "park"))
 
 
+@pytest.mark.parametrize("harvests", [True, False])
+def test_a_prefiller_on_the_v2_runner_is_refused_only_if_it_co_serves(harvests: bool) -> None:
+    prefiller = 'role: prefill, env: {VLLM_USE_V2_MODEL_RUNNER: "1"}'
+    found = every_mistake(
+        "engine: {device: cpu}\ncoserving: {enabled: true}\n"
+        f"batch: {{harvest_prefill: {str(harvests).lower()}}}\n"
+        f"tiers: [{{name: first, {prefiller}}}, {{name: decode, role: decode}}]\n"
+    )
+    assert [("co-serving needs vLLM's V1 model runner" in one) for one in found] == [True] * harvests
+
+
 WINDOWS = {"layer_types": ["sliding_attention", "full_attention"]}
 STATES = {"layer_types": ["linear_attention", "full_attention"]}
 REFUSED: dict[str, dict[str, Any]] = {
