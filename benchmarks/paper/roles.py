@@ -27,6 +27,7 @@ SAMPLE = Path(__file__).parents[2] / "traces" / "samples" / "laptop.jsonl.gz"
 SHRINK, EACH = 2, 37  # divisor of lengths; conversations for each engine
 SLOWER = 4.0  # how much slower an engine is than in the laptop profile, where it has a core of its own
 PREFILLERS = 0.25  # share of the engines
+MOST_AT_ONCE = 64  # engines whose capacity is played: all conversations at once make long queues
 ENGINES, LOADS = "8,64,1000", "0.8,1.0,1.5,2.0"
 
 
@@ -68,17 +69,21 @@ def conversations(count: int) -> list[TraceConversation]:
 
 
 def capacity(found: Sequence[TraceConversation], engines: int, profile: EngineProfile) -> float:
-    """Return how many conversations a second collocated engines serve while they are busy."""
+    """Return how many conversations a second collocated engines serve while they are busy.
+
+    The number is in proportion to the engines, so that only a part of a large fleet is played.
+    """
+    played = min(engines, MOST_AT_ONCE)
     at_once = [
         replace(one, arrival_s=0.0, turns=tuple(replace(turn, wait_s=0.0) for turn in one.turns))
-        for one in found
+        for one in found[: EACH * played]
     ]
-    fleet = SimulatedFleet((SimulatedTier("mixed", Role.MIXED, engines, profile),))
+    fleet = SimulatedFleet((SimulatedTier("mixed", Role.MIXED, played, profile),))
     placer = PlacerSettings(max_prefill_wait_s=float("inf"))
     simulation = Simulation(fleet, SimulationSettings(SystemSettings(System.COLLOCATED), placer))
     simulation.run(at_once)
     busy_s = sum(engine.prefill_s + engine.decode_s for engine in simulation.fleet.engines.values())
-    return len(found) * engines / busy_s
+    return len(at_once) * engines / busy_s
 
 
 def play(

@@ -2,8 +2,9 @@
 
 Normally a prefiller computes a turn's prompt. The conversation's decoder computes it if its first token would
 come within half of the prefiller's time, or, where the prefiller would put the TTFT target at risk, if the
-decoder is sooner by a small margin. Another decoder than the one with the least KV in use is chosen if it
-would compute the prompt in clearly less time. A prefiller holds a conversation that fits on no decoder.
+decoder is clearly sooner, because later turns wait behind the prompt there. While KV is short, any sooner
+decoder computes it. Another decoder than the one with the least KV in use is chosen if it would compute the
+prompt in clearly less time. A prefiller holds a conversation that fits on no decoder.
 
 The estimate for a prefiller uses its queue, its curve, and the measured part of transfers that prefill did
 not hide. The estimate for a decoder uses the prompts that wait there, its recent speed, and the share of its
@@ -33,10 +34,10 @@ from placement.scheduling.prefill_curve import PrefillCurve
 from placement.sizing.capacity import Signals
 
 # Found by simulation (docs/simulation.md). A decoder computes a prompt if its first token comes within this
-# share of the prefiller's time; the second share applies where the prefiller puts the TTFT target at risk.
-LOCAL_SHARE, LOCAL_SHARE_AT_RISK = 0.5, 0.95
+# share of the prefiller's time. A larger share applies where the prefiller puts the TTFT target at risk, and the
+# largest if KV is short, too.
+LOCAL_SHARE, SOONER_SHARE, SOONER_SHARE_KV_SHORT = 0.5, 0.8, 0.95
 AT_RISK = 0.6  # a prefiller that takes more than this share of the TTFT target puts it at risk
-SOONER_SHARE = 0.8  # an engine with more KV in use must need less than this share of the other's time
 MANY_FULL = 0.25  # if a larger share of the decoders is full, KV is short and only the KV in use counts
 OWN_FILL = 0.75  # share of a prefiller's KV for conversations of its own
 # How long a measured transfer cost counts fully. After that it halves in each such time.
@@ -47,13 +48,19 @@ LEAST_SHARE = 0.05  # least share of an engine's time that its prompts are assum
 REPLACED_PER_TRANSFER = 0.1  # share of the known transfer cost that each new transfer replaces
 
 
-def why_local(estimates: Estimates, ttft_s: float) -> Why | None:
+def kv_is_short(decoder: DecoderChoice) -> bool:
+    """Return whether many of the decoders that were considered have no capacity for the turn."""
+    return decoder.without_capacity > MANY_FULL * decoder.considered
+
+
+def why_local(estimates: Estimates, ttft_s: float, kv_short: bool = False) -> Why | None:
     """Return why the decoder should compute a prompt itself, or None if the prefiller should."""
     local_s, remote_s = estimates
     if remote_s is None or local_s <= LOCAL_SHARE * remote_s:
         return Why.SOONER_ON_DECODER
+    share = SOONER_SHARE_KV_SHORT if kv_short else SOONER_SHARE
     at_risk = remote_s > AT_RISK * ttft_s
-    return Why.TTFT_AT_RISK if at_risk and local_s <= LOCAL_SHARE_AT_RISK * remote_s else None
+    return Why.TTFT_AT_RISK if at_risk and local_s <= share * remote_s else None
 
 
 @dataclass(slots=True)
@@ -176,7 +183,7 @@ class ElasticRule(LeastKvRule):
         """Return the choice, without its prefiller if the decoder would compute `tokens` clearly sooner."""
         best = choice.prefiller.chosen
         estimates = self.estimate(choice.decoder.chosen.engine, tokens, best)
-        why = why_local(estimates, self.state.settings.ttft_s)
+        why = why_local(estimates, self.state.settings.ttft_s, kv_is_short(choice.decoder))
         if best is None or why is None:
             return choice._replace(estimates=estimates)
         return choice._replace(prefiller=choice.prefiller.rejected(why), estimates=estimates)
@@ -188,8 +195,7 @@ class ElasticRule(LeastKvRule):
         is short, and only the KV in use counts.
         """
         least = choice.decoder
-        few_full = least.without_capacity <= MANY_FULL * least.considered
-        if least.why is not Why.LEAST_KV_IN_USE or not few_full:
+        if least.why is not Why.LEAST_KV_IN_USE or kv_is_short(least):
             return least
         options = {
             one.engine: one

@@ -69,8 +69,8 @@ def test_the_estimates_on_the_receipt_decide_which_engine_computes_the_prompt(
     [
         (0.5, 0.9, None),  # the decoder is sooner, but not clearly
         (0.45, 0.9, Why.SOONER_ON_DECODER),
-        (1.2, 1.3, Why.TTFT_AT_RISK),  # the prefiller would take more than 0.6 of the target of 2 s
-        (1.3, 1.3, None),
+        (1.0, 1.3, Why.TTFT_AT_RISK),  # the prefiller would take more than 0.6 of the target of 2 s
+        (1.1, 1.3, None),  # not clearly sooner
         (5.0, None, Why.SOONER_ON_DECODER),
         (inf, 9.0, None),
     ],
@@ -79,6 +79,11 @@ def test_a_decoder_computes_a_prompt_if_clearly_sooner_or_if_the_target_is_at_ri
     local_s: float, remote_s: float | None, why: Why | None
 ) -> None:
     assert why_local(Estimates(local_s, remote_s), TTFT_S) is why
+
+
+def test_any_sooner_decoder_computes_a_prompt_at_risk_while_kv_is_short() -> None:
+    assert why_local(Estimates(1.2, 1.3), TTFT_S, kv_short=True) is Why.TTFT_AT_RISK
+    assert why_local(Estimates(1.3, 1.3), TTFT_S, kv_short=True) is None
 
 
 def test_a_decoder_computes_the_prompt_only_if_the_prefillers_queue_is_long() -> None:
@@ -107,6 +112,19 @@ def test_a_decoder_that_is_clearly_sooner_is_chosen() -> None:
     assert found.receipt.decoder.why is Why.SOONER_WITH_CAPACITY
     assert [one.engine for one in found.receipt.decoder.runners_up] == ["d1"]
     assert found.receipt.estimates is not None and why_local(found.receipt.estimates, TTFT_S)
+
+
+@pytest.mark.parametrize(("live", "prefiller"), [(0, "p0"), (995_000, None)])
+def test_kv_is_short_while_many_decoders_are_full(live: int, prefiller: str | None) -> None:
+    """The decoder is a tenth sooner, which is enough only where KV is short."""
+    placer = a_placer()
+    waits_on(placer, "d0", 0)
+    waits_on(placer, "d1", 0, live_tokens=live)
+    place(placer, "queued", 3_000)
+    answer = place(placer, "a", 40_000)
+    local_s, remote_s = answer.receipt.estimates or (0.0, None)
+    assert remote_s is not None and 0.8 * remote_s < local_s < 0.95 * remote_s
+    assert answer.prefiller == prefiller
 
 
 @pytest.mark.parametrize(

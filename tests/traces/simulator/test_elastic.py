@@ -99,7 +99,7 @@ def test_elastic_placing_is_about_as_good_as_the_better_baseline_on_the_papers_m
         for system in (System.ELASTIC, *elastic.OTHERS)
     ]
     ours, *others = rows
-    for field, most in zip(elastic.RATIOS.values(), (1.05, 1.15, 1.4, 1.05), strict=True):
+    for field, most in zip(elastic.RATIOS.values(), (1.05, 1.2, 1.4, 1.05), strict=True):
         assert getattr(ours, field) <= most * min(getattr(other, field) for other in others), field
     assert ours.late_share <= 0.001
     assert ours.tokens_per_joule >= 0.99 * max(other.tokens_per_joule for other in others)
