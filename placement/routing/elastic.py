@@ -34,8 +34,8 @@ from placement.scheduling.prefill_curve import PrefillCurve
 from placement.sizing.capacity import Signals
 
 # Found by simulation (docs/simulation.md). A decoder computes a prompt if its first token comes within this
-# share of the prefiller's time. A larger share applies where the prefiller puts the TTFT target at risk, and the
-# largest if KV is short, too.
+# share of the prefiller's time. A larger share applies where the prefiller puts the TTFT target at risk, and
+# the largest one if KV is short, too.
 LOCAL_SHARE, SOONER_SHARE, SOONER_SHARE_KV_SHORT = 0.5, 0.8, 0.95
 AT_RISK = 0.6  # a prefiller that takes more than this share of the TTFT target puts it at risk
 MANY_FULL = 0.25  # if a larger share of the decoders is full, KV is short and only the KV in use counts

@@ -21,7 +21,7 @@ class Why(StrEnum):
     # Why no prefiller computes the prompt.
     NO_PREFILLER_UP = "no_prefiller_up"  # the decoder computes the prompt instead
     SOONER_ON_DECODER = "sooner_on_decoder"  # elastic: the decoder's first token would be clearly sooner
-    TTFT_AT_RISK = "ttft_at_risk"  # elastic: the prefiller would risk the target, the decoder is clearly sooner
+    TTFT_AT_RISK = "ttft_at_risk"  # elastic: the prefiller would risk the target, the decoder is sooner
     PREFILLERS_SATURATED = "prefillers_saturated"  # elastic: prefill queues are too long, a decoder has time
     PREFILLERS_BUSY = "prefillers_busy"  # a later turn with much to compute: prefill queues are too long
     PREFILLED_LOCALLY = "prefilled_locally"  # the policy prefills this turn on its decoder
