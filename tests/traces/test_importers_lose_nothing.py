@@ -133,7 +133,7 @@ def test_sub_agents_become_children_that_share_their_parents_prefix(tmp_path: Pa
 
 
 def test_agentx_rows_are_imported_as_recordings_on_one_clock(tmp_path: Path) -> None:
-    """As in the published data sets, optional fields are missing or null, and all times are on one clock."""
+    """Rows with missing or null optional fields and times on one clock, as in the published data sets."""
 
     def request(t: float, blocks: list[int], **more: Any) -> dict[str, Any]:
         return {

@@ -142,7 +142,7 @@ def test_a_transferred_prompt_is_answered_as_plain_vllm_does(
 def test_the_decode_leg_may_start_after_the_prefill(
     pair: EnginePair, plain: dict[str, GeneratedAnswer]
 ) -> None:
-    """As with other connectors, the prefill leg's answer contains the parameters of the decode leg."""
+    """The prefill leg's answer contains the parameters of the decode leg, as with other connectors."""
     body = {"model": "m", "prompt": PROMPTS["cached"], "max_tokens": 1, "temperature": 0}
     answer = pair.prefiller.post(
         "/v1/completions", {**body, "kv_transfer_params": {"do_remote_decode": True}}

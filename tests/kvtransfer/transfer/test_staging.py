@@ -178,7 +178,7 @@ def exported(memory: BlockMemory, *names: str) -> Exports:
 
 
 def test_receivers_that_stall_are_timed_out_and_other_transfers_go_on() -> None:
-    """As many transfers as there are slots have receivers that stall in the middle of a piece."""
+    """Every slot has a transfer whose receiver stalls in the middle of a piece."""
     producer = StagedBlockMemory({"layer": torch.randn(200, 8, 1024, 32)}, 200, 24 << 20)
     stalled = [f"stalled{number}" for number in range(producer.slots)]
     exports = exported(producer, *stalled, "t")

@@ -131,7 +131,7 @@ def framework(number: int) -> PromptPrefix:
 
 
 def test_assumed_prefixes_fit_into_the_engines_kv() -> None:
-    """As in vLLM, the least recently used prefix is evicted first, and a prompt's end before its start."""
+    """The least recently used prefix is evicted first, and a prompt's end before its start, as in vLLM."""
     prefixes = PrefixMap()
     prefixes.set_kv_tokens("p", 20_000)
     for number in (0, 1):
