@@ -19,6 +19,7 @@ the tree at once.
 import argparse
 import ctypes
 import json
+import logging
 import math
 import os
 import select
@@ -34,6 +35,8 @@ import psutil
 from kvtransfer.parent_death import die_with_parent
 from workers.oom_score import set_oom_score
 from workers.processes import WorkerError, end, find, tree
+
+log = logging.getLogger("conserve.workers.host")
 
 SUPERVISOR = "CONSERVE_SUPERVISOR"  # environment variable with the supervisor's pid and start time
 LOOK_EVERY_S = 0.25
@@ -132,7 +135,7 @@ def run(
             ends = os.pidfd_open(child.pid)
             while child.poll() is None:
                 if not lease.held():
-                    _log(f"nobody renewed the lease: ending {argv[0]}")
+                    log.warning("lease_expired command=%r", argv[0])
                     return 3
                 if asked.over:
                     return 0
@@ -142,7 +145,7 @@ def run(
                 return child.returncode
             if not restart or time.monotonic() < started + SOUND_AFTER_S:
                 return 128 - child.returncode
-            _log(f"signal {-child.returncode} killed {argv[0]}: starting it again")
+            log.warning("restarts_killed_command signal=%d command=%r", -child.returncode, argv[0])
             end((one for one in tree(psutil.Process()) if one.pid != os.getpid()), grace_s)
     except AskedToEnd:
         return 0
@@ -151,8 +154,11 @@ def run(
         end((one for one in tree(psutil.Process()) if one.pid != os.getpid()), grace_s)
 
 
-def _log(line: str) -> None:
-    print(f"conserve host: {line}", file=sys.stderr, flush=True)
+def _log_to_stderr() -> None:
+    """Write log lines in the format of the commands that hosts run, because both write to one file."""
+    logging.Formatter.converter = time.gmtime
+    form = "%(asctime)s.%(msecs)03dZ %(levelname)s %(name)s %(message)s"
+    logging.basicConfig(format=form, datefmt="%Y-%m-%dT%H:%M:%S")
 
 
 def _raise(_signal: int, _frame: object) -> None:
@@ -175,6 +181,7 @@ def main() -> int:
         parser.error("a command is needed after --")
     if os.getsid(0) != os.getpid():
         os.setsid()
+    _log_to_stderr()
     supervisor = os.environ.get(SUPERVISOR, "")
     lease = Lease(arguments.lease, arguments.lease_s, arguments.record, supervisor)
     asked = EndSignal(arguments.lease.with_name(ASKED_TO_END), arguments.leave_s)

@@ -54,7 +54,7 @@ async def _drain(home: FleetHome, status: FleetStatus, engine: str, conversation
         began = time.monotonic()
         await keeper.drain()
         try:
-            drained_s = await _until_drained(keeper, began)
+            drained_s, held_s = await _until_drained(keeper, began, lambda: count("conversations_moved"))
             await playing
         finally:
             await keeper.drain(False)
@@ -64,6 +64,7 @@ async def _drain(home: FleetHome, status: FleetStatus, engine: str, conversation
         "drain_conversations": seen.conversations,
         "drain_turns": seen.turns,
         "drain_seconds": drained_s,
+        "drain_seconds_after_last_move": held_s,
         "moved_conversations": moved,
         "moved_recomputed_tokens": recomputed,
         "cut_streams": cut + sum(tries for outcome, tries in seen.tries.items() if outcome != "answered"),
@@ -76,10 +77,16 @@ async def _until(true: Callable[[], bool]) -> None:
         await asyncio.sleep(0.1)
 
 
-async def _until_drained(keeper: ControlClient, began: float) -> float:
-    """Wait until the engine holds nothing any more; return the seconds since `began`."""
+async def _until_drained(
+    keeper: ControlClient, began: float, moved: Callable[[], int]
+) -> tuple[float, float]:
+    """Wait until the engine holds nothing any more; return the seconds since `began` and since a move."""
+    so_far, moved_at = moved(), began
     async with asyncio.timeout(DRAIN_LIMIT_S):
         async for report in keeper.watch():
             if report.state is not None and report.state.drained:
                 break
-    return time.monotonic() - began
+            if (now := await asyncio.to_thread(moved)) != so_far:
+                so_far, moved_at = now, time.monotonic()
+    ended = time.monotonic()
+    return ended - began, ended - moved_at

@@ -207,7 +207,7 @@ def test_a_stop_string_across_the_cut_of_a_stream_ends_the_resumed_stream(engine
     stop = text[12:18]
     body["stop"] = stop
     whole = stream(engine, COMPLETIONS, body, [])
-    assert len(whole) < len(free)
+    assert len(tokens(whole)) < len(tokens(free))  # a busy engine may send several tokens in a line
     for cut in range(1, len(whole)):
         rest = stream(engine, COMPLETIONS, body, [line for line, _ in whole[:cut]], date_of(whole))
         assert tokens([*whole[:cut], *rest]) == tokens(whole), cut
