@@ -9,7 +9,7 @@ import os
 import random
 import time
 import uuid
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -200,10 +200,10 @@ def copier_of(engine: SteppedEngine) -> Copier:
     return copier
 
 
-@pytest.fixture(params=range(2))
-def seed(request: pytest.FixtureRequest) -> Iterator[int]:
+@pytest.fixture
+def seed() -> int:
     given = os.environ.get("CONSERVE_STORM_SEED")
-    yield int(given) if given else random.randrange(10**6)
+    return int(given) if given else random.randrange(10**6)
 
 
 @pytest.mark.parametrize("beside", BESIDE.values(), ids=BESIDE)

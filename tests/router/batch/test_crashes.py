@@ -16,7 +16,7 @@ from tests.router.batch.gateway import FrontGateway
 from tests.router.batch.jobs import ENDED, jsonl, line, lines_of, submit
 from tests.router.batch.processes import Process, batch_process, engine_process
 
-REQUESTS = 700
+REQUESTS = 400
 WINDOW = 8
 
 
@@ -97,7 +97,7 @@ async def test_a_batch_survives_kills_during_its_validation_and_while_it_is_fini
     seed = random.randrange(1 << 30)
     print(f"seed {seed}")
     rng = random.Random(seed)
-    total = 2_000
+    total = 1_000
     engine = engine_process(tmp_path / "served.log", 0.0)
     await engine.start()
     batches = batch_process(either_url, tmp_path / "files", 64, engine.address)

@@ -70,7 +70,7 @@ def test_an_error_while_writing_keeps_only_committed_blobs(tmp_path: Path, schem
     assert scheme == "memory" or [path.name for path in (tmp_path / "b").iterdir()] == ["a"]
 
 
-LINES = int(os.environ.get("CONSERVE_BATCH_LINES", "200000"))  # 400 MB; with a million they are 2 GB
+LINES = int(os.environ.get("CONSERVE_BATCH_LINES", "100000"))  # 200 MB; with a million they are 2 GB
 
 
 async def form(lines: int, pad: int) -> AsyncIterator[bytes]:
