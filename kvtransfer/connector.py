@@ -46,8 +46,8 @@ from kvtransfer.plugins import (
     WorkerSide,
     selected_plugins,
 )
+from kvtransfer.retention.parking import SharedKvState
 from kvtransfer.retention.retained_conversations import block_bytes
-from kvtransfer.shared_state import SharedKvState
 
 
 @dataclass

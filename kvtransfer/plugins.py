@@ -18,8 +18,8 @@ from typing import Any, Protocol, Self
 from kvtransfer.config import ConnectorConfig, ConnectorConfigError
 from kvtransfer.control.control_socket import Handler
 from kvtransfer.metrics import CounterSpec, HistogramSpec
+from kvtransfer.retention.parking import SharedKvState
 from kvtransfer.retention.retained_conversations import CacheGroup
-from kvtransfer.shared_state import SharedKvState
 
 
 class Report(Protocol):

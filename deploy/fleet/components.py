@@ -5,7 +5,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, fields, replace
 from typing import Any, TypeVar
 
-from deploy.fleet.engine_needs import arguments, coserves_on
+from deploy.fleet.engine_arguments import arguments, coserves_on
 from deploy.fleet.schema import AutoscaleSpec, FleetSpec, Spec, TierSpec
 from deploy.home import POWER, FleetHome, FleetKeys, Purpose
 from deploy.models import smollm2

@@ -10,7 +10,8 @@ from typing import Any
 
 from deploy.errors import KeyPath, Problem
 from deploy.fleet import vllm_options
-from deploy.fleet.engine_needs import Architecture, TierEngines, find_architecture
+from deploy.fleet.engine_arguments import TierEngines
+from deploy.fleet.model_architecture import Architecture, find_architecture
 from deploy.fleet.schema import FleetSpec, default
 from placement.routing.placer_settings import PlacerSettings
 from placement.sizing.accelerators import ACCELERATORS

@@ -11,7 +11,7 @@ from typing import Any
 
 from deploy.errors import DeployError
 from deploy.fleet.engine_checks import FILL, speculates
-from deploy.fleet.engine_needs import BYTES, Architecture
+from deploy.fleet.model_architecture import BYTES, Architecture
 from deploy.fleet.schema import default
 from placement.routing.placer_settings import PlacerSettings
 from placement.sizing.accelerators import ACCELERATORS, Accelerator

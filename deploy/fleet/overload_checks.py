@@ -3,7 +3,8 @@
 from collections.abc import Iterator, Mapping
 
 from deploy.errors import Problem
-from deploy.fleet.engine_needs import arguments, find_architecture, parallel
+from deploy.fleet.engine_arguments import arguments, parallel
+from deploy.fleet.model_architecture import find_architecture
 from deploy.fleet.schema import FleetSpec, TierSpec
 from placement.engines import Role
 from workers.engine.overload.config import SPLIT_MODELS

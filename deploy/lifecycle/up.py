@@ -13,7 +13,7 @@ import yaml
 
 from deploy.errors import ActorLost, LifecycleError
 from deploy.fleet import FleetSpec
-from deploy.fleet.engine_needs import engine_resources
+from deploy.fleet.engine_arguments import engine_resources
 from deploy.fleet.schema import TierSpec
 from deploy.home import FleetHome, RunRecord
 from deploy.lifecycle.down import bring_down

@@ -6,7 +6,7 @@ from contextlib import suppress
 from pathlib import Path
 
 from deploy.errors import DeployError
-from deploy.fleet.engine_needs import model_directory
+from deploy.fleet.model_architecture import model_directory
 from deploy.fleet.schema import SMALL_MODEL, FleetSpec
 from deploy.home import FleetHome
 from deploy.models import hub, smollm2

@@ -16,7 +16,7 @@ from workers import processes
 from workers.keeper.engine_status import EngineLink, KeeperReport, SentKv, StatusStore
 
 if TYPE_CHECKING:
-    from workers.keeper.kv_sender import KvSender  # imports an HTTP client, which only keepers need
+    from workers.keeper.idle_moves import KvSender  # imports an HTTP client, which only keepers need
 
 Reply = TypeVar("Reply")
 

@@ -23,7 +23,7 @@ from deploy.fleet.components import (
     power_settings,
     shared_tier,
 )
-from deploy.fleet.engine_needs import engine_resources
+from deploy.fleet.engine_arguments import engine_resources
 from deploy.home import CONTROL_FILE, FleetHome, FleetKeys, Purpose
 from deploy.models.built_in import ensure_model
 from deploy.ray.common import (
@@ -39,8 +39,8 @@ from deploy.ray.common import (
 )
 from deploy.ray.control import ControlClient, ControlError, ControlServer
 from workers.keeper.engine_status import EngineLink, KeeperStatus, StatusStore
+from workers.keeper.idle_moves import KvSender
 from workers.keeper.keeper import Keeper
-from workers.keeper.kv_sender import KvSender
 from workers.keeper.launch import FEED_SOCKET
 from workers.keeper.process_lease import LeasedProcess
 from workers.oom_score import OomScore, set_oom_score

@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from typing import Final
 
 from kvtransfer.checkpoint.copy_orders import DiskMove
-from kvtransfer.shared_state import SharedKvState
+from kvtransfer.retention.parking import SharedKvState
 
 logger = logging.getLogger("conserve.kvtransfer.checkpoint")
 

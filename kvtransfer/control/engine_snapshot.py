@@ -10,8 +10,8 @@ from kvtransfer.config import ConnectorConfig
 from kvtransfer.control.control_socket import RecentChanges
 from kvtransfer.control.waiting_prompts import WaitingPrompts
 from kvtransfer.retention.owned_blocks import EvictionList
+from kvtransfer.retention.parking import SharedKvState
 from kvtransfer.retention.retained_conversations import RetentionPhase
-from kvtransfer.shared_state import SharedKvState
 from placement.engines import EngineState
 from placement.scheduling.prompt_order import PromptRate
 

@@ -5,13 +5,13 @@ from typing import Any
 
 from vllm.v1.request import RequestStatus
 
+from kvtransfer.retention.parking import SharedKvState
 from kvtransfer.retention.retained_conversations import (
     CacheGroup,
     beside_tokens,
     block_key,
     transferred_tokens,
 )
-from kvtransfer.shared_state import SharedKvState
 
 
 class WaitingPrompts:

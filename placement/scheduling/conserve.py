@@ -4,7 +4,7 @@ import math
 from collections.abc import Sequence
 
 from placement.priorities import ClassOrder
-from placement.scheduling import preemption
+from placement.scheduling import memory_preemption
 from placement.scheduling.interface import (
     BatchBuilder,
     DecodingView,
@@ -52,10 +52,12 @@ class Conserve(ServingPolicy):
         self._prompt_margin = Margin(settings.margin, beyond=0.2)
 
     def plan(self, view: EngineView, model: LatencyModel) -> IterationPlan:
-        online = preemption.online_requests(view)
+        online = memory_preemption.online_requests(view)
         self._arrivals.observe(view.now, view.online_waiting)
-        preempted = preemption.victims(view, lambda r: (self._starving(r, view.now), *cost_of_losing(r)))
-        staying = preemption.without(view.running, preempted)
+        preempted = memory_preemption.victims(
+            view, lambda r: (self._starving(r, view.now), *cost_of_losing(r))
+        )
+        staying = memory_preemption.without(view.running, preempted)
         starving = sum(request.offline and self._starving(request, view.now) for request in staying)
         head_starves = view.offline_head is not None and self._starving(view.offline_head, view.now)
         offline_least = int(self._settings.offline_share * view.max_tokens)
@@ -74,7 +76,7 @@ class Conserve(ServingPolicy):
         waiting = tuple(request.key for request in first.prompts if not request.running)
         reserve = int(self.online_reserve * view.total_blocks) if online or self._arrivals.rate else 0
         freed = sum(request.blocks for request in preempted)
-        free_after = view.free_blocks + freed - preemption.online_demand(view)
+        free_after = view.free_blocks + freed - memory_preemption.online_demand(view)
         builder = BatchBuilder(
             model,
             first.work,

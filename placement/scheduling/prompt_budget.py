@@ -5,7 +5,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 from placement.priorities import ClassOrder
-from placement.scheduling import preemption
+from placement.scheduling import memory_preemption
 from placement.scheduling.interface import RequestView
 from placement.scheduling.latency_model import BatchWork, LatencyModel
 from placement.scheduling.prompt_order import PromptSharing
@@ -53,7 +53,7 @@ def share_online(
     for request in requests:
         (decoding if request.decoding else waiting).append(request)
     prompts = prompts_in_order(waiting, now, model, sharing, classes)
-    work = preemption.online_work(decoding, max_tokens)
+    work = memory_preemption.online_work(decoding, max_tokens)
     limit_s = sharing.iteration_s(model.seconds(work)) if decoding else math.inf
     left = max_tokens - work.new_tokens
     budget = left if sharing.fills else sharing.chunk(model, left)

@@ -4,7 +4,7 @@ import math
 from dataclasses import replace
 
 from placement.priorities import ClassOrder
-from placement.scheduling import preemption
+from placement.scheduling import memory_preemption
 from placement.scheduling.conserve import Margin, online_then_offline
 from placement.scheduling.interface import (
     BatchBuilder,
@@ -34,7 +34,7 @@ class PromptsInOrder(ServingPolicy):
         decoding = tuple(request for request in view.running if request.decoding)
         target_s = min((request.slo.tbt_s for request in decoding), default=math.inf)
         sharing = PromptSharing(target_s * (1 - self._margin.share))
-        prompts = (request for request in preemption.online_requests(view) if not request.decoding)
+        prompts = (request for request in memory_preemption.online_requests(view) if not request.decoding)
         requests = (*decoding, *prompts)
         first = share_online(requests, view.now, view.max_tokens, model, sharing, self._classes)
         offline = sum(request.offline for request in decoding)  # in `first`, and counted again by `take`
@@ -62,6 +62,6 @@ class TurnsAlone(PromptsInOrder):
 
     def plan(self, view: EngineView, model: LatencyModel) -> IterationPlan:
         offline = tuple(request for request in view.running if request.offline)
-        plan = super().plan(replace(view, running=preemption.without(view.running, offline)), model)
+        plan = super().plan(replace(view, running=memory_preemption.without(view.running, offline)), model)
         plan.builder.admit_waiting = False
         return replace(plan, preempt=tuple(request.key for request in offline))

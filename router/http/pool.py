@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 
 from router.errors import EngineBusy, EngineUnreachable
 from router.http.limits import Sweeper, UpstreamLimits
-from router.http.streams.splice import make_splice_loop
+from router.http.streams.socket_splice import make_splice_loop
 from router.http.upstream import Endpoint, UpstreamConnection
 
 

@@ -1,7 +1,7 @@
 """Connection to an engine: sends the request, parses the response, and passes it to a receiver.
 
 `UpstreamConnection` carries one exchange at a time. Complete chunks of a stream bypass the parser, and after
-the first content the connection as well (`router/http/streams/splice.py`).
+the first content the connection as well (`router/http/streams/socket_splice.py`).
 """
 
 from __future__ import annotations
@@ -22,7 +22,13 @@ from router.http.parsers import ResponseParser
 from router.http.request import HOP_BY_HOP, RawHeaders, RequestBody, end_to_end
 from router.http.response import Responder
 from router.http.streams.resume import StreamProgress
-from router.http.streams.splice import LARGEST_EVENT, LARGEST_READ, SIZE_LINES, SpliceLoop, SpliceStream
+from router.http.streams.socket_splice import (
+    LARGEST_EVENT,
+    LARGEST_READ,
+    SIZE_LINES,
+    SpliceLoop,
+    SpliceStream,
+)
 from router.http.streams.sse_observer import StreamObserver
 
 log = logging.getLogger("conserve.router.http.upstream")

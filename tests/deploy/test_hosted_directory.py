@@ -37,7 +37,7 @@ from tests.support.waiting import until
 from tests.workers.test_status import INFO, STATE
 from workers.host import SOUND_AFTER_S
 from workers.keeper.engine_status import StatusStore
-from workers.keeper.kv_sender import KvSender
+from workers.keeper.idle_moves import KvSender
 from workers.keeper.process_lease import LeasedProcess
 from workers.processes import listens
 

@@ -30,8 +30,8 @@ from tests.simulated.loop import SimulatedProcess, VirtualLoop, number_of
 from workers.keeper import keeper as keeper_module
 from workers.keeper.config import KeeperSettings
 from workers.keeper.engine_status import EngineLink, StatusStore
+from workers.keeper.idle_moves import KvSender
 from workers.keeper.keeper import Keeper
-from workers.keeper.kv_sender import KvSender
 from workers.keeper.launch import FEED_SOCKET, Device, EngineKeys, LaunchSpec
 
 SECRET, KEEPERS_KEY, NO_KEY = "directory", "keepers", ""

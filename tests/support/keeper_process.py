@@ -12,8 +12,8 @@ from kvtransfer.config import ConnectorConfig
 from placement.engines import Role
 from workers.keeper.config import KeeperSettings
 from workers.keeper.engine_status import EngineLink, StatusStore
+from workers.keeper.idle_moves import KvSender
 from workers.keeper.keeper import Keeper
-from workers.keeper.kv_sender import KvSender
 from workers.keeper.launch import FEED_SOCKET, Device, EngineKeys, LaunchSpec
 
 SECRET = "the-secret-of-this-test"

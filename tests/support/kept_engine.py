@@ -7,7 +7,7 @@ from typing import Any
 from deploy.ray.control import ControlServer
 from tests.support.fake_engine import FakeEngine
 from workers.keeper.engine_status import StatusStore
-from workers.keeper.kv_sender import KvSender
+from workers.keeper.idle_moves import KvSender
 
 CONTROL_PORT = 9000
 REPORT_EVERY_S = 0.1

@@ -12,7 +12,7 @@ from rich.table import Table
 from deploy.cli.common import FleetFile
 from deploy.errors import DeployError
 from deploy.fleet import FleetSpec, load_fleet
-from deploy.fleet.engine_needs import engine_resources
+from deploy.fleet.engine_arguments import engine_resources
 from deploy.home import POWER, conserve_home
 from workers.power import limits
 from workers.power.limits import LimitChange, WantedLimit, boot_id

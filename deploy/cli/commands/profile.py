@@ -14,7 +14,7 @@ from rich.table import Table
 from deploy.cli.common import FleetFile
 from deploy.fleet import load_fleet
 from deploy.fleet.components import EngineName, engine_spec, power_settings
-from deploy.fleet.engine_needs import parallel
+from deploy.fleet.engine_arguments import parallel
 from deploy.fleet.schema import FleetSpec, TierSpec
 from deploy.home import FleetHome
 from deploy.models.built_in import ensure_model

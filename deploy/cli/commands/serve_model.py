@@ -23,8 +23,8 @@ from deploy.errors import DeployError
 from deploy.fleet import FleetSpec, parse_fleet, vllm_options
 from deploy.fleet.components import LOOPBACK
 from deploy.fleet.engine_checks import check_engines
-from deploy.fleet.engine_needs import Architecture, find_architecture
 from deploy.fleet.for_model import Machine, Wishes, fleet_for, fleet_name
+from deploy.fleet.model_architecture import Architecture, find_architecture
 from deploy.home import FleetHome, conserve_home
 from deploy.lifecycle.up import is_up
 from deploy.machine import describe, this_machine, vllm_build

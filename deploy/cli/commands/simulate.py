@@ -16,7 +16,7 @@ from deploy.cli.common import FleetFile, any_trace
 from deploy.errors import DeployError
 from deploy.fleet import load_fleet
 from deploy.fleet.components import placer_settings
-from deploy.fleet.engine_needs import arguments
+from deploy.fleet.engine_arguments import arguments
 from deploy.fleet.schema import FleetSpec
 from placement.overload.drop_plan import DropLimits
 from traces.simulator.dropping import DroppingSettings

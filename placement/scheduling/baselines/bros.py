@@ -1,6 +1,6 @@
 """Policy of the BROS paper: online requests by their deadlines, offline requests by their swap-in cost."""
 
-from placement.scheduling import preemption
+from placement.scheduling import memory_preemption
 from placement.scheduling.interface import (
     BatchBuilder,
     EngineView,
@@ -18,8 +18,8 @@ class Bros(ServingPolicy):
 
     In the paper two requests can also share one block, filled from both ends, which needs special attention
     kernels. The purpose is to take no more of an offline request's memory than online work needs. Here this
-    holds at the granularity of blocks (`preemption.victims`); sharing blocks would gain at most 0.9 % of
-    throughput (docs/measurements/coserving.md). The policy preempts between iterations only.
+    holds at the granularity of blocks (`memory_preemption.victims`); sharing blocks would gain at most 0.9 %
+    of throughput (docs/measurements/coserving.md). The policy preempts between iterations only.
     """
 
     batch_start = 8  # requests in the first batch, and in the batch after a missed deadline
@@ -30,10 +30,10 @@ class Bros(ServingPolicy):
         self._overrun = False
 
     def plan(self, view: EngineView, model: LatencyModel) -> IterationPlan:
-        online = sorted(preemption.online_requests(view), key=lambda r: (r.deadline(), r.key))
-        taken = preemption.victims(view, lambda r: (r.restore_blocks + r.saved_blocks, -r.arrival))
+        online = sorted(memory_preemption.online_requests(view), key=lambda r: (r.deadline(), r.key))
+        taken = memory_preemption.victims(view, lambda r: (r.restore_blocks + r.saved_blocks, -r.arrival))
         offline = sorted(
-            (request for request in preemption.without(view.running, taken) if request.offline),
+            (request for request in memory_preemption.without(view.running, taken) if request.offline),
             key=lambda request: (*self.start_order(request), request.key),
         )
         residual = max(online[0].deadline() - view.now, 0.0) if online else None
@@ -43,7 +43,7 @@ class Bros(ServingPolicy):
         if slots == 0:
             chosen, slots = self._replace_least_urgent(chosen, waiting, view.now, model)
         left_out = {request.key: 0 for request in online if request not in chosen}
-        work = preemption.online_work(chosen, view.max_tokens)
+        work = memory_preemption.online_work(chosen, view.max_tokens)
         target = residual * (1 - self._settings.margin) if residual is not None else None
         self._overrun = target is not None and model.seconds(work) > target
         builder = BatchBuilder(
@@ -69,7 +69,7 @@ class Bros(ServingPolicy):
         The last of `chosen` may be left out if its deadline is far away; the first always stays.
         """
         kept, slots = list(chosen), 0
-        seconds = model.seconds(preemption.online_work(kept, 1 << 30))
+        seconds = model.seconds(memory_preemption.online_work(kept, 1 << 30))
         while offline > slots and len(kept) > 1 and kept[-1].deadline() - now > 3 * seconds:
             kept.pop()
             slots += 1

@@ -1,6 +1,6 @@
 """Simple in-engine policies that ConServe is compared with."""
 
-from placement.scheduling import preemption
+from placement.scheduling import memory_preemption
 from placement.scheduling.conserve import cost_of_losing, online_then_offline
 from placement.scheduling.interface import BatchBuilder, EngineView, IterationPlan, ServingPolicy
 from placement.scheduling.latency_model import BatchWork, LatencyModel
@@ -10,10 +10,10 @@ class OnlineOnly(ServingPolicy):
     """Policy that never runs offline work, which shows the lowest possible latency of online work."""
 
     def plan(self, view: EngineView, model: LatencyModel) -> IterationPlan:
-        work = preemption.online_work(preemption.online_requests(view), view.max_tokens)
-        taken = preemption.victims(view, cost_of_losing)
+        work = memory_preemption.online_work(memory_preemption.online_requests(view), view.max_tokens)
+        taken = memory_preemption.victims(view, cost_of_losing)
         builder = BatchBuilder(model, work, 0, None, admit_waiting=False)
-        staying = preemption.without(view.running, taken)
+        staying = memory_preemption.without(view.running, taken)
         return IterationPlan(online_then_offline(staying), tuple(r.key for r in taken), builder)
 
 
@@ -29,8 +29,8 @@ class Sarathi(ServingPolicy):
     """Chunked prefill with priorities: offline work fills the chunk, and is preempted between iterations."""
 
     def plan(self, view: EngineView, model: LatencyModel) -> IterationPlan:
-        taken = preemption.victims(view, lambda r: (-r.arrival,))
-        work = preemption.online_work(preemption.online_requests(view), view.max_tokens)
+        taken = memory_preemption.victims(view, lambda r: (-r.arrival,))
+        work = memory_preemption.online_work(memory_preemption.online_requests(view), view.max_tokens)
         builder = BatchBuilder(model, work, view.max_tokens - work.new_tokens, None, admit_waiting=not taken)
-        staying = preemption.without(view.running, taken)
+        staying = memory_preemption.without(view.running, taken)
         return IterationPlan(online_then_offline(staying), tuple(r.key for r in taken), builder)

@@ -18,7 +18,7 @@ from deploy.fleet.components import (
     power_settings,
     shared_tier,
 )
-from deploy.fleet.engine_needs import engine_resources
+from deploy.fleet.engine_arguments import engine_resources
 from deploy.generated import SCHEMA_FILE
 from deploy.home import FleetHome, FleetKeys
 from placement.engines import Role

@@ -25,7 +25,7 @@ from deploy.fleet.components import (
     scale_limits,
     shared_tier,
 )
-from deploy.fleet.engine_needs import engine_resources
+from deploy.fleet.engine_arguments import engine_resources
 from deploy.home import FleetHome, FleetKeys
 from deploy.ray.cluster import OwnCluster
 from deploy.ray.common import control_resources, resources

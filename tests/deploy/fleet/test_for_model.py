@@ -9,8 +9,8 @@ import yaml
 from deploy.errors import DeployError
 from deploy.fleet import FleetSpec, parse_fleet
 from deploy.fleet.components import placer_settings
-from deploy.fleet.engine_needs import Architecture, architecture_of
 from deploy.fleet.for_model import GIB, Machine, Wishes, fleet_for
+from deploy.fleet.model_architecture import Architecture, architecture_of
 from deploy.models import smollm2
 
 QWEN3_8B = {

@@ -15,8 +15,9 @@ from typer.testing import CliRunner
 
 from deploy.cli.application import app
 from deploy.fleet import FleetFileError, FleetSpec, load_fleet
-from deploy.fleet.engine_needs import Architecture, TierEngines, architecture_of
+from deploy.fleet.engine_arguments import TierEngines
 from deploy.fleet.for_model import GIB, GPU_WORKSPACE
+from deploy.fleet.model_architecture import Architecture, architecture_of
 from deploy.models.parsers import ModelText, choose
 from placement.sizing.accelerators import ACCELERATORS
 from tests.support.fleet import ROOT

@@ -16,7 +16,7 @@ import pytest
 from deploy import machine
 from deploy.errors import DeployError
 from deploy.fleet import parse_fleet
-from deploy.fleet.engine_needs import model_directory
+from deploy.fleet.model_architecture import model_directory
 from deploy.home import FleetHome
 from deploy.lifecycle import up
 from deploy.models import hub as hugging_face

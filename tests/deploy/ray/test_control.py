@@ -10,7 +10,7 @@ from deploy.ray.control import ControlClient, ControlError, ControlServer, Direc
 from kvtransfer.control.control_socket import ControlSocketError
 from tests.workers.test_status import INFO, STATE
 from workers.keeper.engine_status import KeeperPhase, StatusStore
-from workers.keeper.kv_sender import KvSender
+from workers.keeper.idle_moves import KvSender
 
 SECRET = "a-secret-of-16-chars"
 

@@ -16,7 +16,7 @@ from placement.routing.placer import MissingCurve
 from tests.deploy.ray.test_control import SECRET, Feed
 from tests.workers.test_status import INFO, STATE
 from workers.keeper.engine_status import KeeperPhase, StatusStore
-from workers.keeper.kv_sender import KvSender
+from workers.keeper.idle_moves import KvSender
 
 pytestmark = pytest.mark.slow
 

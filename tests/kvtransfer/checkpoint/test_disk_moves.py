@@ -7,7 +7,7 @@ import pytest
 from kvtransfer.checkpoint.copy_orders import DiskMove
 from kvtransfer.checkpoint.disk_moves import LOOKS_A_STEP, PAUSE_S, SILENT_S, WALK_S, DiskMoves
 from kvtransfer.config import ConnectorConfig
-from kvtransfer.shared_state import SharedKvState
+from kvtransfer.retention.parking import SharedKvState
 
 
 class HostBeforeADisk:

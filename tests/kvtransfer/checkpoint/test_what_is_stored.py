@@ -9,8 +9,8 @@ from kvtransfer.checkpoint.copy_orders import CheckpointReport
 from kvtransfer.checkpoint.scheduler import CheckpointScheduler
 from kvtransfer.config import ConnectorConfig
 from kvtransfer.plugins import EngineContext, Match, StepOutcome
+from kvtransfer.retention.parking import SharedKvState
 from kvtransfer.retention.retained_conversations import CacheGroup
-from kvtransfer.shared_state import SharedKvState
 
 BLOCK = 16
 

@@ -8,8 +8,8 @@ from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
 from kvtransfer.checkpoint.copy_orders import DiskMove
 from kvtransfer.checkpoint.host_index import Slot, block_faults, host_faults
 from kvtransfer.config import ConnectorConfig
+from kvtransfer.retention.parking import SharedKvState
 from kvtransfer.retention.retained_conversations import RetainedConversation, RetentionPhase
-from kvtransfer.shared_state import SharedKvState
 
 SLOTS, DISK_SLOTS = 8, 3
 KEYS = st.sampled_from("abcd")

@@ -39,7 +39,7 @@ from kvtransfer.config import SECRET_VARIABLE, SEVERAL, SEVERAL_MODULE, Connecto
 from kvtransfer.connector import ConServeConnector
 from kvtransfer.connector_stats import ConnectorStats
 from kvtransfer.control.control_socket import EngineCommand
-from kvtransfer.shared_state import SharedKvState
+from kvtransfer.retention.parking import SharedKvState
 from tests.kvtransfer.engine.engines import model_directory
 from workers.engine.coserving.prompt_scheduler import prompt_scheduler
 

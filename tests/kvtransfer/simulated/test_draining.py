@@ -9,7 +9,7 @@ pytest.importorskip("vllm", reason="vLLM is not installed: make install")
 from kvtransfer.config import ConnectorConfig
 from kvtransfer.control.control_socket import NAMED_AT_MOST
 from kvtransfer.control.state_report import IDLE_STEP_S
-from kvtransfer.shared_state import LEAVES_WITHIN_S
+from kvtransfer.retention.parking import LEAVES_WITHIN_S
 from tests.kvtransfer.engine.engines import free_port
 from tests.kvtransfer.simulated.engine import BLOCK_TOKENS, SteppedEngine
 

@@ -10,8 +10,8 @@ import torch
 
 from kvtransfer.config import SECRET_VARIABLE, ConnectorConfig
 from kvtransfer.plugins import EngineContext
+from kvtransfer.retention.parking import SharedKvState
 from kvtransfer.retention.retained_conversations import CacheGroup
-from kvtransfer.shared_state import SharedKvState
 from kvtransfer.transfer.kv_memory import HostBlockMemory
 from kvtransfer.transfer.peers import Cancellation, TransferEnd, TransferSource, fetch
 from kvtransfer.transfer.scheduler import Opened, TransferOrder

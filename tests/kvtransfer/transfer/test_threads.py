@@ -10,8 +10,8 @@ import torch
 
 from kvtransfer.config import SECRET_VARIABLE, ConnectorConfig
 from kvtransfer.plugins import EngineContext
+from kvtransfer.retention.parking import SharedKvState
 from kvtransfer.retention.retained_conversations import CacheGroup
-from kvtransfer.shared_state import SharedKvState
 from kvtransfer.transfer.peers import TransferSource
 from kvtransfer.transfer.scheduler import Fetch, TransferOrder
 from kvtransfer.transfer.worker import TransferWorker

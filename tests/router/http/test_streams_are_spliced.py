@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from router.http import RelayEnd, UpstreamLimits
-from router.http.streams.splice import SpliceLoop, SpliceStream
+from router.http.streams.socket_splice import SpliceLoop, SpliceStream
 from router.http.upstream import UpstreamConnection
 from tests.router.http.client import Client, eventually
 from tests.router.http.engine import STREAM_HEAD, EngineConnection

@@ -10,7 +10,7 @@ import pytest
 
 from router.http import RelayEnd, Request, Responder, StreamProgress
 from router.http.streams.resume import MAX_LINES_BYTES
-from router.http.streams.splice import SpliceStream
+from router.http.streams.socket_splice import SpliceStream
 from tests.router.http.client import Client, eventually
 from tests.router.http.engine import EngineConnection
 from tests.router.http.gateway import RelayingGateway

@@ -16,8 +16,8 @@ from placement.scheduling.interface import (
 )
 from placement.scheduling.latency_model import BatchWork, LatencyModel
 from placement.scheduling.policy_registry import make_policy
+from workers.engine.coserving.arrivals import ArrivalWatch
 from workers.engine.coserving.iterations import PendingIteration
-from workers.engine.coserving.requests import ArrivalWatch
 from workers.engine.coserving.safepoint import RAISED, Flag
 
 MODEL = LatencyModel(per_token=1e-4, per_attended=0.0, per_context=0.0, constant=5e-3)

@@ -14,7 +14,7 @@ from vllm.v1.core.kv_cache_utils import BlockHash
 from kvtransfer.compat.free_queue import take_owned_blocks_last
 from kvtransfer.config import ConnectorConfig
 from kvtransfer.control.control_socket import EngineCommand
-from kvtransfer.shared_state import SharedKvState
+from kvtransfer.retention.parking import SharedKvState
 from tests.workers.overload.workers_here import scheduler_side
 from workers.engine.overload.metrics import COUNTERS, DEFAULT_LINK_BYTES_PER_S, MEASUREMENT_VALID_S
 from workers.engine.overload.orders import DropOrder, SplitEvent, SplitReport, WorkerFacts

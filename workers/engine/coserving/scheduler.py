@@ -11,9 +11,10 @@ from placement.scheduling.latency_model import BatchWork
 from workers.engine.compat import coserving_scheduler as internals
 from workers.engine.compat.engine_core_patches import keep_armed_steps_alone
 from workers.engine.coserving import rollback, safepoint
+from workers.engine.coserving.arrivals import ArrivalWatch
 from workers.engine.coserving.iterations import IterationRecord, PendingIteration, count, observe
 from workers.engine.coserving.planned import PlannedScheduling
-from workers.engine.coserving.requests import ArrivalWatch, queue_weight_of, slo_of
+from workers.engine.coserving.requests import queue_weight_of, slo_of
 
 
 class CoServingScheduler(PlannedScheduling, internals.OpenScheduler):

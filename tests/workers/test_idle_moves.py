@@ -9,7 +9,7 @@ import pytest
 from kvtransfer.control.control_socket import ControlSocketError
 from tests.support.fake_engine import FakeEngine
 from workers.keeper.engine_status import EngineLink, SentKv, StatusStore
-from workers.keeper.kv_sender import KvSender
+from workers.keeper.idle_moves import KvSender
 
 TOKENS = tuple(range(100))
 

@@ -16,7 +16,7 @@ from kvtransfer.control.control_socket import ControlSocketError
 from workers.engine.engine_key import KEY_HEADER
 from workers.keeper.engine_status import EngineLink, SentKv, StatusStore
 
-log = logging.getLogger("conserve.workers.kv_sender")
+log = logging.getLogger("conserve.workers.idle_moves")
 
 LIMIT_S = 60.0
 # Priority above that of turns: little is computed, and conversations leave because turns wait here.

@@ -1,4 +1,4 @@
-"""State that the scheduler sides of an engine's plugins share, under one lock.
+"""Parks and ends an engine's conversations, and holds the state that its plugins share, under one lock.
 
 The control socket's thread needs the lock: it releases and parks conversations while the engine is idle and
 its scheduler sleeps. Everything here is bookkeeping; blocks are touched in the next step.
@@ -23,7 +23,7 @@ from kvtransfer.retention.retained_conversations import (
 )
 from placement.engines import SplitState
 
-logger = logging.getLogger("conserve.kvtransfer.shared_state")
+logger = logging.getLogger("conserve.kvtransfer.parking")
 
 LEAVES_WITHIN_S = 75.0  # how long a draining engine keeps an idle conversation that may move with its KV
 
