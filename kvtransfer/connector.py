@@ -269,7 +269,7 @@ class ConServeConnector(KVConnectorBase_V1, SupportsHMA):
         super().bind_connector_metadata(connector_metadata)
 
     def start_load_kv(self, forward_context: Any, **kwargs: Any) -> None:
-        """Do nothing, because vLLM calls this after the forward pass if no load is synchronous."""
+        """Do nothing: `handle_preemptions` began the loads. vLLM may call this after the forward pass."""
 
     def wait_for_layer_load(self, layer_name: str) -> None:
         for before_layer in self._before_layer:
@@ -314,7 +314,7 @@ class ConServeConnector(KVConnectorBase_V1, SupportsHMA):
 
 # vLLM's front end finds a connector's counters by its name, among those registered in its own process.
 for name, module in ((CONNECTOR, CONNECTOR_MODULE), (LMCACHE, LMCACHE_MODULE)):
-    with contextlib.suppress(ValueError):  # it is registered
+    with contextlib.suppress(ValueError):  # it is registered already
         KVConnectorFactory.register_connector(name, module, name)
 
 

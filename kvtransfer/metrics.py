@@ -75,7 +75,9 @@ COUNTERS: Mapping[str, CounterSpec] = {
         "Blocks that could not be written to the disk, which is failing or was not available at the start; "
         "the engine's log has the reason. 0 is right.",
     ),
-    "restores": CounterSpec("conserve_kv_restores", "Turns that got blocks back from host memory."),
+    "restores": CounterSpec(
+        "conserve_kv_restores", "Turns and prefetches that got blocks back from host memory."
+    ),
     "corrupt_blocks": CounterSpec(
         "conserve_kv_corrupt_host_blocks", "Host blocks that failed their check; they are computed again."
     ),

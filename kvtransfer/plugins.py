@@ -6,8 +6,8 @@ checkpoint, safepoint). It has a scheduler side and a worker side; each override
 `connector.py` calls the sides in the order of `plugin_paths` and merges what they return.
 
 Once a step, the scheduler side returns an *order*, which its worker side gets before the step. The worker
-side returns a *report* after the step, which its scheduler side gets with the step's outcome. Both may cross
-processes, so they are plain picklable data.
+side returns a *report* after the step, which its scheduler side gets with the step's outcome. Orders and
+reports may cross processes, so they are plain picklable data.
 """
 
 from collections.abc import Mapping, Sequence
@@ -30,7 +30,7 @@ class Report(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class EngineContext:
-    """Arguments with which each side is built. vLLM's objects have the type `Any`, to avoid its import."""
+    """Arguments to build plugin sides with. vLLM's objects have the type `Any`, to avoid its import."""
 
     config: ConnectorConfig
     vllm_config: Any
@@ -87,8 +87,8 @@ class PluginSide:
 class SchedulerSide(PluginSide):
     """Side of a plugin that runs in EngineCore's scheduling thread. No hook may block.
 
-    A side never delays the freeing of a request's blocks: an engine with delayed frees spins while idle and
-    hangs a pause. To keep blocks longer than their request, it takes references on the block pool.
+    A side never delays the freeing of a request's blocks, because vLLM would spin while it is idle, and a
+    pause would hang. To keep blocks longer than their request, the side takes references on the block pool.
     """
 
     hit_source = "external_unspecified"  # vLLM's name for the source of this plugin's matches

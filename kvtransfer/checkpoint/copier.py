@@ -1,6 +1,6 @@
 """Worker side of the checkpoint: a thread that copies blocks in the background, and its throttle.
 
-Loads come before stores, because a turn waits for them, and stores before moves to the disk. While the model
+Loads come first, because turns wait for them; then come stores, and last moves to the disk. While the model
 computes on the same cores, the copier rests after each piece, so that decoding requests lose little. The
 longer copies wait, the less it rests, because blocks are held on the accelerator until they are stored.
 While no step runs, the copier does not rest.
@@ -36,7 +36,7 @@ from kvtransfer.transfer.kv_memory import by_block_first
 
 logger = logging.getLogger("conserve.kvtransfer.checkpoint")
 
-SHARE_BESIDE_STEPS = 0.05  # of a core, while no copy has waited for long
+SHARE_BESIDE_STEPS = 0.05  # share of a core for copies while steps run, if no copy has waited for long
 PATIENCE_S = 0.25
 CLOSE_S = 3.0
 BETWEEN_STEPS_S = 0.05  # after a longer time without a step the engine counts as idle
@@ -48,8 +48,8 @@ class CopyThrottle:
 
     The rest is proportional to the processor time of the piece. If it were proportional to the elapsed time,
     a piece that other threads delay would be followed by a longer rest, and copies might never end. The
-    longer work has waited, the shorter the rests: after `patience_s` the share of a core is twice `share`,
-    after twice that time three times.
+    longer work has waited, the shorter the rests: the share of a core is twice `share` after `patience_s`,
+    and three times `share` after twice `patience_s`.
     """
 
     def __init__(self, share: float, patience_s: float) -> None:
@@ -133,7 +133,7 @@ class Copier:
             self._closed = True
             self._work.notify()
         self._helpers.shutdown(wait=False)
-        self._thread.join(CLOSE_S)  # a thread inside torch would abort the process at its end
+        self._thread.join(CLOSE_S)  # a thread still inside torch would abort the process when it exits
 
     def _run(self) -> None:
         self._lower_priority()

@@ -1,4 +1,4 @@
-"""Orders of the checkpoint's scheduler side to its workers, and their reports."""
+"""Orders from the checkpoint's scheduler side to its worker sides, and the workers' reports."""
 
 from collections import Counter
 from dataclasses import dataclass, field
@@ -12,7 +12,7 @@ class BlockCopy:
 
     block: int
     slot: int
-    generation: int  # generation of the slot's contents
+    generation: int  # generation of the slot's contents: each later block in the slot has a higher one
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,12 +51,12 @@ class CheckpointOrder:
 class CheckpointReport:
     """Copies that ended since the last report, successful or not."""
 
-    stored: Counter[int] = field(default_factory=Counter)  # slots, with the number of ranks done
+    stored: Counter[int] = field(default_factory=Counter)  # slot -> number of ranks that ended the copy
     corrupt: set[int] = field(default_factory=set)  # slots whose contents failed their check
-    failed: set[int] = field(default_factory=set)  # slots whose copy raised
-    prefetched: Counter[str] = field(default_factory=Counter)  # prefetches, with the number of ranks done
+    failed: set[int] = field(default_factory=set)  # slots whose copy raised an exception
+    prefetched: Counter[str] = field(default_factory=Counter)  # prefetch -> number of ranks that ended it
     unfilled: set[int] = field(default_factory=set)  # blocks that a prefetch did not fill
-    moved: Counter[int] = field(default_factory=Counter)  # disk slots, with the number of ranks done
+    moved: Counter[int] = field(default_factory=Counter)  # disk slot -> number of ranks that ended the move
     unmoved: set[int] = field(default_factory=set)  # disk slots that could not be written
 
     def __bool__(self) -> bool:

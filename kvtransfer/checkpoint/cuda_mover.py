@@ -18,8 +18,8 @@ from kvtransfer.side_stream import Launched, SideStream, cuda_of
 from kvtransfer.transfer.kv_memory import byte_rows
 
 UNIT_BYTES = 32 << 20  # takes as long on the bus as a hundred launches
-UNITS_A_THREAD = 2  # in a piece, which ends with its slowest thread
-LANES = 2  # one gathers or scatters while the other has the bus
+UNITS_A_THREAD = 2  # in a piece, which ends when its slowest thread has ended
+LANES = 2  # one gathers or scatters on the device while the other copies over the bus
 
 Placed = tuple[list[BlockCopy], int]  # a unit, and the index of its first block in the piece
 

@@ -10,12 +10,13 @@ from kvtransfer.retention.parking import SharedKvState
 
 logger = logging.getLogger("conserve.kvtransfer.checkpoint")
 
-KEPT_FREE: Final = 8  # one in so many host slots stays free, for the blocks that are stored next
+KEPT_FREE: Final = 8  # one of this many host slots stays free, for the blocks that are stored next
 LOOKS_A_STEP: Final = 512  # blocks that a step examines at most, which bounds its cost
 WALK_S: Final = 0.05  # least time between two walks, which begin at the conversation idle for longest
 PAUSE_S: Final = 30.0  # how long no move begins after a failed write
-SILENT_S: Final = 30.0  # the disk counts as failing if no move under way ends for so long
-LONGEST_STEP_S: Final = 1.0  # most of SILENT_S that one step adds: an engine without requests rarely steps
+SILENT_S: Final = 30.0  # the disk counts as failing if moves are under way and none ends for this long
+# The most that one step adds to the disk's silence, because an engine without requests rarely steps.
+LONGEST_STEP_S: Final = 1.0
 
 
 class DiskMoves:
@@ -33,8 +34,8 @@ class DiskMoves:
         self._next_walk_at = 0.0
         self._paused_until = 0.0
         self._began_at = 0.0  # the last call of `begin`
-        self._silent_s = 0.0  # since a move ended, while others are under way
-        self._done: Counter[int] = Counter()  # disk slot -> ranks done
+        self._silent_s = 0.0  # how long moves have been under way and none has ended
+        self._done: Counter[int] = Counter()  # disk slot -> number of ranks that ended the move
         self._failed: set[int] = set()  # disk slots that a rank could not write
 
     def begin(self) -> list[DiskMove]:

@@ -226,7 +226,7 @@ class HostSlots:
 
 
 HOST_PART_BYTES = 2 << 20  # copied by one thread between two rests
-THREADS = 4  # as many as hash at the speed of the bus
+THREADS = 4  # together they hash as fast as the bus copies
 
 
 class Mover(ABC):
@@ -236,7 +236,7 @@ class Mover(ABC):
     is the index of the part's first block in the piece.
     """
 
-    at_once: int  # blocks of a piece, for all threads
+    at_once: int  # number of blocks in a piece, for all threads together
     takes_cores: bool  # True if moving bytes takes cores from the model
 
     @abstractmethod

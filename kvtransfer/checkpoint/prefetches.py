@@ -88,7 +88,7 @@ class Prefetches:
         return Reply(done=True)
 
     def begin_next(self, allowed: bool) -> BlockLoad | None:
-        """Begin the first waiting prefetch that fits, if a load is `allowed` now, and return its load."""
+        """Begin the first waiting prefetch that fits in free blocks, if it is `allowed`; return its load."""
         if self._load is not None:
             return None
         self._may_begin = False
@@ -102,9 +102,9 @@ class Prefetches:
         return None
 
     def on_report(self, loaded: Counter[str], unfilled: set[int]) -> int:
-        """Take the ranks' results of a step.
+        """Record what the ranks report of the running prefetch after a step.
 
-        Returns how many blocks the running prefetch has restored if it ended with this step, and 0 otherwise.
+        Returns how many blocks the prefetch has restored if it ended with this step, and 0 otherwise.
         """
         load = self._load
         if load is None or not loaded:

@@ -12,11 +12,11 @@ from kvtransfer.request_facts import confirmed_blocks, is_offline
 from kvtransfer.retention.retained_conversations import RetainedConversation, block_key
 
 NOWHERE = -1
-STORES_A_STEP = 512  # of running requests; bounds the references that copies hold
+STORES_A_STEP = 512  # most blocks stored in a step, except of ended turns; bounds what copies hold
 
 
 class CheckpointScheduler(SchedulerSide):
-    """Scheduler side of the checkpoint. It runs after retention, which owns the conversations' chains."""
+    """Scheduler side of the checkpoint. It runs after the retention plugin, which updates the chains."""
 
     hit_source = "host"
 
@@ -31,11 +31,11 @@ class CheckpointScheduler(SchedulerSide):
         self._next = CheckpointOrder()
         self._was_beside_step = False  # as of the last order
         self._owned: dict[str, tuple[Any, RetainedConversation]] = {}  # request and conversation, by id
-        self._visited: dict[str, int] = {}  # request -> blocks of its chain that have a slot or need none
+        self._visited: dict[str, int] = {}  # request -> how many first blocks have a slot or need none
         self._behind: dict[str, None] = {}  # requests with full blocks that could not be stored in their step
         self._late: dict[str, int] = {}  # idle conversation -> first block that may lack a slot
         self.copying: dict[int, Any] = {}  # slot -> block that we reference until it is copied
-        self._stored: Counter[int] = Counter()  # slot -> ranks done
+        self._stored: Counter[int] = Counter()  # slot -> number of ranks that ended the copy
         self._loading: dict[str, list[int]] = {}  # request -> slots
         self._arriving: dict[str, set[bytes]] = {}  # request -> keys of the blocks that it loads
         self._counts: Counter[str] = Counter()
@@ -57,7 +57,7 @@ class CheckpointScheduler(SchedulerSide):
             self._owned[request.request_id] = owned
 
     def match(self, request: Any, computed_tokens: int) -> Match | None:
-        """Return how much of a request's KV the host can load, or `LATER` if that KV is being loaded already.
+        """Return how much of a request's KV the host has, or `LATER` if that KV is being loaded already.
 
         The last token of a request is always computed.
         """
@@ -74,7 +74,7 @@ class CheckpointScheduler(SchedulerSide):
         return any(keys & arriving for arriving in (*self._arriving.values(), self.prefetches.arriving))
 
     def restorable_blocks(self, request: Any, computed_tokens: int) -> int:
-        """Return how many of the request's blocks after `computed_tokens` the host can load."""
+        """Return how many of the request's blocks after `computed_tokens` can be loaded from the host."""
         start = computed_tokens // self._block_tokens
         end = int(min((request.num_tokens - 1) // self._block_tokens, len(request.block_hashes)))
         with self._kv_state.lock:
@@ -141,7 +141,7 @@ class CheckpointScheduler(SchedulerSide):
     def _store(
         self, request: Any, conversation: RetainedConversation, block_ids: Sequence[list[int]] | None
     ) -> None:
-        """Order copies of the request's confirmed blocks to the host.
+        """Schedule copies to the host of the request's full blocks whose KV is certainly computed.
 
         The request's own hashes are used, because the conversation's chain may be a concurrent turn's.
         """

@@ -42,7 +42,7 @@ def _group(layers: Sequence[str], spec: Any) -> CacheGroup:
 
 
 def _window(spec: Any) -> int:
-    if isinstance(spec, FullAttentionSpec):  # also a layer with a window of which vLLM keeps everything
+    if isinstance(spec, FullAttentionSpec):  # also a layer with a window, if vLLM keeps all of its KV
         return 0
     if isinstance(spec, SlidingWindowSpec):
         return int(spec.sliding_window)

@@ -112,5 +112,5 @@ def take_owned_blocks_last(pool: Any, owned: OwnedBlocks, lock: AbstractContextM
 
 def key_of(block: Any) -> bytes | None:
     """Return the key under which a block's contents can be found, or None if they have no key."""
-    with_group: bytes | None = block.block_hash  # equals `block_key` but for the first group
+    with_group: bytes | None = block.block_hash  # equals `block_key`, except in the first group
     return with_group.removesuffix(FIRST_GROUP) if with_group is not None else None

@@ -140,7 +140,7 @@ CONNECTOR = ReliedOn(
             "shutdown": ("shutdown",),
         },
         _MULTI: {"request_finished_all_groups": ("request_finished",)},
-        _BASE: {"get_transfer_results": ("get_finished",)},  # LMCache's connector has the latter
+        _BASE: {"get_transfer_results": ("get_finished",)},  # LMCache's connector has `get_finished`
         "vllm.config.vllm:VllmConfig": {"__post_init__": ("requires_piecewise_for_cudagraph",)},
         "vllm.distributed.kv_transfer.kv_connector.utils": {
             "get_kv_connector_cache_layout": ("get_required_kvcache_layout",),

@@ -88,7 +88,7 @@ def pieces_for_all_steps() -> bool:
 def leave_out_whole_graphs(vllm_config: Any, needed: Callable[[], bool]) -> bool:
     """Patch this worker before it captures graphs: while `needed()` is true, no step gets a whole graph.
 
-    Returns False if that is not possible and all steps run with piecewise graphs; the log says why.
+    Returns False if that is not possible, so that no step at all gets one; the log says why.
     """
     compilation = vllm_config.compilation_config
     if not compilation.cudagraph_mode:

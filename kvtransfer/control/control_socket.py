@@ -1,9 +1,10 @@
 """Control socket of an engine: a Unix socket to its keeper, with one JSON object per line.
 
-A connection begins with an `EngineCommand`. The command `states` is answered with an `EngineState` at once,
-then after every change, at most every 50 ms and at least every second, for as long as both sides live. Every
-other command is answered with one `Reply`. The server runs in a thread of the scheduler's process, so that it
-answers while the engine is idle: bookkeeping changes at once, blocks in the engine's next step.
+A connection begins with an `EngineCommand`. The command `states` is answered with one `EngineState`
+immediately, and with one after every change, at most every 50 ms and at least every second, for as long as
+both sides live. Every other command is answered with one `Reply`. The server runs in a thread of the
+scheduler's process, so that it answers while the engine is idle. It changes bookkeeping immediately, and
+leaves blocks to the engine's next step.
 """
 
 import asyncio
@@ -56,7 +57,7 @@ class Reply:
     done: bool = False
     faults: tuple[str, ...] = ()
     tokens: tuple[int, ...] = ()  # tokens of a conversation
-    salt: str = ""  # salt with which its blocks are hashed
+    salt: str = ""  # salt with which the conversation's blocks are hashed
     error: str = ""
 
 
@@ -158,7 +159,7 @@ class ControlSocketServer:
             if self._keepers:
                 line = _line(self._snapshot())
                 for keeper in self._keepers:
-                    if keeper.transport.get_write_buffer_size() < MAX_LINE:  # a slow one gets the next
+                    if keeper.transport.get_write_buffer_size() < MAX_LINE:  # a slow keeper skips states
                         keeper.write(line)
             await asyncio.sleep(MIN_INTERVAL_S)
 

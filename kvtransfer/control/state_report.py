@@ -68,7 +68,7 @@ class ReportScheduler(SchedulerSide):
         if request.request_id in loads.loading - loads.loaded:
             loads.departing.add(request.request_id)
         loads.loaded.discard(request.request_id)
-        loads.loading.discard(request.request_id)  # here, because the plugins before still ask
+        loads.loading.discard(request.request_id)  # not earlier: plugins before this one read it
         self._notify()
 
     def order(self, scheduler_output: Any) -> None:
@@ -143,7 +143,7 @@ class ReportScheduler(SchedulerSide):
             return used == len(held) and host.used == blocks.host_copies and host.is_complete
 
     def account_for(self, holder: str, blocks: Callable[[], Iterable[int]]) -> None:
-        """Make the integrity check count the references of `holder`: `blocks` returns a block id for each."""
+        """Make the integrity check count a holder's references; `blocks` returns one block id for each."""
         self._kv_state.holders.references[holder] = blocks
 
     def _notify(self) -> None:

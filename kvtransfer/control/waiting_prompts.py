@@ -30,7 +30,7 @@ class WaitingPrompts:
         self._full = full[0] if full else 0  # the group by which prefixes are looked up
         self.kv_per_token = max(1, len(full))
         self.kv_per_conversation = beside_tokens(groups) if full else 0
-        self._held: dict[str, int] = {}  # by request: tokens of its KV that were in use when it arrived
+        self._held: dict[str, int] = {}  # by request: what `_held_tokens` returned when it arrived
         # By request, until it has blocks: tokens of its prompt whose KV was here or on its way when the
         # request arrived. Once it has blocks, vLLM counts these tokens, without those that failed to arrive.
         self._found: dict[str, int] = {}
@@ -84,7 +84,7 @@ class WaitingPrompts:
         return sum(1 for groups in ids for group in groups for block in group if block)
 
     def _held_tokens(self, request: Any) -> int:
-        """Return how many tokens of the request have KV that is in use already, and not evictable."""
+        """Return how much of the request's KV, in tokens, is in use or may not be evicted."""
         blocks = 0
         for block in request.block_hashes:
             found = self._pool.get_cached_block(block, [self._full])

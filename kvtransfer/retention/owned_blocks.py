@@ -1,8 +1,8 @@
 """Blocks that conversations own: owners, host copies, and the eviction order of those without references.
 
 Each conversation has a list of its free blocks. One more list has the free blocks that several conversations
-share. Eviction takes blocks from the lowest list, the last block of a conversation first. When the rank of a
-conversation changes, its list moves as a whole, so no block is visited.
+share. Eviction takes blocks from the first list in eviction order, and of a conversation the last block
+first. When the rank of a conversation changes, its list moves as a whole, so no block is visited.
 """
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -46,7 +46,7 @@ class EvictionList:
     __slots__ = ("_heap", "_keys", "order", "stored")
 
     def __init__(self, order: EvictionOrder = LAST) -> None:
-        self.order = order  # among lists
+        self.order = order  # place among the lists
         self.stored = 0  # blocks of the list with a copy on the host
         self._keys: dict[int, tuple[tuple[int, int], Any]] = {}
         self._heap: list[tuple[tuple[int, int], int]] = []  # key and block id, also of removed blocks
@@ -120,7 +120,7 @@ class OwnedBlocks:
         self._blocks: dict[bytes, OwnedBlock] = {}
         self._lists: dict[int, tuple[OwnedBlock, EvictionList]] = {}  # by id of each free block
         self._filled: set[EvictionList] = set()  # lists with blocks
-        self._next: EvictionList | None = None  # the lowest of them, if known
+        self._next: EvictionList | None = None  # the one of them to evict from next, if known
         self._uses = count(1)
         self.host_copies = 0  # blocks with a copy on the host, or on its way there
         self.shared = EvictionList()

@@ -137,7 +137,7 @@ class SharedKvState:
         """Begin or end a drain, during which conversations leave the engine.
 
         An idle conversation is kept for `LEAVES_WITHIN_S`, so that it can move with its KV. An engine without
-        transfers ends it at once.
+        transfers ends it immediately.
         """
         with self.lock:
             if draining != self.draining:

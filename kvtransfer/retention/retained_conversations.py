@@ -20,7 +20,7 @@ from math import inf
 from kvtransfer.retention.owned_blocks import BlockKey, EvictionList, EvictionOrder, EvictionRank, OwnedBlocks
 
 STATE_WINDOW = 2  # a token needs the state in the block of the token before it, as with a window of two
-FirstKept = Callable[[int], int]  # index of the first block that a group keeps of a chain of this length
+FirstKept = Callable[[int], int]  # length of a chain -> index of the first block that a group keeps
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,7 +34,7 @@ class CacheGroup:
     state: bool = False
 
     def first_block(self, tokens: int) -> int:
-        """Return the first block that the token after `tokens` tokens attends to."""
+        """Return the index of the first block that the token after `tokens` tokens attends to."""
         return max(0, tokens - self.window + 1) // self.block_tokens if self.window else 0
 
     def first_kept(self, blocks: int) -> int:
@@ -104,7 +104,7 @@ class RetainedConversation:
     # Wishes of the client; None: the engine's settings hold.
     park_after_s: float | None = None  # limit for the current pause only
     ttl_s: float | None = None
-    due_at: float = -inf  # when the turn is expected for which KV was prefetched
+    due_at: float = -inf  # when the turn for which KV was prefetched is expected
     kept_until: float = -inf  # prefetched KV is retained until then
     # Blocks without references, and counts of blocks (`BlockOwner`).
     free: EvictionList = field(default_factory=EvictionList)
@@ -162,7 +162,7 @@ class RetainedConversations:
         return self.blocks.wanted_on_host(block)
 
     def begin_turn(self, key: str, prompt: Sequence[bytes], offline: bool = False) -> RetainedConversation:
-        """Record a turn that begins. The conversation gives up the blocks that `prompt` does not continue."""
+        """Record a turn that begins. The conversation keeps only the blocks with which `prompt` begins."""
         conversation = self._by_key.get(key)
         if conversation is None:
             conversation = self._by_key[key] = RetainedConversation(key, offline, self._clock())

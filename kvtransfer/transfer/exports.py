@@ -1,8 +1,9 @@
 """Exports of a prefiller: their blocks, how far each layer is written, and when they expire.
 
 An export is opened when its prefill begins, and fills while the prefill runs. When the prefill ends, its
-lease begins. With new blocks an export gets a new generation, so that bytes read under an older generation
-are never taken for its contents. An ended export leaves a tombstone: a late consumer is refused at once.
+lease begins. When a prefill restarts with new blocks, its export gets a new generation, so that bytes read
+under an older generation are never taken for its contents. An ended export leaves a tombstone, so that a late
+consumer is refused immediately.
 """
 
 import itertools
@@ -36,7 +37,7 @@ class Export:
 
 @dataclass(frozen=True, slots=True)
 class Written:
-    """How many tokens of a prompt are computed after a step, valid for one generation of its blocks."""
+    """Number of a prompt's tokens with KV after a step; void once the prefill restarts with new blocks."""
 
     transfer_id: str
     generation: int

@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 
-PIECE_BYTES = 4 << 20  # fits a processor's cache between the tag and the socket
+PIECE_BYTES = 4 << 20  # stays in a processor's cache from tagging to sending
 ONE: Mapping[str, int] = {}  # all layers are in the first KV cache group
 
 

@@ -34,7 +34,7 @@ GRACE_S = 5.0  # a consumer waits this much longer than the producer, which give
 
 
 class Acceptor:
-    """Accepts connections and serves each in a thread, at most `most` at once.
+    """Accepts connections and serves each in a thread, at most `most` at a time.
 
     It accepts until it is closed, even if the system runs out of file descriptors or threads.
     """

@@ -105,7 +105,7 @@ class TransferScheduler(SchedulerSide):
         self._held: dict[str, list[Any]] = {}  # transfer -> blocks that we reference
         self._states: dict[str, list[Any]] = {}  # transfer -> states held before its prompt is complete
         self._released: Counter[str] = Counter()  # transfer -> ranks that released it
-        self._sources: dict[str, TransferSource] = {}  # request -> where to fetch from, until it is ordered
+        self._sources: dict[str, TransferSource] = {}  # request -> producer, until the fetch is ordered
         self._fetching: dict[str, int] = {}  # request -> tokens on their way
         self._counts: Counter[str] = Counter()
 

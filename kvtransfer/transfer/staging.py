@@ -25,7 +25,7 @@ from kvtransfer.transfer.kv_memory import (
 from kvtransfer.transfer.wire import TransferRefused
 
 SLOT_BYTES = PIECE_BYTES  # a few tenths of a millisecond on the bus, much longer than starting a copy
-SLOTS = 8  # least number of slots, unless blocks are larger: so many peers may be slow at once
+SLOTS = 8  # least number of slots, unless a block needs a larger slot: this many peers may be slow
 ALIGNED = 4096
 
 
@@ -41,7 +41,7 @@ class SlotWindow:
         self._free = list(range(slots))
         self._sends = slots - max(1, slots // 4)  # most slots of senders
         self._sending = 0
-        self._asked: dict[int, bool] = {}  # ticket -> sends, in order
+        self._asked: dict[int, bool] = {}  # ticket -> whether it sends, in the order of asking
         self._held: dict[int, tuple[int, bool]] = {}
         self._tickets = 0
 

@@ -51,7 +51,7 @@ class TransferRefused(KVTransferError):
 
 
 class Signer(Enum):
-    """Side of a connection that signs a proof. The proof names it, so that no proof can be sent back."""
+    """Side of a connection that signs a proof. The proof names the side, and so cannot be sent back to it."""
 
     CONSUMER = b"consumer"
     PRODUCER = b"producer"
@@ -116,7 +116,7 @@ class Wanted(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     lanes: Size = 1  # number of connections for all layers
     piece_bytes: Size = 0  # most bytes of blocks in a frame, but at least a block
     encrypt: bool = False  # encrypt the blocks; the same at both ends
-    dismiss: bool = False  # the producer may release the export at once
+    dismiss: bool = False  # the producer may release the export without sending it
 
     @classmethod
     def decode(cls, text: bytes) -> "Wanted":
@@ -265,7 +265,7 @@ class Channel:
     def send_blocks(
         self, layer: int, first: int, count: int, views: Sequence[memoryview], generation: int, limit_s: float
     ) -> None:
-        """Send a frame of blocks with a tag of their current bytes; without encryption they are not copied.
+        """Send a frame of blocks with a tag of their current bytes, which are copied only to encrypt them.
 
         Raises TimeoutError after `limit_s`, because other threads wait for the memory.
         """
