@@ -2,10 +2,10 @@
 
 The host of an engine leads a session of its own and so outlives its keeper: a restarted keeper adopts the
 engine with all its KV. The lease is a file. The keeper renews it by changing its modification time, and
-removes it to end the whole process tree at once. While the supervisor of the fleet's keepers lives, the lease
-holds without renewals. Otherwise a lease that nobody renews runs out and the tree ends, so that nothing is
-left behind. The lease is renewed only for the process that the record beside it names, because a keeper could
-not find any other process.
+removes it to end the whole process tree immediately. While the supervisor of the fleet's keepers lives, the
+lease holds without renewals. Otherwise a lease that nobody renews runs out and the tree ends, so that nothing
+is left behind. The lease is renewed only for the process that the record beside it names, because a keeper
+could not find any other process.
 
 With `--restart`, the host starts its command again when a signal has killed it. So a killed gateway comes
 back although nobody is there to start its host, as while Ray restarts. The host ends with a command that ends
@@ -13,7 +13,7 @@ by itself, or that is killed within its first seconds.
 
 With `--leave-s`, the first SIGTERM is a request to the keeper. The host creates a file that the keeper sees.
 The keeper lets the engine's conversations move to other engines, and removes the lease. A second SIGTERM ends
-the tree at once.
+the tree immediately.
 """
 
 import argparse
@@ -40,7 +40,7 @@ log = logging.getLogger("conserve.workers.host")
 
 SUPERVISOR = "CONSERVE_SUPERVISOR"  # environment variable with the supervisor's pid and start time
 LOOK_EVERY_S = 0.25
-SOUND_AFTER_S = 5.0  # a killed command that ran for so long is restarted at once
+SOUND_AFTER_S = 5.0  # a killed command is restarted if it ran for at least this long
 PR_SET_CHILD_SUBREAPER = 36
 ASKED_TO_END = "asked_to_end"  # file beside the lease that a first SIGTERM creates
 
@@ -96,7 +96,7 @@ class EndSignal:
     """Handler of SIGTERM: the first signal asks the keeper to let the engine end; the second ends it."""
 
     file: Path  # created by the first signal
-    leave_s: float  # from the first signal to the end; 0: the first signal ends
+    leave_s: float  # from the first signal to the end; 0: the first signal ends the host
     until: float = math.inf
 
     def __call__(self, _signal: int, _frame: object) -> None:

@@ -26,8 +26,8 @@ class OomScore(IntEnum):
 def set_oom_score(score: int) -> None:
     """Set the score of this process and of processes that it starts later.
 
-    If the process may not go below its container's score, `score` is added to that, which keeps the order. If
-    the system forbids scores altogether, nothing happens.
+    If the process may not go below its container's score, `score` is added to the container's, which keeps
+    the order. If the system forbids scores altogether, nothing happens.
     """
     with suppress(OSError):
         given = int(SCORE_FILE.read_text())

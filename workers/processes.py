@@ -25,7 +25,7 @@ class WorkerError(Exception):
 
 
 class Backoff:
-    """Wait before a restart, which doubles from `first_s` to `longest_s`. `calm_s` of serving resets it."""
+    """Wait before a restart, which doubles from `first_s` to `longest_s`. Serving for `calm_s` resets it."""
 
     def __init__(self, first_s: float, longest_s: float, calm_s: float) -> None:
         self._first, self._longest, self._calm = first_s, longest_s, calm_s
@@ -104,7 +104,7 @@ def with_our_packages(environ: Mapping[str, str]) -> dict[str, str]:
 
 
 def write_atomically(file: Path, content: str | bytes, mode: int = 0o666) -> None:
-    """Write a file so that readers, even after a crash, see its old or its new content, and no part of it."""
+    """Write a file so that readers, even after a crash, see its old or its new content, never a part."""
     draft = file.with_name(f"{file.name}.{os.getpid()}.draft")
     with open(draft, "wb", opener=lambda path, flags: os.open(path, flags, mode)) as opened:
         opened.write(content.encode() if isinstance(content, str) else content)

@@ -1,4 +1,4 @@
-"""Store of measured latency models in a JSON file, with keys of all that iteration times depend on."""
+"""Store of measured latency models in a JSON file, keyed by everything that iteration times depend on."""
 
 import json
 from collections.abc import Mapping

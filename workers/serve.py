@@ -6,8 +6,8 @@ imports torch and vLLM again, which takes half of an engine's start on two cores
 share. A single worker also has its own process, so that every token waits for two messages.
 
 A fleet's engines do not bind threads to cores. So this module forks the processes, and runs a single worker
-in the engine core's process, as vLLM does on GPUs. It does not if VLLM_WORKER_MULTIPROC_METHOD=spawn is set.
-With `distributed-executor-backend: mp` or data parallel ranks, vLLM's own rules apply.
+in the engine core's process, as vLLM does on GPUs. It does neither if VLLM_WORKER_MULTIPROC_METHOD=spawn is
+set. With `distributed-executor-backend: mp` or data parallel ranks, vLLM's own rules apply.
 """
 
 import gc

@@ -142,7 +142,7 @@ class RememberedTurn:
 
     rendered: Tokens  # the prompt as its text is tokenised
     tokens: Tokens  # the prompt as it was computed, and the answer
-    since: Place  # from here on, the prompt is the same tokens in both
+    since: Place  # from here on, `rendered` and `tokens` have the same prompt tokens
 
     def equal(self, rendered: Tokens) -> Place:
         """Return the last place before a new prompt's tokens differ from this turn's."""

@@ -21,7 +21,7 @@ _LENGTH = b"content-length"
 
 
 class ResponseFieldsMiddleware:
-    """Middleware that fills the field in answers to requests with the header `FIELDS`."""
+    """Middleware that fills `previous_response_id` in answers to requests with the header `FIELDS`."""
 
     def __init__(self, app: App) -> None:
         self._app = app

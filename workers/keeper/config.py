@@ -9,7 +9,7 @@ class KeeperSettings:
 
     start_together: int | None = None  # engines of this host that may start at the same time; None: all
     start_limit_s: float = 900.0  # a start fails if the engine is not healthy within this time
-    stall_limit_s: float = 300.0  # a start fails if the engine logs nothing for so long
+    stall_limit_s: float = 300.0  # a start fails if the engine logs nothing for this long
     warm_limit_s: float = 300.0  # for the engine's first requests
     tier_limit_s: float = 120.0  # after which an engine starts without a shared tier that does not answer
     health_interval_s: float = 1.0

@@ -111,7 +111,7 @@ class EngineLink(ControlSocketClient):
 
     async def follow(self, store: StatusStore) -> None:
         """Put the engine's reports into the store, until cancelled."""
-        say = LogOnChange(lambda why: log.warning("no state feed engine=%s reason=%r", self._engine, why))
+        say = LogOnChange(lambda why: log.warning("no state reports engine=%s reason=%r", self._engine, why))
         while True:
             try:
                 if self._draining:  # this engine may have been restarted since the drain began
@@ -122,7 +122,7 @@ class EngineLink(ControlSocketClient):
                     log.error("integrity engine=%s fault=%r", self._engine, fault)
                 async for state in self.states():
                     store.engine_state(state)
-                say("the feed ended")
+                say("the connection ended")
             except ControlSocketError as error:
                 say(str(error))
             await asyncio.sleep(RETRY_S)

@@ -1,7 +1,7 @@
 """Processes that outlive their starter for a lease and can be adopted: the keeper's side of `workers.host`.
 
-Start slots limit how many engines of a host start at once. A start uses all cores, so that many at once would
-be slow and look failed.
+Start slots limit how many engines of a host start at the same time. A start uses all cores, so that many
+together would be slow and seem to fail.
 """
 
 import asyncio

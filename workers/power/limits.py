@@ -32,7 +32,7 @@ log = logging.getLogger("conserve.workers.power")
 
 BOOT_ID = Path("/proc/sys/kernel/random/boot_id")
 SAME_W = 0.5  # limits that differ by less are equal: they are in milliwatts, and some boards round to watts
-KEEPER_ENDS_S = 8.0  # how long the guard waits for the keeper's end; less than from SIGTERM to SIGKILL
+KEEPER_ENDS_S = 8.0  # longest wait for the keeper's end; less than the time from SIGTERM to SIGKILL
 
 
 @dataclass(frozen=True, slots=True)
@@ -104,7 +104,7 @@ class WantedLimit:
 
 @dataclass(frozen=True, slots=True)
 class LimitChange:
-    """Planned change of one GPU's limit, or the problem for which the limit will not be set."""
+    """Planned change of one GPU's limit, or the reason why the limit will not be set."""
 
     gpu: Gpu | None
     wish: WantedLimit

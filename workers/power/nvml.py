@@ -23,7 +23,7 @@ class NotPermitted(PowerError):
 
 @dataclass(frozen=True, slots=True)
 class Gpu:
-    """GPU with its power limit and the range that it accepts; all are 0 if the driver reports none."""
+    """GPU with its power limit and the range of limits that it accepts, 0 W if the driver reports none."""
 
     uuid: str
     index: int

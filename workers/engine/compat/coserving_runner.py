@@ -42,7 +42,7 @@ WORKING = ReliedOn(
             "device",
         ),
     },
-    # The connector's part of an iteration encloses the forward pass, and reports even if it ends early.
+    # The connector's part of an iteration encloses the forward pass, and reports even if the pass ends early.
     uses={_RUNNER: {"execute_model": ("_model_forward", "maybe_get_kv_connector_output")}},
 )
 

@@ -92,7 +92,8 @@ SCHEDULING = ReliedOn(
         "vllm.v1.core.sched.output:SchedulerOutput": ("has_sync_kv_loads",),
     },
     uses={
-        # Blocks behind a window are freed by the tokens computed before the iteration, which an abort keeps.
+        # Which blocks behind a window are freed depends on the tokens computed before the iteration, and an
+        # abort does not change these.
         "vllm.v1.core.kv_cache_manager:KVCacheManager": {
             "allocate_slots": ("remove_skipped_blocks", "num_in_flight_tokens"),
         },
@@ -103,7 +104,7 @@ SCHEDULING = ReliedOn(
             "_update_after_schedule": ("num_computed_tokens",),
             "has_requests": ("has_unfinished_requests",),
         },
-        # If there are no requests to schedule, it waits for the iteration in flight.
+        # If there are no requests to schedule, the engine core waits for the iteration in flight.
         "vllm.v1.engine.core:EngineCore": {
             "step_with_batch_queue": ("has_requests", "batch_queue", "pop", "update_from_output"),
         },

@@ -179,7 +179,7 @@ def check_grammars(check: Check, accepted: Callable[[], Awaitable[None]]) -> Non
     def _validate_structured_outputs(self: SamplingParams, *rest: Any) -> None:
         asked = self.structured_outputs
         if asked is not None and not isinstance(asked, CheckedGrammar):
-            raise VLLMValidationError("this engine takes no grammar that was not compiled within its budget")
+            raise VLLMValidationError("this engine accepts only grammars compiled within their budget")
 
     def validate_xgrammar_grammar(sampling_params: SamplingParams) -> None:
         """Check only for unsupported features, because the event loop calls this while it reads a request."""

@@ -10,8 +10,8 @@ from vllm.v1.request import Request
 class PolicyQueue(PriorityRequestQueue):
     """vLLM's queue of waiting requests, in which a policy names the requests that come first.
 
-    Online requests that the policy does not name come even before the named ones: they wait for something, so
-    that vLLM skips them. Offline requests that it does not name come last.
+    Online requests that the policy does not name come even before the named ones: they wait for KV or a
+    grammar, so that vLLM skips them. Offline requests that it does not name come last.
     """
 
     def __init__(self) -> None:

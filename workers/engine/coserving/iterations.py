@@ -23,7 +23,7 @@ class ScheduledRequest:
     request: Any
     start: int  # tokens that were computed before the iteration
     written: tuple[tuple[int, ...], ...]  # ids of the blocks that it writes, by KV cache group
-    not_its_to_register: tuple[int, ...]  # full blocks before `start`, or adopted as prefix hits, by group
+    not_its_to_register: tuple[int, ...]  # number of blocks full before `start` or adopted, by group
     admitted: bool  # whether it entered the batch with this iteration, perhaps with prefix hits
 
 
@@ -37,7 +37,7 @@ class PendingIteration:
     scheduled: tuple[ScheduledRequest, ...]  # empty if it cannot be aborted
     offline_tokens: int
     preempted: int = 0  # offline requests that were preempted for it
-    budget_tokens: int = 0  # offline tokens that fit
+    budget_tokens: int = 0  # offline tokens that fit into it
     again_tokens: int = 0  # offline tokens that are computed again after a preemption
     aborted: bool = False
     disowned: int = 0  # blocks that the roll-back took out of the prefix cache
@@ -98,7 +98,7 @@ def observe(
 class IterationRecord:
     """Line of the iteration log, which shows the content and the time of one iteration."""
 
-    at: float  # its end, on the monotonic clock
+    at: float  # end of the iteration, on the monotonic clock
     seconds: float
     predicted_s: float
     new_tokens: int

@@ -376,7 +376,7 @@ class PlannedScheduling(internals.OpenScheduling):
                 self._report.speed.long_prompts += iteration.prompt_tokens >= PROMPT_TOKENS
                 self._report.counts["prompt_tokens"] += iteration.prompt_tokens
                 self._report.counts["prompt_seconds"] += seconds
-        # Report after every prompt, because a prefiller may end no other iteration for long.
+        # Report after every prompt, because a prefiller may have no other iteration for a long time.
         due = iteration.prompt_tokens or now >= self._curve_at + CURVE_S
         if due and self._reported is not self.latency.fitted:
             self.report_curve(now)

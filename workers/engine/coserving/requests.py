@@ -84,7 +84,7 @@ class TrackedRequests:
     _online: dict[str, TrackedRequest] = field(default_factory=dict)
     _offline: dict[str, TrackedRequest] = field(default_factory=dict)
     # Requests of the last iteration, if every one decoded a token. While the same requests decode again, the
-    # time of their tokens is kept here once for all, until `settle` writes it to each request.
+    # time of their tokens is kept only here, until `settle` writes it to each request.
     _together: tuple[TrackedRequest, ...] = ()
     _together_at: float = 0.0
     _together_tbt_s: float = inf  # tightest target of the online requests

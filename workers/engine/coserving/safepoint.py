@@ -1,10 +1,10 @@
 """Safepoint: connector plugin that checks the preemption flag between layers and can end the forward pass.
 
-vLLM calls the connector before the attention of every layer, in eager and compiled models. It does not in a
+vLLM calls the connector before the attention of every layer, in eager and compiled models. It cannot in a
 whole CUDA graph, so an armed iteration never runs as one. At such a call the forward pass can end: no layer
 is incomplete, and the roll-back undoes what was written.
 
-Tensor parallel ranks must end at the same layer, or the others wait in a collective for ever. Rank 0 chooses
+Tensor parallel ranks must end at the same layer, or some wait in a collective for ever. Rank 0 chooses
 a layer so far ahead that no rank can have passed it. This is possible because every layer has a collective
 that no rank leaves before rank 0 enters it, and because a host runs only a limited number of layers ahead of
 its device (`Armed.run_ahead`).
@@ -123,7 +123,7 @@ class SafepointScheduler(SchedulerSide):
         """Create the scheduler side. `layers` is 0 unless the host runs ahead of the device."""
         self.flag = flag
         self._enabled = enabled
-        self._kv_io_suspended = kv_io_suspended  # then layers are shared, and peers compute parts of a pass
+        self._kv_io_suspended = kv_io_suspended  # True: peers compute parts of a pass, or are about to
         self._layers = layers
         # Returns the predicted time of the iteration being scheduled, or 0 if it is not worth arming. The
         # scheduler sets it.

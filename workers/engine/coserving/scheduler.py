@@ -54,7 +54,7 @@ class CoServingScheduler(PlannedScheduling, internals.OpenScheduler):
         if self.waits_or_prefills() or not self.guarded(self._decodes_need_no_plan):
             return True
         if self.checkpoint is not None:
-            self.checkpoint.offline_may_start = True  # a plan would admit them, as so much memory is free
+            self.checkpoint.offline_may_start = True  # a plan would set it too, as so much memory is free
         return False
 
     def _decodes_need_no_plan(self) -> bool:

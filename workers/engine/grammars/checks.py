@@ -101,7 +101,7 @@ class GrammarChecks:
                 return outcome
         except TimeoutError:
             metrics.CHECKS.labels("unavailable").inc()
-            raise _unavailable("other grammars of this API key are being compiled", 429) from None
+            raise _unavailable("other grammars are being compiled", 429) from None
         except ProcessUnavailable as wrong:
             metrics.CHECKS.labels("unavailable").inc()
             log.error("grammars cannot be compiled: %s", wrong)
@@ -204,7 +204,7 @@ class GrammarChecks:
 
 
 def _unavailable(why: str, status: int) -> GracefulHTTPError:
-    """Return the error for a client. No `status` may be 503, which tells a gateway that the engine ends."""
+    """Return the error for a client. `status` must not be 503, which tells gateways that the engine ends."""
     return GracefulHTTPError(f"{why}; try again", HTTPStatus(status))
 
 

@@ -19,7 +19,7 @@ class GrammarBudget:
 
     cpu_s: float = 5.0  # limit for all threads together
     memory_mib: int = 256
-    at_once: int = 2  # compilations that an engine runs at once, of different owners
+    at_once: int = 2  # compilations of different owners that an engine runs at the same time
     wait_s: float = 30.0  # longest wait for other compilations
 
     @property

@@ -1,4 +1,4 @@
-"""Loads the parts of an engine that drop layers, and lists the models that can. Imports no vLLM."""
+"""Loads the parts of an engine that drop layers, and lists the supported models. Imports no vLLM."""
 
 from importlib import import_module
 from typing import Any
@@ -8,8 +8,8 @@ from workers.processes import WorkerError
 OVERLOAD_PLUGIN = "workers.engine.overload.plugin:OverloadPlugin"
 
 # Models whose forward pass is an embedding, layers in order with a residual, and a norm;
-# tests/workers/overload/test_split_models.py reads this in vLLM. They are listed because the form of a model
-# is not enough: vLLM may count the layers that a pass went through, for example to find experts.
+# tests/workers/overload/test_split_models.py checks this in vLLM's code. The models are listed, because their
+# form is not enough: vLLM may count the layers that a pass went through, for example to find experts.
 SPLIT_MODELS = (
     *("GemmaForCausalLM", "LlamaForCausalLM", "Phi3ForCausalLM"),
     *("Qwen2ForCausalLM", "Qwen3ForCausalLM"),

@@ -29,7 +29,7 @@ class RestoreOrder:
     """Order to restore the whole model."""
 
     epoch: int
-    moves: dict[int, int]  # number that is too high for the whole model's pool -> new number of the block
+    moves: dict[int, int]  # number of a block that is too high for the whole model's pool -> its new number
     used: list[int]  # blocks whose KV comes back, by their new numbers
 
 

@@ -24,12 +24,12 @@ logger = logging.getLogger("conserve.workers.overload")
 
 NAME = "overload"
 FENCE_S = 5.0  # time for copies and transfers to end before a drop
-CACHED_KV_S = 1.0  # time of the link for KV that only the prefix cache holds; the rest is evicted
+CACHED_KV_S = 1.0  # longest time to move KV that only the prefix cache holds; the rest is evicted
 SplitOrder = DropOrder | RestoreOrder
 
 
 class OverloadScheduler(SchedulerSide):
-    """Scheduler side: a state machine. The engine is whole, told to drop, split, or told to restore."""
+    """Scheduler side, a state machine: the engine is whole, about to drop, split, or about to restore."""
 
     def __init__(self, context: EngineContext) -> None:
         self._kv_state = context.kv_state

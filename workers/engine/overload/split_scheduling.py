@@ -1,4 +1,4 @@
-"""Scheduler's part of dropping layers: carries out splits between iterations, and changes the policy."""
+"""Scheduler's part of dropping layers: orders drops and restores, and changes the policy meanwhile."""
 
 import copy
 import time

@@ -48,7 +48,7 @@ class SplitPhase(IntEnum):
     WHOLE = 0
     MEETING = 1  # between two iterations; nothing has changed
     OPEN = 2  # layers are dropped, and KV of peers can arrive
-    GIVEN = 3  # every peer has received the KV of this engine for its layers
+    GIVEN = 3  # every peer has received this engine's KV for the layers that the peer keeps
     SPLIT = 4  # batches run through shared layers
     TAKEN = 5  # this engine has fetched its KV back
 

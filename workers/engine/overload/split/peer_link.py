@@ -37,7 +37,7 @@ MAX_CONNECTIONS = 64  # a peer needs one connection; a stranger holds one until 
 KEEPALIVE = {socket.TCP_KEEPIDLE: 15, socket.TCP_KEEPINTVL: 5, socket.TCP_KEEPCNT: 3}
 MAX_HEADER = 1 << 20
 MAX_TENSORS_BYTES = 1 << 30
-BATCH_TABLES_BYTES = 64 << 20  # part of them for a batch's positions, slots and block tables
+BATCH_TABLES_BYTES = 64 << 20  # share of these bytes for a batch's positions, slots and block tables
 _LENGTH = struct.Struct("<I")
 DTYPES = {
     str(dtype).removeprefix("torch."): dtype
@@ -180,7 +180,7 @@ def accept_handshake(peer: socket.socket, secret: bytes, encrypt: bool) -> PeerC
 
 
 def _seals(secret: bytes, nonces: tuple[bytes, bytes], encrypt: bool) -> tuple[wire.Seal, wire.Seal]:
-    """Return the seal for messages of the connecting side, and the seal for those of the listening side."""
+    """Return the seals, which tag and encrypt messages, of the connecting and of the listening side."""
     sides = wire.Signer.CONSUMER, wire.Signer.PRODUCER
     consumer, producer = (wire.Seal(secret, side, PURPOSE, *nonces, encrypt=encrypt) for side in sides)
     return consumer, producer
