@@ -141,6 +141,7 @@ def test_measured_copies_to_the_disk_keep_their_json_keys() -> None:
 
 
 @pytest.mark.timeout(400)  # a process that imports torch takes a minute on busy cores
+@pytest.mark.slow
 def test_measured_copies_of_kv_keep_their_json_keys() -> None:
     assert set(measure_copies(KvSize(layers=1, blocks=2, rounds=1))) == keys("""
         host_plain_store_gbs host_plain_restore_gbs host_one_call_gbs host_store_gbs host_restore_gbs

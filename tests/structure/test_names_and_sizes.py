@@ -6,7 +6,7 @@ import re
 
 import pytest
 
-from benchmarks.structure import PRODUCT, Module, class_names_defined_twice
+from benchmarks.structure import PRODUCT, class_names_defined_twice
 from tests.structure.trees import MODULES, PRODUCT_MODULES, TEST_MODULES
 
 MAX_LINES = 480
@@ -40,18 +40,18 @@ def test_suite_marks_are_only_in_test_files_and_conftests() -> None:
 @pytest.mark.parametrize("package", PRODUCT)
 def test_every_exception_derives_from_its_packages_base(package: str) -> None:
     ours = [module for module in PRODUCT_MODULES.values() if module.package == package]
+    defined = {node.name: node for module in ours for node in module.classes}
     wrong = [
         f"{module.name}: {node.name}"
         for module in ours
         for node in module.classes
-        if is_exception(above := ancestors(node, ours)) and BASES[package] not in {node.name, *above}
+        if is_exception(above := ancestors(node, defined)) and BASES[package] not in {node.name, *above}
     ]
     assert not wrong, "\n".join(wrong)
 
 
-def ancestors(node: ast.ClassDef, ours: list[Module]) -> set[str]:
-    """Return the names of the bases of a class, and of their bases as far as `ours` defines them."""
-    defined = {other.name: other for module in ours for other in module.classes}
+def ancestors(node: ast.ClassDef, defined: dict[str, ast.ClassDef]) -> set[str]:
+    """Return the names of the bases of a class, and of their bases as far as they are in `defined`."""
     names, left = set[str](), [*node.bases]
     while left:
         name = ast.unparse(left.pop()).rpartition(".")[2]
