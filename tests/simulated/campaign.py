@@ -13,7 +13,7 @@ from pathlib import Path
 from tests.simulated import bugs, world
 from tests.simulated.world import RunResult
 
-BUG_SEEDS = 200  # within which each deliberate bug has to be found
+BUG_SEEDS = 200  # number of seeds within which each deliberate bug must be found
 
 
 def main() -> int:

@@ -10,7 +10,7 @@ from random import Random
 from tests.simulated.engines import MODEL
 from tests.simulated.processes import GATEWAY_PORT
 
-PATIENCE_S = 120.0  # far beyond what a gateway may take
+PATIENCE_S = 120.0  # far longer than a gateway may take
 
 
 @dataclass
@@ -31,7 +31,7 @@ class SimulatedAgent:
     ) -> None:
         self._key, self._conversation, self._gateways = key, conversation, gateways
         self._draw, self._done = draw, done
-        self._roams = draw.choice((0.2, 0.9))  # share of requests through any gateway
+        self._roams = draw.choice((0.2, 0.9))  # share of requests that go to any gateway, not to `_home`
         self._messages: list[dict[str, str]] = []
         self._home = draw.choice(gateways)
 
@@ -79,7 +79,7 @@ class SimulatedAgent:
 async def exceed_limits(
     key: str, gateways: list[str], draw: Random, until: float, done: Callable[[Answer], None]
 ) -> None:
-    """Send more requests than a key's limits allow, through all gateways; each begins a conversation."""
+    """Send more requests than a key's limits allow, through all gateways. Each begins a conversation."""
     loop = asyncio.get_running_loop()
     asking: list[asyncio.Task[Answer]] = []
     body = {"model": MODEL, "messages": [{"role": "user", "content": "hi"}], "max_tokens": 4}

@@ -26,7 +26,7 @@ class Unsynced:
 
     offset: int
     before: bytes
-    size: int  # of the file before
+    size: int  # of the file before the write
     data: bytes | None  # None: the file was cut to `offset`
 
 
@@ -39,12 +39,12 @@ class Disk:
     """Disk of one host, which can be full, slow or failing, and can lose writes that were not synced."""
 
     def __init__(self, root: Path, name: str, random: Random) -> None:
-        self.slow_s = 0.0  # longer for each call of a thread
-        self.full = self.fails = False  # writes; syncs and writes
+        self.slow_s = 0.0  # added to the duration of each call of a thread
+        self.full = self.fails = False  # `full`: writes fail; `fails`: writes and syncs fail
         self.loses_syncs = False  # a deliberate bug: a sync does nothing
         self.writes = 0
-        self.at_sync: Callable[[], None] | None = None  # what to do at the next one
-        self.at_write: tuple[int, Callable[[], None]] | None = None  # number of a write, and what to do there
+        self.at_sync: Callable[[], None] | None = None  # what to do at the next sync
+        self.at_write: tuple[int, Callable[[], None]] | None = None  # number of a write, and what to do at it
         self._root, self._name, self._random = root, name, random
         self._life = 0
         self._files: dict[str, File] = {}
@@ -155,8 +155,8 @@ _Truncate = ctypes.CFUNCTYPE(ctypes.c_int, ctypes.c_void_p, ctypes.c_int64)
 _Sync = ctypes.CFUNCTYPE(ctypes.c_int, ctypes.c_void_p, ctypes.c_int)
 _Sleep = ctypes.CFUNCTYPE(ctypes.c_int, ctypes.c_void_p, ctypes.c_int)
 _OPEN, _SLEEP = 5, 14  # places in the table of a VFS
-_WRITE, _TRUNCATE, _SYNC, _METHODS = 3, 4, 5, 19  # and of a file, and how many a file has
-_kept: list[Any] = []  # that C holds pointers to
+_WRITE, _TRUNCATE, _SYNC, _METHODS = 3, 4, 5, 19  # places in the table of a file, and its length
+_kept: list[Any] = []  # objects that C holds pointers to
 
 
 def install() -> None:
@@ -203,7 +203,7 @@ def _patched(original: int, names: dict[int, str], tables: dict[int, Any]) -> An
 
     def write(file: int, data: int, size: int, offset: int) -> int:
         disk = disk_of(names[file])
-        if disk is None:  # of a former life
+        if disk is None:  # the file belongs to a former life
             return WRITE_ERROR
         code = disk.will_write(names[file], offset, ctypes.string_at(data, size))
         return code or int(writes(file, data, size, offset))

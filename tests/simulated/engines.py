@@ -19,10 +19,10 @@ from workers.keeper.launch import FEED_SOCKET
 
 MODEL = "small"
 BLOCK, MAX_CONTEXT = 16, 32_768
-TOKEN_S, PROMPT_S = 0.02, 2e-5  # of a token that is generated, and of one of a prompt
+TOKEN_S, PROMPT_S = 0.02, 2e-5  # duration of a generated token, and of a prompt's token
 TOKENS_PER_EVENT = 5
-TRANSFER_S = 3.0  # a decoder waits for a prefiller for so long, then computes the prompt itself
-IDLE_S = 20.0  # an engine lets go of a conversation that has been silent for so long
+TRANSFER_S = 3.0  # a decoder waits this long for a prefiller, then computes the prompt itself
+IDLE_S = 20.0  # an engine releases a conversation after this much silence
 
 
 @dataclass
@@ -197,7 +197,7 @@ def _json(**fields: Any) -> bytes:
 
 @dataclass
 class EngineHost:
-    """Host of one engine: stands in for what the engine's keeper uses of the operating system."""
+    """Host of one engine: stands in for the parts of the operating system that the engine's keeper uses."""
 
     loop: VirtualLoop
     network: Network
@@ -249,9 +249,7 @@ MACHINES: dict[Path, EngineHost] = {}  # by the engine's directory
 
 
 class HostedEngine:
-    """Stands in for `workers.keeper.process_lease.LeasedProcess`: the engine's process, as its keeper sees
-    it.
-    """
+    """Engine's process as its keeper sees it, in place of `workers.keeper.process_lease.LeasedProcess`."""
 
     def __init__(self, machine: EngineHost, record: Record) -> None:
         self._machine, self.record = machine, record

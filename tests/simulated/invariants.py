@@ -30,9 +30,9 @@ if TYPE_CHECKING:
     from tests.simulated.world import World
 
 State = tuple[str, int] | None  # engine and epoch that a conversation is bound to
-PLACE_GRACE_S = 4.0  # beyond the wait that a turn asks for
+PLACE_GRACE_S = 4.0  # by which a placement may exceed the wait that its turn asks for
 STALE_S = 4.0  # a gateway learns of a new binding within this time, if it reaches the directory
-SHARED_S = 2.0  # and of the turns that other gateways run, if no message is late
+SHARED_S = 2.0  # a gateway learns of other gateways' turns within this time, if no message is late
 
 
 @dataclass
@@ -40,7 +40,7 @@ class Decisions:
     """Decisions of the directory about one conversation, in journal order."""
 
     states: list[tuple[float, State]] = field(default_factory=lambda: [(0.0, None)])
-    acknowledged: int = 0  # index of the newest one that a gateway was told
+    acknowledged: int = 0  # index of the newest state that a gateway was told
 
 
 class Monitor:
@@ -51,11 +51,12 @@ class Monitor:
         self.violations: list[str] = []
         self.counts: dict[str, int] = {}
         self.directory: DirectoryServer | None = None
-        self.directory_began_at = 0.0  # by its clock
+        self.directory_began_at = 0.0  # by the directory's clock
         self._journals: dict[str, dict[str, Decisions]] = {}  # host of a directory -> conversation
         self._told: dict[tuple[SimulatedProcess, int], tuple[str, int]] = {}  # gateway, turn -> newest place
         self._finished: Counter[str] = Counter()  # conversation -> turns that gateways reported as finished
-        self._spent: list[tuple[Limits, SimulatedProcess, str, int, float]] = []  # ..., unit, amount, when
+        # Limits, gateway, unit, amount and time of each grant.
+        self._spent: list[tuple[Limits, SimulatedProcess, str, int, float]] = []
         self._answered: set[tuple[int, int]] = set()  # lines of batches that have a result
         self._granted: dict[tuple[str, SimulatedProcess], list[float]] = defaultdict(list)  # key, gateway
 
@@ -101,7 +102,7 @@ class Monitor:
         self._acknowledge(placed.key, wanted, -1)
 
     def told_of_binding(self, key: str, engine: str, epoch: int) -> None:
-        """Record that a gateway was told a binding of another gateway's conversation, maybe an old one."""
+        """Record that a gateway was told the binding, maybe an old one, of another gateway's conversation."""
         self._acknowledge(key, (engine, epoch), 0)
 
     def _acknowledge(self, key: str, wanted: State, which: int) -> None:
@@ -141,7 +142,7 @@ class Monitor:
 
     @contextmanager
     def turn_granted(self, gateway: SimulatedProcess, key: Key) -> Iterator[None]:
-        """Check that a key is within its limit of turns, counting other gateways' turns known to this one."""
+        """Check a key's limit of turns, counting those at other gateways that `gateway` must know of."""
         began, here = self.now(), self._granted[key.id, gateway]
         here.append(began)
         elsewhere = sum(
@@ -162,10 +163,10 @@ class Monitor:
         self._spent.append((meter.limits, current(), unit, amount, self.now()))
 
     def admitted(self, meter: Meter, unit: str) -> None:
-        """Check that a gateway keeps to a limit per minute, of which other gateways may have granted a part.
+        """Check that a gateway keeps to a limit per minute. Other gateways may have granted a part of it.
 
-        Grants of another gateway count once this gateway has been told of them. An estimate that was given
-        back counts at once.
+        Their grants count once this gateway must have been told of them. Amounts that a gateway gave back
+        count immediately.
         """
         here, now, limit = current(), self.now(), meter.buckets[unit].per_minute
         known = [

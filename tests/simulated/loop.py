@@ -1,7 +1,7 @@
 """Event loop with virtual time, on which simulated processes take turns in a seeded order.
 
-Each process has a queue of its own, which is served in order, as asyncio does it. Which process is next, how
-long a step and a call of a thread take, and how long a process stands still is drawn from the seed. A crash
+Each process has a queue of its own, which is served in order, as asyncio does it. The seed decides which
+process is next, how long steps and calls of threads take, and how long processes stand still. A crash
 is the end of a queue: no further step of the process runs, not even a `finally`.
 """
 
@@ -52,9 +52,9 @@ class SimulatedProcess:
         self.loop, self.name, self.host, self.disk = loop, name, host, disk
         self.alive = True
         self.steps = 0
-        self.crashes_at: int | None = None  # number of a step
+        self.crashes_at: int | None = None  # number of the step at which it crashes
         self.frozen_until = 0.0
-        self.frozen_s = 0.0  # in all
+        self.frozen_s = 0.0  # in total
         self.queue: deque[asyncio.Handle] = deque()
         self.tasks: weakref.WeakSet[asyncio.Task[Any]] = weakref.WeakSet()
         self.threads: dict[int, float] = {}  # executor -> when its thread is free
@@ -64,11 +64,11 @@ class SimulatedProcess:
         self._label = name.encode()
 
     def spawn(self, work: Coroutine[Any, Any, Any]) -> asyncio.Task[Any]:
-        """Run a coroutine in this process."""
+        """Run a coroutine in this simulated process, until the process crashes."""
         return self.loop.create_task(work, context=self.context)
 
     def crash(self) -> None:
-        """End the process at once, as `kill -9` does."""
+        """End the process immediately, as `kill -9` does."""
         if self.alive:
             self.alive = False
             # Freeing a coroutine would run its `finally`.

@@ -22,8 +22,8 @@ import grpc
 from tests.simulated.loop import SimulatedProcess, VirtualLoop, current
 from workers import processes
 
-RTO_S = 30.0  # a host that gets no answer for so long gives a connection up
-LATEST_S = 2.0  # a message takes at most so long, on a link that is not cut
+RTO_S = 30.0  # a host gives up a connection after this long without an answer
+LATEST_S = 2.0  # a message takes at most this long on a link that is not cut
 UNAVAILABLE, DEADLINE = grpc.StatusCode.UNAVAILABLE, grpc.StatusCode.DEADLINE_EXCEEDED
 
 
@@ -33,11 +33,11 @@ class Faults:
 
     delay_s: float = 0.001  # mean
     late: float = 0.0  # share of messages that take much longer
-    late_s: float = 0.5  # mean of these
+    late_s: float = 0.5  # mean delay of these messages
     reset: float = 0.0  # share of calls whose connection is reset under way
     breaks: float = 0.0  # share of streams that are reset under way
     twice: float = 0.0  # share of requests that arrive twice
-    twice_s: float = 1.0  # mean time until the second
+    twice_s: float = 1.0  # mean time until the second arrival
 
 
 class Network:
@@ -171,7 +171,7 @@ class Network:
     ) -> tuple[asyncio.Transport, asyncio.Protocol]:
         """Open a byte stream to a listener."""
         for _ in itertools.takewhile(lambda _: self.is_cut(process.host, host), itertools.count()):
-            await asyncio.sleep(0.2)  # until the caller's time is over
+            await asyncio.sleep(0.2)  # until the caller's time-out
         await asyncio.sleep(self.delay())
         listener = self.listener(host, port)
         if not isinstance(listener, StreamListener) or not listener.process.alive:
@@ -180,7 +180,7 @@ class Network:
 
 
 class Connection:
-    """Base of connections and calls: each has two ends, held by two processes."""
+    """Base class of streams and calls: what two processes share, one end each."""
 
     ends: tuple[SimulatedProcess, SimulatedProcess]
 
@@ -513,7 +513,7 @@ class SimulatedCall(Connection):
             self._task = task
             if self._ended is not None:
                 task.cancel()
-        else:  # nobody hears its answer; the connection that it came by is gone
+        else:  # its connection is gone, so nobody gets its answer
             self.loop.call_later(self.network.some_time(0.01), task.cancel)
         server.calls[task] = None
         task.add_done_callback(lambda task: server.calls.pop(task, None))

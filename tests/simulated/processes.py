@@ -37,10 +37,10 @@ from workers.keeper.launch import FEED_SOCKET, Device, EngineKeys, LaunchSpec
 SECRET, KEEPERS_KEY, NO_KEY = "directory", "keepers", ""
 DIRECTORY_PORT, GATEWAY_PORT, CONTROL_PORT = 7000, 8000, 9000
 PLACE_WAIT_S = 4.0
-GATEWAY_GRACE_S = 3.0  # without its stream, until its turns count as ended
-TTL_S = 5.0  # a conversation ends after so much silence
+GATEWAY_GRACE_S = 3.0  # a gateway's turns count as ended after this long without its stream
+TTL_S = 5.0  # a conversation ends after this much silence
 ENGINE_LEASE_S = 8.0
-TURNS_AT_ONCE, REQUESTS_PER_MINUTE = 2, 60  # limits of the key that has some
+TURNS_AT_ONCE, REQUESTS_PER_MINUTE = 2, 60  # limits of the limited key
 FREE, LIMITED = "free-key", "limited-key"  # secrets of the two callers
 METERED = {  # secrets of callers with one limit a minute each, which they exceed
     "requests-key": Limits(requests_per_minute=20),

@@ -38,13 +38,13 @@ from tests.simulated.processes import (
     Unit,
 )
 
-START_S, FAULTS_S, LOAD_S = 4.0, 12.0, 18.0  # until the fleet serves; of faults; of load
-QUIET_S = TTL_S + 22.0  # after the load, until all must be nothing; it stays so for SETTLED_S
+START_S, FAULTS_S, LOAD_S = 4.0, 12.0, 18.0  # time until the fleet serves, with faults, and with load
+QUIET_S = TTL_S + 22.0  # after the load, all state must be gone within this time, and stay gone for SETTLED_S
 SETTLED_S = 3.0
-LONGEST_TURN_S = 75.0  # waits for places, two lost decoders and a frozen gateway included
-TOGETHER_S = 15.0  # a replaced directory ends within this time if one keeper reaches it and the new one
+LONGEST_TURN_S = 75.0  # with waits for placement, two lost decoders and a frozen gateway
+TOGETHER_S = 15.0  # a replaced directory ends within this time if a keeper reaches it and its successor
 BATCHES = 0.3  # share of worlds that have a batch process
-LOOKS_S = 1.0  # between two looks at what the processes have
+LOOKS_S = 1.0  # between two checks of the processes' state
 UNNOTICED_S = 15.0  # until the keep-alive shows that the directory's host has lost its power
 DIRECTORY, CLIENTS = "directory", "10.0.9.1"  # a name, which resolves to the newest directory
 DIRECTORY_HOSTS = "10.0.0.1", "10.0.0.2"
@@ -84,12 +84,12 @@ class World:
         self.me = SimulatedProcess(loop, "world", CLIENTS)
         self._calm, self._root = calm, root
         self._in_time = not faults.late and not faults.twice  # messages arrive once and soon
-        self._out_of_reach: dict[str, float] = {}  # host -> until when it may miss the directory
+        self._out_of_reach: dict[str, float] = {}  # host -> until when it may not reach the directory
         self._gateways: dict[str, Gateway] = {}
-        self._at_end_of_turn: Callable[[str], None] | None = None  # what to do when one is next reported
-        self._at_result: Callable[[], None] | None = None  # and when a batch next gets results
+        self._at_end_of_turn: Callable[[str], None] | None = None  # what to do at the next end of a turn
+        self._at_result: Callable[[], None] | None = None  # what to do at the next results of a batch
         self.replaced: Unit | None = None  # the directory that a second one has replaced
-        self._together_s = 0.0  # time for which one keeper has reached both
+        self._together_s = 0.0  # time for which a keeper has reached it and its successor
         self._make_fleet(draw)
 
     def _make_fleet(self, draw: Random) -> None:
@@ -110,7 +110,7 @@ class World:
             self.keepers.append(Unit(self.loop, f"keeper {name}", host, processes.keeper_main(machine)))
         self.directory = self._directory_on(DIRECTORY_HOSTS[0])
         offline = Random(f"offline {self.seed}")
-        self.batch: list[tuple[Unit, Disk]] = []  # one, in some worlds
+        self.batch: list[tuple[Unit, Disk]] = []  # the batch process, in some worlds
         if offline.random() < BATCHES:
             disk = Disk(self._root, "batch", offline)
             unit = Unit(self.loop, "batch", BATCH_HOST, batch_main(disk, DIRECTORY), disk)
@@ -234,8 +234,8 @@ class World:
                 self._check_replaced(self.replaced)
 
     def _check_replaced(self, replaced: Unit) -> None:
-        """Check that a replaced directory learns of its successor from keepers that both of them reach."""
-        self._keep_from_directory(LOOKS_S)  # a gateway may still follow the older one
+        """Check that a replaced directory ends soon if a keeper reaches it and its successor."""
+        self._keep_from_directory(LOOKS_S)  # a gateway may still follow the replaced directory
         hosts = replaced.host, self.directory.host
         between = [
             one
@@ -338,7 +338,7 @@ class World:
             unit.process.crashes_at = unit.process.steps + draw.randrange(1, 400)
 
     def _crash_after_commit(self, draw: Random) -> None:
-        """Let the directory crash between the next write of its journal and the answer that waits for it."""
+        """Let the directory crash a few steps after its journal's next sync, maybe before it answers."""
         process = self.directory.process
         if process is None or not process.alive:
             return
@@ -362,9 +362,9 @@ class World:
         self.disk.at_write = self.disk.writes + draw.randrange(1, 12), strike
 
     def _start_second_directory(self, draw: Random) -> None:
-        """Replace the directory by one on another host, with a copy of its disk, while it still serves.
+        """Start a new directory on another host from a copy of the disk, while the old one still serves.
 
-        Some hosts cannot reach the first directory for a while. Nobody restarts it when it ends.
+        Some hosts cannot reach the old directory for a while. When it ends, nobody restarts it.
         """
         first = self.directory
         if self.replaced is not None or first.disk is None or not first.alive:
@@ -466,7 +466,7 @@ class World:
 
         seconds = draw.expovariate(0.3)
         if disk is self.disk:
-            self._keep_from_directory(seconds + 2 * disk.slow_s)  # bindings are told when they are written
+            self._keep_from_directory(seconds + 2 * disk.slow_s)  # gateways learn of written bindings only
         self._later(seconds, undo)
 
 
@@ -492,8 +492,8 @@ def prepare() -> None:
     disks.install()
     processes.install()
     invariants.install(lambda: _current[-1].monitor)
-    run(0)  # the first run takes twice as long as those after it, which are in copies of this process
-    gc.freeze()  # collections of the processes pass over what all runs share
+    run(0)  # a first run takes twice as long as later ones, and all others run in copies of this process
+    gc.freeze()  # garbage collections of the copies skip the objects that all runs share
 
 
 def run(seed: int) -> RunResult:
