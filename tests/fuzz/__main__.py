@@ -43,7 +43,7 @@ from traces.replay.client import ChatClient, ReplayOptions
 
 REQUESTS, QUICK_REQUESTS = 100_000, 3_000
 CLIENTS = 12
-ANSWER_LIMIT_S = 180.0  # to the first byte of an answer; a long prompt may wait for 8 times its duration
+ANSWER_LIMIT_S = 180.0  # until the first byte of an answer; a long prompt may wait for 8 times its duration
 TAMPERED_LIMIT_S = 0.25  # until the first byte of the answer to a request that may be invalid
 READ_LIMIT_S = 1.0  # for the rest of an answer, after which the client hangs up
 DESCRIBED_S = 120.0
@@ -58,7 +58,7 @@ FAULTS = (
 
 @dataclass
 class FuzzResults:
-    """Counts of the answers to malformed requests, and of the honest conversations, right and wrong."""
+    """Counts of answers to malformed requests, and of honest conversations: all, and the wrong ones."""
 
     sent: int = 0
     answers: Counter[str] = field(default_factory=Counter)
@@ -71,7 +71,7 @@ class FuzzResults:
 
 
 async def send(address: tuple[str, int], request: Attack, seen: FuzzResults) -> None:
-    """Send a request, read its answer for a while, and record both. Silence after a whole one is an error."""
+    """Send a request, and record its answer. A whole request (`Attack.whole`) must get an answer."""
     try:
         reader, writer = await asyncio.wait_for(asyncio.open_connection(*address), ANSWER_LIMIT_S)
     except (OSError, TimeoutError) as refused:

@@ -21,7 +21,7 @@ WORKERS, REQUEST_LIMIT_S, END_LIMIT_S = 2, 60, 120.0
 EXAMPLES = 100_000  # for each operation; the time limit ends a run earlier
 SHORT = {"type": "integer", "minimum": 1, "maximum": 16}
 SHOWN_CHARACTERS = 4000
-OWN_FAILURE = "Runtime Error"  # schemathesis failed itself: Python 3.11 cannot parse some deep lambdas
+OWN_FAILURE = "Runtime Error"  # a failure of schemathesis itself: Python 3.11 cannot parse some deep lambdas
 
 
 @dataclass(frozen=True, slots=True)

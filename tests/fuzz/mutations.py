@@ -88,7 +88,7 @@ TARGETS = (b"/\0", b"/v1/%00", b"http://other/v1/models", b"*", b"/" + b"a" * 20
 
 @dataclass(frozen=True, slots=True)
 class Attack:
-    """Bytes that are sent to the gateway. If they are one whole request (`whole`), they need an answer."""
+    """Bytes that are sent to the gateway. If they are one whole request (`whole`), it must be answered."""
 
     data: bytes
     whole: bool

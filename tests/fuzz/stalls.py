@@ -16,7 +16,7 @@ LIMIT_S = 30.0
 
 
 class IdleServer(BaseHTTPRequestHandler):
-    """Handler of a server without any load, which answers every request at once."""
+    """Handler of a server without any load, which answers every request immediately."""
 
     protocol_version = "HTTP/1.1"
 
