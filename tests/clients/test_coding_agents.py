@@ -207,7 +207,7 @@ async def test_the_gateway_serves_the_kinds_of_requests_that_an_agent_sends_only
 
 
 def assert_computed_once(fleet: RunningFleet, conversation_id: str, turns: int) -> None:
-    """Check in the gateway's log that each later turn found the prompt before cached, except one block."""
+    """Check in the gateway's log that each later turn found the former prompt cached, except one block."""
     block = fleet.fleet.engine.args["block-size"]
 
     def lines() -> list[tuple[int, ...]]:
