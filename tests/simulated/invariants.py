@@ -55,7 +55,7 @@ class Monitor:
         self._journals: dict[str, dict[str, Decisions]] = {}  # host of a directory -> conversation
         self._told: dict[tuple[SimulatedProcess, int], tuple[str, int]] = {}  # gateway, turn -> newest place
         self._finished: Counter[str] = Counter()  # conversation -> turns that gateways reported as finished
-        # Limits, gateway, unit, amount and time of each grant.
+        # Limits, gateway, unit, amount and time of each grant. An amount given back is negative.
         self._spent: list[tuple[Limits, SimulatedProcess, str, int, float]] = []
         self._answered: set[tuple[int, int]] = set()  # lines of batches that have a result
         self._granted: dict[tuple[str, SimulatedProcess], list[float]] = defaultdict(list)  # key, gateway
