@@ -52,7 +52,7 @@ async def first(client: ControlSocketClient) -> EngineState:
         return await anext(states)
 
 
-async def test_a_keeper_receives_the_state_at_once_and_at_least_every_second(
+async def test_a_keeper_receives_the_state_immediately_and_at_least_every_second(
     engine: ReportingEngine, tmp_path: Path
 ) -> None:
     client = ControlSocketClient(tmp_path / "engine.sock")
@@ -135,12 +135,12 @@ async def test_a_keeper_that_reads_late_receives_the_changes_that_it_missed(
     assert set((await first(client)).confirmed) == {"a", "b", "c"}
 
 
-def test_recent_changes_name_the_report_after_which_their_list_is_complete() -> None:
+def test_recent_changes_name_the_last_report_of_which_changes_may_be_missing() -> None:
     now = 0.0
     named = RecentChanges(clock=lambda: now)
     named.add(["a", "b"], 1)
     now = NAMED_S / 2
-    named.add(["a"], 2)  # once more: with its newest report
+    named.add(["a"], 2)  # named again: only the newest report counts
     assert (named.all(), named.after) == ({"b": 1, "a": 2}, 0)
     now = NAMED_S + 1
     named.add([], 3)
@@ -206,6 +206,6 @@ async def test_many_changes_before_a_report_wake_the_socket_once(
         thread.start()
         thread.join()
         assert 1 <= len(woken) <= 5
-        told = await asyncio.wait_for(anext(states), 0.5)  # not only with the next second
+        told = await asyncio.wait_for(anext(states), 0.5)  # before the report that is sent each second
         engine.server.notify()
         assert (await asyncio.wait_for(anext(states), 0.5)).seq > told.seq

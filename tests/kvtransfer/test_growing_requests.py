@@ -29,7 +29,7 @@ class OverlappedSteps:
         self.requests: dict[str, tuple[Decoding]] = {}
         self._in_flight = in_flight
         self._results: list[dict[str, int]] = []
-        self.full: dict[str, int] = {}  # blocks of the scheduled requests, as the step found them
+        self.full: dict[str, int] = {}  # full blocks of each request of the newest step
         self.growing = GrowingRequests(BLOCK)
 
     def step(self, tokens: dict[str, int], admitted: bool = False) -> list[str]:

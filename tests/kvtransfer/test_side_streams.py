@@ -41,7 +41,7 @@ def abort_in_layer(cuda: LateCuda, kv: list[Any], blocks: list[int], layer: int)
 
 def from_the_host(cuda: LateCuda, kv: list[Any], ordered: bool) -> Any:
     mover = CudaMover(kv, cuda)
-    mover.mark()  # of an order long ago
+    mover.mark()  # the mark of an earlier order
     if not ordered:
         mover.mark = lambda: None  # type: ignore[method-assign]
     copier = Copier(HostSlots(BLOCKS, block_bytes(kv)), mover)
@@ -58,7 +58,7 @@ def from_the_host(cuda: LateCuda, kv: list[Any], ordered: bool) -> Any:
 
 def from_a_prefiller(cuda: LateCuda, kv: list[Any], ordered: bool) -> Any:
     memory = StagedBlockMemory({str(n): tensor for n, tensor in enumerate(kv)}, BLOCKS, 1 << 20, cuda)
-    memory.mark()  # of an order long ago
+    memory.mark()  # the mark of an earlier order
     theirs = [tensor[1:3].numpy().tobytes() for tensor in kv]
 
     def receive() -> None:
@@ -66,7 +66,7 @@ def from_a_prefiller(cuda: LateCuda, kv: list[Any], ordered: bool) -> Any:
             memory.mark()
         for layer, blocks in enumerate(theirs):
             with memory.incoming(layer, [5, 6], 1) as views:
-                (view,) = views  # of both, one after the other
+                (view,) = views  # of both blocks, one after the other
                 view[:] = blocks
         memory.close()
 

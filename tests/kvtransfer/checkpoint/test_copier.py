@@ -1,4 +1,4 @@
-"""The copier loads blocks from the host unchanged or reports that it cannot, and rests beside steps."""
+"""The copier loads blocks from the host unchanged or reports that it cannot, and rests while steps run."""
 
 import threading
 import time
@@ -225,7 +225,7 @@ def test_the_copier_does_not_rest_if_its_mover_takes_no_cores(host: CopyingHost,
 
 
 class PartsOnTheBus(HostMover):
-    """Mover that takes no cores from the model, and records the sizes of parts and the threads."""
+    """Mover that takes no cores from the model, and records the size and the thread of each part."""
 
     takes_cores = False
 

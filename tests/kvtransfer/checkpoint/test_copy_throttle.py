@@ -21,7 +21,7 @@ def test_the_rest_is_shorter_if_work_has_waited_for_long() -> None:
     began = time.thread_time()
     while time.thread_time() < began + 0.01:
         pass
-    pace.end(waited_s=25.0)  # a hundred times its patience
+    pace.end(waited_s=25.0)  # a hundred times `patience_s`
     assert 0.5 < pace.left_s() < 10  # 1 s, less what a busy machine takes meanwhile
     pace.begin()
     pace.end(waited_s=3600.0)

@@ -54,7 +54,7 @@ def test_blocks_return_from_the_disk_and_from_memory_in_one_load(host: HostWithD
     before = [host.block(number) for number in range(3)]
     host.store(*(BlockCopy(number, slot=number, generation=number + 1) for number in range(3)))
     assert not host.move(DiskMove(0, 1, D2, 4), DiskMove(2, 3, D0, 5))
-    host.store(BlockCopy(9, slot=0, generation=6), BlockCopy(9, slot=2, generation=7))  # used anew
+    host.store(BlockCopy(9, slot=0, generation=6), BlockCopy(9, slot=2, generation=7))  # in both freed slots
     for tensor in host.kv.values():
         tensor[:3] = 0
     load = BlockCopy(6, D2, 4), BlockCopy(7, slot=1, generation=2), BlockCopy(8, D0, 5)

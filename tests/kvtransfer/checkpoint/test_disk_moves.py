@@ -20,7 +20,7 @@ class HostBeforeADisk:
         self.under_way: list[DiskMove] = []
 
     def step(self, seconds: float = WALK_S) -> int:
-        """Begin moves to a disk that does not end them, `seconds` later; return how many began."""
+        """Let `seconds` pass, begin moves, which only `end_moves` ends, and return how many began."""
         self.now += seconds
         began = self.moves.begin()
         self.under_way += began
@@ -57,7 +57,7 @@ def test_blocks_on_the_disk_do_not_delay_moves_of_other_blocks() -> None:
     assert host.step() + host.step(), "the first may be the rest of a walk that began before"
 
 
-def test_new_blocks_of_a_conversation_on_the_disk_move_there_too() -> None:
+def test_new_blocks_of_a_conversation_follow_its_older_blocks_to_the_disk() -> None:
     host = HostBeforeADisk(slots=1, disk_slots=80)
     for blocks in range(1, 4):
         assert host.idle_conversation("a", blocks) == 1

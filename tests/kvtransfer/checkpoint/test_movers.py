@@ -106,7 +106,7 @@ def test_each_thread_gets_a_whole_number_of_blocks_of_a_piece(
 def test_blocks_of_units_that_share_device_memory_do_not_mix(
     unit_blocks: int, memory: HostSlots, device: list[Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """There are more units than lanes, some units have fewer blocks, and slots are in any order."""
+    """There are more units than lanes with memory, some units are not full, and slots are in any order."""
     unit = unit_blocks * block_bytes(device)
     monkeypatch.setattr("kvtransfer.checkpoint.cuda_mover.UNIT_BYTES", unit)
     mover = CudaMover(device, LateCuda())

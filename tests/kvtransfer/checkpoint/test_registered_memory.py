@@ -17,7 +17,7 @@ from kvtransfer.checkpoint.host_slots import HostSlots, PinnedMemoryRegistrar, b
 from tests.support.device import LateCuda
 
 SLOTS = 40
-ROW = 2560  # eight are five pages
+ROW = 2560  # bytes; eight rows fill five pages
 CHUNKS = 5
 
 

@@ -91,7 +91,7 @@ class StoringEngine:
         full = (computed - in_flight) // BLOCK
         if full > len(conversation.chain):
             self.kv_state.conversations.advance(conversation, request.block_hashes[:full])
-        self.kv_state.growing = [request.request_id]  # as retention finds
+        self.kv_state.growing = [request.request_id]  # as the retention plugin does in each step
         order = self.side.order(scheduled(request.request_id))
         return [copy.block for copy in order.stores] if order else []
 

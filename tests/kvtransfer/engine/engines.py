@@ -1,4 +1,4 @@
-"""Real vLLM engines for tests: start them, send prompts, read counters, end the whole tree."""
+"""Real vLLM engines for tests: starts them, sends prompts, reads counters, and ends all their processes."""
 
 import asyncio
 import contextlib
@@ -72,8 +72,10 @@ class GeneratedAnswer:
 
 @dataclass
 class EngineProcess:
-    """One engine on its own port, as in a fleet. It co-serves if its connector has safepoints;
-    `connector=None` is plain vLLM."""
+    """One engine on its own port, as in a fleet; `connector=None` is plain vLLM.
+
+    The engine co-serves if its connector has safepoints.
+    """
 
     connector: ConnectorConfig | None = None
     blocks: int = 600

@@ -158,7 +158,7 @@ class EngineHere:
         return self.answers[request_id]
 
     def behind(self, prompt: list[int], answer: list[int]) -> float:
-        """Return by how much log-probability an answer's worst token is behind the likeliest token there."""
+        """Return by how much log-probability a token of `answer` is behind the likeliest there, at most."""
         from vllm import SamplingParams
 
         self._asked += 1

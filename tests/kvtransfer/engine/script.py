@@ -6,7 +6,7 @@ from dataclasses import dataclass, field
 from tests.kvtransfer.engine.engines import EngineProcess
 
 CONVERSATIONS, TURNS, OUTPUT = 8, 5, 10
-BLOCKS = 130  # a third of what the conversations have in the end
+BLOCKS = 130  # a third of the conversations' KV at the end
 PRIORITY = ("--scheduling-policy", "priority")
 
 

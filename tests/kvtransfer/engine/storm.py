@@ -1,8 +1,7 @@
-"""Storm of disturbances over a real prefiller and decoder: `python -m tests.kvtransfer.engine.storm --minutes
-5`.
+"""Disturb a real prefiller and decoder at random: `python -m tests.kvtransfer.engine.storm --minutes 5`.
 
 A seed draws turns (some through the prefiller, some with transfers that cannot succeed), clients that hang
-up, parks, ends, drains and offline work. All of them run at once, in rounds; in some rounds an engine is
+up, parks, ends, drains and offline work. All of them run concurrently, in rounds; in some rounds an engine is
 killed with `kill -9` and started again. Every answer must equal plain vLLM's. After each round the integrity
 check of both engines must find nothing, and a restarted engine must hold nothing. At the end all blocks must
 be free. `--seed` repeats a storm; `--sabotage` breaks one thing, which the checks must find.
@@ -120,7 +119,7 @@ class EngineStorm:
             if not eventually(lambda e=engine: not held(e), 60):  # type: ignore[misc]
                 self.wrong.append(f"{name_of(engine)} still holds {held(engine)} tokens")
 
-    # Trouble
+    # Disturbances
 
     def _until(self, end: float, kind: Callable[[random.Random], None], rng: random.Random) -> None:
         while time.monotonic() < end:
@@ -142,7 +141,7 @@ class EngineStorm:
         assert victim is not None and victim.connector is not None
         time.sleep(rng.uniform(0.2, 0.7) * seconds)
         self.count(victim)
-        self.kills += 1  # odd: an engine is down
+        self.kills += 1  # an odd number: an engine is down
         victim.kill()
         self.done["kills"] += 1
         victim.connector = replace(victim.connector, epoch=victim.connector.epoch + 1)

@@ -137,7 +137,7 @@ def test_a_parked_conversation_returns_from_the_host(fleet: ArchitectureFleet) -
     decoder = fleet.decoder
     assert decoder.connector.kv_state.park("b")
     pool = decoder.scheduler.kv_cache_manager.block_pool
-    pool.evict_blocks(set(range(1, pool.num_gpu_blocks)))  # as if others had taken them
+    pool.evict_blocks(set(range(1, pool.num_gpu_blocks)))  # as if other requests had taken the blocks
     new = len(fleet.script["b"][2][0]) - len(fleet.script["b"][1][0])
     assert fleet.turn("b", 2) <= new + 2 * fleet.block
     fleet.rest()

@@ -109,7 +109,7 @@ def test_conversations_that_exceed_the_accelerators_kv_compute_only_new_tokens(
     computed = engine.computed_prompt_tokens() - before
     new = sum(len(prompts[-1]) for prompts in script.prompts)
     assert computed <= new + CONVERSATIONS * TURNS * engine.block_tokens
-    assert script.computed > 2 * computed  # plain vLLM loses them
+    assert script.computed > 2 * computed  # plain vLLM loses conversations
     metrics = engine.metrics()
     assert metrics["conserve_kv_disk_restored_blocks_total"] > 0
     assert metrics["conserve_kv_left_host_total"] == metrics["conserve_kv_failed_disk_moves_total"] == 0
@@ -124,7 +124,7 @@ def test_a_parked_conversation_occupies_no_kv_and_returns_without_computing(
     assert eventually(lambda: state_of(engine).live_tokens == 0)  # all are parked after park_after_s
     assert state_of(engine).parked_tokens > 0
     for seed in range(2):
-        engine.ask(said(random.Random(seed), 3500), 1)  # others use the room
+        engine.ask(said(random.Random(seed), 3500), 1)  # these prompts take the parked blocks
     before = engine.computed_prompt_tokens()
     turn(engine, script, last, TURNS - 1)
     assert engine.computed_prompt_tokens() - before <= engine.block_tokens
@@ -135,7 +135,7 @@ def test_blocks_damaged_on_the_host_are_found_and_recomputed(
 ) -> None:
     settle(engine)
     SABOTAGE.touch()
-    engine.ask(said(random.Random(5), 3900), 1)  # a step, and room for no kept block
+    engine.ask(said(random.Random(5), 3900), 1)  # runs steps, and evicts all retained blocks
     turn(engine, script, 0, TURNS - 1)
     assert engine.metrics().get("conserve_kv_corrupt_host_blocks_total", 0) > 0
     turn(engine, script, 0, TURNS - 1)
@@ -147,7 +147,7 @@ def test_a_prefetch_wakes_an_idle_engine_and_computes_nothing(engine: EngineProc
     engine.ask(prompt, 1, session="away")
     assert eventually(lambda: state_of(engine).live_tokens == 0)  # parked
     for seed in range(2):
-        engine.ask(said(random.Random(seed), 3500), 1)  # others use the room
+        engine.ask(said(random.Random(seed), 3500), 1)  # these prompts take the parked blocks
     settle(engine)
     before = engine.metrics()
     assert not over_control_socket(engine, lambda client: client.prefetch("unknown", 60.0))

@@ -229,7 +229,7 @@ def test_a_read_after_the_lease_is_refused_and_the_prompt_is_recomputed(
     answer = pair.decoder.ask(PROMPTS["stale"], OUTPUT, pair.source(transfer_id))
     assert answer.tokens == plain["stale"].tokens
     assert pair.refusals("expired") == 1
-    again = pair.decoder.ask(PROMPTS["stale"], OUTPUT)  # what was registered is right, too
+    again = pair.decoder.ask(PROMPTS["stale"], OUTPUT)  # the recomputed blocks are cached, and are right
     assert again.tokens == plain["stale"].tokens
 
 
@@ -249,7 +249,7 @@ def test_a_prompt_is_recomputed_if_its_transfer_names_an_older_epoch(
     assert pair.refusals("old_epoch") == 1
 
 
-def test_the_decoder_recomputes_the_prompt_of_an_aborted_prefill_at_once(
+def test_the_decoder_recomputes_the_prompt_of_an_aborted_prefill(
     pair: EnginePair, plain: dict[str, GeneratedAnswer]
 ) -> None:
     transfer_id = uuid.uuid4().hex

@@ -168,7 +168,7 @@ def test_a_conversation_is_retained_when_the_last_of_its_concurrent_turns_ends()
 
 
 def windowed(blocks: int) -> int:
-    """Return the first block that a group with a window of two blocks keeps of `blocks` blocks."""
+    """Return the index of the first of `blocks` blocks that a window of two blocks covers."""
     return max(0, blocks - 2)
 
 

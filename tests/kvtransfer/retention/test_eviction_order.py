@@ -47,7 +47,7 @@ def _retention_order(conversation: RetainedConversation) -> tuple[Any, ...]:
 
 
 def windowed(blocks: int) -> int:
-    """Return the first block that a group with a window of two blocks keeps of `blocks` blocks."""
+    """Return the index of the first of `blocks` blocks that a window of two blocks covers."""
     return max(0, blocks - 2)
 
 
@@ -111,7 +111,7 @@ class Histories:
         self._begin(None, self._new_chain([]))
 
     def _begin(self, conversation: RetainedConversation | None, chain: list[bytes]) -> None:
-        """Begin a request: take the cached blocks at the begin of its chain, and new ones for the rest."""
+        """Begin a request: take the cached blocks of its chain's beginning, and new ones for the rest."""
         held: list[Any] = []
         for group, first in enumerate(self._kept):
             found: list[Any] = []

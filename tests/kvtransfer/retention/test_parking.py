@@ -99,7 +99,7 @@ class ConversationLives(RuleBasedStateMachine):
         if self.kv_state.park(key):
             conversation = self.kv_state.conversations.get(key)
             assert conversation is not None
-            # There, or on its way: time may have parked it already.
+            # A block may still be on its way: a timer may have parked the conversation already.
             assert all(block in self.kv_state.host for block in conversation.chain)
 
     @rule(seconds=st.sampled_from([1.0, 20.0, 200.0]))

@@ -85,14 +85,14 @@ class SteppedEngine:
     batched_tokens: int = 256
     window: int = 0  # tokens that a second group of layers attends to; 0: there is none
     states: bool = False  # whether a second group of layers keeps a state
-    inner_states: bool = False  # also within a step, at the end of a block, as vLLM's Mamba 2 does
+    inner_states: bool = False  # states are also kept within a step, at a block's end, as in vLLM's Mamba 2
     graphs: bool = (
         False  # steps have the CUDA graphs that vLLM's dispatcher gives them; whole ones call no hook
     )
-    modes: list[CUDAGraphMode] = field(default_factory=list)  # of those, by step with tokens
+    modes: list[CUDAGraphMode] = field(default_factory=list)  # graphs of each step that has tokens
     wrong: list[str] = field(default_factory=list)
     computed_prompt_tokens: int = 0
-    answers: dict[str, list[int]] = field(default_factory=dict)  # finished requests
+    answers: dict[str, list[int]] = field(default_factory=dict)  # of finished requests
 
     def __post_init__(self) -> None:
         os.environ.setdefault(SECRET_VARIABLE, "a secret only for these tests")
@@ -225,7 +225,7 @@ class SteppedEngine:
             mode = get_forward_context().cudagraph_runtime_mode
         if output.total_num_scheduled_tokens:
             self.modes.append(mode)
-        for source, target in output.kv_cache_block_copies or ():  # a hit on a part of somebody's last block
+        for source, target in output.kv_cache_block_copies or ():  # a hit on a part of a request's last block
             for layer in self.groups[0]:
                 self.kv[layer][target] = self.kv[layer][source]
         self._hooked = mode != CUDAGraphMode.FULL
@@ -264,7 +264,7 @@ class SteppedEngine:
         rows = {}
         for request_id, count in scheduled.items():
             request = self.scheduler.requests[request_id]
-            end = request.num_computed_tokens  # of this step, too
+            end = request.num_computed_tokens  # including the tokens of this step
             tokens = list(request.all_token_ids)[:end]
             slots = [
                 torch.tensor([ids[n // BLOCK_TOKENS] * BLOCK_TOKENS + n % BLOCK_TOKENS for n in range(end)])

@@ -28,7 +28,9 @@ def prompt_of(blocks: int, first: int = 0) -> list[int]:
     return [(first + n) % 250 for n in range(blocks * BLOCK_TOKENS + 5)]
 
 
-def test_blocks_held_by_another_connector_are_no_fault_and_return(engine: SteppedEngine) -> None:
+def test_blocks_that_another_connector_holds_for_a_while_are_not_reported_as_faults(
+    engine: SteppedEngine,
+) -> None:
     report = engine.side("report")
     engine.add("turn", prompt_of(10), 2, session="a")
     while "turn" not in engine.answers:
@@ -43,21 +45,23 @@ def test_blocks_held_by_another_connector_are_no_fault_and_return(engine: Steppe
     assert engine.computed_prompt_tokens - before == 5 and engine.wrong == []
 
 
-def test_a_reset_of_the_cache_reaches_only_our_connector(engine: SteppedEngine) -> None:
+def test_a_reset_of_the_prefix_cache_reaches_only_our_connector(engine: SteppedEngine) -> None:
     engine.add("turn", prompt_of(4), 2, session="a")
     engine.run(2000)
-    for number in range(500):  # copies to the host end in a step, when they are done
+    for number in range(500):  # a step reports the end of copies to the host
         engine.add(f"step {number}", [1, 2, 3], 2)
         engine.run(2000)
         if engine.side("report").is_idle():
             break
         time.sleep(0.01)
     assert engine.scheduler.reset_prefix_cache(reset_connector=True)
-    assert engine.scheduler.connector.sub_connectors[1].resets == 0  # a shared tier is others', too
+    assert engine.scheduler.connector.sub_connectors[1].resets == 0  # other engines use a shared tier, too
     assert engine.kv_state.conversations.get("a").chain == []
 
 
-def test_counts_reach_the_front_end_beside_another_connector(engine: SteppedEngine) -> None:
+def test_the_counts_of_our_connector_reach_the_front_end_beside_another_connector(
+    engine: SteppedEngine,
+) -> None:
     engine.add("turn", prompt_of(4), 2, session="a")
     engine.run(2000)
     engine.kv_state.release("a")

@@ -20,7 +20,7 @@ from tests.kvtransfer.simulated.engine import BLOCK_TOKENS, SteppedEngine
 
 PRODUCT = str(Path(kvtransfer.__file__).parent)
 POOL = 50_000
-CONVERSATIONS, THEIRS = 120, 416  # together nearly the pool
+CONVERSATIONS, THEIRS = 120, 416  # and blocks of each: together nearly the pool
 SHARED = 100  # blocks that pairs of conversations begin with
 # Visiting all retained blocks, or those of a tenth of the conversations, would execute more lines.
 LINES = 6_000

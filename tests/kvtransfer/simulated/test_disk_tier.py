@@ -1,4 +1,4 @@
-"""Idle conversations move from full host memory to the disk, and return without a token computed again."""
+"""Idle conversations move from full host memory to the disk, and return without recomputation."""
 
 import time
 from collections.abc import Iterator
@@ -62,7 +62,7 @@ def with_disk(tmp_path: Path) -> Iterator[ConversationsOnDisk]:
     one.engine.close()
 
 
-def test_conversations_return_from_the_disk_without_a_token_computed_again(
+def test_conversations_return_from_the_disk_without_recomputation(
     with_disk: ConversationsOnDisk,
 ) -> None:
     for key in KEYS:

@@ -54,7 +54,9 @@ def test_a_draining_engine_keeps_idle_kv_for_a_while_so_that_it_can_move(engine:
     assert kv_state.conversations.get("idle") is None
 
 
-def test_a_draining_engine_without_transfers_releases_idle_kv_at_once(made_without: SteppedEngine) -> None:
+def test_a_draining_engine_without_transfers_releases_idle_kv_immediately(
+    made_without: SteppedEngine,
+) -> None:
     engine = made_without
     report, kv_state = engine.side("report"), engine.kv_state
     talk(engine, "idle", 10)
@@ -93,7 +95,7 @@ def test_an_engine_without_requests_steps_once_a_second_until_its_leases_end(eng
         engine.run(2000)
     engine.kv_state.drain(True)
     began, steps = time.monotonic(), 0
-    assert not report.snapshot().drained  # the decoders may still come for them
+    assert not report.snapshot().drained  # decoders may still fetch the exports
     while not report.snapshot().drained and time.monotonic() < began + 30:
         while engine.busy():
             engine.step()
@@ -107,7 +109,7 @@ def test_an_engine_without_requests_steps_once_a_second_until_its_leases_end(eng
     assert engine.faults() == []
 
 
-def test_a_report_keeps_its_confirmations_however_many_conversations_are_parked(
+def test_a_report_names_confirmed_conversations_however_many_are_parked(
     engine: SteppedEngine,
 ) -> None:
     report = engine.side("report")

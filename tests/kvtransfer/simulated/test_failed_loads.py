@@ -1,5 +1,4 @@
-"""A request that lost its blocks with a failed load is queued before requests that hold blocks and must
-continue."""
+"""A request whose load failed does not block requests behind it in the queue, which hold blocks."""
 
 import time
 
@@ -20,8 +19,11 @@ LIMIT_S = 20.0
 
 
 def test_a_request_with_a_failed_load_that_does_not_fit_does_not_block_others() -> None:
-    """With windows a loaded prompt needs fewer blocks than a computed one. After a failed load the free
-    blocks no longer suffice, and another load, which ends later, holds all other blocks."""
+    """After its load has failed, the small prompt needs more blocks than are free.
+
+    With windows, a computed prompt needs more blocks than a loaded one. The load of the big prompt holds all
+    other blocks, and ends later.
+    """
     port = free_port()
     prefiller = SteppedEngine(
         ConnectorConfig(engine="p", epoch=1, port=port, lease_s=30.0, timeout_s=5.0),
@@ -37,7 +39,7 @@ def test_a_request_with_a_failed_load_that_does_not_fit_does_not_block_others() 
     assert report.snapshot().waiting_prompt_tokens <= 2, "all but the last tokens come from elsewhere"
     end = time.monotonic() + LIMIT_S
     try:
-        lost = "WAITING 0/224 tokens, 0 blocks", "1280/1280 tokens, 40 blocks"  # the big one's is on its way
+        lost = "WAITING 0/224 tokens, 0 blocks", "1280/1280 tokens, 40 blocks"  # the big prompt loads
         while not all(one in (state := decoder.under_way()) for one in lost):
             assert time.monotonic() < end, state
             decoder.step()

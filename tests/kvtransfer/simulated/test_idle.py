@@ -24,7 +24,7 @@ def copied(engine: SteppedEngine, host_kv_gib: float) -> EngineState:
     while (state := engine.side("report").snapshot()).idle_tokens != state.live_tokens:
         if time.monotonic() > limit:
             break
-        time.sleep(0.01)  # the copier rests beside steps
+        time.sleep(0.01)  # the copier rests while steps run
         engine.step()
     return state
 
@@ -150,7 +150,7 @@ def test_the_reported_kv_per_conversation_matches_what_conversations_occupy(besi
 @pytest.mark.parametrize(
     ("where", "lacks"), [("kept", 40), ("may be lost", 360), ("on the host too", 360), ("parked", 360)]
 )
-def test_a_returning_turn_without_cached_kv_counts_its_whole_history_as_missing(
+def test_a_waiting_turn_lacks_the_kv_of_its_history_if_that_is_parked_or_evictable(
     where: str, lacks: int
 ) -> None:
     host_kv_gib = 0.0 if where in ("kept", "may be lost") else 0.005

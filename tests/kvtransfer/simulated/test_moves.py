@@ -111,7 +111,7 @@ def test_a_parked_conversation_moves_from_the_host() -> None:
         decoders.close()
 
 
-def test_only_idle_conversations_give_out_their_tokens() -> None:
+def test_an_engine_tells_its_keeper_the_tokens_of_idle_conversations_only() -> None:
     decoders = TwoDecoders(host_kv_gib=0.0)
     old = decoders.old
     try:
@@ -126,7 +126,7 @@ def test_only_idle_conversations_give_out_their_tokens() -> None:
         decoders.close()
 
 
-def test_an_idle_conversation_can_be_sent_without_a_turn() -> None:
+def test_the_kv_of_an_idle_conversation_can_be_sent_without_a_turn() -> None:
     decoders = TwoDecoders(host_kv_gib=0.0)
     old, new = decoders.old, decoders.new
     try:

@@ -36,7 +36,7 @@ class HeldCopies:
     def __init__(self, engine: SteppedEngine, come: bool = True) -> None:
         self.came, self.may_go = Event(), Event()
         host: HostSlots = engine.worker.worker_side("checkpoint").copier.memory
-        known = host.known  # every mover asks it before it writes
+        known = host.known  # every mover calls it before a write
 
         def waits(copies: list[BlockCopy]) -> list[BlockCopy]:
             self.came.set()
@@ -63,7 +63,7 @@ def parked(engine: SteppedEngine) -> list[int]:
     step_until_on_host(engine, "s")
     engine.side("report").snapshot()
     assert phase(engine) is RetentionPhase.PARKED
-    # Others need the accelerator: what is parked goes first.
+    # Another request needs blocks. Those of parked conversations are evicted first.
     engine.add("other", [7 + n % 200 for n in range(57 * BLOCK_TOKENS)], 2)
     engine.run(4000)
     return prompt
@@ -100,7 +100,7 @@ def test_prefetched_kv_outlasts_kv_of_conversations_used_more_recently(prefetche
         away = {"conversation": {"park_after_s": 0.0}}
         engine.add("u1", [3 + n % 240 for n in range(20 * BLOCK_TOKENS + 5)], 2, session="u", params=away)
         engine.run(2000)
-        step_until_on_host(engine, "u")  # or its blocks could not be evicted before those of `s`
+        step_until_on_host(engine, "u")  # otherwise its blocks could not be evicted before those of `s`
         engine.add("others", [11 + n % 190 for n in range(38 * BLOCK_TOKENS)], 2)
         engine.run(4000)
         engine.add("t2", [*prompt, *engine.answers["t1"], 9], 2, session="s")

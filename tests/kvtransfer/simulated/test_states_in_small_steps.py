@@ -57,7 +57,7 @@ def test_an_export_whose_block_is_gone_is_counted_once_and_holds_nothing(
             get_block_ids=lambda request: [[NULL] * len(ids) for ids in blocks_of(request)],
         )
     )
-    told: Counter[str] = Counter()  # a step takes the counts along
+    told: Counter[str] = Counter()  # a step takes the counts away
     take = transfer.take_counts
     monkeypatch.setattr(transfer, "take_counts", lambda: told.update(counts := take()) or counts)
     engine.add("r", list(range(94)), 4, params={"do_remote_decode": True, "transfer_id": "t"})

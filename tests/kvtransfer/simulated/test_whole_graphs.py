@@ -88,16 +88,15 @@ def test_only_armed_steps_use_piecewise_graphs(make: Make, beside: object) -> No
     assert engine.wrong == []
 
 
-def test_only_exporting_steps_use_piecewise_graphs_and_send_correct_kv(make: Make) -> None:
+def test_an_exporting_step_never_uses_a_whole_graph_and_the_decoder_gets_correct_kv(make: Make) -> None:
     source, target = prefiller(), ConnectorConfig(engine="d", layer_hooks=False)
     first, second = make(source), make(target)
     first.add("other", [3] * 5, 12)
     for _ in range(2):
         first.step()
     assert first.modes == [PIECEWISE, FULL]
-    prompt = [
-        n % 250 for n in range(2 * BATCHED - 1)
-    ]  # beside the other's: the last step has one token of each
+    # The other request takes a token of each step, so the last step has one token of each request.
+    prompt = [n % 250 for n in range(2 * BATCHED - 1)]
     first.add("leg", prompt, 1, params=EXPORT)
     for _ in range(3):
         first.step()
@@ -197,7 +196,7 @@ def test_every_rank_chooses_the_same_graphs() -> None:
     flag = Flag(f"conserve-test-{uuid.uuid4().hex[:8]}")
     ranks = [SafepointWorker(flag, 1, rank, 2, 2) for rank in range(2)]
     for order in (Armed(7), None, Armed(8)):
-        ranks[0].before_step(order)  # the other is a step behind
+        ranks[0].before_step(order)  # the other rank is a step behind
         sent = pickle.loads(pickle.dumps(order))
         assert [rank.needs_layers(sent) for rank in ranks] == [order is not None] * 2
     flag.remove()
@@ -215,7 +214,7 @@ def test_only_exported_prefills_need_layer_hooks(make: Make) -> None:
     assert side.needs_layers(TransferOrder(progress=[("t", 32)]))
 
 
-# What the engine does where it cannot be had.
+# What the engine does if graphs cannot be chosen step by step.
 
 
 def extra(config: ConnectorConfig) -> dict[str, object]:
@@ -279,7 +278,7 @@ def test_all_steps_use_piecewise_graphs_if_they_cannot_be_chosen_per_step(
         layers = engine.vllm_config.compilation_config.static_forward_context
         monkeypatch.setitem(layers, "model.layers.0.self_attn", SimpleNamespace(get_attn_backend=FlashInfer))
     else:
-        monkeypatch.delenv("VLLM_USE_V2_MODEL_RUNNER")  # unsaid: it may be
+        monkeypatch.delenv("VLLM_USE_V2_MODEL_RUNNER")  # unset: vLLM may choose the V2 runner
     with caplog.at_level(logging.WARNING, "conserve.kvtransfer"):
         connector = again(engine)
     assert engine.vllm_config.compilation_config.cudagraph_mode == PIECEWISE

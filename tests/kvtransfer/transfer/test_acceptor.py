@@ -35,7 +35,7 @@ def test_the_acceptor_accepts_again_once_the_process_can_start_threads(
         usual(thread)
 
     monkeypatch.setattr(threading.Thread, "start", start)
-    for _ in (1, 2):  # the one place is free again each time
+    for _ in (1, 2):  # the only connection is free again each time
         with contextlib.suppress(ConnectionResetError):
             assert asked(port) == b""
     assert asked(port) == b"hello" and not refused

@@ -207,7 +207,7 @@ def test_blocks_are_sent_again_if_the_prefill_begins_again(pair: TransferPair) -
     assert pair.mine.blocks(into) == pair.theirs.blocks(elsewhere)
 
 
-HANDSHAKE_BYTES = 20 + 32 + 20 + 32  # of the producer: CHALLENGE and ACCEPT
+HANDSHAKE_BYTES = 20 + 32 + 20 + 32  # that the producer sends: CHALLENGE and ACCEPT
 OF_A_FRAME = [0, 2, 4, 8, 12, 20, 20 + 16, 20 + 32 + 100, 20 + 32 + 29 * 4096 + 7]
 
 
@@ -316,7 +316,7 @@ def test_a_fetch_from_a_dead_producer_is_refused_as_unreachable(pair: TransferPa
     assert pair.refused() is Reason.UNREACHABLE
 
 
-def test_a_cancelled_fetch_ends_at_once_and_frees_the_producer(pair: TransferPair) -> None:
+def test_a_cancelled_fetch_ends_early_and_frees_the_producer(pair: TransferPair) -> None:
     cancellation = Cancellation()
     threading.Timer(0.1, cancellation.cancel).start()
     start = time.monotonic()
@@ -409,7 +409,7 @@ class FlippingProxy:
 
 
 class FrameSwappingProxy(FlippingProxy):
-    """Proxy that swaps the first two frames of blocks, except for the fields that the consumer counts."""
+    """Proxy that swaps the first two frames of blocks, but leaves the first 20 bytes of each in place."""
 
     def _run(self) -> None:
         consumer, _ = self._listener.accept()
@@ -417,7 +417,7 @@ class FrameSwappingProxy(FlippingProxy):
         threading.Thread(target=self._pump, args=(consumer, producer), daemon=True).start()
         size = 20 + 16 + 16 + BLOCK_BYTES * len(PROMPT)
         try:
-            for _ in range(2):  # CHALLENGE, and when that is answered ACCEPT
+            for _ in range(2):  # CHALLENGE and, after the consumer's reply, ACCEPT
                 consumer.sendall(wire.receive_exactly(producer, HANDSHAKE_BYTES // 2))
             first, second = (wire.receive_exactly(producer, size) for _ in range(2))
             consumer.sendall(first[:20] + second[20:] + second[:20] + first[20:])

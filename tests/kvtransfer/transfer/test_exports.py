@@ -105,7 +105,7 @@ def test_progress_on_old_blocks_does_not_count_for_new_blocks(exports: Exports) 
         exports.wait_ready(reader, 0.01)
 
 
-def test_present_and_later_readers_of_an_aborted_prefill_are_refused(exports: Exports) -> None:
+def test_current_and_later_readers_of_an_aborted_prefill_are_refused(exports: Exports) -> None:
     exports.open("t", [[1]], total_tokens=16, prompt="p")
     reader = exports.attach("t", "p", skip=[0], wait_s=0)
     exports.abort("t")
@@ -126,7 +126,7 @@ def test_blocks_are_released_only_once_they_are_delivered_and_the_prefill_has_fi
     assert refusal(exports, "t") is Reason.TAKEN
 
 
-def test_a_dismissed_export_holds_nothing_even_if_dismissed_early(exports: Exports) -> None:
+def test_a_dismissed_export_holds_nothing_even_if_dismissed_before_it_begins(exports: Exports) -> None:
     exports.dismiss("early")
     exports.open("early", [[1]], total_tokens=16, prompt="p")
     exports.open("late", [[2]], total_tokens=16, prompt="p")

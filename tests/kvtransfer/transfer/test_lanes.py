@@ -60,7 +60,7 @@ def test_each_lane_has_a_layer_that_is_sent_while_the_prompt_is_computed() -> No
 @pytest.mark.parametrize("encrypt", [False, True])
 def test_a_prompt_arrives_completely_over_several_lanes(encrypt: bool) -> None:
     theirs, mine = Memory(fill=True), Memory(fill=False)
-    mine.piece_bytes = 3 * BLOCK_BYTES - 1  # it takes less at once than the producer has
+    mine.piece_bytes = 3 * BLOCK_BYTES - 1  # the consumer takes smaller pieces than the producer
     exports = Exports(theirs, BLOCK_TOKENS, lease_s=10, clock=lambda: 0.0)
     server, port = serving(exports, encrypt=encrypt)
     generation = exports.open("t", [PROMPT], TOKENS, "p")
@@ -124,7 +124,7 @@ def test_a_failed_lane_ends_the_other_lanes_with_its_reason() -> None:
     exports = SilentExports(Memory(fill=True), BLOCK_TOKENS, lease_s=10, clock=lambda: 0.0)
     server, port = serving(exports)
     generation = exports.open("t", [PROMPT], TOKENS, "p")
-    exports.wrote(1, [Written("t", generation, TOKENS)])  # lanes 0 and 2 wait for theirs
+    exports.wrote(1, [Written("t", generation, TOKENS)])  # lanes 0 and 2 wait for their layers
     began = time.monotonic()
     with pytest.raises(TransferRefused) as refused:
         source = TransferSource("127.0.0.1", port, "t", 4, "p")

@@ -32,11 +32,11 @@ asking = st.lists(st.tuples(st.booleans(), st.integers(0, 30)), max_size=80)
 
 @settings(deadline=None)
 @given(slots=st.integers(2, 12), steps=asking)
-def test_slots_are_used_in_order_and_receivers_never_wait_for_senders(
+def test_slots_are_given_in_the_order_of_asking_and_receivers_never_wait_for_senders(
     slots: int, steps: list[tuple[bool, int]]
 ) -> None:
     window = SlotWindow(slots)
-    users: dict[int, bool] = {}  # ticket -> sends, in the order of asking
+    users: dict[int, bool] = {}  # ticket -> whether it sends, in the order of asking
     for sends, which in steps:
         if users and which % 3 == 0:  # one ends: it has been served, or gave up
             window.end(ended := list(users)[which % len(users)])
