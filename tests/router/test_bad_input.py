@@ -170,7 +170,7 @@ ENDLESS: list[tuple[dict[str, Any], str]] = [
 
 
 @pytest.mark.parametrize("tier", [{}, {"service_tier": "flex"}])
-async def test_requests_with_unbounded_numbers_are_refused_before_they_reach_an_engine(
+async def test_requests_with_invalid_or_out_of_range_fields_are_refused_before_they_reach_an_engine(
     made: FakeFleet, tier: dict[str, str]
 ) -> None:
     for wrong, code in ENDLESS:

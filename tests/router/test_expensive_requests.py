@@ -95,7 +95,7 @@ async def test_only_known_paths_reach_the_batch_process(
         assert (await http.get("/v1/batches/batch_1")).status_code == 503  # forwarded, but nothing listens
 
 
-def test_the_gateway_encodes_each_path_for_the_batch_process_itself() -> None:
+def test_the_gateway_itself_encodes_each_path_for_the_batch_process() -> None:
     assert canonical_target("/v1/files/a b?%\u20ac/content") == b"/v1/files/a%20b%3F%25%E2%82%AC/content"
     for path in ("/v1/batches\n", "/v1/files/a/b", "/v1/files//content"):
         with pytest.raises(NotFound):

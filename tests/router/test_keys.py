@@ -245,7 +245,7 @@ def test_without_a_valid_keys_file_every_request_is_refused(tmp_path: Path, text
             known.find(secret)
 
 
-def test_a_pipe_as_keys_file_is_refused_at_once(tmp_path: Path) -> None:
+def test_a_pipe_as_keys_file_is_refused_without_waiting(tmp_path: Path) -> None:
     os.mkfifo(tmp_path / "keys")
     with pytest.raises(KeysFileError, match="the file is empty"):
         load_keys(tmp_path / "keys")

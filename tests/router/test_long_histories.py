@@ -74,7 +74,9 @@ async def test_a_history_larger_than_the_limit_on_bodies_is_refused(tmp_path: Pa
         assert "DELETE /v1/conversations/c " in refused.error["message"]
 
 
-async def test_a_large_history_blocks_the_event_loop_only_for_its_transport(tmp_path: Path) -> None:
+async def test_a_large_history_is_read_and_stored_without_blocking_the_event_loop_for_long(
+    tmp_path: Path,
+) -> None:
     answers, parser_pool = Answers(stored(tmp_path)), ParserPool()
     await answers.start()
     asking: dict[str, Any] = {"model": "small", "input": junk(6 * MIB)}
@@ -110,7 +112,7 @@ def cut(body: bytes) -> list[bytes]:
 async def test_a_request_that_waits_for_its_history_counts_as_a_turn_of_its_key(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A key's limit of concurrent turns also limits how many histories are read at once."""
+    """A key's limit of concurrent turns also limits how many histories are read concurrently."""
     async with limited(tmp_path, {"turns": 1}) as made:
         disk = Hanging(monkeypatch, "history")
         both = [asyncio.create_task(say(made, "x", "resp_1")) for _ in range(2)]

@@ -49,7 +49,7 @@ def left(answer: GatewayAnswer, of: str) -> int:
 
 
 @given(st.integers(1, 100), st.lists(st.tuples(st.floats(0, 30), st.floats(0, 150)), max_size=40))
-def test_a_bucket_grants_the_amount_of_one_minute_at_once_and_refills_within_a_minute(
+def test_a_bucket_holds_the_amount_of_one_minute_and_refills_within_a_minute(
     most: int, asked: list[tuple[float, float]]
 ) -> None:
     bucket, now, granted, last = Bucket(most, 0.0), 0.0, 0.0, 0.0
@@ -233,7 +233,7 @@ def alices(**limits: Any) -> Key:
     return Key("of-alice", "a", hash_secret("alice"), limits=Limits(**limits))
 
 
-def test_a_key_whose_limit_changes_does_not_get_its_used_requests_back() -> None:
+def test_a_changed_limit_does_not_give_a_key_its_used_requests_back() -> None:
     meters = Meters({}.get, lambda: 0.0)
     assert granted(meters, alices(requests_per_minute=10), 20) == 10
     for turns in range(1, 5):
@@ -268,7 +268,7 @@ async def test_requests_after_a_change_of_limits_are_reported_to_the_other_gatew
     assert told[:2] == [300, 2]
 
 
-def test_beyond_the_bound_on_meters_the_longest_unused_one_is_dropped() -> None:
+def test_beyond_10_000_meters_the_one_unused_for_longest_is_dropped() -> None:
     def key(number: int) -> Key:
         return Key(f"k{number}", "o", hash_secret(""), limits=Limits(requests_per_minute=1))
 

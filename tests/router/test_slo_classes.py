@@ -47,7 +47,7 @@ def test_a_turn_that_asks_for_an_unknown_or_reserved_class_is_refused(body: dict
 
 
 def test_engines_get_the_targets_and_the_queue_weight_of_a_turns_class() -> None:
-    default = SloClass("default", SloSettings(last_turn_tbt_s=0.5))  # of answers to users: not the engines'
+    default = SloClass("default", SloSettings(last_turn_tbt_s=0.5))  # for answers to users, not for engines
     assert engine_arguments(default, {}, {"vllm_xargs": {"slo_tbt_ms": 90}}) == {}
     assert engine_arguments(GOLD, {}, {}) == {"vllm_xargs": {"slo_tbt_ms": 50.0, "queue_weight": 30.0}}
     own = engine_arguments(GOLD, {}, {"vllm_xargs": {"slo_tbt_ms": 90}})
@@ -83,7 +83,7 @@ def test_a_turn_cannot_ask_for_a_tighter_ttft_than_its_class_or_the_engines_have
 ) -> None:
     """A tighter TTFT target would abort offline work."""
     config = replace(CONFIG, ttft_s=2.0)
-    default = SloClass("default", SloSettings(ttfet_s=0.1))  # of answers to users: not the engines'
+    default = SloClass("default", SloSettings(ttfet_s=0.1))  # for answers to users, not for engines
     tight = SloClass("tight", SloSettings(ttfet_s=0.5))
     for of, least in ((default, 2000), (PAID, 2000), (GOLD, 2000), (tight, 500)):
         before = raised(of)

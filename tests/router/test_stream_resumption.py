@@ -211,7 +211,7 @@ async def test_a_stream_that_cannot_resume_exactly_ends_in_an_error_and_is_count
         assert len(made.decoder_requests()) == 1
 
 
-async def test_a_stream_without_token_lines_ends_in_an_error(tmp_path: Path) -> None:
+async def test_a_cut_stream_ends_in_an_error_if_its_engine_reported_no_token_ids(tmp_path: Path) -> None:
     async with fleet(tmp_path, engine={"lines": False}) as made:
         before = await cuts(made)
         cut_first(made, 3)

@@ -268,7 +268,7 @@ async def test_validation_goes_on_whatever_value_an_unknown_field_has(
         assert (await ended(client, batch)).status == "completed"
 
 
-def test_the_token_estimate_of_a_line_is_limited_to_what_the_store_holds() -> None:
+def test_the_token_estimate_of_a_line_is_limited_to_the_largest_number_that_the_store_holds() -> None:
     assert estimated_tokens(4_000, {"max_tokens": 1e30, "n": 128}) == 1_000 + MAX_TOKENS
     with_unknown = line("a")["body"] | {"max_completion_tokens": None, "max_output_tokens": 1000}
     data = jsonl([line("a", body=with_unknown)])

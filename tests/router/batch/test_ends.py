@@ -159,7 +159,7 @@ async def test_a_line_that_fails_at_every_try_does_not_stop_the_others(
         )
         tried = [body["messages"][0]["content"] for body in engine.bodies]
         assert tried.count("status=500") == FAST.max_tries
-        # A kept-alive connection that breaks before an answer may have been dead: the request is sent again.
+        # One try may send a request twice, because a kept-alive connection may have been dead before.
         assert FAST.max_tries <= tried.count("drop it") <= 2 * FAST.max_tries
 
 
@@ -178,7 +178,7 @@ async def test_lines_that_a_busy_engine_refuses_are_sent_again_later(
 
 
 @pytest.mark.parametrize("why", ["restarted", "shares its layers"])
-async def test_lines_at_an_engine_that_restarts_or_shares_layers_go_to_another(
+async def test_lines_at_an_engine_that_restarts_or_shares_layers_go_to_another_engine(
     sqlite_url: str, tmp_path: Path, why: str
 ) -> None:
     slow, other = OfflineEngine(delay_s=30.0), OfflineEngine()

@@ -90,7 +90,7 @@ async def test_a_refused_flex_request_costs_no_tokens(
     async with limited(tmp_path, {"tokens_per_minute": 100_000}, batch=batch) as made:
         refused = await alice(made.urls[0], "x" * 20_000, service_tier="flex")
         assert (refused.status, refused.error["code"]) == (429, "resource_unavailable")
-        assert left(refused, "tokens") < 90_000  # when the request was sent there
+        assert left(refused, "tokens") < 90_000  # the header was made before the refusal
         after = await alice(made.urls[0], "hi")
         assert after.status == 200 and left(after, "tokens") > 95_000
 

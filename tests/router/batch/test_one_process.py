@@ -1,4 +1,4 @@
-"""One batch process writes the store and answers only its fleet's gateways; the next continues its work."""
+"""One batch process at a time writes the store, for its fleet's gateways; the next continues its work."""
 
 import asyncio
 from collections import Counter

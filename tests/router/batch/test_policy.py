@@ -93,7 +93,7 @@ def test_idle_kv_that_has_a_copy_on_the_host_counts_as_spare() -> None:
     assert allowance_of(view(reported=idle), SETTINGS).requests > 1
 
 
-def test_engines_that_drain_or_rest_get_no_offline_requests() -> None:
+def test_engines_that_drain_or_pause_after_errors_get_no_offline_requests() -> None:
     assert allowance_of(view(reported=state(draining=True)), SETTINGS).requests == 0
     assert allowance_of(view(resting=True), SETTINGS).requests == 0
 
@@ -143,13 +143,13 @@ def test_no_more_lines_are_taken_than_free_kv_allows() -> None:
     assert taken == {1: 1}  # a line larger than all free KV runs alone, or it would wait for ever
 
 
-def test_an_owner_that_returns_with_new_work_has_neither_debt_nor_credit() -> None:
+def test_an_owner_with_new_work_begins_level_with_the_owners_served_before() -> None:
     fair = FairShare()
     fair.restrict({"a"})
     fair.charge("a", 1_000)
     fair.restrict({"a", "b"})
     fair.charge("b", 1)
-    assert fair.next({"a", "b"}) == "a"  # b started level with a
+    assert fair.next({"a", "b"}) == "a"  # b began level with a, and was then served more
 
 
 def test_the_least_loaded_decoder_gets_the_next_offline_request() -> None:
@@ -177,7 +177,7 @@ def test_a_job_does_not_wait_for_a_full_engine_that_holds_its_prefix() -> None:
     assert [engine for _, engine in placed] == ["y"] and not left
 
 
-def test_an_engine_runs_only_one_request_at_a_time_that_failed_twice() -> None:
+def test_an_engine_runs_requests_that_failed_twice_one_at_a_time() -> None:
     suspects = [PolicyLine(i, tries=SUSPECT_AFTER) for i in range(3)]
     placed, left = assign(suspects, [view()], {"e": Allowance(8, 10_000)}, {})
     assert len(placed) == 1 and len(left) == 2

@@ -43,7 +43,7 @@ def home(monkeypatch: pytest.MonkeyPatch) -> Iterator[FleetHome]:
 
 
 async def answering(pid: int, url: str, not_this: int = 0) -> int:
-    """Wait until the child of process `pid` answers at `url`, and return its pid, which is not `not_this`."""
+    """Wait until a child of process `pid`, other than `not_this`, answers at `url`; return its pid."""
     async with httpx.AsyncClient() as http, asyncio.timeout(60):
         while True:
             try:

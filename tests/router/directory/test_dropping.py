@@ -182,7 +182,7 @@ def test_no_two_groups_have_the_same_epoch() -> None:
     dropper = Dropper(DropLimits(1.0), two.records, two.share, lambda: now[0])
     seen = []
     for _ in range(3):
-        one_round(dropper, OverloadState.initial())  # sees that the group was lost
+        one_round(dropper, OverloadState.initial())  # the dropper sees that the group was lost
         now[0] += UNWILLING_S + 1
         one_round(dropper, LACKING)
         seen.append(two.epochs()[0])
@@ -190,7 +190,7 @@ def test_no_two_groups_have_the_same_epoch() -> None:
             two.set(name, SplitState(f"{name}:1", SHAPE, 0, SHAPE.kv_tokens))
     assert sorted(set(seen)) == seen
     two.set("d0", SplitState("d0:1", SHAPE, 0, SHAPE.kv_tokens, newest=seen[-1] + 5))
-    one_round(Dropper(DropLimits(1.0), two.records, two.share), LACKING)  # of a directory that restarted
+    one_round(Dropper(DropLimits(1.0), two.records, two.share), LACKING)  # after a restart of the directory
     assert two.epochs()[0] > seen[-1] + 5
 
 

@@ -65,7 +65,7 @@ async def talk(url: str, conversation: str) -> tuple[GatewayAnswer, float]:
     return answer, time.monotonic() - began
 
 
-async def test_a_directory_with_a_full_disk_refuses_new_conversations_at_once(tmp_path: Path) -> None:
+async def test_a_directory_with_a_full_disk_refuses_new_conversations_immediately(tmp_path: Path) -> None:
     with small_disk(tmp_path) as disk:
         async with serving(tmp_path, disk.within) as (url, directory):
             assert (await talk(url, "bound"))[0].status == 200

@@ -332,7 +332,7 @@ SIZES = {"transfer": "", "control": "", "kv_tokens": 100, "block_tokens": 16, "m
 CONVERSATION = {"key": "a", "parent": None, "created_at": 1.0, "used_at": 2.0}
 
 
-def test_a_journals_fields_of_a_newer_version_are_ignored() -> None:
+def test_fields_that_a_newer_version_wrote_to_a_journal_are_ignored() -> None:
     rows = [
         Row("e:d0", "whole", orjson.dumps({**ENGINE, **SIZES, "newer": 1})),
         Row("c:a", "whole", orjson.dumps({**CONVERSATION, "newer": 1})),

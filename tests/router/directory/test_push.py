@@ -23,7 +23,7 @@ def test_only_a_later_process_supersedes_a_gateway_of_the_same_name() -> None:
     assert not supersedes(process_name("my.gateway-1"), first)
 
 
-def test_usage_that_gateways_report_is_summed_for_a_slow_stream() -> None:
+def test_usage_that_gateways_report_is_summed_until_a_slow_stream_takes_it() -> None:
     streams = GatewayStreams()
     slow = streams.join("slow")
     for _ in range(2000):

@@ -147,7 +147,7 @@ def test_waiting_turns_go_in_order_of_class_but_no_class_starves() -> None:
         asked = ask(key, 2000, wait_s=90.0, queue_weight=queue_weight)
         assert isinstance(made.place(asked, at, lambda outcome, key=key: got.append(key)), Waiter)
     made.end("big", "deleted", 40.0)
-    # A turn that goes before all waiting turns is placed at once; any other waits behind them.
+    # A turn that goes before all waiting turns is placed immediately; any other waits behind them.
     assert isinstance(made.place(ask("first", 2000, wait_s=9.0, queue_weight=50.0), 40.0, nobody), Placed)
     assert isinstance(made.place(ask("last", 2000, wait_s=9.0), 40.0, lambda outcome: None), Waiter)
     made.serve_waiting(40.0)
@@ -244,7 +244,7 @@ def test_flows_of_one_owner_are_served_fairly() -> None:
     assert got.index("a:y") <= QUANTUM // 1000
 
 
-def test_a_large_turn_that_waits_for_kv_is_passed_for_one_quantum_only() -> None:
+def test_turns_of_another_owner_pass_a_large_waiting_turn_for_one_quantum_only() -> None:
     """One owner's turn needs more KV than is free. Another owner's turns pass it, up to one quantum."""
     made, got = table(decoders=1, kv_tokens=60_000), list[str]()
     place(made, ask("a:big", 30_000))
@@ -281,7 +281,7 @@ def test_a_turn_that_waited_until_its_limit_is_refused_with_the_reason() -> None
     assert made.waiting == 0
 
 
-def test_a_turn_that_can_never_fit_is_refused_at_once() -> None:
+def test_a_turn_that_can_never_fit_is_refused_immediately() -> None:
     outcome = table().place(ask("huge", 50_000, wait_s=60.0), 0.0, nobody)
     assert isinstance(outcome, Refusal)
     assert outcome.reason is RefusalReason.TOO_LARGE
@@ -414,7 +414,7 @@ def test_a_gateway_is_notified_when_another_one_serves_its_conversation() -> Non
 def test_after_a_restart_only_a_repeated_request_for_the_same_turn_is_placed_anew() -> None:
     """Other turns run where the conversation is bound, even if the journal holds no turn's end."""
     made = table()
-    made.effects()  # drop the effects of its engines, which announce themselves again
+    made.effects()  # discard the announcements of its engines, which are repeated below
     end = chains.of_text(SEED, b"prompt").end
     first = place(made, ask("c", end=end))
     written = made.effects().rows
@@ -490,7 +490,7 @@ def same(made: BindingTable, again: BindingTable) -> None:
 
 
 def test_the_end_of_a_turn_may_arrive_before_its_beginning() -> None:
-    """If a client leaves at once, the report of its turn's end can overtake the request for its placement."""
+    """If a client leaves early, the report of its turn's end can overtake the request for its placement."""
     made = table()
     made.turn_ended("c", "g", 0.0, TurnEnded(prompt_tokens=0, completion_tokens=0), turn=7)
     outcome = made.place(ask("c", turn=7), 0.1, nobody)
@@ -512,7 +512,7 @@ def test_a_request_that_arrives_again_after_its_turn_ended_starts_no_turn() -> N
     assert not made.running_at("c")
 
 
-def test_a_turn_that_lost_its_decoder_may_ask_a_restarted_directory_twice() -> None:
+def test_a_repeated_request_of_a_turn_that_lost_its_decoder_waits_at_a_restarted_directory() -> None:
     made = table(decoders=1)
     place(made, ask("c", turn=7))
     made.turn_ended("c", "g", 0.2, TurnEnded(prompt_tokens=5, completion_tokens=5), turn=7)

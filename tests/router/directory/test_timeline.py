@@ -14,7 +14,7 @@ def test_a_turn_is_shown_as_prefill_then_decode_then_pause() -> None:
     assert (one["turns"], one["transfers"], one["tokens"]) == (2, 1, 900)
 
 
-def test_of_too_many_timelines_those_with_the_latest_events_are_kept() -> None:
+def test_beyond_the_limit_the_timelines_with_the_latest_events_are_kept() -> None:
     timeline = Timeline(conversations=3)
     for second, key in enumerate("abcd"):
         timeline.turn_started(key, "decode-0", transferred=False, now=float(second))

@@ -10,7 +10,7 @@ from router.directory.api.messages import Ask, Placed
 from router.directory.waiting import FLOWS, MAX_WAITING, Waiter, Waiting
 
 FULL = Refusal(RefusalReason.NO_CAPACITY, "full", 1.0)
-TURN = 1000  # tokens of one
+TURN = 1000  # tokens of a turn
 BETTER_S = 10.0
 
 

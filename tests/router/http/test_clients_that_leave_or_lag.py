@@ -123,7 +123,7 @@ async def test_a_client_that_reads_slowly_pauses_the_engine_and_gets_every_byte(
         before = psutil.Process().memory_info().rss
         await eventually(lambda: written)
         before_that = 0
-        while written - before_that > 2:  # until it stops, which has to be well before the end
+        while written - before_that > 2:  # until the engine pauses, well before its end
             before_that = written
             await asyncio.sleep(0.2)
         assert written < blocks

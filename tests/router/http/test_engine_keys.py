@@ -1,4 +1,4 @@
-"""Tests of the key that the gateway shows to engines."""
+"""Tests of the key that the gateway sends to engines."""
 
 from typing import Any
 

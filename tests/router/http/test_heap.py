@@ -54,7 +54,7 @@ async def test_a_full_garbage_collection_waits_for_an_idle_moment() -> None:
 
 
 @pytest.mark.usefixtures("collector")
-async def test_a_full_garbage_collection_runs_at_last_if_no_moment_is_idle() -> None:
+async def test_a_full_garbage_collection_runs_at_its_time_limit_if_no_moment_is_idle() -> None:
     settle_heap()
     before = Cycle.ended
     collecting = asyncio.create_task(collect_when_idle(lambda: False, looks_s=0.01, at_latest_s=0.3))

@@ -1,4 +1,4 @@
-"""Tests of token lines: the gateway stores them, and the client does not get them."""
+"""Tests of the comments with token ids in an engine's stream: the gateway stores and removes them."""
 
 from __future__ import annotations
 
@@ -72,7 +72,7 @@ async def test_the_splice_loop_stores_token_lines_and_removes_them_from_the_stre
 async def test_token_lines_are_removed_however_the_bytes_are_split(
     serve: Any, pool_of: Any, engine_of: Any, seed: int
 ) -> None:
-    """Events have no, one or three tokens, and comments are between them. The engine ends after any byte."""
+    """Events have 0, 1 or 3 tokens, some with comments between. The stream is cut at a random byte."""
     rng = random.Random(seed)
     pieces, tokens, bare = [], [], []
     for number in range(40):
