@@ -94,7 +94,7 @@ async def test_a_stream_that_its_engine_aborts_gets_no_end_message(had: int) -> 
 
 
 @pytest.mark.parametrize("pieces", [b"-1", b"x", b"", b"9" * 5000])
-async def test_a_request_with_an_invalid_count_of_pieces_gets_no_token_lines(pieces: bytes) -> None:
+async def test_a_request_with_an_invalid_stream_pieces_header_gets_no_token_lines(pieces: bytes) -> None:
     seen: list[Any] = []
 
     async def app(scope: Any, receive: Any, send: Any) -> None:

@@ -107,7 +107,7 @@ def test_ending_a_process_ends_its_whole_tree(directory: Path) -> None:
     until(lambda: not left(directory))
 
 
-def test_a_lease_that_nobody_renews_ends_the_tree(directory: Path) -> None:
+def test_a_lease_that_nobody_renews_ends_the_process_tree(directory: Path) -> None:
     process = start(directory, lease_s=1.0)
     for _ in range(4):
         time.sleep(0.4)
@@ -158,7 +158,7 @@ def test_a_process_without_a_record_ends_although_a_supervisor_lives(
         time.sleep(0.1)
 
 
-def test_a_removed_lease_ends_the_tree_at_once(directory: Path) -> None:
+def test_a_removed_lease_ends_the_process_tree_within_seconds(directory: Path) -> None:
     start(directory, lease_s=600)
     (directory / LEASE).unlink()
     until(lambda: not left(directory), 5.0)

@@ -24,7 +24,7 @@ def session(code: str, size: int) -> Iterator[int]:
     ) as child:
         assert child.stdout is not None
         child.stdout.readline()
-        time.sleep(0.2)  # the forks
+        time.sleep(0.2)  # until the child has forked
         try:
             yield child.pid
         finally:
@@ -39,7 +39,9 @@ def test_the_memory_of_a_session_is_the_sum_of_its_processes() -> None:
 def test_memory_shared_by_forked_processes_counts_once_near_the_limit() -> None:
     with session(FORKS, 200 * MIB) as leader:
         assert 200 * MIB < session_bytes(leader) < 260 * MIB
-        assert session_bytes(leader, enough=1 * GIB) > 600 * MIB  # an upper bound will do
+        assert (
+            session_bytes(leader, enough=1 * GIB) > 600 * MIB
+        )  # far from the limit, an upper bound suffices
 
 
 def test_by_default_an_engine_may_grow_by_its_kv_and_a_quarter_of_the_machine() -> None:

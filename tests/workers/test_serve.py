@@ -3,7 +3,7 @@
 import subprocess
 import sys
 
-# A server with a bound and a connected socket, whose signals wake its loop; its fork says what it has.
+# A server with a bound and a connected socket, whose signals wake its loop. Its fork checks what it inherits.
 FORKS = """
 import os, signal, socket
 from workers.serve import bound, detach_from_server

@@ -70,7 +70,7 @@ async def test_a_watcher_waits_while_nothing_changes() -> None:
     reports = store.watch()
     await anext(reports)
     waiting = asyncio.ensure_future(anext(reports))
-    store.tell(KeeperPhase.WAITING)  # as it is
+    store.tell(KeeperPhase.WAITING)  # the phase that it is in already
     await asyncio.sleep(0.01)
     assert not waiting.done()
     store.tell(KeeperPhase.STARTING, "loading weights")
@@ -78,7 +78,7 @@ async def test_a_watcher_waits_while_nothing_changes() -> None:
     assert report.status.detail == "loading weights"
 
 
-async def test_a_connected_keeper_receives_states_and_can_check_integrity(
+async def test_a_connected_keeper_receives_the_engines_state_and_logs_faults_in_its_kv_bookkeeping(
     tmp_path: Path, caplog: object
 ) -> None:
     checked: list[str] = []

@@ -181,7 +181,7 @@ def without_text(value: Any, added: list[str], adds: bool = False) -> Any:
             added.append(one)
         else:
             kept[name] = without_text(one, added)
-    if isinstance(kept.get("input_tokens"), int):  # Messages counts apart what was cached, before or now
+    if isinstance(kept.get("input_tokens"), int):  # Messages counts cached tokens separately
         cached = ("cache_read_input_tokens", "cache_creation_input_tokens")
         kept["input_tokens"] += sum(value.get(name) or 0 for name in cached)
     return kept
@@ -189,12 +189,12 @@ def without_text(value: Any, added: list[str], adds: bool = False) -> Any:
 
 @pytest.mark.parametrize("case", ["text", "messages", "responses", "usage"])
 def test_the_first_token_line_has_the_length_of_the_prompt(engine: EngineProcess, case: str) -> None:
-    """Token lines carry what `usage` reports, which few clients request; it is sent once."""
+    """The counts of `usage` are sent once in token lines, because few clients request `usage`."""
     path, asked = CASES[case]
     pieces = stream(engine, path, {**GREEDY, **asked}, [])
     text = b"".join(piece for _, piece in pieces)
     said = int(re.findall(rb'"(?:prompt|input)_tokens": ?([0-9]+)', text)[-1])
-    if case == "messages":  # which counts apart what was cached
+    if case == "messages":  # which counts cached tokens separately
         said += sum(map(int, re.findall(rb'"cache_(?:read|creation)_input_tokens": ?([0-9]+)', text)[-2:]))
     ((prompt, cached),) = COUNTS.findall(b"\n".join(line for line, _ in pieces))
     assert any(COUNTS.match(line) for line, _ in pieces) and int(prompt) == said > int(cached)

@@ -1,7 +1,7 @@
 """Negative controls: schedulers that leave out one step of the roll-back, loaded by vLLM by name.
 
 Each of them, and `Audited`, compares vLLM's records of requests after an aborted iteration with the records
-from before it. They append each difference to the file that the environment names.
+from before it, and appends each difference to the file that the variable `AUDIT_VARIABLE` names.
 """
 
 import os

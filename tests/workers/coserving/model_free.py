@@ -51,8 +51,8 @@ class StepRequest:
 
     key: str
     request: Any
-    count: int
-    end: int  # tokens computed after it
+    count: int  # tokens that the iteration computes
+    end: int  # tokens of the request that are computed after the iteration
     blocks: tuple[list[int], ...]  # by KV cache group
 
 
@@ -117,7 +117,7 @@ class ModelFreeEngine:
             kv_transfer_config=transfer,
         ).create_engine_config()
         vllm_config.cache_config.num_gpu_blocks = BLOCKS * len(windows)
-        vllm_config.scheduler_config.async_scheduling = overlapping  # the CPU build takes it back
+        vllm_config.scheduler_config.async_scheduling = overlapping  # vLLM for CPUs resets it above
         import torch
 
         shape: dict[str, Any] = {
@@ -141,14 +141,14 @@ class ModelFreeEngine:
         self.scheduler: Any = make(
             vllm_config, cache, StructuredOutputManager(vllm_config), BLOCK, log_stats=False
         )
-        if latency is FAST:  # steps without a model would correct it
+        if latency is FAST:  # bound=1.0: steps without a model must not correct it
             self.scheduler.latency = SelfCorrecting(FAST, bound=1.0)
         self._seeded_clock = SeededClock(seed)
         self._clock = clock or self._seeded_clock
         self.scheduler.clock = self.scheduler.tracked.clock = self.scheduler.tracked.wall = self._clock
         self.scheduler.rollback_steps = tuple(step for step in rollback.STEPS if step is not left_out)
         self._flag = page.Flag(connector.safepoint)
-        self._flag.remove()  # both sides have the page mapped: no file of it stays behind
+        self._flag.remove()  # both sides have the page mapped, so its file can go
         self._rng = random.Random(seed)
         self._kv: dict[tuple[int, int], int] = {}
         self.lies: list[str] = []
@@ -232,7 +232,7 @@ class ModelFreeEngine:
 
         keys = [row.key for row in rows]
         index = {key: number for number, key in enumerate(keys)}
-        there = [row.request.is_finished() for row in rows]  # a token too many is thrown away
+        there = [row.request.is_finished() for row in rows]  # they get a token that is thrown away
         result = ModelRunnerOutput(keys, index, tokens)
         if loaded:
             result.kv_connector_output = KVConnectorOutput(finished_recving=set(loaded))
@@ -244,7 +244,7 @@ class ModelFreeEngine:
     def _compute(self, row: StepRequest, aborted: bool) -> list[int]:
         """Compute a request's tokens even if the request has ended, which an accelerator cannot know."""
         tokens = list(row.request.all_token_ids)
-        while len(tokens) < row.end:  # the client hung up: nobody noted what the step before sampled
+        while len(tokens) < row.end:  # the client hung up, so the last sampled token was not recorded
             tokens.append(answer(tokens))
         for group, window in enumerate(self._windows):
             first = max(0, row.end - row.count - window + 1) if window else 0
@@ -263,12 +263,12 @@ class ModelFreeEngine:
     def _attend(self, row: StepRequest, tokens: list[int], group: int, first: int, aborted: bool) -> None:
         right = group
         for position, token in enumerate(tokens[: row.end]):
-            right = hash((right, token))  # of all tokens up to this one
+            right = hash((right, token))  # hash of all tokens up to this one
             if position < first:
                 continue
             slot = row.blocks[group][position // BLOCK], position % BLOCK
             if position >= row.end - row.count:
-                # Half a pass over what was right already writes the same again.
+                # Where the KV is right already, an aborted pass writes the same values again.
                 if not aborted or self._kv.get(slot) != right:
                     self._kv[slot] = GARBAGE if aborted else right
             elif not aborted and self._kv.get(slot) not in (right, None):

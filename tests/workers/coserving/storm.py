@@ -1,4 +1,4 @@
-"""A storm of aborts and preemptions, after which every output must equal that of an undisturbed run.
+"""A storm: many random aborts and preemptions. Every output must equal that of an undisturbed run.
 
     python -m tests.workers.coserving.storm --model DIR [--aborts 200] [--preemptions 100] [--overlap]
 
@@ -26,7 +26,7 @@ from workers.engine.coserving import safepoint as page
 from workers.engine.coserving.config import CoServingConfig
 from workers.engine.coserving.safepoint import Flag
 
-# Roughly the small model on two cores, so that policies decide on times that are real.
+# Roughly the small model on two cores, so that policies decide by realistic times.
 SMALL_MODEL = LatencyModel(per_token=3e-4, per_attended=2e-8, per_context=1e-7, constant=1.5e-2)
 CALM = "calm"  # the run without aborts
 
@@ -38,7 +38,7 @@ class StormRequest:
     params: dict[str, Any]
     priority: int
     hang_up_after_s: float | None = None
-    together: str = ""  # requests with the same word here arrive in the same moment
+    together: str = ""  # requests with the same word here arrive at the same moment
     queue_weight: float = 0.0  # prompts with a lower weight wait behind it
 
 
@@ -50,7 +50,7 @@ LOGPROB_TOLERANCE = 1e-3
 @dataclass(frozen=True)
 class StormAnswer:
     choices: list[tuple[tuple[int, ...], str, str | None]]  # token ids, text, finish reason
-    logprobs: list[dict[int, float]]  # by token, for each position of the choices and then of the prompt
+    logprobs: list[dict[int, float]]  # by token id; the positions of the choices, then those of the prompt
 
     @classmethod
     def of(cls, output: Any) -> "StormAnswer":
@@ -130,8 +130,8 @@ def asks(seed: int, count: int) -> list[StormRequest]:
                     rng.uniform(0.05, 0.8),
                 )
             )
-    # Short prompts with a prefix nobody had before, arriving together: admitted in one step, they share
-    # blocks that this very step has yet to compute.
+    # Short prompts with a new common prefix arrive together and are admitted in one step. They share blocks
+    # that this step has yet to compute.
     for group in range(6):
         prefix, params = tokens(70), {"temperature": 0.0, "max_tokens": 6, "ignore_eos": True}
         for index in range(4):
@@ -148,7 +148,7 @@ async def ask(engine: StandaloneEngine, one: StormRequest, run: str, stall_s: fl
     from vllm.sampling_params import RequestOutputKind, StructuredOutputsParams
 
     params = dict(one.params) | {"output_kind": RequestOutputKind.FINAL_ONLY}
-    # In the calm run nobody is in a hurry or goes before others, so that no arrival raises the flag.
+    # In the calm run targets are loose and weights equal, so that no arrival raises the flag.
     params["extra_args"] = {"slo_ttft_ms": 1e6} if run == CALM else {"queue_weight": one.queue_weight}
     if "structured_outputs" in params:
         params["structured_outputs"] = StructuredOutputsParams(**params["structured_outputs"])
@@ -269,10 +269,10 @@ async def storm(
 def storm_shape(model: Path, overlaps: bool = False, **more: Any) -> StandaloneShape:
     """Return engine options with little memory and small iterations.
 
-    So prompts take several chunks, and online requests have to preempt. `overlaps` asks for asynchronous
-    scheduling on CPUs (`cpu_overlap.overlapping`).
+    Prompts therefore take several chunks, and online requests have to preempt. `overlaps` asks for
+    asynchronous scheduling on CPUs (`cpu_overlap.overlapping`).
     """
-    # Of a GPU vLLM wants so much to be free; these blocks take little.
+    # vLLM requires this share of a GPU to be free; the blocks below need little of it.
     arguments: dict[str, Any] = {"gpu_memory_utilization": 0.2, "kv_cache_memory_bytes": 4 << 30}
     if not on_cuda():
         # vLLM's choice for CPUs, which `fork_engine_on_cpu` changes unless it is named: the worker computes
@@ -295,7 +295,7 @@ def storm_config() -> CoServingConfig:
 
 
 async def _main(arguments: argparse.Namespace) -> StormResult:
-    binding = "|".join(str(core) for core in range(arguments.ranks))  # a core a rank; one rank binds itself
+    binding = "|".join(str(core) for core in range(arguments.ranks))  # one core per rank
     environment = {"VLLM_CPU_OMP_THREADS_BIND": binding} if arguments.ranks > 1 else {}
     shape = storm_shape(
         arguments.model,

@@ -18,7 +18,7 @@ from workers.engine.coserving import safepoint
 
 
 class OtherMetadata(KVConnectorMetadata):
-    """Metadata of the other connector for its workers."""
+    """Empty metadata that `IdleConnector` sends to its workers."""
 
 
 class IdleConnector(KVConnectorBase_V1, SupportsHMA):

@@ -74,7 +74,7 @@ def a_step(
 
 
 @pytest.mark.parametrize("offline", [0, 1])
-def test_another_decoding_request_costs_no_call_in_a_co_serving_iteration(
+def test_more_decoding_requests_cause_no_more_calls_in_a_co_serving_iteration(
     small_model: Path, offline: int
 ) -> None:
     few, many = (a_step(small_model, requests, offline=offline) for requests in (2, 8))
@@ -83,12 +83,12 @@ def test_another_decoding_request_costs_no_call_in_a_co_serving_iteration(
     assert sum(many.values()) <= 180
 
 
-def test_another_decoding_request_costs_no_call_in_an_iteration_without_co_serving(small_model: Path) -> None:
+def test_more_decoding_requests_cause_no_more_calls_without_co_serving(small_model: Path) -> None:
     few, many = (a_step(small_model, requests, PROMPT_SCHEDULER) for requests in (2, 8))
     assert sum((many - few - OF_THE_TEST).values()) == 0, (many - few).most_common(12)
 
 
-def test_an_iteration_that_cannot_be_aborted_creates_no_record_without_a_log(
+def test_without_an_iteration_log_an_unarmed_iteration_creates_no_record(
     small_model: Path,
 ) -> None:
     calls = a_step(small_model, 4)
@@ -96,7 +96,7 @@ def test_an_iteration_that_cannot_be_aborted_creates_no_record_without_a_log(
     assert not calls["requests.online"]
 
 
-def test_the_sums_of_a_repeated_batch_equal_the_sums_over_its_requests(small_model: Path) -> None:
+def test_the_recorded_work_of_a_repeated_batch_equals_the_sum_over_its_requests(small_model: Path) -> None:
     ticks = count(1)
     engine = ModelFreeEngine(small_model, latency=SHORT, clock=lambda: 1000 + next(ticks) * 1e-4)
     for number in range(6):

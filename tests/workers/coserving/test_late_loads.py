@@ -13,7 +13,7 @@ from tests.workers.coserving.model_free import BLOCK, ModelFreeEngine
 from tests.workers.coserving.overlapped import OverlappedEngine
 from tests.workers.coserving.test_rollback import WINDOWS, storm
 
-ARRIVES = 0.2  # probability for each load and step
+ARRIVES = 0.2  # probability that a load ends in a step
 
 
 class SomeLoads(SchedulerSide):
@@ -21,7 +21,7 @@ class SomeLoads(SchedulerSide):
 
     def __init__(self, context: Any) -> None:
         self.matched: dict[str, int] = {}  # request -> tokens in the prefix cache
-        self.loading: dict[str, tuple[Any, int, int]] = {}  # request, first and last token of its load
+        self.loading: dict[str, tuple[Any, int, int]] = {}  # request, first token of its load, and end
 
     def match(self, request: Any, computed_tokens: int) -> Match | None:
         rng = random.Random(f"{request.request_id} {computed_tokens}")
@@ -43,7 +43,7 @@ class SomeLoadsPlugin(Plugin):
 
 
 class LateLoads(ModelFreeEngine):
-    """Mixin whose loads end in random iterations, even after the clients have disconnected."""
+    """Engine whose loads end in random iterations, even after the clients have disconnected."""
 
     loads = 0
 

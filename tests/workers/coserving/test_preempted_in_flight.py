@@ -31,7 +31,7 @@ def test_a_request_preempted_in_flight_keeps_its_sampled_token(small_model: Path
     engine = SampleCount(small_model, latency=QUICK)
     engine.scheduler.latency = SelfCorrecting(
         QUICK, bound=1.0
-    )  # bound: steps without a model would change it
+    )  # bound=1.0: steps without a model must not correct it
     engine.ask("a", [33 + number % 80 for number in range(100)], TOKENS, priority=1)
     while len(engine.outputs["a"]) < 2:
         engine.step(abort_share=0.0)
@@ -65,7 +65,9 @@ def test_a_request_preempted_at_its_last_token_ends_only_if_its_kv_is_not_handed
     assert engine.drawn == (2 if hands_kv_over else 1), "after a preemption its blocks are gone"
 
 
-def test_a_request_resumed_in_the_iteration_that_preempts_it_brings_its_tokens(small_model: Path) -> None:
+def test_the_worker_gets_all_tokens_of_a_request_that_one_iteration_preempts_and_resumes(
+    small_model: Path,
+) -> None:
     """A worker that does not get the tokens of a resumed request ends the engine."""
     engine = SampleCount(small_model, latency=QUICK)
     engine.ask("a", [33 + number % 80 for number in range(100)], TOKENS, priority=1)

@@ -22,7 +22,7 @@ from traces.simulator.kv import LiveConversation, Pressure
 from workers.engine.coserving.config import PROMPT_SCHEDULER
 
 MODEL = LatencyModel(per_token=1e-3, per_attended=0.0, per_context=0.0, constant=0.02)
-TBT = TurnTargets(5.0, 0.1)  # 80 tokens beside what decodes, less the margin
+TBT = TurnTargets(5.0, 0.1)  # 80 tokens beside decoding requests, less the margin
 
 
 def words(count: int, seed: int = 0) -> list[int]:
@@ -46,7 +46,7 @@ class Stepped(ModelFreeEngine):
             **more,
         )
         self.steps: list[dict[str, int]] = []
-        self.first: dict[str, int] = {}  # the number of the step that made its first token
+        self.first: dict[str, int] = {}  # by request: number of the step that made its first token
         self._depth = 2 if overlapping else 1
         self._under_way: deque[Any] = deque()
 
@@ -162,7 +162,9 @@ def test_decoding_offline_work_takes_no_tokens_from_prompts(small_model: Path) -
     assert engine.scheduler.plugin("report").snapshot().prompt_share == 1.0
 
 
-def test_reports_have_the_waiting_prompt_tokens_their_rate_and_their_share_of_time(small_model: Path) -> None:
+def test_reports_have_the_waiting_prompt_tokens_and_the_speed_and_time_share_of_prompts(
+    small_model: Path,
+) -> None:
     engine = Stepped(small_model)
     report = engine.scheduler.plugin("report")
     assert report.snapshot().prompt_tokens_per_s == 0

@@ -15,7 +15,7 @@ from tests.workers.coserving.model_free import BLOCK, ModelFreeEngine, expected
 from tests.workers.coserving.overlapped import OverlappedEngine
 from workers.engine.coserving import rollback
 
-# In the last two, clients hang up while their steps are in flight, and others read what those computed.
+# In the last two, clients hang up while their steps are in flight; other requests read the KV of these steps.
 STORMS = [(ModelFreeEngine, 0), (ModelFreeEngine, 1), (OverlappedEngine, 59), (OverlappedEngine, 78)]
 # Tokens that the layers of each KV cache group attend to.
 WINDOWS = {"full": (0,), "mixed": (0, 70), "windows only": (70,)}
@@ -83,7 +83,7 @@ def test_a_request_reuses_blocks_that_a_disconnected_one_is_still_computing(
     engine.outputs.pop("gone")
     engine.ask("next", prompt, 2, priority=0)
     engine.step(abort_share=0.0)
-    assert engine.scheduler.requests["next"].num_in_flight_tokens == 150 - 128  # the rest is the other's
+    assert engine.scheduler.requests["next"].num_in_flight_tokens == 150 - 128  # `gone` computes the rest
     assert calmed(engine, {"next": (prompt, 2)}).lies == []
 
 
@@ -102,7 +102,7 @@ def _lied(model: Path, left_out: rollback.Step, seed: int) -> bool:
 
 
 def lies_after_the_owner_left(model: Path, left_out: rollback.Step | None) -> list[str]:
-    """Abort two requests that share a prefix, disconnect the prefix's owner, and return the wrong reads."""
+    """Abort two requests that share a prefix, disconnect the one that computes it, and return wrong reads."""
     engine = ModelFreeEngine(model, left_out, 0)
     prefix = [33 + number % 80 for number in range(128)]
     engine.ask("owner", prefix + [40] * 3, 2, priority=1)
@@ -123,7 +123,7 @@ def test_a_request_that_adopted_blocks_of_an_aborted_iteration_computes_them_its
 
 
 def lies_behind_a_window(model: Path, left_out: rollback.Step | None, windows: tuple[int, ...]) -> list[str]:
-    """Admit a request with another's ten blocks, of which an abort undoes four; return the wrong reads."""
+    """Admit a request that reuses ten blocks, of which an abort undoes four; return the wrong reads."""
     engine = ModelFreeEngine(model, left_out, 0, windows=windows)
     prompt = [33 + number % 80 for number in range(320)]
     engine.ask("owner", prompt, 2, priority=1)

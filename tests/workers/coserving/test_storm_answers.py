@@ -1,4 +1,4 @@
-"""A storm's answers are compared exactly, except for the rounding of logprobs."""
+"""Answers in the storm of aborts (`storm.py`) are compared exactly, but logprobs within a tolerance."""
 
 from types import SimpleNamespace
 from typing import Any
@@ -21,8 +21,8 @@ def answer(
 RIGHT = answer([5], [{5: -0.25}], [{7: -1.005}])
 
 
-def test_logprobs_that_differ_by_their_rounding_are_equal() -> None:
-    """Logprobs are not rounded before they are compared: values 2e-6 apart could then differ by 0.01."""
+def test_logprobs_that_differ_less_than_the_tolerance_count_as_equal() -> None:
+    """Logprobs are not rounded before the comparison, because values 2e-6 apart could then differ by 0.01."""
     assert answer([5], [{5: -0.250002}], [{7: -1.005002}]).difference(RIGHT) == ""
 
 
@@ -30,7 +30,7 @@ def test_answers_with_different_tokens_differ_whatever_their_logprobs() -> None:
     assert answer([6], [{5: -0.25}], [{7: -1.005}]).difference(RIGHT).startswith("choices ")
 
 
-def test_logprobs_further_apart_than_their_rounding_differ() -> None:
+def test_logprobs_that_differ_by_more_than_the_tolerance_count_as_different() -> None:
     assert "at position 0" in answer([5], [{5: -0.252}], [{7: -1.005}]).difference(RIGHT)
     assert "at position 1" in answer([5], [{5: -0.25}], [{7: -1.007}]).difference(RIGHT)
     assert "at position 1" in answer([5], [{5: -0.25}], [{8: -1.005}]).difference(RIGHT)

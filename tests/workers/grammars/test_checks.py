@@ -1,4 +1,4 @@
-"""Grammars are compiled in forks of a separate process; a grammar over its budget delays only its owner."""
+"""Grammars are compiled in forks of a separate process; an expensive grammar delays only its owner."""
 
 import asyncio
 import os
@@ -156,7 +156,7 @@ def test_one_owners_grammars_do_not_keep_another_owner_waiting(compiling: Compil
 
 
 @pytest.mark.timeout(300)
-def test_a_schema_that_many_owners_send_at_once_is_not_compiled_for_each_of_them(
+def test_a_schema_that_many_owners_send_together_is_not_compiled_once_per_owner(
     compiling: CompileProcess,
 ) -> None:
     async def main() -> None:

@@ -33,7 +33,9 @@ from workers.engine.overload.split.peer_link import Message, MessageKind, PeerCo
 
 
 @pytest.mark.parametrize("size", [2, 3, 4])
-def test_every_member_stores_kv_in_the_region_of_its_owner_and_returns_it(four: Group, size: int) -> None:
+def test_each_member_keeps_the_kv_of_each_owner_in_a_region_of_its_own_and_returns_it(
+    four: Group, size: int
+) -> None:
     group = four[:size]
     split(group)
     kept = [layer for worker in group for layer in worker.split.member.kept]  # type: ignore[union-attr]

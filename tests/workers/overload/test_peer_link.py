@@ -200,7 +200,7 @@ def unproved() -> tuple[PeerChannel, socket.socket]:
     return PeerChannel(ours, seal, seal), theirs
 
 
-def test_a_connection_that_closes_is_an_error_at_once() -> None:
+def test_receiving_from_a_closed_connection_is_an_error() -> None:
     line, theirs = unproved()
     theirs.close()
     with pytest.raises((PeerError, OSError)):
@@ -298,7 +298,7 @@ def test_a_server_that_lacked_file_descriptors_accepts_connections_later() -> No
             with contextlib.suppress(OSError):
                 while True:
                     filled.append(os.dup(peer.fileno()))
-            first.connect((host, int(port)))  # has the descriptor that was taken before it was waited for
+            first.connect((host, int(port)))  # accept() reserved a descriptor for it before blocking
             peer.connect((host, int(port)))
             time.sleep(0.5)
         finally:

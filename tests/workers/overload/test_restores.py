@@ -140,7 +140,7 @@ def test_a_drop_command_is_refused_until_a_restore_has_ended(restoring_side: Res
     assert side.take_counts() == {"splits.split": 1, "splits.restored": 1}
 
 
-def test_a_restore_command_is_dropped_if_its_split_is_lost_first(
+def test_a_restore_command_is_discarded_if_its_split_is_lost_first(
     restoring_side: RestoringSide, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("workers.engine.compat.block_pool.start_over", lambda scheduler, blocks: None)

@@ -1,4 +1,4 @@
-"""A peer that answers every message in time, but too slowly in total, costs a bounded time."""
+"""A peer that answers every message in time, but too slowly in total, delays an order by a bounded time."""
 
 from collections.abc import Callable, Iterator
 
@@ -55,7 +55,7 @@ def test_a_restore_with_a_slow_peer_ends_in_time_and_reports_the_loss(
     assert second.whole and second.has_all and not second.split.lost
 
 
-def test_engines_are_split_and_restored_when_none_is_slow(engines: tuple[WorkerHere, WorkerHere]) -> None:
+def test_engines_are_split_and_restored_when_no_peer_is_slow(engines: tuple[WorkerHere, WorkerHere]) -> None:
     first, second = engines
     at_once(*drops(first, second))
     ended, _ = at_once(*restores(engines))
@@ -80,7 +80,7 @@ def test_an_exchange_of_kv_measures_the_speed_of_the_link(engines: tuple[WorkerH
     assert reports[0].moved_s >= messages * SLOW_S > reports[1].moved_s
 
 
-def test_the_directory_waits_longer_than_an_order_takes() -> None:
+def test_the_directory_waits_for_a_drop_or_restore_longer_than_one_may_take() -> None:
     limits = SplitLimits()
     assert FENCE_S + limits.order_s < CHANGE_S["drop"]
     assert 2 * limits.order_s < CHANGE_S["restore"]

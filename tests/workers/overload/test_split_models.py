@@ -51,7 +51,7 @@ def test_every_listed_model_has_the_forward_pass_that_layer_sharing_needs(archit
     assert "hidden_states,residual=layer(positions,hidden_states,residual" in source
     assert "hidden_states,_=self.norm(hidden_states,residual)" in source
     set_to = re.findall(r"(?<!_)hidden_states=", source)
-    assert len(set_to) == 3  # as it comes, embedded, or of an earlier rank: nothing more
+    assert len(set_to) == 3  # set in three places: given embeddings, embedded tokens, an earlier rank
 
 
 def test_an_engine_of_another_model_does_not_start() -> None:

@@ -78,7 +78,7 @@ class SideWithBlocks:
             hashes = [BlockHash(b"%d" % number) for number in numbers]
             owner = conversations.begin_turn(key, hashes, key.startswith("offline:"))
             conversations.advance(owner, hashes)
-        self.pool.free_blocks(self.cached)  # the last of them was used last
+        self.pool.free_blocks(self.cached)  # the last block counts as used last
         config = SimpleNamespace(cache_config=SimpleNamespace(block_size=16))
         context: Any = SimpleNamespace(kv_state=self.kv_state, commands={}, vllm_config=config)
         self.side = OverloadScheduler(context)

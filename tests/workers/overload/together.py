@@ -37,8 +37,8 @@ class SplitChild:
     """Child process with one engine, which carries out the commands that the test sends."""
 
     def __init__(self, model: Path, blocks: int, batched_tokens: int, coserves: bool) -> None:
-        self.highest = 0  # block that a request had, since all was forgotten
-        self.armed_shared = 0  # steps that could be aborted while layers were shared, or about to be
+        self.highest = 0  # number of the highest block held since `forget`
+        self.armed_shared = 0  # armed steps while layers were shared, or a drop or restore ran
         connector = ConnectorConfig(
             transfer=False,
             layer_hooks=coserves,
@@ -57,11 +57,11 @@ class SplitChild:
             max_num_seqs=16,
         )
         self.names: dict[str, str] = {}
-        self.hold_after: int | None = None  # generated tokens after which it takes no step until an order
+        self.hold_after: int | None = None  # generated tokens after which it waits for an order
         self.interrupts, self.arrivals = False, 0
         self.flag: Flag | None = self.engine.side("safepoint").flag if coserves else None
         if self.flag is not None:
-            notify_of_arrivals(self._arrived)  # after the engine's own, which is for arrivals beside a step
+            notify_of_arrivals(self._arrived)  # in addition to the engine's own callback
             threading.Thread(target=self._interrupt, args=(self.flag,), daemon=True).start()
         self.model: SplitModel = self.engine.worker_side(NAME).model
         self.split = self.model.split
@@ -89,7 +89,7 @@ class SplitChild:
             self.names[self.engine.add(prompt, output, priority=priority)] = name
 
     def _interrupt(self, flag: Flag) -> None:
-        """Abort every third abortable iteration, as arrivals do."""
+        """Abort about a third of the abortable iterations at random, as arrivals do."""
         rng, last = random.Random(5), 0
         while True:
             time.sleep(0.001)
@@ -204,7 +204,7 @@ class SplitEngine:
     """Handle with which a test controls one engine."""
 
     def __init__(self, model: Path, blocks: int, batched_tokens: int, coserves: bool) -> None:
-        self.address = ""  # of its peer server, once it is ready
+        self.address = ""  # of its peer server, known once the engine is ready
         self.pipe, theirs = warm_context().Pipe()
         self.process = warm_context().Process(
             target=serve, args=(theirs, model, blocks, batched_tokens, coserves), daemon=True
@@ -331,7 +331,7 @@ class SplitTogether:
     def split_in_flight(self, asked: list[Request], generated: int = 150) -> None:
         self.begin(asked)
         self.drop()
-        for engine in self.engines:  # of those that are left: who began soon may have none any more
+        for engine in self.engines:  # an engine that began early may have no request left
             engine.until(lambda state: state["generated"] > generated or not state["running"])
 
 

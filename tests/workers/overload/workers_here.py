@@ -107,7 +107,7 @@ Group = tuple[WorkerHere, ...]
 
 
 def at_once(*steps: Callable[[], SplitReport]) -> tuple[list[SplitEvent], float]:
-    """Run the workers' orders at once; return how each ended, and the seconds of the first worker."""
+    """Run the workers' orders in parallel; return how each ended, and the seconds of the first one."""
     ended: dict[int, tuple[SplitReport, float]] = {}
 
     def run(number: int, step: Callable[[], SplitReport]) -> None:

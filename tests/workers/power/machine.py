@@ -13,7 +13,7 @@ from pathlib import Path
 HERE = Path(__file__).parent
 ROOT = HERE.parents[2]
 LAYOUT = struct.Struct("96s8IQ")
-ENERGY = struct.Struct("Q")  # the last field
+ENERGY = struct.Struct("Q")  # `energy_mj`, the last field
 DRAW_EVERY_S = 0.5
 FIELDS = (
     "limit_mw",
@@ -96,7 +96,7 @@ class GpuMachine:
             while not stop.wait(DRAW_EVERY_S):
                 for index in range(len(self.limits())):
                     drawn = int(self.read(index, "power_mw") * DRAW_EVERY_S)
-                    # The counter alone: somebody may be setting the limit.
+                    # Write only the counter, because another process may be setting the limit.
                     file.seek((index + 1) * LAYOUT.size - ENERGY.size)
                     file.write(ENERGY.pack(self.read(index, "energy_mj") + drawn))
 

@@ -219,7 +219,7 @@ def test_a_keeper_restarted_within_the_grace_period_keeps_the_cap(machine: GpuMa
     first.wait(10)
     second = keeper(machine, grace=1.0)
     until([300.0, 200.0], machine)
-    time.sleep(2.0)  # the first one's guard has decided by now
+    time.sleep(2.0)  # the first keeper's guard has decided by now
     assert machine.limits() == [300.0, 200.0]
     second.send_signal(signal.SIGINT)
     second.wait(10)
