@@ -18,10 +18,10 @@ def test_an_announced_wait_overrides_observed_waits() -> None:
 
 
 def test_observed_waits_decide_when_no_wait_is_announced() -> None:
-    assert RULES.prefetch(None, (100.0, 300.0)) is None  # too few
-    # A quarter was shorter.
+    assert RULES.prefetch(None, (100.0, 300.0)) is None  # too few waits
+    # A quarter of the waits is shorter than 200 s.
     assert RULES.prefetch(None, (400.0, 100.0, 300.0, 200.0)) == PrefetchTime(198.0, 2.0)
-    assert RULES.prefetch(None, (10.0, 10.0, 10.0, 1000.0)) is None  # not parked by then
+    assert RULES.prefetch(None, (10.0, 10.0, 10.0, 1000.0)) is None  # its KV is not parked by then
 
 
 @pytest.mark.parametrize(

@@ -114,16 +114,16 @@ def test_a_plan_gains_a_reserve_beyond_the_lacking_kv() -> None:
     assert not plan_drop(alone(4), SHAPE, 0, replace(LIMITS, reserve=0.2)).merged
 
 
-def test_existing_groups_do_not_grow_but_the_kv_that_they_gained_counts() -> None:
+def test_existing_groups_do_not_grow_and_the_kv_they_gained_counts_towards_the_reserve() -> None:
     pair = [Member("a", 1e5, 50), Member("b", 1e5, 50)]
     groups = [pair, [Member("c", 2e5, 50)], [Member("d", 2e5, 50)]]
     assert [group.engines for group in plan_drop(groups, SHAPE, 1e6, LIMITS).merged] == [("c", "d")]
     assert plan_drop(groups[:2], SHAPE, 1, LIMITS).why_no_more is NotDropped.SPLIT
-    reserve = replace(LIMITS, reserve=0.3)  # less than the pair has given already
+    reserve = replace(LIMITS, reserve=0.3)  # less than the pair has gained already
     assert plan_drop(groups, SHAPE, 1, reserve).gained_tokens == 2 * (SHAPE.kv_each(2) - SHAPE.kv_tokens)
 
 
-def test_the_time_of_hops_counts_the_messages_to_each_other_engine_and_back() -> None:
+def test_the_hop_time_of_a_group_includes_a_message_to_each_other_engine_and_back() -> None:
     hop = SHAPE.hop_s + 10 * SHAPE.activation_bytes / SHAPE.link_bytes_per_s
     assert [round(SHAPE.hops_s(size, 10) / hop) for size in (1, 2, 3, 4)] == [0, 2, 4, 6]
 

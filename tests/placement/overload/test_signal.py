@@ -1,4 +1,4 @@
-"""An overload is declared once when turns lack KV that cannot be evicted, and ends when demand is low."""
+"""An overload is declared when turns need more KV than eviction can free, and ends when demand is low."""
 
 from dataclasses import replace
 

@@ -76,7 +76,7 @@ def test_a_group_of_three_is_restored_as_soon_as_one_member_is_gone() -> None:
     assert split_orders(LACKING, leaving, LIMITS) == SplitOrders(restores=(("a", "b", "c"),))
 
 
-def test_kv_that_a_pair_gained_counts_against_the_lacking_kv() -> None:
+def test_kv_that_a_pair_gained_is_subtracted_from_the_lacking_kv() -> None:
     pair = [decoder("a", epoch=7), decoder("b", epoch=7)]
     assert split_orders(LACKING, pair, LIMITS) == SplitOrders()
 

@@ -1,4 +1,4 @@
-"""The engine with the clearly sooner first token computes a first turn; the receipt has both estimates."""
+"""A first turn is computed where its first token comes clearly sooner; the receipt has the estimates."""
 
 from dataclasses import replace
 from math import inf
@@ -70,7 +70,7 @@ def test_the_estimates_on_the_receipt_decide_which_engine_computes_the_prompt(
         (0.5, 0.9, None),  # the decoder is sooner, but not clearly
         (0.45, 0.9, Why.SOONER_ON_DECODER),
         (1.0, 1.3, Why.TTFT_AT_RISK),  # the prefiller would take more than 0.6 of the target of 2 s
-        (1.1, 1.3, None),  # not clearly sooner
+        (1.1, 1.3, None),  # the decoder is not clearly sooner
         (5.0, None, Why.SOONER_ON_DECODER),
         (inf, 9.0, None),
     ],
@@ -81,7 +81,7 @@ def test_a_decoder_computes_a_prompt_if_clearly_sooner_or_if_the_target_is_at_ri
     assert why_local(Estimates(local_s, remote_s), TTFT_S) is why
 
 
-def test_any_sooner_decoder_computes_a_prompt_at_risk_while_kv_is_short() -> None:
+def test_while_kv_is_short_any_sooner_decoder_computes_a_prompt_whose_ttft_is_at_risk() -> None:
     assert why_local(Estimates(1.2, 1.3), TTFT_S, kv_short=True) is Why.TTFT_AT_RISK
     assert why_local(Estimates(1.3, 1.3), TTFT_S, kv_short=True) is None
 
@@ -102,7 +102,7 @@ def waits_on(placer: Placer, decoder: str, prompt_tokens: int, live_tokens: int 
     assert placer.observe(report, 0.0)
 
 
-def test_a_decoder_that_is_clearly_sooner_is_chosen() -> None:
+def test_a_decoder_that_is_clearly_sooner_is_chosen_although_it_holds_more_kv() -> None:
     placer = a_placer()
     place(placer, "queued", 100_000)
     waits_on(placer, "d0", 0, live_tokens=50_000)
@@ -130,10 +130,10 @@ def test_kv_is_short_while_many_decoders_are_full(live: int, prefiller: str | No
 @pytest.mark.parametrize(
     ("queued", "waiting", "live", "preferred"),
     [
-        (0, 30_000, 50_000, None),  # a prefiller is sooner: least KV in use
-        (100_000, 500, 50_000, None),  # not clearly sooner
-        (100_000, 30_000, 995_000, None),  # no capacity there
-        (100_000, 30_000, 50_000, "d1"),  # its parent's decoder
+        (0, 30_000, 50_000, None),  # the prefiller is sooner than any decoder
+        (100_000, 500, 50_000, None),  # d0 is not clearly sooner
+        (100_000, 30_000, 995_000, None),  # d0 has no capacity
+        (100_000, 30_000, 50_000, "d1"),  # d1 is the decoder of the fork's parent
     ],
 )
 def test_the_decoder_with_the_least_kv_is_kept_unless_another_is_clearly_sooner(
@@ -160,7 +160,7 @@ def test_the_decoder_with_the_least_kv_is_chosen_when_many_decoders_are_full(ful
     assert place(placer, "a").decoder == chosen
 
 
-def test_decoders_of_unknown_speed_are_chosen_by_kv() -> None:
+def test_the_decoder_with_the_least_kv_is_chosen_if_the_speed_of_decoders_is_unknown() -> None:
     placer = Placer(PlacerSettings(fill=1.0, headroom_tokens=0), {"prefill": CURVE})
     for number in range(2):
         placer.engine_up(engine(f"d{number}", kv_tokens=1_000_000))
@@ -195,7 +195,7 @@ def test_a_decoder_of_unknown_speed_computes_no_first_prompt() -> None:
     assert place(placer, "new").prefiller is None
 
 
-def test_the_part_of_transfers_that_prefill_does_not_hide_is_in_the_estimate() -> None:
+def test_the_estimate_includes_the_measured_transfer_time_after_the_prefill() -> None:
     placer = a_placer(decoders=1)
     placer.observe(state("d0", 0, 1, prompt_share=0.8), 0.0)
     assert place(placer, "a").prefiller == "p0"
@@ -207,7 +207,7 @@ def test_the_part_of_transfers_that_prefill_does_not_hide_is_in_the_estimate() -
 def test_the_cost_of_one_slow_transfer_fades() -> None:
     placer = a_placer(decoders=1)
     now = 0.0
-    for number in range(8):  # each after a pause, and each as quick as estimated or quicker
+    for number in range(8):  # transfers after pauses, each at least as quick as estimated
         now += 2_000.0
         placer.observe(state("d0", 0, number + 1, prompt_share=0.9), now)
         placer.transferred(10_000, 0.001 / (number + 1))
@@ -298,7 +298,7 @@ def test_a_prefillers_curve_follows_its_prompts() -> None:
 
 
 def saturated(decoders: int) -> Placer:
-    """Return a placer whose only prefiller is full and whose decoders are of unknown speed."""
+    """Return a placer whose only prefiller has a full queue and whose decoders are of unknown speed."""
     settings = PlacerSettings(fill=1.0, headroom_tokens=0, max_prefill_wait_s=1.0)
     placer = Placer(settings, {"prefill": CURVE})
     placer.engine_up(engine("p0", Role.PREFILL))
@@ -309,7 +309,7 @@ def saturated(decoders: int) -> Placer:
     return placer
 
 
-def test_a_decoder_with_time_takes_a_turn_when_prefillers_are_saturated() -> None:
+def test_a_decoder_with_time_for_a_prompt_takes_it_when_prefillers_are_saturated() -> None:
     placer = saturated(decoders=8)
     for number in range(7):
         placer.observe(state(f"d{number}", 0, 1, waiting_prompt_tokens=50_000), 0.0)
@@ -320,7 +320,7 @@ def test_a_decoder_with_time_takes_a_turn_when_prefillers_are_saturated() -> Non
     assert [one.engine for one in options].count("d7") == 1
 
 
-def test_a_turn_is_refused_only_when_no_decoder_has_time_either() -> None:
+def test_a_turn_is_refused_only_when_no_engine_has_time_for_its_prompt() -> None:
     placer = saturated(decoders=2)
     placer.observe(state("d1", 0, 1, waiting_prompt_tokens=50_000), 0.0)
     spared = place(placer, "new")
@@ -330,7 +330,7 @@ def test_a_turn_is_refused_only_when_no_decoder_has_time_either() -> None:
     assert isinstance(refused, Refusal) and refused.reason is RefusalReason.SATURATED
 
 
-def test_the_decoder_with_the_least_kv_keeps_the_turn_if_it_has_time() -> None:
+def test_a_fork_stays_on_its_parents_decoder_if_that_decoder_has_time_for_its_prompt() -> None:
     """A fork's prefix is on its parent's decoder, although other decoders hold less KV."""
     placer = saturated(decoders=3)
     placer.observe(state("d2", 500_000, 1), 0.0)

@@ -191,7 +191,7 @@ def test_prompts_of_a_higher_class_end_before_earlier_prompts_of_lower_classes(f
     assert waits(placer, "last", 8.0, each) == 0.0, "nothing is left of those that have ended"
 
 
-def test_only_the_two_prompts_that_it_overtook_wait_behind_an_overdue_prompt(fleet: MakeFleet) -> None:
+def test_the_wait_behind_an_overdue_prompt_is_that_of_the_two_prompts_it_overtook(fleet: MakeFleet) -> None:
     placer = fleet(kv_tokens=10**9, max_prefill_wait_s=1e9)
     each = CURVE.seconds(20_000)
     for key, queue_weight in (("a", 0.0), ("b", 0.0), ("gold", 8.0)):

@@ -104,7 +104,7 @@ def test_a_prompt_with_a_cached_prefix_does_not_make_its_prefiller_look_faster()
     assert chosen is not None and chosen.prefill_s == pytest.approx(CURVE.seconds(8_500), rel=0.05)
 
 
-def test_the_longest_prefix_counts_until_too_many_newer_prefixes_are_known() -> None:
+def test_the_longest_cached_prefix_counts_until_too_many_newer_prefixes_displace_it() -> None:
     prefixes, long = PrefixMap(), PromptPrefix(b"and an example", 9_000)
     prefixes.record("a", (SYSTEM,), "p0", 8_500, 0.0)
     prefixes.record("b", (SYSTEM, long), "p1", 9_500, 0.0)

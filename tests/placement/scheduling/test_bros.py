@@ -1,4 +1,4 @@
-"""BROS serves urgent requests and cheap swap-ins first; its batch grows slowly and shrinks at once."""
+"""BROS serves urgent requests and cheap swap-ins first, and resets its batch size after a missed deadline."""
 
 from placement.scheduling.interface import IterationDone, ServingSettings
 from placement.scheduling.policy_registry import make_policy

@@ -25,7 +25,7 @@ def test_cheap_decoding_lets_offline_work_use_the_whole_target(count: int) -> No
     assert stretched(count) == pytest.approx(TBT_S)
 
 
-def test_offline_work_gets_half_of_the_rest_if_decoding_costs_twice_its_limit() -> None:
+def test_offline_work_gets_half_of_the_remaining_target_if_decoding_costs_twice_its_limit() -> None:
     alone = 0.010 + 20 * 0.002
     assert stretched(20) == pytest.approx(alone + (TBT_S - alone) / 2)
 

@@ -54,7 +54,7 @@ def test_a_tier_adds_its_share_of_the_engines_that_its_role_lacks() -> None:
     assert TierScaler(LIMITS).decide(TierLoad(1.05, 6, 9), 2, 0.0).replicas == 3
 
 
-def test_changed_limits_apply_at_once() -> None:
+def test_replicas_outside_of_changed_limits_are_corrected_immediately() -> None:
     assert TierScaler(LIMITS).decide(judged(0.6, 9), 9, 0.0).replicas == 4
     assert TierScaler(LIMITS).decide(judged(0.6, 0), 0, 0.0).replicas == 1
 

@@ -53,7 +53,7 @@ def test_one_second_of_full_load_hardly_changes_the_mean_of_the_window() -> None
 @pytest.mark.parametrize(
     ("load", "wait_s", "expected"), [(0.5, 3.0, inf), (1.5, 4.0, 12.0), (3.0, 10.0, 0.0), (0.1, 11.0, 0.0)]
 )
-def test_saturation_comes_when_the_shortest_queue_has_grown_to_its_limit(
+def test_prefillers_are_predicted_to_saturate_when_the_shortest_queue_reaches_its_limit(
     load: float, wait_s: float, expected: float
 ) -> None:
     assert Signals(2, load, wait_s, 2, 0.5, 0.0, 60.0).saturates_in_s(10.0) == expected
