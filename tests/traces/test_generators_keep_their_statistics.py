@@ -28,7 +28,7 @@ def gaps(conversations: tuple[TraceConversation, ...]) -> list[float]:
     return [b.arrival_s - a.arrival_s for a, b in pairwise(conversations)]
 
 
-def test_the_papers_mix_has_the_papers_means_and_tool_calls_before_its_answer() -> None:
+def test_the_papers_mix_has_the_papers_means_and_answers_the_user_only_in_the_last_turn() -> None:
     found = paper(COUNT, rate=1.0).conversations
     assert statistics.mean(c.turns[0].appended_tokens for c in found) == pytest.approx(15_300, rel=0.02)
     assert statistics.mean(c.output_tokens for c in found) == pytest.approx(1_000, rel=0.06)

@@ -191,10 +191,10 @@ def test_mooncake_requests_continue_fork_or_begin_conversations_by_shared_blocks
         return json.dumps({"timestamp": at, "input_length": tokens, "output_length": 7, "hash_ids": blocks})
 
     lines = [
-        row(0, 1500, [0, 1, 2]),  # opens A
-        row(1000, 2100, [0, 1, 3, 4, 5]),  # goes on with A: both full blocks of it, its partial block filled
-        row(2000, 1600, [0, 1, 6, 7]),  # leaves A inside what A has: a fork
-        *(row(3000 + n, 600, [0, 100 + n]) for n in range(80)),  # only the service's own prompt in common
+        row(0, 1500, [0, 1, 2]),  # begins conversation A
+        row(1000, 2100, [0, 1, 3, 4, 5]),  # continues A: has its two full blocks, and fills its partial block
+        row(2000, 1600, [0, 1, 6, 7]),  # shares two blocks with A and then differs: a fork
+        *(row(3000 + n, 600, [0, 100 + n]) for n in range(80)),  # share only the service's system prompt
     ]
     path = tmp_path / "m.jsonl"
     path.write_text("\n".join(lines))

@@ -26,7 +26,7 @@ from traces.simulator.tiers import EngineProfile, SimulatedFleet, SimulatedTier
 GIB = 1 << 30
 # Assumed: large matrix products reach 60 % of the data sheet's rate, and reading memory 80 %.
 COMPUTE_SHARE, BANDWIDTH_SHARE, NETWORK_SHARE = 0.6, 0.8, 0.8
-ITERATION_S = 3e-3  # assumed: of an iteration, beside computing and reading
+ITERATION_S = 3e-3  # assumed: what an iteration takes in addition to computing and reading
 PER_REQUEST_S = 2e-5  # assumed: sampling and bookkeeping of a request in an iteration
 # Assumed: an iteration with a LongBench prompt on full KV then takes 0.22 s, as the paper says.
 CHUNK_TOKENS = 1_024
@@ -66,13 +66,13 @@ class Cluster:
     name: str
     model: Model
     engines: int
-    gpus: int  # of an engine
-    flops: float  # of a GPU, dense, 16 bit: data sheet
-    bandwidth: float  # of its memory, bytes/s: data sheet
+    gpus: int  # per engine
+    flops: float  # per GPU, dense, 16 bit: data sheet
+    bandwidth: float  # of a GPU's memory, bytes/s: data sheet
     network: float  # between engines, bytes/s: paper, table 2
-    tensor_share: float  # assumed: of their rate that GPUs reach together
+    tensor_share: float  # assumed: share of their summed rate that GPUs reach together
     utilisation: float = 0.9  # vLLM's default share of a GPU's memory
-    reserve_gib: float = 4.0  # assumed: of activations, on each GPU
+    reserve_gib: float = 4.0  # assumed: for activations, on each GPU
 
     def profile(self) -> EngineProfile:
         model = self.model
@@ -94,7 +94,7 @@ class Cluster:
             kv_bytes_per_token=model.kv_bytes_per_token,
             network_bytes_per_s=self.network * NETWORK_SHARE,
             host_bytes_per_s=self.gpus * 25e9,  # PCIe 4.0 x16, 80 % of its rate
-            max_turns=1_024,  # paper: tuned; vLLM's 256 would be a bound before the KV is
+            max_turns=1_024,  # the paper tunes it; vLLM's 256 would limit turns before the KV does
             layers=model.layers,
             layer_bytes=model.layer_bytes,
             activation_bytes=2.0 * model.hidden,
@@ -115,7 +115,7 @@ LONG_BENCH = Lengths("LongBench", 5_900, 499, 0.7, 0.7, 30_000)
 class Arrivals:
     """Poisson arrivals whose rate doubles at 45 s and at 440 s, as in the paper's figures 2 and 16."""
 
-    rate: float  # outside of bursts, of the whole fleet
+    rate: float  # of the whole fleet, outside of bursts
     burst_s: float = 60.0
     factor: float = 2.0
     begins: tuple[float, ...] = (45.0, 440.0)

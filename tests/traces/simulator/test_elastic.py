@@ -38,7 +38,7 @@ def test_decoders_compute_the_prompts_that_exceed_the_prefillers_rate() -> None:
 
 def test_ten_seconds_after_a_load_spike_answers_are_as_fast_as_before() -> None:
     """The load rises for 20 s from half of a prefiller's rate to three times as much: no turn waits to be
-    placed, and ten seconds later answers are as soon as before."""
+    placed, and ten seconds later first tokens come about as soon as before."""
     alone_s = prompt_seconds(profile().latency, 2048, 12_000)
     times, now = [], 0.0
     for until_s, rate in ((60.0, 0.5), (80.0, 3.0), (140.0, 0.5)):

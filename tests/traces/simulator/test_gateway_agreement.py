@@ -34,7 +34,7 @@ PLACING = {"headroom_tokens": HEADROOM, "fill": FILL, "max_prefill_wait_s": 1e9}
 async def play(
     live: fake_fleet.FakeFleet, parts: list[list[TraceConversation]], at_once: int
 ) -> list[LiveBinding]:
-    """Play `parts` one after the other through a gateway; return bindings, named as in the simulation."""
+    """Play `parts` one after the other through a gateway; return bindings with simulated engine names."""
     headers = {"Authorization": "Bearer agreement"}
     async with aiohttp.ClientSession(live.urls[0], headers=headers) as session:
         agents = TraceAgents(session, fake_fleet.MODEL, at_once)

@@ -68,6 +68,6 @@ def test_prefillers_take_conversations_only_while_later_turns_dominate_the_load(
     assert set(elastic.times_bound.values()) == {1}, "no conversation moves"
     idle = [one.result.totals.idle_while_waiting for one in (elastic, fixed)]
     assert idle[0] < 0.6 * idle[1], idle
-    # Not the 95th percentile, which small differences in what was reported when move by a factor of two.
+    # Not the 95th percentile: small differences in the times of reports change it by a factor of two.
     later = [percentile(one.later_ttft_s(), 50) for one in (elastic, fixed)]
     assert later[0] < 0.6 * later[1], later

@@ -20,7 +20,7 @@ def prefilled(cached: bool, kv_tokens: int = 300_000) -> int:
 
 
 def test_a_prefiller_with_cached_prefixes_computes_only_new_tokens() -> None:
-    # Of a later turn: what was appended, and the answer before it; each turn's last token on the decoder too.
+    # 101: append of a later turn and answer before it. 3: each turn's last token, which the decoder computes.
     assert prefilled(cached=True) == 2 * (8_000 + 101 + 101 + 3)
     assert prefilled(cached=False) == 2 * (8_000 + 8_101 + 8_202 + 3)
 

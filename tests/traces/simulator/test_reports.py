@@ -32,13 +32,13 @@ def reports(monkeypatch: pytest.MonkeyPatch) -> list[tuple[str, float]]:
 
 
 def play(decoders: int) -> None:
-    """Play 20 conversations of ten turns, about twice as long as ten seconds."""
+    """Play 20 conversations of ten turns, which takes about twenty simulated seconds."""
     settings = SimulationSettings(SystemSettings(System.ELASTIC))
     arrivals = [TraceConversation(f"c{n}", n * 0.5, TURNS) for n in range(20)]
     Simulation(fleet(decoders=decoders), settings).run(arrivals)
 
 
-def test_reports_grow_with_what_happens_and_not_with_turns_times_engines(
+def test_an_engine_sends_fewer_than_two_reports_a_second_on_average_and_not_one_a_turn(
     reports: list[tuple[str, float]],
 ) -> None:
     play(decoders=100)
@@ -54,7 +54,9 @@ def test_an_engine_that_never_changes_reports_once_a_second(reports: list[tuple[
     assert len(times) > 10 and max(b - a for a, b in pairwise(times)) < 1.5
 
 
-def test_an_engine_that_has_changed_reports_at_the_next_look(reports: list[tuple[str, float]]) -> None:
+def test_an_engine_that_has_changed_reports_before_a_second_has_passed(
+    reports: list[tuple[str, float]],
+) -> None:
     play(decoders=1)
     times = [at for engine, at in reports if engine == "prefill-0"]
     assert min(b - a for a, b in pairwise(times)) < 0.5
