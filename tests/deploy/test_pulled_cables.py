@@ -1,4 +1,4 @@
-"""A fleet survives a while in which its hosts cannot reach each other, in one direction or in both."""
+"""A fleet survives while its hosts cannot reach each other, in one direction or in both."""
 
 import json
 import subprocess
@@ -37,6 +37,6 @@ def test_a_pulled_cable_delays_only_its_clients_and_all_are_answered_afterwards(
     assert set(found["decoders"].values()) == {"d0", "d1"}
     assert found["silenced"]["gone_s"] < GONE_S
     before, again = found["silenced"]["conversations"]
-    assert before == again > 0  # it still has their KV
+    assert before == again > 0  # the host's engine still has their KV
     assert found["silenced"]["used_s"] < ANSWERED_S
     assert (found["left"], found["ended"]) == ([], [])

@@ -24,7 +24,7 @@ def prepared(config: dict[str, Any]) -> dict[str, Any]:
     return made
 
 
-def test_both_kinds_of_cluster_files_are_shipped() -> None:
+def test_cluster_files_for_aws_and_on_premises_are_shipped() -> None:
     assert [path.name for path in FILES] == ["aws.yaml", "on-premises.yaml"]
 
 

@@ -1,4 +1,4 @@
-"""The set-up keeps vLLM's CPU and CUDA builds apart, and says at once if it cannot work on a machine."""
+"""The set-up keeps vLLM's CPU and CUDA builds apart, and soon says if a machine is unsuitable."""
 
 import os
 import subprocess
@@ -48,7 +48,7 @@ def test_an_environment_with_one_build_of_vllm_refuses_the_other_build(
     assert said in done.stderr if refused else "build" not in done.stderr, done.stderr
 
 
-def test_the_installer_makes_an_environment_without_pip_anew(tmp_path: Path) -> None:
+def test_the_installer_replaces_an_environment_that_has_no_pip(tmp_path: Path) -> None:
     python, venv = tmp_path / "python", tmp_path / "venv" / "bin" / "python"
     venv.parent.mkdir(parents=True)
     venv.write_text("#!/bin/sh\nexit 1\n")
@@ -60,7 +60,7 @@ def test_the_installer_makes_an_environment_without_pip_anew(tmp_path: Path) -> 
     assert (tmp_path / "asked").read_text() == f"-m venv {tmp_path}/venv\n"
 
 
-def test_the_installer_on_macos_says_at_once_to_use_a_container(tmp_path: Path) -> None:
+def test_the_installer_on_macos_fails_and_says_to_use_a_container(tmp_path: Path) -> None:
     for name, lines in (("uname", "echo Darwin"), ("sha256sum", "exit 127")):
         (tmp_path / name).write_text(f"#!/bin/sh\n{lines}\n")
         (tmp_path / name).chmod(0o755)

@@ -139,7 +139,7 @@ def test_conserve_up_refuses_tiers_that_need_more_than_the_machine_has(
         refuse_what_does_not_fit(fleet, there)
 
 
-def test_a_start_that_another_command_ended_is_told_from_a_failed_one(base: Path) -> None:
+def test_a_start_that_another_command_ended_is_distinguished_from_a_failed_start(base: Path) -> None:
     home = FleetHome.of("random", str(base))
     home.create()
     ours = RunRecord(os.getpid(), psutil.Process().create_time(), "127.0.0.1:1")

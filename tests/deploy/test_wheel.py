@@ -21,7 +21,7 @@ from workers.processes import free_port
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(300)]
 
 TOP_LEVEL = ("configs", "deploy", "kvtransfer", "placement", "router", "traces", "workers")
-SECONDS = 3.0  # to the sentence that says what is wrong
+SECONDS = 3.0  # processor time until the error is printed
 
 
 @dataclass(frozen=True)
@@ -56,7 +56,7 @@ def installed(tmp_path_factory: pytest.TempPathFactory) -> Installed:
     venv.create(base / "venv", with_pip=False)
     python = base / "venv" / "bin" / "python"
     into = ["--python", str(python), "install", "--no-deps", "--no-index", "--no-compile"]
-    # With the tree on the path its metadata would count as the installed package.
+    # If the source tree were on the path, its metadata would count as the installed package.
     away = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
     subprocess.run([*pip, *into, str(wheel)], check=True, timeout=120, env=away, cwd=base)
     (site,) = (base / "venv" / "lib").glob("python3.*/site-packages")
@@ -100,7 +100,7 @@ def test_doctor_of_an_installed_wheel_finds_python_and_vllm(installed: Installed
         (["smollm2", "--max-model-len", "99999999"], "conversations of 99999999 tokens do not fit"),
     ],
 )
-def test_serve_of_an_installed_wheel_refuses_an_unservable_model_at_once(
+def test_serve_of_an_installed_wheel_refuses_an_unservable_model_within_seconds(
     installed: Installed, words: list[str], sentence: str
 ) -> None:
     before = resource.getrusage(resource.RUSAGE_CHILDREN)
@@ -108,5 +108,5 @@ def test_serve_of_an_installed_wheel_refuses_an_unservable_model_at_once(
     after = resource.getrusage(resource.RUSAGE_CHILDREN)
     assert said.returncode == 1 and said.stdout == ""
     assert said.stderr.startswith(f"conserve: {sentence}") and said.stderr.count("\n") == 1, said.stderr
-    # Time of the processor, not of the clock: other tests run beside this one.
+    # Processor time, because other tests run at the same time.
     assert after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime < SECONDS

@@ -140,8 +140,8 @@ def settings(value: Any) -> Iterator[tuple[tuple[type, str], Any]]:
 class Case:
     value: Any
     arrives: Callable[[Everything], Any]
-    expected: Any = None  # where that is not the value
-    base: tuple[tuple[str, Any], ...] = ()  # keys without which it would have no effect
+    expected: Any = None  # what arrives, if not the value
+    base: tuple[tuple[str, Any], ...] = ()  # other keys that give this key an effect
 
 
 def case(value: Any, arrives: Callable[[Everything], Any], expected: Any = None, **base: Any) -> Case:
@@ -406,11 +406,10 @@ NOT_SET: dict[type, dict[str, str]] = {
     CoServingConfig: {"model profiled profiles power_cap_w planned iteration_log": MEASURED},
 }
 
-# Fields that a fleet sets from another key than the one they are named for, so that their own default is for
-# a component by itself.
+# Fields that a fleet sets from other keys than their own. Their default is for a component without a fleet.
 DERIVED = {
-    (GatewayConfig, "hosts"),  # localhost, where no key is asked for
-    (GatewayConfig, "slos"),  # `default` is one of them
+    (GatewayConfig, "hosts"),  # the fleet sets localhost if clients need no API key
+    (GatewayConfig, "slos"),  # the fleet's classes include `default`
     (KeeperSettings, "start_together"),  # by the device
     (KeeperSettings, "kv_gib"),  # by kv.host_kv_gib, kv.kv_tiers and VLLM_CPU_KVCACHE_SPACE
     (ConnectorConfig, "host_kv_gib"),  # by kv.kv_tiers and overload.policy

@@ -77,7 +77,7 @@ def a(line: str) -> str:
 
 QWEN3_NEXT = {"layer_types": ["linear_attention", "full_attention"]}
 
-# what is replaced, by what, what is said, and what else the model's config.json says
+# By mistake: the replaced text, its replacement, the expected error, and further fields of config.json.
 CASES: dict[str, tuple[Any, ...]] = {
     "GPUs that are not the ranks": (
         "{decode_tier: 1}",

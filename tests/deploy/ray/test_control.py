@@ -20,7 +20,7 @@ class Feed:
     """Stands in for an engine that holds one conversation, `known`."""
 
     drained: list[bool] = field(default_factory=list)
-    shared: list[tuple[object, ...]] = field(default_factory=list)  # its layers, and had again
+    shared: list[tuple[object, ...]] = field(default_factory=list)  # arguments of drop and restore commands
     reachable: bool = True
 
     async def release(self, conversation: str) -> bool:
