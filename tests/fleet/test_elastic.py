@@ -80,7 +80,7 @@ def test_no_turn_of_a_surge_is_refused_and_no_queue_remains_after_it(fleet: Runn
 
 
 def test_no_client_waits_for_a_timeout_when_a_prefiller_is_killed_in_a_surge(fleet: RunningFleet) -> None:
-    """Turns on decoders, on the prefiller and in its queue all continue at once."""
+    """First turns on decoders, on the killed prefiller and in its queue all continue immediately."""
     took(fleet, "calm", 7300)
     waited = {reason: refused(fleet, reason) for reason in ("stalled", "expired", "unknown")}
     engine_core = vllm_process(fleet, "prefill-0", "EngineCore")

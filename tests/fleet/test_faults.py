@@ -134,7 +134,7 @@ def test_a_killed_gateway_restarts_with_every_binding(fleet: RunningFleet) -> No
     stream.until_text(10)
     fleet.kill(gateways.pop())
     stream.end(60)
-    assert not stream.finished  # its connection is gone with the gateway, at once
+    assert not stream.finished  # the stream ended when the gateway did
     serving(fleet)
     # The directory waits a moment for a gateway's stream to come back before it takes its turns for lost.
     fleet.until(lambda: conversation(fleet, "gateway")["state"] == "idle", 60, "the lost turn to be noticed")

@@ -17,7 +17,7 @@ def test_conversations_move_off_a_drained_decoder_without_a_recomputed_token(
 ) -> None:
     found = drain_one(laptop_fleet.home, "decode-0", conversations=10)
     assert found["moved_conversations"] >= 2, found
-    # Moved KV is not held for its lease of a minute. Conversations of other tests move too, and take longer.
+    # Moved KV is not held for its lease of a minute. Conversations of other tests move too, which takes time.
     assert found["drain_seconds_after_last_move"] < 30, found
     lost = {name: found[name] for name in ("moved_recomputed_tokens", "cut_streams", "moved_other_outputs")}
     assert set(lost.values()) == {0}, found
