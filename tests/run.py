@@ -23,7 +23,7 @@ ENTRY_LIFETIME = timedelta(days=30)
 Suite = tuple[list[str], list[str]]  # arguments that select tests, and arguments that say how they run
 # Tests without engines wait more than they compute, so several processes keep two cores busy. Tests on the
 # shared fleet, and tests that start engines or fleets of one engine, run in two processes at the same time:
-# the engine suite takes what keeps both equally long.
+# the marks divide the tests so that both take about equally long.
 PARALLEL, DURATIONS = ["-q", "--dist", "loadfile"], ["--durations", "30"]
 SUITES: dict[str, list[Suite]] = {
     "fast": [(["-m", "not engine and not fleet and not slow"], [*PARALLEL, "-n", "3", *DURATIONS])],
@@ -38,7 +38,7 @@ class FlakyList:
     """The content of tests/flaky.toml."""
 
     ids: set[str]  # tests that may fail once
-    max_unlisted: int  # how many other tests may, in one run
+    max_unlisted: int  # how many other tests may fail once in one run
     errors: list[str]  # entries that are too old or give no reason
 
 

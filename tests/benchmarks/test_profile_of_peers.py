@@ -19,14 +19,14 @@ def iteration(at: float, decodes: int, prompt_tokens: int, cpu_s: float) -> list
 
 def test_a_profile_row_counts_only_the_iterations_and_time_of_its_part_of_a_play() -> None:
     found = [
-        *iteration(1.0, 1, 0, 0.3),  # before
+        *iteration(1.0, 1, 0, 0.3),  # before the part begins
         *iteration(10.0, 4, 0, 0.3),
         *iteration(12.0, 4, 100, 0.3),
         *iteration(14.0, 0, 300, 0.3),
         ProbeEvent(STORE, 15.0, 2.0, 0.5),
         ProbeEvent(WAIT, 18.0, 2.0, 0.0),
-        ProbeEvent(WAIT, 24.0, 6.0, 0.0),  # goes on after the end
-        ProbeEvent(WAIT, 19.0, 0.001, 0.0),  # a look into the queue
+        ProbeEvent(WAIT, 24.0, 6.0, 0.0),  # ends after the part
+        ProbeEvent(WAIT, 19.0, 0.001, 0.0),  # a poll of the queue
     ]
     row = profile.row("ours", "real at 1.5", "decode-0", found, 9.0, 19.0)
     assert (row.iterations, row.tokens, row.with_prompts, row.prompt_tokens_each) == (3, 408, 2, 200.0)

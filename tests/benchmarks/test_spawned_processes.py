@@ -14,7 +14,7 @@ def count_and_stall(pipe: Connection) -> None:
     time.sleep(3.0)
 
 
-def test_counts_that_a_process_sent_before_it_stalled_are_returned_at_once() -> None:
+def test_counts_that_a_process_sent_before_it_stalled_are_returned_immediately() -> None:
     with spawned(count_and_stall) as pipe:
         assert pipe.poll(30.0)
         time.sleep(0.5)

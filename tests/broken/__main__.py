@@ -4,7 +4,7 @@ fail.
     python -m tests.broken [WORD ...]
 
 Each entry of the lists (`tests/broken/*.toml`) is a fault and the tests that find it. WORDs select entries by
-`what`; without one all are tried. An entry whose tests stay green proves that they cannot fail.
+`what`; without one all are tried. If the tests of an entry stay green, they do not find its fault.
 `tests/test_broken.py` checks that each entry still fits the code.
 """
 

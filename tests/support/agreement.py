@@ -85,7 +85,7 @@ class TraceAgents:
     async def learn_sizes(self) -> None:
         """Measure characters per token with a conversation, which is then deleted.
 
-        The gateway learns the ratio from it, too.
+        The gateway learns the ratio from this conversation, too.
         """
         usage = await self._ask("sizes", [{"role": "user", "content": client.text("sizes", 4_000)}], 1)
         self._chars_per_token = 4_000 / usage["prompt_tokens"]

@@ -2,8 +2,8 @@
 
 from benchmarks.harness.standalone_engine import on_cuda
 
-# Options of several engines on one GPU. vLLM requires its share of the memory to be free at the start, and it
-# measures the rest unless the size of KV is given, which fails while other engines start or end.
+# Options of several engines on one GPU. vLLM requires this share of the memory to be free at the
+# start. Without a given KV size it also measures free memory, which fails while other engines start or end.
 BESIDE_OTHERS = {"gpu_memory_utilization": 0.2, "kv_cache_memory_bytes": 4 << 30}
 
 

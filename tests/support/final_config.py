@@ -1,8 +1,9 @@
 """Configuration that vLLM makes from an engine's command line, on a stand-in for an H100.
 
-`python -m tests.support.final_config < COMMANDS > CONFIGURATIONS` reads and writes JSON objects by name. It
-is a process of its own, because vLLM detects its platform only once. Choices that vLLM makes by the device
-(graphs, scheduling, runner) are those for a GPU. Nothing is computed on a GPU.
+`python -m tests.support.final_config < COMMANDS > CONFIGURATIONS` reads JSON with a command by name, and
+writes JSON with a configuration by name. It is a process of its own, because vLLM detects its platform only
+once. Choices that vLLM makes by the device (graphs, scheduling, runner) are those for a GPU. Nothing is
+computed on a GPU.
 """
 
 import contextlib

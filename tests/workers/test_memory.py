@@ -39,9 +39,7 @@ def test_the_memory_of_a_session_is_the_sum_of_its_processes() -> None:
 def test_memory_shared_by_forked_processes_counts_once_near_the_limit() -> None:
     with session(FORKS, 200 * MIB) as leader:
         assert 200 * MIB < session_bytes(leader) < 260 * MIB
-        assert (
-            session_bytes(leader, enough=1 * GIB) > 600 * MIB
-        )  # far from the limit, an upper bound suffices
+        assert session_bytes(leader, enough=1 * GIB) > 600 * MIB  # an upper bound suffices here
 
 
 def test_by_default_an_engine_may_grow_by_its_kv_and_a_quarter_of_the_machine() -> None:
