@@ -148,7 +148,7 @@ def test_a_removed_lease_ends_the_process_under_a_supervisor_too(
 def test_a_process_without_a_record_ends_although_a_supervisor_lives(
     directory: Path, supervisor: "subprocess.Popen[bytes]"
 ) -> None:
-    """A keeper was killed before it wrote the record, or another host replaced this one."""
+    """The keeper was killed before it wrote the record, or another host wrote a record in its place."""
     process = start(directory, lease_s=1.0, supervisor=named(supervisor))
     replace(process.record, pid=1).write(directory / RECORD)
     deadline = time.monotonic() + 8.0

@@ -1,4 +1,4 @@
-"""An arrival raises the flag depending on the iteration that the scheduler has published."""
+"""An arrival aborts the running iteration or not, judged by the record that the scheduler publishes."""
 
 import uuid
 from collections.abc import Iterator

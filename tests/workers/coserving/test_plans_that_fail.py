@@ -1,4 +1,4 @@
-"""A fault in our planning falls back to vLLM's own schedule for that iteration."""
+"""If our planning of an iteration fails, vLLM schedules that iteration by itself."""
 
 from pathlib import Path
 
@@ -15,7 +15,7 @@ UNPLANNED = "iteration not planned"
 
 
 class Endless(LatencyModel):
-    """Policy that raises. A real policy once raised at an infinite target, which ended engines."""
+    """Model that makes its policy raise, as an infinite target once did, which ended engines."""
 
     def max_tokens(self, work: BatchWork, context: int, want: int, target_s: float) -> int:
         return int(float("inf"))
@@ -27,11 +27,11 @@ class Mute(LatencyModel):
 
 
 def served(engine: ModelFreeEngine) -> bool:
-    """Assert that an online and an offline request get answers of full length."""
+    """Return whether an online and an offline request get full-length answers from correct KV."""
     engine.ask("turn", [33 + number % 80 for number in range(70)], 4, 0)
     engine.ask("offline", [40 + number % 70 for number in range(150)], 4, 1)
     for _ in range(40):
-        engine.step(abort_share=0.0)  # what is not planned is not aborted either
+        engine.step(abort_share=0.0)  # an iteration without a plan is never aborted
         if len(engine.outputs["turn"]) == len(engine.outputs["offline"]) == 4:
             return not engine.lies
     return False

@@ -19,7 +19,7 @@ def quartile(records: list[IterationRecord], repeats: int) -> list[tuple[int, fl
     return [(sample.work.new_tokens, sample.seconds) for sample in samples_of(records, repeats)]
 
 
-def test_every_point_of_the_grid_is_within_the_engines_limits() -> None:
+def test_every_point_of_the_profiling_grid_is_within_the_engines_limits() -> None:
     points = list(GRID.points())
     assert len(points) > 20
     for point in points:
@@ -28,7 +28,7 @@ def test_every_point_of_the_grid_is_within_the_engines_limits() -> None:
         assert point.requests <= GRID.max_requests
 
 
-def test_the_grid_reaches_the_largest_prefill_and_the_largest_batch() -> None:
+def test_the_profiling_grid_reaches_the_largest_prefill_and_the_largest_batch() -> None:
     points = set(GRID.points())
     assert max(point.new for point in points) == GRID.max_tokens
     assert max(point.requests for point in points) == GRID.max_requests
@@ -40,7 +40,7 @@ def test_each_shape_has_one_sample_that_was_neither_disturbed_nor_aborted() -> N
     assert quartile(records, repeats=5) == [(64, 0.011)]
 
 
-def test_samples_merge_nearly_equal_shapes_and_leave_out_accidental_ones() -> None:
+def test_samples_merge_nearly_equal_batches_and_leave_out_batches_that_were_not_repeated() -> None:
     records = [record(1000, 0.020), record(1001, 0.021), record(1002, 0.022), record(400, 0.001)]
     assert quartile(records, repeats=3) == [(1000, 0.020)]
 
@@ -60,7 +60,7 @@ def test_safepoint_checks_cost_at_most_half_a_percent(layer_s: float, check_s: f
     assert safepoint_every(layer_s, check_s, 36) == every
 
 
-def test_a_growing_log_is_read_up_to_its_last_complete_line(tmp_path: Path) -> None:
+def test_a_growing_iteration_log_is_read_up_to_its_last_complete_line(tmp_path: Path) -> None:
     path = tmp_path / "log"
     log = IterationLog(str(path))
     log.write(record(1, 0.1))

@@ -1,4 +1,4 @@
-"""Two to four workers without engines share layers: KV is in its region, and invalid messages are refused."""
+"""Two to four workers without engines share layers: KV stays separate, and bad messages are refused."""
 
 from collections.abc import Iterator
 from dataclasses import replace

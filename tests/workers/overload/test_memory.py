@@ -1,4 +1,4 @@
-"""KV takes over the memory of parameters and back: restored content is unchanged, and no memory is added."""
+"""KV uses the memory of dropped parameters and gives it back: restored content is unchanged."""
 
 import weakref
 from collections.abc import Iterator

@@ -114,8 +114,8 @@ def test_a_page_size_that_the_system_does_not_have_is_refused() -> None:
         CpuPageDriver(1000)
 
 
-def test_cuda_structures_have_the_layout_of_its_header() -> None:
-    """The expected offsets are those that a C compiler gives the structures of CUDA 12's cuda.h."""
+def test_cuda_structures_have_the_layout_of_the_cuda_header() -> None:
+    """The expected offsets are those of a C compiler for the structures in CUDA 12's cuda.h."""
     properties, access = cuda_pages.AllocationProperties, cuda_pages.AccessDescription
     offsets = [
         getattr(properties, name).offset for name in ("type", "handle_types", "location", "win32", "flags")

@@ -131,7 +131,9 @@ def test_an_engine_keeps_its_whole_model_if_its_peer_gets_no_order(
     assert both.finish() == right
 
 
-def test_a_slow_peer_costs_a_bounded_time(both: SplitTogether, asked: list[Request], right: Answers) -> None:
+def test_a_slow_peer_delays_a_drop_and_a_restore_by_a_bounded_time(
+    both: SplitTogether, asked: list[Request], right: Answers
+) -> None:
     """Two pieces of KV take 4 s each, but an order may take 6 s: the drop and the restore fail in time."""
     both.fresh()
     both.first.limit(6.0)

@@ -54,7 +54,7 @@ def test_every_listed_model_has_the_forward_pass_that_layer_sharing_needs(archit
     assert len(set_to) == 3  # set in three places: given embeddings, embedded tokens, an earlier rank
 
 
-def test_an_engine_of_another_model_does_not_start() -> None:
+def test_an_engine_of_an_unlisted_model_is_refused() -> None:
     class MixtralForCausalLM:
         model = SimpleNamespace()
 

@@ -1,4 +1,4 @@
-"""A real engine that starts over frees all blocks and gives the same answers."""
+"""A real engine that recomputes all requests because KV was lost gives the same answers."""
 
 from collections.abc import Iterator
 
@@ -40,7 +40,9 @@ def engine(tmp_path_factory: pytest.TempPathFactory) -> Iterator[EngineHere]:
     made.close()
 
 
-def test_starting_over_frees_blocks_of_a_request_that_waits_with_loaded_kv(engine: EngineHere) -> None:
+def test_recomputing_all_requests_frees_blocks_of_a_request_that_waits_with_loaded_kv(
+    engine: EngineHere,
+) -> None:
     """vLLM frees only the blocks of running requests, and raises if a waiting request holds blocks."""
     from workers.engine.compat.block_pool import start_over
 
