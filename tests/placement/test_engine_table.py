@@ -1,4 +1,4 @@
-"""Rows stay in the order of names while engines come and go, and keep their own values."""
+"""Rows of the engine table stay sorted by name and keep their values while engines come and go."""
 
 from hypothesis import given
 from hypothesis import strategies as st
@@ -9,7 +9,7 @@ NAMES = st.builds("{}-{}".format, st.sampled_from(["prefill", "decode"]), st.int
 
 
 @given(st.lists(NAMES, max_size=80))
-def test_every_engine_keeps_its_values_in_the_order_of_names(changes: list[str]) -> None:
+def test_rows_stay_sorted_by_name_and_keep_their_values_while_engines_come_and_go(changes: list[str]) -> None:
     table, expected = EngineTable(load=0.0, closed=-1.0), dict[str, float]()
     for number, name in enumerate(changes):
         if name in expected:

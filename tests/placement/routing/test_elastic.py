@@ -266,7 +266,7 @@ def test_an_engine_that_left_gets_no_prompts_and_returns_with_an_empty_queue() -
     assert placer.prefill_wait_s("p0", 1.0) == 0.0
 
 
-def test_the_signals_include_the_time_that_turns_on_decoders_leave_for_prompts() -> None:
+def test_capacity_signals_include_the_time_that_turns_on_decoders_leave_for_prompts() -> None:
     placer = a_placer()
     placer.observe(state("d0", 0, 1, prompt_share=0.5), 0.0)
     placer.observe(state("d1", 0, 1, prompt_share=0.25), 0.0)
@@ -277,7 +277,7 @@ def test_the_signals_include_the_time_that_turns_on_decoders_leave_for_prompts()
     assert a_placer(first=FirstTurns.PREFILLER).signals(0, 0.0).lent is None
 
 
-def test_a_prefillers_curve_follows_its_prompts() -> None:
+def test_a_prefillers_curve_follows_the_measured_times_of_its_prompts() -> None:
     placer = a_placer(first=FirstTurns.PREFILLER)
     now, slower = 0.0, 3.0
     for number in range(40):

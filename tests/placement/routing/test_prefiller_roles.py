@@ -68,7 +68,7 @@ def a_placer(roles: PrefillerRoles = PrefillerRoles.ELASTIC, prefillers: int = 1
 
 
 def queue_on_decoders(placer: Placer, until_s: float = 10.0, share: float = 1.0) -> float:
-    """Report prompts that wait on decoders and prefillers without work, and return the time after that."""
+    """Report until `until_s` that prompts wait on decoders and the prefiller is idle; return `until_s`."""
     for number, now in enumerate(seconds(until_s), start=1):
         for name in ("d0", "d1"):
             busy = {"waiting_prompt_tokens": 20_000, "prompt_tokens_per_s": 20_000.0}
@@ -77,7 +77,7 @@ def queue_on_decoders(placer: Placer, until_s: float = 10.0, share: float = 1.0)
     return until_s
 
 
-def test_the_idle_prefiller_keeps_a_new_conversation_for_life_and_the_receipt_says_why() -> None:
+def test_an_idle_prefiller_keeps_a_new_conversation_to_its_end_and_the_receipt_says_why() -> None:
     placer = a_placer()
     now = queue_on_decoders(placer)
     placed = placer.place(FirstTurn("a", 10_000), now)

@@ -114,7 +114,7 @@ def test_negative_coefficients_are_refused() -> None:
         LatencyModel(-1e-6, 0, 0, 0)
 
 
-def test_the_added_time_of_armed_iterations_is_learned_apart_from_that_of_others() -> None:
+def test_the_time_that_arming_adds_to_an_iteration_is_learned_separately() -> None:
     base = LatencyModel(per_token=1e-5, per_attended=0, per_context=1e-7, constant=5e-3, armed=5e-4)
     corrected = SelfCorrecting(base)
     decodes = [BatchWork.of([(1, 500 + at)] * 8) for at in range(200)]

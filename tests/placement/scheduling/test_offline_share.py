@@ -17,7 +17,7 @@ def test_the_offline_share_is_kept_beside_many_online_requests() -> None:
     assert sum(tokens.values()) == 2048
 
 
-def test_only_an_offline_request_that_waited_for_long_gets_a_token_beside_a_crowd() -> None:
+def test_only_an_offline_request_that_waited_long_gets_a_token_beside_many_online_requests() -> None:
     policy = make_policy(ServingSettings(ageing_s=5.0))
     aged = offline("aged", 300, 200, last_served=4.0)
     fresh = offline("fresh", 300, 200, last_served=9.0)

@@ -19,7 +19,7 @@ def test_nothing_is_preempted_while_blocks_and_slots_suffice(name: str) -> None:
 
 
 @pytest.mark.parametrize("name", PREEMPTING)
-def test_one_victim_is_enough_when_it_has_enough_blocks(name: str) -> None:
+def test_only_one_offline_request_is_preempted_if_its_blocks_suffice(name: str) -> None:
     requests = [offline(f"off{i}", 900, 800, arrival=float(i)) for i in range(5)]
     assert len(preempted(name, view(*requests, waiting=(arrived("new", 300),), free=0))) == 1
 
@@ -32,7 +32,7 @@ def test_a_full_batch_preempts_one_offline_request_for_a_slot(name: str) -> None
 
 
 @pytest.mark.parametrize("name", PREEMPTING)
-def test_online_requests_are_never_victims(name: str) -> None:
+def test_online_requests_are_never_preempted(name: str) -> None:
     state = view(online("a"), offline("off", 50, 48), waiting=(arrived("new", 9000),), free=0, max_running=2)
     assert set(preempted(name, state)) <= {"off"}
 

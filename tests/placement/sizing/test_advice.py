@@ -121,7 +121,7 @@ def test_the_reason_for_advice_has_the_numbers_behind_it() -> None:
 
 
 @given(st.floats(0.86, 20), st.integers(1, 500))
-def test_the_advised_engines_suffice_and_one_less_would_not(load: float, engines: int) -> None:
+def test_the_advised_number_of_engines_suffices_and_one_fewer_would_not(load: float, engines: int) -> None:
     count = given_for(signals(pressure=load, decoders=engines))[Action.ADD_DECODERS]
     assert load * engines / (engines + count) <= LIMITS.target + 1e-6
     assert count == 1 or load * engines / (engines + count - 1) > LIMITS.target
