@@ -1,4 +1,4 @@
-"""The description of a trace agrees with it; that of an empty trace has no values instead of zeros."""
+"""Descriptions agree with their traces; that of an empty trace has no percentiles instead of zeros."""
 
 import io
 import re

@@ -27,7 +27,7 @@ class PlayedRequest:
 
 @dataclass
 class PlayedEngine:
-    """Endpoint with a TTFT of `fixed_s` plus `per_token_s` an uncached token, and a TBT of `step_s`."""
+    """Endpoint with a TTFT of `fixed_s` plus `per_token_s` per uncached token, and a TBT of `step_s`."""
 
     fixed_s: float = 0.01
     per_token_s: float = 0.00004

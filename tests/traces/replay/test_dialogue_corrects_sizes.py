@@ -1,4 +1,4 @@
-"""A replay corrects size estimates that are wrong by a fifth, by the usage that the server reports."""
+"""A replay uses the reported usage to correct size estimates that are wrong by a fifth."""
 
 import pytest
 

@@ -1,4 +1,4 @@
-"""A decoder that its running turns outgrow restores preempted KV if it parks KV, and else recomputes it."""
+"""If turns outgrow a decoder, it restores preempted KV if it parks KV, and otherwise recomputes it."""
 
 from dataclasses import replace
 
@@ -36,7 +36,7 @@ def test_only_a_fleet_that_parks_keeps_all_kv_when_it_is_overbooked(pressure: Pr
     totals = Simulation(fleet(decoders=1, kv_tokens=KV), settings(pressure, 9.0)).run(growing()).totals
     assert totals.preemptions > 0
     if pressure is Pressure.PARK:
-        assert totals.recomputed_tokens < 100  # a token for each turn, transfer and preemption
+        assert totals.recomputed_tokens < 100  # one token for each turn, transfer and preemption
     else:
         assert totals.recomputed_tokens > 8_000
 
