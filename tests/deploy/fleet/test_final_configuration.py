@@ -26,7 +26,7 @@ pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]
 HOME = FleetHome(Path("/state"))
 FILES = sorted(SCHEMA_FILE.parent.glob("*.yaml"))
 LLAMA_3_1_8B = {
-    **QWEN3_32B,  # computed by another class, which nothing here depends on
+    **QWEN3_32B,  # keeps Qwen's model class, on which no test here depends
     "hidden_size": 4096,
     "intermediate_size": 14336,
     "num_hidden_layers": 32,
@@ -48,7 +48,7 @@ MODELS = {
     "Qwen/Qwen3-32B": QWEN3_32B,
     "meta-llama/Llama-3.1-8B-Instruct": LLAMA_3_1_8B,
     "smollm2": smollm2.CONFIG,
-    "small": {**QWEN3_32B, "torch_dtype": "float32"},  # its shape is of no account here
+    "small": {**QWEN3_32B, "torch_dtype": "float32"},  # the tests do not depend on its shape
 }
 
 FLEET = """\

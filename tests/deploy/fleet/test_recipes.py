@@ -74,9 +74,9 @@ class Fit:
     """Memory of a recipe's decoder: what its weights and KV take, and how many tokens fit."""
 
     engines: str
-    weights_gib: float  # on a GPU
-    kv_bytes: int  # of a token, on a GPU
-    tokens: int  # of KV in an engine
+    weights_gib: float  # per GPU
+    kv_bytes: int  # per token and GPU
+    tokens: int  # tokens of KV that fit in an engine
 
 
 def fit(fleet: FleetSpec) -> Fit:
