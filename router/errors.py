@@ -82,7 +82,7 @@ class ApiError(RouterError):
 
 
 class BadRequest(ApiError, status=400, type=INVALID, code="bad_request"):
-    """The request is invalid; the message says what its caller has to change."""
+    """The request is invalid; the message says what the caller has to change."""
 
 
 class BadIdentity(BadRequest):
