@@ -1,4 +1,4 @@
-"""Holds the keys that a gateway accepts: the fleet file's, and those of the keys file, which may change."""
+"""Holds the API keys that a gateway accepts: those in the fleet file, and those in the keys file."""
 
 import asyncio
 import logging
@@ -89,7 +89,7 @@ class Keyring:
         try:
             content = read_keys_file(file)
             keys = parse_keys(content, str(file), self._inline)
-            self._use((*self._inline, *keys))  # of a key in both, the keys file's entry counts
+            self._use((*self._inline, *keys))  # a key in both: the keys file's entry counts
             retry = False
         except Exception as error:  # noqa: BLE001  any failure leaves the keys as they are
             known = isinstance(error, KeysFileError)

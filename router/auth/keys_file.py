@@ -69,7 +69,7 @@ def read_keys_file(file: Path) -> bytes:
 def parse_keys(content: bytes | str, name: str, inline: Sequence[Key] = ()) -> tuple[Key, ...]:
     """Parse and check the content of a keys file.
 
-    `inline` are the keys of the fleet file. An id of theirs may occur again only with the same hash.
+    `inline` are the keys of the fleet file. An entry with the id of one of them must have the same hash.
     """
     try:
         loader = _Loader(content)
@@ -102,7 +102,7 @@ def parse_keys(content: bytes | str, name: str, inline: Sequence[Key] = ()) -> t
 def line_of(node: yaml.Node, path: YamlPath, *, at_key: bool = True) -> int:
     """Return the line at which a path leads to a key, or to its value if `at_key` is False.
 
-    Of a path that does not exist, the longest part that exists counts.
+    If the path does not exist, return the line of its longest beginning that exists.
     """
     line: int = node.start_mark.line + 1
     for part in path:

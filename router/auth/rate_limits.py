@@ -24,8 +24,8 @@ from router.requests.grammars import Grammar
 
 SHARE_EVERY_S = 0.25
 _GATEWAY_SILENT_S = 3.0  # a gateway that reports nothing for so long has no turns
-_MAX_METERS = 10_000  # keys or addresses; beyond, the least recently used ones are dropped
-_MAX_KNOWN_GRAMMARS = 1024  # of a key
+_MAX_METERS = 10_000  # keys or addresses; beyond this, the least recently used meters are dropped
+_MAX_KNOWN_GRAMMARS = 1024  # for each key
 
 
 class Bucket:
@@ -114,7 +114,7 @@ class Meter:
 
 
 class Charge:
-    """Charges a turn to its key: each answer as a running turn, and the tokens, which are estimated first."""
+    """Charges a turn to its key: one running turn for each answer, and tokens, first by an estimate."""
 
     def __init__(self, meter: Meter | None, responder: Responder | None, clock: Callable[[], float]) -> None:
         self._meter, self._responder, self._clock = meter, responder, clock
@@ -211,7 +211,7 @@ class Meters:
     def _meter(self, name: str, limits: Limits | None) -> Meter | None:
         """Return the meter of a key or address, or None if it has no limits.
 
-        The keyring's present limits count; `limits` only for a key that has been removed meanwhile.
+        The limits are those that the keyring has now, or `limits` for a key that was removed from it.
         """
         limits = self._limits_of(name) or limits
         if limits is None or not limits.metered:
@@ -228,7 +228,7 @@ class Meters:
 
     async def share(self, report: Callable[[tuple[Spent, ...]], Awaitable[bool]]) -> None:
         """Report the tokens granted and the turns running here to the other gateways, until cancelled."""
-        running: set[str] = set()  # keys of which the others know running turns here
+        running: set[str] = set()  # keys whose running turns the last report contained
         while True:
             await asyncio.sleep(SHARE_EVERY_S)
             news = []
@@ -257,7 +257,7 @@ class Meters:
 
 
 def _name(key: Key, address: str) -> str:
-    """Return what a caller is metered by: its key, or its address where anybody could invent a key."""
+    """Return the name of a caller's meter: the key's id, or the address where callers have no key."""
     return key.id if key.hash else address
 
 
