@@ -22,10 +22,10 @@ _UNSTABLE = frozenset({"cache_control", "annotations", "status", "index"})
 _TEXT_TYPES = frozenset({"text", "input_text", "output_text"})
 _ITEM_UNSTABLE = frozenset({"id", "status"})
 
-BLOCK_BYTES = 256  # of a plain prompt, for each link
+BLOCK_BYTES = 256  # bytes of a plain prompt that one link of its chain covers
 MOST_PREFIXES = 3  # messages that conversations may share: the system's, the developer's, an example
-MOST_MESSAGES = 6  # messages of a request that may begin a conversation
-MEDIA_BYTES = 4096  # size of an image, sound or file, whose own bytes do not tell its tokens
+MOST_MESSAGES = 6  # a request with more messages gets no shared prefix
+MEDIA_BYTES = 4096  # counted for each image, sound or file, because its real size does not tell its tokens
 OTHERS, WRITTEN, REASONED = range(3)  # author: others, the assistant, the assistant with reasoning
 _REASONING = ("reasoning", "reasoning_content", "thinking")
 _ANSWERS = ("function_call", "reasoning", "custom_tool_call")  # items of the responses API
