@@ -24,9 +24,9 @@ from router.requests.grammars import Grammar, grammar_of
 from router.requests.hints import Hints, parse_hints
 
 CHEAP_BYTES = 256 * 1024
-CHEAP_MARKS = 4_000  # arrays and objects of a cheap body
-MOST_MARKS = 1_000_000  # arrays and objects of any body: parsed ones take many times the memory of the bytes
-MOST_ITEMS = 10_000  # messages with their parts, prompts, or tools
+CHEAP_MARKS = 4_000  # most arrays and objects of a cheap body
+MOST_MARKS = 1_000_000  # most arrays and objects of any body: parsed, they take far more memory than as text
+MOST_ITEMS = 10_000  # most messages with their parts, prompts, or tools
 DEEPEST = 200  # nested arrays and objects; an engine's parser fails at some 900
 _LISTS = frozenset({"messages", "input", "system", "tools", "prompt"})  # fields that may be long lists
 _RENDERED = ("documents", "chat_template_kwargs")
@@ -84,7 +84,7 @@ class ParsedBody:
     prompt: "Prompt | None"  # None for requests that are no turns
     grammar: Grammar | None
     ignored: tuple[str, ...]  # names of unknown fields and tools, which engines do not get
-    kept: bytes | tuple[Span, ...]  # the body without them; of a large body, where its known fields are
+    kept: bytes | tuple[Span, ...]  # the body without `ignored`; for a large body, where its known fields are
     replaced: Mapping[str, Any]  # in a large body: new values of fields that had unknown tools
     items: bytes | Span  # items of the Responses API, or their place in a large body without unknown fields
 

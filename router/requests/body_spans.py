@@ -36,7 +36,7 @@ def write_items(given: object) -> bytes:
 def find_items(raw: bytes) -> Span:
     """Return the span of the items of `input` in a valid JSON object.
 
-    Of a repeated `input`, the last one counts.
+    If `input` is repeated, the last one counts.
     """
     found = NO_ITEMS
     for name, _, start, end, value in _fields(raw):
@@ -50,7 +50,7 @@ def find_items(raw: bytes) -> Span:
 def find_fields(raw: bytes, names: Container[str]) -> tuple[Span, ...]:
     """Return the spans of the fields `names`, which are ASCII, in a valid JSON object.
 
-    Of a repeated field, the last one counts.
+    If a field is repeated, the last one counts.
     """
     return tuple({name: Span(at, end) for name, at, _, end, _ in _fields(raw) if name in names}.values())
 

@@ -29,7 +29,7 @@ MOST_TOKENS_OF_SEVERAL = 131_072  # in all prompts of one request, unless the co
 UNKNOWN_CONTEXT = 65_536  # tokens, while no engine is known
 _WITH_MEDIA = ("messages", "input")  # fields with parts that engines do not tokenise
 _SEVERAL = {"/v1/completions": "prompt", "/v1/embeddings": "input"}  # fields that may list several prompts
-MOST_OFFLINE_ANSWERS = 128  # to one line of a batch job; turns go before it
+MOST_OFFLINE_ANSWERS = 128  # to one line of a batch job; turns are served before it
 MOST_LOG_PROBABILITIES = 128  # in one step, for all answers
 MOST_PROMPT_LOG_PROBABILITIES = 20_000
 MOST_BAD_WORDS = 128  # for all answers
@@ -103,9 +103,9 @@ def _prompts(value: object) -> list[object]:
 
 
 def check_answers(body: Mapping[str, Any], most: int) -> int:
-    """Return how many answers a body asks for. Raises BadRequest if these or their extras are too many.
+    """Return how many answers a body asks for. `body` has no unknown fields.
 
-    `body` has no unknown fields. Extras are bad words and log-probabilities.
+    Raises BadRequest if it asks for too many answers, bad words or log-probabilities.
     """
     answers = count_answers(body)
     if answers > most:

@@ -15,7 +15,7 @@ _MOST: Mapping[bytes, tuple[str, int]] = {  # allowed characters of a value, and
     b"accept": (_PRINTABLE, 256),
     b"content-type": (_PRINTABLE, 256),
     b"traceparent": (_VISIBLE, 128),
-    b"tracestate": (_PRINTABLE, 512),  # the length that its standard asks to be passed on
+    b"tracestate": (_PRINTABLE, 512),  # the length that its standard asks proxies to forward
     b"x-request-id": (_VISIBLE, 128),
 }
 _VALUES = {name: re.compile(b"%b{1,%d}" % (chars.encode(), most)) for name, (chars, most) in _MOST.items()}

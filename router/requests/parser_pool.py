@@ -25,8 +25,8 @@ log = logging.getLogger("conserve.router.parser_pool")
 
 PROCESSES = 2
 MAX_PARSE_S = 30.0
-MAX_WAIT_S = 60.0  # until a process is free
-MAX_WAITING = 8  # costly bodies of one owner
+MAX_WAIT_S = 60.0  # longest wait for a free process
+MAX_WAITING = 8  # most costly bodies of one owner that are parsed or wait
 MAX_WAITING_BYTES = 1 << 30  # of all owners' bodies, which are in memory while they wait
 MAX_PROCESS_MEMORY = 4 << 30  # 32 MiB of numbers take 1 GiB as Python objects
 Parsed = TypeVar("Parsed")
@@ -45,7 +45,7 @@ class Parser(Protocol[Parsed_co]):
 
 
 class ParserPool:
-    """Parses small bodies at once and costly ones in other processes, one at a time for each owner.
+    """Parses small bodies in this process and costly ones in others, one at a time for each owner.
 
     Processes start with the first costly body and end with `close`, or with this process.
     """
