@@ -24,7 +24,7 @@ _SERVER, _UPSTREAM = ServerLimits(), UpstreamLimits()
 class Handover(StrEnum):
     """Order in which the two legs of a transferred turn start."""
 
-    TOGETHER = "together"  # both start at once and share a transfer id (our own connector)
+    TOGETHER = "together"  # both start at the same time and share a transfer id (our own connector)
     IN_TURN = "in_turn"  # the decode leg starts with parameters from the prefill's answer (NIXL)
 
 

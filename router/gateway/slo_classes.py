@@ -63,8 +63,8 @@ class SloClasses:
     ) -> dict[str, Any]:
         """Return a new field `vllm_xargs` for the body, or no field if the body needs no new one.
 
-        A client's own targets count, but are raised to those of its class, because the tightest target among
-        running turns bounds every iteration of an engine, and late prompts make it abort offline iterations.
+        A client's own targets are raised to the tightest that its class may ask for, because the tightest
+        target of running turns bounds every iteration, and late prompts make engines abort offline work.
         """
         arguments: dict[str, Any] = {}
         tightest_ms = self._tightest_ms(slo_class)

@@ -39,7 +39,7 @@ from router.http import RawHeaders
 log = logging.getLogger("conserve.router.tracing")
 
 MOST_WAITING = 2048  # turns
-_SPANS_A_TURN = 16  # at most, so that the SDK's queue never fills before ours
+_SPANS_A_TURN = 16  # at most: the SDK's queue has room for `MOST_WAITING` turns with so many spans
 _SPANS_A_MESSAGE = 1536  # some 256 turns, 200 kB
 _EVERY_S = 1.0
 _SEND_S = 5.0  # for one message, with retries and pauses

@@ -146,7 +146,7 @@ class Answers:
     async def with_history(
         self, owner: str, pieces: tuple[bytes, ...], read: ParsedBody
     ) -> tuple[tuple[bytes, ...], History]:
-        """Return the engine's body, whose input begins with the history, and the request's `History`.
+        """Return the body to send to an engine, with the history before its input, and the `History`.
 
         Raises ApiError if the history is not stored, or is too long to be sent again.
         """

@@ -3,8 +3,8 @@
 The directory places a first turn: its decoder computes the prompt, or a prefiller does while its KV streams
 to the decoder. Later turns go to that decoder unchanged. A later turn that appends most of its prompt may
 pass through a prefiller again (`Redisaggregation`, placement/routing/placer_settings.py). A conversation
-whose decoder is lost is bound anew. If the directory refuses or is away, the client gets an error with a
-status and a `Retry-After` (`refusal_error`, `unreachable_error`).
+whose decoder is lost is bound again. If the directory refuses or cannot be reached, the client gets an error
+with a status and a `Retry-After` (`refusal_error`, `unreachable_error`).
 """
 
 import asyncio
@@ -117,7 +117,7 @@ class Binder:
     async def bind(self, turn: Turn, found: Identified, responder: Responder) -> Route:
         """Return the route of a turn; the directory is asked only where engines have to be chosen.
 
-        While the directory is away, a bound turn stays on its decoder, even if most of its prompt is new.
+        If the directory is unreachable, a bound turn stays on its decoder, even if most of its prompt is new.
         """
         known = self._directory.bound(found.key)
         if known is None or self._directory.leaving(known):  # moves off a draining decoder

@@ -63,7 +63,7 @@ class TurnRunner:
         stream: StreamResumption,
         observer: StreamObserver | None = None,
     ) -> RelayedTurn:
-        """Run a turn and relay its answer. `observer` has seen the first part of a resumed stream."""
+        """Run a turn and relay its answer. A resumed stream keeps the `observer` of its first part."""
         key, trace, prefill = route.known.key, turn.trace, PrefillLeg()
         self._prefetcher.turn_arrived(route.known)
         turn.charge.computing = True

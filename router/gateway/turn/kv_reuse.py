@@ -103,7 +103,7 @@ def record_prefix(
 def count_move(
     route: Route, prefill: PrefillLeg, seen: Observation, *, answered: bool, same_prefix: bool
 ) -> None:
-    """Count a turn whose conversation moved to another decoder, and the tokens computed again for that.
+    """Count a turn whose conversation moved to another decoder, and tokens computed again because of it.
 
     Call this before the turn's token counts replace those of the turn before. A changed prefix is computed
     again wherever the conversation is, and does not count.

@@ -24,7 +24,7 @@ log = logging.getLogger("conserve.router.resumption")
 MOST_TRIES = 2  # engines tried without a new token for the client
 LONGEST_S = 120.0  # from the first loss to the last try
 _SAMPLED = b": resumed on another engine; what follows was sampled there\n\n"
-# Engines apply these to the tokens that they generate, and would ignore those sent to the client before.
+# An engine applies these fields to the tokens that it generates itself, not to those of the lost engine.
 _COUNTED_OUTPUT = ("frequency_penalty", "presence_penalty", "bad_words", "thinking_token_budget")
 # In a large body the value of these fields may be None: the client sent the field, but it was not parsed.
 _LISTS = ("bad_words", "logprob_token_ids", "include", "thinking")
@@ -65,8 +65,8 @@ class StreamResumption:
 
     The next engine gets the client's request together with the tokens that were sent (`StreamProgress`). It
     feeds them to its parsers and continues after them, so that tool calls, structured output, stop strings
-    and usage are right. Greedy answers continue as they would have. Sampled answers are sampled anew from
-    there, and a comment in the stream says so. A stream that cannot continue exactly ends in an error event,
+    and usage are right. Greedy answers continue as without the loss. The rest of a sampled answer is sampled
+    anew, and a comment in the stream says so. A stream that cannot continue exactly ends in an error event,
     and is counted.
     """
 
@@ -83,7 +83,7 @@ class StreamResumption:
         self._fails_as = "set_aside"  # metric label if the stream ends now
 
     def with_usage(self, seen: Observation) -> Observation:
-        """Return `seen` with token counts from the engine's token lines if the stream had no `usage`."""
+        """Return `seen`; if the stream had no `usage`, with counts from its token lines (`resume.py`)."""
         prompt = self.progress.prompt_tokens if self.progress is not None and seen.usage is None else None
         if self.progress is None or prompt is None:
             return seen
