@@ -125,7 +125,7 @@ class ConversationRecords:
     def park(self, key: str, engine: str) -> bool:
         """Mark a conversation as parked; return False if it is unknown or has a running turn.
 
-        An engine that parks at once may report the parking before the gateway reports the turn's end. In that
+        An engine that parks immediately may report it before the gateway reports the turn's end. In that
         case, the turn's end marks the conversation as parked.
         """
         conversation = self._live.get(key)

@@ -35,7 +35,7 @@ _COMMAND_TIMEOUT_S = 5.0
 STREAMLESS_S = 20.0  # gRPC's keep-alive lets a gateway notice a lost stream within 15 s
 _PROCESSES_REMEMBERED = 10_000  # gateway processes: each restart of a gateway adds one
 _SEND_LIMIT_S = 60.0
-_RELIEF_LIMIT_S = 5.0  # limit of a move off a hot decoder: a turn may wait for its end
+_RELIEF_LIMIT_S = 5.0  # longest move off a hot decoder: the next turn may wait for it
 _MOVE_IDLE_S = 0.5
 
 Release = Callable[[EngineInfo, str], Awaitable[None]]
@@ -52,7 +52,7 @@ _ENGINE_ERRORS = (OSError, TimeoutError, grpc.RpcError, RuntimeError)
 class DirectorySettings:
     ttl_s: float  # a conversation without a turn for this long ends
     thresholds: Thresholds = field(default_factory=Thresholds)  # thresholds for advice about the fleet's size
-    return_s: float = 10.0  # after a start: how long new conversations wait for engines of the journal
+    return_s: float = 10.0  # how long new conversations wait for engines that the journal names
     settle_s: float = 60.0  # how long bindings wait for an engine that the journal does not name
     gateway_grace_s: float = 3.0  # a gateway without its stream for longer has no running turns
     push_states_s: float = 1.0
@@ -97,7 +97,7 @@ class Directory:
         self._tasks: set[asyncio.Task[None]] = set()
         self._serve_timer: asyncio.TimerHandle | None = None
         self._activities: dict[str, int] = {}  # gateway -> how many of its activities have been taken in
-        self._streamless: set[str] = set()  # gateways that were heard and have no stream
+        self._streamless: set[str] = set()  # gateways that sent requests but have no stream
         self._pushed_version = -1
         self._states_changed = False
         self._states_pushed_at = 0.0
@@ -246,8 +246,8 @@ class Directory:
     def running(self, key: str) -> bool:
         """Return whether a conversation has a running turn at a connected gateway.
 
-        A turn at a gateway that died does not count: its client asks again at once, and must find its
-        conversation.
+        A turn at a gateway that died does not count: its client sends it again immediately, and must find
+        the conversation.
         """
         return any(gateway in self.gateways for gateway in self.table.running_at(key))
 

@@ -82,7 +82,7 @@ class Dropper:
         orders = split_orders(state, self._sharing(), self._limits, alone, silent=silent)
         if not self._changing:  # otherwise the reason would be that no other engine is left
             self._say(orders)
-        if "drop" not in self._changing.values():  # reports do not show yet what KV that drop will free
+        if "drop" not in self._changing.values():  # reports lack the KV that a drop will free
             for engines in orders.drops:
                 self._begin("drop", engines)
         for engines in orders.restores:

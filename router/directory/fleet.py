@@ -51,7 +51,7 @@ class FleetView:
     def awaits_some(self) -> bool:
         """Return whether new conversations still wait for recalled engines to report.
 
-        Until all engines have reported, the decoder with the least KV in use may be one that has not.
+        Until all engines have reported, the decoder with the least KV in use may be one without a report.
         """
         return self._patient and bool(self._recalled)
 

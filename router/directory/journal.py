@@ -44,7 +44,8 @@ CREATE TABLE rows
     (id INTEGER PRIMARY KEY, subject TEXT, slot TEXT, payload BLOB, sum INTEGER, UNIQUE (subject, slot));
 PRAGMA user_version = {VERSION};
 COMMIT;"""
-_PUT = "INSERT OR REPLACE INTO rows (subject, slot, payload, sum) VALUES (?, ?, ?, ?)"  # new id: read last
+# A replaced row gets a new id, so that it is read last.
+_PUT = "INSERT OR REPLACE INTO rows (subject, slot, payload, sum) VALUES (?, ?, ?, ?)"
 _DROP = "DELETE FROM rows WHERE subject = ? AND slot = ?"
 _DROP_ALL = "DELETE FROM rows WHERE subject = ?"
 _ALL = "SELECT subject, slot, payload, sum FROM rows NOT INDEXED ORDER BY id"
@@ -56,7 +57,7 @@ class JournalError(RouterError):
 
 @dataclass(frozen=True, slots=True)
 class Row:
-    """Fact about a subject, in a named slot. Without payload, a row deletes its slot, or all slots."""
+    """Fact about a subject, in a named slot. Without payload it deletes the slot; without slot too, all."""
 
     subject: str
     slot: str = ""
@@ -84,7 +85,7 @@ class Journal:
         self._lazy: asyncio.TimerHandle | None = None  # starts the next flush that nobody waits for
         self._retry_s = _RETRY_S
         self._failed = ""  # why the last flush failed
-        self._begun_at = self._reported_at = 0.0  # start of the current flush, and of the last late one
+        self._begun_at = self._reported_at = 0.0  # start of the current flush, and of the last late flush
         self._silent = f"{_CANNOT}: the disk has not answered for {LATE_S:g} s; fix the disk"
         path.parent.mkdir(parents=True, exist_ok=True)
         check(path)

@@ -1,4 +1,4 @@
-"""Converts conversations, bindings, prompt ends and engines to journal rows, and rows back."""
+"""Converts conversations, bindings, ends of prompts (as hashes) and engines to journal rows and back."""
 
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass

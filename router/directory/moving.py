@@ -21,8 +21,8 @@ from router.directory.conversations import ConversationRecord, ConversationRecor
 from router.directory.fleet import FleetView
 from router.directory.placing import Effects, Placing
 
-AT_ONCE = 4  # moves of the whole fleet
-TRIES = 2  # moves of one conversation, until no engine drains any more
+AT_ONCE = 4  # moves under way in the whole fleet
+TRIES = 2  # moves of one conversation, counted until no engine drains any more
 RELIEF_SHARE = 0.25  # share of a hot decoder's conversations that leave at a time
 
 
@@ -116,7 +116,7 @@ class IdleMoves:
             self._effects.releases.append((move.source.engine, move.key))
             return True
         if conversation is not None and move.reason is MoveReason.HOT:
-            conversation.moved_at = now  # a move that failed is not tried again at once
+            conversation.moved_at = now  # a move that failed is not tried again soon
         if stayed:
             self._placer.release(move.key, now)  # the reservation
         if there and (binding is None or binding.engine != move.target.engine):

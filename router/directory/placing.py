@@ -39,7 +39,7 @@ class Effects:
 
 
 class Placing:
-    """Places turns, and works on parts of the binding table, which also owns the queue of waiting turns."""
+    """Places turns, with the bindings, conversations, engines and nodes of the binding table."""
 
     def __init__(
         self,
@@ -207,7 +207,7 @@ class Placing:
             info = self._fleet.info(prefix_on)
             if info is None or info.epoch != epoch:
                 prefix_on = ""
-            shared = min(tokens, ask.prompt_tokens - ask.uncached_tokens)  # beyond that the prefix broke
+            shared = min(tokens, ask.prompt_tokens - ask.uncached_tokens)  # the rest differs from that prompt
             sizes = ask.prompt_tokens, ask.uncached_tokens
             prefix = prefix_on, max(0, shared)
             later = LaterTurn(ask.key, binding.engine, *sizes, *prefix, ask.queue_weight, ask.answers)

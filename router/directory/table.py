@@ -57,7 +57,7 @@ class BindingTable:
     def place(
         self, ask: Ask, now: float, settle: Callable[[Placed | Refusal], None]
     ) -> Placed | Refusal | Waiter:
-        """Place or refuse a turn, or queue it and return its waiter: `settle` then gets the answer later."""
+        """Place or refuse a turn, or queue it and return its waiter; `settle` gets the answer later."""
         if self.conversations.is_over(ask.gateway, ask.turn):
             return LEFT
         if ask.lost is not None:

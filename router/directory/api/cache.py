@@ -52,7 +52,7 @@ class Known:
     asked: Asked | None = None  # the newest request
     tool_called_at: float | None = None  # by its newest turn; None while a turn runs
     tool_waits: tuple[float, ...] = ()  # seconds that its tools took, the newest last
-    waiting_since: float | None = None  # when the user message arrived that is not yet answered
+    waiting_since: float | None = None  # arrival of the user's message that is not answered yet
 
 
 class Cache:
@@ -95,7 +95,7 @@ class Cache:
         """
         known = self._known.get(key)
         if known is not None and (engine, epoch) == (known.engine, known.epoch):
-            return  # this gateway's own news
+            return  # the binding is the one that this gateway uses
         if known is not None:
             engine, epoch = (engine, epoch) if engine else (known.engine, known.epoch)
             self.drop(key)
@@ -183,7 +183,7 @@ class EngineList:
 
     def take(self, pushed: Engines) -> None:
         were = {record.info.http for record in self._records.values()}
-        if pushed.settled:  # before, the directory may not have heard of all that are alive
+        if pushed.settled:  # until then, engines that are alive may be missing
             for gone in self._records.keys() - {record.info.engine for record in pushed.engines}:
                 del self._records[gone]
                 _forget(gone)

@@ -100,7 +100,7 @@ class DirectoryClient:
         return self.connected and state is not None and state.draining
 
     async def place(self, ask: Ask) -> tuple[Placed | Refusal, Known | None]:
-        """Ask for a turn's placement; the turn then counts as begun. Cancelling the call undoes both."""
+        """Ask for a turn's placement, with which the turn begins. Cancelling the call undoes it."""
         ask = replace(ask, gateway=self.gateway, alone=self.cache.alone(ask.key))
         outcome = await self._place(ask)
         if isinstance(outcome, Refusal):
@@ -118,7 +118,7 @@ class DirectoryClient:
     async def find(self, chain: Chain, name: str = "") -> tuple[KnownNode | None, Callable[[str], bool]]:
         """Find the longest known prefix of a prompt.
 
-        Returns it, and a function that says whether a conversation has a turn in flight. Of several
+        Returns the prefix, and a function that says whether a conversation has a turn in flight. Of several
         conversations with that prefix, those whose id begins with `name` are preferred.
         """
         found = self.cache.nodes.find(chain, name)
@@ -214,7 +214,7 @@ class DirectoryClient:
     async def _place(self, ask: Ask) -> Placed | Refusal:
         """Ask for a placement, and ask again if the directory restarts: it keeps the placements it has made.
 
-        A directory that cannot write its journal refuses at once and is not asked again. While the directory
+        A directory that cannot write its journal refuses and is not asked again. While the directory
         is unreachable, a turn of a bound conversation runs on its decoder without a placement.
         """
         until = self._clock() + ask.wait_s + _PLACE_GRACE_S

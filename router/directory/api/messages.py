@@ -28,13 +28,13 @@ class Ask:
     lost: tuple[str, int] | None = None  # engine and epoch that did not answer
     end: End | None = None  # end of the prompt, which becomes the conversation's newest node
     turn: int = 0  # the gateway's number of the turn; the report of its end has it too
-    again: bool = False  # the same ask got no answer before, so that no turn ran where it was placed
+    again: bool = False  # an earlier call with this request got no answer, so the turn never ran
     queue_weight: float = 0.0  # seconds by which the turn's class moves it forward among all turns
-    priority_weight: float = 0.0  # seconds by which its client's priority does, among its owner's turns
+    priority_weight: float = 0.0  # seconds by which its priority moves it forward among its owner's turns
     alone: bool = False  # the conversation has no other turn at this gateway (reports may be on their way)
     prefixes: tuple[PromptPrefix, ...] = ()  # prefixes that other prompts may share, by length
     flow: str = ""  # the turn's flow: an owner's flows are served fairly
-    waiting_share: float = 1.0  # share of the places to wait in that the owner's turns may take
+    waiting_share: float = 1.0  # share of the waiting places that the owner's turns may take
     answers: int = 1  # answers that the turn asks for; each gets KV of its own
 
     @property
@@ -192,7 +192,7 @@ class Push:
     ended: tuple[tuple[str, str], ...] = ()  # conversation, cause
     foreign: tuple[str, ...] = ()  # conversations that another gateway serves now
     spent: tuple[tuple[str, Spent], ...] = ()  # what keys spent at other gateways
-    # Conversation, engine and epoch; gateways use them while the directory is away.
+    # Conversation, engine and epoch; gateways use them while the directory is unreachable.
     bound: tuple[tuple[str, str, int], ...] = ()
     term: int = 0  # the directory's term
 
@@ -252,7 +252,7 @@ IDENTIFY = Method[IdentifyRequest, IdentifyReply](f"{_SERVICE}/Identify", Identi
 # Events of turns, in order. The answer names conversations that are to be placed again.
 REPORT = Method[ReportRequest, tuple[str, ...]](f"{_SERVICE}/Report", ReportRequest, tuple[str, ...])
 SPEND = Method[SpentRequest, None](f"{_SERVICE}/Spend", SpentRequest, None)  # passed on to the other gateways
-END = Method[EndRequest, bool](f"{_SERVICE}/End", EndRequest, bool)  # whether it was known
+END = Method[EndRequest, bool](f"{_SERVICE}/End", EndRequest, bool)  # whether the key was known
 PREFETCH = Method[PrefetchRequest, str](f"{_SERVICE}/Prefetch", PrefetchRequest, str)  # the outcome
 WATCH = Method[WatchRequest, Push](f"{_SERVICE}/Watch", WatchRequest, Push)
 DESCRIBE = Method[str, Described | None](f"{_SERVICE}/Describe", str, Described | None)

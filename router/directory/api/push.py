@@ -37,7 +37,7 @@ class GatewayStream:
         self.foreign: list[str] = []
         self.spent: dict[tuple[str, str], Spent] = {}  # gateway, key
         self.bound: dict[str, tuple[str, int]] = {}  # conversation: engine and epoch
-        self.engines = True  # the first message has them
+        self.engines = True  # the next message has the engines; the first one always does
         self.overrun = False
         self._wake = asyncio.Event()
         self._wake.set()

@@ -46,7 +46,7 @@ class BadReply(RouterError, ConnectionError):
 @dataclass(frozen=True, eq=False)
 class Method(Generic[Request, Reply]):
     path: str  # /SERVICE/NAME
-    request: Any  # their types: whatever msgspec reads
+    request: Any  # types of the messages, as msgspec reads them
     reply: Any
 
 
