@@ -76,7 +76,7 @@ class Exchange(ResponseSink):
         self.end(RelayOutcome(RelayEnd.NOT_STARTED, error=error))
 
     async def send_body(self, connection: UpstreamConnection, request: UpstreamRequest) -> None:
-        """Send the client's body as it arrives. Its error ends the exchange, unless the answer has begun."""
+        """Send the client's body as it arrives. A faulty body ends the exchange if no answer has begun."""
         assert request.stream is not None
         try:
             await connection.send_body(request.stream, request.max_bytes)
@@ -231,9 +231,9 @@ class RelayExchange(Exchange):
         return data
 
     def _when_stored(self, finish: Callable[[], None]) -> None:
-        """Run ``finish`` when the observer has stored the answer, or at once if the answer is not stored.
+        """Run ``finish`` when the observer has stored the answer, or now if the answer will not be stored.
 
-        A client that has the end of an answer may fetch the stored answer at once. While ``finish`` waits,
+        As soon as a client has the end of an answer, it may fetch the stored answer. While ``finish`` waits,
         the engine's connection is already back in the pool.
         """
         stored = self._observer.at_end() if self._observer is not None else None

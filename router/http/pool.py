@@ -103,7 +103,7 @@ class UpstreamPool:
         except asyncio.CancelledError:
             self._free_slot(connections)
             raise
-        if connection.closed:  # accepted and reset at once
+        if connection.closed:  # accepted and immediately reset
             self._free_slot(connections)
             self.stats.connect_failures += 1
             raise EngineUnreachable(f"The engine at {endpoint} closed a new connection at once.")

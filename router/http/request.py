@@ -31,7 +31,7 @@ class Headers:
         return self._first_values().get(name)
 
     def as_text(self) -> dict[str, str]:
-        """Return headers as text by lower-case name. Of a repeated header, the first value counts."""
+        """Return headers as text by lower-case name. If a header is repeated, its first value counts."""
         values = self._first_values().items()
         return {name.decode("latin-1"): value.decode("latin-1") for name, value in values}
 
@@ -112,7 +112,7 @@ class RequestBody:
     async def read_pieces(self, max_bytes: int | None = None) -> tuple[bytes, ...]:
         """Return the whole body in pieces of 64 KiB or more.
 
-        Smaller pieces are joined. To join a whole body of 32 MiB would block the event loop for too long.
+        Smaller pieces are joined. Joining a whole body of 32 MiB would block the event loop for too long.
         """
         bound = self._max_bytes if max_bytes is None else max_bytes
         pieces: list[bytes] = []

@@ -138,7 +138,7 @@ class Responder:
         return next((value for given, value in self._extra_headers if given == name), b"")
 
     def on_disconnect(self, callback: Callable[[], None]) -> Callable[[], None]:
-        """Call ``callback`` once if the client disconnects before ``finish``; at once if it already has.
+        """Call ``callback`` once if the client disconnects before ``finish``; now if it already has.
 
         Returns a function that removes the callback.
         """
@@ -165,7 +165,7 @@ class Responder:
     def start(self, status: int, headers: Iterable[tuple[bytes, bytes]]) -> None:
         """Send the head. The body is framed by a Content-Length in ``headers``, or else in chunks.
 
-        The head goes out in one write with data that follows at once.
+        The head goes out in one write with data that follows before the event loop's next turn.
         """
         self._unsent_head = self._head(status, headers)
         self._host.loop.call_soon(self._send_head)
@@ -280,7 +280,7 @@ class Responder:
         self._host.abort()
 
     async def drain(self) -> None:
-        """Wait until the client has read enough; return at once if it keeps up or has disconnected."""
+        """Wait until the client has read enough, unless it keeps up or has disconnected."""
         if self.paused and not self.disconnected:
             if self._resumed is None:
                 self._resumed = asyncio.get_running_loop().create_future()

@@ -221,7 +221,7 @@ class UpstreamConnection(asyncio.Protocol):
             self._transport.resume_reading()
 
     def abort(self) -> None:
-        """End exchange and connection. The engine notices at once, and the sink is not called again."""
+        """End exchange and connection. The engine notices it, and the sink is not called again."""
         self._sink = None
         self._stop_splicing()
         if not self.closed:

@@ -49,7 +49,7 @@ class StreamProgress:
 
     @property
     def headers(self) -> RawHeaders:
-        """Return the headers that ask an engine for token lines, and say after which event to continue."""
+        """Return headers that make an engine write token lines and continue after the client's last event."""
         headers = [(EVENTS_HEADER, b"%d" % self.events), (SEED_HEADER, self._seed), (COUNTS_HEADER, b"1")]
         return [*headers, (CREATED_HEADER, self._created)] if self._created else headers
 
@@ -92,7 +92,7 @@ class StreamProgress:
         return "not_exact" if NOT_RESUMABLE in self.lines else None
 
     def strip(self, data: bytes) -> bytes:
-        """Store the token lines of ``data``, and return the data without them."""
+        """Store and remove the token lines in ``data``; return the rest, which the client gets."""
         self.mid_event = not data.endswith(EVENT_ENDS)
         if not self._created and (found := CREATED_AT.search(data)):
             self._created = found[1]

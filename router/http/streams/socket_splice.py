@@ -102,7 +102,7 @@ class SpliceLoop:
         self._epoll.register(stream.engine, select.EPOLLIN | select.EPOLLRDHUP | select.EPOLLET)
 
     def remove(self, stream: SpliceStream) -> None:
-        """Give back a stream. Call it before a socket closes, as its descriptor may be reused at once."""
+        """Give back a stream. Call it before a socket closes, as its descriptor may be reused immediately."""
         del self._streams[stream.engine]
         self._epoll.unregister(stream.engine)
 
