@@ -115,7 +115,7 @@ class BatchApi:
         self._clock = clock
 
     async def handle(self, request: Request, responder: Responder) -> None:
-        """Answer a request, with a 503 if the disk is full or the database away; then nothing has changed."""
+        """Answer a request. A full disk or an unreachable database gives a 503, and nothing has changed."""
         methods, ids = find_route(request.path)
         name = methods.get("GET" if request.method == "HEAD" else request.method)
         if name is None:

@@ -104,7 +104,7 @@ class Dispatcher:
         return self._settings.tick_s if busy else _IDLE_S
 
     async def _repeat(self, step: Callable[[], Awaitable[bool]], wake: asyncio.Event) -> None:
-        """Repeat `step`, also after errors: at once if it returns True, else after a pause or when woken."""
+        """Repeat `step`, also after errors; pause until woken or for a while, unless it returned True."""
         while True:
             more = False
             try:

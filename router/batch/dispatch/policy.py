@@ -205,7 +205,7 @@ def assign(
     allowances: Mapping[str, Allowance],
     warm: Mapping[str, str],
 ) -> tuple[list[tuple[AnyJob, str]], list[AnyJob]]:
-    """Assign each job to the engine that holds its prefix, or to the least loaded if its load is far less.
+    """Assign each job to the engine that holds its prefix, or to the least loaded if that has far less load.
 
     Returns pairs of a job and its engine, and the jobs that fit on no engine now.
     """
