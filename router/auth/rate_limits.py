@@ -1,9 +1,10 @@
 """Limits what a key may use: requests, tokens and new grammars per minute, and concurrent turns.
 
-Limits per minute are token buckets, and response headers say what is left. Limits hold for the fleet: each
-gateway grants from what it knows, and hears every `SHARE_EVERY_S` what the others have granted. Two gateways
-can grant the same tokens in between; the buckets are then overdrawn and grant nothing until they have
-refilled. Without the directory, each gateway counts for itself.
+Limits per minute are token buckets, and response headers say what is left. New grammars are counted by each
+gateway process for itself. The other limits hold for the fleet: each gateway grants from what it knows, and
+hears every `SHARE_EVERY_S` what the others have granted. Two gateways can grant the same tokens in between;
+the buckets are then overdrawn and grant nothing until they have refilled. Without the directory, each gateway
+counts for itself.
 
 Tokens are computed tokens: prompt tokens that no cache had, and answer tokens. A turn is charged an estimate
 for its prompt, which is corrected at the turn's end.
