@@ -52,14 +52,14 @@ ENGINES_AWAITED = Gauge(
 )
 JOURNAL_UNWRITTEN = Gauge(
     "conserve_journal_unwritten_rows",
-    "Rows that wait for the directory's disk since it refused them or did not answer; 0 while it takes them. "
-    "No new conversation is placed meanwhile.",
+    "Rows that wait to be written, because the directory's disk refused them or does not answer. While rows "
+    "wait, no new conversation is placed.",
 )
 JOURNAL_ROWS_MISSED = Counter(
     "conserve_journal_rows_missed_total",
-    "Token counts and prompt ends that the directory did not write because its disk was too slow or "
-    "failed. After a restart such a conversation continues, but its newest prompt may not be "
-    "recognised without an id.",
+    "Rows with token counts, or with the end of a prompt, that the directory did not write because its disk "
+    "was too slow or failed. After a restart their conversations continue, but without an id their newest "
+    "prompts may not be recognised.",
 )
 PREFILL_LOAD = Gauge(
     "conserve_prefill_load",
@@ -134,8 +134,8 @@ FIRST_TURNS_PLACED = Counter(
 )
 RELEASES_FAILED = Counter(
     "conserve_releases_failed_total",
-    "Ended or moved conversations whose engine could not be notified. It is notified when it reports again, "
-    "and frees their KV in any case when they have been idle long enough.",
+    "Ended or moved conversations whose engine could not be notified. The engine is notified when it reports "
+    "again, and frees their KV in any case when they have been idle long enough.",
 )
 
 # Gateways: identity and placement

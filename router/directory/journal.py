@@ -35,7 +35,7 @@ LATE_S = 5.0  # a disk that has not answered for this long counts as failing
 _CANNOT = "the directory cannot write its journal"  # for clients, therefore without the path
 MAX_UNWRITTEN = 10_000  # rows in memory while the disk refuses them, above which nothing new is placed
 CONVERSATION, ENGINE = "c:", "e:"  # prefixes of subjects
-TURNS, NODE = "turns", "n:"  # slots of turn counts and of prompt ends
+TURNS, NODE = "turns", "n:"  # slots of turn counts and of ends of prompts
 _SEQUENCE = "sequence"  # subject of the row with the number of its transaction
 _DIGITS = 20  # of the number in the sequence file
 _TERM = "term"  # subject of the row with the directory's term
@@ -65,7 +65,7 @@ class Row:
 
     @property
     def is_optional(self) -> bool:
-        """Return whether a loss of the row would only leave counts or prompt ends outdated at a restart."""
+        """Return whether losing the row would only leave old counts or ends of prompts after a restart."""
         return self.payload is not None and (self.slot == TURNS or self.slot.startswith(NODE))
 
 
