@@ -33,8 +33,8 @@ class EngineInfo:
 class EngineState:
     """Report of an engine. All KV sizes are in tokens, counted in whole blocks.
 
-    A report is cumulative: it replaces all reports before it, so that a hop keeps only the newest. An event
-    of a conversation (in `confirmed`, `parked` and `unparked`) stays in the reports for a while, with the
+    A report is cumulative: it replaces all reports before it, so readers keep only the newest. An event of a
+    conversation (in `confirmed`, `parked` and `unparked`) stays in the reports for a while, with the
     number (`seq`) of the first report that had it. A reader applies the events that are newer than the last
     report that it read. It has missed confirmations only if that report is older than `named_after`.
     """
@@ -57,14 +57,14 @@ class EngineState:
     disk_used_tokens: int = 0  # on the disk, of idle conversations
     disk_free_tokens: int = 0
     parked: Mapping[str, int] = field(default_factory=dict)  # conversations that were parked and still are
-    unparked: Mapping[str, int] = field(default_factory=dict)  # conversations that a full host dropped
-    named_after: int = 0  # `confirmed` is complete for readers of later reports
-    # Part of the live tokens, of conversations between turns: evictable, because the KV is on the host too,
-    # may be lost, or the engine can share its layers.
+    unparked: Mapping[str, int] = field(default_factory=dict)  # parked conversations that a full host lost
+    named_after: int = 0  # `confirmed` is complete for readers that know the report of this number
+    # Live tokens of conversations between turns that may be evicted: their KV is on the host too, or may be
+    # lost, or the engine can share its layers.
     idle_tokens: int = 0
-    waiting_prompt_tokens: int = 0  # to compute before the first tokens of turns that wait for one
+    waiting_prompt_tokens: int = 0  # tokens to compute before waiting turns get their first tokens
     prompt_tokens_per_s: float = 0.0  # rate of recent iterations that had prompts; 0: no prompt yet
-    prompt_share: float = 1.0  # share of its time that the TBT targets of running turns leave to prompts
+    prompt_share: float = 1.0  # share of the engine's time that running turns' TBT targets leave to prompts
     prompts: int = 0  # iterations so far with enough prompt tokens to measure
     # (a, b, c) of the time to prefill n tokens alone, a + b n + c n n seconds, from the latency model.
     prefill_curve: tuple[float, float, float] | None = None

@@ -7,7 +7,7 @@ no turn of its class or a lower one was served. The wait alone is not enough: in
 of the lower class waits that long, and the higher class would then wait behind all of them.
 
 Names (owners, or the flows of an owner) take turns by deficit round robin over tokens. In each round a name
-may be served a quantum of tokens. It keeps what it does not use, because its next turn is larger, for the
+may be served a quantum of tokens. What it does not use, because its next turn is larger, is kept for the
 next round. A new round begins when no waiting name has enough left for its next turn. Within a round the
 higher class comes first, and within a class the turn that is due first. So a class decides the order of the
 names, but does not increase a name's share.

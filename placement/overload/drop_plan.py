@@ -16,7 +16,7 @@ from itertools import pairwise
 
 from placement.scheduling.latency_model import BatchWork, LatencyModel
 
-MAX_GROUP_SIZE = 4  # engines; each reserves address space for the KV of so many when it starts
+MAX_GROUP_SIZE = 4  # engines; each reserves address space for the KV of this many when it starts
 
 
 def layer_parts(layers: int, engines: int) -> tuple[range, ...]:

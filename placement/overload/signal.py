@@ -1,9 +1,9 @@
 """Overload signal: whether the decoders' KV is overloaded, judged by the observed demand alone.
 
 The demand is the KV that is held and cannot be evicted, plus the KV that waiting and refused turns lack. Idle
-KV with a copy on the host, and offline KV, can be evicted at once and do not count. The demand is averaged
-over a window and compared with two thresholds. Only an observation whose own demand exceeds the KV declares
-an overload, and only after a whole window of observations: a single or a past peak does not declare it.
+KV with a copy on the host, and offline KV, can be evicted immediately and do not count. The demand is
+averaged over a window and compared with two thresholds. Only an observation whose own demand exceeds the KV
+declares an overload, and only after a whole window of observations: a single or a past peak does not.
 """
 
 from dataclasses import dataclass
@@ -12,7 +12,9 @@ from math import exp
 
 DECLARED = 1.0  # demand, as a share of the KV, from which an overload is declared
 OVER = 0.5  # demand, as a share of the KV, below which the overload is over: the paper's threshold
-FULL = 0.7  # if a smaller share is held, waiting turns lack KV only if more KV is refused than waits
+# If a smaller share of the KV is held, turns count as lacking KV only if the turns that fit on no decoder
+# lack more than the waiting turns.
+FULL = 0.7
 WINDOW_S = 2.0  # over which the demand is averaged
 
 
@@ -22,7 +24,7 @@ class KvDemand:
 
     capacity: float  # that conversations may use while all models are whole
     held: float  # held and not evictable: by running turns, and by idle conversations without another copy
-    evictable: float  # held and evictable at once
+    evictable: float  # held and evictable without delay
     waiting: float  # lacking for placed turns, which wait on an engine or are in transfer
     refused: float = 0.0  # lacking for turns that fit on no decoder
 

@@ -181,7 +181,7 @@ class DecoderPool:
 
         The demand includes the KV that draining engines hold. A reservation counts as waiting, because its
         conversation waits or is in transfer. `refused` are the tokens of each conversation that fits on no
-        engine; they count as much KV as on the engine where they take the least.
+        engine; each counts the KV that it would take on the engine where it takes least.
         """
         table, rows = self._table, self._open_rows()
         leaving = [row for row in map(self._table.row, self._reserved_on) if not rows[row]]

@@ -1,10 +1,11 @@
 """Elastic placement: follow the paper's rule unless another engine gives the first token clearly sooner.
 
-Normally a prefiller computes a turn's prompt. The conversation's decoder computes it if its first token would
-come within half of the prefiller's time, or, where the prefiller would put the TTFT target at risk, if the
-decoder is clearly sooner, because later turns wait behind the prompt there. While KV is short, any sooner
-decoder computes it. Another decoder than the one with the least KV in use is chosen if it would compute the
-prompt in clearly less time. A prefiller holds a conversation that fits on no decoder.
+Normally a prefiller computes a turn's prompt, because turns on a decoder would wait behind that prompt. The
+decoder computes the prompt in two cases: its first token would come within half of the prefiller's time, or
+the prefiller would put the TTFT target at risk and the decoder is clearly sooner. While KV is short, a
+slightly sooner decoder suffices in the second case. Another decoder than the one with the least KV in use is
+chosen if it would compute the prompt in clearly less time. A prefiller holds a conversation that fits on no
+decoder.
 
 The estimate for a prefiller uses its queue, its curve, and the measured part of transfers that prefill did
 not hide. The estimate for a decoder uses the prompts that wait there, its recent speed, and the share of its
@@ -40,9 +41,9 @@ LOCAL_SHARE, SOONER_SHARE, SOONER_SHARE_KV_SHORT = 0.5, 0.8, 0.95
 AT_RISK = 0.6  # a prefiller that takes more than this share of the TTFT target puts it at risk
 MANY_FULL = 0.25  # if a larger share of the decoders is full, KV is short and only the KV in use counts
 OWN_FILL = 0.75  # share of a prefiller's KV for conversations of its own
-# How long a measured transfer cost counts fully. After that it halves in each such time.
+# How long a measured transfer cost counts fully. Its weight then halves each time that this passes again.
 TRANSFER_COST_KEPT_S = 20.0
-MOST_RETRIES = 4  # each retry that confirms the cost keeps it four times as long, up to an hour and a half
+MOST_RETRIES = 4  # each retry that confirms the cost lets it count four times as long, up to 1.4 hours
 REACHES_ENGINE_S = 0.5  # a turn placed longer ago is in the engine's own report
 LEAST_SHARE = 0.05  # least share of an engine's time that its prompts are assumed to get
 REPLACED_PER_TRANSFER = 0.1  # share of the known transfer cost that each new transfer replaces

@@ -33,7 +33,7 @@ RETRY_NO_CAPACITY_S, RETRY_NO_ENGINE_S = 5.0, 10.0  # `retry_after` of refusals
 class FirstTurn:
     key: str
     prompt_tokens: int
-    preferred_decoder: str | None = None  # decoder of the parent, or of the conversation it forked from
+    preferred_decoder: str | None = None  # decoder of the conversation's parent
     had_decoder: bool = False  # whether the conversation had a decoder that is gone
     prefixes: Sequence[PromptPrefix] = ()  # prefixes that other prompts may share, the shortest first
     queue_weight: float = 0.0  # prompts with a lower weight wait behind it

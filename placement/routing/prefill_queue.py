@@ -35,8 +35,8 @@ class QueuedPrefill(NamedTuple):
 class CurveCorrection:
     """Ratio of the measured time of an engine's prompts to the time that its curve predicts.
 
-    The measured time of a prompt begins when the previous prompt ended, or when the queue began. So the sums
-    are right in whatever order the engine computes its prompts, and when it computes several at once.
+    The measured time of a prompt begins when the previous prompt ended, or when the queue began. So the
+    sums of these times are right in whatever order the engine computes prompts, even if several together.
     """
 
     took_s: float = 0.0

@@ -3,8 +3,8 @@
 Agents of one framework begin their prompts alike, with 10k to 30k tokens of system prompt and tools. An
 engine keeps a prefix in its cache until something else takes the space. The cache cannot be queried. So the
 map assumes that an engine's KV holds the prompts and conversations that it was given last. When a prompt
-finds much less in the cache than expected, the map assumes that less fits. It forgets prefixes that were not
-used for long.
+finds much less in the cache than expected, the map assumes that less fits. It forgets prefixes that have
+not been used for a long time.
 """
 
 from collections import OrderedDict
@@ -131,7 +131,7 @@ class PrefixMap:
         self.record(key, prefixes, engine, tokens, now)
 
     def prompt_computed(self, key: str, cached: int | None) -> None:
-        """Correct the assumed capacity by the cached tokens that the engine reported, None if it did not."""
+        """Correct the assumed capacity by how many `cached` tokens the engine reported; None: no report."""
         placed = self._placed.pop(key, None)
         cache = self._caches.get(placed.engine) if placed is not None else None
         if placed is None or cache is None or cached is None:

@@ -32,7 +32,7 @@ class Why(StrEnum):
     LEAST_KV_IN_USE = "least_kv_in_use"
     SOONER_WITH_CAPACITY = "sooner_with_capacity"  # elastic: it computes the prompt clearly sooner
     HAS_TIME = "has_time"  # elastic: prefillers are saturated, and so is the decoder with the least KV
-    PREFERRED = "preferred"  # the decoder of the parent, or of the conversation that this one forked from
+    PREFERRED = "preferred"  # the decoder of the conversation's parent
     WAITS_LESS = "waits_less"  # a move: prompts wait less there than on the hot decoder
     IDLE_PREFILLER = "idle_prefiller"  # elastic roles: a prefiller that idles while prompts wait on decoders
     LAST_RESORT = "last_resort"  # elastic: a prefiller, because the conversation fits on no decoder
@@ -120,7 +120,7 @@ class Receipt(NamedTuple):
     reserved_tokens: int
     prefiller: PrefillerChoice
     decoder: DecoderChoice
-    estimates: Estimates | None = None  # set where the turn could have been computed on either
+    estimates: Estimates | None = None  # set where the decoder and prefillers were compared
     overload: OverloadReason | None = None  # set while the decoders' KV is overloaded
     move: Move | None = None  # set where the conversation moves from another decoder
 

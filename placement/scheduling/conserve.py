@@ -27,7 +27,7 @@ from placement.scheduling.prompt_order import PromptSharing
 
 
 class Conserve(ServingPolicy):
-    # These constants were chosen by measurement: `python -m benchmarks.coserving.settings` compares others.
+    # These constants were chosen by measurement (`coserving.settings` in docs/measurements/retired.md).
     # An iteration is aborted only for an arrival that would need more than this share of its TTFT target. The
     # paper uses 1. A smaller share is better, because a waiting prompt delays the prompts that arrive behind
     # it.
@@ -128,8 +128,8 @@ class Conserve(ServingPolicy):
             return False
         if batch.slack_s is None:
             return True
-        # The online requests of the aborted iteration are computed again. With this, the abort must still
-        # save time, and their tokens must still be in time.
+        # The online requests of the aborted iteration are computed again. With that time included,
+        # the abort must still save time, and the tokens of these requests must still be in time.
         again_s = model.seconds(batch.online_work)
         return remaining_s - again_s >= self.abort_gain_s and batch.passed_s + again_s <= batch.slack_s
 

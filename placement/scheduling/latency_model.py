@@ -12,7 +12,7 @@ each other, because attention is causal. `per_request` is new: the cost of a req
 bookkeeping). Both may be zero.
 
 The sums are formed per request, because one request of 2,000 tokens attends to far more than two of 1,000.
-`SelfCorrecting` adapts a model to its engine: the coefficients slowly, and the speed at once.
+`SelfCorrecting` adapts a model to its engine: the coefficients slowly, the speed immediately.
 """
 
 import math
@@ -68,7 +68,7 @@ class BatchWork:
 
     @staticmethod
     def of(requests: Iterable[tuple[int, int]]) -> "BatchWork":
-        """Return the work of requests, each given as (new tokens, context)."""
+        """Return the work of one iteration with these requests, each given as (new tokens, context)."""
         tokens = attended = contexts = before = count = 0
         for new_tokens, context in requests:
             end = new_tokens + context
@@ -227,7 +227,7 @@ def error_by_region(model: LatencyModel, samples: Sequence[Sample]) -> tuple[Reg
     )
 
 
-# An iteration with at least so many prompt tokens counts several times: a prefiller has few iterations.
+# An iteration with at least this many prompt tokens counts several times: a prefiller has few iterations.
 PROMPT_TOKENS, PROMPTS_COUNT = 64, 4
 # Least time between two fits: a fit takes a millisecond of the host, a fifth of a GPU's iteration.
 FIT_EVERY_S = 1.0

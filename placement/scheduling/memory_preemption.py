@@ -1,4 +1,4 @@
-"""Preemption: how much memory online requests lack, and which offline requests lose theirs for it."""
+"""Preemption: how much memory online requests lack, and which offline requests give it up."""
 
 from collections.abc import Callable, Iterable, Sequence
 

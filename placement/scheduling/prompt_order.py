@@ -4,9 +4,10 @@ A prompt is due `stretch` times its remaining prefill time after its arrival, an
 goes first. So a short prompt goes before a long one, because it makes the long one wait least. A long prompt
 ends all the same, because short prompts that arrive after its due time go behind it.
 
-An iteration in which a prompt ends does not also compute a part of the next prompt, which would delay the
-first. It does so if the next prompt is overdue: then the engine is overloaded, and full iterations compute
-more. With co-serving iterations are always full (`fills`), as co-serving is measured by its slowest prompts.
+An iteration in which a prompt ends computes no part of the next prompt, because that would delay the first
+token of the prompt that ends. An overdue next prompt is an exception: then the engine is overloaded, and full
+iterations compute more. With co-serving all iterations are full (`fills`), because co-serving is measured by
+its slowest prompts.
 """
 
 import math

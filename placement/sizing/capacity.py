@@ -29,9 +29,10 @@ class Signals:
 
     @property
     def prompt_load(self) -> float:
-        """Return the share of the engines' time for prompts that arriving prompts need; 1 is saturation.
+        """Return the time that arriving prompts need, as a share of the engines' time for prompts.
 
-        This time is the prefillers' and, with elastic placement, what running turns of the decoders leave.
+        1 is saturation. The time for prompts is the prefillers' time and, with elastic placement, what
+        running turns leave on decoders.
         """
         if self.lent is None:
             return self.prefill_load
@@ -138,8 +139,9 @@ class TierLoad:
 def judge(role: Role, signals: Signals, limits: Thresholds, longest_wait_s: float) -> TierLoad:
     """Return the load of all engines of a role.
 
-    The load of prefillers is the time that arriving prompts ask for, and that of decoders their KV. It is at
-    least 1 if prompts wait for `longest_wait_s`: in the shortest prefill queue, or on a decoder on average.
+    The load of prefillers is the time that arriving prompts ask for, and the load of decoders is their KV in
+    use. It is at least 1 if prompts wait for `longest_wait_s`: in the shortest prefill queue, or on a decoder
+    on average.
     """
     prefills = role is Role.PREFILL
     engines = signals.prefillers if prefills else signals.decoders

@@ -5,7 +5,7 @@
 
 R is the rate of conversations, and N the number of decoders. R* = T_p / L_in is the rate that fills the
 prefillers. N is the next whole number above the larger bound, so that the prefillers fill up first: their
-load can be read off the prompts.
+load follows from the prompts that arrive.
 """
 
 from dataclasses import dataclass
