@@ -64,7 +64,7 @@ QUANTITIES = (
 
 @dataclass(frozen=True, slots=True)
 class LargeAppends:
-    """How frequent and how heavy later turns are that append more than `LARGE_APPEND_TOKENS`."""
+    """Frequency and weight of later turns that append more than `LARGE_APPEND_TOKENS`."""
 
     share_of_later_turns: float
     share_of_conversations: float

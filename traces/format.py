@@ -75,7 +75,7 @@ class TraceConversation:
 
     @property
     def effective_turn(self) -> int:
-        """Return the index of the turn that TTFET is about: the first that answers the user, or the last."""
+        """Return the index of the turn that TTFET is about: the first to answer the user, else the last."""
         for index, turn in enumerate(self.turns):
             if turn.ending is TurnEnding.END_OF_TURN:
                 return index

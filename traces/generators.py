@@ -61,7 +61,7 @@ class SweBench:
     The paper has no traces, but means: 15k prompt tokens of a first turn (25k tokens/s fill the prefiller at
     1.634 conversations/s, which makes 15.3k), 1k output tokens of a conversation, hundreds of appended tokens
     a turn, and outputs of "large variance". First turns are the upper 30 % of its TTFT curve, which makes 3.3
-    turns a conversation. It does not say how long tools take; here it is half a second.
+    turns a conversation. The paper does not say how long tools take; here it is half a second.
     """
 
     first_turn_tokens: float = 15_300.0
@@ -237,7 +237,7 @@ def scale(conversations: Iterable[TraceConversation], by: Scale) -> Iterator[Tra
 
 
 def _turns(turns: tuple[TraceTurn, ...], by: Scale) -> Iterator[TraceTurn]:
-    """Scale turns. A turn that continues the whole context still does; another turn's cached part scales."""
+    """Scale turns. A turn that continued the whole context still does; else its cached part is scaled."""
     old_context = new_context = new_largest = 0
     for index, turn in enumerate(turns):
         whole = index > 0 and turn.cached_tokens == old_context

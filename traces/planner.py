@@ -189,7 +189,7 @@ class FleetPlanner:
         )
 
     def smallest(self, bound: Provision) -> tuple[Candidate, Candidate]:
-        """Return the best split of the fewest engines that suffice, and as many without prefillers."""
+        """Return the best split of the fewest engines that suffice, and that many without prefillers."""
         asked = bound.prefillers + bound.decoders
         least, most = max(1, int(bound.load.prefill * bound.prefillers), int(bound.by_memory)), asked * 3 // 2
         found = self._splits(most, bound)
@@ -206,8 +206,8 @@ class FleetPlanner:
     def _splits(self, engines: int, bound: Provision) -> list[Candidate]:
         """Play all splits of `engines` engines, starting with the one without prefillers.
 
-        The other splits have about as many prefillers as can compute all first turns, and, because decoders
-        help, a half and a quarter of that number.
+        The other splits have about as many prefillers as can compute all first turns, or a half or a
+        quarter of that number, because decoders help.
         """
         most = bound.prefillers
         counts = sorted({0, most // 4, most // 2, most - 1, most, most + 1})

@@ -157,7 +157,7 @@ def _recorded(
 
 
 def _delays(entries: list[dict[str, Any]]) -> Iterator[float]:
-    """Yield how long after its start each entry of a sub-agent is, if both times are on one clock."""
+    """Yield each sub-agent entry's time minus its sub-agent's start, as if both were on one clock."""
     for agent in entries:
         if agent["type"] == "subagent":
             inner = agent.get("requests") or []

@@ -48,7 +48,7 @@ class Dialogue:
         self._pieces: list[_Piece] = []
         self._prompt_tokens = 0.0  # of the latest prompt, by the endpoint's count if it has one
         self._answer_tokens = 0.0
-        self.retained_tokens = 0  # of the latest prompt, those that a server that forgets nothing has
+        self.retained_tokens = 0  # tokens of the latest prompt that a server that forgets nothing has cached
 
     def prompt(self, index: int) -> list[Message]:
         """Return the messages of turn `index`. All earlier turns must have been answered."""
@@ -81,7 +81,7 @@ class Dialogue:
         self._pieces.append(_Piece(message, self._answer_tokens))
 
     def _open(self, turn: TraceTurn) -> None:
-        """Make the first message. A child's begins with as many of its parent's words as the trace says."""
+        """Make the first message, which begins with as much of the parent's text as the trace says."""
         wanted = turn.prompt_tokens - self._sizes.opening_tokens
         shared = self._sizes.characters(turn.cached_tokens) if turn.cached_tokens else 0
         own = max(1, self._sizes.characters(wanted) - shared)

@@ -255,7 +255,7 @@ class ReplaySummary:
     new_tokens: int
     output_tokens: int
     reported_cached_tokens: int | None
-    recomputed_tokens: int | None  # known from earlier turns, but not cached by the endpoint's report
+    recomputed_tokens: int | None  # known from earlier turns, but not reported as cached by the endpoint
     output_tokens_per_s: float
     conversations_per_s: float
     output_tokens_per_joule: float | None

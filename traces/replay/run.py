@@ -161,7 +161,7 @@ async def replay(
 
 
 def _recorded_options(options: ReplayOptions) -> dict[str, str | float | int | bool]:
-    """Return the options to write with the results, without the key and what the results have elsewhere."""
+    """Return the options to store with the results, without the API key and values stored elsewhere."""
     elsewhere = {"url", "model", "api_key", "probes", "slo_factor", "metrics_urls"}
     return {name: value for name, value in asdict(options).items() if name not in elsewhere}
 
@@ -197,7 +197,7 @@ class _Run:
         first = replace(chosen[0], id=f"warm-up-{chosen[0].id}")
         warm_up = await self._player(first).play()
         if warm_up.outcome is not PlayOutcome.DONE:
-            raise ReplayError(f"the first probe failed, so the replay would: {warm_up.error}")
+            raise ReplayError(f"the first probe failed, so the replay would fail, too: {warm_up.error}")
         for conversation in chosen:
             result = await self._player(conversation).play()
             self._watcher.ended(result)

@@ -121,7 +121,7 @@ class SimulatedEngine:
         self._soon()
 
     def _soon(self) -> None:
-        """Make the engine plan anew when its current iteration ends."""
+        """Make the engine plan again when its current iteration ends."""
         if self._between:
             return
         if self.idle:
@@ -269,7 +269,7 @@ class SimulatedEngine:
                 if self.batch.turns:
                     tokens = sharing.tokens(model, work, decoding_s, live.context, tokens)
                 if chunks and tokens < live.todo and self._due(live) > self._events.now:
-                    break  # prompts before it end now; they wait for a part of this one only if it is overdue
+                    break  # the prompts before it end now: only a part of an overdue prompt may delay that
                 tokens = max(tokens, 1)
                 work = work.plus(tokens, live.context)
             budget -= tokens

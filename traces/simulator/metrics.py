@@ -134,7 +134,7 @@ class Totals:
 
     conversations: int
     refused: int
-    abandoned: int  # grew beyond what its engine can hold
+    abandoned: int  # conversations that grew beyond what their engine can hold
     horizon_s: float
     prefilled_tokens: int
     decoded_tokens: int

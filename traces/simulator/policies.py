@@ -91,7 +91,7 @@ class OverloadPolicy(StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class TurnRoute:
-    """Route of one turn. If `pull` is set, its history must reach the prefiller before it can compute."""
+    """Route of one turn. With `pull`, the KV of earlier turns must first reach the prefiller."""
 
     decoder: str
     prefiller: str | None = None

@@ -245,7 +245,7 @@ class Simulation:
         return True
 
     def _start_turn(self, live: LiveConversation, route: TurnRoute, cached: int, ready: float) -> None:
-        """Hold KV for the prompt on the decoder, and compute the prompt there or first on a prefiller."""
+        """Start a turn. If a prefiller computes its prompt, the decoder holds KV for the prompt meanwhile."""
         prompt = live.turn.prompt_tokens
         decoder = self.fleet.engines[route.decoder]
         live.engine, live.where = route.decoder, Where.ACCELERATOR
