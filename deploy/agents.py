@@ -20,7 +20,7 @@ class AgentEndpoint:
     model: str
     key: str
     context: int  # tokens
-    certificate: str = ""  # file of the gateway's certificate, if the system would not trust that
+    certificate: str = ""  # file of the gateway's certificate, if the system does not trust it
 
     @property
     def trust(self) -> dict[str, str]:

@@ -41,7 +41,7 @@ class ModelShape:
     max_context: int = 131_072  # as long as agents' prompts are
     seed: int = 0
     std: float = 0.15  # with less, answers become loops of two tokens, which would hide wrong KV
-    merges: int = 0  # pairs of characters that text tokenises to one token, and answers do not
+    merges: int = 0  # pairs of characters that are one token in tokenised text, and maybe two in an answer
 
     @property
     def vocabulary(self) -> int:

@@ -115,9 +115,9 @@ def own_cluster_children(cluster: OwnCluster) -> list[Child]:
 def main() -> int:
     parser = argparse.ArgumentParser(prog="python -m deploy.supervisor", description=__doc__)
     parser.add_argument("--home", type=Path, required=True, help="the fleet's directory, with its file")
-    parser.add_argument("--port", type=int, required=True, help="of Ray's head")
-    parser.add_argument("--client-port", type=int, required=True, help="of its server for Ray clients")
-    parser.add_argument("--end-with", type=int, help="pid of a process without which to bring the fleet down")
+    parser.add_argument("--port", type=int, required=True, help="port of Ray's head")
+    parser.add_argument("--client-port", type=int, required=True, help="port of its server for Ray clients")
+    parser.add_argument("--end-with", type=int, help="pid of a process; the fleet ends with it")
     arguments = parser.parse_args()
     log_to_stderr()
     home = FleetHome(arguments.home)

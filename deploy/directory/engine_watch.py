@@ -59,13 +59,13 @@ class EngineWatch:
             self._read_address_again = not self._read_address_again
             late = self._clock() - self._heard > self._lease_s
             if self._up is not None and late and not await _listens(self._up):
-                log.warning("keeper gone for longer than its lease, and its engine engine=%s", self._engine)
+                log.warning("keeper and engine gone for longer than the lease engine=%s", self._engine)
                 self._gone()
             await asyncio.sleep(RETRY_S)
 
     async def _follow(self) -> None:
-        # A restarted keeper listens where it did before, so every other try needs no Ray, whose knowledge can
-        # be out of date after its head was lost.
+        # A restarted keeper listens where it did before, so every second try uses the last address. What Ray
+        # knows may be out of date after Ray's head was lost.
         address = self._last_address
         if self._read_address_again or not address:
             address = self._address_of(self._engine)

@@ -28,8 +28,8 @@ log = logging.getLogger("conserve.deploy.directory")
 
 LOOK_EVERY_S = 0.5
 SEND_LIMIT_S = 60.0  # of one conversation's KV
-# A replaced directory waits before it ends, because its supervisor starts it again and it would then be the
-# newest directory. After a partition, that old supervisor ends by itself within this time.
+# A replaced directory waits before it ends. If it ended immediately, its supervisor would restart it, and it
+# would be the newest directory. After a partition, that old supervisor ends by itself within this time.
 SUPERSEDED_S = 60.0
 
 
@@ -93,7 +93,7 @@ class HostedDirectory:
     async def _follow_keepers(self, server: DirectoryServer) -> None:
         """Follow the keepers in the keepers' file, and engines that have outlived their keepers.
 
-        Engines of the journal are followed at once, at the keepers' addresses in the journal.
+        Engines of the journal are followed immediately, at the keepers' addresses in the journal.
         """
         for record in server.table.fleet.records():
             self._watch(record.info.engine, server, record.info)

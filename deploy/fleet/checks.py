@@ -152,7 +152,7 @@ def _disk(fleet: FleetSpec) -> Iterator[Problem]:
         )
     elif fleet.kv.disk_gib and not Path(fleet.kv.disk_path).is_absolute():
         yield Problem(
-            ("kv", "disk_path"), "expected a path from / on, as each engine has a working folder of its own"
+            ("kv", "disk_path"), "expected an absolute path, because each engine has its own working folder"
         )
     if fleet.kv.disk_gib and not (fleet.kv.host_kv_gib and "host" in fleet.kv.kv_tiers):
         yield Problem(
@@ -195,7 +195,7 @@ def _slos(fleet: FleetSpec) -> Iterator[Problem]:
         known = {*fleet.gateway.api_keys, *fleet.gateway.admin_keys}
         for key in slo.owners:
             if (other := owner.setdefault(key, name)) != name:
-                sentence = f"a key of this class is of class '{other}' too: a key's turns are of one"
+                sentence = f"a key of this class is of class '{other}' too: a key may be in one class only"
                 yield Problem(("slos", name, "keys"), sentence)
             if fleet.gateway.api_keys and not fleet.gateway.keys_file and key not in known:
                 yield Problem(("slos", name, "keys"), "a key of this class is none of gateway.api_keys")
@@ -203,11 +203,11 @@ def _slos(fleet: FleetSpec) -> Iterator[Problem]:
         if slo.queue_weight and slo.queue_weight + HIGHEST_PRIORITY * PRIORITY_S >= longest:
             sentence = (
                 f"expected less than conversation.decoder_wait ({longest:g} s) less {HIGHEST_PRIORITY:g} s, "
-                "which priorities may add: turns of other classes would be refused before their time comes"
+                "which priorities may add: turns of other classes would be refused before they can go first"
             )
             yield Problem(("slos", name, "ahead"), sentence)
     if "default" not in fleet.slos:
-        yield Problem(("slos",), "a class named 'default' is missing: turns of no other class are of it")
+        yield Problem(("slos",), "a class named 'default' is missing: turns that have no other class need it")
 
 
 def _exposed(fleet: FleetSpec) -> Iterator[Problem]:
@@ -220,7 +220,7 @@ def _exposed(fleet: FleetSpec) -> Iterator[Problem]:
         yield Problem(
             ("gateway", "host"),
             f"everybody who reaches {gateway.host} may call without a key: set gateway.keys_file "
-            "(`conserve key new`), or gateway.open: true where only those reach it who may",
+            "(`conserve key new`), or gateway.open: true if only permitted callers reach it",
         )
 
 
@@ -261,7 +261,7 @@ def _autoscaling(fleet: FleetSpec) -> Iterator[Problem]:
         if not limits.min <= tier.replicas <= limits.max:
             yield Problem(path, f"expected min <= replicas <= max, but replicas is {tier.replicas}")
         if tier.role in scaled:
-            yield Problem(path, f"one tier of role '{tier.role}' can follow the load, and one above does")
+            yield Problem(path, f"only one tier of role '{tier.role}' may autoscale, and a tier above does")
         scaled.add(tier.role)
     shares = fleet.capacity
     if not shares.low < shares.target < shares.high:

@@ -1,7 +1,7 @@
 """Checks for engines that would fail after minutes of loading, or would serve wrongly.
 
 Each check is a function of the engines of one tier, or of two tiers that exchange KV. It covers what vLLM
-notices late, and what our connector and the roll-back cannot do. What vLLM refuses at once is left to vLLM.
+notices late, and what our connector and the roll-back cannot do. What vLLM refuses early is left to vLLM.
 """
 
 from collections.abc import Callable, Iterator, Mapping
@@ -243,7 +243,7 @@ def _staging(one: TierEngines) -> Iterator[Problem]:
     if transfer.staging_gib < least:
         yield Problem(
             ("transfer", "staging_gib"),
-            f"an engine sends or receives {STAGED_BLOCKS} blocks at once at least, of "
+            f"an engine sends or receives {STAGED_BLOCKS} blocks or more at a time, of "
             f"{block / (1 << 20):.3g} MiB on each of {ranks.gpus} ranks: expected {least:.2g} or more",
         )
 

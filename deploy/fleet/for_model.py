@@ -18,16 +18,16 @@ from placement.sizing.accelerators import ACCELERATORS, Accelerator
 from placement.sizing.provisioning import TYPICAL, Capacity, Means, ProvisioningError, provision
 
 GIB = 1 << 30
-GPU_SHARE = 0.9  # of a GPU's memory, for weights and KV
+GPU_SHARE = 0.9  # share of a GPU's memory for weights and KV
 GPU_WORKSPACE = 2 * GIB  # activations and CUDA graphs
-WEIGHTS_SHARE = 0.7  # of that at most, or too little is left for KV
-CPU_SHARE = 0.8  # of the memory that is free
-CPU_WORKSPACE = 1.5 * GIB  # of an engine, beside weights and KV
-CPU_KV = 1.1 * GIB  # of an engine; more only for a conversation that is asked for
+WEIGHTS_SHARE = 0.7  # most of that memory that weights may take, so that enough is left for KV
+CPU_SHARE = 0.8  # share of the free memory that engines may use
+CPU_WORKSPACE = 1.5 * GIB  # memory of an engine beside weights and KV
+CPU_KV = 1.1 * GIB  # KV of an engine, or more if --max-model-len needs it
 LEAST_CONTEXT = 2_048
 CPU_BLOCK = 32
 HEADROOM = default(PlacerSettings, "headroom_tokens") + 2 * CPU_BLOCK  # tokens beside a prompt, and rounding
-REACHED = 0.5  # of a data sheet's figures
+REACHED = 0.5  # share of a data sheet's figures that engines reach
 
 
 @dataclass(frozen=True, slots=True)
@@ -126,7 +126,7 @@ def _on_gpus(wishes: Wishes, model: Architecture, machine: Machine) -> tuple[dic
     left = there - GPU_WORKSPACE - model.weight_bytes / each
     where = f"a GPU with {there / GIB:.0f} GiB for weights and KV"
     context = _context(wishes, model, left * pipeline, ranks, where)
-    splits = most > 1 and pipeline == 1 and not speculates(options)  # what a transfer can do
+    splits = most > 1 and pipeline == 1 and not speculates(options)  # what transfers support
     prefillers = _prefillers(model, machine, ranks, most, left) if splits else 0
     chosen = _Engines(*_split(wishes, most, prefillers), context)
     asked = chosen.prefill + chosen.decode

@@ -11,7 +11,7 @@ from deploy.models import hub, smollm2
 
 STATES = ("linear_attention", "mamba", "mamba2", "recurrent", "conv", "ssm")
 STATE_KEYS = ("mamba_d_state", "ssm_state_size", "ssm_cfg", "linear_num_key_heads", "mamba_expand")
-# Rotary embeddings whose length is in max_position_embeddings; of others vLLM multiplies it.
+# Rotary embeddings with which max_position_embeddings is the longest context. With others vLLM multiplies it.
 YARN = ("yarn", "deepseek_yarn", "deepseek_llama_scaling")
 LONG_ROPE = ("default", "mrope", "llama3", "longrope", "su", *YARN)
 # The first is Command R's, and vLLM prefers it to the others.

@@ -110,8 +110,8 @@ class EngineSpec(Spec):
     threads: Annotated[int, Field(gt=0)] | None = None
     """CPU threads of an engine (device cpu)."""
     exact_tokens: bool = default(Engine, "exact_tokens")
-    """Prompts contain earlier answers as the tokens that were generated. Without it, text that tokenises
-    differently than it was generated is computed again from there on."""
+    """Keeps earlier answers in prompts as the tokens that were generated. Without it, an answer whose text is
+    tokenised differently is computed again from the first difference on."""
     start_together: Annotated[int, Field(gt=0)] | None = None
     """Engines that may start at the same time on a node; by default one on cpu, all on cuda."""
     start_limit: Duration = default(KeeperSettings, "start_limit_s")
@@ -121,11 +121,11 @@ class EngineSpec(Spec):
     grammar_cpu: Period = default(Engine, "grammar_cpu_s")
     """CPU time to compile a grammar or schema; a request whose grammar takes more is refused."""
     grammar_memory_mib: Annotated[int, Field(ge=128, le=1 << 20)] = default(Engine, "grammar_memory_mib")
-    """Memory to compile one, and memory for compiled ones that an engine keeps."""
+    """Memory to compile a grammar or schema, and memory for the compiled ones that an engine keeps."""
     memory_gib: Annotated[float, Field(gt=0, allow_inf_nan=False)] | None = default(
         KeeperSettings, "memory_gib"
     )
-    """Memory at which an engine is restarted: of its processes together, without libraries and shared
+    """An engine is restarted when its processes together take this much memory, without libraries and shared
     memory. By default its memory after the start, plus KV in host memory and a quarter of the machine's."""
     lease: Duration = default(KeeperSettings, "lease_s")
     """Time after which an engine without a keeper ends; until then a new keeper adopts it with its KV."""
@@ -165,7 +165,7 @@ class TierSpec(Spec):
     power_cap_w: Watts | None = None
     """Power limit of each GPU of the tier."""
     args: Arguments = {}
-    """Added to `engine.args` for this tier."""
+    """More options of vLLM for this tier; they take precedence over `engine.args`."""
     env: dict[str, str] = {}
 
 
@@ -211,9 +211,10 @@ class ConversationSpec(Spec):
     park_after: Period = default(ConnectorConfig, "park_after_s")
     """Idle time after which a conversation's KV is kept on the host only."""
     redisaggregate_tokens: Tokens = default(Redisaggregation, "above_tokens")
-    """A later turn with more uncached tokens may pass through a prefiller again, to the same decoder."""
+    """A later turn with more uncached tokens may pass through a prefiller again; it keeps its decoder."""
     redisaggregate_share: Annotated[float, Field(ge=0, le=1)] = default(Redisaggregation, "min_share")
-    """It does so if they are at least this share of its prompt, because a prefiller computes all of it."""
+    """Least uncached share of a later turn's prompt with which the turn may pass through a prefiller again,
+    because the prefiller computes the whole prompt."""
     headroom_tokens: Tokens = default(PlacerSettings, "headroom_tokens")
     """KV tokens that a new conversation reserves beside its prompt, for its answer and first appends."""
     decoder_wait: Duration = default(GatewayConfig, "place_wait_s")
@@ -230,11 +231,11 @@ class PlacementSpec(Spec):
     prefiller, unless the conversation's decoder would be clearly sooner. `prefiller`: always on a prefiller,
     as in the paper."""
     relieve_hot: bool = default(PlacerSettings, "relieve_hot")
-    """Move idle conversations, with their KV, off a decoder whose prompts wait much longer than another's.
+    """Move idle conversations, with their KV, off a decoder where prompts wait much longer than elsewhere.
     Without it, conversations leave a decoder only when it drains, as in the paper."""
     roles: PrefillerRoles = default(PlacerSettings, "roles")
     """Whether prefillers take conversations. `fixed`: only what fits on no decoder. `elastic`: also new ones,
-    while they idle and prompts wait on decoders. Only with `first_turns: elastic`."""
+    while prefillers idle and prompts wait on decoders. Only with `first_turns: elastic`."""
 
 
 class TransferSpec(Spec):
@@ -260,7 +261,7 @@ class LmcacheSpec(Spec):
 
 class KvSpec(Spec):
     host_kv_gib: Gib = 4.0
-    """Memory an engine may use on its host for parked conversations."""
+    """Memory that an engine may use on its host for parked conversations."""
     disk_gib: Gib = default(ConnectorConfig, "disk_gib")
     """Disk space that an engine may use for KV that does not fit into its host memory. 0: none."""
     disk_path: str = default(ConnectorConfig, "disk_path")
@@ -281,9 +282,9 @@ class CoServingSpec(Spec):
         ServingSettings, "policy"
     )
     ttft: Duration = default(ServingSettings, "slo").ttft_s
-    """Target of a turn without one of its own: time from its arrival at the engine to its first token."""
+    """TTFT target, from the arrival at the engine, of turns that have none of their own."""
     tbt: Duration = default(ServingSettings, "slo").tbt_s
-    """Target of a turn without one of its own: time between its tokens."""
+    """TBT target of turns that have none of their own."""
     margin: Annotated[float, Field(ge=0, lt=1)] = default(ServingSettings, "margin")
     """Share of a target kept free for errors of the latency model."""
     safepoints: bool = default(ServingSettings, "safepoints")

@@ -71,7 +71,7 @@ def end_actors(home: FleetHome, run: RunRecord) -> None:
 
 
 def _answering(ray: Any, handles: dict[str, Any]) -> list[Any]:
-    """Return those of `handles` whose actors answer; a call to an actor on a lost node would block."""
+    """Return the `handles` whose actors answer; a call to an actor on a lost node would block."""
     asked = {handle.__ray_ready__.remote(): handle for handle in handles.values()}
     ready, _ = ray.wait(list(asked), num_returns=len(asked), timeout=ANSWER_LIMIT_S) if asked else ([], [])
     return [asked[one] for one in ready]

@@ -200,7 +200,7 @@ Targets = list[dict[str, Any]]
 
 def targets(status: FleetStatus) -> Targets:
     """Return the addresses of the metric pages of all of a fleet's processes, on all machines."""
-    # A label with the name of one of our metrics' labels would make Prometheus rename the latter.
+    # Prometheus would rename a metric's label that has the name of one of these labels.
     found = [page_of(page, status.fleet, "gateway") for page in status.gateways]
     found += [page_of(page, status.fleet, "batch") for page in status.batch]
     found.append(page_of(status.metrics, status.fleet, "directory"))

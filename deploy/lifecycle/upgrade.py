@@ -84,7 +84,7 @@ class Upgrade:
         for engine in made.added:
             self._start(engine, tell)
         for engine in made.keepers:
-            tell(f"{engine.name}: another keeper")
+            tell(f"{engine.name}: a new keeper takes over")
             self._after.end_actor(keeper_name(engine.name))
             self._serve(engine, tell)
         for engine in made.engines:

@@ -17,18 +17,18 @@ _logger = logging.getLogger("conserve.deploy.model")
 
 TOKENIZERS = ("tokenizer*", "vocab*", "*.model", "*.tiktoken", "tekken.json")
 WEIGHTS = ("*.safetensors", "pytorch_model*.bin")
-# Options of engines that then load other files than those which are fetched here.
+# Options with which engines load other files than those that are fetched here.
 OTHER_FILES = ("revision", "download-dir", "load-format", "config-format", "tokenizer")
 
 
 def ensure_model(fleet: FleetSpec, home: FleetHome, tell: Callable[[str], None] = _logger.info) -> None:
-    """Make the fleet's model on this node if it is a built-in one. Several keepers may call this at once."""
+    """Make the fleet's model on this node if it is a built-in one. Keepers may call this at the same time."""
     if fleet.model.path == smollm2.NAME:
         smollm2.ensure(tell)
     elif fleet.model.path == SMALL_MODEL and make_model(home.model):
         tell(f"small model made in {home.model}")
     elif fleet.model.path != SMALL_MODEL and model_directory(fleet.model.path) is None:
-        try:  # the files that its parsers are chosen by; an engine fetches the rest
+        try:  # the files from which its parsers are chosen; an engine fetches the rest
             hub.describe(fleet.model.path)
         except DeployError as error:
             if fetched_first(fleet):
@@ -37,7 +37,7 @@ def ensure_model(fleet: FleetSpec, home: FleetHome, tell: Callable[[str], None] 
 
 
 def fetch_model(fleet: FleetSpec, tell: Callable[[str], None]) -> None:
-    """Download a model of the Hub before engines start, which have a limited time to do so."""
+    """Download a model of the Hub in advance, because the time in which engines must start is limited."""
     if fetched_first(fleet) and not is_here(fleet.model.path):
         tell(f"fetching {fleet.model.path} from Hugging Face")
         hub.fetch(fleet.model.path)

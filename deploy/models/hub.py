@@ -101,8 +101,8 @@ def _errors(model: str, lost: str) -> Iterator[None]:
     try:
         yield
     except (HfHubHTTPError, HFValidationError, httpx.HTTPError, OSError, RuntimeError) as error:
-        # RuntimeError: of hf_xet, which downloads large files. A file that is not in the cache either says
-        # only in its cause why it was not fetched.
+        # hf_xet, which downloads large files, raises RuntimeError. Only the cause of LocalEntryNotFoundError
+        # says why a file was not fetched.
         cause = error.__cause__ if isinstance(error, LocalEntryNotFoundError) else error
         raise DeployError(_sentence(model, cause or error) or lost.format(model, error)) from error
 

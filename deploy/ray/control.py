@@ -24,14 +24,14 @@ Reply = TypeVar("Reply")
 @dataclass(frozen=True, slots=True)
 class DropOrders:
     epoch: int
-    members: tuple[str, ...]  # host:port of each one's peer server, in the order of their parts
+    members: tuple[str, ...]  # host:port of each member's peer server, in the order of their parts
     part: int  # index of the part of the layers
 
 
 @dataclass(frozen=True, slots=True)
 class PrefetchOrder:
     conversation: str
-    due_in_s: float  # until its next turn is expected
+    due_in_s: float  # until the conversation's next turn is expected
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,7 +43,7 @@ class SendOrder:
 _SERVICE = "/conserve.workers.v2.EngineControl"
 INFO = Method[None, KeeperReport](f"{_SERVICE}/Info", None, KeeperReport)
 WATCH = Method[None, KeeperReport](f"{_SERVICE}/Watch", None, KeeperReport)
-RELEASE = Method[str, bool](f"{_SERVICE}/Release", str, bool)  # whether the engine held any KV of it
+RELEASE = Method[str, bool](f"{_SERVICE}/Release", str, bool)  # whether the conversation had KV there
 PREFETCH = Method[PrefetchOrder, bool](f"{_SERVICE}/Prefetch", PrefetchOrder, bool)  # whether it has the KV
 SEND = Method[SendOrder, SentKv](f"{_SERVICE}/Send", SendOrder, SentKv)
 DROP = Method[DropOrders, None](f"{_SERVICE}/Drop", DropOrders, None)
@@ -106,7 +106,7 @@ class ControlClient:
     """Client of one keeper's control service."""
 
     def __init__(self, address: str, secret: str, timeout_s: float = 5.0, *, term: int = 0) -> None:
-        """Create a client. `term` is that of the directory that uses it; keepers refuse an old term."""
+        """Create a client. `term` is the term of the directory that uses it; keepers refuse an old one."""
         self.address = address
         self._channel = grpc.aio.insecure_channel(address, KEEPALIVE)
         self._stub, self._timeout_s = Stub(self._channel, secret, term), timeout_s
@@ -141,7 +141,7 @@ class ControlClient:
         await self._ask(RESTORE, epoch)
 
     async def drain(self, on: bool = True) -> None:
-        """Make the engine accept no new conversations, or accept them again.
+        """Make the engine accept no new conversations; with `on` False, make it accept them again.
 
         Conversations that it holds leave with their next turns.
         `EngineState.drained` (placement/engines.py) says when all have left.

@@ -1,6 +1,6 @@
 """The Ray actor of the directory: keeps its process running, and tells it where the keepers are.
 
-The process outlives the actor, which is lost with Ray's node; new conversations are placed meanwhile.
+The process outlives the actor, which is lost with Ray's node. New conversations are placed meanwhile.
 """
 
 import asyncio

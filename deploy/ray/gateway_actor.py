@@ -21,7 +21,7 @@ from workers.oom_score import OomScore, set_oom_score
 
 log = logging.getLogger("conserve.deploy.gateways")
 
-BATCH = "batch"  # the directory of its process, beside those of the gateways
+BATCH = "batch"  # folder of the batch process, beside the folders of gateways
 
 
 class PortTaken(DeployError):
@@ -69,7 +69,7 @@ class GatewaysActor:
             for name in names:
                 group.create_task(self._keep_gateway(name, batch))
             for directory in self._home.gateways.glob("*/"):
-                if directory.name not in wanted:  # of a fleet file with more processes
+                if directory.name not in wanted:  # left from a fleet file with more processes
                     group.create_task(asyncio.to_thread(end, directory))
 
     async def _keep_batch(self, port: int) -> None:
@@ -97,7 +97,7 @@ class GatewaysActor:
     def _looking(
         self, name: str, other: LeasedProcess | None, port: int = 0
     ) -> Callable[[LeasedProcess], Awaitable[None]]:
-        """Return a callback that records the started process, and expires `other` once that one listens."""
+        """Return a callback that records the new process, and expires `other` once the new one listens."""
 
         async def look(process: LeasedProcess) -> None:
             nonlocal other

@@ -46,8 +46,8 @@ def sentences(signals: Signals, advice: tuple[Recommendation, ...], fleet: Fleet
     lines = [
         f"prefillers: {signals.prefillers} up, {signals.prefill_load:.0%} of their time asked for, "
         f"shortest queue {signals.prefill_wait_s:.1f} s"
-        + ("" if signals.lent is None else f"; decoders lend prompts {signals.lent:.1f} engines' time")
-        + (f"; {signals.taking} without work take conversations" if signals.taking else ""),
+        + ("" if signals.lent is None else f"; decoders have {signals.lent:.1f} engines' time for prompts")
+        + (f"; {signals.taking} idle ones take conversations" if signals.taking else ""),
         f"decoders:   {signals.decoders} up, {signals.decoder_pressure:.0%} of their KV in use, "
         f"{signals.running_share:.0%} by running turns",
     ]

@@ -28,7 +28,7 @@ prose = Console(highlight=False, soft_wrap=True)
 
 
 def plan(
-    trace: Annotated[Path | None, typer.Argument(help="A trace; without it the means below count")] = None,
+    trace: Annotated[Path | None, typer.Argument(help="A trace; without it, give the means below")] = None,
     overload: Annotated[
         Path | None,
         typer.Option(help="A fleet file: only show which engines could drop parameters for KV"),
@@ -40,19 +40,19 @@ def plan(
             help="Profile of a decoder: a name or a JSON file; by default a40-qwen3-0.6b, or the device's"
         ),
     ] = "",
-    prefiller_profile: Annotated[str, typer.Option(help="Profile of a prefiller; by default the same")] = "",
+    prefiller_profile: Annotated[str, typer.Option(help="Profile of a prefiller; by default --profile")] = "",
     park_after: Annotated[
         float, typer.Option(help="Seconds after which idle KV leaves the accelerator", min=0)
     ] = PARK_AFTER_S,
     large_append: Annotated[
-        int, typer.Option(help="Tokens above which a turn is prefilled again")
+        int, typer.Option(help="Appended tokens above which a later turn passes through a prefiller")
     ] = LARGE_APPEND_TOKENS,
     caps: Annotated[
         str,
         typer.Option(help="Power caps of decoders to compare, W: 250,200; else 5/6 and 2/3 of their limit"),
     ] = "",
-    ttft: Annotated[float, typer.Option(help="Target of a first turn, s", min=0)] = DEFAULT_TARGETS.ttft_s,
-    tbt: Annotated[float, typer.Option(help="Target between tokens, s", min=0)] = DEFAULT_TARGETS.tbt_s,
+    ttft: Annotated[float, typer.Option(help="TTFT target, first turns, s", min=0)] = DEFAULT_TARGETS.ttft_s,
+    tbt: Annotated[float, typer.Option(help="TBT target, s", min=0)] = DEFAULT_TARGETS.tbt_s,
     first_turn_tokens: Annotated[
         float, typer.Option(help="Mean tokens of a first turn (L_in)")
     ] = TYPICAL.first_turn_tokens,
@@ -149,7 +149,7 @@ def _show_plan(made: FleetPlan, request: PlanRequest) -> None:
     _show_provision("idle KV parked", made.parked)
     advised, without = made.advised, made.without_prefillers
     prose.print(
-        f"[bold]where its first token comes first[/] (placement.first_turns: elastic), "
+        f"[bold]first turns where their first token comes soonest[/] (placement.first_turns: elastic), "
         f"{made.conversations} conversations simulated: {advised.prefillers} prefillers, "
         f"{advised.decoders} decoders at {advised.cap_w:.0f} W"
     )
@@ -175,7 +175,7 @@ def _candidate(one: Candidate) -> str:
     return (
         f"TTFT p95 first {format_number(one.first_ttft_p95_s)}, "
         f"later {format_number(one.later_ttft_p95_s)} s, "
-        f"TBT p95 {format_number(one.tbt_p95_s * 1e3)} ms, wait for a place {one.gate_wait_mean_s:.2f} s, "
+        f"TBT p95 {format_number(one.tbt_p95_s * 1e3)} ms, wait for a decoder {one.gate_wait_mean_s:.2f} s, "
         f"{one.joules_per_conversation:,.0f} J a conversation, {one.tokens_per_joule:.1f} tokens/J: "
         + ("the targets hold" if one.holds else "[red]the targets do not hold[/]")
     )
@@ -184,14 +184,14 @@ def _candidate(one: Candidate) -> str:
 # `conserve plan --overload`: which engines could drop parameters, for how much KV, at what cost.
 
 WHY = {
-    NotDropped.ENOUGH: "more is not asked for",
+    NotDropped.ENOUGH: "no more KV is needed",
     NotDropped.ALONE: "no other engine of this tier is left to share layers with",
-    NotDropped.LARGEST: "groups may not be larger, or the model has no more layers",
+    NotDropped.LARGEST: "a larger group is not allowed, or the model has too few layers for it",
     NotDropped.SPLIT: "the engines that are left share their layers already",
     NotDropped.NO_GAIN: "an engine would have no more KV than now",
     NotDropped.UNMEASURED: "the latency of these engines is not known: `conserve profile`",
     NotDropped.LINK: "the link between engines is too slow for activations, or for moving the KV in time",
-    NotDropped.TBT: "iterations on all of the KV would be longer than the TBT target",
+    NotDropped.TBT: "iterations with all KV full would be longer than the TBT target",
 }
 
 
@@ -228,7 +228,7 @@ def explained(plan: TierPlan, mean_tokens: float) -> Iterator[str]:
     )
     for title, made in (("as soon as KV is lacking", plan.first), ("at most", plan.most)):
         gained = made.gained_tokens / (plan.engines * shape.kv_tokens)
-        yield f"  {title}: {made.gained_tokens:,} tokens of KV more ({gained:.1%} of the tier's)"
+        yield f"  {title}: {made.gained_tokens:,} more tokens of KV ({gained:.1%} of the tier's)"
         for group in made.merged:
             kept = ", ".join(
                 f"{name} layers {layers.start}-{layers.stop - 1}"

@@ -25,7 +25,7 @@ from workers.power.nvml import PowerError
 from workers.profiles import Profile, ProfileKey, ProfileStore
 
 console = Console()
-CHECK_SECONDS = 2e-7  # of one check of the safepoint flag (benchmarks.coserving measures it)
+CHECK_SECONDS = 2e-7  # time of one check of the safepoint flag (benchmarks.coserving measures it)
 
 
 def profile(
@@ -91,8 +91,8 @@ async def under_cap(fleet: FleetSpec, engine: EngineName, home: FleetHome) -> As
         cap = engine.tier.power_cap_w
         if cap is not None and not power.capped:
             raise PowerError(
-                f"the cap of {cap:g} W could not be set (it takes root, or nvidia-smi -pl beforehand): a "
-                "profile of other clocks would be taken for this tier's"
+                f"the cap of {cap:g} W could not be set (it takes root, or nvidia-smi -pl beforehand): "
+                "without it, the profile would be of other clocks than this tier has"
             )
         yield
 

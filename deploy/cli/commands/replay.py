@@ -20,7 +20,7 @@ from traces.replay.run import ProgressBar
 def replay(
     trace: Annotated[Path, typer.Argument(help="A trace in our format: see `conserve trace`")],
     url: Annotated[
-        str, typer.Option(help="OpenAI endpoint, without /v1; of https, SSL_CERT_FILE is trusted")
+        str, typer.Option(help="OpenAI endpoint, without /v1; for https, SSL_CERT_FILE is trusted")
     ],
     model: Annotated[str, typer.Option(help="By default the first that the endpoint lists")] = "",
     api_key: Annotated[str, typer.Option(envvar="OPENAI_API_KEY", help="Bearer token")] = "",

@@ -217,7 +217,7 @@ def _value(text: str, kind: object) -> Any:
 
 
 def wishes_of(model: str, options: dict[str, Any]) -> Wishes:
-    """Move the options that are keys of the fleet file out of vLLM's `options`, into the result."""
+    """Return the wishes that `options` express; keys of the fleet file are removed from `options`."""
     for name, instead in OWN_OPTIONS.items():
         if name in options:
             raise DeployError(f"--{name} is not an option of each engine here: it is {instead}")
@@ -234,7 +234,7 @@ def wishes_of(model: str, options: dict[str, Any]) -> Wishes:
 
 
 def architecture(model: str) -> Architecture:
-    """Return the architecture of a model that can be served, or raise DeployError with an alternative."""
+    """Return the architecture of a model that can be served, or raise DeployError, which names others."""
     if model == smollm2.NAME and (built_in := find_architecture(model)):
         return built_in  # also beside a directory of that name
     path = Path(model).expanduser()

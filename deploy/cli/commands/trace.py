@@ -123,15 +123,15 @@ def generate_steps(
 def scale(
     trace: Annotated[Path, typer.Argument(help="A trace in our format")],
     out: Out,
-    rate: Annotated[float, typer.Option(help="Factor; the pattern of arrivals stays")] = 1.0,
+    rate: Annotated[float, typer.Option(help="Factor on the rate of arrivals; their pattern stays")] = 1.0,
     lengths: Annotated[float, typer.Option(help="Factor on all token counts")] = 1.0,
     waits: Annotated[float, typer.Option(help="Factor on tool and human time")] = 1.0,
     wait_cap: Annotated[float, typer.Option(help="Longest wait, s, after scaling")] = float("inf"),
     max_context: Annotated[
-        int | None, typer.Option(help="Cut conversations where they would outgrow it")
+        int | None, typer.Option(help="Longest context in tokens; longer conversations are cut")
     ] = None,
-    max_turns: Annotated[int | None, typer.Option(help="Cut conversations after so many turns")] = None,
-    count: Annotated[int | None, typer.Option(help="Only the first so many")] = None,
+    max_turns: Annotated[int | None, typer.Option(help="Most turns; longer conversations are cut")] = None,
+    count: Annotated[int | None, typer.Option(help="Number of conversations to keep, from the start")] = None,
     new_arrivals: Annotated[
         str | None,
         typer.Option("--arrivals", help="poisson:RATE, gamma:RATE:CV or steps:RATE*SECONDS,…"),

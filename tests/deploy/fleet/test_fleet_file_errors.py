@@ -136,7 +136,7 @@ NO_RECEIVER = "observe:\n  tracing:\n    sample: 0.5\n    endpoint: http://here:
         ),
         (
             GOOD + "kv: {disk_gib: 9, disk_path: ~/kv}\n",
-            "fleet.yaml:11: kv.disk_path: expected a path from / on",
+            "fleet.yaml:11: kv.disk_path: expected an absolute path",
         ),
         (
             GOOD + "kv: {disk_gib: 9, disk_path: /nvme, host_kv_gib: 0}\n",

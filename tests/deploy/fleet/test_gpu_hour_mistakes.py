@@ -102,7 +102,7 @@ CASES: dict[str, tuple[Any, ...]] = {
     "staging that a few blocks fill": (
         "coserving:",
         "transfer:\n>  staging_gib: 0.02\ncoserving:",
-        "8 blocks at once at least, of 2 MiB on each of 2 ranks: expected 0.031 or more",
+        "8 blocks or more at a time, of 2 MiB on each of 2 ranks: expected 0.031 or more",
     ),
     "block size across a transfer": (
         SEQS,
