@@ -3,11 +3,11 @@
     python -m benchmarks.availability [--quick] [--json FILE] [--fleet FILE] [PROCESS …]
 
 Small clients begin conversations, take turns of bound ones, and read long streams, two of each kind. They ask
-again at once when a request fails. One process after another gets `kill -9`; the fleet becomes whole before
-the next one. A figure is the longest wait of a client for its next token after a kill, minus the longest wait
-of the same kind of client without faults in the same run. A client whose stream is cut asks again, and waits
-until the first token of the new answer. A figure may exceed its budget by half a second, because a process
-that starts again takes processor time from everything else.
+again immediately when a request fails. One process after another gets `kill -9`; the fleet becomes whole
+before the next one. A figure is the longest wait of a client for its next token after a kill, minus the
+longest wait of the same kind of client without faults in the same run. A client whose stream is cut asks
+again, and waits until the first token of the new answer. A figure may exceed its budget by half a second,
+because a process that starts again takes processor time from everything else.
 
 The first kill is that of the only gateway; then the fleet gets a second gateway.
 """
@@ -163,7 +163,7 @@ def seen(clients: SteadyClients, kills: Mapping[str, Kill]) -> list[Unavailabili
     undisturbed = dict.fromkeys(KINDS, 0.0)
     for kill in kills.values():
         for kind, (begin, end) in clients.longest_waits(kill.quiet_since, kill.killed_at).items():
-            # A wait that the kill has made longer counts only until the kill.
+            # A wait that began before the kill and ended after it counts only until the kill.
             undisturbed[kind] = max(undisturbed[kind], min(end, kill.killed_at) - begin)
     rows = [Unavailability("none", kind, wait_s, 0.0, None) for kind, wait_s in undisturbed.items()]
     for process in PROCESSES:

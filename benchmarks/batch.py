@@ -51,7 +51,7 @@ class BatchLoad:
     offline_output: int
     requests: int  # requests of each phase with a batch
     agents_s: float  # duration of a phase with agents alone
-    most_s: float  # after so long a batch is cancelled
+    most_s: float  # a batch that takes longer is cancelled
     rounds: int
 
 
@@ -97,7 +97,7 @@ class BatchBench:
         self._random = random.Random(seed)
 
     async def play(self, kind: str, phase: Phase) -> None:
-        """Play one phase. Batch files are made before the phase begins, so that this delays no agent."""
+        """Play one phase. Batch files are made before it begins, so that making them delays no agent."""
         files = {endpoint: self._file(endpoint) for endpoint in (CHAT, COMPLETIONS)} if kind != ALONE else {}
         if kind == BATCH:
             await self._offline(phase, files)

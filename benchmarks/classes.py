@@ -5,10 +5,10 @@
 On two cores or fewer the fleet is one engine that co-serves, because several engines would overload the cores
 by themselves. There is enough KV, so that only computing time is short. A conversation has turns that call a
 tool and one turn that answers. First the fleet's capacity is measured. Then conversations of the class
-`better` arrive at a part of it, alone and beside conversations of the class `default` that ask for more than
-all of it. Phases are played forwards and back; a refused client comes back after `Retry-After`. TTFET is the
-time from a conversation's arrival to the first token of the turn that answers, without tools. The aim is at
-most 1.25 times the better class's TTFET alone.
+`better` arrive at a part of this capacity, alone and beside conversations of the class `default`, whose load
+exceeds it. Phases are played forwards and back; a refused client comes back after `Retry-After`. TTFET is the
+time from a conversation's arrival to the first token of the turn that answers, without tools. The aim: beside
+`default`, the TTFET of `better` is at most 1.25 times its TTFET alone.
 """
 
 import asyncio

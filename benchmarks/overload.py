@@ -4,13 +4,14 @@
 
 `preempt` is plain vLLM: running turns are computed again, and idle KV is lost. `park` is a fleet that moves
 both to the host. `drop` is a fleet that also drops duplicated parameters (placement/overload/). Two engines
-have little KV, and turns ask for 1.5 times what both have. The load `requests` has BurstGPT's lengths, and
-`agents` those of real agents whose tools answer at once; both arrive within half a second. `long answers`
-arrive over 40 seconds, so that late ones wait for KV that others hold. Their model's weights take most of an
-iteration's time, as on a GPU. On plain vLLM, conversations alternate between the engines. Each burst has its
-own words, so that nothing is cached. All three policies play each burst, forwards and back. Then plain vLLM
-plays it with few conversations at a time: an answer that differs from this one is wrong. TBT is the time
-between two tokens, TPOT its mean over an answer. docs/measurements/overload.md has results.
+have little KV, and turns ask for 1.5 times the KV of both. The load `requests` has BurstGPT's lengths, and
+`agents` those of real agents whose tools need no time. Bursts of these loads arrive within half a second.
+Those of `long answers` arrive over 40 seconds, so that late turns wait for KV that others hold. In this load
+the model's weights take most of an iteration's time, as on a GPU. On plain vLLM, conversations alternate
+between the engines. Each burst has its own words, so that nothing is cached. All three policies play each
+burst, in an order that is reversed after each burst. Then plain vLLM plays it with few conversations at a
+time: an answer that differs from this one is wrong. TBT is the time between two tokens, TPOT its mean over an
+answer. docs/measurements/overload.md has results.
 """
 
 import asyncio
@@ -53,7 +54,7 @@ LASTING_S, LASTING_RATE = 40.0, 0.8  # at the speed of two idle cores this asks 
 CALM = 4  # conversations at a time for which KV suffices
 ROUNDS, QUICK_ROUNDS = 3, 1  # each plays all three policies forwards and back
 LIMIT_S = 400.0
-KEEP_ALIVE_S = 2.0  # uvicorn closes an idle connection after 5 s, perhaps as it is used again
+KEEP_ALIVE_S = 2.0  # uvicorn closes an idle connection after 5 s, perhaps just as a request is sent
 PREEMPTIONS, CHANGES = "vllm:num_preemptions_total", "conserve_overload_changes_total"
 DROPPED, RESTORED = (f'{CHANGES}{{change="{change}",outcome="done"}}' for change in ("drop", "restore"))
 TIMES = ("drop", "restore", "return")  # "return" is 0, because parameters return within a restore
@@ -312,7 +313,7 @@ def measure(loads: Sequence[str], rounds: int) -> tuple[dict[str, float], dict[s
 
 
 def play_all(kv: EngineKv, loads: dict[str, dict[str, PolicyBursts]], rounds: int) -> dict[str, float]:
-    """Play the bursts of all these loads, into `loads`; return the counters of the fleet with `drop`."""
+    """Play the bursts of all `loads`, record them there, and return the counters of the fleet with `drop`."""
     with ExitStack() as stack:
         work = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="overload-")))
         make_model(work / "model", kv.shape)

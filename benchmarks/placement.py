@@ -117,7 +117,7 @@ def measure(size: FleetSize) -> dict[str, dict[str, float]]:
 
 
 async def measure_journal(rate: float, placements: int) -> dict[str, float]:
-    """Offer `rate` placements per second; return how many reach the disk each second, and their times.
+    """Offer `rate` placements per second; return how many reach the disk each second, and how long they take.
 
     As in a fleet, placements are refused while the disk does not answer.
     """

@@ -150,7 +150,7 @@ def unavailable_s(
 
 def over_budget(unavailable: dict[str, dict[str, float]], allowed_s: float) -> list[str]:
     """Return a sentence for each wait that exceeds the killed process's budget by more than `allowed_s`."""
-    budgets = {one.command: one.budget_s for one in reversed(PROCESSES)}  # the only gateway comes first
+    budgets = {one.command: one.budget_s for one in reversed(PROCESSES)}  # the first entry of a command wins
     return [
         f"a client ({kind}) waited {wait_s:.1f} s after kill {victim}; its budget is {budget_s:.1f} s"
         for victim, waits in unavailable.items()
@@ -199,8 +199,8 @@ def main() -> None:
     parser = command(__doc__, f"{QUICK_MINUTES:.0f} minutes", RANDOM, seed=0)
     parser.add_argument("--minutes", type=float, default=MINUTES)
     parser.add_argument("--set-clock", action="store_true", help="also set this machine's clock")
-    parser.add_argument("--drop", action="store_true", help="on decoders that share their layers")
-    parser.add_argument("--conversations", type=int, help=f"end after so many (--drop: {DROP_CONVERSATIONS})")
+    parser.add_argument("--drop", action="store_true", help="run on decoders that drop layers for KV")
+    parser.add_argument("--conversations", type=int, help=f"number to begin (--drop: {DROP_CONVERSATIONS})")
     parser.add_argument(
         "--allowed-s", type=float, default=ALLOWED_S, help="seconds that a wait may exceed its budget"
     )
@@ -230,7 +230,7 @@ def main() -> None:
                 copy.parent.mkdir(parents=True, exist_ok=True)
                 shutil.copyfile(log, copy)
         if (more := len(marked(home)) - before) > 0:
-            left.append(f"{more} processes more")
+            left.append(f"{more} more processes than before")
     seen = agents.seen
     late = over_budget(unavailable, options.allowed_s)
     figures = {

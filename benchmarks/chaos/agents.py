@@ -21,7 +21,7 @@ from openai import AsyncOpenAI
 
 SCRIPTS, TURNS = 6, 4
 REQUEST_LIMIT_S = 180.0  # a longer request counts as hung
-LOST_AFTER_S = 300.0  # a turn that is not answered for so long is lost
+LOST_AFTER_S = 300.0  # a turn without an answer for this long counts as lost
 RETRY_S = (0.2, 3.0)
 STREAMED = 0.7  # share of requests that are streamed
 # Conversations repeat a few prompts, and a prompt that ran on two killed engines is refused for minutes. An
@@ -36,8 +36,8 @@ class AgentLengths:
     words: tuple[int, ...] = (60, 300, 900)
     tokens: tuple[int, ...] = (8, 24, 96)
     waits_s: tuple[float, ...] = (0.0, 0.2, 1.0, 8.0)  # waits for tools; KV is parked in the longest
-    hang_ups: float = 0.0  # share of streams that their client leaves and asks for again
-    busy_s: float = math.inf  # after so long all agents rest, so that the fleet restores dropped layers
+    hang_ups: float = 0.0  # share of streams that an agent leaves and then asks for again
+    busy_s: float = math.inf  # after this time all agents rest, so that the fleet restores dropped layers
     rest_s: float = 0.0
     # Each conversation has an API key of its own. Otherwise, a gateway that refuses a request because two
     # engines ended while they ran it would refuse all conversations of the script.

@@ -1,8 +1,8 @@
 """Inflicts faults: kills a process of the fleet, stops it, delays it, or keeps it from writing for a while.
 
 A full disk is a limit on the size of files (`prlimit`): writes fail with an error, and no rights are needed.
-A delay stops the sender or receiver again and again for parts of a second. The machine's clock is set only
-where that is allowed: an hour forward or back, and later right again.
+A delay stops the sender or receiver again and again for parts of a second. If allowed, the machine's clock is
+set an hour forward or back, and later set right.
 """
 
 import signal
@@ -47,7 +47,7 @@ class Fault:
 
     @property
     def on_an_engine(self) -> bool:
-        """Return whether the fault makes an engine restart, as also the loss of a process of Ray does."""
+        """Return whether the fault makes an engine restart. The loss of a process of Ray does so, too."""
         return self.victim in (*ENGINE, *RAY)
 
     def __str__(self) -> str:

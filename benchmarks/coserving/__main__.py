@@ -114,7 +114,7 @@ def figures(outcomes: list[LoadOutcome], profile: Profile) -> dict[str, float]:
 
 
 def loads(capacity: float, options: argparse.Namespace, lengths: PartLengths) -> list[OnlineLoad]:
-    """Return all shares of the capacity at CV 1, and the middle share at the other CVs.
+    """Return a load for each share of the capacity with CV 1, and for the middle share with the other CVs.
 
     A load lasts until its number of requests has arrived. The P99 of few requests is just the worst of them.
     """
@@ -146,7 +146,7 @@ def main() -> None:
     parser = command(__doc__, quick="one load, one run, a sixteenth of the lengths: about a minute")
     parser.add_argument("--model", type=Path, help=f"folder of a {LAYERS}-layer model (default: make one)")
     parser.add_argument("--turns", type=int, default=3, help="how often every policy serves every load")
-    parser.add_argument("--requests", type=int, default=20, help="online requests each time, about")
+    parser.add_argument("--requests", type=int, default=20, help="online requests of each run, on average")
     asyncio.run(run(parser.parse_args()))
 
 

@@ -4,9 +4,9 @@
 
 vLLM's engine core, scheduler and model runner run with a model that computes nothing and a clock in place of
 the device (device_clock.py). If the host is slower than the device, or waits for it, the time per token is
-longer. Each variant has a process. Variants alternate in short rounds, and a ratio is that of two medians of
-one round. Variants named `_sync` do not use asynchronous scheduling. Host times are CPU time, which other
-processes of the machine disturb less.
+longer. Each variant has a process. Variants alternate in short rounds. A ratio compares a variant's median
+with plain vLLM's median of the same round. Variants named `_sync` do not use asynchronous scheduling. Host
+times are CPU time, which other processes of the machine disturb less.
 """
 
 import multiprocessing

@@ -90,7 +90,7 @@ class Experienced:
         return self.offline_tokens / self.seconds if self.seconds else 0.0
 
     def attainment(self, ttft_s: float, tbt_s: float) -> float:
-        """Return the share of first tokens within `ttft_s`, or that of gaps within `tbt_s` if it is lower."""
+        """Return the lower of two shares: first tokens within `ttft_s`, and gaps within `tbt_s`."""
         if not self.ttft or not self.tbt:
             return 0.0
         first = sum(ttft <= ttft_s for ttft in self.ttft) / len(self.ttft)
@@ -233,7 +233,7 @@ def choose(file: Path, settings: ServingSettings, model: LatencyModel) -> None:
 
 @asynccontextmanager
 async def bench(model: Path | None, lengths: PartLengths, repeats: int) -> AsyncIterator[PolicyBench]:
-    """Run a profiled engine whose KV holds 112 iterations. Without `model`, one of 24 layers is made."""
+    """Run a profiled engine whose KV holds the tokens of 112 iterations. Without `model`, make a model."""
     with tempfile.TemporaryDirectory() as folder:
         if model is None:
             model = Path(folder) / "model"

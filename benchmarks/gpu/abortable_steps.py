@@ -1,4 +1,4 @@
-"""Decode steps behind the product's safepoint. No other GPU step uses the safepoint's interface."""
+"""Decode steps that the product's safepoint can abort: the only GPU benchmark that calls its interface."""
 
 import os
 import time

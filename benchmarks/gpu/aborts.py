@@ -12,7 +12,7 @@ from kvtransfer.side_stream import cuda_of
 
 
 def safepoints(device: str) -> Figures:
-    """Measure how long aborts take whose signal comes just after a layer's check, the worst moment."""
+    """Measure how long an abort takes if its signal comes just after a layer's check, the worst moment."""
     rounds = 40 if device == "cuda" else 3
     layers = DecodeLayers(device, whole=False)
     with abortable_steps(device, layers) as abortable:
@@ -64,5 +64,5 @@ def aborted_steps(device: str) -> Figures:
     return {
         "equal": right == rounds,
         "load_after_abort_rounds": rounds,
-        "load_after_abort_without_mark_wrong": overtaken,  # more than none on a GPU: the hazard is real
+        "load_after_abort_without_mark_wrong": overtaken,  # above 0 on a GPU: the hazard is real
     }

@@ -131,7 +131,7 @@ async def started(
     arguments = {
         "model": str(made.model),
         "load_format": "dummy",
-        "kernel_config": {"enable_jit_warmup": False},  # a minute; each step warms up by itself
+        "kernel_config": {"enable_jit_warmup": False},  # it takes a minute; each step warms up by itself
         **made.sizes.arguments,
         **own_parts(name, variant, made, iterations),
         **variant.options,

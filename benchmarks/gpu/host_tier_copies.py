@@ -95,7 +95,7 @@ def mover_copies(by_layer: torch.Tensor, order: list[int], shape: BlockShape) ->
 
 
 def measured(prefix: str, ways: Ways, blocks: torch.Tensor, shape: BlockShape) -> Figures:
-    """Store the blocks, then clear and load them in each other way, in rounds; return the bandwidths.
+    """Store the blocks, then clear and load them in all other ways, in rounds; return the bandwidths.
 
     `_call_ms_per_gb` is the time until the call returns, `_cpu_ms_per_gb` the CPU time of the whole process.
     """

@@ -38,7 +38,7 @@ class EngineUnderTest(VllmEngine):
         return [rng.randrange(FIRST_ORDINARY_TOKEN, self.sizes.vocabulary) for _ in range(tokens)]
 
     async def answers(self, count: int, tokens: int, seed: int = 1, priority: int = 0) -> list[EngineAnswer]:
-        """Send `count` prompts of the usual length at once, and return the answers of `tokens` tokens."""
+        """Send `count` prompts of the usual length together, and return the answers of `tokens` tokens."""
         prompts = (self.prompt(seed + n, self.sizes.prompt) for n in range(count))
         return list(await asyncio.gather(*(self.ask(one, tokens, priority=priority) for one in prompts)))
 
@@ -49,7 +49,7 @@ Load = Callable[[EngineUnderTest], Awaitable[Figures]]
 def gaps_while_all_decode(answers: Sequence[EngineAnswer]) -> list[float]:
     """Return the gaps between tokens while all answers are being generated.
 
-    The requests must have begun at the same time, because times count from the begin of each request.
+    The requests must have begun at the same time, because times count from the start of each request.
     """
     begin = max(answer.arrivals[0] for answer in answers)
     end = min(answer.arrivals[-1] for answer in answers)
@@ -154,7 +154,7 @@ async def handed_over(prefills: EngineUnderTest, decodes: EngineUnderTest, port:
 async def offline_prompts(under: EngineUnderTest, seed: int) -> AsyncIterator[Figures]:
     """Keep offline prompts of the usual sizes running.
 
-    When the context ends, the yielded figures get its iterations, aborts and offline tokens.
+    When the context ends, the yielded figures get the counts of iterations, aborts and offline tokens.
     """
     before, began, found = len(read_iterations(under.iterations)), time.monotonic(), Figures()
     count, length = under.sizes.offline
@@ -199,7 +199,7 @@ async def turns_beside_offline_work(under: EngineUnderTest) -> Figures:
 
 
 async def answers_beside_aborts(under: EngineUnderTest) -> Figures:
-    """Compare greedy answers with answers of the same requests while these abort offline iterations."""
+    """Compare greedy answers with those of the same requests when the requests abort offline iterations."""
 
     async def anew() -> list[EngineAnswer]:
         await under.llm.reset_prefix_cache()

@@ -36,7 +36,7 @@ class ResultLog:
         self._step = step
 
     def add(self, figures: Figures, repeat: int | None = None) -> None:
-        """Append one line to the file at once, so that a step that is killed loses none of its figures."""
+        """Append one line to the file immediately, so that a killed step loses none of its figures."""
         line = json.dumps(
             {"step": self._step, "at": round(time.time(), 3), "repeat": repeat, "figures": figures}
         )

@@ -12,7 +12,7 @@ class EngineSizes:
     model: ModelShape
     vocabulary: int
     prompts: tuple[int, ...]  # tokens of the prompts whose first token is timed
-    batches: tuple[int, ...]  # numbers of answers at once
+    batches: tuple[int, ...]  # numbers of simultaneous answers
     prompt: int  # prompt tokens of each of these answers, and of a turn beside offline work
     decoded: int  # tokens of each answer
     offline: tuple[int, int]  # number of offline prompts, and their tokens

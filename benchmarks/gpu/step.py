@@ -11,7 +11,7 @@ from benchmarks.gpu.runner import SEQUENCE, TOGETHER, TORCH, Step
 
 
 def torch_step(step: Step, device: str) -> Figures:
-    """Run a step of the group `torch`. Its module is imported only now, so that a broken one fails alone."""
+    """Run a step of the group `torch`. Its module is imported only now: a broken one fails no other step."""
     found: Figures = getattr(importlib.import_module(f"benchmarks.gpu.{step.module}"), step.name)(device)
     return found
 

@@ -22,7 +22,7 @@ WORKER = "benchmarks.harness.cpu_overlap.OverlappingCpuWorker"
 
 @contextmanager
 def overlapping() -> Iterator[None]:
-    """Allow asynchronous scheduling to engines that are configured within this block and ask for it."""
+    """Allow asynchronous scheduling for engines that are configured within this block and ask for it."""
     updating = CpuPlatform.check_and_update_config
 
     @functools.wraps(updating)

@@ -7,7 +7,7 @@ Variant = TypeVar("Variant")
 
 
 def rotated(variants: Sequence[Variant], number: int) -> list[Variant]:
-    """Return the variants in rotated order: each round begins with another one than the round before."""
+    """Return the variants in rotated order: each round begins with the next variant."""
     first = number % max(len(variants), 1)
     return [*variants[first:], *variants[:first]]
 

@@ -37,7 +37,7 @@ class SteadyClient:
     failures: list[tuple[float, str]] = field(default_factory=list)
 
     def longest_wait(self, begin: float, end: float, *, beyond: bool = True) -> tuple[float, float]:
-        """Return when the longest wait for a token that overlaps `begin` to `end` began and ended.
+        """Return start and end of the longest wait for a token that overlaps the time from `begin` to `end`.
 
         With `beyond`, a wait that is not over at `end` lasts until the next token, if there is one.
         """

@@ -50,7 +50,7 @@ def measure(load: LoadShape, quick: bool, report: Callable[[dict[str, Any]], Non
         **{name: beside[name] for name in beside if name.startswith("tbt_change")},
         "restore": restore,
     }
-    if not quick:  # compared with plain vLLM without offline work, which recomputes less than with it
+    if not quick:  # the baseline is plain vLLM without offline work: with it, vLLM recomputes more
         report(found)
         full: Played = in_a_process(play_load, model, load, True, True)
         found["with_offline"] = compared(plain, full)

@@ -49,7 +49,7 @@ async def _drain(home: FleetHome, status: FleetStatus, engine: str, conversation
     playing = asyncio.create_task(agents.run(AT_ONCE, time.monotonic() + LIMIT_S, conversations))
     key = keys_of(load_fleet(home.fleet_file), home).of(Purpose.KEEPERS)
     async with ControlClient(address, key) as keeper:
-        # Then about half of the first conversations are bound, and none is near its end.
+        # At that time about half of the first conversations are bound, and none is near its end.
         await _until(lambda: agents.seen.turns >= AT_ONCE // 2 or playing.done())
         began = time.monotonic()
         await keeper.drain()

@@ -28,7 +28,7 @@ class Beside:
     seconds: list[float] = field(default_factory=list)
 
     def lost_s(self, gaps: list[float], alone: float) -> float:
-        """Return how many seconds a turn costs the decoding request, whose gaps are `alone` without turns."""
+        """Return the seconds that a turn costs the decoding request, whose gap without turns is `alone`."""
         return sum(gap - alone for gap in gaps) / len(self.seconds)
 
 
@@ -36,7 +36,7 @@ async def restore_against_recompute(
     model: Path, lengths: tuple[int, ...], host_kv_gib: float
 ) -> dict[str, Any]:
     longest = max(lengths)
-    tokens = max(longest, RESTORES * BESIDE_TOKENS)  # so that all prompts that should hit fit at once
+    tokens = max(longest, RESTORES * BESIDE_TOKENS)  # so that all prompts that should hit fit together
     shape = KvShape(model, blocks=tokens // KvShape.block_tokens + 300, context=longest + 512)
     with tempfile.TemporaryDirectory() as folder:
         config = ConnectorConfig(

@@ -31,7 +31,7 @@ MIXED = (System.COLLOCATED, System.STICKY)
 
 
 def tbt_target_s() -> float:
-    """Return five times the duration of an iteration in which one mean conversation decodes."""
+    """Return five times the duration of an iteration in which one conversation of mean length decodes."""
     context = int(INPUT_TOKENS + OUTPUT_TOKENS / 2)
     return SLO_FACTOR * ENGINE.latency.seconds(BatchWork.of([(1, context)]))
 

@@ -4,8 +4,9 @@
 
 Loads are the paper's mix at 0.5 to 2.5 conversations/s and at the prefiller's saturation, and real
 conversations at 0.2 to 1.5/s. The TBT target, by which elastic engines cut prompts, is 5 x the unloaded time
-between tokens. Each figure's ratio is to the better of the other systems. If conversations wait for KV even
-on collocated engines, memory is the bound; such loads have a figure of their own.
+between tokens. A latency's ratio is to the better of collocated engines and the paper's rule. If
+conversations wait for KV even on collocated engines, memory is the bound; such loads have a figure of their
+own.
 """
 
 from collections.abc import Iterable, Iterator, Sequence
@@ -27,7 +28,7 @@ OTHERS = (System.PREFILLER, System.COLLOCATED)
 SYSTEMS = (System.ELASTIC, *OTHERS, System.STICKY)
 PARK_AFTER_S, LINGER_S = 60.0, 1800.0  # the fleet file's defaults
 LARGE_APPEND = 8_192 // workload.SHRINK  # twice the fleet file's default, in shrunk tokens
-KV_BOUND_GATE_S = 0.1  # memory counts as the bound from this mean wait for KV on collocated engines on
+KV_BOUND_GATE_S = 0.1  # with a longer mean wait for KV on collocated engines, memory counts as the bound
 MIX = "paper's mix"
 CAPPED = "elastic, decoders at 200 W"
 RATIOS = {
@@ -62,7 +63,7 @@ class ElasticRow:
 def play(
     system: System, trace: Sequence[TraceConversation], cap_w: float = a40.LIMIT_W, agents: bool = False
 ) -> SimulationResult:
-    """Play a trace. With `agents` it is recorded, with broken prefixes and conversations that never end."""
+    """Play a trace. `agents`: a recorded one, with broken prefixes and conversations that never end."""
     return a40.simulate(
         SystemSettings(system),
         trace,
@@ -87,7 +88,7 @@ def row(load: str, system: str, result: SimulationResult) -> ElasticRow:
         first_ttft_p95_s=percentile(ttft[first], 95),
         later_ttft_p95_s=percentile(ttft[~first], 95),
         e2e_p95_s=percentile(result.e2e, 95),
-        late_share=recorder.gaps.share_above(a40.tbt_target_s() * 1.001),  # sums are rounded
+        late_share=recorder.gaps.share_above(a40.tbt_target_s() * 1.001),  # gaps have rounding errors
         tokens_per_joule=totals.tokens_per_joule,
         gate_wait_mean_s=totals.gate_wait_s / totals.conversations,
         transfers=totals.transfers,
@@ -114,7 +115,11 @@ def table(traces: Path, quick: bool) -> Iterator[ElasticRow]:
 
 
 def headlines(rows: Iterable[ElasticRow]) -> dict[str, float]:
-    """Return ratios to the better of collocated engines and the paper's rule, each for its worst load."""
+    """Return the named figures: elastic placement's worst ratio for each latency, its late share and energy.
+
+    A latency's ratio is to the better of collocated engines and the paper's rule. Loads bound by memory
+    count in one ratio of their own, and in the late share.
+    """
     by_load: dict[str, dict[str, ElasticRow]] = {}
     for one in rows:
         by_load.setdefault(one.load, {})[one.system] = one

@@ -27,7 +27,7 @@ SAMPLE = Path(__file__).parents[2] / "traces" / "samples" / "laptop.jsonl.gz"
 SHRINK, EACH = 2, 37  # divisor of lengths; conversations for each engine
 SLOWER = 4.0  # how much slower an engine is than in the laptop profile, where it has a core of its own
 PREFILLERS = 0.25  # share of the engines
-MOST_AT_ONCE = 64  # engines whose capacity is played: all conversations at once make long queues
+MOST_AT_ONCE = 64  # most engines in the play that measures capacity: its queues are long
 ENGINES, LOADS = "8,64,1000", "0.8,1.0,1.5,2.0"
 
 

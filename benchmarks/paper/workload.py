@@ -1,4 +1,4 @@
-"""Makes conversations of the paper's mix, reads those of recorded agents, and gives both arrival times.
+"""Makes conversations of the paper's mix, reads those of recorded agents, and sets their arrival times.
 
 The paper gives means (15k tokens in, 1k out) and shapes: 3.3 to 5 turns a conversation, appends of hundreds
 of tokens. Here a conversation has 2 to 5 turns and a moderate spread of lengths, and all 2,294 tasks of the
@@ -95,7 +95,7 @@ def real(path: Path, rate: float) -> list[TraceConversation]:
 
 
 def _drain_seconds(found: Sequence[TraceConversation]) -> float:
-    """Return how long one engine needs for all first prompts if they are submitted at once."""
+    """Return how long one engine needs for all first prompts if they are submitted together."""
     events = EventQueue()
 
     def ignore(engine: SimulatedEngine, live: LiveConversation) -> None:

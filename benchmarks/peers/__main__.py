@@ -2,20 +2,20 @@
 
     python -m benchmarks.peers --peers DIR [--loads 0.5,0.8,1.0,1.5,2.0] [--rounds 3] [--quick] [--json FILE]
 
-Loads are shares of the capacity of plain vLLM on this machine. It is measured first, for each trace: every
+Loads are shares of plain vLLM's capacity on this machine, which is measured first, for each trace: every
 installed router over plain engines serves all conversations at once, and the router with the most tokens per
-second is the best one of that trace. Then `ours` and the best routers, or the contenders of --only, play each
+second is the best of that trace. Then `ours` and the best routers, or the contenders of --only, play each
 trace at each load, one after another. A contender is started anew for each trace and plays all loads; each
 trace and round begins with another contender.
 
 Peers come from --peers DIR (or $CONSERVE_PEERS), an environment each, as requirements/peers.txt says. A peer
-that is not installed or does not run is named with its reason and left out from then on. If our fleet does
+that is not installed or does not run is named with the reason, and left out from then on. If our fleet does
 not finish a play, the conversations of its remaining loads count as `failed`, and it plays the next trace.
 
 With --profile, engines log each iteration, and a table shows what each engine spends its time on in each
 play. Logging slows engines down a little: take the other figures from a run without --profile.
 
---quick is one round of one trace at 0.8 and 1.5 beside the first router, and ends within ten minutes.
+--quick is one round of one trace at 0.8 and 1.5 against the first router, and ends within ten minutes.
 """
 
 import argparse

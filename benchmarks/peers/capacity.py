@@ -29,7 +29,7 @@ def capacity(trace: str, router: str, run: Replay) -> PeerCapacity:
 
 
 def saturated(run: Replay) -> tuple[int, float]:
-    """Return how many tokens make up `SHARE` of a replay, and the time at which so many were served."""
+    """Return how many tokens make up `SHARE` of a replay, and when that many were served."""
     turns = sorted(
         (turn for conversation in run.conversations for turn in conversation.turns),
         key=lambda turn: turn.answered_s,

@@ -71,7 +71,7 @@ class PeerSetup:
     name: str
     start: Callable[[], AbstractContextManager[Serving]]
     peer: bool = True
-    over_plain: bool = False  # a router over plain engines: loads are shares of the capacity behind it
+    over_plain: bool = False  # a router over plain engines, behind which the capacity is measured
 
 
 def contenders(bench: Bench, plain: PlainEngines) -> list[PeerSetup]:

@@ -17,7 +17,7 @@ import psutil
 from workers.keeper.launch import SERVER
 
 MARK = "CONSERVE_BENCHMARK_RUN"
-# Texts of command lines, with the kind of such a process. The first text that matches decides.
+# Texts in command lines, each with the kind of process that it shows. The first text that matches decides.
 KINDS = (
     ("VLLM::Worker", "model"),
     ("VLLM::EngineCore", "engine core"),  # and the model, where there is no worker

@@ -25,11 +25,11 @@ class ProbeEvent:
     """One piece of an engine's work, with its wall time and CPU time."""
 
     kind: str
-    at: float  # its end
+    at: float  # when the work ended
     seconds: float
     cpu_s: float  # CPU time of its thread
-    decodes: int = 0  # of a scheduled iteration: requests with one token
-    prompts: int = 0  # requests with more
+    decodes: int = 0  # requests of a scheduled iteration with one token
+    prompts: int = 0  # requests of it with more tokens
     prompt_tokens: int = 0
 
 

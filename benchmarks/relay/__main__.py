@@ -41,7 +41,7 @@ from benchmarks.relay.report import (
     named_figures,
 )
 
-SLOW_REPETITIONS = 3  # fewer for the slow proxy, which differs by more than the machine's noise
+SLOW_REPETITIONS = 3  # few suffice for the slow proxy, whose difference is larger than the machine's noise
 SLOW_SHARE = 1 / 8  # share of each load that the slow proxy gets, because it collapses under the whole load
 OPEN_FILES = 16_384
 

@@ -1,4 +1,4 @@
-"""Serves our relay alone: one endpoint, without identity or placement, with the observer of streams on.
+"""Serves our relay and its observer of streams alone: one endpoint, without identity or placement.
 
 python -m benchmarks.relay.bare_gateway PORT ENGINE_URL [CERTIFICATE KEY]
 """

@@ -24,7 +24,7 @@ from benchmarks.harness.output import quantile
 
 API_KEY = "sk-bench"
 TOKEN = re.compile(rb'"content":\s*"t(\d+)"')
-LATE_S = 0.5  # a stream is late if it ends so long after the engine's schedule: machines may be busy
+LATE_S = 0.5  # a stream is late if it ends later than this after its schedule: machines may be busy
 
 
 @dataclass(frozen=True)

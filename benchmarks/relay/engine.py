@@ -4,8 +4,8 @@
 
 The first message says what to do (`tokens=40 rate=40 step=1`), because every router passes messages on. With
 `step`, all streams of one rate advance together, as in a decode batch. Each token carries its time of sending
-(CLOCK_MONOTONIC, nanoseconds). A gateway that asks for token lines gets them, as a fleet's engines send
-them (workers/engine/resume/token_lines.py).
+(CLOCK_MONOTONIC, nanoseconds). A gateway that asks for token ids gets them as a fleet's engines send them
+(workers/engine/resume/token_lines.py).
 """
 
 import asyncio
@@ -76,7 +76,7 @@ class Steps:
         self._due = 0.0
 
     def join(self, stream: EngineStream) -> None:
-        """Let a stream send tokens from the next tick on, or at once if it has the timer for itself."""
+        """Let a stream send tokens from the next tick on, or immediately if it has the timer for itself."""
         if not self._streams:
             self._due = self._loop.time() + (self._period if self._shared else 0.0)
             self._loop.call_at(self._due, self._tick)

@@ -12,7 +12,7 @@ log-probabilities of prompts.
 Beside the attack, the victim's P99 of the time to first token may be 1.25 times that alone, and its P99 of
 the longest gap within a turn 1.5 times. None of its turns may be refused or fail. No engine may take more
 than 1.5 times its idle memory, and no request may be answered with 500. By default all kinds of requests come
-at once: then cheap requests use up the tenant's limits, and most others are refused. `--attacks` plays kinds
+together: then cheap requests use up the tenant's limits, and most others are refused. `--attacks` plays kinds
 apart. All processes share the machine, the attack's client included.
 """
 
@@ -53,7 +53,7 @@ AGENTS, TURNS, TOKENS = 3, 4, 16
 PROMPT, APPEND = 1200, 250  # characters
 THINKS_S = 0.5
 AIM, GAP_AIM = 1.25, 1.5
-ATTACKS_HELP = "attacks in turns, such as flood,regex+schema, or `each` kind alone (default: all at once)"
+ATTACKS_HELP = "attacks in turns, such as flood,regex+schema, or `each` kind alone (default: all together)"
 
 
 @dataclass

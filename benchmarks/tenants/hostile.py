@@ -78,7 +78,7 @@ class HostileTenant:
                 return await self._ask(self._body(GIANT_CHARACTERS, 1))
             case "cancel":  # leaves after the first bytes of the answer
                 return await self._ask(self._body(4000, FLOOD_TOKENS, stream=True), read=16)
-            case "cut":  # has text that an engine would tokenise to cut it
+            case "cut":  # has long text that an engine would tokenise in order to truncate it
                 return await self._ask(self._body(LONG_CHARACTERS, 1, truncate_prompt_tokens=10))
             case "tokenize":
                 body = {"model": self._model, "prompt": long_text("long", LONG_CHARACTERS)}
@@ -88,7 +88,7 @@ class HostileTenant:
                 return await self._ask(
                     {"model": self._model, "messages": messages}, path="/v1/messages/count_tokens"
                 )
-            case "noted":  # has much that is no prompt
+            case "noted":  # has long text outside the prompt
                 return await self._ask(self._body(400, 1, metadata={"note": "n" * LONG_CHARACTERS}))
             case "regex":
                 expression = f"{EXPRESSION}|{next(self._numbers)}"
@@ -106,7 +106,7 @@ class HostileTenant:
                     for n in range(TOOLS)
                 ]
                 return await self._ask(self._body(400, 2, tools=tools, tool_choice="required"))
-            case "named":  # has an id that would stand in every event of its stream
+            case "named":  # has a long id, which every event of its stream would repeat
                 body = self._body(400, FLOOD_TOKENS, stream=True)
                 return await self._ask(body, headers={"x-request-id": LONG_ID})
             case "urgent":
