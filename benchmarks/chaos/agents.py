@@ -31,7 +31,7 @@ SET_ASIDE = "request_set_aside"
 
 @dataclass(frozen=True, slots=True)
 class AgentLengths:
-    """Lengths of messages and answers from which scripts draw, and how agents pause."""
+    """Lengths that a script draws for its messages and answers, and the pauses of its agent."""
 
     words: tuple[int, ...] = (60, 300, 900)
     tokens: tuple[int, ...] = (8, 24, 96)

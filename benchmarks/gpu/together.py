@@ -87,7 +87,7 @@ async def _serve(pipe: Connection, name: str, device: str, log: ResultLog) -> No
 
 
 def measure_together(device: str, out: Path, names: tuple[str, ...] = ENGINES) -> None:
-    """Start all engines, then let them play the repeated load in rounds, and every other load once."""
+    """Start all engines, then run the repeated load on them in rounds, and each other load once."""
     with ExitStack() as stack:
         pipes = {name: stack.enter_context(spawned(serve, name, device, out)) for name in names}
         engines = [EngineInTurn(name, pipe, out) for name, pipe in pipes.items()]

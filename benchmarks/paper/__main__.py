@@ -1,4 +1,4 @@
-"""The conversation paper's evaluation in simulation: Figures 10 and 13, and where a first turn is computed.
+"""Simulates the evaluation in the conversation paper: Figures 10 and 13, and where to compute first turns.
 
     python -m benchmarks.paper [--quick] [--json FILE] [--traces FILE]
 

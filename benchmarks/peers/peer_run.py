@@ -101,7 +101,7 @@ class PeerRun:
         print(f"{contender} is left out: {reason}", flush=True)
 
     def _turn(self, number: int, contender: PeerSetup, left: list[Play]) -> None:
-        """Start a contender and let it play the plays in `left`; remove each play that it finishes."""
+        """Start a contender and replay the plays in `left` against it; remove each play that ends."""
         began = time.monotonic()
         with contender.start() as serving:
             took = time.monotonic() - began
