@@ -114,7 +114,7 @@ class KeeperActor:
 
     def end(self) -> bool:
         """End the engine with all of its processes, and the keeper's work."""
-        end_in_order(self._background, self._store, self._keeper)
+        shut_down_cleanly(self._background, self._store, self._keeper)
         (self._spec.directory / CONTROL_FILE).unlink(missing_ok=True)
         return True
 
@@ -147,7 +147,7 @@ class KeeperActor:
         return int(file.read_text().rsplit(":", 1)[1]) if file.exists() else 0
 
 
-def end_in_order(background: Background, store: StatusStore, keeper: Keeper | None) -> None:
+def shut_down_cleanly(background: Background, store: StatusStore, keeper: Keeper | None) -> None:
     """Report that the engine has ended, then end it, so that the directory does not wait for its lease."""
 
     async def withdraw() -> None:

@@ -10,7 +10,7 @@ import pytest
 from deploy.directory.engine_watch import EngineWatch
 from deploy.ray.common import Background
 from deploy.ray.control import ControlServer
-from deploy.ray.keepers import end_in_order
+from deploy.ray.keepers import shut_down_cleanly
 from placement.engines import EngineInfo, EngineState
 from placement.routing.placer import MissingCurve
 from tests.deploy.ray.test_control import SECRET, Feed
@@ -240,7 +240,7 @@ async def test_the_directory_follows_the_other_engines_after_a_tier_is_removed(r
     await server.stop()
 
 
-async def test_a_keeper_that_ends_in_order_reports_the_end_of_its_engine(rig: WatchRig) -> None:
+async def test_a_keeper_that_shuts_down_cleanly_reports_the_end_of_its_engine(rig: WatchRig) -> None:
     serving = store(5)
 
     async def work() -> None:
@@ -252,5 +252,5 @@ async def test_a_keeper_that_ends_in_order_reports_the_end_of_its_engine(rig: Wa
 
     background = Background(work)
     await rig.hears(("up", 5), ("state", 5))
-    await asyncio.to_thread(end_in_order, background, serving, None)
+    await asyncio.to_thread(shut_down_cleanly, background, serving, None)
     await rig.hears(("down", 0))
