@@ -34,7 +34,7 @@ def test_a_group_of_states_needs_only_the_last_block() -> None:
 
 
 @pytest.mark.parametrize("mode", ["none", "align"])
-def test_models_without_attention_or_with_states_that_are_not_kept_are_refused(mode: str) -> None:
+def test_models_without_attention_or_with_recurrent_states_that_are_not_kept_are_refused(mode: str) -> None:
     groups = [of_states(mode)] if mode == "align" else [of_attention(), of_states(mode)]
     said = "no layer of this model has attention" if mode == "align" else "--enable-prefix-caching"
     with pytest.raises(ConnectorConfigError, match=said):

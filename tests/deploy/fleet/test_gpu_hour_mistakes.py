@@ -388,7 +388,7 @@ def test_layers_with_a_state_are_served_and_not_counted_as_kv(tmp_path: Path) ->
         load_fleet(write(tmp_path / name, alone, {**long, **some}))
 
 
-def test_models_with_states_are_refused_with_nixl_and_with_lmcache(
+def test_models_with_recurrent_states_are_refused_with_nixl_and_with_lmcache(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("deploy.fleet.checks.find_spec", lambda name: True)
