@@ -49,7 +49,7 @@ class EngineShape:
         return int((self.layers * self.kv_tokens + freed / layer_kv) / (kept * engines))
 
     def hops_s(self, engines: int, tokens: float) -> float:
-        """Return the time of all messages with which a batch of `tokens` passes through the other engines."""
+        """Return the time in which a batch of `tokens` goes to each other engine and back."""
         return 2 * (engines - 1) * (self.hop_s + tokens * self.activation_bytes / self.link_bytes_per_s)
 
     def exchange_s(self, before: int, after: int, held: float) -> float:
