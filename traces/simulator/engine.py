@@ -49,7 +49,7 @@ class Pipeline(Protocol):
     """Group of engines that share the layers of one model and step together."""
 
     def ready(self, engine: SimulatedEngine) -> None:
-        """Record that an engine has ended its iteration; when all have, call their `form` and `step`."""
+        """Record that an engine is idle; the group's next round then gives each idle member an iteration."""
 
 
 class Regrouping(NamedTuple):
