@@ -1,4 +1,4 @@
-"""Streams of a decoder that is killed or terminated end with the output of undisturbed streams."""
+"""A stream whose decoder is killed or terminated has the same output as an undisturbed one."""
 
 import json
 import os

@@ -167,7 +167,7 @@ async def test_histories_can_be_read_while_the_disk_is_full(tmp_path: Path) -> N
 
 
 @pytest.mark.parametrize("method", ["put", "history"])
-async def test_a_hanging_disk_delays_requests_and_the_gateways_start_and_end_for_a_limited_time(
+async def test_a_hanging_disk_delays_no_request_and_no_start_or_end_of_a_gateway_for_long(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, method: str
 ) -> None:
     monkeypatch.setattr("router.gateway.responses.stored_answers.LONGEST_S", 0.3)

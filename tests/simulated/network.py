@@ -83,9 +83,10 @@ class Network:
         *args: Any,
         after: float = 0.0,
     ) -> float:
-        """Call `deliver` in the receiving process when a message arrives; return when, if no fault delays it.
+        """Call `deliver` in the receiving process when a message arrives; return the planned time of that.
 
-        The message arrives no earlier than `after`, so that messages of one stream keep their order.
+        A cut link delivers the message later than planned. No message arrives before `after`, so that the
+        messages of one stream keep their order.
         """
         link = sender.host, receiver.host
         at = max(after, self.loop.time() + self.delay())

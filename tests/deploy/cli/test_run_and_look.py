@@ -97,7 +97,7 @@ def test_an_error_of_a_component_is_printed_as_a_sentence(
     [("hf/hub/model", True), ("", True), (None, True), ("tls.key", False)],
     ids=["below a folder", "above one", "no file", "elsewhere"],
 )
-def test_an_error_advises_other_folders_unless_its_file_is_outside_conserves_folders(
+def test_a_file_error_names_the_variables_of_conserves_folders_unless_the_file_is_elsewhere(
     file: str | None,
     advised: bool,
     tmp_path: Path,

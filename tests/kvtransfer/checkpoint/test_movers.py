@@ -93,7 +93,7 @@ def test_a_load_reports_blocks_that_changed_since_their_store(
     ]
 
 
-def test_each_thread_gets_a_whole_number_of_blocks_of_a_piece(
+def test_a_piece_of_copying_gives_each_thread_a_whole_number_of_blocks(
     device: list[Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("kvtransfer.checkpoint.host_slots.HOST_PART_BYTES", 1)
@@ -106,7 +106,7 @@ def test_each_thread_gets_a_whole_number_of_blocks_of_a_piece(
 def test_blocks_of_units_that_share_device_memory_do_not_mix(
     unit_blocks: int, memory: HostSlots, device: list[Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """There are more units than lanes with memory, some units are not full, and slots are in any order."""
+    """Units of blocks take turns on two streams; the last may be smaller, and slots are in any order."""
     unit = unit_blocks * block_bytes(device)
     monkeypatch.setattr("kvtransfer.checkpoint.cuda_mover.UNIT_BYTES", unit)
     mover = CudaMover(device, LateCuda())

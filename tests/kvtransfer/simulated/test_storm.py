@@ -1,4 +1,4 @@
-"""A storm over a prefiller and a decoder, with real schedulers, connectors and sockets.
+"""A storm of random operations on a prefiller and a decoder, with real schedulers, connectors and sockets.
 
 No KV leaks, no answer is wrong, and no step hangs. `CONSERVE_STORM_SEED` sets the seed, such as that of a
 failed run; `CONSERVE_STORM_STEPS` (default 250) is the number of steps. A seed repeats a run only roughly,

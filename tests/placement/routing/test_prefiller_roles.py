@@ -162,7 +162,7 @@ def test_signals_have_the_mean_wait_over_decoders_whose_speed_is_known() -> None
 
 
 def test_turns_that_fit_on_no_decoder_add_to_the_kv_load_of_the_decoders() -> None:
-    """Two decoders are four fifths full, and a conversation of half a decoder waits for one of them."""
+    """Two decoders are 80 % full, and a conversation that needs half of a decoder's KV tokens waits."""
     placer = a_placer(PrefillerRoles.FIXED)
     for name in ("d0", "d1"):
         placer.observe(state(name, 800_000, 1), 0.0)

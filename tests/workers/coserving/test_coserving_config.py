@@ -36,7 +36,7 @@ def test_wrong_coserving_settings_are_reported(wrong: dict[str, object]) -> None
         CoServingConfig.from_additional_config({"coserving": wrong})
 
 
-def test_measurements_that_an_engine_receives_at_its_start_are_in_its_settings() -> None:
+def test_a_starting_engine_gets_measured_latency_models_and_its_power_cap_in_its_settings() -> None:
     known = StartingKnowledge({str(KEY): asdict(MEASURED)}, 400.0)
     told = json.loads(with_knowledge(json.dumps(SET.to_additional_config()), known))
     wanted = replace(SET, profiles=known.profiles, power_cap_w=400.0)

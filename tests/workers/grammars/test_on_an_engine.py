@@ -43,7 +43,7 @@ def engine() -> Iterator[EngineProcess]:
 def ask(
     engine: EngineProcess, body: dict[str, Any], owner: str = "bob", path: str = CHAT
 ) -> tuple[int, str, float]:
-    """Send a request, and return the status, the body and the seconds of the answer."""
+    """Send a request; return the status and body of the answer, and how many seconds it took."""
     question = {"model": "m", "messages": [{"role": "user", "content": "x"}], "max_tokens": 8, **body}
     headers = {"Content-Type": "application/json", "X-Conserve-Owner": owner}
     request = urllib.request.Request(f"{engine.url}{path}", json.dumps(question).encode(), headers)

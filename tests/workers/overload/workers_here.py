@@ -107,7 +107,7 @@ Group = tuple[WorkerHere, ...]
 
 
 def at_once(*steps: Callable[[], SplitReport]) -> tuple[list[SplitEvent], float]:
-    """Run the workers' orders in parallel; return how each ended, and the seconds of the first one."""
+    """Run the workers' orders in parallel; return how each ended, and how many seconds the first one took."""
     ended: dict[int, tuple[SplitReport, float]] = {}
 
     def run(number: int, step: Callable[[], SplitReport]) -> None:
