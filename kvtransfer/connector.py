@@ -52,14 +52,14 @@ from kvtransfer.retention.retained_conversations import block_bytes
 
 @dataclass
 class StepOrders(KVConnectorMetadata):
-    """Orders of one step from the scheduler sides to the worker sides, by plugin name."""
+    """Messages of plugins' scheduler sides to their worker sides before a step (orders), by plugin name."""
 
     orders: dict[str, Any] = field(default_factory=dict)
 
 
 @dataclass
 class StepReports(KVConnectorWorkerMetadata):
-    """Reports of one step from the worker sides to the scheduler sides, by plugin name."""
+    """Messages of plugins' worker sides to their scheduler sides after a step (reports), by plugin name."""
 
     reports: dict[str, Report] = field(default_factory=dict)
 

@@ -182,7 +182,7 @@ class WorkerSide(PluginSide):
 
 
 class Plugin:
-    """Factory of a plugin's two sides. `name` is the key of its orders and reports."""
+    """Factory of a plugin's scheduler side and worker side. What they send each other is keyed by `name`."""
 
     name: str
     scheduler: type[SchedulerSide] = SchedulerSide

@@ -1,9 +1,10 @@
 """Worker side of the checkpoint: a thread that copies blocks in the background, and its throttle.
 
-Loads come first, because turns wait for them; then come stores, and last moves to the disk. While the model
-computes on the same cores, the copier rests after each piece, so that decoding requests lose little. The
-longer copies wait, the less it rests, because blocks are held on the accelerator until they are stored.
-While no step runs, the copier does not rest.
+Loads come first, because turns wait for them; then come stores, and last moves to the disk. Loads and stores
+are split into *pieces* of at most `Mover.at_once` blocks; the copier's threads share the work of a piece.
+While the model computes on the same cores, the copier rests after each piece, so that decoding requests lose
+little. The longer copies wait, the less it rests, because blocks are held on the accelerator until they are
+stored. While no step runs, the copier does not rest.
 
 A failed copy is logged and reported to the scheduler, because a request waits for the copy and blocks are
 held for it. So no exception of a copy may end the thread.
@@ -44,10 +45,10 @@ NICE = 10
 
 
 class CopyThrottle:
-    """Limits the share of a core that copies take from the model, by resting after each piece of work.
+    """Limits the share of a core that copies take from the model, by resting after each copy.
 
-    The rest is proportional to the processor time of the piece. If it were proportional to the elapsed time,
-    a piece that other threads delay would be followed by a longer rest, and copies might never end. The
+    The rest is proportional to the processor time of the copy. If it were proportional to the elapsed time,
+    a copy that other threads delay would be followed by a longer rest, and copies might never end. The
     longer work has waited, the shorter the rests: the share of a core is twice `share` after `patience_s`,
     and three times `share` after twice `patience_s`.
     """
@@ -62,7 +63,7 @@ class CopyThrottle:
         self._began = time.thread_time()
 
     def end(self, waited_s: float) -> None:
-        """End a piece of work, and set the rest after it.
+        """End the copy that `begin` began, and set the rest after it.
 
         `waited_s` is the age of the oldest unfinished work.
         """
@@ -149,9 +150,9 @@ class Copier:
         self.memory.close()  # no copy is under way here
 
     def _next(self) -> Callable[[], None]:
-        """Return the next piece of work: a load if one waits, else a store, else a move to the disk.
+        """Return the next work: a load if one waits, else a store, else a move to the disk.
 
-        If one thread stores alone, its piece has few blocks, because a load that arrives waits for its end.
+        If one thread stores alone, it gets only a part of a piece, because a load that arrives waits for it.
         """
         if self._loads:
             asked_for, load = self._loads.popleft()
@@ -287,7 +288,7 @@ def lower_thread_priority() -> None:
 
 
 def pages(layers: Iterable[Any]) -> list[Any]:
-    """Return one tensor for each distinct piece of KV memory: that of the largest layer that uses it.
+    """Return one tensor for each distinct part of KV memory: that of the largest layer that uses it.
 
     Layers of different KV cache groups share memory; a block belongs to one group at a time.
     """

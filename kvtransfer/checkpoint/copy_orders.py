@@ -1,4 +1,4 @@
-"""Orders from the checkpoint's scheduler side to its worker sides, and the workers' reports."""
+"""Messages from the checkpoint's scheduler side to its worker sides (orders), and back (reports)."""
 
 from collections import Counter
 from dataclasses import dataclass, field

@@ -18,7 +18,7 @@ from kvtransfer.side_stream import Launched, SideStream, cuda_of
 from kvtransfer.transfer.kv_memory import byte_rows
 
 UNIT_BYTES = 32 << 20  # takes as long on the bus as a hundred launches
-UNITS_A_THREAD = 2  # in a piece, which ends when its slowest thread has ended
+UNITS_A_THREAD = 2  # in each piece (see `Mover`), which ends when its slowest thread has ended
 LANES = 2  # one gathers or scatters on the device while the other copies over the bus
 
 Placed = tuple[list[BlockCopy], int]  # a unit, and the index of its first block in the piece
@@ -143,7 +143,7 @@ class CudaMover(Mover):
     def _prepared(
         self, memory: HostSlots, unit: list[BlockCopy], place: int
     ) -> tuple[Lane, torch.Tensor, list[torch.Tensor]]:
-        """Return the lane for a unit, the unit's block ids and its runs of rows. Takes no stream's lock."""
+        """Return the next lane, the unit's block ids and its runs of rows. Takes no stream's lock."""
         end = place + len(unit)
         self._index_rows[place:end] = [copy.block for copy in unit]
         rows = [memory.tensor[first : first + count] for first, count in memory.runs(unit)]

@@ -232,11 +232,11 @@ THREADS = 4  # together they hash as fast as the bus copies
 class Mover(ABC):
     """Moves blocks between the accelerator and the host.
 
-    Several threads of the copier call a mover at the same time, each with a part of one piece of work. `at`
-    is the index of the part's first block in the piece.
+    The copier copies at most `at_once` blocks together, a *piece*. Its threads call the mover at the same
+    time, each with a part of the piece; `at` is the index of the part's first block in the piece.
     """
 
-    at_once: int  # number of blocks in a piece, for all threads together
+    at_once: int  # most blocks in a piece, for all threads together
     takes_cores: bool  # True if moving bytes takes cores from the model
 
     @abstractmethod

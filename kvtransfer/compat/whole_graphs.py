@@ -1,18 +1,18 @@
 """Patch of vLLM's graph dispatcher, so that steps with work between layers do not run as one CUDA graph.
 
-Replaying a whole graph calls no Python, so a safepoint would not check its flag and an export would publish
-nothing. A step whose orders have work between layers runs with piecewise graphs, or without graphs if there
-are none of its size. Every other step runs as in plain vLLM. The choice depends only on the orders, which are
-the same on all ranks. Special cases:
+Replaying a whole graph calls no Python, so a safepoint would not check its flag, and no exported layer would
+become readable. A step in which a plugin has work between layers runs with piecewise graphs, or without
+graphs if there are none of its size. Every other step runs as in plain vLLM. The choice depends only on the
+scheduler sides' orders (`kvtransfer/plugins.py`), which are the same on all ranks. Special cases:
 
-* Capture, warm-up and idle ranks of a data-parallel engine have no orders, so they use whole graphs.
+* Capture, warm-up and idle ranks of a data-parallel engine get no orders, so they use whole graphs.
 * For attention without whole graphs, LoRA, layers with states, and models that are not compiled, vLLM decides
   which graphs exist; this module only excludes whole graphs from a step. Speculative decoding is refused
   beside co-serving and transfers.
 * With `enforce_eager` and on the CPU build there are no graphs, and nothing is patched.
 * FlashInfer keeps a wrapper with 8 MiB on the device for each size of a decode batch. That would be too many
   wrappers for steps that run in pieces, so all steps have piecewise graphs.
-* The V2 runner chooses a step's graph before it gives out orders, so all steps have piecewise graphs.
+* The V2 runner chooses a step's graph before it passes orders to workers, so all steps have piecewise graphs.
 """
 
 import functools
@@ -52,7 +52,7 @@ GRAPHS = ReliedOn(
         "vllm.forward_context:ForwardContext": ("cudagraph_runtime_mode",),
     },
     uses={
-        # Orders are out when a step's graph is chosen, and are bound when it has been.
+        # Workers get orders before a step's graph is chosen, and the orders are bound after that.
         _RUNNER: {
             "execute_model": (
                 "handle_preemptions",

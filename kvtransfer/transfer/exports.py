@@ -46,12 +46,12 @@ class Written:
 
 @dataclass(slots=True)
 class Reader:
-    """Progress of one of a consumer's connections (a lane) through an export."""
+    """Progress of one connection of a consumer (a *lane*) through an export."""
 
     export: Export
     skip: Sequence[int]  # leading blocks not to send, by KV cache group
-    layers: Sequence[int]  # layers of this lane
-    lanes: int  # number of the consumer's lanes
+    layers: Sequence[int]  # layers sent over this connection
+    lanes: int  # number of the consumer's connections
     generation: int = -1
     sent: list[int] = field(default_factory=list)  # number of blocks sent or skipped, by layer
 
@@ -225,7 +225,7 @@ class Exports:
                 reader.export.deadline = self._clock() + self._lease_s
 
     def delivered(self, reader: Reader) -> None:
-        """Record that the consumer has this lane's layers. After all lanes the export is delivered."""
+        """Record that the consumer has this connection's layers. The last connection delivers the export."""
         with self._changed:
             reader.export.delivered += 1
             if reader.export.delivered >= reader.lanes and reader.export.ended is None:

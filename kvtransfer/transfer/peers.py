@@ -1,9 +1,9 @@
 """Both ends of a transfer: the producer's server, and the consumer's fetch.
 
 A producer listens on one socket for each rank and serves each connection in a thread. A consumer fetches a
-prompt's KV into allocated blocks over one connection or several (*lanes*), each with a part of the layers,
-because one connection is not faster than the thread that gathers, tags and sends its bytes. Lanes share only
-the export: each has a handshake, keys, frames and an END of its own.
+prompt's KV into allocated blocks over one connection or several, each with a part of the layers, because one
+connection is not faster than the thread that gathers, tags and sends its bytes. The connections of one fetch
+(*lanes* in the code) share only the export: each has a handshake, keys, frames and an END of its own.
 """
 
 import logging
@@ -25,8 +25,8 @@ from kvtransfer.transfer.wire import TransferRefused
 
 logger = logging.getLogger("conserve.kvtransfer.transfer")
 
-LANES = 4  # most lanes of one prompt
-LANE_BYTES = 32 << 20  # least bytes of one lane: a handshake and a thread cost as much as a few MiB
+LANES = 4  # most connections for one prompt
+LANE_BYTES = 32 << 20  # least bytes of a connection: a handshake and a thread cost as much as a few MiB
 MAX_CONNECTIONS = 256 * LANES
 ACCEPT_AGAIN_S = 0.1
 HANDSHAKE_S = 10.0
@@ -85,10 +85,10 @@ class Acceptor:
 
 
 def layers_by_lane(layer_bytes: Sequence[int]) -> list[list[int]]:
-    """Assign each layer to the lane that has the fewest bytes.
+    """Assign each layer to the connection that has the fewest bytes.
 
-    Every lane gets some of the largest layers, which progress with every chunk of the prompt. A lane with
-    only smaller layers (windows, states) would be silent until the end.
+    Every connection gets some of the largest layers, which progress with every chunk of the prompt. A
+    connection with only smaller layers (windows, states) would be silent until the end.
     """
     most = max(layer_bytes, default=0)
     full = [layer for layer, size in enumerate(layer_bytes) if size == most]
@@ -206,7 +206,7 @@ class TransferSource:
 
 
 class Cancellation:
-    """Handle that ends a fetch on all its lanes from another thread."""
+    """Handle that ends a fetch on all its connections from another thread."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
@@ -223,7 +223,7 @@ class Cancellation:
         with self._lock:
             self.cancelled = True
             for peer in self._peers:
-                with suppress(OSError):  # the lane has ended
+                with suppress(OSError):  # the connection has ended
                     peer.shutdown(socket.SHUT_RDWR)
 
 
@@ -238,7 +238,7 @@ def fetch(
     """Fetch a prompt's KV into `blocks`, and return the number of bytes received.
 
     `skip` has the number of leading blocks that are not fetched. `skip` and `blocks` have one entry for each
-    KV cache group. The first lane that fails ends the other lanes, and its exception is raised.
+    KV cache group. The first connection that fails ends the others, and its exception is raised.
     """
     due = [
         len(blocks[group]) * memory.block_bytes(layer) if blocks[group] else 0
@@ -254,7 +254,7 @@ def fetch(
                 received, generation = _receive(peer, skip, blocks, memory, layers, consumer.timeout_s)
                 generations.add(generation)
                 if len(generations) > 1:
-                    raise TransferRefused(Reason.SHORT, "the prefill began again after a lane had ended")
+                    raise TransferRefused(Reason.SHORT, "a connection ended before the prefill began again")
                 peer.send_control(wire.Kind.RECEIVED)
                 return received
         except BaseException as failure:
@@ -321,7 +321,7 @@ def _receive(
     layers: list[int],
     wait_s: float,
 ) -> tuple[int, int]:
-    """Receive the blocks of one lane; return the number of bytes, and the generation of the blocks."""
+    """Receive the blocks of one connection; return the number of bytes, and the generation of the blocks."""
     received = 0
     wanted = {layer: by_group[memory.groups[layer]] for layer in layers}
     generation = -1
@@ -334,7 +334,7 @@ def _receive(
                 generation = header.generation
                 arrived = dict.fromkeys(layers, 0)
             if layer not in arrived:
-                raise TransferRefused(Reason.PROTOCOL, f"not a layer of this lane: {header}")
+                raise TransferRefused(Reason.PROTOCOL, f"not a layer of this connection: {header}")
             at, blocks = header.first - skip[memory.groups[layer]], wanted[layer]
             if at != arrived[layer] or not 0 < header.count <= len(blocks) - at:
                 raise TransferRefused(Reason.PROTOCOL, f"blocks out of place: {header}")

@@ -114,8 +114,8 @@ class StagedBlockMemory(BlockMemory):
         self._window = SlotWindow(self.slots)
         self._changed = threading.Condition()
         self._to_slots, self._to_device = (SideStream(cuda) for _ in range(2))
-        # Device memory in which the blocks of a piece are contiguous, so that one copy crosses the bus. Work
-        # on a stream runs in order, so the memory is free again when the next piece uses it.
+        # Device memory in which the blocks of one call are contiguous, so that one copy crosses the bus. Work
+        # on a stream runs in order, so the memory is free again when the next call uses it.
         self._leaving, self._arriving = (
             torch.empty(self.piece_bytes, dtype=torch.uint8, device=tensors[0].device) for _ in range(2)
         )
@@ -174,7 +174,7 @@ class StagedBlockMemory(BlockMemory):
     def _piece(
         self, layer: int, count: int, slot: int, together: torch.Tensor
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Return the rows of a piece in the slot and on the accelerator."""
+        """Return the memory for `count` blocks, a row each: in the slot, and on the accelerator."""
         device, end = self._device[layer], count * self._sizes[layer]
         rows, piece = (
             memory[:end].view(device.dtype).view(count, -1) for memory in (self._memory[slot], together)

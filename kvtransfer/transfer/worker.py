@@ -123,7 +123,7 @@ class TransferWorker(WorkerSide):
         self._exports.after_layer(self._layers[layer])
 
     def after_step(self) -> None:
-        """Publish the layers for which vLLM calls no hook: those with a state, or all if it called none."""
+        """Let decoders read the layers without hooks: layers with a state, or all if vLLM calls no hooks."""
         if self._exports.written:
             self._warn_once()
             for layer in self._states if self._hooked else self._layers:
