@@ -227,7 +227,7 @@ class PrefillQueues:
             self._table["behind"][row] += seconds
 
     def prefill_ended(self, key: str, tokens: int, now: float, cached: int = 0) -> None:
-        """Update the curve correction from a prefill that ended, and remove its prompt from the queue.
+        """Correct the engine's prefill curve by a prefill that ended, and remove its prompt from the queue.
 
         `tokens` is the length of the prompt, or 0 if the prefiller did not compute it, and `cached` is how
         many of them the prefiller had in its cache.

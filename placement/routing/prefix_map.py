@@ -44,7 +44,7 @@ class PlacedPrompt(NamedTuple):
 
 
 class PrefixPart(NamedTuple):
-    """Piece of a prompt: what a prefix adds to the next shorter prefix, or what follows the longest one."""
+    """Part of a prompt: what a prefix adds to the next shorter prefix, or what follows the longest one."""
 
     name: bytes
     start: int

@@ -227,7 +227,7 @@ class ServingPolicy(ABC):
     def worth_arming(self, seconds: float, online_s: float) -> bool:
         """Return whether an iteration with offline requests should be armed, that is, can be aborted.
 
-        An armed iteration is slower: it runs as pieces of CUDA graphs, and its host waits for the device.
+        An armed iteration is slower: it runs as piecewise CUDA graphs, and its host waits for the device.
         `seconds` is its predicted time. `online_s` is the predicted time of its online requests alone, which
         would be computed again after an abort.
         """

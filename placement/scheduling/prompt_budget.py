@@ -121,7 +121,7 @@ def tightest_target(
     ttft_share: float,
     decoding_per_constant: float,
 ) -> float | None:
-    """Return how long offline work may make an iteration, or None if there is no online request.
+    """Return how long an iteration with offline work may take, or None if there is no online request.
 
     The iteration has to end before a token is due, and before a prompt has used up `ttft_share` of its TTFT
     target. Without the second bound, offline work would fill up the iteration of a prompt's small last chunk

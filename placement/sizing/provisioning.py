@@ -64,7 +64,7 @@ class ResourceLoad:
 class Provision:
     prefillers: int
     rate: float  # R: conversations per second that the fleet is planned for
-    saturating_rate: float  # R*
+    saturating_rate: float  # R*: the rate that fills the prefillers
     slots: float  # B: conversations at their peak that fit into a decoder's KV
     by_throughput: float  # decoders that bound (1) asks for
     by_memory: float  # decoders that bound (2) asks for
@@ -77,7 +77,7 @@ class Provision:
 
 
 def provision(means: Means, capacity: Capacity, prefillers: int = 1, rate: float | None = None) -> Provision:
-    """Return how many decoders `prefillers` prefillers need at `rate`, by default at R*."""
+    """Return how many decoders the prefillers need at `rate`, by default the rate that fills them."""
     values = (
         *(means.first_turn_tokens, means.decoder_tokens, means.resident_s, means.peak_kv_tokens),
         *(capacity.prefill_tokens_per_s, capacity.decode_tokens_per_s, capacity.decoder_kv_tokens),
