@@ -67,7 +67,7 @@ ATTENTION = {
 
 @contextmanager
 def weights_kept() -> Iterator[None]:
-    """While a model is loaded, keep the weights that vLLM's CPU build deletes after it packed a copy."""
+    """In this context, keep the weights that vLLM's CPU build deletes once it has packed a copy."""
     pack = layer_utils.dispatch_cpu_unquantized_gemm
 
     def pack_and_keep(layer: torch.nn.Module, remove_weight: bool) -> None:

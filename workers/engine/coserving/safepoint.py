@@ -1,4 +1,4 @@
-"""Safepoint: connector plugin that checks the preemption flag between layers and can end the forward pass.
+"""Safepoint: connector plugin that checks the abort flag between layers and can end the forward pass.
 
 vLLM calls the connector before the attention of every layer, in eager and compiled models. It cannot in a
 whole CUDA graph, so an armed iteration never runs as one. At such a call the forward pass can end: no layer
@@ -53,7 +53,7 @@ def unpack(decision: int) -> tuple[int, int]:
 
 
 class Flag:
-    """Preemption flag: a page of shared memory between an engine's scheduler process and its workers.
+    """Abort flag: a page of shared memory between an engine's scheduler process and its workers.
 
     Every armed iteration has an epoch, and raising the flag writes the epoch to abort. The flag needs no
     reset, because a late signal has the epoch of an iteration that is over. Fields are aligned eight-byte

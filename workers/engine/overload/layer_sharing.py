@@ -130,7 +130,7 @@ def _refuse_unsupported(config: Any) -> None:
         "LoRA": config.lora_config is not None,
         "speculative decoding": config.speculative_config is not None,
     }
-    # Passes are eager while layers are shared. Captured pieces of CUDA graphs stay valid.
+    # Passes are eager while layers are shared. Captured CUDA graphs stay valid.
     if current_platform.is_cpu():
         refused["compiled passes (start with --enforce-eager)"] = not model.enforce_eager
     else:
