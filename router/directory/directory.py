@@ -53,7 +53,7 @@ class DirectorySettings:
     ttl_s: float  # a conversation without a turn for this long ends
     thresholds: Thresholds = field(default_factory=Thresholds)  # thresholds for advice about the fleet's size
     return_s: float = 10.0  # how long new conversations wait for engines that the journal names
-    settle_s: float = 60.0  # how long bindings wait for an engine that the journal does not name
+    settle_s: float = 60.0  # after a restart, how long bindings to unknown engines are kept
     gateway_grace_s: float = 3.0  # a gateway without its stream for longer has no running turns
     push_states_s: float = 1.0
     dropping: DropLimits | None = None  # None: engines drop no parameters

@@ -72,18 +72,18 @@ class OwnerQueue:
     """Waiting turns of one owner, grouped by flow."""
 
     def __init__(self) -> None:
-        self.flows: dict[str, Flow] = {}  # by lane
+        self.flows: dict[str, Flow] = {}  # by the number of the queue that `lane` returns
         self.rounds = FairRounds()
         self.classes = ClassOrder()
         self.size = 0
-        self._lanes: dict[str, str] = {}  # lane of each waiting flow
+        self._lanes: dict[str, str] = {}  # queue of each waiting flow
         self._waiting = Counter[str]()  # waiting turns of each flow
 
     def lane(self, flow: str) -> str:
-        """Return the lane of a flow, which is one of `FLOWS` queues. Flows share a lane only if none is free.
+        """Return the number of a flow's queue, one of `FLOWS`. Flows share a queue only if none is free.
 
-        A flow that returns gets the same lane if possible, because the lane remembers what the flow has used
-        of a round.
+        A flow that returns gets the same queue if possible, because the queue remembers what the flow has
+        used of a round.
         """
         if (lane := self._lanes.get(flow)) is not None:
             return lane
