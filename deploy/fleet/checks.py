@@ -310,7 +310,7 @@ def _buildings(fleet: FleetSpec) -> Iterator[Building]:
 
 
 def _key_of(fleet: FleetSpec, blocks: tuple[KeyPath, ...], message: str) -> KeyPath:
-    """Return the path of the key that `message` begins with, or of the first block if no block has it."""
+    """Return the path of the setting whose name `message` begins with, or `blocks[0]` if none has it."""
     name = re.match(r"\w*", message)[0].removesuffix("_s")  # type: ignore[index]
     for path in blocks:
         block: object = fleet
