@@ -224,14 +224,17 @@ def _text(message: dict[str, Any]) -> str:
 
 
 def _from_queries(steps: Sequence[dict[str, Any]]) -> Iterator[_Call]:
-    """Yield the calls of SWE-agent from 1.1 on, where each step records the model's exact input."""
+    """Yield the model calls of SWE-agent from 1.1 on, where each step records the model's exact input."""
     for step in steps:
         prompt = tuple(_text(message) for message in step["query"])
         yield _Call(prompt, step.get("response") or "", float(step.get("execution_time") or 0.0))
 
 
 def _from_messages(messages: Sequence[dict[str, Any]], steps: Sequence[dict[str, Any]]) -> Iterator[_Call]:
-    """Yield the calls of older files and of mini-SWE-agent: each assistant message answers all before it."""
+    """Yield the model calls of older SWE-agents and of mini-SWE-agent, one for each assistant message.
+
+    The prompt of a call is all messages before the answer.
+    """
     shown: list[str] = []
     times = [float(step.get("execution_time") or 0.0) for step in steps]
     for message in messages:

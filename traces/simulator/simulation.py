@@ -129,7 +129,7 @@ class SimulationSettings:
     # Whether the KV of prompts that wait on an engine stays reserved until the engine holds it. The tables of
     # docs/measurements/simulation.md are without this.
     reserved_until_held: bool = False
-    tbt_s: float = DEFAULT_TARGETS.tbt_s  # elastic: engines cut prompts so that running turns meet it
+    tbt_s: float = DEFAULT_TARGETS.tbt_s  # elastic: engines choose chunks so that running turns meet it
     dropping: DroppingSettings | None = None  # how parameters are dropped under overload; None: not at all
     seed: int = 0
 
