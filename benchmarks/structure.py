@@ -195,7 +195,7 @@ def folder_sizes(root: Path, product: dict[str, Module]) -> dict[str, int]:
 
 
 class Structure:
-    """Structure figures of one source tree, and the places in its code that each figure counts."""
+    """Figures about the structure of one source tree, and the places in its code that each figure counts."""
 
     def __init__(self, root: Path) -> None:
         self.root = root

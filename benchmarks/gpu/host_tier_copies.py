@@ -1,6 +1,6 @@
 """Measures copies of blocks to pinned host memory and back, with the product's mover and as one plain copy.
 
-A block has a piece in each layer, and its row on the host holds it whole. Blocks are in random order; their
+A block is spread over all layers on the device, and is one row on the host. Blocks are in random order; their
 rows follow one another.
 """
 

@@ -1,4 +1,7 @@
-"""Computes the figures of `benchmarks.peers`: rows of plays, medians, and ratios to a round's best peer."""
+"""Computes the figures of `benchmarks.peers`.
+
+These are a row for each contender, trace, load and round; medians; and ratios to the best peer of a round.
+"""
 
 import statistics
 from collections.abc import Iterable, Mapping, Sequence
@@ -16,7 +19,10 @@ MOST_FAILED = 0.05  # a peer's times do not count if a greater share of its conv
 
 @dataclass(frozen=True)
 class PeerRow:
-    """Figures of one contender for one play in one round. Times leave out the waits for tools and people."""
+    """Figures of one contender with one trace at one load in one round.
+
+    Times leave out the waits for tools and people.
+    """
 
     contender: str
     trace: str
