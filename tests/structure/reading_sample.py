@@ -1,5 +1,6 @@
 """Print a random sample of texts that newcomers read: `python -m tests.structure.reading_sample SEED`."""
 
+import ast
 import random
 import re
 import sys
@@ -22,8 +23,9 @@ def docstrings(modules: Iterable[Module]) -> Iterator[tuple[str, str]]:
 def names_of_tests(modules: Iterable[Module]) -> Iterator[tuple[str, str]]:
     """Yield the file and the name, as a sentence, of each test in `modules`."""
     for module in modules:
-        for name in re.findall(r"^(?:async )?def test_(\w+)", module.text, re.M):
-            yield str(module.path), name.replace("_", " ")
+        for node in module.nodes:
+            if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef) and node.name.startswith("test_"):
+                yield str(module.path), node.name.removeprefix("test_").replace("_", " ")
 
 
 def readme_rows(root: Path, folders: Iterable[str]) -> Iterator[tuple[str, str]]:

@@ -36,7 +36,7 @@ def test_no_modules_import_each_other_in_a_circle() -> None:
 
 
 def test_engines_that_cannot_drop_parameters_do_not_import_the_overload_code() -> None:
-    """vLLM imports that code by its name, and only if the fleet file has `overload: {policy: drop}`."""
+    """vLLM imports the overload code by name, and only if the fleet file has `overload: {policy: drop}`."""
     by_name = {"workers.engine.overload.config"}
     wrong = [
         f"{module.path} imports {source}"

@@ -41,7 +41,7 @@ def structure(tmp_path: Path) -> Structure:
     return Structure(tmp_path)
 
 
-def test_each_structure_figure_counts_its_faults_in_a_made_up_source_tree(structure: Structure) -> None:
+def test_each_figure_about_the_structure_of_a_made_up_source_tree_is_right(structure: Structure) -> None:
     assert structure.figures() == FIGURES
 
 
@@ -64,8 +64,13 @@ def test_one_seed_always_draws_the_same_reading_sample(tmp_path: Path) -> None:
         '"""One."""\n'
         + "\n".join(f'def f{number}():\n    """Return the number {number}."""' for number in range(100)),
     )
-    test = Module("tests.test_one", tmp_path / "tests" / "test_one.py", "def test_a_plain_name(): ...\n")
+    test = Module(
+        "tests.test_one",
+        tmp_path / "tests" / "test_one.py",
+        'def test_a_plain_name(): ...\nSOURCE = """\ndef test_in_a_string(): ...\n"""\n',
+    )
     samples = [list(draw(tmp_path, [many], [test], seed)) for seed in (1, 1, 2)]
     assert samples[0] == samples[1] != samples[2]
+    assert "1 of 1 test names" in "\n".join(samples[0])
     assert "60 of 101 docstrings" in "\n".join(samples[0]) and "tests/test_one.py  a plain name" in samples[0]
     assert "\n1 of 1 README rows" in samples[0], "the head of the table is no row"
