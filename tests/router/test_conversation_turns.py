@@ -1,4 +1,4 @@
-"""A conversation has one transfer and one decoder, and clients' bodies are forwarded unchanged."""
+"""A conversation has one transfer and one decoder, and decoders get a client's bytes with added fields."""
 
 import asyncio
 from pathlib import Path
@@ -37,7 +37,7 @@ async def test_a_conversation_is_transferred_once_and_stays_on_its_decoder(tmp_p
         assert told["placements"][0]["receipt"]["decoder"]["why"] == "least_kv_in_use"
 
 
-async def test_both_legs_of_a_first_turn_have_the_clients_body_and_one_transfer_id(
+async def test_both_legs_of_a_first_turn_have_the_clients_messages_and_one_transfer_id(
     tmp_path: Path,
 ) -> None:
     async with fleet(tmp_path) as made:

@@ -51,7 +51,7 @@ def test_an_empty_trace_has_no_percentiles() -> None:
     assert describe([]).spreads == {}
 
 
-def test_the_drawing_of_a_trace_in_the_terminal_has_its_licence_and_every_quantity() -> None:
+def test_the_terminal_chart_of_a_trace_shows_the_licence_and_every_quantity() -> None:
     console = Console(width=140, record=True, file=io.StringIO())
     console.print(charts.terminal(SAMPLE.header, describe(SAMPLE.conversations), SAMPLE.conversations))
     text = console.export_text()

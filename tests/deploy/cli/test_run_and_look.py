@@ -183,7 +183,7 @@ def test_a_command_without_a_name_ignores_killed_fleets_while_one_runs(
         only_fleet()
 
 
-def test_an_error_names_a_folder_that_cannot_be_written_without_a_traceback(base: Path) -> None:
+def test_a_folder_that_cannot_be_written_gives_an_error_with_its_name_and_no_traceback(base: Path) -> None:
     (base / "file").write_text("")
     answer = conserve(base / "file", "serve", "smollm2", "--prefill", "0", "--decode", "1")
     assert answer.returncode == 1 and answer.stderr.startswith(

@@ -73,7 +73,7 @@ def test_changed_replicas_add_or_remove_the_last_engines_of_the_tier() -> None:
     assert fewer.steps() == ["drain decode-1 and end it"]
 
 
-def test_an_upgrade_replaces_only_the_keeper_or_the_whole_engine_as_its_need_says() -> None:
+def test_an_upgrade_replaces_only_the_keeper_where_that_suffices_and_otherwise_the_engine() -> None:
     needs = {"prefill-0": Need.KEEPER, "decode-0": Need.ENGINE, "decode-1": Need.PLACE}
     found = planned(decode(args={"max-num-seqs": 8}), needs)
     assert [engine.name for engine in found.keepers] == ["prefill-0"]

@@ -204,7 +204,7 @@ async def test_a_restarted_directory_drops_an_engine_without_keeper_after_the_le
         await quiet.hears(("down", 0))
 
 
-async def test_an_engine_that_still_listens_is_kept_after_its_keepers_lease(quiet: WatchRig) -> None:
+async def test_an_engine_without_keeper_is_kept_after_the_lease_while_it_listens(quiet: WatchRig) -> None:
     engine = await asyncio.start_server(lambda _reader, writer: writer.close(), "127.0.0.1", 0)
     where = "127.0.0.1:{1}".format(*engine.sockets[0].getsockname())
     async with remembered(quiet, "127.0.0.1:9", where):

@@ -157,7 +157,7 @@ def test_the_copier_does_a_load_before_the_stores_of_the_same_order(host: Copyin
 
 
 def in_two_pieces(host: CopyingHost, takes_cores: bool) -> list[list[int]]:
-    """Store two blocks, and make loads move one block at a time; return a list that records these pieces."""
+    """Store two blocks, and make loads move one block at a time; return a list that records each move."""
     moved: list[list[int]] = []
 
     class OneBlockAtOnce(HostMover):
@@ -193,7 +193,7 @@ def hours_of_rest(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("kvtransfer.checkpoint.copier.SHARE_BESIDE_STEPS", 1e-9)
 
 
-def test_the_copier_rests_between_pieces_while_a_step_computes(
+def test_the_copier_rests_between_parts_of_a_load_while_a_step_computes(
     host: CopyingHost, hours_of_rest: None
 ) -> None:
     moved = in_two_pieces(host, takes_cores=True)
@@ -268,21 +268,19 @@ def store_eight(host: CopyingHost, beside_step: bool) -> None:
     assert stored == 8
 
 
-def test_one_thread_stores_a_piece_part_by_part_while_steps_run(
-    host: CopyingHost, bus: PartsOnTheBus
-) -> None:
+def test_one_thread_stores_blocks_part_by_part_while_steps_run(host: CopyingHost, bus: PartsOnTheBus) -> None:
     """A load that arrives during a store then waits for one part only."""
     host.copier.step_began()
     store_eight(host, beside_step=True)
     assert bus.parts == [2, 2, 2, 2] and len(bus.threads) == 1
 
 
-def test_several_threads_store_a_piece_while_no_step_runs(host: CopyingHost, bus: PartsOnTheBus) -> None:
+def test_several_threads_share_a_store_while_no_step_runs(host: CopyingHost, bus: PartsOnTheBus) -> None:
     store_eight(host, beside_step=False)
     assert bus.parts == [2, 2, 2, 2] and len(bus.threads) > 1
 
 
-def test_several_threads_load_a_piece_even_while_steps_run(host: CopyingHost, bus: PartsOnTheBus) -> None:
+def test_several_threads_share_a_load_even_while_steps_run(host: CopyingHost, bus: PartsOnTheBus) -> None:
     store_eight(host, beside_step=False)
     bus.parts.clear()
     bus.threads.clear()

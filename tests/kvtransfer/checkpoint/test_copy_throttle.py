@@ -1,11 +1,11 @@
-"""The copier's rest after a piece is proportional to the piece's processor time, not to elapsed time."""
+"""The copier's rest after a copy is proportional to the copy's processor time, not to elapsed time."""
 
 import time
 
 from kvtransfer.checkpoint.copier import CopyThrottle
 
 
-def test_the_throttle_asks_for_a_rest_after_a_piece_of_copying() -> None:
+def test_the_throttle_asks_for_a_rest_after_a_copy() -> None:
     pace = CopyThrottle(1e-4, 1.0)
     pace.begin()
     began = time.thread_time()
@@ -28,7 +28,7 @@ def test_the_rest_is_shorter_if_work_has_waited_for_long() -> None:
     assert pace.left_s() <= 0
 
 
-def test_time_that_a_piece_waits_without_computing_does_not_lengthen_the_rest() -> None:
+def test_time_that_a_copy_waits_without_computing_does_not_lengthen_the_rest() -> None:
     pace = CopyThrottle(0.1, 1.0)
     pace.begin()
     time.sleep(0.5)

@@ -69,7 +69,7 @@ def test_blocks_are_moved_to_their_destinations_only(
     assert [bytes_of(device, block) for block in range(BLOCKS)] == [before[4], *before[1:5], before[1]]
 
 
-def test_parts_of_a_piece_that_threads_move_concurrently_do_not_mix(
+def test_parts_of_one_copy_that_threads_move_do_not_overwrite_each_other(
     mover: Mover, memory: HostSlots, device: list[Any]
 ) -> None:
     before = [bytes_of(device, block) for block in range(BLOCKS)]
@@ -93,7 +93,7 @@ def test_a_load_reports_blocks_that_changed_since_their_store(
     ]
 
 
-def test_a_piece_of_copying_gives_each_thread_a_whole_number_of_blocks(
+def test_each_copying_thread_gets_the_same_whole_number_of_blocks(
     device: list[Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("kvtransfer.checkpoint.host_slots.HOST_PART_BYTES", 1)
@@ -103,7 +103,7 @@ def test_a_piece_of_copying_gives_each_thread_a_whole_number_of_blocks(
 
 
 @pytest.mark.parametrize("unit_blocks", [1, 2, 5])
-def test_blocks_of_units_that_share_device_memory_do_not_mix(
+def test_units_of_blocks_that_share_device_memory_do_not_overwrite_each_other(
     unit_blocks: int, memory: HostSlots, device: list[Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Units of blocks take turns on two streams; the last may be smaller, and slots are in any order."""

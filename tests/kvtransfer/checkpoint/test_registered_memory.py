@@ -57,7 +57,7 @@ def test_all_memory_is_registered_once_before_its_first_use() -> None:
 
 
 @pytest.mark.parametrize("row", [ROW, 4096, 4104, 40960])
-def test_rows_and_pages_do_not_cross_registered_chunks(row: int) -> None:
+def test_each_host_slot_lies_in_one_registered_chunk_of_whole_pages(row: int) -> None:
     registry = RegistryLog()
     memory = HostSlots(1030, row, registry)
     chunks = sorted(registry.held.items())

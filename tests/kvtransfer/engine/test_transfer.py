@@ -169,7 +169,7 @@ def test_running_turns_get_a_token_in_every_chunk_of_a_long_prompt(
     assert not any(turn.done() for turn in turns), "they were there all the while"
     beside = [one for one in read_iterations(decoder.iteration_log)[before:] if one.prompt_tokens]
     assert sum(one.prompt_tokens for one in beside) == len(PROMPTS["beside"])
-    assert all(one.online_requests == 4 for one in beside), "every turn has a token in every piece"
+    assert all(one.online_requests == 4 for one in beside), "every turn has a token beside every chunk"
     target = TurnTargets().tbt_s
     assert all(one.predicted_s <= target or one.prompt_tokens == 1 for one in beside)
     assert len(beside) > 2 * len(PROMPTS["beside"]) / decoder.batched_tokens

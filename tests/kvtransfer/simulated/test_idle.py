@@ -93,7 +93,7 @@ def test_a_parked_conversation_evicted_from_a_full_host_is_reported() -> None:
 
 
 def test_a_renewed_lease_is_not_ended_by_the_steps_of_an_idle_engine(monkeypatch: pytest.MonkeyPatch) -> None:
-    """An otherwise idle engine sends a prompt for longer than several leases."""
+    """An otherwise idle engine sends the KV of a prompt, which takes longer than three leases."""
     at_once = HostBlockMemory.outgoing
 
     def slowly(*asked: Any) -> AbstractContextManager[list[memoryview]]:

@@ -75,7 +75,7 @@ def test_only_armed_steps_use_piecewise_graphs(make: Make, beside: object) -> No
     engine.add("online", [1] * 5, 12)
     for _ in range(3):
         engine.step()
-    assert engine.modes == [PIECEWISE, FULL, FULL], "a prompt's step has pieces by itself"
+    assert engine.modes == [PIECEWISE, FULL, FULL], "a prompt's step has piecewise graphs by itself"
     engine.add("offline", [2] * 5, 4, priority=10)
     arms(engine, 0.1)
     for _ in range(2):
@@ -177,7 +177,7 @@ def test_a_step_without_a_forward_context_counts_as_a_wrong_graph_choice(make: M
 
 class SilentWorker(WorkerSide):
     def after_layer(self, layer: str) -> None:
-        """Do nothing. The plugin does not say in which steps it needs hooks."""
+        """Do nothing. A plugin with this hook, but no `needs_layers` of its own, needs hooks in all steps."""
 
 
 class SilentPlugin(Plugin):

@@ -1,4 +1,4 @@
-"""A prompt sent over several lanes arrives completely and once, and a failure ends all its lanes."""
+"""KV sent over several connections arrives completely and once, and a failure ends all connections."""
 
 import dataclasses
 import time
@@ -33,7 +33,7 @@ def a_lane_a_layer(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(peers, "LANE_BYTES", 1)
 
 
-def test_lanes_get_about_equal_bytes_and_a_small_prompt_has_one_lane() -> None:
+def test_connections_get_about_equal_bytes_and_a_small_prompt_has_one_connection() -> None:
     assert layers_by_lane([MIB] * 8) == [list(range(8))]
     assert layers_by_lane([32 * MIB] * 8) == [[0, 4], [1, 5], [2, 6], [3, 7]]
     unlike = [256 * MIB if layer % 6 == 5 else 16 * MIB for layer in range(48)]
@@ -44,8 +44,8 @@ def test_lanes_get_about_equal_bytes_and_a_small_prompt_has_one_lane() -> None:
     assert layers_by_lane([0] * 4) == [[0, 1, 2, 3]]
 
 
-def test_each_lane_has_a_layer_that_is_sent_while_the_prompt_is_computed() -> None:
-    """A lane that had only layers with windows or states would be silent until the end of the prompt."""
+def test_each_connection_has_a_layer_that_is_sent_while_the_prompt_is_computed() -> None:
+    """A connection that had only layers with windows or states would be silent until the prompt's end."""
     hybrid = [0, 0, 0, 256 * MIB] * 3
     assert [[layer for layer in share if layer % 4 == 3] for share in layers_by_lane(hybrid)] == [
         [3],
@@ -58,9 +58,9 @@ def test_each_lane_has_a_layer_that_is_sent_while_the_prompt_is_computed() -> No
 
 @pytest.mark.usefixtures("a_lane_a_layer")
 @pytest.mark.parametrize("encrypt", [False, True])
-def test_a_prompt_arrives_completely_over_several_lanes(encrypt: bool) -> None:
+def test_a_prompt_arrives_completely_over_several_connections(encrypt: bool) -> None:
     theirs, mine = Memory(fill=True), Memory(fill=False)
-    mine.piece_bytes = 3 * BLOCK_BYTES - 1  # the consumer takes smaller pieces than the producer
+    mine.piece_bytes = 3 * BLOCK_BYTES - 1  # the consumer takes fewer bytes at a time than the producer
     exports = Exports(theirs, BLOCK_TOKENS, lease_s=10, clock=lambda: 0.0)
     server, port = serving(exports, encrypt=encrypt)
     generation = exports.open("t", [PROMPT], TOKENS, "p")
@@ -84,7 +84,7 @@ def two_lanes() -> tuple[Exports, list[list[int]]]:
     return exports, [[0, 2], [1]]
 
 
-def test_an_ended_lane_does_not_release_blocks_that_another_lane_reads() -> None:
+def test_an_ended_connection_does_not_release_blocks_that_another_connection_reads() -> None:
     exports, shares = two_lanes()
     first, second = (exports.attach("t", "p", [0], 0, layers, 2) for layers in shares)
     exports.delivered(first)
@@ -93,7 +93,7 @@ def test_an_ended_lane_does_not_release_blocks_that_another_lane_reads() -> None
     assert exports.take_released() == ["t"]
 
 
-def test_an_export_ends_on_all_lanes_when_the_consumer_is_lost_on_one() -> None:
+def test_an_export_ends_on_all_connections_when_the_consumer_is_lost_on_one() -> None:
     exports, shares = two_lanes()
     first, second = (exports.attach("t", "p", [0], 0, layers, 2) for layers in shares)
     exports.leave(first)
@@ -110,7 +110,7 @@ def test_missing_and_repeated_layers_are_refused(layers: list[int]) -> None:
 
 
 @pytest.mark.usefixtures("a_lane_a_layer")
-def test_a_failed_lane_ends_the_other_lanes_with_its_reason() -> None:
+def test_a_transfer_ends_on_all_connections_and_reports_the_reason_when_one_fails() -> None:
     class FailingMemory(Memory):
         def incoming(
             self, layer: int, blocks: Sequence[int], wait_s: float
@@ -119,12 +119,12 @@ def test_a_failed_lane_ends_the_other_lanes_with_its_reason() -> None:
 
     class SilentExports(Exports):
         def leave(self, reader: Reader) -> None:
-            """Do not end the export, so that the consumer itself has to end its other lanes."""
+            """Do not end the export, so that the consumer itself has to end its other connections."""
 
     exports = SilentExports(Memory(fill=True), BLOCK_TOKENS, lease_s=10, clock=lambda: 0.0)
     server, port = serving(exports)
     generation = exports.open("t", [PROMPT], TOKENS, "p")
-    exports.wrote(1, [Written("t", generation, TOKENS)])  # lanes 0 and 2 wait for their layers
+    exports.wrote(1, [Written("t", generation, TOKENS)])  # connections 0 and 2 wait for their layers
     began = time.monotonic()
     with pytest.raises(TransferRefused) as refused:
         source = TransferSource("127.0.0.1", port, "t", 4, "p")

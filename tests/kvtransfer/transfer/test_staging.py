@@ -178,7 +178,7 @@ def exported(memory: BlockMemory, *names: str) -> Exports:
 
 
 def test_receivers_that_stall_are_timed_out_and_other_transfers_go_on() -> None:
-    """Every slot has a transfer whose receiver stalls in the middle of a piece."""
+    """Every slot has a transfer whose receiver stalls while the slot's blocks are sent to it."""
     producer = StagedBlockMemory({"layer": torch.randn(200, 8, 1024, 32)}, 200, 24 << 20)
     stalled = [f"stalled{number}" for number in range(producer.slots)]
     exports = exported(producer, *stalled, "t")
@@ -216,7 +216,7 @@ def test_a_window_that_holds_less_than_two_blocks_is_refused_at_start() -> None:
     StagedBlockMemory(kv, 20, 8192).close()
 
 
-def test_an_incomplete_piece_is_not_written_to_the_kv() -> None:
+def test_incompletely_received_blocks_are_not_written_to_the_kv() -> None:
     kv = torch.randn(20, 2, 16, 32)
     before = kv[7].clone()
     memory = StagedBlockMemory({"layer": kv}, 20, 1 << 20)

@@ -136,7 +136,7 @@ async def test_a_result_is_read_back_unchanged_and_contains_no_key(tmp_path: Pat
     assert b"a-secret-key" not in path.read_bytes()
 
 
-def test_a_file_of_another_format_is_refused_as_a_result(tmp_path: Path) -> None:
+def test_a_file_that_is_no_replay_result_is_refused(tmp_path: Path) -> None:
     path = tmp_path / "x.json"
     path.write_text("{}")
     with pytest.raises(TraceError, match="not a result"):

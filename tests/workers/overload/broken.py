@@ -29,7 +29,7 @@ class InOneRegion(PeerService):
 
 
 class SlowToAnswer(PeerService):
-    """Peer service that takes a while for each piece of KV."""
+    """Peer service that waits for `slow_s` before it handles a message with KV."""
 
     slow_s = 4.0
 
@@ -43,7 +43,7 @@ class SlowToAnswer(PeerService):
 
 
 class WithoutExchange(KvExchange):
-    """Exchange that sends no KV to the members that keep the layers."""
+    """KV exchange that does not send the KV of dropped layers to the members that keep these layers."""
 
     def give(self, member: Membership) -> None:
         return

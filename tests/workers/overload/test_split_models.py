@@ -23,7 +23,7 @@ def modules_of(architecture: str) -> list[ModuleType]:
 
 
 def named(modules: list[ModuleType], ending: str) -> type:
-    """Return the first class in the modules whose name ends with `ending`."""
+    """Return the first class whose lower-case name is its module's name followed by `ending`."""
     prefixes = [module.__name__.rpartition(".")[2] for module in modules]
     found = (
         one
