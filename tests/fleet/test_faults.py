@@ -182,7 +182,7 @@ def test_no_kv_is_lost_when_a_keeper_is_killed(fleet: RunningFleet) -> None:
 
 
 @pytest.mark.slow
-def test_serving_continues_through_ninety_seconds_without_the_ray_head(fleet: RunningFleet) -> None:
+def test_serving_continues_for_longer_than_the_lease_without_the_ray_head(fleet: RunningFleet) -> None:
     messages = opening(56, 60)
     text_turn(client(fleet.url, "head"), fleet.model, messages)
     before = conversation(fleet, "head", 1)
@@ -193,7 +193,7 @@ def test_serving_continues_through_ninety_seconds_without_the_ray_head(fleet: Ru
     try:
         for process in [*psutil.Process(head).children(recursive=True), psutil.Process(head)]:
             process.kill()
-        until = time.monotonic() + 90
+        until = time.monotonic() + LEASE_S + 10
         turns = 1
         while time.monotonic() < until:
             messages.append({"role": "user", "content": f"Go on, {turns}."})
@@ -210,31 +210,28 @@ def test_serving_continues_through_ninety_seconds_without_the_ray_head(fleet: Ru
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("name", "watched_s"), [("raylet/raylet", LEASE_S + 15), ("gcs_server", 40.0)])
-def test_gateways_and_engines_outlive_each_killed_process_of_ray(
-    fleet: RunningFleet, name: str, watched_s: float
-) -> None:
+def test_gateways_and_engines_outlive_a_killed_raylet(fleet: RunningFleet) -> None:
     """The test waits for longer than the leases that actors renew, because actors end with the raylet.
     New conversations continue too, because the directory process outlives its actor.
     """
     messages = opening(57, 60)
-    text_turn(client(fleet.url, name), fleet.model, messages)
+    text_turn(client(fleet.url, "raylet"), fleet.model, messages)
     kept = ("router.gateway", "deploy.directory")
     before = [set(fleet.processes(one)) for one in kept]
     engines = {one: (state["pid"], state["epoch"]) for one, state in fleet.engines().items()}
-    for pid in fleet.processes(name):
+    for pid in fleet.processes("raylet/raylet"):
         fleet.kill(pid)
-    longest, longest_new, new, until = 0.0, 0.0, 0, time.monotonic() + watched_s
+    longest, longest_new, new, until = 0.0, 0.0, 0, time.monotonic() + LEASE_S + 15
     while time.monotonic() < until:
         messages.append({"role": "user", "content": "Go on."})
         began = time.monotonic()
-        text_turn(client(fleet.url, name), fleet.model, messages)
+        text_turn(client(fleet.url, "raylet"), fleet.model, messages)
         longest, began, new = max(longest, time.monotonic() - began), time.monotonic(), new + 1
-        text_turn(client(fleet.url, f"{name}-new-{new}"), fleet.model, opening(5700 + new, 30))
+        text_turn(client(fleet.url, f"raylet-new-{new}"), fleet.model, opening(5700 + new, 30))
         longest_new = max(longest_new, time.monotonic() - began)
         time.sleep(2)
     print(
-        f"{name} killed: longest bound turn {longest:.1f} s, of {new} new conversations {longest_new:.1f} s"
+        f"raylet killed: longest bound turn {longest:.1f} s, of {new} new conversations {longest_new:.1f} s"
     )
     assert longest < 10 and longest_new < 10
     assert [set(fleet.processes(one)) for one in kept] == before

@@ -15,7 +15,7 @@ from tests.support.fleet import RunningFleet
 
 pytestmark = [pytest.mark.fleet, pytest.mark.timeout(1500)]
 
-STREAMS = 18
+STREAMS = 12
 FEW = 6
 STREAM_S = 300
 LONG_SCHEMA = {

@@ -13,7 +13,9 @@ from traces.replay import client
 AT_ONCE = 3
 
 
-def conversations(count: int, headroom: int) -> Iterator[TraceConversation]:
+def conversations(
+    count: int, headroom: int, at_once: int = AT_ONCE, longest: int = 8_000
+) -> Iterator[TraceConversation]:
     """Yield conversations of such sizes that the KV of two decoders always differs clearly.
 
     A reservation ends when an engine reports its conversation, which happens some milliseconds earlier or
@@ -21,11 +23,11 @@ def conversations(count: int, headroom: int) -> Iterator[TraceConversation]:
     than all reservations.
     """
     random, held, grown = Random(5), [0, 0], 300
-    apart = AT_ONCE * headroom
+    apart = at_once * headroom
     for number in range(count):
         less = held.index(min(held))
         while True:
-            prompt = random.randrange(600, 8_000)
+            prompt = random.randrange(600, longest)
             if abs(held[less] + prompt + grown - held[1 - less]) > apart:
                 break
         held[less] += prompt + grown
