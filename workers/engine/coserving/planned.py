@@ -30,8 +30,8 @@ from workers.engine.compat import coserving_scheduler as internals
 from workers.engine.compat import cpu_build
 from workers.engine.compat.grammar_advance import GRAMMARS, advance_grammars
 from workers.engine.coserving.config import CoServingConfig
-from workers.engine.coserving.decoding_batch import DecodingBatch
 from workers.engine.coserving.iterations import (
+    DecodingBatch,
     IterationLog,
     IterationRecord,
     PendingIteration,
