@@ -313,7 +313,7 @@ def measure(loads: Sequence[str], rounds: int) -> tuple[dict[str, float], dict[s
 
 
 def play_all(kv: EngineKv, loads: dict[str, dict[str, PolicyBursts]], rounds: int) -> dict[str, float]:
-    """Play the bursts of all `loads`, record them there, and return the counters of the fleet with `drop`."""
+    """Play each burst with every policy, record it in `loads`, and return the counters of `drop`'s fleet."""
     with ExitStack() as stack:
         work = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="overload-")))
         make_model(work / "model", kv.shape)

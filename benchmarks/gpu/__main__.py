@@ -41,7 +41,7 @@ def main() -> None:
     parser.add_argument("--only", type=names, default=[], help="steps or groups to run")
     parser.add_argument("--skip", type=names, default=[], help="steps or groups to leave out")
     parser.add_argument("--limit", type=float, help="seconds that a step may take, instead of its own limit")
-    parser.add_argument("--out", type=Path, metavar="FILE", help="append a JSON line per figure group here")
+    parser.add_argument("--out", type=Path, metavar="FILE", help="append each step's figures as JSON lines")
     parser.add_argument("--list", action="store_true", help="print the steps and their limits")
     arguments = parser.parse_args()
     if arguments.list:

@@ -1,4 +1,4 @@
-"""GPU steps with engines: vLLM with a model of Qwen3 8B's sizes, plain and with ConServe's parts."""
+"""Steps of `benchmarks.gpu` with engines: plain vLLM and ConServe, with a model of Qwen3 8B's sizes."""
 
 import json
 import os

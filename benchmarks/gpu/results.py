@@ -1,4 +1,4 @@
-"""Results of the GPU steps: one JSON line per figure group, appended as soon as it is known."""
+"""Figures of `benchmarks.gpu`: each of its steps appends them to a file as soon as they are known."""
 
 import json
 import statistics

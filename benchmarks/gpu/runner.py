@@ -1,4 +1,4 @@
-"""Runs the GPU steps one after another, each in its own process with its own time limit."""
+"""Runs the steps of `benchmarks.gpu` one after another, each in its own process with its own time limit."""
 
 import os
 import subprocess

@@ -1,4 +1,4 @@
-"""Runs one GPU step in this process: python -m benchmarks.gpu.step NAME --device cuda --out FILE"""
+"""Runs one step of `benchmarks.gpu` here: python -m benchmarks.gpu.step NAME --device cuda --out FILE"""
 
 import argparse
 import asyncio

@@ -1,4 +1,4 @@
-"""A vLLM plugin for GPU steps: measures the parts of an engine's steps, and sets usable random weights.
+"""A vLLM plugin for `benchmarks.gpu`: measures the parts of an iteration, and sets usable random weights.
 
 vLLM loads general plugins in each of its processes, from the entry points that `advertise` writes to a
 folder on the path.

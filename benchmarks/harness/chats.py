@@ -1,4 +1,4 @@
-"""Helps benchmarks' clients to hold conversations, read streams, write batch files and make up prompts."""
+"""Helps benchmarks' clients to play conversations, read streams, and make prompts and batch files."""
 
 import json
 import time

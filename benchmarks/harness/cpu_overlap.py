@@ -57,7 +57,7 @@ class IdleStream:
 
 
 def replace_cuda(event: type = DoneEvent) -> None:
-    """Replace the CUDA streams and events with which vLLM's runner copies sampled tokens."""
+    """Install stand-ins for the CUDA streams and events that vLLM's runner uses to copy sampled tokens."""
     cuda: Any = torch.cuda
     cuda.Event, cuda.Stream = event, IdleStream
     cuda.current_stream = IdleStream

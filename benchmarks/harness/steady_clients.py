@@ -1,4 +1,4 @@
-"""Small clients that ask a fleet all the time, and measure how long they wait for a token."""
+"""Clients that send small requests to a fleet throughout a run, and measure how long they wait for tokens."""
 
 import asyncio
 import time
