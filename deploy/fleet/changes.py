@@ -103,7 +103,7 @@ def plan(old: FleetSpec, new: FleetSpec, home: FleetHome, running: Mapping[str, 
 
 
 def _wanted(fleet: FleetSpec, running: Mapping[str, Need]) -> Iterator[EngineName]:
-    """Yield the engines of `fleet`; an autoscaled tier keeps its number in `running`, within its limits."""
+    """Yield the engines of `fleet`. An autoscaled tier keeps as many as are `running`, within its limits."""
     for tier in fleet.tiers:
         count = tier.replicas
         if tier.autoscale is not None:

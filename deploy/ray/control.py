@@ -60,7 +60,7 @@ class DirectorySuperseded(DeployError):
 
 
 class ControlServer:
-    """Server of the control service. It listens before the keeper runs, which reports its address."""
+    """Server of the control service. It starts before the keeper, which reports the server's address."""
 
     def __init__(self, store: StatusStore, feed: EngineLink, secret: str, sender: "KvSender") -> None:
         self._store, self._feed, self._sender = store, feed, sender

@@ -66,10 +66,10 @@ async def keep(
     look: Callable[[LeasedProcess], Awaitable[None]],
     ended: Callable[[], None] = lambda: None,
 ) -> None:
-    """Adopt or start the process and its host, renew its lease, and restart both when the host ends.
+    """Adopt or start a process under `workers.host`, renew its lease, and restart both when the host ends.
 
-    This never returns. It calls `look` every half second while the host runs, and `ended` each time that the
-    host has ended; the host itself restarts a process that was killed.
+    This never returns. It calls `look` every half second while `workers.host` runs, and `ended` each time
+    that it has ended; `workers.host` itself restarts a process that was killed.
     """
     wanted.directory.mkdir(parents=True, exist_ok=True)
     loop, backoff = asyncio.get_running_loop(), Backoff(FIRST_BACKOFF_S, LONGEST_BACKOFF_S, CALM_S)

@@ -217,7 +217,10 @@ def _value(text: str, kind: object) -> Any:
 
 
 def wishes_of(model: str, options: dict[str, Any]) -> Wishes:
-    """Return the wishes that `options` express; keys of the fleet file are removed from `options`."""
+    """Return the settings that vLLM's `options` ask for.
+
+    Options with a key of their own in the fleet file, such as `max-model-len`, are removed from `options`.
+    """
     for name, instead in OWN_OPTIONS.items():
         if name in options:
             raise DeployError(f"--{name} is not an option of each engine here: it is {instead}")
