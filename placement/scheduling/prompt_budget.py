@@ -47,7 +47,7 @@ def share_online(
     sharing: PromptSharing,
     classes: ClassOrder,
 ) -> OnlineShare:
-    """Plan one token for each decoding request, and the time that is left for prompts in their order."""
+    """Plan one token for each decoding request, then give prompts, in order, the time that is left."""
     decoding: list[RequestView] = []
     waiting: list[RequestView] = []
     for request in requests:
