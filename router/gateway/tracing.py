@@ -241,7 +241,7 @@ def _otlp_exporter(config: TracingConfig) -> SpanExporter:
 
 
 class _CountingExporter(SpanExporter):
-    """Exporter that limits the number of waiting turns, and counts turns whose spans are dropped."""
+    """Exporter that limits how many turns wait for export, and counts those whose spans are dropped."""
 
     def __init__(self, exporter: SpanExporter) -> None:
         self._exporter = exporter

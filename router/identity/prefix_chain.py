@@ -224,9 +224,9 @@ def of_messages(start: bytes, messages: Iterable[object]) -> Chain:
 
 
 def of_text(start: bytes, text: bytes) -> Chain:
-    """Return the chain of a plain prompt, one link per block.
+    """Return the chain of a plain prompt, one link for each `BLOCK_BYTES` of its text.
 
-    The bytes after the last whole block are a tail that is compared exactly, because prompts with a common
+    The bytes after the last link are a tail that is compared exactly, because prompts with a common
     beginning and different last words are not one conversation.
     """
     running = xxh3_128(start)

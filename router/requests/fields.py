@@ -73,7 +73,7 @@ _EXTRA = frozenset({"slo_ttft_ms", "slo_tbt_ms"})
 
 @checks(type="object", properties=dict.fromkeys(sorted(_EXTRA), _SLO.schema), additionalProperties=False)
 def _extra_arguments(name: str, value: Any) -> None:
-    """Accept SLO targets, and refuse all other arguments of vLLM's plugins."""
+    """Accept SLO targets, and refuse all other `vllm_xargs`, which are meant for vLLM's plugins."""
     if type(value) is not dict:
         raise wrong(name, f"an object of {' and '.join(sorted(_EXTRA))}", None)
     for key, target in value.items():
