@@ -78,7 +78,7 @@ class LeasedProcess:
         leave_s: float = 0.0,
         restart: bool = False,
     ) -> "LeasedProcess":
-        """Start a process, which its host starts again if `restart` is set and a signal kills it.
+        """Start a process, which `workers.host` starts again if `restart` is set and a signal kills it.
 
         With `leave_s`, its first SIGTERM is only a request to end (`asked_to_end`).
         """
@@ -117,7 +117,7 @@ class LeasedProcess:
         return process
 
     def expire(self) -> None:
-        """Remove the lease, so that the host ends the process by itself."""
+        """Remove the lease, so that `workers.host` ends the process by itself."""
         (self.directory / LEASE).unlink(missing_ok=True)
 
     def renew(self) -> None:
@@ -149,7 +149,7 @@ class LeasedProcess:
             return idle
 
     def end(self, grace_s: float) -> bool:
-        """End the host and all processes under it, including those that a killed host left in its session."""
+        """End `workers.host` and all processes under it; if it was killed, those left in its Unix session."""
         self.expire()
         host = processes.find(self.record.pid, self.record.started)
         members = processes.tree(host) if host else self._orphans()
@@ -159,7 +159,7 @@ class LeasedProcess:
         return gone
 
     def _orphans(self) -> list[psutil.Process]:
-        """Return the processes that a killed host left in its session, none if its pid was reused since."""
+        """Return what a killed `workers.host` left in its Unix session, nothing if its pid was reused."""
         if processes.alive(self.record.pid):
             return []
         return list(processes.session(self.record.pid))

@@ -202,7 +202,7 @@ def profile_of(samples: list[Sample], layers: int, now: float) -> Profile:
 
 
 def safepoint_every(layer_seconds: float, check_seconds: float, layers: int) -> int:
-    """Return how many layers apart checks of the flag must be to cost at most `CHECK_SHARE` of the time."""
+    """Return the fewest layers from one check for an abort to the next that keep to `CHECK_SHARE`."""
     if layer_seconds <= 0:
         return 1
     return max(1, min(layers, math.ceil(check_seconds / (CHECK_SHARE * layer_seconds))))

@@ -29,7 +29,7 @@ class PackedCopies(Protocol):
         """Free the packed copies of a layer whose parameters are about to be dropped."""
 
     def make(self, layer: int) -> None:
-        """Make the packed copies of a layer again after its parameters were restored."""
+        """Pack the parameters of a layer again after they were restored."""
 
 
 class LayerWeights:
