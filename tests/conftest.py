@@ -83,7 +83,7 @@ def laptop_fleet() -> Iterator[RunningFleet]:
 
 @pytest.fixture
 def unused_fleet(laptop_fleet: RunningFleet) -> RunningFleet:
-    """Return the laptop fleet before other tests use it, so that a test need not wait for free KV."""
+    """Return the laptop fleet. Tests with this fixture run before its other tests, while its KV is free."""
     return laptop_fleet
 
 

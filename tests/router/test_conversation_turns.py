@@ -1,4 +1,4 @@
-"""A conversation has one transfer and one decoder, and decoders get a client's bytes with added fields."""
+"""A conversation keeps its decoder until it ends, and decoders get clients' known fields unchanged."""
 
 import asyncio
 from pathlib import Path

@@ -192,7 +192,7 @@ async def test_edited_text_is_tokenized_anew(llm: Llm, exact: ExactTokens) -> No
     assert await turn(exact, llm, edited, []) == edited
 
 
-async def test_prompts_with_token_ids_several_answers_or_prompt_logprobs_are_unchanged(
+async def test_a_prompt_stays_unchanged_if_given_as_token_ids_or_with_several_answers_or_prompt_logprobs(
     llm: Llm, exact: ExactTokens
 ) -> None:
     await turn(exact, llm, Q, A)
@@ -213,7 +213,9 @@ async def test_a_turn_succeeds_although_the_tokenizer_raises(llm: Llm) -> None:
     assert counted("fallbacks", cause="no_vocabulary") == before + 1
 
 
-async def test_a_turn_through_a_prefiller_uses_the_tokens_of_its_text(llm: Llm, exact: ExactTokens) -> None:
+async def test_the_prompt_of_a_turn_through_a_prefiller_is_tokenized_from_its_text(
+    llm: Llm, exact: ExactTokens
+) -> None:
     before = counted("fallbacks", cause="transferred")
     await turn(exact, llm, Q, A)
     pulled = {"kv_transfer_params": {"do_remote_prefill": True}}
@@ -224,7 +226,7 @@ async def test_a_turn_through_a_prefiller_uses_the_tokens_of_its_text(llm: Llm, 
     assert await turn(exact, llm, [*NEXT, ord("a")], []) == [*NEXT, ord("a")]
 
 
-async def test_a_turn_that_would_exceed_the_context_uses_the_tokens_of_its_text(
+async def test_the_prompt_of_a_turn_that_would_exceed_the_context_is_tokenized_from_its_text(
     llm: Llm, exact: ExactTokens
 ) -> None:
     before = counted("fallbacks", cause="too_long")

@@ -52,7 +52,7 @@ def test_an_overload_is_declared_with_its_reason_and_the_lacking_tokens() -> Non
     assert 10 < state.since < 20 and 1.4 < state.asked < 1.46
 
 
-def test_one_long_waiting_prompt_declares_no_overload() -> None:
+def test_one_long_waiting_prompt_is_not_an_overload() -> None:
     state = after((CALM, 10), (FULL, 0.25)).state
     assert (state.overloaded, state.reason) == (False, OverloadReason.BRIEF)
 
@@ -63,7 +63,7 @@ def test_turns_that_wait_although_kv_is_free_are_reported_as_short_of_compute() 
     assert after((replace(busy, waiting=1_500, refused=500), 20)).state.reason is OverloadReason.COMPUTE
 
 
-def test_large_conversations_that_fit_on_no_decoder_declare_an_overload_although_kv_is_free() -> None:
+def test_large_conversations_that_fit_on_no_decoder_are_an_overload_although_kv_is_free() -> None:
     large = KvDemand(capacity=1_000, held=600, evictable=0, waiting=0, refused=900)
     assert after((large, 20)).state.reason is OverloadReason.KV_SHORT
 
@@ -95,7 +95,7 @@ def test_an_overload_ends_when_no_decoder_accepts_conversations() -> None:
 
 
 @given(demands, st.floats(0, 1e9))
-def test_a_single_observation_declares_no_overload(demand: KvDemand, now: float) -> None:
+def test_a_single_observation_is_not_an_overload(demand: KvDemand, now: float) -> None:
     watch = OverloadWatch()
     state = watch.observe(demand, now)
     assert not state.overloaded and state.asked * 1_000 == pytest.approx(demand.asked)

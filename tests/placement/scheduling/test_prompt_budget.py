@@ -111,8 +111,7 @@ def test_a_lower_class_goes_first_once_left_out_for_longer_than_the_weight_diffe
 
 
 def test_a_higher_class_stays_first_while_some_old_prompts_of_a_lower_class_are_served() -> None:
-    """In a lasting overload every prompt of the lower class has waited for longer than the difference of the
-    weights."""
+    """As in a lasting overload, old prompts have waited longer than the classes' `queue_weight`s differ."""
     policy = make_policy(ServingSettings("prompts_in_order"))
     old = tuple(arrived(f"old-{n}", 1000, 10.0 - n) for n in range(20))
     turns = []

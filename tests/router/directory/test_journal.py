@@ -303,7 +303,7 @@ def missed() -> float:
 async def test_counts_and_prompt_ends_are_dropped_while_too_many_rows_wait_for_a_full_disk(
     tmp_path: Path,
 ) -> None:
-    """Bound conversations continue, but updates of their counters are dropped beyond a limit."""
+    """Bound conversations continue, but with too many unwritten rows their counters are not updated."""
     path, before = tmp_path / "journal", missed()
     journal = Journal(path)
     journal.append(row(0))

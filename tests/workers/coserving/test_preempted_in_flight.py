@@ -46,12 +46,12 @@ def test_a_request_preempted_in_flight_keeps_its_sampled_token(small_model: Path
     assert not engine.lies
 
 
-@pytest.mark.parametrize("hands_kv_over", [False, True])
-def test_a_request_preempted_at_its_last_token_ends_only_if_its_kv_is_not_handed_over(
-    small_model: Path, hands_kv_over: bool
+@pytest.mark.parametrize("delivers_kv", [False, True])
+def test_a_request_preempted_at_its_last_token_is_computed_again_only_if_its_kv_must_be_delivered(
+    small_model: Path, delivers_kv: bool
 ) -> None:
     engine = SampleCount(small_model, latency=QUICK)
-    engine.scheduler.requires_kv_delivery = hands_kv_over  # as with NIXL's connector
+    engine.scheduler.requires_kv_delivery = delivers_kv  # as with NIXL's connector
     engine.ask("a", [33 + number % 80 for number in range(100)], 1, priority=1)
     request = engine.scheduler.requests["a"]
     while not request.num_in_flight_tokens:
@@ -62,7 +62,7 @@ def test_a_request_preempted_at_its_last_token_ends_only_if_its_kv_is_not_handed
         assert time.monotonic() < limit
         engine.step(abort_share=0.0)
     assert len(engine.outputs["a"]) == 1
-    assert engine.drawn == (2 if hands_kv_over else 1), "after a preemption its blocks are gone"
+    assert engine.drawn == (2 if delivers_kv else 1), "after a preemption its blocks are gone"
 
 
 def test_the_worker_gets_all_tokens_of_a_request_that_one_iteration_preempts_and_resumes(

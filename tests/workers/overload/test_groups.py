@@ -33,7 +33,7 @@ from workers.engine.overload.split.peer_link import Message, MessageKind, PeerCo
 
 
 @pytest.mark.parametrize("size", [2, 3, 4])
-def test_each_member_keeps_the_kv_of_each_owner_in_a_region_of_its_own_and_returns_it(
+def test_each_engine_of_a_split_keeps_the_others_kv_in_separate_regions_and_gives_it_back(
     four: Group, size: int
 ) -> None:
     group = four[:size]

@@ -36,7 +36,7 @@ def numbered(rows: list[int], layer: int = 0) -> torch.Tensor:
     return torch.stack([torch.full(ROW, float(row + 1000 * layer)) for row in rows])
 
 
-def test_restored_parameters_have_their_address_and_content(memory: PhysicalMemory) -> None:
+def test_restored_parameters_have_the_same_address_and_content_as_before(memory: PhysicalMemory) -> None:
     layers = [torch.nn.Linear(512, 1024) for _ in range(LAYERS)]
     before = [[one.detach().clone() for one in layer.parameters()] for layer in layers]
     weights = LayerWeights(layers, memory)

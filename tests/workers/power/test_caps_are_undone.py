@@ -207,7 +207,7 @@ print(guard.wait(30))
 """
 
 
-def test_a_guard_terminated_before_a_limit_was_set_restores_that_limit(machine: GpuMachine) -> None:
+def test_a_guard_terminated_before_the_cap_is_set_still_undoes_it(machine: GpuMachine) -> None:
     done = machine.python(TOLD_AT_ONCE, str(machine.record))
     assert done.stdout.splitlines() == ["[300.0, 200.0]", "0"], done.stderr
     assert machine.limits() == [300.0, 300.0]
