@@ -23,7 +23,7 @@ from tests.support.architectures import SERVED, ServedArchitecture, architecture
 
 pytestmark = [pytest.mark.engine, pytest.mark.timeout(900)]
 
-TURNS, OUTPUT = 6, 6
+TURNS, OUTPUT, OPERATIONS = 6, 6, 30
 CONVERSATIONS = "abcd"
 AS_LIKELY = 1.0  # a right token may be this much behind the likeliest token, in log-probability
 
@@ -156,7 +156,7 @@ def test_answers_in_a_storm_of_disturbances_equal_those_of_plain_vllm(fleet: Arc
     rng, decoder = random.Random(seed), fleet.decoder
     expected: dict[str, tuple[str, list[int], list[int]]] = {}  # session, prompt, plain vLLM's answer
     wrong, done = [], 0
-    for _ in range(30):
+    for _ in range(OPERATIONS):
         key, number = rng.choice(CONVERSATIONS), rng.randrange(TURNS)
         prompt, answer = fleet.script[key][number]
         session = f"{key}{rng.randrange(3)}"
@@ -182,5 +182,5 @@ def test_answers_in_a_storm_of_disturbances_equal_those_of_plain_vllm(fleet: Arc
         done += 1
         if not fleet.right(prompt, decoder.answers[request], answer):
             wrong.append(session)
-    assert wrong == [] and done > 20, f"CONSERVE_STORM_SEED={seed}"
+    assert wrong == [] and done > OPERATIONS // 3, f"CONSERVE_STORM_SEED={seed}"
     fleet.rest()
