@@ -12,10 +12,11 @@ from pathlib import Path
 import psutil
 import pytest
 
+from tests.support.log_lines import LINE
 from workers import processes
 from workers.host import SOUND_AFTER_S, SUPERVISOR
 from workers.keeper.launch import ProcessCommand
-from workers.keeper.process_lease import LEASE, RECORD, LeasedProcess
+from workers.keeper.process_lease import LEASE, LOG, RECORD, LeasedProcess
 from workers.oom_score import OomScore
 
 pytestmark = pytest.mark.slow
@@ -178,6 +179,8 @@ def test_a_host_starts_a_killed_command_again_and_leaves_none_of_its_children(di
     time.sleep(SOUND_AFTER_S)
     command.kill()
     until(lambda: (directory / "child").read_text() not in ("", str(child)))
+    (line,) = (directory / LOG).read_text().splitlines()
+    assert (found := LINE.match(line)) and found["event"].startswith("restarts_killed_command signal=9"), line
     assert process.alive() and child not in left(directory)
     children = psutil.Process(process.record.pid).children()
     (again,) = (one for one in children if one.status() != psutil.STATUS_ZOMBIE)

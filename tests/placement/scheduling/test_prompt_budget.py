@@ -111,7 +111,7 @@ def test_a_lower_class_goes_first_once_left_out_for_longer_than_the_weight_diffe
 
 
 def test_a_higher_class_stays_first_while_some_old_prompts_of_a_lower_class_are_served() -> None:
-    """As in a lasting overload, old prompts have waited longer than the classes' `queue_weight`s differ."""
+    """Old prompts have waited longer than the classes' `queue_weight`s differ, as in a lasting overload."""
     policy = make_policy(ServingSettings("prompts_in_order"))
     old = tuple(arrived(f"old-{n}", 1000, 10.0 - n) for n in range(20))
     turns = []

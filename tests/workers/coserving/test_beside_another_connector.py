@@ -18,7 +18,7 @@ from workers.engine.coserving import safepoint
 
 
 class OtherMetadata(KVConnectorMetadata):
-    """Empty metadata that `IdleConnector` sends to its workers."""
+    """Metadata without content, which `IdleConnector` sends to its workers."""
 
 
 class IdleConnector(KVConnectorBase_V1, SupportsHMA):
